@@ -82,8 +82,7 @@ def uploads(url: str, speech: Path, over: threading.Event) -> None:
     """Somebody else's recordings, so that there is something to draw."""
     while not over.wait(2):
         subprocess.run(
-            ["curl", "-s", "-o", "/dev/null", f"{url}/v1/audio/transcriptions", "-F", f"file=@{speech}"],
-            check=True,
+            ["curl", "-s", "-o", "/dev/null", f"{url}/v1/audio/transcriptions", "-F", f"file=@{speech}"], check=True
         )
 
 

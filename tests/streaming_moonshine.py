@@ -19,9 +19,7 @@ def write(folder: Path) -> Path:
     with safe_open(FIXTURE, "pt") as file:
         config = json.loads(file.metadata()["said"])[SIZE]["config"]
         names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-        save_file(
-            {name.removeprefix(prefix): file.get_tensor(name) for name in names}, folder / "model.safetensors"
-        )
+        save_file({name.removeprefix(prefix): file.get_tensor(name) for name in names}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "pieces.json").write_text(json.dumps([f"\u2581w{i}" for i in range(config["vocab_size"])]))
     return folder

@@ -34,12 +34,7 @@ process. A step that fails its own requests only is guarded by StepGuard (engine
 
 LEAVES = {
     # files, packets, what is written; the doctor lists its codecs
-    "av": {
-        "audio/media_reader.py",
-        "audio/opus_decoder.py",
-        "audio/encode/packet_encoder.py",
-        "api/cli/doctor.py",
-    },
+    "av": {"audio/media_reader.py", "audio/opus_decoder.py", "audio/encode/packet_encoder.py", "api/cli/doctor.py"},
     "soxr": {"audio/resample.py"},
     "onnx": {
         "models/checkpoints/onnx_graph.py",
@@ -68,9 +63,7 @@ LEAVES = {
 }
 """A heavy or optional package is loaded by one file."""
 
-TYPE_ONLY_BACK_IMPORTS = {
-    ("asr_serve.engine.request", "asr_serve.engine.vad_runner"),
-}
+TYPE_ONLY_BACK_IMPORTS = {("asr_serve.engine.request", "asr_serve.engine.vad_runner")}
 """Imports against the map's order that exist under TYPE_CHECKING only. This list must shrink: move what both files
 need to the lower one, and add nothing."""
 

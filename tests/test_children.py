@@ -29,8 +29,7 @@ asked = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_
 sys.stdout.write(subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=60).stdout)
 """
 WITHOUT_LIMIT = re.compile(
-    r"subprocess\.Popen\(|\.communicate\(\)|^\s*[\w.]+\.join\(\)|process\.wait\(\)|future\.result\(\)",
-    re.MULTILINE,
+    r"subprocess\.Popen\(|\.communicate\(\)|^\s*[\w.]+\.join\(\)|process\.wait\(\)|future\.result\(\)", re.MULTILINE
 )
 
 

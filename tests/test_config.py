@@ -45,10 +45,19 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "asr-serve.toml"
 
 
-# --- what wins --------------------------------------------------------------------------------------------
+def expect_error(parts: list[str], *sources: Any) -> str:
+    """Load settings that are invalid; the error has all of these parts."""
+    with pytest.raises(OptionError) as error:
+        load_serve_config(*sources)
+    message = str(error.value)
+    assert [part for part in parts if part not in message] == [], message
+    return message
 
 
-def test_without_anything_the_defaults_hold() -> None:
+# --- which source wins -----------------------------------------------------------------------------------------
+
+
+def test_defaults_are_used_where_nothing_is_set() -> None:
     assert load_serve_config(None, {}) == ServeConfig()
     assert ServeConfig().model == asr_serve.DEFAULT_MODEL
 
@@ -108,7 +117,7 @@ def test_text_becomes_a_value(name: str, text: str, value: object) -> None:
         assert type(getattr(made, name)) is type(value)
 
 
-def test_variables_that_are_no_settings_pass() -> None:
+def test_variables_that_are_no_settings_are_ignored() -> None:
     kubernetes = {
         "ASR_SERVE_SERVICE_HOST": "10.0.0.1",
         "ASR_SERVE_SERVICE_PORT": "8000",
@@ -133,17 +142,14 @@ def test_every_variable_that_the_project_reads_is_known() -> None:
     assert named <= settings | set(NON_SETTING_VARIABLES)
 
 
-# --- what fails -------------------------------------------------------------------------------------------
+# --- invalid settings -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "parts"),
     [
         ("prot = 1", ["'prot'", "asr-serve.toml:1)", "'port'"]),
-        (
-            "port = 1\n\n[engine]\nmax_decode_row = 3",
-            ["'engine.max_decode_row'", ":4)", "'engine.max_decode_rows'"],
-        ),
+        ("port = 1\n\n[engine]\nmax_decode_row = 3", ["'engine.max_decode_row'", ":4)", "'engine.max_decode_rows'"]),
         ("max_decode_rows = 3", ["'max_decode_rows'", ":1)", "'engine.max_decode_rows'"]),
         ("[engine]\nport = 1", ["'engine.port'", ":2)", "'port'"]),
         ("[server]\nport = 1", ["'server'", ":1)"]),
@@ -188,11 +194,11 @@ def test_every_variable_that_the_project_reads_is_known() -> None:
         ("port = \n", ["asr-serve.toml: ", "line 1"]),
     ],
 )
-def test_a_wrong_file_says_what_where_and_what_is_allowed(file: Path, text: str, said: list[str]) -> None:
+def test_the_error_of_a_file_has_the_setting_its_line_and_what_is_allowed(
+    file: Path, text: str, parts: list[str]
+) -> None:
     file.write_text(text)
-    with pytest.raises(OptionError) as error:
-        load_serve_config(str(file), {})
-    assert [part for part in said if part not in str(error.value)] == [], str(error.value)
+    expect_error(parts, str(file), {})
 
 
 def test_files_that_cannot_be_read(file: Path) -> None:
@@ -204,7 +210,7 @@ def test_files_that_cannot_be_read(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "parts"),
     [
         ({"ASR_SERVE_PROT": "1"}, ["ASR_SERVE_PROT (environment)", "'ASR_SERVE_PORT'"]),
         ({"ASR_SERVE_ENGINE_KV_BYTES": "1"}, ["'ASR_SERVE_ENGINE__KV_BYTES'"]),
@@ -219,10 +225,8 @@ def test_files_that_cannot_be_read(file: Path) -> None:
         ({"ASR_SERVE_WEIGHTS": "\udcff"}, ["weights is not UTF-8 (env ASR_SERVE_WEIGHTS)"]),
     ],
 )
-def test_a_wrong_environment(environ: Mapping[str, str], said: list[str]) -> None:
-    with pytest.raises(OptionError) as error:
-        load_serve_config(None, environ)
-    assert [part for part in said if part not in str(error.value)] == [], str(error.value)
+def test_the_error_of_a_variable_names_it_and_the_nearest(environ: Mapping[str, str], parts: list[str]) -> None:
+    expect_error(parts, None, environ)
 
 
 def test_the_error_names_the_source_that_won(file: Path) -> None:
@@ -234,20 +238,15 @@ def test_the_error_names_the_source_that_won(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "param"),
-    [
-        ({"port": 70_000}, "port"),
-        ({"port": "80"}, "port"),
-        ({"host": ""}, "host"),
-        ({"engine": {"x": 1}}, "engine"),
-    ],
+    [({"port": 70_000}, "port"), ({"port": "80"}, "port"), ({"host": ""}, "host"), ({"engine": {"x": 1}}, "engine")],
 )
-def test_an_object_made_by_hand_meets_the_same_rules(wrong: dict[str, Any], param: str) -> None:
+def test_a_config_made_directly_is_checked_by_the_same_rules(wrong: dict[str, Any], param: str) -> None:
     with pytest.raises(OptionError) as error:
         ServeConfig(**wrong)
     assert error.value.param == param
 
 
-def test_a_disk_and_all_that_belongs_to_it() -> None:
+def test_valid_disk_settings() -> None:
     whole = {"disk_bytes": 1, "disk_path": "/tmp", "disk_key_file": "k", "disk_road": "threads"}
     made = load_serve_config(None, {}, {f"engine.{name}": value for name, value in whole.items()}).engine
     assert {name: getattr(made, name) for name in whole} == whole
@@ -255,7 +254,7 @@ def test_a_disk_and_all_that_belongs_to_it() -> None:
     assert EngineConfig(host_bytes=0, role="encode").host_bytes == 0
 
 
-def test_fields_settle_to_their_types() -> None:
+def test_fields_are_converted_to_their_types() -> None:
     made = ServeConfig(more_models=["a"], drain_s=3)  # type: ignore[arg-type]
     assert made == ServeConfig(more_models=("a",), drain_s=3.0)
     assert isinstance(made.drain_s, float)
@@ -307,7 +306,7 @@ def test_keys_are_never_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "part"),
     [
         ({"api_keys": "secret 1"}, "api_keys=*** (flag)"),
         ({"admin_keys": ["secret", 1]}, "admin_keys=*** (flag)"),
@@ -315,21 +314,17 @@ def test_keys_are_never_shown(tmp_path: Path) -> None:
         ({"api_key": "secret"}, "did you mean 'api_keys'"),
     ],
 )
-def test_not_even_wrong_ones(flags: dict[str, object], said: str) -> None:
-    with pytest.raises(OptionError) as error:
-        load_serve_config(None, {}, flags)
-    assert said in str(error.value)
-    assert "secret" not in str(error.value)
+def test_errors_never_show_a_key(flags: dict[str, object], part: str) -> None:
+    assert "secret" not in expect_error([part], None, {}, flags)
 
 
 @pytest.mark.parametrize("text", ["", " , "])
 def test_an_empty_key_does_not_open_the_server(text: str) -> None:
-    with pytest.raises(OptionError, match=r"api_keys is empty \(env ASR_SERVE_API_KEYS\)"):
-        load_serve_config(None, {"ASR_SERVE_API_KEYS": text})
+    expect_error(["api_keys is empty (env ASR_SERVE_API_KEYS)"], None, {"ASR_SERVE_API_KEYS": text})
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "part"),
     [
         (None, "No such file"),
         (b"", "holds no key"),
@@ -340,15 +335,12 @@ def test_an_empty_key_does_not_open_the_server(text: str) -> None:
     ],
     ids=["missing", "empty", "comments", "space", "comma", "bytes"],  # they name the folder, which errors name
 )
-def test_wrong_key_files(tmp_path: Path, content: bytes | None, said: str) -> None:
+def test_an_invalid_key_file_is_refused(tmp_path: Path, content: bytes | None, part: str) -> None:
     file = tmp_path / "keys.txt"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(OptionError) as error:
-        load_serve_config(None, {"ASR_SERVE_ADMIN_KEYS_FILE": str(file)})
-    assert said in str(error.value)
-    assert "(env ASR_SERVE_ADMIN_KEYS_FILE)" in str(error.value)
-    assert "secret" not in str(error.value)
+    parts = [part, "(env ASR_SERVE_ADMIN_KEYS_FILE)"]
+    assert "secret" not in expect_error(parts, None, {"ASR_SERVE_ADMIN_KEYS_FILE": str(file)})
 
 
 # --- printed ----------------------------------------------------------------------------------------------
@@ -377,7 +369,7 @@ CHOICES = {
 
 @given(st.fixed_dictionaries({"max_models": st.integers(3, 10**30)}, optional=CHOICES))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_printed_makes_the_same_server(file: Path, values: dict[str, Any]) -> None:
+def test_the_printed_settings_load_as_the_same(file: Path, values: dict[str, Any]) -> None:
     given = {name: SettingValue(value, "flag --set") for name, value in values.items()}
     made = build_config(given)
     page = config_to_toml(made, given)
@@ -408,7 +400,7 @@ def test_a_source_with_a_strange_name_stays_in_its_comment(tmp_path: Path) -> No
     assert tomllib.loads(config_to_toml(build_config(given), given))["port"] == 8_000
 
 
-def test_every_setting_is_explained_and_can_be_unset() -> None:
+def test_every_setting_has_help_and_can_be_unset() -> None:
     for name, setting in all_settings().items():
         assert setting.help.endswith("."), name
         assert setting.allowed

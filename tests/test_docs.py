@@ -31,9 +31,7 @@ from asr_serve.types import Segment, Transcript
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "asr_serve"
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *(ROOT / d / "README.md" for d in ("bench", "deploy"))]
-)
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *(ROOT / d / "README.md" for d in ("bench", "deploy"))])
 ADDRESS = "http://127.0.0.1:8000"
 """Where the documents have their server. The tests put that of one they have started in its place."""
 BLOCK = re.compile(r"(<!-- not run:[^\n]*-->\n+)?^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -60,7 +58,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if re.match(r"[a-z]+:", link):
@@ -216,7 +214,7 @@ WITH_DOCTESTS = [path for path in sorted(PACKAGE.rglob("*.py")) if re.search(r"^
 
 
 @pytest.mark.parametrize("path", WITH_DOCTESTS, ids=name_of)
-def test_docstrings_are_true(path: Path) -> None:
+def test_examples_in_docstrings_run(path: Path) -> None:
     dotted = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
     module = importlib.import_module(dotted)
     assert inspect.ismodule(module)

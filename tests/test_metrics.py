@@ -84,7 +84,7 @@ def test_names_follow_the_conventions(text: bytes) -> None:
         assert not labels(family) & {"quantile", "instance", "job", "name", "type"}
 
 
-def test_a_linter_agrees(text: bytes) -> None:
+def test_promtool_accepts_the_metrics(text: bytes) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed")
@@ -92,7 +92,7 @@ def test_a_linter_agrees(text: bytes) -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
-def test_each_engine_speaks_for_its_model(text: bytes) -> None:
+def test_samples_of_each_engine_have_its_model(text: bytes) -> None:
     engine = families(busy_engine("m").render())
     for name, family in families(text).items():
         if name in engine:
@@ -100,7 +100,7 @@ def test_each_engine_speaks_for_its_model(text: bytes) -> None:
     assert not set(engine) & set(families(render_exposition(busy_server(), [])))
 
 
-def test_values_arrive(text: bytes) -> None:
+def test_recorded_values_are_exported(text: bytes) -> None:
     found = families(text)
     assert {s.value for s in found["asr_serve_audio_seconds_total"].samples} == {7.5}
     assert {s.value for s in found["asr_serve_pages_used"].samples} == {45}
@@ -111,7 +111,7 @@ def test_values_arrive(text: bytes) -> None:
     assert (info.labels, info.value) == ({"version": "1.2.3"}, 1)
 
 
-def test_steps_need_no_look_up_and_start_at_zero() -> None:
+def test_step_counters_start_at_zero_without_a_look_up() -> None:
     """A series that begins with its first event hides that event from `rate`."""
     metrics = EngineMetrics("m")
     stages = ("vad", "chunk", "encode", "verify", "decode", "hotwords", "speak", "turn", "speakers")
@@ -123,10 +123,8 @@ def test_steps_need_no_look_up_and_start_at_zero() -> None:
     assert sums == dict.fromkeys(stages, 0.5)
 
 
-@pytest.mark.parametrize(
-    "name", ['quo"te', "back\\slash", "new\nline", "sep\u2028arator", "ünïcode", "# HELP x y"]
-)
-def test_odd_labels_survive(name: str) -> None:
+@pytest.mark.parametrize("name", ['quo"te', "back\\slash", "new\nline", "sep\u2028arator", "ünïcode", "# HELP x y"])
+def test_labels_are_escaped(name: str) -> None:
     server = ServerMetrics("1")
     server.requests.labels(name, "POST", "200").inc()
     found = families(render_exposition(server, [EngineMetrics(name).render(), EngineMetrics("b").render()]))
@@ -134,7 +132,7 @@ def test_odd_labels_survive(name: str) -> None:
     assert {s.labels["model"] for s in found["asr_serve_pages"].samples} == {name, "b"}
 
 
-def test_nothing_is_global() -> None:
+def test_metrics_are_not_registered_globally() -> None:
     ServerMetrics("1"), ServerMetrics("1"), EngineMetrics("m"), EngineMetrics("m")
     assert not [family.name for family in REGISTRY.collect() if "asr_serve" in family.name]
     assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
@@ -194,9 +192,7 @@ def error_codes() -> set[str]:
 
 def test_the_reasons_on_the_page_are_codes_of_errors() -> None:
     table = PAGE.read_text().split("### Reasons")[1].split("\n## ")[0]
-    listed = [
-        code for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for code in re.findall(r"`(\w+)`", row)
-    ]
+    listed = [code for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for code in re.findall(r"`(\w+)`", row)]
     assert listed
     assert len(set(listed)) == len(listed)
     assert set(listed) <= error_codes()

@@ -23,9 +23,7 @@ from asr_serve.errors import Cancelled, EmptyText, EngineClosed, OptionError, Un
 from asr_serve.models.checkpoints.store import locate
 from asr_serve.models.registry import tts_card, vocoder_card
 
-TEXT = (
-    "The quick brown fox jumps over the lazy dog. It was a bright cold day in April, and the clocks were striking."
-)
+TEXT = "The quick brown fox jumps over the lazy dog. It was a bright cold day in April, and the clocks were striking."
 WAIT_S = 60.0
 WORDS = re.sub(r"[^a-z ]", "", TEXT.lower()).split()
 
@@ -72,7 +70,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["hibari", "fastpitch-en"])
-def test_what_is_said_is_heard_again(name: str, ears: Model) -> None:
+def test_speech_is_transcribed_to_its_text(name: str, ears: Model) -> None:
     with loaded(present(name)) as model:
         speech = model.speak(TEXT, rate_hz=16_000)
         pcm = speech.read()
@@ -104,7 +102,7 @@ def test_a_file_of_every_format_holds_all_of_it(model: Model, tmp_path: Path, su
         assert header.data_bytes == 2 * len(whole)
 
 
-def test_bytes_come_while_it_is_made(model: Model) -> None:
+def test_bytes_are_returned_during_synthesis(model: Model) -> None:
     speech = model.speak(TEXT)
     data = speech.encoded("mp3", to_hz=16_000, bit_rate=48_000)
     first = next(data)
@@ -115,13 +113,13 @@ def test_bytes_come_while_it_is_made(model: Model) -> None:
     assert len(read_audio(whole)) > 4 * 16_000
 
 
-def test_a_mark_is_found_again(model: Model, tmp_path: Path) -> None:
+def test_the_watermark_is_detected(model: Model, tmp_path: Path) -> None:
     for mark in (True, False):
         path = model.speak(TEXT, watermark=mark).save(tmp_path / "speech.mp3")
         assert detect_watermark(read_audio(path), 16_000).is_marked == mark
 
 
-def test_the_seed_is_all_that_chance_is(model: Model) -> None:
+def test_the_seed_decides_all_randomness(model: Model) -> None:
     def said(seed: int) -> np.ndarray:
         return model.speak("Hello there.", seed=seed).read()
 
@@ -135,7 +133,7 @@ def test_speed_changes_the_length(model: Model) -> None:
     assert 1.5 < plain / fast < 2.2
 
 
-def test_a_lexicon_changes_what_is_said(model: Model) -> None:
+def test_a_lexicon_changes_the_pronunciation(model: Model) -> None:
     plain = model.speak("Nguyen.").read()
     assert not np.array_equal(plain, model.speak("Nguyen.", lexicon={"Nguyen": "nwˈɪn"}).read())
     with pytest.raises(OptionError, match="unknown language"):
@@ -185,7 +183,7 @@ async def test_what_an_asynchronous_text_raises_is_raised(model: Model) -> None:
         model.speak(text()).read()
 
 
-def test_close_ends_whoever_reads(model: Model) -> None:
+def test_close_wakes_the_reader(model: Model) -> None:
     speech = model.speak("Hello there, my friend. " * 200)
     pieces = iter(speech)
     next(pieces)
@@ -200,14 +198,14 @@ def test_close_ends_whoever_reads(model: Model) -> None:
         other.read()
 
 
-def test_a_speech_is_read_once(model: Model) -> None:
+def test_a_synthesis_can_be_read_once(model: Model) -> None:
     speech = model.speak("Hello.")
     speech.read()
     with pytest.raises(OptionError, match="read again"):
         speech.read()
 
 
-def test_a_file_that_fails_is_not_there(model: Model, tmp_path: Path) -> None:
+def test_a_failed_synthesis_leaves_no_file(model: Model, tmp_path: Path) -> None:
     with pytest.raises(UnknownVoice, match="voices: heart"):
         model.speak("Hello.", voice="nobody").save(tmp_path / "hello.wav")
     with pytest.raises(OptionError, match="suffix names no format"):
@@ -217,7 +215,7 @@ def test_a_file_that_fails_is_not_there(model: Model, tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-def test_what_cannot_be_said(model: Model) -> None:
+def test_invalid_text_is_refused(model: Model) -> None:
     with pytest.raises(EmptyText):
         model.speak("").read()
     with pytest.raises(OptionError, match="a int to speak"):
@@ -226,7 +224,7 @@ def test_what_cannot_be_said(model: Model) -> None:
         model.speak("Hello.", pich=1)
 
 
-def test_who_hears_does_not_speak_and_the_other_way_round(model: Model, ears: Model) -> None:
+def test_asr_models_do_not_synthesize_and_tts_models_do_not_transcribe(model: Model, ears: Model) -> None:
     with pytest.raises(WrongModel, match="has no voice"):
         ears.speak("Hello.")
     with pytest.raises(WrongModel, match="hears nothing"):
@@ -237,7 +235,7 @@ def test_who_hears_does_not_speak_and_the_other_way_round(model: Model, ears: Mo
         asyncio.run(model.atranscribe(np.zeros(16_000, np.float32)))
 
 
-def test_a_closed_model_says_nothing() -> None:
+def test_a_closed_model_refuses_to_synthesize() -> None:
     with loaded(present("hibari")) as model:
         speech = model.speak("Hello.")
     with pytest.raises(EngineClosed):

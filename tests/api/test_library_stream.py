@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import io
 import re
@@ -16,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loaded_models import expect_idle, load_model
 
-import asr_serve
 from asr_serve.api.library import Model
 from asr_serve.api.stream import StreamResult
 from asr_serve.audio import read_audio
@@ -40,50 +39,18 @@ PAUSES = [(float("inf"), 300)]
 """A schedule that makes segments short."""
 
 
-@contextlib.contextmanager
-def loaded(**options: Any) -> Iterator[Model]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ASR_SERVE_THREADS", "1")  # threads that wait for each other crawl on a busy machine
-        model = asr_serve.load(
-            "moonshine-tiny-en", dtype="fp32", **{"engine": EngineConfig(prefix_bytes=0), **options}
-        )
-    with model:
-        yield model
-
-
 @pytest.fixture(scope="module")
 def model(packaged_speech: Path) -> Iterator[Model]:
-    with loaded() as model:
+    with load_model() as model:
         yield model
 
 
 @pytest.fixture(autouse=True)
-def everything_comes_back(request: pytest.FixtureRequest) -> Iterator[None]:
+def idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves anything held by the engine."""
     yield
     if "model" in request.fixturenames:
-        expect_empty(request.getfixturevalue("model"))
-
-
-def expect_empty(model: Model) -> None:
-    """Cancellations are messages: ask in a message behind them."""
-    looked = threading.Event()
-    found: list[object] = []
-
-    def look(loop: Any) -> None:
-        found.append(
-            (
-                len(loop.executor.open_requests),
-                loop.executor.decode_runner.page_pool.used_count,
-                len(loop.vad_scheduler),
-            )
-        )
-        loop.check()
-        looked.set()
-
-    model._client.backend.call(look)
-    assert looked.wait(WAIT_S)
-    assert found == [(0, 0, 0)], "requests, pages or voice-activity sessions are still held"
-    assert sessions(model) == 0
+        expect_idle(request.getfixturevalue("model")._client)
 
 
 def sessions(model: Model) -> int:
@@ -106,8 +73,8 @@ def pcm16(speech: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def told(model: Model, pcm16: np.ndarray) -> list[StreamResult]:
-    """What is told of beckett.wav, as 16-bit samples."""
+def results_of_beckett(model: Model, pcm16: np.ndarray) -> list[StreamResult]:
+    """Results for beckett.wav as 16-bit samples."""
     return list(model.stream([pcm16]))
 
 
@@ -135,7 +102,7 @@ async def in_async(chunks: Iterator[Any] | list[Any]) -> AsyncIterator[Any]:
 
 
 def expect_good(results: list[StreamResult], rollback: int = 8) -> None:
-    """What is fixed stays, in whole words, and leaves `rollback` characters alone."""
+    """Fixed text stays, in whole words, and leaves `rollback` characters unfixed."""
     fixed = ""
     for result in results:
         assert result.fixed_text.startswith(fixed)
@@ -150,25 +117,25 @@ def expect_good(results: list[StreamResult], rollback: int = 8) -> None:
     assert results[-1].fixed_text == results[-1].text == " ".join(each.text for each in results[-1].segments)
 
 
-# --- what is told ---------------------------------------------------------------------------------------
+# --- results ---------------------------------------------------------------------------------------
 
 
-def test_a_result_for_every_chunk_and_a_final_one(told: list[StreamResult], pcm16: np.ndarray) -> None:
+def test_a_result_for_every_chunk_and_a_final_one(results_of_beckett: list[StreamResult], pcm16: np.ndarray) -> None:
     whole = len(pcm16) // CHUNK_SAMPLES
-    assert [result.audio_duration_ms for result in told[:-1]] == [720 * (n + 1) for n in range(whole)]
-    assert told[-1].audio_duration_ms == round(len(pcm16) / 16)
-    expect_good(told)
+    assert [result.audio_duration_ms for result in results_of_beckett[:-1]] == [720 * (n + 1) for n in range(whole)]
+    assert results_of_beckett[-1].audio_duration_ms == round(len(pcm16) / 16)
+    expect_good(results_of_beckett)
     spoken = "ever tried ever failed no matter try again fail again fail better"
-    assert " ".join(words(told[-1].text)) == spoken
-    lengths = [len(words(result.text)) for result in told]
+    assert " ".join(words(results_of_beckett[-1].text)) == spoken
+    lengths = [len(words(result.text)) for result in results_of_beckett]
     assert lengths[4] >= 3, "words come while they are spoken"
-    assert any(0 < len(result.fixed_text) < len(result.text) for result in told[:-1])
-    (segment,) = told[-1].segments
+    assert any(0 < len(result.fixed_text) < len(result.text) for result in results_of_beckett[:-1])
+    (segment,) = results_of_beckett[-1].segments
     assert 0 <= segment.start_s < 1 < 8 < segment.end_s < 10
 
 
-def test_a_result_reads_like_funasrs(told: list[StreamResult]) -> None:
-    result = told[-2]
+def test_a_result_has_the_fields_of_funasr(results_of_beckett: list[StreamResult]) -> None:
+    result = results_of_beckett[-2]
     assert dict(result) == {
         "text": result.text,
         "fixed_text": result.fixed_text,
@@ -181,14 +148,12 @@ def test_a_result_reads_like_funasrs(told: list[StreamResult]) -> None:
     }
     with pytest.raises(KeyError, match="partial"):
         result["partial"]
-    assert told[-1]["is_final"] is True
+    assert results_of_beckett[-1]["is_final"] is True
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rollback", "chunk_ms"), [(0, 720), (8, 250), (40, 720)])
-def test_fixed_text_only_grows_over_segments(
-    model: Model, packaged_speech: Path, rollback: int, chunk_ms: int
-) -> None:
+def test_fixed_text_only_grows_over_segments(model: Model, packaged_speech: Path, rollback: int, chunk_ms: int) -> None:
     cities = read_audio(packaged_speech / "two_cities.wav")[: 14 * RATE_HZ]
     results = list(
         model.stream(cities, rollback_chars=rollback, chunk_ms=chunk_ms, silence_schedule=PAUSES, lock_ms=500)
@@ -201,7 +166,7 @@ def test_fixed_text_only_grows_over_segments(
         assert any(result.text and not result.unfixed_text for result in results[:-1])
 
 
-def test_silence_and_nothing(model: Model) -> None:
+def test_silence_and_no_audio(model: Model) -> None:
     quiet = list(model.stream(np.zeros(2 * RATE_HZ, np.float32)))
     assert [(each.text, each.audio_duration_ms, each.is_final) for each in quiet] == [
         ("", 720, False),
@@ -211,7 +176,7 @@ def test_silence_and_nothing(model: Model) -> None:
     assert [(each.text, each.is_final, each.audio_duration_ms) for each in model.stream([])] == [("", True, 0)]
 
 
-# --- however it comes -----------------------------------------------------------------------------------
+# --- sources -----------------------------------------------------------------------------------
 
 SOURCES: dict[str, Callable[[np.ndarray], Any]] = {
     "array": lambda pcm: pcm,
@@ -229,39 +194,35 @@ SOURCES: dict[str, Callable[[np.ndarray], Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOURCES)
 def test_any_source_gives_the_same_text(
-    model: Model, told: list[StreamResult], pcm16: np.ndarray, name: str
+    model: Model, results_of_beckett: list[StreamResult], pcm16: np.ndarray, name: str
 ) -> None:
     *_, final = results = list(model.stream(SOURCES[name](pcm16)))
-    assert len(results) == len(told)
-    assert (final.text, times(final)) == (told[-1].text, times(told[-1]))
+    assert len(results) == len(results_of_beckett)
+    assert (final.text, times(final)) == (results_of_beckett[-1].text, times(results_of_beckett[-1]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["array", "chunks", "odd"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("array", "chunks", "odd")] + ["async"]
+)
 async def test_async_gives_the_same_text(
-    model: Model, told: list[StreamResult], pcm16: np.ndarray, name: str
+    model: Model, results_of_beckett: list[StreamResult], pcm16: np.ndarray, name: str
 ) -> None:
-    results = [result async for result in model.stream(SOURCES[name](pcm16))]
+    source = in_async(cut(pcm16, 1_600)) if name == "async" else SOURCES[name](pcm16)
+    results = [result async for result in model.stream(source)]
     expect_good(results)
-    assert len(results) == len(told)
-    assert (results[-1].text, times(results[-1])) == (told[-1].text, times(told[-1]))
-
-
-async def test_async_chunks_give_the_same_text(model: Model, told: list[StreamResult], pcm16: np.ndarray) -> None:
-    results = [result async for result in model.stream(in_async(cut(pcm16, 1_600)))]
-    expect_good(results)
-    assert times(results[-1]) == times(told[-1])
+    assert len(results) == len(results_of_beckett)
+    assert (results[-1].text, times(results[-1])) == (results_of_beckett[-1].text, times(results_of_beckett[-1]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk_ms", [300, 2_000, 30_000])
-def test_results_at_any_spacing_end_in_the_same_text(
-    model: Model, told: list[StreamResult], pcm16: np.ndarray, chunk_ms: int
+def test_any_chunk_size_ends_in_the_same_text(
+    model: Model, results_of_beckett: list[StreamResult], pcm16: np.ndarray, chunk_ms: int
 ) -> None:
     results = list(model.stream(pcm16, chunk_ms=chunk_ms))
     expect_good(results)
     assert len(results) == len(pcm16) // (chunk_ms * 16) + 1
-    assert times(results[-1]) == times(told[-1])
+    assert times(results[-1]) == times(results_of_beckett[-1])
 
 
 @pytest.mark.slow
@@ -284,9 +245,7 @@ def test_chunks_at_another_rate(model: Model, speech: np.ndarray) -> None:
     assert "no matter" in chunks.text
 
 
-def test_the_caller_may_fill_one_array_again_and_again(
-    model: Model, told: list[StreamResult], speech: np.ndarray
-) -> None:
+def test_a_source_may_reuse_one_array(model: Model, results_of_beckett: list[StreamResult], speech: np.ndarray) -> None:
     def recorded() -> Iterator[np.ndarray]:
         buffer = np.empty(4_000, np.float32)
         for chunk in cut(speech, 4_000):
@@ -294,13 +253,13 @@ def test_the_caller_may_fill_one_array_again_and_again(
             yield buffer[: len(chunk)]
 
     *_, final = model.stream(recorded())
-    assert words(final.text) == words(told[-1].text)
+    assert words(final.text) == words(results_of_beckett[-1].text)
 
 
-# --- who reads, and who stops ---------------------------------------------------------------------------
+# --- reading and stopping ---------------------------------------------------------------------------
 
 
-def test_nothing_happens_unread(model: Model, pcm16: np.ndarray) -> None:
+def test_nothing_is_read_before_the_results_are(model: Model, pcm16: np.ndarray) -> None:
     taken = 0
 
     def microphone() -> Iterator[np.ndarray]:
@@ -332,12 +291,12 @@ def test_leaving_the_loop_frees_the_session_at_once(model: Model, path: Path) ->
     with pytest.raises(OptionError, match="read again"):
         next(iter(stream))
 
-    def breaks() -> None:
+    def fail() -> None:
         for _ in model.stream(path):
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        breaks()
+        fail()
     gc.collect()  # the traceback held the loop's frame
     assert sessions(model) == 0
     with model.stream(path) as stream:
@@ -365,11 +324,11 @@ async def test_leaving_an_async_loop_frees_the_session(model: Model, path: Path,
 
 
 async def test_cancelling_frees_the_session(model: Model, path: Path, pcm16: np.ndarray) -> None:
-    heard = asyncio.Event()
+    received = asyncio.Event()
 
     async def silent() -> AsyncIterator[np.ndarray]:
         yield pcm16[:CHUNK_SAMPLES]
-        heard.set()
+        received.set()
         await asyncio.Event().wait()
 
     async def reader(source: Any) -> None:
@@ -377,7 +336,7 @@ async def test_cancelling_frees_the_session(model: Model, path: Path, pcm16: np.
             pass
 
     waiting = asyncio.create_task(reader(silent()))
-    await asyncio.wait_for(heard.wait(), WAIT_S)
+    await asyncio.wait_for(received.wait(), WAIT_S)
     assert sessions(model) == 1
     working = [asyncio.create_task(reader(source)) for source in (path, pcm16, in_async([pcm16]))]
     while sessions(model) < 4:
@@ -402,20 +361,21 @@ async def test_a_source_that_waits_blocks_no_event_loop(model: Model, pcm16: np.
         finally:
             ended.set()
 
-    results = aiter(model.stream(microphone()))
-    await anext(results)
-    following = asyncio.ensure_future(anext(results))
-    await asyncio.sleep(0.05)
+    async def second_result() -> tuple[AsyncIterator[StreamResult], asyncio.Future[StreamResult]]:
+        results = aiter(model.stream(microphone()))
+        await anext(results)
+        following = asyncio.ensure_future(anext(results))
+        await asyncio.sleep(0.05)
+        return results, following
+
+    results, following = await second_result()
     spoken.set()  # nobody could say so if the loop were blocked
     assert (await following).audio_duration_ms == 1_440
     await results.aclose()
 
     spoken.clear()
     ended.clear()
-    results = aiter(model.stream(microphone()))
-    await anext(results)
-    following = asyncio.ensure_future(anext(results))
-    await asyncio.sleep(0.05)
+    _, following = await second_result()
     following.cancel()  # while a thread is inside the generator
     with pytest.raises(asyncio.CancelledError):
         await following
@@ -445,19 +405,19 @@ def test_closing_from_another_thread_wakes_the_reader(model: Model, pcm16: np.nd
 
 
 @pytest.fixture
-def crowded(packaged_speech: Path) -> Iterator[Model]:
-    """A model of their own for those who come in crowds: after them it lets nobody in for a while."""
-    with loaded() as model:
+def busy_model(packaged_speech: Path) -> Iterator[Model]:
+    """A model of their own for tests of many streams: after them it admits nobody for a while."""
+    with load_model() as model:
         yield model
-        expect_empty(model)
+        expect_idle(model._client)
 
 
 @pytest.mark.slow
-def test_many_threads(crowded: Model, told: list[StreamResult], pcm16: np.ndarray) -> None:
+def test_many_threads(busy_model: Model, results_of_beckett: list[StreamResult], pcm16: np.ndarray) -> None:
     def final(packet: int) -> StreamResult:
         while True:
             try:
-                *_, last = crowded.stream(cut(pcm16, packet))
+                *_, last = busy_model.stream(cut(pcm16, packet))
             except AtCapacity as full:
                 time.sleep(full.retry_after_ms / 1_000)
             else:
@@ -465,11 +425,13 @@ def test_many_threads(crowded: Model, told: list[StreamResult], pcm16: np.ndarra
 
     with ThreadPoolExecutor(12) as pool:
         finals = list(pool.map(final, range(1_000, 13_000, 1_000)))
-    assert {tuple(times(each)) for each in finals} == {tuple(times(told[-1]))}
+    assert {tuple(times(each)) for each in finals} == {tuple(times(results_of_beckett[-1]))}
 
 
 @pytest.mark.slow
-async def test_many_tasks_and_no_thread_each(crowded: Model, told: list[StreamResult], pcm16: np.ndarray) -> None:
+async def test_many_tasks_and_no_thread_each(
+    busy_model: Model, results_of_beckett: list[StreamResult], pcm16: np.ndarray
+) -> None:
     threads = threading.active_count()
     most = 0
 
@@ -477,7 +439,7 @@ async def test_many_tasks_and_no_thread_each(crowded: Model, told: list[StreamRe
         nonlocal most
         while True:
             try:
-                results = [each async for each in crowded.stream(in_async(cut(pcm16, packet)))]
+                results = [each async for each in busy_model.stream(in_async(cut(pcm16, packet)))]
             except AtCapacity as full:
                 await asyncio.sleep(full.retry_after_ms / 1_000)
             else:
@@ -485,15 +447,15 @@ async def test_many_tasks_and_no_thread_each(crowded: Model, told: list[StreamRe
                 return results[-1]
 
     finals = await asyncio.gather(*map(final, range(1_000, 13_000, 1_000)))
-    assert {tuple(times(each)) for each in finals} == {tuple(times(told[-1]))}
+    assert {tuple(times(each)) for each in finals} == {tuple(times(results_of_beckett[-1]))}
     assert most == threads
 
 
-# --- what is refused ------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "match"),
     [
         ({"chunk_msec": 720}, "did you mean 'chunk_ms'"),
         ({"rollback": 8}, "did you mean 'rollback_chars'"),
@@ -508,13 +470,13 @@ async def test_many_tasks_and_no_thread_each(crowded: Model, told: list[StreamRe
         ({"silence_schedule": "5000:1500"}, "inf"),
     ],
 )
-def test_options_that_cannot_be(model: Model, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(OptionError, match=re.escape(says)):
+def test_invalid_options(model: Model, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(match)):
         model.stream([], **options)
 
 
 @pytest.mark.parametrize("source", [None, 7, 1.5, object()])
-def test_what_is_no_source(model: Model, source: Any) -> None:
+def test_an_invalid_source(model: Model, source: Any) -> None:
     with pytest.raises(UnsupportedAudio, match="came as audio"):
         model.stream(source)
 
@@ -525,7 +487,7 @@ def test_the_rate_of_a_whole_source_is_its_own(model: Model, path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("chunk", "says"),
+    ("chunk", "match"),
     [
         (np.zeros((100, 2), np.float32), "shape (100, 2)"),
         (np.zeros((1, 100), np.int16), "shape (1, 100)"),
@@ -542,17 +504,17 @@ def test_the_rate_of_a_whole_source_is_its_own(model: Model, path: Path) -> None
         (None, "a NoneType came as a chunk"),
     ],
 )
-async def test_chunks_that_cannot_be(model: Model, pcm16: np.ndarray, chunk: Any, says: str) -> None:
+async def test_invalid_chunks(model: Model, pcm16: np.ndarray, chunk: Any, match: str) -> None:
     results = iter(model.stream([pcm16[:CHUNK_SAMPLES], chunk]))
     assert next(results).audio_duration_ms == 720
-    with pytest.raises(UnsupportedAudio, match=re.escape(says)):
+    with pytest.raises(UnsupportedAudio, match=re.escape(match)):
         next(results)
     assert sessions(model) == 0
-    with pytest.raises(UnsupportedAudio, match=re.escape(says)):
+    with pytest.raises(UnsupportedAudio, match=re.escape(match)):
         await anext(aiter(model.stream(in_async([chunk]))))
 
 
-async def test_sources_that_fail(model: Model, tmp_path: Path) -> None:
+async def test_failing_sources(model: Model, tmp_path: Path) -> None:
     with pytest.raises(SourceNotFound):
         list(model.stream(tmp_path / "none.wav"))
     with pytest.raises(NotAudio):
@@ -560,18 +522,18 @@ async def test_sources_that_fail(model: Model, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedAudio, match="async for"):
         list(model.stream(in_async([])))
 
-    def breaks() -> Iterator[bytes]:
+    def fail() -> Iterator[bytes]:
         yield b"\0" * 100
         raise ConnectionResetError("the microphone is gone")
 
     with pytest.raises(ConnectionResetError):
-        list(model.stream(breaks()))
+        list(model.stream(fail()))
     with pytest.raises(ConnectionResetError):
-        [each async for each in model.stream(breaks())]
+        [each async for each in model.stream(fail())]
 
 
 async def test_a_full_and_a_closed_engine(packaged_speech: Path, pcm16: np.ndarray) -> None:
-    with loaded(engine=EngineConfig(max_sessions=1, prefix_bytes=0)) as model:
+    with load_model(engine=EngineConfig(max_sessions=1, prefix_bytes=0)) as model:
         first = iter(model.stream(pcm16))
         next(first)
         second = model.stream(pcm16)

@@ -24,9 +24,7 @@ from asr_serve.units import ms_to_samples
 SHORT_PAUSE = SilenceSchedule.parse([(inf, 200)])
 
 
-def spans_of(
-    probabilities: list[float] | np.ndarray, config: EndpointConfig, total: int | None = None
-) -> list[Span]:
+def spans_of(probabilities: list[float] | np.ndarray, config: EndpointConfig, total: int | None = None) -> list[Span]:
     endpointer = Endpointer(config)
     closed = endpointer.append_probabilities(np.asarray(probabilities, dtype=np.float32))
     return closed + endpointer.finish(len(probabilities) * WINDOW_SAMPLES if total is None else total)
@@ -48,58 +46,95 @@ def test_window_is_the_models() -> None:
     assert WINDOW_SAMPLES == silero.WINDOW_SAMPLES
 
 
-def test_silence_gives_nothing() -> None:
-    assert spans_of([0.0] * 1_000, EndpointConfig()) == []
-    assert spans_of([0.49] * 1_000, EndpointConfig()) == []
-    assert spans_of([], EndpointConfig()) == []
+PAD = ms_to_samples(250)
+LIMIT = EndpointConfig(max_segment_ms=5_000)  # 156 windows; cuts fall from the 94th on
 
 
-def test_padding_on_both_sides() -> None:
-    pad = ms_to_samples(250)
-    assert spans_of([0] * 50 + [1] * 20 + [0] * 100, EndpointConfig()) == [Span(at(50) - pad, at(70) + pad)]
+def with_pauses(total: int, *pauses: tuple[int, int]) -> list[float]:
+    """Speech of `total` windows with pauses at (first window, windows)."""
+    probabilities = [1.0] * total
+    for first, count in pauses:
+        probabilities[first : first + count] = [0.0] * count
+    return probabilities
 
 
-def test_padding_stops_at_the_ends_of_the_audio() -> None:
-    total = at(24) - 100
-    assert spans_of([0] * 2 + [1] * 20 + [0] * 2, EndpointConfig(), total) == [Span(0, total)]
+@pytest.mark.parametrize(
+    ("probabilities", "config", "total", "expected"),
+    [
+        pytest.param([0.0] * 1_000, EndpointConfig(), None, [], id="silence"),
+        pytest.param([0.49] * 1_000, EndpointConfig(), None, [], id="below the threshold"),
+        pytest.param([], EndpointConfig(), None, [], id="no audio"),
+        pytest.param(
+            [0] * 50 + [1] * 20 + [0] * 100, EndpointConfig(), None, [Span(at(50) - PAD, at(70) + PAD)],
+            id="padding on both sides",
+        ),
+        pytest.param(
+            [0] * 2 + [1] * 20 + [0] * 2, EndpointConfig(), at(24) - 100, [Span(0, at(24) - 100)],
+            id="padding stops at the ends of the audio",
+        ),
+        pytest.param(
+            [0] * 50 + [1] * 10, EndpointConfig(), at(60) - 511, [Span(at(50) - PAD, at(60) - 511)],
+            id="speech to the last sample",
+        ),
+        pytest.param(
+            [1] * 5 + [0.1] + [0.4] * 100, EndpointConfig(schedule=SilenceSchedule.parse([(inf, 640)])), None,
+            [Span(0, at(5) + PAD)], id="a level between the thresholds continues a pause as it continues speech",
+        ),
+        pytest.param(
+            [1] * 20 + [0] * 30 + [1] + [0] * 100, EndpointConfig(), None, [Span(0, at(51) + PAD)],
+            id="a blip after speech is part of it",
+        ),
+        pytest.param(
+            [1] + [0] * 30 + [1] * 20 + [0] * 100, EndpointConfig(), None, [Span(0, at(51) + PAD)],
+            id="a blip before speech is part of it",
+        ),
+        pytest.param(
+            # Closed in the second window of the pause: only one is known to be whole.
+            [1] * 10 + [0] * 3 + [1] * 10, EndpointConfig(schedule=SilenceSchedule.parse([(inf, 64)])), None,
+            [Span(0, at(11)), Span(at(11), at(23))], id="padding does not reach into the span before",
+        ),
+        pytest.param(
+            # A span of nothing but the second half of a pause would make a recogniser invent words.
+            [1] * 145 + [0] * 200, LIMIT, None, [Span(0, at(145) + PAD)],
+            id="at the limit a running pause ends the segment",
+        ),
+        pytest.param(
+            # The second pause has six windows when the segment is full.
+            with_pauses(200, (110, 20), (150, 20)), LIMIT, None, [Span(0, at(120)), Span(at(120), at(200))],
+            id="a running pause yields to a longer one",
+        ),
+        pytest.param(
+            [1.0] * 110 + [0.0] * 30 + [1.0] + [0.0] * 100, LIMIT, None,
+            [Span(0, at(125)), Span(at(125), at(141) + PAD)], id="a blip in a piece stays",
+        ),
+        pytest.param(
+            # Cut short at one second, it never had the two seconds of silence that would prove it alone.
+            [1.0] + [0.0] * 40 + [1.0] * 10, EndpointConfig(max_segment_ms=1_000), None,
+            [Span(0, at(1) + PAD), Span(at(41) - PAD, at(51))],
+            id="a blip that fills its segment with silence stays",
+        ),
+    ],
+)  # fmt: skip
+def test_spans(probabilities: list[float], config: EndpointConfig, total: int | None, expected: list[Span]) -> None:
+    assert spans_of(probabilities, config, total) == expected
 
 
-def test_speech_to_the_last_sample_is_kept() -> None:
-    total = at(60) - 511
-    assert spans_of([0] * 50 + [1] * 10, EndpointConfig(), total) == [Span(at(50) - ms_to_samples(250), total)]
-
-
-def test_a_fading_word_does_not_end() -> None:
-    config = EndpointConfig(schedule=SHORT_PAUSE)
-    assert len(spans_of([1] * 5 + [0.4] * 50 + [1] * 5 + [0] * 20, config)) == 1
-    assert len(spans_of([1] * 5 + [0.1] * 50 + [1] * 5 + [0] * 20, config)) == 2
-
-
-def test_a_pause_goes_on_until_speech_returns() -> None:
-    """What lies between the thresholds continues a pause as it continues speech."""
-    pad = ms_to_samples(250)
-    config = EndpointConfig(schedule=SilenceSchedule.parse([(inf, 640)]))
-    assert spans_of([1] * 5 + [0.1] + [0.4] * 100, config) == [Span(0, at(5) + pad)]
-
-
-def test_a_yes_of_100_ms_survives_and_a_click_does_not() -> None:
-    quiet = [0.02] * 100
-    assert len(spans_of([*quiet, 0.8, 0.9, 0.6, *quiet], EndpointConfig())) == 1
-    assert len(spans_of([*quiet, 0.7, 0.6, *quiet], EndpointConfig())) == 1
-    assert spans_of([*quiet, 0.9, *quiet], EndpointConfig()) == []
-
-
-def test_a_blip_near_speech_is_part_of_it() -> None:
-    speech = [1.0] * 20
-    assert spans_of([*speech, *[0] * 30, 1, *[0] * 100], EndpointConfig()) == [Span(0, at(51) + 4_000)]
-    assert spans_of([1, *[0] * 30, *speech, *[0] * 100], EndpointConfig()) == [Span(0, at(51) + 4_000)]
-
-
-def test_padding_does_not_reach_into_the_span_before() -> None:
-    config = EndpointConfig(schedule=SilenceSchedule.parse([(inf, 64)]))
-    first, second = spans_of([1] * 10 + [0] * 3 + [1] * 10, config)
-    assert first == Span(0, at(11))  # closed in the second window of the pause: only one is known to be whole
-    assert second == Span(at(11), at(23))
+@pytest.mark.parametrize(
+    ("probabilities", "config", "count"),
+    [
+        pytest.param(
+            [1] * 5 + [0.4] * 50 + [1] * 5 + [0] * 20, EndpointConfig(schedule=SHORT_PAUSE), 1, id="a fading word"
+        ),
+        pytest.param([1] * 5 + [0.1] * 50 + [1] * 5 + [0] * 20, EndpointConfig(schedule=SHORT_PAUSE), 2, id="a pause"),
+        pytest.param([0.02] * 100 + [0.8, 0.9, 0.6] + [0.02] * 100, EndpointConfig(), 1, id="a yes of 100 ms"),
+        pytest.param([0.02] * 100 + [0.7, 0.6] + [0.02] * 100, EndpointConfig(), 1, id="a shorter yes"),
+        pytest.param([0.02] * 100 + [0.9] + [0.02] * 100, EndpointConfig(), 0, id="a click"),
+        pytest.param([1] * 145 + [0] * 30 + [1] + [0] * 100, LIMIT, 2, id="a blip just after a cut"),
+        pytest.param([1] * 145 + [0] * 90 + [1] + [0] * 100, LIMIT, 1, id="a blip two seconds after a cut"),
+    ],
+)
+def test_number_of_spans(probabilities: list[float], config: EndpointConfig, count: int) -> None:
+    assert len(spans_of(probabilities, config)) == count
 
 
 def test_the_schedule_follows_the_length() -> None:
@@ -119,66 +154,21 @@ def test_closed_as_soon_as_the_pause_is_long_enough() -> None:
 # --- cutting ---
 
 
-def test_cut_in_the_middle_of_the_longest_late_pause() -> None:
-    config = EndpointConfig(max_segment_ms=5_000)  # 156 windows; cuts fall from the 94th on
-    probabilities = [1.0] * 400
-    probabilities[40:60] = [0] * 20  # longest, but early: it would leave a short piece
-    probabilities[110:116] = [0] * 6
-    probabilities[130:134] = [0] * 4
-    spans = spans_of(probabilities, config)
-    assert spans[0] == Span(0, at(113))
-    assert spans[1].start_samples == at(113)
-
-
-def test_cut_at_the_quietest_when_nobody_pauses() -> None:
-    probabilities = [0.9] * 200
-    probabilities[120:123] = [0.7, 0.6, 0.7]
-    probabilities[130] = 0.55
-    spans = spans_of(probabilities, EndpointConfig(max_segment_ms=5_000))
-    assert spans[0] == Span(0, at(121.5))
-    assert spans[1].start_samples == at(121.5)
-
-
-def test_at_the_limit_a_running_pause_ends_the_segment() -> None:
-    """A span of nothing but the second half of a pause would make a recogniser invent words."""
-    config = EndpointConfig(max_segment_ms=5_000)
-    assert spans_of([1] * 145 + [0] * 200, config) == [Span(0, at(145) + 4_000)]
-
-
-def test_a_blip_just_after_such_an_end_stays() -> None:
-    config = EndpointConfig(max_segment_ms=5_000)
-    assert len(spans_of([1] * 145 + [0] * 30 + [1] + [0] * 100, config)) == 2
-    assert len(spans_of([1] * 145 + [0] * 90 + [1] + [0] * 100, config)) == 1  # two seconds later it stands alone
-
-
-def test_only_the_late_part_of_a_pause_counts() -> None:
-    probabilities = [1.0] * 200
-    probabilities[80:98] = [0] * 18  # four of these are late enough
-    probabilities[110:116] = [0] * 6
-    assert spans_of(probabilities, EndpointConfig(max_segment_ms=5_000))[0] == Span(0, at(113))
-
-
-def test_a_running_pause_yields_to_a_longer_one() -> None:
-    probabilities = [1.0] * 200
-    probabilities[110:130] = [0] * 20
-    probabilities[150:170] = [0] * 20  # six of these have been heard when the segment is full
-    first, second = spans_of(probabilities, EndpointConfig(max_segment_ms=5_000))
-    assert first == Span(0, at(120))
-    assert second == Span(at(120), at(200))
-
-
-def test_a_blip_in_a_piece_stays() -> None:
-    probabilities = [1.0] * 110 + [0.0] * 30 + [1.0] + [0.0] * 100
-    first, second = spans_of(probabilities, EndpointConfig(max_segment_ms=5_000))
-    assert first == Span(0, at(125))
-    assert second == Span(at(125), at(141) + 4_000)
-
-
-def test_a_blip_that_fills_its_segment_with_silence_stays() -> None:
-    """Cut short at one second, it never had the two seconds of silence that would prove it alone."""
-    blip, speech = spans_of([1.0] + [0.0] * 40 + [1.0] * 10, EndpointConfig(max_segment_ms=1_000))
-    assert blip == Span(0, at(1) + 4_000)
-    assert speech == Span(at(41) - 4_000, at(51))
+@pytest.mark.parametrize(
+    ("probabilities", "cut"),
+    [
+        # The longest is early: it would leave a short piece.
+        pytest.param(with_pauses(400, (40, 20), (110, 6), (130, 4)), 113, id="middle of the longest late pause"),
+        pytest.param(with_pauses(200, (80, 18), (110, 6)), 113, id="only the late part of a pause counts"),
+        pytest.param(
+            [0.9] * 120 + [0.7, 0.6, 0.7] + [0.9] * 7 + [0.55] + [0.9] * 69, 121.5, id="the quietest without a pause"
+        ),
+    ],
+)
+def test_where_a_long_segment_is_cut(probabilities: list[float], cut: float) -> None:
+    spans = spans_of(probabilities, LIMIT)
+    assert spans[0] == Span(0, at(cut))
+    assert spans[1].start_samples == at(cut)
 
 
 def test_hours_without_a_pause_stay_bounded() -> None:
@@ -327,11 +317,7 @@ def test_meetings(model: silero.Silero, speech_data: Path) -> None:
         assert_only_lone_blips_are_left_out(probabilities, total, EndpointConfig(), spans)
         for span in spans:
             kept[span.start_samples : span.end_samples] = True
-        said, caught, besides = (
-            said + marked.sum(),
-            caught + (marked & kept).sum(),
-            besides + (kept & ~marked).sum(),
-        )
+        said, caught, besides = (said + marked.sum(), caught + (marked & kept).sum(), besides + (kept & ~marked).sum())
     assert caught / said > 0.92  # what is missing is far from the microphone: Silero gives it under 0.2
     assert besides / said < 0.08
 
@@ -386,7 +372,7 @@ def test_bad_options(options: dict[str, float], says: str) -> None:
         EndpointConfig(**options)
 
 
-def test_our_own_mistakes_are_loud() -> None:
+def test_internal_errors_are_raised() -> None:
     endpointer = Endpointer(EndpointConfig())
     with pytest.raises(AssertionError, match="NaN"):
         endpointer.append_probabilities(np.array([np.nan]))

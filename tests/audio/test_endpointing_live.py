@@ -69,7 +69,7 @@ def cut_with_pause(windows: int) -> Endpointer:
     return endpointer
 
 
-def test_torn_where_no_pause_is_long_enough_to_lie_between_words():
+def test_cut_where_no_pause_is_long_enough_to_lie_between_words():
     calm = ms_to_samples(CALM_MS) // WINDOW_SAMPLES
     assert cut_with_pause(0).split_mid_speech
     assert cut_with_pause(calm - 1).split_mid_speech
@@ -77,7 +77,7 @@ def test_torn_where_no_pause_is_long_enough_to_lie_between_words():
     assert not cut_with_pause(30).split_mid_speech
 
 
-def test_the_next_segment_after_a_pause_is_not_torn():
+def test_the_next_segment_after_a_pause_is_not_cut():
     endpointer = cut_with_pause(0)
     push(endpointer, *[0.0] * 100)
     assert endpointer.open_from_samples is None
@@ -100,7 +100,7 @@ def streams(draw: st.DrawFn) -> tuple[np.ndarray, EndpointConfig, list[int]]:
 
 @settings(max_examples=200, deadline=None)
 @given(streams())
-def test_what_is_told_between_windows_fits_the_spans(stream):
+def test_events_between_windows_fit_the_spans(stream):
     probabilities, config, _ = stream
     endpointer = Endpointer(config)
     opened: int | None = None
@@ -126,7 +126,7 @@ def test_what_is_told_between_windows_fits_the_spans(stream):
 
 @settings(max_examples=100, deadline=None)
 @given(streams())
-def test_it_is_the_same_window_by_window_or_at_once(stream):
+def test_window_by_window_equals_all_at_once(stream):
     probabilities, config, cuts = stream
     pieces, single = Endpointer(config), Endpointer(config)
     for part in np.split(probabilities, np.minimum(np.cumsum(cuts), len(probabilities))):
@@ -139,7 +139,7 @@ def test_it_is_the_same_window_by_window_or_at_once(stream):
 
 @settings(max_examples=200, deadline=None)
 @given(streams())
-def test_torn_pieces_meet_where_they_were_cut(stream):
+def test_pieces_meet_where_they_were_cut(stream):
     """A torn segment begins exactly where the one before it ended: a live caller joins the two there."""
     probabilities, config, _ = stream
     endpointer = Endpointer(config)

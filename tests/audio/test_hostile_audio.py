@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 
-def encode(
-    seconds: float, rate_hz: int, codec: str, kind: str, *, every_s: float = 0.0, level: float = 0.0
-) -> bytes:
+def encode(seconds: float, rate_hz: int, codec: str, kind: str, *, every_s: float = 0.0, level: float = 0.0) -> bytes:
     """A mono file of noise at `level`; with `every_s`, each packet's timestamp is that far from the one before."""
     out = io.BytesIO()
     noise = np.random.default_rng(5)
@@ -82,7 +80,7 @@ def test_pauses_that_an_encoder_did_not_send_are_no_damage():
     assert listen(encode(20.0, 48_000, "libopus", "matroska", every_s=0.4)) == (pytest.approx(400, rel=0.01), None)
 
 
-def test_a_minute_lost_is_forgiven_and_two_in_a_short_file_are_not():
+def test_one_lost_minute_is_tolerated_and_two_in_a_short_file_are_not():
     def lost(count: int) -> errors.AudioError | None:
         data = io.BytesIO()
         with (
@@ -128,14 +126,11 @@ def wav(channels: int, rate_hz: int, seconds: float) -> bytes:
     body = bytes(2 * channels * round(rate_hz * seconds))
     fmt = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, channels, rate_hz, 2 * channels * rate_hz, 2 * channels, 16)
     return (
-        struct.pack("<4sI4s", b"RIFF", len(body) + 36, b"WAVE")
-        + fmt
-        + struct.pack("<4sI", b"data", len(body))
-        + body
+        struct.pack("<4sI4s", b"RIFF", len(body) + 36, b"WAVE") + fmt + struct.pack("<4sI", b"data", len(body)) + body
     )
 
 
-def test_more_channels_and_higher_rates_than_anybody_records_are_refused():
+def test_too_many_channels_and_too_high_rates_are_refused():
     assert len(read_audio(wav(64, 16_000, 0.1))) == 1_600
     with pytest.raises(errors.UnsupportedAudio, match="65 channels came"):
         read_audio(wav(65, 16_000, 0.1))
@@ -225,7 +220,7 @@ def arriving(data: bytes, reader: Upload, *, breaks: bool = False) -> threading.
     return thread
 
 
-def test_an_upload_under_way_is_not_copied_when_it_must_be_seeked_in(m4a, copies):
+def test_an_upload_in_progress_is_not_copied_for_a_seek(m4a, copies):
     want = read_audio(m4a)
     reader = Upload(Spool(len(m4a)))
     assert not reader.seekable()
@@ -237,7 +232,7 @@ def test_an_upload_under_way_is_not_copied_when_it_must_be_seeked_in(m4a, copies
     assert len(copies) == 1, "what will never seek is copied"
 
 
-def test_an_upload_is_read_from_where_it_stands(m4a, copies):
+def test_an_upload_is_read_from_its_position(m4a, copies):
     spool = Spool(len(m4a) + 9)
     reader = Upload(spool)
     spool.append(memoryview(b"a preface"))
@@ -261,7 +256,7 @@ def test_waiting_for_the_end_keeps_the_byte_limit(m4a, copies):
     sender.join(60)
 
 
-def test_an_upload_that_breaks_off_before_its_index_says_why(m4a):
+def test_the_error_of_an_upload_truncated_before_its_index(m4a):
     reader = Upload(Spool(len(m4a)))
     sender = arriving(m4a[:100_000], reader, breaks=True)
     with pytest.raises(errors.SourceNotFound, match="the upload broke off"):
@@ -275,7 +270,7 @@ def test_an_upload_that_breaks_off_before_its_index_says_why(m4a):
     ("codec", "kind"),
     [("pcm_s16le", "wav"), ("flac", "flac"), ("libmp3lame", "mp3"), ("libopus", "ogg"), ("libopus", "webm")],
 )
-def test_a_stream_that_breaks_off_says_why_and_prints_nothing(capfd, codec, kind, share):
+def test_a_truncated_stream_is_an_error_and_prints_nothing(capfd, codec, kind, share):
     data = encode(30.0, 48_000, codec, kind, level=0.1)
     seconds, error = listen(Pipe(data, round(share * len(data))))
     assert isinstance(error, errors.SourceNotFound)
@@ -285,7 +280,7 @@ def test_a_stream_that_breaks_off_says_why_and_prints_nothing(capfd, codec, kind
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_file_that_is_closed_while_it_is_read_says_so(capfd):
+def test_the_error_of_a_file_closed_while_it_is_read(capfd):
     source = io.BytesIO(encode(30.0, 44_100, "aac", "ipod", level=0.1))
     with open_audio(source) as stream:
         next(stream)

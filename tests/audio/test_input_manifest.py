@@ -14,14 +14,14 @@ from asr_serve.errors import AsrServeError, OptionError
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """calls/{b.wav, a/x.MP3, a/notes.txt, a/.hidden.wav, .git/y.wav}, one.flac; the working folder."""
-    for name in (
+    for name in [
         "calls/b.wav",
         "calls/a/x.MP3",
         "calls/a/notes.txt",
         "calls/a/.hidden.wav",
         "calls/.git/y.wav",
         "one.flac",
-    ):
+    ]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"")
     monkeypatch.chdir(tmp_path)
@@ -40,10 +40,7 @@ def test_a_file_is_itself_whatever_its_name(folder: Path) -> None:
     assert list(expand_inputs(["one.flac"])) == [InputItem("one.flac", Path("one.flac"))]
     assert keys(str(folder / "one.flac")) == [str(folder / "one.flac")]
     assert keys("calls/b.wav", Path("one.flac")) == ["calls/b.wav", "one.flac"]
-
-
-def test_one_name_alone_is_not_taken_apart(folder: Path) -> None:
-    assert [item.key for item in expand_inputs("one.flac")] == ["one.flac"]
+    assert [item.key for item in expand_inputs("one.flac")] == ["one.flac"], "a single name is not taken apart"
 
 
 def test_a_folder_gives_its_audio_in_order(folder: Path) -> None:
@@ -51,31 +48,31 @@ def test_a_folder_gives_its_audio_in_order(folder: Path) -> None:
     assert keys("calls/", recursive=False) == ["calls/b.wav"]
 
 
-def test_linked_folders_are_left_out_so_that_no_loop_is_walked(folder: Path) -> None:
+def test_linked_folders_are_skipped(folder: Path) -> None:
     (folder / "calls/loop").symlink_to(folder / "calls", target_is_directory=True)
     (folder / "calls/linked.wav").symlink_to(folder / "one.flac")
     assert keys("calls") == ["calls/a/x.MP3", "calls/b.wav", "calls/linked.wav"]
 
 
-def test_globs_mean_what_the_shell_makes_of_them(folder: Path) -> None:
+def test_globs(folder: Path) -> None:
     assert keys("calls/*.wav", "*.fl?c") == ["calls/b.wav", "one.flac"]
     assert keys("calls/**/*.MP3") == ["calls/a/x.MP3"]
     assert keys("cal*") == ["calls/a/x.MP3", "calls/b.wav"]
 
 
-def test_a_name_with_glob_characters_that_exists_is_a_name(folder: Path) -> None:
+def test_an_existing_name_with_glob_characters(folder: Path) -> None:
     (folder / "take[1].wav").write_bytes(b"")
     assert keys("take[1].wav") == ["take[1].wav"]
 
 
 @pytest.mark.parametrize("name", ["missing.wav", "no*match.wav", "missing.scp", "empty", "bad\0name.wav"])
-def test_what_leads_nowhere_still_comes_out(folder: Path, name: str) -> None:
+def test_inputs_without_audio_are_kept(folder: Path, name: str) -> None:
     (folder / "empty").mkdir()
     assert keys(name, "one.flac") == [name, "one.flac"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_an_unreadable_folder_still_comes_out(folder: Path) -> None:
+def test_an_unreadable_folder_is_kept(folder: Path) -> None:
     (folder / "calls/a").chmod(0)
     try:
         assert keys("calls") == ["calls/a", "calls/b.wav"]
@@ -83,21 +80,15 @@ def test_an_unreadable_folder_still_comes_out(folder: Path) -> None:
         (folder / "calls/a").chmod(0o755)
 
 
-def test_keys_seen_before_are_numbered(folder: Path) -> None:
-    assert keys("one.flac", "one.flac", "one.flac#2", "one.flac") == [
-        "one.flac",
-        "one.flac#2",
-        "one.flac#2#2",
-        "one.flac#3",
-    ]
+def test_repeated_keys_are_numbered(folder: Path) -> None:
+    expected = ["one.flac", "one.flac#2", "one.flac#2#2", "one.flac#3"]
+    assert keys("one.flac", "one.flac", "one.flac#2", "one.flac") == expected
 
 
 def test_stdin_arrays_bytes_and_items() -> None:
     samples = np.zeros(8, np.float32)
     pipe = io.BytesIO(b"RIFF")
-    items = list(
-        expand_inputs(["-", samples, b"RIFF", (samples, 8_000), pipe, InputItem("k", "x.wav")], stdin=pipe)
-    )
+    items = list(expand_inputs(["-", samples, b"RIFF", (samples, 8_000), pipe, InputItem("k", "x.wav")], stdin=pipe))
     assert [item.key for item in items] == ["stdin", "input-2", "input-3", "input-4", "input-5", "k"]
     assert items[0].source is pipe
     assert items[1].source is samples
@@ -116,24 +107,31 @@ def test_expansion_is_lazy(folder: Path) -> None:
     assert next(expand_inputs(inputs())).key == "one.flac"  # type: ignore[arg-type]
 
 
-def test_wav_scp(folder: Path) -> None:
-    (folder / "calls/wav.scp").write_text("utt1 b.wav\n\nutt2\t/data/with space.wav\r\nutt1   a/x.MP3\n")
-    assert keys("calls/wav.scp") == ["utt1", "utt2", "utt1#2"]
-    assert sources("calls/wav.scp") == [
-        Path("calls/b.wav"),
-        Path("/data/with space.wav"),
-        Path("calls/a/x.MP3"),
-    ]
-
-
-def test_jsonl(folder: Path) -> None:
-    (folder / "calls/list.jsonl").write_text(
-        '\ufeff{"key": "k1", "wav": "b.wav", "text": "hello"}\n'
-        '{"audio_filepath": "a/x.MP3", "duration": 3.2, "offset": 0}\n'
-        '{"key": 7, "source": "/data/z.wav"}\n'
-    )
-    assert keys("calls/list.jsonl") == ["k1", "a/x.MP3", "7"]
-    assert sources("calls/list.jsonl") == [Path("calls/b.wav"), Path("calls/a/x.MP3"), Path("/data/z.wav")]
+@pytest.mark.parametrize(
+    ("name", "content", "expected_keys", "paths"),
+    [
+        (
+            "wav.scp",
+            "utt1 b.wav\n\nutt2\t/data/with space.wav\r\nutt1   a/x.MP3\n",
+            ["utt1", "utt2", "utt1#2"],
+            ["calls/b.wav", "/data/with space.wav", "calls/a/x.MP3"],
+        ),
+        (
+            "list.jsonl",
+            '\ufeff{"key": "k1", "wav": "b.wav", "text": "hello"}\n'
+            '{"audio_filepath": "a/x.MP3", "duration": 3.2, "offset": 0}\n{"key": 7, "source": "/data/z.wav"}\n',
+            ["k1", "a/x.MP3", "7"],
+            ["calls/b.wav", "calls/a/x.MP3", "/data/z.wav"],
+        ),
+    ],
+    ids=["scp", "jsonl"],
+)
+def test_lists_of_keys_and_paths(
+    folder: Path, name: str, content: str, expected_keys: list[str], paths: list[str]
+) -> None:
+    (folder / "calls" / name).write_text(content)
+    assert keys(f"calls/{name}") == expected_keys
+    assert sources(f"calls/{name}") == list(map(Path, paths))
 
 
 def test_a_text_list(folder: Path) -> None:
@@ -143,7 +141,7 @@ def test_a_text_list(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "said"),
+    ("name", "line", "message"),
     [
         ("wav.scp", "utt1", "a key and no path"),
         ("wav.scp", "utt1 sph2pipe -f wav x.sph |", "a command to run"),
@@ -159,13 +157,13 @@ def test_a_text_list(folder: Path) -> None:
         ("l.txt", "x" * (1 << 20) + "xx", "not a line of text"),
     ],
 )
-def test_a_malformed_list_names_file_and_line(tmp_path: Path, name: str, line: str, said: str) -> None:
+def test_a_malformed_list_names_file_and_line(tmp_path: Path, name: str, line: str, message: str) -> None:
     good = {".scp": "ok ok.wav", ".jsonl": '{"wav": "ok.wav"}', ".txt": "ok.wav"}[Path(name).suffix]
     path = tmp_path / name
     path.write_text(f"{good}\n{line}\n")
     items = expand_inputs([path])
     next(items)
-    with pytest.raises(AsrServeError) as caught:
+    with pytest.raises(AsrServeError) as refused:
         next(items)
-    assert f"{path}, line 2: " in str(caught.value)
-    assert said in str(caught.value)
+    assert f"{path}, line 2: " in str(refused.value)
+    assert message in str(refused.value)

@@ -11,21 +11,7 @@ from asr_serve.audio.resample import MAX_RATE_HZ, MIN_RATE_HZ, Resampler
 from asr_serve.errors import UnsupportedAudio
 from asr_serve.units import resampled_samples
 
-RATES_HZ = (
-    1_000,
-    7_919,
-    8_000,
-    11_025,
-    12_000,
-    16_000,
-    22_050,
-    24_000,
-    32_000,
-    44_100,
-    48_000,
-    96_000,
-    192_000,
-)
+RATES_HZ = (1_000, 7_919, 8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 96_000, 192_000)
 
 
 def resample(samples: np.ndarray, rate_hz: int, cuts: list[int] | None = None) -> np.ndarray:
@@ -66,7 +52,7 @@ def test_an_impulse_stays_where_it_was(rate_hz):
 
 
 @pytest.mark.parametrize("rate_hz", [7_919, 11_025, 44_100])
-def test_nothing_drifts_over_half_an_hour(rate_hz):
+def test_no_drift_over_half_an_hour(rate_hz):
     resampler = Resampler(rate_hz)
     second = np.zeros(rate_hz, np.float32)
     before = sum(len(resampler.resample(second)) for _ in range(1_799))

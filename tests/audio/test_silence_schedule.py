@@ -1,4 +1,4 @@
-"""Silence schedules: FunASR's tables, and every wrong one refused by name."""
+"""Silence schedules: FunASR's tables, and every invalid one refused."""
 
 from __future__ import annotations
 
@@ -42,8 +42,11 @@ def test_parse_text_and_back() -> None:
         assert SilenceSchedule.from_text(str(table)) == table
 
 
+WRONG_TEXTS = ("", " ", "5000", "5000:", "5000:a,inf:3", "5000:1:2,inf:3", "5000:100", "inf:-3")
+
+
 @pytest.mark.parametrize(
-    ("rows", "says"),
+    ("rows", "match"),
     [
         ([], "empty"),
         ([(5_000, 100)], "up to inf"),
@@ -60,16 +63,9 @@ def test_parse_text_and_back() -> None:
         ([(inf, 1, 2)], "two numbers"),
         ([(inf, "soon")], "two numbers"),
         ([7], "two numbers"),
+        *((text, "inf:300") for text in WRONG_TEXTS),
     ],
 )
-def test_wrong_rows(rows: list[tuple[float, float]], says: str) -> None:
-    with pytest.raises(OptionError, match=says):
-        SilenceSchedule.parse(rows)
-
-
-@pytest.mark.parametrize(
-    "text", ["", " ", "5000", "5000:", "5000:a,inf:3", "5000:1:2,inf:3", "5000:100", "inf:-3"]
-)
-def test_wrong_text(text: str) -> None:
-    with pytest.raises(OptionError, match="inf:300"):
-        SilenceSchedule.from_text(text)
+def test_invalid_schedules(rows: list[tuple[float, float]] | str, match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        SilenceSchedule.from_text(rows) if isinstance(rows, str) else SilenceSchedule.parse(rows)

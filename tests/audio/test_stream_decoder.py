@@ -116,7 +116,7 @@ def test_samples_are_little_endian_and_full_scale_is_one():
 
 
 @pytest.mark.parametrize(("name", "table"), [("pcm_mulaw", mulaw_table()), ("pcm_alaw", alaw_table())])
-def test_all_codes_of_g711_are_what_ffmpeg_says(name, table):
+def test_all_codes_of_g711_are_those_of_ffmpeg(name, table):
     codec = av.CodecContext.create(name, "r")
     codec.sample_rate, codec.layout = 8_000, "mono"
     (frame,) = codec.decode(av.Packet(bytes(range(256))))
@@ -131,7 +131,7 @@ def test_all_codes_of_g711_are_what_ffmpeg_says(name, table):
     st.binary(max_size=4_000),
     st.lists(st.integers(0, 4_000), max_size=12),
 )
-def test_any_cutting_gives_the_same_samples_and_their_number_is_exact(kind, rate_hz, data, cuts):
+def test_chunks_change_no_sample_and_their_number_is_exact(kind, rate_hz, data, cuts):
     encoding, sample_bytes = kind
     whole = heard(encoding, rate_hz, [data])
     assert whole.dtype == np.float32
@@ -140,9 +140,7 @@ def test_any_cutting_gives_the_same_samples_and_their_number_is_exact(kind, rate
     np.testing.assert_array_equal(heard(encoding, rate_hz, cut(data, cuts)), whole)
 
 
-@pytest.mark.parametrize(
-    ("encoding", "codec"), [("s16le", "pcm_s16le"), ("mulaw", "pcm_mulaw"), ("alaw", "pcm_alaw")]
-)
+@pytest.mark.parametrize(("encoding", "codec"), [("s16le", "pcm_s16le"), ("mulaw", "pcm_mulaw"), ("alaw", "pcm_alaw")])
 @pytest.mark.parametrize("rate_hz", [8_000, 16_000, 44_100])
 def test_a_wav_of_the_same_bytes_gives_the_same_samples(encoding, codec, rate_hz):
     file = encoded(codec, "wav", rate_hz)
@@ -150,7 +148,7 @@ def test_a_wav_of_the_same_bytes_gives_the_same_samples(encoding, codec, rate_hz
     np.testing.assert_array_equal(heard(encoding, rate_hz, [raw]), read_audio(file))
 
 
-def test_what_was_put_may_be_overwritten():
+def test_the_input_buffer_may_be_overwritten():
     for encoding in ("s16le", "mulaw"):
         buffer = bytearray(b"\1\2" * 100)
         got = create_live_decoder(encoding, 16_000).decode(memoryview(buffer))
@@ -160,13 +158,7 @@ def test_what_was_put_may_be_overwritten():
 
 
 def test_rates_that_nobody_told():
-    assert [create_live_decoder(encoding).rate_hz for encoding in ENCODINGS] == [
-        16_000,
-        8_000,
-        8_000,
-        48_000,
-        48_000,
-    ]
+    assert [create_live_decoder(encoding).rate_hz for encoding in ENCODINGS] == [16_000, 8_000, 8_000, 48_000, 48_000]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +174,7 @@ def test_rates_that_nobody_told():
         ("ogg", 16_000, "rate", "leave it out"),
     ],
 )
-def test_what_is_not_allowed(encoding, rate_hz, param, says):
+def test_invalid_options_are_refused(encoding, rate_hz, param, says):
     with pytest.raises(OptionError, match=says) as refused:
         create_live_decoder(encoding, rate_hz)
     assert refused.value.param == param
@@ -218,7 +210,7 @@ def test_packets_are_the_file_with_the_encoders_delay_before_it(channels):
 
 
 @pytest.mark.parametrize("packet", [b"", b"\xff", b"\x03\x00", bytes(61_299)])
-def test_what_is_no_packet(packet):
+def test_invalid_packets_are_refused(packet):
     ears = create_live_decoder("opus")
     ears.decode(packets(opus())[0])
     with pytest.raises(CorruptAudio, match="Opus packet 2"):
@@ -258,7 +250,7 @@ def test_a_file_of_the_same_bytes_gives_the_same_samples(form):
     np.testing.assert_array_equal(ours, read_audio(stream))
 
 
-def test_sound_stays_where_it_was():
+def test_audio_keeps_its_position():
     ours = heard("ogg", None, [opus(application="audio", b="128k")])
     want = read_audio((speech(1.3, 48_000), 48_000))
     lag = int(np.correlate(ours, want, "full").argmax()) - (len(want) - 1)
@@ -277,7 +269,7 @@ def test_byte_by_byte():
     np.testing.assert_array_equal(heard("ogg", None, cut(stream, range(len(stream)))), read_audio(stream))
 
 
-def test_no_page_waits_for_the_next():
+def test_a_page_is_decoded_before_the_next_arrives():
     ears = create_live_decoder("ogg")
     stream = pages(opus(page_us=20_000))
     came = [len(ears.decode(written(page))) for page in stream]
@@ -292,7 +284,7 @@ def test_pages_are_read_and_written_back():
     assert again(pages(stream)) == stream
 
 
-def test_packets_that_go_on_in_the_next_page():
+def test_packets_may_continue_in_the_next_page():
     stream = pages(opus(frame_duration="60", b="128k", application="audio"))
     *before, page = stream[:3]
     long = max(len(part) for part, _ in page.parts)
@@ -321,7 +313,7 @@ def test_gain_is_applied():
     np.testing.assert_allclose(ours, heard("ogg", None, [opus()]) * 10 ** (-6 / 20), atol=2e-3)
 
 
-def test_one_stream_after_another_plays_on():
+def test_chained_streams_are_decoded():
     first, second = opus(0.5), again(changed(page, stream=77) for page in pages(opus(0.25, channels=2)))
     ours = heard("ogg", None, [first + second])
     assert len(ours) == 12_000
@@ -331,7 +323,7 @@ def test_one_stream_after_another_plays_on():
     assert len(heard("ogg", None, [unended + second])) > 12_000, "nothing says what to cut off"
 
 
-def test_listening_in_from_the_middle():
+def test_a_stream_may_begin_in_the_middle():
     """A radio sends the heads, then whatever page comes next."""
     head, tags, *audio = pages(opus(page_us=20_000))
     late = heard("ogg", None, [again([head, tags, *audio[30:]])])
@@ -348,12 +340,10 @@ def test_long_tags_are_not_kept():
     stream = again(changed(each, number=at) for at, each in enumerate([head, *picture, *audio]))
     ears = create_live_decoder("ogg")
     assert len(ears.decode(stream[:2_000_000])) == 0
-    np.testing.assert_array_equal(
-        np.concatenate([ears.decode(stream[2_000_000:]), ears.finish()]), read_audio(opus())
-    )
+    np.testing.assert_array_equal(np.concatenate([ears.decode(stream[2_000_000:]), ears.finish()]), read_audio(opus()))
 
 
-def test_a_stream_that_stops_anywhere_gives_what_it_held():
+def test_a_stream_truncated_anywhere_has_the_samples_up_to_there():
     stream = opus(page_us=20_000)
     whole = read_audio(stream)
     for end in range(0, len(stream), 311):
@@ -395,7 +385,7 @@ def _head(channels: int = 1, mapping: int = 0, version: int = 1) -> bytes:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_no_opus_in_ogg_is_named(name):
+def test_other_content_of_ogg_is_named_in_the_error(name):
     make, says = OTHERS[name]
     with pytest.raises(UnsupportedAudio, match=says):
         heard("ogg", None, [make()])
@@ -439,7 +429,7 @@ def test_broken_streams(name):
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10_000), st.binary(min_size=1, max_size=40), st.lists(st.integers(0, 12_000), max_size=5))
-def test_damage_is_refused_or_plays_and_nothing_else(at, piece, cuts):
+def test_damaged_bytes_are_refused_or_decoded(at, piece, cuts):
     stream = opus()
     at %= len(stream)
     damaged = stream[:at] + piece + stream[at + len(piece) :]
@@ -447,7 +437,7 @@ def test_damage_is_refused_or_plays_and_nothing_else(at, piece, cuts):
         assert len(heard("ogg", None, cut(damaged, cuts))) <= 16_000 * 1.4
 
 
-def test_half_a_page_is_all_that_is_held():
+def test_memory_is_bounded_by_half_a_page():
     ears = OggPageReader()
     big = written(OggPage(0, -1, 1, 0, ((bytes(65_025), False),)))
     assert len(big) == 65_307
@@ -462,16 +452,14 @@ def test_half_a_page_is_all_that_is_held():
     st.sampled_from([("s16le", 8_000), ("s16le", 24_000), ("s16le", 44_100), ("mulaw", 8_000), ("s16le", 16_000)]),
     st.lists(st.integers(1, 5_000), min_size=1, max_size=6),
 )
-def test_drained_at_any_place_all_is_out_and_nothing_is_added(kind, sizes):
+def test_drain_anywhere_returns_all_samples_and_adds_none(kind, sizes):
     encoding, rate_hz = kind
     width = 2 if encoding == "s16le" else 1
     decoding, taken, given = create_live_decoder(encoding, rate_hz), 0, 0
     tone = np.sin(2 * np.pi * 300 * np.arange(sum(sizes)) / rate_hz)
     data = (20_000 * tone).astype("<i2").tobytes() if width == 2 else bytes(np.full(len(tone), 0xFF, np.uint8))
     for size in sizes:
-        given += len(decoding.decode(data[width * taken : width * (taken + size)])) + len(
-            decoding.drain_resampler()
-        )
+        given += len(decoding.decode(data[width * taken : width * (taken + size)])) + len(decoding.drain_resampler())
         taken += size
         assert given == -(-taken * 16_000 // rate_hz)
     assert len(decoding.finish()) == 0

@@ -45,7 +45,7 @@ def coded(form: str, pcm: np.ndarray, rate_hz: int = 16_000, bit_rate: int = 64_
     return read_audio(encoder.encode(pcm) + encoder.finish())
 
 
-def test_it_lies_far_below_the_sound(speech: np.ndarray, marked: np.ndarray) -> None:
+def test_the_mark_is_far_below_the_signal(speech: np.ndarray, marked: np.ndarray) -> None:
     added = marked - speech
     ratio_db = 10 * np.log10(np.square(speech).sum() / np.square(added).sum())
     assert ratio_db > 36
@@ -54,7 +54,7 @@ def test_it_lies_far_below_the_sound(speech: np.ndarray, marked: np.ndarray) -> 
     assert not added[: len(quiet) * 640].reshape(-1, 640)[quiet].any()
 
 
-def test_marked_is_told_from_unmarked(speech: np.ndarray, marked: np.ndarray) -> None:
+def test_marked_audio_is_detected(speech: np.ndarray, marked: np.ndarray) -> None:
     assert detect_watermark(marked, 16_000).is_marked
     assert detect_watermark(marked, 16_000).score > 50
     assert not detect_watermark(speech, 16_000).is_marked
@@ -63,14 +63,14 @@ def test_marked_is_told_from_unmarked(speech: np.ndarray, marked: np.ndarray) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "bit_rate"), [("mp3", 64_000), ("opus", 64_000), ("aac", 96_000), ("flac", 0)])
 @pytest.mark.parametrize("rate_hz", [16_000, 24_000])
-def test_codecs_leave_it(speech: np.ndarray, form: str, bit_rate: int, rate_hz: int) -> None:
+def test_the_mark_survives_codecs(speech: np.ndarray, form: str, bit_rate: int, rate_hz: int) -> None:
     marked = embed_watermark(at(rate_hz, speech), rate_hz)
     assert detect_watermark(coded(form, marked, rate_hz, bit_rate), 16_000).is_marked
     assert not detect_watermark(coded(form, at(rate_hz, speech), rate_hz, bit_rate), 16_000).is_marked
 
 
 @pytest.mark.parametrize("rate_hz", [8_000, 11_025, 22_050, 44_100, 48_000])
-def test_another_rate_leaves_it(marked: np.ndarray, rate_hz: int) -> None:
+def test_the_mark_survives_resampling(marked: np.ndarray, rate_hz: int) -> None:
     assert detect_watermark(at(rate_hz, marked), rate_hz).is_marked
 
 
@@ -82,7 +82,7 @@ def test_any_rate_can_be_marked(speech: np.ndarray, rate_hz: int) -> None:
     assert detect_watermark(marked, rate_hz).is_marked
 
 
-def test_cuts_gain_and_sixteen_bits_leave_it(marked: np.ndarray) -> None:
+def test_the_mark_survives_cuts_gain_and_sixteen_bits(marked: np.ndarray) -> None:
     assert detect_watermark(marked[12_345 : 12_345 + 3 * 16_000], 16_000).is_marked
     assert detect_watermark(0.2 * marked, 16_000).is_marked
     assert detect_watermark(np.rint(marked * 32_767).astype(np.int16), 16_000).is_marked
@@ -90,20 +90,20 @@ def test_cuts_gain_and_sixteen_bits_leave_it(marked: np.ndarray) -> None:
     assert detect_watermark(np.concatenate([noise, marked]), 16_000).is_marked
 
 
-def test_a_gentle_equaliser_leaves_it(marked: np.ndarray) -> None:
+def test_the_mark_survives_a_gentle_equaliser(marked: np.ndarray) -> None:
     tilted = np.empty_like(marked)  # 4 kHz is 3.5 dB louder than 300 Hz
     tilted[0], tilted[1:] = marked[0], marked[1:] - 0.3 * marked[:-1]
     assert detect_watermark(tilted, 16_000).is_marked
 
 
-def test_any_chunking_gives_the_same(speech: np.ndarray, marked: np.ndarray) -> None:
+def test_chunks_change_nothing(speech: np.ndarray, marked: np.ndarray) -> None:
     mark = WatermarkEmbedder(16_000)
     cuts = np.random.default_rng(6).integers(0, len(speech), 50)
     parts = [mark.embed(part) for part in np.split(speech, np.sort(cuts))]
     assert np.array_equal(np.concatenate([*parts, mark.flush()]), marked)
 
 
-def test_it_lags_by_a_block(speech: np.ndarray) -> None:
+def test_output_lags_by_a_block(speech: np.ndarray) -> None:
     mark, given = WatermarkEmbedder(16_000), 0
     for start in range(0, 16_000, 160):
         given += len(mark.embed(speech[start : start + 160]))
@@ -117,7 +117,7 @@ def test_another_key_finds_nothing(marked: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tone", "hum", "noise", "clicks", "silence", "constant"])
-def test_no_other_sound_is_taken_for_marked(kind: str) -> None:
+def test_other_audio_is_not_detected_as_marked(kind: str) -> None:
     t = np.arange(15 * 16_000) / 16_000
     sounds = {
         "tone": 0.3 * np.sin(2 * np.pi * 440 * t),
@@ -130,7 +130,7 @@ def test_no_other_sound_is_taken_for_marked(kind: str) -> None:
     assert not detect_watermark(sounds[kind].astype(np.float32), 16_000).is_marked
 
 
-def test_too_little_says_nothing() -> None:
+def test_too_short_audio_has_no_result() -> None:
     assert detect_watermark(np.zeros(0, np.float32), 16_000) == WatermarkDetection(0.0)
     assert detect_watermark(np.ones(100, np.float32), 16_000) == WatermarkDetection(0.0)
     assert DETECTION_SCORE == 6

@@ -27,7 +27,7 @@ def bench() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("clips", "most", "learnt"), [(10, 20, 7), (32, 20, 20), (23, 20, 20), (6, 2, 2)])
-def test_what_is_held_out_is_not_learnt_from(bench: Any, clips: int, most: int, learnt: int) -> None:
+def test_held_out_clips_are_not_trained_on(bench: Any, clips: int, most: int, learnt: int) -> None:
     paths = [Path(f"{number}.flac") for number in range(clips)]
     found = bench.divided("ada", paths, most)
     assert len(found.learnt) == learnt
@@ -64,11 +64,7 @@ def test_speakers_that_are_there(bench: Any, tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit, match=r"no LJ\*\.wav"):
         bench.found(bench.parse(args))
     (tmp_path / "lj" / "LJ001-0001.wav").touch()
-    assert [each.name for each in bench.found(bench.parse(args))] == [
-        "librispeech 12",
-        "librispeech 7",
-        "ljspeech",
-    ]
+    assert [each.name for each in bench.found(bench.parse(args))] == ["librispeech 12", "librispeech 7", "ljspeech"]
     assert [each.name for each in bench.found(bench.parse([*args, "--speakers", "1"]))] == ["librispeech 12"]
     assert len(bench.found(bench.parse(args[:2]))) == 2
     assert "no LJSpeech" in capsys.readouterr().err

@@ -20,16 +20,7 @@ from asr_serve.audio.silence_schedule import STREAMING_SCHEDULE
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 ROW_KEYS = {"system", "callers", "first_word_p50_ms", "first_word_p95_ms", "final_p50_ms", "final_p95_ms"}
 ROW_KEYS |= {"final_p99_ms", "settled_p50_ms", "realtime_misses", "wer", "offline_wer", "partials_per_s"}
-ROW_KEYS |= {
-    "others_cpu",
-    "partial_interval_p50_ms",
-    "errors",
-    "server_cpu",
-    "load_cpu",
-    "duty",
-    "seconds",
-    "audio_s",
-}
+ROW_KEYS |= {"others_cpu", "partial_interval_p50_ms", "errors", "server_cpu", "load_cpu", "duty", "seconds", "audio_s"}
 S = 16_000
 
 pytest.importorskip("jiwer")
@@ -49,7 +40,7 @@ def bench() -> Iterator[SimpleNamespace]:
 # What is said, and when -----------------------------------------------------------------------------------------
 
 
-def test_callers_fill_their_time_with_whole_clips(bench: SimpleNamespace) -> None:
+def test_sessions_fill_their_time_with_whole_clips(bench: SimpleNamespace) -> None:
     plan, lengths = bench.live_speech.plan, [3 * S, 20 * S, 5 * S + 7]
     caller = plan(itertools.cycle([1, 0, 2]), lengths, pause=2 * S, limit=17 * S)
     assert caller.clips == [0, 2, 0]  # 20 s never fits
@@ -84,7 +75,7 @@ def test_packets_are_due_when_their_last_sample_is_spoken(bench: SimpleNamespace
     assert bench.live_speech.begins_s(2, 4) == [0, 0.5]
 
 
-def test_a_packet_held_up_counts_from_when_it_was_due(bench: SimpleNamespace) -> None:
+def test_latency_of_a_late_packet_counts_from_when_it_was_due(bench: SimpleNamespace) -> None:
     pace = bench.live_speech.Pace(10.0)
     pace.took(1_600, 10.103, 10.104)  # we were 3 ms late
     pace.took(3_200, 10.2, 10.45)  # not taken for 250 ms
@@ -166,16 +157,12 @@ def test_first_word_final_and_settled_of_a_call(bench: SimpleNamespace) -> None:
     assert [text.text for text in made.sentences] == ["Hello there, Ada", "Goodbye."]
 
 
-def test_only_what_came_when_all_were_on_the_line_counts(bench: SimpleNamespace) -> None:
+def test_only_results_while_all_sessions_are_open_count(bench: SimpleNamespace) -> None:
     made = call(bench, MESSAGES)
-    assert [len(list(wait(102.5))) for wait in (made.first_words_ms, made.finals_ms, made.after_speech_ms)] == [
-        1,
-        2,
-        1,
-    ]
+    assert [len(list(wait(102.5))) for wait in (made.first_words_ms, made.finals_ms, made.after_speech_ms)] == [1, 2, 1]
 
 
-def test_a_partial_that_came_before_the_onset_was_of_something_else(bench: SimpleNamespace) -> None:
+def test_a_partial_before_the_onset_does_not_count(bench: SimpleNamespace) -> None:
     made = call(bench, [*MESSAGES[:4], (104.3, message("Uh")), *MESSAGES[4:]])
     assert [first for first, _ in made.first_words_ms(0.0)] == pytest.approx([600, 700])
 
@@ -204,11 +191,7 @@ def row_of(bench: SimpleNamespace, calls: list[Any], system: str = "asr-serve", 
 def test_a_row(bench: SimpleNamespace) -> None:
     row = row_of(bench, [call(bench, MESSAGES), call(bench, MESSAGES)])
     assert row.keys() >= ROW_KEYS
-    assert (row["first_word_p50_ms"], row["first_word_p95_ms"], row["first_right_p50_ms"]) == (
-        600.0,
-        700.0,
-        1_100.0,
-    )
+    assert (row["first_word_p50_ms"], row["first_word_p95_ms"], row["first_right_p50_ms"]) == (600.0, 700.0, 1_100.0)
     assert (row["final_p50_ms"], row["final_p99_ms"], row["silence_mean_ms"]) == (50.0, 100.0, 2_016.0)
     assert (row["settled_p50_ms"], row["after_speech_p95_ms"]) == (100.0, 2_100.0)
     assert (row["wer"], row["realtime_misses"], row["cut"], row["unheard"], row["errors"]) == (40.0, 0, 0, 0, {})
@@ -231,7 +214,7 @@ def test_what_is_missed(bench: SimpleNamespace) -> None:
     assert (peer["final_p95_ms"], peer["load_cpu"]) == (None, None)
 
 
-def test_the_most_that_hold(bench: SimpleNamespace) -> None:
+def test_the_highest_level_that_holds(bench: SimpleNamespace) -> None:
     def search(limit: int, tried: dict[int, bool]) -> tuple[int, list[int]]:
         asked: list[int] = []
 

@@ -62,9 +62,7 @@ async def in_order(line: Any) -> None:
     samples = locked = 0
     async for frame in line:
         if frame == "STOP":
-            await line.send(
-                json.dumps({**message("", (f"{samples}", locked // 16, samples // 16)), "is_final": True})
-            )
+            await line.send(json.dumps({**message("", (f"{samples}", locked // 16, samples // 16)), "is_final": True}))
             await line.send('{"event":"stopped"}')
             return
         samples += len(frame) // 2
@@ -84,7 +82,7 @@ def job(bench: SimpleNamespace, tmp_path: Path, url: str, seconds: float, caller
     return {**made, "grace_s": 30.0, "pid": os.getpid()}
 
 
-async def test_callers_speak_in_real_time(bench: SimpleNamespace, tmp_path: Path) -> None:
+async def test_sessions_send_audio_in_real_time(bench: SimpleNamespace, tmp_path: Path) -> None:
     async with listening(in_order) as url:
         found = await bench.live_load.run(job(bench, tmp_path, url, 1.25))
     json.dumps(found)
@@ -106,7 +104,7 @@ async def test_callers_speak_in_real_time(bench: SimpleNamespace, tmp_path: Path
 
 
 @pytest.mark.slow
-async def test_what_ends_a_call_is_told(bench: SimpleNamespace, tmp_path: Path) -> None:
+async def test_the_reason_that_ends_a_session_is_reported(bench: SimpleNamespace, tmp_path: Path) -> None:
     async def refuse(line: Any) -> None:
         await line.recv()
         await line.send('{"event":"error","code":"at_capacity","message":"full","retry_after_ms":500}')
@@ -133,7 +131,7 @@ async def test_what_ends_a_call_is_told(bench: SimpleNamespace, tmp_path: Path) 
 
 
 @pytest.mark.slow
-async def test_a_server_that_does_not_read_is_felt(bench: SimpleNamespace, tmp_path: Path) -> None:
+async def test_a_server_that_does_not_read_shows_in_the_result(bench: SimpleNamespace, tmp_path: Path) -> None:
     """As soon as what the system keeps for it is full, packets are late, and go on being due."""
 
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -165,9 +163,7 @@ async def test_a_server_that_does_not_read_is_felt(bench: SimpleNamespace, tmp_p
     assert len(one["moments_s"]) < 30
 
 
-def test_peers_are_fed_in_real_time(
-    bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peers_are_fed_in_real_time(bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that needs half a second for each packet falls behind, and is given up."""
     threads: set[int] = set()
 
@@ -197,7 +193,7 @@ def test_peers_are_fed_in_real_time(
     assert max(one["waits_ms"][-1] for one in found["callers"]) > 1_000
 
 
-def test_a_peer_that_is_not_installed_says_so(bench: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_peer_that_is_not_installed_is_an_error(bench: SimpleNamespace, tmp_path: Path) -> None:
     assert "not installed" in bench.live_peers.run({**job(bench, tmp_path, "", 0.1), "peer": "vosk"})["skipped"]
 
 

@@ -180,7 +180,7 @@ def test_bad_tables(bench: SimpleNamespace, tmp_path: Path, table: str | None, s
         bench.clips.read_transcripts(tmp_path)
 
 
-def test_clips_survive_the_road_to_the_worker(bench: SimpleNamespace, data: Path, tmp_path: Path) -> None:
+def test_clips_arrive_unchanged_at_the_worker(bench: SimpleNamespace, data: Path, tmp_path: Path) -> None:
     speech = bench.clips.load(data)
     assert [len(clip.audio) for clip in speech] == [8_000, 16_000, 24_000]
     assert [clip.text for clip in speech] == ["8000 samples", "16000 samples", "24000 horses"]
@@ -208,7 +208,7 @@ def test_cut_keeps_the_samples_in_order(bench: SimpleNamespace) -> None:
     assert [len(piece) for piece in bench.clips.cut(audio, 5)] == [80_000]
 
 
-def test_a_long_file_is_the_clips_over_and_over(bench: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_long_file_repeats_the_clips(bench: SimpleNamespace, tmp_path: Path) -> None:
     speech = [bench.clips.Clip("a", np.full(16_000, 0.5, np.float32), "one")]
     speech += [bench.clips.Clip("b", np.full(8_000, -0.5, np.float32), "two")]
     length_s, said = bench.clips.write_long(tmp_path / "long.flac", speech, 4.0)
@@ -225,8 +225,7 @@ def test_the_vocabulary_of_moonshine(bench: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["--peers nobody", "--repeats 0", "--sweep size", "--engine rows", "--device abacus", "--dtypes fp7"],
+    "line", ["--peers nobody", "--repeats 0", "--sweep size", "--engine rows", "--device abacus", "--dtypes fp7"]
 )
 def test_bad_options(bench: SimpleNamespace, line: str) -> None:
     with pytest.raises(SystemExit):
@@ -256,10 +255,7 @@ def test_the_command_as_a_user_meets_it(
     bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench.footprint, "COMMAND", [sys.executable, "-c", FAKE_COMMAND])
-    clip, env = (
-        bench.clips.Clip("a", np.zeros(8_000, np.float32), "red green blue"),
-        bench.offline.environment(2),
-    )
+    clip, env = (bench.clips.Clip("a", np.zeros(8_000, np.float32), "red green blue"), bench.offline.environment(2))
 
     row = bench.footprint.memory([clip], "cpu", env, hours=1 / 3_600)
     assert row.keys() >= {*ROW_KEYS, "peak_mib"}

@@ -250,9 +250,7 @@ def test_bad_serve_options(bench: SimpleNamespace, line: str) -> None:
 
 
 def test_serve_options(bench: SimpleNamespace, tmp_path: Path) -> None:
-    args = bench.serve.parse(
-        ["--data", "x", "--clients", "8,1,8", "--server", "--set 'engine.max_decode_rows=64'"]
-    )
+    args = bench.serve.parse(["--data", "x", "--clients", "8,1,8", "--server", "--set 'engine.max_decode_rows=64'"])
     assert args.clients == [8, 1]
     setting = bench.serve_peers.Setting(5, 2, tmp_path, args.server)
     command = bench.serve_peers.asr_serve(setting).command

@@ -83,9 +83,7 @@ def text(body: bytes) -> bytes:
 
 async def with_length(_: int, body: bytes, writer: asyncio.StreamWriter) -> None:
     said = text(body)
-    writer.write(
-        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\ncontent-length: %d\r\n\r\n" % len(said) + said
-    )
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
 
 
 async def in_chunks(_: int, body: bytes, writer: asyncio.StreamWriter) -> None:
@@ -152,7 +150,7 @@ async def test_every_answer_belongs_to_its_clip(bench: SimpleNamespace, files: l
     assert found["server_cpu_s"] >= 0
 
 
-def test_a_request_is_what_parsers_read(bench: SimpleNamespace, files: list[str]) -> None:
+def test_requests_are_valid_http(bench: SimpleNamespace, files: list[str]) -> None:
     sent = bench.serve_load.request(Path(files[0]), "h:1", "/asr", {"model": "m", "response_format": "json"})
     head, _, body = sent.partition(b"\r\n\r\n")
     lines = head.decode().split("\r\n")
@@ -176,7 +174,7 @@ def test_the_order_is_fixed_and_each_clients_own(bench: SimpleNamespace) -> None
     assert len({tuple(itertools.islice(order(client, 5, 7), 10)) for client in range(20)}) > 15
 
 
-async def test_a_full_server_is_asked_again_when_it_said(bench: SimpleNamespace, files: list[str]) -> None:
+async def test_a_full_server_is_retried_after_its_retry_time(bench: SimpleNamespace, files: list[str]) -> None:
     turned_away: list[float] = []
 
     async def reply(number: int, body: bytes, writer: asyncio.StreamWriter) -> None:
@@ -207,7 +205,7 @@ def test_retry_after(bench: SimpleNamespace, headers: dict[bytes, bytes], wait_s
     assert bench.serve_load.retry_s(headers) == wait_s
 
 
-async def test_what_goes_wrong_is_counted_by_name(bench: SimpleNamespace, files: list[str]) -> None:
+async def test_errors_are_counted_by_name(bench: SimpleNamespace, files: list[str]) -> None:
     turns = itertools.count()
 
     async def reply(number: int, body: bytes, writer: asyncio.StreamWriter) -> None:
@@ -235,14 +233,14 @@ async def test_what_goes_wrong_is_counted_by_name(bench: SimpleNamespace, files:
     assert found["reconnects"] > 0
 
 
-async def test_a_server_that_is_gone_ends_the_level(bench: SimpleNamespace, files: list[str]) -> None:
+async def test_a_lost_server_ends_the_level(bench: SimpleNamespace, files: list[str]) -> None:
     found = await bench.serve_load.run(job(files, bench.serve.free_port(), requests=8, per_client=1))
     row = bench.serve_report.row("x", 4, [found], ["a"] * 5, [1.0] * 5)
     assert row["errors"].keys() == {"no connection"}
     assert (row["rps"], row["p50_ms"], row["p99_over_p50"], row["wer"]) == (0.0, None, None, None)
 
 
-async def test_a_client_that_is_never_answered_fails_the_level(bench: SimpleNamespace, files: list[str]) -> None:
+async def test_a_client_without_an_answer_fails_the_level(bench: SimpleNamespace, files: list[str]) -> None:
     asked, enough = itertools.count(), asyncio.Event()
 
     async def reply(number: int, body: bytes, writer: asyncio.StreamWriter) -> None:

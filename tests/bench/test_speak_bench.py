@@ -61,13 +61,13 @@ def test_no_sound_is_an_error(bench: SimpleNamespace) -> None:
     assert bench.speak_calls.played_s(found, 10.0) == 10.0 + bench.speak_calls.RECOVER_S
 
 
-def test_the_next_is_asked_when_the_last_was_played(bench: SimpleNamespace) -> None:
+def test_the_next_request_follows_the_end_of_playback(bench: SimpleNamespace) -> None:
     arrivals = [bench.speak_calls.Arrival(*each) for each in [(5.2, 500), (6.0, 100)]]
     found = bench.speak_calls.saying(0, 0, 5.0, arrivals, HZ)
     assert bench.speak_calls.played_s(found, 5.0) == pytest.approx(6.1)
 
 
-def test_what_counts_is_begun_while_a_level_is_open(bench: SimpleNamespace) -> None:
+def test_only_requests_begun_within_a_level_count(bench: SimpleNamespace) -> None:
     level = bench.speak_calls.Level(begins_s=10.0, settle_s=2.0, seconds=5.0)
     early, inside, late = (level.begin(at_s) for at_s in (11.9, 12.0, 17.0))
     assert (early, inside, late) == (False, True, False)
@@ -110,11 +110,8 @@ def level(*sayings: dict[str, Any], audio_s: float = 20.0, cpu_s: float = 2.0) -
     return {"sayings": list(sayings), **spent}
 
 
-def test_a_row_has_the_keys_that_were_promised(bench: SimpleNamespace) -> None:
-    rounds = [
-        level(*(said(ms) for ms in range(1, 51))),
-        level(*(said(ms, gaps=ms == 99) for ms in range(51, 101))),
-    ]
+def test_a_row_has_the_documented_keys(bench: SimpleNamespace) -> None:
+    rounds = [level(*(said(ms) for ms in range(1, 51))), level(*(said(ms, gaps=ms == 99) for ms in range(51, 101)))]
     row = bench.speak_report.row("asr-serve", "talk", 8, rounds)
     assert {"callers", "first_audio_p50_ms", "first_audio_p95_ms", "rtf", "gaps"} <= set(row)
     assert (row["callers"], row["first_audio_p50_ms"], row["first_audio_p95_ms"]) == (8, 50, 95)
@@ -123,7 +120,7 @@ def test_a_row_has_the_keys_that_were_promised(bench: SimpleNamespace) -> None:
     assert row["made_p50"] == 50.0
 
 
-def test_what_failed_is_told_and_is_no_measurement(bench: SimpleNamespace) -> None:
+def test_failures_are_reported_and_are_no_measurement(bench: SimpleNamespace) -> None:
     report = bench.speak_report
     silent = {"caller": 0, "text": 0, "error": "429 at_capacity"}
     row = report.row("asr-serve", "talk", 1, [level(said(5), silent)])
@@ -143,17 +140,15 @@ def test_flawless(bench: SimpleNamespace) -> None:
     assert not report.flawless(report.row("asr-serve", "talk", 1, [level()]), 100)
 
 
-@pytest.mark.parametrize(
-    ("truth", "limit"), [(0, 64), (1, 64), (2, 64), (7, 64), (13, 64), (64, 64), (90, 64), (5, 5)]
-)
-def test_the_most_that_hold(bench: SimpleNamespace, truth: int, limit: int) -> None:
+@pytest.mark.parametrize(("truth", "limit"), [(0, 64), (1, 64), (2, 64), (7, 64), (13, 64), (64, 64), (90, 64), (5, 5)])
+def test_the_highest_level_that_holds(bench: SimpleNamespace, truth: int, limit: int) -> None:
     found, tried = bench.speak_report.most(lambda number: number <= truth, limit)
     assert found == min(truth, limit)
     assert len({number for number, _ in tried}) == len(tried)
     assert all(held == (number <= truth) for number, held in tried)
 
 
-def test_of_many_the_most_is_found_to_one_in_sixteen(bench: SimpleNamespace) -> None:
+def test_the_highest_of_many_levels_is_found_to_one_sixteenth(bench: SimpleNamespace) -> None:
     found, tried = bench.speak_report.most(lambda number: number <= 1_000, 4_096)
     assert 1_000 - 1_000 / 16 <= found <= 1_000
     assert len(tried) < 18
@@ -250,7 +245,7 @@ def heard(bench: SimpleNamespace, server: Sounding, **job: Any) -> dict[str, Any
 
 
 @pytest.mark.slow
-def test_callers_hear_pieces(bench: SimpleNamespace) -> None:
+def test_clients_receive_audio_in_chunks(bench: SimpleNamespace) -> None:
     """A byte too many is joined with what comes next; then for a while there is nothing to play."""
     with Sounding([(0.0, b"\0" * 401), (0.0, b"\0" * 399), (1.0, b"\0" * 100)]) as server:
         found = heard(bench, server, seconds=3.5)

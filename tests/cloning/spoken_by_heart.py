@@ -36,9 +36,7 @@ def spoken(speed: float = 1.0) -> list[Known]:
     found = []
     for text in TEXTS:
         phonemes = reader.phonemes(text)
-        made = teacher_voices.corpus_utterance(
-            text, reader.spoken(phonemes), heart.read(reader.ids(phonemes), speed)
-        )
+        made = teacher_voices.corpus_utterance(text, reader.spoken(phonemes), heart.read(reader.ids(phonemes), speed))
         assert made is not None
         found.append(Known(text, *made))
     return found

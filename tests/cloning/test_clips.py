@@ -47,9 +47,7 @@ def said(text: str) -> clips.ClipRecognizer:
     return lambda pcm: [RecognizedClipSpan(0, len(pcm), text)] if text else []
 
 
-def of(
-    pcm: np.ndarray, text: str | None = "some words", heard: str = "some words"
-) -> list[CloningClip | ClipReport]:
+def of(pcm: np.ndarray, text: str | None = "some words", heard: str = "some words") -> list[CloningClip | ClipReport]:
     return list(clips.split_recording(InputItem("a.wav", wav(pcm)), text, said(heard)))
 
 
@@ -112,7 +110,7 @@ def test_what_is_no_audio_is_named_and_left_out():
     assert found.left_out
 
 
-def test_a_long_recording_is_cut_where_it_is_heard(voice):
+def test_a_long_recording_is_cut_at_its_segments(voice):
     parts = [
         RecognizedClipSpan(0, 5 * 16_000, "one"),
         RecognizedClipSpan(6 * 16_000, 9 * 16_000, "two"),
@@ -124,7 +122,7 @@ def test_a_long_recording_is_cut_where_it_is_heard(voice):
     assert isinstance(found[2], ClipReport)
 
 
-def test_nothing_heard(clip):
+def test_a_recording_without_words(clip):
     assert "no speech" in wrong(clip, text=None, heard="")  # type: ignore[arg-type]
 
 
@@ -151,7 +149,7 @@ def test_a_text_beside_a_recording(tmp_path):
         ("", "x", 1),
     ],
 )
-def test_how_much_was_heard_otherwise(text, heard, share):
+def test_the_share_of_words_that_differ(text, heard, share):
     assert clips.word_error_share(text, heard) == share
 
 
@@ -172,7 +170,7 @@ def other() -> np.ndarray:
     return np.concatenate([known.pcm for known in spoken()])
 
 
-def test_another_voice_among_them_is_left_out(voice, other, encoder):
+def test_clips_of_another_voice_are_left_out(voice, other, encoder):
     other = other[: 6 * RATE_HZ]
     items = [InputItem(f"{number}.wav", wav(part)) for number, part in enumerate([*cut(voice), other])]
     shares: list[float] = []
@@ -187,14 +185,14 @@ def test_another_voice_among_them_is_left_out(voice, other, encoder):
     assert shares[-1] == 1
 
 
-def test_two_speakers_are_none(voice, other, encoder):
+def test_two_speakers_in_equal_parts_are_refused(voice, other, encoder):
     both = [*cut(voice, 4)[:4], *cut(other, 4)[:4]]
     items = [InputItem(f"{number}.wav", wav(part)) for number, part in enumerate(both)]
     with pytest.raises(OptionError, match="other speakers"):
         training_material.gather_material(items, {}, said("words"), encoder)
 
 
-def test_too_few_clips_say_why(voice, encoder, rng):
+def test_too_few_clips_are_refused_with_the_reasons(voice, encoder, rng):
     noise = 0.1 * rng.standard_normal(4 * RATE_HZ).astype(np.float32)
     items = [
         InputItem("good.wav", wav(voice[: 5 * RATE_HZ])),
@@ -208,12 +206,12 @@ def test_too_few_clips_say_why(voice, encoder, rng):
     assert "bad.wav: " in str(raised.value)
 
 
-def test_nothing_there_is_an_error_too(encoder, tmp_path):
+def test_an_absent_folder_is_an_error(encoder, tmp_path):
     with pytest.raises(AsrServeError):
         training_material.gather_material(expand_inputs([str(tmp_path / "nowhere")]), {}, said("x"), encoder)
 
 
-def test_real_speech_is_heard_and_read_aloud(packaged_speech):
+def test_real_speech_is_segmented_and_numbers_are_verbalized(packaged_speech):
     with CloningRecognizer() as ear:
         heard = ear(read_audio(packaged_speech / "two_cities.wav"))
     assert len(heard) > 3

@@ -179,7 +179,7 @@ def worker(order: CloneRequest, *, hang_up: bool) -> tuple[list[Said], int]:
 
 
 @pytest.mark.slow
-def test_the_worker_says_what_happens(order):
+def test_the_worker_reports_its_progress(order):
     said, code = worker(order(), hang_up=False)
     assert code == 0
     assert isinstance(said[-1], CloneReport)
@@ -193,7 +193,7 @@ def test_the_worker_says_what_happens(order):
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_the_worker_stops_when_nobody_is_there(order):
+def test_the_worker_stops_when_its_connection_closes(order):
     said, code = worker(order(minutes=30.0), hang_up=True)
     assert isinstance(said[-1], CloneFailed)
     assert (said[-1].code, code) == ("cancelled", 0)

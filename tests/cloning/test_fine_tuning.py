@@ -56,7 +56,7 @@ def learnt(checkpoint: Path) -> tuple[VoiceFineTuning, FineTuningResult, list[Fi
         return tuned, taught(tuned, told=told), told
 
 
-def test_what_is_held_out_is_learnt_too(learnt):
+def test_held_out_clips_improve_too(learnt):
     tuned, found, told = learnt
     assert found.after < 0.8 * found.before
     assert found.steps == 120
@@ -69,7 +69,7 @@ def test_what_is_held_out_is_learnt_too(learnt):
     assert told[-1].left_s == 0
 
 
-def test_nothing_else_has_changed(learnt, checkpoint):
+def test_other_weights_are_unchanged(learnt, checkpoint):
     """The model's own voices say what they said before, to the bit."""
     tuned, _, _ = learnt
     before = CloningBaseModel(checkpoint)
@@ -83,7 +83,7 @@ def test_nothing_else_has_changed(learnt, checkpoint):
         assert torch.equal(tensor[: len(kept[name])], kept[name]), name
 
 
-def test_the_new_voice_says_something_else(learnt):
+def test_the_new_voice_differs_from_the_others(learnt):
     tuned, _, _ = learnt
     base = tuned.base
     mine = base.synthesize_prosody("abc def", base.speaker, tuned.delta.changes(), (5.0, 0.1))
@@ -119,7 +119,7 @@ def test_more_speech_takes_more_steps(checkpoint, monkeypatch):
     assert begun(checkpoint, count=30).steps() == 24
 
 
-def test_what_has_gone_wrong_is_not_kept(checkpoint, monkeypatch):
+def test_a_diverged_run_is_not_saved(checkpoint, monkeypatch):
     monkeypatch.setattr(fine_tuning, "MOST_STEPS", 36)
     tuned, heard = begun(checkpoint), iter([1.0, 0.8, 0.9, 0.8 * fine_tuning.WORSE + 0.01])
     monkeypatch.setattr(tuned, "held_out", lambda: next(heard))
@@ -130,7 +130,7 @@ def test_what_has_gone_wrong_is_not_kept(checkpoint, monkeypatch):
     assert (taught(tuned).steps, next(heard, None)) == (24, None)
 
 
-def test_a_voice_is_as_loud_as_it_is_to_be(learnt, tmp_path):
+def test_a_voice_has_the_standard_loudness(learnt, tmp_path):
     _, found, _ = learnt
     path = tmp_path / "new.safetensors"
     card = tts_card("fastpitch-en")
@@ -138,9 +138,7 @@ def test_a_voice_is_as_loud_as_it_is_to_be(learnt, tmp_path):
     model = fastpitch.load(folder, card, devices.make_device("cpu", "fp32"))
     heard = []
     for gain in (0.0, 0.5):
-        save_file(
-            {name: t.contiguous() for name, t in found.tensors.items()} | {"gain": torch.tensor([gain])}, path
-        )
+        save_file({name: t.contiguous() for name, t in found.tensors.items()} | {"gain": torch.tensor([gain])}, path)
         model.remove_voice("new")
         model.register_voice("new", path)
         (said,) = model.encode([Sentence((PhonemeSpan("abc"),), "new")])
@@ -149,7 +147,7 @@ def test_a_voice_is_as_loud_as_it_is_to_be(learnt, tmp_path):
     assert torch.equal(heard[1][:, 80], heard[0][:, 80])
 
 
-def test_time_is_a_bound(checkpoint):
+def test_training_time_is_bounded(checkpoint):
     told: list[FineTuningProgress] = []
     found = taught(begun(checkpoint), minutes=1e-9, told=told)
     assert found.steps == 0
@@ -157,7 +155,7 @@ def test_time_is_a_bound(checkpoint):
     assert not told
 
 
-def test_it_can_be_stopped(checkpoint):
+def test_training_can_be_stopped(checkpoint):
     asked: list[bool] = []
 
     def stop() -> bool:
@@ -207,6 +205,6 @@ def test_unknown_phonemes_are_named(checkpoint):
         CloningBaseModel(checkpoint).phoneme_ids("aʃ")
 
 
-def test_a_broken_checkpoint_is_told(tmp_path):
+def test_a_broken_checkpoint_is_an_error(tmp_path):
     with pytest.raises(WeightsCorrupt):
         CloningBaseModel(tmp_path)

@@ -90,7 +90,7 @@ def test_another_text_costs_more(said):
         assert wrong is None or wrong.cost > 1.1 * right.cost
 
 
-def test_less_frames_than_phonemes_is_nothing(said):
+def test_fewer_frames_than_phonemes_have_no_alignment(said):
     fast = said[1][0]
     frames = np.array(fast.line.frames)
     assert phoneme_alignment.align_phonemes(mel(fast.pcm)[: len(frames) - 1], mel(fast.pcm), frames) is None

@@ -48,7 +48,7 @@ def test_noise_and_silence_have_no_voice(rng):
     assert len(track_pitch(np.zeros(100))) == 0
 
 
-def test_a_voice_begins_and_ends_where_it_does(rng):
+def test_voicing_begins_and_ends_with_the_voice(rng):
     silence = 0.0005 * rng.standard_normal(RATE_HZ // 2)
     sound = np.concatenate([silence, buzz(np.full(RATE_HZ // 2, 150.0), rng), silence])
     voiced = np.flatnonzero(track_pitch(sound) > 0)
@@ -63,7 +63,7 @@ def test_loudness_changes_nothing(rng):
     np.testing.assert_allclose(track_pitch(0.01 * sound), track_pitch(sound), rtol=1e-3)
 
 
-def test_a_voice_whose_pitch_is_known():
+def test_pitch_of_a_known_voice():
     """Gross errors: over a fifth off, of frames that both call voiced. What has voice is a matter of taste: the
     voice's own pitch goes on through many a consonant."""
     gross = both = 0

@@ -21,9 +21,7 @@ import pytest
 from children import MODULE_LIMIT_S, Child
 from websockets.sync.client import connect
 
-playwright = pytest.importorskip(
-    "playwright.sync_api", reason="playwright is not installed: pip install playwright"
-)
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 120.0
@@ -194,8 +192,7 @@ class Visitor:
     def talked(self, seconds: int) -> None:
         """The microphone has given so much."""
         self.holds(
-            "document.querySelector('#clock').textContent.split(':').reduce((sum, n) => 60 * sum + +n, 0)"
-            f" >= {seconds}"
+            f"document.querySelector('#clock').textContent.split(':').reduce((sum, n) => 60 * sum + +n, 0) >= {seconds}"
         )
 
     def ready(self) -> None:

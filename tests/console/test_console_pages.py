@@ -132,8 +132,6 @@ def test_what_is_served_is_what_console_builds(tmp_path):
     subprocess.run([*build, "--logLevel", "error"], check=True)
 
     def files(folder: Path) -> dict[str, bytes]:
-        return {
-            path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-        }
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     assert files(STATIC) == files(tmp_path), "make console"

@@ -150,9 +150,7 @@ def test_axe_finds_nothing_serious(me, scheme, width):
     me.page.set_viewport_size({"width": width, "height": 740})
     me.page.evaluate(AXE.read_text())
     found = me.page.evaluate("() => axe.run({resultTypes: ['violations']})")["violations"]
-    serious = [
-        (each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")
-    ]
+    serious = [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")]
     assert not serious
     assert me.page.evaluate("document.documentElement.scrollWidth") <= width
 

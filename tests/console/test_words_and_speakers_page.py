@@ -62,14 +62,7 @@ def test_the_parts_that_need_no_page(tmp_path):
         pytest.skip("npm is not installed")
     if not (CONSOLE / "node_modules").is_dir():
         pytest.skip("the console's packages are not installed: npm --prefix console ci")
-    build = [
-        CONSOLE / "node_modules" / ".bin" / "vite",
-        "build",
-        "--ssr",
-        "test/rich.test.ts",
-        "--outDir",
-        tmp_path,
-    ]
+    build = [CONSOLE / "node_modules" / ".bin" / "vite", "build", "--ssr", "test/rich.test.ts", "--outDir", tmp_path]
     subprocess.run([*map(str, build), "--logLevel", "error"], check=True, cwd=CONSOLE)
     found = subprocess.run(["node", "--test", str(tmp_path)], capture_output=True, text=True)
     assert found.returncode == 0, found.stdout

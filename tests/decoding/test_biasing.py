@@ -45,10 +45,7 @@ class Clock:
 def test_a_long_list_is_made_with_rests(monkeypatch: pytest.MonkeyPatch):
     """Half of the time others have the interpreter to themselves, in every part of the work."""
     for count, work in (
-        (
-            2_000,
-            lambda words: RescoringList.build(pack_phrases(words), lambda text: [*map(ord, text)], str, False),
-        ),
+        (2_000, lambda words: RescoringList.build(pack_phrases(words), lambda text: [*map(ord, text)], str, False)),
         (2_000, lambda words: RescoringList.build(pack_phrases(words), lambda text: [*map(ord, text)], str, True)),
         (2_000, lambda words: PhoneticIndex([word.text for word in words])),
         (2_000, lambda words: BiasingGraph(tokenize_phrases(words, lambda text: [*map(ord, text)]))),
@@ -119,7 +116,7 @@ def test_without_its_space_a_word_begins_where_nothing_else_is_said():
     assert graph.step(graph.walk([7, 0]), 5)[1] == graph.step(OPEN, 5)[1] == 1
 
 
-def test_every_way_of_writing_is_looked_for():
+def test_every_spelling_is_matched():
     assert written_forms("quilter") == ["quilter", "Quilter"]
     assert written_forms("QUILTER") == ["QUILTER", "Quilter", "quilter"]
     assert written_forms("Quilter") == ["Quilter"]
@@ -144,7 +141,7 @@ def test_every_way_of_writing_is_looked_for():
         ("O'Brien:0.1", "O'Brien", 0.1),
     ],
 )
-def test_words_and_weights(given, text, weight):
+def test_parsing_of_words_and_weights(given, text, weight):
     assert parse_phrase(given) == BiasingPhrase(text, weight)
     assert unpack_phrases(pack_phrases([parse_phrase(given)] * 2)) == [BiasingPhrase(text, weight)] * 2
 
@@ -169,7 +166,7 @@ def test_words_and_weights(given, text, weight):
         (":", "word:weight"),
     ],
 )
-def test_what_is_no_hot_word(given, says):
+def test_invalid_hotwords_are_refused(given, says):
     with pytest.raises(OptionError) as refused:
         parse_phrase(given)
     assert refused.value.param == "hotwords"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from streaming_search import PosteriorModel, chunk_of, posteriors, run_search, state_of
 from tiny_transducer import TinyTransducer, noise
 from torch import Tensor
 
@@ -21,20 +22,11 @@ from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.engine.streaming.search_router import BiasingSearchRouter
 from asr_serve.kernels import ctc_search_reference
-from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, NBestHypothesis, SearchToken, StreamingChunk, StreamingSearch
+from asr_serve.models.interfaces import NBestHypothesis, SearchToken, StreamingSearch
 
 LETTERS = " abcdefg"
 BLANK = len(LETTERS)
 VOCAB = BLANK + 1
-
-
-class Said:
-    """Of a streaming model what a CTC search needs: its hidden frames are the posteriors themselves."""
-
-    vocab_size, blank_id = VOCAB, BLANK
-
-    def ctc_logprobs(self, hidden: Tensor) -> Tensor:
-        return hidden.contiguous()
 
 
 def text(tokens: list[int]) -> str:
@@ -46,36 +38,24 @@ def words_of(*words: str, weight: float = 1.0) -> StreamingBiasingList:
     return StreamingBiasingList(bias, lambda said: [LETTERS.index(c) for c in said.lower()], text, VOCAB)
 
 
-def state_of(search: Any, rows: int) -> dict[str, Tensor]:
-    return {
-        name: torch.full((rows + 1, *spec.shape), spec.initial_value or 0, dtype=spec.dtype)
-        for name, spec in search.state_specs().items()
-    }
-
-
-def chunk_of(rows: list[int], seen: list[int], frames: list[int]) -> StreamingChunk:
-    numbers = (torch.tensor(x, dtype=torch.int64) for x in (rows, seen, frames))
-    return StreamingChunk(torch.zeros(len(rows), 0), *numbers, torch.full((len(rows),), UNBOUNDED_SAMPLES))
-
-
-def hear(
+def run(
     search: Any, hidden: Tensor, words: StreamingBiasingList | None, widths: list[int]
 ) -> tuple[list[SearchToken], list[NBestHypothesis]]:
     """One session: what was fixed, and how it may end."""
-    state, fixed, at = state_of(search, 1), [], 0
-    for width in widths:
-        [found] = search.step(hidden[None, at : at + width], chunk_of([0], [at], [width]), state, words)
-        fixed += found.fixed_tokens
-        at += width
-    return fixed, search.finish(0, state, words)
+    fixed, _, guesses = run_search(search, hidden, widths, words)
+    return fixed, guesses
 
 
-def posteriors(seed: int, frames: int, sharp: float = 2.0) -> Tensor:
-    made = torch.randn(frames, VOCAB, generator=torch.Generator().manual_seed(seed))
-    return (made * sharp).log_softmax(-1)
+def gain_of(words: StreamingBiasingList, tokens: list[SearchToken], boost: float = 1.0) -> float:
+    """Gain of a text by walking the graph."""
+    node, total = 1, 0.0
+    for token in tokens:
+        node, gain = words.graph.step(node, token.id)
+        total += gain
+    return boost * (total + words.graph.final_cost(node))
 
 
-def spoken(said: str, *, unsure: dict[int, str] | None = None) -> Tensor:
+def letter_logprobs(said: str, *, unsure: dict[int, str] | None = None) -> Tensor:
     """A frame for each letter, and a blank behind it; at places in `unsure` another is a little likelier."""
     logits = torch.zeros(2 * len(said), VOCAB)
     for at, letter in enumerate(said):
@@ -92,7 +72,7 @@ def best(heard: tuple[list[SearchToken], list[NBestHypothesis]]) -> str:
 
 
 def ctc(**options: Any) -> CtcPrefixBeam:
-    return CtcPrefixBeam(Said(), 8, boost=1.0, **options)
+    return CtcPrefixBeam(PosteriorModel(VOCAB, BLANK), 8, boost=1.0, **options)
 
 
 # --- CTC -----------------------------------------------------------------------------------------------------
@@ -100,12 +80,12 @@ def ctc(**options: Any) -> CtcPrefixBeam:
 
 @given(st.integers(0, 10_000), st.integers(1, 12), st.integers(1, 40))
 @settings(deadline=None, max_examples=60)
-def test_the_twin_leaves_the_same_in_memory(seed: int, chunk: int, frames: int):
+def test_the_reference_leaves_the_same_state(seed: int, chunk: int, frames: int):
     if kernels.search() is ctc_search_reference:
         pytest.skip("the native search is not built or not wanted: pip install -e . builds it")
     drawn = random.Random(seed)
     words = words_of(*("".join(drawn.choices(LETTERS[1:5], k=drawn.randint(2, 5))) for _ in range(8)))
-    hidden, left = posteriors(seed, frames), []
+    hidden, left = posteriors(seed, frames, VOCAB), []
     for search in (ctc(nodes=20), ctc(nodes=20)):
         if left:
             search._native = ctc_search_reference
@@ -113,61 +93,53 @@ def test_the_twin_leaves_the_same_in_memory(seed: int, chunk: int, frames: int):
         for at in range(0, frames, chunk):
             width = min(chunk, frames - at)
             found += search.step(hidden[None, at : at + width], chunk_of([0], [at], [width]), state, words)
-        left.append(
-            (found, search.finish(0, state, words), {name: each[0].tolist() for name, each in state.items()})
-        )
-    assert left[0][0] == left[1][0]
-    assert left[0][1] == left[1][1]
-    assert left[0][2] == left[1][2]
+        left.append((found, search.finish(0, state, words), {name: each[0].tolist() for name, each in state.items()}))
+    assert left[0] == left[1]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 5])
 def test_chunks_change_nothing(chunk: int):
     words = words_of("abba", "bad", "deaf")
     for seed in range(10):
-        hidden = posteriors(seed, 30)
-        whole = hear(ctc(), hidden, words, [30])
-        assert hear(ctc(), hidden, words, [chunk] * (30 // chunk)) == whole
+        hidden = posteriors(seed, 30, VOCAB)
+        whole = run(ctc(), hidden, words, [30])
+        assert run(ctc(), hidden, words, [chunk] * (30 // chunk)) == whole
 
 
-def test_a_word_that_was_nearly_heard_is_said():
-    hidden = spoken("a bad cab", unsure={3: "e"})
-    assert best(hear(ctc(), hidden, None, [len(hidden)])) == "a bed cab"
-    assert best(hear(ctc(), hidden, words_of("bad"), [len(hidden)])) == "a bad cab"
+def test_a_nearly_recognized_word_is_found():
+    hidden = letter_logprobs("a bad cab", unsure={3: "e"})
+    assert best(run(ctc(), hidden, None, [len(hidden)])) == "a bed cab"
+    assert best(run(ctc(), hidden, words_of("bad"), [len(hidden)])) == "a bad cab"
 
 
-def test_what_is_not_a_word_to_its_end_is_worth_nothing():
+def test_a_partial_word_has_no_gain():
     """`badge` begins as was said; nothing of it is left at the end, nor where the text goes on otherwise."""
-    hidden = spoken("a bed", unsure={3: "a"})
-    plain = hear(ctc(), hidden, None, [len(hidden)])[1]
-    biased = hear(ctc(), hidden, words_of("badge"), [len(hidden)])[1]
+    hidden = letter_logprobs("a bed", unsure={3: "a"})
+    plain = run(ctc(), hidden, None, [len(hidden)])[1]
+    biased = run(ctc(), hidden, words_of("badge"), [len(hidden)])[1]
     assert {guess.gain for guess in biased} == {0.0}
     assert [token.id for token in biased[0].tokens] == [token.id for token in plain[0].tokens]
 
 
 @given(st.integers(0, 10_000))
 @settings(deadline=None, max_examples=40)
-def test_a_gain_is_what_the_graph_says_of_the_text(seed: int):
+def test_a_gain_is_that_of_the_graph(seed: int):
     words = words_of("ab", "abba", "bad", "d a", weight=2.0)
     search = ctc()
-    fixed, guesses = hear(search, posteriors(seed, 25), words, [25])
+    fixed, guesses = run(search, posteriors(seed, 25, VOCAB), words, [25])
     for guess in guesses:
-        node, worth = 1, 0.0
-        for token in (*fixed, *guess.tokens):
-            node, gain = words.graph.step(node, token.id)
-            worth += gain
-        assert guess.gain == pytest.approx(worth + words.graph.final_cost(node), abs=1e-9)
+        assert guess.gain == pytest.approx(gain_of(words, [*fixed, *guess.tokens]), abs=1e-9)
 
 
-def test_blanks_say_no_hot_word():
+def test_blanks_give_no_hot_word():
     logits = torch.full((200, VOCAB), -8.0)
     logits[:, BLANK] = 0.0
     for words in (words_of("a"), words_of("bad", "ab", weight=10.0)):
-        assert best(hear(ctc(), logits.log_softmax(-1), words, [200])) == ""
+        assert best(run(ctc(), logits.log_softmax(-1), words, [200])) == ""
 
 
-def test_a_row_that_is_corrupt_is_refused():
-    words, hidden = words_of("bad"), posteriors(1, 4)
+def test_a_corrupt_row_is_refused():
+    words, hidden = words_of("bad"), posteriors(1, 4, VOCAB)
     for module in {kernels.search(), ctc_search_reference}:
         search = ctc()
         search._native = module
@@ -185,44 +157,40 @@ def transducer(seed: int) -> TinyTransducer:
     return TinyTransducer.random(seed)
 
 
-def listed(model: TinyTransducer, *words: list[int]) -> StreamingBiasingList:
+def biasing_list(model: TinyTransducer, *words: list[int]) -> StreamingBiasingList:
     """Words by their tokens."""
     spelt = {f"w{number}": tokens for number, tokens in enumerate(words)}
     bias = pack_phrases([BiasingPhrase(word) for word in spelt])
     return StreamingBiasingList(bias, lambda said: spelt.get(said, []), lambda _: " ", model.vocab_size)
 
 
-def test_a_transducer_says_a_word_sooner_and_takes_back_what_it_does_not_say():
+def test_a_transducer_prefers_listed_words_and_withdraws_partial_gains():
     more = 0
     for seed in range(8):
         model, [hidden] = transducer(seed), noise(seed, [14])
         plain = TransducerBeam(model, 4, 2)
-        fixed, guesses = hear(plain, hidden, None, [14])
+        fixed, guesses = run(plain, hidden, None, [14])
         said = [token.id for token in (*fixed, *guesses[0].tokens)]
         other = next((guess for guess in guesses[1:] if guess.tokens), None)
         if other is None:
             continue
         wanted = [token.id for token in (*fixed, *other.tokens)]
-        words = listed(model, wanted)
+        words = biasing_list(model, wanted)
         search = TransducerBeam(model, 4, 2, boost=2.0, tokens=6)
-        fixed, guesses = hear(search, hidden, words, [14])
+        fixed, guesses = run(search, hidden, words, [14])
         found = [token.id for token in (*fixed, *guesses[0].tokens)]
         more += found == wanted != said
         for guess in guesses:
-            node, worth = 1, 0.0
-            for token in (*fixed, *guess.tokens):
-                node, gain = words.graph.step(node, token.id)
-                worth += 2.0 * gain
-            assert guess.gain == pytest.approx(worth + 2.0 * words.graph.final_cost(node), abs=1e-6)
+            assert guess.gain == pytest.approx(gain_of(words, [*fixed, *guess.tokens], 2.0), abs=1e-6)
     assert more >= 3
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7])
 def test_chunks_change_nothing_for_transducers(chunk: int):
     model, [hidden] = transducer(3), noise(3, [14])
-    words = listed(model, [1, 2], [2, 3, 1])
-    whole = hear(TransducerBeam(model, 4, 2, boost=1.0, tokens=6), hidden, words, [14])
-    parts = hear(TransducerBeam(model, 4, 2, boost=1.0, tokens=6), hidden, words, [chunk] * (14 // chunk))
+    words = biasing_list(model, [1, 2], [2, 3, 1])
+    whole = run(TransducerBeam(model, 4, 2, boost=1.0, tokens=6), hidden, words, [14])
+    parts = run(TransducerBeam(model, 4, 2, boost=1.0, tokens=6), hidden, words, [chunk] * (14 // chunk))
     ids = [[token[:2] for token in (*fixed, *guesses[0].tokens)] for fixed, guesses in (whole, parts)]
     assert ids[0] == ids[1]
 
@@ -230,23 +198,33 @@ def test_chunks_change_nothing_for_transducers(chunk: int):
 # --- neighbours ----------------------------------------------------------------------------------------------
 
 
-def pairs() -> list[tuple[StreamingSearch, Any, StreamingBiasingList, list[Tensor]]]:
+def search_pairs() -> list[tuple[StreamingSearch, Any, StreamingBiasingList, list[Tensor]]]:
     model = transducer(2)
     return [
-        (CtcGreedy(Said()), ctc(), words_of("abba", "bad"), [posteriors(each, 20) for each in range(4)]),
-        (CtcPrefixBeam(Said(), 4), ctc(), words_of("abba", "bad"), [posteriors(each, 20) for each in range(4)]),
+        (
+            CtcGreedy(PosteriorModel(VOCAB, BLANK)),
+            ctc(),
+            words_of("abba", "bad"),
+            [posteriors(each, 20, VOCAB) for each in range(4)],
+        ),
+        (
+            CtcPrefixBeam(PosteriorModel(VOCAB, BLANK), 4),
+            ctc(),
+            words_of("abba", "bad"),
+            [posteriors(each, 20, VOCAB) for each in range(4)],
+        ),
         (
             TransducerGreedy(model),
             TransducerBeam(model, 4, 2, boost=1.0, tokens=6),
-            listed(model, [1, 2], [2, 3]),
+            biasing_list(model, [1, 2], [2, 3]),
             noise(4, [20] * 4),
         ),
     ]
 
 
 @pytest.mark.parametrize("which", range(3), ids=["ctc", "ctc beam", "rnnt"])
-def test_neighbours_of_hot_words_are_what_they_were_alone(which: int):
-    plain, biased, words, hidden = pairs()[which]
+def test_biasing_does_not_change_neighbours(which: int):
+    plain, biased, words, hidden = search_pairs()[which]
 
     def session(hot: set[int]) -> list[Any]:
         search = BiasingSearchRouter(plain, biased)
@@ -273,9 +251,9 @@ def test_neighbours_of_hot_words_are_what_they_were_alone(which: int):
     assert [said(beside[row]) for row in (1, 3)] == [said(all_hot[row]) for row in (1, 3)]
 
 
-def test_a_row_that_is_used_again_has_no_hot_words():
-    plain, biased, words, _ = pairs()[0]
-    search, hidden = BiasingSearchRouter(plain, biased), spoken("bad", unsure={1: "e"})
+def test_a_reused_row_has_no_hot_words():
+    plain, biased, words, _ = search_pairs()[0]
+    search, hidden = BiasingSearchRouter(plain, biased), letter_logprobs("bad", unsure={1: "e"})
     state = state_of(search, 1)
     for hot, said in ((words, "bad"), (None, "bed")):
         search.set_biasing(0, hot)

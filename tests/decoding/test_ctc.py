@@ -13,83 +13,40 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from streaming_search import PosteriorModel, chunk_of, posteriors, run_search, state_of
 from torch import Tensor
 
 from asr_serve import kernels
 from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
 from asr_serve.errors import OptionError
 from asr_serve.kernels import ctc_search_reference
-from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, StreamingChunk
-from asr_serve.types import NBestHypothesis, SearchResult, SearchToken
+from asr_serve.types import NBestHypothesis, SearchToken
 
 FIXTURE = Path(__file__).parent / "fixtures" / "ctc.safetensors"
 EVERYTHING: dict[str, Any] = {"tokens": 1_000, "min_logprob": -math.inf, "max_gap": math.inf, "nodes": 60_000}
-KINDS = ["greedy", "native", "twin"]
-
-
-class Said:
-    """Of a streaming model what a CTC search needs: its hidden frames are the posteriors themselves."""
-
-    def __init__(self, vocab: int, blank: int = 0) -> None:
-        self.vocab_size, self.blank_id = vocab, blank
-
-    def ctc_logprobs(self, hidden: Tensor) -> Tensor:
-        return hidden
+KINDS = ["greedy", "native", "reference"]
 
 
 def search_of(kind: str, vocab: int, blank: int = 0, **options: Any) -> CtcGreedy | CtcPrefixBeam:
     if kind == "greedy":
-        return CtcGreedy(Said(vocab, blank))
-    search = CtcPrefixBeam(Said(vocab, blank), **options)
-    if kind == "twin":
+        return CtcGreedy(PosteriorModel(vocab, blank))
+    search = CtcPrefixBeam(PosteriorModel(vocab, blank), **options)
+    if kind == "reference":
         search._native = ctc_search_reference
     elif search._native is ctc_search_reference:
         pytest.skip("the native search is not built or not wanted: pip install -e . builds it")
     return search
 
 
-@pytest.fixture(params=["native", "twin"])
+@pytest.fixture(params=["native", "reference"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def state_of(search: CtcGreedy | CtcPrefixBeam, sessions: int, poison: float = 77) -> dict[str, Tensor]:
-    return {
-        name: torch.full(
-            (sessions + 1, *spec.shape),
-            poison if spec.initial_value is None else spec.initial_value,
-            dtype=spec.dtype,
-        )
-        for name, spec in search.state_specs().items()
-    }
 
 
 def renew(search: CtcGreedy | CtcPrefixBeam, state: dict[str, Tensor], row: int) -> None:
     for name, spec in search.state_specs().items():
         if spec.initial_value is not None:
             state[name][row] = spec.initial_value
-
-
-def chunk_of(rows: list[int], seen: list[int], frames: list[int]) -> StreamingChunk:
-    numbers = (torch.tensor(x, dtype=torch.int64) for x in (rows, seen, frames))
-    return StreamingChunk(torch.zeros(len(rows), 0), *numbers, torch.full((len(rows),), UNBOUNDED_SAMPLES))
-
-
-def hear(
-    search: CtcGreedy | CtcPrefixBeam, logprobs: Tensor, widths: list[int] | None = None
-) -> tuple[list[SearchToken], list[SearchToken], list[NBestHypothesis]]:
-    """One session on its own: what was fixed, the last tail, and the n-best list."""
-    state, fixed, at, found = state_of(search, 1), [], 0, SearchResult([], [])
-    for width in widths or [len(logprobs)]:
-        [found] = search.step(logprobs[None, at : at + width], chunk_of([0], [at], [width]), state)
-        fixed += found.fixed_tokens
-        at += width
-    return fixed, found.tail_tokens, search.finish(0, state)
-
-
-def posteriors(seed: int, *shape: int, sharp: float = 2.0) -> Tensor:
-    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return (made * sharp).log_softmax(-1)
 
 
 def ids(tokens: list[SearchToken]) -> list[int]:
@@ -107,7 +64,7 @@ def collapsed(path: tuple[int, ...], blank: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("seed", range(5))
 def test_greedy_is_the_best_path(seed: int, blank: int) -> None:
     logprobs = posteriors(seed, 60, 5)
-    fixed, tail, best = hear(search_of("greedy", 5, blank), logprobs)
+    fixed, tail, best = run_search(search_of("greedy", 5, blank), logprobs)
     symbols = logprobs.argmax(-1).tolist()
     new = [f for f, s in enumerate(symbols) if s != blank and (f == 0 or symbols[f - 1] != s)]
     assert fixed == [SearchToken(symbols[f], f, float(logprobs[f, symbols[f]])) for f in new]
@@ -117,9 +74,7 @@ def test_greedy_is_the_best_path(seed: int, blank: int) -> None:
 
 
 @pytest.mark.parametrize(("vocab", "frames", "blank"), [(3, 8, 0), (4, 6, 3), (3, 7, 1), (2, 9, 0)])
-def test_an_unpruned_beam_holds_the_probability_of_every_text(
-    kind: str, vocab: int, frames: int, blank: int
-) -> None:
+def test_an_unpruned_beam_holds_every_text(kind: str, vocab: int, frames: int, blank: int) -> None:
     """Summed over all alignments, by brute force."""
     logprobs = posteriors(vocab * frames, frames, vocab, sharp=1.0)
     sums: dict[tuple[int, ...], float] = {}
@@ -128,7 +83,7 @@ def test_an_unpruned_beam_holds_the_probability_of_every_text(
         said = math.exp(sum(float(logprobs[f, s]) for f, s in enumerate(path)))
         sums[text] = sums.get(text, 0.0) + said
     search = search_of(kind, vocab, blank, beam=256, **EVERYTHING)
-    fixed, tail, best = hear(search, logprobs)
+    fixed, tail, best = run_search(search, logprobs)
     assert fixed == [], "silence is still possible, so nothing is for ever"
     found = {tuple(ids(guess.tokens)): math.exp(guess.logprob) for guess in best}
     likeliest = sorted(sums, key=lambda text: -sums[text])[:256]
@@ -140,16 +95,16 @@ def test_an_unpruned_beam_holds_the_probability_of_every_text(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_token_is_likelier_than_its_exact_sum(kind: str, seed: int) -> None:
+def test_no_text_is_likelier_than_its_exact_sum(kind: str, seed: int) -> None:
     """A narrow beam loses alignments, never adds any."""
     logprobs = posteriors(seed, 30, 8, sharp=1.5)
-    fixed, _, best = hear(search_of(kind, 8, beam=8), logprobs)
+    fixed, _, best = run_search(search_of(kind, 8, beam=8), logprobs)
     for guess in best:
-        assert guess.logprob <= exactly(logprobs, ids(fixed + guess.tokens)) + 1e-4
+        assert guess.logprob <= exact_logprob(logprobs, ids(fixed + guess.tokens)) + 1e-4
     assert guess.logprob <= best[0].logprob
 
 
-def exactly(logprobs: Tensor, tokens: list[int]) -> float:
+def exact_logprob(logprobs: Tensor, tokens: list[int]) -> float:
     """Log-probability of a text, over all its alignments; blank is 0."""
     loss = torch.nn.functional.ctc_loss(
         logprobs[:, None], torch.tensor([tokens]), [len(logprobs)], [len(tokens)], reduction="sum"
@@ -169,38 +124,39 @@ def clips() -> list[Any]:
 
 
 @pytest.mark.parametrize(("logprobs", "said", "clear"), clips())
-def test_the_n_best_list_is_wenets(kind: str, logprobs: Tensor, said: dict[str, Any], clear: bool) -> None:
-    search = search_of(kind, 12, beam=12, **EVERYTHING)
-    fixed, _, best = hear(search, logprobs)
-    assert [ids(fixed + guess.tokens) for guess in best] == [each["tokens"] for each in said["wenet"]]
-    assert [guess.logprob for guess in best] == pytest.approx([e["logprob"] for e in said["wenet"]], abs=1e-5)
+def test_the_n_best_list_is_that_of_wenet(kind: str, logprobs: Tensor, said: dict[str, Any], clear: bool) -> None:
+    expect_wenet(search_of(kind, 12, beam=12, **EVERYTHING), logprobs, said["wenet"])
 
 
-def test_entries_that_leave_the_beam_and_come_back_do_as_in_wenets(kind: str) -> None:
+def expect_wenet(search: CtcPrefixBeam, logprobs: Tensor, expected: list[dict[str, Any]]) -> None:
+    fixed, _, best = run_search(search, logprobs)
+    assert [ids(fixed + guess.tokens) for guess in best] == [each["tokens"] for each in expected]
+    assert [guess.logprob for guess in best] == pytest.approx([e["logprob"] for e in expected], abs=1e-5)
+
+
+def test_entries_that_return_to_the_beam_are_those_of_wenet(kind: str) -> None:
     with safe_open(FIXTURE, "pt") as file:
         expected, few = json.loads(file.metadata()["few"]), file.get_tensor("few")
-    for logprobs, said in zip(few, expected, strict=True):
-        fixed, _, best = hear(search_of(kind, 3, beam=4, **EVERYTHING), logprobs)
-        assert [ids(fixed + guess.tokens) for guess in best] == [each["tokens"] for each in said]
-        assert [guess.logprob for guess in best] == pytest.approx([e["logprob"] for e in said], abs=1e-5)
+    for logprobs, answer in zip(few, expected, strict=True):
+        expect_wenet(search_of(kind, 3, beam=4, **EVERYTHING), logprobs, answer)
 
 
 @pytest.mark.parametrize(("logprobs", "said", "clear"), clips())
 @pytest.mark.parametrize("other", ["pyctcdecode", "flashlight", "fast_ctc_decode"])
-def test_nobody_finds_a_likelier_text(logprobs: Tensor, said: dict[str, Any], clear: bool, other: str) -> None:
+def test_other_searches_find_no_likelier_text(logprobs: Tensor, said: dict[str, Any], clear: bool, other: str) -> None:
     """Other searches cut other entries; in the end the exact probability decides."""
-    fixed, tail, _ = hear(search_of("native", 12, beam=256, **EVERYTHING), logprobs)
+    fixed, tail, _ = run_search(search_of("native", 12, beam=256, **EVERYTHING), logprobs)
     ours, theirs = ids(fixed + tail), said[other]["tokens"]
-    assert ours == theirs or exactly(logprobs, ours) > exactly(logprobs, theirs)
+    assert ours == theirs or exact_logprob(logprobs, ours) > exact_logprob(logprobs, theirs)
     assert ours == theirs or not clear
 
 
 @pytest.mark.parametrize(("logprobs", "said", "clear"), clips())
-def test_times_are_those_of_the_best_alignment(
+def test_token_frames_are_those_of_the_best_alignment(
     kind: str, logprobs: Tensor, said: dict[str, Any], clear: bool
 ) -> None:
     """flashlight's alignment gives the first frame of a run; the peak may come a frame later."""
-    fixed, tail, _ = hear(search_of(kind, 12, beam=12, **EVERYTHING), logprobs)
+    fixed, tail, _ = run_search(search_of(kind, 12, beam=12, **EVERYTHING), logprobs)
     ours = fixed + tail
     assert all(token.logprob == float(logprobs[token.frame, token.id]) for token in ours if clear)
     if ids(ours) == said["flashlight"]["tokens"]:
@@ -216,7 +172,7 @@ def test_times_are_those_of_the_best_alignment(
 @pytest.mark.parametrize("which", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_joins_leaves_neighbours_and_chunks_change_nothing(which: str, data: st.DataObject) -> None:
+def test_batching_and_chunks_change_nothing(which: str, data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 2**31))
     options = {
         "beam": data.draw(st.sampled_from([1, 3, 8])),
@@ -226,7 +182,7 @@ def test_joins_leaves_neighbours_and_chunks_change_nothing(which: str, data: st.
     search, sharp = search_of(which, 6, 5, **options), data.draw(st.sampled_from([0.3, 2.0, 6.0]))
     lengths = data.draw(st.lists(st.integers(1, 25), min_size=1, max_size=5))
     audio = [posteriors(seed + i, length, 6, sharp=sharp) for i, length in enumerate(lengths)]
-    alone = [hear(search, logprobs) for logprobs in audio]
+    alone = [run_search(search, logprobs) for logprobs in audio]
 
     slots = 3
     state, free = state_of(search, slots), list(range(slots))
@@ -256,7 +212,7 @@ def test_joins_leaves_neighbours_and_chunks_change_nothing(which: str, data: st.
 
 
 @pytest.mark.parametrize("which", KINDS)
-def test_a_saved_row_goes_on_bit_for_bit(which: str) -> None:
+def test_a_saved_row_resumes_bit_for_bit(which: str) -> None:
     logprobs = posteriors(3, 40, 9)
     search = search_of(which, 9, beam=6, nodes=20)
     first = state_of(search, 2)
@@ -266,8 +222,7 @@ def test_a_saved_row_goes_on_bit_for_bit(which: str) -> None:
         saved = first[name][0].numpy().tobytes()
         second[name][2] = torch.frombuffer(bytearray(saved), dtype=first[name].dtype).view(first[name][0].shape)
     rest = [
-        search.step(logprobs[None, 17:], chunk_of([row], [17], [23]), state)
-        for row, state in ((0, first), (2, second))
+        search.step(logprobs[None, 17:], chunk_of([row], [17], [23]), state) for row, state in ((0, first), (2, second))
     ]
     assert rest[0] == rest[1]
     assert rest[0][0].fixed_tokens
@@ -276,36 +231,36 @@ def test_a_saved_row_goes_on_bit_for_bit(which: str) -> None:
 
 
 @pytest.mark.parametrize("which", KINDS)
-def test_a_token_that_lasts_over_a_chunks_end_is_said_once(which: str) -> None:
+def test_a_token_across_a_chunk_edge_is_emitted_once(which: str) -> None:
     heard = torch.full((8, 3), 0.005)
     for frame, symbol in enumerate([0, 1, 1, 1, 0, 1, 2, 2]):
         heard[frame, symbol] = 0.99
     for widths in ([8], [2, 6], [3, 3, 2], [1] * 8):
-        fixed, tail, _ = hear(search_of(which, 3), heard.log(), widths)
+        fixed, tail, _ = run_search(search_of(which, 3), heard.log(), widths)
         assert ids(fixed + tail) == [1, 1, 2]
 
 
 # --- the beam's promises --------------------------------------------------------------------------
 
 
-def test_frames_rise_and_are_not_in_the_future(kind: str) -> None:
+def test_token_frames_increase_and_are_in_the_past(kind: str) -> None:
     for seed, nodes in itertools.product(range(12), (3, 400)):
         logprobs = posteriors(seed, 30, 5, sharp=(0.3, 1.0, 3.0)[seed % 3])
-        fixed, _, best = hear(search_of(kind, 5, beam=8, nodes=nodes), logprobs, [3] * 10)
+        fixed, _, best = run_search(search_of(kind, 5, beam=8, nodes=nodes), logprobs, [3] * 10)
         for guess in best:
             frames = [token.frame for token in fixed + guess.tokens]
             assert frames == sorted(set(frames))
             assert all(0 <= frame < 30 for frame in frames)
 
 
-def test_a_peak_that_comes_late_is_the_tokens_frame(kind: str) -> None:
+def test_a_token_has_the_frame_of_its_peak(kind: str) -> None:
     said = torch.tensor([0.1, 0.3, 0.9, 0.99, 0.4, 0.05])
     heard = torch.stack([1 - said, said * 0.98, said * 0.02], 1)
-    fixed, tail, _ = hear(search_of(kind, 3), heard.log())
+    fixed, tail, _ = run_search(search_of(kind, 3), heard.log())
     assert [(token.id, token.frame) for token in fixed + tail] == [(1, 3)]
 
 
-def test_what_all_entries_say_is_fixed_and_leaves_the_state(kind: str) -> None:
+def test_common_prefixes_are_fixed_and_leave_the_state(kind: str) -> None:
     """Silence of 20 frames after each word: rivals fall behind, and the tree stays small."""
     heard = torch.full((200, 4), 0.001)
     heard[:, 0] = 0.997
@@ -321,13 +276,13 @@ def test_what_all_entries_say_is_fixed_and_leaves_the_state(kind: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 5, 16])
-def test_when_the_tree_outgrows_its_room_the_best_entry_wins(kind: str, nodes: int) -> None:
+def test_a_full_tree_fixes_the_best_entry(kind: str, nodes: int) -> None:
     """Two readings of every word, nearly as likely: without a limit nothing would ever be fixed."""
     heard = torch.full((80, 4), 1e-6)
     heard[:, 0] = 1.0
     heard[::4] = torch.tensor([1e-6, 0.501, 0.499, 1e-6])
     roomy = search_of(kind, 4, beam=8, max_gap=math.inf)
-    assert len(hear(roomy, heard.log())[0]) < 20
+    assert len(run_search(roomy, heard.log())[0]) < 20
     search = search_of(kind, 4, beam=8, nodes=nodes, max_gap=math.inf)
     state, fixed, tail = state_of(search, 1), [], []
     for at in range(80):
@@ -341,43 +296,43 @@ def test_when_the_tree_outgrows_its_room_the_best_entry_wins(kind: str, nodes: i
     assert len(guesses) > 1 or nodes == 1, "entries that begin as the best one does were kept"
 
 
-def test_equals_keep_their_order(kind: str) -> None:
+def test_equal_entries_keep_their_order(kind: str) -> None:
     flat = torch.full((3, 4), -math.log(4.0))
-    _, tail, best = hear(search_of(kind, 4, beam=3, **EVERYTHING), flat)
-    again = hear(search_of(kind, 4, beam=3, **EVERYTHING), flat, [1, 1, 1])
+    _, tail, best = run_search(search_of(kind, 4, beam=3, **EVERYTHING), flat)
+    again = run_search(search_of(kind, 4, beam=3, **EVERYTHING), flat, [1, 1, 1])
     assert (tail, best) == again[1:]
     assert ids(tail) == [1]
-    only = hear(search_of(kind, 4, beam=3, **EVERYTHING), flat[:1])[2]
+    only = run_search(search_of(kind, 4, beam=3, **EVERYTHING), flat[:1])[2]
     assert [ids(guess.tokens) for guess in only] == [[], [1], [2]]
 
 
-def test_a_frame_in_which_nothing_can_be_said_says_nothing(kind: str) -> None:
+def test_impossible_frames_are_skipped(kind: str) -> None:
     logprobs = posteriors(5, 12, 5)
     broken = torch.cat([logprobs[:6], torch.full((2, 5), -math.inf), torch.full((1, 5), math.nan), logprobs[6:]])
     search = search_of(kind, 5)
-    fixed, tail, best = hear(search, broken)
-    expected, rest, list_ = hear(search, logprobs)
+    fixed, tail, best = run_search(search, broken)
+    expected, rest, list_ = run_search(search, logprobs)
     assert ids(fixed + tail) == ids(expected + rest)
     assert [guess.logprob for guess in best] == [guess.logprob for guess in list_]
 
 
 @pytest.mark.parametrize("which", KINDS)
-def test_a_session_without_a_frame_said_nothing(which: str) -> None:
+def test_a_session_without_frames_is_empty(which: str) -> None:
     search = search_of(which, 5)
     assert search.finish(0, state_of(search, 1)) == [NBestHypothesis([], 0.0)]
-    assert hear(search, torch.zeros(0, 5)) == ([], [], [NBestHypothesis([], 0.0)])
+    assert run_search(search, torch.zeros(0, 5)) == ([], [], [NBestHypothesis([], 0.0)])
 
 
-def test_pruned_tokens_open_nothing_and_what_is_there_goes_on_exactly(kind: str) -> None:
+def test_pruned_tokens_open_no_entries(kind: str) -> None:
     heard = torch.tensor([[0.5, 0.45, 0.05], [0.9, 0.04, 0.06], [0.5, 0.45, 0.05]]).log()
-    wide = hear(search_of(kind, 3, **EVERYTHING), heard)[2]
-    narrow = hear(search_of(kind, 3, min_logprob=math.log(0.1)), heard)[2]
+    wide = run_search(search_of(kind, 3, **EVERYTHING), heard)[2]
+    narrow = run_search(search_of(kind, 3, min_logprob=math.log(0.1)), heard)[2]
     assert all(2 not in ids(guess.tokens) for guess in narrow)
     scores = {tuple(ids(guess.tokens)): guess.logprob for guess in wide}
     assert {tuple(ids(guess.tokens)) for guess in narrow} == {(), (1,), (1, 1)}
     for guess in narrow:
         assert guess.logprob == pytest.approx(scores[tuple(ids(guess.tokens))], abs=1e-9)
-    single = hear(search_of(kind, 3, **EVERYTHING | {"tokens": 1}), heard[:1])[2]
+    single = run_search(search_of(kind, 3, **EVERYTHING | {"tokens": 1}), heard[:1])[2]
     assert [ids(guess.tokens) for guess in single] == [[], [1]]
 
 
@@ -388,15 +343,15 @@ WRONG += [("min_logprob", math.nan), ("max_gap", -1.0), ("max_gap", math.nan)]
 @pytest.mark.parametrize(("name", "value"), WRONG)
 def test_options_out_of_range_are_named(name: str, value: float) -> None:
     with pytest.raises(OptionError) as refused:
-        CtcPrefixBeam(Said(5), **{name: value})
+        CtcPrefixBeam(PosteriorModel(5), **{name: value})
     assert refused.value.param == name
 
 
-def test_posteriors_that_would_have_to_be_copied_are_refused(kind: str) -> None:
+def test_non_contiguous_posteriors_are_refused(kind: str) -> None:
     search = search_of(kind, 5)
     with pytest.raises(TypeError):
         search.step(posteriors(1, 1, 4, 10)[:, :, ::2], chunk_of([0], [0], [4]), state_of(search, 1))
 
 
 def test_the_native_search_is_used_where_it_was_built() -> None:
-    assert CtcPrefixBeam(Said(5))._native is kernels.search()
+    assert CtcPrefixBeam(PosteriorModel(5))._native is kernels.search()

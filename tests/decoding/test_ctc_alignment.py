@@ -56,7 +56,7 @@ CASES = st.tuples(st.integers(0, 1 << 30), st.integers(1, 6), st.lists(st.intege
 
 @given(CASES)
 @settings(max_examples=150, deadline=None)
-def test_it_is_the_best_of_all_paths(case: tuple[int, int, list[int]]) -> None:
+def test_the_alignment_is_the_best_of_all_paths(case: tuple[int, int, list[int]]) -> None:
     seed, frames, tokens = case
     logprobs = posteriors(seed, frames, 3)
     rows = logprobs.double()
@@ -77,7 +77,7 @@ def test_it_is_the_best_of_all_paths(case: tuple[int, int, list[int]]) -> None:
 
 @given(seed=st.integers(0, 1 << 30), frames=st.integers(0, 12), tokens=st.integers(0, 5), rounded=st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_native_and_twin_answer_the_same(seed: int, frames: int, tokens: int, rounded: bool) -> None:
+def test_native_and_reference_alignments_are_equal(seed: int, frames: int, tokens: int, rounded: bool) -> None:
     """To the bit, also where paths are equally likely, and where probabilities are none."""
     if kernels.align() is ctc_alignment_reference:
         pytest.skip("the native alignment is not built or not wanted")
@@ -99,7 +99,7 @@ def test_native_and_twin_answer_the_same(seed: int, frames: int, tokens: int, ro
 
 @given(seed=st.integers(0, 1 << 30), rounded=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_many_at_once_are_as_each_alone(seed: int, rounded: bool) -> None:
+def test_a_batch_equals_each_alone(seed: int, rounded: bool) -> None:
     chance = np.random.default_rng(seed)
     frames = [int(each) for each in chance.integers(1, 16, size=4)]
     tokens = [[int(x) for x in chance.integers(1, 4, size=int(chance.integers(0, n // 2 + 1)))] for n in frames]
@@ -116,14 +116,12 @@ def test_many_at_once_are_as_each_alone(seed: int, rounded: bool) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_a_gpu_says_what_a_cpu_does() -> None:
+def test_a_gpu_has_the_alignment_of_the_cpu() -> None:
     logprobs = posteriors(5, 6, 200, 40)
     chance = np.random.default_rng(5)
     tokens = [[int(x) for x in chance.integers(1, 40, size=30 + row)] for row in range(6)]
     frames = [200 - 7 * row for row in range(6)]
-    assert ctc_alignment.align(logprobs.cuda(), frames, tokens, 0) == ctc_alignment.align(
-        logprobs, frames, tokens, 0
-    )
+    assert ctc_alignment.align(logprobs.cuda(), frames, tokens, 0) == ctc_alignment.align(logprobs, frames, tokens, 0)
 
 
 def test_repeats_need_a_blank_between(aligner: ModuleType) -> None:
@@ -135,20 +133,20 @@ def test_repeats_need_a_blank_between(aligner: ModuleType) -> None:
         aligner.align(blank[:2], labels[:2], repeats([7, 7]))
 
 
-def test_nothing_to_say(aligner: ModuleType) -> None:
+def test_alignment_of_no_tokens(aligner: ModuleType) -> None:
     none = np.zeros((4, 0), np.float32)
     assert aligner.align(np.full(4, -0.5, np.float32), none, repeats([])) == ([], -2.0)
     assert aligner.align(none[:0, 0:0].reshape(0), none[:0], repeats([])) == ([], 0.0)
 
 
 @pytest.mark.parametrize("wrong", [(4, (3, 2), 2), (3, (3, 2), 3), (3, (3, 2), 1)])
-def test_shapes_that_do_not_fit(aligner: ModuleType, wrong: tuple[int, tuple[int, int], int]) -> None:
+def test_invalid_shapes_are_refused(aligner: ModuleType, wrong: tuple[int, tuple[int, int], int]) -> None:
     frames, labels, tokens = wrong
     with pytest.raises(ValueError, match=r"blank \(frames,\)"):
         aligner.align(np.zeros(frames, np.float32), np.zeros(labels, np.float32), np.zeros(tokens, bool))
 
 
-def test_real_speech_is_aligned_as_ctc_segmentation_aligns_it() -> None:
+def test_real_speech_has_the_alignment_of_ctc_segmentation() -> None:
     """Each letter begins at the frame at which that package's path enters it. But a letter that comes twice: the
     package does not ask for a blank between the two, as CTC does, and may have the second begin at once."""
     made = np.load(FIXTURE)

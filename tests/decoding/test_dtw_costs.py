@@ -8,7 +8,7 @@ import torch
 from asr_serve.decoding.dtw import costs, first_frames, smoothed
 
 
-def test_smoothed_is_the_median_of_three() -> None:
+def test_smoothing_is_the_median_of_three() -> None:
     x = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(1))
     inner = torch.stack([x[..., :-2], x[..., 1:-1], x[..., 2:]]).median(dim=0).values
     assert torch.equal(smoothed(x)[..., 1:-1], inner)
@@ -16,7 +16,7 @@ def test_smoothed_is_the_median_of_three() -> None:
     assert torch.equal(smoothed(x[..., :1]), x[..., :1])
 
 
-def test_tokens_begin_where_heads_look() -> None:
+def test_tokens_begin_where_heads_attend() -> None:
     begins = [0, 5, 6, 20]
     scores = torch.zeros(2, 4, 30)
     for token, (first, end) in enumerate(zip(begins, [*begins[1:], 30], strict=True)):
@@ -24,7 +24,7 @@ def test_tokens_begin_where_heads_look() -> None:
     assert first_frames(costs(scores).numpy()).tolist() == begins
 
 
-def test_costs_are_no_less_than_nothing_and_fall_with_attention() -> None:
+def test_costs_are_not_negative_and_fall_with_attention() -> None:
     scores = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(2)) * 4
     found = costs(scores).numpy()
     assert (found >= 0).all()

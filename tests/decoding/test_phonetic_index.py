@@ -30,7 +30,7 @@ def test_the_nearest_word(heard, word):
     assert [far for _, far in found] == sorted(far for _, far in found)
 
 
-def test_what_is_the_same_is_no_distance_away_whatever_else_is_listed():
+def test_equal_sounds_have_distance_zero_in_any_list():
     rng = random.Random(1)
     words = ["".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(5, 9))) for _ in range(2_000)]
     index = PhoneticIndex(words)
@@ -38,7 +38,7 @@ def test_what_is_the_same_is_no_distance_away_whatever_else_is_listed():
         assert words[i] in {words[word] for word, far in found if far == 0}
 
 
-def test_what_is_far_is_not_told():
+def test_distant_words_are_not_returned():
     assert PhoneticIndex(WORDS).nearest(["elephant", "", "...", "ж"], 5, 0.3) == [[], [], [], []]
 
 
@@ -48,18 +48,18 @@ def test_a_list_may_have_thousands_of_letters():
     index = PhoneticIndex(words)
     assert index._sounds.change.size < 10_000
     other = words[7][:2] + words[8][0]
-    assert index.distances(
-        [words[7], other, "quilta", "丐"], [(0, 7), (1, 7), (2, 1_000), (3, 7)]
-    ) == pytest.approx([0, 1 / 3, PhoneticIndex(["Quilter"]).distances(["quilta"], [(0, 0)])[0], 1])
+    assert index.distances([words[7], other, "quilta", "丐"], [(0, 7), (1, 7), (2, 1_000), (3, 7)]) == pytest.approx(
+        [0, 1 / 3, PhoneticIndex(["Quilter"]).distances(["quilta"], [(0, 0)])[0], 1]
+    )
 
 
-def test_spaces_and_marks_are_not_heard():
+def test_spaces_and_punctuation_have_no_sound():
     assert phonetic_key("Wood-Cutters") == phonetic_key("woodcutters") == phonetic_key("wood cutters")
     assert phonetic_key("phone") == phonetic_key("fone")
     assert phonetic_key("") == phonetic_key("'") == ""
 
 
-def test_how_far_a_pair_is_whether_it_is_near_or_not():
+def test_distance_of_any_pair():
     index, heard = PhoneticIndex(WORDS), ["quilta", "by forcation", "東京", ""]
     for i, found in enumerate(index.nearest(heard, len(WORDS), 0.5)):
         assert [far for _, far in found] == index.distances(heard, [(i, word) for word, _ in found])

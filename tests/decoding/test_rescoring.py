@@ -45,7 +45,7 @@ def chunk(rows: list[int], seen: list[int], frames: list[int]) -> StreamingChunk
     return StreamingChunk(torch.zeros(len(rows), 1), *given, torch.full((len(rows),), UNBOUNDED_SAMPLES))
 
 
-def test_the_second_decoder_decides_and_hears_all_of_its_own_session():
+def test_the_rescoring_decoder_decides_from_all_audio_of_its_own_session():
     decoder = Decoder()
     search = RescoringSearch(TwoGuesses(), decoder)
     lent = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
@@ -59,7 +59,7 @@ def test_the_second_decoder_decides_and_hears_all_of_its_own_session():
     assert decoder.asked[1] == ([3.0], [[6, 1], [6, 2]])
 
 
-def test_the_search_weighs_as_the_model_says():
+def test_the_search_has_the_weights_of_the_model():
     decoder = Decoder()
     decoder.ctc_weight = 100.0
     search = RescoringSearch(TwoGuesses(), decoder)
@@ -68,7 +68,7 @@ def test_the_search_weighs_as_the_model_says():
 
 
 @pytest.mark.parametrize("frames", [0, 3])
-def test_a_row_that_is_used_again_remembers_nothing(frames):
+def test_a_reused_row_starts_empty(frames):
     decoder = Decoder()
     search = RescoringSearch(TwoGuesses(), decoder)
     search.step(torch.ones(1, 4, 1), chunk([0], [0], [4]), {})  # its session leaves without an end
@@ -77,7 +77,7 @@ def test_a_row_that_is_used_again_remembers_nothing(frames):
     assert [hidden for hidden, _ in decoder.asked] == ([[0.0] * frames] if frames else [[]])
 
 
-def test_of_a_very_long_session_nothing_is_kept(monkeypatch):
+def test_a_session_past_the_limit_is_not_rescored(monkeypatch):
     monkeypatch.setattr(rescoring, "MOST_FRAMES", 5)
     decoder = Decoder()
     search = RescoringSearch(TwoGuesses(), decoder)

@@ -22,9 +22,7 @@ KINDS = [(), (0, 1, 2, 3, 4), (1, 2), (0, 1), (2, 8)]
 
 
 @torch.inference_mode()
-def frame_by_frame(
-    model: TinyTransducer, hidden: torch.Tensor, max_symbols: int
-) -> tuple[list[SearchToken], float]:
+def frame_by_frame(model: TinyTransducer, hidden: torch.Tensor, max_symbols: int) -> tuple[list[SearchToken], float]:
     """The definition: one session, one frame, one token at a time; and the log-probability of the path."""
     memory = {name: torch.zeros(1, *spec.shape) for name, spec in model.predictor_state_specs().items()}
     predicted, memory = model.predict(torch.tensor([model.blank_id]), memory)
@@ -74,7 +72,7 @@ def same(found: list[SearchToken], expected: list[SearchToken]) -> None:
     fill=st.integers(0, 2),
     idle=st.sampled_from([0.0, 0.2]),
 )
-def test_any_chunks_and_any_company_say_the_same(
+def test_chunks_and_batching_change_nothing(
     durations, seed, lengths, chunks, max_symbols, eager, layers, blank, company, slots, fill, idle
 ):
     model = TinyTransducer.random(seed, eager=eager, layers=layers, durations=durations, blank=blank)
@@ -104,7 +102,7 @@ def test_what_is_tried_says_several_tokens_at_a_frame_and_skips_past_chunks():
     assert {0, 1, 2, 3, 4} <= steps
 
 
-def test_a_model_that_never_stops_says_max_symbols_at_every_frame():
+def test_a_model_without_blanks_emits_max_symbols_at_every_frame():
     model = TinyTransducer.random(5, eager=1e6)
     (heard,) = run(TransducerGreedy(model, 3), noise(6, [7]), chunks=[2, 3])
     assert [token.frame for token in heard.fixed] == [frame for frame in range(7) for _ in range(3)]
@@ -113,7 +111,7 @@ def test_a_model_that_never_stops_says_max_symbols_at_every_frame():
     assert [token.frame for token in heard.fixed] == [frame for frame in range(7) for _ in range(3)]
 
 
-def test_silence_says_nothing_and_blanks_of_no_duration_come_to_an_end():
+def test_silence_has_no_tokens_and_blanks_without_duration_end():
     for durations in ((), (0,), (0, 3)):
         model = TinyTransducer.random(5, eager=-1e6, durations=durations)
         (heard,) = run(TransducerGreedy(model), noise(6, [30]), chunks=[4])
@@ -121,7 +119,7 @@ def test_silence_says_nothing_and_blanks_of_no_duration_come_to_an_end():
         assert heard.guesses[0].logprob > -1e3
 
 
-def test_state_is_small_and_says_what_a_new_session_needs():
+def test_state_is_small_and_complete_for_a_new_session():
     search = TransducerGreedy(TinyTransducer.random(1, layers=2))
     specs = search.state_specs()
     assert {name: spec.shape for name, spec in specs.items()} == {
@@ -135,7 +133,7 @@ def test_state_is_small_and_says_what_a_new_session_needs():
     assert [name for name, spec in specs.items() if spec.initial_value is not None] == ["begun"]
 
 
-def test_the_predictor_runs_once_for_each_token_of_the_session_that_has_most():
+def test_the_predictor_runs_once_for_each_token_of_the_longest_session():
     model = TinyTransducer.random(24, eager=-4.0, layers=2)
     search = TransducerGreedy(model)
     sessions = noise(4, [40] * 5)
@@ -148,7 +146,7 @@ def test_the_predictor_runs_once_for_each_token_of_the_session_that_has_most():
     assert model.calls["predict"] == max(len(each.fixed_tokens) for each in found) > 0
 
 
-def test_a_session_that_heard_nothing_ends_with_nothing():
+def test_a_session_without_frames_ends_empty():
     search = TransducerGreedy(TinyTransducer.random(1))
     state = {name: torch.zeros(2, *spec.shape, dtype=spec.dtype) for name, spec in search.state_specs().items()}
     assert search.finish(0, state) == [NBestHypothesis([], 0.0)]
@@ -162,13 +160,11 @@ def test_max_symbols_is_one_or_more(max_symbols):
 
 @pytest.mark.parametrize("kind", ["rnnt", "tdt"])
 @pytest.mark.parametrize("chunks", [[1], [3, 7], [100]], ids=str)
-def test_nemo_says_the_same(kind, chunks):
+def test_tokens_are_those_of_nemo(kind, chunks):
     with safe_open(FIXTURE, "pt") as fixture:
         about = json.loads(fixture.metadata()["about"])
         tensors = {name: fixture.get_tensor(name) for name in fixture.keys()}  # noqa: SIM118
-    weights = {
-        name.removeprefix(f"{kind}."): each for name, each in tensors.items() if name.startswith(f"{kind}.")
-    }
+    weights = {name.removeprefix(f"{kind}."): each for name, each in tensors.items() if name.startswith(f"{kind}.")}
     model = TinyTransducer(**about["sizes"], durations=tuple(about[kind]["durations"])).load(weights)
     lengths = about["lengths"]
     sessions = [tensors["encoded"][index, :length] for index, length in enumerate(lengths)]
@@ -180,7 +176,7 @@ def test_nemo_says_the_same(kind, chunks):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("durations", KINDS, ids=str)
-def test_a_cuda_device_says_the_same(durations):
+def test_a_cuda_device_has_the_same_tokens(durations):
     sessions = noise(1, [30, 7, 50])
     said = []
     for device in ("cpu", "cuda"):

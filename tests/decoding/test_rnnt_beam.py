@@ -42,9 +42,7 @@ def all_alignments(model: TinyTransducer, hidden: torch.Tensor, max_symbols: int
         logits = model.joint(projected[frame : frame + 1], after(said)[0])[0].double()
         tokens, lasts = logits[: model.vocab_size].log_softmax(0), logits[model.vocab_size :].log_softmax(0)
         if not model.durations:
-            return [
-                (token, int(token == model.blank_id), float(tokens[token])) for token in range(model.vocab_size)
-            ]
+            return [(token, int(token == model.blank_id), float(tokens[token])) for token in range(model.vocab_size)]
         return [
             (token, duration, float(tokens[token] + lasts[index]))
             for token in range(model.vocab_size)
@@ -103,7 +101,7 @@ def test_a_beam_wide_enough_is_exact(durations, max_symbols, seed):
 
 
 @pytest.mark.parametrize("durations", [(), (0, 1, 2)], ids=str)
-def test_a_beam_of_four_says_what_is_likelier(durations):
+def test_a_beam_of_four_finds_likelier_texts(durations):
     """Than greedy search does, by the sum over all alignments; mostly the likeliest there is; and it never claims
     more than that sum."""
     beam, greedy, best = 0.0, 0.0, 0
@@ -160,7 +158,7 @@ def test_a_beam_of_one_is_greedy(durations, seed, lengths, chunks, max_symbols, 
     fill=st.integers(0, 2),
     idle=st.sampled_from([0.0, 0.2]),
 )
-def test_any_chunks_and_any_company_say_the_same(
+def test_chunks_and_batching_change_nothing(
     durations, seed, lengths, chunks, beam, max_symbols, room, sharp, eager, company, slots, fill, idle
 ):
     model = TinyTransducer.random(seed, sharp=sharp, eager=sharp * eager, durations=durations)
@@ -176,7 +174,7 @@ def test_any_chunks_and_any_company_say_the_same(
 
 
 @pytest.mark.parametrize(("seed", "max_symbols"), [(1, 1), (1, 2), (3, 2), (7, 2), (8, 1)])
-def test_tokens_that_entries_say_at_different_frames_are_not_fixed(seed, max_symbols):
+def test_tokens_with_different_frames_in_entries_are_not_fixed(seed, max_symbols):
     """Else which of the frames is fixed would depend on where a chunk ends."""
     model = TinyTransducer.random(seed, vocab=5, sharp=0.3)
     sessions = noise(seed, [20])
@@ -187,7 +185,7 @@ def test_tokens_that_entries_say_at_different_frames_are_not_fixed(seed, max_sym
 
 
 @pytest.mark.parametrize("seed", [0, 3, 5, 6, 7])
-def test_the_tail_is_what_would_be_said_if_it_ended_here(seed):
+def test_the_tail_is_the_text_of_a_session_that_ends_here(seed):
     model = TinyTransducer.random(seed, sharp=0.2, eager=-0.5)
     (hidden,) = noise(seed, [30])
     search = TransducerBeam(model, 4)
@@ -214,7 +212,7 @@ def test_a_full_tail_fixes_the_oldest_token_of_the_best_entry():
     assert tight.fixed[: oldest + 1] == free.partials[first].tokens[: oldest + 1]
 
 
-def test_what_is_given_up_is_less_likely_by_the_margin():
+def test_pruned_entries_are_less_likely_by_the_margin():
     model = TinyTransducer.random(24, eager=-6.0, layers=2)
     (hidden,) = noise(1, [60])
     (heard,) = run(TransducerBeam(model, 8, margin=2.0), [hidden])
@@ -223,7 +221,7 @@ def test_what_is_given_up_is_less_likely_by_the_margin():
     assert len(heard.guesses) < len(wide.guesses) == 8
 
 
-def test_silence_says_nothing_and_a_model_that_never_stops_says_max_symbols_at_every_frame():
+def test_silence_has_no_tokens_and_a_model_without_blanks_max_symbols_at_every_frame():
     for durations in ((), (0,), (0, 3)):
         (heard,) = run(TransducerBeam(TinyTransducer.random(5, eager=-1e6, durations=durations)), noise(6, [30]))
         assert heard.best == []
@@ -234,7 +232,7 @@ def test_silence_says_nothing_and_a_model_that_never_stops_says_max_symbols_at_e
         assert [token.frame for token in heard.best] == [frame for frame in range(7) for _ in range(2)]
 
 
-def test_state_is_bounded_and_says_what_a_new_session_needs():
+def test_state_is_bounded_and_complete_for_a_new_session():
     specs = TransducerBeam(TinyTransducer.random(1, layers=2), 3, tail=16).state_specs()
     assert {name: spec.shape for name, spec in specs.items()} == {
         "begun": (),
@@ -252,7 +250,7 @@ def test_state_is_bounded_and_says_what_a_new_session_needs():
     assert [name for name, spec in specs.items() if spec.initial_value is not None] == ["begun"]
 
 
-def test_a_session_that_heard_nothing_ends_with_nothing():
+def test_a_session_without_frames_ends_empty():
     search = TransducerBeam(TinyTransducer.random(1))
     state = {name: torch.zeros(2, *spec.shape, dtype=spec.dtype) for name, spec in search.state_specs().items()}
     assert search.finish(0, state) == [NBestHypothesis([], 0.0)]
@@ -277,7 +275,7 @@ def test_options_are_checked(options, param):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("durations", KINDS, ids=str)
-def test_a_cuda_device_says_the_same(durations):
+def test_a_cuda_device_has_the_same_tokens(durations):
     sessions = noise(1, [30, 7, 50])
     heard = []
     for device in ("cpu", "cuda"):

@@ -24,7 +24,7 @@ def hypothesis(max_tokens: int = 40, text=words, **options) -> Hypothesis:
     return Hypothesis(SearchOptions(**options), EOS, max_tokens, text)
 
 
-def hear(h: Hypothesis, tokens: list[int], logprob: float = -0.1):
+def append_all(h: Hypothesis, tokens: list[int], logprob: float = -0.1):
     """Add tokens until one ends it; returns the finish and the answer of `settle`."""
     for token in tokens:
         if finish := h.append_token(token, logprob):
@@ -35,36 +35,22 @@ def hear(h: Hypothesis, tokens: list[int], logprob: float = -0.1):
 # --- endings --------------------------------------------------------------------------------------
 
 
-def test_end_of_text_stops_and_is_no_token():
-    h = hypothesis()
-    finish, answer = hear(h, [7, 8, 9, EOS], -0.5)
-    assert finish == answer.finish == "stop"
-    assert answer.tokens == (7, 8, 9)
-    assert answer.avg_logprob == -0.5, "end-of-text counts in the mean"
-    assert answer.temperature == 0.0
-
-
-def test_the_token_limit_ends_it_with_what_was_heard():
-    h = hypothesis(max_tokens=3)
-    assert h.append_token(7, -0.2) is None
-    assert h.append_token(8, -0.2) is None
-    finish, answer = hear(h, [9], -0.2)
-    assert finish == answer.finish == "length"
-    assert answer.tokens == (7, 8, 9)
-    assert answer.avg_logprob == pytest.approx(-0.2)
-
-
-def test_silence_at_once_is_an_answer():
-    _, answer = hear(hypothesis(), [EOS])
-    assert (answer.tokens, answer.finish, answer.compression_ratio) == ((), "stop", 1.0)
-
-
-def test_a_loop_ends_it_and_what_is_kept_says_the_phrase_once():
-    h = hypothesis(temperatures=(0.0,))
-    finish, answer = hear(h, [5, 6, *[7, 8, 9] * 10])
-    assert finish == answer.finish == "repetition"
-    assert answer.tokens == (5, 6, 7, 8, 9)
-    assert answer.avg_logprob == pytest.approx(-0.1), "the mean is that of the tokens that are kept"
+@pytest.mark.parametrize(
+    ("max_tokens", "tokens", "finish", "kept"),
+    [
+        (40, [7, 8, 9, EOS], "stop", (7, 8, 9)),
+        (3, [7, 8, 9], "length", (7, 8, 9)),
+        (40, [5, 6, *[7, 8, 9] * 10], "repetition", (5, 6, 7, 8, 9)),
+        (40, [EOS], "stop", ()),
+    ],
+    ids=["end of text is no token", "the token limit", "a loop keeps its phrase once", "silence"],
+)
+def test_endings(max_tokens, tokens, finish, kept):
+    found, answer = append_all(hypothesis(max_tokens, temperatures=(0.0,)), tokens, -0.5)
+    assert found == answer.finish == finish
+    assert answer.tokens == kept
+    assert answer.avg_logprob == pytest.approx(-0.5), "the mean of the kept tokens and of end-of-text"
+    assert (answer.temperature, answer.compression_ratio) == (0.0, 1.0)
 
 
 # --- looping --------------------------------------------------------------------------------------
@@ -86,7 +72,7 @@ phrases = st.lists(st.integers(3, 6), min_size=1, max_size=24)
 
 @settings(deadline=None)
 @given(st.lists(st.integers(3, 5), max_size=110))
-def test_looping_is_what_brute_force_says(tokens):
+def test_loop_detection_equals_brute_force(tokens):
     width, run = runs(tokens)
     assert repeated_tokens(tokens) == (run - width if width else 0)
 
@@ -122,9 +108,9 @@ def test_every_loop_is_caught_and_the_phrase_is_kept_once(before, phrase, repeat
 
 @settings(deadline=None)
 @given(st.lists(st.integers(3, 9), max_size=12), phrases)
-def test_a_row_that_lost_its_place_ends_within_its_fourth_repeat(before, phrase):
+def test_a_looping_row_ends_within_its_fourth_repeat(before, phrase):
     h = hypothesis(max_tokens=400, temperatures=(0.0,))
-    finish, answer = hear(h, before + phrase * 30)
+    finish, answer = append_all(h, before + phrase * 30)
     assert finish == "repetition"
     assert len(answer.tokens) <= len(before) + 2 * len(phrase)
 
@@ -144,58 +130,56 @@ def test_temperatures_are_tried_in_their_order():
     seen = []
     for _ in range(2):
         seen.append(h.temperature)
-        assert hear(h, [7, EOS], -1.0)[1] is None
+        assert append_all(h, [7, EOS], -1.0)[1] is None
         assert h.tokens == [], "a new try starts from nothing"
     seen.append(h.temperature)
-    _, answer = hear(h, [8, EOS], -0.2)
+    _, answer = append_all(h, [8, EOS], -0.2)
     assert seen == [0.0, 0.3, 0.9]
     assert (answer.tokens, answer.temperature) == ((8,), 0.9)
     assert answer.avg_logprob == pytest.approx(-0.2), "nothing of an earlier try counts"
 
 
-def test_the_first_that_passes_wins_though_others_are_left():
-    h = hypothesis(temperatures=(0.0, 0.5))
-    _, answer = hear(h, [7, EOS], -0.9)
-    assert answer.temperature == 0.0
+@pytest.mark.parametrize(
+    ("temperatures", "min_avg_logprob", "logprob"), [((0.0, 0.5), -1.0, -0.9), ((0.0,), 0.0, -9.0)],
+    ids=["the first that passes wins", "a single rejected one is still an answer"],
+)  # fmt: skip
+def test_the_first_answer(temperatures, min_avg_logprob, logprob):
+    h = hypothesis(temperatures=temperatures, min_avg_logprob=min_avg_logprob)
+    _, answer = append_all(h, [7, EOS], logprob)
+    assert (answer.tokens, answer.temperature) == ((7,), 0.0)
 
 
 @given(st.permutations([-1.4, -1.1, -2.0]))
-def test_when_none_passes_the_likeliest_wins(scores):
+def test_the_likeliest_rejected_answer_wins(scores):
     h = hypothesis(temperatures=(0.0, 0.2, 0.4), min_avg_logprob=-1.0)
-    answers = [hear(h, [10 + i, EOS], score)[1] for i, score in enumerate(scores)]
+    answers = [append_all(h, [10 + i, EOS], score)[1] for i, score in enumerate(scores)]
     assert answers[:2] == [None, None]
     best = scores.index(-1.1)
     assert answers[2].tokens == (10 + best,)
     assert answers[2].temperature == (0.0, 0.2, 0.4)[best]
 
 
-def test_one_that_ended_by_itself_beats_a_likelier_loop():
+def test_a_finished_answer_beats_a_likelier_loop():
     h = hypothesis(temperatures=(0.0, 0.2), min_avg_logprob=-1.0)
-    assert hear(h, [5] * 30, -0.001)[1] is None
-    _, answer = hear(h, [7, EOS], -3.0)
+    assert append_all(h, [5] * 30, -0.001)[1] is None
+    _, answer = append_all(h, [7, EOS], -3.0)
     assert (answer.finish, answer.tokens) == ("stop", (7,))
 
 
-def test_text_that_repeats_itself_is_tried_again():
+def test_repetitive_text_is_decoded_again():
     said = iter(["ha " * 60, "".join(SAID)])
     h = hypothesis(text=lambda _: next(said), temperatures=(0.0, 0.4))
-    assert hear(h, [7, EOS])[1] is None
-    _, answer = hear(h, [7, EOS])
+    assert append_all(h, [7, EOS])[1] is None
+    _, answer = append_all(h, [7, EOS])
     assert answer.temperature == 0.4
     assert answer.compression_ratio < 2.4
-
-
-def test_a_single_rejected_answer_is_still_an_answer():
-    h = hypothesis(temperatures=(0.0,), min_avg_logprob=0.0)
-    _, answer = hear(h, [7, EOS], -9.0)
-    assert answer.tokens == (7,)
 
 
 # --- compression ratio and options ----------------------------------------------------------------
 
 
 @given(st.text())
-def test_the_ratio_is_zlibs_and_short_texts_are_not_judged(text):
+def test_the_compression_ratio_is_that_of_zlib(text):
     data = text.encode()
     expected = len(data) / len(zlib.compress(data)) if len(data) >= 32 else 1.0
     assert compression_ratio(text) == expected

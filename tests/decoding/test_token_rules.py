@@ -57,7 +57,7 @@ def applied(logits: torch.Tensor, rules: list[TokenRule]) -> torch.Tensor:
     st.integers(0, 2**32),
     st.sampled_from([0.0, 2.0, 6.0]),
 )
-def test_a_batch_is_as_transformers_has_each_row(rows, seed, lift):
+def test_each_row_of_a_batch_has_the_scores_of_transformers(rows, seed, lift):
     """`lift`: how likely timestamps are, so that their sum is above the best text, below it, and near it."""
     logits = torch.randn(len(rows), VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
     logits[:, TIMES:] += lift - 3
@@ -66,7 +66,7 @@ def test_a_batch_is_as_transformers_has_each_row(rows, seed, lift):
     assert torch.equal(came, expected)
 
 
-def test_sequences_that_the_rules_themselves_choose():
+def test_sequences_chosen_by_the_rules_themselves():
     """Each token the likeliest that is allowed: timestamps in pairs, never earlier, and no segment empty."""
     chance = random.Random(2)
     for number in range(40):
@@ -99,7 +99,7 @@ def test_a_given_token_is_free_and_others_beside_it_are_not():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_plain_rule_is_what_every_step_does(dtype):
+def test_every_step_equals_the_plain_rule(dtype):
     logits = torch.randn(5, VOCABULARY).to(dtype)
     always = logits.clone()
     RULES.always(always)

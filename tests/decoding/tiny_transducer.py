@@ -147,9 +147,7 @@ def run(
     draw = random.Random(shuffle)
     slots = len(sessions) if slots is None else slots
     specs = search.state_specs()
-    state = {
-        name: torch.zeros(slots + 1, *spec.shape, dtype=spec.dtype, device=device) for name, spec in specs.items()
-    }
+    state = {name: torch.zeros(slots + 1, *spec.shape, dtype=spec.dtype, device=device) for name, spec in specs.items()}
     for row in range(slots + 1):
         poison(state, row)
     heard = [Heard() for _ in sessions]
@@ -185,9 +183,7 @@ def run(
         for each, count, new in zip(who, frames, found, strict=False):
             seen[each] += count
             heard[each].fixed += new.fixed_tokens
-            heard[each].partials.append(
-                Partial(seen[each], heard[each].fixed + new.tail_tokens, len(new.tail_tokens))
-            )
+            heard[each].partials.append(Partial(seen[each], heard[each].fixed + new.tail_tokens, len(new.tail_tokens)))
             if seen[each] == len(sessions[each]):
                 row = running.pop(each)
                 heard[each].guesses = search.finish(row, state)

@@ -74,7 +74,7 @@ def grouped(expression: str) -> set[str]:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_it_asks_for_what_exists(expression: str) -> None:
+def test_the_dashboard_queries_metrics_that_exist(expression: str) -> None:
     used = list(uses(expression))
     if not used:
         assert expression.startswith("up{")
@@ -96,7 +96,7 @@ def test_the_dashboard_shows_every_metric() -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-def test_a_panel_explains_itself(panel: dict[str, Any]) -> None:
+def test_every_panel_has_a_description(panel: dict[str, Any]) -> None:
     assert panel["description"].endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"]
     assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
@@ -117,7 +117,7 @@ def test_times_are_shown_as_p50_p95_p99(panel: dict[str, Any]) -> None:
     assert all("_seconds_bucket" in target["expr"] for target in panel["targets"])
 
 
-def test_panels_have_ids_and_places_of_their_own() -> None:
+def test_panels_have_distinct_ids_and_places() -> None:
     everything = DASHBOARD["panels"]
     assert len({panel["id"] for panel in everything}) == len(everything)
     assert len({panel["title"] for panel in everything}) == len(everything)
@@ -147,11 +147,7 @@ def test_the_dashboard_is_one_that_grafana_imports() -> None:
         "Speech",
     ]
     datasource, model = DASHBOARD["templating"]["list"]
-    assert (datasource["name"], datasource["type"], datasource["query"]) == (
-        "datasource",
-        "datasource",
-        "prometheus",
-    )
+    assert (datasource["name"], datasource["type"], datasource["query"]) == ("datasource", "datasource", "prometheus")
     assert (model["name"], model["multi"], model["includeAll"]) == ("model", True, True)
     name, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", model["query"]["query"]).groups()
     assert label in KNOWN[name].labels
@@ -160,7 +156,7 @@ def test_the_dashboard_is_one_that_grafana_imports() -> None:
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
-def test_an_alert_says_what_and_what_to_do(rule: dict[str, Any]) -> None:
+def test_every_alert_has_a_summary_and_an_action(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("page", "ticket")
     assert set(rule["annotations"]) == {"summary", "description"}
     said = " ".join(rule["annotations"].values())
@@ -171,15 +167,13 @@ def test_an_alert_says_what_and_what_to_do(rule: dict[str, Any]) -> None:
 
 
 def test_the_scrape_configuration_finds_the_alerts_and_the_job_they_name() -> None:
-    assert [DEPLOY / "prometheus" / name for name in SCRAPE["rule_files"]] == [
-        DEPLOY / "prometheus" / "alerts.yml"
-    ]
+    assert [DEPLOY / "prometheus" / name for name in SCRAPE["rule_files"]] == [DEPLOY / "prometheus" / "alerts.yml"]
     jobs = {job["job_name"] for job in SCRAPE["scrape_configs"]}
     named = {job for rule in ALERTS for job in re.findall(r'job="(.*?)"', rule["expr"])}
     assert named <= jobs
 
 
-def test_prometheus_agrees() -> None:
+def test_promtool_accepts_the_configuration() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed")

@@ -94,7 +94,7 @@ def test_linear_is_act_of_product_plus_bias(kind: type, dtype: torch.dtype) -> N
     torch.testing.assert_close(linear(x, add=more).float(), expected + more.float(), **close)
 
 
-def test_a_step_is_filled_up_to_few_sizes() -> None:
+def test_steps_are_padded_to_few_sizes() -> None:
     device = devices.make_device("cpu", "fp32")
     sizes = {device.padded_rows(live) for live in range(1, 65)}
     assert all(device.padded_rows(live) >= live for live in range(1, 65))
@@ -129,7 +129,7 @@ def test_a_turn_model_answers_on_one_thread(kind: type, monkeypatch: pytest.Monk
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_cuda_graphs_give_the_cpu_s_words(packaged_speech: object) -> None:
+def test_cuda_graphs_give_the_words_of_the_cpu(packaged_speech: object) -> None:
     import asr_serve
 
     clip = f"{packaged_speech}/two_cities.wav"

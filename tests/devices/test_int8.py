@@ -38,7 +38,7 @@ def relative(came: Tensor, expected: Tensor) -> float:
     return float((came.float() - expected).norm() / expected.norm())
 
 
-def test_an_unknown_way_is_refused_by_name() -> None:
+def test_an_unknown_quantization_is_refused_by_name() -> None:
     with pytest.raises(OptionError, match="none, int8, dynamic"):
         devices.make_device("cpu", "auto", "int4")
 
@@ -85,7 +85,7 @@ def test_a_vocabulary_looks_up_and_multiplies(mode: str, dtype: str, kernels: st
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_one_dimension_that_reaches_far_does_not_coarsen_the_others(mode: str, dtype: str, kernels: str) -> None:
+def test_an_outlier_dimension_does_not_coarsen_the_others(mode: str, dtype: str, kernels: str) -> None:
     device = devices.make_device("cpu", dtype, mode)
     vectors, x = torch.randn(100, 48), torch.randn(3, 48)
     far = vectors.clone()
@@ -101,7 +101,7 @@ def test_one_dimension_that_reaches_far_does_not_coarsen_the_others(mode: str, d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cuda_s_vocabulary_does_the_same_about_it(dtype: torch.dtype) -> None:
+def test_the_cuda_vocabulary_has_outliers_apart_too(dtype: torch.dtype) -> None:
     far, x, tokens = torch.randn(100, 48), torch.randn(3, 48), torch.arange(100)
     far[:, 7] += 60.0
     x[:, 7] = 0.1
@@ -114,7 +114,7 @@ def test_cuda_s_vocabulary_does_the_same_about_it(dtype: torch.dtype) -> None:
     assert there.nbytes == here.nbytes - 48 * 12  # those are filled up to whole blocks of 16 outputs
 
 
-def test_vectors_without_such_a_dimension_are_rounded_as_they_are() -> None:
+def test_vectors_without_outliers_are_rounded_as_they_are() -> None:
     """Those of a checkpoint that was in 8 bits before keep their very numbers."""
     assert outlying(torch.randn(500, 48)) is None
 
@@ -186,7 +186,7 @@ def tensors_of(thing: Any, seen: set[int]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_model_of_8_bits_takes_55_percent_at_most(mode: str) -> None:
+def test_an_int8_model_takes_at_most_55_percent_of_the_bytes(mode: str) -> None:
     """Moonshine tiny as published, scales, biases and what stays in 16 bits included; held once."""
     if native.core() is None:
         pytest.skip("the native core is not built here")
@@ -200,7 +200,7 @@ def test_a_model_of_8_bits_takes_55_percent_at_most(mode: str) -> None:
     assert all(t.dtype == torch.int8 for t in beside), "a copy of the vocabulary beside its 8 bits"
 
 
-def test_the_gate_takes_8_bits_only_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_int8_only_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     if native.core() is None:
         pytest.skip("the native core is not built here")
     times = {8: 1.0, 16: 1.0}
@@ -217,7 +217,7 @@ def test_the_gate_takes_8_bits_only_where_they_are_faster(monkeypatch: pytest.Mo
         assert "64x96" in gate.shapes()
 
 
-def test_without_instructions_for_it_nothing_is_rounded_to_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_int8_instructions_nothing_is_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASR_SERVE_NATIVE", "0")
     assert devices.make_device("cpu", "fp32", "dynamic").gate.bits(64, 96) == 16  # type: ignore[attr-defined]
 
@@ -241,19 +241,17 @@ def test_what_cuda_multiplies_with_on_the_cpu_s_tensors(dtype: torch.dtype) -> N
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_cuda_s_products_are_the_cpu_s() -> None:
+def test_cuda_products_are_those_of_the_cpu() -> None:
     weight, x = torch.randn(96, 64), torch.randn(7, 64)
     device = devices.make_device("cuda", "fp32", "int8")
     came = device.linear(weight)(x.cuda()).cpu()
-    torch.testing.assert_close(
-        came, devices.make_device("cpu", "fp32", "int8").linear(weight)(x), rtol=1e-3, atol=1e-3
-    )
+    torch.testing.assert_close(came, devices.make_device("cpu", "fp32", "int8").linear(weight)(x), rtol=1e-3, atol=1e-3)
     with pytest.raises(OptionError, match="none or int8"):
         devices.make_device("cuda", "fp32", "dynamic")
 
 
 @pytest.mark.slow
-def test_words_of_8_bits_are_those_of_16(packaged_speech: Path, speech_data: Path) -> None:
+def test_int8_has_about_the_word_errors_of_bf16(packaged_speech: Path, speech_data: Path) -> None:
     """On real speech, error rates over 50 clips: weight-only is bf16's to a few words, dynamic to a dozen.
 
     Bounds in percent of 1,253 words; where AMX adds bf16 up in another order, dynamic is ten words away.

@@ -23,9 +23,7 @@ def direction(name: str, noise: float = 0.0, seed: int = 0) -> np.ndarray:
     return (voice / np.linalg.norm(voice)).astype(np.float32)
 
 
-def window(
-    said: Sequence[Said], start_s: float, samples: int = WINDOW_SAMPLES, seed: int = 0
-) -> DiarizationWindow:
+def window(said: Sequence[Said], start_s: float, samples: int = WINDOW_SAMPLES, seed: int = 0) -> DiarizationWindow:
     """What is heard of it from there on. The order of speakers is another in each window."""
     start = round(start_s * 16_000)
     frames = max(0, (samples - 991) // STEP_SAMPLES + 1)

@@ -18,27 +18,25 @@ def as_text(labels: np.ndarray) -> str:
     return "".join("abcdefgh"[each] for each in labels)
 
 
-def test_groups_are_numbered_as_they_appear():
+def test_clusters_are_numbered_by_appearance():
     assert as_text(cluster(*people("bbaabcc"), 0.4, ANY)) == "aabbacc"
 
 
-@pytest.mark.parametrize("wanted", [1, 2, 3, 5])
-def test_so_many_as_are_said_to_be_there(wanted):
-    labels = cluster(*people("aaabbbccc"), 0.4, SpeakerCount.of(wanted, None, None))
-    assert len(set(labels)) == wanted
+@pytest.mark.parametrize(
+    ("names", "bounds", "expected"),
+    [
+        *(("aaabbbccc", SpeakerCount.of(count, None, None), count) for count in (1, 2, 3, 5)),
+        ("ab", SpeakerCount(9, 9), 2),
+        ("aabbcc", SpeakerCount(1, 2), 2),
+        ("aaaa", SpeakerCount(2, 3), 2),
+        ("aabbcc", SpeakerCount(1, 9), 3),
+    ],
+)
+def test_number_of_clusters(names, bounds, expected):
+    assert len(set(cluster(*people(names), 0.4, bounds))) == expected
 
 
-def test_more_than_there_are_voices_are_as_many_as_voices():
-    assert len(set(cluster(*people("ab"), 0.4, SpeakerCount(9, 9)))) == 2
-
-
-def test_bounds_hold():
-    assert len(set(cluster(*people("aabbcc"), 0.4, SpeakerCount(1, 2)))) == 2
-    assert len(set(cluster(*people("aaaa"), 0.4, SpeakerCount(2, 3)))) == 2
-    assert len(set(cluster(*people("aabbcc"), 0.4, SpeakerCount(1, 9)))) == 3
-
-
-def test_those_who_are_two_people_never_come_together():
+def test_separated_voices_are_never_merged():
     voices, weights, apart = people("aaaa", 0.1)
     apart[0, 1] = apart[1, 0] = True
     labels = cluster(voices, weights, apart, 0.4, ANY)
@@ -46,14 +44,14 @@ def test_those_who_are_two_people_never_come_together():
     assert len(set(labels)) == 2
 
 
-def test_what_was_heard_longer_counts_for_more():
+def test_longer_speech_counts_for_more():
     a, b = direction("a"), direction("b")
     between = (a + 0.8 * b) / np.linalg.norm(a + 0.8 * b)
     voices, apart = np.stack([a, between, b]), np.zeros((3, 3), bool)
     assert as_text(cluster(voices, np.array([1.0, 1.0, 1.0]), apart, 0.1, SpeakerCount(2, 2))) == "aab"
 
 
-def test_as_a_slow_one_does():
+def test_clusters_equal_those_of_a_plain_loop():
     """Against a plain loop over all pairs."""
     chance = np.random.default_rng(3)
     for _ in range(5):
@@ -66,7 +64,7 @@ def test_as_a_slow_one_does():
         assert cluster(voices, weights, apart, 0.3, ANY).tolist() == _slowly(voices, weights, apart, 0.3)
 
 
-def test_nothing_is_no_groups():
+def test_no_embeddings_have_no_clusters():
     assert cluster(np.zeros((0, 4)), np.zeros(0), np.zeros((0, 0), bool), 0.4, ANY).shape == (0,)
 
 

@@ -10,7 +10,7 @@ import pytest
 from synthetic_windows import Said, direction, window, windows
 
 from asr_serve.diarization import speaker_groups
-from asr_serve.diarization.clustering import SpeakerCount
+from asr_serve.diarization.clustering import ANY, SpeakerCount
 from asr_serve.diarization.diarize import diarize
 from asr_serve.diarization.local_speakers import WINDOW_SAMPLES, LocalSpeakers
 from asr_serve.diarization.online import OnlineDiarizer
@@ -18,6 +18,8 @@ from asr_serve.diarization.speaker_groups import DiarizationWindow
 from asr_serve.diarization.windowing import DENSE, SPARSE, window_starts
 
 TALK: list[Said] = [("ann", 0.5, 6), ("bob", 6.5, 13), ("ann", 13.2, 24), ("bob", 23, 29), ("cat", 30, 38.5)]
+
+THREE: list[Said] = [("ann", 0, 9), ("bob", 10.5, 19), ("cat", 20.5, 29)]
 
 
 def heard(turns) -> list[tuple[str, float, float]]:
@@ -31,45 +33,42 @@ def expect(turns, said: list[Said], within_s: float = 0.05) -> None:
         assert (start, end) == (pytest.approx(at, abs=within_s), pytest.approx(to, abs=within_s))
 
 
-def test_a_talk_of_three_over_windows_whose_speakers_have_another_order():
+def test_three_speakers_in_windows_with_other_orders():
     found = diarize(windows(TALK, 40))
     expect(found.turns, TALK)
     assert set(found.voices) == {"SPEAKER_00", "SPEAKER_01", "SPEAKER_02"}
 
 
-def test_two_at_once_are_both_told():
+def test_overlapping_speakers_are_both_found():
     overlap = [turn for turn in heard(diarize(windows(TALK, 40)).turns) if turn[1] < 23.5 < turn[2]]
     assert {who for who, *_ in overlap} == {"SPEAKER_00", "SPEAKER_01"}
 
 
-def test_who_is_never_alone_is_somebody():
+def test_a_speaker_who_is_never_alone_is_found():
     said: list[Said] = [("ann", 0, 16), ("bob", 5, 12)]
     expect(diarize(windows(said, 16)).turns, said)
 
 
 @pytest.mark.parametrize(
-    ("how_many", "told"), [(SpeakerCount(1, 1), 1), (SpeakerCount(2, 2), 2), (SpeakerCount(1, 2), 2)]
+    ("spoken", "count", "speakers"),
+    [
+        (THREE, SpeakerCount(1, 1), 1),
+        (THREE, SpeakerCount(2, 2), 2),
+        (THREE, SpeakerCount(1, 2), 2),
+        ([("ann", 0, 9)], SpeakerCount(6, 6), 1),
+        ([("ann", 0, 9), ("bob", 10.1, 10.3), ("ann", 12, 19)], ANY, 1),
+    ],
+    ids=["one", "two", "one or two", "more than there are", "a word too short to tell a voice"],
 )
-def test_the_number_that_is_wanted(how_many, told):
-    said: list[Said] = [("ann", 0, 9), ("bob", 10.5, 19), ("cat", 20.5, 29)]
-    assert len({t.speaker for t in diarize(windows(said, 30), how_many).turns}) == told
+def test_number_of_speakers(spoken, count, speakers):
+    assert len({t.speaker for t in diarize(windows(spoken, 30), count).turns}) == speakers
 
 
-def test_more_than_speak_is_no_more_than_voices():
-    turns = diarize(windows([("ann", 0, 9)], 10), SpeakerCount(6, 6)).turns
-    assert {t.speaker for t in turns} == {"SPEAKER_00"}
-
-
-def test_silence_and_nothing_are_nobodys():
+def test_silence_has_no_speaker():
     assert diarize(windows([], 25)).turns == ()
     assert diarize([]).turns == ()
     nothing = LocalSpeakers(first_samples=360, step_samples=270, speakers=3, chances=b"")
     assert diarize([DiarizationWindow(0, 500, nothing)]).turns == ()
-
-
-def test_a_word_that_is_too_short_to_know_goes_to_somebody_who_is_there():
-    said: list[Said] = [("ann", 0, 9), ("bob", 10.1, 10.3), ("ann", 12, 19)]
-    assert {t.speaker for t in diarize(windows(said, 20)).turns} == {"SPEAKER_00"}
 
 
 @pytest.mark.parametrize("step", [SPARSE.step_samples, DENSE.step_samples])
@@ -82,7 +81,7 @@ def test_windows_cover_everything(step):
     assert window_starts(0, step) == []
 
 
-def test_more_voices_than_are_clustered_at_once_are_the_same_people(monkeypatch):
+def test_clusters_are_joined_beyond_the_limit_of_one_clustering(monkeypatch):
     said: list[Said] = [(("ann", "bob")[at // 5 % 2], at, at + 4.5) for at in range(0, 400, 5)]
     whole = diarize(windows(said, 400))
     monkeypatch.setattr(speaker_groups, "MOST_VOICES", 16)
@@ -90,7 +89,7 @@ def test_more_voices_than_are_clustered_at_once_are_the_same_people(monkeypatch)
     assert len(whole.voices) == 2
 
 
-def test_live_names_stay_and_are_settled_at_the_end():
+def test_live_names_stay_and_are_corrected_at_the_end():
     following = OnlineDiarizer()
     told = [
         following.append_windows([window(TALK, start, round(length * 16_000), seed)])
@@ -104,7 +103,7 @@ def test_live_names_stay_and_are_settled_at_the_end():
     assert set(settled.voices) == {"SPEAKER_00", "SPEAKER_01", "SPEAKER_02"}
 
 
-def test_whose_first_sound_was_too_short_to_know_is_known_by_what_follows():
+def test_a_speaker_whose_first_segment_was_too_short_is_recognized_later():
     following = OnlineDiarizer()
     (sound,) = following.append_windows([window([("ann", 0.2, 0.4)], 0, 16_000)])
     (spoken,) = following.append_windows([window([("ann", 2, 6)], 2, 64_000)])
@@ -112,7 +111,7 @@ def test_whose_first_sound_was_too_short_to_know_is_known_by_what_follows():
     assert (sound.speaker, spoken.speaker, again.speaker) == ("SPEAKER_00", "SPEAKER_00", "SPEAKER_01")
 
 
-def test_what_is_settled_keeps_the_names_that_were_told():
+def test_the_final_speakers_keep_their_live_names():
     """The first voice is misheard as another's: then the rest of what was told keeps its names."""
     following = OnlineDiarizer()
     for seed, (name, start) in enumerate([("bob", 0), ("ann", 5), ("ann", 10), ("bob", 15), ("cat", 20)]):
@@ -122,20 +121,20 @@ def test_what_is_settled_keeps_the_names_that_were_told():
 
 
 def tilted(name: str, by: float) -> np.ndarray:
-    """`name`'s voice with something of another in it: 0.65 of it is left."""
+    """An embedding of `name` mixed with another: 0.65 of it is left."""
     own, other = direction(name), direction("zoe")
     other = other - (other @ own) * own
     return np.float32(0.65) * own + np.float32(by * (1 - 0.65**2) ** 0.5) * other / np.linalg.norm(other)
 
 
 def voiced(one: DiarizationWindow, *voices: np.ndarray) -> DiarizationWindow:
-    """With these for the voices of its speakers."""
+    """The same window with these speaker embeddings."""
     return one._replace(
         local_speakers=msgspec.structs.replace(one.local_speakers, voices=b"".join(v.tobytes() for v in voices))
     )
 
 
-def test_a_known_voice_that_is_heard_in_two_ways_in_one_segment_is_one_live_speaker():
+def test_two_embeddings_of_an_enrolled_voice_are_one_live_speaker():
     """Each is like the voice that is known and the two are not like each other: nobody new has come."""
     following = OnlineDiarizer()
     following.append_windows([voiced(window([("ann", 0, 10)], 0), direction("ann"))])
@@ -150,13 +149,11 @@ def test_two_voices_of_one_window_are_never_one_live_speaker():
     following = OnlineDiarizer()
     following.append_windows([voiced(window([("ann", 0, 10)], 0), direction("ann"))])
     both = window([("ann", 10, 15), ("bob", 15, 20)], 10)
-    assert {t.speaker for t in following.append_windows([voiced(both, tilted("ann", 1), tilted("ann", -1))])} == {
-        "SPEAKER_00",
-        "SPEAKER_01",
-    }
+    turns = following.append_windows([voiced(both, tilted("ann", 1), tilted("ann", -1))])
+    assert {t.speaker for t in turns} == {"SPEAKER_00", "SPEAKER_01"}
 
 
-def test_a_window_goes_through_the_wire_as_it_is():
+def test_a_window_survives_serialization():
     one = windows(TALK, 40)[1].local_speakers
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=LocalSpeakers)
     assert (again.active == one.active).all()

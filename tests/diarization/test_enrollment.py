@@ -29,7 +29,7 @@ def speakers(found: Diarization) -> list[str]:
     return list(dict.fromkeys(turn.speaker for turn in found.turns))
 
 
-def test_who_is_known_has_a_name_and_the_others_numbers():
+def test_enrolled_speakers_have_names_and_others_numbers():
     found = rename_enrolled(heard(SPEAKER_00=EAST, SPEAKER_01=NORTH, SPEAKER_02=UP), {"agent": NORTH})
     assert speakers(found) == ["SPEAKER_00", "agent", "SPEAKER_01"]
     assert {name: direction.tolist() for name, direction in found.voices.items()} == {
@@ -40,24 +40,24 @@ def test_who_is_known_has_a_name_and_the_others_numbers():
 
 
 @pytest.mark.parametrize(("cosine", "name"), [(ALIKE + 0.01, "agent"), (ALIKE - 0.01, "SPEAKER_00")])
-def test_only_who_is_alike_enough(cosine, name):
+def test_only_a_similar_voice_gets_a_name(cosine, name):
     assert speakers(rename_enrolled(heard(SPEAKER_00=EAST), {"agent": between(EAST, UP, cosine)})) == [name]
 
 
-def test_each_name_once_and_the_surest_pair_first():
+def test_each_name_is_given_once_to_the_most_similar_speaker():
     two = heard(SPEAKER_00=between(EAST, NORTH, 0.7), SPEAKER_01=between(EAST, UP, 0.9))
     assert speakers(rename_enrolled(two, {"agent": EAST})) == ["SPEAKER_00", "agent"]
     assert speakers(rename_enrolled(two, {"agent": EAST, "customer": NORTH})) == ["customer", "agent"]
 
 
-def test_nobody_is_known():
+def test_without_a_known_voice_names_are_unchanged():
     assert rename_enrolled(heard(SPEAKER_00=EAST), {}) == heard(SPEAKER_00=EAST)
     assert speakers(rename_enrolled(Diarization((), {}), {"agent": EAST})) == []
     unheard = Diarization((SpeakerTurn("SPEAKER_00", 0, 500),), {})  # too short a voice to be known by
     assert speakers(rename_enrolled(unheard, {"agent": EAST})) == ["SPEAKER_00"]
 
 
-def test_the_voice_of_a_reference_is_whoever_speaks_most():
+def test_the_voice_of_a_reference_is_its_main_speaker():
     chances = np.array([[255, 0, 0]] * 2 + [[0, 200, 90]] * 3 + [[0, 0, 0]], np.uint8)
     both = np.stack([EAST, NORTH]).tobytes()
     reference = LocalSpeakers(0, 270, 3, chances.tobytes(), (0, 1), (540, 810), (540, 810), both)

@@ -31,7 +31,7 @@ def heard(turns) -> list[tuple[str, float, float]]:
 
 @pytest.mark.parametrize("seconds", [9.0, 10.0, 15.1, 40.0, 41.234])
 @pytest.mark.parametrize("step", [SPARSE.step_samples, DENSE.step_samples, DENSE.step_samples // 2])
-def test_a_talk_is_the_same_however_much_windows_overlap(seconds, step):
+def test_the_overlap_of_windows_does_not_change_speakers(seconds, step):
     said = [(who, start, min(end, seconds)) for who, start, end in TALK if start < seconds]
     names = {who: f"SPEAKER_{n:02d}" for n, who in enumerate(dict.fromkeys(who for who, *_ in said))}
     found = heard(diarize(windows(said, seconds, step)).turns)
@@ -40,7 +40,7 @@ def test_a_talk_is_the_same_however_much_windows_overlap(seconds, step):
         assert (start, end) == (pytest.approx(at, abs=0.1), pytest.approx(to, abs=0.1))
 
 
-def test_windows_whose_voices_were_not_listened_to_follow_those_beside_them():
+def test_windows_without_embeddings_follow_their_neighbours():
     all_of_them = windows(TALK, 40, DENSE.step_samples)
     every_second = [each if number % 2 == 0 else unlistened(each) for number, each in enumerate(all_of_them)]
     assert heard(diarize(every_second).turns) == heard(diarize(all_of_them).turns)
@@ -53,9 +53,7 @@ def random_windows(seed: int, step: int, seconds: float) -> tuple[list[Diarizati
     for one in windows([("ann", 0, seconds)], seconds, step):
         chances = chance.integers(0, 256, (len(one.local_speakers.likely), 3), np.uint8)
         smooth = np.repeat(chances[::25], 25, 0)[: len(chances)]
-        made.append(
-            one._replace(local_speakers=msgspec.structs.replace(one.local_speakers, chances=smooth.tobytes()))
-        )
+        made.append(one._replace(local_speakers=msgspec.structs.replace(one.local_speakers, chances=smooth.tobytes())))
     voices = voices_of(made)
     for each in voices:
         each.group = int(chance.integers(-1, 4))
@@ -64,7 +62,7 @@ def random_windows(seed: int, step: int, seconds: float) -> tuple[list[Diarizati
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("step", [DENSE.step_samples, DENSE.step_samples // 4])
-def test_stretch_by_stretch_is_as_all_at_once(seed, step):
+def test_parts_equal_the_whole(seed, step):
     made, voices = random_windows(seed, step, 33.0)
     frames = max(round(each.start_samples / STEP_SAMPLES) + len(each.local_speakers.likely) for each in made)
     sums, weights = np.zeros((frames, 4)), np.zeros(frames)
@@ -92,7 +90,7 @@ def test_stretch_by_stretch_is_as_all_at_once(seed, step):
     assert not said[:-3][likely[:-3].max(1) < 0.02].any()
 
 
-def test_where_windows_are_of_two_minds_who_it_is_it_is_somebody():
+def test_where_windows_disagree_one_speaker_is_chosen():
     """The same speech is 80 % ann's in one window and 80 % bob's in the next, by the same weights."""
     frames = 589
 
@@ -110,7 +108,7 @@ def test_where_windows_are_of_two_minds_who_it_is_it_is_somebody():
     assert max(end for _, _, end in turns) - min(start for _, start, _ in turns) > 9.5 * 16_000
 
 
-def test_the_shorter_voices_were_listened_to_the_less_alike_they_need_to_be():
+def test_short_embeddings_need_less_similarity():
     def voices(samples: int) -> list[WindowSpeaker]:
         return [WindowSpeaker(0, 0, samples, samples, samples, direction("ann"))]
 
@@ -120,7 +118,7 @@ def test_the_shorter_voices_were_listened_to_the_less_alike_they_need_to_be():
     assert clustering_threshold([]) == pytest.approx(ALIKE[0])
 
 
-def test_short_recordings_are_listened_to_more_closely():
+def test_short_recordings_have_windows_closer_together():
     assert plan_windows(0, 16_000) == plan_windows(0, CLOSE_SAMPLES) == DENSE
     assert plan_windows(0, CLOSE_SAMPLES + 1) == SPARSE
     assert plan_windows(0, None) == DENSE
@@ -147,7 +145,7 @@ class Recorder:
 @pytest.mark.parametrize(
     ("seconds", "told"), [(3, True), (10, True), (33.3, True), (33.3, False), (310, True), (310, False)]
 )
-def test_a_file_is_asked_for_in_windows_that_cover_it(chunk, seconds, told):
+def test_windows_cover_a_file(chunk, seconds, told):
     engine = Recorder()
     samples = round(seconds * 16_000)
     pcm = np.arange(samples, dtype=np.float32)
@@ -179,7 +177,7 @@ def test_a_file_is_asked_for_in_windows_that_cover_it(chunk, seconds, told):
         assert engine.asked[-1][1] == (DENSE if starts[-1] <= CLOSE_SAMPLES else SPARSE).budget_samples
 
 
-def test_what_is_kept_of_an_hour():
+def test_memory_of_an_hour():
     """Two voices a window: 1.4 MB at most."""
     one = windows([("ann", 0, 4), ("bob", 5, 9)], 10)[0].local_speakers
     voices = np.zeros((2, 192), np.float32).tobytes()

@@ -15,7 +15,7 @@ APART = ~np.eye(4, dtype=bool)
 
 
 @pytest.mark.parametrize(("most", "groups"), [(4, 4), (3, 3), (2, 2), (1, 1)])
-def test_as_many_as_there_are_said_to_be(most: int, groups: int) -> None:
+def test_the_requested_number_of_speakers_is_found(most: int, groups: int) -> None:
     labels = cluster(VOICES, np.ones(4), APART, 0.4, SpeakerCount(1, most))
     assert sorted(set(labels.tolist())) == list(range(groups))
     if groups < 4:
@@ -23,7 +23,7 @@ def test_as_many_as_there_are_said_to_be(most: int, groups: int) -> None:
 
 
 @pytest.mark.parametrize("people", range(2, 9))
-def test_nobody_is_left_out_where_their_number_is_known(people: int) -> None:
+def test_no_speaker_is_left_out_where_the_number_is_given(people: int) -> None:
     """Two of them, as the networks hear it, who are said to be more people: each has a voice."""
     heard = windows([("ann" if turn % 2 else "bob", 5.0 * turn, 5.0 * turn + 4) for turn in range(6)], 32)
     voices = voices_of(heard)

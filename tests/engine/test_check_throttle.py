@@ -15,7 +15,7 @@ def _as_in_production(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("things", [0, 1, 31, 32, 33, 1_000, 8_192])
-def test_it_costs_the_same_on_average(things: int) -> None:
+def test_the_mean_cost_of_checks_is_bounded(things: int) -> None:
     look = CheckThrottle()
     looked = sum(look(things) for _ in range(10_000))
     assert looked > 0
@@ -23,7 +23,7 @@ def test_it_costs_the_same_on_average(things: int) -> None:
     assert looked == 10_000 // max(1, -(-things // 32))
 
 
-def test_nobody_waits_for_very_many() -> None:
+def test_very_many_entries_are_never_checked() -> None:
     look = CheckThrottle()
     assert not any(look(8_193) for _ in range(10_000))
 

@@ -55,7 +55,7 @@ def ask(
     return answers
 
 
-def test_while_somebody_is_on_line_steps_are_short(steps):
+def test_steps_are_short_while_a_live_session_is_open(steps):
     voices, taken = steps
     answers = ask(voices, 2 * MAX_STEP_WINDOWS)
     while voices.step(live=True, idle=False):
@@ -66,7 +66,7 @@ def test_while_somebody_is_on_line_steps_are_short(steps):
 
 
 @pytest.mark.parametrize("on_line", [True, False])
-def test_who_is_on_line_is_heard_before_all_recordings(steps, on_line):
+def test_live_windows_go_before_those_of_recordings(steps, on_line):
     voices, _ = steps
     recordings = ask(voices, MAX_STEP_WINDOWS)
     (mine,) = ask(voices, 1, live=True)
@@ -75,14 +75,14 @@ def test_who_is_on_line_is_heard_before_all_recordings(steps, on_line):
     assert not any(answer.done() for answer in recordings)
 
 
-def test_who_is_on_line_waits_for_no_company(steps):
+def test_live_windows_do_not_wait_for_a_batch(steps):
     voices, taken = steps
     ask(voices, 1, live=True)
     assert voices.step(live=False, idle=False)
     assert taken == [1]
 
 
-def test_beside_other_work_windows_go_together(steps):
+def test_windows_are_batched_beside_other_work(steps):
     voices, taken = steps
     ask(voices, MAX_STEP_WINDOWS - 1)
     assert not voices.step(live=False, idle=False)
@@ -92,7 +92,7 @@ def test_beside_other_work_windows_go_together(steps):
     assert taken == [MAX_STEP_WINDOWS]
 
 
-def test_windows_that_are_listened_to_for_long_make_steps_of_fewer(steps):
+def test_expensive_windows_make_smaller_steps(steps):
     voices, taken = steps
     each = diarization_runner.STEP_BUDGET_SAMPLES // 3
     ask(voices, MAX_STEP_WINDOWS, each)
@@ -103,7 +103,7 @@ def test_windows_that_are_listened_to_for_long_make_steps_of_fewer(steps):
     assert voices.step(live=False, idle=True)
 
 
-def test_with_nothing_else_to_do_they_do_not_wait(steps):
+def test_windows_do_not_wait_in_an_idle_engine(steps):
     voices, taken = steps
     assert not voices.step(live=False, idle=True)
     (answer,) = ask(voices, 1)
@@ -112,7 +112,7 @@ def test_with_nothing_else_to_do_they_do_not_wait(steps):
     assert answer.done()
 
 
-def test_beside_work_that_does_not_end_they_wait_so_long_and_no_longer(steps, monkeypatch):
+def test_the_wait_beside_constant_work_is_bounded(steps, monkeypatch):
     voices, taken = steps
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -137,7 +137,7 @@ def windows(packaged_speech: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-def test_a_window_hears_nothing_of_those_beside_it(hearing, windows):
+def test_windows_of_a_batch_do_not_affect_each_other(hearing, windows):
     together = hearing.diarize([(each, BUDGET_SAMPLES) for each in windows])
     for pcm, found in zip(windows, together, strict=True):
         (alone,) = hearing.diarize([(pcm, BUDGET_SAMPLES)])
@@ -146,14 +146,14 @@ def test_a_window_hears_nothing_of_those_beside_it(hearing, windows):
         np.testing.assert_allclose(alone.embeddings, found.embeddings, atol=1e-3)
 
 
-def test_who_speaks_when_is_told_without_what_they_sound_like(hearing, windows):
+def test_activity_without_embeddings(hearing, windows):
     heard, silent = hearing.diarize([(windows[0], BUDGET_SAMPLES), (windows[0], 0)])
     assert heard.who
     assert (silent.who, silent.voices) == ((), b"")
     assert silent.chances == heard.chances
 
 
-def test_models_that_cannot_be_loaded_fail_who_asked_and_the_loop_goes_on(steps, monkeypatch):
+def test_a_model_that_cannot_be_loaded_fails_its_requests_only(steps, monkeypatch):
     voices, taken = steps
     counting = diarization_runner.WindowDiarizer.load
 

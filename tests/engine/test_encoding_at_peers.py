@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import tiny_moonshine
-from test_remote_encoding import ONCE, Pair, expect_nothing_left, peers, until
+from engine_clients import wait_until
+from test_remote_encoding import ONCE, Pair, expect_nothing_left, peers
 from tiny_moonshine import WAIT_S, clip, held, on_loop, outcome
 
 from asr_serve.engine.client import EngineClient
@@ -46,17 +47,17 @@ def kept(client: EngineClient) -> int:
 
 @pytest.mark.parametrize("carries", ["cross", "hidden"])
 @pytest.mark.parametrize("gone", [[0], [1, 3], [0, 1, 2]])
-def test_who_hangs_up_while_it_is_away_does_no_harm_to_the_others(begin, expected, gone, carries) -> None:
+def test_a_request_cancelled_at_a_peer_leaves_the_others_alone(begin, expected, gone, carries) -> None:
     pair = begin(peer_carries=carries)
     with held(pair.encodes):
         with held(pair.client):
             tickets = [pair.client.submit(pcm, ONCE) for pcm in CLIPS]
         connection = peers(pair.client).peers[0].connection
-        until(lambda: len(connection._in_flight) == len(CLIPS))
+        wait_until(lambda: len(connection._in_flight) == len(CLIPS))
         assert [len(away.clips) for away in connection._batches] == [len(CLIPS)], "all in one batch"
         for index in gone:
             pair.client.cancel(tickets[index])
-        until(lambda: cancelled(pair) == len(gone))
+        wait_until(lambda: cancelled(pair) == len(gone))
     for index, ticket in enumerate(tickets):
         if index in gone:
             assert outcome(ticket) is Cancelled
@@ -67,10 +68,7 @@ def test_who_hangs_up_while_it_is_away_does_no_harm_to_the_others(begin, expecte
 
 def cancelled(pair: Pair) -> int:
     """Clips that the worker knows are not wanted any more."""
-    waiting = [
-        *pair.worker._waiting.values(),
-        *(one for each in pair.worker._clients for one in each._held.values()),
-    ]
+    waiting = [*pair.worker._waiting.values(), *(one for each in pair.worker._clients for one in each._held.values())]
     return len({id(each) for each in waiting if each.cancelled})
 
 

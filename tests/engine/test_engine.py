@@ -1,19 +1,22 @@
-"""The engine around a tiny random Moonshine: every answer is its own, and everything comes back."""
+"""Engine around a tiny random Moonshine: batching changes no answer, and every resource is freed."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
+from engine_clients import fail_calls, poison_free_pages, spy
 from tiny_moonshine import CARD, MAX_SAMPLES, WAIT_S, build, clip, expect_empty, held, on_loop, outcome, start
 
 from asr_serve.decoding.seq2seq import Recognition, SearchOptions
 from asr_serve.engine.builder import EngineComponents
-from asr_serve.engine.client import EngineClient
+from asr_serve.engine.client import EngineClient, Ticket
 from asr_serve.errors import AtCapacity, AudioTooLong, Cancelled, EngineClosed, OptionError, StepFailed, WeightsMissing
 from asr_serve.models.auxiliary.silero import WINDOW_SAMPLES
 
@@ -28,11 +31,11 @@ def begin() -> Iterator[Begin]:
     """Starts engines and closes them."""
     started: list[EngineClient] = []
 
-    def starting(*arguments: object, **settings: object) -> EngineClient:
+    def launch(*arguments: object, **settings: object) -> EngineClient:
         started.append(start(*arguments, **settings))
         return started[-1]
 
-    yield starting
+    yield launch
     for client in started:
         client.close()
         assert not client.backend._thread.is_alive()
@@ -40,7 +43,7 @@ def begin() -> Iterator[Begin]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[Recognition]:
-    """Every clip's answer when nobody else is there."""
+    """Answer of every clip by itself."""
     client = start()
     answers = [client.submit(pcm, ONCE).future.result(WAIT_S) for pcm in CLIPS]
     client.close()
@@ -49,48 +52,48 @@ def alone() -> list[Recognition]:
     return answers
 
 
-def expect_same(came: Recognition, expected: Recognition) -> None:
-    assert (came.tokens, came.finish, came.temperature) == (
-        expected.tokens,
-        expected.finish,
-        expected.temperature,
-    )
-    assert came.avg_logprob == pytest.approx(expected.avg_logprob, abs=1e-4)
+def expect_same(result: Recognition, expected: Recognition) -> None:
+    for name in ("tokens", "finish", "temperature"):
+        assert getattr(result, name) == getattr(expected, name)
+    assert result.avg_logprob == pytest.approx(expected.avg_logprob, abs=1e-4)
+
+
+def submit_together(client: EngineClient) -> list[Ticket]:
+    """Submit every clip before the loop sees any."""
+    with held(client):
+        return [client.submit(pcm, ONCE) for pcm in CLIPS]
+
+
+def expect_answers(tickets: list[Ticket], expected: list[Recognition]) -> None:
+    for ticket, answer in zip(tickets, expected, strict=True):
+        expect_same(ticket.future.result(WAIT_S), answer)
 
 
 # --- batches --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("native", ["1", "0"])
-def test_batched_is_the_same_as_alone(begin, alone, monkeypatch, native):
+@pytest.mark.parametrize(
+    ("settings", "native"), [({}, "1"), ({}, "0"), ({"kv_bytes": 1}, "1")], ids=["native", "reference", "few pages"]
+)
+def test_batched_is_the_same_as_alone(begin, alone, monkeypatch, settings, native):
+    """With few pages there is room for one sequence of the greatest length: the others take turns."""
     monkeypatch.setenv("ASR_SERVE_NATIVE", native)
-    client = begin()
-    with held(client):
-        tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
-    for ticket, expected in zip(tickets, alone, strict=True):
-        expect_same(ticket.future.result(WAIT_S), expected)
-    assert client.describe()["rows_per_step"] > 1.5
+    client = begin(**settings)
+    expect_answers(submit_together(client), alone)
+    assert settings or client.describe()["rows_per_step"] > 1.5
     expect_empty(client)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
-def test_rows_join_and_leave_at_any_step(begin, alone, rows):
+def test_rows_join_and_leave_a_batch_at_any_step(begin, alone, rows):
     client = begin(max_decode_rows=rows)
-    step = client.backend.loop.executor.decode_runner.step
+    runner = client.backend.loop.executor.decode_runner
     seen: list[dict[int, int]] = []
-
-    def watched():
-        seen.append(
-            {row.request_id: len(row.hypothesis.tokens) for row in client.backend.loop.executor.decode_runner.rows}
-        )
-        return step()
-
-    client.backend.loop.executor.decode_runner.step = watched
+    spy(runner, "step", lambda: seen.append({row.request_id: len(row.hypothesis.tokens) for row in runner.rows}))
     chosen = random.Random(3)
     order = [chosen.randrange(len(CLIPS)) for _ in range(16)]
     tickets = [client.submit(CLIPS[i], ONCE, chosen.choice(["interactive", "bulk"])) for i in order]
-    for i, ticket in zip(order, tickets, strict=True):
-        expect_same(ticket.future.result(WAIT_S), alone[i])
+    expect_answers(tickets, [alone[i] for i in order])
     assert max(map(len, seen)) == rows
     if rows > 1:
         assert any(len(set(at.values())) > 1 for at in seen), "rows at different steps share a step"
@@ -100,37 +103,13 @@ def test_rows_join_and_leave_at_any_step(begin, alone, rows):
 def test_poison_in_free_pages_changes_nothing(begin, alone):
     client = begin()
     runner = client.backend.loop.executor.decode_runner
-    step, join = runner.step, runner.add_row
-
-    def poison() -> None:
-        runner.kv_cache[runner.page_pool._free] = float("nan")
-
-    def poisoned_step():
-        poison()
-        return step()
-
-    def poisoned_join(*arguments):
-        poison()
-        return join(*arguments)
-
-    runner.step, runner.add_row = poisoned_step, poisoned_join
+    poison_free_pages(runner)
     for _ in range(2):
-        tickets = [client.submit(pcm, ONCE) for pcm in CLIPS[:8]]
-        for ticket, expected in zip(tickets, alone[:8], strict=True):
-            expect_same(ticket.future.result(WAIT_S), expected)
+        expect_answers([client.submit(pcm, ONCE) for pcm in CLIPS[:8]], alone[:8])
     assert runner.kv_cache.isnan().any()
 
 
-def test_few_pages_are_waited_for(begin, alone):
-    """Room for one sequence of the greatest length: the others take turns."""
-    client = begin(kv_bytes=1)
-    tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
-    for ticket, expected in zip(tickets, alone, strict=True):
-        expect_same(ticket.future.result(WAIT_S), expected)
-    expect_empty(client)
-
-
-def test_an_idle_engine_starts_again(begin, alone):
+def test_an_idle_engine_resumes(begin, alone):
     client = begin()
     for _ in range(3):
         for i in (0, 3):
@@ -156,13 +135,13 @@ def test_two_hundred_mixed_requests_with_cancellations(begin, alone):
             if chance.random() < 0.15:
                 outcome(chance.choice(mine)[1])
         for i, ticket in mine:
-            came = outcome(ticket)
-            if came is Cancelled:
+            results = outcome(ticket)
+            if results is Cancelled:
                 cancelled.append(i)
-            elif isinstance(came, Recognition) and came.tokens == alone[i].tokens:
+            elif isinstance(results, Recognition) and results.tokens == alone[i].tokens:
                 answered.append(i)
             else:
-                wrong.append((i, came))
+                wrong.append((i, results))
 
     threads = [threading.Thread(target=caller, args=(seed,)) for seed in range(4)]
     for thread in threads:
@@ -180,26 +159,13 @@ def test_two_hundred_mixed_requests_with_cancellations(begin, alone):
 # --- steps that fail ------------------------------------------------------------------------------
 
 
-def failing_once(function, on_call: int = 1):
-    calls = 0
-
-    def wrapper(*arguments):
-        nonlocal calls
-        calls += 1
-        if calls == on_call:
-            raise RuntimeError("the device hiccuped")
-        return function(*arguments)
-
-    return wrapper
-
-
 def test_a_failed_encode_fails_its_own_batch_only(begin, alone):
     client = begin()
     runner = client.backend.loop.executor.encode_runner
     with held(client):
         near = [client.submit(CLIPS[i], ONCE) for i in (4, 5)]  # of one length: one batch
         far = client.submit(CLIPS[0], ONCE)
-        runner.encode = failing_once(runner.encode)
+        fail_calls(runner, "encode", 1)
     for ticket in near:
         with pytest.raises(StepFailed, match="encoding failed: RuntimeError: the device hiccuped") as failed:
             ticket.future.result(WAIT_S)
@@ -210,30 +176,29 @@ def test_a_failed_encode_fails_its_own_batch_only(begin, alone):
 
 
 @pytest.mark.parametrize("on_call", [1, 2])
-def test_a_failed_join_gives_back_what_the_batch_took(begin, alone, on_call):
+def test_a_failed_join_frees_the_rows_of_its_batch(begin, alone, on_call):
     client = begin()
-    runner = client.backend.loop.executor.decode_runner
     with held(client):
         tickets = [client.submit(CLIPS[i], ONCE) for i in (4, 5)]
-        runner.add_row = failing_once(runner.add_row, on_call)
+        fail_calls(client.backend.loop.executor.decode_runner, "add_row", on_call)
     assert [outcome(ticket) for ticket in tickets] == [StepFailed, StepFailed]
     expect_same(client.submit(CLIPS[4], ONCE).future.result(WAIT_S), alone[4])
     expect_empty(client)
 
 
-def test_a_failed_decode_step_fails_the_rows_in_it_only(begin, alone):
+def test_a_failed_decode_step_fails_its_rows_only(begin, alone):
     client = begin(max_decode_rows=2)
     runner = client.backend.loop.executor.decode_runner
     with held(client):
         tickets = [client.submit(CLIPS[i], ONCE) for i in (4, 5, 3)]
-        runner.step = failing_once(runner.step, 3)
+        fail_calls(runner, "step", 3)
     outcomes = [outcome(ticket) for ticket in tickets]
     assert outcomes[:2] == [StepFailed, StepFailed]
     expect_same(outcomes[2], alone[3])
     expect_empty(client)
 
 
-def test_a_text_that_cannot_be_made_fails_its_own_row(begin, alone):
+def test_a_failed_detokenization_fails_its_own_row(begin, alone):
     def broken() -> EngineComponents:
         parts = build()
         return parts._replace(decode_text=lambda tokens: parts.decode_text(tokens) if tokens != bad else 1 / 0)
@@ -241,29 +206,26 @@ def test_a_text_that_cannot_be_made_fails_its_own_row(begin, alone):
     bad = list(alone[4].tokens)
     client = begin(broken)
     tickets = [client.submit(CLIPS[i], ONCE) for i in (3, 4, 5)]
-    came = [outcome(ticket) for ticket in tickets]
-    assert came[1] is StepFailed
-    expect_same(came[0], alone[3])
-    expect_same(came[2], alone[5])
+    results = [outcome(ticket) for ticket in tickets]
+    assert results[1] is StepFailed
+    expect_same(results[0], alone[3])
+    expect_same(results[2], alone[5])
     expect_empty(client)
 
 
-def test_a_loop_that_died_refuses_and_tells_why(begin):
+def test_a_dead_loop_refuses_with_its_reason(begin):
     client = begin()
     with held(client):
         tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
         session = client.open_vad_session()
         piece = session.submit_windows(np.zeros(512, np.float32))
-        client.backend.loop._step = failing_once(client.backend.loop._step)
+        fail_calls(client.backend.loop, "_step", 1)
     for future in (*(t.future for t in tickets), piece):
         with pytest.raises(EngineClosed, match="the engine stopped: RuntimeError: the device hiccuped"):
             future.result(WAIT_S)
     client.backend._thread.join(WAIT_S)
-    for call in (
-        lambda: client.submit(CLIPS[0]),
-        client.open_vad_session,
-        lambda: session.submit_windows(np.zeros(512, np.float32)),
-    ):
+    submit_windows = partial(session.submit_windows, np.zeros(512, np.float32))
+    for call in (partial(client.submit, CLIPS[0]), client.open_vad_session, submit_windows):
         with pytest.raises(EngineClosed):
             call()
     client.cancel(tickets[0])
@@ -272,7 +234,7 @@ def test_a_loop_that_died_refuses_and_tells_why(begin):
     assert client.describe()["pages_used"] == 0
 
 
-def test_what_build_raises_comes_out_of_the_constructor():
+def test_a_load_error_is_raised_by_the_constructor():
     def missing() -> EngineComponents:
         raise WeightsMissing("no weights here")
 
@@ -283,7 +245,7 @@ def test_what_build_raises_comes_out_of_the_constructor():
 # --- admission ------------------------------------------------------------------------------------
 
 
-def test_full_refuses_with_a_time_and_waits_when_asked(begin, alone):
+def test_a_full_engine_refuses_with_a_retry_time_or_waits(begin, alone):
     client = begin(max_requests=3)
     waited = []
     with held(client):
@@ -296,12 +258,11 @@ def test_full_refuses_with_a_time_and_waits_when_asked(begin, alone):
         assert client.describe()["requests"] == 3
     patient.join(WAIT_S)
     expect_same(waited[0].future.result(WAIT_S), alone[3])
-    for i, ticket in enumerate(tickets):
-        expect_same(ticket.future.result(WAIT_S), alone[i])
+    expect_answers(tickets, alone[:3])
     expect_empty(client)
 
 
-def test_seconds_of_audio_are_bounded_but_one_always_fits(begin, alone):
+def test_queued_audio_is_bounded_but_one_request_always_fits(begin, alone):
     client = begin(max_audio_s=1.0)
     with held(client):
         long = client.submit(CLIPS[7], ONCE)
@@ -322,7 +283,7 @@ def test_a_refused_request_leaves_nothing_behind(begin):
     expect_empty(client)
 
 
-def test_an_utterance_may_be_as_long_as_the_model_hears_and_no_longer(begin):
+def test_an_utterance_has_the_length_limit_of_the_model(begin):
     client = begin()
     assert isinstance(outcome(client.submit(clip(1, MAX_SAMPLES), ONCE)), Recognition)
     with pytest.raises(AudioTooLong, match=f"{CARD.name} hears up to 8 s") as refused:
@@ -332,7 +293,7 @@ def test_an_utterance_may_be_as_long_as_the_model_hears_and_no_longer(begin):
 
 
 @pytest.mark.parametrize("samples", [0, 1, 200, 1_599])
-def test_the_shortest_are_filled_up_with_silence(begin, samples):
+def test_short_audio_is_padded_with_silence(begin, samples):
     client = begin()
     pcm = clip(2, samples)
     padded = np.pad(pcm, (0, 1_600 - samples))
@@ -341,7 +302,7 @@ def test_the_shortest_are_filled_up_with_silence(begin, samples):
     assert short.tokens == whole.tokens[: len(short.tokens)]
 
 
-def test_read_only_audio_is_taken_and_no_audio_is_changed(begin, alone):
+def test_audio_may_be_read_only_and_is_never_changed(begin, alone):
     client = begin()
     pcm = CLIPS[3].copy()
     pcm.flags.writeable = False
@@ -353,7 +314,7 @@ def test_read_only_audio_is_taken_and_no_audio_is_changed(begin, alone):
 # --- taking back ----------------------------------------------------------------------------------
 
 
-def test_cancel_before_the_loop_has_seen_it(begin):
+def test_cancel_before_the_loop_reads_the_request(begin):
     client = begin()
     with held(client):
         tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
@@ -364,19 +325,11 @@ def test_cancel_before_the_loop_has_seen_it(begin):
     expect_empty(client)
 
 
-def test_cancel_while_it_waits_for_a_row(begin, alone):
+def test_cancel_while_waiting_for_a_row(begin, alone):
     client = begin(max_decode_rows=1)
-    runner = client.backend.loop.executor.decode_runner
-    step, tickets = runner.step, []
-
-    def cancelling():
-        for ticket in tickets[1:]:
-            client.cancel(ticket)
-        return step()
-
     with held(client):
-        tickets += [client.submit(pcm, ONCE) for pcm in CLIPS]
-        runner.step = cancelling
+        tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
+        spy(client.backend.loop.executor.decode_runner, "step", lambda: [client.cancel(t) for t in tickets[1:]])
     outcomes = [outcome(ticket) for ticket in tickets]
     expect_same(outcomes[0], alone[0])
     assert outcomes[1:] == [Cancelled] * (len(CLIPS) - 1)
@@ -384,32 +337,26 @@ def test_cancel_while_it_waits_for_a_row(begin, alone):
 
 
 @pytest.mark.parametrize("at_step", [1, 2, 5])
-def test_cancel_while_it_decodes_frees_its_pages_before_the_next_step(begin, alone, at_step):
+def test_cancel_while_decoding(begin, alone, at_step):
     client = begin()
-    runner = client.backend.loop.executor.decode_runner
-    step, used, steps = runner.step, [], 0
+    steps = itertools.count(1)
     chosen = [i for i, answer in enumerate(alone) if len(answer.tokens) > 8][:4]
-
-    def cancelling():
-        nonlocal steps
-        steps += 1
-        used.append(runner.page_pool.used_count)
-        if steps == at_step:
-            client.cancel(tickets[1])
-        return step()
-
     with held(client):
         tickets = [client.submit(CLIPS[i], ONCE) for i in chosen]
-        runner.step = cancelling
+        spy(
+            client.backend.loop.executor.decode_runner,
+            "step",
+            lambda: client.cancel(tickets[1]) if next(steps) == at_step else None,
+        )
     outcomes = [outcome(ticket) for ticket in tickets]
     assert outcomes[1] is Cancelled
-    for i, came in zip(chosen, outcomes, strict=True):
-        if came is not Cancelled:
-            expect_same(came, alone[i])
+    for i, results in zip(chosen, outcomes, strict=True):
+        if results is not Cancelled:
+            expect_same(results, alone[i])
     expect_empty(client)
 
 
-def test_cancelling_what_is_done_or_cancelled_does_nothing(begin, alone):
+def test_cancelling_a_finished_or_cancelled_request_does_nothing(begin, alone):
     client = begin()
     done = client.submit(CLIPS[0], ONCE)
     expect_same(done.future.result(WAIT_S), alone[0])
@@ -426,15 +373,15 @@ def test_cancelling_what_is_done_or_cancelled_does_nothing(begin, alone):
 # --- closing --------------------------------------------------------------------------------------
 
 
-def test_close_rejects_what_is_left_and_wakes_who_waits(begin):
+def test_close_fails_open_requests_and_wakes_waiting_callers(begin):
     client = begin(max_requests=12)
-    came = []
+    results = []
 
     def patient() -> None:
         try:
             client.submit(CLIPS[0], wait=True)
         except EngineClosed as error:
-            came.append(error)
+            results.append(error)
 
     with held(client):
         tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
@@ -450,7 +397,7 @@ def test_close_rejects_what_is_left_and_wakes_who_waits(begin):
     waiter.join(WAIT_S)
     assert not closer.is_alive()
     assert not waiter.is_alive()
-    assert len(came) == 1
+    assert len(results) == 1
     assert [outcome(ticket) for ticket in tickets] == [EngineClosed] * len(CLIPS)
     with pytest.raises(EngineClosed):
         piece.result(WAIT_S)
@@ -461,7 +408,7 @@ def test_close_rejects_what_is_left_and_wakes_who_waits(begin):
     client.close()
 
 
-def test_close_may_be_called_from_an_answer(begin):
+def test_close_may_be_called_from_a_callback(begin):
     client = begin()
     closed = threading.Event()
 
@@ -485,26 +432,25 @@ HARD = {"temperatures": (0.0, 0.5, 1.0), "min_avg_logprob": 0.0}
 """No answer passes: every temperature is tried."""
 
 
-def test_fall_back_is_deterministic_and_the_same_in_a_batch(begin):
+def test_temperature_fallback_is_deterministic_and_the_same_in_a_batch(begin):
     client = begin()
     first = [client.submit(pcm, SearchOptions(**HARD)).future.result(WAIT_S) for pcm in CLIPS]
     assert client.describe()["fallbacks"] == 2 * len(CLIPS)
     with held(client):
         tickets = [client.submit(pcm, SearchOptions(**HARD)) for pcm in CLIPS]
-    for ticket, expected in zip(tickets, first, strict=True):
-        expect_same(ticket.future.result(WAIT_S), expected)
+    expect_answers(tickets, first)
     assert {answer.temperature for answer in first} <= {0.0, 0.5, 1.0}
     expect_empty(client)
 
 
-def test_another_seed_says_something_else(begin):
+def test_another_seed_samples_other_tokens(begin):
     client = begin()
     hot = {"temperatures": (1.5,)}
     answers = {client.submit(CLIPS[7], SearchOptions(seed=s, **hot)).future.result(WAIT_S) for s in range(4)}
     assert len(answers) > 1
 
 
-def test_a_row_that_samples_leaves_the_greedy_ones_alone(begin, alone):
+def test_a_sampling_row_leaves_greedy_rows_alone(begin, alone):
     client = begin()
     with held(client):
         tickets = [client.submit(pcm, SearchOptions(**HARD) if i % 2 else ONCE) for i, pcm in enumerate(CLIPS)]
@@ -515,11 +461,11 @@ def test_a_row_that_samples_leaves_the_greedy_ones_alone(begin, alone):
 
 def test_the_smallest_temperature_is_almost_greedy(begin, alone):
     client = begin()
-    came = client.submit(CLIPS[3], SearchOptions(temperatures=(1e-300,))).future.result(WAIT_S)
-    assert came.tokens == alone[3].tokens
+    results = client.submit(CLIPS[3], SearchOptions(temperatures=(1e-300,))).future.result(WAIT_S)
+    assert results.tokens == alone[3].tokens
 
 
-def test_nobody_says_more_tokens_than_the_audio_is_long(begin):
+def test_the_token_limit_follows_the_length_of_the_audio(begin):
     client = begin()
     for pcm in CLIPS:
         limit = 4 + int(len(pcm) / 16_000 * CARD.tokens_per_s)
@@ -534,7 +480,7 @@ def pieces_of(pcm: np.ndarray, windows: list[int]) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-def test_pieces_of_a_session_come_in_order_whatever_others_do(begin):
+def test_vad_windows_of_a_session_keep_their_order(begin):
     client = begin(vad_step_windows=40)
     sounds = [clip(50 + i, 60 * WINDOW_SAMPLES) for i in range(4)]
     whole = []
@@ -550,14 +496,14 @@ def test_pieces_of_a_session_come_in_order_whatever_others_do(begin):
             for session, pcm, cut in zip(sessions, sounds, cuts, strict=True)
         ]
     for expected, parts in zip(whole, futures, strict=True):
-        came = np.concatenate([future.result(WAIT_S) for future in parts])
-        np.testing.assert_allclose(came, expected, atol=1e-5)
+        results = np.concatenate([future.result(WAIT_S) for future in parts])
+        np.testing.assert_allclose(results, expected, atol=1e-5)
     for session in sessions:
         session.close()
 
 
 @pytest.mark.parametrize("samples", [0, 1, 511, 513, 1_000, 65 * 512])
-def test_only_whole_windows_within_the_bound_are_taken(begin, samples):
+def test_vad_takes_whole_windows_within_the_bound(begin, samples):
     client = begin(vad_windows=64)
     session = client.open_vad_session()
     with pytest.raises(OptionError, match="multiple of 512, up to 32768"):
@@ -570,19 +516,19 @@ def test_closing_a_session_with_work_in_flight(begin):
     other, session = client.open_vad_session(), client.open_vad_session()
     with held(client):
         futures = [session.submit_windows(np.zeros(512, np.float32)) for _ in range(3)]
-        kept = other.submit_windows(np.zeros(512, np.float32))
+        pending = other.submit_windows(np.zeros(512, np.float32))
         session.close()
         late = session.submit_windows(np.zeros(512, np.float32))
     for future in (*futures, late):
         with pytest.raises(Cancelled):
             future.result(WAIT_S)
-    assert len(kept.result(WAIT_S)) == 1
+    assert len(pending.result(WAIT_S)) == 1
     session.close()
     on_loop(client, lambda loop: loop.check())
     assert on_loop(client, lambda loop: loop.vad_runner.states.used) == 1
 
 
-def test_sessions_are_bounded_and_come_back_at_once(begin):
+def test_vad_sessions_are_bounded_and_freed_at_once(begin):
     client = begin(max_sessions=2)
     sessions = [client.open_vad_session(), client.open_vad_session()]
     with pytest.raises(AtCapacity):
@@ -593,11 +539,11 @@ def test_sessions_are_bounded_and_come_back_at_once(begin):
     assert on_loop(client, lambda loop: loop.vad_runner.states.used) == 2
 
 
-def test_a_failed_voice_activity_step_fails_its_own_pieces(begin):
+def test_a_failed_vad_step_fails_its_own_windows(begin):
     client = begin()
     session = client.open_vad_session()
     runner = client.backend.loop.vad_runner
-    runner.step = failing_once(runner.step)
+    fail_calls(runner, "step", 1)
     with pytest.raises(StepFailed, match="voice activity failed"):
         session.submit_windows(np.zeros(512, np.float32)).result(WAIT_S)
     assert len(session.submit_windows(np.zeros(512, np.float32)).result(WAIT_S)) == 1
@@ -609,19 +555,19 @@ def test_a_failed_voice_activity_step_fails_its_own_pieces(begin):
 async def test_answers_can_be_awaited(begin, alone):
     client = begin()
     futures = [asyncio.wrap_future(client.submit(pcm, ONCE).future) for pcm in CLIPS]
-    for came, expected in zip(await asyncio.gather(*futures), alone, strict=True):
-        expect_same(came, expected)
+    for results, expected in zip(await asyncio.gather(*futures), alone, strict=True):
+        expect_same(results, expected)
 
 
-async def test_a_future_that_is_cancelled_disturbs_nobody(begin, alone):
+async def test_a_cancelled_future_disturbs_no_other(begin, alone):
     client = begin()
     with held(client):
         futures = [asyncio.wrap_future(client.submit(pcm, ONCE).future) for pcm in CLIPS]
         for future in futures[::2]:
             future.cancel()
         await asyncio.sleep(0)
-    for came, expected in zip(await asyncio.gather(*futures[1::2]), alone[1::2], strict=True):
-        expect_same(came, expected)
+    for results, expected in zip(await asyncio.gather(*futures[1::2]), alone[1::2], strict=True):
+        expect_same(results, expected)
     last = client.submit(CLIPS[0], ONCE, "bulk")
     expect_same(await asyncio.wrap_future(last.future), alone[0])
     while client.describe()["requests"]:

@@ -83,9 +83,7 @@ class Engine:
                 retries.append(error.retry_after_ms)
         return sessions, retries
 
-    def speak(
-        self, sessions: list[VadSession], seconds: int, *, probability: float = 0.9, late_s: float = 0
-    ) -> None:
+    def speak(self, sessions: list[VadSession], seconds: int, *, probability: float = 0.9, late_s: float = 0) -> None:
         """Each caller sends audio in real time, and all of it is answered `late_s` after it was sent."""
         for _ in range(seconds):
             for session in sessions:

@@ -33,7 +33,7 @@ def loaded(turnaround_ms: float, now_ms: float = 10_000.0) -> PartialRateControl
     return cadence
 
 
-def test_at_rest_everybody_gets_what_is_asked_for_and_is_let_in():
+def test_at_rest_every_session_is_admitted_with_the_cadence_it_requests():
     cadence = PartialRateController()
     assert cadence.interval_ms(480, 0.0) == 480
     cadence.check_overload(0.0)
@@ -41,7 +41,7 @@ def test_at_rest_everybody_gets_what_is_asked_for_and_is_let_in():
 
 
 @given(turnarounds, asked)
-def test_a_partial_is_never_oftener_than_every_second_turnaround_nor_slower_than_the_slowest(turnaround, partial):
+def test_the_cadence_lies_between_two_turnarounds_and_the_slowest(turnaround, partial):
     interval = loaded(turnaround).interval_ms(partial, 10_000.0)
     assert partial <= interval <= MAX_INTERVAL_FACTOR * partial
     assert interval >= min(MIN_INTERVAL_TURNAROUNDS * turnaround, MAX_INTERVAL_FACTOR * partial)
@@ -49,7 +49,7 @@ def test_a_partial_is_never_oftener_than_every_second_turnaround_nor_slower_than
 
 
 @given(st.lists(turnarounds, min_size=1, max_size=200))
-def test_the_mean_lies_among_what_was_felt(felt):
+def test_the_mean_lies_among_the_measured_values(felt):
     cadence = PartialRateController()
     for number, turnaround in enumerate(felt):
         cadence.record_turnaround(turnaround, 100_000.0 + number)
@@ -62,7 +62,7 @@ def test_each_answer_counts_for_its_weight():
     assert cadence.turnaround_ms == pytest.approx(100 + EMA_WEIGHT * 100)
 
 
-def test_one_slow_answer_among_many_turns_nobody_away():
+def test_one_slow_answer_among_many_refuses_no_session():
     cadence = loaded(100)
     for number in range(50):
         cadence.record_turnaround(5 * OVERLOADED_MS if number == 20 else 100, 10_000.0 + number)
@@ -93,7 +93,7 @@ def test_overload_refuses_with_a_time_and_recovers():
     assert cadence.interval_ms(480, now) == 480
 
 
-def test_what_is_long_ago_says_nothing():
+def test_old_answers_do_not_count():
     cadence = loaded(10 * OVERLOADED_MS, 10_000.0)
     with pytest.raises(AtCapacity):
         cadence.check_overload(10_000.0 + STALE_AFTER_MS)
@@ -102,13 +102,13 @@ def test_what_is_long_ago_says_nothing():
     assert cadence.turnaround_ms == 80.0, "the next answer stands for itself"
 
 
-def test_a_long_silence_brings_back_the_cadence_asked_for():
+def test_a_long_silence_restores_the_requested_cadence():
     cadence = loaded(10 * OVERLOADED_MS, 10_000.0)
     assert cadence.interval_ms(480, 10_000.0) == MAX_INTERVAL_FACTOR * 480
     assert cadence.interval_ms(480, 10_000.0 + STALE_AFTER_MS + 1) == 480
 
 
-def test_a_few_slow_answers_after_a_silence_turn_nobody_away():
+def test_a_few_slow_answers_after_a_silence_refuse_no_session():
     cadence = PartialRateController()
     for _ in range(MIN_SAMPLES - 1):
         cadence.record_turnaround(10 * OVERLOADED_MS, 10_000.0)
@@ -118,6 +118,6 @@ def test_a_few_slow_answers_after_a_silence_turn_nobody_away():
         cadence.check_overload(10_000.0)
 
 
-def test_it_is_pure():
+def test_updates_are_pure():
     code = "import sys, asr_serve.engine.partial_rate; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

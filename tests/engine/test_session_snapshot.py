@@ -79,7 +79,7 @@ class Heard:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "search"), CASES)
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_it_goes_on_to_the_bit(name: str, search: str, blocks: int) -> None:
+def test_a_restored_session_continues_bit_for_bit(name: str, search: str, blocks: int) -> None:
     said = 0
     for seed in range(3):
         chance = random.Random(seed)
@@ -121,7 +121,7 @@ def test_a_row_is_copied_once() -> None:
     assert np.frombuffer(saved.parts[0], np.float32)[0] == 7.0, "what is saved does not change"
 
 
-def test_the_search_forgets_who_is_gone() -> None:
+def test_the_search_drops_a_closed_session() -> None:
     here = wrapper("u2pp 2", "rescored")
     session = here.open_session()
     here.append_audio(session, clips(3)[0][:16_000], 0.0)
@@ -194,13 +194,11 @@ def wrapper_saved(name: str, blocks: int = 1) -> SessionSnapshot:
 
 
 @pytest.mark.parametrize(("name", "plain"), [("fastconformer 8,1", "ctc"), ("fastconformer 8,1", "rnnt")])
-def test_a_session_with_hot_words_goes_on_where_its_graph_was(name: str, plain: str) -> None:
+def test_a_restored_session_has_its_state_in_the_hotword_graph(name: str, plain: str) -> None:
     def made() -> ChunkedModelRunner:
         network = model(name)
         biased = (
-            CtcPrefixBeam(network, 4, boost=3.0)
-            if plain == "ctc"
-            else TransducerBeam(network.transducer, 3, boost=3.0)
+            CtcPrefixBeam(network, 4, boost=3.0) if plain == "ctc" else TransducerBeam(network.transducer, 3, boost=3.0)
         )
         search = BiasingSearchRouter(SEARCHES[plain](network), biased)
         chunk = 2 * network.frame_block
@@ -233,7 +231,7 @@ def test_a_session_with_hot_words_goes_on_where_its_graph_was(name: str, plain: 
 
 
 @pytest.mark.parametrize("how", HOSTILE)
-def test_what_is_none_of_ours_is_refused(saved: SessionSnapshot, how: str) -> None:
+def test_foreign_snapshots_are_refused(saved: SessionSnapshot, how: str) -> None:
     there = wrapper("fastconformer 8,1", "rnnt")
     with pytest.raises(ValueError, match=r"saved|session"):
         there.load_session(HOSTILE[how](saved), live=True)
@@ -243,7 +241,7 @@ def test_what_is_none_of_ours_is_refused(saved: SessionSnapshot, how: str) -> No
 
 
 @pytest.mark.parametrize("how", ["numbers", "fewer", "dtype"])
-def test_what_a_search_never_kept_is_refused(how: str) -> None:
+def test_search_states_that_cannot_be_are_refused(how: str) -> None:
     here, there = wrapper("u2pp 2", "rescored"), wrapper("u2pp 2", "rescored")
     session = here.open_session()
     here.append_audio(session, clips(3)[0][:16_000], 0.0)
@@ -263,7 +261,7 @@ def test_what_a_search_never_kept_is_refused(how: str) -> None:
     there.load_session(made, live=True)
 
 
-def test_every_kind_of_memory_goes_through_bytes() -> None:
+def test_every_kind_of_state_is_serialized() -> None:
     from asr_serve.engine.state_cache import copy_into_tensor, tensor_bytes
 
     for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.bool, torch.int64, torch.float16):

@@ -31,7 +31,7 @@ def row_of(states: StateCacheManager, slot: StateSlot) -> list:
 FRESH = [[0.0, 0.0], [[-1.0] * 3], 7]
 
 
-def test_a_row_is_cleared_for_each_tenant_when_it_first_runs():
+def test_a_row_is_cleared_at_the_first_step_of_each_session():
     states = manager(1)
     for _ in range(3):
         slot = states.allocate()
@@ -44,7 +44,7 @@ def test_a_row_is_cleared_for_each_tenant_when_it_first_runs():
         states.free(slot)
 
 
-def test_what_nobody_may_read_is_poisoned():
+def test_unused_rows_are_poisoned():
     states = manager(2)
     slot = states.allocate()
     states.prepare_rows([slot], 2)
@@ -64,7 +64,7 @@ def test_clearing_one_row_leaves_its_neighbours():
     assert row_of(states, kept) == [[1, 1], [[-1.0] * 3], 7]
 
 
-def test_a_step_has_rows_in_order_and_is_filled_up_with_the_row_of_nobody():
+def test_a_step_has_rows_in_order_and_is_padded_with_the_dummy_row():
     states = manager(3)
     slots = [states.allocate() for _ in range(3)]
     assert states.prepare_rows([slots[2], slots[0]], 4).tolist() == [slots[2].row, slots[0].row, 3, 3]
@@ -100,7 +100,7 @@ def flat(thing):
         yield from flat(list(thing.values()))
 
 
-def test_lending_running_and_returning_rows_allocates_nothing():
+def test_leasing_running_and_releasing_rows_allocates_nothing():
     states = StateCacheManager(SPECS, 4)
     addresses = {name: tensor.data_ptr() for name, tensor in states.tensors.items()}
     with Allocations() as found:
@@ -119,7 +119,7 @@ def test_lending_running_and_returning_rows_allocates_nothing():
     assert found.fresh, "it counts"
 
 
-def test_a_saved_session_goes_on_in_another_manager():
+def test_a_saved_session_continues_in_another_cache():
     ours, theirs = manager(2), manager(3)
     slot = ours.allocate()
     rows = ours.prepare_rows([slot])
@@ -157,7 +157,7 @@ def test_a_session_that_never_ran_is_saved_fresh():
     assert row_of(states, other) == FRESH
 
 
-def test_what_is_saved_holds_nothing_of_who_had_the_row_before():
+def test_a_saved_state_holds_nothing_of_an_earlier_session():
     states, others = StateCacheManager(SPECS, 1), StateCacheManager(SPECS, 1)
     for _ in range(2):
         slot, never = states.allocate(), others.allocate()
@@ -172,7 +172,7 @@ def test_what_is_saved_holds_nothing_of_who_had_the_row_before():
         others.free(never)
 
 
-def test_full_says_when_to_try_again():
+def test_a_full_cache_refuses_with_a_retry_time():
     states = manager(2, retry_after_ms=250)
     slots = [states.allocate(), states.allocate()]
     with pytest.raises(AtCapacity, match="250 ms") as refused:
@@ -192,7 +192,7 @@ def test_full_says_when_to_try_again():
         lambda s, x: s.import_state(x, bytes(s.row_bytes)),
     ],
 )
-def test_an_expired_lease_opens_nothing(use):
+def test_an_expired_lease_gives_no_access(use):
     states = manager(1)
     old = states.allocate()
     states.free(old)
@@ -206,7 +206,7 @@ def test_an_expired_lease_opens_nothing(use):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=60))
-def test_used_and_free_rows_are_all_rows(choices):
+def test_used_and_free_rows_add_up(choices):
     states, lent = manager(4), []
     for choice in choices:
         if choice < 6 and len(lent) < 4:
@@ -221,7 +221,7 @@ def test_used_and_free_rows_are_all_rows(choices):
         states.check_lease(slot)
 
 
-def test_the_check_sees_a_row_that_is_free_twice():
+def test_the_check_finds_a_row_that_is_free_twice():
     states = manager(2)
     states._free.append(0)
     with pytest.raises(AssertionError, match="free twice"):

@@ -10,17 +10,16 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from engine_clients import backend_of, engine_pid, start_engine
 from tiny_moonshine import CARD, WAIT_S, build, clip, save, start
 
 from asr_serve.config import EngineConfig
 from asr_serve.engine import turn_runner
 from asr_serve.engine.client import MAX_TURN_REQUESTS, EngineClient
-from asr_serve.engine.process.client import ProcessBackend, process_backend
-from asr_serve.engine.process.messages import EngineSpec
-from asr_serve.engine.process.process import RingSize
 from asr_serve.engine.thread_backend import thread_backend
 from asr_serve.errors import (
     AtCapacity,
@@ -55,19 +54,17 @@ def begin(checkpoint: Path) -> Iterator[Begin]:
     """Starts engines, `thread` or `process`, and closes them."""
     started: list[EngineClient] = []
 
-    def starting(road: str, turn_model: str = "smart-turn") -> EngineClient:
-        spec = EngineSpec(
-            model="moonshine-tiny-en", device="cpu", dtype="fp32", weights=str(checkpoint), turn_model=turn_model
-        )
-        connect = (
-            process_backend(spec, RingSize(64, 16_384))
-            if road == "process"
-            else thread_backend(CARD, build, turn_runner.load_turn_model(turn_model))
-        )
-        started.append(EngineClient(CONFIG, connect))
-        return started[-1]
+    def start(backend: str, turn_model: str = "smart-turn") -> EngineClient:
+        if backend == "process":
+            client = start_engine(
+                "moonshine-tiny-en", checkpoint, CONFIG, process=True, threads=None, turn_model=turn_model
+            )
+        else:
+            client = EngineClient(CONFIG, thread_backend(CARD, build, turn_runner.load_turn_model(turn_model)))
+        started.append(client)
+        return client
 
-    yield starting
+    yield start
     for client in started:
         client.close()
         assert client._turns.waiting == 0, "somebody still waits"
@@ -85,15 +82,8 @@ def client(request: pytest.FixtureRequest, begin: Begin) -> EngineClient:
     return begin(request.param)
 
 
-def link(client: EngineClient) -> ProcessBackend:
-    assert isinstance(client.backend, ProcessBackend)
-    return client.backend
-
-
-def signalled(client: EngineClient, number: int) -> None:
-    current = link(client)._current
-    assert current is not None
-    os.kill(current.process.pid, number)
+def send_signal(client: EngineClient, number: int) -> None:
+    os.kill(engine_pid(client), number)
 
 
 def outcome(answer: Future[float]) -> object:
@@ -101,16 +91,15 @@ def outcome(answer: Future[float]) -> object:
     return answer.result() if error is None else type(error)
 
 
-def test_the_models_own_answers_short_and_long(client: EngineClient, model: turn_runner.LoadedTurnModel) -> None:
+def test_an_engine_gives_the_models_own_answers(client: EngineClient, model: turn_runner.LoadedTurnModel) -> None:
     assert client.turn_model == "smart-turn"
     clips = [SPEECH[:1], SPEECH[:5_000], SPEECH[:128_000], SPEECH[:128_001], SPEECH, np.zeros(16_000, np.float32)]
     answers = [client.predict_turn_end(pcm) for pcm in clips]
     assert [answer.result(WAIT_S) for answer in answers] == [model.model.finished(pcm) for pcm in clips]
-    told = client.describe()
-    assert told["turn_s"] > 0
+    assert client.describe()["turn_s"] > 0
 
 
-def test_what_cannot_be_heard_is_refused_at_once(client: EngineClient) -> None:
+def test_invalid_audio_is_refused_at_once(client: EngineClient) -> None:
     with pytest.raises(EmptyAudio, match="one sample at least"):
         client.predict_turn_end(SPEECH[:0])
     nan = SPEECH.copy()
@@ -130,22 +119,22 @@ async def test_a_task_that_waits_may_be_cancelled(client: EngineClient) -> None:
 
 
 @pytest.mark.slow
-def test_more_than_a_second_of_questions_is_refused(client: EngineClient) -> None:
+def test_more_than_a_second_of_requests_is_refused(client: EngineClient) -> None:
     answers: list[Future[float]] = []
 
-    def ask_on() -> None:
+    def submit_until_full() -> None:
         while len(answers) < 10 * MAX_TURN_REQUESTS:
             answers.append(client.predict_turn_end(SPEECH))
 
     with pytest.raises(AtCapacity, match=f"up to {MAX_TURN_REQUESTS}") as full:
-        ask_on()
+        submit_until_full()
     assert full.value.retry_after_ms > 0
     assert len(answers) >= MAX_TURN_REQUESTS
     assert {type(answer.result(WAIT_S)) for answer in answers} == {float}
     assert 0 <= client.predict_turn_end(SPEECH).result(WAIT_S) <= 1
 
 
-def test_closed_nobody_waits_for_ever(client: EngineClient) -> None:
+def test_closing_the_client_ends_every_request(client: EngineClient) -> None:
     answers = [client.predict_turn_end(SPEECH) for _ in range(MAX_TURN_REQUESTS)]
     client.close()
     outcomes = [outcome(answer) for answer in answers]
@@ -156,25 +145,24 @@ def test_closed_nobody_waits_for_ever(client: EngineClient) -> None:
     assert client._turns.waiting == 0
 
 
-@pytest.mark.parametrize("road", ["thread", "process"])
-def test_without_a_turn_model(begin: Begin, road: str) -> None:
-    client = begin(road, "none")
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_without_a_turn_model(begin: Begin, backend: str) -> None:
+    client = begin(backend, "none")
     assert client.turn_model is None
     with pytest.raises(ModelNotLoaded, match="turn_model='smart-turn'"):
         client.predict_turn_end(SPEECH)
 
 
-def test_the_loop_does_not_wait_for_it(begin: Begin) -> None:
+def test_the_engine_loop_does_not_wait_for_the_turn_model(begin: Begin) -> None:
     client = begin("thread")
     model, entered, leave = client.backend._turns._model, threading.Event(), threading.Event()
 
-    class Slow:
-        def finished(self, pcm: np.ndarray) -> float:
-            entered.set()
-            assert leave.wait(WAIT_S)
-            return model.finished(pcm)
+    def slow(pcm: np.ndarray) -> float:
+        entered.set()
+        assert leave.wait(WAIT_S)
+        return model.finished(pcm)
 
-    client.backend._turns._model = Slow()
+    client.backend._turns._model = SimpleNamespace(finished=slow)
     answer = client.predict_turn_end(SPEECH)
     assert entered.wait(WAIT_S)
     try:
@@ -185,15 +173,14 @@ def test_the_loop_does_not_wait_for_it(begin: Begin) -> None:
     assert answer.result(WAIT_S) == model.finished(SPEECH)
 
 
-def test_a_model_that_fails_fails_its_question_only(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_turn_model_fails_its_own_request(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
     client = begin("thread")
     model = client.backend._turns._model
 
-    class Broken:
-        def finished(self, pcm: np.ndarray) -> float:
-            raise ValueError("no such shape")
+    def broken(pcm: np.ndarray) -> float:
+        raise ValueError("no such shape")
 
-    client.backend._turns._model = Broken()
+    client.backend._turns._model = SimpleNamespace(finished=broken)
     with pytest.raises(StepFailed, match="the turn model failed: ValueError: no such shape"):
         client.predict_turn_end(SPEECH).result(WAIT_S)
     assert "a turn model's step failed" in caplog.text
@@ -202,30 +189,30 @@ def test_a_model_that_fails_fails_its_question_only(begin: Begin, caplog: pytest
 
 
 @pytest.mark.slow
-def test_killed_the_answer_is_lost_at_once_and_the_next_engine_answers(
+def test_a_killed_process_fails_its_turn_requests_and_the_next_one_answers(
     begin: Begin, model: turn_runner.LoadedTurnModel
 ) -> None:
     client = begin("process")
-    signalled(client, signal.SIGSTOP)
+    send_signal(client, signal.SIGSTOP)
     answers = [
         client.predict_turn_end(SPEECH) for _ in range(MAX_TURN_REQUESTS // 12)
     ]  # what the ring holds, for it reads no more
-    signalled(client, signal.SIGKILL)
+    send_signal(client, signal.SIGKILL)
     assert {outcome(answer) for answer in answers} == {StepFailed}
-    while client.state != "restarting" and link(client).restarts == 0:
+    while client.state != "restarting" and backend_of(client).restarts == 0:
         threading.Event().wait(0.001)
     if client.state == "restarting":
         with pytest.raises(StepFailed, match="is being started again"):
             client.predict_turn_end(SPEECH).result(WAIT_S)
     client.submit(SPEECH[:16_000]).future.result(WAIT_S)  # waits for it, unlike a question
     assert client.predict_turn_end(SPEECH).result(WAIT_S) == model.model.finished(SPEECH)
-    assert link(client).restarts == 1
+    assert backend_of(client).restarts == 1
 
 
 # --- which model --------------------------------------------------------------------------------------------
 
 
-def test_auto_takes_what_is_here(begin: Begin) -> None:
+def test_auto_loads_an_installed_turn_model(begin: Begin) -> None:
     assert begin("thread", "auto").turn_model == "smart-turn"
 
 
@@ -237,7 +224,7 @@ def absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "smart-turn"
 
 
-def test_what_is_absent_is_no_error_unless_asked_for_by_name(absent: Path) -> None:
+def test_a_missing_turn_model_is_an_error_only_by_name(absent: Path) -> None:
     assert turn_runner.load_turn_model("auto") is None
     assert turn_runner.load_turn_model("none") is None
     with pytest.raises(WeightsMissing, match="pip install --no-deps pipecat-ai"):
@@ -246,9 +233,7 @@ def test_what_is_absent_is_no_error_unless_asked_for_by_name(absent: Path) -> No
         turn_runner.load_turn_model("smarter")
 
 
-def test_what_is_corrupt_is_said_and_done_without_unless_asked_for_by_name(
-    absent: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_corrupt_turn_model_is_an_error_only_by_name(absent: Path, caplog: pytest.LogCaptureFixture) -> None:
     absent.mkdir()
     for name in turn_card("smart-turn").packaged.sha256:
         (absent / name).write_bytes(b"no graph")
@@ -258,12 +243,12 @@ def test_what_is_corrupt_is_said_and_done_without_unless_asked_for_by_name(
         turn_runner.load_turn_model("smart-turn")
 
 
-def test_a_process_says_at_its_start_what_is_wrong(begin: Begin) -> None:
+def test_an_unknown_turn_model_stops_the_start_of_a_process(begin: Begin) -> None:
     with pytest.raises(UnknownModel, match=r"no turn model 'smarter'.*smart-turn"):
         begin("process", "smarter")
 
 
-def test_an_engine_is_made_without_one_unless_it_is_given(model: turn_runner.LoadedTurnModel) -> None:
+def test_an_engine_has_no_turn_model_by_default(model: turn_runner.LoadedTurnModel) -> None:
     client = start()
     assert client.turn_model is None
     client.close()

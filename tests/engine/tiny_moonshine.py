@@ -72,9 +72,7 @@ def save(folder: Path) -> Path:
     """The same as a checkpoint, as another process can load it."""
     config = moonshine.tiny()
     (folder / "config.json").write_text(json.dumps(msgspec.to_builtins(config)))
-    save_file(
-        {name: tensor.contiguous() for name, tensor in weights(config).items()}, folder / "model.safetensors"
-    )
+    save_file({name: tensor.contiguous() for name, tensor in weights(config).items()}, folder / "model.safetensors")
     (folder / "tokenizer.bin").write_bytes(b"".join(b"\x03w%02d" % token for token in range(config.vocab_size)))
     return folder
 

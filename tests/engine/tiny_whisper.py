@@ -25,11 +25,7 @@ from asr_serve.models.packing import PagedKeyValues
 CONFIG = whisper.tiny()
 SPECIAL = CONFIG.special
 CARD = msgspec.structs.replace(
-    moonshine.CARDS[0],
-    name="tiny-random-whisper",
-    kind="whisper",
-    max_segment_ms=2_000,
-    tokens_per_s=12.0,
+    moonshine.CARDS[0], name="tiny-random-whisper", kind="whisper", max_segment_ms=2_000, tokens_per_s=12.0
 )
 CLIPS = [clip(seed, samples) for seed, samples in enumerate([32_000, 16_000, 4_000, 24_000, 9_000, 28_500])]
 PAGES = 32

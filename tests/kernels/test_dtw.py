@@ -36,7 +36,7 @@ def ways(rows: int, frames: int) -> list[tuple[tuple[int, int], ...]]:
 
 @pytest.mark.parametrize("find", finders())
 @pytest.mark.parametrize(("rows", "frames"), [(1, 1), (1, 6), (5, 1), (2, 2), (3, 5), (5, 3), (4, 6)])
-def test_it_is_the_cheapest_of_all_ways(find: Find, rows: int, frames: int) -> None:
+def test_the_path_is_the_cheapest_of_all(find: Find, rows: int, frames: int) -> None:
     rng = np.random.default_rng(rows * 31 + frames)
     for _ in range(20):
         cost = rng.standard_normal((rows, frames)).astype(np.float32)  # no two ways cost the same
@@ -46,7 +46,7 @@ def test_it_is_the_cheapest_of_all_ways(find: Find, rows: int, frames: int) -> N
 
 
 @pytest.mark.parametrize("find", finders())
-def test_of_ways_that_cost_the_same_it_always_takes_one_that_does(find: Find) -> None:
+def test_ties_are_resolved_as_by_the_reference(find: Find) -> None:
     rng = np.random.default_rng(3)
     for _ in range(50):
         cost = rng.integers(0, 3, (4, 6)).astype(np.float32)
@@ -59,6 +59,6 @@ def test_of_ways_that_cost_the_same_it_always_takes_one_that_does(find: Find) ->
 
 @pytest.mark.parametrize("find", finders())
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (3,)])
-def test_where_there_is_nothing_to_go_through(find: Find, shape: tuple[int, ...]) -> None:
+def test_an_empty_matrix_has_no_path(find: Find, shape: tuple[int, ...]) -> None:
     with pytest.raises((ValueError, TypeError)):
         find(np.zeros(shape, np.float32))

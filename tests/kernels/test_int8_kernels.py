@@ -15,11 +15,7 @@ from asr_serve.kernels import int8_reference, reference
 
 SHAPES = [(288, 864, 7), (30, 50, 3), (1_153, 17, 13), (600, 33, 1), (288, 288, 100), (1, 1, 1), (3, 16, 200)]
 """Inputs, outputs, rows: round ones, none round, sums of more than 512 inputs, more rows than one block."""
-DTYPES = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-]
+DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
 
 
 @pytest.fixture(params=["avx512_vnni", "avx512", "avx_vnni", "avx2", "neon_dot", "neon", "generic"])
@@ -61,7 +57,7 @@ class Made:
 @pytest.mark.parametrize("dtypes", DTYPES, ids=["fp32", "bf16", "bf16-fp32"])
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("gelu", [False, True])
-def test_every_instruction_set_equals_the_twin(core, shape, dtypes, bits, gelu):
+def test_every_instruction_set_equals_the_reference(core, shape, dtypes, bits, gelu):
     dtype, out_dtype = dtypes
     made, results = Made(*shape, dtype), []
     for kernels in (core, reference):
@@ -75,7 +71,7 @@ def test_every_instruction_set_equals_the_twin(core, shape, dtypes, bits, gelu):
 
 
 @pytest.mark.parametrize("bits", [8, 16])
-def test_a_row_is_the_same_in_any_company(core, bits):
+def test_a_row_is_the_same_in_any_batch(core, bits):
     """Bit for bit, with any neighbours, any number of them and any number of threads."""
     made = Made(288, 96, 131)
     product, whole = made.by(core), torch.empty(131, 96)
@@ -106,7 +102,7 @@ def test_the_largest_sums_fit(core, bits):
 
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_in_its_row_and_shows(core, bits, bad):
+def test_values_that_are_not_finite_stay_in_their_row(core, bits, bad):
     made = Made(40, 20, 4)
     made.x[1, 7] = bad
     for kernels in (core, reference):
@@ -117,7 +113,7 @@ def test_what_is_not_finite_stays_in_its_row_and_shows(core, bits, bad):
 
 
 @pytest.mark.parametrize(("bits", "most"), [(16, 0.012), (8, 0.03)])
-def test_how_far_from_the_float_product(bits, most):
+def test_distance_from_the_float_product(bits, most):
     """The relative error over random weights and rows: of 8-bit weights alone, and of 8-bit rows as well."""
     weight, x = torch.randn(864, 288), torch.randn(64, 288)
     integers, scale = int8_reference.quantise(weight)
@@ -140,7 +136,7 @@ def test_quantise_is_symmetric_and_off_by_half_a_step():
 
 
 @pytest.mark.parametrize("highest", [1, 20, 63, 64, 90, 127])
-def test_weights_that_were_quantised_before_are_kept_exactly(highest):
+def test_quantised_weights_are_kept_exactly(highest):
     """A step of its own in each row, as in a checkpoint that another quantiser made."""
     levels = torch.randint(-highest, highest + 1, (40, 96))
     levels[:, 5] = highest
@@ -149,17 +145,16 @@ def test_weights_that_were_quantised_before_are_kept_exactly(highest):
     torch.testing.assert_close(integers * scale[:, None], weight, rtol=2e-6, atol=0)
 
 
-def test_packed_rows_come_back():
+def test_packed_rows_are_unpacked_exactly():
     integers = torch.randint(-127, 128, (37, 30), dtype=torch.int8)
     rows = torch.tensor([0, 36, 16, 15, 15])
     assert torch.equal(int8_reference.rows_of(int8_reference.pack(integers), 30, rows), integers[rows])
 
 
 @pytest.mark.parametrize(
-    "case",
-    ["x too narrow", "out too narrow", "rows", "bits", "strided", "add dtype", "integers", "bf16 from fp32"],
+    "case", ["x too narrow", "out too narrow", "rows", "bits", "strided", "add dtype", "integers", "bf16 from fp32"]
 )
-def test_what_does_not_fit_is_refused(core, case):
+def test_invalid_shapes_are_refused(core, case):
     made = Made(30, 50, 3)
     product, out = made.by(core), torch.empty(3, 50)
     arguments: dict[str, tuple[Tensor, Tensor, Tensor | None, bool, int]] = {

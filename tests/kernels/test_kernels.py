@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import ModuleType
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,31 +14,6 @@ HEAD_DIMS = (8, 36, 52, 64)
 DTYPES = (torch.float32, torch.bfloat16)
 HEADS, LAYERS, PAGES = 3, 2, 24
 NAN = float("nan")
-
-
-@pytest.fixture(params=["generic", "avx2", "avx512"])
-def core(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The compiled module on one instruction set."""
-    built = native.core()
-    if built is None:
-        pytest.skip("the native core is not built or not wanted: pip install -e . builds it")
-    try:
-        built.choose_isa(request.param)
-    except ValueError as missing:
-        pytest.skip(str(missing))
-    assert built.isa() == request.param
-    yield built
-    built.choose_isa("auto")
-
-
-@pytest.fixture(params=DTYPES, ids=["fp32", "bf16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(20_26)
 
 
 def expect_close(came: Tensor, expected: Tensor, dtype: torch.dtype, fp32: float = 2e-6) -> None:
@@ -85,7 +57,7 @@ LENGTHS = [1, 15, 16, 17, 33, 80, 2]
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_the_twins_attend_as_torch_does(head_dim):
+def test_the_reference_attention_is_that_of_torch(head_dim):
     pool, tables, held = filled(head_dim, torch.float32, LENGTHS)
     q = normal(len(LENGTHS), HEADS * head_dim)
     for layer in range(LAYERS):
@@ -98,7 +70,7 @@ def test_the_twins_attend_as_torch_does(head_dim):
             torch.testing.assert_close(out[row], expected.flatten(), rtol=1e-5, atol=1e-5)
 
 
-def test_the_twins_softmax_is_torchs_over_the_live_keys():
+def test_the_reference_softmax_is_that_of_torch_over_the_live_keys():
     scores = normal(2, HEADS, 5, 7)
     expected = torch.softmax(scores * 0.3, -1), torch.softmax(scores[1, ..., :3] * 0.3, -1)
     scores[1, ..., 3:] = 1e30
@@ -108,7 +80,7 @@ def test_the_twins_softmax_is_torchs_over_the_live_keys():
     assert not scores[1, ..., 3:].any()
 
 
-def test_the_twins_rope_is_a_rotation():
+def test_the_reference_rope_is_a_rotation():
     qkv, angles = normal(4, 3, HEADS, 8), torch.rand(10, 3) * 6
     before = qkv.clone()
     positions = torch.tensor([0, 3, 9, 3])
@@ -120,7 +92,7 @@ def test_the_twins_rope_is_a_rotation():
     assert torch.equal(qkv[..., 6:], before[..., 6:]), "what is not rotated stays"
 
 
-def test_the_twins_lstm_is_torchs():
+def test_the_reference_lstm_is_that_of_torch():
     reference = torch.nn.LSTM(8, 12)
     x, h, c = normal(9, 8), normal(1, 1, 12), normal(1, 1, 12)
     with torch.no_grad():
@@ -408,7 +380,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_refused_and_nothing_is_written(core, case):
+def test_invalid_shapes_are_refused_and_nothing_is_written(core, case):
     name, *arguments = WRONG[case]
     before = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
     with pytest.raises((ValueError, TypeError)):
@@ -426,13 +398,13 @@ def test_pages_are_of_one_size_on_both_sides(core):
     assert core.PAGE == twins.PAGE == native.PAGE
 
 
-def test_both_offer_the_same_kernels(core):
+def test_core_and_reference_have_the_same_kernels(core):
     for name in ("rope", "softmax", "store", "append", "attend", "pick", "tanh_norm", "lstm"):
         assert callable(getattr(core, name))
         assert callable(getattr(twins, name))
 
 
-def test_without_the_core_the_twins_stand_in(monkeypatch):
+def test_without_the_core_the_reference_is_used(monkeypatch):
     monkeypatch.setenv("ASR_SERVE_NATIVE", "0")
     assert native.core() is None
     assert native.kernels() is twins

@@ -212,7 +212,7 @@ def test_format_empties_whatever_was_there(ring: ModuleType) -> None:
     assert side.write(1, 0, b"x" * 256) == (256, False)
 
 
-def test_what_is_lent_is_the_ring_s_own_memory(ring: ModuleType) -> None:
+def test_lent_memory_is_that_of_the_ring(ring: ModuleType) -> None:
     memory = memory_of(ring)
     side = ring.Ring(memory)
     payload = side.lend()
@@ -229,7 +229,7 @@ def test_what_is_lent_is_the_ring_s_own_memory(ring: ModuleType) -> None:
     assert bytes(view) == b"jello"
 
 
-def test_the_buffer_lives_as_long_as_what_was_lent_of_it(ring: ModuleType) -> None:
+def test_the_buffer_lives_as_long_as_its_views(ring: ModuleType) -> None:
     memory = memory_of(ring)
     payload = ring.Ring(memory).lend()
     gc.collect()
@@ -277,7 +277,7 @@ def test_reading_stops_at_another_session_another_chunk_and_where_it_no_longer_f
     assert side.read_into(2, 0, room) == (10, False)
 
 
-def test_a_sleeper_is_woken_once_and_before_the_rest_is_copied(ring: ModuleType) -> None:
+def test_a_sleeping_reader_is_woken_once_before_the_rest_is_copied(ring: ModuleType) -> None:
     side = ring.Ring(memory_of(ring, 4))
     assert side.consumer_sleeps()
     assert side.write(1, 0, b"x" * 256) == (64, True)
@@ -291,7 +291,7 @@ def test_a_sleeper_is_woken_once_and_before_the_rest_is_copied(ring: ModuleType)
     assert side.write(1, 0, b"x") == (1, False)
 
 
-def test_either_side_may_attach_again_and_goes_on_where_it_was(ring: ModuleType) -> None:
+def test_either_side_may_attach_again_and_continues(ring: ModuleType) -> None:
     memory = memory_of(ring)
     ring.Ring(memory).write(1, 0, b"x" * 100)
     ring.Ring(memory).write(2, 0, b"y")
@@ -333,7 +333,7 @@ def test_a_consumer_killed_within_release_reads_nothing_twice(ring: ModuleType, 
     assert side.depth == filled
 
 
-def test_a_slot_that_holds_too_much_is_not_read(ring: ModuleType) -> None:
+def test_a_slot_with_an_invalid_length_is_not_read(ring: ModuleType) -> None:
     memory = memory_of(ring)
     side = ring.Ring(memory)
     side.write(1, 0, b"x")
@@ -350,7 +350,7 @@ def test_a_slot_that_holds_too_much_is_not_read(ring: ModuleType) -> None:
     ("slots", "payload_bytes"),
     [(0, 64), (1, 64), (3, 64), (2**21, 64), (4, 0), (4, 63), (4, 96), (4, 2**29), (-4, 64), (4, -64)],
 )
-def test_shapes_that_cannot_be(ring: ModuleType, slots: int, payload_bytes: int) -> None:
+def test_invalid_shapes_are_refused(ring: ModuleType, slots: int, payload_bytes: int) -> None:
     with pytest.raises((ValueError, TypeError)):
         ring.layout(slots, payload_bytes)
     with pytest.raises((ValueError, TypeError)):
@@ -383,7 +383,7 @@ BUFFERS: dict[str, tuple[type[Exception], str, Callable[[ModuleType], Any]]] = {
 
 
 @pytest.mark.parametrize("case", BUFFERS)
-def test_buffers_that_hold_no_ring(ring: ModuleType, case: str) -> None:
+def test_buffers_without_a_ring_are_refused(ring: ModuleType, case: str) -> None:
     error, says, make = BUFFERS[case]
     with pytest.raises(error, match=says):
         ring.Ring(make(ring))
@@ -427,7 +427,7 @@ def test_a_refused_commit_can_be_made_good(ring: ModuleType) -> None:
 # --- which one is used ----------------------------------------------------------------------------
 
 
-def test_without_the_native_ring_the_twin_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_native_ring_the_reference_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASR_SERVE_NATIVE", "0")
     assert kernels.ring() is ring_reference
 
@@ -439,14 +439,14 @@ def test_neither_ring_needs_torch() -> None:
         assert subprocess.run([sys.executable, "-c", script], env=environ, check=False).returncode == 0
 
 
-def test_the_torch_twins_are_still_found_by_name() -> None:
+def test_the_torch_references_are_found_by_name() -> None:
     script = "from asr_serve import kernels; import sys; sys.exit(kernels.reference.PAGE != kernels.PAGE)"
     assert subprocess.run([sys.executable, "-c", script], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
     with pytest.raises(AttributeError, match="cousins"):
         _ = kernels.cousins
 
 
-def test_nothing_is_kept_of_what_was_lent_and_taken(ring: ModuleType) -> None:
+def test_views_are_not_kept_after_they_are_taken(ring: ModuleType) -> None:
     memory = memory_of(ring)
     side, target = ring.Ring(memory), bytearray(100)
     held = sys.getrefcount(memory), sys.getrefcount(target)

@@ -6,7 +6,6 @@ nobody has written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
 
@@ -14,52 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from asr_serve import kernels as native
 from asr_serve.kernels import reference
 
 NAN = float("nan")
 HEADS, SLOTS = 3, 4
 I64 = torch.int64
-
-
-def _core(isa: str) -> ModuleType:
-    built = native.core()
-    if built is None:
-        pytest.skip("the native core is not built or not wanted: pip install -e . builds it")
-    try:
-        built.choose_isa(isa)
-    except ValueError as missing:
-        pytest.skip(str(missing))
-    return built
-
-
-@pytest.fixture(params=["generic", "avx2", "avx512"])
-def core(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The compiled module on one instruction set."""
-    built = _core(request.param)
-    yield built
-    built.choose_isa("auto")
-
-
-@pytest.fixture(params=["torch", "generic", "avx2", "avx512"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The twins, or the compiled module on one instruction set."""
-    if request.param == "torch":
-        yield reference
-    else:
-        built = _core(request.param)
-        yield built
-        built.choose_isa("auto")
-
-
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(20_26)
 
 
 def expect_close(came: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -140,7 +98,7 @@ class Rings:
         return torch.empty(0, 2, HEADS, self.shape.head_dim, dtype=self.dtype)
 
     def step(
-        self, kernels: ModuleType, slots: list[int], frames: list[int], biased: bool, mixed: bool = False
+        self, any_kernels: ModuleType, slots: list[int], frames: list[int], biased: bool, mixed: bool = False
     ) -> Tensor:
         """A step of these sessions and of two rows that only fill up, against the plain loop."""
         n, shape = len(slots) + 2, self.shape
@@ -156,7 +114,7 @@ class Rings:
             for part in qkv:
                 part[row, int(live[row]) :] = NAN
         out = torch.full((n, shape.steps, HEADS * shape.head_dim), NAN, dtype=self.dtype)
-        kernels.window_attention(
+        any_kernels.window_attention(
             q, k, v, self.keys, self.values, rows, seen, live, bias, shape.left, shape.block, out
         )
         for row, (slot, count) in enumerate(zip(slots, frames, strict=True)):
@@ -178,14 +136,14 @@ def fill(shape: Shape) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
-def test_attention_is_that_of_a_loop_over_the_whole_session(kernels, dtype, shape, biased):
+def test_attention_is_that_of_a_loop_over_the_whole_session(any_kernels, dtype, shape, biased):
     """Sessions join, go past the end of the ring, end within a chunk, and leave their rows as they are."""
     rings = Rings(shape, dtype)
     wraps = 0
     for _ in range(40):
         slots = torch.randperm(SLOTS)[: 1 + below(SLOTS)].tolist()
         frames = [shape.steps if below(12) else fill(shape) for _ in slots]
-        rings.step(kernels, slots, frames, biased)
+        rings.step(any_kernels, slots, frames, biased)
         for slot, count in zip(slots, frames, strict=True):
             wraps += len(rings.said[slot]) > rings.keys.shape[2]
             if count < shape.steps:
@@ -195,11 +153,11 @@ def test_attention_is_that_of_a_loop_over_the_whole_session(kernels, dtype, shap
     assert rings.values[SLOTS].isnan().all()
 
 
-def test_the_ring_holds_each_frame_at_its_place(kernels, dtype):
+def test_the_ring_holds_each_frame_at_its_place(any_kernels, dtype):
     shape = Shape(2, 4, 6, 8, spare=1)
     rings = Rings(shape, dtype)
     for frames in (4, 4, 4, 2):
-        rings.step(kernels, [1], [frames], False)
+        rings.step(any_kernels, [1], [frames], False)
     said, capacity = rings.said[1], rings.keys.shape[2]
     for frame in range(14 - capacity, 14):
         assert torch.equal(rings.keys[1, :, frame % capacity], said[frame, 0])
@@ -207,7 +165,7 @@ def test_the_ring_holds_each_frame_at_its_place(kernels, dtype):
     assert rings.keys[[0, 2, 3]].isnan().all(), "rows of others are left alone"
 
 
-def test_positions_far_into_a_session(kernels):
+def test_positions_far_into_a_session(any_kernels):
     """Ten years of frames of 10 ms, and the same frames at the start of a session: one result."""
     shape, results = Shape(2, 4, 6, 8), []
     q, k, v = normal(3, 1, 4, HEADS, 8)
@@ -219,18 +177,18 @@ def test_positions_far_into_a_session(kernels):
                 ring[0, :, (seen - 6 + frame) % 10] = part[:, frame]
         out = torch.empty(1, 4, HEADS * 8)
         places = ints(0), ints(seen), ints(4)
-        kernels.window_attention(q, k, v, keys, values, *places, None, shape.left, shape.block, out)
+        any_kernels.window_attention(q, k, v, keys, values, *places, None, shape.left, shape.block, out)
         results.append(out)
     assert torch.equal(*results)
 
 
-def test_scores_may_be_added_in_float32_to_bf16(kernels):
+def test_scores_may_be_added_in_float32_to_bf16(any_kernels):
     rings = Rings(Shape(2, 4, 7, 16), torch.bfloat16)
     for _ in range(5):
-        rings.step(kernels, [2, 0], [4, 4], True, mixed=True)
+        rings.step(any_kernels, [2, 0], [4, 4], True, mixed=True)
 
 
-def run_session(kernels: ModuleType, qkv: Tensor, by_distance: Tensor, chunk: int, left: int) -> Tensor:
+def run_session(any_kernels: ModuleType, qkv: Tensor, by_distance: Tensor, chunk: int, left: int) -> Tensor:
     """A session of blocks of two, `chunk` frames a step; `by_distance` (1, heads, frames, distances)."""
     frames, heads, head_dim = qkv.shape[1], qkv.shape[3], qkv.shape[4]
     keys, values = torch.full((2, 2, heads, left + chunk, head_dim), NAN, dtype=qkv.dtype)
@@ -242,19 +200,19 @@ def run_session(kernels: ModuleType, qkv: Tensor, by_distance: Tensor, chunk: in
         bias = shifted(scores[..., middle - chunk + 1 :], left + chunk)
         out = torch.empty(1, chunk, heads * head_dim, dtype=qkv.dtype)
         places = ints(0), ints(at), ints(chunk)
-        kernels.window_attention(q, k, v, keys, values, *places, bias, left, 2, out)
+        any_kernels.window_attention(q, k, v, keys, values, *places, bias, left, 2, out)
         pieces.append(out)
     return torch.cat(pieces, 1)
 
 
 @pytest.mark.parametrize("head_dim", [20, 64])
-def test_how_long_the_chunks_are_changes_nothing(kernels, dtype, head_dim):
+def test_the_length_of_chunks_changes_nothing(any_kernels, dtype, head_dim):
     frames, left = 84, 9
     qkv = normal(1, frames, 3, HEADS, head_dim, dtype=dtype)
     by_distance = normal(1, HEADS, frames, 80, dtype=dtype)
-    by_two, *others = (run_session(kernels, qkv, by_distance, chunk, left) for chunk in (2, 4, 6, 12, 14, 28))
+    by_two, *others = (run_session(any_kernels, qkv, by_distance, chunk, left) for chunk in (2, 4, 6, 12, 14, 28))
     for other in others:
-        if kernels is reference:
+        if any_kernels is reference:
             expect_close(other, by_two, dtype)
         else:
             assert torch.equal(other, by_two), "bit for bit"
@@ -283,7 +241,7 @@ def test_neighbours_and_threads_change_nothing(core, dtype):
             assert torch.equal(came, expected)
 
 
-def test_any_layout_whose_numbers_of_a_head_lie_together_will_do(kernels, dtype):
+def test_any_layout_with_contiguous_heads_is_valid(any_kernels, dtype):
     """Queries with the heads outside, one layer of a state of many, part of something wider, one bias for all."""
     n, steps, left, head_dim = 3, 4, 6, 12
     plain = [normal(n, steps, HEADS, head_dim, dtype=dtype) for _ in range(3)]
@@ -298,7 +256,7 @@ def test_any_layout_whose_numbers_of_a_head_lie_together_will_do(kernels, dtype)
     expected = torch.empty(n, steps, HEADS * head_dim, dtype=dtype)
     reference.window_attention(*plain, *rings, *places, bias.contiguous(), left, 2, expected)
     wider = torch.full((n, steps, HEADS * head_dim + 5), 7.0, dtype=dtype)
-    kernels.window_attention(*odd, keys, values, *places, bias, left, 2, wider[..., :-5])
+    any_kernels.window_attention(*odd, keys, values, *places, bias, left, 2, wider[..., :-5])
     expect_close(wider[..., :-5], expected, dtype)
     assert (wider[..., -5:] == 7).all()
     assert torch.equal(keys, rings[0])
@@ -306,17 +264,17 @@ def test_any_layout_whose_numbers_of_a_head_lie_together_will_do(kernels, dtype)
     assert layers[:, :, [0, 2]].isnan().all(), "other layers are left alone"
 
 
-def test_the_core_is_the_twin_at_the_size_of_a_model(core, dtype):
+def test_the_core_equals_the_reference_at_the_size_of_a_model(core, dtype):
     n, steps, left, heads, head_dim = 6, 14, 70, 8, 64
     q, k, v = normal(n, steps, 3, heads, head_dim, dtype=dtype).unbind(2)
     state = normal(2, n + 1, heads, left + steps, head_dim, dtype=dtype)
     bias = shifted(normal(n, heads, steps, left + 2 * steps - 1, dtype=dtype) * 4, left + steps)
     places = torch.randperm(n), ints(0, 14, 70, 84, 98, 14_000), ints(14, 14, 9, 14, 0, 1)
     results = []
-    for kernels in (core, reference):
+    for any_kernels in (core, reference):
         keys, values = state.clone()
         out = torch.full((n, steps, heads * head_dim), NAN, dtype=dtype)
-        kernels.window_attention(q, k, v, keys, values, *places, bias, left, 14, out)
+        any_kernels.window_attention(q, k, v, keys, values, *places, bias, left, 14, out)
         results.append((keys, values, out))
     for ours, theirs in zip(*results, strict=True):
         expect_close(ours, theirs, dtype)
@@ -341,7 +299,7 @@ class Tails:
         self.tail[slot] = 0
         self.said[slot] = torch.zeros(self.taps - 1, self.channels, dtype=self.dtype)
 
-    def step(self, kernels: ModuleType, slots: list[int], frames: list[int], steps: int, biased: bool) -> None:
+    def step(self, any_kernels: ModuleType, slots: list[int], frames: list[int], steps: int, biased: bool) -> None:
         n = len(slots) + 2
         x = normal(n, steps, 2 * self.channels, dtype=self.dtype)[..., : self.channels]
         live = ints(*frames, 0, 0)
@@ -349,7 +307,7 @@ class Tails:
             x[row, int(live[row]) :] = NAN
         before, out = self.tail.clone(), torch.full((n, steps, self.channels), NAN, dtype=self.dtype)
         bias = self.bias if biased else None
-        kernels.causal_conv(x, self.weight, bias, self.tail, ints(*slots, SLOTS, SLOTS), live, out)
+        any_kernels.causal_conv(x, self.weight, bias, self.tail, ints(*slots, SLOTS, SLOTS), live, out)
         for row, (slot, count) in enumerate(zip(slots, frames, strict=True)):
             self.said[slot] = said = torch.cat([self.said[slot], x[row, :count]])
             for e in range(count):
@@ -366,18 +324,18 @@ class Tails:
 @pytest.mark.parametrize("taps", [1, 2, 9, 31])
 @pytest.mark.parametrize(("channels", "steps"), [(5, 1), (64, 4), (100, 7), (192, 2)])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
-def test_a_convolution_is_that_over_the_whole_session(kernels, dtype, taps, channels, steps, biased):
+def test_a_convolution_is_that_over_the_whole_session(any_kernels, dtype, taps, channels, steps, biased):
     tails = Tails(channels, taps, dtype)
     for _ in range(12):
         slots = torch.randperm(SLOTS)[: 1 + below(SLOTS)].tolist()
         frames = [steps if below(6) else below(steps + 1) for _ in slots]
-        tails.step(kernels, slots, frames, steps, biased)
+        tails.step(any_kernels, slots, frames, steps, biased)
         for slot, count in zip(slots, frames, strict=True):
             if count < steps:
                 tails.join(slot)
 
 
-def test_how_long_the_chunks_of_a_convolution_are_changes_nothing(core, dtype):
+def test_the_length_of_the_chunks_of_a_convolution_changes_nothing(core, dtype):
     frames, channels, taps = 24, 70, 9
     x, weight, bias = (normal(*s, dtype=dtype) for s in ((1, frames, channels), (channels, taps), (channels,)))
     results = []
@@ -393,14 +351,14 @@ def test_how_long_the_chunks_of_a_convolution_are_changes_nothing(core, dtype):
         assert torch.equal(tail, results[0][1])
 
 
-def test_weights_may_lie_the_other_way_and_tails_beside_others(kernels, dtype):
+def test_weights_may_lie_the_other_way_and_tails_beside_others(any_kernels, dtype):
     x, weight = normal(2, 3, 6, dtype=dtype), normal(6, 4, dtype=dtype)
     states = normal(SLOTS + 1, 2, 3, 6, dtype=dtype)
     expected_tail, beside = states[:, 1].clone(), states[:, 0].clone()
     expected, wider = torch.empty_like(x), torch.full((2, 3, 8), 7.0, dtype=dtype)
     reference.causal_conv(x, weight, None, expected_tail, ints(3, 1), ints(3, 2), expected)
     other_way = weight.T.contiguous().T
-    kernels.causal_conv(x, other_way, None, states[:, 1], ints(3, 1), ints(3, 2), wider[..., :6])
+    any_kernels.causal_conv(x, other_way, None, states[:, 1], ints(3, 1), ints(3, 2), wider[..., :6])
     expect_close(wider[..., :6], expected, dtype)
     assert (wider[..., 6:] == 7).all()
     assert torch.equal(states[:, 1], expected_tail)
@@ -427,14 +385,7 @@ def test_threads_change_no_convolution(core):
 
 def test_a_tensor_crosses_without_a_copy(core, dtype):
     state = torch.zeros(5, 2, 3, 8, dtype=dtype)
-    for view in (
-        state,
-        state[2:],
-        state[:, 1],
-        state[..., 3:],
-        state.transpose(1, 2),
-        state.expand(2, 5, 2, 3, 8),
-    ):
+    for view in (state, state[2:], state[:, 1], state[..., 3:], state.transpose(1, 2), state.expand(2, 5, 2, 3, 8)):
         assert core.address(view) == view.data_ptr()
     with torch.inference_mode():
         fresh = torch.zeros(4)
@@ -505,7 +456,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_refused_and_nothing_is_written(core, case):
+def test_invalid_shapes_are_refused_and_nothing_is_written(core, case):
     says, arguments = WRONG[case]
     before = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
     with pytest.raises((ValueError, TypeError), match=says):
@@ -514,25 +465,23 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(core, case):
         assert torch.equal(old, new) if isinstance(old, Tensor) else old == new
 
 
-def test_what_the_refusals_are_compared_with_is_fine(kernels):
-    kernels.window_attention(*attention())
-    kernels.window_attention(*attention(bias=None, seen=ints(8, 1)))  # who fills up stands nowhere
-    kernels.causal_conv(*conv())
-    kernels.causal_conv(*conv(bias=None))
+def test_the_arguments_that_the_refusals_change_are_valid(any_kernels):
+    any_kernels.window_attention(*attention())
+    any_kernels.window_attention(*attention(bias=None, seen=ints(8, 1)))  # who fills up stands nowhere
+    any_kernels.causal_conv(*conv())
+    any_kernels.causal_conv(*conv(bias=None))
 
 
-def test_a_step_of_nobody_is_nothing(kernels):
-    empty = {name: torch.zeros(0, 4, 3, 8) for name in "qkv"} | {
-        name: ints() for name in ("rows", "seen", "frames")
-    }
-    kernels.window_attention(*attention(**empty, bias=None, out=torch.zeros(0, 4, 24)))
+def test_a_step_without_rows_does_nothing(any_kernels):
+    empty = {name: torch.zeros(0, 4, 3, 8) for name in "qkv"} | {name: ints() for name in ("rows", "seen", "frames")}
+    any_kernels.window_attention(*attention(**empty, bias=None, out=torch.zeros(0, 4, 24)))
     nobody = {name: torch.zeros(0, 4, 6) for name in ("x", "out")} | {name: ints() for name in ("rows", "frames")}
-    kernels.causal_conv(*conv(**nobody))
+    any_kernels.causal_conv(*conv(**nobody))
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_cuda_graph_can_record_the_twins():
+def test_a_cuda_graph_can_record_the_references():
     """Recorded once, over rows that only fill up; then the same graph runs other sessions."""
     shape, n, channels, taps = Shape(2, 4, 6, 16), 3, 24, 9
     q, k, v = torch.zeros(3, n, 4, HEADS, 16)

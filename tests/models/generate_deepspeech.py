@@ -176,11 +176,7 @@ def spoken(espeak: str) -> np.ndarray:
 def clips(espeak: str) -> dict[str, np.ndarray]:
     noise = np.random.default_rng(6).standard_normal(16_000 + 77) * np.linspace(0, 6_000, 16_000 + 77)
     english = read_wav(installed("moonshine_voice") / "assets" / "beckett.wav")
-    return {
-        "armenian": spoken(espeak),
-        "noise": noise.astype(np.int16),
-        "english": english[:ENGLISH_SAMPLES],
-    }
+    return {"armenian": spoken(espeak), "noise": noise.astype(np.int16), "english": english[:ENGLISH_SAMPLES]}
 
 
 def main() -> None:

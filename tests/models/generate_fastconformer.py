@@ -273,9 +273,7 @@ def spectrograms(pcm: list[Tensor]) -> dict[str, Tensor]:
     """Of 5000 samples and of 1000, which are no whole hops, for both numbers of bands that are published."""
     found = {}
     for mels in (80, 128):
-        preprocessor = AudioToMelSpectrogramPreprocessor(
-            normalize="NA", window_size=0.025, features=mels, pad_to=0
-        )
+        preprocessor = AudioToMelSpectrogramPreprocessor(normalize="NA", window_size=0.025, features=mels, pad_to=0)
         for i, samples in enumerate((pcm[1][:5_000], pcm[2])):
             audio, length = samples[None].float() / 32_768, torch.tensor([len(samples)])
             mel, frames = preprocessor.eval()(input_signal=audio, length=length)

@@ -92,9 +92,7 @@ def heard(model: MoonshineStreamingForConditionalGeneration, clip: torch.Tensor)
     return model.model.encoder(pcm, attention_mask=torch.ones_like(pcm, dtype=torch.long)).last_hidden_state[0]
 
 
-def logits(
-    model: MoonshineStreamingForConditionalGeneration, hidden: torch.Tensor, tokens: list[int]
-) -> torch.Tensor:
+def logits(model: MoonshineStreamingForConditionalGeneration, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     # A copy: the reference adds positions to what it is given.
     output = BaseModelOutput(last_hidden_state=hidden[None].clone())
     output.attention_mask = None

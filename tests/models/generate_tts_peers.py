@@ -32,9 +32,7 @@ def main(folder: Path) -> None:
     names = sorted(path.stem for path in (folder / "voices").glob("*.bin"))
     with tempfile.TemporaryDirectory() as made:
         archive = Path(made) / "voices.npz"
-        np.savez(
-            archive, **{n: np.fromfile(folder / f"voices/{n}.bin", np.float32).reshape(-1, 1, 256) for n in names}
-        )
+        np.savez(archive, **{n: np.fromfile(folder / f"voices/{n}.bin", np.float32).reshape(-1, 1, 256) for n in names})
         kokoro = Kokoro(str(folder / "onnx/model_quantized.onnx"), str(archive))
         fed = Recorded(kokoro.sess)
         kokoro.sess = fed

@@ -143,11 +143,7 @@ def by_chunks(model: Any, config: dict[str, Any], found: Tensor) -> Tensor:
     offset, heard = 0, []
     for at in range(0, len(found) - ahead + 1, stride):
         chunk, attention, convolution = model.encoder.forward_chunk(
-            found[None, at : at + window],
-            offset,
-            config["chunk"] * config["left_chunks"],
-            attention,
-            convolution,
+            found[None, at : at + window], offset, config["chunk"] * config["left_chunks"], attention, convolution
         )
         heard.append(chunk)
         offset += chunk.shape[1]
@@ -180,9 +176,7 @@ def best(model: Any, config: dict[str, Any], hidden: Tensor) -> int:
     rescoring.ctc_prefix_beam_search = lambda **_: ([], [nbest])
     lengths = torch.tensor([hidden.shape[1]])
     weights = {"ctc_weight": config.get("ctc_weight", 0.3), "reverse_weight": config["reverse_weight"]}
-    chosen = rescoring.attention_rescoring(
-        model, hidden, lengths, hidden, lengths, beam_size=len(nbest), **weights
-    )
+    chosen = rescoring.attention_rescoring(model, hidden, lengths, hidden, lengths, beam_size=len(nbest), **weights)
     return GUESSES.index(chosen[0])
 
 

@@ -31,9 +31,7 @@ def main() -> None:
             for clip in CLIPS:
                 hidden = BaseModelOutput(last_hidden_state=file.get_tensor(f"{size}.hidden.{clip}")[None])
                 tokens = torch.tensor([said[size]["given"][clip]])
-                made = model(
-                    encoder_outputs=hidden, decoder_input_ids=tokens, use_cache=False, output_attentions=True
-                )
+                made = model(encoder_outputs=hidden, decoder_input_ids=tokens, use_cache=False, output_attentions=True)
                 again = file.get_tensor(f"{size}.logits.{clip}")
                 assert torch.allclose(made.logits[0], again, atol=1e-4), "the weights are others"
                 tensors[f"{size}.{clip}"] = torch.cat(made.cross_attentions)

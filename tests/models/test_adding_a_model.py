@@ -73,9 +73,7 @@ def direct(found: AsrCheckpoint, pcm: np.ndarray) -> tuple[int, ...]:
     chunk = StreamingChunk(padded, row, row, row + frames, row + len(pcm))
     state = {name: torch.zeros(2, *spec.shape) for name, spec in model.state_specs(frames).items()}
     best = model.ctc_logprobs(model.step(chunk, state))[0].argmax(-1).tolist()
-    return tuple(
-        each for each, before in zip(best, [-1, *best], strict=False) if each not in (before, model.blank_id)
-    )
+    return tuple(each for each, before in zip(best, [-1, *best], strict=False) if each not in (before, model.blank_id))
 
 
 def test_the_engine_computes_what_the_model_does(installed: Path, packaged_speech: Path) -> None:

@@ -81,10 +81,7 @@ def test_every_published_whisper_has_its_heads(vocabulary: int, layers: int, hea
     chosen = whisper_alignment(vocabulary, layers, heads, width).heads
     assert list(chosen) == sorted(chosen)
     assert chosen != whisper_alignment(vocabulary + 1_000, layers, heads, width).heads
-    assert whisper_alignment(vocabulary, layers, heads, width, [(1, 2), (0, 1), (1, 0)]).heads == {
-        0: (1,),
-        1: (2, 0),
-    }
+    assert whisper_alignment(vocabulary, layers, heads, width, [(1, 2), (0, 1), (1, 0)]).heads == {0: (1,), 1: (2, 0)}
 
 
 def test_of_another_size_the_later_half_looks() -> None:

@@ -71,9 +71,7 @@ class Session:
         return out, UNBOUNDED_SAMPLES if begin + window.samples <= len(self.pcm) else len(self.pcm)
 
 
-def make_step(
-    model: deepspeech.Model, state: State, sessions: Sequence[Session], chunk: int, fill: int = 0
-) -> None:
+def make_step(model: deepspeech.Model, state: State, sessions: Sequence[Session], chunk: int, fill: int = 0) -> None:
     """One step of the sessions, and of so many rows that are nobody's."""
     last = len(state["h"]) - 1
     windows = [session.window(chunk) for session in sessions]
@@ -194,10 +192,7 @@ def test_frames_beyond_both_ends_are_zero_themselves(tiny: deepspeech.Model) -> 
 def test_frames_and_window_are_those_of_a_client() -> None:
     model = deepspeech.Model(
         deepspeech.Config(hidden_size=8, cell_size=8),
-        {
-            name: torch.zeros(shape)
-            for name, shape in deepspeech.Config(hidden_size=8, cell_size=8).shapes().items()
-        },
+        {name: torch.zeros(shape) for name, shape in deepspeech.Config(hidden_size=8, cell_size=8).shapes().items()},
         CpuDevice(torch.float32),
     )
     for samples in (1, 319, 320, 511, 512, 513, 831, 832, 833, 16_000):

@@ -90,8 +90,7 @@ class Sessions:
     def __init__(self, model: Model, slots: int, longest: int) -> None:
         self.model, self.slots, self.specs = model, slots, model.state_specs(longest)
         self.state = {
-            name: torch.full((slots + 1, *spec.shape), math.nan, dtype=spec.dtype)
-            for name, spec in self.specs.items()
+            name: torch.full((slots + 1, *spec.shape), math.nan, dtype=spec.dtype) for name, spec in self.specs.items()
         }
 
     def begin(self, slot: int) -> None:
@@ -211,9 +210,7 @@ def test_predictor_rows_are_alone(build: Any) -> None:
     memory = {key: torch.rand_like(value) for key, value in fresh(model, 3).items()}
     together, after = model.transducer.predict(tokens, memory)
     for row in range(3):
-        alone, own = model.transducer.predict(
-            tokens[row : row + 1], {k: v[row : row + 1] for k, v in memory.items()}
-        )
+        alone, own = model.transducer.predict(tokens[row : row + 1], {k: v[row : row + 1] for k, v in memory.items()})
         torch.testing.assert_close(together[row : row + 1], alone, **SAME)
         for key, value in own.items():
             torch.testing.assert_close(after[key][row : row + 1], value, **SAME)
@@ -257,9 +254,7 @@ def test_steps_say_what_nemo_says(build: Any, name: str) -> None:
 def test_chunks_of_any_length_give_the_same(build: Any, name: str, right: int, blocks: int) -> None:
     model = build(name, right)
     for pcm in PCM[:2]:
-        torch.testing.assert_close(
-            hear(model, pcm, blocks * model.frame_block), model.encode_utterance(pcm)[0], **SAME
-        )
+        torch.testing.assert_close(hear(model, pcm, blocks * model.frame_block), model.encode_utterance(pcm)[0], **SAME)
 
 
 def test_a_model_that_has_heard_longer_chunks_gives_the_same(build: Any) -> None:
@@ -351,9 +346,7 @@ def test_the_tiny_model_has_every_part(device: CpuDevice, changes: Mapping[str, 
     assert greedy(model, model.encode_utterance(PCM[1])[0])
 
 
-@pytest.mark.parametrize(
-    "missing", ["encoder.layers.1.conv.depthwise_conv.weight", "joint.enc.bias", "ctc.weight"]
-)
+@pytest.mark.parametrize("missing", ["encoder.layers.1.conv.depthwise_conv.weight", "joint.enc.bias", "ctc.weight"])
 def test_a_tensor_that_is_missing_is_named(device: CpuDevice, missing: str) -> None:
     tensors = weights(fastconformer.tiny())
     del tensors[missing]
@@ -441,10 +434,7 @@ def torch_bytes(value: Any) -> bytes:
         ({"model_config.yaml": b"- 1"}, "holds a list"),
         ({"model_weights.ckpt": b"PK\x03\x04 no"}, "holds no tensors"),
         ({"model_weights.ckpt": torch_bytes({"state_dict": 3})}, "no mapping of names to tensors"),
-        (
-            {"model_weights.ckpt": torch_bytes({"prompt_kernel.weight": torch.ones(2)})},
-            "a tensor prompt_kernel.weight",
-        ),
+        ({"model_weights.ckpt": torch_bytes({"prompt_kernel.weight": torch.ones(2)})}, "a tensor prompt_kernel.weight"),
     ],
 )
 def test_an_archive_that_is_none_is_refused(tmp_path: Path, change: Mapping[str, Any], says: str) -> None:

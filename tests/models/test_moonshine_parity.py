@@ -88,9 +88,7 @@ def pair(request: pytest.FixtureRequest, parity: ModuleType, tmp_path_factory: p
 
     torch.manual_seed(3)
     # Large weights: with the usual small ones every token looks the same and nothing would be tested.
-    config = MoonshineConfig(
-        vocab_size=211, max_position_embeddings=64, initializer_range=0.15, **SIZES[request.param]
-    )
+    config = MoonshineConfig(vocab_size=211, max_position_embeddings=64, initializer_range=0.15, **SIZES[request.param])
     theirs = MoonshineForConditionalGeneration(config).eval()
     with torch.no_grad():
         for name, value in theirs.named_parameters():
@@ -116,8 +114,7 @@ def test_config_reads_the_old_style() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"decoder_num_attention_heads": 8, "decoder_num_key_value_heads": 2}, {"attention_bias": True}],
+    "settings", [{"decoder_num_attention_heads": 8, "decoder_num_key_value_heads": 2}, {"attention_bias": True}]
 )
 def test_config_refuses_what_we_do_not_compute(settings: dict[str, Any]) -> None:
     with pytest.raises(WeightsCorrupt, match=[*settings][-1]):

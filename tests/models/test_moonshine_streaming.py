@@ -64,9 +64,7 @@ def reference(request: pytest.FixtureRequest) -> Reference:
 
 
 def test_the_encoder_hears_what_transformers_hears(reference: Reference) -> None:
-    for mine, theirs, clip in zip(
-        reference.whole(reference.clips), reference.hidden, reference.clips, strict=True
-    ):
+    for mine, theirs, clip in zip(reference.whole(reference.clips), reference.hidden, reference.clips, strict=True):
         assert len(theirs) == reference.model.count_frames(len(clip))
         assert theirs.std() > 0.5
         torch.testing.assert_close(mine, theirs, atol=TOLERANCE, rtol=0)

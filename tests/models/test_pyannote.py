@@ -83,8 +83,6 @@ def test_another_graph_is_refused(tmp_path):
     value = onnx.helper.make_tensor_value_info("x", 1, [1])
     node = onnx.helper.make_node("Abs", ["x"], ["y"])
     out = onnx.helper.make_tensor_value_info("y", 1, [1])
-    onnx.save(
-        onnx.helper.make_model(onnx.helper.make_graph([node], "g", [value], [out])), tmp_path / pyannote.GRAPH
-    )
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph([node], "g", [value], [out])), tmp_path / pyannote.GRAPH)
     with pytest.raises(WeightsCorrupt):
         pyannote.read(tmp_path)

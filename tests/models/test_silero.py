@@ -137,9 +137,7 @@ def test_rows_do_not_affect_neighbours_and_padding_is_never_read(model: Silero, 
     live = [5, 0, 12, 12, 1, 9]
     pcm = noise(rng, len(live), 12)
     pcm[3] *= 1_000
-    begun = SileroState(
-        *(torch.from_numpy(rng.standard_normal(x.shape, np.float32)) for x in model.state(len(live)))
-    )
+    begun = SileroState(*(torch.from_numpy(rng.standard_normal(x.shape, np.float32)) for x in model.state(len(live))))
     for row, count in enumerate(live):
         pcm[row, count * WINDOW_SAMPLES :] = torch.nan
     for part in begun:

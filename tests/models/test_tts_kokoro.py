@@ -55,9 +55,7 @@ def said(*stretches: PhonemeSpan, voice: str = VOICE) -> Sentence:
     return Sentence(stretches, voice)
 
 
-def test_the_samples_are_the_graphs_own(
-    model: kokoro.Model, folder: Path, upstream: dict[str, np.ndarray]
-) -> None:
+def test_the_samples_are_the_graphs_own(model: kokoro.Model, folder: Path, upstream: dict[str, np.ndarray]) -> None:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -107,9 +105,7 @@ def test_a_stretch_has_a_speed_of_its_own(model: kokoro.Model) -> None:
 
     plain = lengths(model.synthesize(said(PhonemeSpan(PHONEMES))).phoneme_ends_samples)
     changed = lengths(
-        model.synthesize(
-            said(PhonemeSpan(PHONEMES[:9], speed=0.5), PhonemeSpan(PHONEMES[9:]))
-        ).phoneme_ends_samples
+        model.synthesize(said(PhonemeSpan(PHONEMES[:9], speed=0.5), PhonemeSpan(PHONEMES[9:]))).phoneme_ends_samples
     )
     assert changed[0] > 1.5 * plain[0]
     assert abs(changed[1] - plain[1]) < 0.1 * plain[1]
@@ -122,9 +118,7 @@ def test_pitch_is_in_semitones(model: kokoro.Model, semitones: float) -> None:
         for pitch in (0.0, semitones)
         for heights in [
             track_pitch(
-                resample_clip(
-                    model.synthesize(said(PhonemeSpan(PHONEMES, pitch=pitch))).pcm, model.rate_hz, RATE_HZ
-                )
+                resample_clip(model.synthesize(said(PhonemeSpan(PHONEMES, pitch=pitch))).pcm, model.rate_hz, RATE_HZ)
             )
         ]
     )
@@ -215,9 +209,7 @@ def test_what_was_fetched_is_looked_through(tmp_path: Path, folder: Path, monkey
         store.verified_published_folder(card)
 
 
-def test_the_hub_where_there_are_no_packages(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_where_there_are_no_packages(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same files under the same names, taken on trust, and remembered."""
     import huggingface_hub
 

@@ -115,9 +115,7 @@ def test_a_voice_of_ones_own(tmp_path: Path, folder: Path, device: Device) -> No
     settings |= {"dataset": "mine", "audio": {"sample_rate": 16_000}}
     settings["inference"]["length_scale"] = 2.0
     (tmp_path / "mine.onnx.json").write_text(json.dumps(settings))
-    found = piper.load(
-        store.published_or_given_folder(tts_card("piper-joe"), tmp_path), tts_card("piper-joe"), device
-    )
+    found = piper.load(store.published_or_given_folder(tts_card("piper-joe"), tmp_path), tts_card("piper-joe"), device)
     assert (found.rate_hz, found.voices) == (16_000, ("mine",))
     slow, fast = (found.samples(said(PhonemeSpan(PHONEMES, speed=speed)), 0.0, 0.0)[0] for speed in (1.0, 2.0))
     assert len(slow) > 1.7 * len(fast)

@@ -427,9 +427,7 @@ def test_a_broken_checkpoint_is_refused(tmp_path: Path, content: str, capsys: py
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[ 1 2", "{}", '{"mean_stat": [1], "var_stat": [1], "frame_num": 0}', "[ a ]"]
-)
+@pytest.mark.parametrize("text", ["", "[ 1 2", "{}", '{"mean_stat": [1], "var_stat": [1], "frame_num": 0}', "[ a ]"])
 def test_broken_statistics_are_refused(text: str) -> None:
     with pytest.raises(WeightsCorrupt, match="global_cmvn"):
         wenet.cmvn(text)

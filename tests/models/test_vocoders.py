@@ -42,9 +42,7 @@ class Codec(Protocol):
 
     def state(self, chunk: int) -> dict: ...
 
-    def step(
-        self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: dict
-    ) -> Tensor: ...
+    def step(self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: dict) -> Tensor: ...
 
     def whole(self, frames: Tensor) -> Tensor: ...
 
@@ -101,9 +99,7 @@ class Sentence(NamedTuple):
     seed: int
 
 
-def in_company(
-    codec: Codec, sentences: Sequence[Sentence], chunks: Sequence[int], poison: bool = True
-) -> list[Tensor]:
+def in_company(codec: Codec, sentences: Sequence[Sentence], chunks: Sequence[int], poison: bool = True) -> list[Tensor]:
     """All of them, each begun when it should be, in steps of so many frames, in a new order every step."""
     chance = random.Random(1)
     rows = StateCacheManager(codec.state_specs(max(chunks)), len(sentences), poison=poison)
@@ -151,8 +147,7 @@ def in_company(
 
 
 COMPANY = [
-    Sentence(voice(n, i), begins, 7 * i)
-    for i, (n, begins) in enumerate([(61, 0), (23, 2), (3, 1), (90, 3), (1, 5)])
+    Sentence(voice(n, i), begins, 7 * i) for i, (n, begins) in enumerate([(61, 0), (23, 2), (3, 1), (90, 3), (1, 5)])
 ]
 
 
@@ -220,9 +215,7 @@ def test_wrong_tensors_are_named(kind: str) -> None:
 
 def test_every_card_has_its_file() -> None:
     assert {card.kind for card in vocoder_cards().values()} <= set(model_modules("codec"))
-    assert all(
-        card.rate_hz == model_modules("codec")[card.kind].Model.rate_hz for card in vocoder_cards().values()
-    )
+    assert all(card.rate_hz == model_modules("codec")[card.kind].Model.rate_hz for card in vocoder_cards().values())
 
 
 # --- HiFi-GAN ---------------------------------------------------------------------------------------------

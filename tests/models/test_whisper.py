@@ -65,9 +65,7 @@ def hear(model: whisper.Model, clips: Sequence[Tensor], whole: Sequence[bool] = 
     """Hidden states of each clip, all in one batch, with the logarithms of how many positions each stands for."""
     hidden, packing = model.encode(clips, whole)
     wanted = whole or [False] * len(clips)
-    assert packing.frames == [
-        model.count_frames(len(clip), each) for clip, each in zip(clips, wanted, strict=True)
-    ]
+    assert packing.frames == [model.count_frames(len(clip), each) for clip, each in zip(clips, wanted, strict=True)]
     return [hidden[at : at + n] for at, n in zip(packing.offsets, packing.frames, strict=True)]
 
 

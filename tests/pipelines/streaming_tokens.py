@@ -1,5 +1,5 @@
-"""A streaming model whose words lie in the audio itself, behind a door that answers when it is told to: what a
-caller must be told is known exactly, whatever happens on the way."""
+"""A streaming model whose tokens are written into the audio, behind a client that answers when it is told to: the
+expected result is known exactly, whatever happens on the way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from listen_caller import Caller
+from live_client import LiveClient
 
 from asr_serve.config import EngineConfig
 from asr_serve.engine.partial_rate import PartialRateController
@@ -26,12 +26,12 @@ SPEECH, MARK, STEP = 0.9, 0.3, 2e-5
 """Level of speech; and of the sample at which token k is said: MARK + k * STEP."""
 
 
-def spoken(token: int) -> float:
+def sample_of(token: int) -> float:
     return MARK + STEP * token
 
 
 def tokens_in(pcm: np.ndarray) -> list[tuple[int, int]]:
-    """(sample, token) of each that is said."""
+    """(sample, token) of each token in the audio."""
     marked = ((pcm > MARK - STEP / 2) & (pcm < SPEECH - STEP)).nonzero()[0]
     return [(int(at), round((float(pcm[at]) - MARK) / STEP)) for at in marked]
 
@@ -39,7 +39,7 @@ def tokens_in(pcm: np.ndarray) -> list[tuple[int, int]]:
 class Script(NamedTuple):
     pcm: np.ndarray
     pieces: list[str]
-    """What tokens say."""
+    """Text of each token."""
 
     @property
     def tokens(self) -> list[int]:
@@ -57,7 +57,7 @@ def script(*stretches: tuple[float, float], chance: random.Random, unspaced: boo
             for part in range(chance.randint(1, 3)):
                 if at >= len(speech) - ms_to_samples(40):
                     break
-                speech[at] = spoken(len(pieces))
+                speech[at] = sample_of(len(pieces))
                 word = chr(0x4E00 + len(pieces)) if unspaced else f"{'' if part else '▁'}{len(pieces)}."
                 pieces.append(word)
                 at += chance.randint(ms_to_samples(40), ms_to_samples(100))
@@ -66,10 +66,10 @@ def script(*stretches: tuple[float, float], chance: random.Random, unspaced: boo
     return Script(np.concatenate(parts), pieces)
 
 
-class _Voice:
-    """Speech is what is loud."""
+class _VadSession:
+    """Voice activity by loudness."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: FakeClient) -> None:
         self._client = client
         self._tokenizer = self
         client.sessions.add(self)
@@ -83,10 +83,10 @@ class _Voice:
 
 
 class _Stream:
-    """Says a token once the chunk with it, and `late` samples more, are there, and has it `drift` samples late;
-    `held` tokens may still change."""
+    """Emits a token once its chunk and `late` more samples are there, `drift` samples late; the last `held` tokens
+    may still change."""
 
-    def __init__(self, client: Client, words: bool) -> None:
+    def __init__(self, client: FakeClient, words: bool) -> None:
         self._client, self._words = client, words
         self._tokenizer = self
         self._pcm = np.zeros(0, np.float32)
@@ -108,24 +108,22 @@ class _Stream:
             return client.later(client.chance.choice([StepFailed, Cancelled])("on purpose"), self)
         steps = (len(self._pcm) - client.late) // (CHUNK * FRAME)
         known = len(self._pcm) if last else max(0, steps * CHUNK * FRAME)
-        said = [
-            SearchToken(token, (at + client.drift) // FRAME, -0.5) for at, token in tokens_in(self._pcm[:known])
-        ]
-        fixed = len(said) if last else max(self._told, len(said) - client.held)
+        content = [SearchToken(token, (at + client.drift) // FRAME, -0.5) for at, token in tokens_in(self._pcm[:known])]
+        fixed = len(content) if last else max(self._told, len(content) - client.held)
         runs: list[tuple[int, int]] = []
         if timed:
             assert self._words, "times of a stream that is not asked for any"
-            runs = [(token.frame, token.frame + 1) for token in said[self._timed : fixed]]
+            runs = [(token.frame, token.frame + 1) for token in content[self._timed : fixed]]
             self._timed = fixed
-        found, self._told = SearchResult(said[self._told : fixed], said[fixed:], runs), fixed
+        found, self._told = SearchResult(content[self._told : fixed], content[fixed:], runs), fixed
         return client.later(found, self)
 
     def close(self) -> None:
         self._client.streams.discard(self)
 
 
-class Client:
-    """As much of EngineClient as a live caller sees. `work` answers what waits, in an order of chance's."""
+class FakeClient:
+    """As much of EngineClient as a live session sees. `work` answers pending requests in random order."""
 
     turn_model = None
 
@@ -139,12 +137,12 @@ class Client:
         )
         self.drift = ms_to_samples(drift_ms)
         self.streams: set[_Stream] = set()
-        """Open: nobody has closed them."""
-        self.sessions: set[_Voice] = set()
+        """Streams that are open."""
+        self.sessions: set[_VadSession] = set()
         self._waiting: deque[tuple[Future[Any], Any, _Stream | None]] = deque()
 
-    def open_vad_session(self, *, live: bool) -> _Voice:
-        return _Voice(self)
+    def open_vad_session(self, *, live: bool) -> _VadSession:
+        return _VadSession(self)
 
     def open_stream(self, *, live: bool, words: bool = False, bias: str = "") -> _Stream:
         return _Stream(self, words)
@@ -155,7 +153,7 @@ class Client:
         return future
 
     def work(self) -> bool:
-        """Answer one; False when nobody waits."""
+        """Answer one request; False when none is pending."""
         if not self._waiting:
             return False
         self._waiting.rotate(self.chance.randrange(len(self._waiting)))
@@ -171,21 +169,21 @@ class Client:
         return True
 
 
-class Speaker(Caller):
-    """A caller whose engine is a Client."""
+class ScriptedSession(LiveClient):
+    """A live client whose engine is a FakeClient."""
 
-    def __init__(self, client: Client, said: Script, **options: object) -> None:
+    def __init__(self, client: FakeClient, content: Script, **options: object) -> None:
         self.client = client
         self._client = client
         self._tokenizer = self
         super().__init__(self, **options)  # type: ignore[arg-type]
-        self.pieces = said.pieces
+        self.pieces = content.pieces
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(self.pieces[token] for token in tokens).replace("▁", " ").strip()
 
     def answer(self) -> None:
-        assert self.client.work() or self.bell.is_set(), "nobody wakes this caller any more"
+        assert self.client.work() or self.changed.is_set(), "nobody wakes this session any more"
         self.advance()
 
     @property
@@ -193,29 +191,29 @@ class Speaker(Caller):
         return [token for segment in self.segments for token in segment.tokens]
 
 
-def speak(
-    client: Client,
-    said: Script,
+def run_script(
+    client: FakeClient,
+    content: Script,
     sizes: list[int],
     *,
     answers: int = 1_000,
     flushes: tuple[int, ...] = (),
     **options: object,
-) -> Speaker:
-    """Everything, in packets of these sizes; after each, up to so many answers. Flushed when so much was put."""
-    with Speaker(client, said, **options) as caller:
+) -> ScriptedSession:
+    """A whole session in packets of these sizes; after each, up to so many answers. Flushes at these positions."""
+    with ScriptedSession(client, content, **options) as session:
         at = packet = 0
         due = deque(flushes)
-        while at < len(said.pcm):
-            end = min(len(said.pcm), at + sizes[packet % len(sizes)], *list(due)[:1])
-            caller.write(said.pcm[at:end])
+        while at < len(content.pcm):
+            end = min(len(content.pcm), at + sizes[packet % len(sizes)], *list(due)[:1])
+            session.write(content.pcm[at:end])
             at, packet = end, packet + 1
             if due and due[0] == at:
-                caller.flush(str(due.popleft()))
+                session.flush(str(due.popleft()))
             for _ in range(client.chance.randint(0, answers) if answers < 1_000 else answers):
                 if not client.work():
                     break
-                caller.advance()
-        caller.finish()
+                session.advance()
+        session.finish()
     assert not client.streams | client.sessions, "something was left open"
-    return caller
+    return session

@@ -117,9 +117,7 @@ def test_a_file_beside_a_slow_one_does_not_wait_for_it(pipe, model, speech):
 def test_what_is_wrong_with_a_slow_input_is_told(pipe, model, data, error):
     pipe.send(data)
     threading.Timer(0.05, pipe.close).start()
-    failed = next(
-        event for event in model.events([InputItem("slow", pipe.reader)]) if isinstance(event, FileFailed)
-    )
+    failed = next(event for event in model.events([InputItem("slow", pipe.reader)]) if isinstance(event, FileFailed))
     assert isinstance(failed.error, error)
 
 
@@ -160,8 +158,6 @@ def test_an_option_changes_nothing_about_it(pipe, model, speech):
     pipe.send(data)
     threading.Timer(0.5, pipe.close).start()
     options = TranscribeOptions(vad=False)
-    [slow] = [
-        e.transcript for e in model.events([InputItem("slow", pipe.reader)], options) if isinstance(e, FileDone)
-    ]
+    [slow] = [e.transcript for e in model.events([InputItem("slow", pipe.reader)], options) if isinstance(e, FileDone)]
     [fast] = model.transcribe(data, vad=False)
     assert slow.text == fast.text

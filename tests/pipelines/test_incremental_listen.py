@@ -5,17 +5,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
-from listen_caller import RATE_HZ, Caller, Said, expect_growing_empty, hear, hurried, on_loop, packets, still
+from live_client import (
+    RATE_HZ,
+    LiveClient,
+    SegmentSpans,
+    expect_streaming_idle,
+    fast_clock,
+    packets,
+    run_session,
+    stopped_clock,
+)
+from loaded_models import load_model
 from streaming_moonshine import MODEL, write
+from tiny_moonshine import on_loop
 
-import asr_serve
 from asr_serve.api.library import Model
-from asr_serve.audio import read_audio
-from asr_serve.config import EngineConfig
 from asr_serve.errors import StepFailed
 from asr_serve.pipelines import segments
 from asr_serve.pipelines.live.segment_hypotheses import MAX_TRIES
@@ -31,54 +38,48 @@ def anything_is_believed() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ASR_SERVE_THREADS", "1")
-        folder = write(tmp_path_factory.mktemp("moonshine-streaming"))
-        loaded = asr_serve.load(MODEL, weights=folder, dtype="fp32", engine=EngineConfig(prefix_bytes=0))
-    with loaded:
-        yield loaded
+    with load_model(MODEL, weights=write(tmp_path_factory.mktemp("moonshine-streaming"))) as model:
+        yield model
 
 
 @pytest.fixture(autouse=True)
-def everything_comes_back(model: Model) -> Iterator[None]:
+def idle_afterwards(model: Model) -> Iterator[None]:
     yield
-    expect_growing_empty(model._client)
+    expect_streaming_idle(model._client)
 
 
 @pytest.fixture(scope="module")
-def talk(packaged_speech: Path) -> np.ndarray:
-    """Sentences with pauses between them, and speech that is cut for its length."""
-    cities = read_audio(packaged_speech / "two_cities.wav")
-    beckett = read_audio(packaged_speech / "beckett.wav")
+def talk(beckett: np.ndarray, cities: np.ndarray) -> np.ndarray:
+    """Sentences with pauses between them, and speech that is split for its length."""
     quiet = np.zeros(RATE_HZ, np.float32)
     return np.concatenate([beckett[: 3 * RATE_HZ], quiet, cities[RATE_HZ // 2 : 7 * RATE_HZ]])
 
 
 @pytest.fixture(scope="module")
-def said(model: Model, talk: np.ndarray) -> Said:
-    found = hear(model, talk, clock=still).said
+def said(model: Model, talk: np.ndarray) -> SegmentSpans:
+    found = run_session(model, talk, clock=stopped_clock).spans
     assert len(found) > 3
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[512], [1_600, 100, 40_000], [200_000, 7_680]])
-@pytest.mark.parametrize("clock", [None, hurried])
+@pytest.mark.parametrize("clock", [None, fast_clock])
 @pytest.mark.parametrize("in_step", [True, False])
 def test_any_packets_any_partials(model, talk, said, sizes, clock, in_step):
-    caller = hear(model, talk, sizes, clock() if clock else None, in_step=in_step)
-    assert caller.said == said
+    caller = run_session(model, talk, sizes, clock() if clock else None, in_step=in_step)
+    assert caller.spans == said
 
 
 @pytest.mark.slow
 def test_partials_come_while_somebody_speaks(model, talk, said):
-    caller = hear(model, talk, [1_600], hurried(), in_step=True, partial_ms=200)
-    assert caller.said == said
+    caller = run_session(model, talk, [1_600], fast_clock(), in_step=True, partial_ms=200)
+    assert caller.spans == said
     assert len({partial.text for partial in caller.partials}) > len(said)
 
 
 def test_company_changes_nothing(model, talk, said):
-    callers = [Caller(model, hurried()) for _ in range(5)]
+    callers = [LiveClient(model, fast_clock()) for _ in range(5)]
     order = [index for index in range(5) for _ in packets(talk, [3_200])]
     random.Random(2).shuffle(order)
     left = [packets(talk, [3_200]) for _ in callers]
@@ -87,13 +88,13 @@ def test_company_changes_nothing(model, talk, said):
     for caller in callers:
         with caller:
             caller.finish()
-            assert caller.said == said
+            assert caller.spans == said
 
 
 @pytest.mark.slow
 def test_no_frame_is_encoded_twice(model, talk, monkeypatch):
     """Whatever is asked: an encoder that hears each segment once hears little more than all of them together."""
-    encoder = on_loop_value(model, lambda loop: loop.executor.model_runner.model)
+    encoder = on_loop(model._client, lambda loop: loop.executor.model_runner.model)
     heard: list[int] = []
     step = encoder.step
 
@@ -106,17 +107,17 @@ def test_no_frame_is_encoded_twice(model, talk, monkeypatch):
 
     monkeypatch.setattr(encoder, "step", counting)
     monkeypatch.setattr(encoder, "encode_clips", never)
-    caller = hear(model, talk, [1_600], hurried(), in_step=True, partial_ms=200)
-    spoken = sum(end - start for start, end, _ in caller.said)
+    caller = run_session(model, talk, [1_600], fast_clock(), in_step=True, partial_ms=200)
+    spoken = sum(end - start for start, end, _ in caller.spans)
     # Where a segment is cut for its length, the next one begins 1.2 s before.
-    most = spoken + len(caller.said) * 4 * RATE_HZ
+    most = spoken + len(caller.spans) * 4 * RATE_HZ
     assert spoken < sum(heard) * encoder.frame_samples < most
     assert len(caller.partials) > 20
 
 
 @pytest.mark.slow
 def test_a_stream_that_fails_is_heard_again(model, talk, said, monkeypatch):
-    encoder = on_loop_value(model, lambda loop: loop.executor.model_runner.model)
+    encoder = on_loop(model._client, lambda loop: loop.executor.model_runner.model)
     step, count = encoder.step, [0]
 
     def breaking(chunk, state):
@@ -126,13 +127,13 @@ def test_a_stream_that_fails_is_heard_again(model, talk, said, monkeypatch):
         return step(chunk, state)
 
     monkeypatch.setattr(encoder, "step", breaking)
-    caller = hear(model, talk, [4_800], hurried(), in_step=True)
-    assert caller.said == said
+    caller = run_session(model, talk, [4_800], fast_clock(), in_step=True)
+    assert caller.spans == said
     assert count[0] > 40
 
 
 def test_one_that_always_fails_is_given_up(model, talk, monkeypatch):
-    encoder, count = on_loop_value(model, lambda loop: loop.executor.model_runner.model), [0]
+    encoder, count = on_loop(model._client, lambda loop: loop.executor.model_runner.model), [0]
 
     def broken(chunk, state):
         count[0] += 1
@@ -140,24 +141,18 @@ def test_one_that_always_fails_is_given_up(model, talk, monkeypatch):
 
     monkeypatch.setattr(encoder, "step", broken)
     with pytest.raises(StepFailed, match="on purpose"):
-        hear(model, talk, clock=still)
+        run_session(model, talk, clock=stopped_clock)
     assert count[0] >= MAX_TRIES
 
 
 def test_flushes_and_leaving(model, talk):
-    with Caller(model, hurried()) as caller:
+    with LiveClient(model, fast_clock()) as caller:
         for number, packet in enumerate(packets(talk, [8_000])):
             caller.write(packet)
             if number % 5 == 3:
                 caller.flush(f"at {number}")
         caller.finish()
         assert len(caller.flushed) > 2
-    with Caller(model) as caller:
+    with LiveClient(model) as caller:
         caller.write(talk[: 2 * RATE_HZ])
         caller.settle()
-
-
-def on_loop_value(model: Model, look):
-    found: list[object] = []
-    on_loop(model._client, lambda loop: found.append(look(loop)))
-    return found[0]

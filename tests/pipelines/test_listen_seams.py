@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from listen_caller import RATE_HZ, expect_empty, hear, plain
+from live_client import RATE_HZ, plain_words, run_session
+from loaded_models import expect_idle
 
 import asr_serve
 from asr_serve.api.library import Model
@@ -32,7 +33,7 @@ SENTENCES = 15
 def model() -> Iterator[Model]:
     with asr_serve.load("moonshine-tiny-en", dtype="fp32", engine=EngineConfig(prefix_bytes=0)) as loaded:
         yield loaded
-        expect_empty(loaded._client)
+        expect_idle(loaded._client)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def sentences(speech_data: Path) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def alone(model: Model, sentences: list[np.ndarray]) -> list[list[str]]:
-    return [plain(hear(model, pcm).text) for pcm in sentences]
+    return [plain_words(run_session(model, pcm).text) for pcm in sentences]
 
 
 def lost_or_doubled(parts: list[list[str]], heard: list[str]) -> dict[int, str]:
@@ -83,8 +84,8 @@ def test_no_word_is_lost_or_doubled_at_a_seam(model, sentences, alone, pause_s):
         group = slice(first, first + JOINED)
         parts = [piece for pcm in sentences[group] for piece in (pcm, pause)][:-1]
         joined = np.concatenate(parts)
-        live = lost_or_doubled(alone[group], plain(hear(model, joined).text))
+        live = lost_or_doubled(alone[group], plain_words(run_session(model, joined).text))
         if live:
-            file = lost_or_doubled(alone[group], plain(model.transcribe(joined)[0].text))
+            file = lost_or_doubled(alone[group], plain_words(model.transcribe(joined)[0].text))
             bad += [f"{first + seam}: {what}" for seam, what in live.items() if seam not in file]
     assert not bad

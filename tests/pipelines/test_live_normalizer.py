@@ -98,9 +98,7 @@ def test_who_has_gone_is_written_no_more(gate: Gate) -> None:
     staying.enqueue([done(SAID[2])])
     going.close()
     gate.set()
-    assert [each.segment.text for each in rest(staying, woken) if isinstance(each, LiveSegmentDone)] == [
-        WRITTEN[2]
-    ]
+    assert [each.segment.text for each in rest(staying, woken) if isinstance(each, LiveSegmentDone)] == [WRITTEN[2]]
     assert len(gate.asked) <= 2, "the one that was under way, and that of who has stayed"
 
 

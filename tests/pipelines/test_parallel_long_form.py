@@ -70,9 +70,7 @@ class Cut:
     def __init__(self, chosen: AsrCard = WHISPER, **search: Any) -> None:
         self.pcm = np.random.default_rng(1).standard_normal(12 * S).astype(np.float32)
         endpoint = EndpointConfig(max_segment_ms=20_000, min_speech_ms=0)
-        self.way = ParallelLongForm(
-            chosen, endpoint, SearchOptions(**search), Speaking(), 512, text, lambda _: None
-        )  # type: ignore[arg-type]
+        self.way = ParallelLongForm(chosen, endpoint, SearchOptions(**search), Speaking(), 512, text, lambda _: None)  # type: ignore[arg-type]
         source, self.requests = Recorded(self.pcm), list[SegmentRequest]()
         while not self.way.finished:
             moved, requests = self.way.advance(source, True)
@@ -100,9 +98,7 @@ def test_an_answer_that_ends_early_is_heard_on_from_there() -> None:
     assert not rest.pcm[:PADDING_SAMPLES].any()
     heard = cut.told(rest, answer(time(0), 302, time(2), time(2), 303, time(7.4)))
     assert heard.follow_up is None
-    assert [(s.start_samples, s.end_samples, s.text) for s in heard.segments] == [
-        (round(4.5 * S), 12 * S, "w302 w303")
-    ]
+    assert [(s.start_samples, s.end_samples, s.text) for s in heard.segments] == [(round(4.5 * S), 12 * S, "w302 w303")]
 
 
 @pytest.mark.parametrize(

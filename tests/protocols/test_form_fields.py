@@ -49,9 +49,7 @@ def test_numbers(value):
     assert read(temperature=value).number("temperature", 0, 1) == float(value)
 
 
-@pytest.mark.parametrize(
-    "value", ["-0.1", "1.5", "nan", "inf", "1_0", "0x1", "٠", "1e", "one", "1 0", "0" * 1_001]
-)
+@pytest.mark.parametrize("value", ["-0.1", "1.5", "nan", "inf", "1_0", "0x1", "٠", "1e", "one", "1 0", "0" * 1_001])
 def test_no_numbers(value):
     with pytest.raises(OptionError) as refused:
         read(temperature=value).number("temperature", 0, 1)

@@ -93,18 +93,9 @@ def test_events():
     assert websocket.STARTED == '{"event":"started"}'
     assert websocket.STOPPED == '{"event":"stopped"}'
     assert websocket.language_answer("中文") == '{"event":"language_set","language":"中文"}'
-    assert json.loads(websocket.hotwords_answer(["a"])) == {
-        "event": "hotwords_set",
-        "hotwords": ["a"],
-        "used": True,
-    }
+    assert json.loads(websocket.hotwords_answer(["a"])) == {"event": "hotwords_set", "hotwords": ["a"], "used": True}
     told = json.loads(websocket.hotwords_answer(["a", "b"], websocket.NOT_STARTED))
-    assert told == {
-        "event": "hotwords_set",
-        "hotwords": ["a", "b"],
-        "used": False,
-        "message": websocket.NOT_STARTED,
-    }
+    assert told == {"event": "hotwords_set", "hotwords": ["a", "b"], "used": False, "message": websocket.NOT_STARTED}
     assert json.loads(websocket.error_answer("at_capacity", "full", 200)) == {
         "event": "error",
         "code": "at_capacity",
@@ -124,9 +115,7 @@ def test_flags_are_true_or_false(text):
 def test_what_a_query_wants():
     assert FunAsrOptions.from_query(FormFields({}, websocket.FLAGS)) == FunAsrOptions()
     query = {"spk": ["1"], "words": ["true"], "itn": ["yes"]}
-    assert FunAsrOptions.from_query(FormFields(query, websocket.FLAGS)) == FunAsrOptions(
-        spk=True, words=True, itn=True
-    )
+    assert FunAsrOptions.from_query(FormFields(query, websocket.FLAGS)) == FunAsrOptions(spk=True, words=True, itn=True)
 
 
 def test_who_says_how_many_speak_wants_them():
@@ -183,12 +172,7 @@ def test_at_the_end_speakers_may_turn_out_to_be_others(only_new):
 
 def test_answers_hold_all_that_is_locked():
     said = SentenceEncoder()
-    assert json.loads(said.encode_partial("")) == {
-        "sentences": [],
-        "partial": "",
-        "is_final": False,
-        "duration_ms": 0,
-    }
+    assert json.loads(said.encode_partial("")) == {"sentences": [], "partial": "", "is_final": False, "duration_ms": 0}
     said.add_segment(HELLO)
     hello = {"text": "你好", "start": 300, "end": 1_200}
     assert json.loads(said.encode_partial("世界", 20_000, 32_000)) == {

@@ -155,8 +155,7 @@ def test_what_a_session_asked_for_before():
 def test_prompts_and_keywords():
     for turns in (None, {"type": "server_vad"}, {"type": "semantic_vad"}):
         asked = apply_update(
-            RealtimeSettings(),
-            session(transcription={"prompt": "Said.", "keywords": ["Ada"]}, turn_detection=turns),
+            RealtimeSettings(), session(transcription={"prompt": "Said.", "keywords": ["Ada"]}, turn_detection=turns)
         )
         listened = asked.listen_options("smart-turn")
         assert (asked.prompt, asked.hotwords) == (listened.prompt, listened.hotwords) == ("Said.", ("Ada",))
@@ -164,12 +163,8 @@ def test_prompts_and_keywords():
     assert apply_update(asked, session(transcription={"language": "en"})).prompt == "Said."
     gone = apply_update(asked, session(transcription={"prompt": "", "keywords": None}))
     assert (gone.prompt, gone.hotwords) == ("", ())
-    assert (
-        apply_update(RealtimeSettings(), before(input_audio_transcription={"prompt": "Said."})).prompt == "Said."
-    )
-    told = json.loads(ServerEventEncoder(beta=False).session("updated", asked, "m", 0))["session"]["audio"][
-        "input"
-    ]
+    assert apply_update(RealtimeSettings(), before(input_audio_transcription={"prompt": "Said."})).prompt == "Said."
+    told = json.loads(ServerEventEncoder(beta=False).session("updated", asked, "m", 0))["session"]["audio"]["input"]
     assert told["transcription"] == {"model": "m", "language": None, "prompt": "Said.", "keywords": ["Ada"]}
 
 
@@ -177,8 +172,7 @@ def test_models_to_which_openai_gives_no_turn_detection():
     for model in ("gpt-realtime-whisper", "gpt-live-transcribe"):
         assert RealtimeSettings.initial(model).turn_detection is None
         assert (
-            apply_update(RealtimeSettings.initial(None), session(transcription={"model": model})).turn_detection
-            is None
+            apply_update(RealtimeSettings.initial(None), session(transcription={"model": model})).turn_detection is None
         )
     assert RealtimeSettings.initial("gpt-4o-transcribe").turn_detection == ServerVad()
     chosen = apply_update(
@@ -200,11 +194,7 @@ def test_models_to_which_openai_gives_no_turn_detection():
         (session(format={"type": "audio/mp3"}), OptionError, "session.audio.input.format.type"),
         (session(format={}), MissingOption, "session.audio.input.format.type"),
         (session(format={"type": "audio/pcm", "rate": 8_000}), OptionError, "session.audio.input.format.rate"),
-        (
-            session(noise_reduction={"type": "near_field"}),
-            UnsupportedOption,
-            "session.audio.input.noise_reduction",
-        ),
+        (session(noise_reduction={"type": "near_field"}), UnsupportedOption, "session.audio.input.noise_reduction"),
         (session(transcription={"prompt": ["p"]}), OptionError, "session.audio.input.transcription.prompt"),
         (session(transcription={"keywords": "k"}), OptionError, "session.audio.input.transcription.keywords"),
         (session(transcription={"keywords": [1]}), OptionError, "session.audio.input.transcription.keywords"),
@@ -315,18 +305,11 @@ def test_a_turn_is_an_item():
         "delta",
         "completed",
     ]
-    assert [event.get("delta") for event in heard.events if "delta" in event] == [
-        "Ever",
-        " tried, ever",
-        " failed.",
-    ]
+    assert [event.get("delta") for event in heard.events if "delta" in event] == ["Ever", " tried, ever", " failed."]
     assert heard.events[0]["audio_start_ms"] == 100
     assert heard.events[3]["audio_end_ms"] == 3_000
     [done] = heard.completed.values()
-    assert (done["transcript"], done["usage"]) == (
-        "Ever tried, ever failed.",
-        {"type": "duration", "seconds": 2.9},
-    )
+    assert (done["transcript"], done["usage"]) == ("Ever tried, ever failed.", {"type": "duration", "seconds": 2.9})
     assert len({event["item_id"] for event in heard.events if "item_id" in event}) == 1
     assert len({event["event_id"] for event in heard.events}) == len(heard.events)
 
@@ -425,12 +408,7 @@ def test_what_may_change_on_request():
 
 def test_when_nothing_more_will_be_heard():
     heard, items = Heard(), ItemTracker(ServerEventEncoder(beta=False), turns=True, partials=False)
-    for event in (
-        TurnEvent("started", 0),
-        TurnEvent("stopped", 9),
-        TurnEvent("started", 20),
-        segment(20, 30, "Ever."),
-    ):
+    for event in (TurnEvent("started", 0), TurnEvent("stopped", 9), TurnEvent("started", 20), segment(20, 30, "Ever.")):
         heard.take(items.on_event(event))
     heard.take(items.fail(Problem("It broke.", "server_error", None, "internal_error")))
     assert heard.kinds[-2:] == ["failed", "failed"]

@@ -42,14 +42,7 @@ from asr_serve.protocols.stream.speech_messages import (
 )
 
 MOST = 100
-MANNER = {
-    "speed": 2,
-    "pitch": -3.5,
-    "energy": 6,
-    "seed": 7,
-    "lexicon": {"GIF": "dʒɪf"},
-    "watermark": True,
-}
+MANNER = {"speed": 2, "pitch": -3.5, "energy": 6, "seed": 7, "lexicon": {"GIF": "dʒɪf"}, "watermark": True}
 SAID = SpeechStyle(speed=2.0, pitch=-3.5, energy=6.0, seed=7, lexicon={"GIF": "dʒɪf"}, watermark=True)
 
 
@@ -170,14 +163,7 @@ def said(**members: object) -> str:
 def test_commands():
     assert parse_speech_command(said(type="start")) == StartSpeech()
     everything = said(
-        type="start",
-        model="m",
-        voice="v",
-        format="mp3",
-        sample_rate=16_000,
-        words=False,
-        instructions="x",
-        **MANNER,
+        type="start", model="m", voice="v", format="mp3", sample_rate=16_000, words=False, instructions="x", **MANNER
     )
     assert parse_speech_command(everything) == StartSpeech("m", "v", "mp3", 16_000, SAID, False, ("instructions",))
     assert parse_speech_command(said(type="text", text=" Hel")) == AppendText(" Hel")

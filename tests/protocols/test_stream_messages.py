@@ -91,9 +91,7 @@ def test_who_says_how_many_speak_wants_them(name):
 
 
 def test_a_resume():
-    assert parse_query({"session": ["s"], "after": ["12"], "api_key": ["k"]}, packets=True) == StreamResume(
-        "s", 12
-    )
+    assert parse_query({"session": ["s"], "after": ["12"], "api_key": ["k"]}, packets=True) == StreamResume("s", 12)
     assert parse_query({"session": ["s"]}, packets=True) == StreamResume("s", 0)
     for query, param in (
         ({"session": ["s"], "encoding": ["alaw"]}, "encoding"),
@@ -181,9 +179,7 @@ def test_a_segment_tells_no_more_than_was_asked_for():
 
 
 def test_a_language_that_was_heard_is_told_with_its_probability():
-    (segment,) = told(
-        StreamEventEncoder(), caller.LiveSegmentDone(Segment(0, 16_000, "Hej."), 16_000, "sv", 0.87654)
-    )
+    (segment,) = told(StreamEventEncoder(), caller.LiveSegmentDone(Segment(0, 16_000, "Hej."), 16_000, "sv", 0.87654))
     assert (segment["language"], segment["language_probability"]) == ("sv", 0.8765)
     (segment,) = told(StreamEventEncoder(), caller.LiveSegmentDone(Segment(0, 16_000, "Hej."), 16_000, "sv"))
     assert not {"language", "language_probability"} & segment.keys()
@@ -212,10 +208,7 @@ def test_at_the_end_those_segments_are_told_that_somebody_else_said():
     speakers, end = told(
         script, caller.SpeakersRevised(("SPEAKER_00", "SPEAKER_00", "SPEAKER_00")), caller.SessionFinished(0)
     )
-    assert speakers["segments"] == [
-        {"index": 0, "speaker": "SPEAKER_00"},
-        {"index": 2, "speaker": "SPEAKER_00"},
-    ]
+    assert speakers["segments"] == [{"index": 0, "speaker": "SPEAKER_00"}, {"index": 2, "speaker": "SPEAKER_00"}]
     assert end["segments"] == 3
     (speakers,) = told(StreamEventEncoder(), caller.SpeakersRevised(()))
     assert speakers["segments"] == []

@@ -144,9 +144,7 @@ def test_known_speakers():
 
 
 def test_names_wait_for_references():
-    assert (
-        parse_transcription_form(sent(known_speaker_names=["agent"]), complete=False).options.known_speakers == ()
-    )
+    assert parse_transcription_form(sent(known_speaker_names=["agent"]), complete=False).options.known_speakers == ()
     fields = sent(response_format="diarized_json", known_speaker_names=["agent"])
     assert parse_transcription_form(fields, complete=False).options.known_speakers == ()
 
@@ -167,11 +165,7 @@ FIVE = list("VWXYZ")
             {"known_speaker_names": ["a"], "known_speaker_references": ["data:audio/wav"]},
             *(known_speakers.REFERENCES_FIELD, "--form-string"),
         ),
-        (
-            {"known_speaker_names": FIVE, "known_speaker_references": [VOICE] * 5},
-            known_speakers.NAMES_FIELD,
-            "up to 4",
-        ),
+        ({"known_speaker_names": FIVE, "known_speaker_references": [VOICE] * 5}, known_speakers.NAMES_FIELD, "up to 4"),
         (
             {"known_speaker_names": ["a", "a"], "known_speaker_references": [VOICE] * 2},
             known_speakers.NAMES_FIELD,
@@ -182,11 +176,7 @@ FIVE = list("VWXYZ")
             known_speakers.NAMES_FIELD,
             "64 characters",
         ),
-        (
-            {"known_speaker_names": ["a\nb"], "known_speaker_references": [VOICE]},
-            known_speakers.NAMES_FIELD,
-            "printed",
-        ),
+        ({"known_speaker_names": ["a\nb"], "known_speaker_references": [VOICE]}, known_speakers.NAMES_FIELD, "printed"),
         (
             {"known_speaker_names": ["SPEAKER_00"], "known_speaker_references": [VOICE]},
             known_speakers.NAMES_FIELD,
@@ -255,10 +245,7 @@ def test_hot_words_keep_their_weights():
 
 
 def test_hot_words_are_refused_under_the_name_that_was_sent():
-    assert (
-        parse_transcription_form(sent(keywords=["a:nan"]), complete=True).option_to_field["hotwords"]
-        == "keywords[]"
-    )
+    assert parse_transcription_form(sent(keywords=["a:nan"]), complete=True).option_to_field["hotwords"] == "keywords[]"
     assert "hotwords" not in parse_transcription_form(sent(hotwords="a:nan"), complete=True).option_to_field
 
 

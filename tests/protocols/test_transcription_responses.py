@@ -199,8 +199,7 @@ def test_text_and_voices_tell_who_speaks():
     )
     plain = TranscribeOptions()
     assert (
-        render_transcription(SAID, TranscriptionRequest(None, plain, "text"), lambda _: "").decode()
-        == f"{SAID.text}\n"
+        render_transcription(SAID, TranscriptionRequest(None, plain, "text"), lambda _: "").decode() == f"{SAID.text}\n"
     )
     assert (
         "<v SPEAKER_01>About $20."
@@ -229,20 +228,14 @@ def test_funasr_answer():
                 "start": 0.5,
                 "end": 1.5,
                 "speaker": "SPK0",
-                "words": [
-                    {"word": "Hello,", "start": 0.5, "end": 0.95},
-                    {"word": "you!", "start": 1.0, "end": 1.45},
-                ],
+                "words": [{"word": "Hello,", "start": 0.5, "end": 0.95}, {"word": "you!", "start": 1.0, "end": 1.45}],
             },
             {
                 "text": "About $20.",
                 "start": 2.0,
                 "end": 4.0,
                 "speaker": "SPK1",
-                "words": [
-                    {"word": "About", "start": 2.0, "end": 2.5},
-                    {"word": "$20.", "start": 2.5, "end": 4.0},
-                ],
+                "words": [{"word": "About", "start": 2.0, "end": 2.5}, {"word": "$20.", "start": 2.5, "end": 4.0}],
             },
         ],
         "duration": 4.375,

@@ -60,11 +60,7 @@ class Running:
             self.gate, self.engines = AdmissionController(self.config), EngineRegistry(self.config, self._open)
             self.app = create_app(self.config, self.engines, self.metrics, self.gate)
             self.server = Server(
-                self.app,
-                address="127.0.0.1",
-                port=self.port,
-                interface=Interfaces.ASGI,
-                log_dictconfig=logs.GRANIAN,
+                self.app, address="127.0.0.1", port=self.port, interface=Interfaces.ASGI, log_dictconfig=logs.GRANIAN
             )
             await self.engines.start()
         except BaseException as failure:

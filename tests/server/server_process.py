@@ -27,13 +27,7 @@ class Serving:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("ASR_SERVE_")}
         environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         command = [*within, sys.executable, "-c", "from asr_serve.api.cli import main; main()", "serve", *flags]
-        settings = [
-            "--voice=none",
-            "--device=cpu",
-            "--dtype=fp32",
-            "--set=engine_threads=1",
-            "--set=turn_model=none",
-        ]
+        settings = ["--voice=none", "--device=cpu", "--dtype=fp32", "--set=engine_threads=1", "--set=turn_model=none"]
         with log.open("w") as out:
             self.process = Child([*command, *settings], stderr=out, stdout=out, env=environ)
 

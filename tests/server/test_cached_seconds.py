@@ -32,10 +32,7 @@ def server() -> Iterator[Running]:
 def test_the_same_file_again_says_the_same_and_tells(server: Running, beckett: Path) -> None:
     create = server.openai().audio.transcriptions.create
     first = create(model=MODEL, file=beckett)
-    for again in (
-        create(model=MODEL, file=beckett),
-        create(model=MODEL, file=beckett, response_format="verbose_json"),
-    ):
+    for again in (create(model=MODEL, file=beckett), create(model=MODEL, file=beckett, response_format="verbose_json")):
         assert again.text == first.text
         usage = again.usage
         assert usage is not None

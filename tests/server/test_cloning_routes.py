@@ -187,10 +187,7 @@ def test_recordings_there_must_be(server):
     )
     assert answer.json()["error"]["param"] == "files"
     answer = server.http.post(
-        "/v1/voices",
-        data={"name": "ada", "consent": EXAMPLE},
-        files=[("files", ("a.wav", b"x" * 99))],
-        headers=ADMIN,
+        "/v1/voices", data={"name": "ada", "consent": EXAMPLE}, files=[("files", ("a.wav", b"x" * 99))], headers=ADMIN
     )
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "not_audio"

@@ -116,10 +116,7 @@ def test_twice_does_not_wait(terminal):
     with Raw(terminal.port) as raw:
         raw.head(ROUTE)
         raw.chunk(file_head())
-        while (
-            httpx.get(f"http://127.0.0.1:{terminal.port}/metrics").text.count(f'in_flight{{route="{ROUTE}"}} 1')
-            < 1
-        ):
+        while httpx.get(f"http://127.0.0.1:{terminal.port}/metrics").text.count(f'in_flight{{route="{ROUTE}"}} 1') < 1:
             time.sleep(0.02)
         terminal.ctrl_c()
         terminal.until("1 requests are still answered")

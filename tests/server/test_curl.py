@@ -169,9 +169,7 @@ def test_refused_while_it_sends(guarded, large, version, field, key, status, cod
     if version.startswith("--http2") and "HTTP2" not in FEATURES:
         pytest.skip("this curl speaks no HTTP/2")
     for _ in range(5):
-        found = curl(
-            guarded, version, "-H", "Expect:", "--oauth2-bearer", key, "-F", field, "-F", f"file=@{large}"
-        )
+        found = curl(guarded, version, "-H", "Expect:", "--oauth2-bearer", key, "-F", field, "-F", f"file=@{large}")
         assert (found.status, json.loads(found.body)["error"]["code"]) == (status, code)
     guarded.expect_empty()
 

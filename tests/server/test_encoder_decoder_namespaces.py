@@ -121,9 +121,7 @@ def counted(server: Serving, metric: str, labels: str = "") -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("road", ["tcp", "nixl"])
-def test_over_a_wire_that_is_pulled_out(
-    wire: Wire, encoder: Serving, cities: Path, tmp_path: Path, road: str
-) -> None:
+def test_over_a_wire_that_is_pulled_out(wire: Wire, encoder: Serving, cities: Path, tmp_path: Path, road: str) -> None:
     if road not in transports.available_transports():
         pytest.skip(f"this installation has no {road}")
     assert encoder.encodes_at == f"{ENCODER}:8100"

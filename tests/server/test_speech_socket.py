@@ -14,9 +14,7 @@ from websockets.sync.client import ClientConnection, connect
 PATH = "/v1/audio/speech/stream"
 TOKENS = ["Ever", " tri", "ed.", " Ever fail", "ed.", " No", " matter."]
 TEXT = "".join(TOKENS)
-LONG = " ".join(
-    f"This is sentence number {n}, and there are many more of its kind to come." for n in range(1, 200)
-)
+LONG = " ".join(f"This is sentence number {n}, and there are many more of its kind to come." for n in range(1, 200))
 
 
 class Line:

@@ -210,12 +210,7 @@ def test_certificates_that_are_no_good(certificate, tmp_path: Path):
     ):
         flags = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
         done = subprocess.run(
-            [*COMMAND, *flags],
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            stdin=subprocess.DEVNULL,
-            check=False,
+            [*COMMAND, *flags], capture_output=True, text=True, timeout=WAIT_S, stdin=subprocess.DEVNULL, check=False
         )
         assert done.returncode not in (0, -6), settings
         assert why in done.stderr, (settings, done.stderr)

@@ -163,9 +163,7 @@ def test_a_session_from_beginning_to_end(uncut: list[Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_connections_cut_at_random_change_nothing(
-    proxy: Proxy, speech: bytes, uncut: list[Any], seed: int
-) -> None:
+def test_connections_cut_at_random_change_nothing(proxy: Proxy, speech: bytes, uncut: list[Any], seed: int) -> None:
     """After so many bytes, or so much time, of which some is after all audio was sent."""
     chance = random.Random(seed)
     transcript = SessionTranscript()
@@ -435,9 +433,7 @@ def test_stdin_at_another_rate_and_json(server: Running, speech: bytes) -> None:
 
 
 @pytest.mark.slow
-def test_words_and_speakers_on_the_command_line(
-    server: Running, packaged_speech: Path, hears_speakers: None
-) -> None:
+def test_words_and_speakers_on_the_command_line(server: Running, packaged_speech: Path, hears_speakers: None) -> None:
     """By the server and by a model in this process; who said what follows how far each had heard by then."""
     clip = packaged_speech / "endgame_nagg_nell.wav"
     asked = [clip, "--words", "--speakers", "--json", "-q"]

@@ -221,9 +221,7 @@ def test_what_is_missed_must_not_be_too_much(server: Running, monkeypatch, pcm: 
         pour(line, pcm[:64_000])
         for number in range(8):
             line.flush(str(number))
-            line.until(
-                lambda n=number: numbered(line.events)[-1:] and numbered(line.events)[-1].get("id") == str(n)
-            )
+            line.until(lambda n=number: numbered(line.events)[-1:] and numbered(line.events)[-1].get("id") == str(n))
         last = numbered(line.events)[-1]["seq"]
         line.cut(reset=True)
     for after in (0, last - 6):

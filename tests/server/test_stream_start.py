@@ -70,10 +70,7 @@ def test_a_bad_start_is_refused(server: Running, query: str, message: str | byte
 
 
 def test_a_start_says_what_a_query_says(server: Running):
-    assert (
-        first_event(server, "start=true", '{"type":"start","language":"en","hotwords":["Ada"]}')["type"]
-        == "session"
-    )
+    assert first_event(server, "start=true", '{"type":"start","language":"en","hotwords":["Ada"]}')["type"] == "session"
 
 
 def test_a_start_is_bounded():

@@ -111,9 +111,7 @@ def test_the_callers_trace_is_continued(tracer: OtelTracer, exporter: InMemorySp
     assert root.parent.is_remote
 
 
-def test_a_trace_the_caller_does_not_record_is_not_recorded(
-    tracer: OtelTracer, exporter: InMemorySpanExporter
-) -> None:
+def test_a_trace_the_caller_does_not_record_is_not_recorded(tracer: OtelTracer, exporter: InMemorySpanExporter) -> None:
     with tracer.start_request("POST", {"traceparent": CALLER[:-1] + "0"}) as request:
         with request.upload():
             pass
@@ -122,9 +120,7 @@ def test_a_trace_the_caller_does_not_record_is_not_recorded(
     assert traced(tracer, exporter) == []
 
 
-@pytest.mark.parametrize(
-    "header", ["", "nonsense", CALLER[:-4], "00-" + "0" * 32 + "-b7ad6b7169203331-01", "\x00"]
-)
+@pytest.mark.parametrize("header", ["", "nonsense", CALLER[:-4], "00-" + "0" * 32 + "-b7ad6b7169203331-01", "\x00"])
 def test_a_bad_traceparent_begins_a_trace_of_our_own(
     tracer: OtelTracer, exporter: InMemorySpanExporter, header: str
 ) -> None:

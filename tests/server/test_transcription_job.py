@@ -123,9 +123,7 @@ async def test_cancelled_while_it_waits_for_bytes(engine, jobs, cities):
     spool.close()
 
     def workers() -> set[threading.Thread]:
-        return {
-            t for t in set(threading.enumerate()) - threads if not t.name.startswith(("asr-serve job", "asyncio"))
-        }
+        return {t for t in set(threading.enumerate()) - threads if not t.name.startswith(("asr-serve job", "asyncio"))}
 
     await asyncio.to_thread(eventually, lambda: not workers(), lambda: str(workers()))
 

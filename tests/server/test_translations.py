@@ -39,9 +39,7 @@ def test_a_form_becomes_what_is_asked():
     )
     assert (asked.options.task, asked.options.language, asked.options.temperatures) == ("translate", None, (0.4,))
     assert (asked.response_format, asked.options.vad, asked.stream) == ("srt", False, False)
-    read = parse_translation_form(
-        {"prompt": ["Said."], "hotwords": ["Ada,Bob"], "beam": ["5"]}, complete=True
-    ).options
+    read = parse_translation_form({"prompt": ["Said."], "hotwords": ["Ada,Bob"], "beam": ["5"]}, complete=True).options
     assert (read.prompt, read.hotwords, read.beam) == ("Said.", ("Ada", "Bob"), 5)
     with pytest.raises(OptionError, match=r"beam=5\. up to 4 on this server"):
         parse_translation_form({"beam": ["5"]}, complete=True, max_beam=4)

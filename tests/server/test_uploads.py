@@ -95,16 +95,7 @@ async def read_all(pieces: list[bytes], memory_bytes: int) -> tuple[object, ...]
         upload.close()
 
 
-LOOKALIKES = [
-    b"\r",
-    b"\n",
-    b"-",
-    b"--",
-    b"\r\n--",
-    f"--{BOUNDARY}".encode(),
-    f"\r\n--{BOUNDARY}"[:-1].encode(),
-    b"x",
-]
+LOOKALIKES = [b"\r", b"\n", b"-", b"--", b"\r\n--", f"--{BOUNDARY}".encode(), f"\r\n--{BOUNDARY}"[:-1].encode(), b"x"]
 
 
 @settings(deadline=None, max_examples=200)

@@ -57,15 +57,11 @@ def beckett_pcm(beckett) -> bytes:
 @pytest.fixture(scope="module")
 def said(whisper: EngineParts, beckett_pcm: bytes) -> list[str]:
     """What the library's stream says, segment by segment."""
-    stream = TranscriptStream(
-        whisper.client, whisper.tokenizer, decode_pcm16(beckett_pcm), StreamOptions(), whisper
-    )
+    stream = TranscriptStream(whisper.client, whisper.tokenizer, decode_pcm16(beckett_pcm), StreamOptions(), whisper)
     results = list(stream)
     assert results[-1].is_final
     words = [segment.text for segment in results[-1].segments]
-    assert (
-        wer(["Ever tried ever failed no matter try again fail again fail better"], [" ".join(words)]).errors <= 2
-    )
+    assert wer(["Ever tried ever failed no matter try again fail again fail better"], [" ".join(words)]).errors <= 2
     return words
 
 

@@ -214,9 +214,7 @@ def test_known_speakers_through_openais_client(server: Running, endgame: Path, c
     both = create(known_speaker_names=["Nell", "Nagg"], known_speaker_references=[nell, nagg])
     assert [each.speaker for each in both.segments] == [named[each.speaker] for each in plain.segments]
     one = create(known_speaker_names=["Nell"], known_speaker_references=[nell])
-    assert [each.speaker for each in one.segments] == [
-        {"A": "A", "B": "Nell"}[each.speaker] for each in plain.segments
-    ]
+    assert [each.speaker for each in one.segments] == [{"A": "A", "B": "Nell"}[each.speaker] for each in plain.segments]
 
 
 @needs_speakers

@@ -51,7 +51,7 @@ def test_ends_rise_to_the_last_token_one_per_word(said):
 
 
 @given(tokens, tokens)
-def test_what_is_agreed_is_whole_words_that_both_begin_with(before, after):
+def test_the_agreement_is_the_common_prefix_of_whole_words(before, after):
     count = agreed_prefix_tokens(before, after, text)
     assert before[:count] == after[:count]
     assert count == 0 or count in word_ends(after, text)
@@ -67,7 +67,7 @@ def test_nothing_more_could_have_been_agreed(before, after):
 
 
 @given(tokens)
-def test_one_agrees_with_itself(said):
+def test_a_hypothesis_agrees_with_itself(said):
     assert agreed_prefix_tokens(said, said, text) == (len(said) if text(said) else 0)
 
 
@@ -93,7 +93,7 @@ def joined(left: list[str], right: list[str]) -> list[str]:
     return left[: met[0]] + right[met[1] :]
 
 
-def test_nothing_meets_anything():
+def test_an_empty_text_joins_any_other():
     assert merge_overlap([], ["a"]) == (0, 0)
     assert merge_overlap(["a", "b"], []) == (2, 0)
     assert merge_overlap([], []) == (0, 0)
@@ -112,13 +112,7 @@ def test_two_halves_that_overlap_make_the_whole(order, start, overlap):
 
 
 @settings(max_examples=300)
-@given(
-    st.permutations(WORDS),
-    st.integers(3, 12),
-    st.integers(3, 6),
-    st.integers(0, 2),
-    st.integers(0, 2),
-)
+@given(st.permutations(WORDS), st.integers(3, 12), st.integers(3, 6), st.integers(0, 2), st.integers(0, 2))
 def test_a_few_garbled_words_at_the_edges_are_left_out(order, start, overlap, at_end, at_start):
     """The cut-off end of one, and the beginning of the other that starts in a word, are heard wrongly."""
     whole = list(order)
@@ -130,36 +124,38 @@ def test_a_few_garbled_words_at_the_edges_are_left_out(order, start, overlap, at
     assert joined(left, right) == whole
 
 
-def test_case_and_marks_do_not_matter():
-    assert joined(["It", "was", "the", "Age,"], ["the", "age", "of", "wisdom."]) == [
-        "It",
-        "was",
-        "the",
-        "Age,",
-        "of",
-        "wisdom.",
-    ]
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ("It was the Age,", "the age of wisdom.", "It was the Age, of wisdom."),
+        (
+            "we had everything before us we had nothing",
+            "everything befall us we had nothing before us",
+            "we had everything before us we had nothing before us",
+        ),
+        (
+            "it was the age of wisdom it was the age",
+            "wisdom it was the age of foolishness",
+            "it was the age of wisdom it was the age of foolishness",
+        ),
+    ],
+    ids=["case and marks do not matter", "one differing word", "a repeated phrase meets where most words do"],
+)
+def test_overlaps_are_merged(left, right, expected):
+    assert joined(left.split(), right.split()) == expected.split()
 
 
-def test_a_word_heard_otherwise_in_the_overlap_does_not_part_them():
-    left = words("we had everything before us we had nothing")
-    right = words("everything befall us we had nothing before us")
-    assert joined(left, right) == words("we had everything before us we had nothing before us")
-
-
-def test_a_repeated_phrase_meets_where_the_most_words_do():
-    left = words("it was the age of wisdom it was the age")
-    right = words("wisdom it was the age of foolishness")
-    assert joined(left, right) == words("it was the age of wisdom it was the age of foolishness")
-
-
-def test_one_short_word_is_no_telling_match():
-    assert merge_overlap(["they", "saw", "a"], ["a", "house"]) is None
-    assert merge_overlap(["they", "saw", "november"], ["november", "rain"]) == (3, 1)
-
-
-def test_words_without_letters_match_nothing():
-    assert merge_overlap(["-", "..."], ["-", "..."]) is None
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        (["they", "saw", "a"], ["a", "house"], None),
+        (["they", "saw", "november"], ["november", "rain"], (3, 1)),
+        (["-", "..."], ["-", "..."], None),
+    ],
+    ids=["one short word is no match", "one long word is", "words without letters match nothing"],
+)
+def test_matches_of_a_word(left, right, expected):
+    assert merge_overlap(left, right) == expected
 
 
 @settings(max_examples=300)
@@ -183,6 +179,6 @@ def test_it_is_quick_on_long_texts():
 
 
 @pytest.mark.parametrize("garbled", [GARBLED_WORDS, GARBLED_WORDS + 1])
-def test_too_much_at_an_edge_is_no_garbling(garbled):
+def test_texts_that_differ_too_much_at_an_edge_are_not_merged(garbled):
     left = [*WORDS[:6], *["uh"] * garbled]
     assert (merge_overlap(left, WORDS[2:]) is not None) is (garbled <= GARBLED_WORDS)

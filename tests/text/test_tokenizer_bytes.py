@@ -41,13 +41,13 @@ def expect_words(pieces: list[bytes]) -> None:
 
 
 @given(st.lists(st.sampled_from(PARTS), max_size=8), st.integers(0, 99))
-def test_cut_anywhere(parts: list[str], seed: int) -> None:
+def test_bytes_cut_anywhere_are_decoded(parts: list[str], seed: int) -> None:
     expect_words(cut("".join(parts), random.Random(seed)))
 
 
 @given(st.lists(st.binary(max_size=4), max_size=12))
 @example([b"ab", b"  \xc2", b"\xa0"])
-def test_bytes_that_are_no_text(pieces: list[bytes]) -> None:
+def test_invalid_utf8(pieces: list[bytes]) -> None:
     expect_words(pieces)
 
 

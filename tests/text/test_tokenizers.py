@@ -86,7 +86,7 @@ def byte_level_file(folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-def test_marks_and_times_are_no_text(tmp_path: Path) -> None:
+def test_special_tokens_and_times_have_no_text(tmp_path: Path) -> None:
     tokeniser = HubTokenizer(byte_level_file(tmp_path))
     spoken = tokeniser.encode(" hello, Ž日")
     assert 257 in spoken
@@ -95,14 +95,14 @@ def test_marks_and_times_are_no_text(tmp_path: Path) -> None:
     assert tokeniser.decode([261]) == "word"
 
 
-def test_nobody_writes_marks_into_a_prompt(tmp_path: Path) -> None:
+def test_special_tokens_are_not_read_from_a_prompt(tmp_path: Path) -> None:
     tokeniser = HubTokenizer(byte_level_file(tmp_path))
     given = tokeniser.encode("hel<|endoftext|><|0.00|>lo")
     assert not tokeniser.marks & set(given)
     assert tokeniser.decode(given) == "hello"
 
 
-def test_load_takes_what_is_there(tmp_path: Path) -> None:
+def test_load_uses_the_tokenizer_file_that_is_present(tmp_path: Path) -> None:
     with pytest.raises(WeightsMissing, match=r"tokenizer\.json"):
         tokens.load_tokenizer(tmp_path)
     hub_file(tmp_path)
@@ -111,7 +111,7 @@ def test_load_takes_what_is_there(tmp_path: Path) -> None:
     assert isinstance(tokens.load_tokenizer(tmp_path), BytePieceTokenizer)
 
 
-def test_moonshines_own_vocabulary(packaged_speech: Path) -> None:
+def test_the_vocabulary_of_moonshine(packaged_speech: Path) -> None:
     found = BytePieceTokenizer.from_file(packaged_speech / "tiny-en" / "tokenizer.bin")
     assert len(found.pieces) == 32_768
     assert found.pieces[:3] == [b"<unk>", b"<s>", b"</s>"]

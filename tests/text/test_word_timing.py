@@ -28,14 +28,14 @@ def pieces(*texts: str) -> tuple[list[int], BytePieceTokenizer]:
     return list(range(3, len(vocabulary))), BytePieceTokenizer(vocabulary)
 
 
-def worded(texts: list[str], times: list[tuple[int, int]], **more: object) -> list[Word]:
+def align(texts: list[str], times: list[tuple[int, int]], **more: object) -> list[Word]:
     tokens, tokenizer = pieces(*texts)
     span = more.pop("span", Span(0, 160_000))
     logprobs = more.pop("logprobs", [-0.5] * len(tokens))
     return list(align_words(tokenizer.decode(tokens), tokens, logprobs, times, tokenizer.decode, span, **more))  # type: ignore[arg-type]
 
 
-def told(found: list[Word]) -> list[tuple[str, int, int]]:
+def word_times(found: list[Word]) -> list[tuple[str, int, int]]:
     return [(word.text, word.start_samples, word.end_samples) for word in found]
 
 
@@ -60,12 +60,12 @@ def told(found: list[Word]) -> list[tuple[str, int, int]]:
         (" a  b ", ["a", "b"]),
     ],
 )
-def test_words_are_what_stands_between_spaces_or_a_character(text: str, want: list[str]) -> None:
+def test_split_words(text: str, want: list[str]) -> None:
     assert [text[first:behind] for first, behind in split_words(text)] == want
 
 
 @given(st.text(alphabet=st.sampled_from("ab .,-(“”!?'你好ーはน้ำ안3%é\u0301♪ "), max_size=30))
-def test_words_are_all_of_a_text(text: str) -> None:
+def test_words_cover_the_text(text: str) -> None:
     """What lies outside of them are spaces, and inside a word there are some only before or behind a lone mark."""
     ranges = split_words(text)
     assert "".join(text[a:b] for a, b in ranges).replace(" ", "") == "".join(text.split())
@@ -74,55 +74,58 @@ def test_words_are_all_of_a_text(text: str) -> None:
     assert all(left[1] <= right[0] for left, right in pairwise(ranges))
 
 
-def test_a_word_is_said_from_its_first_token_to_its_last() -> None:
-    found = worded(
-        ["▁Ever", "▁tr", "ied", ".", "▁Ag", "ain"],
-        [(0, 900), (1_000, 2_000), (2_000, 3_000), (3_000, 9_000), (9_000, 9_900), (9_900, 12_000)],
-    )
-    assert told(found) == [("Ever", 0, 900), ("tried.", 1_000, 3_000), ("Again", 9_000, 12_000)]
+@pytest.mark.parametrize(
+    ("tokens", "times", "span", "expected"),
+    [
+        (
+            ["▁Ever", "▁tr", "ied", ".", "▁Ag", "ain"],
+            [(0, 900), (1_000, 2_000), (2_000, 3_000), (3_000, 9_000), (9_000, 9_900), (9_900, 12_000)],
+            None,
+            [("Ever", 0, 900), ("tried.", 1_000, 3_000), ("Again", 9_000, 12_000)],
+        ),
+        (
+            ["a", "b", "▁", "c"],
+            [(1_000, 1_500), (1_500, 2_500), (2_500, 7_000), (7_000, 8_000)],
+            None,
+            [("ab", 1_000, 2_500), ("c", 7_000, 8_000)],
+        ),
+        (["..."], [(500, 900)], Span(100, 9_000), [("...", 100, 9_000)]),
+        ([], [], None, []),
+    ],
+    ids=["first token to last", "the space of a spelling model is no part of a word", "marks alone", "nothing"],
+)
+def test_times_of_words(tokens, times, span, expected) -> None:
+    found = align(tokens, times) if span is None else align(tokens, times, span=span)
+    assert word_times(found) == expected
 
 
 def test_confidence_is_the_geometric_mean_without_marks() -> None:
     logs = [math.log(p) for p in (0.9, 0.4, 0.1, 0.01)]
     times = [(1_000 * i, 1_000 * i + 1_000) for i in range(4)]
-    ever, tried = worded(["▁Ever", "▁tr", "ied", "."], times, logprobs=logs)
+    ever, tried = align(["▁Ever", "▁tr", "ied", "."], times, logprobs=logs)
     assert ever.confidence == pytest.approx(0.9)
     assert tried.confidence == pytest.approx(0.2)
-    assert [word.confidence for word in worded(["▁Ever", "▁tr", "ied", "."], times, logprobs=[])] == [0.0, 0.0]
+    assert [word.confidence for word in align(["▁Ever", "▁tr", "ied", "."], times, logprobs=[])] == [0.0, 0.0]
 
 
-def test_characters_share_the_time_of_their_token_and_take_that_of_their_bytes() -> None:
+def test_characters_share_the_time_of_their_token() -> None:
     tokens, tokenizer = pieces("你好，", "x", "y", "z")
     split_character = "世".encode()
     tokenizer = BytePieceTokenizer([*tokenizer.pieces[:4], *(split_character[i : i + 1] for i in range(3))])
     times = [(0, 4_000), (5_000, 5_500), (5_500, 6_000), (6_000, 7_000)]
     found = align_words(tokenizer.decode(tokens), tokens, [-1.0] * 4, times, tokenizer.decode, Span(0, 8_000))
-    assert told(list(found)) == [("你", 0, 2_000), ("好，", 2_000, 4_000), ("世", 5_000, 7_000)]
+    assert word_times(list(found)) == [("你", 0, 2_000), ("好，", 2_000, 4_000), ("世", 5_000, 7_000)]
 
 
-def test_the_space_of_a_model_that_spells_is_no_part_of_a_word() -> None:
-    found = worded(["a", "b", "▁", "c"], [(1_000, 1_500), (1_500, 2_500), (2_500, 7_000), (7_000, 8_000)])
-    assert told(found) == [("ab", 1_000, 2_500), ("c", 7_000, 8_000)]
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [([(1_000, 7_000), (7_000, 25_000)], (20_000, 25_000)), ([(1_000, 2_000), (2_000, 21_000)], (2_000, 8_000))],
+)
+def test_a_word_that_spans_a_pause_keeps_its_longer_part(times, expected) -> None:
+    assert fit_word_times(times, Span(0, 30_000), [Span(8_000, 20_000)]) == [times[0], expected]
 
 
-def test_marks_alone_are_a_word() -> None:
-    assert told(worded(["..."], [(500, 900)], span=Span(100, 9_000))) == [("...", 100, 9_000)]
-    assert worded([], []) == []
-
-
-def test_a_word_that_spans_a_pause_keeps_its_longer_part() -> None:
-    pause = [Span(8_000, 20_000)]
-    assert fit_word_times([(1_000, 7_000), (7_000, 25_000)], Span(0, 30_000), pause) == [
-        (1_000, 7_000),
-        (20_000, 25_000),
-    ]
-    assert fit_word_times([(1_000, 2_000), (2_000, 21_000)], Span(0, 30_000), pause) == [
-        (1_000, 2_000),
-        (2_000, 8_000),
-    ]
-
-
-def test_a_word_in_a_pause_moves_to_where_somebody_speaks() -> None:
+def test_a_word_in_a_pause_moves_to_speech() -> None:
     pause = [Span(8_000, 20_000)]
     (_, first), (start, end), (second, _) = fit_word_times(
         [(1_000, 7_000), (12_000, 15_000), (20_100, 25_000)], Span(0, 30_000), pause
@@ -147,9 +150,7 @@ SPANS = st.lists(st.integers(0, 60_000), min_size=2, max_size=12, unique=True).m
 )
 @example(raw=[(0, 0)] * 40, quiet=[Span(0, 1_999)], span=Span(0, 2_000))
 @example(raw=[(9, 3)], quiet=[], span=Span(0, 1))
-def test_words_are_in_order_inside_and_never_in_silence(
-    raw: list[tuple[int, int]], quiet: list[Span], span: Span
-) -> None:
+def test_word_times_are_ordered_and_outside_silence(raw: list[tuple[int, int]], quiet: list[Span], span: Span) -> None:
     found = fit_word_times(raw, span, quiet)
     assert len(found) == len(raw)
     at = span.start_samples
@@ -174,12 +175,12 @@ def test_words_are_in_order_inside_and_never_in_silence(
         max_size=20,
     )
 )
-def test_joined_words_are_the_text(said: list[tuple[str, int]]) -> None:
+def test_joined_words_are_the_text(spoken_pieces: list[tuple[str, int]]) -> None:
     times, at = [], 0
-    for _, length in said:
+    for _, length in spoken_pieces:
         times.append((at, at + length))
         at += length
-    tokens, tokenizer = pieces(*(text for text, _ in said))
+    tokens, tokenizer = pieces(*(text for text, _ in spoken_pieces))
     text = tokenizer.decode(tokens)
     found = align_words(text, tokens, [-0.1] * len(tokens), times, tokenizer.decode, Span(0, max(at, 1_000)))
     assert "".join(word.text for word in found).replace(" ", "") == text.replace(" ", "")
@@ -189,7 +190,7 @@ def test_joined_words_are_the_text(said: list[tuple[str, int]]) -> None:
     assert all(0 < word.confidence <= 1 for word in found)
 
 
-def test_a_token_of_a_streaming_model_sounds_until_the_next() -> None:
+def test_a_token_of_a_streaming_model_lasts_until_the_next() -> None:
     assert token_times_from_frames([], 320, 1_000) == []
     assert token_times_from_frames([(1, 2), (3, 4), (100, 101)], 320, 33_000) == [
         (320, 960),

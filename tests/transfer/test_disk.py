@@ -100,7 +100,7 @@ def in_a_child(script: str, *arguments: object, **more: str) -> str:
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_what_was_written_is_read(road: str, tmp_path: Path) -> None:
+def test_data_written_is_read_back(road: str, tmp_path: Path) -> None:
     with opened(tmp_path, 24 * MIB, road) as disk:
         assert (disk.name, disk.nbytes) == (road, 24 * MIB)
         memory = filled(24 * MIB, 1)
@@ -117,7 +117,7 @@ def test_what_was_written_is_read(road: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_what_was_never_written_is_zeros(road: str, tmp_path: Path) -> None:
+def test_unwritten_data_is_zeros(road: str, tmp_path: Path) -> None:
     with opened(tmp_path, MIB, road) as disk:
         memory = filled(MIB, 2)
         assert list(disk.read([(0, memory)])) == [0]
@@ -140,7 +140,7 @@ STEP = st.tuples(SPANS, SPANS, st.integers(0, 5), st.randoms(use_true_random=Fal
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_any_extents_in_any_order_as_in_a_model(road: str, tmp_path: Path) -> None:
+def test_any_extents_in_any_order_equal_the_reference(road: str, tmp_path: Path) -> None:
     with small_pieces(), opened(tmp_path, FILE_BLOCKS * BLOCK, road) as disk:
         model = bytearray(FILE_BLOCKS * BLOCK)
 
@@ -198,7 +198,7 @@ def test_two_threads_at_a_time(road: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("left", [0, MIB, MIB + 100, 3 * MIB + BLOCK + 1])
-def test_a_torn_file_is_told_and_what_was_whole_is_right(road: str, left: int, tmp_path: Path) -> None:
+def test_a_truncated_file_is_an_error_and_whole_extents_are_read(road: str, left: int, tmp_path: Path) -> None:
     with opened(tmp_path, 4 * MIB, road) as disk:
         memory = filled(4 * MIB, 5)
         list(disk.write([(0, memory)]))
@@ -219,7 +219,7 @@ def test_a_torn_file_is_told_and_what_was_whole_is_right(road: str, left: int, t
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_nothing_is_under_way_when_a_transfer_is_dropped(road: str, tmp_path: Path) -> None:
+def test_a_dropped_transfer_leaves_none_in_progress(road: str, tmp_path: Path) -> None:
     with opened(tmp_path, 32 * MIB, road) as disk:
         memory = aligned_memory(32 * MIB)
         reading = disk.read([(at, memory[at : at + MIB]) for at in range(0, 32 * MIB, MIB)])
@@ -232,7 +232,7 @@ def test_nothing_is_under_way_when_a_transfer_is_dropped(road: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_closing_it_under_a_reader(road: str, tmp_path: Path) -> None:
+def test_close_during_a_read(road: str, tmp_path: Path) -> None:
     with opened(tmp_path, 8 * MIB, road) as disk:
         began, ended = threading.Event(), []
 
@@ -257,7 +257,7 @@ def test_closing_it_under_a_reader(road: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_closing_it_between_two_questions(road: str, tmp_path: Path) -> None:
+def test_close_between_two_polls(road: str, tmp_path: Path) -> None:
     with opened(tmp_path, 8 * MIB, road) as disk:
         reading = disk.read([(at, aligned_memory(MIB)) for at in range(0, 8 * MIB, MIB)])
         next(reading)
@@ -269,7 +269,7 @@ def test_closing_it_between_two_questions(road: str, tmp_path: Path) -> None:
             list(disk.write([(0, aligned_memory(BLOCK))]))
 
 
-def test_what_is_no_whole_block_is_refused(tmp_path: Path) -> None:
+def test_partial_blocks_are_refused(tmp_path: Path) -> None:
     with opened(tmp_path, 16 * BLOCK, "threads") as disk:
         memory = aligned_memory(4 * BLOCK)
         wrong = [
@@ -346,7 +346,7 @@ open_disk(sys.argv[1], 3 << 20).close()
 """
 
 
-def test_a_full_disk_is_told_when_it_is_opened(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_at_open(tmp_path: Path) -> None:
     room = tmp_path / "room"
     room.mkdir()
     if not shutil.which("unshare"):
@@ -389,7 +389,7 @@ def test_no_room_in_the_middle_of_a_write(road: str, tmp_path: Path) -> None:
     assert in_a_child(FULL, tmp_path, road) == ("DiskFailed" if road == "nixl" else "DiskFull")
 
 
-def test_a_file_system_that_takes_no_room_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_preallocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "not here")
 
@@ -444,7 +444,7 @@ def test_nothing_is_left_after_a_kill(road: str, name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_without_a_way_past_the_page_cache(
+def test_without_direct_io(
     road: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = fcntl.fcntl
@@ -464,7 +464,7 @@ def test_without_a_way_past_the_page_cache(
         assert back == memory
 
 
-def test_the_kernel_may_move_less_than_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path, MIB, "threads") as disk:
         read, write = os.preadv, os.pwritev
 
@@ -526,7 +526,7 @@ def test_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not descriptors(tmp_path)
 
 
-def test_gds_works_or_says_what_it_wants(tmp_path: Path) -> None:
+def test_gds_works_or_the_error_names_what_is_missing(tmp_path: Path) -> None:
     if nixl_agent.installed() and nixl_agent.missing("GDS") is None:
         with opened(tmp_path, MIB, "gds") as disk:
             memory, back = filled(MIB, 10), aligned_memory(MIB)
@@ -566,9 +566,7 @@ class StuckAgent:
     def deregister(self, entry: tuple[int, int, str]) -> None:
         self.registered.remove(entry)
 
-    def start_transfer(
-        self, operation: str, local: object, remote: object, remote_kind: str = ""
-    ) -> StuckTransfer:
+    def start_transfer(self, operation: str, local: object, remote: object, remote_kind: str = "") -> StuckTransfer:
         self.started += 1
         return StuckTransfer(self, self.started)
 
@@ -593,7 +591,7 @@ class StuckTransfer:
         self.agent.released += 1
 
 
-def test_a_transfer_that_never_ends_keeps_what_it_may_touch(
+def test_a_stuck_transfer_keeps_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(nixl, "NixlAgent", StuckAgent)

@@ -97,22 +97,20 @@ print("answer")
 
 
 @needs_nixl
-def test_a_process_that_used_it_ends_well_and_prints_nothing_but_its_own() -> None:
+def test_a_process_with_nixl_exits_cleanly_and_prints_nothing_of_it() -> None:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run(
-        [sys.executable, "-c", CHILD], env=environ, capture_output=True, timeout=WAIT_S, check=False
-    )
+    ran = subprocess.run([sys.executable, "-c", CHILD], env=environ, capture_output=True, timeout=WAIT_S, check=False)
     assert (ran.returncode, ran.stdout) == (0, b"answer\n"), ran.stderr
 
 
 @needs_nixl
-def test_a_back_end_that_is_not_there() -> None:
+def test_a_missing_backend_is_an_error() -> None:
     said = nixl_agent.missing("NONE")  # type: ignore[arg-type]
     assert said is not None
     assert "NIXL's back end NONE does not start here" in said
 
 
-def test_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nixl_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(OptionError, match="pip install --no-deps nixl"):
         NixlAgent("UCX")

@@ -79,7 +79,7 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("samples", [0, 1, 63, 64, 65, RING_SAMPLES])
-def test_an_array_comes_out_as_it_went_in(pair: Pair, samples: int) -> None:
+def test_an_array_is_read_as_written(pair: Pair, samples: int) -> None:
     for lap in range(5):
         pcm = pcm_of(samples, lap)
         pair.writer.write_message(lap, pcm)
@@ -149,7 +149,7 @@ def test_other_audio_than_was_announced_is_refused(pair: Pair, case: str) -> Non
         pair.writer.write_message(3, pcm_of(1))
 
 
-def test_a_put_that_fails_halfway_hangs_up(pair: Pair) -> None:
+def test_a_put_that_fails_halfway_closes_the_ring(pair: Pair) -> None:
     with pytest.raises((TypeError, ValueError)):
         pair.writer.write_message(-1, pcm_of(1))
     with pytest.raises(PeerGone):
@@ -173,7 +173,7 @@ def test_a_full_bell_is_a_rung_bell(pair: Pair) -> None:
         assert np.array_equal(taken.result(TIMEOUT_S), pcm_of(5 * RING_SAMPLES))
 
 
-def test_closing_ends_whoever_waits_on_either_side(pair: Pair) -> None:
+def test_close_wakes_both_sides(pair: Pair) -> None:
     with ThreadPoolExecutor() as threads:
         put = threads.submit(pair.writer.write_message, 1, pcm_of(2 * RING_SAMPLES))
         pair.writer_sleeps()
@@ -210,7 +210,7 @@ def test_memory_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
         os.close(fd)
 
 
-def test_memory_that_holds_no_ring(tmp_path: Path) -> None:
+def test_memory_without_a_ring_is_refused(tmp_path: Path) -> None:
     ends = socket.socketpair()
     with ends[0], ends[1], (tmp_path / "zeros").open("w+b") as file:
         file.truncate(65_536)
@@ -218,7 +218,7 @@ def test_memory_that_holds_no_ring(tmp_path: Path) -> None:
             PcmWriter(file.fileno(), ends[0])
 
 
-def test_a_shape_that_cannot_be() -> None:
+def test_invalid_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="power of two"):
         ring.create(3, 64)
 
@@ -436,7 +436,7 @@ def test_a_killed_reader_s_ring_serves_the_next_one(undo: contextlib.ExitStack) 
         assert np.array_equal(PcmReader(other.fd, theirs).read_message(3, 5), pcm_of(5))
 
 
-def test_the_server_s_side_needs_no_torch() -> None:
+def test_the_side_of_the_server_needs_no_torch() -> None:
     script = "import sys, asr_serve.transfer.ring; sys.exit('torch' in sys.modules)"
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", script], env=environ, check=False).returncode == 0

@@ -27,7 +27,7 @@ def line() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @pytest.mark.parametrize("parts", [[b"abc"], [b"", b"x" * 5_000_001, b"", b"yz"], [b"", b""], []])
-def test_what_was_packed_arrives_and_nothing_is_left(line, parts):
+def test_packed_data_arrives_and_nothing_is_left(line, parts):
     before = psutil.Process().num_fds()
     packed = SealedBuffer.pack(parts)
     packed.send(line[0])
@@ -53,7 +53,7 @@ def test_behind_bytes_that_are_read_without_it(line):
     packed.close()
 
 
-def test_nobody_changes_it_any_more():
+def test_a_sealed_buffer_cannot_be_changed():
     packed = SealedBuffer.pack([b"abc"])
     fd = packed._fd
     for change in (
@@ -81,7 +81,7 @@ def test_under_another_label_it_is_torn():
     packed.close()
 
 
-def test_a_line_that_ends_brings_none(line):
+def test_a_closed_connection_has_no_buffer(line):
     packed = SealedBuffer.pack([b"abc"])
     line[0].close()
     with pytest.raises(EOFError):

@@ -15,7 +15,7 @@ ORDERS = st.lists(st.one_of(st.integers(1, 6 * ALIGN), st.integers(-8, -1)), max
 
 @settings(max_examples=200, deadline=None)
 @given(nbytes=st.integers(0, 20 * ALIGN), orders=ORDERS)
-def test_nothing_is_lent_twice_and_nothing_is_lost(nbytes: int, orders: list[int]) -> None:
+def test_regions_are_never_leased_twice_or_lost(nbytes: int, orders: list[int]) -> None:
     memory = BufferAllocator(nbytes)
     owners: list[int | None] = [None] * (nbytes // ALIGN)
     taken: dict[int, int] = {}
@@ -53,7 +53,7 @@ def test_the_smallest_gap_that_is_enough_is_taken() -> None:
     assert memory.allocate(3 * ALIGN) == first
 
 
-def test_there_are_at_most_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_regions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "MAX_ALLOCATIONS", 2)
     memory = BufferAllocator(10 * ALIGN)
     assert [memory.allocate(1) for _ in range(3)] == [0, ALIGN, None]

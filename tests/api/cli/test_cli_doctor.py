@@ -28,7 +28,7 @@ def test_doctor_as_json_tells_what_runs_here(monkeypatch: pytest.MonkeyPatch) ->
     assert report["models"]["smart-turn"] == "/weights/smart-turn"
 
 
-def test_what_is_missing_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parts_are_reported_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "locate", lambda card: None)
     built = dict.fromkeys(doctor.NATIVE, True) | {"_search": False}
     monkeypatch.setattr(doctor, "native_modules", lambda: built)
@@ -42,7 +42,7 @@ def test_what_is_missing_comes_with_its_command(monkeypatch: pytest.MonkeyPatch)
     assert result.exit_code == 1
 
 
-def test_every_native_module_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_native_module_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = (Path(doctor.__file__).parents[2] / "kernels" / "CMakeLists.txt").read_text()
     assert re.findall(r"^nanobind_add_module\((\w+)", recipe, re.MULTILINE) == list(doctor.NATIVE)
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
@@ -75,8 +75,6 @@ def test_a_device_that_does_not_exist_is_wrong_usage() -> None:
 
 def test_cpu_fields_read_the_first_processor(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
-    info.write_text(
-        "processor\t: 0\nmodel name\t: A CPU: 2\nflags\t: avx2 amx_bf16\n\nprocessor\t: 1\nflags\t: x\n"
-    )
+    info.write_text("processor\t: 0\nmodel name\t: A CPU: 2\nflags\t: avx2 amx_bf16\n\nprocessor\t: 1\nflags\t: x\n")
     assert doctor.cpu_fields(info) == {"processor": "0", "model name": "A CPU: 2", "flags": "avx2 amx_bf16"}
     assert doctor.cpu_fields(tmp_path / "none") == {}

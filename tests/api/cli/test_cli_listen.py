@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from children import Child
-from typer.testing import CliRunner, Result
+from cli_process import expect_usage_error, start_cli
+from cli_process import invoke as invoke_cli
+from typer.testing import Result
 
 import asr_serve
-from asr_serve.api.cli import app, backends
+from asr_serve.api.cli import backends
 from asr_serve.api.cli.exit_codes import FAILED, INTERRUPTED, USAGE
 from asr_serve.api.cli.io import audio_sources
 from asr_serve.api.cli.io.audio_sources import InterruptHandler, StdinSource, paced_chunks
@@ -34,25 +35,21 @@ from asr_serve.config import EngineConfig
 from asr_serve.errors import OptionError, UnsupportedAudio, WeightsMissing
 from asr_serve.types import Segment
 
-RUN = "from asr_serve.api.cli import main; main()"
 WAIT_S = 60
 
 
 def start(*arguments: str | Path, **streams: Any) -> subprocess.Popen[bytes]:
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ASR_SERVE_THREADS": "1"}
-    command = [sys.executable, "-c", RUN, "listen", "--dtype", "fp32", *map(str, arguments)]
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-    return Child(command, env=environ, **streams)
+    return start_cli("listen", "--dtype", "fp32", *arguments, **streams)
 
 
-def listen(*arguments: str | Path, heard: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
-    with start(*arguments, stdin=subprocess.DEVNULL if heard is None else subprocess.PIPE) as process:
-        out, err = process.communicate(heard, WAIT_S)
+def listen(*arguments: str | Path, sent: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+    with start(*arguments, stdin=subprocess.DEVNULL if sent is None else subprocess.PIPE) as process:
+        out, err = process.communicate(sent, WAIT_S)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def invoke(*arguments: str, heard: bytes = b"") -> Result:
-    return CliRunner().invoke(app, ["listen", *arguments], input=heard)
+def invoke(*arguments: str) -> Result:
+    return invoke_cli("listen", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -79,23 +76,23 @@ def as_wav(pcm16: bytes, *, channels: int = 1, width: int = 2, rate_hz: int = 16
 
 
 @pytest.mark.slow
-def test_a_file_and_stdin_say_the_same(path: Path, pcm16: bytes) -> None:
+def test_a_file_and_stdin_give_the_same_text(path: Path, pcm16: bytes) -> None:
     file = listen(path)
     assert file.returncode == 0, file.stderr.decode()
     assert re.fullmatch(rb"[^\n\x1b]*no matter[^\n\x1b]*\n", file.stdout), "a line for the segment, no escapes"
     assert re.fullmatch(rb"10\.0 s of audio in .* x real time\n", file.stderr)
-    raw = listen("-", heard=pcm16)
+    raw = listen("-", sent=pcm16)
     assert raw.stdout == file.stdout
     assert raw.stderr.startswith(b"listening; ctrl-C ends\n10.0 s of audio")
     # What a recorder writes that cannot go back: no length.
     header = bytearray(as_wav(b""))
     header[40:44] = (2**31).to_bytes(4, "little")
-    recorded = listen("-", "--quiet", heard=bytes(header) + pcm16)
+    recorded = listen("-", "--quiet", sent=bytes(header) + pcm16)
     assert (recorded.stdout, recorded.stderr, recorded.returncode) == (file.stdout, b"", 0)
 
 
 @pytest.mark.slow
-def test_json_lines_add_up(path: Path) -> None:
+def test_json_lines_add_up_to_the_text(path: Path) -> None:
     done = listen(path, "--json", "-q", "--chunk-ms", "1000", "--silence-schedule", "inf:300")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stderr.decode()
@@ -110,7 +107,7 @@ def test_json_lines_add_up(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_a_terminal_one_line_changes(path: Path) -> None:
+def test_a_terminal_shows_one_changing_line(path: Path) -> None:
     ours, theirs = pty.openpty()
     with start(path, stdout=theirs) as process:
         os.close(theirs)
@@ -131,7 +128,7 @@ def test_on_a_terminal_one_line_changes(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_ctrl_c_ends_stdin_and_the_text_is_finished(pcm16: bytes) -> None:
+def test_the_first_ctrl_c_ends_stdin_and_finishes_the_text(pcm16: bytes) -> None:
     with start("-", "--json", stdin=subprocess.PIPE) as process:
         assert process.stdin
         assert process.stdout
@@ -148,7 +145,7 @@ def test_the_first_ctrl_c_ends_stdin_and_the_text_is_finished(pcm16: bytes) -> N
 
 
 @pytest.mark.slow
-def test_a_file_as_it_was_spoken_and_nobody_reading(path: Path) -> None:
+def test_real_time_and_a_closed_reader(path: Path) -> None:
     with start(path, "--real-time", "--json") as process:
         assert process.stdout
         assert json.loads(process.stdout.readline())["audio_duration_ms"] == 720
@@ -172,7 +169,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_model")
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["talk.wav", "--chunk-ms", "5"], "chunk_ms=5. a whole number, 100 to 30000"),
         (["talk.wav", "--silence-schedule", "5000"], "silence schedule"),
@@ -196,14 +193,11 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["talk.wav", "--server", "http://127.0.0.1:1", "--set", "engine.beam=2"], "--set with --server"),
     ],
 )
-def test_wrong_usage_is_told_before_a_model_is_loaded(arguments: list[str], says: str) -> None:
-    result = invoke(*arguments)
-    assert says in result.stderr
-    assert result.exit_code == USAGE
-    assert result.stdout == ""
+def test_wrong_usage_loads_no_model(arguments: list[str], message: str) -> None:
+    expect_usage_error(invoke(*arguments), message)
 
 
-def test_settings_of_the_engine_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str, **options: object) -> None:
         assert (name, options["engine"]) == ("armspeech-hy", EngineConfig(beam=8, chunk_wait_ms=0.0))
         raise WeightsMissing("far enough")
@@ -214,27 +208,27 @@ def test_settings_of_the_engine_reach_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_prompts_and_hot_words_reach_a_model_and_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    requests: list[Any] = []
 
-    def there(server: str, key: str | None, query: dict[str, Any]) -> None:
-        asked.append(query)
+    def remote(server: str, key: str | None, query: dict[str, Any]) -> None:
+        requests.append(query)
         raise WeightsMissing("far enough")
 
-    def here(model: str, options: dict[str, Any], **loading: Any) -> None:
-        asked.append(options)
+    def local(model: str, options: dict[str, Any], **loading: Any) -> None:
+        requests.append(options)
         raise WeightsMissing("far enough")
 
-    monkeypatch.setattr(backends, "RemoteTranscriber", there)
-    monkeypatch.setattr(backends, "LocalTranscriber", here)
+    monkeypatch.setattr(backends, "RemoteTranscriber", remote)
+    monkeypatch.setattr(backends, "LocalTranscriber", local)
     said = ["--prompt", "A talk.", "--hotword", "Ada", "--hotword", "Charles Babbage", "--num-speakers", "2"]
     for server in ([], ["--server", "http://127.0.0.1:1"]):
         assert "far enough" in invoke("talk.wav", *said, *server).stderr
-    assert asked[0]["hotwords"] == ("Ada", "Charles Babbage")
-    assert asked[1]["hotwords"] == "Ada,Charles Babbage"
-    assert {(each["prompt"], each["num_speakers"]) for each in asked} == {("A talk.", 2)}
+    assert requests[0]["hotwords"] == ("Ada", "Charles Babbage")
+    assert requests[1]["hotwords"] == "Ada,Charles Babbage"
+    assert {(each["prompt"], each["num_speakers"]) for each in requests} == {("A talk.", 2)}
 
 
-def test_a_terminal_is_no_microphone() -> None:
+def test_a_terminal_as_stdin_is_refused() -> None:
     ours, theirs = pty.openpty()
     with start("-", stdin=theirs) as process:
         _, err = process.communicate(timeout=WAIT_S)
@@ -244,16 +238,16 @@ def test_a_terminal_is_no_microphone() -> None:
     assert b"arecord -f S16_LE -r 16000 | asr-serve listen -" in err
 
 
-def test_help_teaches() -> None:
+def test_help_has_examples() -> None:
     said = invoke("--help").stdout
     assert "arecord -f S16_LE -r 16000 | asr-serve listen -" in said
     assert "--real-time" in said
-    assert "listen" in CliRunner().invoke(app, ["--help"]).stdout
+    assert "listen" in invoke_cli("--help").stdout
 
 
 @pytest.fixture
 def stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """What comes in pieces from a pipe."""
+    """Standard input as a pipe that sends pieces."""
     read, write = os.pipe()
     file = os.fdopen(read, "rb")
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=file, isatty=lambda: False))
@@ -269,7 +263,7 @@ def stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("split", [3, 12, 44, 100])
-def test_the_header_of_a_wav_is_read_and_what_follows_its_samples_is_not(stdin: Any, split: int) -> None:
+def test_a_wav_header_is_read_and_trailing_chunks_are_not(stdin: Any, split: int) -> None:
     pcm = bytes(range(200)) * 10
     written = as_wav(pcm, rate_hz=8_000) + b"LIST\x04\0\0\0abcd"
     opened = stdin(written[:split], written[split:])
@@ -278,43 +272,36 @@ def test_the_header_of_a_wav_is_read_and_what_follows_its_samples_is_not(stdin: 
     assert not opened.interrupted
 
 
-def test_raw_samples_have_the_rate_that_is_told(stdin: Any) -> None:
-    opened = stdin(b"\1\2" * 1_000)
-    assert opened.open(48_000) == 48_000
-    assert b"".join(opened.chunks()) == b"\1\2" * 1_000
-
-
-def test_an_empty_stdin(stdin: Any) -> None:
-    opened = stdin()
-    assert opened.open(None) == 16_000
-    assert list(opened.chunks()) == []
+@pytest.mark.parametrize(("rate_hz", "pcm"), [(48_000, b"\1\2" * 1_000), (None, b"")], ids=["raw", "empty"])
+def test_raw_samples_have_the_rate_given_or_16_khz(stdin: Any, rate_hz: int | None, pcm: bytes) -> None:
+    opened = stdin(pcm) if pcm else stdin()
+    assert opened.open(rate_hz) == (rate_hz or 16_000)
+    assert b"".join(opened.chunks()) == pcm
 
 
 @pytest.mark.parametrize(
-    "head",
+    ("head", "rate_hz", "error", "match"),
     [
-        as_wav(b"\0" * 400, channels=2),
-        as_wav(b"\0" * 400, width=3),
-        b"fLaC" + b"\0" * 100,
-        b"OggS" + b"\0" * 100,
-        b"RIFF" + b"\0" * 9_000,
+        (as_wav(b"\0" * 400, channels=2), None, UnsupportedAudio, "ffmpeg -i"),
+        (as_wav(b"\0" * 400, width=3), None, UnsupportedAudio, "ffmpeg -i"),
+        (b"fLaC" + b"\0" * 100, None, UnsupportedAudio, "ffmpeg -i"),
+        (b"OggS" + b"\0" * 100, None, UnsupportedAudio, "ffmpeg -i"),
+        (b"RIFF" + b"\0" * 9_000, None, UnsupportedAudio, "ffmpeg -i"),
+        (as_wav(b"\0" * 400), 44_100, OptionError, "16000 Hz"),
     ],
+    ids=["stereo", "24 bit", "flac", "ogg", "no data", "another rate"],
 )
-def test_other_files_on_stdin_are_refused(stdin: Any, head: bytes) -> None:
+def test_unsupported_stdin_is_refused(
+    stdin: Any, head: bytes, rate_hz: int | None, error: type[Exception], match: str
+) -> None:
     opened = stdin(head)
-    with pytest.raises(UnsupportedAudio, match="ffmpeg -i"):
-        opened.open(None)
+    with pytest.raises(error, match=match):
+        opened.open(rate_hz)
 
 
-def test_a_wav_knows_its_rate(stdin: Any) -> None:
-    opened = stdin(as_wav(b"\0" * 400))
-    with pytest.raises(OptionError, match="16000 Hz"):
-        opened.open(44_100)
-
-
-def test_a_file_comes_when_it_would_have_been_spoken(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_paced_in_real_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    came_s: list[float] = []
+    arrived_s: list[float] = []
 
     def sleep(seconds: float) -> None:
         nonlocal now_s
@@ -324,9 +311,9 @@ def test_a_file_comes_when_it_would_have_been_spoken(path: Path, monkeypatch: py
     samples = 0
     for piece in paced_chunks(str(path)):
         samples += len(piece)
-        came_s.append(now_s)
+        arrived_s.append(now_s)
         now_s += 0.03  # what is done with it takes time, and is made up for
-        assert came_s[-1] == pytest.approx(100 + samples / 16_000)
+        assert arrived_s[-1] == pytest.approx(100 + samples / 16_000)
     assert samples == len(read_audio(path))
 
 
@@ -357,7 +344,7 @@ def test_captions_print_segments_and_redraw_the_rest() -> None:
     assert out.getvalue() == b"So it goes.\nAnd then.\n"
 
 
-def test_captions_know_which_lines_were_somebody_elses() -> None:
+def test_captions_report_corrected_speakers() -> None:
     def by(*speakers: str, is_final: bool = False) -> StreamResult:
         said = ["Yes.", "No.", "Well."][: len(speakers)]
         segments = tuple(
@@ -378,7 +365,7 @@ def test_captions_know_which_lines_were_somebody_elses() -> None:
     assert captions.corrected == []
 
 
-def test_json_of_text_that_is_not_fixed_yet() -> None:
+def test_json_of_unfixed_text() -> None:
     out = io.BytesIO()
     JsonLineCaptions(out).show(result("So it", 2))
     assert json.loads(out.getvalue()) == {
@@ -400,11 +387,11 @@ def test_json_of_text_that_is_not_fixed_yet() -> None:
         ("", "", ""),
     ],
 )
-def test_a_caption_is_the_end_of_what_fits(fixed: str, unfixed: str, shown: str) -> None:
+def test_a_caption_shows_the_end_that_fits(fixed: str, unfixed: str, shown: str) -> None:
     assert caption(fixed, unfixed, 9) == shown
 
 
-def test_the_level_goes_from_silence_to_full_scale() -> None:
+def test_the_level_meter_goes_from_silence_to_full_scale() -> None:
     level = LevelMeter(16_000)
     assert level.bar() == f"▕{' ' * CELLS}▏"
     assert not level.append_audio(np.ones(1_599, np.float32))
@@ -419,7 +406,7 @@ def test_the_level_goes_from_silence_to_full_scale() -> None:
     assert len(set(bars[1:])) == 4
 
 
-def test_the_level_stands_before_the_caption_and_goes_at_the_end() -> None:
+def test_the_level_meter_stands_before_the_caption() -> None:
     out, screen = io.BytesIO(), io.BytesIO()
     captions = Captions(out, screen, LevelMeter(16_000))
     captions.append_audio(np.ones(1_600, np.float32))
@@ -429,19 +416,12 @@ def test_the_level_stands_before_the_caption_and_goes_at_the_end() -> None:
     captions.close()
     bar = f"▕{'█' * CELLS}▏"
     so_it = f"{bar} \x1b[2mSo it\x1b[0m"
-    assert screen.getvalue().decode().split("\r\x1b[K") == [
-        "",
-        f"{bar} ",
-        so_it,
-        "warning: x\n",
-        so_it,
-        f"{bar} ",
-        "",
-    ]
+    states = ["", f"{bar} ", so_it, "warning: x\n", so_it, f"{bar} ", ""]
+    assert screen.getvalue().decode().split("\r\x1b[K") == states
     assert out.getvalue() == b"So it goes.\n"
 
 
-def test_ctrl_c_while_nothing_is_read_is_kept_and_the_next_is_raised() -> None:
+def test_ctrl_c_outside_a_read_is_kept_and_the_next_is_raised() -> None:
     with InterruptHandler() as ctrl_c:
         assert ctrl_c.unless(lambda: True)
         signal.raise_signal(signal.SIGINT)

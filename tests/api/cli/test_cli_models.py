@@ -25,7 +25,7 @@ def only_tiny_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("only_tiny_is_here")
-def test_list_says_what_is_here_and_how_to_get_the_rest() -> None:
+def test_list_has_installed_models_and_how_to_fetch_the_rest() -> None:
     lines = invoke("list").stdout.splitlines()
     assert lines[0].split() == ["NAME", "LANGUAGES", "SIZE", "DOES", "LAG", "HEADS", "LICENCE", "WEIGHTS"]
     tiny = next(line for line in lines if line.startswith("moonshine-tiny-en "))
@@ -41,7 +41,7 @@ def test_list_says_what_is_here_and_how_to_get_the_rest() -> None:
 
 
 @pytest.mark.usefixtures("only_tiny_is_here")
-def test_who_speaks_is_listed_with_its_voices() -> None:
+def test_tts_models_are_listed_with_their_voices() -> None:
     lines = {line.split()[0]: " ".join(line.split()[1:]) for line in invoke("list").stdout.splitlines()}
     assert lines["hibari"] == "en 6.2 M speaks, 1 voice - - Apache-2.0 missing: pip install hibari-tts==0.2.1"
     assert "speaks, 28 voices" in lines["fastpitch-en"]
@@ -51,7 +51,7 @@ def test_who_speaks_is_listed_with_its_voices() -> None:
 
 
 @pytest.mark.usefixtures("only_tiny_is_here")
-def test_who_hears_chunks_is_told_with_how_late_it_knows_a_word() -> None:
+def test_streaming_models_are_listed_with_their_latency() -> None:
     rows = {row["name"]: row for row in json.loads(invoke("list", "--json").stdout)}
 
     def of(name: str) -> list[object]:

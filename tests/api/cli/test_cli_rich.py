@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from cli_process import invoke
 from fake_model import FakeModel
-from typer.testing import CliRunner
 
 import asr_serve
-from asr_serve.api.cli import app, backends, options
+from asr_serve.api.cli import backends, options
 from asr_serve.api.cli.io.captions import JsonLineCaptions
 from asr_serve.api.cli.io.transcript_outputs import StdoutSink
 from asr_serve.api.stream import StreamResult
@@ -35,9 +35,9 @@ def talk(tmp_path: Path) -> Path:
     return path
 
 
-def asked(model: FakeModel, talk: Path, *said: str) -> dict[str, object]:
-    """What of it the model was asked for, other than nothing."""
-    done = CliRunner().invoke(app, ["transcribe", str(talk), *said])
+def requested_options(model: FakeModel, talk: Path, *said: str) -> dict[str, object]:
+    """Options of this kind that reached the model and are set."""
+    done = invoke("transcribe", talk, *said)
     assert done.exit_code == 0, done.output
     names = ("words", "speakers", "num_speakers", "min_speakers", "max_speakers", "itn", "hotwords")
     found = {name: getattr(model.options, name) for name in names}
@@ -59,20 +59,20 @@ def asked(model: FakeModel, talk: Path, *said: str) -> dict[str, object]:
         (("--hotwords", "Ada, Charles Babbage:2"), {"hotwords": ("Ada", "Charles Babbage:2")}),
     ],
 )
-def test_what_is_asked_of_the_model(
+def test_flags_and_formats_set_the_options_of_the_model(
     model: FakeModel, talk: Path, said: tuple[str, ...], wanted: dict[str, object]
 ) -> None:
-    assert asked(model, talk, *said) == wanted
+    assert requested_options(model, talk, *said) == wanted
 
 
 def test_the_suffix_of_the_output_tells_the_format(model: FakeModel, talk: Path, tmp_path: Path) -> None:
-    assert asked(model, talk, "-o", str(tmp_path / "talk.TextGrid")) == {"words": True}
+    assert requested_options(model, talk, "-o", str(tmp_path / "talk.TextGrid")) == {"words": True}
     assert (tmp_path / "talk.TextGrid").read_text().startswith('File type = "ooTextFile"')
-    assert asked(model, talk, "-o", str(tmp_path / "talk.rttm")) == {"speakers": True}
+    assert requested_options(model, talk, "-o", str(tmp_path / "talk.rttm")) == {"speakers": True}
 
 
 def test_more_speakers_at_least_than_at_most_are_refused(model: FakeModel, talk: Path) -> None:
-    done = CliRunner().invoke(app, ["transcribe", str(talk), "--min-speakers", "4", "--max-speakers", "2"])
+    done = invoke("transcribe", talk, "--min-speakers", "4", "--max-speakers", "2")
     assert done.exit_code == 2
     assert "min_speakers=4" in done.stderr
 
@@ -89,7 +89,7 @@ def test_tables_of_several_recordings_are_one_table(form: str) -> None:
     assert [line.split()[1 if form == "rttm" else 0] for line in lines] == ["a", "b_c"]
 
 
-def test_live_times_are_milliseconds_and_words_stay_inside() -> None:
+def test_live_times_are_milliseconds_inside_the_audio() -> None:
     out = io.BytesIO()
     word = Word("So.", 24_011, 452_436, 0.5, "SPEAKER_00")
     said = Segment(24_011, 452_436, "So.", words=(word,), speaker="SPEAKER_00")
@@ -101,10 +101,10 @@ def test_live_times_are_milliseconds_and_words_stay_inside() -> None:
     ]
 
 
-class Meeting:
-    """A hearer of two lines, of which the second turns out to be somebody else's."""
+class FakeTranscriber:
+    """A transcriber of two lines, of which the second turns out to be another speaker's."""
 
-    asked: dict[str, object]
+    requested_options: dict[str, object]
     model, language = "fake", "en"
 
     def __init__(self, model: str, options: dict[str, object], **loading: object) -> None:
@@ -129,22 +129,22 @@ def line(text: str, start: int, speaker: str) -> Segment:
 
 
 @pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> type[Meeting]:
-    monkeypatch.setattr(backends, "LocalTranscriber", Meeting)
-    return Meeting
+def fake_transcriber(monkeypatch: pytest.MonkeyPatch) -> type[FakeTranscriber]:
+    monkeypatch.setattr(backends, "LocalTranscriber", FakeTranscriber)
+    return FakeTranscriber
 
 
-@pytest.mark.usefixtures("meeting")
-def test_the_file_of_a_live_transcript_has_the_speakers_that_all_of_it_shows(talk: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("fake_transcriber")
+def test_the_file_of_a_live_transcript_has_the_final_speakers(talk: Path, tmp_path: Path) -> None:
     note = tmp_path / "notes" / "note.txt"
-    done = CliRunner().invoke(app, ["listen", str(talk), "--speakers", "-o", str(note)])
+    done = invoke("listen", talk, "--speakers", "-o", note)
     assert done.exit_code == 0, done.output
     assert done.stdout == "SPEAKER_00: So.\nNo.\n"
     assert "0:01 SPEAKER_01: No." in done.stderr
     assert f"-> {note}" in done.stderr
     assert note.read_text() == "SPEAKER_00: So.\nSPEAKER_01: No.\n"
     assert [path.name for path in note.parent.iterdir()] == ["note.txt"]
-    done = CliRunner().invoke(app, ["listen", str(talk), "--json", "-q", "-o", str(note), "--format", "json"])
+    done = invoke("listen", talk, "--json", "-q", "-o", note, "--format", "json")
     assert done.exit_code == 0, done.output
     written = json.loads(note.read_text())
     assert written["key"] == str(talk)
@@ -161,17 +161,24 @@ def test_the_file_of_a_live_transcript_has_the_speakers_that_all_of_it_shows(tal
         ("vtt", {}, "<v SPEAKER_01>No."),
     ],
 )
-def test_a_live_transcript_has_what_its_file_wants(
-    meeting: type[Meeting], talk: Path, tmp_path: Path, suffix: str, wanted: dict[str, object], holds: str
+def test_the_format_of_a_live_file_sets_the_options(
+    fake_transcriber: type[FakeTranscriber],
+    talk: Path,
+    tmp_path: Path,
+    suffix: str,
+    wanted: dict[str, object],
+    holds: str,
 ) -> None:
-    done = CliRunner().invoke(app, ["listen", str(talk), "-o", str(tmp_path / f"talk.{suffix}")])
+    done = invoke("listen", talk, "-o", tmp_path / f"talk.{suffix}")
     assert done.exit_code == 0, done.output
-    assert {name: meeting.asked[name] for name in ("words", "speakers") if name in meeting.asked} == wanted
+    assert {
+        name: fake_transcriber.asked[name] for name in ("words", "speakers") if name in fake_transcriber.asked
+    } == wanted
     assert holds in (tmp_path / f"talk.{suffix}").read_text()
 
 
 @pytest.mark.parametrize(
-    ("said", "says"),
+    ("said", "message"),
     [
         (["--output", "notes/"], "--output notes/. one file. name it: note.txt"),
         (["--output", "note.doc"], "--output note.doc ends in .doc"),
@@ -180,25 +187,21 @@ def test_a_live_transcript_has_what_its_file_wants(
         (["--output", "note.txt", "--format", "srtt"], "unknown --format 'srtt'"),
     ],
 )
-def test_a_file_that_could_not_be_written_is_refused_before_anybody_speaks(
-    model: FakeModel, talk: Path, monkeypatch: pytest.MonkeyPatch, said: list[str], says: str
+def test_an_invalid_output_is_refused_at_the_start(
+    model: FakeModel, talk: Path, monkeypatch: pytest.MonkeyPatch, said: list[str], message: str
 ) -> None:
     monkeypatch.chdir(talk.parent)
-    done = CliRunner().invoke(app, ["listen", talk.name, *said])
+    done = invoke("listen", talk.name, *said)
     assert done.exit_code == 2, done.output
-    assert says in done.stderr
+    assert message in done.stderr
     assert [path.name for path in talk.parent.iterdir()] == [talk.name]
 
 
 def test_hotwords_are_lists_and_files(tmp_path: Path) -> None:
     names = tmp_path / "names.txt"
     names.write_text("\ufeffAda\n\n# nobody\nCharles Babbage  # 1791\nSmith, Jones & Co\n", "utf-8")
-    assert options.hotwords(["Ada,Grace ,", f"@{names}"]) == (
-        "Ada",
-        "Grace",
-        "Charles Babbage",
-        "Smith, Jones & Co",
-    )
+    expected = ("Ada", "Grace", "Charles Babbage", "Smith, Jones & Co")
+    assert options.hotwords(["Ada,Grace ,", f"@{names}"]) == expected
     assert options.hotwords(None) == ()
     with pytest.raises(SourceNotFound):
         options.hotwords([f"@{tmp_path / 'none.txt'}"])

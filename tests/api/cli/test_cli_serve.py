@@ -53,13 +53,13 @@ def test_without_flags_the_defaults_are_served(started: list[ServeConfig]) -> No
     assert (result.stdout, result.stderr, result.exit_code) == ("", "", 3)
 
 
-def test_every_flag_arrives(started: list[ServeConfig], tmp_path: Path) -> None:
+def test_every_flag_reaches_the_settings(started: list[ServeConfig], tmp_path: Path) -> None:
     file = tmp_path / "more.toml"
     file.write_text("port = 1\nmax_models = 3\nlog_level = 'debug'")
     result = invoke(
         *("--config", str(file), "--host", "::1", "--port", "0", "--realtime-port", "10095"),
         *("--model", "a", "--model", "b", "-m", "c"),
-        *(
+        *[
             "--voice",
             "d",
             "--alias",
@@ -72,7 +72,7 @@ def test_every_flag_arrives(started: list[ServeConfig], tmp_path: Path) -> None:
             "fp32",
             "--weights",
             "folder",
-        ),
+        ],
         *("--api-key", "k1", "--api-key", "k2", "--admin-key", "k3", "--max-concurrent", "5"),
         *("--log-format", "json", "--otel-endpoint", "http://here:4318"),
         *("--role", "decode", "--peer", "one:8100", "--peer", "[::1]:8100", "--encode-port", "8101"),
@@ -136,7 +136,7 @@ def test_the_environment_is_read(started: list[ServeConfig], monkeypatch: pytest
         (["--set", "engine.kv_bytes=0"], "engine.kv_bytes=0 (flag --set). a whole number, 1 or more"),
     ],
 )
-def test_wrong_settings_stop_it(started: list[ServeConfig], arguments: list[str], said: str) -> None:
+def test_invalid_settings_stop_the_server(started: list[ServeConfig], arguments: list[str], said: str) -> None:
     result = invoke(*arguments)
     assert said in result.stderr
     assert (started, result.stdout, result.exit_code) == ([], "", USAGE)
@@ -165,7 +165,7 @@ def test_wrong_settings_stop_it(started: list[ServeConfig], arguments: list[str]
         (["--peer", "localhost:1", "--set", "engine.peer_road=tcp"], []),
     ],
 )
-def test_what_is_unsafe_is_said(started: list[ServeConfig], arguments: list[str], warned: list[str]) -> None:
+def test_unsafe_settings_are_warned_about(started: list[ServeConfig], arguments: list[str], warned: list[str]) -> None:
     lines = invoke(*arguments).stderr.splitlines()
     assert len(started) == 1
     assert len(lines) == len(warned)
@@ -191,7 +191,7 @@ def test_keys_for_peers_without_any_peer(started: list[ServeConfig], tmp_path: P
     assert invoke(*keys, "--role", "decode", "--peer", "one:8100").stderr == ""
 
 
-def test_what_is_printed_is_a_file_for_config(started: list[ServeConfig], tmp_path: Path) -> None:
+def test_printed_settings_are_a_file_for_config(started: list[ServeConfig], tmp_path: Path) -> None:
     flags = ("--port", "9000", "--alias", "whisper-1=moonshine-tiny-en", "--set", "engine.max_requests=9")
     page = invoke(*flags, "--print-config").stdout
     assert "port = 9000  # flag --port\n" in page
@@ -218,7 +218,7 @@ def test_printing_and_refusing_load_neither_torch_nor_the_server(arguments: list
     assert done.stderr.endswith("set()\n")
 
 
-def test_help_teaches() -> None:
+def test_help_has_examples() -> None:
     page = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["serve", "--help"]).stdout
     assert all(flag in page for flag in FLAGS)
     assert "curl http://127.0.0.1:8000/v1/audio/transcriptions \\" in page

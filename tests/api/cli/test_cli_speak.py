@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from children import Child
-from typer.testing import CliRunner, Result
+from cli_process import expect_usage_error, require_alsa, start_cli
+from cli_process import invoke as invoke_cli
+from typer.testing import Result
 
-from asr_serve.api.cli import app
-from asr_serve.api.cli.exit_codes import FAILED, USAGE
+from asr_serve.api.cli.exit_codes import FAILED
 from asr_serve.api.cli.io import loudspeaker
 from asr_serve.api.cli.io.speech_report import SpeechProgressMeter, WordTimesFile
 from asr_serve.api.cli.speak import read_lexicon, voice_model
@@ -35,7 +35,6 @@ from asr_serve.pipelines.options import AudioChunk, SpokenWord
 from asr_serve.voices.cloned_voice import ClonedVoiceCard, Consent
 from asr_serve.voices.voice_store import VoiceStore
 
-RUN = "from asr_serve.api.cli import main; main()"
 WAIT_S = 120
 TEXT = "Hello there. It costs five dollars, and the doctor said so on 15 March."
 DONE = re.compile(r"\d+\.\d s of speech in \d+\.\d s: real-time factor \d+\.\d\d, first sound after \d+\.\d\d s")
@@ -53,20 +52,18 @@ def hibari() -> str:
     return "hibari"
 
 
-def invoke(*arguments: str | Path, sent: str | bytes = "") -> Result:
-    return CliRunner().invoke(app, ["speak", *map(str, arguments)], input=sent)
+def invoke(*arguments: str | Path, stdin: str | bytes = "") -> Result:
+    return invoke_cli("speak", *arguments, stdin=stdin)
 
 
 def start(*arguments: str | Path, **environ: str) -> subprocess.Popen[bytes]:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    settings = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ASR_SERVE_THREADS": "1"} | environ
-    return Child([sys.executable, "-c", RUN, "speak", *map(str, arguments)], env=settings, **pipes)
+    return start_cli("speak", *arguments, environ=environ, stdin=subprocess.PIPE)
 
 
 # --- files ------------------------------------------------------------------------------------------------
 
 
-def test_a_file_and_when_its_words_are_said(hibari: str, tmp_path: Path) -> None:
+def test_a_file_and_its_word_times(hibari: str, tmp_path: Path) -> None:
     done = invoke(TEXT, "-m", hibari, "-o", tmp_path / "said.wav", "--words", tmp_path / "said.json")
     assert done.exit_code == 0, done.stderr
     assert DONE.search(done.stderr)
@@ -76,10 +73,10 @@ def test_a_file_and_when_its_words_are_said(hibari: str, tmp_path: Path) -> None
     assert header is not None
     assert header.data_bytes is not None
     seconds = header.data_bytes / 48_000
-    told = json.loads((tmp_path / "said.json").read_text())
-    assert told["model"] == hibari
-    assert told["duration"] == pytest.approx(seconds)
-    words = [word for sentence in told["sentences"] for word in sentence["words"]]
+    times = json.loads((tmp_path / "said.json").read_text())
+    assert times["model"] == hibari
+    assert times["duration"] == pytest.approx(seconds)
+    words = [word for sentence in times["sentences"] for word in sentence["words"]]
     assert " ".join(word["word"] for word in words) == TEXT
     assert words[0]["start"] == 0
     assert seconds - 0.2 < words[-1]["end"] <= seconds
@@ -87,7 +84,7 @@ def test_a_file_and_when_its_words_are_said(hibari: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("form", ["srt", "vtt"])
-def test_captions_are_lines_with_the_times_of_their_words(hibari: str, tmp_path: Path, form: str) -> None:
+def test_captions_of_words(hibari: str, tmp_path: Path, form: str) -> None:
     long = f"{TEXT} " * 2
     done = invoke(long, "-m", hibari, "-o", tmp_path / "said.mp3", "--words", tmp_path / f"said.{form}", "-q")
     assert (done.exit_code, done.stderr) == (0, "")
@@ -98,7 +95,7 @@ def test_captions_are_lines_with_the_times_of_their_words(hibari: str, tmp_path:
 
 
 def test_stdin_to_stdout(hibari: str) -> None:
-    done = invoke("-", "-m", hibari, "-o", "-", "-f", "flac", "-q", sent="Hello there. Goodbye.")
+    done = invoke("-", "-m", hibari, "-o", "-", "-f", "flac", "-q", stdin="Hello there. Goodbye.")
     assert done.exit_code == 0, done.stderr
     assert len(read_audio(done.stdout_bytes)) > 16_000
 
@@ -119,54 +116,44 @@ def test_text_is_spoken_while_it_comes(hibari: str) -> None:
 
 
 def test_options_reach_the_voice(hibari: str, tmp_path: Path) -> None:
-    def said(text: str, *options: str | Path) -> np.ndarray:
+    def synthesize(text: str, *options: str | Path) -> np.ndarray:
         done = invoke(text, "-m", hibari, "-q", "-o", tmp_path / "said.flac", *options)
         assert done.exit_code == 0, done.stderr
         return read_audio(tmp_path / "said.flac")
 
     (tmp_path / "lexicon.txt").write_text("# names\nNguyen nwˈɪn\n")
     (tmp_path / "lexicon.json").write_text('{"Nguyen": "nwˈɪn"}')
-    plain = said("Nguyen costs five dollars, they say.")
-    assert len(said("Nguyen costs five dollars, they say.", "--speed", "2")) < 0.7 * len(plain)
+    plain = synthesize("Nguyen costs five dollars, they say.")
+    assert len(synthesize("Nguyen costs five dollars, they say.", "--speed", "2")) < 0.7 * len(plain)
     for name in ("lexicon.txt", "lexicon.json"):
-        found = said("Nguyen costs five dollars, they say.", "--lexicon", tmp_path / name)
+        found = synthesize("Nguyen costs five dollars, they say.", "--lexicon", tmp_path / name)
         assert not np.array_equal(found, plain)
-    asked = said("[Nguyen](/nwˈɪn/) costs five dollars, they say.")
-    assert np.array_equal(found, asked)
-    paused = said('<speak>One.<break time="3s"/>Two.</speak>', "--ssml")
+    inline = synthesize("[Nguyen](/nwˈɪn/) costs five dollars, they say.")
+    assert np.array_equal(found, inline)
+    paused = synthesize('<speak>One.<break time="3s"/>Two.</speak>', "--ssml")
     assert len(paused) > 3.5 * 16_000
-    assert len(said("həlˈO wˈɜɹld", "--phonemes")) > 8_000
-    marked = said(TEXT, "--watermark", "--rate", "16000", "--seed", "5", "--pitch", "2", "--energy", "-3")
+    assert len(synthesize("həlˈO wˈɜɹld", "--phonemes")) > 8_000
+    marked = synthesize(TEXT, "--watermark", "--rate", "16000", "--seed", "5", "--pitch", "2", "--energy", "-3")
     assert detect_watermark(marked, 16_000).is_marked
 
 
-def test_a_failure_leaves_no_file(hibari: str, tmp_path: Path) -> None:
-    done = invoke("Hello.", "-m", hibari, "-o", tmp_path / "said.wav", "--voice", "nobody")
-    assert done.exit_code == USAGE
-    assert "hibari has no voice 'nobody'" in done.stderr
-    assert not os.listdir(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("text", "error"),
+    ("arguments", "stdin", "error"),
     [
-        ("", "an empty text"),
-        ("🎉", "nothing in it to say"),
-        ("日本", "CJK UNIFIED IDEOGRAPH"),
-        ("x" * 100_001, "at most 100,000"),
+        ([""], "", "an empty text"),
+        (["🎉"], "", "nothing in it to say"),
+        (["日本"], "", "CJK UNIFIED IDEOGRAPH"),
+        (["x" * 100_001], "", "at most 100,000"),
+        (["-"], b"\xff\xfe\x00", "stdin is no text"),
+        (["Hello.", "--voice", "nobody"], "", "hibari has no voice 'nobody'"),
     ],
+    ids=["empty", "emoji", "script", "long", "bytes", "voice"],
 )
-def test_what_cannot_be_said(hibari: str, tmp_path: Path, text: str, error: str) -> None:
-    done = invoke(text, "-m", hibari, "-o", tmp_path / "said.wav")
-    assert done.exit_code == USAGE
-    assert error in done.stderr
+def test_invalid_text_leaves_no_file(
+    hibari: str, tmp_path: Path, arguments: list[str], stdin: str | bytes, error: str
+) -> None:
+    expect_usage_error(invoke(*arguments, "-m", hibari, "-o", tmp_path / "said.wav", stdin=stdin), error)
     assert not os.listdir(tmp_path)
-
-
-def test_stdin_that_is_no_text(hibari: str, tmp_path: Path) -> None:
-    done = invoke("-", "-m", hibari, "-o", tmp_path / "said.wav", sent=b"\xff\xfe\x00")
-    assert done.exit_code == USAGE
-    assert "stdin is no text" in done.stderr
 
 
 # --- the command line -------------------------------------------------------------------------------------
@@ -190,13 +177,11 @@ def test_stdin_that_is_no_text(hibari: str, tmp_path: Path) -> None:
         (["-o", "said.wav"], "nothing to say came"),
     ],
 )  # fmt: skip
-def test_what_is_no_command(arguments: list[str], error: str) -> None:
-    done = invoke(*arguments)
-    assert done.exit_code == USAGE
-    assert error in done.stderr
+def test_wrong_usage(arguments: list[str], error: str) -> None:
+    expect_usage_error(invoke(*arguments), error)
 
 
-def test_help_teaches() -> None:
+def test_help_has_examples() -> None:
     shown = invoke("--help").stdout
     for word in ("--voice", "--list-voices", "--server", "asr-serve speak - -o book.opus", "Exit code"):
         assert word in shown
@@ -219,7 +204,7 @@ def test_voices_are_listed(hibari: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert lines[-1] == ["my-voice", "fastpitch-en", "en", "misaki", "cloned"]
 
 
-def test_the_voice_that_ships_is_the_usual_one() -> None:
+def test_the_default_voice() -> None:
     assert voice_model("auto").name == "fastpitch-en"
 
 
@@ -231,7 +216,7 @@ def test_the_voice_that_ships_is_the_usual_one() -> None:
         ("a.json", "{", "an object"),
     ],
 )
-def test_lexicons_that_are_none(tmp_path: Path, name: str, content: str, error: str) -> None:
+def test_invalid_lexicons(tmp_path: Path, name: str, content: str, error: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(OptionError, match=error):
         read_lexicon(tmp_path / name)
@@ -239,10 +224,10 @@ def test_lexicons_that_are_none(tmp_path: Path, name: str, content: str, error: 
         read_lexicon(tmp_path / "nowhere.txt")
 
 
-# --- what is told -----------------------------------------------------------------------------------------
+# --- reports -----------------------------------------------------------------------------------------
 
 
-def test_the_meter_tells_how_soon_and_how_fast() -> None:
+def test_the_progress_meter() -> None:
     now = iter([0.0, 0.25, 1.0])
     meter = SpeechProgressMeter(lambda: next(now))
     assert meter.describe() == "0.0 s of speech"
@@ -254,10 +239,10 @@ def test_the_meter_tells_how_soon_and_how_fast() -> None:
     assert meter.describe() == "4.0 s of speech: real-time factor 0.25, first sound after 0.25 s"
 
 
-def test_a_written_word_of_several_keeps_its_line(tmp_path: Path) -> None:
+def test_a_word_of_several_stays_on_one_line(tmp_path: Path) -> None:
     words = WordTimesFile(tmp_path / "said.srt")
-    told = (SpokenWord("on", 0, 1_600), SpokenWord("15 March", 1_600, 16_000))
-    words.add_chunk(AudioChunk(np.zeros(16_000, np.int16), 16_000, 0, "on 15 March", told))
+    spoken_words = (SpokenWord("on", 0, 1_600), SpokenWord("15 March", 1_600, 16_000))
+    words.add_chunk(AudioChunk(np.zeros(16_000, np.int16), 16_000, 0, "on 15 March", spoken_words))
     words.write("hibari")
     assert (tmp_path / "said.srt").read_text() == "1\n00:00:00,000 --> 00:00:01,000\non 15 March\n"
 
@@ -265,82 +250,78 @@ def test_a_written_word_of_several_keeps_its_line(tmp_path: Path) -> None:
 # --- the loudspeaker --------------------------------------------------------------------------------------
 
 
-def test_no_player_is_told_before_any_work(monkeypatch: pytest.MonkeyPatch, hibari: str) -> None:
-    monkeypatch.setitem(sys.modules, "sounddevice", None)
-    done = invoke("Hello.", "-m", hibari)
-    assert done.exit_code == USAGE
-    assert "pip install 'asr-serve[mic]', or write it to a file instead: -o speech.wav" in done.stderr
-
-
-@pytest.mark.parametrize(("text", "told"), [("", "an empty text"), ("\u4f60\u597d", "this voice reads English")])
-def test_a_text_that_cannot_be_said_is_told_before_the_player(
-    monkeypatch: pytest.MonkeyPatch, hibari: str, text: str, told: str
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Hello.", "pip install 'asr-serve[mic]', or write it to a file instead: -o speech.wav"),
+        ("", "an empty text"),
+        ("\u4f60\u597d", "this voice reads English"),
+    ],
+    ids=["no player", "empty", "script"],
+)
+def test_a_missing_player_is_an_error_after_those_of_the_text(
+    monkeypatch: pytest.MonkeyPatch, hibari: str, text: str, message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "sounddevice", None)
     done = invoke(text, "-m", hibari)
-    assert done.exit_code == USAGE
-    assert told in done.stderr
-    assert "sounddevice" not in done.stderr
+    expect_usage_error(done, message)
+    assert text == "Hello." or "sounddevice" not in done.stderr
 
 
 @pytest.fixture
 def alsa() -> None:
-    asked = "import sounddevice; print([api['name'] for api in sounddevice.query_hostapis()])"
-    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
-    if "ALSA" not in found.stdout:
-        pytest.skip(f"no PortAudio with ALSA: {(found.stdout + found.stderr).strip().splitlines()[-1:]}")
+    require_alsa()
 
 
-def test_it_is_played_to_its_last_sample(alsa: None, hibari: str, tmp_path: Path) -> None:
+def test_speech_is_played_to_its_last_sample(alsa: None, hibari: str, tmp_path: Path) -> None:
     played, config = tmp_path / "played.raw", tmp_path / "asoundrc"
     config.write_text(
-        f'pcm.!default {{ type file slave.pcm "nothing" file "{played}" format raw }}\n'
-        "pcm.nothing { type null }\n"
+        f'pcm.!default {{ type file slave.pcm "nothing" file "{played}" format raw }}\npcm.nothing {{ type null }}\n'
     )
     with start(TEXT, "-m", hibari, ALSA_CONFIG_PATH=str(config)) as process:
-        _, told = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0, told
-    assert DONE.search(told.decode())
+        _, stderr = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, stderr
+    assert DONE.search(stderr.decode())
     done = invoke(TEXT, "-m", hibari, "-q", "-o", "-", "-f", "pcm")
-    said = np.frombuffer(done.stdout_bytes, "<i2")
-    heard = np.fromfile(played, "<i2")
-    heard = heard[np.flatnonzero(heard)[0] :]
-    said = said[np.flatnonzero(said)[0] : np.flatnonzero(said)[-1] + 1]
+    expected = np.frombuffer(done.stdout_bytes, "<i2")
+    recorded = np.fromfile(played, "<i2")
+    recorded = recorded[np.flatnonzero(recorded)[0] :]
+    expected = expected[np.flatnonzero(expected)[0] : np.flatnonzero(expected)[-1] + 1]
     # In pieces: where the machine was late, the device had silence between two.
-    assert len(heard) >= len(said)
-    assert np.array_equal(heard[:1_000], said[:1_000])
-    assert np.array_equal(heard[np.flatnonzero(heard)[-1] - 999 :][:1_000], said[-1_000:])
+    assert len(recorded) >= len(expected)
+    assert np.array_equal(recorded[:1_000], expected[:1_000])
+    assert np.array_equal(recorded[np.flatnonzero(recorded)[-1] - 999 :][:1_000], expected[-1_000:])
 
 
 def test_no_loudspeaker(alsa: None, hibari: str, tmp_path: Path) -> None:
     (tmp_path / "asoundrc").write_text("pcm.!default { type hw card 31 }\n")
     with start("Hello.", "-m", hibari, ALSA_CONFIG_PATH=str(tmp_path / "asoundrc")) as process:
-        _, told = process.communicate(timeout=WAIT_S)
+        _, stderr = process.communicate(timeout=WAIT_S)
     assert process.returncode == FAILED
-    assert b"no loudspeaker can be used" in told
-    assert loudspeaker.TO_FILE.encode() in told
+    assert b"no loudspeaker can be used" in stderr
+    assert loudspeaker.TO_FILE.encode() in stderr
 
 
 # --- a server ---------------------------------------------------------------------------------------------
 
 
-class Asked:
-    """A server of HTTP that answers as it is told, and what it was asked."""
+class FakeServer:
+    """An HTTP server that answers as it is told, and keeps the last request."""
 
     def __init__(self) -> None:
         self.status, self.headers, self.parts = 200, {"x-sample-rate": "24000", "x-model": "hibari"}, [b""]
         self.path, self.body, self.key = "", {}, ""
-        asked = self
+        fake_server = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                asked.path, asked.key = self.path, self.headers.get("authorization", "")
-                asked.body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                self.send_response(asked.status)
-                for name, value in asked.headers.items():
+                fake_server.path, fake_server.key = self.path, self.headers.get("authorization", "")
+                fake_server.body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                self.send_response(fake_server.status)
+                for name, value in fake_server.headers.items():
                     self.send_header(name, value)
                 self.end_headers()
-                for part in asked.parts:
+                for part in fake_server.parts:
                     self.wfile.write(part)
 
             def log_message(self, *_: Any) -> None:
@@ -358,8 +339,8 @@ class Asked:
 
 
 @pytest.fixture
-def asked() -> Iterator[Asked]:
-    made = Asked()
+def fake_server() -> Iterator[FakeServer]:
+    made = FakeServer()
     yield made
     made.close()
 
@@ -368,23 +349,23 @@ def sse(**members: Any) -> bytes:
     return b"data: " + json.dumps(members).encode() + b"\n\n"
 
 
-def test_a_servers_sound_and_words(asked: Asked, tmp_path: Path) -> None:
+def test_audio_and_words_of_a_server(fake_server: FakeServer, tmp_path: Path) -> None:
     # Three bytes, then one: a sample may be cut in two.
-    asked.parts = [
+    fake_server.parts = [
         sse(type="speech.audio.words", words=[{"word": "Hi.", "start": 0.0, "end": 1 / 24_000}]),
         sse(type="speech.audio.delta", audio="AQAC"),
         sse(type="speech.audio.delta", audio="AA=="),
         sse(type="speech.audio.done", usage={}),
     ]
     done = invoke(
-        "Hi.", "--server", f"{asked.url}/v1", "--voice", "emma", "--speed", "1.5", "--rate", "24000", "--api-key",
-        "secret", "-m", "tts-1", "-o", tmp_path / "said.pcm", "--words", tmp_path / "said.json",
+        "Hi.", "--server", f"{fake_server.url}/v1", "--voice", "emma", "--speed", "1.5", "--rate", "24000",
+        "--api-key", "secret", "-m", "tts-1", "-o", tmp_path / "said.pcm", "--words", tmp_path / "said.json",
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
     assert np.fromfile(tmp_path / "said.pcm", "<i2").tolist() == [1, 2]
     assert json.loads((tmp_path / "said.json").read_text())["sentences"][0]["words"][0]["word"] == "Hi."
-    assert (asked.path, asked.key) == ("/v1/audio/speech", "Bearer secret")
-    assert asked.body == {
+    assert (fake_server.path, fake_server.key) == ("/v1/audio/speech", "Bearer secret")
+    assert fake_server.body == {
         "input": "Hi.", "response_format": "pcm", "stream_format": "sse", "words": True, "voice": "emma",
         "speed": 1.5, "sample_rate": 24_000, "model": "tts-1",
     }  # fmt: skip
@@ -397,17 +378,15 @@ def test_a_servers_sound_and_words(asked: Asked, tmp_path: Path) -> None:
         (200, sse(type="error", error={"message": "the engine is full", "code": "x"}), "the engine is full"),
         (503, b'{"error": {"message": "no room", "code": "at_capacity"}}', "no room"),
         (404, b"nothing here", "answers with 404, and is no asr-serve"),
+        (None, b"", "no server answers at http://127.0.0.1:9"),
     ],
 )
-def test_a_server_that_fails(asked: Asked, status: int, part: bytes, error: str, tmp_path: Path) -> None:
-    asked.status, asked.parts = status, [part]
-    done = invoke("Hi.", "--server", asked.url, "-o", tmp_path / "said.wav")
+def test_a_failing_server_leaves_no_file(
+    fake_server: FakeServer, status: int | None, part: bytes, error: str, tmp_path: Path
+) -> None:
+    fake_server.status, fake_server.parts = status or 0, [part]
+    url = fake_server.url if status else "http://127.0.0.1:9"
+    done = invoke("Hi.", "--server", url, "-o", tmp_path / "said.wav")
     assert done.exit_code == FAILED
     assert error in done.stderr
     assert not os.listdir(tmp_path)
-
-
-def test_no_server(tmp_path: Path) -> None:
-    done = invoke("Hi.", "--server", "http://127.0.0.1:9", "-o", tmp_path / "said.wav")
-    assert done.exit_code == FAILED
-    assert "no server answers at http://127.0.0.1:9" in done.stderr

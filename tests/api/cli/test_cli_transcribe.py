@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from children import Child
+from cli_process import invoke as invoke_cli
 from fake_model import FakeModel, load
 from typer.testing import CliRunner, Result
 
@@ -25,32 +26,29 @@ ROOT = Path(__file__).resolve().parents[3]
 def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     fake = FakeModel()
 
-    def one(name: str = "", **options: Any) -> FakeModel:
+    def load_fake(name: str = "", **options: Any) -> FakeModel:
         load(name)
         fake.engine = options.get("engine")
         return fake
 
-    monkeypatch.setattr(asr_serve, "load", one, raising=False)
+    monkeypatch.setattr(asr_serve, "load", load_fake, raising=False)
     return fake
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """a/x.wav, b/x.wav, one.wav and torn.wav, which fails at its second segment; the working folder."""
-    for name, said in {
+    for name, message in {
         "a/x.wav": "alpha\nbeta", "b/x.wav": "gamma", "one.wav": "one\ntwo", "torn.wav": "half\n!",
     }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(said)
+        (tmp_path / name).write_text(message)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def invoke(*arguments: str | Path, stdin: bytes | None = None) -> Result:
-    result = CliRunner().invoke(app, ["transcribe", *map(str, arguments)], input=stdin)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+    return invoke_cli("transcribe", *arguments, stdin=stdin)
 
 
 def process(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
@@ -62,14 +60,14 @@ def process(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
 # --- results on stdout ------------------------------------------------------------------------------------
 
 
-def test_text_of_one_input_streams_and_stands_alone(folder: Path, model: FakeModel) -> None:
+def test_text_of_one_input_has_no_heading(folder: Path, model: FakeModel) -> None:
     result = invoke("one.wav")
     assert result.stdout == "one\ntwo\n"
     assert "1 done; 2.0 s of audio in " in result.stderr
     assert (result.exit_code, model.closed) == (0, True)
 
 
-def test_segments_are_out_before_the_file_is_done(folder: Path) -> None:
+def test_segments_are_written_before_the_file_is_done(folder: Path) -> None:
     (folder / "long.wav").write_text("first\nwait\n")
     with process("transcribe", "long.wav", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         assert running.stdout is not None
@@ -77,11 +75,11 @@ def test_segments_are_out_before_the_file_is_done(folder: Path) -> None:
         running.kill()
 
 
-def test_several_inputs_are_headed(folder: Path, model: FakeModel) -> None:
+def test_several_inputs_have_headings(folder: Path, model: FakeModel) -> None:
     assert invoke("a", "one.wav").stdout == "==> a/x.wav <==\nalpha\nbeta\n\n==> one.wav <==\none\ntwo\n"
 
 
-def test_json_of_several_inputs_is_one_document_a_line(folder: Path, model: FakeModel) -> None:
+def test_json_of_several_inputs_is_one_document_per_line(folder: Path, model: FakeModel) -> None:
     for form in ("json", "verbose_json", "jsonl"):
         lines = invoke("a", "b", "--format", form).stdout.splitlines()
         assert [json.loads(line)["key"] for line in lines] == ["a/x.wav", "b/x.wav"]
@@ -103,9 +101,9 @@ def test_stdin(model: FakeModel) -> None:
 
 def test_quiet_and_verbose(folder: Path, model: FakeModel) -> None:
     assert invoke("one.wav", "-q").stderr == ""
-    said = invoke("one.wav", "-v", "-o", "out.txt").stderr
-    assert "dtype: fp32" in said
-    assert "one.wav -> out.txt" in said
+    message = invoke("one.wav", "-v", "-o", "out.txt").stderr
+    assert "dtype: fp32" in message
+    assert "one.wav -> out.txt" in message
 
 
 def test_options_reach_the_model(folder: Path, model: FakeModel) -> None:
@@ -120,7 +118,7 @@ def test_options_reach_the_model(folder: Path, model: FakeModel) -> None:
     assert model.engine == EngineConfig()
 
 
-def test_settings_of_the_engine_reach_it(folder: Path, model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_settings_reach_the_engine(folder: Path, model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASR_SERVE_ENGINE__BEAM", "3")  # a server's
     invoke("one.wav", "--set", "engine.use_chunked_inference=true", "--set", "engine.head=ctc")
     assert model.engine == EngineConfig(use_chunked_inference=True, head="ctc")
@@ -129,7 +127,7 @@ def test_settings_of_the_engine_reach_it(folder: Path, model: FakeModel, monkeyp
 # --- failures ---------------------------------------------------------------------------------------------
 
 
-def test_a_failed_file_is_told_at_the_end_and_the_others_finish(folder: Path, model: FakeModel) -> None:
+def test_failed_files_are_reported_at_the_end_and_others_finish(folder: Path, model: FakeModel) -> None:
     result = invoke("missing.wav", "torn.wav", "one.wav", "--format", "jsonl")
     assert [json.loads(line)["key"] for line in result.stdout.splitlines()] == ["one.wav"]
     summary, first, second = result.stderr.splitlines()
@@ -139,7 +137,7 @@ def test_a_failed_file_is_told_at_the_end_and_the_others_finish(folder: Path, mo
     assert result.exit_code == FAILED
 
 
-def test_failures_are_told_even_when_quiet(folder: Path, model: FakeModel) -> None:
+def test_failures_are_reported_even_when_quiet(folder: Path, model: FakeModel) -> None:
     assert "failed: torn.wav" in invoke("torn.wav", "-q").stderr
 
 
@@ -147,21 +145,21 @@ def test_prompts_hot_words_and_long_form_reach_the_model(folder: Path, model: Fa
     assert invoke("one.wav").exit_code == 0
     assert model.options is not None
     assert (model.options.prompt, model.options.hotwords, model.options.long_form) == ("", (), "parallel")
-    said = ["--prompt", "A talk.", "--hotword", "Ada", "--hotword", "Charles Babbage", "--long-form", "sequential"]
-    assert invoke("one.wav", *said).exit_code == 0
+    message = ["--prompt", "A talk.", "--hotword", "Ada", "--hotword", "Charles Babbage", "--long-form", "sequential"]
+    assert invoke("one.wav", *message).exit_code == 0
     assert (model.options.prompt, model.options.hotwords) == ("A talk.", ("Ada", "Charles Babbage"))
     assert model.options.long_form == "sequential"
 
 
-def test_help_teaches_prompts() -> None:
-    page = CliRunner().invoke(app, ["transcribe", "--help"]).stdout
-    said = " ".join(page.replace("│", " ").split())
+def test_help_has_examples_of_prompts() -> None:
+    page = invoke("--help").stdout
+    message = " ".join(page.replace("│", " ").split())
     for example in ("--hotwords 'Kubernetes,Ada Lovelace'", "--long-form sequential", '--prompt "A talk'):
-        assert example in said
+        assert example in message
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["one.wav", "--format", "strt"], "did you mean 'srt'?"),
         (["one.wav", "--model", "moonshine-tiny"], "did you mean 'moonshine-tiny-en'?"),
@@ -186,16 +184,14 @@ def test_help_teaches_prompts() -> None:
         (["one.wav", "-o", "one.wav/sub/"], "cannot make the folder"),
     ],
 )
-def test_wrong_usage_is_one_sentence_and_exit_2(
-    folder: Path, model: FakeModel, arguments: list[str], said: str
-) -> None:
+def test_wrong_usage_is_one_sentence(folder: Path, model: FakeModel, arguments: list[str], message: str) -> None:
     (folder / "bad.scp").write_text("utt1 rm -rf / |\n")
     (folder / "none.txt").write_text("# nothing yet\n")
     (folder / "list.txt").write_text("one.wav\n")
     result = invoke(*arguments)
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
-    assert said in result.stderr
+    assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert result.exit_code == USAGE
     assert model.heard == []
@@ -203,16 +199,21 @@ def test_wrong_usage_is_one_sentence_and_exit_2(
 
 
 @pytest.mark.parametrize(("wrong", "near"), [("--formatt", "--format"), ("--outptu", "--output")])
-def test_an_unknown_option_names_the_nearest(folder: Path, wrong: str, near: str) -> None:
+def test_an_unknown_option_suggests_the_nearest(folder: Path, wrong: str, near: str) -> None:
     result = invoke("one.wav", wrong, "x")
     assert near in result.stderr.replace(wrong, "")
     assert result.exit_code == USAGE
 
 
-def test_a_wrong_model_does_not_cost_an_older_result(folder: Path, model: FakeModel) -> None:
-    (folder / "all.jsonl").write_text('{"key": "old", "text": "kept"}\n')
-    assert invoke("one.wav", "-o", "all.jsonl", "-m", "moonshine-tiny").exit_code == USAGE
-    assert "kept" in (folder / "all.jsonl").read_text()
+@pytest.mark.parametrize(
+    ("content", "arguments"),
+    [('{"key": "old", "text": "kept"}\n', ["-m", "moonshine-tiny"]), ('{"key": "a", "wav": "a.wav"}\n', ["--resume"])],
+    ids=["unknown model", "resume of a foreign file"],
+)
+def test_wrong_usage_keeps_an_older_jsonl(folder: Path, model: FakeModel, content: str, arguments: list[str]) -> None:
+    (folder / "all.jsonl").write_text(content)
+    assert invoke("one.wav", "-o", "all.jsonl", *arguments).exit_code == USAGE
+    assert (folder / "all.jsonl").read_text() == content
 
 
 # --- results in files -------------------------------------------------------------------------------------
@@ -226,22 +227,30 @@ def tree(folder: Path) -> dict[str, str]:
     }
 
 
-def test_one_input_into_one_file_whose_suffix_tells_the_format(folder: Path, model: FakeModel) -> None:
-    assert invoke("one.wav", "-o", "sub/one.vtt").stdout == ""
-    assert (folder / "sub/one.vtt").read_text().startswith("WEBVTT\n")
+@pytest.mark.parametrize(
+    ("arguments", "files", "code"),
+    [
+        (["one.wav", "-o", "out/one.vtt"], {"one.vtt": "WEBVTT\n"}, 0),
+        (
+            ["a", "b", "one.wav", "-o", "out"],
+            {"a/x.txt": "alpha\nbeta\n", "b/x.txt": "gamma\n", "one.txt": "one\ntwo\n"},
+            0,
+        ),
+        (["a/x.wav", "-o", "out/", "-f", "srt"], {"x.srt": "1\n"}, 0),
+        (["torn.wav", "one.wav", "-o", "out"], {"one.txt": "one\n"}, FAILED),
+    ],
+    ids=["suffix tells the format", "folder keeps inputs apart", "plain name", "failed inputs leave no file"],
+)
+def test_output_files(folder: Path, model: FakeModel, arguments: list[str], files: dict[str, str], code: int) -> None:
+    result = invoke(*arguments)
+    assert (result.stdout, result.exit_code) == ("", code)
+    found = tree(folder / "out")
+    assert found.keys() == files.keys()
+    assert all(found[name].startswith(content) for name, content in files.items())
+    assert arguments[0] != "a" or found == files
 
 
-def test_a_folder_of_results_keeps_the_inputs_apart(folder: Path, model: FakeModel) -> None:
-    invoke("a", "b", "one.wav", "-o", "out")
-    assert tree(folder / "out") == {"a/x.txt": "alpha\nbeta\n", "b/x.txt": "gamma\n", "one.txt": "one\ntwo\n"}
-
-
-def test_one_file_into_a_folder_has_a_plain_name(folder: Path, model: FakeModel) -> None:
-    invoke(folder / "a/x.wav", "-o", "out/", "-f", "srt")
-    assert list(tree(folder / "out")) == ["x.srt"]
-
-
-def test_same_stem_and_strange_keys_never_share_a_file(folder: Path, model: FakeModel) -> None:
+def test_equal_stems_and_odd_keys_get_files_of_their_own(folder: Path, model: FakeModel) -> None:
     (folder / "a/x.mp3").write_text("mp3")
     (folder / "keys.jsonl").write_text(
         "".join(
@@ -257,12 +266,7 @@ def test_same_stem_and_strange_keys_never_share_a_file(folder: Path, model: Fake
     assert not (folder / "up.txt").exists()
 
 
-def test_failed_inputs_leave_nothing_behind(folder: Path, model: FakeModel) -> None:
-    assert invoke("torn.wav", "one.wav", "-o", "out").exit_code == FAILED
-    assert list(tree(folder / "out")) == ["one.txt"]
-
-
-def test_resume_skips_what_is_whole(folder: Path, model: FakeModel) -> None:
+def test_resume_skips_finished_results(folder: Path, model: FakeModel) -> None:
     invoke("a", "torn.wav", "-o", "out", "-f", "json")
     (folder / "torn.wav").write_text("whole now")
     model.heard.clear()
@@ -290,26 +294,18 @@ def test_resume_never_takes_the_result_of_another_file(folder: Path, model: Fake
     assert model.heard == ["a/x.wav", "b/x.wav"]
 
 
-def test_resume_of_jsonl_keeps_lines_and_mends_a_torn_one(folder: Path, model: FakeModel) -> None:
+def test_resume_of_jsonl_repairs_a_torn_line(folder: Path, model: FakeModel) -> None:
     invoke("a", "-o", "all.jsonl")
     whole = (folder / "all.jsonl").read_text()
     (folder / "all.jsonl").write_text(whole + '{"key": "b/x.wav", "te')
     model.heard.clear()
     invoke("a", "b", "-o", "all.jsonl", "--resume")
     assert model.heard == ["b/x.wav"]
-    assert [json.loads(line)["key"] for line in (folder / "all.jsonl").read_text().splitlines()] == [
-        "a/x.wav",
-        "b/x.wav",
-    ]
+    lines = (folder / "all.jsonl").read_text().splitlines()
+    assert [json.loads(line)["key"] for line in lines] == ["a/x.wav", "b/x.wav"]
     (folder / "all.jsonl").write_text(whole.rstrip("\n"))  # only the line feed was lost
     invoke("a", "b", "-o", "all.jsonl", "--resume")
     assert (folder / "all.jsonl").read_text().startswith(whole)
-
-
-def test_resume_refuses_a_jsonl_that_is_not_ours(folder: Path, model: FakeModel) -> None:
-    (folder / "other.jsonl").write_text('{"key": "a", "wav": "a.wav"}\n')
-    assert invoke("one.wav", "-o", "other.jsonl", "--resume").exit_code == USAGE
-    assert (folder / "other.jsonl").read_text() == '{"key": "a", "wav": "a.wav"}\n'
 
 
 def test_jsonl_into_a_folder(folder: Path, model: FakeModel) -> None:
@@ -320,7 +316,7 @@ def test_jsonl_into_a_folder(folder: Path, model: FakeModel) -> None:
 # --- how it ends ------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_keeps_finished_results_and_says_130(folder: Path) -> None:
+def test_ctrl_c_keeps_finished_results(folder: Path) -> None:
     (folder / "long.wav").write_text("first\nwait\n")
     arguments = ("transcribe", "one.wav", "long.wav", "-v", "-o", "out")
     with process(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
@@ -337,7 +333,7 @@ def test_ctrl_c_keeps_finished_results_and_says_130(folder: Path) -> None:
     assert not list((folder / "out").glob(".*.part"))
 
 
-def test_ctrl_c_cancels_the_work(folder: Path, model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_cancels_the_requests(folder: Path, model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: object) -> list[str]:
         raise KeyboardInterrupt
 
@@ -346,7 +342,7 @@ def test_ctrl_c_cancels_the_work(folder: Path, model: FakeModel, monkeypatch: py
     assert (model.cancelled, model.closed) == (True, True)
 
 
-def test_a_reader_that_leaves_ends_us_quietly(folder: Path) -> None:
+def test_a_closed_reader_ends_the_command_quietly(folder: Path) -> None:
     (folder / "long.wav").write_text("line\n" * 50_000)
     with process("transcribe", "long.wav", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         assert running.stdout is not None
@@ -365,9 +361,9 @@ def test_a_full_disk_is_an_error_not_a_traceback(folder: Path) -> None:
         process("transcribe", "one.wav", stdout=full, stderr=subprocess.PIPE) as running,
     ):
         assert running.stderr is not None
-        said = running.stderr.read()
-    assert b"No space left" in said
-    assert b"Traceback" not in said
+        message = running.stderr.read()
+    assert b"No space left" in message
+    assert b"Traceback" not in message
     assert running.returncode == FAILED
 
 
@@ -387,17 +383,17 @@ def test_help_is_fast_because_it_loads_no_torch() -> None:
 
 
 @pytest.mark.parametrize("command", [[], ["transcribe"], ["models", "list"], ["models", "show"], ["doctor"]])
-def test_every_help_teaches_by_example(command: list[str]) -> None:
+def test_every_help_has_an_example(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert "asr-serve " in result.stdout
 
 
 def test_version() -> None:
-    assert CliRunner().invoke(app, ["--version"]).stdout.startswith("asr-serve ")
+    assert invoke_cli("--version").stdout.startswith("asr-serve ")
 
 
 def test_an_unknown_command_is_wrong_usage() -> None:
-    result = CliRunner().invoke(app, ["transcrib"])
+    result = invoke_cli("transcrib")
     assert "transcribe" in result.stderr
     assert result.exit_code == USAGE

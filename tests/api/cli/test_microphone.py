@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,12 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from children import Child
+from cli_process import require_alsa, start_cli, start_python
 
 from asr_serve.api.cli.exit_codes import FAILED, USAGE
 from asr_serve.audio import read_audio
 
-RUN = "from asr_serve.api.cli import main; main()"
 WAIT_S = 60
 BLOCK_BYTES = 640
 """ALSA's file plugin gives no part of a sample back, so what is written is what one read asks for: 20 ms."""
@@ -34,28 +32,22 @@ NO_CARD = "pcm.!default { type hw card 31 }\n"
 
 @pytest.fixture(autouse=True)
 def portaudio() -> None:
-    """Skips where there is none, or none that uses ALSA."""
-    asked = "import sounddevice; print([api['name'] for api in sounddevice.query_hostapis()])"
-    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
-    if "ALSA" not in found.stdout:
-        pytest.skip(f"no PortAudio with ALSA: {(found.stdout + found.stderr).strip().splitlines()[-1:]}")
+    require_alsa()
 
 
-class Card:
-    """A sound card that hears what is written to it, in real time."""
+class FakeCard:
+    """A sound card that records what is written to its pipe, in real time."""
 
     def __init__(self, folder: Path) -> None:
         self.pipe, self.config = folder / "pipe", folder / "asoundrc"
         os.mkfifo(self.pipe)
         self.config.write_text(CARD.format(pipe=self.pipe))
-        self._ours = os.open(
-            self.pipe, os.O_RDWR | os.O_NONBLOCK
-        )  # so that opening its other end waits for nobody
+        self._ours = os.open(self.pipe, os.O_RDWR | os.O_NONBLOCK)  # so that opening its other end waits for nobody
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def hear(self, pcm16: bytes) -> None:
-        """From now on, and silence after it."""
+    def play(self, pcm16: bytes) -> None:
+        """Record this from now on, and silence after it."""
         self._thread = threading.Thread(target=self._play, args=(pcm16,), daemon=True)
         self._thread.start()
 
@@ -77,18 +69,14 @@ class Card:
 
 
 @pytest.fixture
-def card(tmp_path: Path) -> Iterator[Card]:
-    made = Card(tmp_path)
+def card(tmp_path: Path) -> Iterator[FakeCard]:
+    made = FakeCard(tmp_path)
     yield made
     made.close()
 
 
 def start(config: Path, *arguments: str, **environ: str) -> subprocess.Popen[bytes]:
-    environ = (
-        dict(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path), "ALSA_CONFIG_PATH": str(config)} | environ
-    )
-    command = [sys.executable, "-c", RUN, "listen", "--mic", *arguments]
-    return Child(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return start_cli("listen", "--mic", *arguments, environ={"ALSA_CONFIG_PATH": str(config), **environ})
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +86,12 @@ def speech(packaged_speech: Path) -> bytes:
 
 
 @pytest.mark.slow
-def test_what_is_said_is_shown_until_ctrl_c(card: Card, speech: bytes) -> None:
+def test_speech_is_transcribed_until_ctrl_c(card: FakeCard, speech: bytes) -> None:
     with start(card.config, "--json", "--silence-schedule", "inf:300", ASR_SERVE_THREADS="1") as process:
         assert process.stderr
         assert process.stdout
         assert process.stderr.readline() == b"listening to default; ctrl-C ends\n"
-        card.hear(speech)
+        card.play(speech)
         lines = []
         while not any(line["segments"] for line in lines):
             lines.append(json.loads(process.stdout.readline()))
@@ -129,13 +117,13 @@ def test_no_microphone(tmp_path: Path) -> None:
     assert "plug one in" in err
 
 
-def test_one_that_is_not_there(card: Card) -> None:
+def test_an_absent_microphone(card: FakeCard) -> None:
     code, err = run(card.config, "--input", "usb")
     assert code == USAGE
     assert re.search(r"one of: .*\d default", err)
 
 
-HEARD = """
+COUNT_LOST = """
 import sys, time
 from asr_serve.api.cli.io import microphone
 microphone.MAX_BUFFERED_S = float(sys.argv[1])
@@ -153,15 +141,14 @@ sys.stderr.write(f"{len(got)} {mic.lost_samples} {len(told)} {mic.overflow_repor
 """
 
 
-def test_audio_that_nobody_takes_is_counted(card: Card, speech: bytes) -> None:
+def test_lost_audio_is_counted(card: FakeCard, speech: bytes) -> None:
     """Half a second fits; the reader sleeps until more was lost."""
-    environ = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path), "ALSA_CONFIG_PATH": str(card.config)}
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Child([sys.executable, "-c", HEARD, "0.5"], env=environ, text=True, **pipes) as process:  # type: ignore[call-overload]
-        card.hear(speech)
+    environ = {"ALSA_CONFIG_PATH": str(card.config)}
+    with start_python(COUNT_LOST, "0.5", environ=environ, text=True) as process:
+        card.play(speech)
         _, err = process.communicate(timeout=WAIT_S)
-    came_bytes, lost_samples, told, said = err.split(maxsplit=3)
-    assert int(told) == 1
+    received_bytes, lost_samples, notices, report = err.split(maxsplit=3)
+    assert int(notices) == 1
     assert int(lost_samples) >= 8_000
-    assert int(came_bytes) >= 16_000
-    assert "s of audio were lost" in said
+    assert int(received_bytes) >= 16_000
+    assert "s of audio were lost" in report

@@ -43,7 +43,7 @@ def decode(data: bytes, encoder: AudioEncoder) -> np.ndarray:
 
 @pytest.mark.parametrize("rate_hz", [8_000, 22_050, 24_000, 48_000])
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_comes_out_is_what_went_in(form: str, rate_hz: int) -> None:
+def test_encoded_audio_decodes_to_the_input(form: str, rate_hz: int) -> None:
     pcm = sweep(rate_hz)
     data, encoder = encode(form, pcm, rate_hz)
     lead = np.zeros(1_105 if (form, rate_hz) == ("mp3", 48_000) else LEAD_SAMPLES.get(form, 0), np.float32)
@@ -58,7 +58,7 @@ def test_what_comes_out_is_what_went_in(form: str, rate_hz: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["wav", "flac", "pcm"])
-def test_lossless_formats_lose_nothing(form: str) -> None:
+def test_lossless_formats_are_exact(form: str) -> None:
     pcm = np.random.default_rng(1).integers(-32_768, 32_768, 12_345).astype(np.int16)
     data, _ = encode(form, pcm, 24_000)
     if form == "pcm":
@@ -71,7 +71,7 @@ def test_lossless_formats_lose_nothing(form: str) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(FORMATS), st.lists(st.integers(0, 3_000), max_size=6))
-def test_any_cutting_gives_the_same_bytes(form: str, lengths: list[int]) -> None:
+def test_chunks_change_no_byte(form: str, lengths: list[int]) -> None:
     pcm = np.random.default_rng(2).integers(-9_000, 9_000, sum(lengths)).astype(np.int16)
     encoder = AudioEncoder(form, 22_050, to_hz=24_000)
     parts, at = [], 0
@@ -96,12 +96,12 @@ def test_the_header_comes_before_any_sound_and_sound_as_soon_as_it_can(form: str
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_no_sound_at_all_is_a_stream_too(form: str) -> None:
+def test_a_stream_without_samples_is_valid(form: str) -> None:
     data, _ = encode(form, np.zeros(0, np.int16), 24_000)
     assert bool(data) == (form not in ("pcm", "aac"))
 
 
-def test_a_wav_announces_its_length_where_it_is_known() -> None:
+def test_the_header_of_a_wav_has_its_length_where_it_is_known() -> None:
     pcm = np.zeros(1_001, np.int16)
     known, _ = encode("wav", pcm, 24_000, samples=1_001)
     header = read_wav_header(known)
@@ -115,7 +115,7 @@ def test_a_wav_announces_its_length_where_it_is_known() -> None:
     assert len(open_ended) == len(known)
 
 
-def test_a_known_length_is_announced_at_the_rate_that_comes_out() -> None:
+def test_the_header_has_the_length_at_the_output_rate() -> None:
     data, _ = encode("flac", np.zeros(22_050, np.int16), 22_050, to_hz=24_000, samples=22_050)
     with av.open(io.BytesIO(data)) as container:
         assert container.streams.audio[0].duration == 24_000
@@ -129,7 +129,7 @@ def test_files_say_what_is_in_them(form: str) -> None:
     assert SYNTHETIC_SPEECH_COMMENT in told.values()
 
 
-def test_opus_comes_at_a_rate_it_has() -> None:
+def test_opus_is_resampled_to_a_rate_it_has() -> None:
     data, encoder = encode("opus", sweep(22_050), 22_050)
     assert encoder.to_hz == 24_000
     assert data.startswith(b"OggS")
@@ -158,13 +158,13 @@ def test_unknown_formats_and_rates() -> None:
         AudioEncoder("wav", 24_000).encode(np.zeros((2, 2), np.int16))
 
 
-def test_a_codec_that_this_ffmpeg_has_not_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codec_missing_in_ffmpeg_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packet_encoder, "_has", lambda name: name != "libmp3lame")
     with pytest.raises(UnsupportedOption, match=r"no libmp3lame.*wav, pcm, opus, aac, flac"):
         AudioEncoder("mp3", 24_000)
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_format_has_a_type(form: str) -> None:
+def test_every_format_has_a_media_type(form: str) -> None:
     assert content_type(form) == AudioEncoder(form, 24_000).content_type
     assert content_type(form).startswith("audio/")

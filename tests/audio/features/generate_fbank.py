@@ -75,10 +75,7 @@ def main() -> None:
     save_file(
         {"pcm": pcm, **{name: frames(pcm, asked) for name, asked in CASES.items()}},
         FIXTURE,
-        metadata={
-            "kaldi-native-fbank": importlib.metadata.version("kaldi-native-fbank"),
-            "cases": json.dumps(CASES),
-        },
+        metadata={"kaldi-native-fbank": importlib.metadata.version("kaldi-native-fbank"), "cases": json.dumps(CASES)},
     )
 
 

@@ -82,16 +82,14 @@ def test_rows_may_begin_and_end_anywhere(noise: Tensor) -> None:
     window = noise[:, :2_000]
     together = fbank.frames_inside(fbank.mirrored(window, starts, ends))
     for row in range(3):
-        alone = fbank.frames_inside(
-            fbank.mirrored(window[row : row + 1], starts[row : row + 1], ends[row : row + 1])
-        )
+        alone = fbank.frames_inside(fbank.mirrored(window[row : row + 1], starts[row : row + 1], ends[row : row + 1]))
         torch.testing.assert_close(together[row], alone[0], atol=1e-5, rtol=1e-6)
     torch.testing.assert_close(together[1], fbank.frames_inside(window)[1], atol=1e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("samples", "snipped", "mirrored"), [(0, 0, 0), (79, 0, 0), (80, 0, 1), (399, 0, 2),
                                                              (400, 1, 3), (559, 1, 3), (560, 2, 4)])  # fmt: skip
-def test_how_many_frames(samples: int, snipped: int, mirrored: int) -> None:
+def test_number_of_frames(samples: int, snipped: int, mirrored: int) -> None:
     for options, expected in ((FbankOptions(), snipped), (FbankOptions(snip_edges=False), mirrored)):
         fbank = Fbank(options)
         assert fbank.count_frames(samples) == expected
@@ -103,7 +101,7 @@ def test_silence_is_the_floor_everywhere() -> None:
     torch.testing.assert_close(frames, torch.full_like(frames, float(np.log(np.finfo(np.float32).eps))))
 
 
-def test_what_was_passed_in_is_left_as_it_was(noise: Tensor) -> None:
+def test_the_input_is_unchanged(noise: Tensor) -> None:
     before = noise.clone()
     for name in ("wenet", "unscaled", "edges", "rectangular, no preemphasis"):
         Fbank(CASES[name])(noise)

@@ -37,7 +37,7 @@ def test_a_frame_for_every_whole_window(samples: int, frames: int) -> None:
     assert Mfcc(MfccShape())(torch.zeros(2, samples)).shape == (2, frames, 26)
 
 
-def test_a_frame_hears_its_own_window_only(rng: np.random.Generator) -> None:
+def test_a_frame_depends_on_its_own_window_only(rng: np.random.Generator) -> None:
     pcm = torch.from_numpy(rng.standard_normal((3, 4_000)).astype(np.float32))
     mfcc = Mfcc(MfccShape())
     whole = mfcc(pcm)

@@ -38,20 +38,20 @@ def mel(features: NemoMel, asked: list[tuple[Tensor, int, int]], frames: int) ->
 
 @pytest.mark.parametrize("mels", [80, 128])
 @pytest.mark.parametrize("clip", [0, 1])
-def test_it_equals_nemo(mels: int, clip: int) -> None:
+def test_features_equal_nemo(mels: int, clip: int) -> None:
     theirs, pcm = HELD[f"mel.{mels}.{clip}"], CLIPS[clip]
     ours = mel(NemoMel(mels, CPU), [(pcm, 0, len(pcm))], len(theirs))
     torch.testing.assert_close(ours[0], theirs, **CLOSE)
 
 
-def test_a_window_anywhere_shows_the_same() -> None:
+def test_a_window_anywhere_has_the_same_frames() -> None:
     features, theirs, pcm = NemoMel(80, CPU), HELD["mel.80.0"], CLIPS[0]
     rows = [(pcm, first, len(pcm)) for first in (0, 1, 7, 20)]
     for (_, first, _), ours in zip(rows, mel(features, rows, 9), strict=True):
         torch.testing.assert_close(ours, theirs[first : first + 9], **CLOSE)
 
 
-def test_outside_the_session_there_is_nothing() -> None:
+def test_frames_outside_the_session_are_empty() -> None:
     features, theirs, pcm = NemoMel(80, CPU), HELD["mel.80.0"], CLIPS[0]
     before, after = mel(features, [(pcm, -3, len(pcm)), (pcm, 25, len(pcm))], 9)
     assert not before[:3].any()
@@ -60,7 +60,7 @@ def test_outside_the_session_there_is_nothing() -> None:
     assert not after[6:].any()
 
 
-def test_what_a_session_has_is_the_same_before_its_end_is_known() -> None:
+def test_frames_are_the_same_before_the_end_is_known() -> None:
     features, pcm = NemoMel(80, CPU), CLIPS[0]
     goes_on, over = mel(features, [(pcm, 5, UNBOUNDED_SAMPLES), (pcm, 5, len(pcm))], 20)
     assert torch.equal(goes_on, over)

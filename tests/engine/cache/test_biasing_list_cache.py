@@ -1,5 +1,5 @@
-"""Lists of hot words whose callers have left: what was not begun is not made, and keeps nobody waiting; a long one
-keeps no short one waiting; and of all that are kept there are so many, and so much."""
+"""Cache of biasing lists: cancelled ones that are not begun are not built, a long one delays no short one, and the
+cache is bounded."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from asr_serve.engine.streaming import biasing as streams
 WAIT_S = 20
 
 
-class Maker:
-    """The first list takes until `go` is set; what was made, in order."""
+class BlockingBuilder:
+    """Builder whose first list takes until `go` is set; `made` are those built, in order."""
 
     def __init__(self) -> None:
         self.begun, self.go, self.made = threading.Event(), threading.Event(), list[str]()
@@ -30,12 +30,12 @@ class Maker:
         return bias
 
 
-class OfStreams:
-    def __init__(self, make: Maker, call: Callable[[Callable[[], None]], None]) -> None:
-        self.spelling = streams.StreamBiasingCompiler(make, lambda number, error: None)  # type: ignore[arg-type]
+class StreamLists:
+    def __init__(self, build: BlockingBuilder, call: Callable[[Callable[[], None]], None]) -> None:
+        self.spelling = streams.StreamBiasingCompiler(build, lambda number, error: None)  # type: ignore[arg-type]
         self.spelling.attach(SimpleNamespace(call=call))  # type: ignore[arg-type]
 
-    def come(self, number: int, bias: str) -> None:
+    def add(self, number: int, bias: str) -> None:
         self.spelling.compile(number, SimpleNamespace(bias=bias, hot=None))  # type: ignore[arg-type]
 
     @property
@@ -43,83 +43,83 @@ class OfStreams:
         return len(self.spelling.waiting_streams)
 
 
-class OfRequests:
-    def __init__(self, make: Maker, call: Callable[[Callable[[], None]], None]) -> None:
+class RequestLists:
+    def __init__(self, build: BlockingBuilder, call: Callable[[Callable[[], None]], None]) -> None:
         self.spelling = biasing.BiasingQueue(lambda text: [1], lambda tokens: "", call, lambda ids, error: None)
 
-    def come(self, number: int, bias: str) -> None:
-        asked = SimpleNamespace(id=number, options=SimpleNamespace(bias=bias, beam=1), hotwords=None)
-        self.spelling.when_ready(asked, lambda: None)  # type: ignore[arg-type]
+    def add(self, number: int, bias: str) -> None:
+        request = SimpleNamespace(id=number, options=SimpleNamespace(bias=bias, beam=1), hotwords=None)
+        self.spelling.when_ready(request, lambda: None)  # type: ignore[arg-type]
 
     @property
     def waiting(self) -> int:
         return self.spelling.waiting
 
 
-@pytest.mark.parametrize("kind", [OfStreams, OfRequests])
-def test_lists_that_nobody_waits_for_are_not_made(kind, monkeypatch: pytest.MonkeyPatch):
-    make, jobs = Maker(), list[Callable[[], None]]()
-    monkeypatch.setattr(biasing.RescoringList, "build", make)
-    some = kind(make, jobs.append)
-    some.come(0, "first")
-    assert make.begun.wait(WAIT_S)
-    threads = some.spelling._lists._threads
+@pytest.mark.parametrize("kind", [StreamLists, RequestLists])
+def test_lists_that_nobody_waits_for_are_not_built(kind, monkeypatch: pytest.MonkeyPatch):
+    build, jobs = BlockingBuilder(), list[Callable[[], None]]()
+    monkeypatch.setattr(biasing.RescoringList, "build", build)
+    lists = kind(build, jobs.append)
+    lists.add(0, "first")
+    assert build.begun.wait(WAIT_S)
+    threads = lists.spelling._lists._threads
     for number in range(1, 100):
-        some.come(number, f"left {number}")
-        some.spelling.cancel(number)
-    some.come(100, "shared")
-    some.come(101, "shared")
-    some.spelling.cancel(100)
-    some.come(102, "again")
-    some.spelling.cancel(102)
-    some.come(103, "again")
-    some.spelling.cancel(0)  # it is being made
-    assert len(some.spelling._lists) <= 3
-    assert some.waiting == 2
-    make.go.set()
+        lists.add(number, f"left {number}")
+        lists.spelling.cancel(number)
+    lists.add(100, "shared")
+    lists.add(101, "shared")
+    lists.spelling.cancel(100)
+    lists.add(102, "again")
+    lists.spelling.cancel(102)
+    lists.add(103, "again")
+    lists.spelling.cancel(0)  # it is being made
+    assert len(lists.spelling._lists) <= 3
+    assert lists.waiting == 2
+    build.go.set()
     threads[True].submit(int).result(WAIT_S)
-    some.spelling.close()
+    lists.spelling.close()
     for job in jobs:
         job()
-    assert make.made == ["first", "shared", "again"]
-    assert some.waiting == 0
+    assert build.made == ["first", "shared", "again"]
+    assert lists.waiting == 0
 
 
-@pytest.mark.parametrize("kind", [OfStreams, OfRequests])
+@pytest.mark.parametrize("kind", [StreamLists, RequestLists])
 def test_a_long_list_keeps_no_short_one_waiting(kind, monkeypatch: pytest.MonkeyPatch):
-    make, jobs, long = Maker(), list[Callable[[], None]](), "long" * biasing_lists.SHORT_LIST_CHARACTERS
+    build, jobs, long = BlockingBuilder(), list[Callable[[], None]](), "long" * biasing_lists.SHORT_LIST_CHARACTERS
 
-    def made(bias: str, *_: Any) -> str:
-        return make(bias) if bias == long else bias
+    def build_long(bias: str, *_: Any) -> str:
+        return build(bias) if bias == long else bias
 
-    monkeypatch.setattr(biasing.RescoringList, "build", made)
-    some = kind(made, jobs.append)
-    some.come(0, long)
-    assert make.begun.wait(WAIT_S)
-    some.come(1, "short")
-    some.spelling._lists.get_or_build("short", str).result(WAIT_S)
-    assert not make.made
-    make.go.set()
-    some.spelling.close()
+    monkeypatch.setattr(biasing.RescoringList, "build", build_long)
+    lists = kind(build_long, jobs.append)
+    lists.add(0, long)
+    assert build.begun.wait(WAIT_S)
+    lists.add(1, "short")
+    lists.spelling._lists.get_or_build("short", str).result(WAIT_S)
+    assert not build.made
+    build.go.set()
+    lists.spelling.close()
     for job in jobs:
         job()
-    assert some.waiting == 0
+    assert lists.waiting == 0
 
 
-def test_so_many_lists_are_kept_and_so_many_characters():
-    some = biasing_lists.BiasingListCache[int]()
+def test_the_cache_is_bounded_in_lists_and_characters():
+    lists = biasing_lists.BiasingListCache[int]()
     for number in range(3 * biasing_lists.MAX_CACHED_LISTS):
-        some.get_or_build(f"{number}", int)
-    assert len(some) == biasing_lists.MAX_CACHED_LISTS
+        lists.get_or_build(f"{number}", int)
+    assert len(lists) == biasing_lists.MAX_CACHED_LISTS
     large = biasing_lists.MAX_CACHED_CHARACTERS // 2
-    first, _, last = (some.get_or_build(letter * large, int) for letter in "abc")
-    assert len(some) == 2
-    assert some.characters <= biasing_lists.MAX_CACHED_CHARACTERS
-    assert some.get_or_build("c" * large, int) is last
-    assert some.get_or_build("a" * large, int) is not first, "it was let go"
-    alone = some.get_or_build("d" * (biasing_lists.MAX_CACHED_CHARACTERS + 1), int)
-    assert some.get_or_build("d" * (biasing_lists.MAX_CACHED_CHARACTERS + 1), int) is alone, (
+    first, _, last = (lists.get_or_build(letter * large, int) for letter in "abc")
+    assert len(lists) == 2
+    assert lists.characters <= biasing_lists.MAX_CACHED_CHARACTERS
+    assert lists.get_or_build("c" * large, int) is last
+    assert lists.get_or_build("a" * large, int) is not first, "it was let go"
+    alone = lists.get_or_build("d" * (biasing_lists.MAX_CACHED_CHARACTERS + 1), int)
+    assert lists.get_or_build("d" * (biasing_lists.MAX_CACHED_CHARACTERS + 1), int) is alone, (
         "the one that is asked for is kept"
     )
-    assert len(some) == 1
-    some.close()
+    assert len(lists) == 1
+    lists.close()

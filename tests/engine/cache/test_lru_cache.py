@@ -59,8 +59,7 @@ def test_the_same_samples_have_the_same_name_wherever_they_lie():
 
 def test_another_process_has_other_names():
     script = (
-        "import numpy, asr_serve.engine.cache.digest as d; "
-        "print(d.audio_digest(numpy.zeros(160, 'float32')).hex())"
+        "import numpy, asr_serve.engine.cache.digest as d; print(d.audio_digest(numpy.zeros(160, 'float32')).hex())"
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     asked = subprocess.run([sys.executable, "-c", script], env=environ, check=True, capture_output=True, text=True)

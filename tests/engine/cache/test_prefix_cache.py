@@ -38,9 +38,9 @@ class Row:
         """It wrote something into its pages that is not what the letters say."""
 
 
-def contents(tree: PrefixCache) -> Iterator[tuple[tuple[bytes, str], list[int]]]:
+def contents(cache: PrefixCache) -> Iterator[tuple[tuple[bytes, str], list[int]]]:
     """What is there under each prefix, by looking at every node: nothing is used by that."""
-    for root, top in tree._roots.items():
+    for root, top in cache._roots.items():
         yield (root, ""), list(top.pages)
         waiting = [("", node) for node in top.children.values()]
         while waiting:
@@ -172,9 +172,7 @@ class Cache(RuleBasedStateMachine):
     @rule(target=rows, root=st.sampled_from([*AUDIO]), letters=LETTERS, rest=st.integers(0, PAGE - 1))
     def come(self, root: bytes, letters: str, rest: int) -> Row:
         """With what is there, and pages of its own for the rest."""
-        longest = max(
-            (end for end in range(len(letters) + 1) if (root, letters[:end]) in self.known), default=None
-        )
+        longest = max((end for end in range(len(letters) + 1) if (root, letters[:end]) in self.known), default=None)
         found = self.tree.match(root, tokens_of(letters) + [7] * rest)
         audio: list[int] = []
         own: list[int] = []
@@ -302,9 +300,7 @@ class Cache(RuleBasedStateMachine):
     def it_is_what_the_dictionary_is(self) -> None:
         assert dict(contents(self.tree)) == self.known
         assert self.told == self.expected
-        assert [root for root in AUDIO if root in self.tree] == [
-            root for root in AUDIO if (root, "") in self.known
-        ]
+        assert [root for root in AUDIO if root in self.tree] == [root for root in AUDIO if (root, "") in self.known]
 
     @invariant()
     def every_reference_is_somebodys(self) -> None:
@@ -335,195 +331,195 @@ TestCache.settings = settings(max_examples=60, stateful_step_count=50, deadline=
 # --- one by one -----------------------------------------------------------------------------------------
 
 
-def a_tree(most: int = 30, pages: int = 64) -> tuple[PagePool, PrefixCache, list[bytes]]:
+def make_cache(most: int = 30, pages: int = 64) -> tuple[PagePool, PrefixCache, list[bytes]]:
     """And the roots whose audio it gave up."""
-    told: list[bytes] = []
+    evicted: list[bytes] = []
     pool = PagePool(pages)
-    return pool, PrefixCache(pool, most, lambda root, audio, frames: told.append(root)), told
+    return pool, PrefixCache(pool, most, lambda root, audio, frames: evicted.append(root)), evicted
 
 
-def leave(pool: PagePool, tree: PrefixCache, root: bytes, letters: str = "", audio: int = 2) -> list[int]:
+def insert_pages(pool: PagePool, cache: PrefixCache, root: bytes, letters: str = "", audio: int = 2) -> list[int]:
     """Somebody comes, leaves that and goes; the pages, those of the audio first."""
     pages = pool.allocate(audio * bool(root) + len(letters))
     heard = audio * bool(root)
-    tree.insert(root, pages[:heard], heard * PAGE, tokens_of(letters), pages[heard:])
+    cache.insert(root, pages[:heard], heard * PAGE, tokens_of(letters), pages[heard:])
     pool.free_pages(pages)
-    tree.check()
+    cache.check()
     pool.check()
     return pages
 
 
-def there(pool: PagePool, tree: PrefixCache, root: bytes, letters: str = "") -> tuple[int, int]:
+def count_found(pool: PagePool, cache: PrefixCache, root: bytes, letters: str = "") -> tuple[int, int]:
     """How many pages of audio and of tokens are found."""
-    found = tree.match(root, tokens_of(letters))
+    found = cache.match(root, tokens_of(letters))
     if found is None:
         return 0, 0
     pool.free_pages(found.audio_pages + found.token_pages)
     return len(found.audio_pages), len(found.token_pages)
 
 
-def test_the_same_words_after_other_audio_are_not_found():
-    pool, tree, _ = a_tree()
-    leave(pool, tree, b"ours", "abc")
-    leave(pool, tree, b"theirs", "b")
-    assert there(pool, tree, b"theirs", "abc") == (2, 0)
-    assert there(pool, tree, b"nobody's", "abc") == (0, 0)
-    assert tree.match(b"") is None
+def test_tokens_are_found_under_their_own_audio_only():
+    pool, cache, _ = make_cache()
+    insert_pages(pool, cache, b"ours", "abc")
+    insert_pages(pool, cache, b"theirs", "b")
+    assert count_found(pool, cache, b"theirs", "abc") == (2, 0)
+    assert count_found(pool, cache, b"nobody's", "abc") == (0, 0)
+    assert cache.match(b"") is None
 
 
-def test_only_whole_blocks_are_kept_and_found():
-    pool, tree, _ = a_tree()
+def test_only_whole_blocks_are_cached():
+    pool, cache, _ = make_cache()
     audio, own = pool.allocate(1), pool.allocate(2)
     tokens = list(range(2 * PAGE - 1))
-    tree.insert(b"ours", audio, PAGE, tokens, own)
-    assert tree.pages == 2
-    found = tree.match(b"ours", tokens)
+    cache.insert(b"ours", audio, PAGE, tokens, own)
+    assert cache.pages == 2
+    found = cache.match(b"ours", tokens)
     assert found == (PAGE, audio, PAGE, own[:1])
-    assert tree.match(b"ours", tokens[: PAGE - 1]) == (PAGE, audio, 0, [])
+    assert cache.match(b"ours", tokens[: PAGE - 1]) == (PAGE, audio, 0, [])
 
 
-def test_one_token_of_a_block_decides():
-    pool, tree, _ = a_tree()
+def test_every_token_of_a_block_counts():
+    pool, cache, _ = make_cache()
     pages = pool.allocate(3)
-    tree.insert(b"", [], 0, [1] * 3 * PAGE, pages)
+    cache.insert(b"", [], 0, [1] * 3 * PAGE, pages)
     for at in range(3 * PAGE):
         other = [1] * at + [2] + [1] * (3 * PAGE - at - 1)
-        found = tree.match(b"", other)
+        found = cache.match(b"", other)
         assert (found.token_pages if found else []) == pages[: at // PAGE]
-    tree.check()
+    cache.check()
 
 
-def test_what_is_there_already_is_taken_once_and_duplicates_stay_with_the_caller():
-    pool, tree, _ = a_tree()
-    first = leave(pool, tree, b"ours", "ab")
+def test_duplicate_pages_stay_with_the_caller():
+    pool, cache, _ = make_cache()
+    first = insert_pages(pool, cache, b"ours", "ab")
     pages = pool.allocate(5)
-    tree.insert(b"ours", pages[:2], 2 * PAGE, tokens_of("abc"), pages[2:])
-    assert tree.match(b"ours", tokens_of("abc")) == (2 * PAGE, first[:2], 3 * PAGE, [*first[2:], pages[4]])
+    cache.insert(b"ours", pages[:2], 2 * PAGE, tokens_of("abc"), pages[2:])
+    assert cache.match(b"ours", tokens_of("abc")) == (2 * PAGE, first[:2], 3 * PAGE, [*first[2:], pages[4]])
     assert pool.free_pages(pages) == pages[:4]
 
 
-def test_another_try_shares_what_the_first_began_with():
+def test_a_second_answer_shares_the_prefix_of_the_first():
     """As temperature fall-back does: the prompt is the same, and so is some of the answer."""
-    pool, tree, _ = a_tree()
-    first, second = leave(pool, tree, b"ours", "aabb"), leave(pool, tree, b"ours", "aacc")
-    assert tree.pages == len(first) + 2
-    assert tree.match(b"ours", tokens_of("aacc")) == (2 * PAGE, first[:2], 4 * PAGE, [*first[2:4], *second[4:]])
+    pool, cache, _ = make_cache()
+    first, second = insert_pages(pool, cache, b"ours", "aabb"), insert_pages(pool, cache, b"ours", "aacc")
+    assert cache.pages == len(first) + 2
+    assert cache.match(b"ours", tokens_of("aacc")) == (2 * PAGE, first[:2], 4 * PAGE, [*first[2:4], *second[4:]])
 
 
-def test_the_oldest_goes_first_whatever_root_it_is_of_and_audio_after_its_words():
-    pool, tree, told = a_tree()
+def test_eviction_is_least_recently_used_and_audio_goes_after_its_tokens():
+    pool, cache, evicted = make_cache()
     for root in (b"1", b"2", b"3"):
-        leave(pool, tree, root, "ab")
-    there(pool, tree, b"1", "a")
-    assert tree.reclaim(1) == 1
-    assert (there(pool, tree, b"1", "ab"), told) == ((2, 1), [])  # b of 1 was not asked for again
-    assert tree.reclaim(2) == 2
-    assert (there(pool, tree, b"2", "ab"), told) == ((2, 0), [])
-    assert tree.reclaim(4) == 4  # all of 3, since the others were asked for just now
-    assert told == [b"3"]
-    assert tree.reclaim(2) == 3  # audio goes whole
-    assert (told, there(pool, tree, b"2")) == ([b"3", b"1"], (2, 0))
+        insert_pages(pool, cache, root, "ab")
+    count_found(pool, cache, b"1", "a")
+    assert cache.reclaim(1) == 1
+    assert (count_found(pool, cache, b"1", "ab"), evicted) == ((2, 1), [])  # b of 1 was not asked for again
+    assert cache.reclaim(2) == 2
+    assert (count_found(pool, cache, b"2", "ab"), evicted) == ((2, 0), [])
+    assert cache.reclaim(4) == 4  # all of 3, since the others were asked for just now
+    assert evicted == [b"3"]
+    assert cache.reclaim(2) == 3  # audio goes whole
+    assert (evicted, count_found(pool, cache, b"2")) == ([b"3", b"1"], (2, 0))
 
 
-def test_what_somebody_holds_stays():
-    pool, tree, told = a_tree()
-    leave(pool, tree, b"1", "abc")
-    leave(pool, tree, b"2", "a")
-    held = tree.match(b"1", tokens_of("ab"))
+def test_held_pages_are_not_evicted():
+    pool, cache, evicted = make_cache()
+    insert_pages(pool, cache, b"1", "abc")
+    insert_pages(pool, cache, b"2", "a")
+    held = cache.match(b"1", tokens_of("ab"))
     assert held is not None
-    assert tree.reclaim(60) == 4
-    assert told == [b"2"]
-    assert there(pool, tree, b"1", "abc") == (2, 2)
+    assert cache.reclaim(60) == 4
+    assert evicted == [b"2"]
+    assert count_found(pool, cache, b"1", "abc") == (2, 2)
     pool.free_pages(held.audio_pages + held.token_pages)
-    assert tree.reclaim(60) == 4
-    assert (told, len(tree), tree.pages) == ([b"2", b"1"], 0, 0)
+    assert cache.reclaim(60) == 4
+    assert (evicted, len(cache), cache.pages) == ([b"2", b"1"], 0, 0)
 
 
-def test_all_that_is_called_free_can_be_taken():
-    pool, tree, _ = a_tree(most=60)
+def test_everything_counted_as_free_can_be_allocated():
+    pool, cache, _ = make_cache(most=60)
     for root in range(12):
-        leave(pool, tree, b"%d" % root, "abc")
-    assert (pool.free_count, pool.used_count, pool.cached_count, len(tree)) == (63, 0, 60, 12)
+        insert_pages(pool, cache, b"%d" % root, "abc")
+    assert (pool.free_count, pool.used_count, pool.cached_count, len(cache)) == (63, 0, 60, 12)
     pages = pool.allocate(40)
     assert (pool.free_count, pool.used_count) == (23, 40)
-    tree.check()
+    cache.check()
     pool.allocate(23)
-    assert (pool.free_count, pool.cached_count, len(tree)) == (0, 0, 0)
+    assert (pool.free_count, pool.cached_count, len(cache)) == (0, 0, 0)
     pool.free_pages(pages)
     pool.check()
 
 
-def test_what_is_above_a_page_that_somebody_else_holds_can_be_taken_too():
+def test_pages_above_a_foreign_held_page_are_reclaimable():
     """Two begin at once with the same; the second one's pages are its own, but what it says further is new."""
-    pool, tree, told = a_tree()
-    leave(pool, tree, b"1", "ab")
+    pool, cache, evicted = make_cache()
+    insert_pages(pool, cache, b"1", "ab")
     pages = pool.allocate(5)
-    tree.insert(b"1", pages[:2], 2 * PAGE, tokens_of("abc"), pages[2:])
+    cache.insert(b"1", pages[:2], 2 * PAGE, tokens_of("abc"), pages[2:])
     assert (pool.reclaimable_count, pool.cached_count) == (4, 5)
     taken = pool.allocate(pool.free_count)
-    assert (told, tree.pages, pool.free_count) == ([b"1"], 0, 0)
+    assert (evicted, cache.pages, pool.free_count) == ([b"1"], 0, 0)
     assert not set(taken) & set(pages)
     assert pool.free_pages(pages) == pages
-    tree.check()
+    cache.check()
     pool.check()
 
 
-def test_who_holds_a_part_only_gets_no_more_for_it():
+def test_idle_pages_of_a_partly_held_prefix_are_evicted_last():
     """What is idle counts as free, and is given up once nothing else is left to give up."""
-    pool, tree, told = a_tree()
-    first = leave(pool, tree, b"1", "abc")
-    leave(pool, tree, b"2")
+    pool, cache, evicted = make_cache()
+    first = insert_pages(pool, cache, b"1", "abc")
+    insert_pages(pool, cache, b"2")
     pool.share([first[1], first[4]])  # a page of audio, and the last block
-    assert (tree.reclaim(1), told) == (2, [b"2"])
-    assert (tree.reclaim(1), told) == (1, [b"2"])
-    assert there(pool, tree, b"1", "abc") == (2, 1)
-    assert (tree.reclaim(1), told) == (1, [b"2"])
-    assert there(pool, tree, b"1", "abc") == (2, 0)
-    assert (tree.reclaim(1), told, len(tree)) == (1, [b"2", b"1"], 0)
+    assert (cache.reclaim(1), evicted) == (2, [b"2"])
+    assert (cache.reclaim(1), evicted) == (1, [b"2"])
+    assert count_found(pool, cache, b"1", "abc") == (2, 1)
+    assert (cache.reclaim(1), evicted) == (1, [b"2"])
+    assert count_found(pool, cache, b"1", "abc") == (2, 0)
+    assert (cache.reclaim(1), evicted, len(cache)) == (1, [b"2", b"1"], 0)
     assert pool.free_pages([first[1], first[4]]) == [first[1], first[4]]
     pool.check()
 
 
-def test_audio_of_which_somebody_holds_a_part_goes_after_what_nobody_holds():
-    pool, tree, told = a_tree()
-    first = leave(pool, tree, b"1")
-    leave(pool, tree, b"2")
+def test_partly_held_audio_is_evicted_after_idle_audio():
+    pool, cache, evicted = make_cache()
+    first = insert_pages(pool, cache, b"1")
+    insert_pages(pool, cache, b"2")
     pool.share(first[:1])
-    assert (tree.reclaim(1), told) == (2, [b"2"])
-    assert (tree.reclaim(1), told) == (1, [b"2", b"1"])
+    assert (cache.reclaim(1), evicted) == (2, [b"2"])
+    assert (cache.reclaim(1), evicted) == (1, [b"2", b"1"])
     assert pool.free_pages(first[:1]) == first[:1]
 
 
-def test_a_root_with_a_name_may_have_no_audio():
+def test_a_named_root_without_audio():
     """Of a model whose decoder is fed frames in the place of tokens."""
-    pool, tree, told = a_tree()
-    leave(pool, tree, b"1", "ab", audio=0)
-    leave(pool, tree, b"2", "a", audio=0)
-    assert (there(pool, tree, b"1", "ab"), there(pool, tree, b"2", "ab")) == ((0, 2), (0, 1))
-    assert (tree.reclaim(9), len(tree), told) == (3, 0, [])
+    pool, cache, evicted = make_cache()
+    insert_pages(pool, cache, b"1", "ab", audio=0)
+    insert_pages(pool, cache, b"2", "a", audio=0)
+    assert (count_found(pool, cache, b"1", "ab"), count_found(pool, cache, b"2", "ab")) == ((0, 2), (0, 1))
+    assert (cache.reclaim(9), len(cache), evicted) == (3, 0, [])
 
 
-def test_a_page_that_the_tree_forgets_to_make_room_for_its_copy_needs_none():
-    pool, tree, _ = a_tree(pages=8)
-    leave(pool, tree, b"", "a")
+def test_evicting_the_page_to_copy_makes_the_copy_needless():
+    pool, cache, _ = make_cache(pages=8)
+    insert_pages(pool, cache, b"", "a")
     pages = pool.allocate(2)
-    tree.insert(b"", [], 0, tokens_of("ab"), pages)  # its own a is a duplicate; of b it is one of two holders
+    cache.insert(b"", [], 0, tokens_of("ab"), pages)  # its own a is a duplicate; of b it is one of two holders
     pool.allocate(pool.free_count - 1)
     assert (pool.free_count, pool.reclaimable_count) == (1, 1)
     assert pool.copy_on_write(pages, 1) == (pages[1], None)
-    assert (pool.free_count, len(tree)) == (1, 0)
+    assert (pool.free_count, len(cache)) == (1, 0)
     pool.free_pages(pages)
     pool.check()
 
 
-def test_a_page_of_the_tree_is_copied_before_it_is_written():
-    pool, tree, _ = a_tree()
-    (page,) = leave(pool, tree, b"", "a")
-    held = tree.match(b"", tokens_of("a"))
+def test_a_cached_page_is_copied_on_write():
+    pool, cache, _ = make_cache()
+    (page,) = insert_pages(pool, cache, b"", "a")
+    held = cache.match(b"", tokens_of("a"))
     assert held is not None
     fresh, copy_from = pool.copy_on_write(held.token_pages, 0)
     assert (fresh != page, copy_from) == (True, page)
-    assert there(pool, tree, b"", "a") == (0, 1)
+    assert count_found(pool, cache, b"", "a") == (0, 1)
     assert pool.free_pages([fresh]) == [fresh]
     with pytest.raises(AssertionError, match="not the caller's"):
         pool.copy_on_write([page], 0)
@@ -532,110 +528,110 @@ def test_a_page_of_the_tree_is_copied_before_it_is_written():
     pool.check()
 
 
-def test_it_holds_no_more_than_it_may_and_never_gives_up_what_it_takes():
-    pool, tree, told = a_tree(most=7)
-    leave(pool, tree, b"1", "ab")
-    leave(pool, tree, b"1", "abc")
-    assert there(pool, tree, b"1", "abc") == (2, 3)
-    leave(pool, tree, b"1", "abcdef")  # there is room for two more, and nothing else to give up
-    assert there(pool, tree, b"1", "abcdef") == (2, 5)
-    leave(pool, tree, b"1", "abx")  # c, d and e are the oldest, and one is enough
-    assert there(pool, tree, b"1", "abx") == (2, 3)
-    assert there(pool, tree, b"1", "abcdef") == (2, 4)
-    leave(pool, tree, b"2", "a")
-    assert (told, there(pool, tree, b"2", "a"), tree.pages) == ([], (2, 1), 7)
-    leave(pool, tree, b"3", "abcdefgh", audio=8)  # its audio alone is too much
-    assert (b"3" in tree, tree.pages) == (False, 7)  # and nothing is given up for it
+def test_the_size_limit_never_evicts_what_is_being_inserted():
+    pool, cache, evicted = make_cache(most=7)
+    insert_pages(pool, cache, b"1", "ab")
+    insert_pages(pool, cache, b"1", "abc")
+    assert count_found(pool, cache, b"1", "abc") == (2, 3)
+    insert_pages(pool, cache, b"1", "abcdef")  # there is room for two more, and nothing else to give up
+    assert count_found(pool, cache, b"1", "abcdef") == (2, 5)
+    insert_pages(pool, cache, b"1", "abx")  # c, d and e are the oldest, and one is enough
+    assert count_found(pool, cache, b"1", "abx") == (2, 3)
+    assert count_found(pool, cache, b"1", "abcdef") == (2, 4)
+    insert_pages(pool, cache, b"2", "a")
+    assert (evicted, count_found(pool, cache, b"2", "a"), cache.pages) == ([], (2, 1), 7)
+    insert_pages(pool, cache, b"3", "abcdefgh", audio=8)  # its audio alone is too much
+    assert (b"3" in cache, cache.pages) == (False, 7)  # and nothing is given up for it
 
 
-def test_it_takes_what_there_is_room_for_while_others_hold_all_it_has():
-    pool, tree, told = a_tree(most=4)
+def test_insert_takes_what_fits_when_all_pages_are_held():
+    pool, cache, evicted = make_cache(most=4)
     pages = pool.allocate(8)
-    tree.insert(b"1", pages[:2], 2 * PAGE, tokens_of("a"), pages[2:3])
-    tree.insert(b"2", pages[3:5], 2 * PAGE)
-    assert b"2" not in tree
-    tree.insert(b"1", pages[:2], 2 * PAGE, tokens_of("bcd"), pages[5:])
-    assert there(pool, tree, b"1", "bcd") == (2, 1)
-    assert there(pool, tree, b"1", "a") == (2, 1)
-    assert told == []
+    cache.insert(b"1", pages[:2], 2 * PAGE, tokens_of("a"), pages[2:3])
+    cache.insert(b"2", pages[3:5], 2 * PAGE)
+    assert b"2" not in cache
+    cache.insert(b"1", pages[:2], 2 * PAGE, tokens_of("bcd"), pages[5:])
+    assert count_found(pool, cache, b"1", "bcd") == (2, 1)
+    assert count_found(pool, cache, b"1", "a") == (2, 1)
+    assert evicted == []
 
 
-def test_without_room_nothing_is_kept():
-    pool, tree, told = a_tree(most=0)
-    leave(pool, tree, b"1", "ab")
-    leave(pool, tree, b"", "ab")
-    assert (len(tree), pool.cached_count, told, pool.free_count) == (0, 0, [], 63)
+def test_a_cache_of_size_0():
+    pool, cache, evicted = make_cache(most=0)
+    insert_pages(pool, cache, b"1", "ab")
+    insert_pages(pool, cache, b"", "ab")
+    assert (len(cache), pool.cached_count, evicted, pool.free_count) == (0, 0, [], 63)
 
 
-def test_tokens_alone_have_one_root_which_goes_with_the_last_of_them():
-    pool, tree, told = a_tree()
-    leave(pool, tree, b"", "ab")
-    assert (there(pool, tree, b"", "abc"), there(pool, tree, b"", "b")) == ((0, 2), (0, 0))
-    assert b"" in tree
-    assert tree.reclaim(1) == 1
-    assert b"" in tree
-    assert tree.reclaim(5) == 1
-    assert (b"" in tree, told) == (False, [])
-    leave(pool, tree, b"", "c")
-    assert there(pool, tree, b"", "c") == (0, 1)
+def test_the_root_of_bare_tokens_goes_with_the_last_of_them():
+    pool, cache, evicted = make_cache()
+    insert_pages(pool, cache, b"", "ab")
+    assert (count_found(pool, cache, b"", "abc"), count_found(pool, cache, b"", "b")) == ((0, 2), (0, 0))
+    assert b"" in cache
+    assert cache.reclaim(1) == 1
+    assert b"" in cache
+    assert cache.reclaim(5) == 1
+    assert (b"" in cache, evicted) == (False, [])
+    insert_pages(pool, cache, b"", "c")
+    assert count_found(pool, cache, b"", "c") == (0, 1)
 
 
-def test_the_last_words_without_audio_make_room_for_others():
+def test_bare_tokens_make_room_for_others():
     """Their root is empty for a moment, and must not go for that."""
-    pool, tree, _ = a_tree(most=2)
-    leave(pool, tree, b"", "aa")
-    leave(pool, tree, b"", "bb")
-    assert (there(pool, tree, b"", "bb"), there(pool, tree, b"", "a"), tree.pages) == ((0, 2), (0, 0), 2)
+    pool, cache, _ = make_cache(most=2)
+    insert_pages(pool, cache, b"", "aa")
+    insert_pages(pool, cache, b"", "bb")
+    assert (count_found(pool, cache, b"", "bb"), count_found(pool, cache, b"", "a"), cache.pages) == ((0, 2), (0, 0), 2)
 
 
-def test_audio_without_words_and_then_with():
-    pool, tree, _ = a_tree()
-    first = leave(pool, tree, b"1")
-    second = leave(pool, tree, b"1", "a")
-    assert tree.match(b"1", tokens_of("a")) == (2 * PAGE, first, PAGE, second[2:])
+def test_audio_first_without_tokens_and_then_with():
+    pool, cache, _ = make_cache()
+    first = insert_pages(pool, cache, b"1")
+    second = insert_pages(pool, cache, b"1", "a")
+    assert cache.match(b"1", tokens_of("a")) == (2 * PAGE, first, PAGE, second[2:])
 
 
-def test_clear_forgets_all_and_what_is_held_stays_with_its_holder():
-    pool, tree, told = a_tree()
-    leave(pool, tree, b"", "ab")
-    leave(pool, tree, b"1", "ab")
-    held = tree.match(b"1", tokens_of("a"))
+def test_clear_leaves_held_pages_to_their_holder():
+    pool, cache, evicted = make_cache()
+    insert_pages(pool, cache, b"", "ab")
+    insert_pages(pool, cache, b"1", "ab")
+    held = cache.match(b"1", tokens_of("a"))
     assert held is not None
-    tree.clear()
-    assert (len(tree), pool.cached_count, pool.used_count, told) == (0, 0, 3, [])
+    cache.clear()
+    assert (len(cache), pool.cached_count, pool.used_count, evicted) == (0, 0, 3, [])
     assert pool.free_pages(held.audio_pages + held.token_pages) == held.audio_pages + held.token_pages
-    tree.check()
+    cache.check()
     pool.check()
 
 
-def test_where_telling_fails_the_audio_is_there_still():
+def test_a_failed_eviction_callback_leaves_the_audio():
     pool = PagePool(16)
 
     def full(root: bytes, audio: list[int], frames: int) -> None:
         raise OSError("no room")
 
-    tree = PrefixCache(pool, 8, full)
-    leave(pool, tree, b"1", "a")
+    cache = PrefixCache(pool, 8, full)
+    insert_pages(pool, cache, b"1", "a")
     with pytest.raises(OSError, match="no room"):
-        tree.reclaim(3)
-    assert there(pool, tree, b"1", "a") == (2, 0)
-    tree.check()
+        cache.reclaim(3)
+    assert count_found(pool, cache, b"1", "a") == (2, 0)
+    cache.check()
     pool.check()
     pages = pool.allocate(7)
     with pytest.raises(OSError, match="no room"):
-        tree.insert(b"", [], 0, tokens_of("abcdefg"), pages)
-    assert (pool.free_pages(pages), b"" in tree) == (pages, False)
-    tree.check()
+        cache.insert(b"", [], 0, tokens_of("abcdefg"), pages)
+    assert (pool.free_pages(pages), b"" in cache) == (pages, False)
+    cache.check()
     pool.check()
 
 
-def test_who_is_told_may_not_ask_the_tree():
+def test_the_eviction_callback_may_not_use_the_cache():
     pool = PagePool(16)
-    tree = PrefixCache(pool, 8, lambda root, audio, frames: pool.free_pages([*tree.match(root).audio_pages]))
-    leave(pool, tree, b"1")
+    cache = PrefixCache(pool, 8, lambda root, audio, frames: pool.free_pages([*cache.match(root).audio_pages]))
+    insert_pages(pool, cache, b"1")
     with pytest.raises(AssertionError, match="giving something up"):
-        tree.reclaim(1)
-    assert there(pool, tree, b"1") == (2, 0)
+        cache.reclaim(1)
+    assert count_found(pool, cache, b"1") == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -643,15 +639,15 @@ def test_who_is_told_may_not_ask_the_tree():
     [(b"", 1, 16, 1), (b"1", 1, 16, 1), (b"1", 2, 31, 1), (b"1", 2, 32, 0)],
     ids=["audio without a name", "other audio", "other frames", "too few pages"],
 )
-def test_what_cannot_be_is_a_bug_that_shouts(root, audio, frames, own):
-    pool, tree, _ = a_tree()
-    leave(pool, tree, b"1")
+def test_inconsistent_inserts_raise(root, audio, frames, own):
+    pool, cache, _ = make_cache()
+    insert_pages(pool, cache, b"1")
     with pytest.raises(AssertionError):
-        tree.insert(root, pool.allocate(audio), frames, tokens_of("a"), pool.allocate(own))
-    tree.check()
+        cache.insert(root, pool.allocate(audio), frames, tokens_of("a"), pool.allocate(own))
+    cache.check()
 
 
 def test_a_pool_has_one_cache():
-    pool, _, _ = a_tree()
+    pool, _, _ = make_cache()
     with pytest.raises(AssertionError, match="one cache"):
         PrefixCache(pool, 4)

@@ -1,4 +1,4 @@
-"""Memory, then a file: what was put comes back to the byte or not at all, and no place is taken too early."""
+"""Tiered store of memory and a file: entries come back to the byte or not at all; no memory is reused early."""
 
 from __future__ import annotations
 
@@ -31,35 +31,51 @@ BLOB = b"\x5e" * (4 * BLOCK)
 TIMEOUT_S = 60
 
 
-class Got:
-    """What `get` told."""
+class Fetch:
+    """The result of `get`, once it is there."""
 
-    def __init__(self, tiers: TieredStore, name: bytes) -> None:
-        self.told: list[list[memoryview] | None] = []
+    def __init__(self, store: TieredStore, name: bytes) -> None:
+        self.results: list[list[memoryview] | None] = []
         self._event = threading.Event()
-        tiers.get(name, self._done)
+        store.get(name, self._done)
 
     def _done(self, parts: list[memoryview] | None) -> None:
-        self.told.append(parts)
+        self.results.append(parts)
         self._event.set()
 
     def content(self) -> bytes | None:
         assert self._event.wait(TIMEOUT_S), "nobody was told"
-        (parts,) = self.told
+        (parts,) = self.results
         return None if parts is None else b"".join(parts)
 
 
-def work(tiers: TieredStore) -> None:
-    while tiers.run_disk_once():
+def run_disk(store: TieredStore) -> None:
+    while store.run_disk_once():
         pass
 
 
-def sink(tiers: TieredStore, host_blocks: int = 8) -> None:
-    """All that can goes to the file, and out of memory."""
+def move_to_file(store: TieredStore, *names: bytes, host_blocks: int = 8) -> None:
+    """Put blobs of these names, and move all that can be moved to the file and out of memory."""
+    for name in names:
+        store.put(name, [BLOB], keep=True)
     for _ in range(2):
-        tiers.put(b"large", [bytes(host_blocks * BLOCK)], keep=False)
-        work(tiers)
-    tiers.drop(b"large")
+        store.put(b"large", [bytes(host_blocks * BLOCK)], keep=False)
+        run_disk(store)
+    store.drop(b"large")
+
+
+def read_back(store: TieredStore, *names: bytes) -> list[bytes | None]:
+    fetches = [Fetch(store, name) for name in names]
+    run_disk(store)
+    return [fetch.content() for fetch in fetches]
+
+
+def full_of_kept_entries(disk: MemoryDisk, entry: int = 4 * BLOCK, **options: bool) -> TieredStore:
+    """A store whose memory and file are full of entries a to d, which must be kept."""
+    store = TieredStore(2 * entry, lambda: disk, **options)
+    for name in (b"a", b"b", b"c", b"d"):
+        _put(store, name, [name * entry])
+    return store
 
 
 @pytest.fixture
@@ -75,144 +91,133 @@ def key(request: pytest.FixtureRequest) -> bytes | None:
 
 
 @pytest.fixture
-def tiers(disk: MemoryDisk, key: bytes | None) -> Iterator[TieredStore]:
-    tiers = TieredStore(8 * BLOCK, lambda: disk, key=key, threads=False)
-    yield tiers
-    tiers.close()
+def store(disk: MemoryDisk, key: bytes | None) -> Iterator[TieredStore]:
+    store = TieredStore(8 * BLOCK, lambda: disk, key=key, threads=False)
+    yield store
+    store.close()
 
 
 # --- what comes back ----------------------------------------------------------------------------------
 
 
-def test_what_lies_in_memory_is_told_at_once(tiers: TieredStore, disk: MemoryDisk) -> None:
+def test_an_entry_in_memory_comes_at_once(store: TieredStore, disk: MemoryDisk) -> None:
     parts = [b"one", b"", np.arange(7, dtype=np.float32).data, b"x" * 100]
-    assert tiers.put(b"a", parts, keep=True)
-    assert b"a" in tiers
-    told: list[list[memoryview] | None] = []
-    tiers.get(b"a", told.append)
-    assert [[bytes(part) for part in parts] for parts in told if parts] == [[bytes(part) for part in parts]]
+    assert store.put(b"a", parts, keep=True)
+    assert b"a" in store
+    results: list[list[memoryview] | None] = []
+    store.get(b"a", results.append)
+    assert [[bytes(part) for part in parts] for parts in results if parts] == [[bytes(part) for part in parts]]
     assert disk.reads == 0
 
 
-def test_what_sank_comes_back(tiers: TieredStore, disk: MemoryDisk) -> None:
-    tiers.put(b"a", [BLOB, b"tail"], keep=True)
-    sink(tiers)
-    assert tiers.describe()["host_entries"] == 0
-    got = Got(tiers, b"a")
-    assert not got.told
-    work(tiers)
+def test_an_entry_in_the_file_comes_back(store: TieredStore, disk: MemoryDisk) -> None:
+    store.put(b"a", [BLOB, b"tail"], keep=True)
+    move_to_file(store)
+    assert store.describe()["host_entries"] == 0
+    got = Fetch(store, b"a")
+    assert not got.results
+    run_disk(store)
     assert got.content() == BLOB + b"tail"
     assert disk.reads == 1
 
 
-def test_a_name_that_is_not_there(tiers: TieredStore) -> None:
-    assert Got(tiers, b"a").content() is None
-    tiers.drop(b"a")
-    assert b"a" not in tiers
+def test_an_absent_name(store: TieredStore) -> None:
+    assert Fetch(store, b"a").content() is None
+    store.drop(b"a")
+    assert b"a" not in store
 
 
-def test_two_who_ask_at_once_cost_one_read(tiers: TieredStore, disk: MemoryDisk) -> None:
-    tiers.put(b"a", [BLOB], keep=True)
-    sink(tiers)
-    both = [Got(tiers, b"a"), Got(tiers, b"a")]
-    disk.between = lambda: both.append(Got(tiers, b"a")) if len(both) < 3 else None
-    work(tiers)
+def test_concurrent_gets_share_one_read(store: TieredStore, disk: MemoryDisk) -> None:
+    move_to_file(store, b"a")
+    both = [Fetch(store, b"a"), Fetch(store, b"a")]
+    disk.between = lambda: both.append(Fetch(store, b"a")) if len(both) < 3 else None
+    run_disk(store)
     assert [got.content() for got in both] == [BLOB] * 3
     assert disk.reads == 1
 
 
-def test_what_is_looked_at_stays_though_it_is_dropped(tiers: TieredStore) -> None:
-    tiers.put(b"a", [BLOB], keep=False)
-    got = Got(tiers, b"a")
-    tiers.drop(b"a")
-    assert not tiers.put(b"b", [bytes(8 * BLOCK)], keep=True)
+def test_memory_in_use_is_not_reused_after_a_drop(store: TieredStore) -> None:
+    store.put(b"a", [BLOB], keep=False)
+    got = Fetch(store, b"a")
+    store.drop(b"a")
+    assert not store.put(b"b", [bytes(8 * BLOCK)], keep=True)
     assert got.content() == BLOB
-    got.told.clear()
-    assert tiers.put(b"b", [bytes(8 * BLOCK)], keep=True)
+    got.results.clear()
+    assert store.put(b"b", [bytes(8 * BLOCK)], keep=True)
 
 
-def test_without_a_file_memory_is_all() -> None:
-    tiers = TieredStore(8 * BLOCK, None)
-    assert tiers.put(b"a", [BLOB], keep=False)
-    assert tiers.put(b"b", [BLOB], keep=True)
-    assert tiers.put(b"c", [BLOB], keep=True)
-    assert (b"a" in tiers, b"b" in tiers, b"c" in tiers) == (False, True, True)
-    assert not tiers.put(b"d", [b"x"], keep=True)
-    assert Got(tiers, b"b").content() == BLOB
-    tiers.close()
-    assert Got(tiers, b"b").content() is None
-    assert not tiers.put(b"b", [b"x"], keep=True)
+def test_a_store_without_a_file() -> None:
+    store = TieredStore(8 * BLOCK, None)
+    assert store.put(b"a", [BLOB], keep=False)
+    assert store.put(b"b", [BLOB], keep=True)
+    assert store.put(b"c", [BLOB], keep=True)
+    assert (b"a" in store, b"b" in store, b"c" in store) == (False, True, True)
+    assert not store.put(b"d", [b"x"], keep=True)
+    assert Fetch(store, b"b").content() == BLOB
+    store.close()
+    assert Fetch(store, b"b").content() is None
+    assert not store.put(b"b", [b"x"], keep=True)
 
 
 # --- what gives way -----------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_give_way_first() -> None:
-    tiers = TieredStore(8 * BLOCK, None)
+def test_the_least_recently_used_entry_is_evicted_first() -> None:
+    store = TieredStore(8 * BLOCK, None)
     for name in (b"a", b"b", b"c", b"d"):
-        tiers.put(name, [bytes(2 * BLOCK)], keep=False)
-    Got(tiers, b"a")
-    tiers.put(b"e", [bytes(2 * BLOCK)], keep=False)
-    assert [name in tiers for name in (b"a", b"b", b"c", b"d", b"e")] == [True, False, True, True, True]
-    assert tiers.describe()["lost_room"] == 1
-    tiers.close()
+        store.put(name, [bytes(2 * BLOCK)], keep=False)
+    Fetch(store, b"a")
+    store.put(b"e", [bytes(2 * BLOCK)], keep=False)
+    assert [name in store for name in (b"a", b"b", b"c", b"d", b"e")] == [True, False, True, True, True]
+    assert store.describe()["lost_room"] == 1
+    store.close()
 
 
-def test_what_is_to_be_kept_makes_room_by_and_by(tiers: TieredStore) -> None:
-    assert tiers.put(b"a", [BLOB], keep=True)
-    assert tiers.put(b"b", [BLOB], keep=True)
-    assert not tiers.put(b"c", [BLOB], keep=True), "there is no room before the disk has worked"
-    work(tiers)
-    assert tiers.put(b"c", [BLOB], keep=True)
-    assert all(name in tiers for name in (b"a", b"b", b"c"))
+def test_entries_to_keep_find_room_after_the_disk_has_worked(store: TieredStore) -> None:
+    assert store.put(b"a", [BLOB], keep=True)
+    assert store.put(b"b", [BLOB], keep=True)
+    assert not store.put(b"c", [BLOB], keep=True), "there is no room before the disk has worked"
+    run_disk(store)
+    assert store.put(b"c", [BLOB], keep=True)
+    assert all(name in store for name in (b"a", b"b", b"c"))
 
 
-def test_a_full_file_gives_up_what_need_not_be_kept(tiers: TieredStore, disk: MemoryDisk) -> None:
+def test_a_full_file_evicts_entries_that_need_not_be_kept(store: TieredStore, disk: MemoryDisk) -> None:
     for number in range(12):
-        tiers.put(b"%d" % number, [BLOB], keep=number < 3)
-        work(tiers)
-    there = [number for number in range(12) if b"%d" % number in tiers]
-    assert there[:3] == [0, 1, 2]
-    assert there[3:] == list(range(12 - len(there[3:]), 12))
-    assert tiers.describe()["disk_bytes"] <= disk.nbytes
+        store.put(b"%d" % number, [BLOB], keep=number < 3)
+        run_disk(store)
+    present = [number for number in range(12) if b"%d" % number in store]
+    assert present[:3] == [0, 1, 2]
+    assert present[3:] == list(range(12 - len(present[3:]), 12))
+    assert store.describe()["disk_bytes"] <= disk.nbytes
 
 
-def test_full_of_what_must_be_kept_it_still_wakes() -> None:
-    disk = MemoryDisk(8 * BLOCK)
-    tiers = TieredStore(8 * BLOCK, lambda: disk, threads=False)
-    names = [b"a", b"b", b"c", b"d"]
-    for name in names:
-        for _ in range(2):
-            if tiers.put(name, [name * (4 * BLOCK)], keep=True):
-                break
-            work(tiers)
-    assert not tiers.put(b"e", [b"x"], keep=True)
-    for name in names:
-        got = Got(tiers, name)
-        work(tiers)
-        assert got.content() == name * (4 * BLOCK)
-        assert tiers.describe()["host_bytes"] <= (8 + 4) * BLOCK
-        del got
-    tiers.close()
+def test_entries_come_back_though_memory_and_file_are_full() -> None:
+    store = full_of_kept_entries(MemoryDisk(8 * BLOCK), threads=False)
+    assert not store.put(b"e", [b"x"], keep=True)
+    for name in (b"a", b"b", b"c", b"d"):
+        assert read_back(store, name) == [name * (4 * BLOCK)]
+        assert store.describe()["host_bytes"] <= (8 + 4) * BLOCK
+    store.close()
 
 
 def test_a_put_never_waits_for_the_disk() -> None:
-    disk, gate = MemoryDisk(64 * BLOCK), threading.Event()
-    disk.between = lambda: _pass(gate)
-    tiers = TieredStore(8 * BLOCK, lambda: disk)
-    taken = [tiers.put(b"%d" % number, [BLOB], keep=True) for number in range(4)]
+    disk, release = MemoryDisk(64 * BLOCK), threading.Event()
+    disk.between = lambda: wait_for(release)
+    store = TieredStore(8 * BLOCK, lambda: disk)
+    taken = [store.put(b"%d" % number, [BLOB], keep=True) for number in range(4)]
     assert taken == [True, True, False, False]
-    assert tiers.put(b"0", [b"again"], keep=True)
-    gate.set()
-    assert Got(tiers, b"0").content() == b"again"
-    tiers.close()
+    assert store.put(b"0", [b"again"], keep=True)
+    release.set()
+    assert Fetch(store, b"0").content() == b"again"
+    store.close()
 
 
 # --- races --------------------------------------------------------------------------------------------
 
 
 def meanwhile(disk: MemoryDisk, what: Callable[[], object]) -> None:
-    """Once, while the disk is at work."""
+    """Call `what` once, while the disk is at work."""
 
     def once() -> None:
         disk.between = lambda: None
@@ -221,96 +226,87 @@ def meanwhile(disk: MemoryDisk, what: Callable[[], object]) -> None:
     disk.between = once
 
 
-def test_asked_for_while_it_is_written(tiers: TieredStore, disk: MemoryDisk) -> None:
-    tiers.put(b"a", [BLOB], keep=True)
-    told: list[bytes | None] = []
-    meanwhile(disk, lambda: told.append(Got(tiers, b"a").content()))
-    sink(tiers)
-    assert told == [BLOB]
+def test_an_entry_is_read_from_memory_while_it_is_written(store: TieredStore, disk: MemoryDisk) -> None:
+    store.put(b"a", [BLOB], keep=True)
+    results: list[bytes | None] = []
+    meanwhile(disk, lambda: results.append(Fetch(store, b"a").content()))
+    move_to_file(store)
+    assert results == [BLOB]
     assert disk.reads == 0
 
 
-def test_dropped_while_it_is_written(tiers: TieredStore, disk: MemoryDisk) -> None:
-    tiers.put(b"a", [BLOB], keep=True)
+@pytest.mark.parametrize("when", ["read", "written"])
+def test_an_entry_dropped_while_it_is_moved_frees_its_memory_later(
+    store: TieredStore, disk: MemoryDisk, when: str
+) -> None:
+    store.put(b"a", [BLOB], keep=True)
+    if when == "read":
+        move_to_file(store)
+    got = Fetch(store, b"a") if when == "read" else None
 
     def drop() -> None:
-        tiers.drop(b"a")  # the disk asserts that nothing comes into its memory
-        assert not tiers.put(b"b", [bytes(8 * BLOCK)], keep=True)
+        store.drop(b"a")  # the disk asserts that nothing comes into its memory
+        assert got is None or not got.results
+        assert not store.put(b"b", [bytes(8 * BLOCK)], keep=True)
 
     meanwhile(disk, drop)
-    sink(tiers)
-    assert b"a" not in tiers
-    assert tiers.put(b"b", [bytes(8 * BLOCK)], keep=True)
-    assert tiers.describe()["disk_bytes"] == 0
+    if got is None:
+        move_to_file(store)
+    else:
+        run_disk(store)
+        assert got.content() is None
+    assert b"a" not in store
+    assert store.put(b"b", [bytes(8 * BLOCK)], keep=True)
+    assert store.describe()["disk_bytes"] == 0
 
 
-def test_dropped_while_it_is_read(tiers: TieredStore, disk: MemoryDisk) -> None:
-    tiers.put(b"a", [BLOB], keep=True)
-    sink(tiers)
-    got = Got(tiers, b"a")
+@pytest.mark.parametrize("when", ["read", "written"])
+def test_put_again_while_the_one_before_is_moved(store: TieredStore, disk: MemoryDisk, when: str) -> None:
+    store.put(b"a", [BLOB], keep=True)
+    got = None
+    if when == "read":
+        move_to_file(store)
+        got = Fetch(store, b"a")
+    meanwhile(disk, lambda: store.put(b"a", [b"new"], keep=True))
+    if when == "read":
+        run_disk(store)
+        assert got is not None
+        assert got.content() is None
+    else:
+        move_to_file(store)
+    assert read_back(store, b"a") == [b"new"]
 
-    def drop() -> None:
-        tiers.drop(b"a")
-        assert not got.told
-        assert not tiers.put(b"b", [bytes(8 * BLOCK)], keep=True)
 
-    meanwhile(disk, drop)
-    work(tiers)
+def test_an_entry_dropped_before_it_is_read(store: TieredStore, disk: MemoryDisk) -> None:
+    move_to_file(store, b"a")
+    got = Fetch(store, b"a")
+    store.drop(b"a")
     assert got.content() is None
-    assert tiers.put(b"b", [bytes(8 * BLOCK)], keep=True)
-    assert tiers.describe()["disk_bytes"] == 0
-
-
-def test_put_again_while_the_one_before_is_read(tiers: TieredStore, disk: MemoryDisk) -> None:
-    tiers.put(b"a", [BLOB], keep=True)
-    sink(tiers)
-    got = Got(tiers, b"a")
-    meanwhile(disk, lambda: tiers.put(b"a", [b"new"], keep=True))
-    work(tiers)
-    assert got.content() is None
-    assert Got(tiers, b"a").content() == b"new"
-
-
-def test_put_again_while_the_one_before_is_written(tiers: TieredStore, disk: MemoryDisk) -> None:
-    tiers.put(b"a", [BLOB], keep=True)
-    meanwhile(disk, lambda: tiers.put(b"a", [b"new"], keep=True))
-    sink(tiers)
-    got = Got(tiers, b"a")
-    work(tiers)
-    assert got.content() == b"new"
-
-
-def test_dropped_before_it_is_read(tiers: TieredStore, disk: MemoryDisk) -> None:
-    tiers.put(b"a", [BLOB], keep=True)
-    sink(tiers)
-    got = Got(tiers, b"a")
-    tiers.drop(b"a")
-    assert got.content() is None
-    work(tiers)
+    run_disk(store)
     assert disk.reads == 0
 
 
-def test_closed_with_reads_under_way() -> None:
-    disk, gate, at_it = MemoryDisk(32 * BLOCK), threading.Event(), threading.Event()
-    tiers = TieredStore(8 * BLOCK, lambda: disk, threads=False)
+def test_closing_ends_pending_reads() -> None:
+    disk, release, at_it = MemoryDisk(32 * BLOCK), threading.Event(), threading.Event()
+    store = TieredStore(8 * BLOCK, lambda: disk, threads=False)
     for name in (b"a", b"b"):
-        tiers.put(name, [BLOB], keep=True)
-    sink(tiers)
-    gots = [Got(tiers, name) for name in (b"a", b"b", b"a")]
+        store.put(name, [BLOB], keep=True)
+    move_to_file(store)
+    gots = [Fetch(store, name) for name in (b"a", b"b", b"a")]
 
     def hold() -> None:
         at_it.set()
-        _pass(gate)
+        wait_for(release)
 
     meanwhile(disk, hold)
-    tiers._thread = threading.Thread(target=tiers._disk_worker.run)
-    tiers._thread.start()
-    _pass(at_it)
-    closing = threading.Thread(target=tiers.close)
+    store._thread = threading.Thread(target=store._disk_worker.run)
+    store._thread.start()
+    wait_for(at_it)
+    closing = threading.Thread(target=store.close)
     closing.start()
-    while not tiers._closed:
+    while not store._closed:
         at_it.wait(0.001)
-    gate.set()
+    release.set()
     closing.join(TIMEOUT_S)
     assert [got.content() for got in gots] == [None] * 3
     assert disk.closed
@@ -319,82 +315,63 @@ def test_closed_with_reads_under_way() -> None:
 # --- what goes wrong ----------------------------------------------------------------------------------
 
 
-def test_a_torn_write_is_found_out(tiers: TieredStore, disk: MemoryDisk) -> None:
-    tiers.put(b"a", [BLOB], keep=True)
-    disk.torn_writes = 1
-    sink(tiers)
-    got = Got(tiers, b"a")
-    work(tiers)
-    assert got.content() is None
-    assert b"a" not in tiers
-    assert tiers.describe()["lost_torn"] == 1
-    assert tiers.describe()["disk_bytes"] == 0
+@pytest.mark.parametrize(
+    "bit", [None, 0, 8 * 1_234 + 3, 8 * 4 * BLOCK - 1], ids=["torn write", "first bit", "a bit", "last bit"]
+)
+def test_a_damaged_entry_is_lost(store: TieredStore, disk: MemoryDisk, bit: int | None) -> None:
+    disk.torn_writes = int(bit is None)
+    move_to_file(store, b"a")
+    if bit is not None:
+        (at, _), *_ = disk.written
+        disk.data[at + bit // 8] ^= 1 << bit % 8
+    assert read_back(store, b"a") == [None]
+    assert b"a" not in store
+    assert store.describe()["lost_torn"] == 1
+    assert store.describe()["disk_bytes"] == 0
 
 
-@pytest.mark.parametrize("bit", [0, 8 * 1_234 + 3, 8 * 4 * BLOCK - 1])
-def test_a_flipped_bit_is_found_out(tiers: TieredStore, disk: MemoryDisk, bit: int) -> None:
-    tiers.put(b"a", [BLOB], keep=True)
-    sink(tiers)
-    (at, _), *_ = disk.written
-    disk.data[at + bit // 8] ^= 1 << bit % 8
-    got = Got(tiers, b"a")
-    work(tiers)
-    assert got.content() is None
-    assert tiers.describe()["lost_torn"] == 1
-
-
-def test_a_disk_that_cannot_read_loses_only_what_it_cannot_read(tiers: TieredStore, disk: MemoryDisk) -> None:
+def test_a_failed_read_loses_its_own_entry_only(store: TieredStore, disk: MemoryDisk) -> None:
     for name in (b"a", b"b", b"c"):
-        tiers.put(name, [name * BLOCK], keep=True)
-    sink(tiers)
-    gots = [Got(tiers, name) for name in (b"a", b"b", b"c")]
+        store.put(name, [name * BLOCK], keep=True)
+    move_to_file(store)
+    gots = [Fetch(store, name) for name in (b"a", b"b", b"c")]
     disk.failing_reads = 2  # the batch, and the first of its entries again
-    work(tiers)
-    told = [got.content() for got in gots]
-    assert told.count(None) == 1
-    assert all(content in (None, name * BLOCK) for name, content in zip((b"a", b"b", b"c"), told, strict=True))
-    assert tiers.describe()["lost_failed"] == 1
+    run_disk(store)
+    results = [got.content() for got in gots]
+    assert results.count(None) == 1
+    assert all(content in (None, name * BLOCK) for name, content in zip((b"a", b"b", b"c"), results, strict=True))
+    assert store.describe()["lost_failed"] == 1
 
 
-def test_a_disk_that_cannot_write_loses_nothing(tiers: TieredStore, disk: MemoryDisk) -> None:
+def test_a_failed_write_loses_nothing(store: TieredStore, disk: MemoryDisk) -> None:
     disk.failing_writes = 1_000
     for name in (b"a", b"b"):
-        assert tiers.put(name, [name * (3 * BLOCK)], keep=True)
-    assert not tiers.put(b"c", [BLOB], keep=True)
-    work(tiers)
-    assert [Got(tiers, name).content() for name in (b"a", b"b")] == [name * (3 * BLOCK) for name in (b"a", b"b")]
-    assert tiers.describe()["failed_writes"] == 2
-    assert tiers.describe()["disk_bytes"] == 0
+        assert store.put(name, [name * (3 * BLOCK)], keep=True)
+    assert not store.put(b"c", [BLOB], keep=True)
+    run_disk(store)
+    assert [Fetch(store, name).content() for name in (b"a", b"b")] == [name * (3 * BLOCK) for name in (b"a", b"b")]
+    assert store.describe()["failed_writes"] == 2
+    assert store.describe()["disk_bytes"] == 0
 
 
-def test_memory_that_the_machine_has_not_is_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_allocation_is_retried(caplog: pytest.LogCaptureFixture) -> None:
     entry = 16 << 20
-    disk = MemoryDisk(2 * entry)
-    tiers = TieredStore(2 * entry, lambda: disk, threads=False)
-    for name in (b"a", b"b", b"c", b"d"):  # memory and file are full of what must be kept
-        if not tiers.put(name, [name * entry], keep=True):
-            work(tiers)
-            assert tiers.put(name, [name * entry], keep=True)
-    got = Got(tiers, b"a")
+    store = full_of_kept_entries(MemoryDisk(2 * entry), entry, threads=False)
+    got = Fetch(store, b"a")
     with no_more_memory():
-        work(tiers)
-        work(tiers)
-    assert not got.told
+        run_disk(store)
+        run_disk(store)
+    assert not got.results
     assert caplog.text.count("it waits") == 1
-    work(tiers)
-    content = got.content()
-    assert content is not None
-    assert content == b"a" * entry
-    tiers.close()
+    run_disk(store)
+    assert got.content() == b"a" * entry
+    store.close()
 
 
-def test_a_disks_thread_asks_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_thread_retries_an_allocation_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_worker, "RETRY_S", 0.01)
-    disk = MemoryDisk(8 * BLOCK)
-    tiers = TieredStore(8 * BLOCK, lambda: disk)
-    for name in (b"a", b"b", b"c", b"d"):
-        _put(tiers, name, [name * (4 * BLOCK)])
-    room, asked, enough = tiers._index.allocate_reserve, [], threading.Event()
+    store = full_of_kept_entries(MemoryDisk(8 * BLOCK))
+    room, asked, enough = store._index.allocate_reserve, [], threading.Event()
 
     def short(entry: StoreEntry) -> StorePlacement | None:
         asked.append(entry)
@@ -403,53 +380,53 @@ def test_a_disks_thread_asks_again_by_itself(monkeypatch: pytest.MonkeyPatch) ->
         enough.set()
         return room(entry)
 
-    monkeypatch.setattr(tiers._index, "allocate_reserve", short)
-    assert Got(tiers, b"a").content() == b"a" * (4 * BLOCK)
+    monkeypatch.setattr(store._index, "allocate_reserve", short)
+    assert Fetch(store, b"a").content() == b"a" * (4 * BLOCK)
     assert enough.is_set()
-    tiers.close()
+    store.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("who", ["disk", "caller"])
-def test_a_disks_thread_that_fails_says_so_and_tells_everybody(who: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_disk_thread_is_logged_and_answers_every_get(who: str, caplog: pytest.LogCaptureFixture) -> None:
     disk = MemoryDisk(64 * BLOCK)
-    tiers = TieredStore(8 * BLOCK, lambda: disk, threads=False)
+    store = TieredStore(8 * BLOCK, lambda: disk, threads=False)
     for name in (b"a", b"b", b"c"):
-        tiers.put(name, [name * BLOCK], keep=True)
-    sink(tiers)
+        store.put(name, [name * BLOCK], keep=True)
+    move_to_file(store)
 
-    def fails(*_: object) -> None:
-        raise RuntimeError("nobody thought of this")
+    def fail(*_: object) -> None:
+        raise RuntimeError("an unexpected error")
 
     if who == "caller":
-        tiers.get(b"a", fails)
+        store.get(b"a", fail)
     else:
-        meanwhile(disk, fails)
-    gots = [Got(tiers, name) for name in (b"a", b"a", b"c", b"b")]
-    really = tiers._disk_worker._read
+        meanwhile(disk, fail)
+    gots = [Fetch(store, name) for name in (b"a", b"a", b"c", b"b")]
+    really = store._disk_worker._read
 
     def read(reading: list[disk_worker.DiskRead]) -> None:
-        tiers.drop(b"b")  # it is being read, and nobody finds it by its name any more
+        store.drop(b"b")  # it is being read, and nobody finds it by its name any more
         really(reading)
 
-    tiers._disk_worker._read = read
+    store._disk_worker._read = read
     with caplog.at_level(logging.ERROR, "asr_serve.engine.cache"):
-        tiers._thread = threading.Thread(target=tiers._disk_worker.run)
-        tiers._thread.start()
-        told = [got.content() for got in gots]
-        tiers._thread.join(TIMEOUT_S)
-    assert told[3] is None
-    assert told[:3] == [None] * 3 or who == "caller"
+        store._thread = threading.Thread(target=store._disk_worker.run)
+        store._thread.start()
+        results = [got.content() for got in gots]
+        store._thread.join(TIMEOUT_S)
+    assert results[3] is None
+    assert results[:3] == [None] * 3 or who == "caller"
     assert "what sleeps in the file is lost" in caplog.text
-    assert "nobody thought of this" in caplog.text
-    assert tiers.put(b"d", [BLOB], keep=True), "memory is left"
-    assert Got(tiers, b"d").content() == BLOB
-    assert who == "caller" or Got(tiers, b"c").content() is None
-    tiers.close()
+    assert "an unexpected error" in caplog.text
+    assert store.put(b"d", [BLOB], keep=True), "memory is left"
+    assert Fetch(store, b"d").content() == BLOB
+    assert who == "caller" or Fetch(store, b"c").content() is None
+    store.close()
 
 
-class Astray(MemoryDisk):
-    """One read goes on after it was given up; from then on nothing is carried."""
+class LateDisk(MemoryDisk):
+    """A disk one of whose reads goes on after it was given up; from then on it does nothing."""
 
     lost = False
     late: tuple[memoryview, ...] = ()
@@ -469,32 +446,29 @@ class Astray(MemoryDisk):
             raise DiskFailed("it is not used any more")
 
 
-def test_what_the_disk_may_still_write_to_is_nobody_elses() -> None:
-    disk = Astray(64 * BLOCK)
-    tiers = TieredStore(8 * BLOCK, lambda: disk, threads=False)
+def test_memory_that_a_lost_read_may_write_to_is_not_reused() -> None:
+    disk = LateDisk(64 * BLOCK)
+    store = TieredStore(8 * BLOCK, lambda: disk, threads=False)
     for name in (b"a", b"b"):
-        tiers.put(name, [name * BLOCK], keep=True)
-    sink(tiers)
-    gots = [Got(tiers, b"a"), Got(tiers, b"b")]
-    work(tiers)
-    assert [got.content() for got in gots] == [None, None]
-    there = [
-        name for name in (b"%d" % number for number in range(8)) if tiers.put(name, [name * BLOCK], keep=True)
-    ]
-    assert len(there) == 6
+        store.put(name, [name * BLOCK], keep=True)
+    move_to_file(store)
+    assert read_back(store, b"a", b"b") == [None, None]
+    names = [b"%d" % number for number in range(8)]
+    present = [name for name in names if store.put(name, [name * BLOCK], keep=True)]
+    assert len(present) == 6
     for memory in disk.late:
         memory[:] = b"!" * len(memory)  # it came after all
-    assert {name: Got(tiers, name).content() for name in there} == {name: name * BLOCK for name in there}
-    assert Got(tiers, b"a").content() is None
-    assert not tiers.run_disk_once()
-    tiers.close()
+    assert {name: Fetch(store, name).content() for name in present} == {name: name * BLOCK for name in present}
+    assert Fetch(store, b"a").content() is None
+    assert not store.run_disk_once()
+    store.close()
 
 
 # --- memory that a device reaches ---------------------------------------------------------------------
 
 
 class Pins:
-    """A device that reaches memory by itself."""
+    """Records the memory that a device has pinned."""
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
@@ -504,39 +478,39 @@ class Pins:
         self.pinned[at] = memory.nbytes
 
         def unpin() -> None:
-            assert mapped(at), "it went before"
+            assert is_mapped(at), "it went before"
             del self.pinned[at]
 
         return unpin
 
 
-def mapped(at: int) -> bool:
+def is_mapped(at: int) -> bool:
     ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
     return any(int(start, 16) <= at < int(end, 16) for start, end in ranges)
 
 
-def test_memory_is_unpinned_when_nobody_looks_at_it_any_more(disk: MemoryDisk) -> None:
+def test_memory_is_unpinned_after_its_last_use(disk: MemoryDisk) -> None:
     pins = Pins()
-    tiers = TieredStore(8 << 20, lambda: disk, pin=pins)
-    tiers.put(b"a", [BLOB], keep=True)
-    got, later = Got(tiers, b"a"), Got(tiers, b"a")
-    tiers.close()
-    later.told.clear()
+    store = TieredStore(8 << 20, lambda: disk, pin=pins)
+    store.put(b"a", [BLOB], keep=True)
+    got, later = Fetch(store, b"a"), Fetch(store, b"a")
+    store.close()
+    later.results.clear()
     assert list(pins.pinned.values()) == [8 << 20], "somebody looks at it"
     assert got.content() == BLOB
-    got.told.clear()
+    got.results.clear()
     gc.collect()
     assert not pins.pinned
 
 
-def test_nothing_stays_pinned_where_the_disk_cannot_be_opened(tmp_path: Path) -> None:
+def test_memory_is_unpinned_when_the_disk_cannot_be_opened(tmp_path: Path) -> None:
     pins = Pins()
     with pytest.raises(OptionError):
         TieredStore(8 << 20, lambda: open_disk(str(tmp_path / "none"), BLOCK), pin=pins)
     assert not pins.pinned
 
 
-def test_a_disk_is_closed_where_the_memory_cannot_be_pinned(disk: MemoryDisk) -> None:
+def test_the_disk_is_closed_when_memory_cannot_be_pinned(disk: MemoryDisk) -> None:
     def refuse(_: memoryview) -> Callable[[], None]:
         raise OptionError("so much cannot be pinned")
 
@@ -548,49 +522,45 @@ def test_a_disk_is_closed_where_the_memory_cannot_be_pinned(disk: MemoryDisk) ->
 # --- at rest ------------------------------------------------------------------------------------------
 
 
-def test_of_who_lay_there_before_nothing_goes_into_the_file() -> None:
+def test_stale_memory_never_reaches_the_file() -> None:
     disk = MemoryDisk(32 * BLOCK)
-    tiers = TieredStore(8 * BLOCK, lambda: disk, threads=False)
-    tiers.put(b"a", [b"secret" * 5_000], keep=True)
-    tiers.drop(b"a")
-    tiers.put(b"b", [b"x", b"y" * 3, b"z" * (BLOCK + 1)], keep=True)
-    sink(tiers)
+    store = TieredStore(8 * BLOCK, lambda: disk, threads=False)
+    store.put(b"a", [b"secret" * 5_000], keep=True)
+    store.drop(b"a")
+    store.put(b"b", [b"x", b"y" * 3, b"z" * (BLOCK + 1)], keep=True)
+    move_to_file(store)
     assert b"zzz" in disk.data
     assert b"secret" not in disk.data
-    tiers.close()
+    store.close()
 
 
 @pytest.fixture
 def sealed(disk: MemoryDisk) -> Iterator[TieredStore]:
     pytest.importorskip("cryptography", reason="the extra encryption is not installed")
-    tiers = TieredStore(8 * BLOCK, lambda: disk, key=KEY, threads=False)
-    yield tiers
-    tiers.close()
+    store = TieredStore(8 * BLOCK, lambda: disk, key=KEY, threads=False)
+    yield store
+    store.close()
 
 
-def test_the_file_holds_nothing_that_can_be_read(sealed: TieredStore, disk: MemoryDisk) -> None:
-    sealed.put(b"a", [b"what was said" * 500], keep=True)
-    sink(sealed)
+def test_an_encrypted_file_holds_no_plain_text(sealed: TieredStore, disk: MemoryDisk) -> None:
+    sealed.put(b"a", [b"plain text" * 500], keep=True)
+    move_to_file(sealed)
     assert any(disk.data)
-    assert b"what" not in disk.data
-    got = Got(sealed, b"a")
-    work(sealed)
-    assert got.content() == b"what was said" * 500
+    assert b"plain" not in disk.data
+    assert read_back(sealed, b"a") == [b"plain text" * 500]
     assert KEY.hex() not in repr(vars(sealed)) + repr(sealed.describe())
 
 
-def test_what_is_another_entrys_is_found_out(sealed: TieredStore, disk: MemoryDisk) -> None:
+def test_swapped_encrypted_entries_are_lost(sealed: TieredStore, disk: MemoryDisk) -> None:
     sealed.put(b"a", [b"a" * BLOCK], keep=True)
     sealed.put(b"b", [b"b" * BLOCK], keep=True)
-    sink(sealed)
+    move_to_file(sealed)
     (a, _), (b, _), *_ = disk.written
     disk.data[a : a + BLOCK], disk.data[b : b + BLOCK] = disk.data[b : b + BLOCK], disk.data[a : a + BLOCK]
-    gots = [Got(sealed, b"a"), Got(sealed, b"b")]
-    work(sealed)
-    assert [got.content() for got in gots] == [None, None]
+    assert read_back(sealed, b"a", b"b") == [None, None]
 
 
-def test_a_nonce_never_comes_twice() -> None:
+def test_nonces_never_repeat() -> None:
     pytest.importorskip("cryptography", reason="the extra encryption is not installed")
     data, into = memoryview(bytes(16)), memoryview(bytearray(16))
     both = [AesGcmIntegrity(KEY), AesGcmIntegrity(KEY)]
@@ -608,13 +578,13 @@ def test_a_key_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "00" * 31, "00" * 33, "zz" * 32, "0" * 63])
-def test_a_file_that_holds_no_key(tmp_path: Path, text: str) -> None:
+def test_key_files(tmp_path: Path, text: str) -> None:
     path = tmp_path / "key"
     path.write_text(text + "\n")
-    with pytest.raises(OptionError, match="64 digits") as caught:
+    with pytest.raises(OptionError, match="64 digits") as refused:
         read_key(str(path))
-    assert caught.value.param == "disk_key_file"
-    assert not text or text not in str(caught.value)
+    assert refused.value.param == "disk_key_file"
+    assert not text or text not in str(refused.value)
     with pytest.raises(OptionError, match="No such file"):
         read_key(str(tmp_path / "none"))
     path.write_text(KEY.hex().upper() + "\n")
@@ -637,48 +607,48 @@ def test_a_real_file(file: Callable[[], Disk], key: bytes | None) -> None:
     sizes = [0, 1, BLOCK, BLOCK + 1, CHUNK_BYTES - 1, CHUNK_BYTES + BLOCK, 7 * CHUNK_BYTES + 12_345]
     numbers = random.Random(1)
     blobs = {b"%d" % size: numbers.randbytes(size) for size in sizes}
-    tiers = TieredStore(12 << 20, file, key=key)
+    store = TieredStore(12 << 20, file, key=key)
     for name, blob in blobs.items():
-        _put(tiers, name, [blob[:100], blob[100:]])
-    _put(tiers, b"large", [bytes(12 << 20)])
-    tiers.drop(b"large")
-    assert tiers.describe()["host_entries"] == 0
-    assert {name: Got(tiers, name).content() for name in blobs} == blobs
-    assert tiers.describe()["disk_to_host"] == len(blobs)
-    tiers.close()
+        _put(store, name, [blob[:100], blob[100:]])
+    _put(store, b"large", [bytes(12 << 20)])
+    store.drop(b"large")
+    assert store.describe()["host_entries"] == 0
+    assert {name: Fetch(store, name).content() for name in blobs} == blobs
+    assert store.describe()["disk_to_host"] == len(blobs)
+    store.close()
 
 
-def test_many_come_and_go_while_the_disk_works(file: Callable[[], Disk], key: bytes | None) -> None:
-    tiers = TieredStore(1 << 20, file, key=key)
-    numbers, there, gots = random.Random(2), {}, []
+def test_random_puts_gets_and_drops(file: Callable[[], Disk], key: bytes | None) -> None:
+    store = TieredStore(1 << 20, file, key=key)
+    numbers, present, gots = random.Random(2), {}, []
     for _ in range(600):
         name = b"%d" % numbers.randrange(24)
         choice = numbers.random()
         if choice < 0.4:
             content = numbers.randbytes(numbers.randrange(150_000))
-            there.pop(name, None)
-            if tiers.put(name, [content], keep=True):
-                there[name] = content
-        elif choice < 0.9 and name in there:
-            gots.append((Got(tiers, name), there[name], name))
-        elif name in there:
-            del there[name]
-            tiers.drop(name)
+            present.pop(name, None)
+            if store.put(name, [content], keep=True):
+                present[name] = content
+        elif choice < 0.9 and name in present:
+            gots.append((Fetch(store, name), present[name], name))
+        elif name in present:
+            del present[name]
+            store.drop(name)
         if len(gots) > 3:
             got, content, name = gots.pop(0)
             assert got.content() in (content, None)
-            assert got.told != [None] or there.get(name) is not content, "lost, and nobody dropped it"
+            assert got.results != [None] or present.get(name) is not content, "lost, and nobody dropped it"
     gots.clear()
-    assert {name: Got(tiers, name).content() for name in there} == there
-    for name in there:
-        tiers.drop(name)
-    got = Got(tiers, b"none")
+    assert {name: Fetch(store, name).content() for name in present} == present
+    for name in present:
+        store.drop(name)
+    got = Fetch(store, b"none")
     assert got.content() is None
-    assert tiers.describe()["host_entries"] == tiers.describe()["disk_entries"] == 0
-    tiers.close()
+    assert store.describe()["host_entries"] == store.describe()["disk_entries"] == 0
+    store.close()
 
 
-def test_as_the_settings_say(tmp_path: Path) -> None:
+def test_a_store_from_settings(tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="the extra encryption is not installed")
     (tmp_path / "key").write_text(KEY.hex())
     assert MIN_HOST_BYTES >= CHUNK_BYTES
@@ -688,10 +658,10 @@ def test_as_the_settings_say(tmp_path: Path) -> None:
         host_bytes=1 << 20, disk_bytes=1 << 20, disk_path=str(tmp_path), disk_key_file=str(tmp_path / "key")
     )
     metrics = EngineMetrics("m")
-    tiers = TieredStore.from_config(config, metrics=metrics, pin=pins)
-    assert tiers is not None
+    store = TieredStore.from_config(config, metrics=metrics, pin=pins)
+    assert store is not None
     assert list(pins.pinned.values()) == [1 << 20]
-    _put(tiers, b"a", [b"x" * 700_000])
+    _put(store, b"a", [b"x" * 700_000])
     found = {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(metrics.render().decode())
@@ -700,7 +670,7 @@ def test_as_the_settings_say(tmp_path: Path) -> None:
     assert found["asr_serve_tier_entries", "m", "host"] == 1
     assert found["asr_serve_tier_bytes", "m", "host"] == 700_416
     assert found["asr_serve_tier_moves_total", "device", "m", "host"] == 1
-    tiers.close()
+    store.close()
     assert not pins.pinned
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
     with pytest.raises(OptionError, match="disk_path"):
@@ -708,7 +678,7 @@ def test_as_the_settings_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.cuda
-def test_a_gpu_reads_the_memory_by_itself() -> None:
+def test_a_gpu_reads_pinned_memory() -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -717,42 +687,44 @@ def test_a_gpu_reads_the_memory_by_itself() -> None:
     device = CudaDevice()
     blob = np.random.default_rng(3).bytes(8 << 20)
     for _ in range(3):  # the system gives the same address again: nothing of the time before may be pinned there
-        tiers = TieredStore(64 << 20, None, pin=device.pin_memory)
-        tiers.put(b"a", [b"before", blob], keep=True)
-        got = Got(tiers, b"a")
-        (parts,) = got.told
+        store = TieredStore(64 << 20, None, pin=device.pin_memory)
+        store.put(b"a", [b"before", blob], keep=True)
+        got = Fetch(store, b"a")
+        (parts,) = got.results
         assert parts is not None
-        there = torch.frombuffer(parts[1], dtype=torch.uint8)
-        assert there.is_pinned()
-        moved = there.to("cuda", non_blocking=True)
+        present = torch.frombuffer(parts[1], dtype=torch.uint8)
+        assert present.is_pinned()
+        moved = present.to("cuda", non_blocking=True)
         torch.cuda.synchronize()
         assert moved.cpu().numpy().tobytes() == blob
-        tiers.close()
-        assert there.is_pinned(), "somebody still looks at it"
-        del tiers, got, parts, there
+        store.close()
+        assert present.is_pinned(), "somebody still looks at it"
+        del store, got, parts, present
         gc.collect()
     memory = aligned_memory(1 << 20)
     unpin = device.pin_memory(memory)
-    with pytest.raises(OptionError, match=r"set engine\.host_bytes") as said:
+    with pytest.raises(OptionError, match=r"set engine\.host_bytes") as refused:
         device.pin_memory(memory)
-    assert said.value.param == "engine.host_bytes"
+    assert refused.value.param == "engine.host_bytes"
     unpin()
     device.pin_memory(memory)()
 
 
-def _put(tiers: TieredStore, name: bytes, parts: list[bytes]) -> None:
-    """As soon as there is room."""
+def _put(store: TieredStore, name: bytes, parts: list[bytes]) -> None:
+    """Put an entry as soon as there is room."""
     until = threading.Event()
     for _ in range(20_000):
-        if tiers.put(name, parts, keep=True):
+        if store.put(name, parts, keep=True):
             return
+        if store._thread is None:
+            run_disk(store)
         until.wait(0.001)
     raise AssertionError("there never was room")
 
 
 @contextlib.contextmanager
 def no_more_memory() -> Iterator[None]:
-    """For anything large."""
+    """Let no large allocation succeed."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (8 << 20), before[1]))
@@ -762,5 +734,5 @@ def no_more_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _pass(gate: threading.Event) -> None:
-    assert gate.wait(TIMEOUT_S)
+def wait_for(release: threading.Event) -> None:
+    assert release.wait(TIMEOUT_S)

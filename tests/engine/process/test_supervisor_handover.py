@@ -1,4 +1,4 @@
-"""Another engine process takes the place of one that lives, while people speak: no word is lost or said twice."""
+"""Handover from a running engine process to a new one in mid-speech: no word is lost or repeated."""
 
 from __future__ import annotations
 
@@ -19,27 +19,23 @@ import psutil
 import pytest
 import streaming_moonshine
 import tiny_moonshine
-from tiny_moonshine import WAIT_S, clip
+from engine_clients import NEMO, NEMO_MODEL, WAIT_S, backend_of, engine_pid, start_engine, wait_until
+from tiny_moonshine import clip
 
 from asr_serve.audio.endpointing import WINDOW_SAMPLES
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.seq2seq import DraftTokens, Recognition, SearchOptions
-from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process import process as children
 from asr_serve.engine.process import supervisor
-from asr_serve.engine.process.client import ProcessBackend, process_backend
 from asr_serve.engine.process.in_flight import InFlight
-from asr_serve.engine.process.messages import EngineSpec
 from asr_serve.engine.process.process import RingSize
 from asr_serve.engine.process.supervisor import Handover, HandoverResult, Supervisor
 from asr_serve.engine.request import HypothesisRequest
-from asr_serve.engine.thread_backend import thread_backend
 from asr_serve.errors import AsrServeError, EngineClosed, NotAllowed
 from asr_serve.transfer.sealed_buffer import SealedBuffer, SealedBufferLabel
 from asr_serve.types import SearchResult
 
-NEMO = Path(__file__).parents[2] / "models" / "fixtures" / "fastconformer_hybrid.nemo"
 GREEDY = SearchOptions(temperatures=(0.0,))
 CLIPS = [clip(seed, 20_000 + 9_001 * seed) for seed in range(5)]
 CHUNKS = (20_480, 2_560, 1_280, 10_240)
@@ -52,7 +48,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "growing": {"max_decode_rows": 4},
     "whole": {"max_decode_rows": 4},
 }
-STREAMS = [kind for kind in KINDS if kind != "whole"]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +56,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[s
     growing = streaming_moonshine.write(tmp_path_factory.mktemp("growing"))
     whole = tiny_moonshine.save(tmp_path_factory.mktemp("whole"))
     named = {"growing": (streaming_moonshine.MODEL, growing), "whole": ("moonshine-tiny-en", whole)}
-    return lambda kind: named.get(kind, ("fastconformer-streaming-medium-en", NEMO))
+    return lambda kind: named.get(kind, (NEMO_MODEL, NEMO))
 
 
 def config_of(kind: str) -> EngineConfig:
@@ -80,7 +75,7 @@ def engines() -> Iterator[dict[str, EngineClient]]:
 
 
 @pytest.fixture
-def begin(
+def start(
     weights: Callable[[str], tuple[str, Path]], engines: dict[str, EngineClient]
 ) -> Iterator[Callable[..., EngineClient]]:
     """An engine in a process of its own. It stays for the next test if no process of it has died; `fresh`: it is
@@ -89,29 +84,27 @@ def begin(
     used: list[str] = []
     before = set(psutil.Process().children(recursive=True))
 
-    def starting(kind: str, fresh: bool = False) -> EngineClient:
+    def launch(kind: str, fresh: bool = False) -> EngineClient:
         used.append(kind)
         if not fresh and kind in engines:
             return engines[kind]
-        model, folder = weights(kind)
-        spec = EngineSpec(
-            model=model, device="cpu", dtype="fp32", weights=str(folder), turn_model="none", threads=1
+        client = start_engine(
+            *weights(kind), config_of(kind), process=True, ring=RingSize(256, 16_384), turn_model="none"
         )
-        client = EngineClient(config_of(kind), process_backend(spec, RingSize(256, 16_384)))
         if fresh:
             started.append(client)
         else:
             engines[kind] = client
         return client
 
-    yield starting
+    yield launch
     for kind in used:
         client = engines.get(kind)
-        if client is not None and (client.state != "ready" or link(client).restarts or not idle(client)):
+        if client is not None and (client.state != "ready" or backend_of(client).restarts or not idle(client)):
             started.append(engines.pop(kind))
     for client in started:
         close(client)
-    stay = {psutil.Process(pid(client)) for client in engines.values()}
+    stay = {psutil.Process(engine_pid(client)) for client in engines.values()}
     assert set(psutil.Process().children(recursive=True)) <= before | stay
 
 
@@ -121,48 +114,29 @@ def close(client: EngineClient) -> None:
 
 
 @pytest.fixture(scope="module")
-def still(weights: Callable[[str], tuple[str, Path]]) -> Iterator[Callable[[str], EngineClient]]:
-    """Engines of the same models in which nothing moves."""
+def reference(weights: Callable[[str], tuple[str, Path]]) -> Iterator[Callable[[str], EngineClient]]:
+    """Engines of the same models on a thread, which are never replaced."""
     made: dict[str, EngineClient] = {}
 
-    def of(kind: str) -> EngineClient:
+    def get(kind: str) -> EngineClient:
         if kind not in made:
-            found = AsrCheckpoint.find(*weights(kind))
-            made[kind] = EngineClient(
-                config_of(kind), thread_backend(found.card, lambda: found.build("cpu", "fp32"))
-            )
+            made[kind] = start_engine(*weights(kind), config_of(kind))
         return made[kind]
 
-    yield of
+    yield get
     for client in made.values():
         client.close()
 
 
-def link(client: EngineClient) -> ProcessBackend:
-    assert isinstance(client.backend, ProcessBackend)
-    return client.backend
-
-
-def pid(client: EngineClient) -> int:
-    return link(client)._current.process.pid
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline_s, "it never came true"
-        time.sleep(0.005)
-
-
-class Renewing:
-    """A renewal on a thread of its own."""
+class HandoverThread:
+    """A handover on a thread of its own."""
 
     def __init__(self, client: EngineClient, timeout_s: float = WAIT_S) -> None:
         self.done: Future[HandoverResult] = Future()
 
         def work() -> None:
             try:
-                self.done.set_result(link(client).renew(timeout_s))
+                self.done.set_result(backend_of(client).renew(timeout_s))
             except AsrServeError as failure:
                 self.done.set_exception(failure)
 
@@ -174,67 +148,67 @@ class Renewing:
 
 
 @contextmanager
-def before_the_swap(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> Iterator[None]:
-    """When the new process is there, and has taken nothing over."""
-    start = Supervisor._start
+def before_swap(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> Iterator[None]:
+    """Runs `do` when the new process is ready and has taken nothing over."""
+    start_new = Supervisor._start
 
-    def starting(self: Supervisor, given: Any) -> Any:
-        ready = start(self, given)
+    def launch(self: Supervisor, given: Any) -> Any:
+        ready = start_new(self, given)
         do()
         return ready
 
     with monkeypatch.context() as patch:
-        patch.setattr(Supervisor, "_start", starting)
+        patch.setattr(Supervisor, "_start", launch)
         yield
 
 
-# --- what callers put, and what they hear ---------------------------------------------------------------
+# --- streams ---------------------------------------------------------------
 
 
-def answers(client: EngineClient, kind: str) -> Says:
-    return {"growing": Grows, "whole": Listens}.get(kind, Says)(client)
+def make_driver(client: EngineClient, kind: str) -> StreamDriver:
+    return {"growing": HypothesisDriver, "whole": OfflineDriver}.get(kind, StreamDriver)(client)
 
 
-class Says:
-    """A caller of a streaming model: puts pieces of a clip, and keeps what comes for each."""
+class StreamDriver:
+    """A stream of a streaming model: submits pieces of a clip, and keeps the future of each."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
-        self.came: list[Future[Any]] = []
+        self.futures: list[Future[Any]] = []
 
     def open(self, pcm: np.ndarray) -> None:
         self.stream = self.client.open_stream(live=True, samples=len(pcm))
 
     def write(self, piece: np.ndarray, at: int, last: bool) -> None:
-        self.came.append(self.stream.submit_audio(piece, last=last))
+        self.futures.append(self.stream.submit_audio(piece, last=last))
 
-    def said(self) -> list[Any]:
-        found: list[SearchResult] = [future.result(WAIT_S) for future in self.came]
+    def results(self) -> list[Any]:
+        found: list[SearchResult] = [future.result(WAIT_S) for future in self.futures]
         return [
             ([(t.id, t.frame) for t in each.fixed_tokens], [(t.id, t.frame) for t in each.tail_tokens])
             for each in found
         ]
 
 
-class Grows(Says):
-    """The same of a model that is asked for hypotheses; some have a draft."""
+class HypothesisDriver(StreamDriver):
+    """The same for a model with an incremental encoder, which is asked for hypotheses; some have a draft."""
 
     def write(self, piece: np.ndarray, at: int, last: bool) -> None:
-        if not last and len(self.came) % 4 == 1:
-            self.came.append(self.stream.submit_audio(piece))
+        if not last and len(self.futures) % 4 == 1:
+            self.futures.append(self.stream.submit_audio(piece))
             return
-        done: list[Recognition] = [each.result() for each in self.came if each.done() and not each.exception()]
+        done: list[Recognition] = [each.result() for each in self.futures if each.done() and not each.exception()]
         draft = DraftTokens(done[-1].tokens) if done and hasattr(done[-1], "tokens") else DraftTokens(())
         wanted = HypothesisRequest(at + len(piece), GREEDY, draft, "live")
-        self.came.append(self.stream.submit_hypothesis(piece, wanted, last=last))
+        self.futures.append(self.stream.submit_hypothesis(piece, wanted, last=last))
 
-    def said(self) -> list[Any]:
-        found = [future.result(WAIT_S) for future in self.came]
+    def results(self) -> list[Any]:
+        found = [future.result(WAIT_S) for future in self.futures]
         return [each.tokens if isinstance(each, Recognition) else None for each in found]
 
 
-class Listens(Says):
-    """Of a model that hears whole utterances: voice activity of the clip, and all of it at the end."""
+class OfflineDriver(StreamDriver):
+    """The same for an offline model: voice activity of the clip, and its transcript at the end."""
 
     def open(self, pcm: np.ndarray) -> None:
         self.session = self.client.open_vad_session(live=True)
@@ -245,72 +219,118 @@ class Listens(Says):
         whole = (at + len(piece)) // WINDOW_SAMPLES * WINDOW_SAMPLES
         most = self.client.config.vad_windows * WINDOW_SAMPLES
         while self.at < whole:
-            self.came.append(self.session.submit_windows(self.pcm[self.at : min(whole, self.at + most)]))
+            self.futures.append(self.session.submit_windows(self.pcm[self.at : min(whole, self.at + most)]))
             self.at = min(whole, self.at + most)
         if last:
-            self.came.append(self.client.submit(self.pcm, GREEDY, "live").future)
+            self.futures.append(self.client.submit(self.pcm, GREEDY, "live").future)
 
-    def said(self) -> list[Any]:
-        found = [future.result(WAIT_S) for future in self.came]
+    def results(self) -> list[Any]:
+        found = [future.result(WAIT_S) for future in self.futures]
         self.session.close()
-        heard = np.concatenate(found[:-1])
-        return [np.round(heard, 4).tolist(), found[-1].tokens]
+        probabilities = np.concatenate(found[:-1])
+        return [np.round(probabilities, 4).tolist(), found[-1].tokens]
 
 
-class Caller:
-    """Speaks a clip in pieces, which `seed` decides."""
+class ClipStream:
+    """Sends a clip in pieces whose lengths `seed` decides."""
 
     def __init__(self, client: EngineClient, kind: str, index: int, seed: int) -> None:
         self.index, self.seed = index, seed
         self.pcm, self.at, self._roll = CLIPS[index], 0, random.Random(seed)
-        self._says = answers(client, kind)
-        self._says.open(self.pcm)
-        self._said: list[Any] | None = None
+        self._driver = make_driver(client, kind)
+        self._driver.open(self.pcm)
+        self._results: list[Any] | None = None
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         return self.at == len(self.pcm)
 
-    def go_on(self, wait: bool = False) -> None:
+    def send_next(self, wait: bool = False) -> None:
         size = self._roll.choice([160, 1_601, 5_121, 20_000, *CHUNKS])
         if self._roll.random() < 0.3:  # to where a chunk ends
             size = -self.at % 1_280 or size
         piece = self.pcm[self.at : self.at + size]
         at, self.at = self.at, self.at + len(piece)
-        self._says.write(piece, at, self.over)
-        if wait and self._says.came:
-            self._says.came[-1].result(WAIT_S)
+        self._driver.write(piece, at, self.finished)
+        if wait and self._driver.futures:
+            self._driver.futures[-1].result(WAIT_S)
 
-    def finish(self) -> None:
-        while not self.over:
-            self.go_on()
+    def send_rest(self) -> None:
+        while not self.finished:
+            self.send_next()
 
-    def expect(self, still: Callable[[str], EngineClient], kind: str) -> None:
-        """The same, piece by piece, as where nothing moves."""
-        other = Caller(still(kind), kind, self.index, self.seed)
-        other.finish()
-        assert self.said() == other.said(), (kind, self.index, self.seed)
+    def expect_reference(self, reference: Callable[[str], EngineClient], kind: str) -> None:
+        """The same, piece by piece, as from an engine that is never replaced."""
+        other = ClipStream(reference(kind), kind, self.index, self.seed)
+        other.send_rest()
+        assert self.results() == other.results(), (kind, self.index, self.seed)
 
-    def said(self) -> list[Any]:
-        """All answers; then nothing is held for it any more."""
-        if self._said is None:
-            self._said = self._says.said()
-        return self._said
+    def results(self) -> list[Any]:
+        """All results; the stream holds nothing afterwards."""
+        if self._results is None:
+            self._results = self._driver.results()
+        return self._results
 
-    def came(self) -> list[Future[Any]]:
-        return self._says.came
+    def futures(self) -> list[Future[Any]]:
+        return self._driver.futures
 
 
 def idle(client: EngineClient) -> bool:
-    told = client.describe()
+    stats = client.describe()
     held = ("requests", "sessions", "pages_used", "slots_used", "sessions_used")
-    return link(client)._current.idle and not any(told.get(each, 0) for each in held)
+    return backend_of(client)._current.idle and not any(stats.get(each, 0) for each in held)
 
 
 def expect_empty(client: EngineClient) -> None:
-    until(lambda: idle(client))
-    assert link(client).ring_depth == 0
-    assert link(client)._supervisor.handover is None
+    wait_until(lambda: idle(client))
+    assert backend_of(client).ring_depth == 0
+    assert backend_of(client)._supervisor.handover is None
+
+
+def start_streams(client: EngineClient, kind: str, count: int) -> list[ClipStream]:
+    """Streams whose first piece is answered."""
+    streams = [ClipStream(client, kind, index % len(CLIPS), index) for index in range(count)]
+    send_next(streams, wait=True)
+    return streams
+
+
+def start_stream(client: EngineClient, kind: str, index: int = 2) -> ClipStream:
+    stream = ClipStream(client, kind, index, index)
+    stream.send_next(wait=True)
+    return stream
+
+
+def send_next(streams: list[ClipStream], wait: bool = False) -> None:
+    for stream in streams:
+        stream.send_next(wait)
+
+
+def expect_reference(streams: list[ClipStream], reference: Callable[[str], EngineClient], kind: str) -> None:
+    for stream in streams:
+        stream.send_rest()
+        stream.expect_reference(reference, kind)
+
+
+@contextmanager
+def stopped_handover(
+    monkeypatch: pytest.MonkeyPatch, client: EngineClient, meanwhile: Callable[[], None]
+) -> Iterator[tuple[int, HandoverThread]]:
+    """A handover whose old process stands still since before the swap; `meanwhile` submits what it does not see.
+    Inside the block the new process has taken over."""
+    old = engine_pid(client)
+
+    def stop() -> None:
+        os.kill(old, signal.SIGSTOP)
+        meanwhile()
+
+    with before_swap(monkeypatch, stop):
+        handover = HandoverThread(client)
+        wait_until(lambda: engine_pid(client) != old)
+    yield old, handover
+
+
+def tokens_of(client: EngineClient, pcm: np.ndarray) -> tuple[int, ...]:
+    return client.submit(pcm, GREEDY).future.result(WAIT_S).tokens
 
 
 # --- at any moment ----------------------------------------------------------------------------------------
@@ -318,171 +338,126 @@ def expect_empty(client: EngineClient) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_words_are_those_of_an_engine_that_stays(begin, still, kind):
-    client, roll = begin(kind), random.Random(kind)
-    on: list[Caller] = []
-    gone: list[Caller] = []
-    before, renewing = pid(client), Renewing(client)
-    while not renewing.done.done() or len(gone) < 4:
-        while len(on) < 5:
-            on.append(Caller(client, kind, roll.randrange(len(CLIPS)), len(on) + len(gone)))
-        for caller in list(on):
+def test_results_through_a_handover_equal_those_without(start, reference, kind):
+    client, roll = start(kind), random.Random(kind)
+    active: list[ClipStream] = []
+    ended: list[ClipStream] = []
+    before, handover = engine_pid(client), HandoverThread(client)
+    while not handover.done.done() or len(ended) < 4:
+        while len(active) < 5:
+            active.append(ClipStream(client, kind, roll.randrange(len(CLIPS)), len(active) + len(ended)))
+        for stream in list(active):
             if roll.random() < 0.3:
-                caller.go_on(wait=roll.random() < 0.3)
-            if caller.over:
-                caller.said()
-                on.remove(caller)
-                gone.append(caller)
+                stream.send_next(wait=roll.random() < 0.3)
+            if stream.finished:
+                stream.results()
+                active.remove(stream)
+                ended.append(stream)
         time.sleep(roll.choice([0.001, 0.01, 0.05]))
-    found = renewing.result()
-    assert pid(client) != before
+    found = handover.result()
+    assert engine_pid(client) != before
     assert not psutil.pid_exists(before)
     assert (found.replayed, found.repeated) == (0, 0), found
     assert (found.sessions if kind == "whole" else found.streams) > 0
-    for caller in on:
-        caller.finish()
-    for caller in [*gone, *on]:
-        caller.expect(still, kind)
-    assert link(client).restarts == 0
+    for stream in active:
+        stream.send_rest()
+    for stream in [*ended, *active]:
+        stream.expect_reference(reference, kind)
+    assert backend_of(client).restarts == 0
     expect_empty(client)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_the_middle_of_an_answer(begin, still, kind, monkeypatch):
-    """The old one has pieces, hypotheses and requests that it has not answered; more come while it is to go."""
-    client = begin(kind)
-    callers = [Caller(client, kind, index, index) for index in range(5)]
-    for caller in callers:
-        caller.go_on(wait=True)
-    old = pid(client)
-
-    def stop() -> None:
-        os.kill(old, signal.SIGSTOP)
-        for caller in callers:
-            caller.go_on()
-
-    with before_the_swap(monkeypatch, stop):
-        renewing = Renewing(client)
-        until(lambda: pid(client) != old)
-    for caller in callers:
-        caller.go_on()
-    os.kill(old, signal.SIGCONT)
-    found = renewing.result()
+def test_handover_in_the_middle_of_an_answer_loses_nothing(start, reference, kind, monkeypatch):
+    """The old process has unanswered pieces, hypotheses and requests; more come while it is to end."""
+    client = start(kind)
+    streams = start_streams(client, kind, 5)
+    with stopped_handover(monkeypatch, client, lambda: send_next(streams)) as (old, handover):
+        send_next(streams)
+        os.kill(old, signal.SIGCONT)
+        found = handover.result()
     assert (found.sessions, found.streams) == ((5, 0) if kind == "whole" else (0, 5))
-    for caller in callers:
-        caller.finish()
-        caller.expect(still, kind)
+    expect_reference(streams, reference, kind)
     expect_empty(client)
 
 
-def test_requests_under_way_are_finished_by_the_old_one(begin, still, monkeypatch):
-    client = begin("whole")
-    old, tickets = pid(client), []
+def test_the_old_process_finishes_its_requests(start, reference, monkeypatch):
+    client = start("whole")
+    tickets: list[Any] = []
 
-    def stop() -> None:
-        os.kill(old, signal.SIGSTOP)
+    def submit() -> None:
         tickets.extend(client.submit(pcm, GREEDY) for pcm in CLIPS[:2])
 
-    with before_the_swap(monkeypatch, stop):
-        renewing = Renewing(client)
-        until(lambda: pid(client) != old)
-    new = client.submit(CLIPS[2], GREEDY)
-    assert new.future.result(WAIT_S).tokens  # the old one stands still
-    assert not tickets[0].future.done()
-    os.kill(old, signal.SIGCONT)
-    assert renewing.result().repeated == 0
+    with stopped_handover(monkeypatch, client, submit) as (old, handover):
+        new = client.submit(CLIPS[2], GREEDY)
+        assert new.future.result(WAIT_S).tokens  # the old one stands still
+        assert not tickets[0].future.done()
+        os.kill(old, signal.SIGCONT)
+        assert handover.result().repeated == 0
     for ticket, pcm in zip([*tickets, new], CLIPS, strict=False):
-        assert (
-            ticket.future.result(WAIT_S).tokens == still("whole").submit(pcm, GREEDY).future.result(WAIT_S).tokens
-        )
+        assert ticket.future.result(WAIT_S).tokens == tokens_of(reference("whole"), pcm)
     expect_empty(client)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rnnt", "whole"])
-def test_what_takes_too_long_is_begun_again_by_the_new_one(begin, still, kind, monkeypatch):
+def test_the_new_process_repeats_requests_that_take_too_long(start, reference, kind, monkeypatch):
     monkeypatch.setattr(supervisor, "EXIT_TIMEOUT_S", 0.5)
-    client = begin(kind)
-    callers = [Caller(client, kind, index, index) for index in range(2)]
-    for caller in callers:
-        caller.go_on(wait=True)
-    tickets, old = [], pid(client)
+    client = start(kind)
+    streams, tickets, old = start_streams(client, kind, 2), [], engine_pid(client)
 
     def stop() -> None:
         os.kill(old, signal.SIGSTOP)
         tickets.append(client.submit(CLIPS[0], GREEDY))
-        for caller in callers:
-            caller.go_on()
+        send_next(streams)
 
-    with before_the_swap(monkeypatch, stop):
-        found = Renewing(client, timeout_s=0.1).result()
+    with before_swap(monkeypatch, stop):
+        found = HandoverThread(client, timeout_s=0.1).result()
     assert not psutil.pid_exists(old)
     assert found.repeated == 1
     assert found.replayed == (0 if kind == "whole" else 2)
-    assert (
-        tickets[0].future.result(WAIT_S).tokens
-        == still(kind).submit(CLIPS[0], GREEDY).future.result(WAIT_S).tokens
-    )
-    for caller in callers:
-        caller.finish()
-        caller.expect(still, kind)
+    assert tickets[0].future.result(WAIT_S).tokens == tokens_of(reference(kind), CLIPS[0])
+    expect_reference(streams, reference, kind)
     expect_empty(client)
 
 
 @pytest.mark.slow
-def test_while_nothing_runs(begin, still):
-    client = begin("ctc")
-    assert link(client).renew()[:4] == (0, 0, 0, 0)
+def test_handover_of_an_idle_engine(start, reference):
+    client = start("ctc")
+    assert backend_of(client).renew()[:4] == (0, 0, 0, 0)
     silent = client.open_stream(live=True)  # opened, and nothing was put
-    assert link(client).renew()[:4] == (0, 1, 0, 0)
-    assert said_of(silent.submit_audio(CLIPS[1], last=True)) == said_of(
-        still("ctc").open_stream(live=True).submit_audio(CLIPS[1], last=True)
+    assert backend_of(client).renew()[:4] == (0, 1, 0, 0)
+    assert fixed_token_ids(silent.submit_audio(CLIPS[1], last=True)) == fixed_token_ids(
+        reference("ctc").open_stream(live=True).submit_audio(CLIPS[1], last=True)
     )
     expect_empty(client)
 
 
-def said_of(future: Future[SearchResult]) -> list[int]:
+def fixed_token_ids(future: Future[SearchResult]) -> list[int]:
     return [token.id for token in future.result(WAIT_S).fixed_tokens]
 
 
-def test_who_leaves_on_the_way_is_forgotten(begin, still, monkeypatch):
-    client = begin("rnnt")
-    callers = [Caller(client, "rnnt", index, index) for index in range(4)]
-    for caller in callers:
-        caller.go_on(wait=True)
-    old = pid(client)
-
-    def stop() -> None:
-        os.kill(old, signal.SIGSTOP)
-        for caller in callers:
-            caller.go_on()
-
-    with before_the_swap(monkeypatch, stop):
-        renewing = Renewing(client)
-        until(lambda: pid(client) != old)
-    for caller in callers[:2]:
-        caller._says.stream.close()
-    os.kill(old, signal.SIGCONT)
-    assert renewing.result().streams == 2
-    for caller in callers[2:]:
-        caller.finish()
-        caller.expect(still, "rnnt")
+def test_streams_closed_during_a_handover_are_not_moved(start, reference, monkeypatch):
+    client = start("rnnt")
+    streams = start_streams(client, "rnnt", 4)
+    with stopped_handover(monkeypatch, client, lambda: send_next(streams)) as (old, handover):
+        for stream in streams[:2]:
+            stream._driver.stream.close()
+        os.kill(old, signal.SIGCONT)
+        assert handover.result().streams == 2
+    expect_reference(streams[2:], reference, "rnnt")
     expect_empty(client)
 
 
-def test_more_streams_than_may_move_at_once(begin, still, monkeypatch):
+def test_more_streams_move_than_may_at_once(start, reference, monkeypatch):
     monkeypatch.setattr("asr_serve.engine.process.supervisor.MAX_STREAMS_MOVING", 2)
-    client = begin("ctc")
-    callers = [Caller(client, "ctc", index % 5, index) for index in range(8)]
-    for caller in callers:
-        caller.go_on(wait=True)
-    speaking = sum(not caller.over for caller in callers)
-    assert speaking > 2 * 2
-    assert link(client).renew().streams == speaking
-    for caller in callers:
-        caller.finish()
-        caller.expect(still, "ctc")
+    client = start("ctc")
+    streams = start_streams(client, "ctc", 8)
+    open_streams = sum(not stream.finished for stream in streams)
+    assert open_streams > 2 * 2
+    assert backend_of(client).renew().streams == open_streams
+    expect_reference(streams, reference, "ctc")
     expect_empty(client)
 
 
@@ -499,74 +474,60 @@ def test_more_streams_than_may_move_at_once(begin, still, monkeypatch):
         ("growing", "nothing was saved"),
     ],
 )
-def test_a_stream_whose_state_is_lost_is_heard_again(begin, still, kind, how, monkeypatch):
-    client = begin(kind)
-    callers = [Caller(client, kind, index, index) for index in range(3)]
-    for caller in callers:
-        caller.go_on(wait=True)
-        caller.go_on(wait=True)
-    passed = children.receive_buffer
+def test_a_stream_whose_state_is_lost_is_replayed(start, reference, kind, how, monkeypatch):
+    client = start(kind)
+    streams = start_streams(client, kind, 3)
+    send_next(streams, wait=True)
+    receive = children.receive_buffer
 
-    def spoilt(pipe: Any, label: SealedBufferLabel) -> SealedBuffer | None:
-        parcel = passed(pipe, label)
+    def spoil(pipe: Any, label: SealedBufferLabel) -> SealedBuffer | None:
+        buffer = receive(pipe, label)
         if how == "torn":
-            parcel.label = msgspec.structs.replace(label, checksum=label.checksum ^ 1)
-            return parcel
-        parcel.close()
+            buffer.label = msgspec.structs.replace(label, checksum=label.checksum ^ 1)
+            return buffer
+        buffer.close()
         return SealedBuffer.pack([b"\x93\x01\x02\x03", b"abc"]) if how == "of another model" else None
 
-    monkeypatch.setattr(children, "receive_buffer", spoilt)
-    found = link(client).renew()
+    monkeypatch.setattr(children, "receive_buffer", spoil)
+    found = backend_of(client).renew()
     assert (found.streams, found.replayed) == (0, 3)
-    for caller in callers:
-        caller.finish()
-        caller.expect(still, kind)
+    expect_reference(streams, reference, kind)
     expect_empty(client)
 
 
 @pytest.mark.slow
-def test_other_weights_of_the_same_shape_are_no_renewal(tmp_path):
+def test_handover_to_other_weights_is_refused(tmp_path):
     """Half a sentence by one and half by another would be neither's."""
     folder = tiny_moonshine.save(tmp_path)
-    spec = EngineSpec(
-        model="moonshine-tiny-en", device="cpu", dtype="fp32", weights=str(folder), turn_model="none", threads=1
-    )
-    client = EngineClient(config_of("whole"), process_backend(spec, RingSize(64, 16_384)))
+    client = start_engine("moonshine-tiny-en", folder, config_of("whole"), process=True, turn_model="none")
     try:
-        before = pid(client)
+        before = engine_pid(client)
         tokens = client.submit(CLIPS[0], GREEDY).future.result(WAIT_S).tokens
         content = bytearray((folder / "model.safetensors").read_bytes())
         content[-1] ^= 1
         (folder / "model.safetensors").write_bytes(content)
         with pytest.raises(NotAllowed, match="files are not those that were loaded"):
-            link(client).renew()
-        assert (pid(client), client.state) == (before, "ready")
+            backend_of(client).renew()
+        assert (engine_pid(client), client.state) == (before, "ready")
         assert client.submit(CLIPS[0], GREEDY).future.result(WAIT_S).tokens == tokens
         content[-1] ^= 1
         (folder / "model.safetensors").write_bytes(content)  # another file of the same content
-        assert link(client).renew()
+        assert backend_of(client).renew()
         expect_empty(client)
     finally:
         client.close()
 
 
-def test_an_engine_that_encodes_for_others_is_not_renewed_and_goes_on(tmp_path):
+def test_handover_of_an_encode_worker_is_refused(tmp_path):
     """Nothing is started: two cannot listen at one port."""
-    spec = EngineSpec(
-        model="moonshine-tiny-en",
-        device="cpu",
-        dtype="fp32",
-        weights=str(tiny_moonshine.save(tmp_path)),
-        turn_model="none",
-        threads=1,
-    )
-    client = EngineClient(EngineConfig(role="encode", max_sessions=2), process_backend(spec, RingSize(64, 16_384)))
+    config = EngineConfig(role="encode", max_sessions=2)
+    client = start_engine("moonshine-tiny-en", tiny_moonshine.save(tmp_path), config, process=True, turn_model="none")
     try:
-        before = pid(client)
+        before = engine_pid(client)
         with pytest.raises(NotAllowed, match="encodes for others"):
-            link(client).renew()
-        assert link(client)._supervisor._replacement is None
-        assert (pid(client), client.state) == (before, "ready")
+            backend_of(client).renew()
+        assert backend_of(client)._supervisor._replacement is None
+        assert (engine_pid(client), client.state) == (before, "ready")
     finally:
         client.close()
 
@@ -576,66 +537,46 @@ def test_an_engine_that_encodes_for_others_is_not_renewed_and_goes_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_old_one_dies_before_all_have_left_it(begin, still, kind, monkeypatch):
-    client = begin(kind)
-    callers = [Caller(client, kind, index, index) for index in range(4)]
-    for caller in callers:
-        caller.go_on(wait=True)
-    old = pid(client)
-    tickets = []
+def test_the_old_process_dies_before_all_have_left_it(start, reference, kind, monkeypatch):
+    client = start(kind)
+    streams, tickets = start_streams(client, kind, 4), []
 
-    def stop() -> None:
-        os.kill(old, signal.SIGSTOP)
+    def submit() -> None:
         tickets.append(client.submit(CLIPS[3], GREEDY))
-        for caller in callers:
-            caller.go_on()
+        send_next(streams)
 
-    with before_the_swap(monkeypatch, stop):
-        renewing = Renewing(client)
-        until(lambda: pid(client) != old)
-    os.kill(old, signal.SIGKILL)
-    found = renewing.result()
-    assert found.repeated == 1 + (kind == "whole") * sum(caller.over for caller in callers)
+    with stopped_handover(monkeypatch, client, submit) as (old, handover):
+        os.kill(old, signal.SIGKILL)
+        found = handover.result()
+    assert found.repeated == 1 + (kind == "whole") * sum(stream.finished for stream in streams)
     assert found.replayed == (0 if kind == "whole" else 4)
-    assert (
-        tickets[0].future.result(WAIT_S).tokens
-        == still(kind).submit(CLIPS[3], GREEDY).future.result(WAIT_S).tokens
-    )
-    for caller in callers:
-        caller.finish()
-        caller.expect(still, kind)
-    assert link(client).restarts == 0
+    assert tickets[0].future.result(WAIT_S).tokens == tokens_of(reference(kind), CLIPS[3])
+    expect_reference(streams, reference, kind)
+    assert backend_of(client).restarts == 0
     expect_empty(client)
 
 
-def test_the_old_one_dies_before_the_new_one_is_there(begin, still, monkeypatch):
+def test_the_old_process_dies_before_the_new_one_is_ready(start, reference, monkeypatch):
     """What is loading already is what comes next: no third process is loaded."""
-    client = begin("rnnt")
-    callers = [Caller(client, "rnnt", index, index) for index in range(3)]
-    for caller in callers:
-        caller.go_on(wait=True)
-    old = pid(client)
+    client = start("rnnt")
+    streams, old = start_streams(client, "rnnt", 3), engine_pid(client)
 
     def kill() -> None:
         os.kill(old, signal.SIGKILL)
-        until(lambda: client.state == "restarting")
-        for caller in callers:
-            caller.go_on()
+        wait_until(lambda: client.state == "restarting")
+        send_next(streams)
 
-    with before_the_swap(monkeypatch, kill):
-        found = Renewing(client).result()
+    with before_swap(monkeypatch, kill):
+        found = HandoverThread(client).result()
     assert found.replayed == 3
-    assert link(client).restarts == 0
-    for caller in callers:
-        caller.finish()
-        caller.expect(still, "rnnt")
+    assert backend_of(client).restarts == 0
+    expect_reference(streams, reference, "rnnt")
     expect_empty(client)
 
 
-def test_the_new_one_dies_while_it_loads(begin, still, monkeypatch):
-    client = begin("rnnt")
-    caller, old = Caller(client, "rnnt", 2, 2), pid(client)
-    caller.go_on(wait=True)
+def test_the_new_process_dies_while_loading(start, reference, monkeypatch):
+    client = start("rnnt")
+    stream, old = start_stream(client, "rnnt"), engine_pid(client)
 
     def killed(self: Any, others: Any) -> Any:
         self.kill()
@@ -645,169 +586,147 @@ def test_the_new_one_dies_while_it_loads(begin, still, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(children.EngineProcess, "wait_ready", killed)
         with pytest.raises(EngineClosed, match="ended while it was loading"):
-            link(client).renew()
-    assert pid(client) == old
+            backend_of(client).renew()
+    assert engine_pid(client) == old
     assert client.state == "ready"
-    assert link(client).renew().streams == 1
-    caller.finish()
-    caller.expect(still, "rnnt")
+    assert backend_of(client).renew().streams == 1
+    expect_reference([stream], reference, "rnnt")
     expect_empty(client)
 
 
 @pytest.mark.slow
-def test_the_old_one_dies_while_the_new_one_hangs_in_loading(begin, still, monkeypatch):
+def test_the_old_process_dies_while_the_new_one_hangs_in_loading(start, reference, monkeypatch):
     """Nobody waits as long as weights over a slow line may take: what hangs is killed, and another is started."""
     monkeypatch.setattr(supervisor, "HANG_TIMEOUT_S", 1.0)
-    client = begin("rnnt", fresh=True)
-    caller, old = Caller(client, "rnnt", 2, 2), pid(client)
-    caller.go_on(wait=True)
-    renewing = Renewing(client)
-    until(
+    client = start("rnnt", fresh=True)
+    stream, old = start_stream(client, "rnnt"), engine_pid(client)
+    handover = HandoverThread(client)
+    wait_until(
         lambda: (
-            (coming := link(client)._supervisor._replacement) is not None and coming.current_process is not None
+            (coming := backend_of(client)._supervisor._replacement) is not None and coming.current_process is not None
         )
     )
-    os.kill(link(client)._supervisor._replacement.process.pid, signal.SIGSTOP)
+    os.kill(backend_of(client)._supervisor._replacement.process.pid, signal.SIGSTOP)
     os.kill(old, signal.SIGKILL)
     with pytest.raises(EngineClosed, match="ended while it was loading"):
-        renewing.result()
-    caller.finish()
-    caller.expect(still, "rnnt")
-    assert link(client).restarts == 1
+        handover.result()
+    expect_reference([stream], reference, "rnnt")
+    assert backend_of(client).restarts == 1
     expect_empty(client)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ctc", "growing", "whole"])
-def test_the_new_one_dies_while_streams_are_on_their_way(begin, still, kind, monkeypatch):
-    client = begin(kind)
-    callers = [Caller(client, kind, index, index) for index in range(4)]
-    for caller in callers:
-        caller.go_on(wait=True)
-    old = pid(client)
-
-    def stop() -> None:
-        os.kill(old, signal.SIGSTOP)
-        for caller in callers[:2]:
-            caller.go_on()
-
-    with before_the_swap(monkeypatch, stop):
-        renewing = Renewing(client)
-        until(lambda: pid(client) != old)
-    os.kill(pid(client), signal.SIGKILL)
-    until(lambda: client.state == "restarting")
-    os.kill(old, signal.SIGCONT)  # what it says now waits for the next
-    for caller in callers:
-        caller.go_on()
-    assert renewing.result().sessions == (4 if kind == "whole" else 0)
-    until(lambda: link(client).restarts == 1)
-    for caller in callers:
-        caller.finish()
-        caller.expect(still, kind)
+def test_the_new_process_dies_while_streams_move(start, reference, kind, monkeypatch):
+    client = start(kind)
+    streams = start_streams(client, kind, 4)
+    with stopped_handover(monkeypatch, client, lambda: send_next(streams[:2])) as (old, handover):
+        os.kill(engine_pid(client), signal.SIGKILL)
+        wait_until(lambda: client.state == "restarting")
+        os.kill(old, signal.SIGCONT)  # its messages wait for the next process
+        send_next(streams)
+        assert handover.result().sessions == (4 if kind == "whole" else 0)
+    wait_until(lambda: backend_of(client).restarts == 1)
+    expect_reference(streams, reference, kind)
     expect_empty(client)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["while it loads", "while streams are on their way"])
-def test_closing_meanwhile(begin, when, monkeypatch):
+def test_closing_the_client_during_a_handover(start, when, monkeypatch):
     monkeypatch.setattr(supervisor, "EXIT_TIMEOUT_S", 0.5)
-    client = begin("rnnt")
-    caller, old = Caller(client, "rnnt", 2, 2), pid(client)
-    caller.go_on(wait=True)
+    client = start("rnnt")
+    stream, old = start_stream(client, "rnnt"), engine_pid(client)
     closing = threading.Thread(target=client.close)
 
     def stop() -> None:
         os.kill(old, signal.SIGSTOP)
-        caller.go_on()
+        stream.send_next()
         if when == "while it loads":
             closing.start()
-            until(lambda: link(client)._supervisor._closing.is_set())
+            wait_until(lambda: backend_of(client)._supervisor._closing.is_set())
 
-    with before_the_swap(monkeypatch, stop):
-        renewing = Renewing(client)
+    with before_swap(monkeypatch, stop):
+        handover = HandoverThread(client)
         if when != "while it loads":
-            until(lambda: pid(client) != old)
+            wait_until(lambda: engine_pid(client) != old)
             closing.start()
         with pytest.raises(EngineClosed):
-            renewing.result()
+            handover.result()
     closing.join(WAIT_S)
     assert client.state == "closed"
     with pytest.raises(EngineClosed):
-        caller.came()[-1].result(WAIT_S)
+        stream.futures()[-1].result(WAIT_S)
     with pytest.raises(EngineClosed):
-        link(client).renew()
+        backend_of(client).renew()
 
 
 @pytest.mark.slow
-def test_a_second_one_after_one_that_took_too_long(begin, still, monkeypatch):
+def test_a_second_handover_after_one_that_timed_out(start, reference, monkeypatch):
     """A stream is told of to a process that is to be replaced itself before it has answered."""
-    client = begin("rnnt")
-    caller = Caller(client, "rnnt", 2, 2)
-    caller.go_on(wait=True)
+    client = start("rnnt")
+    stream = start_stream(client, "rnnt")
     handed_over = threading.Event()
-    go_over = Handover._on_exported
+    on_exported = Handover._on_exported
 
-    def left(self: Handover, number: int, saved: Any) -> None:
+    def stop_new(self: Handover, number: int, saved: Any) -> None:
         os.kill(self.new.process.pid, signal.SIGSTOP)
-        go_over(self, number, saved)
+        on_exported(self, number, saved)
         handed_over.set()
 
     with monkeypatch.context() as patch:
-        patch.setattr(Handover, "_on_exported", left)
-        assert Renewing(client, timeout_s=1.0).result()[:4] == (0, 0, 0, 0)
+        patch.setattr(Handover, "_on_exported", stop_new)
+        assert HandoverThread(client, timeout_s=1.0).result()[:4] == (0, 0, 0, 0)
     assert handed_over.is_set()
-    second = pid(client)
-    caller.go_on()
+    second = engine_pid(client)
+    stream.send_next()
 
-    with before_the_swap(monkeypatch, lambda: None):
-        renewing = Renewing(client)
-        until(lambda: pid(client) != second)
+    with before_swap(monkeypatch, lambda: None):
+        handover = HandoverThread(client)
+        wait_until(lambda: engine_pid(client) != second)
     os.kill(second, signal.SIGCONT)
-    assert renewing.result().streams == 1
-    caller.finish()
-    caller.expect(still, "rnnt")
+    assert handover.result().streams == 1
+    expect_reference([stream], reference, "rnnt")
     expect_empty(client)
 
 
-def test_what_nobody_foresaw_ends_the_engine_and_nobody_waits(begin, monkeypatch):
-    client = begin("ctc")
-    caller, engine = Caller(client, "ctc", 2, 2), pid(client)
-    caller.go_on(wait=True)
+def test_an_unexpected_error_closes_the_engine_and_fails_pending_requests(start, monkeypatch):
+    client = start("ctc")
+    stream, engine = start_stream(client, "ctc"), engine_pid(client)
 
     def broken(self: InFlight, message: Any) -> Any:
         raise KeyError(1)
 
     with monkeypatch.context() as patch:
         patch.setattr(InFlight, "handle_message", broken)
-        caller.go_on()
+        stream.send_next()
         with pytest.raises(EngineClosed):
-            caller.came()[-1].result(WAIT_S)
-    until(lambda: client.state == "closed")
+            stream.futures()[-1].result(WAIT_S)
+    wait_until(lambda: client.state == "closed")
     assert not psutil.pid_exists(engine)
 
 
-def test_twice_at_once(begin, monkeypatch):
-    client, errors = begin("whole"), list[Exception]()
+def test_a_handover_during_another_is_refused(start, monkeypatch):
+    client, errors = start("whole"), list[Exception]()
 
     def again() -> None:
         try:
-            link(client).renew()
+            backend_of(client).renew()
         except AsrServeError as failure:
             errors.append(failure)
 
-    with before_the_swap(monkeypatch, again):
-        assert Renewing(client).result()
+    with before_swap(monkeypatch, again):
+        assert HandoverThread(client).result()
     assert [type(each) for each in errors] == [NotAllowed]
     expect_empty(client)
 
 
 @pytest.mark.slow
-def test_of_many_nothing_is_left(begin, still):
+def test_repeated_handovers_leak_nothing(start, reference):
     """No process, descriptor, thread or memory: what each left behind would be counted after the first."""
-    client, me = begin("rnnt"), psutil.Process()
-    caller, went = Caller(client, "rnnt", 4, 4), 0
-    caller.go_on(wait=True)
-    link(client).renew()
+    client, me = start("rnnt"), psutil.Process()
+    stream, moved = start_stream(client, "rnnt", 4), 0
+    backend_of(client).renew()
 
     def held() -> tuple[int, ...]:
         maps = Path("/proc/self/maps")
@@ -816,11 +735,10 @@ def test_of_many_nothing_is_left(begin, still):
 
     before = held()
     for _ in range(4):
-        if not caller.over:
-            caller.go_on()
-        went += link(client).renew().streams
-    until(lambda: held() == before)
-    assert went >= 3
-    caller.finish()
-    caller.expect(still, "rnnt")
+        if not stream.finished:
+            stream.send_next()
+        moved += backend_of(client).renew().streams
+    wait_until(lambda: held() == before)
+    assert moved >= 3
+    expect_reference([stream], reference, "rnnt")
     expect_empty(client)

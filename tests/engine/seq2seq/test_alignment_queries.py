@@ -24,7 +24,7 @@ def ask(client: EngineClient, pcm: Any, options: SearchOptions) -> Recognition:
     return client.submit(pcm, options).future.result(WAIT_S)
 
 
-def test_of_an_answer_sampled_after_beams_each_token_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_sampled_after_beams_has_queries_of_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
     look = TokenAligner.attention_scores
 
@@ -47,16 +47,14 @@ def test_of_an_answer_sampled_after_beams_each_token_has_its_own(monkeypatch: py
     assert compared
 
 
-def test_a_row_that_wants_words_holds_nothing_of_those_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_with_word_times_holds_no_queries_of_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     client = tiny_moonshine.start(max_decode_rows=8)
     held_bytes: list[tuple[int, int]] = []
     timed = TokenAligner.add_times
 
     def counted(self: TokenAligner, ended: list[FinishedRow]) -> list[FinishedRow]:
         for each in ended:
-            blocks = {
-                a.untyped_storage().data_ptr(): a.untyped_storage().nbytes() for a in each.row.alignment_queries
-            }
+            blocks = {a.untyped_storage().data_ptr(): a.untyped_storage().nbytes() for a in each.row.alignment_queries}
             held_bytes.append((sum(blocks.values()), sum(a.nbytes for a in each.row.alignment_queries)))
         return timed(self, ended)
 
@@ -71,7 +69,7 @@ def test_a_row_that_wants_words_holds_nothing_of_those_that_do_not(monkeypatch: 
     assert 0 < all_of_it == its_own
 
 
-def test_answers_with_times_count_for_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_counts_the_bytes_of_answers_with_times(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: dict[bool, int] = {}
     put = LruCache.insert
 

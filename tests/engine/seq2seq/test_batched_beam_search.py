@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import pytest
 import tiny_moonshine
 import torch
+from engine_clients import fail_calls, poison_free_pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decoder_prompts import ONCE, allowed, begins, expect_same, expected
-from tiny_moonshine import WAIT_S, expect_empty, held, on_loop, outcome
-from tiny_whisper import CLIPS, CONFIG, SPECIAL, limit, start
+from test_decoder_prompts import ONCE, allowed_logits, expect_same, expected, initial_tokens
+from tiny_moonshine import WAIT_S, expect_empty, held, outcome
+from tiny_whisper import CLIPS, CONFIG, SPECIAL, limit
 from tiny_whisper import decoder as whisper_decoder
 
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.beam_search import BeamSearch, top_tokens
 from asr_serve.decoding.seq2seq import DraftTokens, Recognition, SearchOptions
-from asr_serve.engine.client import EngineClient
 from asr_serve.engine.seq2seq.decode_batch import BeamGroup
 from asr_serve.engine.seq2seq.scheduler import ScheduledRequest, Seq2SeqScheduler
 from asr_serve.errors import Cancelled, OptionError, StepFailed
@@ -29,22 +27,22 @@ from asr_serve.kernels import PAGE
 
 @cache
 def searched(index: int, options: SearchOptions) -> tuple[tuple[int, ...], float, str]:
-    """What openai-whisper's decoding does, without its state: every way that goes on from the best few, all of the
+    """Decoding as openai-whisper does it, without its state: every path that goes on from the best few, all of the
     vocabulary tried. The tokens, the mean of their log-probabilities with that of the end, and how it ends."""
-    _, start = begins(index, options)
+    _, start = initial_tokens(index, options)
     fixed = list(options.prefix)
     most = min(limit(index), CONFIG.max_target_positions - len(start))
     live: list[tuple[float, list[int]]] = [(0.0, [])]
     ended: list[tuple[float, list[int]]] = []
     for _ in range(most - len(fixed)):
-        ways = []
+        paths = []
         for total, said in live:
             logits = whisper_decoder(index).logits((*start, *fixed, *said))
-            scores = allowed(logits, start, fixed + said, options).log_softmax(0)
-            ways += [(total + float(scores[t]), [*said, t]) for t in range(len(scores)) if scores[t] > -torch.inf]
-        ways.sort(key=lambda way: -way[0])
+            scores = allowed_logits(logits, start, fixed + said, options).log_softmax(0)
+            paths += [(total + float(scores[t]), [*said, t]) for t in range(len(scores)) if scores[t] > -torch.inf]
+        paths.sort(key=lambda path: -path[0])
         live = []
-        for total, said in ways:
+        for total, said in paths:
             if said[-1] == SPECIAL.eot:
                 if len(ended) < options.beam:
                     ended.append((total, said[:-1]))
@@ -55,21 +53,21 @@ def searched(index: int, options: SearchOptions) -> tuple[tuple[int, ...], float
         if len(ended) == options.beam:
             break
     closed = len(ended)
-    ended += sorted(live, key=lambda way: -way[0])[: options.beam - closed]
+    ended += sorted(live, key=lambda path: -path[0])[: options.beam - closed]
     best = max(range(len(ended)), key=lambda i: ended[i][0] / max(1, len(ended[i][1])))
     total, said = ended[best]
     return (*fixed, *said), total / (len(said) + (best < closed)), "stop" if best < closed else "length"
 
 
-def expect_searched(came: object, index: int, options: SearchOptions) -> None:
+def expect_searched(result: object, index: int, options: SearchOptions) -> None:
     tokens, mean, finish = searched(index, options)
-    assert isinstance(came, Recognition), came
-    assert (came.tokens, came.finish) == (tokens, finish)
-    assert came.avg_logprob == pytest.approx(mean, abs=1e-4)
-    assert len(came.logprobs) == len(tokens)
+    assert isinstance(result, Recognition), result
+    assert (result.tokens, result.finish) == (tokens, finish)
+    assert result.avg_logprob == pytest.approx(mean, abs=1e-4)
+    assert len(result.logprobs) == len(tokens)
 
 
-asked = st.tuples(
+requests = st.tuples(
     st.integers(0, len(CLIPS) - 1),
     st.builds(
         SearchOptions,
@@ -83,39 +81,17 @@ asked = st.tuples(
 )
 
 
-@pytest.fixture
-def begin() -> Iterator:
-    started: list[EngineClient] = []
-
-    def starting(**settings: Any) -> EngineClient:
-        started.append(start(**settings))
-        return started[-1]
-
-    yield starting
-    for each in started:
-        each.close()
-
-
-@pytest.fixture(scope="module", params=["native", "twins"])
-def client(request: pytest.FixtureRequest) -> Iterator[EngineClient]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ASR_SERVE_NATIVE", "1" if request.param == "native" else "0")
-        started = start()
-    yield started
-    started.close()
-
-
 # --- what is found --------------------------------------------------------------------------------
 
 
-def test_the_search_finds_what_greedy_does_not():
+def test_beam_search_finds_other_answers_than_greedy():
     found = [searched(i, SearchOptions(beam=5, timestamps=t, **ONCE)) for i in range(len(CLIPS)) for t in (0, 1)]
     plain = [expected(i, SearchOptions(timestamps=t, **ONCE)) for i in range(len(CLIPS)) for t in (0, 1)]
     assert sum(tokens != greedy.tokens for (tokens, _, _), greedy in zip(found, plain, strict=True)) > 3
     assert {finish for _, _, finish in found} == {"stop", "length"}
 
 
-def test_alone_it_is_as_written_out(begin):
+def test_alone_a_beam_search_equals_the_reference(begin):
     client = begin()
     for beam in (2, 5):
         for i in range(len(CLIPS)):
@@ -126,25 +102,19 @@ def test_alone_it_is_as_written_out(begin):
 
 @pytest.mark.slow
 @settings(max_examples=8, deadline=None)
-@given(st.lists(asked, min_size=1, max_size=6), st.integers(0, 2**32))
-def test_in_any_batch_it_is_as_written_out(client, wanted, seed):
+@given(st.lists(requests, min_size=1, max_size=6), st.integers(0, 2**32))
+def test_in_any_batch_a_beam_search_equals_the_reference(client, wanted, seed):
     """Greedy rows, rows that sample and rows with drafts beside them, more than have room at once; some are taken
     back."""
     chance = random.Random(seed)
-    kinds = [
-        {},
-        {"timestamps": True},
-        {"temperatures": (0.9,)},
-        {"temperatures": (0.0, 0.7), "min_avg_logprob": 0.0},
-    ]
+    sampled = [{"temperatures": (0.9,)}, {"temperatures": (0.0, 0.7), "min_avg_logprob": 0.0}]
+    kinds = [{}, {"timestamps": True}, *sampled]
     tickets, others = [], []
     with held(client):
         for i, options in wanted:
             tickets.append((i, options, client.submit(CLIPS[i], options)))
             j, extra = chance.randrange(len(CLIPS)), ONCE | chance.choice(kinds) | {"max_no_speech": 1.0}
-            draft = (
-                DraftTokens(expected(j, SearchOptions(**ONCE)).tokens) if chance.random() < 0.5 else DraftTokens()
-            )
+            draft = DraftTokens(expected(j, SearchOptions(**ONCE)).tokens) if chance.random() < 0.5 else DraftTokens()
             others.append((j, extra, client.submit(CLIPS[j], SearchOptions(**extra), "live", draft=draft)))
     gone = {n for n in range(len(tickets)) if chance.random() < 0.2}
     if gone:
@@ -152,8 +122,8 @@ def test_in_any_batch_it_is_as_written_out(client, wanted, seed):
     for n in gone:
         client.cancel(tickets[n][2])
     for i, options, ticket in tickets:
-        if (came := outcome(ticket)) is not Cancelled:
-            expect_searched(came, i, options)
+        if (result := outcome(ticket)) is not Cancelled:
+            expect_searched(result, i, options)
     for j, extra, ticket in others:
         if extra["temperatures"] == (0.0,):
             plain = SearchOptions(timestamps=extra.get("timestamps", False), **ONCE)
@@ -163,22 +133,18 @@ def test_in_any_batch_it_is_as_written_out(client, wanted, seed):
     expect_empty(client)
 
 
-def test_any_model_may_be_searched(begin):
-    client = tiny_moonshine.start()
-    try:
-        pcm = tiny_moonshine.clip(3, 64_000)
-        plain = client.submit(pcm, SearchOptions(**ONCE)).future.result(WAIT_S)
-        found = client.submit(pcm, SearchOptions(beam=5, **ONCE)).future.result(WAIT_S)
-        assert found.avg_logprob > plain.avg_logprob
-        expect_empty(client)
-    finally:
-        client.close()
+def test_any_model_can_be_decoded_by_beam_search(close_later):
+    client = close_later(tiny_moonshine.start())
+    pcm = tiny_moonshine.clip(3, 64_000)
+    plain, found = (client.submit(pcm, SearchOptions(beam=beam, **ONCE)).future.result(WAIT_S) for beam in (1, 5))
+    assert found.avg_logprob > plain.avg_logprob
+    expect_empty(client)
 
 
 # --- tries ----------------------------------------------------------------------------------------
 
 
-def test_an_answer_that_fails_is_sampled_by_one_row(begin):
+def test_a_rejected_answer_is_sampled_by_one_row(begin):
     """The same as if the first try had been greedy: what is sampled depends on the start and the seed alone."""
     client = begin()
     runner = client.backend.loop.executor.decode_runner
@@ -193,22 +159,20 @@ def test_an_answer_that_fails_is_sampled_by_one_row(begin):
     hard = {"temperatures": (0.0, 0.8), "min_avg_logprob": 0.0, "max_no_speech": 1.0}
     for i in range(len(CLIPS)):
         for extra in ({"prefix": (8, 3, 5)}, {"timestamps": True, "prompt": tuple(range(20))}):
-            came = client.submit(CLIPS[i], SearchOptions(beam=4, **hard, **extra)).future.result(WAIT_S)
+            result = client.submit(CLIPS[i], SearchOptions(beam=4, **hard, **extra)).future.result(WAIT_S)
             sampled = SearchOptions(**ONCE | {"temperatures": (0.8,)} | extra)
             other = client.submit(CLIPS[i], sampled).future.result(WAIT_S)
-            if came.temperature == 0.8:
-                assert came.tokens == other.tokens
+            if result.temperature == 0.8:
+                assert result.tokens == other.tokens
     assert {rows for rows, _ in seen} == {1}, "one row is left"
-    assert max(used for _, used in seen) < 4 * runner.token_pages(CONFIG.max_target_positions), (
-        "and one row's pages"
-    )
+    assert max(used for _, used in seen) < 4 * runner.token_pages(CONFIG.max_target_positions), "and one row's pages"
     expect_empty(client)
 
 
 # --- rows and pages -------------------------------------------------------------------------------
 
 
-def test_beams_have_a_row_each_and_share_what_is_whole(begin):
+def test_beams_have_a_row_each_and_share_full_pages(begin):
     client = begin(max_decode_rows=6)
     runner = client.backend.loop.executor.decode_runner
     step, seen = runner.step, []
@@ -245,16 +209,7 @@ def test_beams_have_a_row_each_and_share_what_is_whole(begin):
 def test_poison_in_free_pages_changes_nothing(begin):
     client = begin()
     runner = client.backend.loop.executor.decode_runner
-
-    def poisoned(function):
-        def wrapper(*arguments):
-            runner.kv_cache[runner.page_pool._free] = float("nan")
-            return function(*arguments)
-
-        return wrapper
-
-    for name in ("add_row", "step", "prefill_and_verify"):
-        setattr(runner, name, poisoned(getattr(runner, name)))
+    poison_free_pages(runner)
     for _ in range(2):
         wanted = [(i, SearchOptions(beam=3, timestamps=i % 2 == 0, **ONCE)) for i in range(len(CLIPS))]
         with held(client):
@@ -265,7 +220,7 @@ def test_poison_in_free_pages_changes_nothing(begin):
     expect_empty(client)
 
 
-def test_few_pages_are_waited_for_and_too_few_are_told(begin):
+def test_few_pages_are_waited_for_and_too_few_are_refused(begin):
     client = begin(kv_bytes=1)
     pages = client.backend.loop.executor.decode_runner.page_pool.pages
     options = SearchOptions(beam=3, **ONCE)
@@ -278,30 +233,21 @@ def test_few_pages_are_waited_for_and_too_few_are_told(begin):
 
 
 @pytest.mark.parametrize("on_call", [1, 2, 9])
-def test_a_step_that_fails_loses_no_page(begin, on_call):
+def test_a_failed_step_loses_no_page(begin, on_call):
     client = begin()
     runner = client.backend.loop.executor.decode_runner
-    grow, calls = runner._advance_beams, []
-
-    def failing(*arguments):
-        calls.append(len(runner.rows))
-        if len(calls) == on_call:
-            raise RuntimeError("the device hiccuped")
-        return grow(*arguments)
-
     options = SearchOptions(beam=3, **ONCE)
     with held(client):
-        runner._advance_beams = failing
+        fail_calls(runner, "_advance_beams", on_call)
         tickets = [client.submit(CLIPS[i], options) for i in (0, 3)]
     assert StepFailed in {outcome(ticket) for ticket in tickets}
     expect_empty(client)
-    on_loop(client, lambda loop: setattr(runner, "_advance_beams", grow))
     expect_searched(client.submit(CLIPS[0], options).future.result(WAIT_S), 0, options)
     expect_empty(client)
 
 
 @pytest.mark.parametrize(("free", "joined"), [(4, []), (5, [1]), (6, [1, 2]), (11, [1, 2, 3]), (12, [1, 2, 3, 4])])
-def test_the_planner_counts_a_row_for_every_beam(free, joined):
+def test_the_scheduler_counts_a_row_for_every_beam(free, joined):
     planner = Seq2SeqScheduler(EngineConfig(max_decode_rows=16), 10_000)
     for number, rows in ((1, 5), (2, 1), (3, 5), (4, 1)):
         planner.enqueue(ScheduledRequest(number, 100, 1, "interactive", float(number), rows=rows))
@@ -312,16 +258,16 @@ def test_the_planner_counts_a_row_for_every_beam(free, joined):
 # --- by themselves --------------------------------------------------------------------------------
 
 
-def test_the_likeliest_tokens_leave_out_what_cannot_be_said():
+def test_top_tokens_leave_out_masked_ones():
     logits = torch.tensor([[0.0, 3.0, -torch.inf, 1.0], [-torch.inf, 2.0, -torch.inf, -torch.inf]])
-    came = top_tokens(logits, torch.zeros(2, 8), torch.zeros(4, 8), 3)
-    assert [[t for t, _ in row] for row in came] == [[1, 3, 0], [1]]
+    result = top_tokens(logits, torch.zeros(2, 8), torch.zeros(4, 8), 3)
+    assert [[t for t, _ in row] for row in result] == [[1, 3, 0], [1]]
     wanted = logits.log_softmax(1)
-    assert came[0] == [(t, pytest.approx(float(wanted[0, t]))) for t in (1, 3, 0)]
-    assert came[1] == [(1, 0.0)]
+    assert result[0] == [(t, pytest.approx(float(wanted[0, t]))) for t in (1, 3, 0)]
+    assert result[1] == [(1, 0.0)]
 
 
-def test_in_bf16_near_ones_are_told_apart():
+def test_top_tokens_are_exact_in_bf16():
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(6, 64, generator=generator).bfloat16()
     weight = torch.randn(2_000, 64, generator=generator).bfloat16()
@@ -332,19 +278,18 @@ def test_in_bf16_near_ones_are_told_apart():
         assert [token for token, _ in row] == order
 
 
-def test_a_search_with_nothing_to_go_on_with_ends():
+def test_a_search_without_live_beams_ends():
     search = BeamSearch(3, eos=2, max_tokens=9)
     assert search.advance([[(5, -0.5), (2, -1.0)]]) == [0]
     assert search.advance([[(2, -0.1)]]) == []
-    way, finish = search.best()
-    assert (way.tokens, finish) == ((5,), "stop")
-    assert way.logprobs == (-0.5, -0.1)
+    best, finish = search.best()
+    assert (best.tokens, finish, best.logprobs) == ((5,), "stop", (-0.5, -0.1))
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.data())
-def test_pages_of_beams_are_what_each_way_wrote(data):
-    """Against tables that share nothing: what a way reads at each position is what it, or the way it came from,
+def test_pages_of_beams_hold_what_each_path_wrote(data):
+    """Against tables that share nothing: a path reads at each position what it, or the path it came from,
     wrote there; and pages last for the longest answer."""
     width, begun, most = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 40)), data.draw(st.integers(1, 50))
     own = -(-(begun + most) // PAGE)
@@ -358,19 +303,19 @@ def test_pages_of_beams_are_what_each_way_wrote(data):
     row = First()
     beams = BeamGroup(row, begun, list(range(1, 1 + width * own)), [])
     memory: dict[tuple[int, int], object] = {}
-    ways: list[list[object]] = [[("start", at) for at in range(begun)]]
+    paths: list[list[object]] = [[("start", at) for at in range(begun)]]
     for at in range(begun):
         memory[beams.block_table(0)[at // PAGE], at % PAGE] = ("start", at)
     for step in range(most):
         count = data.draw(st.integers(1, width))
-        sources = [data.draw(st.integers(0, len(ways) - 1)) for _ in range(count)]
+        sources = [data.draw(st.integers(0, len(paths) - 1)) for _ in range(count)]
         row.length = begun + step + 1
         for old, new in beams.fork(sources):
             for slot in range(PAGE):
                 memory[new, slot] = memory.get((old, slot))
-        ways = [[*ways[source], (step, lane)] for lane, source in enumerate(sources)]
+        paths = [[*paths[source], (step, lane)] for lane, source in enumerate(sources)]
         for lane in range(count):
             memory[beams.block_table(lane)[(row.length - 1) // PAGE], (row.length - 1) % PAGE] = (step, lane)
-        for lane, way in enumerate(ways):
+        for lane, path in enumerate(paths):
             table = beams.block_table(lane)
-            assert [memory[table[at // PAGE], at % PAGE] for at in range(len(way))] == way
+            assert [memory[table[at // PAGE], at % PAGE] for at in range(len(path))] == path

@@ -1,17 +1,19 @@
-"""Drafts are verified, never believed: with any of them the answer is what decoding token by token would give."""
+"""Draft verification: with any draft the answer is what decoding token by token would give."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_moonshine
+from engine_clients import poison_free_pages, spy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_moonshine import CARD, WAIT_S, build, clip, expect_empty, held, outcome, start
+from tiny_moonshine import CARD, WAIT_S, build, clip, expect_empty, held, outcome
 
 import asr_serve
 from asr_serve.audio import read_audio
@@ -26,12 +28,13 @@ from asr_serve.models.asr.moonshine import moonshine
 
 LENGTHS = [1_600, 16_000, 40_000, 64_000, 9_000, 128_000, 30_000, 55_555]
 CLIPS = [clip(seed, samples) for seed, samples in enumerate(LENGTHS)]
+ENGINE, CLIENT_SETTINGS = tiny_moonshine, {"max_decode_rows": 6}
 ONCE = SearchOptions(temperatures=(0.0,))
 VOCABULARY = moonshine.tiny().vocab_size
 
 
-class Forced(Hypothesis):
-    """Decoding token by token, the first ones given: what a draft's `fixed` promises, by the other road."""
+class ForcedHypothesis(Hypothesis):
+    """Decoding token by token whose first tokens are given: the reference for accepted tokens of a draft."""
 
     def __init__(self, fixed: tuple[int, ...], eos: int, limit: int) -> None:
         super().__init__(ONCE, eos, limit, str)
@@ -43,17 +46,17 @@ class Forced(Hypothesis):
 
 
 @cache
-def parts():
+def components():
     return build()
 
 
 @cache
-def forced(index: int, fixed: tuple[int, ...] = ()) -> tuple[tuple[int, ...], str]:
+def forced_answer(index: int, fixed: tuple[int, ...] = ()) -> tuple[tuple[int, ...], str]:
     """The tokens of a clip and how it ends when it must begin with `fixed`; nothing is drafted."""
-    made = parts()
+    made = components()
     (result,) = EncodeRunner(made.model, made.device).encode([CLIPS[index]])
     decoder = DecodeRunner(made.model, made.device, 1, 1 << 20, result.frames)
-    hypothesis = Forced(fixed, made.model.eos, limit(index))
+    hypothesis = ForcedHypothesis(fixed, made.model.eos, limit(index))
     row = decoder.add_row(0, result, hypothesis)
     while not decoder.step():
         decoder.restart_row(row)  # its next token goes in as the hypothesis has it
@@ -66,13 +69,13 @@ def limit(index: int) -> int:
     return min(moonshine.tiny().max_position_embeddings - 1, 4 + int(LENGTHS[index] / 16_000 * CARD.tokens_per_s))
 
 
-def expect_as_without(came: object, index: int, draft: DraftTokens) -> None:
+def expect_as_without(result: object, index: int, draft: DraftTokens) -> None:
     within = draft.up_to(limit(index) - 1)
-    tokens, finish = forced(index, within.tokens[: within.accepted_tokens])
-    assert isinstance(came, Recognition), came
-    assert (came.tokens, came.finish) == (tokens, finish), (index, draft)
-    assert len(came.logprobs) == len(tokens)
-    assert all(score <= 0 for score in came.logprobs)
+    tokens, finish = forced_answer(index, within.tokens[: within.accepted_tokens])
+    assert isinstance(result, Recognition), result
+    assert (result.tokens, result.finish) == (tokens, finish), (index, draft)
+    assert len(result.logprobs) == len(tokens)
+    assert all(score <= 0 for score in result.logprobs)
 
 
 @st.composite
@@ -80,7 +83,7 @@ def drafts(draw: st.DrawFn) -> tuple[int, DraftTokens]:
     """A clip, and what it was heard as before: rightly, nearly, or not at all."""
     index = draw(st.integers(0, len(CLIPS) - 1))
     token = st.integers(0, VOCABULARY - 1)
-    right = list(forced(index)[0])
+    right = list(forced_answer(index)[0])
     kind = draw(st.sampled_from(["none", "right", "start", "more", "flipped", "random", "long", "same"]))
     match kind:
         case "none":
@@ -101,39 +104,26 @@ def drafts(draw: st.DrawFn) -> tuple[int, DraftTokens]:
         case _:
             tokens = [draw(token)] * draw(st.integers(1, 40))
     fixed = draw(st.just(0) | st.integers(0, len(tokens)))
-    eos = parts().model.eos
+    eos = components().model.eos
     # What is fixed was said, and end-of-text never is; in the rest of a draft it may be.
     tokens = [t if t != eos or i >= fixed else eos + 1 for i, t in enumerate(tokens)]
     return index, DraftTokens(tuple(tokens), fixed)
 
 
-@pytest.fixture(scope="module", params=["native", "twins"])
-def client(request: pytest.FixtureRequest) -> Iterator[EngineClient]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ASR_SERVE_NATIVE", "1" if request.param == "native" else "0")
-        started = start(max_decode_rows=6)
-    yield started
-    started.close()
+def expect_batch_as_without(
+    client: EngineClient, requests: list[tuple[int, DraftTokens]], priority: Callable[[], str] = lambda: "interactive"
+) -> None:
+    with held(client):
+        tickets = [client.submit(CLIPS[i], ONCE, priority(), draft=draft) for i, draft in requests]
+    for (i, draft), ticket in zip(requests, tickets, strict=True):
+        expect_as_without(outcome(ticket), i, draft)
 
 
-@pytest.fixture
-def begin() -> Iterator:
-    started: list[EngineClient] = []
-
-    def starting(**kwargs) -> EngineClient:
-        started.append(start(**kwargs))
-        return started[-1]
-
-    yield starting
-    for each in started:
-        each.close()
-
-
-def test_the_clips_tell_apart_what_is_right():
-    said = [forced(index)[0] for index in range(len(CLIPS))]
-    assert len(set(said)) == len(said)
-    assert forced(3, (5, 5, 7))[0][:3] == (5, 5, 7)
-    assert forced(3, (5, 5, 7))[0] != said[3]
+def test_clips_have_answers_that_tell_them_apart():
+    answers = [forced_answer(index)[0] for index in range(len(CLIPS))]
+    assert len(set(answers)) == len(answers)
+    assert forced_answer(3, (5, 5, 7))[0][:3] == (5, 5, 7)
+    assert forced_answer(3, (5, 5, 7))[0] != answers[3]
 
 
 # --- any draft ------------------------------------------------------------------------------------
@@ -142,34 +132,28 @@ def test_the_clips_tell_apart_what_is_right():
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(drafts(), min_size=1, max_size=12), st.integers(0, 2**32))
-def test_any_draft_in_any_batch_is_as_without(client, asked, seed):
+def test_any_draft_in_any_batch_leaves_the_answer_as_without(client, requests, seed):
     """Drafted rows and plain ones, live and others, more than have room at once."""
     chance = random.Random(seed)
-    with held(client):
-        tickets = [
-            client.submit(CLIPS[i], ONCE, chance.choice(["live", "interactive", "bulk"]), draft=draft)
-            for i, draft in asked
-        ]
-    for (i, draft), ticket in zip(asked, tickets, strict=True):
-        expect_as_without(outcome(ticket), i, draft)
+    expect_batch_as_without(client, requests, lambda: chance.choice(["live", "interactive", "bulk"]))
     expect_empty(client)
 
 
 @settings(max_examples=10, deadline=None)
 @given(st.lists(drafts(), min_size=4, max_size=20), st.integers(0, 2**32))
-def test_rows_that_come_and_go_change_nothing(client, asked, seed):
-    chance, taken_back = random.Random(seed), set()
+def test_cancelled_rows_leave_other_answers_alone(client, requests, seed):
+    chance, cancelled = random.Random(seed), set()
     tickets = []
-    for number, (i, draft) in enumerate(asked):
+    for number, (i, draft) in enumerate(requests):
         tickets.append(client.submit(CLIPS[i], ONCE, "live", draft=draft))
         if chance.random() < 0.3:
-            taken_back.add(chance.randrange(number + 1))
-            client.cancel(tickets[max(taken_back)])
+            cancelled.add(chance.randrange(number + 1))
+            client.cancel(tickets[max(cancelled)])
         if chance.random() < 0.2:
             outcome(chance.choice(tickets))
-    for (i, draft), ticket in zip(asked, tickets, strict=True):
-        if (came := outcome(ticket)) is not Cancelled:
-            expect_as_without(came, i, draft)
+    for (i, draft), ticket in zip(requests, tickets, strict=True):
+        if (result := outcome(ticket)) is not Cancelled:
+            expect_as_without(result, i, draft)
     expect_empty(client)
 
 
@@ -178,10 +162,10 @@ def test_a_right_draft_costs_one_pass_and_no_step(begin):
     plain = [client.submit(pcm, ONCE).future.result(WAIT_S) for pcm in CLIPS]
     before = client.describe()
     for pcm, expected in zip(CLIPS, plain, strict=True):
-        came = client.submit(pcm, ONCE, "live", draft=DraftTokens(expected.tokens)).future.result(WAIT_S)
-        assert came.tokens == expected.tokens
-        assert came.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-        assert came.avg_logprob == pytest.approx(expected.avg_logprob, abs=1e-4)
+        result = client.submit(pcm, ONCE, "live", draft=DraftTokens(expected.tokens)).future.result(WAIT_S)
+        assert result.tokens == expected.tokens
+        assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert result.avg_logprob == pytest.approx(expected.avg_logprob, abs=1e-4)
     after = client.describe()
     ended = sum(a.finish == "stop" for a in plain)
     assert after["steps"] - before["steps"] <= len(CLIPS) - ended, "only what the limit ends has a token to go"
@@ -189,7 +173,7 @@ def test_a_right_draft_costs_one_pass_and_no_step(begin):
     assert held_tokens >= sum(len(a.tokens) - 1 for a in plain)
 
 
-def test_tokens_that_are_fixed_have_their_own_probability(begin):
+def test_accepted_tokens_have_their_own_probability(begin):
     client = begin()
     plain = client.submit(CLIPS[3], ONCE).future.result(WAIT_S)
     for fixed in (1, 5, len(plain.tokens) - 1):
@@ -210,22 +194,10 @@ def test_poison_in_free_pages_changes_nothing(begin, monkeypatch, native):
     monkeypatch.setenv("ASR_SERVE_NATIVE", native)
     client = begin()
     decoder = client.backend.loop.executor.decode_runner
-
-    def poisoned(function):
-        def wrapper(*arguments):
-            decoder.kv_cache[decoder.page_pool._free] = float("nan")
-            return function(*arguments)
-
-        return wrapper
-
-    for name in ("add_row", "step", "prefill_and_verify"):
-        setattr(decoder, name, poisoned(getattr(decoder, name)))
+    poison_free_pages(decoder)
     for shift in range(3):
-        asked = [(i, DraftTokens(forced((i + shift) % 2 * i)[0], shift)) for i in range(len(CLIPS))]
-        with held(client):
-            tickets = [client.submit(CLIPS[i], ONCE, draft=draft) for i, draft in asked]
-        for (i, draft), ticket in zip(asked, tickets, strict=True):
-            expect_as_without(outcome(ticket), i, draft)
+        requests = [(i, DraftTokens(forced_answer((i + shift) % 2 * i)[0], shift)) for i in range(len(CLIPS))]
+        expect_batch_as_without(client, requests)
     assert decoder.kv_cache.isnan().any()
     expect_empty(client)
 
@@ -237,20 +209,15 @@ def test_long_batches_of_drafts_are_verified_in_passes(begin, monkeypatch, bound
     decoder = client.backend.loop.executor.decode_runner
     passes: list[list[int]] = []
     verified: set[int] = set()
-    verify = decoder._verify_batch
 
-    def watched(rows):
+    def record(rows):
         passes.append([len(row.proposal) + 1 for row in rows])
         verified.update(row.request_id for row in rows)
-        return verify(rows)
 
-    decoder._verify_batch = watched
-    asked = [(i, DraftTokens(forced(i)[0][: 3 * i + 1], i % 2)) for i in range(len(CLIPS))]
-    with held(client):
-        tickets = [client.submit(CLIPS[i], ONCE, draft=draft) for i, draft in asked]
-    for (i, draft), ticket in zip(asked, tickets, strict=True):
-        expect_as_without(outcome(ticket), i, draft)
-    worth_it = [draft for _, draft in asked if draft.accepted_tokens or len(draft.tokens) > 1]
+    spy(decoder, "_verify_batch", record)
+    requests = [(i, DraftTokens(forced_answer(i)[0][: 3 * i + 1], i % 2)) for i in range(len(CLIPS))]
+    expect_batch_as_without(client, requests)
+    worth_it = [draft for _, draft in requests if draft.accepted_tokens or len(draft.tokens) > 1]
     assert len(verified) == len(worth_it)
     assert all(len(rows) == 1 or sum(rows) <= bound for rows in passes)
     assert bound > 1 or all(len(rows) == 1 for rows in passes)
@@ -258,26 +225,20 @@ def test_long_batches_of_drafts_are_verified_in_passes(begin, monkeypatch, bound
 
 @pytest.mark.parametrize("fixed", [0, 40, 200])
 @pytest.mark.parametrize("temperatures", [(0.0,), (0.7,), (0.0, 0.7)])
-def test_a_draft_longer_than_any_answer_is_cut(begin, fixed, temperatures):
+def test_a_draft_longer_than_any_answer_is_truncated(begin, fixed, temperatures):
     """Nothing may be written past a row's pages, whichever road its first try takes."""
     client = begin()
     decoder = client.backend.loop.executor.decode_runner
     longest: list[int] = []
-    forward = decoder._step_plain
-
-    def watched(tokens, own, own_lengths, audio, audio_lengths):
-        longest.append(int(own_lengths.max()))
-        return forward(tokens, own, own_lengths, audio, audio_lengths)
-
-    decoder._step_plain = watched
+    spy(decoder, "_step_plain", lambda tokens, own, lengths, *_: longest.append(int(lengths.max())))
     for i in (0, 4, 3):
         draft = DraftTokens(tuple(7 + n % 50 for n in range(300)), fixed)
         options = SearchOptions(temperatures=temperatures, min_avg_logprob=-1e9, max_compression_ratio=1e9)
-        came = outcome(client.submit(CLIPS[i], options, "live", draft=draft))
-        assert isinstance(came, Recognition)
-        assert len(came.tokens) <= limit(i)
-        assert came.tokens[:fixed] == draft.tokens[: min(fixed, len(came.tokens) - 1)] + came.tokens[-1:] * (
-            fixed >= len(came.tokens)
+        result = outcome(client.submit(CLIPS[i], options, "live", draft=draft))
+        assert isinstance(result, Recognition)
+        assert len(result.tokens) <= limit(i)
+        assert result.tokens[:fixed] == draft.tokens[: min(fixed, len(result.tokens) - 1)] + result.tokens[-1:] * (
+            fixed >= len(result.tokens)
         )
         assert max(longest) <= limit(i)
         longest.clear()
@@ -287,28 +248,28 @@ def test_a_draft_longer_than_any_answer_is_cut(begin, fixed, temperatures):
 # --- the search -----------------------------------------------------------------------------------
 
 
-def test_a_row_that_samples_from_the_start_says_what_it_says_without_a_draft(begin):
+def test_a_draft_does_not_change_what_a_row_samples(begin):
     client = begin()
     hot = SearchOptions(temperatures=(0.9,), min_avg_logprob=-1e9, max_compression_ratio=1e9, seed=11)
     for i in range(len(CLIPS)):
         plain = client.submit(CLIPS[i], hot).future.result(WAIT_S)
-        drafted = client.submit(CLIPS[i], hot, draft=DraftTokens(forced(i)[0])).future.result(WAIT_S)
+        drafted = client.submit(CLIPS[i], hot, draft=DraftTokens(forced_answer(i)[0])).future.result(WAIT_S)
         assert drafted.tokens == plain.tokens
         begun = client.submit(CLIPS[i], hot, draft=DraftTokens((9, 8, 7), 3)).future.result(WAIT_S)
         assert begun.tokens[:3] == (9, 8, 7)
         assert begun.temperature == 0.9
 
 
-def test_fall_back_is_as_without_and_keeps_what_is_fixed(begin):
+def test_temperature_fallback_keeps_accepted_tokens(begin):
     """No answer passes, so each temperature is tried, from the fixed tokens on."""
     client = begin()
     hard = SearchOptions(temperatures=(0.0, 0.5, 1.0), min_avg_logprob=0.0)
     tries = client.describe()["fallbacks"]
     for i in range(1, len(CLIPS)):
         plain = client.submit(CLIPS[i], hard).future.result(WAIT_S)
-        drafted = client.submit(CLIPS[i], hard, draft=DraftTokens(forced(i)[0])).future.result(WAIT_S)
+        drafted = client.submit(CLIPS[i], hard, draft=DraftTokens(forced_answer(i)[0])).future.result(WAIT_S)
         assert (drafted.tokens, drafted.temperature) == (plain.tokens, plain.temperature)
-        fixed = (*forced(i)[0][:2], 9, 8)
+        fixed = (*forced_answer(i)[0][:2], 9, 8)
         begun = client.submit(CLIPS[i], hard, draft=DraftTokens(fixed, 4)).future.result(WAIT_S)
         assert begun.tokens[:4] == fixed
         assert len(begun.logprobs) == len(begun.tokens)
@@ -316,20 +277,17 @@ def test_fall_back_is_as_without_and_keeps_what_is_fixed(begin):
     expect_empty(client)
 
 
-def test_every_try_of_a_row_starts_from_its_fixed_tokens(begin):
+def test_every_fallback_starts_from_the_accepted_tokens(begin):
     client = begin()
-    decoder = client.backend.loop.executor.decode_runner
-    again, seen = decoder.restart_row, []
-
-    def watched(row):
-        seen.append(list(row.hypothesis.tokens))
-        assert len(row.hypothesis.logprobs) == len(row.hypothesis.tokens)
-        again(row)
-
-    decoder.restart_row = watched
+    seen: list[tuple[list[int], int]] = []
+    spy(
+        client.backend.loop.executor.decode_runner,
+        "restart_row",
+        lambda row: seen.append((list(row.hypothesis.tokens), len(row.hypothesis.logprobs))),
+    )
     hard = SearchOptions(temperatures=(0.0, 0.5, 1.0), min_avg_logprob=0.0)
-    outcome(client.submit(CLIPS[2], hard, draft=DraftTokens((9, 8, 7, *forced(2)[0]), 3)))
-    assert seen == [[9, 8, 7]] * 2
+    outcome(client.submit(CLIPS[2], hard, draft=DraftTokens((9, 8, 7, *forced_answer(2)[0]), 3)))
+    assert seen == [([9, 8, 7], 3)] * 2
 
 
 def hypothesis(draft: DraftTokens, limit: int = 80) -> Hypothesis:
@@ -343,7 +301,7 @@ def hypothesis(draft: DraftTokens, limit: int = 80) -> Hypothesis:
     st.integers(1, 12),
     st.lists(st.integers(3, 5), max_size=60),
 )
-def test_the_guard_against_loops_never_eats_what_is_fixed(before, phrase, times, after):
+def test_loop_detection_never_removes_accepted_tokens(before, phrase, times, after):
     fixed = tuple(before + phrase * times)
     h = hypothesis(DraftTokens(fixed, len(fixed)), limit=200)
     for number, token in enumerate([*fixed, *after]):
@@ -355,7 +313,7 @@ def test_the_guard_against_loops_never_eats_what_is_fixed(before, phrase, times,
     assert len(h.tokens) == len(h.logprobs)
 
 
-def test_a_loop_that_goes_on_from_what_is_fixed_ends_with_it():
+def test_a_loop_that_continues_accepted_tokens_ends_with_them():
     fixed = (7, 8) * 10
     h = hypothesis(DraftTokens(fixed, len(fixed)))
     for token in fixed:
@@ -367,13 +325,13 @@ def test_a_loop_that_goes_on_from_what_is_fixed_ends_with_it():
 # --- drafts that cannot be --------------------------------------------------------------------------
 
 
-def test_a_draft_that_fixes_more_than_it_says_hurts_nobody(begin):
+def test_a_draft_that_accepts_more_tokens_than_it_has(begin):
     client = begin()
     with held(client):
-        odd = client.submit(CLIPS[2], ONCE, draft=DraftTokens(forced(2)[0][:3], 9))
-        near = client.submit(CLIPS[2], ONCE, draft=DraftTokens(forced(2)[0][:3]))
+        odd = client.submit(CLIPS[2], ONCE, draft=DraftTokens(forced_answer(2)[0][:3], 9))
+        near = client.submit(CLIPS[2], ONCE, draft=DraftTokens(forced_answer(2)[0][:3]))
     expect_as_without(outcome(near), 2, NO_DRAFT)
-    expect_as_without(outcome(odd), 2, DraftTokens(forced(2)[0][:3], 3))
+    expect_as_without(outcome(odd), 2, DraftTokens(forced_answer(2)[0][:3], 3))
     expect_empty(client)
 
 
@@ -389,34 +347,34 @@ def real(packaged_speech: Path) -> Iterator[tuple[EngineClient, list[np.ndarray]
 
 
 @pytest.mark.slow
-def test_real_speech_is_heard_the_same_with_any_draft(real):
+def test_real_speech_has_the_same_tokens_with_any_draft(real):
     client, clips = real
     plain = [client.submit(pcm).future.result(WAIT_S) for pcm in clips]
     chance = random.Random(1)
-    asked: list[tuple[int, DraftTokens]] = []
+    requests: list[tuple[int, DraftTokens]] = []
     for i, answer in enumerate(plain):
         before = client.submit(clips[i][: len(clips[i]) * 2 // 3], ONCE, "live").future.result(WAIT_S)
         flipped = list(answer.tokens)
         flipped[chance.randrange(len(flipped))] = 100
         several = [before.tokens, answer.tokens, tuple(flipped), plain[i - 1].tokens, (11,) * 500, ()]
-        asked += [(i, DraftTokens(tokens)) for tokens in several]
-        asked.append((i, DraftTokens(before.tokens, 3)))
+        requests += [(i, DraftTokens(tokens)) for tokens in several]
+        requests.append((i, DraftTokens(before.tokens, 3)))
     with held(client):
-        tickets = [client.submit(clips[i], priority="live", draft=draft) for i, draft in asked]
-    for (i, draft), ticket in zip(asked, tickets, strict=True):
-        came = ticket.future.result(WAIT_S)
+        tickets = [client.submit(clips[i], priority="live", draft=draft) for i, draft in requests]
+    for (i, draft), ticket in zip(requests, tickets, strict=True):
+        result = ticket.future.result(WAIT_S)
         if draft.accepted_tokens:
-            assert came.tokens[: draft.accepted_tokens] == draft.tokens[: draft.accepted_tokens]
+            assert result.tokens[: draft.accepted_tokens] == draft.tokens[: draft.accepted_tokens]
         else:
-            assert came.tokens == plain[i].tokens
-            assert came.avg_logprob == pytest.approx(plain[i].avg_logprob, abs=1e-3)
+            assert result.tokens == plain[i].tokens
+            assert result.avg_logprob == pytest.approx(plain[i].avg_logprob, abs=1e-3)
     expect_empty(client)
 
 
-def test_what_was_said_goes_on_as_it_would_have(real):
+def test_accepted_tokens_of_the_greedy_answer_change_nothing(real):
     """Fixed tokens that decoding chooses anyway change nothing, however many they are."""
     client, clips = real
     plain = client.submit(clips[1]).future.result(WAIT_S)
     for fixed in range(0, len(plain.tokens) + 1, 4):
-        came = client.submit(clips[1], draft=DraftTokens(plain.tokens, fixed)).future.result(WAIT_S)
-        assert came.tokens == plain.tokens
+        result = client.submit(clips[1], draft=DraftTokens(plain.tokens, fixed)).future.result(WAIT_S)
+        assert result.tokens == plain.tokens

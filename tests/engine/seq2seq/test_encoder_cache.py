@@ -1,4 +1,4 @@
-"""What was heard before changes when an answer comes, and never what it says."""
+"""Cached audio, prompts and answers change when an answer comes, and never what it is."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tiny_moonshine
 import tiny_whisper
+from engine_clients import fail_calls, spy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_disk import MemoryDisk
@@ -59,25 +60,25 @@ OPTIONS = {
     ],
 }
 DRAFTS = [NO_DRAFT, DraftTokens((5, 6, 7, 8)), DraftTokens((5, 6, 7, 8), 2), DraftTokens(tuple(range(3, 23)), 18)]
-Asked = tuple[int, int, int]
-"""Which clip, which options, which draft."""
+Request = tuple[int, int, int]
+"""Indices of a clip, of options and of a draft."""
 
 
 @cache
 def plain(model: str) -> EngineClient:
-    """It remembers nothing."""
+    """An engine without a cache."""
     return STARTS[model](prefix_bytes=0)
 
 
 @cache
-def expected(model: str, asked: Asked) -> Recognition:
-    index, options, draft = asked
+def expected(model: str, request: Request) -> Recognition:
+    index, options, draft = request
     ticket = plain(model).submit(CLIPS[model][index], OPTIONS[model][options], draft=DRAFTS[draft])
     return ticket.future.result(WAIT_S)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _over() -> Iterator[None]:
+def _close_engines() -> Iterator[None]:
     yield
     for model in STARTS:
         plain(model).close()
@@ -86,20 +87,12 @@ def _over() -> Iterator[None]:
 
 
 @pytest.fixture
-def begin() -> Iterator[Callable[..., EngineClient]]:
-    started: list[EngineClient] = []
-
-    def starting(model: str, **wanted: Any) -> EngineClient:
-        started.append(poisoned(STARTS[model](**{"prefix_bytes": 64 << 20} | wanted)))
-        return started[-1]
-
-    yield starting
-    for client in started:
-        client.close()
+def begin(close_later: Any) -> Callable[..., EngineClient]:
+    return lambda model, **wanted: close_later(poisoned(STARTS[model](**{"prefix_bytes": 64 << 20} | wanted)))
 
 
 def poisoned(client: EngineClient) -> EngineClient:
-    """Whatever nobody holds is no number."""
+    """Fill pages that nobody holds with NaN."""
 
     def look(loop: Any) -> None:
         runner = loop.executor.decode_runner
@@ -114,52 +107,55 @@ def poisoned(client: EngineClient) -> EngineClient:
     return client
 
 
-def expect_same(came: object, wanted: Recognition) -> None:
-    assert isinstance(came, Recognition), came
+def expect_same(result: object, wanted: Recognition) -> None:
+    assert isinstance(result, Recognition), result
     for name in ("tokens", "finish", "temperature", "language"):
-        assert getattr(came, name) == getattr(wanted, name), name
-    assert came.avg_logprob == pytest.approx(wanted.avg_logprob, abs=1e-4)
-    assert came.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
-    assert came.no_speech_prob == pytest.approx(wanted.no_speech_prob, abs=1e-4)
-    assert came.phases is not None
-    at = [came.phases.submitted_ns, came.phases.encode_start_ns, came.phases.encode_end_ns]
-    assert [*at, came.phases.decode_end_ns] == sorted([*at, came.phases.decode_end_ns])
+        assert getattr(result, name) == getattr(wanted, name), name
+    assert result.avg_logprob == pytest.approx(wanted.avg_logprob, abs=1e-4)
+    assert result.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+    assert result.no_speech_prob == pytest.approx(wanted.no_speech_prob, abs=1e-4)
+    assert result.phases is not None
+    at = [result.phases.submitted_ns, result.phases.encode_start_ns, result.phases.encode_end_ns]
+    assert [*at, result.phases.decode_end_ns] == sorted([*at, result.phases.decode_end_ns])
 
 
-def ask(client: EngineClient, model: str, asked: Asked, **wanted: Any) -> Ticket:
-    index, options, draft = asked
+def ask(client: EngineClient, model: str, request: Request, **wanted: Any) -> Ticket:
+    index, options, draft = request
     return client.submit(CLIPS[model][index], OPTIONS[model][options], draft=DRAFTS[draft], **wanted)
 
 
-def counted(client: EngineClient) -> list[int]:
-    """How many clips each batch has that is encoded from now on."""
+def encoded_batches(client: EngineClient) -> list[int]:
+    """Record how many clips each batch has that is encoded from now on."""
     seen: list[int] = []
-
-    def watch(loop: Any) -> None:
-        runner = loop.executor.encode_runner
-        run = runner.encode
-
-        def spy(batch: Any, whole: Any = ()) -> Any:
-            seen.append(len(batch))
-            return run(batch, whole)
-
-        runner.encode = spy
-
-    on_loop(client, watch)
+    spy(client.backend.loop.executor.encode_runner, "encode", lambda batch, whole=(): seen.append(len(batch)))
     return seen
+
+
+def expect_answers(model: str, tickets: list[tuple[Request, Ticket]]) -> list[str]:
+    """Compare answers with those of an engine without cache; return what each has reused."""
+    results = [outcome(ticket) for _, ticket in tickets]
+    for (request, _), result in zip(tickets, results, strict=True):
+        expect_same(result, expected(model, request))
+    return [result.reused for result in results]
+
+
+def submit_together(client: EngineClient, model: str, requests: list[Request], **options: Any) -> list[Any]:
+    """Submit requests that the loop sees at once."""
+    with held(client):
+        return [(request, ask(client, model, request, **options)) for request in requests]
 
 
 # --- any mix --------------------------------------------------------------------------------------
 
 
 def mixes(model: str) -> st.SearchStrategy[list[Any]]:
-    asked = st.tuples(
+    request = st.tuples(
         st.integers(0, len(CLIPS[model]) - 1),
         st.integers(0, len(OPTIONS[model]) - 1),
         st.sampled_from([0, 0, 0, 1, 2, 3]),
     )
     priority = st.sampled_from(["live", "interactive", "bulk"])
-    submit = st.tuples(st.just("ask"), asked, priority)
+    submit = st.tuples(st.just("ask"), request, priority)
     cancel = st.tuples(st.just("cancel"), st.integers(0, 30), st.none())
     rest = st.tuples(st.just("rest"), st.integers(1, 3), st.none())
     return st.lists(st.one_of(submit, submit, submit, submit, cancel, rest), min_size=4, max_size=24)
@@ -188,10 +184,10 @@ def engine(request: pytest.FixtureRequest) -> Iterator[tuple[str, EngineClient]]
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_any_mix_is_answered_as_without_memory(engine, data):
+def test_any_mix_is_answered_as_without_a_cache(engine, data):
     model, client = engine
     mix = data.draw(mixes(model))
-    tickets: list[tuple[Asked, Ticket]] = []
+    tickets: list[tuple[Request, Ticket]] = []
     cancelled: set[int] = set()
     for kind, what, priority in mix:
         if kind == "ask":
@@ -203,30 +199,28 @@ def test_any_mix_is_answered_as_without_memory(engine, data):
             cancelled.add(number)
         elif kind == "rest" and tickets:
             outcome(tickets[-what % len(tickets)][1])
-    for number, (asked, ticket) in enumerate(tickets):
-        came = outcome(ticket)
-        if number in cancelled and came is Cancelled:
+    for number, (request, ticket) in enumerate(tickets):
+        result = outcome(ticket)
+        if number in cancelled and result is Cancelled:
             continue
-        if came is OptionError and beams(model, asked) > 1 and client.config.kv_bytes == 1:
+        if result is OptionError and beams(model, request) > 1 and client.config.kv_bytes == 1:
             continue  # so many beams would not fit the least pool if they had it for themselves
-        expect_same(came, expected(model, asked))
+        expect_same(result, expected(model, request))
     expect_empty(client)
 
 
-def beams(model: str, asked: Asked) -> int:
-    return OPTIONS[model][asked[1]].beam
+def beams(model: str, request: Request) -> int:
+    return OPTIONS[model][request[1]].beam
 
 
-def test_a_pool_of_the_least_size_is_reclaimed_again_and_again(begin):
+def test_the_smallest_pool_is_reclaimed_again_and_again(begin):
     client = begin("moonshine", kv_bytes=1, prefix_bytes=64 << 20)
     pages = on_loop(client, lambda loop: loop.executor.decode_runner.page_pool.pages)
     for round_ in range(3):
         for index in range(len(LENGTHS)):
-            expect_same(
-                outcome(ask(client, "moonshine", (index, round_ % 2, 0))), expected("moonshine", (index, 0, 0))
-            )
-    told = client.describe()
-    assert told["pages"] == pages
+            expect_same(outcome(ask(client, "moonshine", (index, round_ % 2, 0))), expected("moonshine", (index, 0, 0)))
+    stats = client.describe()
+    assert stats["pages"] == pages
     assert on_loop(client, lambda loop: loop.stats.evictions) > 0
     expect_empty(client)
 
@@ -235,11 +229,11 @@ def test_a_pool_of_the_least_size_is_reclaimed_again_and_again(begin):
 
 
 @pytest.mark.parametrize("model", STARTS)
-def test_the_same_again_is_answered_without_encoding_or_decoding(begin, model):
+def test_a_repeated_request_is_neither_encoded_nor_decoded(begin, model):
     client = begin(model)
     firsts = [outcome(ask(client, model, (index, 0, 0))) for index in range(6)]
-    assert {came.reused for came in firsts} == {""}
-    seen, steps = counted(client), client.describe()["steps"]
+    assert {result.reused for result in firsts} == {""}
+    seen, steps = encoded_batches(client), client.describe()["steps"]
     for index, first in enumerate(firsts):
         again = outcome(ask(client, model, (index, 0, 1)))  # a draft changes nothing that is not fixed
         expect_same(again, expected(model, (index, 0, 0)))
@@ -249,15 +243,15 @@ def test_the_same_again_is_answered_without_encoding_or_decoding(begin, model):
     expect_empty(client)
 
 
-def test_what_differs_is_another_answer(begin):
+def test_other_options_or_audio_are_another_answer(begin):
     client = begin("whisper")
     seen: list[str] = []
     for options in (0, 1, 3):
         for draft in (0, 2, 3):
             for _ in range(2):
-                came = outcome(ask(client, "whisper", (0, options, draft)))
-                expect_same(came, expected("whisper", (0, options, draft)))
-                seen.append(came.reused)
+                result = outcome(ask(client, "whisper", (0, options, draft)))
+                expect_same(result, expected("whisper", (0, options, draft)))
+                seen.append(result.reused)
     assert seen == ["", "answer"] + ["audio", "answer"] * 8
     pcm = CLIPS["whisper"][0]
     other = pcm.copy()
@@ -269,26 +263,22 @@ def test_what_differs_is_another_answer(begin):
     expect_empty(client)
 
 
-def test_how_long_a_clip_is_counts_though_it_is_padded_alike(begin):
+def test_the_length_of_a_padded_clip_counts(begin):
     client = begin("moonshine")
     least = client.min_samples
     short, padded = np.zeros(least - 400, np.float32), np.zeros(least, np.float32)
     assert client.submit(short, ONCE).future.result(WAIT_S).reused == ""
-    came = client.submit(padded, ONCE).future.result(WAIT_S)
-    assert came.reused == "audio", "the same frames, and more that may be said"
+    result = client.submit(padded, ONCE).future.result(WAIT_S)
+    assert result.reused == "audio", "the same frames, and more that may be said"
 
 
 @pytest.mark.parametrize("model", STARTS)
-def test_without_memory_nothing_is_known(begin, model):
+def test_without_a_cache_nothing_is_reused(begin, model):
     client = begin(model, prefix_bytes=0)
-    seen = counted(client)
-    with held(client):
-        tickets = [ask(client, model, (1, 0, 0)) for _ in range(3)]
-    tickets.append(ask(client, model, (1, 0, 0)))
-    for ticket in tickets:
-        came = outcome(ticket)
-        expect_same(came, expected(model, (1, 0, 0)))
-        assert came.reused == ""
+    seen = encoded_batches(client)
+    tickets = submit_together(client, model, [(1, 0, 0)] * 3)
+    tickets.append(((1, 0, 0), ask(client, model, (1, 0, 0))))
+    assert expect_answers(model, tickets) == [""] * 4
     assert sum(seen) == 4
     assert client.describe()["kept_bytes"] == 0
     expect_empty(client)
@@ -299,33 +289,30 @@ def test_without_memory_nothing_is_known(begin, model):
 
 def test_other_options_over_the_same_audio_encode_nothing(begin):
     client = begin("whisper")
-    seen = counted(client)
+    seen = encoded_batches(client)
     for options in range(len(OPTIONS["whisper"])):
-        came = outcome(ask(client, "whisper", (5, options, 0)))
-        expect_same(came, expected("whisper", (5, options, 0)))
-        assert came.reused == ("audio" if options else "")
+        result = outcome(ask(client, "whisper", (5, options, 0)))
+        expect_same(result, expected("whisper", (5, options, 0)))
+        assert result.reused == ("audio" if options else "")
     assert sum(seen) == 1
     expect_empty(client)
 
 
-def test_what_is_read_first_is_fed_once(begin):
+def test_initial_tokens_are_prefilled_once(begin):
     client = begin("whisper")
     fed: list[tuple[list[int], list[int]]] = []
-    seats = client.backend.loop.executor.decode_runner.batch
-    ahead = seats.prefill_inputs
-
-    def watched(rows, feeds, firsts):
-        fed.append(([len(feed) for feed in feeds], list(firsts)))
-        return ahead(rows, feeds, firsts)
-
-    seats.prefill_inputs = watched
+    spy(
+        client.backend.loop.executor.decode_runner.batch,
+        "prefill_inputs",
+        lambda rows, feeds, firsts: fed.append(([len(feed) for feed in feeds], list(firsts))),
+    )
     start = on_loop(client, lambda loop: loop.executor.decode_runner.prompts.prompt_tokens(OPTIONS["whisper"][3]))
     expect_same(outcome(ask(client, "whisper", (0, 3, 0))), expected("whisper", (0, 3, 0)))
     assert fed == [([len(start)], [1])]
     fed.clear()
     reused = len(start) // PAGE * PAGE
     assert reused >= 2 * PAGE, "the prompt must be pages long"
-    # The language is heard first, of the token "start" alone; then what was said before is there already.
+    # The language is detected first, of the token "start" alone; then the prompt is there already.
     expect_same(outcome(ask(client, "whisper", (0, 2, 0))), expected("whisper", (0, 2, 0)))
     assert fed == [([1], [1]), ([len(start) + 1 - reused], [1 + reused])]
     assert client.describe()["reused_positions"] == reused
@@ -335,19 +322,19 @@ def test_what_is_read_first_is_fed_once(begin):
     expect_empty(client)
 
 
-def test_many_samples_of_one_clip_read_its_prompt_once(begin):
+def test_many_samples_of_one_clip_prefill_its_prompt_once(begin):
     client = begin("whisper", max_decode_rows=12)
     options = [
         SearchOptions(prompt=PROMPT, language="en", temperatures=(0.9,), seed=seed, **PASSES) for seed in range(9)
     ]
     pcm = CLIPS["whisper"][0]
     wanted = [plain("whisper").submit(pcm, each).future.result(WAIT_S) for each in options]
-    assert len({came.tokens for came in wanted}) > 4
-    seen = counted(client)
+    assert len({result.tokens for result in wanted}) > 4
+    seen = encoded_batches(client)
     with held(client):
         tickets = [client.submit(pcm, each) for each in options]
-    for ticket, came in zip(tickets, wanted, strict=True):
-        expect_same(outcome(ticket), came)
+    for ticket, result in zip(tickets, wanted, strict=True):
+        expect_same(outcome(ticket), result)
     assert sum(seen) == 1
     later = SearchOptions(prompt=PROMPT, language="en", temperatures=(0.9,), seed=99, **PASSES)
     client.submit(pcm, later).future.result(WAIT_S)
@@ -355,85 +342,69 @@ def test_many_samples_of_one_clip_read_its_prompt_once(begin):
     expect_empty(client)
 
 
-def test_a_window_heard_whole_is_other_audio(begin):
+def test_a_whole_window_is_other_audio(begin):
     """The first answer does not pass; it is asked for again with all of the silence, and both are kept."""
     client = begin("whisper", window="checked")
-    seen = counted(client)
+    seen = encoded_batches(client)
     pcm = clip(50, 4_000)
     options = [SearchOptions(language="en", temperatures=(0.0, t), seed=5, **FAILS) for t in (0.8, 0.7)]
     for each, encodes in zip(options, (2, 2), strict=True):
-        came = client.submit(pcm, each).future.result(WAIT_S)
-        expect_same(came, plain("whisper").submit(pcm, each).future.result(WAIT_S))
+        result = client.submit(pcm, each).future.result(WAIT_S)
+        expect_same(result, plain("whisper").submit(pcm, each).future.result(WAIT_S))
         assert sum(seen) == encodes
-        assert came.reused == ("audio" if each is options[1] else "")
+        assert result.reused == ("audio" if each is options[1] else "")
     expect_empty(client)
 
 
 # --- at once --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("cache", "requests", "reused"),
+    [
+        ({}, [(1, 0, 0)] * 5 + [(1, 1, 0)] * 3, ["", *["answer"] * 6, "audio"]),
+        ({"prefix_bytes": 20_000}, [(2, 0, 0), (2, 3, 0), (2, 5, 0), (2, 0, 0)], None),
+    ],
+    ids=["", "audio that cannot be cached"],
+)
 @pytest.mark.parametrize("model", STARTS)
-def test_what_many_ask_at_once_is_encoded_and_decoded_once(begin, model):
-    client = begin(model, max_decode_rows=8)
-    seen = counted(client)
-    with held(client):
-        tickets = [(asked, ask(client, model, asked)) for asked in [(1, 0, 0)] * 5 + [(1, 1, 0)] * 3]
-    reused = []
-    for asked, ticket in tickets:
-        came = outcome(ticket)
-        expect_same(came, expected(model, asked))
-        reused.append(came.reused)
+def test_requests_for_one_clip_at_once_are_encoded_once(begin, model, cache, requests, reused):
+    client = begin(model, max_decode_rows=8, **cache)
+    seen = encoded_batches(client)
+    found = expect_answers(model, submit_together(client, model, requests))
     assert sum(seen) == 1
-    assert sorted(reused) == ["", *["answer"] * 6, "audio"]
+    if reused is not None:
+        assert sorted(found) == reused
+    else:
+        assert on_loop(client, lambda loop: loop.executor.coalescer.cache.prefix_cache.pages) == 0
     expect_empty(client)
 
 
 @pytest.mark.parametrize("gone", [1, 3, 5])
-def test_whoever_goes_first_and_leaves_is_followed(begin, gone):
+def test_others_take_over_when_the_first_requests_are_cancelled(begin, gone):
     client = begin("moonshine", max_decode_rows=4)
-    seen = counted(client)
+    seen = encoded_batches(client)
     with held(client):
-        tickets = [ask(client, "moonshine", (1, 0, 0)) for _ in range(6)]
-        others = [ask(client, "moonshine", (1, 3, 0)) for _ in range(2)]
-        for ticket in tickets[:gone]:
+        tickets = [(each, ask(client, "moonshine", each)) for each in [(1, 0, 0)] * 6 + [(1, 3, 0)] * 2]
+        for _, ticket in tickets[:gone]:
             client.cancel(ticket)
-    assert {outcome(ticket) for ticket in tickets[:gone]} == {Cancelled}
-    for ticket in tickets[gone:]:
-        expect_same(outcome(ticket), expected("moonshine", (1, 0, 0)))
-    for ticket in others:
-        expect_same(outcome(ticket), expected("moonshine", (1, 3, 0)))
+    assert {outcome(ticket) for _, ticket in tickets[:gone]} == {Cancelled}
+    expect_answers("moonshine", tickets[gone:])
     assert sum(seen) == 1
     expect_empty(client)
 
 
-def test_whoever_fails_is_followed(begin):
+def test_others_take_over_when_encoding_fails(begin):
     client = begin("moonshine")
-    failures = 2
-
-    def spoil(loop: Any) -> None:
-        run = loop.executor.encode_runner.encode
-
-        def failing(*arguments: Any) -> Any:
-            nonlocal failures
-            failures -= 1
-            if failures >= 0:
-                raise RuntimeError("the device hiccuped")
-            return run(*arguments)
-
-        loop.executor.encode_runner.encode = failing
-
-    on_loop(client, spoil)
-    with held(client):
-        tickets = [ask(client, "moonshine", (2, options, 0)) for options in (0, 0, 0, 3)]
-    came = [outcome(ticket) for ticket in tickets]
-    assert came.count(StepFailed) == 2
-    for ticket, one, options in zip(tickets, came, (0, 0, 0, 3), strict=True):
-        if one is not StepFailed:
-            expect_same(outcome(ticket), expected("moonshine", (2, options, 0)))
+    fail_calls(client.backend.loop.executor.encode_runner, "encode", 1, 2)
+    tickets = submit_together(client, "moonshine", [(2, options, 0) for options in (0, 0, 0, 3)])
+    failed = [outcome(ticket) is StepFailed for _, ticket in tickets]
+    assert failed.count(True) == 2
+    expect_answers("moonshine", [each for each, lost in zip(tickets, failed, strict=True) if not lost])
     expect_empty(client)
 
 
-def test_who_has_less_time_goes_before_who_asked_first(begin):
+def test_the_more_urgent_request_for_one_clip_goes_first(begin):
     """Bulk work asked first; a caller wants the same: it is not behind all the bulk work there is."""
     client = begin("moonshine", max_decode_rows=4, encode_frames=100)
     order: list[int] = []
@@ -452,62 +423,37 @@ def test_who_has_less_time_goes_before_who_asked_first(begin):
     expect_empty(client)
 
 
-def test_what_a_peer_lost_is_encoded_again(begin):
+def test_clips_that_a_lost_peer_had_are_encoded_again(begin):
     client = begin("moonshine", max_decode_rows=6)
-    losses = 3
-
-    def spoil(loop: Any) -> None:
-        run = loop.executor.encode_runner.encode
-
-        def losing(*arguments: Any) -> Any:
-            nonlocal losses
-            losses -= 1
-            if losses >= 0:
-                raise PeerGone("the peer is gone")
-            return run(*arguments)
-
-        loop.executor.encode_runner.encode = losing
-
     session = client.open_vad_session(live=True)
-    on_loop(client, spoil)
-    with held(client):
-        tickets = [ask(client, "moonshine", (index, 0, 0), priority="live") for index in (0, 1, 1, 2, 3)]
-    for ticket, index in zip(tickets, (0, 1, 1, 2, 3), strict=True):
-        expect_same(outcome(ticket), expected("moonshine", (index, 0, 0)))
-    assert losses < 0
+    counter = fail_calls(client.backend.loop.executor.encode_runner, "encode", 1, 2, 3, error=PeerGone("it is gone"))
+    requests = [(index, 0, 0) for index in (0, 1, 1, 2, 3)]
+    expect_answers("moonshine", submit_together(client, "moonshine", requests, priority="live"))
+    assert next(counter) > 4
     session.close()
     expect_empty(client)
 
 
-def test_who_leaves_while_it_is_encoded_leaves_that_to_others(begin):
+def test_a_request_cancelled_while_encoded_leaves_its_audio_to_others(begin):
     client = begin("moonshine")
     entered, go_on = threading.Event(), threading.Event()
-    seen = counted(client)
+    seen = encoded_batches(client)
 
-    def slow(loop: Any) -> None:
-        runner = loop.executor.encode_runner
-        run = runner.encode
+    def pause(*_: Any) -> None:
+        entered.set()
+        assert go_on.wait(WAIT_S)
 
-        def waiting(*arguments: Any) -> Any:
-            entered.set()
-            assert go_on.wait(WAIT_S)
-            return run(*arguments)
-
-        runner.encode = waiting
-
-    on_loop(client, slow)
+    spy(client.backend.loop.executor.encode_runner, "encode", pause)
     session = client.open_vad_session(live=True)
     first = ask(client, "moonshine", (1, 0, 0), priority="live")
     assert entered.wait(WAIT_S)
-    beside = on_loop(client, lambda loop: len(loop.executor.encoder_pool.in_flight))
-    assert beside == 1, "callers on line are encoded for beside the loop"
-    second = ask(client, "moonshine", (1, 0, 0), priority="live")
-    third = ask(client, "moonshine", (1, 3, 0), priority="live")
+    in_flight = on_loop(client, lambda loop: len(loop.executor.encoder_pool.in_flight))
+    assert in_flight == 1, "live audio is encoded beside the loop"
+    others = [(each, ask(client, "moonshine", each, priority="live")) for each in [(1, 0, 0), (1, 3, 0)]]
     client.cancel(first)
     assert outcome(first) is Cancelled
     go_on.set()
-    expect_same(outcome(second), expected("moonshine", (1, 0, 0)))
-    expect_same(outcome(third), expected("moonshine", (1, 3, 0)))
+    expect_answers("moonshine", others)
     assert sum(seen) == 1
     session.close()
     expect_empty(client)
@@ -521,23 +467,13 @@ def pieces(seed: int, counts: list[int]) -> list[np.ndarray]:
     return np.split(pcm, np.cumsum(counts)[:-1] * WINDOW_SAMPLES)
 
 
-def steps(client: EngineClient) -> list[int]:
+def vad_batches(client: EngineClient) -> list[int]:
     seen: list[int] = []
-
-    def watch(loop: Any) -> None:
-        run = loop.vad_runner.step
-
-        def spy(batch: Any) -> Any:
-            seen.append(len(batch))
-            return run(batch)
-
-        loop.vad_runner.step = spy
-
-    on_loop(client, watch)
+    spy(client.backend.loop.vad_runner, "step", lambda batch: seen.append(len(batch)))
     return seen
 
 
-def hear(client: EngineClient, parts: list[np.ndarray]) -> list[np.ndarray]:
+def probabilities(client: EngineClient, parts: list[np.ndarray]) -> list[np.ndarray]:
     session = client.open_vad_session()
     futures = [session.submit_windows(part) for part in parts]
     found = [future.result(WAIT_S) for future in futures]
@@ -545,39 +481,42 @@ def hear(client: EngineClient, parts: list[np.ndarray]) -> list[np.ndarray]:
     return found
 
 
+def expect_arrays(found: list[np.ndarray], wanted: list[np.ndarray], atol: float = 0) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=atol)
+
+
 def test_the_same_pieces_have_the_same_probabilities_and_cost_no_step(begin):
     client = begin("moonshine")
     parts = pieces(3, [3, 8, 1, 5])
-    first = hear(client, parts)
-    seen = steps(client)
+    first = probabilities(client, parts)
+    seen = vad_batches(client)
     for _ in range(2):
-        for one, other in zip(hear(client, parts), first, strict=True):
-            assert np.array_equal(one, other)
+        expect_arrays(probabilities(client, parts), first)
     assert seen == []
     first[0][:] = -1.0
-    assert hear(client, parts)[0].min() >= 0, "what is handed out is the caller's"
+    assert probabilities(client, parts)[0].min() >= 0, "what is handed out is the caller's"
 
 
-def test_whoever_goes_another_way_is_heard_on_from_there(begin):
+def test_vad_goes_on_from_the_last_shared_piece(begin):
     client, without = begin("moonshine"), begin("moonshine", prefix_bytes=0)
     parts, others = pieces(3, [3, 8, 1, 5]), pieces(4, [8, 2, 5])
-    hear(client, parts)
-    seen = steps(client)
+    probabilities(client, parts)
+    seen = vad_batches(client)
     for known in range(len(parts)):
         mixed = parts[:known] + others
         seen.clear()
-        for one, other in zip(hear(client, mixed), hear(without, mixed), strict=True):
-            assert np.array_equal(one, other)
+        expect_arrays(probabilities(client, mixed), probabilities(without, mixed))
         assert sum(seen) == len(others)
     seen.clear()
-    hear(client, parts[1:])
+    probabilities(client, parts[1:])
     assert sum(seen) == len(parts) - 1, "the same piece after another past is another"
 
 
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_voices_in_any_company(data):
+def test_vad_of_interleaved_sessions_equals_each_alone(data):
     client, without = plain_voice()
     counts = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
     chance = random.Random(data.draw(st.integers(0, 2**32)))
@@ -585,17 +524,14 @@ def test_voices_in_any_company(data):
     parts = [pieces(seed, counts) for seed in seeds]
     sessions = [client.open_vad_session(live=bool(i % 2)) for i in range(4)]
     found: list[list[np.ndarray]] = [[] for _ in range(4)]
-    waiting = [(i, part) for part in range(len(counts)) for i in range(4)]
-    futures = [(i, sessions[i].submit_windows(parts[i][part])) for i, part in waiting]
+    order = [(i, part) for part in range(len(counts)) for i in range(4)]
+    futures = [(i, sessions[i].submit_windows(parts[i][part])) for i, part in order]
     for i, future in futures:
         found[i].append(future.result(WAIT_S))
     for session in sessions:
         session.close()
     for i in range(4):
-        assert all(
-            np.allclose(one, other, atol=1e-6)
-            for one, other in zip(found[i], hear(without, parts[i]), strict=True)
-        )
+        expect_arrays(found[i], probabilities(without, parts[i]), atol=1e-6)
     expect_empty(client)
 
 
@@ -605,37 +541,23 @@ def plain_voice() -> tuple[EngineClient, EngineClient]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _voices_over() -> Iterator[None]:
+def _close_vad_engines() -> Iterator[None]:
     yield
     if plain_voice.cache_info().currsize:
         plain_voice()[0].close()
     plain_voice.cache_clear()
 
 
-def test_a_step_that_fails_is_not_remembered(begin):
+def test_a_failed_vad_step_is_not_cached(begin):
     client = begin("moonshine")
     parts = pieces(3, [3, 8, 5])
-
-    def spoil(loop: Any) -> None:
-        run, calls = loop.vad_runner.step, []
-
-        def failing(batch: Any) -> Any:
-            calls.append(1)
-            if len(calls) == 2:
-                raise RuntimeError("the device hiccuped")
-            return run(batch)
-
-        loop.vad_runner.step = failing
-
-    on_loop(client, spoil)
+    fail_calls(client.backend.loop.vad_runner, "step", 2)
     session = client.open_vad_session()
-    futures = [session.submit_windows(part) for part in parts]
-    came = [future.exception(WAIT_S) for future in futures]
-    assert [type(error) for error in came] == [type(None), StepFailed, type(None)]
+    errors = [future.exception(WAIT_S) for future in [session.submit_windows(part) for part in parts]]
+    assert [type(error) for error in errors] == [type(None), StepFailed, type(None)]
     session.close()
-    right = hear(plain("moonshine"), parts)
-    for one, other in zip(hear(client, parts), right, strict=True):
-        assert np.array_equal(one, other), "what came after the failure was heard without what failed"
+    # What came after the failure was computed without what failed.
+    expect_arrays(probabilities(client, parts), probabilities(plain("moonshine"), parts))
     expect_empty(client)
 
 
@@ -643,25 +565,25 @@ def test_a_step_that_fails_is_not_remembered(begin):
 
 
 @pytest.mark.slow
-def test_what_is_kept_is_bounded_by_its_setting(begin):
+def test_the_cache_is_bounded_by_its_setting(begin):
     client = begin("moonshine", prefix_bytes=200_000, kv_bytes=4 << 20)
     for seed in range(40):
         pcm = clip(100 + seed, 20_000 + 100 * seed)
         client.submit(pcm, ONCE).future.result(WAIT_S)
-        hear(client, pieces(seed, [4, 4]))
-    told = client.describe()
-    assert 0 < told["kept_bytes"] <= 200_000
+        probabilities(client, pieces(seed, [4, 4]))
+    stats = client.describe()
+    assert 0 < stats["kept_bytes"] <= 200_000
     expect_empty(client)
 
 
-def test_what_the_metrics_say(begin):
+def test_cache_metrics(begin):
     from asr_serve.metrics import EngineMetrics
 
     client = begin("whisper")
     metrics = EngineMetrics("tiny")
     on_loop(client, lambda loop: setattr(loop.stats, "metrics", metrics))
-    for asked in [(0, 3, 0), (0, 3, 0), (0, 2, 0), (1, 2, 0)]:
-        expect_same(outcome(ask(client, "whisper", asked)), expected("whisper", asked))
+    for request in [(0, 3, 0), (0, 3, 0), (0, 2, 0), (1, 2, 0)]:
+        expect_same(outcome(ask(client, "whisper", request)), expected("whisper", request))
     text = metrics.render().decode()
     for line in (
         'asr_serve_prefix_requests_total{found="answer",model="tiny"} 1.0',
@@ -672,74 +594,67 @@ def test_what_the_metrics_say(begin):
         assert line in text, text
 
 
-def test_an_answer_is_a_fact_of_the_wire_too():
-    came = Recognition((1, 2), -0.1, 0.0, "stop", 1.0, (-0.1, -0.1), reused="answer")
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(came), type=Recognition) == came
+def test_reuse_survives_the_wire():
+    result = Recognition((1, 2), -0.1, 0.0, "stop", 1.0, (-0.1, -0.1), reused="answer")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=Recognition) == result
 
 
 # --- below the pages ------------------------------------------------------------------------------
 
 
-def small(begin: Callable[..., EngineClient], **more: Any) -> EngineClient:
+def small_engine(begin: Callable[..., EngineClient], **more: Any) -> EngineClient:
     """Few clips have room in its pages; it remembers little, and has memory below that."""
     return begin("moonshine", prefix_bytes=200_000, kv_bytes=200_000, host_bytes=4 << 20, **more)
 
 
-def crowd(client: EngineClient) -> None:
+def fill_cache(client: EngineClient) -> None:
     for seed in range(12):
         client.submit(clip(300 + seed, 40_000), ONCE).future.result(WAIT_S)
 
 
-def test_audio_that_came_again_and_gave_way_comes_back(begin):
-    client = small(begin)
-    seen = counted(client)
-    asked = [(2, options, 0) for options in (0, 3, 4, 5)]
-    for number, each in enumerate(asked):
-        came = outcome(ask(client, "moonshine", each))
-        expect_same(came, expected("moonshine", each))
-        assert came.reused == ("audio" if number else "")
+def test_offloaded_audio_that_was_reused_is_fetched(begin):
+    client = small_engine(begin)
+    seen = encoded_batches(client)
+    request = [(2, options, 0) for options in (0, 3, 4, 5)]
+    for number, each in enumerate(request):
+        result = outcome(ask(client, "moonshine", each))
+        expect_same(result, expected("moonshine", each))
+        assert result.reused == ("audio" if number else "")
         seen.clear()
         if number:
-            crowd(client)
+            fill_cache(client)
             assert on_loop(client, lambda loop: len(loop.executor.coalescer.cache.prefix_cache)) < 12
             assert on_loop(client, lambda loop: loop.stats.evictions) > 5
     expect_empty(client)
 
 
 @pytest.mark.parametrize("how", ["lost", "broken"])
-def test_audio_that_is_lost_below_is_encoded_again(begin, how):
-    client = small(begin)
-    for each in [(2, 0, 0), (2, 3, 0)]:
-        expect_same(outcome(ask(client, "moonshine", each)), expected("moonshine", each))
-    crowd(client)
+def test_lost_offloaded_audio_is_encoded_again(begin, how):
+    client = small_engine(begin)
+    offload_audio(client)
 
     def lose(loop: Any) -> None:
-        kept = loop.executor.coalescer.cache
-        assert len(kept._offload.describe()) > 0
-        parts = None if how == "lost" else [bytes(8), bytes(kept._page_bytes + 4)]
-        kept.fetch_offloaded = lambda root, came: threading.Timer(0.05, came, [parts]).start()
+        cache = loop.executor.coalescer.cache
+        assert len(cache._offload.describe()) > 0
+        parts = None if how == "lost" else [bytes(8), bytes(cache._page_bytes + 4)]
+        cache.fetch_offloaded = lambda root, result: threading.Timer(0.05, result, [parts]).start()
 
     on_loop(client, lose)
-    seen = counted(client)
-    with held(client):
-        tickets = [(each, ask(client, "moonshine", each)) for each in [(2, 4, 0), (2, 5, 0), (2, 4, 0)]]
-    for each, ticket in tickets:
-        expect_same(outcome(ticket), expected("moonshine", each))
+    seen = encoded_batches(client)
+    expect_answers("moonshine", submit_together(client, "moonshine", [(2, 4, 0), (2, 5, 0), (2, 4, 0)]))
     assert sum(seen) == 1
     expect_empty(client)
 
 
-def test_who_leaves_while_its_audio_is_on_its_way_is_followed(begin):
-    client = small(begin)
-    for each in [(2, 0, 0), (2, 3, 0)]:
-        expect_same(outcome(ask(client, "moonshine", each)), expected("moonshine", each))
-    crowd(client)
+def test_others_take_over_when_a_request_is_cancelled_during_a_fetch(begin):
+    client = small_engine(begin)
+    offload_audio(client)
     come: list[Callable[[], None]] = []
 
     def delay(loop: Any) -> None:
-        kept = loop.executor.coalescer.cache
-        fetch = kept.fetch_offloaded
-        kept.fetch_offloaded = lambda root, came: come.append(lambda: fetch(root, came))
+        cache = loop.executor.coalescer.cache
+        fetch = cache.fetch_offloaded
+        cache.fetch_offloaded = lambda root, result: come.append(lambda: fetch(root, result))
 
     on_loop(client, delay)
     gone = ask(client, "moonshine", (2, 4, 0))
@@ -753,38 +668,37 @@ def test_who_leaves_while_its_audio_is_on_its_way_is_followed(begin):
     expect_empty(client)
 
 
-def gave_way(client: EngineClient) -> bytes:
-    """The name of audio that lies in the tiers."""
+def offload_audio(client: EngineClient) -> bytes:
+    """Root of audio that was moved to the offload store."""
     for each in [(2, 0, 0), (2, 3, 0)]:
         expect_same(outcome(ask(client, "moonshine", each)), expected("moonshine", each))
-    crowd(client)
+    fill_cache(client)
 
     def find(loop: Any) -> bytes:
-        kept = loop.executor.coalescer.cache
-        (root,) = kept._reused_keys._entries
-        assert kept.is_offloaded(root)
+        cache = loop.executor.coalescer.cache
+        (root,) = cache._reused_keys._entries
+        assert cache.is_offloaded(root)
         return root
 
     return on_loop(client, find)
 
 
-def test_a_disk_that_never_answers_is_given_up_and_the_audio_encoded_again(begin, monkeypatch):
+def test_audio_on_a_stuck_disk_is_encoded_again(begin, monkeypatch):
     disk, answers, asked_for = MemoryDisk(8 << 20), threading.Event(), threading.Event()
     monkeypatch.setattr(tiered_store, "open_disk", lambda *_: disk)
     settings = {"prefix_bytes": 200_000, "kv_bytes": 200_000, "host_bytes": 1 << 20, "disk_bytes": 8 << 20}
     client = begin("moonshine", **settings)
-    root = gave_way(client)
+    root = offload_audio(client)
 
     def in_file_only(loop: Any) -> bool:
-        shelves = loop.executor.coalescer.cache._offload._index
-        (entry,) = [each for name, each in shelves.entries.items() if name.endswith(root)]
+        index = loop.executor.coalescer.cache._offload._index
+        (entry,) = [each for name, each in index.entries.items() if name.endswith(root)]
         return entry.memory is None and entry.file is not None
 
     for number in itertools.count():  # others want the host's memory
         name = b"other %d" % number
         on_loop(
-            client,
-            lambda loop, name=name: loop.executor.coalescer.cache._offload.put(name, [bytes(99_999)], keep=True),
+            client, lambda loop, name=name: loop.executor.coalescer.cache._offload.put(name, [bytes(99_999)], keep=True)
         )
         if on_loop(client, in_file_only):
             break
@@ -796,13 +710,11 @@ def test_a_disk_that_never_answers_is_given_up_and_the_audio_encoded_again(begin
         assert answers.wait(WAIT_S)
 
     disk.between = stuck
-    seen = counted(client)
+    seen = encoded_batches(client)
     tickets = [(2, options, 0) for options in (4, 5, 4)]
     try:
-        with held(client):
-            waiting = [(each, ask(client, "moonshine", each)) for each in tickets]
-        for each, ticket in waiting:
-            expect_same(outcome(ticket), expected("moonshine", each))
+        waiting = submit_together(client, "moonshine", tickets)
+        expect_answers("moonshine", waiting)
         assert asked_for.is_set(), "the disk was asked"
         assert sum(seen) == 1, "for all of them at once"
     finally:
@@ -814,16 +726,16 @@ def test_a_disk_that_never_answers_is_given_up_and_the_audio_encoded_again(begin
     expect_empty(client)
 
 
-def test_what_gave_way_holds_nothing_of_who_had_its_pages_before(begin):
+def test_offloaded_audio_holds_nothing_of_former_pages(begin):
     """Its last page is not full, and what nobody holds is no number here."""
-    client = small(begin)
-    root = gave_way(client)
+    client = small_engine(begin)
+    root = offload_audio(client)
 
     def look(loop: Any) -> None:
-        kept, runner = loop.executor.coalescer.cache, loop.executor.decode_runner
-        came: list[list[memoryview]] = []
-        kept.fetch_offloaded(root, came.append)
-        ((head, data),) = came
+        cache, runner = loop.executor.coalescer.cache, loop.executor.decode_runner
+        result: list[list[memoryview]] = []
+        cache.fetch_offloaded(root, result.append)
+        ((head, data),) = result
         frames = int.from_bytes(head, "little")
         assert frames % PAGE
         layers, _, heads, block = runner.kv_cache.shape[1:]
@@ -841,29 +753,29 @@ def test_what_gave_way_holds_nothing_of_who_had_its_pages_before(begin):
     expect_empty(client)
 
 
-def test_what_comes_back_is_read_where_it_lies(begin):
+def test_fetched_audio_is_read_in_place(begin):
     """And nobody looks at it any more when it is there."""
-    client = small(begin)
-    root = gave_way(client)
+    client = small_engine(begin)
+    root = offload_audio(client)
 
     def restore(loop: Any) -> None:
-        kept, pool = loop.executor.coalescer.cache, loop.executor.decode_runner.page_pool
-        came: list[list[memoryview]] = []
-        kept.fetch_offloaded(root, came.append)
-        nbytes = len(came[0][1])
+        cache, pool = loop.executor.coalescer.cache, loop.executor.decode_runner.page_pool
+        result: list[list[memoryview]] = []
+        cache.fetch_offloaded(root, result.append)
+        nbytes = len(result[0][1])
         tracemalloc.start()
         try:
-            kept.insert_fetched(root, came[0], pool.free_count)
+            cache.insert_fetched(root, result[0], pool.free_count)
             assert tracemalloc.get_traced_memory()[1] < nbytes // 2
         finally:
             tracemalloc.stop()
-        assert root in kept.prefix_cache
-        assert kept._offload._index.returned.empty()
-        came.clear()
-        assert not kept._offload._index.returned.empty(), "somebody looks at it still"
+        assert root in cache.prefix_cache
+        assert cache._offload._index.returned.empty()
+        result.clear()
+        assert not cache._offload._index.returned.empty(), "somebody looks at it still"
 
     on_loop(client, restore)
-    seen = counted(client)
+    seen = encoded_batches(client)
     expect_same(outcome(ask(client, "moonshine", (2, 4, 0))), expected("moonshine", (2, 4, 0)))
     assert seen == []
     expect_empty(client)
@@ -872,20 +784,7 @@ def test_what_comes_back_is_read_where_it_lies(begin):
 # --- too little memory for one recording --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", STARTS)
-def test_who_asks_at_once_shares_audio_that_cannot_be_kept(begin, model):
-    client = begin(model, prefix_bytes=20_000)
-    seen = counted(client)
-    with held(client):
-        tickets = [(asked, ask(client, model, asked)) for asked in [(2, 0, 0), (2, 3, 0), (2, 5, 0), (2, 0, 0)]]
-    for asked, ticket in tickets:
-        expect_same(outcome(ticket), expected(model, asked))
-    assert sum(seen) == 1
-    assert on_loop(client, lambda loop: loop.executor.coalescer.cache.prefix_cache.pages) == 0
-    expect_empty(client)
-
-
-def test_too_little_memory_for_one_recording_is_said_at_the_start(begin, caplog):
+def test_too_little_memory_for_one_recording_is_warned_about(begin, caplog):
     with caplog.at_level(logging.WARNING):
         begin("moonshine", prefix_bytes=20_000)
     (record,) = [record for record in caplog.records if "prefix_bytes=20000" in record.getMessage()]

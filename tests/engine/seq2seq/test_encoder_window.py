@@ -1,20 +1,20 @@
-"""A model whose window is longer than its clips: what is encoded of the silence, and when an answer is asked for
-again with all of it."""
+"""A model whose window is longer than its clips: how much silence is encoded, and when a request is repeated with
+the whole window."""
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from engine_clients import spy
 from test_decoder_prompts import expect_same
 from tiny_moonshine import WAIT_S, clip, expect_empty, on_loop, outcome
-from tiny_whisper import CLIPS, CONFIG, start
+from tiny_whisper import CLIPS, CONFIG
 
 from asr_serve.decoding.seq2seq import Recognition, SearchOptions
 from asr_serve.engine.client import EngineClient
@@ -31,19 +31,6 @@ SHORT = [clip(50 + seed, samples) for seed, samples in enumerate([4_000, 9_000, 
 FULL = max(CLIPS, key=len)
 
 
-@pytest.fixture
-def begin() -> Iterator:
-    started: list[EngineClient] = []
-
-    def starting(window: str, **settings: Any) -> EngineClient:
-        started.append(start(window=window, **settings))
-        return started[-1]
-
-    yield starting
-    for each in started:
-        each.close()
-
-
 def answers(client: EngineClient, clips: list[np.ndarray], options: SearchOptions, priority: str = "bulk") -> list:
     tickets = [client.submit(pcm, options, priority, wait=True) for pcm in clips]
     return [outcome(ticket) for ticket in tickets]
@@ -53,26 +40,17 @@ def far(one: Recognition, other: Recognition) -> float:
     return abs(one.avg_logprob - other.avg_logprob)
 
 
-def asked(client: EngineClient) -> list[bool]:
-    """Of each clip that is encoded from now on, whether all of its window is."""
+def whole_windows(client: EngineClient) -> list[bool]:
+    """Record, for each clip encoded from now on, whether all of its window is."""
     seen: list[bool] = []
-
-    def watch(loop: Any) -> None:
-        model = loop.executor.model
-        encode = model.encode
-
-        def spy(batch: Any, whole: Any = ()) -> Any:
-            seen.extend(whole or [False] * len(batch))
-            return encode(batch, whole)
-
-        model.encode = spy
-
-    on_loop(client, watch)
+    spy(
+        client.backend.loop.executor.model, "encode", lambda batch, whole=(): seen.extend(whole or [False] * len(batch))
+    )
     return seen
 
 
-def test_both_kinds_in_one_batch_are_as_alone(begin):
-    client = begin("packed")
+def test_whole_and_partial_windows_share_a_batch(begin):
+    client = begin(window="packed")
 
     def look(loop: Any) -> None:
         model, clips = loop.executor.model, [torch.from_numpy(clip) for clip in SHORT]
@@ -84,32 +62,29 @@ def test_both_kinds_in_one_batch_are_as_alone(begin):
                 assert packing.frames[i] == one.frames[0] == model.count_frames(len(pcm), whole)
                 ours = hidden[packing.offsets[i] :][: packing.frames[i]]
                 assert torch.allclose(ours, alone[: one.frames[0]], atol=1e-5)
-        assert (
-            model.count_frames(len(SHORT[0]), True)
-            == CONFIG.max_source_positions
-            > model.count_frames(len(SHORT[0]))
-        )
+        whole, part = (model.count_frames(len(SHORT[0]), kind) for kind in (True, False))
+        assert whole == CONFIG.max_source_positions > part
 
     on_loop(client, look)
 
 
-def test_whole_encodes_all_and_packed_a_part(begin):
+def test_each_setting_encodes_its_part_of_the_window(begin):
     for window, kind in (("whole", True), ("packed", False), ("checked", False)):
-        client = begin(window)
-        seen = asked(client)
+        client = begin(window=window)
+        seen = whole_windows(client)
         assert all(isinstance(a, Recognition) for a in answers(client, SHORT, SearchOptions(**PASSES)))
         assert seen == [kind] * len(SHORT), window
         expect_empty(client)
 
 
-def test_one_try_is_made_with_the_whole_window_too(begin):
-    checked, whole = begin("checked"), begin("whole")
+def test_a_single_temperature_uses_the_whole_window_too(begin):
+    checked, whole = begin(window="checked"), begin(window="whole")
     for ours, theirs in zip(answers(checked, SHORT, ONCE), answers(whole, SHORT, ONCE), strict=True):
         expect_same(ours, theirs)
 
 
-def test_it_keeps_its_turn(begin):
-    client, order = begin("checked", max_decode_rows=1), list[int]()
+def test_a_repeated_request_keeps_its_turn(begin):
+    client, order = begin(window="checked", max_decode_rows=1), list[int]()
     tickets = [client.submit(SHORT[0], TWICE, "bulk", wait=True)]
     tickets += [client.submit(FULL, SearchOptions(**PASSES), "bulk", wait=True) for _ in range(12)]
     for i, ticket in enumerate(tickets):
@@ -119,70 +94,57 @@ def test_it_keeps_its_turn(begin):
 
 
 @pytest.mark.parametrize("beam", [1, 3])
-def test_what_does_not_pass_is_heard_with_the_whole_window_before_it_is_sampled(begin, beam: int):
+def test_a_rejected_answer_is_decoded_with_the_whole_window_before_sampling(begin, beam: int):
     options = msgspec.structs.replace(TWICE, beam=beam)
-    checked, whole, packed = (begin(window) for window in ("checked", "whole", "packed"))
-    seen = asked(checked)
-    came, wanted = answers(checked, SHORT, options), answers(whole, SHORT, options)
-    for ours, theirs in zip(came, wanted, strict=True):
+    checked, whole, packed = (begin(window=window) for window in ("checked", "whole", "packed"))
+    seen = whole_windows(checked)
+    results, wanted = answers(checked, SHORT, options), answers(whole, SHORT, options)
+    for ours, theirs in zip(results, wanted, strict=True):
         expect_same(ours, theirs)
     assert sorted(seen) == [False] * len(SHORT) + [True] * len(SHORT)
     others = answers(packed, SHORT, options)
-    for ours, theirs, other in zip(came, wanted, others, strict=True):
+    for ours, theirs, other in zip(results, wanted, others, strict=True):
         assert 10 * far(ours, theirs) < far(ours, other), "the answer is that of the part"
     for client in (checked, whole, packed):
         expect_empty(client)
 
 
-def test_nothing_is_asked_again_that_is_shown_for_a_moment_or_had_all(begin):
-    client = begin("checked")
-    seen = asked(client)
+def test_partial_results_and_full_windows_are_not_repeated(begin):
+    client = begin(window="checked")
+    seen = whole_windows(client)
     answers(client, SHORT, SHOWN, "live")
     answers(client, [FULL], TWICE)
     assert seen == [False] * len(SHORT) + [False]
     expect_empty(client)
 
 
-def test_where_the_whole_window_never_fits_the_part_must_do(begin):
-    client = begin("checked", kv_bytes=2 << 20)
-    frames = []
+def test_the_partial_window_serves_where_the_whole_never_fits(begin):
+    client = begin(window="checked", kv_bytes=2 << 20)
+    frames: list[int] = []
 
-    def tight(loop: Any) -> None:
-        runner = loop.executor.decode_runner
-        expect = runner.validate_capacity
+    def refuse_later(rows: int, pages: int) -> None:
+        frames.append(pages)
+        if len(frames) > len(SHORT):
+            raise OptionError("more pages", "fewer")
 
-        def refuse(rows: int, pages: int) -> None:
-            frames.append(pages)
-            if len(frames) > len(SHORT):
-                raise OptionError("more pages", "fewer")
-            expect(rows, pages)
-
-        runner.validate_capacity = refuse
-
-    on_loop(client, tight)
-    seen = asked(client)
-    came = answers(client, SHORT, TWICE)
-    assert all(answer.temperature in TWICE.temperatures for answer in came)
+    spy(client.backend.loop.executor.decode_runner, "validate_capacity", refuse_later)
+    seen = whole_windows(client)
+    results = answers(client, SHORT, TWICE)
+    assert all(answer.temperature in TWICE.temperatures for answer in results)
     assert seen == [False] * len(SHORT)
     assert len(frames) == 2 * len(SHORT)
     expect_empty(client)
 
 
-def test_who_goes_while_it_waits_again_leaves_nothing(begin):
-    client, waiting, go_on = begin("checked"), threading.Event(), threading.Event()
+def test_a_request_cancelled_while_repeated_leaves_nothing(begin):
+    client, waiting, go_on = begin(window="checked"), threading.Event(), threading.Event()
 
-    def stop_there(loop: Any) -> None:
-        encode = loop.executor.model.encode
+    def pause(batch: Any, whole: Any = ()) -> None:
+        if any(whole):
+            waiting.set()
+            assert go_on.wait(WAIT_S)
 
-        def slow(batch: Any, whole: Any = ()) -> Any:
-            if any(whole):
-                waiting.set()
-                assert go_on.wait(WAIT_S)
-            return encode(batch, whole)
-
-        loop.executor.model.encode = slow
-
-    on_loop(client, stop_there)
+    spy(client.backend.loop.executor.model, "encode", pause)
     first = client.submit(SHORT[0], TWICE, "bulk", wait=True)
     assert waiting.wait(WAIT_S)
     client.cancel(first)
@@ -194,8 +156,8 @@ def test_who_goes_while_it_waits_again_leaves_nothing(begin):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_any_mix_comes_to_an_end(begin, seed: int):
-    chance, client = random.Random(seed), begin("checked", max_decode_rows=4)
+def test_any_mix_of_requests_ends(begin, seed: int):
+    chance, client = random.Random(seed), begin(window="checked", max_decode_rows=4)
     tickets = []
     for _ in range(40):
         options = msgspec.structs.replace(chance.choice([TWICE, ONCE, SHOWN]), beam=chance.choice([1, 1, 2]))

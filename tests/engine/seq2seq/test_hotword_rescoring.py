@@ -56,7 +56,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[Model]:
 
 
 @pytest.mark.parametrize("beam", [1, 3])
-def test_what_was_said_is_as_likely_as_it_was(
+def test_the_text_itself_has_its_own_probability(
     model: Model, beam: int, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
 ):
     seen: list[tuple[Any, ...]] = []
@@ -95,7 +95,7 @@ def test_what_was_said_is_as_likely_as_it_was(
 
 
 @pytest.mark.slow
-def test_without_a_free_page_the_same_is_found(
+def test_the_same_words_are_found_without_a_free_page(
     model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
 ):
     clip = packaged_speech / "endgame_nagg_nell.wav"
@@ -114,7 +114,7 @@ def test_without_a_free_page_the_same_is_found(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 1, 3])
-def test_what_is_found_does_not_depend_on_what_others_hold(
+def test_the_words_found_do_not_depend_on_other_requests(
     model: Model, left: int, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A word that sounds otherwise, which the model holds for possible; and a long list, in as few passes."""
@@ -123,9 +123,7 @@ def test_what_is_found_does_not_depend_on_what_others_hold(
     passes, full = list[int](), list[bool]()
     looked, said = HotwordRescorer.rescore, AlternativeScorer._score_batch
 
-    def counted(
-        self: AlternativeScorer, batch: Sequence[ScoringInput], left: Sequence[int]
-    ) -> list[list[list[float]]]:
+    def counted(self: AlternativeScorer, batch: Sequence[ScoringInput], left: Sequence[int]) -> list[list[list[float]]]:
         passes[-1] += 1
         return said(self, batch, left)
 
@@ -156,14 +154,11 @@ def test_what_is_found_does_not_depend_on_what_others_hold(
     assert max(passes) <= 4 * least
 
 
-def test_words_that_were_heard_as_others_are_left(model: Model, packaged_speech: Path):
+def test_words_unlike_the_audio_are_not_inserted(model: Model, packaged_speech: Path):
     """Endings that nobody said, and words that are nothing like it."""
     clip = packaged_speech / "beckett.wav"
     plain = model.transcribe(clip)[0].text
-    for words in (
-        ["matters", "fails", "thesaurus"],
-        [f"{word}:3" for word in ("Quilter", "bifurcation", "Rodin")],
-    ):
+    for words in (["matters", "fails", "thesaurus"], [f"{word}:3" for word in ("Quilter", "bifurcation", "Rodin")]):
         assert model.transcribe(clip, hotwords=words)[0].text == plain
 
 
@@ -178,7 +173,7 @@ def asked_together(model: Model, packaged_speech: Path, count: int) -> list[Tick
 
 
 @pytest.mark.slow
-def test_looks_are_spread_over_turns(model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rescoring_is_spread_over_steps(model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch):
     """Eight that end at once let one that goes on have its steps between their looks."""
     (alone,) = (ticket.future.result(60).tokens for ticket in asked_together(model, packaged_speech, 1))
     looked, step = HotwordRescorer.rescore, DecodeRunner.step
@@ -207,7 +202,7 @@ def test_looks_are_spread_over_turns(model: Model, packaged_speech: Path, monkey
 
 
 @pytest.mark.slow
-def test_who_leaves_before_its_look_gives_its_pages_back(
+def test_a_request_cancelled_before_rescoring_frees_its_pages(
     model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
 ):
     looked = HotwordRescorer.rescore
@@ -233,7 +228,7 @@ def test_who_leaves_before_its_look_gives_its_pages_back(
     assert model._client.backend.describe()["pages_used"] == 0
 
 
-def test_a_look_that_fails_fails_its_own_only(
+def test_a_failed_rescoring_fails_its_own_request_only(
     model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
 ):
     looked = HotwordRescorer.rescore
@@ -260,9 +255,7 @@ def test_a_look_that_fails_fails_its_own_only(
 
 
 @pytest.mark.slow
-def test_who_waits_on_line_is_looked_at_before_files(
-    model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_live_requests_are_rescored_before_files(model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch):
     looked = HotwordRescorer.rescore
     order, first = list[int](), list[int]()
 
@@ -291,7 +284,7 @@ def test_who_waits_on_line_is_looked_at_before_files(
 # --- what words are worth -------------------------------------------------------------------------------
 
 
-def test_what_a_word_may_cost():
+def test_the_cost_that_a_word_may_have():
     usual = allowance(1, 0.2)
     assert allowance(3, 0.2) > usual > allowance(0.5, 0.2)
     assert usual > allowance(1, 0.6)
@@ -316,7 +309,7 @@ def test_words_with_one_stem(one: str, other: str, same: bool):
     assert same_stem(one, other) is same_stem(other, one) is same
 
 
-def test_of_many_words_that_begin_alike_the_likeliest_are_compared():
+def test_the_likeliest_of_many_words_with_one_beginning_are_compared():
     """A token for each sign: all of the list begins with the same two."""
     count = 4 * MAX_CANDIDATES_PER_WORD
     listed = RescoringList(

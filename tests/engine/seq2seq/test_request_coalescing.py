@@ -1,4 +1,4 @@
-"""Whoever wants the same waits for one: whatever becomes of that one, everybody is answered, once and rightly."""
+"""Coalescing of requests for the same audio or answer: whatever becomes of the first, each is answered once."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def answer_to(wanted: bytes) -> Recognition:
     return Recognition(tuple(wanted), 0.0, 0.0, "stop", 1.0)
 
 
-class Shelf:
-    """What is kept, without pages: of each root its own name, so that one can see whose it is."""
+class FakeEncoderCache:
+    """Encoder cache without pages: the frames of a root are its own name, so that mix-ups are seen."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
         self.answers: dict[bytes, Recognition] = {}
         self.prefix_cache: dict[bytes, bytes] = {}
-        self.tiers: dict[bytes, bytes] = {}
-        self.coming: list[tuple[bytes, Callable[[Any], None]]] = []
+        self.offloaded: dict[bytes, bytes] = {}
+        self.fetches: list[tuple[bytes, Callable[[Any], None]]] = []
         self.room = True
 
     def lookup_audio(self, root: bytes) -> bytes | None:
         return self.prefix_cache.get(root)
 
     def is_offloaded(self, root: bytes) -> bool:
-        return root in self.tiers
+        return root in self.offloaded
 
-    def fetch_offloaded(self, root: bytes, came: Callable[[Any], None]) -> None:
-        self.coming.append((root, came))
+    def fetch_offloaded(self, root: bytes, done: Callable[[Any], None]) -> None:
+        self.fetches.append((root, done))
 
     def insert_fetched(self, root: bytes, parts: bytes | None, room: int) -> None:
         if parts is not None and self.room:
@@ -55,7 +55,7 @@ class Shelf:
             self.prefix_cache[row] = row
 
     def store_encoder_result(self, root: bytes, result: object) -> None:
-        if result == "unkept":
+        if result == "uncached":
             raise RuntimeError("the device hiccuped")
         self.store_row_audio(root)
 
@@ -65,22 +65,24 @@ class Shelf:
 
 
 class Engine:
-    """What engine/seq2seq/executor does with it, without a model."""
+    """Use of the coalescer as by engine/seq2seq/executor, without a model."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, offloaded: bool = False) -> None:
         self.chance = random.Random(seed)
-        self.kept = Shelf(self.chance)
+        self.cache = FakeEncoderCache(self.chance)
+        if offloaded:
+            self.cache.offloaded[b"clip0"] = b"clip0"
         self.open: dict[int, RecognitionRequest] = {}
         self.planned: dict[int, RecognitionRequest] = {}
         self.encoding: list[list[RecognitionRequest]] = []
         self.rows: list[RecognitionRequest] = []
         self.started: set[int] = set()
-        self.told: dict[int, object] = {}
+        self.outcomes: dict[int, object] = {}
         self.encodes: list[bytes] = []
         self.inbox: list[Callable[[], None]] = []
         self.now_s = 0.0
         self.sharing = RequestCoalescer(
-            cast("Any", self.kept),
+            cast("Any", self.cache),
             self.plan,
             lambda each: self.planned.pop(each.id, None) is not None,
             self.started.update,
@@ -101,49 +103,44 @@ class Engine:
         assert self.open.pop(each.id) is each
         assert each.id not in self.planned
         assert answer == answer_to(each.answer_digest)
-        assert each.id not in self.told, "told twice"
-        self.told[each.id] = answer
+        assert each.id not in self.outcomes, "answered twice"
+        self.outcomes[each.id] = answer
 
-    def enter(self, clip: int, options: int, priority: Priority, within_ms: int | None) -> RecognitionRequest:
-        heard, wanted = b"clip%d" % clip, b"clip%d options%d" % (clip, options)
-        each = RecognitionRequest(len(self.told) + len(self.open), NOTHING, 1, SearchOptions(), priority, Future())
-        each.within_ms, each.audio_digest, each.answer_digest, each.arrived_s = (
-            within_ms,
-            heard,
-            wanted,
-            self.now_s,
-        )
+    def submit(self, clip: int, options: int, priority: Priority, within_ms: int | None) -> RecognitionRequest:
+        each = RecognitionRequest(len(self.outcomes) + len(self.open), NOTHING, 1, SearchOptions(), priority, Future())
+        each.within_ms, each.arrived_s = within_ms, self.now_s
+        each.audio_digest, each.answer_digest = b"clip%d" % clip, b"clip%d options%d" % (clip, options)
         self.now_s += 0.01
         self.open[each.id] = each
         self.sharing.submit(each)
         return each
 
-    def leave(self, each: RecognitionRequest, why: str = "gone") -> None:
+    def cancel(self, each: RecognitionRequest, why: str = "gone") -> None:
         if each.id not in self.open:
             return
         self.planned.pop(each.id, None)
         self.rows = [row for row in self.rows if row is not each]
         del self.open[each.id]
-        self.told[each.id] = why
+        self.outcomes[each.id] = why
         self.sharing.remove(each, any(each in batch for batch in self.encoding))
 
-    def turn(self, count: int, beside: bool) -> None:
+    def step(self, count: int, beside: bool) -> None:
         batch = sorted(self.planned, key=lambda number: urgency(self.planned[number]))[:count]
-        begun = []
+        batch_requests = []
         for number in batch:
             del self.planned[number]
-            begun.append(self.open[number])
-            begun[-1].encode_start_ns = 1
+            batch_requests.append(self.open[number])
+            batch_requests[-1].encode_start_ns = 1
         self.started.update(batch)
-        self.sharing.started(begun)
-        left = [each for each in begun if not self.join_kept(each)]
+        self.sharing.started(batch_requests)
+        left = [each for each in batch_requests if not self.join_cached(each)]
         self.encodes += [each.encoder_key for each in left]
         if beside and left:
             self.encoding.append(left)
         else:
             self.join(left)
 
-    def join_kept(self, each: RecognitionRequest) -> bool:
+    def join_cached(self, each: RecognitionRequest) -> bool:
         held: Any = self.sharing.cached_frames(each)
         assert held in (None, each.encoder_key), "frames of something else"
         if held is not None:
@@ -165,14 +162,14 @@ class Engine:
                 self.sharing.schedule(each)
         elif how == "failed":
             for each in here:
-                self.leave(each, "failed")
+                self.cancel(each, "failed")
         else:
             self.join(here)
         for each in batch:
             with contextlib.suppress(RuntimeError):
                 self.sharing.adopt_abandoned(each.id, cast("Any", None if how in ("lost", "failed") else how))
 
-    def settle(self, again: bool) -> None:
+    def finalize(self, again: bool) -> None:
         if not self.rows:
             return
         each = self.rows.pop(self.chance.randrange(len(self.rows)))
@@ -184,10 +181,10 @@ class Engine:
         self.finish(each, answer)
         self.sharing.publish_answer(each, answer)
 
-    def come(self, lost: bool) -> None:
-        if self.kept.coming:
-            root, came = self.kept.coming.pop(self.chance.randrange(len(self.kept.coming)))
-            came(None if lost else self.kept.tiers.get(root))
+    def finish_fetch(self, lost: bool) -> None:
+        if self.cache.fetches:
+            root, done = self.cache.fetches.pop(self.chance.randrange(len(self.cache.fetches)))
+            done(None if lost else self.cache.offloaded.get(root))
         while self.inbox:
             self.inbox.pop(0)()
 
@@ -196,44 +193,43 @@ class Engine:
         late = {id(each) for each, due_s in self.sharing._fetching.values() if due_s <= self.now_s}
         self.sharing.schedule_overdue()
         assert self.sharing.due_s is None or self.sharing.due_s > self.now_s, "the loop would spin"
-        assert {id(each) for each in self.open.values() if each.id in self.planned} >= late, (
-            "late, and not planned"
-        )
+        planned = {id(each) for each in self.open.values() if each.id in self.planned}
+        assert planned >= late, "late, and not planned"
 
-    def evict(self, into_tiers: bool) -> None:
-        if self.kept.prefix_cache:
-            root = self.chance.choice(sorted(self.kept.prefix_cache))
-            found = self.kept.prefix_cache.pop(root)
-            if into_tiers:
-                self.kept.tiers[root] = found
+    def evict(self, offload: bool) -> None:
+        if self.cache.prefix_cache:
+            root = self.chance.choice(sorted(self.cache.prefix_cache))
+            found = self.cache.prefix_cache.pop(root)
+            if offload:
+                self.cache.offloaded[root] = found
 
-    def forget(self) -> None:
-        if self.kept.answers:
-            del self.kept.answers[self.chance.choice(sorted(self.kept.answers))]
+    def drop_answer(self) -> None:
+        if self.cache.answers:
+            del self.cache.answers[self.chance.choice(sorted(self.cache.answers))]
 
-    def do(self) -> None:
+    def random_event(self) -> None:
         """Anything that may happen."""
         chance = self.chance
         match chance.choices(range(10), weights=[8, 3, 5, 4, 5, 3, 2, 1, 1, 2])[0]:
             case 0:
                 within_ms = chance.choice([None, None, 0, 10_000])
-                self.enter(chance.randrange(3), chance.randrange(3), chance.choice(PRIORITIES), within_ms)
+                self.submit(chance.randrange(3), chance.randrange(3), chance.choice(PRIORITIES), within_ms)
             case 1 if self.open:
-                self.leave(self.open[chance.choice(sorted(self.open))])
+                self.cancel(self.open[chance.choice(sorted(self.open))])
             case 2:
-                self.turn(chance.randrange(1, 4), chance.random() < 0.6)
+                self.step(chance.randrange(1, 4), chance.random() < 0.6)
             case 3:
-                self.deliver(chance.choice(["kept", "kept", "unkept", "lost", "failed"]))
+                self.deliver(chance.choice(["cached", "cached", "uncached", "lost", "failed"]))
             case 4:
-                self.settle(chance.random() < 0.2)
+                self.finalize(chance.random() < 0.2)
             case 5:
-                self.come(chance.random() < 0.3)
+                self.finish_fetch(chance.random() < 0.3)
             case 6:
                 self.evict(chance.random() < 0.6)
             case 7:
-                self.forget()
+                self.drop_answer()
             case 8:
-                self.kept.room = not self.kept.room
+                self.cache.room = not self.cache.room
             case 9:
                 self.wait(chance.choice([FETCH_TIMEOUT_S / 3, FETCH_TIMEOUT_S]))
         self.expect_order()
@@ -269,86 +265,84 @@ class Engine:
             if not self.open and not self.encoding:
                 break
             if disk:
-                self.come(lost=False)
+                self.finish_fetch(lost=False)
             self.wait(FETCH_TIMEOUT_S / 2)
-            self.deliver("kept")
-            self.turn(8, beside=False)
-            self.settle(again=False)
+            self.deliver("cached")
+            self.step(8, beside=False)
+            self.finalize(again=False)
             self.expect_order()
         assert not self.open, "somebody waits for ever"
         self.sharing.check(idle=True)
-        while self.kept.coming:
-            self.come(lost=False)
+        while self.cache.fetches:
+            self.finish_fetch(lost=False)
         self.sharing.check(idle=True)
         assert not self.planned, "what came late was planned once more"
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 1 << 40))
-def test_whatever_happens_everybody_is_told_once(seed: int) -> None:
+def test_every_request_is_answered_once_whatever_happens(seed: int) -> None:
     engine = Engine(seed)
     for _ in range(80):
-        engine.do()
+        engine.random_event()
     engine.end(disk=engine.chance.random() < 0.5)
-    asked = len(engine.told)
-    assert asked == len(set(engine.told))
+    asked = len(engine.outcomes)
+    assert asked == len(set(engine.outcomes))
 
 
-def test_who_cannot_be_kept_does_not_make_others_wait_in_line() -> None:
+def test_uncached_frames_do_not_serialize_requests() -> None:
     engine = Engine(0)
-    engine.kept.room = False
+    engine.cache.room = False
     for options in range(6):
-        engine.enter(0, options, "bulk", None)
+        engine.submit(0, options, "bulk", None)
     assert len(engine.planned) == 1, "they wait for one"
-    engine.turn(8, beside=False)
+    engine.step(8, beside=False)
     assert len(engine.planned) == 5, "which was in vain: all of them go at once"
-    engine.turn(8, beside=False)
+    engine.step(8, beside=False)
     assert len(engine.rows) == 6
     engine.end()
 
 
 @pytest.mark.parametrize("options", [0, 1])
-def test_what_somebody_on_line_waits_for_is_not_behind_files(options: int) -> None:
+def test_a_live_request_for_lost_audio_takes_the_lead(options: int) -> None:
     """A file's audio comes from the tiers, and is lost there; a caller wants the same. Or a peer loses it."""
-    engine = Engine(0)
-    engine.kept.tiers[b"clip0"] = b"clip0"
-    engine.enter(0, 0, "bulk", None)
-    caller = engine.enter(0, options, "live", None)
-    engine.come(lost=True)
+    engine = Engine(0, offloaded=True)
+    engine.submit(0, 0, "bulk", None)
+    caller = engine.submit(0, options, "live", None)
+    engine.finish_fetch(lost=True)
     assert [like.id for like in engine.planned.values()] == [caller.id]
-    engine.turn(1, beside=True)
+    engine.step(1, beside=True)
     engine.deliver("lost")
     assert [like.id for like in engine.planned.values()] == [caller.id]
     engine.end()
 
 
-def test_who_waits_for_frames_that_could_not_be_kept_goes_on() -> None:
+def test_followers_of_uncached_frames_are_scheduled() -> None:
     engine = Engine(0)
-    first = engine.enter(0, 0, "live", None)
-    engine.turn(1, beside=True)
-    other = engine.enter(0, 1, "live", None)
-    engine.leave(first)
-    engine.deliver("unkept")
+    first = engine.submit(0, 0, "live", None)
+    engine.step(1, beside=True)
+    other = engine.submit(0, 1, "live", None)
+    engine.cancel(first)
+    engine.deliver("uncached")
     assert other.id in engine.planned
     engine.end()
 
 
-def test_one_who_asks_the_same_takes_what_is_encoded_already() -> None:
+def test_a_follower_adopts_frames_of_a_cancelled_leader() -> None:
     engine = Engine(0)
-    first = engine.enter(0, 0, "live", None)
-    engine.turn(1, beside=True)
-    engine.enter(0, 0, "live", None)
-    engine.leave(first)
+    first = engine.submit(0, 0, "live", None)
+    engine.step(1, beside=True)
+    engine.submit(0, 0, "live", None)
+    engine.cancel(first)
     engine.end()
     assert engine.encodes == [b"clip0"]
 
 
-def test_a_disk_that_never_answers_is_waited_for_that_long_and_no_longer() -> None:
-    engine = Engine(0)
-    engine.kept.tiers[b"clip0"] = b"clip0"
-    first = engine.enter(0, 0, "live", None)
+def test_a_fetch_that_never_ends_times_out() -> None:
+    engine = Engine(0, offloaded=True)
+    first = engine.submit(0, 0, "live", None)
     for options in (0, 1):
-        engine.enter(0, options, "live", None)
+        engine.submit(0, options, "live", None)
     engine.wait(FETCH_TIMEOUT_S - engine.now_s)
     assert not engine.planned, "it may still come"
     engine.wait(0.05)
@@ -359,16 +353,15 @@ def test_a_disk_that_never_answers_is_waited_for_that_long_and_no_longer() -> No
 
 
 @pytest.mark.parametrize("when", ["planned", "encoding"])
-def test_what_comes_late_is_used_and_plans_nobody_twice(when: str) -> None:
-    engine = Engine(0)
-    engine.kept.tiers[b"clip0"] = b"clip0"
-    first = engine.enter(0, 0, "live", None)
-    engine.enter(0, 1, "live", None)
+def test_a_late_fetch_is_used_and_schedules_nothing_twice(when: str) -> None:
+    engine = Engine(0, offloaded=True)
+    first = engine.submit(0, 0, "live", None)
+    engine.submit(0, 1, "live", None)
     engine.wait(FETCH_TIMEOUT_S)
     if when == "encoding":
-        engine.turn(1, beside=True)
-    engine.come(lost=False)
+        engine.step(1, beside=True)
+    engine.finish_fetch(lost=False)
     assert [*engine.planned] == ([first.id] if when == "planned" else [])
-    assert b"clip0" in engine.kept.prefix_cache
+    assert b"clip0" in engine.cache.prefix_cache
     engine.end()
     assert engine.encodes == ([] if when == "planned" else [b"clip0"])

@@ -252,9 +252,7 @@ def test_live_goes_before_interactive_before_bulk():
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 400), st.floats(0, 5_000), st.none() | st.integers(0, 4_000)), min_size=1)
-)
+@given(st.lists(st.tuples(st.integers(1, 400), st.floats(0, 5_000), st.none() | st.integers(0, 4_000)), min_size=1))
 def test_live_requests_go_by_how_soon_they_are_wanted(asked):
     plans = planner(max_decode_rows=1)
     known = [

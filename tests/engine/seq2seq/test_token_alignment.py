@@ -77,7 +77,7 @@ def expect_times(answer: Recognition, samples: int) -> None:
 
 
 @pytest.mark.slow
-def test_every_answer_that_wants_times_has_them(start: Callable[..., EngineClient], model: str) -> None:
+def test_every_answer_has_the_times_it_requests(start: Callable[..., EngineClient], model: str) -> None:
     client = start()
     for options in OPTIONS[model]:
         for index, pcm in enumerate(CLIPS[model]):
@@ -96,7 +96,7 @@ def test_some_tokens_take_time(start: Callable[..., EngineClient], model: str) -
 
 
 @pytest.mark.slow
-def test_in_any_company(start: Callable[..., EngineClient], model: str) -> None:
+def test_times_are_the_same_in_any_batch(start: Callable[..., EngineClient], model: str) -> None:
     client = start()
     asked = [(index, options) for options in OPTIONS[model] for index in range(len(CLIPS[model]))]
     alone = [ask(client, model, index, options).times for index, options in asked]
@@ -107,7 +107,7 @@ def test_in_any_company(start: Callable[..., EngineClient], model: str) -> None:
         assert sum(mine, ()) == pytest.approx(sum(theirs, ()), abs=384)  # a frame
 
 
-def test_said_again_heads_look_where_they_looked(
+def test_attention_kept_while_decoding_equals_that_of_a_second_pass(
     start: Callable[..., EngineClient], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of greedy answers queries are kept while they are decoded; of others they are made anew, all at once."""
@@ -142,7 +142,7 @@ def test_a_draft_changes_no_times(start: Callable[..., EngineClient], model: str
         assert (drafted.tokens, drafted.times) == (plain.tokens, plain.times)
 
 
-def test_an_answer_without_times_is_not_given_to_who_wants_them(
+def test_a_cached_answer_without_times_is_not_used_where_times_are_requested(
     start: Callable[..., EngineClient], model: str
 ) -> None:
     client, options = start(prefix_bytes=1 << 20), OPTIONS[model][0]
@@ -154,7 +154,7 @@ def test_an_answer_without_times_is_not_given_to_who_wants_them(
     assert again.times == wanted.times
 
 
-def test_nothing_said_has_no_times(start: Callable[..., EngineClient], model: str) -> None:
+def test_an_empty_answer_has_no_times(start: Callable[..., EngineClient], model: str) -> None:
     if model != "whisper":
         pytest.skip("it cannot tell that nobody speaks")
     silent = SearchOptions(words=True, language="en", max_no_speech=0.0, min_avg_logprob=0.0, temperatures=(0.0,))
@@ -162,7 +162,7 @@ def test_nothing_said_has_no_times(start: Callable[..., EngineClient], model: st
     assert (answer.tokens, answer.times) == ((), ())
 
 
-def test_what_fails_fails_those_that_wanted_times_and_no_others(
+def test_a_failed_alignment_fails_requests_with_times_only(
     start: Callable[..., EngineClient], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(self: TokenAligner, each: FinishedRow, scores: torch.Tensor) -> tuple[tuple[int, int], ...]:
@@ -185,7 +185,7 @@ def test_what_fails_fails_those_that_wanted_times_and_no_others(
     assert on_loop(client, pages) == 0
 
 
-def test_what_a_peer_encoded_has_the_same_times() -> None:
+def test_audio_encoded_at_a_peer_has_the_same_times() -> None:
     client = tiny_moonshine.start()
     options = OPTIONS["moonshine"][0]
     here = [ask(client, "moonshine", i, options).times for i in range(len(CLIPS["moonshine"]))]
@@ -197,7 +197,7 @@ def test_what_a_peer_encoded_has_the_same_times() -> None:
     assert there == here
 
 
-def test_how_sure_it_is_of_the_language() -> None:
+def test_probability_of_the_language() -> None:
     client = tiny_whisper.start()
     options = OPTIONS["whisper"][1]
     heard = [ask(client, "whisper", i, options) for i in range(len(CLIPS["whisper"]))]

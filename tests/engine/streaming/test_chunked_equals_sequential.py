@@ -74,7 +74,7 @@ def test_chunked_equals_sequential_and_the_whole_utterance(name: str, search: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_company_changes_nothing(seed: int):
+def test_batching_changes_nothing(seed: int):
     """More companies, of one model."""
     want = alone("fastconformer 8,1", "rnnt", seed, 2)
     for again in range(2):
@@ -110,7 +110,7 @@ def noise(frames: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(320 * frames).astype(np.float32)
 
 
-def test_who_is_ready_waits_a_moment_for_company_and_no_longer():
+def test_ready_streams_wait_a_bounded_time_for_a_batch():
     wrapper = company(wait_ms=10.0).wrapper
     first, second, silent = (wrapper.open_session() for _ in range(3))
     assert (wrapper.due_ms, wrapper.schedule(0.0)) == (None, [])
@@ -121,12 +121,10 @@ def test_who_is_ready_waits_a_moment_for_company_and_no_longer():
     assert wrapper.due_ms == 110.0, "whoever comes later puts nothing off"
     assert wrapper.schedule(110.0) == [first, second]
     wrapper.append_audio(silent, noise(30), 106.0)
-    assert (wrapper.due_ms, wrapper.schedule(106.0)) == (100.0, [first, second, silent]), (
-        "all are there: nobody waits"
-    )
+    assert (wrapper.due_ms, wrapper.schedule(106.0)) == (100.0, [first, second, silent]), "all are there: nobody waits"
 
 
-def test_a_full_step_waits_for_nobody_and_leaves_who_came_last():
+def test_a_full_step_starts_at_once_without_the_last_streams():
     wrapper = company(wait_ms=10.0, max_rows=2).wrapper
     sessions = [wrapper.open_session() for _ in range(4)]
     for number in (2, 0, 1):
@@ -134,7 +132,7 @@ def test_a_full_step_waits_for_nobody_and_leaves_who_came_last():
     assert wrapper.schedule(2.0) == [sessions[0], sessions[1]]
 
 
-def test_who_speaks_goes_before_recordings_until_they_have_waited_long():
+def test_live_streams_go_before_recordings_until_those_have_waited_long():
     wrapper = company(wait_ms=0.0, max_rows=1).wrapper
     recording, caller = wrapper.open_session(live=False), wrapper.open_session()
     wrapper.append_audio(recording, noise(400), 0.0)
@@ -146,7 +144,7 @@ def test_who_speaks_goes_before_recordings_until_they_have_waited_long():
     assert wrapper.schedule(1_200.0) == [recording]
 
 
-def test_more_audio_does_not_put_off_who_is_ready():
+def test_more_audio_does_not_delay_a_ready_stream():
     wrapper = company(wait_ms=10.0).wrapper
     caller, _ = wrapper.open_session(), wrapper.open_session()
     for at in range(5):
@@ -156,7 +154,7 @@ def test_more_audio_does_not_put_off_who_is_ready():
     assert wrapper.due_ms == 122.0, "and after its turn others have theirs"
 
 
-def test_recordings_take_one_chunk_while_somebody_speaks():
+def test_recordings_take_one_chunk_while_a_live_stream_is_open():
     wrapper = company(wait_ms=0.0).wrapper
     recording, caller = wrapper.open_session(live=False), wrapper.open_session()
     wrapper.append_audio(recording, noise(400), 0.0)
@@ -230,7 +228,7 @@ class Replaying:
 
 
 @pytest.mark.parametrize("search", ["ctc beam", "rnnt"])
-def test_recorded_steps_say_the_same(search: str):
+def test_recorded_steps_have_the_same_results(search: str):
     name = "fastconformer 8,1"
     want = alone(name, search, 4, 2)
     host = Company(model(name), search, 2, chunked=True, device=Replaying(model(name).device))

@@ -1,72 +1,53 @@
-"""Streams through the engine's door: on a thread and in a process, through its death and a step that fails."""
+"""Streams of an engine on a thread and in a process: waiting for slots, failed steps, killed processes."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from engine_clients import NEMO, NEMO_MODEL, backend_of, engine_pid, fail_calls, start_engine
 from tiny_moonshine import WAIT_S, clip, held, on_loop
 
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.seq2seq import SearchOptions
-from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.process.client import ProcessBackend, process_backend
 from asr_serve.engine.process.in_flight import MAX_DEATHS
-from asr_serve.engine.process.messages import EngineSpec, ErrorMessage, RequestFailed
-from asr_serve.engine.process.process import RingSize
+from asr_serve.engine.process.messages import ErrorMessage, RequestFailed
 from asr_serve.engine.streaming import executor, slot_queue
-from asr_serve.engine.thread_backend import thread_backend
 from asr_serve.errors import AtCapacity, Cancelled, EngineClosed, EngineCrashed, OptionError, StepFailed
 from asr_serve.text.tokenizers import SentencePieceTokenizer
 from asr_serve.text.word_timing import token_times_from_frames
 from asr_serve.types import SearchResult
 
-MODEL = "fastconformer-streaming-medium-en"
-NEMO = Path(__file__).parents[2] / "models" / "fixtures" / "fastconformer_hybrid.nemo"
 CONFIG = {"use_chunked_inference": True, "max_sessions": 6, "chunk_wait_ms": 1.0}
 CLIPS = [clip(seed, 12_000 + 9_001 * seed) for seed in range(6)]
 Begin = Callable[..., EngineClient]
 
 
 @pytest.fixture(params=["thread", pytest.param("process", marks=pytest.mark.slow)])
-def begin(request: pytest.FixtureRequest) -> Iterator[Begin]:
-    started: list[EngineClient] = []
-
-    def starting(**settings: Any) -> EngineClient:
-        config = EngineConfig(**(CONFIG | settings))
-        if request.param == "thread":
-            found = AsrCheckpoint.find(MODEL, NEMO).with_lookahead(config.lookahead_frames)
-            connect = thread_backend(found.card, lambda: found.build("cpu", "fp32"))
-        else:
-            spec = EngineSpec(model=MODEL, device="cpu", dtype="fp32", weights=str(NEMO), threads=1)
-            connect = process_backend(spec, RingSize(64, 16_384))
-        started.append(EngineClient(config, connect))
-        return started[-1]
-
-    yield starting
-    for client in started:
-        client.close()
+def begin(request: pytest.FixtureRequest, close_later: Any) -> Begin:
+    process = request.param == "process"
+    return lambda **settings: close_later(
+        start_engine(NEMO_MODEL, NEMO, EngineConfig(**(CONFIG | settings)), process=process)
+    )
 
 
 @pytest.fixture(scope="module")
 def want() -> list[tuple[int, ...]]:
-    """What each clip says, one after another."""
-    found = AsrCheckpoint.find(MODEL, NEMO)
-    client = EngineClient(EngineConfig(), thread_backend(found.card, lambda: found.build("cpu", "fp32")))
+    """Tokens of each clip, decoded one after another."""
+    client = start_engine(NEMO_MODEL, NEMO)
     answers = [client.submit(pcm).future.result(WAIT_S).tokens for pcm in CLIPS]
     client.close()
     assert sum(map(len, answers)) > 10
     return answers
 
 
-def said(found: list[SearchResult]) -> tuple[int, ...]:
+def fixed_ids(found: list[SearchResult]) -> tuple[int, ...]:
     return tuple(token.id for each in found for token in each.fixed_tokens)
 
 
@@ -75,7 +56,7 @@ def pieces(pcm: np.ndarray, size: int) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-def test_streams_say_what_utterances_say(begin: Begin, want: list[tuple[int, ...]]):
+def test_streams_have_the_tokens_of_utterances(begin: Begin, want: list[tuple[int, ...]]):
     client = begin()
     assert client.card.frame_samples == 1_280
     streams = [client.open_stream(live=number % 2 == 0) for number in range(len(CLIPS))]
@@ -86,7 +67,7 @@ def test_streams_say_what_utterances_say(begin: Begin, want: list[tuple[int, ...
         own.append(stream.submit_audio(np.zeros(0, np.float32), last=True))
     tickets = [client.submit(pcm) for pcm in CLIPS]
     found = [[each.result(WAIT_S) for each in own] for own in futures]
-    assert [said(each) for each in found] == want
+    assert [fixed_ids(each) for each in found] == want
     assert [ticket.future.result(WAIT_S).tokens for ticket in tickets] == want
     frames = [token.frame for each in found[4] for token in each.fixed_tokens]
     assert frames == sorted(frames)
@@ -97,18 +78,17 @@ def test_streams_say_what_utterances_say(begin: Begin, want: list[tuple[int, ...
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["rnnt", "ctc"])
 def test_hot_words_change_their_own_streams_only(begin: Begin, head: str) -> None:
-    """What a stream and an utterance say with them is the same; what others say is what they say without."""
+    """A stream and an utterance give the same tokens with them; others give those without."""
     client = begin(head=head)
     options = SearchOptions(bias="ab bag\t10\nmad\t10\ndew\t10")
     alone = [client.submit(pcm).future.result(WAIT_S).tokens for pcm in CLIPS[:4]]
     streams = [client.open_stream(live=True, bias=options.bias if number % 2 else "") for number in range(4)]
     futures = [
-        [stream.submit_audio(part) for part in pieces(pcm, 4_000)]
-        for stream, pcm in zip(streams, CLIPS, strict=False)
+        [stream.submit_audio(part) for part in pieces(pcm, 4_000)] for stream, pcm in zip(streams, CLIPS, strict=False)
     ]
     for stream, own in zip(streams, futures, strict=True):
         own.append(stream.submit_audio(np.zeros(0, np.float32), last=True))
-    found = [said([each.result(WAIT_S) for each in own]) for own in futures]
+    found = [fixed_ids([each.result(WAIT_S) for each in own]) for own in futures]
     assert found[0::2] == alone[0::2]
     whole = [client.submit(pcm, options).future.result(WAIT_S).tokens for pcm in CLIPS[:4]]
     assert found[1::2] == whole[1::2]
@@ -116,13 +96,9 @@ def test_hot_words_change_their_own_streams_only(begin: Begin, head: str) -> Non
     assert client.describe()["slots_used"] == 0
 
 
-def test_hot_words_that_cannot_be_spelt_fail_their_own_stream(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hot_words_that_cannot_be_spelt_fail_their_own_stream(on_thread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SentencePieceTokenizer, "encode", lambda *_: 1 / 0)
-    client = begin()
-    if isinstance(client.backend, ProcessBackend):
-        pytest.skip("the other process has its own")
+    client = on_thread()
     other = client.open_stream(live=True)
     with pytest.raises(StepFailed, match="spelling hot words failed: ZeroDivisionError"):
         client.submit(CLIPS[0], SearchOptions(bias="bad\t1")).future.result(WAIT_S)
@@ -132,8 +108,8 @@ def test_hot_words_that_cannot_be_spelt_fail_their_own_stream(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["rnnt", "ctc"])
-def test_a_stream_tells_when_each_token_was_said(begin: Begin, head: str) -> None:
-    """As often as it is asked; and an utterance does, as the stream."""
+def test_a_stream_has_a_time_for_each_token(begin: Begin, head: str) -> None:
+    """Whenever it is asked; and an utterance has the times of the stream."""
     client = begin(head=head)
     pcm, options = CLIPS[5], SearchOptions(words=True)
     stream = client.open_stream(live=True, words=True)
@@ -141,17 +117,15 @@ def test_a_stream_tells_when_each_token_was_said(begin: Begin, head: str) -> Non
     found = [stream.submit_audio(part, timed=number == 2).result(WAIT_S) for number, part in enumerate(parts)]
     found.append(stream.submit_audio(np.zeros(0, np.float32), last=True, timed=True).result(WAIT_S))
     runs = [run for each in found for run in each.token_runs]
-    assert len(runs) == len(said(found)) > (3 if head == "rnnt" else 0)
+    assert len(runs) == len(fixed_ids(found)) > (3 if head == "rnnt" else 0)
     assert [bool(each.token_runs) for each in found[:2]] == [False, False]
-    assert len(found[2].token_runs) == len(said(found[:3])), "all that had been said by then"
+    assert len(found[2].token_runs) == len(fixed_ids(found[:3])), "all that had been fixed_ids by then"
     assert all(0 <= first < behind <= len(pcm) // 1_280 + 2 for first, behind in runs)
     assert runs == sorted(runs)
     whole = client.submit(pcm, options).future.result(WAIT_S)
-    assert whole.tokens == said(found)
+    assert whole.tokens == fixed_ids(found)
     starts = [start for start, _ in token_times_from_frames(runs, 1_280, len(pcm))]
-    assert [start for start, _ in whole.times] == starts, (
-        "what is told early may go on, but begins where it begins"
-    )
+    assert [start for start, _ in whole.times] == starts, "early times may grow, but not move"
     assert client.submit(pcm).future.result(WAIT_S).times == ()
 
 
@@ -160,11 +134,11 @@ def test_more_streams_than_slots_wait(begin: Begin, want: list[tuple[int, ...]])
     tickets = [client.submit(pcm) for pcm in CLIPS]
     stream = client.open_stream(live=True)
     heard = stream.submit_audio(CLIPS[2], last=True)
-    assert said([heard.result(WAIT_S)]) == want[2]
+    assert fixed_ids([heard.result(WAIT_S)]) == want[2]
     assert [ticket.future.result(WAIT_S).tokens for ticket in tickets] == want
 
 
-def test_who_leaves_is_forgotten(begin: Begin, want: list[tuple[int, ...]]):
+def test_closed_and_cancelled_requests_free_their_slot(begin: Begin, want: list[tuple[int, ...]]):
     client = begin(max_sessions=1)
     first, second = client.open_stream(live=True), client.open_stream(live=True)
     answered = first.submit_audio(CLIPS[3][:8_000])
@@ -205,18 +179,16 @@ def test_any_number_of_pieces_may_wait(begin: Begin, want: list[tuple[int, ...]]
     empty = [client.open_stream(live=True) for _ in range(400)]
     futures += [each.submit_audio(np.zeros(0, np.float32), last=True) for each in empty]
     first.close()
-    assert said([each.result(WAIT_S) for each in futures]) == want[1]
+    assert fixed_ids([each.result(WAIT_S) for each in futures]) == want[1]
     assert client.describe()["slots_used"] == 0
 
 
-def on_thread(**settings: Any) -> EngineClient:
-    found = AsrCheckpoint.find(MODEL, NEMO)
-    return EngineClient(
-        EngineConfig(**(CONFIG | settings)), thread_backend(found.card, lambda: found.build("cpu", "fp32"))
-    )
+@pytest.fixture
+def on_thread(close_later: Any) -> Begin:
+    return lambda **settings: close_later(start_engine(NEMO_MODEL, NEMO, EngineConfig(**(CONFIG | settings))))
 
 
-def test_one_caller_more_than_may_wait_is_refused(begin: Begin, want: list[tuple[int, ...]]):
+def test_one_stream_more_than_may_wait_is_refused(begin: Begin, want: list[tuple[int, ...]]):
     client = begin(max_sessions=1)
     first = client.open_stream(live=True)
     first.submit_audio(CLIPS[0][:8_000]).result(WAIT_S)
@@ -233,11 +205,11 @@ def test_one_caller_more_than_may_wait_is_refused(begin: Begin, want: list[tuple
     futures[0].result(WAIT_S)
     waiting[0].close()
     again = client.open_stream(live=True).submit_audio(CLIPS[1], last=True)
-    assert said([again.result(WAIT_S)]) == want[1], "there is room again"
+    assert fixed_ids([again.result(WAIT_S)]) == want[1], "there is room again"
 
 
-def test_who_speaks_is_told_when_no_slot_is_to_be_had(
-    want: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+def test_a_live_stream_is_refused_when_no_slot_comes_free(
+    on_thread, want: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(executor, "MAX_WAIT_S", 0.05)
     client = on_thread(max_sessions=1)
@@ -252,13 +224,12 @@ def test_who_speaks_is_told_when_no_slot_is_to_be_had(
         unheard.submit_audio(CLIPS[3]).result(WAIT_S)
     assert not sent.done()
     assert first.submit_audio(CLIPS[0][8_000:], last=True).result(WAIT_S), "who has a slot keeps it, however long"
-    assert said([sent.result(WAIT_S)]) == want[1], "who is not in real time waits as a recording does"
+    assert fixed_ids([sent.result(WAIT_S)]) == want[1], "who is not in real time waits as a recording does"
     assert recording.future.result(WAIT_S).tokens == want[2]
     on_loop(client, lambda loop: loop.check())
-    client.close()
 
 
-def test_waiting_for_a_first_piece_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch):
+def test_a_stream_waits_for_a_slot_from_its_first_piece_on(on_thread, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(executor, "MAX_WAIT_S", WAIT_S)
     client = on_thread(max_sessions=1, host_bytes=0)
     first, silent = client.open_stream(live=True), client.open_stream(live=True)
@@ -272,11 +243,10 @@ def test_waiting_for_a_first_piece_is_nobodys_fault(monkeypatch: pytest.MonkeyPa
     with pytest.raises(AtCapacity):
         refused.result(WAIT_S)
     assert on_loop(client, lambda loop: loop.executor.due_s) is None
-    client.close()
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_callers_do_not_wait_for_recordings_to_end(want: list[tuple[int, ...]], live: bool):
+def test_streams_do_not_wait_for_recordings_to_end(on_thread, want: list[tuple[int, ...]], live: bool):
     client = on_thread(max_sessions=6, max_decode_rows=3)
     ended: list[str] = []
     with held(client):
@@ -292,11 +262,10 @@ def test_callers_do_not_wait_for_recordings_to_end(want: list[tuple[int, ...]], 
     assert [ticket.future.result(WAIT_S).tokens for ticket in tickets] == [w for w in want for _ in range(2)]
     assert ended.index("caller") <= (0 if live else 6)
     stream.close()
-    client.close()
 
 
 @pytest.mark.parametrize("slots", [1, 6])
-def test_who_waits_for_an_answer_goes_before_jobs_that_came_earlier(want: list[tuple[int, ...]], slots: int):
+def test_interactive_requests_go_before_earlier_bulk_ones(on_thread, want: list[tuple[int, ...]], slots: int):
     client = on_thread(max_sessions=slots, use_chunked_inference=False)
     ended: list[str] = []
     with held(client):
@@ -310,70 +279,49 @@ def test_who_waits_for_an_answer_goes_before_jobs_that_came_earlier(want: list[t
     assert len(ended) == 13, "and nobody waits for ever"
 
 
-def test_an_ending_that_cannot_be_told_fails_its_own_stream(want: list[tuple[int, ...]]):
+def test_a_failed_end_of_search_fails_its_own_stream(on_thread, want: list[tuple[int, ...]]):
     client = on_thread()
-    search = client.backend.loop.executor.model_runner.search
-    finish, failures = search.finish, iter([True, True])
-
-    def failing(*arguments: Any) -> Any:
-        if next(failures, False):
-            raise RuntimeError("on purpose")
-        return finish(*arguments)
-
-    search.finish = failing
-    nothing = client.open_stream(live=True).submit_audio(np.zeros(0, np.float32), last=True)
-    with pytest.raises(StepFailed, match="on purpose"):
-        nothing.result(WAIT_S)
-    with pytest.raises(StepFailed, match="on purpose"):
-        client.submit(CLIPS[2]).future.result(WAIT_S)
+    fail_calls(client.backend.loop.executor.model_runner.search, "finish", 1, 2)
+    empty = client.open_stream(live=True).submit_audio(np.zeros(0, np.float32), last=True)
+    for future in (empty, client.submit(CLIPS[2]).future):
+        with pytest.raises(StepFailed, match="hiccuped"):
+            future.result(WAIT_S)
     assert client.submit(CLIPS[2]).future.result(WAIT_S).tokens == want[2]
     on_loop(client, lambda loop: loop.check())
-    client.close()
 
 
-def test_an_engine_that_ends_broken_leaves_nobody_waiting():
+def test_an_engine_that_fails_while_stopping_leaves_nobody_waiting(on_thread):
     client = on_thread(max_sessions=2)
     streams = [client.open_stream(live=True) for _ in range(3)]
     futures = [stream.submit_audio(CLIPS[0][:100]) for stream in streams]
-
-    def broken(session: Any) -> None:
-        raise RuntimeError("on purpose")
-
     with held(client):
-        client.backend.loop.executor.model_runner.close_session = broken
+        fail_calls(client.backend.loop.executor.model_runner, "close_session", *range(1, 9))
         futures += [stream.submit_audio(CLIPS[5]) for stream in streams]
         client.backend.loop.inbox.put(lambda loop: loop.stop())
-    outcomes = [type(future.exception(WAIT_S)) for future in futures[3:]]
-    assert outcomes == [EngineClosed] * 3
-    client.close()
+    assert [type(future.exception(WAIT_S)) for future in futures[3:]] == [EngineClosed] * 3
 
 
 @pytest.fixture
-def in_process() -> Iterator[EngineClient]:
-    spec = EngineSpec(model=MODEL, device="cpu", dtype="fp32", weights=str(NEMO), threads=1)
-    client = EngineClient(EngineConfig(**CONFIG), process_backend(spec, RingSize(64, 16_384)))
-    yield client
-    client.close()
+def in_process(close_later: Any) -> EngineClient:
+    return close_later(start_engine(NEMO_MODEL, NEMO, EngineConfig(**CONFIG), process=True))
 
 
-def test_of_streams_that_are_over_nothing_is_kept(in_process: EngineClient, want: list[tuple[int, ...]]):
-    link = in_process.backend
-    assert isinstance(link, ProcessBackend)
+def test_nothing_is_held_for_a_finished_stream(in_process: EngineClient, want: list[tuple[int, ...]]):
+    link = backend_of(in_process)
     stream = in_process.open_stream(live=True)
     found = [stream.submit_audio(piece).result(WAIT_S) for piece in pieces(CLIPS[2], 4_000)]
     assert len(link._current.sessions) == 1
     found.append(stream.submit_audio(np.zeros(0, np.float32), last=True).result(WAIT_S))
-    assert said(found) == want[2]
+    assert fixed_ids(found) == want[2]
     assert link._current.sessions == {}
     stream.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["a step failed", "a step failed when it was heard again", "it kills engines"])
-def test_a_stream_that_is_lost_is_lost_as_a_whole(in_process: EngineClient, how: str):
-    """What came after a gap would be heard as if nothing were missing."""
-    link = in_process.backend
-    assert isinstance(link, ProcessBackend)
+def test_a_lost_stream_fails_every_later_piece(in_process: EngineClient, how: str):
+    """Audio after a gap would be decoded as if nothing were missing."""
+    link = backend_of(in_process)
     stream, other = in_process.open_stream(live=True), in_process.open_stream(live=True)
     stream.submit_audio(CLIPS[0][:4_000]).result(WAIT_S)
     os.kill(link._current.process.pid, signal.SIGSTOP)
@@ -386,9 +334,7 @@ def test_a_stream_that_is_lost_is_lost_as_a_whole(in_process: EngineClient, how:
             link._deliver(link._current.record_death("on purpose"))
     else:
         failure = ErrorMessage.from_error(StepFailed("on purpose"))
-        link._deliver(
-            link._current.handle_message(RequestFailed(number, failure, 1 if how == "a step failed" else 0))
-        )
+        link._deliver(link._current.handle_message(RequestFailed(number, failure, 1 if how == "a step failed" else 0)))
     for future in waiting:
         with pytest.raises(error):
             future.result(WAIT_S)
@@ -401,59 +347,38 @@ def test_a_stream_that_is_lost_is_lost_as_a_whole(in_process: EngineClient, how:
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_takes_nothing_along(want: list[tuple[int, ...]]):
-    spec = EngineSpec(model=MODEL, device="cpu", dtype="fp32", weights=str(NEMO), threads=1)
-    client = EngineClient(EngineConfig(**CONFIG), process_backend(spec, RingSize(64, 16_384)))
-    link = client.backend
-    assert isinstance(link, ProcessBackend)
-    stream, found = client.open_stream(live=True), []
+def test_a_stream_survives_the_death_of_its_process(in_process, want: list[tuple[int, ...]]):
+    stream, found = in_process.open_stream(live=True), []
     cut = pieces(CLIPS[5], 4_000)
     for number, piece in enumerate(cut):
         if number in (3, 9):
-            os.kill(link._current.process.pid, signal.SIGKILL)
+            os.kill(engine_pid(in_process), signal.SIGKILL)
         found.append(stream.submit_audio(piece, last=number == len(cut) - 1).result(WAIT_S))
-    assert said(found) == want[5]
-    assert link.restarts == 2
-    client.close()
+    assert fixed_ids(found) == want[5]
+    assert backend_of(in_process).restarts == 2
 
 
-def test_a_step_that_fails_takes_its_own_along(want: list[tuple[int, ...]]):
-    found = AsrCheckpoint.find(MODEL, NEMO)
-    client = EngineClient(EngineConfig(**CONFIG), thread_backend(found.card, lambda: found.build("cpu", "fp32")))
-    wrapper = client.backend.loop.executor.model_runner
-    step, failures = wrapper.step, iter([True])
-
-    def failing(sessions: Any, now_ms: float) -> Any:
-        if next(failures, False):
-            raise RuntimeError("on purpose")
-        return step(sessions, now_ms)
-
-    wrapper.step = failing
+def test_a_failed_step_fails_its_own_stream(on_thread, want: list[tuple[int, ...]]):
+    client = on_thread()
+    fail_calls(client.backend.loop.executor.model_runner, "step", 1)
     stream = client.open_stream(live=True)
-    with pytest.raises(StepFailed, match="on purpose"):
-        stream.submit_audio(CLIPS[3]).result(WAIT_S)
-    with pytest.raises(Cancelled):
-        stream.submit_audio(CLIPS[3]).result(WAIT_S)
+    for error in (StepFailed, Cancelled):
+        with pytest.raises(error):
+            stream.submit_audio(CLIPS[3]).result(WAIT_S)
     assert client.submit(CLIPS[3]).future.result(WAIT_S).tokens == want[3]
     on_loop(client, lambda loop: loop.check())
-    client.close()
 
 
-def test_chunks_and_look_ahead_are_the_models(begin: Begin, request: pytest.FixtureRequest):
-    if "process" in request.node.name:
-        pytest.skip("the same code")
-    with pytest.raises(OptionError, match="chunk_frames=3"):
-        begin(chunk_frames=3)
-    with pytest.raises(OptionError, match="lookahead_frames=11"):
-        begin(lookahead_frames=11)
-    with pytest.raises(OptionError, match="up to 4000 ms"):
-        begin(chunk_frames=100_000)
-    with pytest.raises(OptionError, match="head=tdt"):
-        begin(head="tdt")
-    by_ctc = begin(head="ctc")
-    assert (
-        by_ctc.submit(CLIPS[3]).future.result(WAIT_S).tokens
-        != begin().submit(CLIPS[3]).future.result(WAIT_S).tokens
-    )
-    right = begin(lookahead_frames=3, chunk_frames=8)
+def test_chunks_look_ahead_and_head_are_the_models(on_thread):
+    for wrong, match in (
+        ({"chunk_frames": 3}, "chunk_frames=3"),
+        ({"lookahead_frames": 11}, "lookahead_frames=11"),
+        ({"chunk_frames": 100_000}, "up to 4000 ms"),
+        ({"head": "tdt"}, "head=tdt"),
+    ):
+        with pytest.raises(OptionError, match=match):
+            on_thread(**wrong)
+    ctc, rnnt = (on_thread(head=head).submit(CLIPS[3]).future.result(WAIT_S) for head in ("ctc", "rnnt"))
+    assert ctc.tokens != rnnt.tokens
+    right = on_thread(lookahead_frames=3, chunk_frames=8)
     assert right.backend.loop.executor.model_runner.model.frame_block == 4

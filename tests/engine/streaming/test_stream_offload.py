@@ -1,6 +1,6 @@
-"""Streams that nothing comes for give up their slots and sleep; and say what they would have said.
+"""Offload of idle streams: they give up their slots, and their results stay what they would have been.
 
-On a clock that is set by hand, with poison in every row that nobody has.
+On a clock that is set by hand, with poison in every unused row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_offload import Bench, Caller, Clock, Keeper, Shelf, clock
+from tiny_offload import ClipStream, Clock, ExecutorBench, FakeLoop, FakeOffloadStore, clock
 from tiny_streaming import clips
 
 from asr_serve.decoding.ctc import CtcPrefixBeam
@@ -38,8 +38,8 @@ CASES = [
     ("deepspeech", "ctc"),
 ]
 PCM = np.concatenate(clips(3))[:48_000]
-ALONE: dict[tuple[Any, ...], Caller] = {}
-"""What was heard, and by whom: it is heard once."""
+RESIDENT: dict[tuple[Any, ...], ClipStream] = {}
+"""Streams that are never offloaded, by their audio and pieces: computed once."""
 WAIT_S = 60.0
 
 
@@ -57,24 +57,23 @@ def now() -> Iterator[Clock]:
         yield made
 
 
-def bench(now: Clock, name: str = "deepspeech", search: str = "ctc", **options: Any) -> Bench:
+def bench(now: Clock, name: str = "deepspeech", search: str = "ctc", **options: Any) -> ExecutorBench:
     if search == "rescored":
         options["make"] = lambda network: RescoringSearch(CtcPrefixBeam(network, 4), network)
-    return Bench(now, name, search, **options)
+    return ExecutorBench(now, name, search, **options)
 
 
-def alone(name: str, search: str, pcm: np.ndarray, cuts: list[int], **options: Any) -> Caller:
-    """Cut there, and never asleep."""
+def resident(name: str, search: str, pcm: np.ndarray, cuts: list[int], **options: Any) -> ClipStream:
+    """The same pieces, never offloaded."""
     known = (name, search, pcm.tobytes(), *cuts, *options.items())
-    if known not in ALONE:
+    if known not in RESIDENT:
         with clock() as now:
             made = bench(now, name, search, slots=1, **options)
-            caller = ALONE[known] = Caller(made, 0, pcm)
+            caller = RESIDENT[known] = ClipStream(made, 0, pcm)
             for cut in cuts:
-                caller.write(cut)
-                made.settle()
+                caller.send(cut)
             made.expect_empty()
-    return ALONE[known]
+    return RESIDENT[known]
 
 
 # --- parity ---------------------------------------------------------------------------------------------
@@ -83,58 +82,53 @@ def alone(name: str, search: str, pcm: np.ndarray, cuts: list[int], **options: A
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["memory", "disk", "lost"])
 @pytest.mark.parametrize(("name", "search"), CASES)
-def test_it_says_the_same_and_knows_the_same_to_the_bit(now: Clock, name: str, search: str, how: str) -> None:
-    said = 0
+def test_offloaded_streams_equal_resident_ones_to_the_bit(now: Clock, name: str, search: str, how: str) -> None:
+    token_count = 0
     for seed in range(2):
         chance = random.Random(seed)
-        pcm, shelf = clips(seed)[4 * seed][:24_000], Shelf(disk=how != "memory")
+        pcm, shelf = clips(seed)[4 * seed][:24_000], FakeOffloadStore(disk=how != "memory")
         here = bench(now, name, search, slots=1, tiers=shelf, hears_again=how == "lost")
         there = bench(now, name, search, slots=1)
-        sleeps, wakes = Caller(here, 7, pcm), Caller(there, 7, pcm)
-        while not sleeps.over:
+        offloaded_stream, resident_stream = ClipStream(here, 7, pcm), ClipStream(there, 7, pcm)
+        while not offloaded_stream.finished:
             cut = chance.choice((1, 700, 5_120, 9_000))
-            for made, caller in ((here, sleeps), (there, wakes)):
-                caller.write(cut)
-                made.settle()
+            for made, caller in ((here, offloaded_stream), (there, resident_stream)):
+                caller.send(cut)
                 while shelf.read():
                     made.settle()
                 assert caller.answered
-            if not sleeps.over and chance.random() < 0.7:
+            if not offloaded_stream.finished and chance.random() < 0.7:
                 here.idle(10.0)
                 assert here.asleep == {7}
                 assert here.wrapper.free_sessions == 1, "a sleeper holds no slot"
                 if how == "lost":
                     shelf.lost = set(shelf.held)
-        assert sleeps.tokens() == wakes.tokens()
-        assert sleeps.tails() == wakes.tails()
-        said += len(sleeps.tokens())
-        here.expect_empty(shelf)
-    assert said > 0
+        assert offloaded_stream.tokens() == resident_stream.tokens()
+        assert offloaded_stream.tails() == resident_stream.tails()
+        token_count += len(offloaded_stream.tokens())
+        here.expect_empty()
+    assert token_count > 0
 
 
 @pytest.mark.parametrize(("name", "search"), CASES)
-def test_what_it_knows_after_sleep_is_what_it_would_have_known(now: Clock, name: str, search: str) -> None:
-    shelf = Shelf()
+def test_the_state_after_offload_is_that_of_a_resident_stream(now: Clock, name: str, search: str) -> None:
+    shelf = FakeOffloadStore()
     here, there = bench(now, name, search, tiers=shelf), bench(now, name, search)
-    sleeps, wakes = Caller(here, 0, PCM), Caller(there, 0, PCM)
+    offloaded_stream, resident_stream = ClipStream(here, 0, PCM), ClipStream(there, 0, PCM)
     for cut in (8_000, 5_001, 12_345):
-        for made, caller in ((here, sleeps), (there, wakes)):
-            caller.write(cut)
-            made.settle()
+        for caller in (offloaded_stream, resident_stream):
+            caller.send(cut)
         here.idle(10.0)
         assert here.asleep == {0}
-        other = Caller(here, 1, PCM)  # it has the row meanwhile, and spoils it
-        other.write(20_000)
-        here.settle()
+        other = ClipStream(here, 1, PCM)  # it has the row meanwhile, and spoils it
+        other.send(20_000)
         here.streams.close_stream(1)
-    sleeps.write(3_000)
-    wakes.write(3_000)
-    here.settle()
-    there.settle()
+    offloaded_stream.send(3_000)
+    resident_stream.send(3_000)
     ours, theirs = here.streams.export_stream(0), there.streams.export_stream(0)
     assert ours is not None
     assert ours == theirs
-    here.expect_empty(shelf)
+    here.expect_empty()
 
 
 Op = tuple[str, int, int]
@@ -160,25 +154,21 @@ def schedules(draw: Any) -> tuple[int, int, list[Op]]:
 @pytest.mark.parametrize("search", ["ctc", "ctc beam"])
 @pytest.mark.parametrize("disk", [False, True])
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    schedule=schedules(),
-    room=st.sampled_from((1 << 30, 60_000, 0)),
-    kept=st.sampled_from((1 << 30, 4 * 15_000)),
-)
-def test_whatever_comes_everybody_says_what_they_say_alone(
+@given(schedule=schedules(), room=st.sampled_from((1 << 30, 60_000, 0)), kept=st.sampled_from((1 << 30, 4 * 15_000)))
+def test_any_schedule_gives_the_results_of_streams_alone(
     search: str, disk: bool, schedule: tuple[int, int, list[Op]], room: int, kept: int
 ) -> None:
     callers, slots, ops = schedule
     with clock() as now, mock.patch.object(request, "MAX_REPLAY_BYTES", kept):
-        shelf = Shelf(room, disk=disk)
+        shelf = FakeOffloadStore(room, disk=disk)
         made = bench(now, "deepspeech", search, slots=slots, tiers=shelf, hears_again=disk, chunked=True)
         pcm = {number: clips(number)[2][:20_000] for number in range(callers)}
-        heard = {number: Caller(made, number, pcm[number]) for number in range(callers)}
+        streams_by_number = {number: ClipStream(made, number, pcm[number]) for number in range(callers)}
         cuts: dict[int, list[int]] = {number: [] for number in range(callers)}
         gone: set[int] = set()
         for op, number, much in ops:
-            if op == "put" and number not in gone and not heard[number].over:
-                heard[number].write(much)
+            if op == "put" and number not in gone and not streams_by_number[number].finished:
+                streams_by_number[number].write(much)
                 cuts[number].append(much)
             elif op == "idle":
                 now.now_s += much
@@ -192,59 +182,60 @@ def test_whatever_comes_everybody_says_what_they_say_alone(
                 gone.add(number)
             elif op == "lose" and disk:
                 shelf.lost.add(b"stream %d" % number)
-            elif op == "move" and number not in gone and heard[number].answered and not heard[number].over:
-                if number in refused(heard):
+            elif (
+                op == "move"
+                and number not in gone
+                and streams_by_number[number].answered
+                and not streams_by_number[number].finished
+            ):
+                if number in refused(streams_by_number):
                     continue
                 if b"stream %d" % number in shelf.held and disk:
                     continue  # it would wait for a disk that nobody turns
                 saved = made.streams.export_stream(number)
                 made.streams.open_stream(number, True, saved=saved)
             made.streams.check()
-        for number, caller in heard.items():
-            if number not in gone | refused(heard) and not caller.over:
+        for number, caller in streams_by_number.items():
+            if number not in gone | refused(streams_by_number) and not caller.finished:
                 caller.write(len(caller.pcm))
                 cuts[number].append(len(caller.pcm))
-            while shelf.read() or made.step():
-                pass
+            made.read_all()
             now.now_s += offload.IDLE_WHEN_PRESSED_S
-        while not all(caller.answered for caller in heard.values()):
-            while shelf.read() or made.step():
-                pass
+        while not all(caller.answered for caller in streams_by_number.values()):
+            made.read_all()
             due_s = made.streams.due_s
             assert due_s is not None, "somebody waits for ever"
             now.now_s = max(now.now_s, due_s)
-        assert kept < 1 << 30 or not refused(heard, StepFailed), "its audio was kept"
-        for number in set(heard) - gone - refused(heard):
-            want = alone("deepspeech", search, pcm[number], cuts[number], chunked=True)
-            assert heard[number].tokens() == want.tokens(), (number, cuts[number])
-            assert heard[number].tails() == want.tails()
-        made.expect_empty(shelf)
+        assert kept < 1 << 30 or not refused(streams_by_number, StepFailed), "its audio was kept"
+        for number in set(streams_by_number) - gone - refused(streams_by_number):
+            want = resident("deepspeech", search, pcm[number], cuts[number], chunked=True)
+            assert streams_by_number[number].tokens() == want.tokens(), (number, cuts[number])
+            assert streams_by_number[number].tails() == want.tails()
+        made.expect_empty()
 
 
-def refused(heard: dict[int, Caller], *why: type[Exception]) -> set[int]:
-    """Who was told that there is no slot, or that what it had heard is lost."""
+def refused(streams_by_number: dict[int, ClipStream], *why: type[Exception]) -> set[int]:
+    """Streams that found no slot, or whose audio is lost."""
     found = set()
-    for number, caller in heard.items():
-        errors = [future.exception() for _, future in caller.told if future.done()]
+    for number, caller in streams_by_number.items():
+        errors = [future.exception() for _, future in caller.results if future.done()]
         if any(isinstance(error, why or (AtCapacity, StepFailed)) for error in errors):
             found.add(number)
     return found
 
 
-# --- who sleeps, and when -------------------------------------------------------------------------------
+# --- which are offloaded, and when -------------------------------------------------------------------------------
 
 
-def test_who_is_quiet_for_long_sleeps_though_nobody_waits(now: Clock) -> None:
-    shelf = Shelf()
+def test_a_stream_idle_for_long_is_offloaded_without_pressure(now: Clock) -> None:
+    shelf = FakeOffloadStore()
     made = bench(now, tiers=shelf, after_s=10.0)
-    caller = Caller(made, 0, PCM)
-    caller.write(8_000)
-    made.settle()
+    caller = ClipStream(made, 0, PCM)
+    caller.send(8_000)
     assert made.streams.due_s == now.now_s + 10.0, "the loop wakes by itself"
     made.idle(9.9)
     assert (made.asleep, made.wrapper.free_sessions) == (set(), 1)
-    caller.write(800)
-    made.settle()
+    caller.send(800)
     made.idle(9.9)
     assert made.asleep == set(), "it counts from what came last"
     made.idle(0.2)
@@ -253,20 +244,17 @@ def test_who_is_quiet_for_long_sleeps_though_nobody_waits(now: Clock) -> None:
     assert made.metric("asr_serve_streams_asleep") == 1
     assert made.metric("asr_serve_stream_sleeps_total") == 1
     assert made.streams.describe()["streams_asleep"] == 1
-    made.streams.close_stream(0)
-    made.expect_empty(shelf)
+    made.close(0)
 
 
-def test_under_pressure_the_longest_quiet_goes_first_and_only_as_many_as_are_needed(now: Clock) -> None:
-    shelf = Shelf()
+def test_under_pressure_the_longest_idle_go_first_and_no_more_than_needed(now: Clock) -> None:
+    shelf = FakeOffloadStore()
     made = bench(now, slots=3, tiers=shelf)
-    callers = [Caller(made, number, PCM) for number in range(5)]
+    callers = [ClipStream(made, number, PCM) for number in range(5)]
     for number in (2, 0, 1):
-        callers[number].write(8_000)
-        made.settle()
+        callers[number].send(8_000)
         now.now_s += 0.2
-    callers[3].write(8_000)
-    made.settle()
+    callers[3].send(8_000)
     assert not callers[3].answered, "nobody was quiet for long enough"
     assert made.streams.due_s == pytest.approx(now.now_s - 0.6 + offload.IDLE_WHEN_PRESSED_S)
     made.idle(offload.IDLE_WHEN_PRESSED_S - 0.6)
@@ -277,21 +265,17 @@ def test_under_pressure_the_longest_quiet_goes_first_and_only_as_many_as_are_nee
     assert made.asleep == {2}, "nobody waits any more"
     for number in (0, 1, 3):
         made.streams.close_stream(number)
-    callers[2].write(100)
-    made.settle()
+    callers[2].send(100)
     assert callers[2].answered
-    made.streams.close_stream(2)
-    made.streams.close_stream(4)
-    made.expect_empty(shelf)
+    made.close(2, 4)
 
 
 @pytest.mark.parametrize("recording", [False, True])
-def test_who_waits_for_hot_words_wants_no_slot_of_others(now: Clock, recording: bool) -> None:
+def test_a_stream_waiting_for_its_biasing_list_wants_no_slot(now: Clock, recording: bool) -> None:
     go = threading.Event()
-    made = bench(now, slots=3, tiers=Shelf(), spell=lambda bias: go.wait(WAIT_S))
-    caller = Caller(made, 0, PCM)
-    caller.write(8_000)
-    made.settle()
+    made = bench(now, slots=3, tiers=FakeOffloadStore(), spell=lambda bias: go.wait(WAIT_S))
+    caller = ClipStream(made, 0, PCM)
+    caller.send(8_000)
     if recording:
         options = SearchOptions(bias="ab\t1")
         made.streams.submit(RecognitionRequest(1, PCM, len(PCM), options, "bulk", Future()))
@@ -303,18 +287,16 @@ def test_who_waits_for_hot_words_wants_no_slot_of_others(now: Clock, recording: 
     made.streams.cancel(1)
     made.idle(2 * offload.IDLE_WHEN_PRESSED_S)
     go.set()
-    made.streams.close_stream(0)
-    made.expect_empty()
+    made.close(0)
     made.streams.shutdown(EngineClosed("the test is over"))
 
 
-def test_recordings_make_callers_sleep_and_never_sleep(now: Clock) -> None:
-    shelf = Shelf()
+def test_recordings_offload_streams_and_are_never_offloaded(now: Clock) -> None:
+    shelf = FakeOffloadStore()
     made = bench(now, slots=1, tiers=shelf)
     made.keeper.vad_scheduler.live_count = 0
-    caller = Caller(made, 0, PCM)
-    caller.write(8_000)
-    made.settle()
+    caller = ClipStream(made, 0, PCM)
+    caller.send(8_000)
     future: Any = Future()
     made.streams.submit(RecognitionRequest(9, PCM[:16_000], 16_000, SearchOptions(), "bulk", future))
     made.settle()
@@ -322,59 +304,53 @@ def test_recordings_make_callers_sleep_and_never_sleep(now: Clock) -> None:
     made.idle(offload.IDLE_WHEN_PRESSED_S)
     assert future.done()
     assert made.asleep == {0}
-    caller.write(len(PCM))
-    made.settle()
-    assert caller.tokens() == alone("deepspeech", "ctc", PCM, [8_000, len(PCM)]).tokens()
-    made.expect_empty(shelf)
+    caller.send(len(PCM))
+    assert caller.tokens() == resident("deepspeech", "ctc", PCM, [8_000, len(PCM)]).tokens()
+    made.expect_empty()
 
 
-def test_more_streams_than_slots_as_long_as_only_some_speak(now: Clock) -> None:
-    shelf = Shelf()
+def test_more_streams_than_slots(now: Clock) -> None:
+    shelf = FakeOffloadStore()
     made = bench(now, slots=2, tiers=shelf)
-    callers = [Caller(made, number, PCM[: 16_000 + 700 * number]) for number in range(8)]
+    callers = [ClipStream(made, number, PCM[: 16_000 + 700 * number]) for number in range(8)]
     assert made.wrapper.free_sessions == 2, "who has not said anything has no slot"
     for turn in range(3):
         for first in range(0, 8, 2):
             for caller in callers[first : first + 2]:
-                caller.write(5_000 + turn)
-            made.settle()
+                caller.send(5_000 + turn)
             now.now_s += offload.IDLE_WHEN_PRESSED_S
     for caller in callers:
-        caller.write(len(PCM))
-        made.settle()
+        caller.send(len(PCM))
         now.now_s += offload.IDLE_WHEN_PRESSED_S
     for caller in callers:
         cuts = [5_000, 5_001, 5_002, len(PCM)]
-        assert caller.tokens() == alone("deepspeech", "ctc", caller.pcm, cuts).tokens()
+        assert caller.tokens() == resident("deepspeech", "ctc", caller.pcm, cuts).tokens()
     assert made.metric("asr_serve_wake_seconds_count") >= 20
-    made.expect_empty(shelf)
-
-
-def test_without_tiers_nobody_sleeps(now: Clock) -> None:
-    made = bench(now, slots=1)
-    first, second = Caller(made, 0, PCM), Caller(made, 1, PCM)
-    made.settle()
-    second.write(100)
-    first.write(8_000)
-    made.settle()
-    assert first.answered, "who came first has the slot, before any audio"
-    made.idle(executor.MAX_WAIT_S)
-    with pytest.raises(AtCapacity):
-        second.told[0][1].result(0)
-    made.idle(100.0)
-    assert made.wrapper.free_sessions == 0
-    assert made.streams.due_s is None
-    made.streams.close_stream(0)
     made.expect_empty()
 
 
-def test_where_there_is_no_room_it_stays_awake_and_the_loop_does_not_spin(now: Clock) -> None:
-    shelf = Shelf(0)
-    made = bench(now, slots=2, tiers=shelf)
-    callers = [Caller(made, number, PCM) for number in range(3)]
-    for caller in callers[:2]:
-        caller.write(8_000)
+def test_without_a_store_nothing_is_offloaded(now: Clock) -> None:
+    made = bench(now, slots=1)
+    first, second = ClipStream(made, 0, PCM), ClipStream(made, 1, PCM)
     made.settle()
+    second.write(100)
+    first.send(8_000)
+    assert first.answered, "who came first has the slot, before any audio"
+    made.idle(executor.MAX_WAIT_S)
+    with pytest.raises(AtCapacity):
+        second.results[0][1].result(0)
+    made.idle(100.0)
+    assert made.wrapper.free_sessions == 0
+    assert made.streams.due_s is None
+    made.close(0)
+
+
+def test_a_full_store_is_retried_later(now: Clock) -> None:
+    shelf = FakeOffloadStore(0)
+    made = bench(now, slots=2, tiers=shelf)
+    callers = [ClipStream(made, number, PCM) for number in range(3)]
+    for caller in callers[:2]:
+        caller.send(8_000)
     callers[2].write(8_000)
     made.idle(offload.IDLE_WHEN_PRESSED_S)
     assert made.asleep == set()
@@ -384,17 +360,14 @@ def test_where_there_is_no_room_it_stays_awake_and_the_loop_does_not_spin(now: C
     shelf.most_bytes = 1 << 30
     made.idle(offload.IDLE_WHEN_PRESSED_S + offload.STORE_FULL_RETRY_S)
     assert callers[2].answered, "there was room again"
-    for caller in callers:
-        made.streams.close_stream(caller.number)
-    made.expect_empty(shelf)
+    made.close(0, 1, 2)
 
 
-def test_nothing_heard_is_nothing_to_keep(now: Clock) -> None:
-    shelf = Shelf()
+def test_a_stream_without_audio_stores_nothing(now: Clock) -> None:
+    shelf = FakeOffloadStore()
     made = bench(now, slots=1, tiers=shelf)
-    silent, other = Caller(made, 0, PCM), Caller(made, 1, PCM)
-    silent.write(0)
-    made.settle()
+    silent, other = ClipStream(made, 0, PCM), ClipStream(made, 1, PCM)
+    silent.send(0)
     assert silent.answered
     assert made.wrapper.free_sessions == 0
     other.write(8_000)
@@ -402,90 +375,82 @@ def test_nothing_heard_is_nothing_to_keep(now: Clock) -> None:
     assert other.answered
     assert not shelf.held
     assert made.streams.export_stream(0) is None
-    made.streams.close_stream(1)
-    made.expect_empty(shelf)
+    made.close(1)
 
 
-def test_few_are_put_to_sleep_between_two_steps(now: Clock) -> None:
-    shelf = Shelf()
+def test_offloads_per_step_are_bounded(now: Clock) -> None:
+    shelf = FakeOffloadStore()
     made = bench(now, slots=10, tiers=shelf)
     for number in range(10):
-        Caller(made, number, PCM).write(2_000)
-    made.settle()
+        ClipStream(made, number, PCM).send(2_000)
     now.now_s += 11.0
     assert made.step()
     assert len(made.asleep) == MAX_OFFLOADS_PER_STEP
     made.settle()
     assert len(made.asleep) == 10
     made.streams.shutdown(EngineClosed("closed"))
-    made.expect_empty(shelf)
+    made.expect_empty()
 
 
 # --- waking ---------------------------------------------------------------------------------------------
 
 
-def slept(made: Bench, *numbers: int) -> list[Caller]:
-    """Callers that sleep."""
-    callers = [Caller(made, number, PCM) for number in numbers]
+def offloaded_streams(made: ExecutorBench, *numbers: int) -> list[ClipStream]:
+    """Streams that are offloaded."""
+    callers = [ClipStream(made, number, PCM) for number in numbers]
     for caller in callers:
-        caller.write(8_000)
-        made.settle()
+        caller.send(8_000)
         made.idle(offload.IDLE_WHEN_PRESSED_S)
     made.idle(11.0)
     assert made.asleep == set(numbers)
     return callers
 
 
-def test_the_disk_is_asked_at_once_and_others_are_not_kept_waiting(now: Clock) -> None:
-    shelf = Shelf(disk=True)
+def test_a_read_starts_at_once_and_holds_no_slot(now: Clock) -> None:
+    shelf = FakeOffloadStore(disk=True)
     made = bench(now, slots=1, tiers=shelf)
-    (sleeper,) = slept(made, 0)
-    other = Caller(made, 1, PCM)
-    sleeper.write(8_000)
+    (offloaded,) = offloaded_streams(made, 0)
+    other = ClipStream(made, 1, PCM)
+    offloaded.write(8_000)
     assert len(shelf._reading) == 1, "before any turn of the loop"
-    other.write(8_000)
-    made.settle()
+    other.send(8_000)
     assert other.answered, "a slot is not held for what the disk has not read"
-    assert not sleeper.answered
+    assert not offloaded.answered
     now.now_s += 0.5
     assert shelf.read()
     made.settle()
-    assert not sleeper.answered, "now it waits for a slot like anybody"
+    assert not offloaded.answered, "now it waits for a slot like anybody"
     made.idle(0.5)
-    assert sleeper.answered, "and others sleep for it"
+    assert offloaded.answered, "and others sleep for it"
     assert made.asleep == {1}
     assert made.metric("asr_serve_wake_seconds_count") == 1
     assert made.metric("asr_serve_wake_seconds_sum") == 1.0
-    for number in (0, 1):
-        made.streams.close_stream(number)
-    made.expect_empty(shelf)
+    made.close(0, 1)
 
 
-def test_who_wakes_and_finds_no_slot_is_told_so(now: Clock) -> None:
-    shelf = Shelf()
+def test_a_fetched_stream_without_a_slot_is_refused(now: Clock) -> None:
+    shelf = FakeOffloadStore()
     made = bench(now, slots=1, tiers=shelf)
-    (sleeper,) = slept(made, 0)
+    (offloaded,) = offloaded_streams(made, 0)
     shelf.most_bytes = 0
-    busy = Caller(made, 1, PCM)
-    busy.write(8_000)
-    made.settle()
-    futures = [sleeper.write(800), sleeper.write(800)]
+    busy = ClipStream(made, 1, PCM)
+    busy.send(8_000)
+    futures = [offloaded.write(800), offloaded.write(800)]
     made.idle(executor.MAX_WAIT_S)
     for future in futures:
         with pytest.raises(AtCapacity, match="wait for one of 1 slots"):
             future.result(0)
     assert not shelf.held
-    made.streams.close_stream(1)
-    made.expect_empty(shelf)
+    made.close(1)
 
 
 @pytest.mark.parametrize("name", ["deepspeech", "u2pp 2"])
-def test_where_all_room_is_taken_who_wakes_and_who_sleeps_change_places(now: Clock, name: str) -> None:
-    """One slot, room for one more to sleep, and two who speak in turn."""
-    shelf = Shelf()
+def test_streams_swap_places_when_the_store_is_full(now: Clock, name: str) -> None:
+    """One slot, room to offload one stream, and two streams in turn."""
+    shelf = FakeOffloadStore()
     made = bench(now, name, slots=1, tiers=shelf)
     cuts = [16_000, 9_000, 12_000, len(PCM)]
-    callers = [Caller(made, number, PCM) for number in range(2)]
+    callers = [ClipStream(made, number, PCM) for number in range(2)]
     for caller in callers:
         caller.write(cuts[0])
         made.idle(11.0)
@@ -499,37 +464,33 @@ def test_where_all_room_is_taken_who_wakes_and_who_sleeps_change_places(now: Clo
             for _ in range(3):
                 made.idle(executor.MAX_WAIT_S / 4)
             assert caller.answered, "who has the slot waits for room, and who has room for the slot"
-    want = alone(name, "ctc", PCM, cuts)
+    want = resident(name, "ctc", PCM, cuts)
     for caller in callers:
         assert caller.tokens() == want.tokens()
-    made.expect_empty(shelf)
+    made.expect_empty()
 
 
-def test_too_many_may_not_wake_at_once(now: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_offloaded_streams_are_bounded(now: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "MAX_WAITING", 2)
-    shelf = Shelf()
+    shelf = FakeOffloadStore()
     made = bench(now, slots=1, tiers=shelf)
-    sleepers_ = slept(made, 0, 1, 2)
-    Caller(made, 3, PCM).write(8_000)
-    made.settle()
-    futures = [caller.write(800) for caller in sleepers_]
+    streams = offloaded_streams(made, 0, 1, 2)
+    ClipStream(made, 3, PCM).send(8_000)
+    futures = [caller.write(800) for caller in streams]
     with pytest.raises(AtCapacity):
         futures[2].result(0)
     assert set(shelf.held) == {b"stream 0", b"stream 1"}
-    for number in range(4):
-        made.streams.close_stream(number)
-    made.expect_empty(shelf)
+    made.close(*range(4))
 
 
 @pytest.mark.parametrize("when", ["asleep", "reading", "read", "waiting"])
-def test_who_is_closed_leaves_nothing(now: Clock, when: str) -> None:
-    shelf = Shelf(disk=True)
+def test_closing_an_offloaded_stream_leaves_nothing(now: Clock, when: str) -> None:
+    shelf = FakeOffloadStore(disk=True)
     made = bench(now, slots=1, tiers=shelf)
-    (sleeper,) = slept(made, 0)
-    Caller(made, 1, PCM).write(8_000)
-    made.settle()
+    (offloaded,) = offloaded_streams(made, 0)
+    ClipStream(made, 1, PCM).send(8_000)
     if when != "asleep":
-        future = sleeper.write(800)
+        future = offloaded.write(800)
     if when in ("read", "waiting"):
         shelf.read()
     if when == "waiting":
@@ -543,99 +504,89 @@ def test_who_is_closed_leaves_nothing(now: Clock, when: str) -> None:
         with pytest.raises(Cancelled):
             future.result(0)
     assert not shelf.held
-    made.streams.close_stream(1)
-    made.expect_empty(shelf)
+    made.close(1)
 
 
-def test_an_engine_that_ends_leaves_no_sleeper(now: Clock) -> None:
-    shelf = Shelf(disk=True)
+def test_shutdown_ends_offloaded_streams(now: Clock) -> None:
+    shelf = FakeOffloadStore(disk=True)
     made = bench(now, slots=1, tiers=shelf)
-    first, _ = slept(made, 0, 1)
+    first, _ = offloaded_streams(made, 0, 1)
     future = first.write(800)
     made.streams.shutdown(EngineClosed("closed"))
     with pytest.raises(EngineClosed):
         future.result(0)
     shelf.read()
-    made.expect_empty(shelf)
+    made.expect_empty()
 
 
 # --- what is lost ---------------------------------------------------------------------------------------
 
 
-def test_what_was_told_is_not_told_twice(now: Clock) -> None:
-    shelf = Shelf(disk=True)
+def test_replay_repeats_no_result(now: Clock) -> None:
+    shelf = FakeOffloadStore(disk=True)
     made = bench(now, "u2pp 2", "ctc", tiers=shelf, hears_again=True)
-    caller = Caller(made, 0, PCM)
+    caller = ClipStream(made, 0, PCM)
     cuts = [24_000, 12_001, len(PCM)]
     for cut in cuts:
-        caller.write(cut)
-        made.settle()
+        caller.send(cut)
         while shelf.read():
             made.settle()
-        if not caller.over:
+        if not caller.finished:
             made.idle(11.0)
             shelf.lost = set(shelf.held)
             assert shelf.lost
-    want = alone("u2pp 2", "ctc", PCM, cuts)
-    assert len(want.told[0][1].result(0).fixed_tokens) > 2, "nothing was told before it slept"
+    want = resident("u2pp 2", "ctc", PCM, cuts)
+    assert len(want.results[0][1].result(0).fixed_tokens) > 2, "nothing was told before it slept"
     assert caller.tokens() == want.tokens()
     assert made.metric("asr_serve_recomputed_streams_total") == 2
-    made.expect_empty(shelf)
+    made.expect_empty()
 
 
-def test_audio_is_kept_only_where_it_may_be_needed_and_not_for_ever(
-    now: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = bench(now, tiers=Shelf())
-    caller = Caller(made, 0, PCM)
-    caller.write(8_000)
-    made.settle()
+def test_replay_audio_is_kept_where_needed_and_bounded(now: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench(now, tiers=FakeOffloadStore())
+    caller = ClipStream(made, 0, PCM)
+    caller.send(8_000)
     assert made.streams._streams[0].replay_audio is None
     monkeypatch.setattr(request, "MAX_REPLAY_SAMPLES", 10_000)
-    shelf = Shelf(disk=True)
+    shelf = FakeOffloadStore(disk=True)
     made = bench(now, tiers=shelf, hears_again=True)
-    (caller,) = slept(made, 0)
+    (caller,) = offloaded_streams(made, 0)
     caller.write(1_000)
-    while shelf.read() or made.step():
-        pass
+    made.read_all()
     kept = made.streams._streams[0].replay_audio
     assert kept is not None
     assert sum(map(len, kept)) == 9_000
-    caller.write(5_000)
-    made.settle()
+    caller.send(5_000)
     made.idle(11.0)
     assert made.asleep == {0}
     assert made.streams._streams[0].replay_audio is None
     shelf.lost = set(shelf.held)
     future = caller.write(800)
-    while shelf.read() or made.step():
-        pass
+    made.read_all()
     with pytest.raises(StepFailed, match="lost"):
         future.result(0)
-    made.expect_empty(shelf)
+    made.expect_empty()
 
 
-def test_what_came_back_broken_is_lost(now: Clock) -> None:
-    shelf = Shelf()
+def test_a_damaged_snapshot_is_replayed(now: Clock) -> None:
+    shelf = FakeOffloadStore()
     made = bench(now, tiers=shelf, hears_again=True)
-    (caller,) = slept(made, 0)
+    (caller,) = offloaded_streams(made, 0)
     (name,) = shelf.held
     shelf.held[name][1] = shelf.held[name][1][:-4]
-    caller.write(len(PCM))
-    made.settle()
-    assert caller.tokens() == alone("deepspeech", "ctc", PCM, [8_000, len(PCM)]).tokens()
+    caller.send(len(PCM))
+    assert caller.tokens() == resident("deepspeech", "ctc", PCM, [8_000, len(PCM)]).tokens()
     assert made.metric("asr_serve_recomputed_streams_total") == 1
-    made.expect_empty(shelf)
+    made.expect_empty()
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_who_cannot_be_read_in_time_is_heard_again(now: Clock, live: bool) -> None:
-    """The disk stalls: it neither brings anything nor says that it cannot. What it brings later is nobody's."""
-    shelf = Shelf(disk=True)
+def test_a_stalled_read_is_replayed(now: Clock, live: bool) -> None:
+    """The disk stalls: it neither answers nor fails. What it brings later is dropped."""
+    shelf = FakeOffloadStore(disk=True)
     made = bench(now, tiers=shelf, hears_again=True)
-    caller = Caller(made, 0, PCM, live=live)
-    caller.write(8_000)
-    made.settle()
+    caller = ClipStream(made, 0, PCM, live=live)
+    caller.send(8_000)
     made.idle(11.0)
     future = caller.write(9_000)
     made.idle(offload.READ_TIMEOUT_S / 2)
@@ -652,17 +603,17 @@ def test_who_cannot_be_read_in_time_is_heard_again(now: Clock, live: bool) -> No
     shelf.lost = set()
     assert shelf.read()
     made.settle()
-    want = alone("deepspeech", "ctc", PCM, [8_000, 9_000, len(PCM)])
+    want = resident("deepspeech", "ctc", PCM, [8_000, 9_000, len(PCM)])
     assert caller.tokens() == want.tokens()
     assert caller.tails() == want.tails()
     assert made.metric("asr_serve_recomputed_streams_total") == 1
-    made.expect_empty(shelf)
+    made.expect_empty()
 
 
-def test_only_those_are_given_up_whose_time_is_over_and_without_audio_they_are_told(now: Clock) -> None:
-    shelf = Shelf(disk=True)
+def test_a_read_timeout_fails_its_own_stream_without_replay_audio(now: Clock) -> None:
+    shelf = FakeOffloadStore(disk=True)
     made = bench(now, slots=3, tiers=shelf)
-    first, second = slept(made, 0, 1)
+    first, second = offloaded_streams(made, 0, 1)
     late = first.write(8_000)
     made.idle(offload.READ_TIMEOUT_S - 0.5)
     second.write(8_000)
@@ -673,14 +624,13 @@ def test_only_those_are_given_up_whose_time_is_over_and_without_audio_they_are_t
     assert not second.answered
     while shelf.read():
         made.settle()
-    second.write(len(PCM))
-    made.settle()
-    assert second.tokens() == alone("deepspeech", "ctc", PCM, [8_000, 8_000, len(PCM)]).tokens()
+    second.send(len(PCM))
+    assert second.tokens() == resident("deepspeech", "ctc", PCM, [8_000, 8_000, len(PCM)]).tokens()
     assert made.metric("asr_serve_recomputed_streams_total") == 1
-    made.expect_empty(shelf)
+    made.expect_empty()
 
 
-class Slow(Shelf):
+class SlowStore(FakeOffloadStore):
     """A disk on which every read takes a while, or stalls for ever."""
 
     stalls = False
@@ -693,15 +643,13 @@ class Slow(Shelf):
             self._reading.clear()
 
 
-def test_one_slow_read_does_not_have_all_be_lost_that_come_after_it(
-    now: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the loop waits for them, as it does when they leave for another engine."""
-    shelf, held = Slow(disk=True), SessionSnapshotView(b"numbers", (b"part",))
+def test_one_slow_read_does_not_fail_later_ones(now: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocking reads, as for streams that move to another engine."""
+    shelf, snapshot = SlowStore(disk=True), SessionSnapshotView(b"numbers", (b"part",))
     made = StreamOffloader(shelf, 10.0)
-    made.attach(Keeper())
+    made.attach(FakeLoop())
     for number in range(5):
-        assert made.offload(number, held)
+        assert made.offload(number, snapshot)
 
     def read(number: int, *, stalls: bool, whole_s: float, haste_s: float) -> bool:
         monkeypatch.setattr(offload, "READ_TIMEOUT_S", whole_s)
@@ -718,105 +666,93 @@ def test_one_slow_read_does_not_have_all_be_lost_that_come_after_it(
     assert read(4, stalls=False, whole_s=WAIT_S, haste_s=0.0)
 
 
-# --- how much audio is kept -----------------------------------------------------------------------------
+# --- audio kept for replay -----------------------------------------------------------------------------
 
 
-def kept(made: Bench) -> set[int]:
-    """Of whom there is audio."""
+def kept(made: ExecutorBench) -> set[int]:
+    """Streams whose audio is kept for replay."""
     return {number for number, each in made.streams._streams.items() if each.replay_audio}
 
 
-def test_so_much_audio_is_kept_and_who_sleeps_longest_gives_way_then_the_longest(
+def test_the_replay_budget_drops_the_longest_offloaded_then_the_longest(
     now: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request, "MAX_REPLAY_BYTES", 4 * 20_000)
-    shelf = Shelf(disk=True)
+    shelf = FakeOffloadStore(disk=True)
     made = bench(now, slots=3, tiers=shelf, hears_again=True)
     cuts = {number: [8_000] for number in (2, 0, 1)}
-    callers = {number: Caller(made, number, PCM[:16_000]) for number in cuts}
+    callers = {number: ClipStream(made, number, PCM[:16_000]) for number in cuts}
 
-    def put(number: int, samples: int) -> Any:
+    def write(number: int, samples: int) -> Any:
         cuts[number].append(samples)
         future = callers[number].write(samples)
-        while shelf.read() or made.step():
-            pass
+        made.read_all()
         made.settle()
         return future
 
     for number in (2, 0):
-        callers[number].write(8_000)
-        made.settle()
+        callers[number].send(8_000)
         made.idle(11.0)
     assert made.asleep == {0, 2}
     assert (kept(made), made.kept_bytes) == ({0, 2}, 4 * 16_000)
-    callers[1].write(8_000)
-    made.settle()
+    callers[1].send(8_000)
     assert (kept(made), made.kept_bytes) == ({0, 1}, 4 * 16_000), "the longest asleep gave way"
     shelf.lost = set(shelf.held)
     with pytest.raises(StepFailed, match="lost"):
-        put(2, 800).result(0)
-    put(0, 100)
+        write(2, 800).result(0)
+    write(0, 100)
     assert made.metric("asr_serve_recomputed_streams_total") == 2
-    put(1, 100)
+    write(1, 100)
     assert made.kept_bytes == 4 * 16_200
-    put(1, 4_000)
+    write(1, 4_000)
     assert made.asleep == set()
     assert (kept(made), made.kept_bytes) == ({0}, 4 * 8_100), "nobody sleeps: that with the most did"
     shelf.lost = set()
     made.idle(11.0)
     assert made.asleep == {0, 1}
     for number in (0, 1):
-        put(number, 16_000)
-        assert callers[number].tokens() == alone("deepspeech", "ctc", PCM[:16_000], cuts[number]).tokens()
-    made.expect_empty(shelf)
+        write(number, 16_000)
+        assert callers[number].tokens() == resident("deepspeech", "ctc", PCM[:16_000], cuts[number]).tokens()
+    made.expect_empty()
 
 
-def test_who_waits_to_be_heard_again_keeps_its_audio_longest_and_is_told_if_that_goes_too(
-    now: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shelf = Shelf()
+def test_a_stream_waiting_for_replay_keeps_its_audio_longest(now: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = FakeOffloadStore()
     made = bench(now, slots=1, tiers=shelf, hears_again=True)
-    (sleeper,) = slept(made, 0)
-    other = Caller(made, 1, PCM)
-    other.write(4_000)
-    made.settle()
+    (offloaded,) = offloaded_streams(made, 0)
+    other = ClipStream(made, 1, PCM)
+    other.send(4_000)
     shelf.lost = set(shelf.held)
-    future = sleeper.write(800)
-    made.settle()
+    future = offloaded.send(800)
     assert not future.done(), "it waits for a slot"
     monkeypatch.setattr(request, "MAX_REPLAY_BYTES", 4 * 11_000)
-    other.write(4_000)
-    made.settle()
+    other.send(4_000)
     assert kept(made) == {0}, "though it has no less"
     monkeypatch.setattr(request, "MAX_REPLAY_BYTES", 4 * 7_000)
-    Caller(made, 2, PCM)
+    ClipStream(made, 2, PCM)
     assert kept(made) == set()
     assert not future.done(), "it still waits for a slot"
     made.streams.close_stream(1)
     made.settle()
     with pytest.raises(StepFailed, match="lost"):
         future.result(0)
-    made.streams.close_stream(2)
-    made.expect_empty(shelf)
+    made.close(2)
 
 
-def test_audio_that_comes_from_another_engine_is_counted(now: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = bench(now, tiers=Shelf(), hears_again=True)
-    there = bench(now, tiers=Shelf(), hears_again=True)
+def test_replay_audio_from_another_engine_is_counted(now: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = bench(now, tiers=FakeOffloadStore(), hears_again=True)
+    there = bench(now, tiers=FakeOffloadStore(), hears_again=True)
     monkeypatch.setattr(request, "MAX_REPLAY_BYTES", 4 * 20_000)
     for number in range(3):
-        caller = Caller(here, number, PCM)
-        caller.write(9_000)
-        here.settle()
+        caller = ClipStream(here, number, PCM)
+        caller.send(9_000)
         saved = here.streams.export_stream(number)
         assert saved is not None
         there.streams.open_stream(number, True, saved=saved)
         assert there.kept_bytes == 4 * 9_000 * min(2, number + 1)
     here.expect_empty()
     assert kept(there) == {1, 2}
-    for number in range(3):
-        there.streams.close_stream(number)
-    there.expect_empty()
+    there.close(*range(3))
 
 
 # --- to another engine ----------------------------------------------------------------------------------
@@ -825,15 +761,14 @@ def test_audio_that_comes_from_another_engine_is_counted(now: Clock, monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["awake", "asleep", "never begun there", "lost"])
 @pytest.mark.parametrize(("name", "search"), CASES)
-def test_it_goes_on_in_another_engine(now: Clock, name: str, search: str, state: str) -> None:
-    shelf, other = Shelf(), Shelf()
+def test_a_stream_moves_to_another_engine(now: Clock, name: str, search: str, state: str) -> None:
+    shelf, other = FakeOffloadStore(), FakeOffloadStore()
     here = bench(now, name, search, tiers=shelf, hears_again=True)
     there = bench(now, name, search, tiers=other, hears_again=True)
-    caller = Caller(here, 3, PCM)
+    caller = ClipStream(here, 3, PCM)
     cuts = [20_000, 15_001, len(PCM)]
     for cut in cuts[:2]:
-        caller.write(cut)
-        here.settle()
+        caller.send(cut)
     if state in ("asleep", "lost"):
         here.idle(11.0)
         assert here.asleep == {3}
@@ -841,7 +776,7 @@ def test_it_goes_on_in_another_engine(now: Clock, name: str, search: str, state:
         shelf.lost = set(shelf.held)
     saved = here.streams.export_stream(3)
     assert saved is not None
-    here.expect_empty(shelf)
+    here.expect_empty()
     there.streams.open_stream(3, True, saved=saved)
     assert there.asleep == ({3} if state != "lost" else set()), "as many may come as sleep elsewhere"
     if state == "never begun there":
@@ -851,19 +786,17 @@ def test_it_goes_on_in_another_engine(now: Clock, name: str, search: str, state:
         assert again == saved
         there.streams.open_stream(3, True, saved=again)
     caller._bench = there
-    caller.write(cuts[2])
-    there.settle()
-    want = alone(name, search, PCM, cuts)
+    caller.send(cuts[2])
+    want = resident(name, search, PCM, cuts)
     assert caller.tokens() == want.tokens()
     assert caller.tails() == want.tails()
-    there.expect_empty(other)
+    there.expect_empty()
 
 
-def test_what_no_engine_can_go_on_from_is_refused_and_opens_nothing(now: Clock) -> None:
+def test_invalid_snapshots_are_refused(now: Clock) -> None:
     here, there = bench(now), bench(now, "fastconformer 8,1", "ctc")
-    caller = Caller(here, 3, PCM)
-    caller.write(20_000)
-    here.settle()
+    caller = ClipStream(here, 3, PCM)
+    caller.send(20_000)
     saved = here.streams.export_stream(3)
     assert saved is not None
     broken = [
@@ -882,11 +815,10 @@ def test_what_no_engine_can_go_on_from_is_refused_and_opens_nothing(now: Clock) 
     there.expect_empty()
 
 
-def test_who_is_busy_is_not_to_be_moved(now: Clock) -> None:
+def test_a_busy_stream_cannot_be_exported(now: Clock) -> None:
     made = bench(now)
-    Caller(made, 0, PCM).write(8_000)
+    ClipStream(made, 0, PCM).write(8_000)
     with pytest.raises(AssertionError, match="busy"):
         made.streams.export_stream(0)
     made.streams.append_audio(StreamChunk(5, PCM, True, Future()))  # of nobody
-    made.streams.close_stream(0)
-    made.expect_empty()
+    made.close(0)

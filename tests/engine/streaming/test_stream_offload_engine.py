@@ -1,9 +1,8 @@
-"""Sleep through the engine's door, with its own tiers: in memory, in a file, on a thread and in a process."""
+"""Offload of idle streams by a whole engine: to memory and to a file, on a thread and in a process."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from streaming_moonshine import MODEL as GROWS
+from engine_clients import NEMO, NEMO_MODEL, start_engine, wait_until
+from streaming_moonshine import MODEL as MOONSHINE
 from streaming_moonshine import write
 from tiny_moonshine import WAIT_S, clip, on_loop
 
@@ -20,18 +20,11 @@ from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.seq2seq import DraftTokens, SearchOptions
-from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.process.client import process_backend
-from asr_serve.engine.process.messages import EngineSpec
-from asr_serve.engine.process.process import RingSize
 from asr_serve.engine.request import HypothesisRequest
-from asr_serve.engine.thread_backend import thread_backend
 
-NEMO = Path(__file__).parents[2] / "models" / "fixtures" / "fastconformer_hybrid.nemo"
-CARRIES = "fastconformer-streaming-medium-en"
 CONFIG = {"use_chunked_inference": True, "max_sessions": 2, "chunk_wait_ms": 1.0, "max_decode_rows": 4}
-SOON = {"sleep_after_s": 0.001}
+OFFLOAD_SOON = {"sleep_after_s": 0.001}
 FILE = {"host_bytes": 1 << 20, "disk_bytes": 64 << 20}
 """So little memory that most of it goes to the file."""
 CLIPS = [clip(seed, 20_000 + 9_001 * seed) for seed in range(4)]
@@ -46,59 +39,50 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def awake() -> dict[str, list[list[tuple[int, ...]]]]:
-    """What all say who never sleep, by model: it is asked once."""
+    """Tokens of streams that are never offloaded, by model: computed once."""
     return {}
 
 
 @pytest.fixture
-def begin(folder: Path) -> Iterator[Begin]:
-    started: list[EngineClient] = []
+def begin(close_later: Any, folder: Path) -> Begin:
+    def start(name: str, *, process: bool = False, **settings: Any) -> EngineClient:
+        weights = folder if name == MOONSHINE else NEMO
+        return close_later(start_engine(name, weights, EngineConfig(**(CONFIG | settings)), process=process))
 
-    def starting(name: str, *, process: bool = False, **settings: Any) -> EngineClient:
-        config, weights = EngineConfig(**(CONFIG | settings)), folder if name == GROWS else NEMO
-        if process:
-            spec = EngineSpec(model=name, device="cpu", dtype="fp32", weights=str(weights), threads=1)
-            connect = process_backend(spec, RingSize(64, 16_384))
-        else:
-            found = AsrCheckpoint.find(name, weights)
-            connect = thread_backend(found.card, lambda: found.build("cpu", "fp32"))
-        started.append(EngineClient(config, connect))
-        return started[-1]
+    return start
 
-    yield starting
-    for client in started:
-        client.close()
+
+def greedy_request(samples: int, draft: tuple[int, ...] = ()) -> HypothesisRequest:
+    return HypothesisRequest(samples, GREEDY, DraftTokens(draft), "live")
 
 
 def until(client: EngineClient, what: str, count: int) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while client.describe().get(what) != count:
-        assert time.monotonic() < deadline_s, client.describe()
-        time.sleep(0.005)
+    wait_until(lambda: client.describe().get(what) == count, client.describe)
 
 
 def expect_empty(client: EngineClient) -> None:
     for what in ("streams_asleep", "slots_used"):
         until(client, what, 0)
-    link: Any = client.backend
-    if hasattr(link, "loop"):
+    if hasattr(client.backend, "loop"):
         on_loop(client, lambda loop: loop.check())
         tiers = on_loop(client, lambda loop: loop.executor._offloader._offload_store)
         assert tiers is None or not [name for name in (b"stream %d" % n for n in range(99)) if name in tiers]
 
 
-def words(client: EngineClient, grows: bool, cuts: list[int], *, sleeps: bool) -> list[list[tuple[int, ...]]]:
-    """What all clips say, a piece of each in turn; each time all of them sleep, or none."""
+def tokens_of_clips(
+    client: EngineClient, incremental: bool, cuts: list[int], *, sleeps: bool
+) -> list[list[tuple[int, ...]]]:
+    """Tokens of all clips, a piece of each in turn; `sleeps`: each time all of them are offloaded."""
     opened = [client.open_stream(live=True, samples=len(pcm)) for pcm in CLIPS]
-    said: list[list[tuple[int, ...]]] = [[] for _ in CLIPS]
+    tokens: list[list[tuple[int, ...]]] = [[] for _ in CLIPS]
     at = 0
     for number, cut in enumerate(cuts):
         last = number == len(cuts) - 1
-        for stream, pcm, own in zip(opened, CLIPS, said, strict=True):
+        for stream, pcm, own in zip(opened, CLIPS, tokens, strict=True):
             end = len(pcm) if last else at + cut
             piece = pcm[at:end].copy()
-            if grows:
-                wanted = HypothesisRequest(end, GREEDY, DraftTokens(own[-1] if own else ()), "live")
+            if incremental:
+                wanted = greedy_request(end, own[-1] if own else ())
                 own.append(stream.submit_hypothesis(piece, wanted, last=last).result(WAIT_S).tokens)
             else:
                 found = stream.submit_audio(piece, last=last).result(WAIT_S)
@@ -107,41 +91,37 @@ def words(client: EngineClient, grows: bool, cuts: list[int], *, sleeps: bool) -
         if sleeps and not last:
             until(client, "streams_asleep", len(CLIPS))
             until(client, "slots_used", 0)
-    return said
+    return tokens
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["memory", "file", "process"])
-@pytest.mark.parametrize("name", [CARRIES, GROWS])
-def test_all_who_speak_in_turn_say_what_they_would_awake(begin: Begin, awake: Any, name: str, how: str) -> None:
+@pytest.mark.parametrize("name", [NEMO_MODEL, MOONSHINE])
+def test_offloaded_streams_have_the_tokens_of_resident_ones(begin: Begin, awake: Any, name: str, how: str) -> None:
     cuts = [5_000, 8_001, 1, 3_000, 0]
     if name not in awake:
         never = begin(name, max_sessions=len(CLIPS), host_bytes=0)
-        awake[name] = words(never, name == GROWS, cuts, sleeps=False)
+        awake[name] = tokens_of_clips(never, name == MOONSHINE, cuts, sleeps=False)
         expect_empty(never)
     want = awake[name]
     assert sum(len(tokens) for own in want for tokens in own) > 20
-    client = begin(name, process=how == "process", **SOON, **(FILE if how == "file" else {}))
-    assert words(client, name == GROWS, cuts, sleeps=True) == want, "four streams, two slots"
+    client = begin(name, process=how == "process", **OFFLOAD_SOON, **(FILE if how == "file" else {}))
+    assert tokens_of_clips(client, name == MOONSHINE, cuts, sleeps=True) == want, "four streams, two slots"
     if how == "memory":
         expect_empty(client)
 
 
-def test_what_grows_is_the_same_in_its_pages_to_the_bit(begin: Begin) -> None:
+def test_offloaded_pages_come_back_bit_for_bit(begin: Begin) -> None:
     """Also where others had those pages before, and wrote all over them."""
-    sleeps, awake = begin(GROWS, max_sessions=3, **SOON), begin(GROWS, max_sessions=3, host_bytes=0)
+    sleeps, awake = (begin(MOONSHINE, max_sessions=3, **OFFLOAD_SOON), begin(MOONSHINE, max_sessions=3, host_bytes=0))
     streams = [client.open_stream(live=True, samples=60_000) for client in (sleeps, awake)]
     for cut in (9_000, 6_001):
         for stream in streams:
-            stream.submit_hypothesis(
-                CLIPS[3][:cut], HypothesisRequest(cut, GREEDY, DraftTokens(()), "live")
-            ).result(WAIT_S)
+            stream.submit_hypothesis(CLIPS[3][:cut], greedy_request(cut)).result(WAIT_S)
         until(sleeps, "streams_asleep", 1)
         on_loop(sleeps, lambda loop: loop.executor._utterances.decode_runner.kv_cache.fill_(float("nan")))
     for client, stream in zip((sleeps, awake), streams, strict=True):
-        stream.submit_hypothesis(
-            CLIPS[3][:700], HypothesisRequest(15_000, GREEDY, DraftTokens(()), "live")
-        ).result(WAIT_S)
+        stream.submit_hypothesis(CLIPS[3][:700], greedy_request(15_000)).result(WAIT_S)
         if client is sleeps:
             until(client, "streams_asleep", 1)
     ours, theirs = (
@@ -155,12 +135,10 @@ def test_what_grows_is_the_same_in_its_pages_to_the_bit(begin: Begin) -> None:
         expect_empty(client)
 
 
-def test_what_grows_goes_on_in_another_engine_or_is_refused(begin: Begin) -> None:
-    here, there = begin(GROWS), begin(GROWS)
+def test_an_incremental_stream_moves_to_another_engine_or_is_refused(begin: Begin) -> None:
+    here, there = begin(MOONSHINE), begin(MOONSHINE)
     stream = here.open_stream(live=True, samples=len(CLIPS[3]))
-    first = stream.submit_hypothesis(
-        CLIPS[3][:20_000], HypothesisRequest(20_000, GREEDY, DraftTokens(()), "live")
-    ).result(WAIT_S)
+    first = stream.submit_hypothesis(CLIPS[3][:20_000], greedy_request(20_000)).result(WAIT_S)
     saved = on_loop(here, lambda loop: loop.executor.export_stream(stream._number))
     expect_empty(here)
 
@@ -173,20 +151,18 @@ def test_what_grows_goes_on_in_another_engine_or_is_refused(begin: Begin) -> Non
     expect_empty(there)
     on_loop(there, lambda loop: opened(loop, saved.parts))
     stream._client, stream._number = there, 77
-    got = stream.submit_hypothesis(
-        CLIPS[3][20_000:], HypothesisRequest(len(CLIPS[3]), GREEDY, DraftTokens(first.tokens), "live"), last=True
-    ).result(WAIT_S)
-    awake = begin(GROWS, host_bytes=0)
+    got = stream.submit_hypothesis(CLIPS[3][20_000:], greedy_request(len(CLIPS[3]), first.tokens), last=True).result(
+        WAIT_S
+    )
+    awake = begin(MOONSHINE, host_bytes=0)
     want = awake.open_stream(live=True, samples=len(CLIPS[3]))
-    whole = want.submit_hypothesis(
-        CLIPS[3], HypothesisRequest(len(CLIPS[3]), GREEDY, DraftTokens(()), "live"), last=True
-    ).result(WAIT_S)
+    whole = want.submit_hypothesis(CLIPS[3], greedy_request(len(CLIPS[3])), last=True).result(WAIT_S)
     assert got.tokens == whole.tokens
     assert got.tokens
     expect_empty(there)
 
 
-def test_callers_who_pause_in_the_middle_of_a_sentence_go_on(packaged_speech: Path) -> None:
+def test_streams_that_pause_in_mid_sentence_go_on(packaged_speech: Path) -> None:
     """More of them than slots, through the library's own stream: a client that sends nothing for a while."""
     speech = read_audio(packaged_speech / "two_cities.wav")[: 6 * 16_000]
     chunks = [speech[at : at + 8_000] for at in range(0, len(speech), 8_000)]
@@ -194,9 +170,9 @@ def test_callers_who_pause_in_the_middle_of_a_sentence_go_on(packaged_speech: Pa
 
     def load(**settings: Any) -> Model:
         config = EngineConfig(**(CONFIG | settings))
-        return Model.load(CARRIES, weights=NEMO, device="cpu", dtype="fp32", turn_model="none", engine=config)
+        return Model.load(NEMO_MODEL, weights=NEMO, device="cpu", dtype="fp32", turn_model="none", engine=config)
 
-    def hear(model: Model, *, pause: bool) -> str:
+    def transcribe(model: Model, *, pause: bool) -> str:
         def slowly() -> Iterator[np.ndarray]:
             for number, chunk in enumerate(chunks):
                 if pause and number in (4, 7):
@@ -208,11 +184,11 @@ def test_callers_who_pause_in_the_middle_of_a_sentence_go_on(packaged_speech: Pa
         return list(model.stream(slowly()))[-1].text
 
     with load(host_bytes=0, max_sessions=3) as model:
-        want = hear(model, pause=False)
+        want = transcribe(model, pause=False)
     assert len(want.split()) > 3
-    with load(**SOON, max_sessions=3, kv_bytes=1) as model:
+    with load(**OFFLOAD_SOON, max_sessions=3, kv_bytes=1) as model:
         assert model._client.describe()["slots"] == 1
         with ThreadPoolExecutor(3) as pool:
-            told = [pool.submit(hear, model, pause=True) for _ in range(3)]
-            assert [each.result(WAIT_S) for each in told] == [want] * 3
+            results = [pool.submit(transcribe, model, pause=True) for _ in range(3)]
+            assert [each.result(WAIT_S) for each in results] == [want] * 3
         expect_empty(model._client)

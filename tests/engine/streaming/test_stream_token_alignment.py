@@ -1,58 +1,38 @@
-"""When tokens were said, of streams that sleep, that another engine takes over, and whose engine dies: as of those
-that nothing happens to."""
+"""Token times of streams that are offloaded, handed over or lose their engine: those of undisturbed streams."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from engine_clients import NEMO, NEMO_MODEL, backend_of, engine_pid, start_engine, wait_until
 from tiny_moonshine import WAIT_S, clip
 
 from asr_serve.config import EngineConfig
-from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.process.client import ProcessBackend, process_backend
-from asr_serve.engine.process.messages import EngineSpec
-from asr_serve.engine.process.process import RingSize
 from asr_serve.engine.streaming.token_alignment import StreamTokenAligner, compact_posteriors
-from asr_serve.engine.thread_backend import thread_backend
 from asr_serve.types import SearchResult, SearchToken
 
-MODEL = "fastconformer-streaming-medium-en"
-NEMO = Path(__file__).parents[2] / "models" / "fixtures" / "fastconformer_hybrid.nemo"
 CLIPS = [clip(seed, 30_000 + 9_001 * seed) for seed in range(4)]
 PIECE = 7_001
-Told = list[tuple[list[int], list[tuple[int, int]]]]
+TokensAndRuns = list[tuple[list[int], list[tuple[int, int]]]]
 
 
 @pytest.fixture
-def begin() -> Iterator[Callable[..., EngineClient]]:
-    started: list[EngineClient] = []
-
-    def starting(*, process: bool = False, **settings: Any) -> EngineClient:
+def begin(close_later: Any) -> Callable[..., EngineClient]:
+    def start(*, process: bool = False, **settings: Any) -> EngineClient:
         config = EngineConfig(**({"use_chunked_inference": True, "chunk_wait_ms": 1.0} | settings))
-        if process:
-            spec = EngineSpec(model=MODEL, device="cpu", dtype="fp32", weights=str(NEMO), threads=1)
-            connect = process_backend(spec, RingSize(64, 16_384))
-        else:
-            found = AsrCheckpoint.find(MODEL, NEMO)
-            connect = thread_backend(found.card, lambda: found.build("cpu", "fp32"))
-        started.append(EngineClient(config, connect))
-        return started[-1]
+        return close_later(start_engine(NEMO_MODEL, NEMO, config, process=process))
 
-    yield starting
-    for client in started:
-        client.close()
+    return start
 
 
-def told(client: EngineClient, between: Callable[[int], None] = lambda number: None) -> Told:
+def tokens_and_runs(client: EngineClient, between: Callable[[int], None] = lambda number: None) -> TokensAndRuns:
     """Tokens and runs of all clips, a piece of each in turn; every second piece asks for times."""
     streams = [client.open_stream(live=True, words=True) for _ in CLIPS]
     found: list[list[SearchResult]] = [[] for _ in CLIPS]
@@ -65,18 +45,16 @@ def told(client: EngineClient, between: Callable[[int], None] = lambda number: N
         between(number)
     for stream, own in zip(streams, found, strict=True):
         own.append(stream.submit_audio(np.zeros(0, np.float32), last=True, timed=True).result(WAIT_S))
-    return [
-        ([t.id for f in own for t in f.fixed_tokens], [run for f in own for run in f.token_runs]) for own in found
-    ]
+    return [([t.id for f in own for t in f.fixed_tokens], [run for f in own for run in f.token_runs]) for own in found]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["rnnt", "ctc"])
 @pytest.mark.parametrize("how", ["sleep", "sleep in a file", "death", "another engine"])
-def test_times_are_those_of_streams_that_nothing_happens_to(
+def test_token_times_survive_offload_handover_and_death(
     begin: Callable[..., EngineClient], how: str, head: str
 ) -> None:
-    want = told(begin(max_sessions=4, host_bytes=0, head=head))
+    want = tokens_and_runs(begin(max_sessions=4, host_bytes=0, head=head))
     assert all(len(tokens) == len(runs) for tokens, runs in want)
     assert sum(len(runs) for _, runs in want) > 5
     happened: list[int] = []
@@ -85,35 +63,30 @@ def test_times_are_those_of_streams_that_nothing_happens_to(
         client = begin(max_sessions=2, sleep_after_s=0.001, head=head, **tiers)
 
         def between(number: int) -> None:
-            deadline_s = time.monotonic() + WAIT_S
-            while client.describe().get("streams_asleep") != len(CLIPS):
-                assert time.monotonic() < deadline_s, client.describe()
-                time.sleep(0.005)
+            wait_until(lambda: client.describe().get("streams_asleep") == len(CLIPS), client.describe)
             happened.append(number)
     else:
         client = begin(process=True, max_sessions=4, head=head)
-        link = client.backend
-        assert isinstance(link, ProcessBackend)
 
         def between(number: int) -> None:
             if number != 3:
                 return
-            before = link._current.process.pid
+            before = engine_pid(client)
             if how == "death":
                 os.kill(before, signal.SIGKILL)
             else:
-                link.renew(WAIT_S)
-                assert link._current.process.pid != before
+                backend_of(client).renew(WAIT_S)
+                assert engine_pid(client) != before
             happened.append(number)
 
-    assert told(client, between) == want
+    assert tokens_and_runs(client, between) == want
     assert happened
 
 
-def test_a_search_that_turns_back_behind_what_was_told_is_taken_at_its_word() -> None:
-    told = StreamTokenAligner()
-    heard = compact_posteriors(torch.log_softmax(torch.eye(6)[[0, 1, 0, 2, 0, 0, 3, 0]] * 9, dim=-1), 0)
-    told.append_step([SearchToken(1, 1, -0.1), SearchToken(2, 3, -0.1)], heard)
-    assert told.token_runs() == [(1, 2), (3, 4)]
-    told.append_step([SearchToken(3, 6, -0.1)], None)
-    assert told.token_runs(before=2)[2:] == [(6, 7)]
+def test_a_search_that_revises_reported_tokens_is_followed() -> None:
+    aligner = StreamTokenAligner()
+    posteriors = compact_posteriors(torch.log_softmax(torch.eye(6)[[0, 1, 0, 2, 0, 0, 3, 0]] * 9, dim=-1), 0)
+    aligner.append_step([SearchToken(1, 1, -0.1), SearchToken(2, 3, -0.1)], posteriors)
+    assert aligner.token_runs() == [(1, 2), (3, 4)]
+    aligner.append_step([SearchToken(3, 6, -0.1)], None)
+    assert aligner.token_runs(before=2)[2:] == [(6, 7)]

@@ -31,20 +31,16 @@ def timed_like(card: AsrCard) -> Any:
 
 
 @pytest.mark.parametrize("name", STREAMING)
-def test_a_card_says_of_the_published_model_what_an_engine_finds(name: str):
+def test_a_card_has_the_latency_that_an_engine_measures(name: str):
     card, network = STREAMING[name], timed_like(STREAMING[name])
     found = card_of_loaded(card, network)
-    assert (found.chunk, found.frame_samples, found.past_samples) == (
-        card.chunk,
-        card.frame_samples,
-        card.past_samples,
-    )
+    assert (found.chunk, found.frame_samples, found.past_samples) == (card.chunk, card.frame_samples, card.past_samples)
     window = network.audio_window(card.chunk)
     assert card.lag_samples() == window.samples - window.left_samples + network.frame_samples
     assert card.lag_samples(2 * card.chunk) == card.lag_samples() + card.chunk * card.frame_samples
 
 
-def test_moonshine_streamings_cards_say_what_its_encoder_waits_for():
+def test_cards_of_moonshine_streaming_have_the_look_ahead_of_its_encoder():
     config = WindowEncoderConfig()
     ahead = sum(ahead for _, ahead in config.reach)
     window = WindowEncoder.audio_window(SimpleNamespace(config=config, ahead=ahead, frame_samples=320), 8)  # type: ignore[arg-type]
@@ -53,13 +49,13 @@ def test_moonshine_streamings_cards_say_what_its_encoder_waits_for():
         assert card.lag_samples() == 16_000 * 405 // 1_000
 
 
-def test_who_hears_whole_utterances_has_no_lag():
+def test_offline_models_have_no_latency():
     assert asr_cards()["moonshine-tiny-en"].lag_samples() == 0
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("name", STREAMING)
-def test_no_word_is_known_later_than_the_card_says(name: str, chunks: int):
+def test_no_word_is_later_than_on_the_card(name: str, chunks: int):
     """However much was heard, frames that hear all of what is older than the lag were taken: and no sooner."""
     network = timed_like(STREAMING[name])
     card, chunk = card_of_loaded(STREAMING[name], network), chunks * STREAMING[name].chunk

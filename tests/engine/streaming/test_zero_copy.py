@@ -117,9 +117,7 @@ class Shapes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        given = {
-            each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor) and not each.is_mkldnn
-        }
+        given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor) and not each.is_mkldnn}
         for each in out if isinstance(out, tuple | list) else (out,):
             if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in given:
                 self.found.append(tuple(each.shape))

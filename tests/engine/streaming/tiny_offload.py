@@ -1,4 +1,4 @@
-"""Streams of tiny models that sleep, by a clock set by hand, over tiers that lose what they are told to."""
+"""Streams of tiny models that are offloaded: a clock set by hand, and a store that loses what it is told to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARES = EngineConfig().shares
 
 
 class Clock:
-    """For `time` in the rooms that ask for it."""
+    """Stands for `time` in the modules under test."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -47,8 +47,8 @@ def clock() -> Iterator[Clock]:
         yield made
 
 
-class Shelf:
-    """Tiers: in memory, or as if on a disk, whose reads end when `read` is called."""
+class FakeOffloadStore:
+    """An offload store in memory, or as if on a disk, whose reads end when `read` is called."""
 
     def __init__(self, most_bytes: int = 1 << 30, *, disk: bool = False) -> None:
         self.most_bytes, self.disk = most_bytes, disk
@@ -59,10 +59,10 @@ class Shelf:
     def put(self, name: bytes, parts: Any, *, keep: bool) -> bool:
         assert keep, "a stream may not be dropped for room"
         assert name not in self.held, "it sleeps twice"
-        taken = [bytes(part) for part in parts]
-        if sum(map(len, taken)) + sum(len(part) for each in self.held.values() for part in each) > self.most_bytes:
+        copied = [bytes(part) for part in parts]
+        if sum(map(len, copied)) + sum(len(part) for each in self.held.values() for part in each) > self.most_bytes:
             return False
-        self.held[name] = taken
+        self.held[name] = copied
         return True
 
     def get(self, name: bytes, done: Callable[[list[memoryview] | None], None]) -> None:
@@ -71,7 +71,7 @@ class Shelf:
             self.read()
 
     def read(self) -> bool:
-        """One of those that were asked for."""
+        """Answer the oldest pending read; False where there is none."""
         if not self._reading:
             return False
         name, done = self._reading.popleft()
@@ -83,8 +83,8 @@ class Shelf:
         self.held.pop(name, None)
 
 
-class Keeper:
-    """The loop, as far as streams see it."""
+class FakeLoop:
+    """The engine loop, as far as streams see it."""
 
     def __init__(self) -> None:
         self.vad_scheduler = SimpleNamespace(live_count=1)
@@ -97,47 +97,53 @@ class Keeper:
         self.jobs.append(job)
 
 
-class Caller:
-    """A stream, from outside: what was put, and what it was told."""
+class ClipStream:
+    """A stream from outside: the pieces written and their results."""
 
-    def __init__(self, bench: Bench, number: int, pcm: np.ndarray, *, live: bool = True) -> None:
+    def __init__(self, bench: ExecutorBench, number: int, pcm: np.ndarray, *, live: bool = True) -> None:
         self.number, self.pcm, self.at = number, pcm, 0
-        self.told: list[Any] = []
+        self.results: list[Any] = []
         self.closed = False
         self._bench = bench
         bench.streams.open_stream(number, live)
 
     @property
-    def over(self) -> bool:
-        return self.at == len(self.pcm) and bool(self.told) and self.told[-1][0]
+    def finished(self) -> bool:
+        return self.at == len(self.pcm) and bool(self.results) and self.results[-1][0]
+
+    def send(self, samples: int) -> Any:
+        """Write more, and run the executor until it rests; the future of the piece."""
+        future = self.write(samples)
+        self._bench.settle()
+        return future
 
     def write(self, samples: int) -> Any:
-        """Some more; the future of the piece."""
+        """Write more; the future of the piece."""
         piece = self.pcm[self.at : self.at + samples]
         self.at += len(piece)
         return self._put(piece.copy(), self.at == len(self.pcm))
 
     def _put(self, pcm: np.ndarray, last: bool) -> Any:
         made = StreamChunk(self.number, pcm, last, Future())
-        self.told.append((last, made.future))
+        self.results.append((last, made.future))
         self._bench.streams.append_audio(made)
         return made.future
 
     @property
     def answered(self) -> bool:
-        return all(future.done() for _, future in self.told)
+        return all(future.done() for _, future in self.results)
 
     def tokens(self) -> list[tuple[int, int]]:
-        """Token and frame of all that it was told."""
-        found: list[SearchResult] = [future.result(0) for _, future in self.told]
+        """Token and frame of all results."""
+        found: list[SearchResult] = [future.result(0) for _, future in self.results]
         return [(token.id, token.frame) for each in found for token in each.fixed_tokens]
 
     def tails(self) -> list[list[int]]:
-        return [[token.id for token in future.result(0).tail_tokens] for _, future in self.told]
+        return [[token.id for token in future.result(0).tail_tokens] for _, future in self.results]
 
 
-class Bench:
-    """Streams over a tiny model, a turn at a time."""
+class ExecutorBench:
+    """An executor of streams over a tiny model, run step by step."""
 
     def __init__(
         self,
@@ -154,7 +160,7 @@ class Bench:
         spell: Callable[[str], Any] | None = None,
     ) -> None:
         network = model(name)
-        self.clock, self.keeper = clock, Keeper()
+        self.clock, self.keeper = clock, FakeLoop()
         self.wrapper = ChunkedModelRunner(
             network,
             (make or SEARCHES[search])(network),
@@ -176,9 +182,21 @@ class Bench:
             spell=spell,
         )
         self.streams.attach(self.keeper)
+        self.tiers = tiers
+
+    def read_all(self) -> None:
+        """Let the disk answer, and run the executor, until both rest."""
+        while self.tiers.read() or self.step():
+            pass
+
+    def close(self, *numbers: int) -> None:
+        """Close these streams; nothing may be left of any."""
+        for number in numbers:
+            self.streams.close_stream(number)
+        self.expect_empty()
 
     def step(self) -> bool:
-        """A turn of the loop; whether there was anything to do."""
+        """One turn of the loop; whether there was anything to do."""
         had = bool(self.keeper.jobs)
         while self.keeper.jobs:
             self.keeper.jobs.popleft()()
@@ -188,7 +206,7 @@ class Bench:
         return stepped or had
 
     def settle(self) -> None:
-        """Until there is nothing to do now, and nothing would be due: a loop would not spin."""
+        """Step until there is nothing to do now and nothing is due: a loop would not spin."""
         for _ in range(10_000):
             if not self.step():
                 due_s = self.streams.due_s
@@ -206,7 +224,7 @@ class Bench:
 
     @property
     def kept_bytes(self) -> int:
-        """Of audio, should somebody have to be heard again."""
+        """Bytes of audio kept for replay."""
         return self.streams._replay_budget.nbytes
 
     def metric(self, name: str) -> float:
@@ -214,10 +232,10 @@ class Bench:
         assert value is not None
         return value
 
-    def expect_empty(self, shelf: Shelf | None = None) -> None:
+    def expect_empty(self) -> None:
         self.streams.check()
         assert not self.streams._streams
         assert self.wrapper.states.used == 0
         assert self.kept_bytes == 0
-        assert shelf is None or not shelf.held, "a stream that is gone left something"
+        assert self.tiers is None or not self.tiers.held, "a stream that is gone left something"
         assert self.metric("asr_serve_streams_asleep") == 0

@@ -55,9 +55,7 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
                 key.removeprefix("conv2d/weights/"): each for key, each in held.items() if "conv2d/weights/" in key
             }
             config = msgspec.structs.replace(u2pp.tiny(), left_chunks=int(what or 2))
-            return u2pp.Model(
-                config, {u2pp.rename(k): v for k, v in given.items() if u2pp.rename(k)}, device(dtype)
-            )
+            return u2pp.Model(config, {u2pp.rename(k): v for k, v in given.items() if u2pp.rename(k)}, device(dtype))
         case "moonshine":
             return moonshine(dtype)
         case "deepspeech":

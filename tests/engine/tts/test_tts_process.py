@@ -1,13 +1,12 @@
-"""Sentences said by an engine process, through its death and another's birth. Real models: hibari, whole
-sentences; a FastPitch of random weights with HiFi-GAN, chunk by chunk."""
+"""Speech synthesis by an engine process, through crashes and handovers. Real models: hibari, whole sentences; a
+FastPitch of random weights with HiFi-GAN, chunk by chunk."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_clients import RING, backend_of, engine_pid, wait_until
 from safetensors.torch import save_file
-from tiny_voice import WAIT_S, Heard, result, say, sentence
+from tiny_voice import WAIT_S, SentenceOutput, expect_pcm, expect_pieces, result, sentence, synthesize
 
 from asr_serve.config import EngineConfig
 from asr_serve.engine.builder import find_checkpoint
-from asr_serve.engine.client import EngineClient
+from asr_serve.engine.client import EngineClient, Ticket
 from asr_serve.engine.process import messages
-from asr_serve.engine.process.client import ProcessBackend, process_backend
+from asr_serve.engine.process.client import process_backend
 from asr_serve.engine.process.in_flight import MAX_DEATHS
 from asr_serve.engine.process.messages import EngineSpec
-from asr_serve.engine.process.process import RingSize
 from asr_serve.engine.thread_backend import thread_backend
 from asr_serve.errors import Cancelled, EngineCrashed, OptionError, UnknownVoice, WeightsMissing, WrongModel
 from asr_serve.models.checkpoints import store
@@ -33,7 +32,6 @@ from asr_serve.models.registry import tts_card, vocoder_card
 from asr_serve.models.tts.fastpitch_network import FastPitchSizes
 from asr_serve.types import Sentence, SentenceAudio
 
-RING = RingSize(64, 16_384)
 HELLO = "həlˈO ðˈɛɹ, hˌW ɑɹ ju dˈuɪŋ tədˈA?"
 ALPHABET = "abcdef ."
 SIZES = FastPitchSizes(
@@ -43,7 +41,7 @@ Begin = Callable[..., EngineClient]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def there() -> None:
+def require_weights() -> None:
     for card in (tts_card("hibari"), vocoder_card("hifigan-universal")):
         try:
             store.verified_published_folder(card)
@@ -75,10 +73,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def begin(checkpoint: Path) -> Iterator[Begin]:
-    started: list[EngineClient] = []
-
-    def starting(model: str = "fastpitch-en", *, thread: bool = False, **settings: Any) -> EngineClient:
+def begin(close_later: Any, checkpoint: Path) -> Begin:
+    def start(model: str = "fastpitch-en", *, thread: bool = False, **settings: Any) -> EngineClient:
         chunked = model == "fastpitch-en"
         config = EngineConfig(**({"codec": "hifigan-universal"} if chunked else {}), **settings)
         own = str(checkpoint) if chunked else None
@@ -87,180 +83,166 @@ def begin(checkpoint: Path) -> Iterator[Begin]:
             connect = thread_backend(found.card, lambda: found.build("cpu", "fp32"))
         else:
             connect = process_backend(EngineSpec(model=model, device="cpu", weights=own, threads=1), RING)
-        started.append(EngineClient(config, connect))
-        return started[-1]
+        return close_later(EngineClient(config, connect))
 
-    yield starting
-    for client in started:
-        client.close()
-
-
-def link(client: EngineClient) -> ProcessBackend:
-    assert isinstance(client.backend, ProcessBackend)
-    return client.backend
-
-
-def process(client: EngineClient) -> int:
-    return link(client)._current.process.pid
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
+    return start
 
 
 def expect_idle(client: EngineClient) -> None:
-    until(lambda: (told := client.describe())["requests"] == 0 and told.get("rows_used") == 0)
+    wait_until(lambda: (stats := client.describe())["requests"] == 0 and stats.get("rows_used") == 0)
     assert client._samples == 0
 
 
-def spoken(text: str, voice: str = "heart", seed: int = 0) -> Sentence:
+def heart_sentence(text: str, voice: str = "heart", seed: int = 0) -> Sentence:
     return sentence(text, voice, seed)
 
 
-def alone(begin: Begin, *said: Sentence, model: str = "fastpitch-en") -> list[np.ndarray]:
-    """What each sounds like, said by an engine on a thread of ours, one after another."""
+def reference_pcm(begin: Begin, *sentences: Sentence, model: str = "fastpitch-en") -> list[np.ndarray]:
+    """Samples of each, synthesized by an engine on a thread, one after another."""
     client, found = begin(model, thread=True), []
-    for each in said:
-        ticket, heard = say(client, each)
+    for each in sentences:
+        ticket, heard = synthesize(client, each)
         assert result(ticket) == len(heard.pcm) > 0
         found.append(heard.pcm)
     return found
 
 
-def expect_whole(heard: Heard, want: np.ndarray, total: int) -> None:
+def expect_whole(heard: SentenceOutput, want: np.ndarray, ticket: Ticket) -> None:
     """All of it, once, in order."""
-    assert total == len(want) == len(heard.pcm)
-    np.testing.assert_allclose(heard.pcm.astype(int), want.astype(int), atol=1)
-    assert [bool(piece.phoneme_ends) for piece in heard.pieces] == [True] + [False] * (len(heard.pieces) - 1)
-    assert [piece.is_last for piece in heard.pieces] == [False] * (len(heard.pieces) - 1) + [True]
+    expect_pcm(ticket, heard, want)
+    expect_pieces(heard)
 
 
 @pytest.mark.parametrize(("model", "text"), [("hibari", HELLO), ("fastpitch-en", "abc def cab bed.")])
-def test_the_same_sound_as_on_a_thread(begin, model, text):
-    [want] = alone(begin, spoken(text), model=model)
+def test_a_process_sounds_as_an_engine_on_a_thread(begin, model, text):
+    [want] = reference_pcm(begin, heart_sentence(text), model=model)
     client = begin(model)
     assert client.voice_card.voices[0] == "heart"
-    ticket, heard = say(client, spoken(text))
-    expect_whole(heard, want, result(ticket))
+    ticket, heard = synthesize(client, heart_sentence(text))
+    expect_whole(heard, want, ticket)
     assert len(heard.pieces[0].phoneme_ends) == len(text)
     expect_idle(client)
 
 
-def test_what_cannot_be_said_comes_back_as_it_was_raised(begin):
+def test_errors_arrive_as_they_were_raised(begin):
     client = begin("hibari")
     with pytest.raises(OptionError, match=r"U\+00A7") as strange:
-        result(say(client, spoken("a§b"))[0])
+        result(synthesize(client, heart_sentence("a§b"))[0])
     assert strange.value.param == "input"
     with pytest.raises(UnknownVoice, match="did you mean 'heart'") as nobody:
-        result(say(client, spoken("a", voice="hart"))[0])
+        result(synthesize(client, heart_sentence("a", voice="hart"))[0])
     assert nobody.value.param == "voice"
     with pytest.raises(WrongModel):
         client.submit(np.zeros(16_000, np.float32))
-    assert result(say(client, spoken("a"))[0])
+    assert result(synthesize(client, heart_sentence("a"))[0])
     expect_idle(client)
 
 
-def test_killed_in_mid_sentence_it_goes_on_where_it_was_heard(begin):
-    said = [spoken("abc def cab bed. " * 3), spoken("fed cab. " * 4, "alloy", 3), spoken("bad. " * 5)]
-    want = alone(begin, *said)
+def test_a_killed_process_goes_on_in_mid_sentence(begin):
+    sentences = [
+        heart_sentence("abc def cab bed. " * 3),
+        heart_sentence("fed cab. " * 4, "alloy", 3),
+        heart_sentence("bad. " * 5),
+    ]
+    want = reference_pcm(begin, *sentences)
     client = begin()
 
-    class Killer(Heard):
+    class Killer(SentenceOutput):
         """At its third piece."""
 
         def __call__(self, sound: SentenceAudio) -> None:
             super().__call__(sound)
             if len(self.pieces) == 3:
-                os.kill(process(client), signal.SIGKILL)
+                os.kill(engine_pid(client), signal.SIGKILL)
 
-    killer, others = Killer(), [Heard(), Heard()]
-    tickets = [client.synthesize(each, heard) for each, heard in zip(said, (killer, *others), strict=True)]
+    killer, others = Killer(), [SentenceOutput(), SentenceOutput()]
+    tickets = [client.synthesize(each, heard) for each, heard in zip(sentences, (killer, *others), strict=True)]
     for ticket, heard, sound in zip(tickets, (killer, *others), want, strict=True):
-        expect_whole(heard, sound, result(ticket))
-    assert link(client).restarts == 1
+        expect_whole(heard, sound, ticket)
+    assert backend_of(client).restarts == 1
     expect_idle(client)
 
 
-def test_what_waits_for_an_engine_is_said_by_the_next(begin):
-    [want] = alone(begin, spoken(HELLO), model="hibari")
+def test_sentences_wait_for_the_next_engine(begin):
+    [want] = reference_pcm(begin, heart_sentence(HELLO), model="hibari")
     client = begin("hibari")
-    os.kill(process(client), signal.SIGKILL)
-    until(lambda: client.state == "restarting")
-    ticket, heard = say(client, spoken(HELLO))
-    expect_whole(heard, want, result(ticket))
+    os.kill(engine_pid(client), signal.SIGKILL)
+    wait_until(lambda: client.state == "restarting")
+    ticket, heard = synthesize(client, heart_sentence(HELLO))
+    expect_whole(heard, want, ticket)
     expect_idle(client)
 
 
-def test_what_three_processes_died_over_is_given_up(begin):
+def test_a_sentence_that_crashed_three_processes_fails(begin):
     client = begin("hibari")
-    os.kill(process(client), signal.SIGSTOP)
-    doomed, bystander = say(client, spoken(HELLO)), say(client, spoken(HELLO, seed=1))
+    os.kill(engine_pid(client), signal.SIGSTOP)
+    doomed, bystander = (synthesize(client, heart_sentence(HELLO)), synthesize(client, heart_sentence(HELLO, seed=1)))
     for _ in range(MAX_DEATHS):
-        given = link(client)._current
-        given.requests[doomed[0].id].started = True  # as the engine says when it encodes it
-        link(client)._deliver(given.record_death("signal SIGKILL"))  # as for each death
-    os.kill(process(client), signal.SIGKILL)
+        in_flight = backend_of(client)._current
+        in_flight.requests[doomed[0].id].started = True  # as the engine says when it encodes it
+        backend_of(client)._deliver(in_flight.record_death("signal SIGKILL"))  # as for each death
+    os.kill(engine_pid(client), signal.SIGKILL)
     with pytest.raises(EngineCrashed):
         result(doomed[0])
     assert result(bystander[0]) == len(bystander[1].pcm)
     expect_idle(client)
 
 
-def test_cancelled_it_is_told_no_more(begin):
+def test_a_cancelled_sentence_sends_no_more_pieces(begin):
     client = begin()
-    stayed, gone = say(client, spoken("abc def. " * 4)), say(client, spoken("abc def. " * 40))
+    stayed, gone = (
+        synthesize(client, heart_sentence("abc def. " * 4)),
+        synthesize(client, heart_sentence("abc def. " * 40)),
+    )
     assert gone[1].begun.wait(WAIT_S)
     client.cancel(gone[0])
     with pytest.raises(Cancelled):
         result(gone[0])
     assert result(stayed[0]) == len(stayed[1].pcm)
-    told = len(gone[1].pieces)
+    count = len(gone[1].pieces)
     expect_idle(client)
-    assert len(gone[1].pieces) <= told + 1  # one may have been on its way
+    assert len(gone[1].pieces) <= count + 1  # one may have been on its way
     assert not any(piece.is_last for piece in gone[1].pieces)
 
 
-def test_renewed_a_sentence_is_said_to_its_end_by_the_old_process(begin):
-    said = spoken("abc def cab bed. " * 4)
-    [want, after] = alone(begin, said, spoken("fed."))
+def test_handover_lets_the_old_process_finish_its_sentence(begin):
+    sentences = heart_sentence("abc def cab bed. " * 4)
+    [want, after] = reference_pcm(begin, sentences, heart_sentence("fed."))
     client = begin()
-    ticket, heard = say(client, said)
+    ticket, heard = synthesize(client, sentences)
     assert heard.begun.wait(WAIT_S)
-    old = process(client)
+    old = engine_pid(client)
     os.kill(old, signal.SIGSTOP)  # so that it is under way still when the new one is there
     with ThreadPoolExecutor(1) as beside:
-        renewed = beside.submit(link(client).renew, WAIT_S)
-        until(lambda: process(client) != old)
+        renewed = beside.submit(backend_of(client).renew, WAIT_S)
+        wait_until(lambda: engine_pid(client) != old)
         assert not ticket.future.done()
         os.kill(old, signal.SIGCONT)
-        expect_whole(heard, want, result(ticket))
+        expect_whole(heard, want, ticket)
         assert renewed.result(WAIT_S).repeated == 0
-    assert link(client).restarts == 0
-    ticket, heard = say(client, spoken("fed."))
-    expect_whole(heard, after, result(ticket))
+    assert backend_of(client).restarts == 0
+    ticket, heard = synthesize(client, heart_sentence("fed."))
+    expect_whole(heard, after, ticket)
     expect_idle(client)
 
 
-def test_a_renewal_out_of_patience_has_the_new_process_go_on(begin, monkeypatch):
+def test_handover_after_its_timeout_has_the_new_process_go_on(begin, monkeypatch):
     monkeypatch.setattr("asr_serve.engine.process.supervisor.EXIT_TIMEOUT_S", 1.0)
-    said = spoken("abc def cab bed. " * 4)
-    [want] = alone(begin, said)
+    sentences = heart_sentence("abc def cab bed. " * 4)
+    [want] = reference_pcm(begin, sentences)
     client = begin()
-    ticket, heard = say(client, said)
+    ticket, heard = synthesize(client, sentences)
     assert heard.begun.wait(WAIT_S)
-    os.kill(process(client), signal.SIGSTOP)
-    assert link(client).renew(timeout_s=0.0).repeated == 1
-    expect_whole(heard, want, result(ticket))
+    os.kill(engine_pid(client), signal.SIGSTOP)
+    assert backend_of(client).renew(timeout_s=0.0).repeated == 1
+    expect_whole(heard, want, ticket)
     expect_idle(client)
 
 
-def test_a_process_tells_what_it_has_said(begin):
+def test_report_and_metrics_of_a_process(begin):
     client = begin("hibari")
-    total = result(say(client, spoken(HELLO))[0])
-    report = link(client).report()
+    total = result(synthesize(client, heart_sentence(HELLO))[0])
+    report = backend_of(client).report()
     assert isinstance(report, messages.EngineReport)
     assert report.describe["spoken_s"] == pytest.approx(total / 24_000, abs=0.01)
     text = report.metrics.decode()

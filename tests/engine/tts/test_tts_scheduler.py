@@ -108,13 +108,12 @@ def test_nobody_plays_bulk_while_others_wait():
     for each in (bulk, playing):
         each.add_audio(1.0, now_s=5.0)
     assert (bulk.deadline_s, playing.deadline_s) == (66.0, 6.0)
-    assert select_for_step(
-        [TtsDeadline(bulk.deadline_s, 1), TtsDeadline(playing.deadline_s, 2)], 2, now_s=5.0
-    ) == [2]
+    assert select_for_step([TtsDeadline(bulk.deadline_s, 1), TtsDeadline(playing.deadline_s, 2)], 2, now_s=5.0) == [2]
     playing.add_audio(20.0, now_s=5.0)  # then there is time
-    assert select_for_step(
-        [TtsDeadline(bulk.deadline_s, 1), TtsDeadline(playing.deadline_s, 2)], 2, now_s=5.0
-    ) == [2, 1]
+    assert select_for_step([TtsDeadline(bulk.deadline_s, 1), TtsDeadline(playing.deadline_s, 2)], 2, now_s=5.0) == [
+        2,
+        1,
+    ]
 
 
 def test_bulk_is_no_nearer_for_saying_when_it_would_run_dry():

@@ -69,7 +69,7 @@ class Encoded(NamedTuple):
 
 
 class Voice(StreamingTtsModel[Encoded]):
-    """Frames of a recurrent network: what it remembers is one vector."""
+    """A recurrent acoustic model whose state is one vector."""
 
     rate_hz, chunk_frames, hop_samples, frame_width = RATE_HZ, CHUNK, HOP, FRAME_WIDTH
     voices = CARD.voices
@@ -140,9 +140,7 @@ class Codec(Vocoder):
     def state_specs(self, chunk: int) -> dict[str, StateSpec]:
         return {"past": StateSpec((1 + DELAY, FRAME_WIDTH))}
 
-    def step(
-        self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: State
-    ) -> Tensor:
+    def step(self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: State) -> Tensor:
         chunk = frames.shape[1]
         there = (seen[:, None] + torch.arange(chunk)) < ends[:, None]
         frames = torch.where(there[..., None], frames, 0.0)
@@ -178,7 +176,7 @@ def sentence(text: str, voice: str = "low", seed: int = 0, **manner: float) -> S
 
 
 def expected(said: Sentence, model: Voice | None = None) -> np.ndarray:
-    """What it sounds like, in one pass over all of it: int16."""
+    """Samples of a sentence in one pass over all of it: int16."""
     voice, codec = model or Voice(), Codec()
     [encoded] = [voice._encode(said)]
     memory, frames = torch.zeros(1, HIDDEN), []
@@ -188,8 +186,8 @@ def expected(said: Sentence, model: Voice | None = None) -> np.ndarray:
     return to_int16(fade_in(codec.vocode(torch.stack(frames, 1), said.seed)[0, LEAD * HOP :].numpy()))
 
 
-class Heard:
-    """Who hears a sentence: all of its pieces, and a moment to wait for."""
+class SentenceOutput:
+    """Receives the pieces of a sentence, and has an event for the first."""
 
     def __init__(self) -> None:
         self.pieces: list[SentenceAudio] = []
@@ -204,11 +202,23 @@ class Heard:
         return np.frombuffer(b"".join(piece.pcm for piece in self.pieces), "<i2")
 
 
-def say(client: EngineClient, said: Sentence, **options: Any) -> tuple[Ticket, Heard]:
-    heard = Heard()
+def synthesize(client: EngineClient, said: Sentence, **options: Any) -> tuple[Ticket, SentenceOutput]:
+    heard = SentenceOutput()
     return client.synthesize(said, heard, **options), heard
 
 
 def result(ticket: Ticket) -> Any:
     future: Future[Any] = ticket.future
     return future.result(WAIT_S)
+
+
+def expect_pcm(ticket: Ticket, heard: SentenceOutput, want: np.ndarray) -> None:
+    """All samples of a sentence arrived, and they are those of `want`."""
+    assert result(ticket) == len(want) == len(heard.pcm)
+    np.testing.assert_allclose(heard.pcm.astype(int), want.astype(int), atol=1)
+
+
+def expect_pieces(heard: SentenceOutput) -> None:
+    """The first piece has the ends of phonemes, and the last one says that it is the last."""
+    assert [bool(piece.phoneme_ends) for piece in heard.pieces] == [True] + [False] * (len(heard.pieces) - 1)
+    assert [piece.is_last for piece in heard.pieces] == [False] * (len(heard.pieces) - 1) + [True]

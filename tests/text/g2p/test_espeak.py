@@ -26,7 +26,7 @@ def sounding(text, **options):
 
 
 @needed
-def test_words_that_are_said_in_one_are_told_apart():
+def test_words_pronounced_as_one_are_separated():
     assert sounding("I went out of the house, for the $5.") == [
         *(("I", "aɪ"), ("went", "wɛnt"), ("out", "ˌaʊɾ"), ("of", "əv"), ("the", "ðə"), ("house,", "hˈaʊs")),
         *(("for", "fɚ"), ("the", "ðə"), ("$5.", "fˈaɪv dˈɑːlɚz")),
@@ -41,7 +41,7 @@ def test_punctuation_is_kept_for_the_voice():
 
 
 @needed
-def test_what_the_caller_gives_is_said():
+def test_given_phonemes_are_used():
     assert sounding("My [word](/wˈɜːd/), foo.", lexicon={"foo": "bˈɑː"}) == [
         ("My", "maɪ"),
         ("word,", "wˈɜːd"),
@@ -60,7 +60,7 @@ def test_accents():
     assert sounding("no") == [("no", "nˈoʊ")]
 
 
-def test_a_program_that_is_not_there(monkeypatch):
+def test_a_missing_program_is_an_error(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda program: None)
     with pytest.raises(ProgramMissing, match="apt install espeak-ng"):
         TextFrontend("espeak")
@@ -69,7 +69,7 @@ def test_a_program_that_is_not_there(monkeypatch):
 @pytest.mark.parametrize(
     ("script", "told"), [("exit 3", "exit status 3"), ("sleep 60", "timed out"), ("printf '\\377\\n'", "decode")]
 )
-def test_a_program_that_fails(monkeypatch, tmp_path, script, told):
+def test_a_failing_program_is_an_error(monkeypatch, tmp_path, script, told):
     program = tmp_path / "broken-espeak"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -80,13 +80,7 @@ def test_a_program_that_fails(monkeypatch, tmp_path, script, told):
 
 @pytest.mark.parametrize(
     ("ipa", "misaki"),
-    [
-        ("təˈmeɪtoʊ", "təˈmAtO"),
-        ("tʃɜːtʃ", "ʧɜɹʧ"),
-        ("ˈdʒɑːɡwɑr", "ˈʤɑɡwɑɹ"),
-        ("bɝd", "bɜɹd"),
-        ("ˈbʌ.tn̩", "ˈbʌtᵊn"),
-    ],
+    [("təˈmeɪtoʊ", "təˈmAtO"), ("tʃɜːtʃ", "ʧɜɹʧ"), ("ˈdʒɑːɡwɑr", "ˈʤɑɡwɑɹ"), ("bɝd", "bɜɹd"), ("ˈbʌ.tn̩", "ˈbʌtᵊn")],
 )
 def test_ipa_in_the_alphabet_of_our_voice(ipa, misaki):
     assert from_ipa(ipa, "misaki") == misaki

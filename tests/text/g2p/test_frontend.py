@@ -73,12 +73,12 @@ def test_a_sentence():
     assert phonemes("Hello there.", BRITISH) == "həlˈQ ðˈɛː."
 
 
-def test_what_a_word_is_decides_how_it_sounds():
+def test_the_part_of_speech_decides_the_pronunciation():
     assert sounding("I read it yesterday; I will read it.")[1][1] == "ɹˈɛd"
     assert sounding("I read it yesterday; I will read it.")[-2][1] == "ɹˈid"
 
 
-def test_words_are_those_that_were_written():
+def test_words_are_those_of_the_text():
     assert sounding("Dr. Smith paid $5.99, on 3/15.") == [
         ("Dr.", "dˈɑktəɹ"),
         ("Smith", "smˈɪθ"),
@@ -89,13 +89,13 @@ def test_words_are_those_that_were_written():
     ]
 
 
-def test_words_that_are_read_together():
+def test_words_pronounced_as_one():
     assert words(FRONT.passages("It was on March 15, 2024, that 2 1/2 cups fell.")) == [
-        *("It", "was", "on", "March", "15, 2024,", "that", "2 1/2", "cups", "fell."),
+        *("It", "was", "on", "March", "15, 2024,", "that", "2 1/2", "cups", "fell.")
     ]
 
 
-def test_dashes_and_marks_are_no_words():
+def test_dashes_and_punctuation_are_no_words():
     assert words(FRONT.passages("So — **this** is `it` - *yes* ...")) == ["So", "this", "is", "it", "yes"]
 
 
@@ -154,13 +154,13 @@ def test_a_greek_word_is_another_script():
 
 
 @pytest.mark.parametrize("text", ["", "  \n ", "…", "🙂🙂", "--- ***", "\x00\u200b", "()"])
-def test_nothing_to_say(text):
+def test_a_text_without_words_is_refused(text):
     with pytest.raises(errors.EmptyText):
         FRONT.passages(text)
 
 
 @pytest.mark.parametrize("text", ["<speak>Hi</speak>", ' \n<speak version="1.1">Hi', "<speak/>"])
-def test_ssml_that_is_not_said_to_be_such(text):
+def test_undeclared_ssml_is_refused(text):
     with pytest.raises(errors.TextError, match="ssml: true, or --ssml") as caught:
         FRONT.passages(text)
     assert caught.value.param == "input"
@@ -187,7 +187,7 @@ def test_a_live_text_that_begins_later_is_looked_at_too():
         ("<speak>Hi</speak>", errors.TextError),
     ],
 )
-def test_what_can_be_refused_without_a_voice(text, kind):
+def test_checks_without_a_voice_refuse_invalid_text(text, kind):
     with pytest.raises(kind) as caught:
         check_text(text)
     assert type(caught.value) is kind
@@ -213,9 +213,7 @@ def test_the_first_clause_of_a_hundred_thousand_characters_needs_no_other():
     asked = []
     front = TextFrontend()
     read = front._clauses._voice.pronounce
-    front._clauses._voice = type(
-        "Counted", (), {"pronounce": lambda _, chunks: asked.append(chunks) or read(chunks)}
-    )()
+    front._clauses._voice = type("Counted", (), {"pronounce": lambda _, chunks: asked.append(chunks) or read(chunks)})()
     passages = front.passages(long)
     assert [asked and len(asked), next(passages).words[0].text] == [1, "When"]
     list(islice(passages, 6))
@@ -239,7 +237,7 @@ def test_a_sentence_without_clauses_is_cut_evenly_at_words():
     assert words(spoken) == text.split()
 
 
-def test_a_voice_of_short_breath():
+def test_a_voice_with_a_short_limit():
     front = TextFrontend(max_phonemes=40)
     for clause in clauses(RAINBOW + "1" * 60, front):
         holds(clause, 40)
@@ -293,7 +291,7 @@ def test_names(name, american, british):
     assert dict(sounding(f"I met {name} today.", BRITISH))[name] == british
 
 
-def test_the_caller_knows_names_better():
+def test_pronunciations_of_the_request_come_first():
     assert dict(sounding("I met Nguyen.", TextFrontend(lexicon={"Nguyen": "nwˈɪn"})))["Nguyen."] == "nwˈɪn"
 
 
@@ -330,7 +328,7 @@ def test_a_lexicon():
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_a_lexicon_that_cannot_be(lexicon, kind):
+def test_an_invalid_lexicon_is_refused(lexicon, kind):
     with pytest.raises(kind) as caught:
         TextFrontend(lexicon=lexicon)
     assert caught.value.param == "lexicon"
@@ -340,7 +338,7 @@ def test_a_lexicon_that_cannot_be(lexicon, kind):
 # a text that is still being written
 
 
-def test_a_clause_goes_when_it_is_complete():
+def test_a_clause_is_returned_when_it_is_complete():
     live = FRONT.open_stream()
     assert [live.append_text(token) for token in ("Sure", ",", " here", " is", " it", ":")] == [[]] * 6
     (clause,) = live.append_text(" the ")
@@ -391,7 +389,7 @@ TOKENS = st.lists(st.sampled_from(HARD.split()), max_size=60).map(" ".join)
 
 @settings(deadline=None)
 @given(ODD | ASCII | TOKENS)
-def test_any_text_is_said_or_refused(text):
+def test_any_text_has_phonemes_or_is_refused(text):
     try:
         found = list(FRONT.passages(text))
     except errors.TextError:
@@ -415,7 +413,7 @@ def test_a_live_text_has_the_same_words(text, size):
 
 @settings(deadline=None)
 @given(ASCII)
-def test_it_is_said_the_same_each_time(text):
+def test_phonemes_are_deterministic(text):
     def said():
         try:
             return list(FRONT.passages(text))
@@ -436,10 +434,8 @@ def test_any_document_is_read_or_refused(text):
         assert found
 
 
-def test_threads_share_it():
-    texts = [
-        f"The {n}th {word} is worth ${n}." for n in range(4, 8) for word in ("zorble", "live", "wind", "read")
-    ]
+def test_threads_may_share_a_frontend():
+    texts = [f"The {n}th {word} is worth ${n}." for n in range(4, 8) for word in ("zorble", "live", "wind", "read")]
     alone = [phonemes(text) for text in texts]
     found = [[] for _ in range(4)]
     threads = [
@@ -452,7 +448,7 @@ def test_threads_share_it():
     assert found == [alone] * 4
 
 
-def test_what_breaks_the_library_is_said_all_the_same(monkeypatch):
+def test_text_that_breaks_the_library_has_phonemes_all_the_same(monkeypatch):
     voice = FRONT._clauses._voice
     breaks = voice._g2p.phonemize_tokens
 

@@ -85,7 +85,7 @@ def test_a_sentence_without_end_is_cut_at_words():
     assert all(len(piece) <= MAX_SENTENCE_CHARACTERS for piece in texts("x" * 2_000))
 
 
-def test_live_text_goes_as_soon_as_it_is_safe():
+def test_live_text_is_split_as_soon_as_it_is_safe():
     splitter = SentenceSplitter(LIVE_SPLIT_POLICY)
     said = [[piece.text for piece in splitter.append_text(token)] for token in ("Good", " morn", "ing", ",", " I")]
     assert said == [[], [], [], [], ["Good morning,"]]
@@ -122,7 +122,7 @@ TEXTS = st.text("abA1 .,!?;:—-\"')\n", max_size=300) | st.lists(
 
 
 @given(TEXTS, st.sampled_from([OFFLINE_SPLIT_POLICY, LIVE_SPLIT_POLICY]), st.integers(1, 20))
-def test_how_it_arrives_changes_nothing(text, hurry, size):
+def test_pieces_change_nothing(text, hurry, size):
     assert cut(text, hurry, size) == cut(text, hurry)
 
 

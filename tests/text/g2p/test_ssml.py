@@ -36,7 +36,7 @@ def plain(front, text):
     return clause.phonemes
 
 
-def test_plain_text_is_read_as_without(front):
+def test_ssml_of_plain_text_equals_plain_text(front):
     assert read(front, "Hello there, Dr. Smith. It is 5 &lt; 6 &amp; so on.") == list(
         front.passages("Hello there, Dr. Smith. It is 5 < 6 & so on.")
     )
@@ -54,13 +54,12 @@ def test_breaks(front):
 
 def test_sentences_and_paragraphs(front):
     kinds = [
-        p.ms if isinstance(p, Pause) else p.words[0].text
-        for p in read(front, "<p>A b</p><p><s>C</s><s>D</s></p>E")
+        p.ms if isinstance(p, Pause) else p.words[0].text for p in read(front, "<p>A b</p><p><s>C</s><s>D</s></p>E")
     ]
     assert kinds == ["A", 500, "C", 250, "D", 500, "E"]
 
 
-def test_manners_multiply(front):
+def test_prosody_multiplies(front):
     (clause,) = clauses(
         front,
         'so <prosody rate="80%" pitch="+2st" volume="+3dB">slow <prosody rate="0.5" pitch="+3st">slower</prosody>'
@@ -78,7 +77,7 @@ def test_manners_multiply(front):
     assert [clause.phonemes[w.first : w.last + 1] for w in clause.words] == [phonemes for phonemes, _ in manners]
 
 
-def test_manners_stop_where_models_do(front):
+def test_prosody_is_limited_to_the_range_of_models(front):
     (clause,) = clauses(
         front, '<prosody rate="4" pitch="x-high"><prosody rate="3" pitch="+12st">fast</prosody></prosody>'
     )
@@ -136,9 +135,7 @@ def test_dates_have_forms(front):
 
 
 def test_substitutes_and_phonemes(front):
-    assert words(
-        front, 'the <sub alias="World Wide Web">WWW</sub>, <phoneme ph="təˈmeɪtoʊ">tomato</phoneme>!'
-    ) == [
+    assert words(front, 'the <sub alias="World Wide Web">WWW</sub>, <phoneme ph="təˈmeɪtoʊ">tomato</phoneme>!') == [
         ("the", "ðə"),
         ("WWW,", "wˈɜɹld wˈId wˈɛb"),
         ("tomato!", "təˈmAtO"),
@@ -147,7 +144,7 @@ def test_substitutes_and_phonemes(front):
     assert words(front, ours) == [("Kokoro", "kˈOkəɹO")]
 
 
-def test_white_space_of_the_document_says_nothing(front):
+def test_white_space_of_the_document_is_ignored(front):
     inside = "\n\n   Hello\n   there.\n\n"
     assert [p.phonemes for p in read(front, inside)] == [plain(front, "Hello there.")]
 
@@ -183,7 +180,7 @@ def test_white_space_of_the_document_says_nothing(front):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_wrong_is_told_with_its_place(front, document, line, column, told):
+def test_errors_have_their_place_in_the_document(front, document, line, column, told):
     with pytest.raises(MalformedSsml) as caught:
         front.passages(document, ssml=True)
     error = caught.value
@@ -202,5 +199,5 @@ def test_other_errors(front):
         front.passages("<speak>x</speak>", ssml=True, phonemes=True)
 
 
-def test_silence_alone_is_a_document(front):
+def test_a_document_may_be_silence_alone(front):
     assert read(front, '<break time="2s"/>') == [Pause(2_000, is_requested=True)]

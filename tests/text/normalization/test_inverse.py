@@ -151,7 +151,7 @@ def test_without_words_only_the_text_is_written() -> None:
     ],
 )
 @pytest.mark.parametrize("language", ["en", "zh", "ja"])
-def test_what_is_written_stays(text: str, language: str) -> None:
+def test_written_forms_are_unchanged(text: str, language: str) -> None:
     assert inverse_normalize(Segment(0, 10, text), language) == Segment(0, 10, text)
 
 
@@ -160,9 +160,7 @@ NEAR = st.sampled_from([*_NEAR.split(), "Twenty-five", "dot", "com", "at", "the"
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.one_of(NEAR, st.text(max_size=6)), max_size=12).map(" ".join), st.sampled_from(["en", "zh", "ja"])
-)
+@given(st.lists(st.one_of(NEAR, st.text(max_size=6)), max_size=12).map(" ".join), st.sampled_from(["en", "zh", "ja"]))
 def test_any_text_keeps_its_words_and_their_times(text: str, language: str) -> None:
     said = segment(text)
     made = inverse_normalize(said, language)
@@ -174,7 +172,7 @@ def test_any_text_keeps_its_words_and_their_times(text: str, language: str) -> N
     assert bool(made.spoken) == (made.text != said.text)
 
 
-def test_a_long_text_is_looked_at_in_short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_normalized_in_short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grammar's time grows with the square of what it is given at once."""
     asked: list[str] = []
 
@@ -212,7 +210,7 @@ def test_other_languages_have_none() -> None:
     assert SegmentNormalizer("", itn=True).normalize(segment("twenty five"), "en").text == "25"
 
 
-def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     wetext_grammar.load_wetext.cache_clear()
     monkeypatch.setitem(sys.modules, "wetext", None)
     try:
@@ -248,7 +246,7 @@ assert len(paths) == 2, paths
 """
 
 
-def test_no_graph_is_read_that_nobody_asks_for() -> None:
+def test_only_requested_graphs_are_loaded() -> None:
     """Each keeps every thread waiting while it is read."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", READS], env=environ, capture_output=True, text=True, check=False)
@@ -278,12 +276,7 @@ def in_words(number: int) -> list[str]:
     for size, name in ((10**6, "million"), (1_000, "thousand"), (100, "hundred")):
         if number >= size:
             rest = number % size
-            return [
-                *in_words(number // size),
-                name,
-                *(["and"] * (0 < rest < 100)),
-                *(in_words(rest) if rest else []),
-            ]
+            return [*in_words(number // size), name, *(["and"] * (0 < rest < 100)), *(in_words(rest) if rest else [])]
     raise AssertionError
 
 

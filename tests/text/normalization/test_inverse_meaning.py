@@ -34,7 +34,7 @@ def as_written(said: str, language: str = "en") -> str:
         "nineteen ninety nine ninety nine",
     ],
 )
-def test_what_may_be_something_else_stays_as_it_was_said(said: str) -> None:
+def test_ambiguous_words_stay_as_spoken(said: str) -> None:
     assert as_written(said) == said
 
 
@@ -128,7 +128,7 @@ def worth(text: str) -> float:
     ],
 )
 @pytest.mark.parametrize("joined", ["", "and"])
-def test_every_english_number_is_worth_what_was_said(before: str, behind: str, joined: str) -> None:
+def test_every_english_number_has_the_spoken_value(before: str, behind: str, joined: str) -> None:
     for number in NUMBERS:
         made = as_written(f"{before} {' '.join(english(number, joined))} {behind}")
         assert worth(made) == number, made
@@ -136,7 +136,7 @@ def test_every_english_number_is_worth_what_was_said(before: str, behind: str, j
 
 @pytest.mark.slow
 @pytest.mark.parametrize("behind", ["", "円", "人", "年"])
-def test_every_japanese_number_is_worth_what_was_said(behind: str) -> None:
+def test_every_japanese_number_has_the_spoken_value(behind: str) -> None:
     changed = 0
     for number in NUMBERS:
         said = f"{japanese(number)}{behind}"
@@ -149,10 +149,8 @@ def test_every_japanese_number_is_worth_what_was_said(behind: str) -> None:
 @pytest.mark.parametrize("before", range(30))
 def test_no_number_is_cut_in_two(before: int) -> None:
     """A long sentence is looked at in parts."""
-    said = (
-        "one hundred twenty three thousand four hundred fifty six birds and then two hundred ninety nine thousand \
+    said = "one hundred twenty three thousand four hundred fifty six birds and then two hundred ninety nine thousand \
 seven hundred twenty one fish"
-    )
     assert as_written(f"{'ten more of ' * before}{said}").endswith("123456 birds and then 299721 fish")
     assert as_written(f"{'一二三四五' * 10}，十二", "zh") == f"{'一二三四五' * 10}，12"
     characters = (

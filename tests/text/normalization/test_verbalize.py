@@ -131,10 +131,7 @@ READ = [
     ("flight AA123 from gate 101", "flight A.A one twenty-three from gate one oh one"),
     ("NASA and the U.S. policy", "NASA and the U.S. policy"),
     # addresses
-    (
-        "£2.50 at shop.example.org/a_b",
-        "two pounds and fifty pence at shop dot example dot org slash A underscore B",
-    ),
+    ("£2.50 at shop.example.org/a_b", "two pounds and fifty pence at shop dot example dot org slash A underscore B"),
     ("https://www.example.com/path", "W.W.W dot example dot com slash path"),
     ("See example.com.", "See example dot com."),
     ("john.doe+spam@mail.co.uk", "john dot doe plus spam at mail dot co dot U.K"),
@@ -238,7 +235,7 @@ BRITISH = [
 
 
 @pytest.mark.parametrize(("written", "read"), READ, ids=[written for written, _ in READ])
-def test_it_is_read(written, read):
+def test_written_forms_are_verbalized(written, read):
     assert verbalize(written) == read
 
 
@@ -255,7 +252,7 @@ def test_another_language():
 
 
 @given(st.text(max_size=80) | st.text("0123456789.,:/-+$%'\" abxkmM€½@#", max_size=60))
-def test_any_text_is_read_and_no_digit_is_left(text):
+def test_any_text_is_verbalized_without_digits(text):
     assert not any(letter in "0123456789" for letter in verbalize(text))
 
 

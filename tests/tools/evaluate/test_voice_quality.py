@@ -36,11 +36,11 @@ def spoken(packaged_speech: Path) -> np.ndarray:
         return resample_clip(pcm, file.getframerate(), RATE_HZ)[: 4 * RATE_HZ]
 
 
-def test_a_reading_is_like_itself(spoken: np.ndarray) -> None:
+def test_audio_equals_itself(spoken: np.ndarray) -> None:
     assert voice_quality.voice_distance(spoken, spoken) == VoiceDistance(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def test_loudness_is_no_difference(spoken: np.ndarray) -> None:
+def test_loudness_makes_no_difference(spoken: np.ndarray) -> None:
     found = voice_quality.voice_distance(spoken, 0.5 * spoken)
     assert found.mcd_db < 0.3
     assert found.mel < 0.03
@@ -48,22 +48,20 @@ def test_loudness_is_no_difference(spoken: np.ndarray) -> None:
     assert found.voicing_percent < 1
 
 
-def test_nor_is_the_rate(spoken: np.ndarray) -> None:
+def test_the_rate_makes_no_difference(spoken: np.ndarray) -> None:
     other = resample_clip(spoken, RATE_HZ, 24_000)
     back = voice_quality.voice_distance(resample_clip(spoken, RATE_HZ, 24_000), other, 24_000)
     assert back.mcd_db == 0.0
 
 
-def test_nor_how_long_a_sound_is_held(spoken: np.ndarray) -> None:
+def test_durations_make_no_difference(spoken: np.ndarray) -> None:
     short, long, another = sung(140), sung(140, 1.5), sung(140, formants=(300, 2_200, 3_000))
     assert (
-        5 * voice_quality.voice_distance(short, long).mcd_db
-        < voice_quality.voice_distance(short, another).mcd_db
-        > 3
+        5 * voice_quality.voice_distance(short, long).mcd_db < voice_quality.voice_distance(short, another).mcd_db > 3
     )
 
 
-def test_cepstra_are_counted_as_everywhere() -> None:
+def test_cepstra_have_the_usual_scale() -> None:
     """Of a spectrum that is a constant and one cosine, those; and the distance is that of the spectra in dB."""
     angles = (np.arange(80) + 0.5) * np.pi / 80
     found = voice_quality.mel_cepstra((2.0 + 0.7 * np.cos(3 * angles))[None])[0]
@@ -73,7 +71,7 @@ def test_cepstra_are_counted_as_everywhere() -> None:
 
 
 @pytest.mark.parametrize("cents", [50, 100, 200])
-def test_f0_is_told_in_cents(cents: int) -> None:
+def test_f0_error_is_in_cents(cents: int) -> None:
     found = voice_quality.voice_distance(sung(150), sung(150 * 2 ** (cents / 1_200)))
     assert found.f0_cents == pytest.approx(cents, abs=8)
     assert found.f0_gross_percent < 2
@@ -100,7 +98,7 @@ def test_too_little_or_silence() -> None:
             voice_quality.voice_distance(pcm, sung(150))
 
 
-def test_the_mean_leaves_out_what_is_not_there() -> None:
+def test_the_mean_ignores_missing_values() -> None:
     one, other = VoiceDistance(1.0, 0.5, math.nan, 100.0, 10.0), VoiceDistance(3.0, 1.5, 20.0, 0.0, 30.0)
     assert voice_quality.mean_voice_distance([one, other]) == VoiceDistance(2.0, 1.0, 20.0, 50.0, 20.0)
     assert math.isnan(voice_quality.mean_voice_distance([one]).f0_cents)
@@ -108,7 +106,7 @@ def test_the_mean_leaves_out_what_is_not_there() -> None:
         voice_quality.mean_voice_distance([])
 
 
-def test_joins_that_cannot_be_heard(spoken: np.ndarray) -> None:
+def test_inaudible_joins(spoken: np.ndarray) -> None:
     found = voice_quality.join_quality(spoken, spoken, range(0, len(spoken), 4_096), RATE_HZ)
     assert msgspec.structs.astuple(found)[1:] == (0.0, 0.0)
     assert found.places == len(range(0, len(spoken), 4_096)) - 1  # before the first there is nothing
@@ -125,12 +123,12 @@ def test_a_join_that_jumps() -> None:
     assert voice_quality.join_quality(chunked, whole, [4_096, 16_384], RATE_HZ).jump_db == 0.0
 
 
-def test_joins_of_what_is_not_the_same() -> None:
+def test_joins_of_different_audio_are_refused() -> None:
     with pytest.raises(OptionError, match="10 samples in chunks, 11"):
         voice_quality.join_quality(np.zeros(10), np.zeros(11), [5], RATE_HZ)
 
 
-def test_a_speaker_is_like_herself(spoken: np.ndarray) -> None:
+def test_a_speaker_is_similar_to_herself(spoken: np.ndarray) -> None:
     half = len(spoken) // 2
     try:
         same = voice_quality.similarity([spoken[:half]], [spoken[half:]], RATE_HZ)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ pytest.importorskip("whisper_normalizer")
 
 
 @pytest.mark.parametrize(
-    ("said", "heard", "counts", "percent"),
+    ("reference", "hypothesis", "counts", "percent"),
     [
         ("the cat sat", "the cat sat", (0, 0, 0, 3), 0.0),
         ("the cat sat", "The cat -- SAT!", (0, 0, 0, 3), 0.0),
@@ -28,30 +29,31 @@ pytest.importorskip("whisper_normalizer")
     ],
     ids=["same", "case", "substitution", "deletion", "insertion", "silent", "above-100", "normalised"],
 )
-def test_words(said: str, heard: str, counts: tuple[int, int, int, int], percent: float) -> None:
-    rate = wer([said], [heard])
+def test_words(reference: str, hypothesis: str, counts: tuple[int, int, int, int], percent: float) -> None:
+    rate = wer([reference], [hypothesis])
     assert (rate.substitutions, rate.deletions, rate.insertions, rate.hits) == counts
     assert rate.percent == pytest.approx(percent)
-    assert rate.reference == len(normalize(said).split())
+    assert rate.reference == len(normalize(reference).split())
     assert rate.errors == sum(counts[:3])
 
 
-def test_the_rate_is_over_the_corpus() -> None:
-    """One error in one word and none in nine: 10 %, not the mean of 100 % and 0 %."""
-    rate = wer(["yes", "a b c d e f g h i"], ["no", "a b c d e f g h i"])
-    assert rate.percent == pytest.approx(10.0)
-
-
-def test_text_where_nothing_was_said_is_insertions() -> None:
-    rate = wer(["one word here", "", "[noise]"], ["one word here", "thank you", ""])
-    assert (rate.insertions, rate.reference) == (2, 3)
-    assert cer(["abcd", ""], ["abcd", "xy"]).percent == pytest.approx(50.0)
-
-
-def test_characters_count_the_spaces() -> None:
-    rate = cer(["ab cd"], ["ab cx"])
-    assert (rate.substitutions, rate.reference) == (1, 5)
-    assert rate.percent == pytest.approx(20.0)
+@pytest.mark.parametrize(
+    ("rate", "references", "hypotheses", "counts", "percent"),
+    [
+        # One error in one word and none in nine: 10 %, not the mean of 100 % and 0 %.
+        (wer, ["yes", "a b c d e f g h i"], ["no", "a b c d e f g h i"], (1, 0, 10), 10.0),
+        (wer, ["one word here", "", "[noise]"], ["one word here", "thank you", ""], (0, 2, 3), 200 / 3),
+        (cer, ["abcd", ""], ["abcd", "xy"], (0, 2, 4), 50.0),
+        (cer, ["ab cd"], ["ab cx"], (1, 0, 5), 20.0),
+    ],
+    ids=["over the corpus", "insertions in silence", "characters in silence", "spaces are characters"],
+)
+def test_corpus_rates(
+    rate: Any, references: list[str], hypotheses: list[str], counts: tuple[int, int, int], percent: float
+) -> None:
+    found = rate(references, hypotheses)
+    assert (found.substitutions, found.insertions, found.reference) == counts
+    assert found.percent == pytest.approx(percent)
 
 
 def test_normalize_leaves_single_spaces() -> None:
@@ -59,7 +61,7 @@ def test_normalize_leaves_single_spaces() -> None:
 
 
 @pytest.mark.parametrize(
-    ("references", "hypotheses", "says"),
+    ("references", "hypotheses", "match"),
     [
         (["a", "b"], ["a"], "2 references and 1 hypotheses"),
         ([], [], "0 references without a word"),
@@ -69,9 +71,9 @@ def test_normalize_leaves_single_spaces() -> None:
     ],
     ids=["lengths", "nothing", "only-silence", "reference-string", "hypothesis-string"],
 )
-def test_bad_inputs(references: list[str], hypotheses: list[str], says: str) -> None:
+def test_bad_inputs(references: list[str], hypotheses: list[str], match: str) -> None:
     for rate in (wer, cer):
-        with pytest.raises(OptionError, match=says):
+        with pytest.raises(OptionError, match=match):
             rate(references, hypotheses)
 
 

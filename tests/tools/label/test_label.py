@@ -71,11 +71,11 @@ def by_table(a: str, b: str) -> int:
 
 @settings(deadline=None)
 @given(letters, letters)
-def test_the_distance_is_the_textbooks(a: str, b: str) -> None:
+def test_edit_distance_equals_the_textbook_algorithm(a: str, b: str) -> None:
     assert edit_distance(a, b) == by_table(a, b) == edit_distance(b, a)
 
 
-def test_marks_and_case_do_not_count() -> None:
+def test_punctuation_and_case_do_not_count() -> None:
     assert error_rate(plain_text("It’s five, O'Clock!"), plain_text("its FIVE o'clock")) == 0
     assert error_rate(plain_text("你好。"), plain_text("你号")) == 0.5
     assert error_rate("", "") == 0
@@ -129,7 +129,7 @@ def test_a_file_is_kept_by_all_of_its_characters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ["rows", "done", "between"])
-def test_it_goes_on_where_it_was_stopped(tmp_path: Path, torn: str) -> None:
+def test_a_stopped_run_continues(tmp_path: Path, torn: str) -> None:
     texts = {"a": ["one", "two"], "b": ["three"], "c": ["four"]}
     whole, part = tmp_path / "whole", tmp_path / "part"
     for folder, count in ((whole, 3), (part, 2)):
@@ -153,7 +153,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path, torn: str) -> None:
         assert (part / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_other_models_do_not_go_on_with_it(tmp_path: Path) -> None:
+def test_other_models_cannot_continue_a_run(tmp_path: Path) -> None:
     LabelStore(tmp_path, {"models": ["none", "such"]})  # nothing came of it
     LabelStore(tmp_path, CHOSEN).append_file("a", 1.0, [])
     LabelStore(tmp_path, CHOSEN)
@@ -175,7 +175,7 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_a_recording_that_has_changed_is_not_taken_for_the_one_that_was_heard(tmp_path: Path) -> None:
+def test_a_changed_recording_is_labelled_again(tmp_path: Path) -> None:
     clip = tmp_path / "clip.wav"
     clip.write_bytes(b"one")
     LabelStore(tmp_path, CHOSEN).append_file(str(clip), 1.0, [])
@@ -186,15 +186,10 @@ def test_a_recording_that_has_changed_is_not_taken_for_the_one_that_was_heard(tm
         LabelStore(tmp_path, CHOSEN).is_labeled(str(clip))
 
 
-def test_rows_that_somebody_cut_off_are_heard_again(tmp_path: Path) -> None:
+def test_truncated_rows_are_labelled_again(tmp_path: Path) -> None:
     record = LabelStore(tmp_path, CHOSEN)
     label_recordings(
-        [Says({"a": ["one"], "b": ["two"]})] * 2,
-        ["one", "two"],
-        items("a", "b"),
-        TranscribeOptions(),
-        record,
-        "file",
+        [Says({"a": ["one"], "b": ["two"]})] * 2, ["one", "two"], items("a", "b"), TranscribeOptions(), record, "file"
     )
     rows_of = tmp_path / "all.jsonl"
     rows_of.write_bytes(rows_of.read_bytes()[:-5])
@@ -216,19 +211,14 @@ def test_a_file_under_two_names_is_one(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("names", "threshold", "per"),
-    [
-        (["a"], 0.1, "segment"),
-        (["a", "a"], 0.1, "segment"),
-        (["a", "b"], 1.5, "segment"),
-        (["a", "b"], 0.1, "word"),
-    ],
+    [(["a"], 0.1, "segment"), (["a", "a"], 0.1, "segment"), (["a", "b"], 1.5, "segment"), (["a", "b"], 0.1, "word")],
 )
-def test_choices_that_cannot_be(names: list[str], threshold: float, per: str) -> None:
+def test_invalid_options_are_refused(names: list[str], threshold: float, per: str) -> None:
     with pytest.raises(OptionError):
         check_label_options(names, threshold, per)
 
 
-def test_both_models_hear_segments_of_the_same_length() -> None:
+def test_both_models_get_segments_of_the_same_length() -> None:
     cards = all_cards()
     tiny, whisper = cards["moonshine-tiny-en"], cards["whisper-tiny-en"]
     assert max_segment_ms([tiny, whisper]) < min(tiny.max_segment_ms, whisper.max_segment_ms)
@@ -238,7 +228,7 @@ def test_both_models_hear_segments_of_the_same_length() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 30)), max_size=20), st.floats(0, 1))
-def test_the_drawing_is_whole_and_its_curve_never_falls(
+def test_the_plot_is_complete_and_its_curve_never_falls(
     tmp_path_factory: pytest.TempPathFactory, found: list[tuple[float, float]], threshold: float
 ) -> None:
     record = LabelStore(tmp_path_factory.mktemp("label"), CHOSEN)

@@ -73,7 +73,7 @@ def test_sentences_are_whole_and_plain() -> None:
     assert not list(cut("What about \u65e5\u672c\u8a9e here?"))
 
 
-def test_what_is_held_out_can_be_read_alone(book: Path) -> None:
+def test_held_out_sentences_can_be_read_alone(book: Path) -> None:
     found = sentences([book])
     numbered = [f"Sentence {number} was read aloud by somebody." for number in range(400)]
     reading, testing = reading_order(numbered, 1), reading_order(numbered, 1, test=True)
@@ -84,7 +84,7 @@ def test_what_is_held_out_can_be_read_alone(book: Path) -> None:
     assert [next(reading_order(found, 3)) for _ in range(1)] == [next(reading_order(found, 3)) for _ in range(1)]
 
 
-def test_what_agents_say_is_filled_in() -> None:
+def test_templates_of_agents_are_filled_in() -> None:
     import random
 
     chance = random.Random(0)
@@ -121,7 +121,7 @@ def test_half_a_line_is_cut_off(tmp_path: Path) -> None:
         open_voice_corpora(tmp_path / "nowhere")
 
 
-def test_all_speech_is_as_loud() -> None:
+def test_all_clips_have_the_same_loudness() -> None:
     chance = np.random.default_rng(0)
     speech = np.concatenate([chance.normal(0, 0.02, RATE_HZ), np.zeros(RATE_HZ)]).astype(np.float32)
     assert np.sqrt((normalize_level(speech)[:RATE_HZ] ** 2).mean()) == pytest.approx(0.1, rel=0.02)
@@ -150,7 +150,7 @@ def test_teachers_tell_when_and_how_high(job: SynthesisJob) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_it_stopped(job: SynthesisJob) -> None:
+def test_a_stopped_run_continues(job: SynthesisJob) -> None:
     import msgspec
 
     before = open_voice_corpora(job.folder)[0].lines
@@ -191,9 +191,7 @@ def options(job: SynthesisJob, out: Path, **more: object) -> AcousticTrainingOpt
 def test_it_learns_and_speaks_what_it_learnt(job: SynthesisJob, tmp_path: Path) -> None:
     told: list[str] = []
     train_acoustic_model(options(job, tmp_path / "first"), told.append)
-    found = train_acoustic_model(
-        options(job, tmp_path / "second", start=tmp_path / "first", steps=60), told.append
-    )
+    found = train_acoustic_model(options(job, tmp_path / "second", start=tmp_path / "first", steps=60), told.append)
     first = next(line for line in told if line.startswith("held out"))
     assert found["mel"] < float(first.split("mel ")[1].split()[0])
     settings = json.loads((tmp_path / "second" / "config.json").read_text())
@@ -258,17 +256,12 @@ def test_the_rate_falls_at_the_end() -> None:
     assert learning_rate_factor(0.9, 0.0) == 1.0
 
 
-def test_a_stranger_among_the_speakers(tmp_path: Path) -> None:
+def test_an_unknown_speaker_is_refused(tmp_path: Path) -> None:
     voice = VoiceCorpus(tmp_path, "xx_nobody", write=True)
     pcm = np.random.default_rng(0).normal(0, 0.1, 4 * HOP).astype(np.float32)
     voice.append(CorpusUtterance("Hello.", "_h_", 4 * HOP, [1, 2, 1]), pcm, np.zeros(4, np.float32))
     chosen = AcousticTrainingOptions(
-        speech=tmp_path,
-        out=tmp_path / "out",
-        steps=1,
-        speakers=("heart",),
-        phonemes={"_": 0, "h": 1},
-        device="cpu",
+        speech=tmp_path, out=tmp_path / "out", steps=1, speakers=("heart",), phonemes={"_": 0, "h": 1}, device="cpu"
     )
     with pytest.raises(OptionError, match="nobody"):
         train_acoustic_model(chosen)
@@ -277,7 +270,7 @@ def test_a_stranger_among_the_speakers(tmp_path: Path) -> None:
 # --- what a run needs --------------------------------------------------------------------------------------
 
 
-def test_what_is_missing_is_told_before_hours_of_speech(
+def test_missing_parts_are_reported_before_synthesis(
     book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("hibari", reason="hibari-tts, whose voice reads, is not installed")
@@ -307,7 +300,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
         pass
 
 
-def test_who_waits_is_told_how_long(tmp_path: Path) -> None:
+def test_progress_has_the_remaining_time(tmp_path: Path) -> None:
     said, now = list[str](), [0.0]
     files = [VoiceCorpus(tmp_path, name, write=True) for name in ("anna", "ben")]
     progress = SynthesisProgress(files, 1.0, said.append, lambda: now[0])

@@ -58,14 +58,7 @@ def learn(folder: Path, run: str, steps: int, *more: str) -> list[dict[str, floa
     """Through the command line. Returns the log."""
     words = [
         *("--audio", str(folder / "audio"), "--run", str(folder / run), "--teacher", str(folder / "teacher")),
-        *(
-            "--windows",
-            " ".join(f"{back},{ahead}" for back, ahead in WINDOWS),
-            "--device",
-            "cpu",
-            "--dtype",
-            "fp32",
-        ),
+        *("--windows", " ".join(f"{back},{ahead}" for back, ahead in WINDOWS), "--device", "cpu", "--dtype", "fp32"),
         *("--steps", str(steps), "--batch-s", "4", "--lr", "4e-3", "--log-every", "10", "--save-every", "20"),
     ]
     assert streaming_encoder.main([*words, *more]) == 0
@@ -79,7 +72,7 @@ def taught(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_loss_falls_also_where_it_never_learnt(taught: Path) -> None:
+def test_the_loss_falls_on_held_out_speech_too(taught: Path) -> None:
     log = [json.loads(line) for line in (taught / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log] == [10, 20, 30, 40, 50, 60]
     for name in ("front_loss", "layer_loss", "end_loss"):
@@ -91,7 +84,7 @@ def test_the_loss_falls_also_where_it_never_learnt(taught: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(
+def test_an_interrupted_run_equals_an_uninterrupted_one(
     folder: Path, taught: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def cut(self: streaming_encoder.StreamingEncoderTraining, *every: int) -> object:
@@ -114,16 +107,14 @@ def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(
     assert log[-1]["heard_h"] == whole[-1]["heard_h"]
 
 
-def test_what_it_ends_in_is_a_model(folder: Path, taught: Path) -> None:
+def test_the_result_is_a_model(folder: Path, taught: Path) -> None:
     """It hears what the student heard, at once or chunk by chunk, and speaks with its teacher's decoder."""
     tensors = load_file(taught / "checkpoint" / "model.safetensors")
     config = moonshine_streaming.Config.of(json.loads((taught / "checkpoint" / "config.json").read_text()))
     model = moonshine_streaming.Model(config, tensors, devices.make_device("cpu", "fp32"))
     assert model.encoder.frame_samples == moonshine.STEM_STRIDE
     student = StreamingStudent(config)
-    student.load_state_dict(
-        {n.removeprefix("model."): tensors[n] for n in tensors if n[6:] in student.state_dict()}
-    )
+    student.load_state_dict({n.removeprefix("model."): tensors[n] for n in tensors if n[6:] in student.state_dict()})
     pcm = torch.from_numpy(voice(2.3, 9).astype(np.float32) / 32_768)
     with torch.inference_mode():
         whole, packing = model.encode([pcm])
@@ -132,9 +123,7 @@ def test_what_it_ends_in_is_a_model(folder: Path, taught: Path) -> None:
         assert frames.tolist() == packing.frames
         torch.testing.assert_close(whole, heard[-1][0], atol=1e-4, rtol=0)
         stepped = chunks(model.encoder, pcm, 7)
-        torch.testing.assert_close(
-            model.add_positions(stepped, torch.arange(len(stepped))), whole, atol=1e-5, rtol=0
-        )
+        torch.testing.assert_close(model.add_positions(stepped, torch.arange(len(stepped))), whole, atol=1e-5, rtol=0)
     teacher = load_file(folder / "teacher" / "model.safetensors")
     for name in ("model.decoder.layers.1.encoder_attn.k_proj.weight", "model.decoder.embed_tokens.weight"):
         assert torch.equal(tensors[name], teacher[name])
@@ -162,7 +151,7 @@ def chunks(encoder: moonshine_streaming.WindowEncoder, pcm: Tensor, frames: int)
     return torch.cat(found)
 
 
-def test_a_student_begins_with_its_teachers_layers(folder: Path) -> None:
+def test_a_student_starts_from_layers_of_its_teacher(folder: Path) -> None:
     teacher = streaming_encoder.TeacherEncoder(folder / "teacher", devices.make_device("cpu", "fp32"))
     student = StreamingStudent(config_of(teacher.config, WINDOWS))
     student.start_from(teacher.tensors)
@@ -205,7 +194,7 @@ def test_a_run_keeps_its_settings(folder: Path, taught: Path, capsys: pytest.Cap
     assert json.loads((taught / "log.jsonl").read_text().splitlines()[-1])["step"] == 60
 
 
-def test_windows_are_said_by_layer() -> None:
+def test_windows_are_given_by_layer() -> None:
     assert streaming_encoder.windows_of("9,3 6,2", 2) == WINDOWS
     assert streaming_encoder.windows_of("9,3", 3) == [(9, 3)] * 3
     published = streaming_encoder.windows_of("", 6)
@@ -222,7 +211,7 @@ def test_the_rate_rises_and_falls() -> None:
     assert streaming_encoder.LEAST < rates[-1] < 0.03
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         streaming_encoder.main(["--help"])
     assert ended.value.code == 0
@@ -260,7 +249,7 @@ def test_some_is_held_out(folder: Path, tmp_path: Path) -> None:
         assert len(learning) + held == 4
 
 
-def test_nothing_to_hear_is_said(tmp_path: Path) -> None:
+def test_a_corpus_without_speech_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(EmptyAudio, match="1 s or more"):
         AudioCorpus.build([str(tmp_path / "empty")], tmp_path / "made", lambda _: None)

@@ -88,7 +88,7 @@ def test_the_distances_fall(taught: tuple[Path, list[dict]]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_it_stopped(taught: tuple[Path, list[dict]], speech: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_continues(taught: tuple[Path, list[dict]], speech: Path, tmp_path: Path) -> None:
     learn(speech, tmp_path, 20)
     log = learn(speech, tmp_path, 40)
     assert [line["step"] for line in log] == [10, 20, 30, 40]
@@ -99,12 +99,10 @@ def test_a_run_goes_on_where_it_stopped(taught: tuple[Path, list[dict]], speech:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_learns_what_it_would_have(speech: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_equals_an_uninterrupted_one(speech: Path, tmp_path: Path) -> None:
     def run(folder: Path) -> vocoder.VocoderTraining:
         folder.mkdir(exist_ok=True)
-        options = vocoder.VocoderTrainingOptions(
-            speech=speech, run=folder, steps=8, judged_from=3, tests=1, **SIZES
-        )
+        options = vocoder.VocoderTrainingOptions(speech=speech, run=folder, steps=8, judged_from=3, tests=1, **SIZES)
         return vocoder.VocoderTraining(
             options, VocoderCorpus(speech, SIZES["crop_frames"]), torch.device("cpu"), bf16=False
         )
@@ -124,7 +122,7 @@ def test_a_run_that_was_stopped_learns_what_it_would_have(speech: Path, tmp_path
         torch.testing.assert_close(again.averaged_tensors[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_what_it_ends_in_is_a_codec(taught: tuple[Path, list[dict]], speech: Path) -> None:
+def test_the_result_is_a_codec(taught: tuple[Path, list[dict]], speech: Path) -> None:
     folder = taught[0] / "checkpoint"
     codec = source_filter.load(folder, vocoder_card("source-filter-22k"), CpuDevice(torch.float32))
     assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.float16}
@@ -135,7 +133,7 @@ def test_what_it_ends_in_is_a_codec(taught: tuple[Path, list[dict]], speech: Pat
     assert found == pytest.approx(logged, abs=0.02)
 
 
-def test_folders_that_hold_nothing_to_learn_from(tmp_path: Path) -> None:
+def test_folders_without_training_data_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError):
         VocoderCorpus(tmp_path, 24)
     voice = VoiceCorpus(tmp_path, "short", write=True)
@@ -183,7 +181,7 @@ def test_half_of_the_spectra_may_be_an_acoustic_models(speech: Path, tmp_path: P
         MelPredictor(tmp_path / "nowhere")
 
 
-def test_distance_is_nothing_between_a_sound_and_itself() -> None:
+def test_the_distance_of_audio_to_itself_is_zero() -> None:
     pcm = torch.from_numpy(hummed(3)[0])[None]
     distance = SpectralDistance()
     assert all(value.item() < 1e-3 for value in distance(pcm, pcm).values())
@@ -218,7 +216,7 @@ def test_a_run_may_begin_with_a_checkpoint(taught: tuple[Path, list[dict]], spee
 
 
 @pytest.mark.slow
-def test_critics_learn_to_tell_two_sounds_apart() -> None:
+def test_discriminators_learn_to_separate_two_signals() -> None:
     torch.manual_seed(0)
     critics = Discriminators(channels=2)
     wanted = torch.stack([torch.from_numpy(hummed(i)[0]) for i in range(4)])

@@ -1,4 +1,4 @@
-"""One live caller, driven as a server drives it; whatever it is told must be consistent at all times."""
+"""A client of one live session, driven as a server drives it; its events must be consistent at all times."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
+from tiny_moonshine import on_loop
 
 from asr_serve.api.library import Model
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.loop import Loop
 from asr_serve.engine.partial_rate import PartialRateController
 from asr_serve.pipelines.live.events import (
     FlushDone,
@@ -27,48 +27,48 @@ from asr_serve.types import Segment
 RATE_HZ = 16_000
 WAIT_S = 60.0
 """Longer than any answer takes; only a hang reaches it."""
-Said = list[tuple[int, int, str]]
+SegmentSpans = list[tuple[int, int, str]]
 
 
-def hurried() -> Callable[[], float]:
-    """A clock by which a minute has passed whenever it is read: every partial that may be asked for is."""
+def fast_clock() -> Callable[[], float]:
+    """A clock by which a minute has passed whenever it is read: every possible partial is requested."""
     return map(float, itertools.count(0, 60)).__next__
 
 
-def still() -> float:
-    """A clock that stands: no partial but the first of a segment."""
+def stopped_clock() -> float:
+    """A clock that stands still: no partial but the first of a segment."""
     return 0.0
 
 
-class Caller:
-    """Puts, hears, and checks each event against those before."""
+class LiveClient:
+    """Sends audio, collects events, and checks each against those before."""
 
     def __init__(self, model: Model, clock: Callable[[], float] | None = None, **options: object) -> None:
-        self.bell = threading.Event()
+        self.changed = threading.Event()
         arguments = () if clock is None else (clock,)
-        # On a busy machine one slow answer would have the next caller refused.
+        # On a busy machine one slow answer would have the next client refused.
         model._client.partial_rate = PartialRateController()
-        self.listening = LiveSession(
-            model._client, model._tokenizer, ListenOptions.of(options), self.bell.set, *arguments
+        self.session = LiveSession(
+            model._client, model._tokenizer, ListenOptions.of(options), self.changed.set, *arguments
         )
         self.segments: list[Segment] = []
         self.languages: list[tuple[str, float]] = []
-        """Of each, and how probable that is."""
+        """Language of each segment and its probability."""
         self.partials: list[LivePartial] = []
         self.turns: list[TurnEvent] = []
         self.flushed: list[FlushDone] = []
-        self.asked: list[FlushDone] = []
+        self.requested_flushes: list[FlushDone] = []
         self.finished: SessionFinished | None = None
         self.locked = ""
 
-    def __enter__(self) -> Caller:
+    def __enter__(self) -> LiveClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.listening.close()
+        self.session.close()
 
     @property
-    def said(self) -> Said:
+    def spans(self) -> SegmentSpans:
         return [(s.start_samples, s.end_samples, s.text) for s in self.segments]
 
     @property
@@ -79,48 +79,47 @@ class Caller:
         return sum(turn.state == state for turn in self.turns)
 
     def advance(self) -> list[LiveEvent]:
-        self.bell.clear()
-        events = self.listening.advance()
+        self.changed.clear()
+        events = self.session.advance()
         for event in events:
-            self._take(event)
+            self._on_event(event)
         return events
 
     def settle(self) -> None:
-        """Until the engine has nothing of this caller's under way."""
-        while not self.listening.idle:
+        """Wait until the engine has nothing of this session in flight."""
+        while not self.session.idle:
             self.answer()
 
     def answer(self) -> None:
-        """Wait for the engine and hear it."""
-        assert self.bell.wait(WAIT_S), "nobody wakes this caller any more"
+        """Wait for the engine and read its events."""
+        assert self.changed.wait(WAIT_S), "nobody wakes this session any more"
         self.advance()
 
     def write(self, pcm: np.ndarray) -> None:
-        while self.listening.full:
+        while self.session.full:
             self.answer()
-        self.listening.append_audio(pcm)
+        self.session.append_audio(pcm)
         self.advance()
 
     def flush(self, name: str) -> None:
-        self.listening.flush(name)
-        self.asked.append(FlushDone(name, self.listening.received_samples))
+        self.session.flush(name)
+        self.requested_flushes.append(FlushDone(name, self.session.received_samples))
         self.advance()
 
     def finish(self) -> None:
-        self.listening.finish()
+        self.session.finish()
         self.advance()
         while self.finished is None:
             self.answer()
-        assert self.listening.advance() == []
-        assert self.finished.duration_samples == self.listening.received_samples
+        assert self.session.advance() == []
+        assert self.finished.duration_samples == self.session.received_samples
 
-    def _take_turn(self, turn: TurnEvent) -> None:
+    def _on_turn(self, turn: TurnEvent) -> None:
         before = next((t for t in reversed(self.turns) if t.state != "ended"), None)
         match turn.state:
-            case "started":
-                assert before is None or (
-                    before.state == "stopped" and before.position_samples <= turn.position_samples
-                )
+            case "started" if before is not None:
+                assert before.state == "stopped"
+                assert before.position_samples <= turn.position_samples
             case "eager_end":
                 assert before is not None
                 assert before.state in ("started", "resumed")
@@ -136,9 +135,9 @@ class Caller:
                 assert not self.segments or self.segments[-1].end_samples <= turn.position_samples
         self.turns.append(turn)
 
-    def _take(self, event: LiveEvent) -> None:
+    def _on_event(self, event: LiveEvent) -> None:
         assert self.finished is None, "something follows the end"
-        received = self.listening.received_samples
+        received = self.session.received_samples
         match event:
             case LiveSegmentDone(segment=segment):
                 before = self.segments[-1].end_samples if self.segments else 0
@@ -158,13 +157,13 @@ class Caller:
                 self.locked = event.locked_text
                 self.partials.append(event)
             case TurnEvent():
-                self._take_turn(event)
+                self._on_turn(event)
             case FlushDone():
                 self.flushed.append(event)
-                assert self.asked[: len(self.flushed)] == self.flushed
+                assert self.requested_flushes[: len(self.flushed)] == self.flushed
                 assert not self.locked, "flushed, and yet words of an open segment are locked"
             case SessionFinished():
-                assert self.asked == self.flushed
+                assert self.requested_flushes == self.flushed
                 assert len(self.turns) == sum(self.count(state) for state in TURN_STATES)
                 assert self.count("started") == self.count("stopped") == self.count("ended")
                 assert not self.locked, "locked words that no segment says"
@@ -184,7 +183,7 @@ def packets(pcm: np.ndarray, sizes: Iterable[int]) -> Iterator[np.ndarray]:
         at += size
 
 
-def hear(
+def run_session(
     model: Model,
     pcm: np.ndarray,
     sizes: Iterable[int] = (1 << 40,),
@@ -192,65 +191,26 @@ def hear(
     *,
     in_step: bool = False,
     **options: object,
-) -> Caller:
-    """Everything that is said, from `put` to the end. `in_step`: each packet is answered before the next."""
-    with Caller(model, clock, **options) as caller:
+) -> LiveClient:
+    """A whole session over `pcm`. `in_step`: each packet is answered before the next."""
+    with LiveClient(model, clock, **options) as client:
         for packet in packets(pcm, sizes):
-            caller.write(packet)
+            client.write(packet)
             if in_step:
-                caller.settle()
-        caller.finish()
-    return caller
+                client.settle()
+        client.finish()
+    return client
 
 
-def on_loop(client: EngineClient, work: Callable[[Loop], object]) -> None:
-    """Have the loop's thread do it, and wait."""
-    done = threading.Event()
-    failed: list[BaseException] = []
-
-    def job(loop: Loop) -> None:
-        try:
-            work(loop)
-        except BaseException as failure:
-            failed.append(failure)
-        done.set()
-
-    client.backend.call(job)
-    assert done.wait(WAIT_S)
-    if failed:
-        raise failed[0]
-
-
-def expect_empty(client: EngineClient) -> None:
-    """No request, page, slot or session is held by anybody."""
-
-    def look(loop: Loop) -> None:
-        loop.check()
-        assert (len(loop.executor.open_requests), len(loop.executor.scheduler), len(loop.vad_scheduler)) == (
-            0,
-            0,
-            0,
-        )
-
-    on_loop(client, look)
-    told = client.describe()
-    assert {k: told[k] for k in ("requests", "sessions", "pages_used", "sessions_used")} == {
-        "requests": 0,
-        "sessions": 0,
-        "pages_used": 0,
-        "sessions_used": 0,
-    }
-
-
-def expect_growing_empty(client: EngineClient) -> None:
-    """The same where audio is encoded while it is spoken."""
+def expect_streaming_idle(client: EngineClient) -> None:
+    """Like `expect_idle`, for an engine whose encoder runs while the audio comes."""
     on_loop(client, lambda loop: loop.check())
-    told = client.describe()
+    stats = client.describe()
     held = ("requests", "sessions", "pages_used", "slots_used", "sessions_used")
-    assert not any(told[name] for name in held), told
+    assert not any(stats[name] for name in held), stats
 
 
-def plain(text: str) -> list[str]:
+def plain_words(text: str) -> list[str]:
     """Words as compared: no case, no marks."""
     words = ("".join(c for c in word if c.isalnum()) for word in text.casefold().replace("-", " ").split())
     return [word for word in words if word]

@@ -332,3 +332,30 @@ def test_the_pins_are_plain_versions_of_what_the_project_asks_for() -> None:
         asked += extra
     names = {re.sub(r"[-_.]+", "-", re.match(r"[A-Za-z0-9._-]+", line)[0]).lower() for line in asked}
     assert names - {"asr-serve"} <= pinned
+
+
+NO_SUBJECT = re.compile(
+    r"(Of|What|Who|Whose|Whom|Which|That|Where|When|How|It|They|This|These|Those|His|Its|Their|He|She|For|To|By|In|As|With"
+    r"|If|From|On|At|Is|Are|Was|Were|Has|Have|So|Nobody|Somebody|Not|There|Then|Them|Here|Because|Into|After|Before|Until"
+    r"|Since|Than|Or|And|But)\b"
+)
+"""Words that leave a docstring without its subject."""
+
+
+def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """Docstrings, and the strings under fields and constants."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for statement in node.body:
+                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                    yield statement.value
+
+
+def test_docstrings_begin_with_what_the_thing_is_or_does() -> None:
+    weak = [
+        f"{name_of(path)}:{text.lineno}: {text.value.strip().splitlines()[0]}"
+        for path in SOURCES
+        for text in docstrings(ast.parse(path.read_text()))
+        if isinstance(text.value, str) and NO_SUBJECT.match(text.value.strip())
+    ]
+    assert not weak, "\n".join(weak)

@@ -26,7 +26,7 @@ from asr_serve.server.middleware.request_context import ApiClient, request_conte
 
 
 class AdmissionClass(Enum):
-    """What a route's requests need before they are admitted."""
+    """Conditions under which a route's requests are admitted."""
 
     PUBLIC = auto()
     """Nothing, also while the server drains: these routes reveal its state alone. /metrics is not among them: it

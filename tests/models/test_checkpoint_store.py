@@ -415,3 +415,15 @@ def test_a_voice_that_nobody_named_gives_way_to_another_where_its_weights_are_br
     path.unlink()
     assert store.auto_voice().name == "hibari"
     assert not caplog.text
+
+
+@pytest.mark.parametrize("sums", [None, b"{", b"[]"])
+def test_gathered_files_without_their_sums_are_corrupt(cache: Path, sums: bytes | None, monkeypatch) -> None:
+    card = tts_card("kokoro")
+    folder = cache / card.name
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(store.gathered_model_file(card), "complete", lambda folder: True)
+    if sums is not None:
+        (folder / store.SUMS).write_bytes(sums)
+    with pytest.raises(WeightsCorrupt, match="asr-serve models fetch kokoro"):
+        store.verified_published_folder(card)

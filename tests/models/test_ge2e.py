@@ -86,3 +86,16 @@ def test_changed_weights_are_not_read(monkeypatch, tmp_path):
     came = hashlib.sha256(b"other").hexdigest()
     with pytest.raises(WeightsCorrupt, match=came):
         store.verified_published_folder(ge2e.CARDS[0])
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint"])
+def test_an_unreadable_checkpoint_is_corrupt(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ge2e.WEIGHTS).write_bytes(content)
+    with pytest.raises(WeightsCorrupt, match="install the package again"):
+        ge2e.read(tmp_path)
+
+
+def test_a_checkpoint_of_something_else_is_corrupt(tmp_path: Path) -> None:
+    torch.save({"state": {}}, tmp_path / ge2e.WEIGHTS)
+    with pytest.raises(WeightsCorrupt, match="model_state"):
+        ge2e.read(tmp_path)

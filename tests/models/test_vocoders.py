@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -422,3 +423,16 @@ def test_ours_as_shipped_says_what_it_is_given() -> None:
     spectrum = torch.fft.rfft(said[0, 20 * HOP : 52 * HOP] * torch.hann_window(32 * HOP)).abs()
     strongest = spectrum.argmax().item() * 22_050 / (32 * HOP)
     assert abs(strongest / 150 - round(strongest / 150)) < 0.05
+
+
+@pytest.mark.parametrize("broken", ["config", "checkpoint", "generator"])
+def test_a_broken_hifigan_folder_is_corrupt(tmp_path: Path, broken: str) -> None:
+    config = hifigan.tiny()
+    (tmp_path / "config.json").write_text("{" if broken == "config" else json.dumps(msgspec.to_builtins(config)))
+    checkpoint = next(name for name in UNIVERSAL.packaged.sha256 if name != "config.json")
+    if broken == "checkpoint":
+        (tmp_path / checkpoint).write_bytes(b"not a checkpoint")
+    else:
+        torch.save({"discriminator": hifigan_tensors(config)}, tmp_path / checkpoint)
+    with pytest.raises(WeightsCorrupt, match="a checkpoint of the generator"):
+        hifigan.load(tmp_path, UNIVERSAL, CpuDevice(torch.float32))

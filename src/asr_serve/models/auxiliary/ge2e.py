@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -152,10 +153,12 @@ def load() -> Ge2eEncoder:
 
 
 def read(folder: Path) -> Ge2eEncoder:
-    weights = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True)["model_state"]
     model = Ge2eEncoder()
     try:
+        weights = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True)["model_state"]
         model.load_state_dict({name: weights[name] for name in model.state_dict()})
     except KeyError as missing:
         raise WeightsCorrupt(f"{folder / WEIGHTS} has no tensor {missing}", todo="install the package again") from None
+    except (UnpicklingError, RuntimeError, EOFError) as failure:
+        raise WeightsCorrupt(f"{folder / WEIGHTS}: {failure}", todo="install the package again") from failure
     return model.eval()

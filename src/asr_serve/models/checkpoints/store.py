@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 
 from asr_serve.config import cache_dir
@@ -203,8 +204,18 @@ def verified_published_folder(card: ModelCard) -> Path:
             todo=f"get them with: {'  or: '.join(ways) or 'install asr-serve again'}",
         )
     if not card.shipped:
-        verify(folder, card.packaged.sha256 if card.packaged else json.loads((folder / SUMS).read_text()))
+        verify(folder, card.packaged.sha256 if card.packaged else _pinned_sums(folder, card))
     return folder
+
+
+def _pinned_sums(folder: Path, card: ModelCard) -> dict[str, str]:
+    """Returns the SHA-256 of each file as it was when it was fetched. Raises WeightsCorrupt."""
+    try:
+        return msgspec.json.decode((folder / SUMS).read_bytes(), type=dict[str, str])
+    except (FileNotFoundError, msgspec.DecodeError) as failure:
+        raise WeightsCorrupt(
+            f"{folder / SUMS}: {failure}", "the sums that `fetch` writes", f"asr-serve models fetch {card.name}"
+        ) from failure
 
 
 def published_or_given_folder(card: ModelCard, weights: str | os.PathLike[str] | None) -> Path:

@@ -119,12 +119,12 @@ def load(folder: Path, card: VocoderCard, device: Device) -> Model:
     """Loads the vocoder from a package folder. Raises WeightsCorrupt."""
     names = list(card.packaged.sha256) if card.packaged else ["config.json", "generator.pth.tar"]
     (path,) = (folder / name for name in names if name != "config.json")
-    config = Config.of(json.loads((folder / "config.json").read_text()))
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (UnpicklingError, RuntimeError, EOFError) as failure:
-        raise WeightsCorrupt(f"{path}: {failure}", "a checkpoint of tensors") from failure
-    return Model(config, remove_weight_norm(checkpoint["generator"]), device)
+        config = Config.of(json.loads((folder / "config.json").read_text()))
+        generator = torch.load(path, map_location="cpu", weights_only=True)["generator"]
+    except (UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError) as failure:
+        raise WeightsCorrupt(f"{path}: {failure}", "a config, and a checkpoint of the generator") from failure
+    return Model(config, remove_weight_norm(generator), device)
 
 
 def remove_weight_norm(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:

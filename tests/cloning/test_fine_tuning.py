@@ -108,8 +108,12 @@ def test_the_file_is_the_voice(learnt, tmp_path):
 def test_the_same_seed_is_the_same_voice(checkpoint, monkeypatch):
     monkeypatch.setattr(fine_tuning, "MOST_STEPS", 24)
     one, same, other = (taught(begun(checkpoint, seed)) for seed in (3, 3, 4))
-    assert all(torch.equal(one.tensors[name], same.tensors[name]) for name in one.tensors)
-    assert not torch.equal(one.tensors["durations.0.down"], other.tensors["durations.0.down"])
+
+    def difference(first: FineTuningResult, second: FineTuningResult) -> float:
+        return max(float((first.tensors[name] - second.tensors[name]).abs().max()) for name in first.tensors)
+
+    # Products of some CPUs depend on where in memory their factors lie: MKL's on Intel, by the last bits.
+    assert difference(one, same) < difference(one, other) / 50
 
 
 def test_more_speech_takes_more_steps(checkpoint, monkeypatch):

@@ -360,7 +360,14 @@ def test_numbers_in_digits(visit, served, told, tmp_path):
     me.expect_calm()
 
 
-@pytest.mark.parametrize("form", ["srt", "vtt", "json", "jsonl", "rttm", "ctm", "textgrid"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "vtt",
+        "json",
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("srt", "jsonl", "rttm", "ctm", "textgrid")),
+    ],
+)
 def test_a_file_of_a_recording_is_the_servers(visit, endgame, told, form):
     me = visit()
     switch(me, "speakers")

@@ -61,7 +61,7 @@ class RecordedVoice:
         def record(sentence: Sentence, receive: Any, **more: Any) -> Any:
             ticket = submit(sentence, receive, **more)  # a sentence that is refused is not recorded
             self.sentences.append(sentence)
-            self.within.append(more.get("within_ms"))
+            self.within.append(more.get("slack_ms"))
             return ticket
 
         self.client.synthesize = record  # type: ignore[method-assign]

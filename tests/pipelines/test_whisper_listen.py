@@ -113,6 +113,7 @@ def test_drafts_where_the_language_is_heard(multilingual, cities):
     assert expect_drafts_change_nothing(multilingual, cities[: 6 * RATE_HZ], options).language == "en"
 
 
+@pytest.mark.slow
 def test_the_language_of_live_segments_and_how_probable_it_is(multilingual, beckett, cities):
     talk = np.concatenate([beckett[: 4 * RATE_HZ], np.zeros(2 * RATE_HZ, np.float32), cities[: 20 * RATE_HZ]])
     heard = run_session(multilingual, talk, [4_800], fast_clock(), in_step=True)
@@ -130,6 +131,7 @@ def test_the_language_of_a_stream(multilingual, beckett):
     assert (told.language, told.language_prob) == ("en", 0.0)
 
 
+@pytest.mark.slow
 def test_speech_is_written_in_a_language_it_is_not_in(multilingual, beckett, cities):
     """Words that are improbable are better than none, where the model hears that somebody speaks."""
     for pcm in (beckett, cities[: 10 * RATE_HZ]):

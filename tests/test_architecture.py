@@ -28,6 +28,8 @@ BROAD_EXCEPT = {
     "server/middleware/error_handlers.py",
     "server/server_sent_events.py",
     "server/transcription_job.py",
+    "server/run.py",
+    "models/registry.py",
 }
 """The engine's loop, the middleware that answers every request, and the tops of the threads that speak for another
 process. A step that fails its own requests only is guarded by StepGuard (engine/executor.py)."""

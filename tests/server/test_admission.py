@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import openai
 import pytest
-from conftest import MODEL, Running, eventually
 from raw_http import FILE_END, FORM_END, Raw, field, file_head
+from running_server import MODEL, Running, eventually
 from starlette.routing import Route, WebSocketRoute
 
 from asr_serve.config import ServeConfig

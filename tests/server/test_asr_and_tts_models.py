@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import MODEL, WAIT_S, Running
+from running_server import MODEL, WAIT_S, Running
 
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.errors import ModelNotLoaded, WeightsMissing, WrongModel

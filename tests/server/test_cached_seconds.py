@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import openai
 import pytest
-from conftest import MODEL, Running
+from running_server import MODEL, Running
 
 from asr_serve.config import ServeConfig
 from asr_serve.pipelines.options import TranscribeOptions

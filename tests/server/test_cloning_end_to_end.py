@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import eventually
+from running_server import eventually
 from test_cloning_routes import ADMIN, BOSS, look, over
 
 from asr_serve.config import EngineConfig

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from conftest import Running, eventually
+from running_server import Running, eventually
 
 from asr_serve.config import EngineConfig
 from asr_serve.errors import AtCapacity, EngineClosed

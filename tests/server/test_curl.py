@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from children import Child
-from conftest import MODEL, Running
+from running_server import MODEL, Running
 
 CURL = shutil.which("curl")
 pytestmark = pytest.mark.skipif(CURL is None, reason="curl is not installed")

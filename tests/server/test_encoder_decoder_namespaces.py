@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import eventually
+from running_server import eventually
 from server_process import WAIT_S, Serving
 
 from asr_serve.transfer import transports

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from conftest import eventually
+from running_server import eventually
 from server_process import WAIT_S, Serving
 
 MODEL = "moonshine-tiny-en"

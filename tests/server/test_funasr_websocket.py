@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 import numpy as np
 import pytest
-from conftest import WAIT_S, Running, eventually
+from running_server import WAIT_S, Running, eventually
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 

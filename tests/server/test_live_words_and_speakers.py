@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PAID, PAID_WRITTEN, Running
+from running_server import PAID, PAID_WRITTEN, Running
 from stream_client import TRANSPORTS, Event, WebSocket, pcm_of, pour
 from test_funasr_websocket import STARTED, calling, expect_words
 from test_words_and_speakers_routes import needs_speakers

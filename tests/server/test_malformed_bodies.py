@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 import av
 import numpy as np
 import pytest
-from conftest import Running
 from raw_http import BOUNDARY, FORM_END, field, form, told
+from running_server import Running
 
 ROUTE = "/v1/audio/transcriptions"
 FORM = f"multipart/form-data; boundary={BOUNDARY}"

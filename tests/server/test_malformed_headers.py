@@ -8,8 +8,8 @@ import socket
 from collections.abc import Callable, Iterator
 
 import pytest
-from conftest import Running
 from raw_http import BOUNDARY, Raw, file_head, form, told
+from running_server import Running
 
 ROUTE = "/v1/audio/transcriptions"
 MALFORMED = "malformed_request"

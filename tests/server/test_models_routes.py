@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import MODEL, VOICE, WAIT_S, Running, eventually
 from raw_http import FILE_END, FORM_END, Raw, field, file_head
+from running_server import MODEL, VOICE, WAIT_S, Running, eventually
 
 from asr_serve import __version__
 from asr_serve.config import EngineConfig, ServeConfig

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import WAIT_S, Running
+from running_server import WAIT_S, Running
 
 from asr_serve_tools.evaluate.wer import wer
 

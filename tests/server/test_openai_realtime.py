@@ -16,11 +16,11 @@ from urllib.parse import urlencode
 import numpy as np
 import pytest
 import soxr
-from conftest import WAIT_S, Running, eventually
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 from openai_checked import PARTIAL, checked
+from running_server import WAIT_S, Running, eventually
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import MODEL, Running, eventually
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_http import FILE_END, FORM_END, Raw, field, file_head, form
+from running_server import MODEL, Running, eventually
 
 from asr_serve.protocols.openai.events import Problem, server_sent_event
 from asr_serve.protocols.openai.transcription_form import TranscriptionRequest, parse_transcription_form

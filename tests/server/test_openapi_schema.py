@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import schemathesis
-from conftest import Running
 from hypothesis import strategies
+from running_server import Running
 from schemathesis.config import SchemathesisConfig
 from schemathesis.core.failures import AcceptedNegativeData, Failure
 from schemathesis.engine import events, from_schema

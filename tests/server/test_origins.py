@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import WAIT_S
+from running_server import WAIT_S
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from conftest import MODEL, WAIT_S
+from running_server import MODEL, WAIT_S
 
 
 @pytest.fixture(scope="module")

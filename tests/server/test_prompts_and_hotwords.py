@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 import numpy as np
 import openai
 import pytest
-from conftest import MODEL, WAIT_S, Running
+from running_server import MODEL, WAIT_S, Running
 from websockets.sync.client import ClientConnection, connect
 
 import asr_serve

@@ -11,9 +11,9 @@ import subprocess
 
 import pytest
 from children import Child
-from conftest import MODEL, eventually
 from prometheus_client import CollectorRegistry
 from raw_http import FILE_END, FORM_END, Raw, field, file_head
+from running_server import MODEL, eventually
 
 from asr_serve.errors import ClientGone
 from asr_serve.metrics import ServerMetrics

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import psutil
 import pytest
-from conftest import WAIT_S, Running, eventually
 from raw_http import Raw
+from running_server import WAIT_S, Running, eventually
 from test_speech_routes import ROUTE, events, pcm, post, speak, transcribed
 from test_speech_socket import Line
 

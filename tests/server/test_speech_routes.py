@@ -13,9 +13,9 @@ from itertools import pairwise
 import numpy as np
 import openai
 import pytest
-from conftest import MODEL, VOICE, WAIT_S, Running, eventually
 from openai import AsyncOpenAI
 from raw_http import Raw
+from running_server import MODEL, VOICE, WAIT_S, Running, eventually
 
 from asr_serve.audio.encode import FORMATS
 from asr_serve.audio.reader import open_audio

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MODEL, VOICE, WAIT_S, Running, eventually
+from running_server import MODEL, VOICE, WAIT_S, Running, eventually
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 

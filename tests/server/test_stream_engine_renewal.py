@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import WAIT_S, Running, eventually
+from running_server import WAIT_S, Running, eventually
 from stream_client import Event, WebSocket, numbered, pcm_of, pour, segments, whole
 
 from asr_serve.config import EngineConfig, ServeConfig

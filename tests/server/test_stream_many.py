@@ -8,7 +8,7 @@ import json
 import random
 
 import pytest
-from conftest import Running, eventually
+from running_server import Running, eventually
 from stream_client import TRANSPORTS, WebSocket, pcm_of, pour, whole
 
 from asr_serve.errors import EventsExpired

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from children import Child
-from conftest import PAID, PAID_WRITTEN, WAIT_S, Running, eventually
+from running_server import PAID, PAID_WRITTEN, WAIT_S, Running, eventually
 
 from asr_serve.api.cli.exit_codes import FAILED, INTERRUPTED
 from asr_serve.api.client.connection import websocket_url

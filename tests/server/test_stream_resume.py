@@ -7,7 +7,7 @@ import random
 import time
 
 import pytest
-from conftest import Running, eventually
+from running_server import Running, eventually
 from stream_client import (
     TRANSPORTS,
     Event,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import WAIT_S, Running
+from running_server import WAIT_S, Running
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import soxr
 from children import Child
-from conftest import WAIT_S, Running, eventually
+from running_server import WAIT_S, Running, eventually
 from stream_client import (
     TRANSPORTS,
     Event,

@@ -8,12 +8,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from conftest import eventually
+from running_server import eventually
 
 from asr_serve.audio.reader import AudioLimits
 from asr_serve.errors import AudioTooLong, Cancelled, NotAudio, OptionError
 from asr_serve.pipelines.offline import transcribe
 from asr_serve.pipelines.options import TranscribeOptions
+from asr_serve.server import transcription_job
 from asr_serve.server.engine_registry import EngineParts, ModelEngine
 from asr_serve.server.transcription_job import JobThreads, TranscriptionExecutor
 from asr_serve.server.uploads.spool import Spool, SpoolReader
@@ -158,7 +159,8 @@ class BlockingJobs:
         return number
 
 
-def test_threads_of_jobs_are_bounded_and_end_when_no_job_waits() -> None:
+def test_threads_of_jobs_are_bounded_and_end_when_no_job_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transcription_job, "IDLE_THREAD_S", 0.05)
     jobs = BlockingJobs(20)
     assert len(jobs.started) == 3
     assert jobs.futures[7].cancel()
@@ -170,6 +172,12 @@ def test_threads_of_jobs_are_bounded_and_end_when_no_job_waits() -> None:
         thread.join(30)
         assert not thread.is_alive()
     assert jobs.threads.submit(jobs.job, 1).result(30) == 1, "a thread starts again"
+
+
+def test_an_idle_thread_takes_the_next_job() -> None:
+    threads = JobThreads(8)
+    assert len({threads.submit(threading.current_thread).result(30) for _ in range(20)}) <= 8
+    threads.shutdown()
 
 
 def test_jobs_that_wait_are_cancelled_at_shutdown() -> None:

@@ -6,7 +6,7 @@ import json
 
 import openai
 import pytest
-from conftest import MODEL
+from running_server import MODEL
 
 from asr_serve.errors import OptionError
 from asr_serve.models.registry import asr_card, asr_cards

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from conftest import Running
+from running_server import Running
 from stream_client import WebSocket, expect_sound, pcm_of, pour, segments
 from test_funasr_websocket import PACKET_BYTES, STARTED, calling, texts
 from test_openai_realtime import DELTA, talking

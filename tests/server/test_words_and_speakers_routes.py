@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from conftest import MODEL, PAID, PAID_WRITTEN, Running
 from raw_http import Raw, form
+from running_server import MODEL, PAID, PAID_WRITTEN, Running
 
 from asr_serve.audio.reader import read_audio
 

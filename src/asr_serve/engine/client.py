@@ -386,7 +386,7 @@ class EngineClient:
         _ = self.card  # raises WrongModel
         session_id = next(self._ids)
         with self._room:
-            if live and self._live:  # without live callers no live request is waiting
+            if live and self._live and not self._closed:  # without live callers no live request is waiting
                 self.partial_rate.check_overload(1_000 * self.clock())
             while wait and not self._closed and self._sessions >= self.config.max_sessions:
                 check()
@@ -395,7 +395,7 @@ class EngineClient:
                 raise AtCapacity(
                     f"{self._sessions} sessions are open", f"up to {self.config.max_sessions}", self.retry_after_ms()
                 )
-            if live:
+            if live and not self._closed:
                 self._admission.admit(session_id, 1_000 * self.clock())
             self._sessions += 1
             self._live += live

@@ -33,6 +33,8 @@ MIN_RESERVATIONS = 32
 """Limit of new callers until more are proven: as many as two cores serve on time (docs/performance.md)."""
 PROOF_MS = 3_000
 """Time since connecting, and speech answered on time within it, after which a caller is proven."""
+RETRY_STEP_MS = 300
+"""Step by which the retry times of a refused burst differ."""
 RESERVATION_MS = 10_000
 """Longest time that a caller counts as new, whatever it sends."""
 PROVEN_FOR_MS = 30_000
@@ -116,7 +118,9 @@ class LiveAdmission:
     `PartialRateController` has measured what they cost.
 
     The measure is a count of callers: it needs no figure for the cost of one, which batching changes with their
-    number. A caller is proven by PROOF_MS of speech answered within OVERLOADED_MS; silence proves nothing.
+    number. A caller is proven by PROOF_MS of speech answered within OVERLOADED_MS; silence proves nothing. Callers
+    who are silent for RESERVATION_MS reserve nothing any more: if many of them begin to speak at once, only the
+    overload check of `PartialRateController` refuses the next.
     """
 
     def __init__(self) -> None:
@@ -128,7 +132,9 @@ class LiveAdmission:
         on_time = sum(each.proven(now_ms) and now_ms - each.answered_ms <= PROVEN_FOR_MS for each in callers)
         limit = max(MIN_RESERVATIONS, on_time)
         if (reserved := sum(each.reserves(now_ms) for each in callers)) >= limit:
-            raise AtCapacity(f"{reserved} live callers have just connected", f"up to {limit} at a time", PROOF_MS)
+            # Spread, so that a burst does not come again as a burst.
+            retry_ms = PROOF_MS + caller % 10 * RETRY_STEP_MS
+            raise AtCapacity(f"{reserved} live callers have just connected", f"up to {limit} at a time", retry_ms)
         self._callers[caller] = _LiveCaller(now_ms)
 
     def record_answer(self, caller: int, speech_ms: float, wait_ms: float, now_ms: float) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
@@ -184,6 +185,8 @@ _FOLDERS = {
     "speaker": "auxiliary",
 }
 """Task -> folder of its model files under models/."""
+log = logging.getLogger(__name__)
+
 ENTRY_POINTS = "asr_serve.models"
 """Entry point group in which an installed package names its model files, one module each."""
 
@@ -207,8 +210,13 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
             elif any(card.task == task for card in vars(module).get("CARDS", ())):
                 modules[info.name] = module
     for entry in entry_points(group=ENTRY_POINTS):
-        module = entry.load()
-        for kind in {card.kind for card in module.CARDS if card.task == task}:
+        try:
+            module = entry.load()
+        except Exception:
+            package = entry.dist.name if entry.dist else "a package"
+            log.exception("the entry point %s of %s cannot be loaded: its models are left out", entry.name, package)
+            continue
+        for kind in {card.kind for card in vars(module).get("CARDS", ()) if card.task == task}:
             if kind in modules:
                 raise ModelError(
                     f"the entry point {entry.name} of {ENTRY_POINTS} has a model file of kind {kind!r}",

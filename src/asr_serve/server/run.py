@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 import msgspec
 from granian.constants import Interfaces, SSLProtocols
-from granian.http import HTTP1Settings
 from granian.server.embed import Server
 
 from asr_serve import __version__
@@ -38,9 +37,8 @@ BACKLOG = 1_024
 """Connections that may wait to be accepted."""
 SPARE_CONNECTIONS = 8_192
 """Connections beyond the limits: those between two requests, those refused with a retry time, and those that send
-their headers slowly: granian accepts nobody else while all connections are taken."""
-HEADERS_MS = 10_000
-"""Time for the headers of a request, after which granian closes the connection."""
+nothing or their headers slowly: granian accepts nobody else while all connections are taken. It closes a connection
+30 s after the first byte of headers that do not end, and never one that sends nothing at all."""
 FILES = 256
 """Open files other than connections."""
 FINAL_RESPONSES_S = 0.5
@@ -51,7 +49,7 @@ CLOSE_S = 5.0
 """Longest wait for the engines to close. A loading one cannot be stopped; it ends after this process."""
 
 
-def serve(config: ServeConfig) -> NoReturn:
+def serve(config: ServeConfig) -> None:
     """Runs until SIGTERM or SIGINT, then exits: code 0, or 1 if it could not start or ended by itself.
 
     Raises OptionError if the address or the certificate cannot be used.
@@ -64,7 +62,7 @@ def serve(config: ServeConfig) -> NoReturn:
     ports = [_free_port(config.host, config.port)]
     if config.realtime_port is not None:
         ports.append(_free_port(config.host, config.realtime_port, "--realtime-port"))
-    _exit_now(asyncio.run(_serve(config, ports, connections)))
+    asyncio.run(_serve(config, ports, connections))
 
 
 def _with_peer_port(config: ServeConfig) -> ServeConfig:
@@ -153,8 +151,8 @@ def _certificate(config: ServeConfig) -> dict[str, Any]:
     return {"ssl_cert": cert, "ssl_key": key, "ssl_protocol_min": SSLProtocols.tls12}
 
 
-async def _serve(config: ServeConfig, ports: list[int], connections: int) -> int:
-    """Runs until a signal; returns the exit code. `ports`: the server's, and any for FunASR's realtime clients."""
+async def _serve(config: ServeConfig, ports: list[int], connections: int) -> None:
+    """Runs until a signal, then exits. `ports`: the server's, and any for FunASR's realtime clients."""
     stop_requested = asyncio.Event()
     metrics, gate, engines = ServerMetrics(__version__), AdmissionController(config), EngineRegistry(config)
     tracer = Tracer.create(config.otel_endpoint, "asr-serve")
@@ -167,8 +165,7 @@ async def _serve(config: ServeConfig, ports: list[int], connections: int) -> int
             # The lifespan of the app runs once, with the first.
             interface=Interfaces.ASGINL if number else Interfaces.ASGI,
             backlog=BACKLOG,
-            backpressure=connections,
-            http1_settings=HTTP1Settings(header_read_timeout=HEADERS_MS),
+            backpressure=connections // len(ports),
             log_dictconfig=logs.GRANIAN,
             **_certificate(config),
         )
@@ -178,7 +175,7 @@ async def _serve(config: ServeConfig, ports: list[int], connections: int) -> int
         listening = {asyncio.create_task(server.serve()) for server in servers}
         stop = asyncio.create_task(stop_requested.wait())
         loading = asyncio.create_task(engines.start())
-        code, unfinished = 1, set[asyncio.Task[Any]]()
+        code = 1
         try:
             started = time.perf_counter()
             await asyncio.wait({*listening, stop, loading}, return_when=asyncio.FIRST_COMPLETED)
@@ -191,34 +188,35 @@ async def _serve(config: ServeConfig, ports: list[int], connections: int) -> int
                 code = 0
         except AsrServeError as error:
             log.error("the server could not start: %s", error)
+        except Exception:
+            log.exception("the server ended badly")
         finally:
             stop.cancel()
             loading.cancel()
             for server in servers:
                 server.stop()  # type: ignore[no-untyped-call]
-            unfinished |= await _wait_tasks({loading, *listening}, STOP_S)
-            unfinished |= await _wait_tasks({asyncio.create_task(engines.close())}, CLOSE_S)
+            await _wait_tasks({loading, *listening}, STOP_S)
+            await _wait_tasks({asyncio.create_task(engines.close())}, CLOSE_S)
             tracer.close()
-            if unfinished:
-                _exit_now(code)
-    return code
+            _exit_now(code)
 
 
-async def _wait_tasks(tasks: set[asyncio.Task[Any]], wait_s: float) -> set[asyncio.Task[Any]]:
-    """Waits for tasks; returns the unfinished. Logs their errors, except AsrServeError, which is reported."""
-    done, pending = await asyncio.wait(tasks, timeout=wait_s)
+async def _wait_tasks(tasks: set[asyncio.Task[Any]], wait_s: float) -> None:
+    """Waits for tasks. Logs their errors, except AsrServeError, which is reported."""
+    done, _ = await asyncio.wait(tasks, timeout=wait_s)
     for task in done:
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, AsrServeError):
             log.error("the server ended badly", exc_info=error)
-    return pending
 
 
 def _exit_now(code: int) -> NoReturn:
     """Exits without finalizing Python, which joins threads, whatever they wait for; and a thread of granian that
     meets a Python being finalized aborts the process, at one exit of twenty."""
     logging.shutdown()
-    sys.stdout.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or its reader is gone
+            stream.flush()
     os._exit(code)
 
 

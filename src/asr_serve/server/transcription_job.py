@@ -29,56 +29,68 @@ from asr_serve.types import Transcript
 
 UNNAMED_RECORDING = "audio"
 MAX_KEY_CHARACTERS = 200
+IDLE_THREAD_S = 10.0
+"""Time after which a thread without a job ends."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class JobThreads(Executor):
-    """Threads of jobs: at most `max_threads`, each of which ends when no job waits for it.
+    """Threads of jobs: at most `max_threads`, each of which ends when it had no job for IDLE_THREAD_S.
 
-    A ThreadPoolExecutor would keep the threads of the busiest moment, 255 after so many uploads at once.
+    A ThreadPoolExecutor would keep the threads of the busiest moment, 255 after so many uploads at once. A thread
+    for each job would be started on the event loop, which waits until it runs.
     """
 
     def __init__(self, max_threads: int) -> None:
-        self._max_threads, self._threads = max_threads, 0
+        self._max_threads, self._threads, self._idle = max_threads, 0, 0
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._shut_down = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Runs `fn` on a thread of its own, or on the next that is free. Raises RuntimeError after `shutdown`."""
         future: Future[T] = Future()
-        with self._lock:
+        with self._changed:
             if self._shut_down:
                 raise RuntimeError("no jobs after shutdown")
-            if starts := self._threads < self._max_threads:
+            if self._idle <= len(self._waiting) and self._threads < self._max_threads:
                 # Under the lock: a system that has no thread left raises here, and nothing waits for it.
                 threading.Thread(target=self._work, name="asr-serve job", daemon=True).start()
-            self._threads += starts
+                self._threads += 1
             self._waiting.append((future, partial(fn, *args, **kwargs)))
+            self._changed.notify()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accepts no more jobs; `cancel_futures` drops those that wait. Jobs that run are not waited for."""
-        with self._lock:
+        with self._changed:
             self._shut_down = True
             while cancel_futures and self._waiting:
                 self._waiting.popleft()[0].cancel()
+            self._changed.notify_all()
 
     def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._threads -= 1
-                    return
-                future, job = self._waiting.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(job())
-            except BaseException as error:
-                future.set_exception(error)
+        while (job := self._next()) is not None:
+            future, work = job
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+            del job, future, work  # and what they hold, before the wait for the next
+
+    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        """Waits for a job; None: this thread ends."""
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._waiting or self._shut_down, IDLE_THREAD_S)
+            self._idle -= 1
+            if self._waiting:
+                return self._waiting.popleft()
+            self._threads -= 1
+            return None
 
 
 class TranscriptionExecutor:

@@ -133,7 +133,7 @@ class FakeClient:
         self.config, self.partial_rate = EngineConfig(), PartialRateController()
         self.chance, self.late, self.held, self.failures = chance, ms_to_samples(late_ms), held, failures
         self.card = msgspec.structs.replace(
-            asr_card("armspeech-hy"), frame_samples=FRAME, chunk=CHUNK, past_samples=self.late
+            asr_card("armspeech-hy"), frame_samples=FRAME, chunk=CHUNK, lookahead_samples=self.late
         )
         self.drift = ms_to_samples(drift_ms)
         self.streams: set[_Stream] = set()

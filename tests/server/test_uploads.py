@@ -90,7 +90,7 @@ async def read_all(pieces: list[bytes], memory_bytes: int) -> tuple[object, ...]
         await upload.finish()
         assert upload.complete
         said = upload.fields, upload.filename, upload.content_type, upload.has_file, upload.received_bytes
-        return *said, upload.open_audio().read()
+        return *said, upload.open_bytes().read()
     finally:
         upload.close()
 
@@ -122,7 +122,7 @@ def test_any_split_of_a_body_says_the_same(tokens, data, memory_bytes):
 async def test_a_body_that_comes_byte_by_byte():
     upload = await begin(split(b"\r\n" + form(part("model", "m"), file_part(b"\r\n\r\n--")), 1))
     await upload.finish()
-    assert (upload.fields, upload.open_audio().read()) == ({"model": ["m"]}, b"\r\n\r\n--")
+    assert (upload.fields, upload.open_bytes().read()) == ({"model": ["m"]}, b"\r\n\r\n--")
     upload.close()
 
 
@@ -148,7 +148,7 @@ async def test_a_body_that_comes_byte_by_byte():
 async def test_names_of_files(extra, filename):
     upload = await begin(chunks(form(part("file", b"abc", extra))))
     assert upload.complete
-    assert (upload.has_file, upload.filename, upload.open_audio().read()) == (True, filename, b"abc")
+    assert (upload.has_file, upload.filename, upload.open_bytes().read()) == (True, filename, b"abc")
     upload.close()
 
 
@@ -160,7 +160,7 @@ async def test_a_header_in_odd_case():
     content_type = f'Multipart/FORM-data; charset=utf-8; Boundary="{BOUNDARY}"'
     upload = await Upload.start(chunks(body), content_type, len(body), LIMITS)
     assert (upload.content_type, upload.filename) == ("Audio/X-Wav; Rate=8000", None)
-    assert upload.open_audio().read() == b"abc"
+    assert upload.open_bytes().read() == b"abc"
     upload.close()
 
 
@@ -168,7 +168,7 @@ async def test_a_form_without_a_file():
     upload = await begin(chunks(form(part("model", "m"))))
     assert upload.complete
     assert not upload.has_file
-    assert upload.open_audio().read() == b""
+    assert upload.open_bytes().read() == b""
     upload.close()
     upload = await begin(chunks(f"--{BOUNDARY}--".encode()))
     assert (upload.complete, upload.has_file, upload.fields) == (True, False, {})
@@ -179,7 +179,7 @@ async def test_an_empty_file_is_for_the_decoder_to_refuse():
     upload = await begin(chunks(form(file_part(b""))))
     assert upload.has_file
     with pytest.raises(errors.EmptyAudio):
-        open_audio(upload.open_audio())
+        open_audio(upload.open_bytes())
     upload.close()
 
 
@@ -268,7 +268,7 @@ async def test_an_upload_that_stops_coming():
     upload = await begin(tap.body(), limits, patience_s=0)
     tap.give(b"")  # is not a byte
     with pytest.raises(OSError, match="no byte came"):
-        await in_thread(upload.open_audio().read)
+        await in_thread(upload.open_bytes().read)
     with pytest.raises(errors.RequestTimeout):
         await upload.finish()
     assert isinstance(upload.failure, errors.RequestTimeout)
@@ -295,7 +295,7 @@ async def test_an_upload_that_drips(monkeypatch, rate):
     tap.give(None)
     if rate < 3:
         await upload.finish()
-        assert upload.open_audio().read() == bytes(300)
+        assert upload.open_bytes().read() == bytes(300)
     else:
         told = r"\d+ bytes came in \S+ s, [\d.]+ a second.*at least 3 a second"
         with pytest.raises(errors.RequestTimeout, match=told):
@@ -307,12 +307,12 @@ async def test_errors_after_the_beginning_reach_readers_and_finish():
     tap = Tap()
     tap.give(file_part(b"abc") + HEAD)
     upload = await begin(tap.body(), patience_s=0)
-    assert (await in_thread(upload.open_audio().read)) == b"abc"  # whole, though the form is not
+    assert (await in_thread(upload.open_bytes().read)) == b"abc"  # whole, though the form is not
     tap.give(file_part(b"def").removeprefix(HEAD))
     with pytest.raises(errors.MalformedRequest, match="a second file"):
         await upload.finish()
     with pytest.raises(OSError, match="a second file"):
-        upload.open_audio().read()
+        upload.open_bytes().read()
     assert not upload.complete
     upload.close()
 
@@ -364,7 +364,7 @@ async def test_audio_is_decoded_while_it_comes(tmp_path, name):
     upload = await begin(tap.body())
 
     def decode() -> np.ndarray:
-        with open_audio(upload.open_audio()) as stream:
+        with open_audio(upload.open_bytes()) as stream:
             heard = [next(stream)]
             loop.call_soon_threadsafe(first.set)
             heard += stream
@@ -396,7 +396,7 @@ async def test_an_m4a_with_its_index_at_the_end(tmp_path, whole):
         tap.give(None)
     upload = await begin(tap.body(), patience_s=WAIT_S if whole else 0)
     assert upload.complete == whole
-    decoding = asyncio.create_task(in_thread(lambda: read_audio(upload.open_audio())))
+    decoding = asyncio.create_task(in_thread(lambda: read_audio(upload.open_bytes())))
     if not whole:
         await asyncio.sleep(0)
         tap.give(body[-1_000:])
@@ -411,7 +411,7 @@ async def test_two_readers_meet_neither_each_other_nor_the_edge_of_memory():
     upload = await begin_with(tap, UploadLimits(max_bytes=1 << 20, memory_bytes=1_000))
 
     def read(size: int) -> bytes:
-        reader, pieces = upload.open_audio(), []
+        reader, pieces = upload.open_bytes(), []
         while piece := reader.read(size):
             assert len(piece) <= size
             pieces.append(piece)
@@ -424,7 +424,7 @@ async def test_two_readers_meet_neither_each_other_nor_the_edge_of_memory():
     tap.give(form(b"\r\n"))
     tap.give(None)
     assert all([await task == audio for task in reading])
-    assert upload.open_audio().read() == audio
+    assert upload.open_bytes().read() == audio
     upload.close()
 
 
@@ -437,7 +437,7 @@ async def begin_with(tap: Tap, limits: UploadLimits = LIMITS, **options: object)
 async def test_a_reader_can_seek_from_the_moment_the_file_is_whole():
     tap = Tap()
     upload = await begin_with(tap)
-    reader = upload.open_audio()
+    reader = upload.open_bytes()
     assert reader.readable()
     assert not reader.seekable()
     with pytest.raises(io.UnsupportedOperation):
@@ -462,7 +462,7 @@ async def test_closing_wakes_a_blocked_reader(begun):
     tap.give(begun)
 
     def read() -> None:
-        reader = upload.open_audio()
+        reader = upload.open_bytes()
         left = len(begun)
         while left:
             left -= len(reader.read(left))
@@ -476,7 +476,7 @@ async def test_closing_wakes_a_blocked_reader(begun):
     with pytest.raises(OSError, match="the upload is closed"):
         await reading
     with pytest.raises(OSError, match="the upload is closed"):
-        upload.open_audio().read()
+        upload.open_bytes().read()
     with pytest.raises(errors.Cancelled):
         await upload.finish()
 
@@ -484,7 +484,7 @@ async def test_closing_wakes_a_blocked_reader(begun):
 async def test_a_client_that_leaves_fails_the_readers():
     tap = Tap()
     upload = await begin_with(tap, gone=ClientDisconnect)
-    decoding = asyncio.create_task(in_thread(lambda: open_audio(upload.open_audio())))
+    decoding = asyncio.create_task(in_thread(lambda: open_audio(upload.open_bytes())))
     tap.give(bytes(1_000))
     tap.give(ClientDisconnect())
     with pytest.raises(errors.ClientGone, match="left after 1099 bytes"):
@@ -556,7 +556,7 @@ async def test_a_caller_that_gives_up_leaves_nothing_behind():
     tap.give(form(b"abc\r\n"))
     tap.give(None)
     await upload.finish()
-    assert upload.open_audio().read() == b"abc"
+    assert upload.open_bytes().read() == b"abc"
     upload.close()
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == before
@@ -591,7 +591,7 @@ async def test_a_large_upload_stays_on_disk_and_leaves_it(tmp_path, monkeypatch)
         upload = await begin(body())
         await upload.finish()
         assert unlinked_files() == [(mebibytes - 1) << 20]
-        reader = upload.open_audio()
+        reader = upload.open_bytes()
         reader.seek(-len(chunk), os.SEEK_END)
         assert await in_thread(reader.read) == chunk
         assert tracemalloc.get_traced_memory()[1] < 3 << 20

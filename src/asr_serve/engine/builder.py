@@ -267,7 +267,7 @@ def card_of_loaded(chosen: AnyCard, model: AsrModel | SpeechModel) -> AnyCard:
         return msgspec.structs.replace(
             chosen,
             frame_samples=frame_samples,
-            past_samples=_past(model.encoder),
+            lookahead_samples=_lookahead_samples(model.encoder),
             max_segment_ms=min(chosen.max_segment_ms, longest_ms),
         )
     if isinstance(model, EncoderDecoderModel):
@@ -279,11 +279,11 @@ def card_of_loaded(chosen: AnyCard, model: AsrModel | SpeechModel) -> AnyCard:
         chunk=_whole_blocks(chosen.chunk, model),
         frame_samples=model.frame_samples,
         heads=model.heads,
-        past_samples=_past(model),
+        lookahead_samples=_lookahead_samples(model),
     )
 
 
-def _past(encoder: StreamingEncoder) -> int:
+def _lookahead_samples(encoder: StreamingEncoder) -> int:
     window = encoder.audio_window(encoder.frame_block)
     return window.samples - window.left_samples - encoder.frame_block * encoder.frame_samples
 

@@ -95,7 +95,7 @@ class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does
     frame_samples: int = 0
     """Samples from one encoder frame of a streaming model to the next. The engine fills in this and the next field
     from the model that it has loaded."""
-    past_samples: int = 0
+    lookahead_samples: int = 0
     """Look-ahead of a streaming model: samples after a chunk that it needs before it emits the chunk's tokens.
     Negative where a frame covers earlier audio."""
 
@@ -126,7 +126,7 @@ class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does
         """Returns the longest delay in samples between audio and its words, in steps of `chunk` frames (0: the
         card's). The end of a word may fall into the first frame of a chunk, and between two frames. 0 for models
         that read whole utterances."""
-        return ((chunk or self.chunk) + 1) * self.frame_samples + self.past_samples if self.chunk else 0
+        return ((chunk or self.chunk) + 1) * self.frame_samples + self.lookahead_samples if self.chunk else 0
 
     @property
     def incremental_encoder(self) -> bool:

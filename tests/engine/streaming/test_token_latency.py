@@ -34,7 +34,11 @@ def timed_like(card: AsrCard) -> Any:
 def test_a_card_has_the_latency_that_an_engine_measures(name: str):
     card, network = STREAMING[name], timed_like(STREAMING[name])
     found = card_of_loaded(card, network)
-    assert (found.chunk, found.frame_samples, found.past_samples) == (card.chunk, card.frame_samples, card.past_samples)
+    assert (found.chunk, found.frame_samples, found.lookahead_samples) == (
+        card.chunk,
+        card.frame_samples,
+        card.lookahead_samples,
+    )
     window = network.audio_window(card.chunk)
     assert card.lag_samples() == window.samples - window.left_samples + network.frame_samples
     assert card.lag_samples(2 * card.chunk) == card.lag_samples() + card.chunk * card.frame_samples
@@ -45,7 +49,7 @@ def test_cards_of_moonshine_streaming_have_the_look_ahead_of_its_encoder():
     ahead = sum(ahead for _, ahead in config.reach)
     window = WindowEncoder.audio_window(SimpleNamespace(config=config, ahead=ahead, frame_samples=320), 8)  # type: ignore[arg-type]
     for card in moonshine_streaming.CARDS:
-        assert card.past_samples == window.samples - window.left_samples - 8 * 320
+        assert card.lookahead_samples == window.samples - window.left_samples - 8 * 320
         assert card.lag_samples() == 16_000 * 405 // 1_000
 
 

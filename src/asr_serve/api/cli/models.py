@@ -115,7 +115,7 @@ def fields(card: ModelCard) -> dict[str, object]:
     from asr_serve.units import samples_to_ms
 
     values: dict[str, object] = msgspec.to_builtins(card)
-    for name in ("does", "packaged", "frame_samples", "past_samples"):
+    for name in ("does", "packaged", "frame_samples", "lookahead_samples"):
         values.pop(name, None)
     if isinstance(card, AsrCard):
         values["streaming"] = card.streaming or card.incremental_encoder

@@ -74,18 +74,18 @@ class ProcessBackend:
 
     @property
     def ring_depth(self) -> int:
-        return child.writer.depth if (child := self._ready_in_flight) else 0
+        return child.writer.depth if (child := self._ready_process) else 0
 
     @property
     def ring_full_waits(self) -> int:
-        return child.writer.full_waits if (child := self._ready_in_flight) else 0
+        return child.writer.full_waits if (child := self._ready_process) else 0
 
     @property
     def _current(self) -> InFlight:
         return self._supervisor.current
 
     @property
-    def _ready_in_flight(self) -> EngineProcess | None:
+    def _ready_process(self) -> EngineProcess | None:
         current = self._current
         return current.current_process if current.process_ready else None
 

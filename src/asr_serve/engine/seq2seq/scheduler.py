@@ -1,8 +1,9 @@
 """Scheduler of encoder-decoder models: which requests are encoded next. Pure: no tensors, no clock of its own.
 
 Every request has work that arrived (frames to encode, then tokens to decode) and work done; a schedule closes the
-gap, nearest deadline first, and then fills the batch with requests of about that length. Decoding rows run at
-every step; the schedule decides which requests are encoded, and so which join them.
+gap: first the priority class furthest below its share, in it the nearest deadline; then the batch is filled with
+requests of about that length. Decoding rows run at every step; the schedule decides which requests are encoded, and
+so which join them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from asr_serve.types import Priority
 
 DEADLINE_MS: dict[Priority, int] = {"live": 100, "interactive": 500, "bulk": 60_000}
 """Time after arrival within which a request should be encoded, unless it sets its own. Only the order of deadlines
-matters, within a class; the most urgent class comes first."""
+matters, within a class; between classes, shares decide."""
 LIVE_RESERVE_FRACTION = 4
 """Divisor of decoding rows and pages that gives how many are reserved for live requests while there are live
 sessions: a file holds its rows and pages for seconds."""

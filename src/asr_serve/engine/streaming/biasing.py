@@ -23,7 +23,7 @@ class StreamBiasingCompiler:
         words cannot be compiled, and the error."""
         self._compile_list, self._drop = spell, drop
         self._lists: BiasingListCache[StreamingBiasingList] = BiasingListCache()
-        self._waiting_by_list: dict[int, tuple[StreamRequest, Future[StreamingBiasingList]]] = {}
+        self._waiting_by_stream: dict[int, tuple[StreamRequest, Future[StreamingBiasingList]]] = {}
 
     def attach(self, keeper: LoopContext) -> None:
         self._keeper = keeper
@@ -31,14 +31,14 @@ class StreamBiasingCompiler:
     @property
     def waiting_streams(self) -> set[int]:
         """Streams whose hot words are not compiled yet."""
-        return set(self._waiting_by_list)
+        return set(self._waiting_by_stream)
 
     def compile(self, number: int, stream: StreamRequest) -> None:
         """Compiles the stream's hot words and sets `stream.biasing`; at once where the list is cached."""
         if not stream.bias:
             return
         compiled = self._build(stream.bias)
-        self._waiting_by_list[number] = stream, compiled
+        self._waiting_by_stream[number] = stream, compiled
         if compiled.done():
             self._deliver(number, stream, compiled)
         else:
@@ -46,17 +46,17 @@ class StreamBiasingCompiler:
 
     def cancel(self, number: int) -> None:
         """Cancels the compilation of the stream's list, if it has not begun and no other stream waits for it."""
-        _, compiled = self._waiting_by_list.pop(number, (None, None))
-        if compiled is not None and all(compiled is not other for _, other in self._waiting_by_list.values()):
+        _, compiled = self._waiting_by_stream.pop(number, (None, None))
+        if compiled is not None and all(compiled is not other for _, other in self._waiting_by_stream.values()):
             self._lists.cancel(compiled)
 
     def close(self) -> None:
         self._lists.close()
 
     def _deliver(self, number: int, stream: StreamRequest, made: Future[StreamingBiasingList]) -> None:
-        if self._waiting_by_list.get(number, (None,))[0] is not stream:
+        if self._waiting_by_stream.get(number, (None,))[0] is not stream:
             return  # the stream was closed
-        del self._waiting_by_list[number]
+        del self._waiting_by_stream[number]
         failure = None if made.cancelled() else made.exception()
         if not made.cancelled() and failure is None:
             stream.biasing = made.result()

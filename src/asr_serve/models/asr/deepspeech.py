@@ -54,7 +54,7 @@ CARDS = (
         heads=("ctc",),
         chunk=16,
         frame_samples=320,
-        past_samples=3_072,
+        lookahead_samples=3_072,
         max_segment_ms=30_000,
         min_segment_ms=100,
         # A character is a token; 25 of them a second is faster than anybody speaks.

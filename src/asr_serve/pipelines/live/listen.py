@@ -80,7 +80,7 @@ class LiveSession:
         prompt = prompt_tokens(client, tokenizer, options.prompt)
         bias = hotword_bias(client, tokenizer, options.hotwords)
         self._endpointer = Endpointer(endpoint_config(client, options))
-        self._lock = units.ms_to_samples(options.lock_ms)
+        self._anchor_interval_samples = units.ms_to_samples(options.lock_ms)
         self.received_samples = 0
         self._audio = AudioHistory()
         if client.card.streaming:
@@ -252,7 +252,7 @@ class LiveSession:
         segment = self._segment_at(start, closed)
         settled = self._scored_samples - segment.start <= endpointer.settled_samples
         if endpointer.is_certain and endpointer.pause_from_samples is None and settled:
-            segment.extend_speech(min(self._scored_samples, self.received_samples), self._lock)
+            segment.extend_speech(min(self._scored_samples, self.received_samples), self._anchor_interval_samples)
 
     def _update_turns(self, closed: list[Span]) -> None:
         for turn in self._turns.update(self._endpointer, self._decided_samples, closed):

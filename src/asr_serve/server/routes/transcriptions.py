@@ -195,7 +195,7 @@ class UploadTranscription(Generic[RequestT]):
     def _start_job(self) -> TranscriptionJob:
         self._context.model = self.engine.name
         options = msgspec.structs.replace(self.request.options, limits=self._dependencies.audio)
-        return self._dependencies.executor.start(self.engine, self._upload.open_audio(), options, self._upload.filename)
+        return self._dependencies.executor.start(self.engine, self._upload.open_bytes(), options, self._upload.filename)
 
     async def _finish_form(self) -> None:
         """Reads the form to its end; restarts the job if later fields change the request."""

@@ -113,7 +113,7 @@ class Upload:
             return None
         return self._reading.exception()
 
-    def open_audio(self) -> BinaryIO:
+    def open_bytes(self) -> BinaryIO:
         """Opens a reader of the file from its first byte, for any one thread; it waits for bytes to arrive.
 
         It can seek, and knows its size, once the file is whole. Raises OSError when the upload has failed or is

@@ -40,7 +40,7 @@ _SHARED: dict[str, Any] = {
     "tokens_per_s": 6.5,
     "chunk": 8,
     "frame_samples": 320,
-    "past_samples": 3_600,
+    "lookahead_samples": 3_600,
 }
 CARDS = (
     AsrCard(

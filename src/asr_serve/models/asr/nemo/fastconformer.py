@@ -38,7 +38,7 @@ _SHARED: dict[str, Any] = {
     "min_segment_ms": 100,
     "tokens_per_s": 12.5,
     "frame_samples": 1_280,
-    "past_samples": -1_080,
+    "lookahead_samples": -1_080,
 }
 CARDS = (
     AsrCard(

@@ -42,7 +42,7 @@ _SHARED: dict[str, Any] = {
     "heads": ("ctc",),
     "chunk": 16,
     "frame_samples": 640,
-    "past_samples": 720,
+    "lookahead_samples": 720,
 }
 
 

@@ -92,8 +92,8 @@ class FunAsrConversation:
         self._loop = asyncio.get_running_loop()
         self._lifecycle = ConnectionLifecycle(receive, outbox, limits, self)
         self.run, self.drain = self._lifecycle.run, self._lifecycle.drain
-        self._session_running: FunAsrSession | None = None
-        self._session: asyncio.Task[None] | None = None
+        self._session: FunAsrSession | None = None
+        self._session_task: asyncio.Task[None] | None = None
         self._began_s = 0.0
         self._reported_not_started = False
         self._options = self._session_options = options
@@ -110,11 +110,11 @@ class FunAsrConversation:
 
     @property
     def active(self) -> bool:
-        return self._session_running is not None
+        return self._session is not None
 
     @property
     def started_s(self) -> float | None:
-        return None if self._session_running is None or self._lifecycle.finishing else self._began_s
+        return None if self._session is None or self._lifecycle.finishing else self._began_s
 
     async def on_message(self, message: MutableMapping[str, Any]) -> None:
         try:
@@ -129,7 +129,7 @@ class FunAsrConversation:
         self._outbox.send(self._format_error(error))
 
     def finish(self) -> None:
-        if self._session_running is None:
+        if self._session is None:
             return
         if self._pcm.has_pending_byte:
             error = MalformedRequest(
@@ -138,7 +138,7 @@ class FunAsrConversation:
                 "the last byte is dropped: check how frames are cut",
             )
             self.send_error(error)
-        self._session_running.finish()
+        self._session.finish()
 
     def on_disconnect(self, code: int | None) -> None:
         self.disconnect_code, self.disconnected_in_session = code, self.active
@@ -147,15 +147,15 @@ class FunAsrConversation:
         """Sends nothing: the protocol has no event for text that will not come."""
 
     async def close(self) -> None:
-        if (session := self._session_running) is not None:
+        if (session := self._session) is not None:
             await session.close()
             self.received_samples += session.received_samples
-            self._session_running = None
+            self._session = None
 
     # --- messages -------------------------------------------------------------------------------------
 
     async def _audio(self, frame: bytes) -> None:
-        session = self._session_running
+        session = self._session
         if session is None or self._lifecycle.finishing:
             if not self._reported_not_started and self._lifecycle.end_reason is None:
                 self._reported_not_started = True
@@ -186,7 +186,7 @@ class FunAsrConversation:
             case StartCommand():
                 await self._start()
             case StopCommand():
-                if self._session_running is None or self._lifecycle.finishing:
+                if self._session is None or self._lifecycle.finishing:
                     raise OutOfTurn("STOP came while no session is open", "it ends what START began", "send START")
                 self._lifecycle.finish()
             case LanguageCommand(name, code):
@@ -200,9 +200,9 @@ class FunAsrConversation:
                 self._outbox.send(websocket.flag_answer(flag, note))
 
     async def _start(self) -> None:
-        if self._lifecycle.finishing and self._session is not None:
-            await self._lifecycle.pause_reading(asyncio.wait({self._session}))
-        if self._session_running is not None:
+        if self._lifecycle.finishing and self._session_task is not None:
+            await self._lifecycle.pause_reading(asyncio.wait({self._session_task}))
+        if self._session is not None:
             raise OutOfTurn("START came again", "a session is open, and goes on", "send STOP to end it")
         self._start_session(self._options)
         self._outbox.send(websocket.STARTED)
@@ -212,7 +212,7 @@ class FunAsrConversation:
         language = self._session_factory.resolve_language(code)
         options = msgspec.structs.replace(self._options, language=language)
         self._session_factory.validate(options)
-        session = self._session_running
+        session = self._session
         if session is not None and not self._lifecycle.finishing and language != session.language:
             if session.received_samples:
                 raise OutOfTurn(
@@ -226,7 +226,7 @@ class FunAsrConversation:
     async def _set_options(self, options: FunAsrOptions) -> str:
         """Sets options of this session, before any audio, and of later ones; a note if only of those."""
         self._session_factory.validate(options)
-        session, self._options = self._session_running, options
+        session, self._options = self._session, options
         # `_set_language` has applied the language.
         before = msgspec.structs.replace(self._session_options, language=options.language)
         if session is None or self._lifecycle.finishing or options == before:
@@ -240,19 +240,19 @@ class FunAsrConversation:
 
     async def _restart_session(self, options: FunAsrOptions) -> None:
         """Replaces the session by another, before any audio."""
-        assert self._session is not None, "it came with the hearing"
-        await cancel_and_wait(self._session)
+        assert self._session_task is not None, "the session runs in it"
+        await cancel_and_wait(self._session_task)
         await self.close()
         self._start_session(options)
 
     def _start_session(self, options: FunAsrOptions) -> None:
         language = self._session_factory.resolve_language(options.language)
         session = self._session_factory.start(msgspec.structs.replace(options, language=language), self._outbox)
-        self._session_running, self._reported_not_started = session, False
+        self._session, self._reported_not_started = session, False
         self._session_options = options
         self._pcm = Pcm16Assembler()
         self._began_s = self._loop.time()
-        self._session = self._lifecycle.start_session(self._run_session(session))
+        self._session_task = self._lifecycle.start_session(self._run_session(session))
 
     async def _run_session(self, session: FunAsrSession) -> None:
         final = await session.run()

@@ -45,7 +45,10 @@ def run(name: str, command: Sequence[str], junit: Path) -> Row:
     wall_s = time.perf_counter() - started
     if not junit.exists():
         return {"name": name, "wall_s": round(wall_s, 1), "failed": f"exit {done.returncode}, no test ran"}
-    return row(name, wall_s, junit.read_text())
+    made = row(name, wall_s, junit.read_text())
+    if done.returncode and not made["failures"]:
+        made["failed"] = f"exit {done.returncode} without a failed test"
+    return made
 
 
 def row(name: str, wall_s: float, junit: str) -> Row:

@@ -67,6 +67,10 @@ async def test_a_page_and_all_it_names(client, path):
         assert answer.headers["cache-control"] == ("public, max-age=31536000, immutable" if hashed else "no-cache")
 
 
+async def test_a_page_with_a_line_feed_behind_its_path_is_none(client):
+    assert (await client().get("/status%0A")).status_code == 404
+
+
 async def test_packed_and_asked_again(client):
     me = client()
     plain = await me.get("/", headers={"accept-encoding": "identity"})

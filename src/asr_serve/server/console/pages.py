@@ -86,7 +86,10 @@ def routes() -> list[Route]:
 
     @admitted_as(AdmissionClass.PUBLIC)
     async def page(request: Request) -> Response:
-        return pages[request.scope["path"]].response(request.headers)
+        file = pages.get(request.scope["path"])  # a route matches its path with a line feed behind it too
+        if file is None:
+            raise HTTPException(404)
+        return file.response(request.headers)
 
     @admitted_as(AdmissionClass.PUBLIC)
     async def asset(request: Request) -> Response:

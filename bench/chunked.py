@@ -91,7 +91,7 @@ class Load:
     def __init__(self, wrapper: Any, sessions: int, seed: int = 0) -> None:
         self.wrapper = wrapper
         self.audio = speech(SECONDS_AHEAD, seed)
-        self.sessions = [wrapper.open() for _ in range(sessions)]
+        self.sessions = [wrapper.open_session() for _ in range(sessions)]
         self.tokens = 0
 
     def round(self) -> list[float]:
@@ -99,21 +99,21 @@ class Load:
         wrapper, took = self.wrapper, []
         window, frame = max(wrapper._windows.values()), wrapper.model.frame_samples
         for session in self.sessions:
-            while not session.audio.holds(window, frame):
-                wrapper.put(session, self.audio, 1_000 * time.perf_counter())
+            while not session.audio.has_window(window, frame):
+                wrapper.append_audio(session, self.audio, 1_000 * time.perf_counter())
         left = set(self.sessions)
         while left:
             started = time.perf_counter()
-            running = wrapper.next(1_000 * started)
+            running = wrapper.schedule(1_000 * started)
             done = wrapper.step(running, 1_000 * started)
             took.append(time.perf_counter() - started)
-            self.tokens += sum(len(each.found.fixed) for each in done)
+            self.tokens += sum(len(each.found.fixed_tokens) for each in done)
             left -= set(running)
         return took
 
     def close(self) -> None:
         for session in self.sessions:
-            self.wrapper.close(session)
+            self.wrapper.close_session(session)
 
 
 def build(model: Any, beam: int, chunk: int, sessions: int, rows: int, chunked: bool, graphs: bool) -> Any:
@@ -161,7 +161,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
         for spec in args.models:
             model = load(spec, device)
             chunk = -(-args.chunk_ms * 16 // model.frame_samples)
-            chunk = -(-chunk // model.block) * model.block
+            chunk = -(-chunk // model.frame_block) * model.frame_block
             chunk_ms = chunk * model.frame_samples / 16
             for sessions in args.sessions:
                 for mode in args.modes:

@@ -99,7 +99,7 @@ class Load:
         wrapper, took = self.wrapper, []
         window, frame = max(wrapper._windows.values()), wrapper.model.frame_samples
         for session in self.sessions:
-            while not session.audio.has_window(window, frame):
+            while not session.audio_buffer.has_window(window, frame):
                 wrapper.append_audio(session, self.audio, 1_000 * time.perf_counter())
         left = set(self.sessions)
         while left:

@@ -259,7 +259,7 @@ class StreamingEncoder(ABC):
     frame_block: int
     """Encoder frames that attend to each other; chunks are multiples of it."""
     heads: tuple[str, ...] = ()
-    """Ways to decode the frames, of ctc, rnnt and tdt, the default first; () where an attention decoder reads
+    """Ways to decode the frames, of ctc, rnnt, tdt and wfst, the default first; () where an attention decoder reads
     them."""
 
     @abstractmethod
@@ -353,10 +353,16 @@ class StreamingModel(StreamingEncoder):
         """Decoder that reorders the n-best list when a session ends; None where the model has none."""
         return None
 
-    @abstractmethod
     def ctc_logprobs(self, hidden: Tensor) -> Tensor:
         """Natural-log probabilities (n, frames, vocab_size) float32, contiguous, of encoder frames (n, frames,
         width). Called only where `heads` has ctc."""
+        raise NotImplementedError(f"{type(self).__name__} has no head ctc")
+
+    def graph_scores(self, hidden: Tensor) -> Tensor:
+        """Log-likelihoods (n, frames, columns) float32, contiguous, that a search of a decoding graph
+        (models/decoding_graph.py) adds along its arcs; of a CTC model its log-probabilities. Called only where
+        `heads` has wfst, or ctc and a graph is configured."""
+        return self.ctc_logprobs(hidden)
 
     @property
     def session_layout(self) -> tuple[object, ...]:

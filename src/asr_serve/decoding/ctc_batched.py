@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -156,7 +157,7 @@ class BatchedCtcPrefixBeam:
         if self._biased is None or self._biased[0] is not words:
             biasing = _BatchedBiasing.compile(words, self.boost, self._device.torch_device)
             # Not recorded: a recording belongs to one list, and costs more than it saves before it is replayed.
-            self._biased = words, biasing, lambda *inputs: self._advance_chunk(*inputs, biasing=biasing)
+            self._biased = words, biasing, partial(self._advance_chunk, biasing=biasing)
         return self._biased
 
     def _advance_chunk(

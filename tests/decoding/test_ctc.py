@@ -278,6 +278,53 @@ def test_the_batched_search_is_the_native_one(data: st.DataObject) -> None:
         expect_equal("batched", (found[row].fixed_tokens, found[row].tail_tokens, batched.finish(row, state)), expected)
 
 
+class BigramScorer:
+    """Language model whose states are the last token + 1, as a table of log-probabilities."""
+
+    initial_state = 0
+
+    def __init__(self, vocab: int, seed: int) -> None:
+        self.table = posteriors(seed, vocab + 1, vocab + 1, sharp=1.0).double()
+
+    def score(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.table[states, tokens], tokens + 1
+
+    def final_logprobs(self, states: Tensor) -> Tensor:
+        return self.table[states, -1]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "frames", "weight", "bonus"), [(3, 6, 0.7, 0.0), (3, 7, 1.5, 0.4), (4, 5, 0.3, -0.2)]
+)
+def test_a_language_model_ranks_every_text(vocab: int, frames: int, weight: float, bonus: float) -> None:
+    """By brute force: the sum over alignments, times the language model's probability to the power of its weight."""
+    logprobs, scorer = posteriors(frames, frames, vocab, sharp=1.0), BigramScorer(vocab, 3)
+    acoustic: dict[tuple[int, ...], float] = {}
+    for path in itertools.product(range(vocab), repeat=frames):
+        text = collapsed(path, 0)
+        acoustic[text] = acoustic.get(text, 0.0) + math.exp(sum(float(logprobs[f, s]) for f, s in enumerate(path)))
+
+    def language(text: tuple[int, ...]) -> float:
+        logprob, state = 0.0, torch.tensor(0)
+        for token in text:
+            more, state = scorer.score(state, torch.tensor(token))
+            logprob += weight * float(more) + bonus
+        return logprob + weight * float(scorer.final_logprobs(state))
+
+    options = CtcBeamOptions(256, 1_000, -math.inf, math.inf)
+    search = BatchedCtcPrefixBeam(
+        PosteriorModel(vocab), CPU, options, language_model=scorer, weight=weight, token_bonus=bonus
+    )
+    _, _, best = run_search(search, logprobs, [2] * (frames // 2) + [1] * (frames % 2))
+    found = {tuple(ids(guess.tokens)): guess for guess in best}
+    expected = sorted(acoustic, key=lambda text: -(math.log(acoustic[text]) + language(text)))
+    assert len(found) == min(256, len(acoustic))
+    assert [tuple(ids(guess.tokens)) for guess in best[:20]] == expected[:20]
+    for text in expected[:20]:
+        assert found[text].logprob == pytest.approx(math.log(acoustic[text]), abs=1e-6)
+        assert found[text].gain == pytest.approx(language(text), abs=1e-6)
+
+
 # --- the beam's promises --------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -118,6 +119,8 @@ def test_a_kind_is_one_file(installed: Path) -> None:
 def test_a_card_has_a_name_of_its_own(installed: Path) -> None:
     module = installed / "tiny_letters.py"
     module.write_text(module.read_text().replace(NAME, "moonshine-tiny-en"))
+    sys.modules.pop("tiny_letters", None)
+    importlib.invalidate_caches()
     with pytest.raises(ModelError, match=r"tiny_letters has a card named 'moonshine-tiny-en'.*moonshine"):
         model_modules()
 

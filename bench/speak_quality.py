@@ -57,9 +57,9 @@ class Ours:
         checkpoint = builder.find_checkpoint(name, None, config)
         built = checkpoint.build(device, "auto")
         self.card: TtsCard = builder.card_of_loaded(checkpoint.card, built.model)  # type: ignore[assignment]
-        self._model, self._codec = built.model, built.codec
+        self._model, self._vocoder = built.model, built.vocoder
         voices = CustomVoiceLoader(self._model, self.card, Path("."))
-        self._runner = ChunkedTtsRunner(self._model, self._codec, voices, built.device, rows=1, step_rows=1)
+        self._runner = ChunkedTtsRunner(self._model, self._vocoder, voices, built.device, rows=1, step_rows=1)
 
     @torch.inference_mode()
     def read(self, sentence: Sentence) -> Reading:
@@ -73,7 +73,7 @@ class Ours:
             self._runner.free_sequence(row)
         places = np.cumsum([0, *(len(piece.pcm) for piece in pieces)])[:-1]
         (encoded,) = self._model.encode([sentence])
-        whole = self._codec.vocode(self._model.whole(encoded))[0, encoded.lead_frames * self._codec.hop_samples :]
+        whole = self._vocoder.vocode(self._model.whole(encoded))[0, encoded.lead_frames * self._vocoder.hop_samples :]
         pcm = np.concatenate([piece.pcm for piece in pieces])
         return Reading(pcm, fade_in(whole.float().cpu().numpy()), places.tolist())
 
@@ -162,7 +162,7 @@ def one(
         "first_words_wrong": first_words_wrong(texts, heard),
         "teacher_first_words_wrong": first_words_wrong(texts, heard_theirs),
         **found,
-        "joins": sum(join.places for join in joins),
+        "joins": sum(join.joins for join in joins),
         "join_jump_db": rounded(max(join.jump_db for join in joins), 4),
         "join_apart": rounded(max(join.apart for join in joins), 7),
         "length": round(sum(map(len, said)) / ours.card.rate_hz / (sum(map(len, theirs)) / teacher.rate_hz), 3),

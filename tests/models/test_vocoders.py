@@ -38,7 +38,7 @@ needs_universal = pytest.mark.skipif(
 )
 
 
-class Codec(Protocol):
+class AnyVocoder(Protocol):
     delay: int
 
     def state(self, chunk: int) -> dict: ...
@@ -100,17 +100,19 @@ class Sentence(NamedTuple):
     seed: int
 
 
-def in_company(codec: Codec, sentences: Sequence[Sentence], chunks: Sequence[int], poison: bool = True) -> list[Tensor]:
+def in_company(
+    vocoder: AnyVocoder, sentences: Sequence[Sentence], chunks: Sequence[int], poison: bool = True
+) -> list[Tensor]:
     """All of them, each begun when it should be, in steps of so many frames, in a new order every step."""
     chance = random.Random(1)
-    rows = StateCacheManager(codec.state_specs(max(chunks)), len(sentences), poison=poison)
+    rows = StateCacheManager(vocoder.state_specs(max(chunks)), len(sentences), poison=poison)
     slots: dict[int, StateSlot] = {}
     seen = [0] * len(sentences)
     said: list[list[Tensor]] = [[] for _ in sentences]
     for number in range(10_000):
         chunk = chunks[number % len(chunks)]
         live = [i for i, each in enumerate(sentences) if each.begins <= number]
-        live = [i for i in live if seen[i] < len(sentences[i].frames) + codec.delay_frames]
+        live = [i for i in live if seen[i] < len(sentences[i].frames) + vocoder.delay_frames]
         if not live and all(each.begins <= number for each in sentences):
             break
         if not live:
@@ -123,7 +125,7 @@ def in_company(codec: Codec, sentences: Sequence[Sentence], chunks: Sequence[int
         for place, i in enumerate(live):
             given = sentences[i].frames[seen[i] : seen[i] + chunk]
             frames[place, : len(given)] = given
-        out = codec.step(
+        out = vocoder.step(
             frames,
             rows.prepare_rows([slots[i] for i in live]),
             torch.tensor([seen[i] for i in live]),
@@ -136,12 +138,12 @@ def in_company(codec: Codec, sentences: Sequence[Sentence], chunks: Sequence[int
         for place, i in enumerate(live):
             said[i].append(out[place])
             seen[i] += chunk
-            if seen[i] >= len(sentences[i].frames) + codec.delay_frames:
+            if seen[i] >= len(sentences[i].frames) + vocoder.delay_frames:
                 rows.free(slots[i])
     whole = []
     for i, parts in enumerate(said):
         pcm = torch.cat(parts)
-        first, last = codec.delay_frames * HOP, (codec.delay_frames + len(sentences[i].frames)) * HOP
+        first, last = vocoder.delay_frames * HOP, (vocoder.delay_frames + len(sentences[i].frames)) * HOP
         assert not torch.cat([pcm[:first], pcm[last:]]).any(), "there is sound outside the sentence"
         whole.append(pcm[first:last])
     return whole
@@ -156,40 +158,40 @@ COMPANY = [
 @pytest.mark.parametrize("kind", TINY)
 @pytest.mark.parametrize("chunks", [(16,), (1,), (5, 32, 2, 16), (7, 1, 3)], ids=str)
 def test_chunks_and_company_change_nothing(kind: str, chunks: tuple[int, ...]) -> None:
-    codec = TINY[kind]()
-    said = in_company(codec, COMPANY, chunks)
+    vocoder = TINY[kind]()
+    said = in_company(vocoder, COMPANY, chunks)
     for sentence, pcm in zip(COMPANY, said, strict=True):
-        alone = in_company(codec, [sentence._replace(begins=0)], (256,))[0]
+        alone = in_company(vocoder, [sentence._replace(begins=0)], (256,))[0]
         assert pcm.abs().max() > 0.01
         torch.testing.assert_close(pcm, alone, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", TINY)
 def test_whole_is_what_chunks_say(kind: str) -> None:
-    codec = TINY[kind]()
+    vocoder = TINY[kind]()
     for sentence in COMPANY:
-        whole = codec.vocode(sentence.frames[None])
+        whole = vocoder.vocode(sentence.frames[None])
         assert whole.shape == (1, len(sentence.frames) * HOP)
-        pcm = in_company(codec, [sentence._replace(begins=0, seed=0)], (3, 11))[0]
+        pcm = in_company(vocoder, [sentence._replace(begins=0, seed=0)], (3, 11))[0]
         torch.testing.assert_close(pcm, whole[0], rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", TINY)
 def test_rows_that_fill_up_a_step_disturb_nobody(kind: str) -> None:
-    codec = TINY[kind]()
+    vocoder = TINY[kind]()
     frames = voice(32, 3)
-    alone = in_company(codec, [Sentence(frames, 0, 1)], (16,))[0]
-    rows = StateCacheManager(codec.state_specs(16), 3, poison=True)
+    alone = in_company(vocoder, [Sentence(frames, 0, 1)], (16,))[0]
+    rows = StateCacheManager(vocoder.state_specs(16), 3, poison=True)
     slot, parts = rows.allocate(), []
-    for seen in range(0, 32 + codec.delay_frames, 16):
+    for seen in range(0, 32 + vocoder.delay_frames, 16):
         given = torch.full((3, 16, 81), math.nan)
         given[1, : len(frames[seen : seen + 16])] = frames[seen : seen + 16]
         index = rows.prepare_rows([slot], 3).roll(1)
         place = torch.tensor([0, seen, 0])
         parts.append(
-            codec.step(given, index, place, torch.tensor([0, 32, 0]), torch.tensor([0, 1, 0]), rows.tensors)[1]
+            vocoder.step(given, index, place, torch.tensor([0, 32, 0]), torch.tensor([0, 1, 0]), rows.tensors)[1]
         )
-    pcm = torch.cat(parts)[codec.delay_frames * HOP :][: 32 * HOP]
+    pcm = torch.cat(parts)[vocoder.delay_frames * HOP :][: 32 * HOP]
     torch.testing.assert_close(pcm, alone, rtol=0, atol=TOLERANCE)
 
 
@@ -206,7 +208,7 @@ def test_wrong_tensors_are_named(kind: str) -> None:
         "hifigan": (hifigan.tiny(), hifigan_tensors(hifigan.tiny())),
         "source_filter": (source_filter.tiny(), source_filter_tensors(source_filter.tiny())),
     }[kind]
-    module = model_modules("codec")[kind]
+    module = model_modules("vocoder")[kind]
     some = next(iter(tensors))
     with pytest.raises(WeightsCorrupt, match=f"no tensor {some}"):
         module.Model(config, {name: tensor for name, tensor in tensors.items() if name != some}, CpuDevice())
@@ -215,8 +217,8 @@ def test_wrong_tensors_are_named(kind: str) -> None:
 
 
 def test_every_card_has_its_file() -> None:
-    assert {card.kind for card in vocoder_cards().values()} <= set(model_modules("codec"))
-    assert all(card.rate_hz == model_modules("codec")[card.kind].Model.rate_hz for card in vocoder_cards().values())
+    assert {card.kind for card in vocoder_cards().values()} <= set(model_modules("vocoder"))
+    assert all(card.rate_hz == model_modules("vocoder")[card.kind].Model.rate_hz for card in vocoder_cards().values())
 
 
 # --- HiFi-GAN ---------------------------------------------------------------------------------------------
@@ -299,16 +301,16 @@ def spoken() -> list[Tensor]:
 @needs_universal
 def test_universal_says_real_speech_in_chunks_as_at_once(spoken: list[Tensor]) -> None:
     folder = store.verified_published_folder(UNIVERSAL)
-    codec = hifigan.load(folder, UNIVERSAL, CpuDevice(torch.float32))
+    vocoder = hifigan.load(folder, UNIVERSAL, CpuDevice(torch.float32))
     kept = torch.load(folder / "generator_universal.pth.tar", map_location="cpu", weights_only=True)["generator"]
     tensors = hifigan.remove_weight_norm(kept)
     assert sum(tensor.numel() for tensor in tensors.values()) == UNIVERSAL.parameters
     chance = random.Random(4)
     sentences = [Sentence(frames[20 * i :][: 70 + 25 * i], i, 0) for i, frames in enumerate(spoken)]
-    said = in_company(codec, sentences, [chance.randint(1, 33) for _ in range(9)])
+    said = in_company(vocoder, sentences, [chance.randint(1, 33) for _ in range(9)])
     for sentence, pcm in zip(sentences, said, strict=True):
         with torch.inference_mode():
-            expected = with_torch(codec.config, tensors, sentence.frames[None, :, :80])[0]
+            expected = with_torch(vocoder.config, tensors, sentence.frames[None, :, :80])[0]
         assert pcm.square().mean().sqrt() > 0.01
         torch.testing.assert_close(pcm, expected, rtol=0, atol=1e-4)
         # It is a vocoder: what it says has the mel that it was given.
@@ -363,9 +365,9 @@ def test_noise_depends_on_seed_and_position_alone() -> None:
 
 
 def test_seeds_change_the_noise_and_nothing_else() -> None:
-    codec = tiny_source_filter()
+    vocoder = tiny_source_filter()
     frames = voice(50, 8)[None]
-    first, again, other = (codec.vocode(frames, torch.tensor([seed])) for seed in (1, 1, 2))
+    first, again, other = (vocoder.vocode(frames, torch.tensor([seed])) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     mel = SlaneyMel()
@@ -381,15 +383,15 @@ def test_a_course_of_loudness_is_straight_between_its_knots() -> None:
 
 def test_windows_add_up_to_what_was_cut_into_them() -> None:
     """Both edges included: whatever spectrum a window has, a sentence's samples are its mean over the windows."""
-    codec = tiny_source_filter()
+    vocoder = tiny_source_filter()
     count = 12
     pcm = torch.randn(1, (count + 4) * HOP, generator=torch.Generator().manual_seed(3))
     # Sample 0 is in the middle of the first window: frames of what lies around the sentence are cut out too.
     cut = F.pad(pcm, (384, 384))[:, : (count - 1) * HOP + 1_024].unfold(1, 1_024, HOP)
-    pieces = F.pad(cut * codec.hann.square(), (0, 0, 2, 2))
-    sums = codec._sum(pieces, torch.zeros(1, source_filter.SUM_TAIL))
+    pieces = F.pad(cut * vocoder.hann.square(), (0, 0, 2, 2))
+    sums = vocoder._sum(pieces, torch.zeros(1, source_filter.SUM_TAIL))
     seen = torch.zeros(1, dtype=torch.int64)
-    said = sums[:, : -source_filter.SUM_TAIL] / codec._weight(seen, seen + count, count + 4)
+    said = sums[:, : -source_filter.SUM_TAIL] / vocoder._weight(seen, seen + count, count + 4)
     torch.testing.assert_close(said[:, 4 * HOP :], pcm[:, : count * HOP], rtol=0, atol=1e-5)
 
 
@@ -406,7 +408,7 @@ def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
 
 
 def test_ours_as_shipped_says_what_it_is_given() -> None:
-    codec = source_filter.load(store.verified_published_folder(OURS), OURS, CpuDevice(torch.float32))
+    vocoder = source_filter.load(store.verified_published_folder(OURS), OURS, CpuDevice(torch.float32))
     mel = SlaneyMel()
     # A vowel: pulses of 150 Hz through three resonances.
     time = torch.arange(60 * HOP) / 22_050
@@ -417,7 +419,7 @@ def test_ours_as_shipped_says_what_it_is_given() -> None:
     )
     pcm = 0.1 * torch.as_tensor(pcm)[None]
     frames = torch.cat([mel(pcm), torch.full((1, 60, 1), 150.0)], 2)
-    said = codec.vocode(frames)
+    said = vocoder.vocode(frames)
     audible = frames[..., :80] > frames[..., :80].amax() - 5
     assert ((mel(said) - frames[..., :80]).abs() * audible).sum() / audible.sum() < 0.6
     spectrum = torch.fft.rfft(said[0, 20 * HOP : 52 * HOP] * torch.hann_window(32 * HOP)).abs()

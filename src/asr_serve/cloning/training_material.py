@@ -37,7 +37,7 @@ Phonemes = Callable[[str], str]
 Reference = Callable[[str], Sequence[tuple[np.ndarray, np.ndarray]]]
 """Phonemes -> utterances of reference voices: mel (frames, 80) of each, and frames of its phonemes and the pauses
 around."""
-Told = Callable[[float], None]
+OnShareDone = Callable[[float], None]
 """Callback with the completed fraction."""
 
 
@@ -64,14 +64,14 @@ def gather_material(
     texts: Mapping[str, str],
     ear: ClipRecognizer,
     encoder: Ge2eEncoder,
-    told: Told = lambda _: None,
+    on_progress: OnShareDone = lambda _: None,
 ) -> TrainingMaterial:
     """Recognizes all recordings, and selects the good clips of one speaker. Raises TooFewClips, OptionError."""
     accepted: list[AcceptedClip] = []
     verdicts: list[ClipReport] = []
     seconds, listed = 0.0, list(items)
     for number, item in enumerate(listed):
-        told(number / len(listed))
+        on_progress(number / len(listed))
         for each in split_recording(item, transcript_of(item.key, texts), ear):
             if isinstance(each, ClipReport):
                 verdicts.append(each)
@@ -87,7 +87,7 @@ def gather_material(
     voices = np.stack([good.voice for good in accepted])
     half_means = [voices[at::2].mean(0) for at in (0, 1)]
     mean = voices.mean(0)
-    told(1.0)
+    on_progress(1.0)
     return TrainingMaterial(
         accepted,
         verdicts,
@@ -147,7 +147,7 @@ def write_material(
     reference: Reference,
     folder: Path,
     name: str,
-    told: Told = lambda _: None,
+    on_progress: OnShareDone = lambda _: None,
 ) -> tuple[VoiceCorpus, list[ClipReport]]:
     """Writes a voice's files in `folder` from the clips that could be aligned, and returns a report on every clip.
     Raises TooFewClips."""
@@ -155,7 +155,7 @@ def write_material(
     aligned: list[tuple[AcceptedClip, CorpusUtterance, ConsensusAlignment, np.ndarray]] = []
     verdicts = [verdict for verdict in material.verdicts if verdict.left_out]
     for number, accepted in enumerate(material.clips):
-        told(number / len(material.clips))
+        on_progress(number / len(material.clips))
         clip = accepted.clip
         pcm = normalize_level(clip.pcm)
         mel = mels(torch.from_numpy(pcm)[None])[0].numpy()
@@ -183,5 +183,5 @@ def write_material(
         verdicts.append(ClipReport(accepted.clip.key, length, line.text))
         used.append(accepted)
     check_enough_clips(used, verdicts)
-    told(1.0)
+    on_progress(1.0)
     return voice, verdicts

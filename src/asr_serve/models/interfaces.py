@@ -506,7 +506,7 @@ class StreamingTtsModel(TtsModel, Generic[E]):
 
 
 class Vocoder(ABC):
-    """Vocoder (the codec of a card): acoustic frames to audio, chunk by chunk or at once, with the same
+    """Vocoder (the `vocoder` of a card): acoustic frames to audio, chunk by chunk or at once, with the same
     samples."""
 
     rate_hz: int

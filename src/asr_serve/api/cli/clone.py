@@ -59,7 +59,7 @@ def clone(
         str | None, typer.Option(metavar="DIR", help="A checkpoint folder of it instead of its own.")
     ] = None,
     codec: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Another codec than the model's own, to hear what it says with.")
+        str | None, typer.Option(metavar="NAME", help="Another vocoder than the model's own, for its samples.")
     ] = None,
     recogniser: Annotated[
         str | None, typer.Option("--recogniser", metavar="NAME", help="Model that hears what is said.")
@@ -109,7 +109,7 @@ def clone(
         consent=statement,
         model=model,
         weights=weights,
-        codec=codec,
+        vocoder=codec,
         recogniser=recogniser,
         voices_dir=str(folder_of(voices_dir)),
         minutes=minutes,

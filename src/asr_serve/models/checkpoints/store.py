@@ -234,7 +234,7 @@ def auto_voice() -> TtsCard:
     last. Shipped weights that cannot be read are logged, not raised: the user did not choose that model."""
     for name in AUTO_VOICES:
         card = tts_card(name)
-        needed: list[ModelCard] = [card, *([vocoder_card(card.codec)] if card.codec else [])]
+        needed: list[ModelCard] = [card, *([vocoder_card(card.vocoder)] if card.vocoder else [])]
         try:
             for required in needed:
                 folder = verified_published_folder(required)

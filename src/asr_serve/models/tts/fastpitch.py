@@ -48,7 +48,7 @@ from asr_serve.models.tts.fastpitch_network import (
     FastPitchNetwork,
     FastPitchSizes,
     PhonemeProsody,
-    places,
+    frame_positions,
 )
 from asr_serve.types import Sentence
 
@@ -75,7 +75,7 @@ CARDS = (
         max_phonemes=400,
         chunk_frames=16,
         clones=True,
-        codec="source-filter-22k",
+        vocoder="source-filter-22k",
     ),
 )
 PAUSE = "_"
@@ -253,14 +253,14 @@ class Model(StreamingTtsModel[FastPitchSentence]):
         durations[:, -1].clamp_(max=AFTER)
         frames = int(durations.sum())
         padded = -(-frames // self.chunk_frames) * self.chunk_frames
-        index, place = places(durations, torch.arange(padded, device=device)[None])
+        index, position = frame_positions(durations, torch.arange(padded, device=device)[None])
         conditioned = self.network.condition(hidden, prosody)[0][index[0]]
         # Requested energy is a gain: more energy in the prosody would have two thirds of the effect.
         log_gains = decibels * LN10_20 + voice.gain
         base = torch.cat([prosody.pitch * prosody.voiced * deviation + mean, log_gains])[:, index[0]].T
         lead = max(0, int(durations[0, 0]) - SAID_BEFORE)
         ends = (durations[0].cumsum(0)[1:-1] - lead) * HOP_SAMPLES
-        x = self.network.decoder_input(conditioned[None], place, voice.decoder[None])[0]
+        x = self.network.decoder_input(conditioned[None], position, voice.decoder[None])[0]
         return FastPitchSentence(x, base, voice, frames, lead, tuple(ends.tolist()))
 
     def _frames(self, out: Tensor, base: Tensor) -> Tensor:

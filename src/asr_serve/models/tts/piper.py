@@ -187,9 +187,9 @@ def _from_outside(wiring: OnnxGraphEditor) -> None:
         wiring.input(name, [name])
         wiring.node("Shape", [like], f"{name}/shape")
         wiring.node("ReduceProd", [f"{name}/shape"], f"{name}/wanted", keepdims=0)
-        wiring.node("Range", ["noise/zero", f"{name}/wanted", "noise/one"], f"{name}/places")
-        wiring.node("Shape", [name], f"{name}/given")
-        wiring.node("Mod", [f"{name}/places", f"{name}/given"], f"{name}/again")
+        wiring.node("Range", ["noise/zero", f"{name}/wanted", "noise/one"], f"{name}/positions")
+        wiring.node("Shape", [name], f"{name}/size")
+        wiring.node("Mod", [f"{name}/positions", f"{name}/size"], f"{name}/again")
         wiring.node("Gather", [name, f"{name}/again"], f"{name}/flat", axis=0)
         wiring.node("Reshape", [f"{name}/flat", f"{name}/shape"], value)
 

@@ -53,7 +53,7 @@ class VoiceDependencies(NamedTuple):
     store: VoiceStore
     uploads: UploadLimits
     admins: bool
-    codec: str | None
+    vocoder: str | None
 
     @classmethod
     def create(cls, config: ServeConfig, engines: EngineRegistry) -> VoiceDependencies:
@@ -65,8 +65,8 @@ class VoiceDependencies(NamedTuple):
         )
         remove_stale_folders()
         folder = voices_dir(config.engine.voices_dir)
-        codec = config.engine.codec
-        return cls(engines, CloningQueue(1), VoiceStore(folder), uploads, bool(config.admin_keys), codec)
+        vocoder = config.engine.codec
+        return cls(engines, CloningQueue(1), VoiceStore(folder), uploads, bool(config.admin_keys), vocoder)
 
 
 def routes(dependencies: VoiceDependencies) -> APIRouter:
@@ -198,7 +198,7 @@ def _clone_request(
         texts=_texts(parsed.texts, form),
         consent=parsed.consent,
         model=model,
-        codec=dependencies.codec,
+        vocoder=dependencies.vocoder,
         voices_dir=str(dependencies.store.folder),
         minutes=parsed.minutes,
         seed=parsed.seed,

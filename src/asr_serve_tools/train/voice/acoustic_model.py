@@ -174,9 +174,9 @@ def learning_rate_factor(share: float, last: float) -> float:
 
 
 @torch.no_grad()
-def update_average(averaged: dict[str, Tensor], now: dict[str, Tensor], kept: float) -> None:
+def update_average(averaged: dict[str, Tensor], now: dict[str, Tensor], decay: float) -> None:
     names = list(averaged)
-    torch._foreach_lerp_([averaged[name] for name in names], [now[name] for name in names], 1 - kept)
+    torch._foreach_lerp_([averaged[name] for name in names], [now[name] for name in names], 1 - decay)
 
 
 @torch.no_grad()

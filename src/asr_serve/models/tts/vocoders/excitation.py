@@ -51,8 +51,8 @@ def pulses(f0: Tensor, phase: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def white_noise(seeds: Tensor, first: Tensor, count: int) -> Tensor:
     """Generates noise of variance 1 that depends only on a row's seed (n,) and the position of a sample: (n,
     count) from `first` (n,) on."""
-    place = (first[:, None] + torch.arange(count, device=first.device)) & 0xFFFFFFFF
-    mixed = hash_bits(hash_bits(place) ^ hash_bits(seeds & 0xFFFFFFFF)[:, None])
+    position = (first[:, None] + torch.arange(count, device=first.device)) & 0xFFFFFFFF
+    mixed = hash_bits(hash_bits(position) ^ hash_bits(seeds & 0xFFFFFFFF)[:, None])
     return (mixed.float() * 2**-32 - 0.5) * math.sqrt(12)
 
 

@@ -34,7 +34,7 @@ from asr_serve.models.registry import PackagedWeights, VocoderCard
 CARDS = (
     VocoderCard(
         name="hifigan-universal",
-        task="codec",
+        task="vocoder",
         kind="hifigan",
         languages=(),
         parameters=13_926_017,
@@ -127,13 +127,13 @@ def load(folder: Path, card: VocoderCard, device: Device) -> Model:
     return Model(config, remove_weight_norm(generator), device)
 
 
-def remove_weight_norm(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def remove_weight_norm(checkpoint: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Removes weight norm from a generator's tensors: multiplies each direction by its length."""
     tensors = {}
-    for name, tensor in kept.items():
+    for name, tensor in checkpoint.items():
         if name.endswith("weight_v"):
             length = tensor.flatten(1).norm(dim=1).view(-1, 1, 1)
-            tensors[name.removesuffix("_v")] = tensor * (kept[name.removesuffix("_v") + "_g"] / length)
+            tensors[name.removesuffix("_v")] = tensor * (checkpoint[name.removesuffix("_v") + "_g"] / length)
         elif not name.endswith("weight_g"):
             tensors[name] = tensor
     return tensors
@@ -367,5 +367,5 @@ class Model(Vocoder):
         frame."""
         if at.inside:
             return x
-        place = at.seen * samples - lag + torch.arange(x.shape[1], device=x.device)
-        return torch.where(((place >= 0) & (place < at.ends * samples))[..., None], x, 0.0)
+        position = at.seen * samples - lag + torch.arange(x.shape[1], device=x.device)
+        return torch.where(((position >= 0) & (position < at.ends * samples))[..., None], x, 0.0)

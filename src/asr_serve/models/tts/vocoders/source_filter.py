@@ -40,7 +40,7 @@ from asr_serve.models.tts.vocoders.excitation import VOICED_HZ, pulses, white_no
 CARDS = (
     VocoderCard(
         name="source-filter-22k",
-        task="codec",
+        task="vocoder",
         kind="source_filter",
         languages=(),
         parameters=3_976_212,
@@ -299,7 +299,13 @@ class Model(Vocoder):
         return f0, torch.where(inside, torch.cat([mel, torch.stack([height, voiced.float()], -1)], -1), 0.0)
 
     def _sound(
-        self, told: SpectralEnvelope, f0: Tensor, carried: SourceFilterState, seen: Tensor, ends: Tensor, seeds: Tensor
+        self,
+        envelope: SpectralEnvelope,
+        f0: Tensor,
+        carried: SourceFilterState,
+        seen: Tensor,
+        ends: Tensor,
+        seeds: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Generates samples; also returns the new state of phase, source and sums."""
         count = f0.shape[1]
@@ -308,7 +314,7 @@ class Model(Vocoder):
         source = torch.cat([carried.source, torch.stack([pulse, noise, noise * swell], 1)], 2)
         frame = seen[:, None] - AHEAD + torch.arange(count, device=f0.device)
         valid = (frame >= 0) & (frame < ends[:, None])
-        pieces = torch.fft.irfft(self._spectrum(told, source) * valid[..., None], WINDOW_SAMPLES)
+        pieces = torch.fft.irfft(self._spectrum(envelope, source) * valid[..., None], WINDOW_SAMPLES)
         sums = self._sum(pieces * self.hann, carried.sums)
         pcm = sums[:, :-SUM_TAIL] / self._weight(seen, ends, count)
         sample = (seen[:, None] - DELAY) * HOP_SAMPLES + torch.arange(count * HOP_SAMPLES, device=f0.device)
@@ -341,10 +347,10 @@ class Model(Vocoder):
         course = (STEEPEST * outputs[..., PARTS * BINS :].tanh()).view(n, count, 2, KNOTS)
         return features[:, count:], torch.stack(tails, 1), SpectralEnvelope(loud, turn, course)
 
-    def _spectrum(self, told: SpectralEnvelope, source: Tensor) -> Tensor:
+    def _spectrum(self, envelope: SpectralEnvelope, source: Tensor) -> Tensor:
         """Computes the frames' spectra, (n, frames, bins) complex, from `source` (n, 3, samples) under their
         windows."""
-        loud, turn, course = told
+        loud, turn, course = envelope
         course = (course @ self.lines).exp().transpose(1, 2)
         windowed = source.unfold(2, WINDOW_SAMPLES, HOP_SAMPLES) * self.windows
         spectra: Tensor = torch.fft.rfft(windowed * course[:, [0, 1, 1]])

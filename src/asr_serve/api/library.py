@@ -7,7 +7,6 @@ import contextlib
 import os
 import weakref
 from collections.abc import Generator, Iterable, Mapping
-from types import TracebackType
 from typing import Any, Self
 
 from asr_serve.api.speech import Speech, Text
@@ -171,9 +170,7 @@ class Model:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -7,7 +7,6 @@ import contextlib
 import os
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -148,14 +147,10 @@ class Speech:
     async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def _begin(self) -> None:

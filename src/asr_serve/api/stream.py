@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterable, Iterator
-from types import TracebackType
 from typing import Any, Self, cast
 
 import msgspec
@@ -355,14 +354,10 @@ class TranscriptStream:
     async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def _begin(self, wake: Callable[[], None]) -> contextlib.closing[StreamRun]:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from fractions import Fraction
-from types import TracebackType
 from typing import BinaryIO
 
 import msgspec
@@ -85,9 +84,7 @@ class AudioStream:
     def __enter__(self) -> AudioStream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

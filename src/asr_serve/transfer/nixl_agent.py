@@ -24,7 +24,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, Self
 
 from asr_serve.config import disable_ucx_infiniband
@@ -229,9 +229,7 @@ class NixlTransfer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _step(self, ask: Any) -> None:

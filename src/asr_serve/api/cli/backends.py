@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -52,9 +51,7 @@ class LocalTranscriber:
         self._loaded = self._exit_stack.enter_context(loaded)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._exit_stack.close()
 
     def listen(self, audio: Audio, rate_hz: int, show: Show, notice: Notice) -> None:
@@ -77,9 +74,7 @@ class RemoteTranscriber:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Does nothing: a connection lasts as long as `listen`."""
 
     def listen(self, audio: Audio, rate_hz: int, show: Show, notice: Notice) -> None:
@@ -181,9 +176,7 @@ class LocalSynthesizer:
         self._loaded = self._exit_stack.enter_context(asr_serve.load(self._model, turn_model="none", **self._loading))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._exit_stack.close()
 
     @property
@@ -212,9 +205,7 @@ class RemoteSynthesizer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Does nothing: a connection lasts as long as `speak`."""
 
     def speak(self, text: str | Iterable[str]) -> Generator[AudioChunk, None, None]:

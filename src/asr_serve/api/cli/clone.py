@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from asr_serve.api.cli.exit_codes import exit_on_error, print_error
+from asr_serve.api.cli.options import VoicesDir
 from asr_serve.api.cli.progress import WorkProgress, clock_time
 
 if TYPE_CHECKING:
@@ -68,10 +69,7 @@ def clone(
         float, typer.Option(metavar="N", help="Of learning, at most. It ends when it gets no better.", min=0.1)
     ] = 10.0,
     seed: Annotated[int, typer.Option(metavar="N", help="Of what is random in it.")] = 0,
-    voices_dir: Annotated[
-        str | None,
-        typer.Option("--voices-dir", metavar="DIR", help="Where voices are kept, if not where they usually are."),
-    ] = None,
+    voices_dir: VoicesDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON, on stdout.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:

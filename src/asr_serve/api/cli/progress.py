@@ -6,7 +6,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -109,7 +108,7 @@ class ProgressBar:
             self._rich.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._rich:
             self._rich.stop()
 
@@ -157,7 +156,7 @@ class WorkProgress:
             self._rich.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._rich:
             self._rich.stop()
 

@@ -14,7 +14,7 @@ import typer
 
 from asr_serve.api.cli import options as shared
 from asr_serve.api.cli.exit_codes import exit_on_error, print_error
-from asr_serve.api.cli.options import Device, Dtype, Set, Weights
+from asr_serve.api.cli.options import ApiKey, Device, Dtype, Set, Weights
 from asr_serve.config import client_key
 from asr_serve.errors import OptionError, SourceNotFound
 
@@ -40,9 +40,7 @@ DEFAULT_MANNER = {
 def speak(
     text: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[TEXT|-]", help="What to say; or - for stdin, which is spoken while it comes.", show_default=False
-        ),
+        typer.Argument(metavar="[TEXT|-]", help="What to say; or - for stdin, which is spoken while it comes."),
     ] = None,
     output: Annotated[
         str | None,
@@ -51,7 +49,6 @@ def speak(
             "-o",
             metavar="FILE|-",
             help="A file: .wav .mp3 .opus .flac .aac .pcm; or - for stdout. Default: it is played.",
-            show_default=False,
         ),
     ] = None,
     form: Annotated[
@@ -61,7 +58,6 @@ def speak(
             "-f",
             metavar="FORMAT",
             help="wav, mp3, opus, flac, aac or pcm. Default: told by the suffix of --output, else wav.",
-            show_default=False,
         ),
     ] = None,
     voice: Annotated[
@@ -81,23 +77,16 @@ def speak(
         typer.Option(
             metavar="FILE",
             help="How words are said: lines of a word and its phonemes, # begins a remark; or a JSON object.",
-            show_default=False,
         ),
     ] = None,
     language: Annotated[
         str | None,
         typer.Option(
-            "--language",
-            "-l",
-            help="en or en-gb, as far as the model was taught it. Default: the voice's own.",
-            show_default=False,
+            "--language", "-l", help="en or en-gb, as far as the model was taught it. Default: the voice's own."
         ),
     ] = None,
     words: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="When each word is said: .json; .srt or .vtt for captions.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="FILE", help="When each word is said: .json; .srt or .vtt for captions.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of what is random in a voice: the same gives the same.")] = 0,
     rate_hz: Annotated[
@@ -110,15 +99,10 @@ def speak(
     server: Annotated[
         str | None,
         typer.Option(
-            metavar="URL",
-            help="An asr-serve that speaks instead of a model in this process: http://127.0.0.1:8000",
-            show_default=False,
+            metavar="URL", help="An asr-serve that speaks instead of a model in this process: http://127.0.0.1:8000"
         ),
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="For that server; better in ASR_SERVE_API_KEY.", show_default=False),
-    ] = None,
+    api_key: ApiKey = None,
     model: Annotated[
         str | None,
         typer.Option(

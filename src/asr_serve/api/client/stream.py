@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -202,9 +201,7 @@ class StreamClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- send thread -----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from io import BufferedReader
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol, Self, cast
 
 import numpy as np
@@ -81,9 +81,7 @@ class InterruptHandler:
         self._before = signal.signal(signal.SIGINT, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
 
     def unless(self, read: Callable[[], bool]) -> bool:

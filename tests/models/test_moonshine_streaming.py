@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import tiny_configs
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -322,7 +323,7 @@ def test_the_output_projection_is_the_embedding_where_there_is_none(reference: R
 
 
 def test_tiny_has_every_part() -> None:
-    config = moonshine_streaming.tiny()
+    config = tiny_configs.moonshine_streaming_config()
     again = moonshine_streaming.Config.of(msgspec.to_builtins(config))
     assert again == config
     assert config == Reference("wide").config

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 import pytest
+import tiny_configs
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -68,12 +69,12 @@ def source_filter_tensors(config: source_filter.Config, seed: int = 0) -> dict[s
 
 
 def tiny_hifigan(dtype: torch.dtype = torch.float32) -> hifigan.Model:
-    config = hifigan.tiny()
+    config = tiny_configs.hifigan_config()
     return hifigan.Model(config, hifigan_tensors(config), CpuDevice(dtype))
 
 
 def tiny_source_filter(dtype: torch.dtype = torch.float32) -> source_filter.Model:
-    config = source_filter.tiny()
+    config = tiny_configs.source_filter_config()
     return source_filter.Model(config, source_filter_tensors(config), CpuDevice(dtype))
 
 
@@ -205,8 +206,11 @@ def test_bf16_is_near(kind: str) -> None:
 @pytest.mark.parametrize("kind", TINY)
 def test_wrong_tensors_are_named(kind: str) -> None:
     config, tensors = {
-        "hifigan": (hifigan.tiny(), hifigan_tensors(hifigan.tiny())),
-        "source_filter": (source_filter.tiny(), source_filter_tensors(source_filter.tiny())),
+        "hifigan": (tiny_configs.hifigan_config(), hifigan_tensors(tiny_configs.hifigan_config())),
+        "source_filter": (
+            tiny_configs.source_filter_config(),
+            source_filter_tensors(tiny_configs.source_filter_config()),
+        ),
     }[kind]
     module = model_modules("vocoder")[kind]
     some = next(iter(tensors))
@@ -250,7 +254,7 @@ def with_torch(config: hifigan.Config, tensors: dict[str, Tensor], mel: Tensor) 
 
 
 def test_hifigan_is_the_papers_generator() -> None:
-    config = hifigan.tiny()
+    config = tiny_configs.hifigan_config()
     for sentence in COMPANY:
         expected = with_torch(config, hifigan_tensors(config), sentence.frames[None, :, :80])
         said = in_company(tiny_hifigan(), [sentence._replace(begins=0)], (4, 9))[0]
@@ -429,7 +433,7 @@ def test_ours_as_shipped_says_what_it_is_given() -> None:
 
 @pytest.mark.parametrize("broken", ["config", "checkpoint", "generator"])
 def test_a_broken_hifigan_folder_is_corrupt(tmp_path: Path, broken: str) -> None:
-    config = hifigan.tiny()
+    config = tiny_configs.hifigan_config()
     (tmp_path / "config.json").write_text("{" if broken == "config" else json.dumps(msgspec.to_builtins(config)))
     checkpoint = next(name for name in UNIVERSAL.packaged.sha256 if name != "config.json")
     if broken == "checkpoint":

@@ -107,11 +107,6 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
         return shapes
 
 
-def tiny() -> Config:
-    """Returns the smallest model with every part, for tests."""
-    return Config(vocab_size=7, hidden_size=24, cell_size=16, context_frames=2, mels=20, coefficients=6)
-
-
 class Model(StreamingModel):
     """StreamingModel (models/interfaces.py) with the head ctc.
 

@@ -107,20 +107,6 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
         return int(self.hidden_size // heads * self.partial_rotary_factor) // 2
 
 
-def tiny() -> Config:
-    """Returns the smallest model with every part, for tests."""
-    return Config(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        encoder_num_hidden_layers=2,
-        decoder_num_hidden_layers=2,
-        encoder_num_attention_heads=4,
-        decoder_num_attention_heads=4,
-        max_position_embeddings=64,
-    )
-
-
 class Model(EncoderDecoderModel):
     """Encoder and decoder, connected by `cross_keys_values` alone: its result is all that the decoder needs of a
     clip.

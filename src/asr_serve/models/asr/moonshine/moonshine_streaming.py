@@ -135,27 +135,6 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
         )
 
 
-def tiny() -> Config:
-    """Returns the smallest model with every part, for tests: encoder and decoder differ in width and heads."""
-    return Config(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        partial_rotary_factor=0.9,
-        encoder_config=WindowEncoderConfig(
-            hidden_size=24,
-            intermediate_size=40,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            head_dim=8,
-            sliding_windows=((5, 3), (6, 0), (4, 2), (3, 4)),
-        ),
-    )
-
-
 CONVERTER = None
 
 

@@ -128,23 +128,6 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
         )
 
 
-def tiny() -> Config:
-    """Returns the smallest model with every part, for tests."""
-    return Config(
-        feat_in=16,
-        d_model=32,
-        n_layers=2,
-        n_heads=4,
-        ff_expansion_factor=2,
-        subsampling_conv_channels=8,
-        conv_kernel_size=5,
-        att_context_size=((8, 1), (8, 3), (8, 0)),
-        vocab_size=48,
-        pred_hidden=24,
-        joint_hidden=20,
-    )
-
-
 class Model(StreamingModel):
     """Encoder with its heads: StreamingModel of models/interfaces.py, with a `transducer` for rnnt and tdt.
 

@@ -117,24 +117,6 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
         return SpecialTokens.of(text, self.vocab_size, self.max_source_positions + 1)
 
 
-def tiny() -> Config:
-    """Returns the smallest model with every part, for tests: 2 s windows, 64 text tokens, two languages."""
-    return Config(
-        vocab_size=64 + 2 + 2 + 6 + 101,
-        num_mel_bins=80,
-        d_model=32,
-        encoder_layers=2,
-        encoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_layers=2,
-        decoder_attention_heads=4,
-        decoder_ffn_dim=48,
-        max_source_positions=100,
-        max_target_positions=64,
-        eos_token_id=64,
-    )
-
-
 class Model(EncoderDecoderModel):
     """Encoder and decoder of 30 s windows. Without a language, a multilingual model's prompt ends with `sot`, and
     the likeliest language token comes next.

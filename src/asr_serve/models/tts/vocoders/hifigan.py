@@ -103,18 +103,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return shapes | {"conv_post.weight": (1, width, EDGE_KERNEL), "conv_post.bias": (1,)}
 
 
-def tiny() -> Config:
-    """Returns the smallest model with every part, for tests."""
-    return Config(
-        num_mels=80,
-        upsample_rates=(8, 4, 4, 2),
-        upsample_kernel_sizes=(16, 8, 8, 4),
-        upsample_initial_channel=32,
-        resblock_kernel_sizes=(3, 5),
-        resblock_dilation_sizes=((1, 2), (1, 3)),
-    )
-
-
 def load(folder: Path, card: VocoderCard, device: Device) -> Model:
     """Loads the vocoder from a package folder. Raises WeightsCorrupt."""
     names = list(card.packaged.sha256) if card.packaged else ["config.json", "generator.pth.tar"]

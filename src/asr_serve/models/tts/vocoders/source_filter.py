@@ -112,11 +112,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return shapes
 
 
-def tiny() -> Config:
-    """Returns the smallest model with every part, for tests."""
-    return Config(width=16, inner=24, blocks=2, kernel=3)
-
-
 def initial_tensors(config: Config, seed: int = 0) -> dict[str, Tensor]:
     """Returns initial weights for training: bins as loud as the mel bands over them, pulses louder than noise."""
     generator = torch.Generator().manual_seed(seed)

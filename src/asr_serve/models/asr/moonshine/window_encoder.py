@@ -167,7 +167,6 @@ class WindowEncoder(StreamingEncoder):
         return AudioWindow((SHORT - 1) * self.config.short_samples, (chunk + self.ahead) * self.frame_samples)
 
     def state_specs(self, chunk: int) -> dict[str, StateSpec]:
-        """Returns the state of a session, for steps of at most `chunk` frames."""
         config, dtype = self.config, self.device.dtype
         specs = {
             "short": StateSpec((TAPS - STRIDE, config.hidden_size), dtype),
@@ -184,7 +183,6 @@ class WindowEncoder(StreamingEncoder):
         return specs
 
     def step(self, chunk: StreamingChunk, state: State) -> Tensor:
-        """Encodes a chunk of each row: (n, chunk, hidden_size); past a row's `frames` the output is undefined."""
         frames = chunk.pcm.shape[1] // self.frame_samples - self.ahead
         shorts = chunk.total_samples.clamp(min=self.config.short_samples) // self.config.short_samples
         total = (shorts + SHORT - 1) // SHORT

@@ -98,8 +98,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
-        """Reads a checkpoint's config.json; keys without effect on the computation are ignored. Raises
-        WeightsCorrupt."""
+        """Reads a checkpoint's config.json. Raises WeightsCorrupt."""
         if settings.get("activation_function", "gelu") != "gelu":
             raise WeightsCorrupt(f"activation_function={settings['activation_function']!r}", "gelu")
         if settings.get("scale_embedding"):
@@ -162,11 +161,7 @@ class Model(EncoderDecoderModel):
 
     def prompt_tokens(self, options: PromptOptions) -> tuple[int, ...]:
         """Returns the tokens that an answer begins with: previous text (the end of it, half a row at most), start,
-        language, task, and `no_timestamps` unless times are requested. A prefix that the answer must begin with
-        follows these.
-
-        Raises OptionError for an unknown language, UnsupportedOption for a task.
-        """
+        language, task, and `no_timestamps` unless times are requested."""
         return self.special_tokens.prompt_tokens(options, self.max_tokens // 2 - 1)
 
     def count_frames(self, samples: int, whole: bool = False) -> int:
@@ -175,14 +170,8 @@ class Model(EncoderDecoderModel):
         return self.window.count_frames(samples, whole)
 
     def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
-        """Encodes several clips end to end; each result is the same as if encoded alone.
-
-        In      batch: clips (samples,) float32 in -1..1, 16 kHz; whole: for each clip, whether all of the silence
-                that fills its window is encoded; default: for none
-        Out     hidden (packing.total, d_model + 1), whose last number is the logarithm of the number of positions
-                that a row stands for: clip i is hidden[packing.offsets[i] :][: packing.frames[i]]; rows past the
-                last clip are noise
-        """
+        """Encodes clips end to end to (packing.total, d_model + 1). The last number of a row is the logarithm of the
+        number of positions that it stands for."""
         whole_clips = whole or [False] * len(batch)
         real = [
             self.window.clip_positions(len(pcm), whole_clip) for pcm, whole_clip in zip(batch, whole_clips, strict=True)
@@ -193,8 +182,6 @@ class Model(EncoderDecoderModel):
         return torch.cat([F.layer_norm(x, x.shape[-1:], *self.encoder_norm), counts[:, None]], 1), packing
 
     def cross_keys_values(self, hidden: Tensor) -> Tensor:
-        """Computes keys and values of every decoder layer, (frames, layers, 2, heads * head_dim), of hidden
-        (frames, .)."""
         kv = self.cross_kv(hidden[:, :-1].contiguous()).view(-1, self.layers, 2, self.heads, self.head_dim)
         kv[:, :, 0, :, -1] = hidden[:, -1, None, None] * (self.config.d_model // self.heads) ** 0.5
         return kv.flatten(3)
@@ -202,14 +189,6 @@ class Model(EncoderDecoderModel):
     def decode(
         self, tokens: Tensor, own: PagedKeyValues, audio: PagedKeyValues, wanted: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Decodes one position of each row.
-
-        In      tokens (rows,) int64; own: pages for the row's tokens, lengths counting this one; audio: pages
-                with the row's cross keys and values; wanted (n,) int64: rows to return, in this order; None: all
-        Out     logits (n, vocab_size), hidden (n, d_model) they were computed from; for each layer with alignment
-                heads the cross-attention queries of all rows (rows, heads * head_dim)
-        State   writes this token's keys and values into `own`
-        """
         positions = own.lengths - 1
         x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
         queries = []
@@ -221,7 +200,6 @@ class Model(EncoderDecoderModel):
         return self.head(x), x, *queries
 
     def align(self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]) -> list[Tensor]:
-        """Computes the alignment heads' scores over known tokens, as in Moonshine."""
         positions = packing.positions(tokens.device)
         x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
         return again.alignment_scores(self, x, packing, audio, frames)

@@ -289,8 +289,7 @@ class RoadFailed(EngineError):
 
 
 class RoadTimeout(RoadFailed):
-    """The bytes did not arrive in time. The transport is closed, so that late bytes are never taken for new
-    ones."""
+    """The bytes did not arrive in time. The transport is closed, so that late bytes are never taken for new ones."""
 
 
 class Torn(RoadFailed):

@@ -245,10 +245,8 @@ def is_loopback(host: str) -> bool:
 
 
 def coerce_fields(config: msgspec.Struct) -> None:
-    """Convert every field to its declared type in place: a list to a tuple, an int to a float.
-
-    Raises OptionError, with the field as `param`, for a value that does not fit.
-    """
+    """Convert every field to its declared type in place: a list to a tuple, an int to a float. Raises OptionError, with
+    the field as `param`, for a value that does not fit."""
     for field in msgspec.structs.fields(config):
         value = getattr(config, field.name)
         try:

@@ -192,10 +192,8 @@ class StreamRun:
         self._session.finish()
 
     def take_result(self) -> StreamResult | None:
-        """Returns the result once all appended audio has been processed; None: call again after `wake`.
-
-        Raises Cancelled once closed, and what LiveSession raises.
-        """
+        """Returns the result once all appended audio has been processed; None: call again after `wake`. Raises
+        Cancelled once closed, and what LiveSession raises."""
         with self._lock:
             while True:
                 if self._closed:

@@ -122,8 +122,7 @@ def open_audio(source: Source, *, limits: AudioLimits = NO_LIMITS) -> AudioStrea
 
 
 def read_audio(source: Source, *, limits: AudioLimits = NO_LIMITS) -> np.ndarray:
-    """Read a whole input as one (n,) float32 array, for short audio. Raises what `open_audio` and its chunks
-    do."""
+    """Read a whole input as one (n,) float32 array, for short audio. Raises what `open_audio` and its chunks do."""
     with open_audio(source, limits=limits) as stream:
         return np.concatenate(list(stream))
 

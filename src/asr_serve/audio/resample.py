@@ -57,8 +57,7 @@ class Resampler:
         return ready
 
     def finish(self) -> np.ndarray:
-        """Remaining samples, as if silence followed. Later chunks continue at their position, with a new
-        filter."""
+        """Remaining samples, as if silence followed. Later chunks continue at their position, with a new filter."""
         if self._soxr is None:
             return np.zeros(0, np.float32)
         # soxr rounds the length to nearest: silence after the end lets the filter produce the sample that

@@ -223,8 +223,7 @@ class AcousticLearner(nn.Module):
                 own.copy_(loaded)
 
     def forward(self, b: AcousticBatch, changes: LoraChanges | None = None) -> AcousticOutput:
-        """Runs the network with the recorded durations, pitch and energy; `changes`: a voice's low-rank
-        changes."""
+        """Runs the network with the recorded durations, pitch and energy; `changes`: a voice's low-rank changes."""
         network, mask, device = self.network, b.phoneme_mask, b.ids.device
         with torch.autocast(device.type, torch.bfloat16):
             hidden = network.encode(b.ids, mask, self.tables["speakers"][b.speaker], changes)

@@ -211,10 +211,8 @@ def word_error_share(text: str, hypothesis: str) -> float:
 
 
 def transcript_of(key: str, known: Mapping[str, str]) -> str | None:
-    """Returns a recording's transcript by name, or from the file beside it that ends in .txt or .lab; else None.
-
-    Raises MalformedRequest for a file that is not UTF-8.
-    """
+    """Returns a recording's transcript by name, or from the file beside it that ends in .txt or .lab; else None. Raises
+    MalformedRequest for a file that is not UTF-8."""
     if (text := known.get(recording_stem(key))) is not None:
         return spoken_case(text)
     for suffix in (".txt", ".lab"):

@@ -69,11 +69,9 @@ class PreparedCloning(NamedTuple):
 def clone_voice(
     order: CloneRequest, on_progress: OnCloneProgress = lambda _: None, stop: Callable[[], bool] = lambda: False
 ) -> CloneReport:
-    """Clones a voice into the folder of voices. `on_progress` receives progress; `stop` is polled often.
-
-    Raises OptionError, TooFewClips, UnsupportedOption for a model that cannot clone, UnknownModel, WeightsMissing,
-    WeightsCorrupt, Cancelled.
-    """
+    """Clones a voice into the folder of voices. `on_progress` receives progress; `stop` is polled often. Raises
+    OptionError, TooFewClips, UnsupportedOption for a model that cannot clone, UnknownModel, WeightsMissing,
+    WeightsCorrupt, Cancelled."""
     began = time.monotonic()
     store = VoiceStore(Path(order.voices_dir))
     card = tts_card(order.model)

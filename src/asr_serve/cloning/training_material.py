@@ -22,8 +22,7 @@ from asr_serve.voices.cloning_messages import ClipReport
 
 MOST_CLIPS, MOST_S = 400, 1_800.0
 LEAST_CLIPS, LEAST_S = 5, 20.0
-"""Least number of good clips, and of seconds of speech in them. Twenty clips of two minutes make a better
-voice."""
+"""Least number of good clips, and of seconds of speech in them. Twenty clips of two minutes make a better voice."""
 ANOTHER, NEAR = 0.77, 0.7
 """Least cosine, by the speaker encoder, of a clip with the mean of the others, and of two single clips of one
 speaker. Of LibriSpeech's speakers one's own clips are at 0.85 or more, 98 of 100 of others' below 0.75."""

@@ -27,8 +27,7 @@ from asr_serve.diarization.speaker_groups import (
 from asr_serve.types import SpeakerTurn
 
 PAUSE_SAMPLES = units.ms_to_samples(300)
-"""Pauses shorter than this do not end a turn. On bench/meetings.py anything from nothing to this was equally
-good."""
+"""Pauses shorter than this do not end a turn. On bench/meetings.py anything from nothing to this was equally good."""
 LEAST_SAMPLES = units.ms_to_samples(150)
 """Shorter turns are dropped."""
 SPEAKS = 0.5
@@ -87,8 +86,7 @@ class SpeakerActivity(NamedTuple):
 
 
 def _stretches(windows: Sequence[DiarizationWindow], voices: Sequence[WindowSpeaker]) -> Iterator[SpeakerActivity]:
-    """Yields the activity from the start of one window to that of the next: no more than a window is held at
-    once."""
+    """Yields the activity from the start of one window to that of the next: no more than a window is held at once."""
     groups = max((voice.group for voice in voices), default=-1) + 1
     by_window: dict[int, list[WindowSpeaker]] = {}
     for voice in voices:

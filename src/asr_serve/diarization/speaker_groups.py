@@ -29,8 +29,7 @@ ALIKE_SAMPLES = (units.s_to_samples(1), units.s_to_samples(4))
 SURE_SAMPLES = units.ms_to_samples(1_500)
 """Non-overlapped speech with which a voice may be a group of its own: of 0.5, 1, 1.5 and 2 s the best there."""
 OWN_SAMPLES, OTHER_SAMPLES = units.ms_to_samples(1_500), units.ms_to_samples(1_000)
-"""Least speech of a new speaker who is similar to no known one; less where all known speakers are in the
-window."""
+"""Least speech of a new speaker who is similar to no known one; less where all known speakers are in the window."""
 SHARED_SAMPLES, SHARED = units.ms_to_samples(250), 0.5
 """Least overlap of two speakers of overlapping windows that are one: in samples, and as a share of the time in
 which either speaks."""

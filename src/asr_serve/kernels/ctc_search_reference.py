@@ -171,11 +171,8 @@ def step(
 def nbest(
     row: int, state: tuple[Tensor, ...], bias: Sequence[Any] | None = None
 ) -> list[tuple[list[Item], float, float]]:
-    """Returns the n-best list of one session, best first: tokens after the fixed ones, log-probability, and bonus
-    of hot words; an incomplete word has none.
-
-    `state`: counts, heads, scores, nodes, peaks.
-    """
+    """Returns the n-best list of one session, best first: tokens after the fixed ones, log-probability, and bonus of
+    hot words; an incomplete word has none. `state`: counts, heads, scores, nodes, peaks."""
     hot = None if bias is None else CtcBiasing(*bias)
     beam = _Beam(row, state, CtcSearchOptions(1 << 62, 0, 0, 0.0, 0.0), hot)
     results = []

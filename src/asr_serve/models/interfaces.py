@@ -145,9 +145,7 @@ class EncoderDecoderModel(ABC):
     @abstractmethod
     def prompt_tokens(self, options: PromptOptions) -> tuple[int, ...]:
         """Tokens that precede an answer, one at least; a prefix that the answer must begin with comes after them.
-
-        Raises OptionError for a language that the model lacks, UnsupportedOption for a task.
-        """
+        Raises OptionError for a language that the model lacks, UnsupportedOption for a task."""
 
     @abstractmethod
     def count_frames(self, samples: int, whole: bool = False) -> int:
@@ -167,8 +165,7 @@ class EncoderDecoderModel(ABC):
 
     @abstractmethod
     def cross_keys_values(self, hidden: Tensor) -> Tensor:
-        """Cross-attention keys and values (frames, layers, 2, heads * head_dim) of encoder frames (frames,
-        width)."""
+        """Cross-attention keys and values (frames, layers, 2, heads * head_dim) of encoder frames (frames, width)."""
 
     @abstractmethod
     def decode(
@@ -259,8 +256,7 @@ class StreamingEncoder(ABC):
     frame_block: int
     """Encoder frames that attend to each other; chunks are multiples of it."""
     heads: tuple[str, ...] = ()
-    """Ways to decode the frames, of ctc, rnnt and tdt, the default first; () where an attention decoder reads
-    them."""
+    """Ways to decode the frames, of ctc, rnnt and tdt, the default first; () where an attention decoder reads them."""
 
     @abstractmethod
     def count_frames(self, samples: int) -> int:
@@ -506,8 +502,7 @@ class StreamingTtsModel(TtsModel, Generic[E]):
 
 
 class Vocoder(ABC):
-    """Vocoder (the `vocoder` of a card): acoustic frames to audio, chunk by chunk or at once, with the same
-    samples."""
+    """Vocoder (the `vocoder` of a card): acoustic frames to audio, chunk by chunk or at once, with the same samples."""
 
     rate_hz: int
     """Sample rate of the audio."""

@@ -50,10 +50,8 @@ CLOSE_S = 5.0
 
 
 def serve(config: ServeConfig) -> None:
-    """Runs until SIGTERM or SIGINT, then exits: code 0, or 1 if it could not start or ended by itself.
-
-    Raises OptionError if the address or the certificate cannot be used.
-    """
+    """Runs until SIGTERM or SIGINT, then exits: code 0, or 1 if it could not start or ended by itself. Raises
+    OptionError if the address or the certificate cannot be used."""
     logs.setup(config.log_format, config.log_level)
     _certificate(config)
     config = _with_peer_port(config)

@@ -92,11 +92,8 @@ class NixlAgent:
         self._registered: list[Any] = []
 
     def register(self, at: int, nbytes: int, *, kind: Kind = "DRAM", device: int = 0) -> object:
-        """Registers memory, or a file (its descriptor as `device`), for transfers; returns the entry for
-        `deregister`.
-
-        Raises RoadFailed.
-        """
+        """Registers memory, or a file (its descriptor as `device`), for transfers; returns the entry for `deregister`.
+        Raises RoadFailed."""
         try:
             entry = self._agent.register_memory([(at, nbytes, device, "")], kind, backends=[self._backend])
         except self._failures as error:
@@ -113,8 +110,7 @@ class NixlAgent:
             raise RoadFailed(f"NIXL does not let go of memory ({_told(error)})") from error
 
     def metadata(self) -> bytes:
-        """Returns the metadata with which another agent can reach this one and write to memory registered so
-        far."""
+        """Returns the metadata with which another agent can reach this one and write to memory registered so far."""
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata
 
@@ -143,10 +139,8 @@ class NixlAgent:
         local_kind: Kind = "DRAM",
         remote_kind: Kind = "DRAM",
     ) -> NixlTransfer:
-        """Starts to copy `local` to `remote` (WRITE) or back (READ), by descriptors of equal length.
-
-        `peer`: owner of `remote`, None for this agent's own (a file). Raises PeerGone, RoadFailed.
-        """
+        """Starts to copy `local` to `remote` (WRITE) or back (READ), by descriptors of equal length. `peer`: owner of
+        `remote`, None for this agent's own (a file). Raises PeerGone, RoadFailed."""
         agent = self._agent
         try:
             local_descriptors, remote_descriptors = (

@@ -52,8 +52,7 @@ class VoiceDistance(msgspec.Struct, frozen=True):
     mel: float
     """Mean absolute difference of the natural logs of mel magnitudes, at equal loudness."""
     f0_cents: float
-    """Root mean square F0 difference over frames that are voiced in both and differ by at most GROSS; NaN if
-    none."""
+    """Root mean square F0 difference over frames that are voiced in both and differ by at most GROSS; NaN if none."""
     f0_gross_percent: float
     """Share of larger F0 differences among frames that are voiced in both."""
     voicing_percent: float
@@ -120,8 +119,7 @@ def join_quality(chunked: np.ndarray, whole: np.ndarray, chunk_starts: Sequence[
 
 
 def similarity(one: Sequence[np.ndarray], other: Sequence[np.ndarray], rate_hz: int) -> float:
-    """Cosine similarity of two speakers, from some clips of each (models/auxiliary/ge2e). Raises
-    WeightsMissing."""
+    """Cosine similarity of two speakers, from some clips of each (models/auxiliary/ge2e). Raises WeightsMissing."""
     network = ge2e.load()
     voices = [network.embed_speaker(resample_clip(clip, rate_hz, HEARD_HZ) for clip in clips) for clips in (one, other)]
     return ge2e.similarity(*voices)

@@ -68,8 +68,7 @@ def split_writable_items(items: Iterable[InputItem]) -> tuple[list[InputItem], l
 
 
 def max_segment_ms(cards: Iterable[AsrCard | TtsCard]) -> int:
-    """Longest segment in ms that all models accept, without padding. Raises WrongModel for a speech synthesis
-    model."""
+    """Longest segment in ms that all models accept, without padding. Raises WrongModel for a speech synthesis model."""
     limits = []
     for card in cards:
         if not isinstance(card, AsrCard):

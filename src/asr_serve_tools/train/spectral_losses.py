@@ -65,8 +65,7 @@ def _gap(a: Tensor, b: Tensor, size: Tensor) -> Tensor:
 
 
 class Discriminator(nn.Module):
-    """Discriminator of complex spectra at one resolution: (n, samples) -> the output of each layer, the score
-    last."""
+    """Discriminator of complex spectra at one resolution: (n, samples) -> the output of each layer, the score last."""
 
     def __init__(self, window: int, channels: int) -> None:
         super().__init__()

@@ -158,8 +158,7 @@ def native_modules() -> dict[str, bool]:
 
 
 def chosen_device(device: str, dtype: str, quantize: str) -> dict[str, object]:
-    """Describes the device that is chosen, for `auto` as well; with `dynamic`, the choice for common products
-    too."""
+    """Describes the device that is chosen, for `auto` as well; with `dynamic`, the choice for common products too."""
     from asr_serve.devices import make_device
     from asr_serve.devices.cpu import CpuDevice
     from asr_serve.devices.int8 import SHAPES

@@ -112,8 +112,7 @@ def hotwords(given: list[str] | None) -> tuple[str, ...]:
 
 
 def settings(pairs: list[str] | None) -> dict[str, SettingValue]:
-    """Maps settings to texts, from the NAME=VALUE of --set. Raises OptionError for one without value, or set
-    twice."""
+    """Maps settings to texts, from the NAME=VALUE of --set. Raises OptionError for one without value, or set twice."""
     given: dict[str, SettingValue] = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")

@@ -141,8 +141,7 @@ class Segmentation:
 
     @staticmethod
     def _normal(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Normalizes x (windows, n, channels): each channel of a window to mean 0 and deviation 1, then weights
-        it."""
+        """Normalizes x (windows, n, channels): each channel of a window to mean 0 and deviation 1, then weights it."""
         x = x - x.mean(1, keepdim=True)
         scale = weight * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt()
         return torch.addcmul(bias, x, scale)

@@ -114,10 +114,8 @@ def is_foreign(card: AsrCard, path: Path) -> bool:
 
 
 def resolve(card: AsrCard, weights: str | os.PathLike[str] | None = None, progress: Progress = lambda _: None) -> Path:
-    """Returns a checkpoint folder for the card; converts a package's weights once if needed.
-
-    Raises WeightsMissing, with the command that gets them; WeightsCorrupt.
-    """
+    """Returns a checkpoint folder for the card; converts a package's weights once if needed. Raises WeightsMissing,
+    with the command that gets them; WeightsCorrupt."""
     if weights is not None:
         folder = Path(weights).expanduser()
         if is_checkpoint(folder):

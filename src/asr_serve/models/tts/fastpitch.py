@@ -103,8 +103,7 @@ class Config(msgspec.Struct, frozen=True):
     sizes: FastPitchSizes
     norms: FeatureNorms
     lengthen: float
-    """Factor of all durations: durations are predicted as logarithms, whose mean is less than the log of the
-    mean."""
+    """Factor of all durations: durations are predicted as logarithms, whose mean is less than the log of the mean."""
     voices: tuple[str, ...]
     vocabulary: dict[str, int]
 
@@ -271,8 +270,7 @@ class Model(StreamingTtsModel[FastPitchSentence]):
 
 
 def whole_frames(lengths: Tensor) -> Tensor:
-    """Rounds (rows, phonemes) float to int64, one at least; the rounding error carries over to the next
-    phoneme."""
+    """Rounds (rows, phonemes) float to int64, one at least; the rounding error carries over to the next phoneme."""
     number = torch.arange(lengths.shape[1], device=lengths.device)
     ends = lengths.double().cumsum(1).round().long()
     ends = torch.cummax(ends - number, 1).values.clamp(min=1) + number

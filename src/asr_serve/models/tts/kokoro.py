@@ -110,8 +110,7 @@ class Model(WholeSentenceTtsModel):
         return tuple(self._styles)
 
     def _taught(self, wiring: OnnxGraphEditor) -> None:
-        """Edits the graph: multiplies F0 by the new input `pitch`, a factor for each phoneme. Raises
-        WeightsCorrupt."""
+        """Edits the graph: multiplies F0 by the new input `pitch`, a factor for each phoneme. Raises WeightsCorrupt."""
         if not all(map(wiring.is_produced, (UNITS, F0, PLACES))):
             raise WeightsCorrupt(
                 "the graph is not that of Kokoro-82M v1.0 which kokoro-onnx exported",

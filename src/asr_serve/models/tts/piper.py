@@ -164,10 +164,8 @@ def load(folder: Path, card: TtsCard, device: Device) -> Model:
 
 
 def _from_outside(wiring: OnnxGraphEditor) -> None:
-    """Edits the graph: phoneme durations become an output, length scales and random numbers inputs.
-
-    Raises WeightsCorrupt for a graph that was not exported by Piper.
-    """
+    """Edits the graph: phoneme durations become an output, length scales and random numbers inputs. Raises
+    WeightsCorrupt for a graph that was not exported by Piper."""
     drawn = [(node.input[0], node.output[0]) for node in wiring.nodes("RandomNormalLike")]
     rounded = [(node.input[0], node.output[0]) for node in wiring.nodes("Ceil")]
     scales = {node.output[0] for node in wiring.nodes("Gather") if node.input[0] == "scales"}

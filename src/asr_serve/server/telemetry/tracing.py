@@ -62,10 +62,8 @@ class Tracer:
 
     @staticmethod
     def create(endpoint: str | None, service_name: str) -> Tracer:
-        """Returns a tracer. `endpoint`: base URL of an OTLP/HTTP collector, or None for no traces.
-
-        Raises OptionError if there is an endpoint and OpenTelemetry is not installed.
-        """
+        """Returns a tracer. `endpoint`: base URL of an OTLP/HTTP collector, or None for no traces. Raises OptionError
+        if there is an endpoint and OpenTelemetry is not installed."""
         if endpoint is None:
             return Tracer()
         try:

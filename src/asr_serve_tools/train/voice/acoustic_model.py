@@ -188,8 +188,7 @@ def held_out_losses(
     known: AcousticNorms,
     say: Callable[[str], None],
 ) -> dict[str, float]:
-    """Held-out losses of the averaged weights; `lengthen`: ratio of the teachers' durations to the predicted
-    ones."""
+    """Held-out losses of the averaged weights; `lengthen`: ratio of the teachers' durations to the predicted ones."""
     now = {name: tensor.clone() for name, tensor in learner.checkpoint().items()}
     learner.load(averaged)
     found: dict[str, list[float]] = {name: [] for name in WEIGHTS}

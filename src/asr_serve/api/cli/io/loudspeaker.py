@@ -17,11 +17,8 @@ TO_FILE = "write it to a file instead: -o speech.wav"
 
 @contextlib.contextmanager
 def open_player(rate_hz: int) -> Iterator[LoudspeakerSink]:
-    """Opens the loudspeaker while audio is played, to its last sample unless an error occurs.
-
-    Raises UnsupportedOption without sounddevice or PortAudio; SourceNotFound where there is no loudspeaker, or it
-    may not be used.
-    """
+    """Opens the loudspeaker while audio is played, to its last sample unless an error occurs. Raises UnsupportedOption
+    without sounddevice or PortAudio; SourceNotFound where there is no loudspeaker, or it may not be used."""
     portaudio = _portaudio()
     try:
         stream = portaudio.RawOutputStream(samplerate=rate_hz, channels=1, dtype="int16", latency=LATENCY_S)

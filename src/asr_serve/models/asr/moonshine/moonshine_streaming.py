@@ -25,8 +25,7 @@ from asr_serve.models.packing import PackedBatch
 from asr_serve.models.registry import AsrCard
 
 LONGEST_TOKENS = 448
-"""Limit of text positions: the checkpoint's is far more than an utterance needs, and sets the width of block
-tables."""
+"""Limit of text positions: the checkpoint's is far more than an utterance needs, and sets the width of block tables."""
 _SHARED: dict[str, Any] = {
     "task": "asr",
     "kind": "moonshine_streaming",

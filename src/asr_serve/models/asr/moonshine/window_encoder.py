@@ -115,8 +115,7 @@ class WindowEncoder(StreamingEncoder):
         self.norm = take.vector("model.encoder.final_norm.gamma") + 1
 
     def count_frames(self, samples: int) -> int:
-        """Returns the frames of that many samples, one at least. An incomplete short frame at the end is
-        dropped."""
+        """Returns the frames of that many samples, one at least. An incomplete short frame at the end is dropped."""
         return -(-max(samples // self.config.short_samples, 1) // SHORT)
 
     # --- whole utterances ---

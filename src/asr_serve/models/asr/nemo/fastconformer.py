@@ -362,8 +362,7 @@ def is_package_folder(folder: Path) -> bool:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Converts the archive at `source` into a checkpoint in `target`: config.json, pieces.json,
-    model.safetensors."""
+    """Converts the archive at `source` into a checkpoint in `target`: config.json, pieces.json, model.safetensors."""
     path = archive.find_archive(source)
     assert path is not None
     settings = archive.settings(path)

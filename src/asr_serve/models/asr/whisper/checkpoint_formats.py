@@ -286,17 +286,13 @@ def _folder(path: Path) -> ForeignCheckpoint:
 
 
 def is_package_folder(path: Path) -> bool:
-    """Whether a path holds OpenAI's `.pt`, CTranslate2's `model.bin`, whole or in parts, or Hugging Face's
-    shards."""
+    """Whether a path holds OpenAI's `.pt`, CTranslate2's `model.bin`, whole or in parts, or Hugging Face's shards."""
     return _checkpoint(path) is not None
 
 
 def convert(source: Path, target: Path) -> None:
-    """Converts the checkpoint at `source` into `target`. The tokenizer comes from the installed packages if need
-    be.
-
-    Raises WeightsCorrupt, WeightsMissing.
-    """
+    """Converts the checkpoint at `source` into `target`. The tokenizer comes from the installed packages if need be.
+    Raises WeightsCorrupt, WeightsMissing."""
     checkpoint = _checkpoint(source)
     assert checkpoint is not None
     settings, tensors = read_openai(checkpoint) if checkpoint.is_file() else _folder(checkpoint)

@@ -206,8 +206,7 @@ class Model(EncoderDecoderModel):
 
 
 class _WhisperStem:
-    """Log-mel frames, 100 a second; two convolutions, as products over windows of three, to 50 positions a
-    second."""
+    """Log-mel frames, 100 a second; two convolutions, as products over windows of three, to 50 positions a second."""
 
     def __init__(self, config: Config, take: WhisperTensors) -> None:
         self.device, self.most = take.device, config.max_source_positions

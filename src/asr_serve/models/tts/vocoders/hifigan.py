@@ -299,8 +299,7 @@ class Model(Vocoder):
         return torch.cat(parts, 1)[:, self.delay_frames * self.hop_samples :][:, : count * self.hop_samples]
 
     def run(self, frames: Tensor, carried: dict[str, Tensor], seen: Tensor, ends: Tensor) -> Tensor:
-        """Computes a step on the state `carried` by name (n, positions, width), which it replaces by the new
-        one."""
+        """Computes a step on the state `carried` by name (n, positions, width), which it replaces by the new one."""
         count = frames.shape[1]
         # Decided on the CPU only, where reading it does not wait for the device.
         inside = seen.is_cpu and bool(((seen >= self.delay_frames) & (seen + count <= ends)).all())

@@ -230,8 +230,7 @@ class Model(Vocoder):
         self.hann = torch.hann_window(WINDOW_SAMPLES, device=torch_device)
         noise = self.hann / self.hann.square().sum().sqrt()
         self.windows = torch.stack([self.hann / (WINDOW_SAMPLES / 4), noise, noise])[:, None]
-        """Windows for which a cosine in the middle of a bin has magnitude 1, and white noise in the mean
-        square."""
+        """Windows for which a cosine in the middle of a bin has magnitude 1, and white noise in the mean square."""
         self.lines = lines().to(torch_device)
         square = F.pad(self.hann.square(), (0, 1))
         distance = torch.arange(AROUND_SAMPLES + 1, device=torch_device)
@@ -354,8 +353,7 @@ class Model(Vocoder):
         return shaped + loud[:, :, 1] * noise + loud[:, :, 2] * breath
 
     def _sum(self, pieces: Tensor, before: Tensor) -> Tensor:
-        """Overlaps and adds windows (n, frames, 1024), each 256 samples after the last, and the end of earlier
-        ones."""
+        """Overlaps and adds windows (n, frames, 1024), each 256 samples after the last, and the end of earlier ones."""
         n, count, _ = pieces.shape
         parts = pieces.view(n, count, OVERLAP, HOP_SAMPLES)
         sums: Tensor = F.pad(parts[:, :, 0], (0, 0, 0, OVERLAP - 1))

@@ -241,8 +241,7 @@ def parse_value(setting: Setting, text: str, source: str) -> object:
 
 
 def read_keys(file: str, name: str) -> list[str]:
-    """The keys in a file, one per line; # starts a comment. Raises OptionError for a file without any: it must not
-    open the server."""
+    """The keys in a file, one per line; # starts a comment. Raises OptionError for none: that would open the server."""
     try:
         lines = Path(file).expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -56,8 +56,7 @@ class SearchResult(NamedTuple):
     tail_tokens: list[SearchToken]
     """Most likely continuation after all fixed tokens; it may still change."""
     token_runs: list[tuple[int, int]] = []  # noqa: RUF012
-    """Frame ranges (first, end) of all tokens fixed since ranges were last reported, this step's included; only
-    where they were requested."""
+    """Frame ranges (first, end), where requested, of all tokens fixed since the last report, this step's included."""
 
 
 class NBestHypothesis(NamedTuple):

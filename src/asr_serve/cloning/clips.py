@@ -34,8 +34,7 @@ QUIET_DB = 38.0
 EDGE_SILENCE_S = 0.15
 """Silence that is left at, or added to, both ends: voices are trained with it."""
 CLIPPED_SHARE, AT_THE_TOP = 0.0005, 0.985
-"""Largest fraction of clipped samples, and amplitude, relative to the greatest, of a clipped one; runs of three or
-more count."""
+"""Largest fraction of clipped samples, in runs of three or more; amplitude of one, relative to the greatest."""
 OTHERWISE, LEAST_CHECKED_WORDS = 0.6, 5
 """Largest word error rate between transcript and recognition, above which the transcript belongs to another clip;
 and the least number of words to check: recognition of fewer is unreliable."""
@@ -199,8 +198,7 @@ def words(text: str) -> list[str]:
 
 
 def word_error_share(text: str, hypothesis: str) -> float:
-    """Returns the fraction of a text's words that were substituted, missed or added: its word error rate, without
-    figures."""
+    """Returns the fraction of a text's words, without figures, that were substituted, missed or added."""
     reference, recognized = words(text), words(hypothesis)
     row = list(range(len(recognized) + 1))
     for number, word in enumerate(reference, 1):

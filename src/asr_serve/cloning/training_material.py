@@ -34,8 +34,7 @@ clips' median): above them the text does not match the recording."""
 Phonemes = Callable[[str], str]
 """Text -> phonemes in the model's alphabet, no pauses around them. Raises OptionError."""
 Reference = Callable[[str], Sequence[tuple[np.ndarray, np.ndarray]]]
-"""Phonemes -> utterances of reference voices: mel (frames, 80) of each, and frames of its phonemes and the pauses
-around."""
+"""Phonemes -> utterances of reference voices: mel (frames, 80), and frames of the phonemes and the pauses around."""
 OnShareDone = Callable[[float], None]
 """Callback with the completed fraction."""
 
@@ -102,8 +101,7 @@ def length_s(clip: CloningClip) -> float:
 
 
 def main_speaker_clips(found: list[AcceptedClip]) -> tuple[list[AcceptedClip], list[ClipReport]]:
-    """Selects the clips of the most frequent speaker; others are left out. Raises OptionError where that would be
-    a third or more."""
+    """Selects the clips of the most frequent speaker. Raises OptionError where a third or more are of others."""
     if len(found) < 3:
         return found, []
     voices = np.stack([item.voice for item in found])

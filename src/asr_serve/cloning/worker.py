@@ -46,8 +46,7 @@ def main() -> None:
 
 
 def _watch(stdin_fd: int, stop: threading.Event) -> None:
-    """Waits until the other side hangs up. Unbuffered: the buffer's lock, held by a waiting thread, would abort
-    the interpreter's exit."""
+    """Waits until the other side hangs up. Unbuffered: a lock held by a waiting thread would abort the exit."""
     while os.read(stdin_fd, 1):
         pass
     stop.set()

@@ -31,8 +31,7 @@ PAUSE_SAMPLES = units.ms_to_samples(300)
 LEAST_SAMPLES = units.ms_to_samples(150)
 """Shorter turns are dropped."""
 SPEAKS = 0.5
-"""Probability from which a speaker is active. On bench/meetings.py 0.4 is 0.5 % worse: what is missed less is
-false alarm."""
+"""Probability from which a speaker is active. On bench/meetings.py 0.4 is 0.5 % worse: less missed, more false."""
 UNHEARD = 0.1
 """Probability below which a speaker is inactive, whatever the number of speakers."""
 
@@ -59,8 +58,7 @@ def diarize(windows: Sequence[DiarizationWindow], how_many: SpeakerCount = ANY) 
 
 
 def turns_of(windows: Sequence[DiarizationWindow], voices: Sequence[WindowSpeaker]) -> list[tuple[int, int, int]]:
-    """Returns (group, start, end) in samples, sorted by start. `windows` are sorted by start and have the same
-    frame step."""
+    """Returns (group, start, end) in samples, sorted by start, of `windows` sorted by start with one frame step."""
     runs: dict[int, list[tuple[int, int]]] = {}
     for stretch in _stretches(windows, voices):
         speaks = _speaks(stretch.likely)

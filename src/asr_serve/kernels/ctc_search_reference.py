@@ -112,8 +112,7 @@ class _Candidate(NamedTuple):
 
 
 def address(logprobs: Tensor) -> int:
-    """Returns the address at which `step` reads a tensor, without a copy. Raises TypeError unless float32,
-    contiguous, on the CPU."""
+    """Returns a tensor's address, where `step` reads it. Raises TypeError unless float32, contiguous, on the CPU."""
     if logprobs.dtype != torch.float32 or not logprobs.is_contiguous() or logprobs.device.type != "cpu":
         raise TypeError("logprobs must be float32, contiguous and on the CPU")
     return logprobs.data_ptr()
@@ -354,8 +353,7 @@ class _Beam:
         self.entries = [e._replace(node=-1) if e.node == first else e for e in self.entries]
 
     def _force(self) -> None:
-        """Drops the entries that do not begin as the best does; where the best has no unfixed token, the worst
-        entry."""
+        """Drops entries that do not begin as the best does; where that has no unfixed token, the worst entry."""
         oldest = self._oldest(self.entries[0].node)
         if oldest < 0:
             self.entries.pop()

@@ -208,8 +208,7 @@ class StateSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     initial_value: float | None = 0.0
-    """Value that fills a new session's row; None: nothing does, since no step reads what the session has not
-    written."""
+    """Value that fills a new session's row; None: no step reads what the session has not written."""
     on_host: bool = False
     """Whether the tensor lies in the host's memory whatever the device."""
 
@@ -235,8 +234,7 @@ class StreamingChunk(NamedTuple):
 
 
 class AudioWindow(NamedTuple):
-    """Audio that a chunk needs: `samples` of it, the first of which lies `left_samples` before the chunk's first
-    encoder frame."""
+    """Audio that a chunk needs: `samples`, the first of them `left_samples` before the chunk's first encoder frame."""
 
     left_samples: int
     samples: int

@@ -64,8 +64,7 @@ def serve(config: ServeConfig) -> None:
 
 
 def _with_peer_port(config: ServeConfig) -> ServeConfig:
-    """Chooses the port for peers before the engine starts: a restarted engine listens there again. Raises
-    OptionError."""
+    """Chooses the port for peers before the engine starts: a restarted one listens there again. Raises OptionError."""
     if config.engine.role != "encode":
         return config
     if config.more_models:

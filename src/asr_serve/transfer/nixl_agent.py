@@ -39,8 +39,7 @@ PAUSE_S, LONGEST_PAUSE_S = 50e-6, 1e-3
 
 
 class NixlDescriptor(NamedTuple):
-    """Range of memory or of a file. `at`: address, or position in the file; `device`: 0, a GPU, or the file's
-    descriptor."""
+    """Range of memory or of a file. `at`: address, or position in the file; `device`: 0, a GPU, or the descriptor."""
 
     at: int
     nbytes: int
@@ -186,8 +185,7 @@ class NixlTransfer:
         self._step(lambda: self._agent._agent.transfer(self._handle))
 
     def poll(self) -> bool:
-        """Polls once, which lets the back end advance; returns whether the transfer is complete. Raises PeerGone,
-        RoadFailed."""
+        """Polls once, which advances the back end; returns whether all is transferred. Raises PeerGone, RoadFailed."""
         if self._failure is not None:
             raise self._failure
         if self._state == "PROC":

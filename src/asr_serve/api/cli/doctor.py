@@ -147,8 +147,7 @@ def installed(package: str) -> str | None:
 
 
 def native_modules() -> dict[str, bool]:
-    """Whether each module was built. They are searched for, not imported, so that ASR_SERVE_NATIVE=0 does not
-    hide them."""
+    """Whether each module was built. Searched for, not imported: ASR_SERVE_NATIVE=0 hides none."""
     spec = importlib.util.find_spec("asr_serve")
     suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
     folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []

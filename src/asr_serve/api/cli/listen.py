@@ -203,8 +203,7 @@ def listen(
 
 
 def choose_source(source: str | None, file: str | None, *, mic: bool) -> str | None:
-    """Returns the file's path, `-` for stdin, None for the microphone. Raises OptionError unless exactly one
-    source is chosen."""
+    """Returns the file's path, `-` for stdin, None for the microphone. Raises OptionError unless one is chosen."""
     given = [name for name in (source, file and f"--file {file}", "--mic" if mic else None) if name]
     if len(given) != 1:
         raise OptionError(

@@ -125,8 +125,7 @@ def settings(pairs: list[str] | None) -> dict[str, SettingValue]:
 
 
 def engine(pairs: list[str] | None, quantize: str | None = None) -> EngineConfig:
-    """Builds the engine's configuration from --set and --quantize, for commands without a server. Raises
-    OptionError."""
+    """Builds the engine's settings from --set and --quantize, for commands without a server. Raises OptionError."""
     given = collect_values(None, {}, settings([*(pairs or []), *([f"engine.quantize={quantize}"] if quantize else [])]))
     for name in given:
         if not name.startswith("engine."):

@@ -141,8 +141,7 @@ def clock_time(seconds: float) -> str:
 
 
 class WorkProgress:
-    """Progress of work in several parts: a bar on stderr where that is a terminal, else a line for each part,
-    by `say`."""
+    """Progress of work in parts: a bar on stderr where that is a terminal, else a line for each part, by `say`."""
 
     def __init__(self, say: Callable[[str], None], *, shown: bool = True, console: Console | None = None) -> None:
         self._say, self._shown, self._part = say, shown, ""

@@ -260,8 +260,7 @@ def choose_backend(
 
 
 def voice_model(name: str) -> TtsCard:
-    """Returns the card of a speech synthesis model; `auto` is the first whose weights are here. Raises
-    UnknownModel, OptionError."""
+    """Returns a speech model's card; `auto`: the first whose weights are here. Raises UnknownModel, OptionError."""
     from asr_serve.models.checkpoints.store import auto_voice
     from asr_serve.models.registry import AUTO_VOICE, TtsCard, engine_card, tts_cards
 

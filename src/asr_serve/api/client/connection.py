@@ -46,8 +46,7 @@ PONG_S = 10.0
 """Time for a pong, after which a connection counts as lost, whatever the network reports."""
 CLOSE_S = 2.0
 MAX_REASON_CHARACTERS = 1_000
-"""Limit of a value in the address; longer ones are sent in the first message, because servers and proxies bound
-addresses."""
+"""Limit of a value in the address; longer ones go into the first message: servers and proxies bound addresses."""
 POLICY_VIOLATION_CODE = 1_008
 _SILENT_LOGGER = logging.getLogger(f"{__name__}.websockets")
 _SILENT_LOGGER.disabled = True

@@ -40,8 +40,7 @@ _ENCODE_FORMATS = {
     "pcm": _EncodeFormat("audio/pcm", RawWriter),
 }
 FORMATS = tuple(_ENCODE_FORMATS)
-"""Names of formats, as in OpenAI's `response_format`. `opus` is in Ogg, `aac` in ADTS, `pcm` is 16-bit
-little-endian."""
+"""Names of formats, as in OpenAI's `response_format`: `opus` in Ogg, `aac` in ADTS, `pcm` as 16-bit little-endian."""
 
 
 class AudioEncoder:

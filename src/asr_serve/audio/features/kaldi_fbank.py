@@ -31,8 +31,7 @@ class FbankOptions(msgspec.Struct, frozen=True, kw_only=True):
     preemphasis: float = 0.97
     remove_dc: bool = True
     snip_edges: bool = True
-    """Whether only frames wholly inside the audio are computed; else one for each hop, with the audio mirrored at
-    its ends."""
+    """Whether only frames inside the audio are computed; else one for each hop, with the audio mirrored at its ends."""
     scale: float = 1.0
     """Factor on the samples: 32768 where a model was trained on 16-bit numbers."""
     energy: bool = False

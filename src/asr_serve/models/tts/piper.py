@@ -94,8 +94,7 @@ class Model(WholeSentenceTtsModel):
     """Network with its weights."""
 
     def __init__(self, card: TtsCard, folder: Path) -> None:
-        """Loads a voice. Raises WeightsMissing when a package that it needs is not installed, or a file;
-        WeightsCorrupt."""
+        """Loads a voice. Raises WeightsMissing without a file, or a package that it needs; WeightsCorrupt."""
         graph = _graph(folder)
         self._card, self.config = card, _config(graph.with_name(f"{graph.name}.json"))
         self.rate_hz, self._ids = self.config.audio.sample_rate, self.config.phoneme_id_map

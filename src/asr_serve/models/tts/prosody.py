@@ -45,8 +45,7 @@ def gains(db: np.ndarray, ends: np.ndarray, rate_hz: int) -> np.ndarray:
 
 
 def trim_silence(pcm: np.ndarray, edge: int) -> tuple[int, int]:
-    """Returns the range of samples that are not silent, with `edge` samples around it; everything where all is
-    silent."""
+    """Returns the range of samples that are not silent, and `edge` samples around; everything where all is silent."""
     loud = np.flatnonzero(np.abs(pcm) > QUIET)
     if not len(loud):
         return 0, len(pcm)

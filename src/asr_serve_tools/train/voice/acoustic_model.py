@@ -53,8 +53,7 @@ class AcousticTrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     start: Path | None = None
     """Checkpoint to start from."""
     speakers: tuple[str, ...]
-    """Names of speakers in the order of their ids. A file belongs to the speaker of the name after its last
-    underscore."""
+    """Names of speakers in the order of their ids. A file's speaker is the name after its last underscore."""
     phonemes: dict[str, int]
     rate: float = 1.2e-3
     falling: float = 0.5

@@ -88,8 +88,7 @@ class KokoroTeacher:
     """One of Kokoro's voices."""
 
     def __init__(self, name: str, session: OnnxSession | None = None) -> None:
-        """`session`: session of another instance, to share. Raises WeightsMissing, with the command that fetches
-        them."""
+        """`session`: session of another instance, to share. Raises WeightsMissing."""
         folder = verified_published_folder(tts_card("kokoro"))
         self.name, self._style = name, kokoro.styles_of(folder)[name]
         self.session = session or OnnxSession(kokoro.graph_of(folder), (kokoro.UNITS, kokoro.F0))

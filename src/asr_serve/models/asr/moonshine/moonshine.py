@@ -389,8 +389,7 @@ def _graph(folder: Path, stem: str) -> Path | None:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Dequantizes the exported graphs of `source` into a checkpoint in `target`. Raises WeightsCorrupt,
-    WeightsMissing."""
+    """Dequantizes the graphs of `source` into a checkpoint in `target`. Raises WeightsCorrupt, WeightsMissing."""
     tensors: dict[str, np.ndarray] = {}
     for stem in ("encoder_model", "decoder_model_merged"):
         path = _graph(source, stem)

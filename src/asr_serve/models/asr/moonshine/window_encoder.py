@@ -289,16 +289,14 @@ class _WindowEncoderLayer:
 
 
 def _windows(x: Tensor, count: int) -> Tensor:
-    """Unfolds (n, frames, width) to (n, count, TAPS * width): the input of each output of a convolution, in time
-    order."""
+    """Unfolds (n, frames, width) to (n, count, TAPS * width): the inputs of a convolution's outputs, in time order."""
     n, frames, width = x.shape
     x = x.contiguous()
     return x.as_strided((n, count, TAPS * width), (frames * width, STRIDE * width, 1)).contiguous()
 
 
 def _band(clips: Tensor, back: int, ahead: int) -> Tensor:
-    """Returns the mask (blocks, 1, QUERIES, QUERIES + back + ahead): frames of the same clip that each query
-    attends to."""
+    """Returns the mask (blocks, 1, QUERIES, QUERIES + back + ahead): frames of its clip that a query attends to."""
     padding = -len(clips) % QUERIES
     queries = F.pad(clips, (0, padding), value=-1).view(-1, QUERIES)
     keys = F.pad(clips, (back, padding + ahead), value=-1).unfold(0, QUERIES + back + ahead, QUERIES)

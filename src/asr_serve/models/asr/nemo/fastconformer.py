@@ -98,8 +98,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
-        """Reads our config.json, or the settings of NeMo's model_config.yaml. Raises WeightsCorrupt for an
-        unsupported model."""
+        """Reads our config.json, or the settings of NeMo's model_config.yaml. Raises WeightsCorrupt."""
         if "encoder" in settings:
             nemo_mel.check(settings.get("preprocessor") or {})
             settings = archive.flatten_settings(settings)
@@ -163,8 +162,7 @@ class Model(StreamingModel):
             )
 
     def count_frames(self, samples: int) -> int:
-        """Returns the encoder frames of a finished session of that many samples, as NeMo counts them; 0 for no
-        audio."""
+        """Returns the encoder frames of a finished session, as NeMo counts them; 0 for no audio."""
         return self.stem.counts(samples // nemo_mel.HOP_SAMPLES)[-1] if samples else 0
 
     def audio_window(self, chunk: int) -> AudioWindow:
@@ -344,8 +342,7 @@ def _normed(x: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rename(key: str) -> str | None:
-    """Converts a checkpoint's tensor name to ours; None for what is no weight. Raises WeightsCorrupt for an
-    unsupported part."""
+    """Converts a tensor's name to ours; None for what is no weight. Raises WeightsCorrupt for an unsupported part."""
     if key.startswith(("preprocessor.", "spec_augment", "encoder.pos_enc.")) or key.endswith("num_batches_tracked"):
         return None
     # The output layer's index is 2 where the model was trained with dropout, else 1.

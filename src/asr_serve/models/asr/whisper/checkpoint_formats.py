@@ -268,8 +268,7 @@ def _apart(name: str, value: Tensor) -> dict[str, Tensor]:
 
 
 def _checkpoint(path: Path) -> Path | None:
-    """Finds OpenAI's file (the path, or the only one of a folder), CTranslate2's folder, or Hugging Face's; else
-    None."""
+    """Finds OpenAI's file (the path, or a folder's only one), CTranslate2's folder, or Hugging Face's; else None."""
     if path.is_dir():
         if binary_files(path) or hugging_face.is_checkpoint_folder(path):
             return path

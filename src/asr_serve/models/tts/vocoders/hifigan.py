@@ -350,8 +350,7 @@ class Model(Vocoder):
         return x
 
     def _masked(self, x: Tensor, at: StepPositions, samples: int, lag: int) -> Tensor:
-        """Zeroes x (n, N, width), which lags `lag` samples behind the step, outside the sentence; `samples` in a
-        frame."""
+        """Zeroes x (n, N, width), `lag` samples behind the step, outside the sentence; `samples` in a frame."""
         if at.inside:
             return x
         position = at.seen * samples - lag + torch.arange(x.shape[1], device=x.device)

@@ -342,8 +342,7 @@ class Model(Vocoder):
         return features[:, count:], torch.stack(tails, 1), SpectralEnvelope(loud, turn, course)
 
     def _spectrum(self, envelope: SpectralEnvelope, source: Tensor) -> Tensor:
-        """Computes the frames' spectra, (n, frames, bins) complex, from `source` (n, 3, samples) under their
-        windows."""
+        """Computes the frames' spectra, (n, frames, bins) complex, from windows of `source` (n, 3, samples)."""
         loud, turn, course = envelope
         course = (course @ self.lines).exp().transpose(1, 2)
         windowed = source.unfold(2, WINDOW_SAMPLES, HOP_SAMPLES) * self.windows

@@ -26,7 +26,7 @@ from asr_serve.engine.state_cache import StateCacheManager, StateSlot
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import model_modules, vocoder_card, vocoder_cards
-from asr_serve.models.tts.vocoders import excitation, hifigan, source_filter
+from asr_serve.models.tts.vocoders import hifigan, source_filter
 
 TOLERANCE = 1e-5
 HOP = 256
@@ -327,7 +327,7 @@ def test_universal_says_real_speech_in_chunks_as_at_once(spoken: list[Tensor]) -
 
 def test_pulses_are_the_sum_of_all_harmonics() -> None:
     f0 = torch.full((1, 9), 220.5, dtype=torch.float32)
-    pulse, swell, phase = excitation.pulses(f0, torch.zeros(1, 1, dtype=torch.float64))
+    pulse, swell, phase = source_filter.pulses(f0, torch.zeros(1, 1, dtype=torch.float64))
     cycles = torch.arange(1, 8 * HOP + 1, dtype=torch.float64) * 220.5 / 22_050
     expected = sum((2 * math.pi * h * cycles).cos() for h in range(1, 51))
     torch.testing.assert_close(pulse[0], torch.as_tensor(expected).float(), rtol=0, atol=2e-2)
@@ -340,10 +340,10 @@ def test_pulses_are_the_sum_of_all_harmonics() -> None:
 def test_pulses_go_on_across_chunks_and_stop_without_a_voice() -> None:
     f0 = torch.cat([torch.linspace(90, 380, 40), torch.zeros(6), torch.linspace(200, 100, 20)])[None]
     start = torch.zeros(1, 1, dtype=torch.float64)
-    whole, _, end = excitation.pulses(f0, start)
+    whole, _, end = source_filter.pulses(f0, start)
     phase, parts, at = start, [], 0
     for count in (1, 3, 20, 16, 25):
-        pulse, _, phase = excitation.pulses(f0[:, at : at + count + 1], phase)
+        pulse, _, phase = source_filter.pulses(f0[:, at : at + count + 1], phase)
         parts.append(pulse)
         at += count
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-4)
@@ -354,7 +354,7 @@ def test_pulses_go_on_across_chunks_and_stop_without_a_voice() -> None:
 
 def test_noise_depends_on_seed_and_position_alone() -> None:
     seeds, first = torch.tensor([3, 4, 3]), torch.tensor([0, 0, -128])
-    noise = excitation.white_noise(seeds, first, 50_000)
+    noise = source_filter.white_noise(seeds, first, 50_000)
     torch.testing.assert_close(noise[0, :40_000], noise[2, 128:40_128], rtol=0, atol=0)
     assert abs(noise.mean()) < 0.01
     assert abs(noise.var() - 1) < 0.01

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from asr_serve.api.reading import Closeable, event_loop_waker
-from asr_serve.audio.encode import FORMATS, AudioEncoder
+from asr_serve.audio.encode import FORMATS, AudioEncoder, encoded_file
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError
 from asr_serve.pipelines.options import AudioChunk, SpeakOptions, SpokenWord
@@ -115,18 +115,9 @@ class Speech(Closeable):
         """
         target = Path(path)
         encoder = AudioEncoder(form or format_of_path(target), self.rate_hz)
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
-        try:
-            with part.open("wb") as file:
-                for chunk in self:
-                    file.write(encoder.encode(chunk.pcm))
-                file.write(encoder.finish())
-                if header := encoder.final_header():
-                    file.seek(0)
-                    file.write(header)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+        with encoded_file(target, encoder) as write:
+            for chunk in self:
+                write(chunk.pcm)
         return target
 
     # --- end -------------------------------------------------------------------------------------------

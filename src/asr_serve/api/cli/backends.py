@@ -10,18 +10,17 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import numpy as np
 
 import asr_serve
-from asr_serve.api.client.connection import error_from_event, websocket_url
+from asr_serve.api.client.connection import error_from_event, parse_server, websocket_url
 from asr_serve.api.client.stream import ClientEvent, ConnectionLost, StreamClient
 from asr_serve.api.client.transcript import SessionTranscript
 from asr_serve.api.stream import StreamOptions, StreamResult, with_speaker
 from asr_serve.audio.pcm import Pcm16Assembler
 from asr_serve.audio.reader import open_audio
-from asr_serve.errors import OptionError, OutOfTurn, Refused, ServerError, Unreachable
+from asr_serve.errors import OutOfTurn, Refused, ServerError, Unreachable
 from asr_serve.pipelines.options import AudioChunk, SpeakOptions, SpokenWord
 from asr_serve.protocols.openai.speech import PATH
 from asr_serve.protocols.stream.server_events import SegmentEvent as ToldSegment
@@ -193,12 +192,7 @@ class RemoteSynthesizer:
 
     def __init__(self, server: str, api_key: str | None, asked: Mapping[str, Any]) -> None:
         """`asked`: members of the request. Raises OptionError for an invalid address."""
-        parts = urlsplit(server if "://" in server else f"http://{server}")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise OptionError(
-                f"server={server!r}", "a URL, http:// or https://, without a query", "like http://127.0.0.1:8000"
-            )
-        self._server, self._parts, self._asked = server, parts, asked
+        self._server, self._parts, self._asked = server, parse_server(server), asked
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.model = ""
 

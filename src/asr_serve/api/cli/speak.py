@@ -20,7 +20,7 @@ from asr_serve.errors import OptionError, SourceNotFound
 
 if TYPE_CHECKING:
     from asr_serve.api.cli.backends import LocalSynthesizer, RemoteSynthesizer
-    from asr_serve.api.cli.io.speech_outputs import SpeechSink
+    from asr_serve.api.cli.io.speech_outputs import SpeechWriter
     from asr_serve.models.registry import TtsCard
 
 STDIN_BYTES = 4_096
@@ -172,15 +172,15 @@ def speak(
         check_player()
     word_times = None if words is None else WordTimesFile(words)
     meter = SpeechProgressMeter()
-    sink: SpeechSink | None = None
+    write: SpeechWriter | None = None
     with contextlib.ExitStack() as stack, ProgressBar(meter, shown=not quiet, stdout_shared=False) as bar:
         stack.enter_context(speaker)
         meter.start()
         for chunk in stack.enter_context(contextlib.closing(speaker.speak(speech_text))):
             bar.update(meter.note_audio(chunk), None)
-            if sink is None:
-                sink = stack.enter_context(open_output(output, form, chunk.rate_hz))
-            sink.write(chunk.pcm)
+            if write is None:
+                write = stack.enter_context(open_output(output, form, chunk.rate_hz))
+            write(chunk.pcm)
             if word_times is not None:
                 word_times.add_chunk(chunk)
         summary = meter.describe_done()
@@ -216,9 +216,10 @@ def read_stdin() -> Iterator[str]:
         raise OptionError(f"stdin is no text: {error}", "UTF-8", param="input") from None
 
 
-def open_output(output: str | None, form: str, rate_hz: int) -> contextlib.AbstractContextManager[SpeechSink]:
+def open_output(output: str | None, form: str, rate_hz: int) -> contextlib.AbstractContextManager[SpeechWriter]:
     """Opens the output of audio. Raises what opening it raises."""
     from asr_serve.api.cli.io import speech_outputs
+    from asr_serve.audio.encode import AudioEncoder, encoded_file
 
     if output is None:
         from asr_serve.api.cli.io.loudspeaker import open_player
@@ -226,7 +227,7 @@ def open_output(output: str | None, form: str, rate_hz: int) -> contextlib.Abstr
         return open_player(rate_hz)
     if output == "-":
         return speech_outputs.open_stdout(form, rate_hz, sys.stdout.buffer)
-    return speech_outputs.open_file(Path(output), form, rate_hz)
+    return encoded_file(Path(output), AudioEncoder(form, rate_hz))
 
 
 def choose_backend(

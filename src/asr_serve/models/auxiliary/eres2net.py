@@ -84,16 +84,12 @@ class FusedConv(nn.Conv2d):
         return activated
 
 
-def _bounded(x: Tensor) -> Tensor:
-    return x.clamp_(0, CEILING)
-
-
 FOLLOWS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": Tensor.relu_,
     "swish": lambda x: F.silu(x, inplace=True),
     "sigmoid": Tensor.sigmoid_,
-    "bounded": _bounded,
+    "bounded": lambda x: x.clamp_(0, CEILING),
 }
 
 

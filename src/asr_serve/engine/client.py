@@ -248,7 +248,7 @@ class EngineClient:
         self._requests = self._samples = self._sessions = self._live = 0
         self._done_samples, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self._closed = False
-        self.partial_rate, self._admission = PartialRateController(), LiveAdmission()
+        self.partial_rate, self._admission = PartialRateController(), LiveAdmission(config.new_live_callers)
         self.backend = connect(config, self._done, self._stopped)
         card = self.backend.card if isinstance(self.backend.card, AsrCard) else None
         self.max_samples = units.ms_to_samples(card.max_segment_ms) if card else 0

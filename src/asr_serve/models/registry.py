@@ -197,8 +197,11 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
     among the entry points of installed packages.
 
     Returns: modules by the `kind` of their cards, which is the file name of one in the folder.
-    Raises ModelError for two files of one kind. A file that cannot be imported raises here.
+    Raises ModelError for an unknown task, for two files of one kind, and for two cards of one name. A file in the
+    folder that cannot be imported raises here; an entry point's is left out.
     """
+    if task not in _FOLDERS:
+        raise ModelError(f"there is no task {task!r}", f"tasks: {', '.join(_FOLDERS)}")
     modules: dict[str, ModuleType] = {}
     folders = [importlib.import_module(f"asr_serve.models.{_FOLDERS[task]}")]
     while folders:
@@ -208,6 +211,11 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
             if info.ispkg:
                 folders.append(module)
             elif any(card.task == task for card in vars(module).get("CARDS", ())):
+                if info.name in modules:
+                    raise ModelError(
+                        f"{module.__name__} and {modules[info.name].__name__} are model files of one name",
+                        "a name that no other file of the task has",
+                    )
                 modules[info.name] = module
     for entry in entry_points(group=ENTRY_POINTS):
         try:
@@ -223,6 +231,14 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
                     f"a kind that no other has, unlike {modules[kind].__name__}",
                 )
             modules[kind] = module
+    owners: dict[str, ModuleType] = {}
+    for module in modules.values():
+        for card in module.CARDS:
+            if card.task == task and owners.setdefault(card.name, module) is not module:
+                raise ModelError(
+                    f"{module.__name__} has a card named {card.name!r}",
+                    f"a name that no other has, unlike {owners[card.name].__name__}",
+                )
     return modules
 
 

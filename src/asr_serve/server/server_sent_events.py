@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 
 from starlette.background import BackgroundTask
 from starlette.responses import Response
@@ -62,17 +62,20 @@ async def with_keep_alive(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator
             yield piece
 
 
-async def with_error_event(events: AsyncIterator[bytes], scope: Scope, live: bool = False) -> AsyncIterator[bytes]:
-    """Yields `events`, then one error event for an exception: the response's status has been sent by then.
-    `live`: in the format of the live protocol at that path, instead of OpenAI's."""
-    try:
-        async for piece in events:
-            yield piece
-    except ClientGone:
-        raise
-    except Exception as error:
-        problem = record_error(error, scope)
-        event = live_error_event(error, request_context(scope).request_id, scope["path"]).encode()
-        yield b"event: error\n" + (
-            b"data: %s\n\n" % event if live else server_sent_event({"type": "error", "error": problem})
-        )
+async def with_error_event(
+    events: AsyncGenerator[bytes, None], scope: Scope, live: bool = False
+) -> AsyncGenerator[bytes, None]:
+    """Yields `events`, then one error event for an exception: the response's status has been sent by then. Closes
+    `events` when it ends. `live`: in the format of the live protocol at that path, instead of OpenAI's."""
+    async with contextlib.aclosing(events):
+        try:
+            async for piece in events:
+                yield piece
+        except ClientGone:
+            raise
+        except Exception as error:
+            problem = record_error(error, scope)
+            event = live_error_event(error, request_context(scope).request_id, scope["path"]).encode()
+            yield b"event: error\n" + (
+                b"data: %s\n\n" % event if live else server_sent_event({"type": "error", "error": problem})
+            )

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from asr_serve.decoding.dtw import LEAST, first_frames, smoothed
-from asr_serve.decoding.seq2seq import Hypothesis, SearchOptions
+from asr_serve.decoding.hypothesis import Hypothesis
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.engine.seq2seq.decoder import DecodeRunner
 from asr_serve.engine.seq2seq.encoder import EncodeRunner

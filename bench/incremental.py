@@ -57,7 +57,7 @@ def build(dtype: str) -> Any:
 
 
 def measure(client: Any, mode: str, seconds: float, callers: int, partial_ms: int) -> Row:
-    from asr_serve.decoding.seq2seq import DraftTokens, SearchOptions
+    from asr_serve.decoding.search_options import DraftTokens, SearchOptions
     from asr_serve.engine.request import HypothesisRequest
 
     options = SearchOptions(temperatures=(0.0,), min_avg_logprob=-100.0, max_compression_ratio=100.0)

@@ -128,7 +128,7 @@ def options(args: argparse.Namespace, model: Any, recording: clips.Audio, other:
 
 def prompt(args: argparse.Namespace, model: Any, recording: clips.Audio) -> Row:
     """Requests to the engine: a prompt of 200 tokens, an answer of few."""
-    from asr_serve.decoding.seq2seq import SearchOptions
+    from asr_serve.decoding.search_options import SearchOptions
 
     client = model._client
     said = tuple(np.random.default_rng(1).integers(300, 20_000, 200).tolist())

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from asr_serve import devices
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.devices.cuda import CudaDevice
 from asr_serve.engine.builder import EngineComponents
 from asr_serve.engine.client import EngineClient

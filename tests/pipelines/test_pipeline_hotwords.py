@@ -127,7 +127,7 @@ def test_others_in_the_batch_are_not_touched(model: Model, packaged_speech: Path
     client = model._client
     bias = hotword_bias(client, BytePieceTokenizer([]), names(MOST_WORDS))
     assert bias
-    from asr_serve.decoding.seq2seq import SearchOptions
+    from asr_serve.decoding.search_options import SearchOptions
 
     long = client.submit(clips[0], SearchOptions(bias=bias, language="en"), "bulk", wait=True)
     others = [each.text for each in model.transcribe(clips)]
@@ -136,7 +136,7 @@ def test_others_in_the_batch_are_not_touched(model: Model, packaged_speech: Path
 
 
 def test_whoever_leaves_while_a_list_is_read_holds_nothing(model: Model, packaged_speech: Path):
-    from asr_serve.decoding.seq2seq import SearchOptions
+    from asr_serve.decoding.search_options import SearchOptions
     from asr_serve.errors import Cancelled
 
     client = model._client

@@ -22,7 +22,7 @@ from tiny_moonshine import WAIT_S, clip, outcome, save
 
 from asr_serve.audio.endpointing import WINDOW_SAMPLES
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.client import process_backend

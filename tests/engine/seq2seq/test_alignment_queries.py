@@ -10,7 +10,8 @@ import tiny_moonshine
 import torch
 from tiny_moonshine import WAIT_S, clip, held
 
-from asr_serve.decoding.seq2seq import Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.cache.lru import LruCache
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.seq2seq import encoder_cache

@@ -15,7 +15,7 @@ from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.biasing import BiasingPhrase, pack_phrases
-from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.cache.page_pool import PagePool
 from asr_serve.engine.client import Ticket
 from asr_serve.engine.request import RecognitionRequest

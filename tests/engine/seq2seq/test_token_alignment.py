@@ -13,7 +13,8 @@ import torch
 from test_remote_encoding import Pair, expect_nothing_left
 from tiny_moonshine import WAIT_S, clip, held, on_loop
 
-from asr_serve.decoding.seq2seq import DraftTokens, Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.loop import Loop
 from asr_serve.engine.seq2seq.finalize import FinishedRow, TokenAligner

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asr_serve.decoding.dtw import costs, first_frames
-from asr_serve.decoding.seq2seq import Recognition
+from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.engine.executor import StepGuard
 from asr_serve.errors import OptionError
 from asr_serve.models.packing import PagedKeyValues, pack_clips
 
 if TYPE_CHECKING:
-    from asr_serve.decoding.seq2seq import Recognition, Reused
+    from asr_serve.decoding.hypothesis import Recognition, Reused
     from asr_serve.engine.seq2seq.coalescing import RequestCoalescer
     from asr_serve.engine.seq2seq.decode_batch import DecodeRow
     from asr_serve.engine.seq2seq.decoder import DecodeRunner

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asr_serve.decoding.seq2seq import Recognition
+from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.engine.executor import LoopContext
 from asr_serve.engine.request import RecognitionRequest
 from asr_serve.engine.seq2seq.decode_batch import pages_for

@@ -14,7 +14,7 @@ import msgspec
 from asr_serve import units
 from asr_serve.audio.audio_buffers import AudioHistory
 from asr_serve.audio.endpointing import Endpointer
-from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import Cancelled, EngineCrashed, StepFailed
 from asr_serve.pipelines.live.segment_encoder import HypothesisInput, IncrementalSegmentEncoder, WholeSegmentEncoder

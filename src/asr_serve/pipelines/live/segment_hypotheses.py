@@ -21,7 +21,8 @@ from typing import Literal
 import msgspec
 
 from asr_serve import units
-from asr_serve.decoding.seq2seq import NO_DRAFT, DraftTokens, Recognition, is_acceptable
+from asr_serve.decoding.hypothesis import Recognition, is_acceptable
+from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens
 from asr_serve.pipelines.live.segment_encoder import SegmentEncoder
 from asr_serve.pipelines.segments import PADDING_SAMPLES, build_segment, is_speech, select_tokens
 from asr_serve.pipelines.silence import SilenceTracker

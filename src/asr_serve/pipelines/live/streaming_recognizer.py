@@ -18,7 +18,7 @@ import numpy as np
 from asr_serve import units
 from asr_serve.audio.audio_buffers import AudioHistory
 from asr_serve.audio.endpointing import CALM_MS
-from asr_serve.decoding.seq2seq import Recognition
+from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.client import RecognitionStream as EngineStream
 from asr_serve.errors import Cancelled, EngineCrashed, StepFailed

@@ -22,7 +22,7 @@ from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.client import RecognitionStream as EngineStream
 from asr_serve.errors import Cancelled, EngineCrashed, StepFailed
-from asr_serve.pipelines.live.repeated_recognizer import AudioPosition, LiveSegment, PaceEstimator
+from asr_serve.pipelines.live.recognizer import AudioPosition, LiveSegment, PaceEstimator
 from asr_serve.pipelines.segments import PADDING_SAMPLES, build_segment
 from asr_serve.pipelines.silence import SilenceTracker
 from asr_serve.text.word_timing import token_times_from_frames

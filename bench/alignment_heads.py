@@ -30,7 +30,7 @@ from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.engine.seq2seq.decoder import DecodeRunner
 from asr_serve.engine.seq2seq.encoder import EncodeRunner
-from asr_serve.engine.seq2seq.finalize import FinishedRow, TokenAligner
+from asr_serve.engine.seq2seq.token_aligner import FinishedRow, TokenAligner
 from asr_serve.models.alignment_heads import AlignmentHeads
 
 RATE_HZ = 16_000

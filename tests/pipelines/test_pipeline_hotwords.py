@@ -16,7 +16,7 @@ import asr_serve
 from asr_serve.api.library import Model
 from asr_serve.audio.reader import read_audio
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.biasing import MOST_WORDS
+from asr_serve.decoding.biasing_graph import MOST_WORDS
 from asr_serve.errors import OptionError
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import asr_card, asr_cards

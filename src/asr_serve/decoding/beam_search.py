@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asr_serve.decoding.biasing import OPEN, BiasingGraph
+from asr_serve.decoding.biasing_graph import OPEN, BiasingGraph
 from asr_serve.decoding.hypothesis import Finish
 
 NEAR = 16

@@ -58,7 +58,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     words: bool = False
     """Whether the time of each token is requested."""
     bias: str = ""
-    """Hot words, as decoding/biasing.pack_phrases writes them."""
+    """Hot words, as decoding/biasing_graph.pack_phrases writes them."""
     hurried: bool = False
     """Whether a client is waiting: no higher temperature is tried once the tries together are as long as the
     longest possible answer."""

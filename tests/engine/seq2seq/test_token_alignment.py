@@ -17,7 +17,7 @@ from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.loop import Loop
-from asr_serve.engine.seq2seq.finalize import FinishedRow, TokenAligner
+from asr_serve.engine.seq2seq.token_aligner import FinishedRow, TokenAligner
 from asr_serve.errors import StepFailed
 
 PASSES: dict[str, Any] = {"min_avg_logprob": -1e9, "max_compression_ratio": 1e9}

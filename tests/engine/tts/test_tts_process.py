@@ -22,7 +22,7 @@ from asr_serve.config import EngineConfig
 from asr_serve.engine.builder import find_checkpoint
 from asr_serve.engine.client import EngineClient, Ticket
 from asr_serve.engine.process import messages
-from asr_serve.engine.process.client import process_backend
+from asr_serve.engine.process.backend import process_backend
 from asr_serve.engine.process.in_flight import MAX_DEATHS
 from asr_serve.engine.process.messages import EngineSpec
 from asr_serve.engine.thread_backend import thread_backend

@@ -58,7 +58,7 @@ class RepeatedRecognizer:
         self._final_options = SearchOptions(
             language=client.card.language(options.language), prompt=prompt, bias=bias, hurried=True
         )
-        self._partial_options = msgspec.structs.replace(self._final_options, temperatures=(0.0,))
+        self._greedy_options = msgspec.structs.replace(self._final_options, temperatures=(0.0,))
         """Search options of hypotheses that are shown and replaced."""
         self._final_options = msgspec.structs.replace(self._final_options, words=options.words or options.speakers)
         card, chunk = client.card, client.config.chunk_frames or client.card.chunk
@@ -162,7 +162,7 @@ class RepeatedRecognizer:
         if not each.closed:
             self._last_submit_s = self._clock()  # any hypothesis is shown, and so counts as a partial
         first, each.submitted = not each.submitted, True
-        options = self._final_options if kind in ("final", "early") else self._partial_options
+        options = self._final_options if kind in ("final", "early") else self._greedy_options
         if language := each.language_for(kind):
             options = msgspec.structs.replace(options, language=language)
         request = HypothesisInput(

@@ -269,7 +269,7 @@ class StreamedSegment:
 
     @property
     def locked_text(self) -> str:
-        return self._text_to(self._locked_tokens)
+        return self._decode_tokens(self._locked_tokens)
 
     @property
     def locked_to(self) -> int:
@@ -279,10 +279,10 @@ class StreamedSegment:
     @property
     def shown_text(self) -> str:
         if self.finished:
-            return self._text_to(self.last)
-        return self._text_to(len(self.stream.tokens), self.stream.tail)
+            return self._decode_tokens(self.last)
+        return self._decode_tokens(len(self.stream.tokens), self.stream.tail)
 
-    def _text_to(self, end: int, tail: tuple[int, ...] = ()) -> str:
+    def _decode_tokens(self, end: int, tail: tuple[int, ...] = ()) -> str:
         """Decodes tokens up to `end`, cached: called far more often than tokens change."""
         key = self.first, end, tail
         if key not in self._texts:

@@ -91,10 +91,12 @@ test-slow: setup  ## what `make test` leaves out and CI runs: the same behaviour
 test-all: setup  ## everything, every recording and every weights file too
 	$(PYTEST) $(ARGS)
 
-check: setup  ## ruff, ruff format, mypy, and the ring under ThreadSanitizer
+check: setup  ## ruff, ruff format, mypy (strict over src), and the ring under ThreadSanitizer
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=src:bench $(BIN)/mypy --config-file= --cache-dir=.mypy_cache/bench --explicit-package-bases \
+	  --ignore-missing-imports --check-untyped-defs bench/*.py
 	@mkdir -p build
 	@if echo 'int main() {}' | $(or $(COMPILER),false) -fsanitize=thread -x c++ - -o build/ring_stress 2>/dev/null && build/ring_stress; then \
 	  echo $(COMPILER) -fsanitize=thread $(STRESS); \

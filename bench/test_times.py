@@ -120,7 +120,11 @@ def main() -> int:
         if args.tiers:
             subprocess.run(["make", "setup"], cwd=ROOT, stdout=sys.stderr, check=True)
         facts = machine.describe(machine.cores())
-        report = {"bench": "test-times", "machine": facts, "rows": measure((args.tiers or "").split(","), args.paths)}
+        report: dict[str, Any] = {
+            "bench": "test-times",
+            "machine": facts,
+            "rows": measure((args.tiers or "").split(","), args.paths),
+        }
         machine.tell(args.json, report)
     else:
         report = json.loads((args.json or RESULTS).read_text())

@@ -28,7 +28,7 @@ STRESS   := src/asr_serve/kernels/src/ring_stress.cpp
 .DEFAULT_GOAL := help
 # No two of these at once: they share .venv.
 .NOTPARALLEL:
-.PHONY: help setup bench-setup clients console serve test test-fast test-slow test-all check bench docs clean
+.PHONY: help setup bench-setup clients console console-packages serve test test-fast test-slow test-all check bench docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -66,6 +66,8 @@ clients: .venv-clients/.done  ## build .venv-clients: livekit-agents and pipecat
 
 console: console/node_modules/.done  ## build the web console anew, into src/asr_serve/server/console/static
 	@npm --prefix console run --silent build
+
+console-packages: console/node_modules/.done  ## fetch what builds and checks the console; some of its tests want it
 
 console/node_modules/.done: console/package-lock.json
 	@command -v npm >/dev/null || { echo "Node 20 or newer, with npm, is needed" >&2; exit 1; }

@@ -45,7 +45,10 @@ def build(dtype: str) -> Any:
     torch.manual_seed(1)
     config = moonshine_streaming.Config()
     heads = {"num_key_value_heads": config.num_attention_heads}
-    settings = {**heads, "encoder_config": {"num_key_value_heads": config.encoder_config.num_attention_heads}}
+    settings: dict[str, Any] = {
+        **heads,
+        "encoder_config": {"num_key_value_heads": config.encoder_config.num_attention_heads},
+    }
     upstream = MoonshineStreamingForConditionalGeneration(MoonshineStreamingConfig(**settings))
     config = moonshine_streaming.Config.of(upstream.config.to_dict())
     weights = upstream.state_dict()

@@ -122,7 +122,7 @@ def test_what_is_not_spoken_of_is_not_said(model: Model, packaged_speech: Path):
 
 
 def test_others_in_the_batch_are_not_touched(model: Model, packaged_speech: Path):
-    clips = [read_audio(packaged_speech / name) for name in ("beckett.wav", "two_cities.wav")]
+    clips = [read_audio(packaged_speech / name)[: 15 * RATE] for name in ("beckett.wav", "two_cities.wav")]
     alone = [each.text for each in model.transcribe(clips)]
     client = model._client
     bias = hotword_bias(client, BytePieceTokenizer([]), names(MOST_WORDS))

@@ -189,7 +189,7 @@ def build_loop(
     validate_card(chosen, model)
     if isinstance(model, TtsModel):
         assert isinstance(chosen, TtsCard)
-        tts_executor = build_tts_executor(model, parts.codec, device, chosen, config, on_done, on_start)
+        tts_executor = build_tts_executor(model, parts.vocoder, device, chosen, config, on_done, on_start)
         return Loop(tts_executor, None, config.vad_step_windows, on_stop, stats=stats)
     assert isinstance(chosen, AsrCard)
     assert vad is not None

@@ -156,7 +156,7 @@ class TtsCard(ModelCard, frozen=True, kw_only=True, tag="speaks", tag_field="doe
     """Frames of a step; 0: it synthesizes a sentence as a whole."""
     clones: bool = False
     """Whether voices can be cloned with it."""
-    codec: str = ""
+    vocoder: str = ""
     """Vocoder of a model that makes frames: a name among the cards of models/tts/vocoders."""
 
     def language(self, voice: str | None = None) -> str:
@@ -179,7 +179,7 @@ AUTO_VOICES = ("fastpitch-en", "hibari")
 _FOLDERS = {
     "asr": "asr",
     "tts": "tts",
-    "codec": "tts.vocoders",
+    "vocoder": "tts.vocoders",
     "turn": "auxiliary",
     "segmentation": "auxiliary",
     "speaker": "auxiliary",
@@ -253,8 +253,8 @@ def tts_model_file(kind: str) -> TtsModelFile:
 
 
 def vocoder_file(kind: str) -> VocoderFile:
-    """The model file of a codec's card."""
-    return model_modules("codec")[kind]
+    """The model file of a vocoder's card."""
+    return model_modules("vocoder")[kind]
 
 
 def turn_model_file(kind: str) -> TurnModelFile:
@@ -284,7 +284,7 @@ def tts_cards() -> dict[str, TtsCard]:
 
 def vocoder_cards() -> dict[str, VocoderCard]:
     """Cards of all vocoders by name."""
-    return {card.name: card for module in model_modules("codec").values() for card in module.CARDS}
+    return {card.name: card for module in model_modules("vocoder").values() for card in module.CARDS}
 
 
 def diarization_cards() -> dict[str, ModelCard]:

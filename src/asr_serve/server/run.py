@@ -51,10 +51,8 @@ CLOSE_S = 5.0
 
 
 def serve(config: ServeConfig) -> None:
-    """Runs until SIGTERM or SIGINT, then exits: code 0, or 1 if it could not start or ended by itself.
-
-    Raises OptionError if the address or the certificate cannot be used.
-    """
+    """Runs until SIGTERM or SIGINT, then exits: code 0, or 1 if it could not start or ended by itself. Raises
+    OptionError if the address or the certificate cannot be used."""
     logs.setup(config.log_format, config.log_level)
     _certificate(config)
     config = _with_peer_port(config)
@@ -67,8 +65,7 @@ def serve(config: ServeConfig) -> None:
 
 
 def _with_peer_port(config: ServeConfig) -> ServeConfig:
-    """Chooses the port for peers before the engine starts: a restarted engine listens there again. Raises
-    OptionError."""
+    """Chooses the port for peers before the engine starts: a restarted one listens there again. Raises OptionError."""
     if config.engine.role != "encode":
         return config
     if config.more_models:

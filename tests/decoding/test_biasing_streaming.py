@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from asr_serve.decoding.biasing import BiasingPhrase, pack_phrases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from streaming_search import PosteriorModel, chunk_of, posteriors, run_search, state_of

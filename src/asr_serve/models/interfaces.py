@@ -254,12 +254,8 @@ class StreamingEncoder(ABC):
     frame_block: int
     """Encoder frames that attend to each other; chunks are multiples of it."""
     heads: tuple[str, ...] = ()
-<<<<<<< HEAD
     """Ways to decode the frames, of ctc, rnnt, tdt and wfst, the default first; () where an attention decoder reads
     them."""
-=======
-    """Ways to decode the frames, of ctc, rnnt and tdt, the default first; () where an attention decoder reads them."""
->>>>>>> da01e3ccb855fe95c3b09407d9e5ca117bff0b3c
 
     @abstractmethod
     def count_frames(self, samples: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ FILES = (
 IGNORED_OPTIONS = {"allow-downsample", "allow-upsample", "max-feature-vectors", "print-args", "verbose"}
 """Options that change nothing: audio comes at the model's rate."""
 SPACE = "\u2581"
+UNSPACED = re.compile(r"[\u2e80-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+"""Characters of scripts that put no space between words."""
 
 
 def is_vosk_folder(folder: Path) -> bool:
@@ -78,7 +81,7 @@ def convert(source: Path, target: Path) -> None:
     graph, symbols = openfst_files.read_lookahead_graph(
         source / LABELS_TO_WORDS,
         source / WORDS,
-        transitions.pdfs,
+        np.maximum(transitions.pdfs, 0),
         label_phones=transitions.phones,
         phone_boundaries=kaldi_files.read_word_boundaries(source / PHONE_BOUNDARIES),
         silent_labels=kaldi_files.read_integer_list(source / SILENT_LABELS),
@@ -100,17 +103,17 @@ def convert(source: Path, target: Path) -> None:
     (target / "pieces.json").write_text(json.dumps(pieces, ensure_ascii=False), encoding="utf-8")
     graph.save(target)
     save_file(
-        {name: torch.from_numpy(np.ascontiguousarray(array, np.float32)) for name, array in tensors.items()},
+        {name: torch.from_numpy(np.array(array, np.float32, order="C")) for name, array in tensors.items()},
         target / "model.safetensors",
     )
 
 
 def _pieces(symbols: Mapping[int, str]) -> list[str]:
-    """Words by id, each with the space before it; what is no word is empty."""
+    """Words by id, each with the space before it, if its script has spaces; what is no word is empty."""
     pieces = [""] * (max(symbols, default=-1) + 1)
     for number, word in symbols.items():
         if not (word[:1] in "<[#" and (word[-1:] in ">]" or word[:1] == "#")):
-            pieces[number] = SPACE + word
+            pieces[number] = word if UNSPACED.match(word) else SPACE + word
     return pieces
 
 

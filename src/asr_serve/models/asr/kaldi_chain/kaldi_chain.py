@@ -115,9 +115,6 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
     """Words of the decoding graph, by id."""
     layers: tuple[LayerSpec, ...]
     ivector: IvectorOptions
-    ivector_gaussians: int
-    ivector_features: int
-    """Numbers of a spliced and projected frame."""
     mfcc: KaldiMfccOptions
     subsampling: int = 3
     """Input frames of an output frame."""

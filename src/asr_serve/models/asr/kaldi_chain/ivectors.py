@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.interfaces import StateSpec
@@ -237,13 +238,14 @@ class OnlineIvectors:
         # Weights of Gaussians by frame, in order to sum frames by a matrix product.
         by_gaussian = shares.new_zeros(sessions, frames.projected.shape[1], self.gaussians)
         by_gaussian.scatter_(2, frames.gaussians, shares)
-        parts = by_gaussian[:, : self.block_frames], by_gaussian[:, self.block_frames :]
-        seen = frames.projected[:, : self.block_frames], frames.projected[:, self.block_frames :]
-        sums = torch.stack([torch.bmm(p.transpose(1, 2), x) for p, x in zip(parts, seen, strict=True)])
-        linear = (sums.view(2 * sessions, -1) @ self._projections).view(2, sessions, -1).double()
-        counts = torch.stack([part.sum(1) for part in parts])
-        quadratic = (counts.view(2 * sessions, -1) @ self._scatters).view(2, sessions, -1).double()
-        totals = counts.double().sum(2)
+        # Sums over the block, and over the frames after it: of the frames, and in the last column of the weights.
+        numbered = F.pad(frames.projected, (0, 1), value=1.0)
+        cuts = slice(None, self.block_frames), slice(self.block_frames, None)
+        sums = torch.cat([torch.bmm(by_gaussian[:, cut].transpose(1, 2), numbered[:, cut]) for cut in cuts])
+        counts = sums[:, :, -1]
+        linear = (sums[:, :, :-1].flatten(1) @ self._projections).view(2, sessions, -1).double()
+        quadratic = (counts @ self._scatters).view(2, sessions, -1).double()
+        totals = counts.double().sum(1).view(2, sessions)
         memory["linear"] = memory["linear"] + linear[0]
         memory["quadratic"] = memory["quadratic"] + quadratic[0]
         memory["count"] = memory["count"] + totals[0]

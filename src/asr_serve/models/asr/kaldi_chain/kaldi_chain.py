@@ -181,11 +181,12 @@ class Model(StreamingModel):
             raise WeightsCorrupt(f"a network that looks ahead {self.network.right_frames} frames", "3 at least")
         self._history = max(self.network.input_history, self.ivectors.spliced_frames)
         """Input frames before a block's that it reads too."""
-        silence = torch.zeros(self.network.output_width, dtype=torch.bool)
-        if any(not 0 <= pdf < len(silence) for pdf in config.silence_pdfs):
-            raise WeightsCorrupt("silence_pdfs beyond the network's outputs", f"0 to {len(silence) - 1}")
-        silence[list(config.silence_pdfs)] = True
-        self._weights_of_pdfs = torch.where(silence, config.ivector.silence_weight, 1.0).to(device.torch_device)
+        outputs = range(self.network.output_width)
+        if not config.silence_pdfs or any(pdf not in outputs for pdf in config.silence_pdfs):
+            raise WeightsCorrupt(
+                f"silence_pdfs {config.silence_pdfs[:8]}", f"one output of the network at least, 0 to {outputs[-1]}"
+            )
+        self._silence_pdfs = torch.tensor(config.silence_pdfs, device=device.torch_device)
 
     def count_frames(self, samples: int) -> int:
         """Returns the output frames of that many samples: one for every three windows, rounded up, and one at least
@@ -252,8 +253,9 @@ class Model(StreamingModel):
             before = self._prime(started, before, after, memory)
         frames = raw[:, self._history - self.network.input_history :].transpose(0, 1).contiguous()
         scores = self.network.step(frames, before, after, memory["network"], self.block)
-        weights = self._weights_of_pdfs[scores.argmax(dim=-1)]
-        memory["weights"] = weights.t().repeat_interleave(self.config.subsampling, dim=1)
+        silent = scores[:, :, self._silence_pdfs].amax(dim=-1) >= scores.amax(dim=-1)
+        weights = torch.where(silent.t(), self.config.ivector.silence_weight, 1.0)
+        memory["weights"] = weights.repeat_interleave(self.config.subsampling, dim=1)
         return scores
 
     # --- a session's start -----------------------------------------------------------------------------------

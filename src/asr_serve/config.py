@@ -133,6 +133,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Windows that one caller may submit at once; 64 are two seconds."""
     max_sessions: PositiveInt = 1_024
     """Callers with voice-activity state."""
+    new_live_callers: PositiveInt = 32
+    """Live callers who may be new at once: those whose speech was not yet answered on time. The default is what two
+    cores serve; a machine that serves more may begin with more."""
     live_share: Fraction = 0.9
     """Share of the machine for live callers while other work waits."""
     interactive_share: Fraction = 0.8

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from asr_serve.decoding.biasing import BiasingPhrase, pack_phrases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from streaming_search import PosteriorModel, chunk_of, posteriors, run_search, state_of
 from tiny_transducer import TinyTransducer, noise
 from torch import Tensor
 
-from asr_serve import kernels
-from asr_serve.decoding.biasing import BiasingPhrase, pack_phrases
+from asr_serve import devices, kernels
+from asr_serve.decoding.biasing_graph import BiasingPhrase, pack_phrases
 from asr_serve.decoding.biasing_list import StreamingBiasingList
-from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
+from asr_serve.decoding.ctc import CtcBeamOptions, CtcGreedy, CtcPrefixBeam
+from asr_serve.decoding.ctc_batched import BatchedCtcPrefixBeam
 from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.engine.streaming.search_router import BiasingSearchRouter
@@ -95,6 +97,31 @@ def test_the_reference_leaves_the_same_state(seed: int, chunk: int, frames: int)
             found += search.step(hidden[None, at : at + width], chunk_of([0], [at], [width]), state, words)
         left.append((found, search.finish(0, state, words), {name: each[0].tolist() for name, each in state.items()}))
     assert left[0] == left[1]
+
+
+@given(st.integers(0, 10_000), st.integers(1, 12), st.lists(st.integers(1, 40), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=60)
+def test_the_batched_search_gives_the_same_hot_words(seed: int, chunk: int, lengths: list[int]):
+    drawn = random.Random(seed)
+    words = words_of(*("".join(drawn.choices(LETTERS[1:5], k=drawn.randint(2, 5))) for _ in range(8)), weight=2.0)
+    batched = BatchedCtcPrefixBeam(
+        PosteriorModel(VOCAB, BLANK), devices.make_device("cpu", "fp32"), CtcBeamOptions(8), boost=1.0
+    )
+    hidden, state = posteriors(seed, len(lengths), max(lengths), VOCAB), state_of(batched, len(lengths))
+    rows, fixed = list(range(len(lengths))), [list[SearchToken]() for _ in lengths]
+    for at in range(0, max(lengths), chunk):
+        counts = [min(max(length - at, 0), chunk) for length in lengths]
+        found = batched.step(hidden[:, at : at + chunk], chunk_of(rows, [at] * len(rows), counts), state, words)
+        for row, result in enumerate(found):
+            fixed[row] += result.fixed_tokens
+    for row, length in enumerate(lengths):
+        expected, guesses = run(ctc(nodes=4_096), hidden[row, :length], words, [length])
+        ours = batched.finish(row, state, words)
+        assert fixed[row] == expected
+        assert [guess.tokens for guess in ours] == [guess.tokens for guess in guesses]
+        for name in ("logprob", "gain"):
+            sums = [[getattr(guess, name) for guess in each] for each in (ours, guesses)]
+            assert sums[0] == pytest.approx(sums[1], abs=1e-9)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 5])

@@ -16,20 +16,25 @@ from safetensors import safe_open
 from streaming_search import PosteriorModel, chunk_of, posteriors, run_search, state_of
 from torch import Tensor
 
-from asr_serve import kernels
-from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
+from asr_serve import devices, kernels
+from asr_serve.decoding.ctc import CtcBeamOptions, CtcGreedy, CtcPrefixBeam
+from asr_serve.decoding.ctc_batched import BatchedCtcPrefixBeam
 from asr_serve.errors import OptionError
 from asr_serve.kernels import ctc_search_reference
 from asr_serve.types import NBestHypothesis, SearchToken
 
 FIXTURE = Path(__file__).parent / "fixtures" / "ctc.safetensors"
 EVERYTHING: dict[str, Any] = {"tokens": 1_000, "min_logprob": -math.inf, "max_gap": math.inf, "nodes": 60_000}
-KINDS = ["greedy", "native", "reference"]
+KINDS = ["greedy", "native", "reference", "batched"]
+CPU = devices.make_device("cpu", "fp32")
 
 
-def search_of(kind: str, vocab: int, blank: int = 0, **options: Any) -> CtcGreedy | CtcPrefixBeam:
+def search_of(kind: str, vocab: int, blank: int = 0, **options: Any) -> Any:
     if kind == "greedy":
         return CtcGreedy(PosteriorModel(vocab, blank))
+    if kind == "batched":
+        tail = min(max(2, options.pop("nodes", 64)), 64)
+        return BatchedCtcPrefixBeam(PosteriorModel(vocab, blank), CPU, CtcBeamOptions(**options), tail=tail)
     search = CtcPrefixBeam(PosteriorModel(vocab, blank), **options)
     if kind == "reference":
         search._native = ctc_search_reference
@@ -38,12 +43,12 @@ def search_of(kind: str, vocab: int, blank: int = 0, **options: Any) -> CtcGreed
     return search
 
 
-@pytest.fixture(params=["native", "reference"])
+@pytest.fixture(params=["native", "reference", "batched"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def renew(search: CtcGreedy | CtcPrefixBeam, state: dict[str, Tensor], row: int) -> None:
+def renew(search: Any, state: dict[str, Tensor], row: int) -> None:
     for name, spec in search.state_specs().items():
         if spec.initial_value is not None:
             state[name][row] = spec.initial_value
@@ -128,7 +133,7 @@ def test_the_n_best_list_is_that_of_wenet(kind: str, logprobs: Tensor, said: dic
     expect_wenet(search_of(kind, 12, beam=12, **EVERYTHING), logprobs, said["wenet"])
 
 
-def expect_wenet(search: CtcPrefixBeam, logprobs: Tensor, expected: list[dict[str, Any]]) -> None:
+def expect_wenet(search: Any, logprobs: Tensor, expected: list[dict[str, Any]]) -> None:
     fixed, _, best = run_search(search, logprobs)
     assert [ids(fixed + guess.tokens) for guess in best] == [each["tokens"] for each in expected]
     assert [guess.logprob for guess in best] == pytest.approx([e["logprob"] for e in expected], abs=1e-5)
@@ -169,6 +174,16 @@ def test_token_frames_are_those_of_the_best_alignment(
 # --- chunk by chunk -------------------------------------------------------------------------------
 
 
+def expect_equal(kind: str, result: Any, expected: Any) -> None:
+    """Bit for bit, but for the batched search: torch's logarithms differ in the last bit by their place in a tensor."""
+    if kind != "batched":
+        assert result == expected
+        return
+    assert result[:2] == expected[:2]
+    assert [guess.tokens for guess in result[2]] == [guess.tokens for guess in expected[2]]
+    assert [guess.logprob for guess in result[2]] == pytest.approx([guess.logprob for guess in expected[2]], abs=1e-9)
+
+
 @pytest.mark.parametrize("which", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
@@ -207,7 +222,7 @@ def test_batching_and_chunks_change_nothing(which: str, data: st.DataObject) -> 
             fixed[s] += came.fixed_tokens
             at[s] += count
             if at[s] == lengths[s]:
-                assert (fixed[s], came.tail_tokens, search.finish(online[s], state)) == alone[s]
+                expect_equal(which, (fixed[s], came.tail_tokens, search.finish(online[s], state)), alone[s])
                 free.append(online.pop(s))
 
 
@@ -240,6 +255,76 @@ def test_a_token_across_a_chunk_edge_is_emitted_once(which: str) -> None:
         assert ids(fixed + tail) == [1, 1, 2]
 
 
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_the_batched_search_is_the_native_one(data: st.DataObject) -> None:
+    """The same hypotheses, scores, fixed tokens and frames, many sessions of different lengths at once."""
+    vocab, blank = data.draw(st.sampled_from([(3, 0), (6, 5), (40, 7)]))
+    options = {
+        "beam": data.draw(st.sampled_from([1, 2, 5, 16])),
+        "tokens": data.draw(st.sampled_from([1, 4, 16])),
+        "min_logprob": data.draw(st.sampled_from([-8.0, -2.0, -math.inf])),
+        "max_gap": data.draw(st.sampled_from([3.0, 12.0, math.inf])),
+    }
+    seed, sharp = data.draw(st.integers(0, 2**31)), data.draw(st.sampled_from([0.3, 2.0, 6.0]))
+    lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=6))
+    logprobs = posteriors(seed, len(lengths), max(lengths), vocab, sharp=sharp)
+    batched = search_of("batched", vocab, blank, **options)
+    native = search_of("native", vocab, blank, **options, nodes=4_096)
+    state, rows = state_of(batched, len(lengths)), list(range(len(lengths)))
+    found = batched.step(logprobs, chunk_of(rows, [0] * len(rows), lengths), state)
+    for row, length in enumerate(lengths):
+        expected = run_search(native, logprobs[row, :length])
+        expect_equal("batched", (found[row].fixed_tokens, found[row].tail_tokens, batched.finish(row, state)), expected)
+
+
+class BigramScorer:
+    """Language model whose states are the last token + 1, as a table of log-probabilities."""
+
+    initial_state = 0
+
+    def __init__(self, vocab: int, seed: int) -> None:
+        self.table = posteriors(seed, vocab + 1, vocab + 1, sharp=1.0).double()
+
+    def score(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.table[states, tokens], tokens + 1
+
+    def final_logprobs(self, states: Tensor) -> Tensor:
+        return self.table[states, -1]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "frames", "weight", "bonus"), [(3, 6, 0.7, 0.0), (3, 7, 1.5, 0.4), (4, 5, 0.3, -0.2)]
+)
+def test_a_language_model_ranks_every_text(vocab: int, frames: int, weight: float, bonus: float) -> None:
+    """By brute force: the sum over alignments, times the language model's probability to the power of its weight."""
+    logprobs, scorer = posteriors(frames, frames, vocab, sharp=1.0), BigramScorer(vocab, 3)
+    acoustic: dict[tuple[int, ...], float] = {}
+    for path in itertools.product(range(vocab), repeat=frames):
+        text = collapsed(path, 0)
+        acoustic[text] = acoustic.get(text, 0.0) + math.exp(sum(float(logprobs[f, s]) for f, s in enumerate(path)))
+
+    def language(text: tuple[int, ...]) -> float:
+        logprob, state = 0.0, torch.tensor(0)
+        for token in text:
+            more, state = scorer.score(state, torch.tensor(token))
+            logprob += weight * float(more) + bonus
+        return logprob + weight * float(scorer.final_logprobs(state))
+
+    options = CtcBeamOptions(256, 1_000, -math.inf, math.inf)
+    search = BatchedCtcPrefixBeam(
+        PosteriorModel(vocab), CPU, options, language_model=scorer, weight=weight, token_bonus=bonus
+    )
+    _, _, best = run_search(search, logprobs, [2] * (frames // 2) + [1] * (frames % 2))
+    found = {tuple(ids(guess.tokens)): guess for guess in best}
+    expected = sorted(acoustic, key=lambda text: -(math.log(acoustic[text]) + language(text)))
+    assert len(found) == min(256, len(acoustic))
+    assert [tuple(ids(guess.tokens)) for guess in best[:20]] == expected[:20]
+    for text in expected[:20]:
+        assert found[text].logprob == pytest.approx(math.log(acoustic[text]), abs=1e-6)
+        assert found[text].gain == pytest.approx(language(text), abs=1e-6)
+
+
 # --- the beam's promises --------------------------------------------------------------------------
 
 
@@ -260,6 +345,11 @@ def test_a_token_has_the_frame_of_its_peak(kind: str) -> None:
     assert [(token.id, token.frame) for token in fixed + tail] == [(1, 3)]
 
 
+def unfixed_tokens(state: dict[str, Tensor]) -> int:
+    """Tokens that the session in row 0 stores: nodes of its tree, or the batched search's longest tail."""
+    return int(state["ctc_counts"][0, 1] if "ctc_counts" in state else state["ctc_lengths"][0].max())
+
+
 def test_common_prefixes_are_fixed_and_leave_the_state(kind: str) -> None:
     """Silence of 20 frames after each word: rivals fall behind, and the tree stays small."""
     heard = torch.full((200, 4), 0.001)
@@ -270,7 +360,7 @@ def test_common_prefixes_are_fixed_and_leave_the_state(kind: str) -> None:
     for at in range(0, 200, 4):
         [found] = search.step(heard[None, at : at + 4].log(), chunk_of([0], [at], [4]), state)
         fixed += found.fixed_tokens
-        assert state["ctc_counts"][0, 1] <= 12
+        assert unfixed_tokens(state) <= 12
     assert len(fixed) >= 6
     assert [token.frame for token in fixed] == [20 * i for i in range(len(fixed))]
 
@@ -288,7 +378,7 @@ def test_a_full_tree_fixes_the_best_entry(kind: str, nodes: int) -> None:
     for at in range(80):
         [found] = search.step(heard[None, at : at + 1].log(), chunk_of([0], [at], [1]), state)
         fixed, tail = fixed + found.fixed_tokens, found.tail_tokens
-        assert len(tail) <= int(state["ctc_counts"][0, 1]) <= nodes
+        assert len(tail) <= unfixed_tokens(state) <= max(nodes, 2 if kind == "batched" else 1)
         guesses = search.finish(0, state)
         assert guesses[0].tokens == tail
         assert all(a.logprob >= b.logprob for a, b in itertools.pairwise(guesses))
@@ -347,6 +437,7 @@ def test_options_out_of_range_are_named(name: str, value: float) -> None:
     assert refused.value.param == name
 
 
+@pytest.mark.parametrize("kind", ["native", "reference"])
 def test_non_contiguous_posteriors_are_refused(kind: str) -> None:
     search = search_of(kind, 5)
     with pytest.raises(TypeError):

@@ -17,7 +17,6 @@ from asr_serve.audio.endpointing import WINDOW_SAMPLES
 from asr_serve.config import EngineConfig
 from asr_serve.engine.client import EngineClient, VadSession
 from asr_serve.engine.partial_rate import (
-    MIN_RESERVATIONS,
     MIN_SAMPLES,
     OVERLOADED_MS,
     PROOF_MS,
@@ -28,6 +27,7 @@ from asr_serve.engine.partial_rate import (
 )
 from asr_serve.errors import AtCapacity, EngineClosed
 
+MIN_RESERVATIONS = EngineConfig().new_live_callers
 SECOND = 31 * WINDOW_SAMPLES
 """About a second of audio in whole windows."""
 
@@ -224,7 +224,7 @@ def test_who_waits_for_a_place_hears_that_the_engine_closed(engine: Engine, plac
 
 
 def test_a_proof_is_forgotten_after_a_while_and_renewed_by_speech() -> None:
-    admission, now = LiveAdmission(), 0.0
+    admission, now = LiveAdmission(MIN_RESERVATIONS), 0.0
     for caller in range(MIN_RESERVATIONS):
         admission.admit(caller, now)
     for caller in range(MIN_RESERVATIONS):
@@ -259,7 +259,7 @@ actions = st.tuples(st.sampled_from(["admit", "answer", "silence", "late", "leav
 
 @given(st.lists(actions, max_size=150))
 def test_new_callers_are_never_more_than_the_proven_or_the_start_value(steps: list[tuple[str, int]]) -> None:
-    admission, now, numbers = LiveAdmission(), 0.0, itertools.count()
+    admission, now, numbers = LiveAdmission(MIN_RESERVATIONS), 0.0, itertools.count()
     on_line: dict[int, float] = {}
     for action, number in steps:
         if action == "admit":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ from asr_serve.devices.cpu import CpuDevice
 from asr_serve.engine.builder import AsrCheckpoint, validate_card
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.thread_backend import thread_backend
-from asr_serve.errors import ModelError
+from asr_serve.errors import ModelError, WeightsCorrupt
 from asr_serve.models.interfaces import EncoderDecoderModel, StreamingChunk
 from asr_serve.models.registry import asr_card, model_modules
 
@@ -113,6 +114,28 @@ def test_a_kind_is_one_file(installed: Path) -> None:
     (info / "entry_points.txt").write_text("[asr_serve.models]\none = tiny_letters\ntwo = tiny_letters\n")
     with pytest.raises(ModelError, match=r"'tiny_letters'.*unlike tiny_letters"):
         model_modules()
+
+
+def test_a_card_has_a_name_of_its_own(installed: Path) -> None:
+    module = installed / "tiny_letters.py"
+    module.write_text(module.read_text().replace(NAME, "moonshine-tiny-en"))
+    sys.modules.pop("tiny_letters", None)
+    importlib.invalidate_caches()
+    with pytest.raises(ModelError, match=r"tiny_letters has a card named 'moonshine-tiny-en'.*moonshine"):
+        model_modules()
+
+
+def test_a_task_that_nobody_knows_is_named() -> None:
+    with pytest.raises(ModelError, match=r"no task 'translation'.*asr, tts"):
+        model_modules("translation")
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "null", '"sizes"', "\ud800 {"])
+def test_a_config_that_is_none_is_named(installed: Path, text: str) -> None:
+    path = installed / "checkpoint" / "config.json"
+    path.write_text(text, errors="surrogatepass")
+    with pytest.raises(WeightsCorrupt, match=r"config\.json"):
+        AsrCheckpoint.find(NAME, path.parent)
 
 
 def test_a_card_declares_what_its_model_is(installed: Path) -> None:

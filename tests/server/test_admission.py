@@ -326,13 +326,25 @@ def test_every_route_has_the_class_that_its_endpoint_declares(server: Running) -
         table.socket("/v2")
 
 
-def test_a_websocket_without_a_class_is_no_route() -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_socket"),
+    [
+        (None, True),
+        (AdmissionClass.PUBLIC, True),
+        (AdmissionClass.WORK, True),
+        (AdmissionClass.LIVE, False),
+        (AdmissionClass.RESERVES_ITSELF, False),
+    ],
+)
+def test_a_route_without_the_limit_that_it_needs_is_refused(kind: AdmissionClass | None, is_socket: bool) -> None:
     @admitted_as(AdmissionClass.LIVE)
     async def limited(_: object) -> None: ...
 
-    async def unlimited(_: object) -> None: ...
+    async def wrong(_: object) -> None: ...
 
-    routes = [Route("/a", unlimited), WebSocketRoute("/b", limited)]
+    if kind is not None:
+        admitted_as(kind)(wrong)
+    routes = [Route("/a", lambda _: None), WebSocketRoute("/b", limited)]
     assert AdmissionTable(routes).socket_paths == {"/b"}
-    with pytest.raises(TypeError, match="/c declares no admission class"):
-        AdmissionTable([*routes, WebSocketRoute("/c", unlimited)])
+    with pytest.raises(TypeError, match="/c declares"):
+        AdmissionTable([*routes, WebSocketRoute("/c", wrong) if is_socket else Route("/c", wrong)])

@@ -18,7 +18,7 @@ from asr_serve.errors import OptionError, WeightsCorrupt
 from asr_serve.models.auxiliary.ge2e import similarity
 from asr_serve.models.tts.fastpitch import PAUSE, Config, whole_frames
 from asr_serve.models.tts.fastpitch_layers import LoraChanges
-from asr_serve.models.tts.fastpitch_network import F0_SCALE, PhonemeProsody, places
+from asr_serve.models.tts.fastpitch_network import F0_SCALE, PhonemeProsody, frame_positions
 
 SPEAKER_EMBEDDINGS_FILE = "speakers.safetensors"
 """File beside a checkpoint: `ge2e` (voices, 256), speaker embeddings of its voices."""
@@ -92,9 +92,9 @@ class CloningBaseModel:
         frames = int(durations.sum())
         chunk = self.config.sizes.chunk
         numbers = torch.arange(-(-frames // chunk) * chunk)[None]
-        index, place = places(durations, numbers)
+        index, position = frame_positions(durations, numbers)
         conditioned = network.condition(hidden, prosody)[:, index[0]]
-        x = network.decoder_input(conditioned, place, tables["speakers_decoder"][[speaker]])
+        x = network.decoder_input(conditioned, position, tables["speakers_decoder"][[speaker]])
         out = network.decode(x, torch.tensor([frames]), changes)[0, :frames]
         mean, deviation = self.config.norms.mel
         pitch_mean, pitch_deviation = pitch or self.config.norms.pitch.get(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,29 @@ class CtcGreedy:
         return [NBestHypothesis([], float(state["ctc_score"][row]))]
 
 
+class CtcBeamOptions(NamedTuple):
+    """Pruning limits of a prefix beam search. Existing hypotheses are always extended exactly."""
+
+    beam: int = 16
+    """Hypotheses."""
+    tokens: int = 16
+    """Most tokens of a frame that open new hypotheses."""
+    min_logprob: float = -8.0
+    """Natural-log probability below which a token opens none."""
+    max_gap: float = 12.0
+    """Hypotheses this much less likely than the best are dropped, natural log."""
+
+    def validate(self) -> None:
+        """Raises OptionError for options out of range."""
+        for name, value, most in (("beam", self.beam, MAX_BEAM), ("tokens", self.tokens, None)):
+            if value < 1 or (most and value > most):
+                raise OptionError(f"{name}={value}", f"1 to {most}" if most else "1 or more", param=name)
+        if math.isnan(self.min_logprob):
+            raise OptionError(f"min_logprob={self.min_logprob}", "a log-probability, -inf for all", param="min_logprob")
+        if not self.max_gap >= 0:
+            raise OptionError(f"max_gap={self.max_gap}", "0 or more, inf for all", param="max_gap")
+
+
 class CtcPrefixBeam:
     """Prefix beam search: the likeliest token sequences, each summed over all its alignments.
 
@@ -106,14 +129,10 @@ class CtcPrefixBeam:
             nodes: nodes of the tree; None: 16 for each hypothesis
             boost: bonus of each token of a hot word of weight 1, natural log; None: a search without hot words
         """
+        CtcBeamOptions(beam, tokens, min_logprob, max_gap).validate()
         nodes = 16 * beam if nodes is None else nodes
-        for name, value, most in (("beam", beam, MAX_BEAM), ("tokens", tokens, None), ("nodes", nodes, MAX_NODES)):
-            if value < 1 or (most and value > most):
-                raise OptionError(f"{name}={value}", f"1 to {most}" if most else "1 or more", param=name)
-        if math.isnan(min_logprob):
-            raise OptionError(f"min_logprob={min_logprob}", "a log-probability, -inf for all", param="min_logprob")
-        if not max_gap >= 0:
-            raise OptionError(f"max_gap={max_gap}", "0 or more, inf for all", param="max_gap")
+        if not 1 <= nodes <= MAX_NODES:
+            raise OptionError(f"nodes={nodes}", f"1 to {MAX_NODES}", param="nodes")
         self.model, self.beam, self.nodes = model, beam, nodes
         self.tokens, self.min_logprob, self.max_gap = tokens, min_logprob, max_gap
         self.boost = boost

@@ -106,10 +106,20 @@ class AsrCheckpoint(NamedTuple):
         card = asr_card(model)
         folder = model_weights.resolve(card, weights)
         file = asr_model_file(card.kind)
+        path = folder / "config.json"
         try:
-            config = file.Config.of(json.loads((folder / "config.json").read_text()))
-        except json.JSONDecodeError as failure:
-            raise WeightsCorrupt(f"{folder / 'config.json'} is no JSON: {failure}") from failure
+            settings = json.loads(path.read_text())
+        except ValueError as failure:
+            raise WeightsCorrupt(f"{path} is no JSON: {failure}") from failure
+        if not isinstance(settings, dict):
+            raise WeightsCorrupt(f"{path} holds a JSON {type(settings).__name__}", f"an object, of a {card.kind} model")
+        try:
+            config = file.Config.of(settings)
+        except (TypeError, AttributeError, KeyError, ValueError) as failure:
+            raise WeightsCorrupt(
+                f"{path} is none of a {card.kind} model: {type(failure).__name__}: {failure}",
+                "the config.json that came with the weights",
+            ) from failure
         return cls(card, folder, file, config, tokenizers.load_tokenizer(folder))
 
     def with_lookahead(self, frames: int | None) -> AsrCheckpoint:
@@ -179,7 +189,7 @@ def build_loop(
     validate_card(chosen, model)
     if isinstance(model, TtsModel):
         assert isinstance(chosen, TtsCard)
-        tts_executor = build_tts_executor(model, parts.codec, device, chosen, config, on_done, on_start)
+        tts_executor = build_tts_executor(model, parts.vocoder, device, chosen, config, on_done, on_start)
         return Loop(tts_executor, None, config.vad_step_windows, on_stop, stats=stats)
     assert isinstance(chosen, AsrCard)
     assert vad is not None

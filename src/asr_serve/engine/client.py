@@ -16,7 +16,8 @@ import numpy as np
 from asr_serve import units
 from asr_serve.audio.endpointing import WINDOW_SAMPLES as VAD_WINDOW_SAMPLES
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import NO_DRAFT, DraftTokens, Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens, SearchOptions
 from asr_serve.diarization.local_speakers import BUDGET_SAMPLES, WINDOW_SAMPLES, LocalSpeakers
 from asr_serve.engine.partial_rate import LiveAdmission, PartialRateController
 from asr_serve.engine.request import HypothesisRequest, RecognitionRequest, StreamChunk, VadChunk
@@ -248,7 +249,7 @@ class EngineClient:
         self._requests = self._samples = self._sessions = self._live = 0
         self._done_samples, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self._closed = False
-        self.partial_rate, self._admission = PartialRateController(), LiveAdmission()
+        self.partial_rate, self._admission = PartialRateController(), LiveAdmission(config.new_live_callers)
         self.backend = connect(config, self._done, self._stopped)
         card = self.backend.card if isinstance(self.backend.card, AsrCard) else None
         self.max_samples = units.ms_to_samples(card.max_segment_ms) if card else 0

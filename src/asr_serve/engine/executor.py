@@ -49,7 +49,7 @@ class EngineComponents(NamedTuple):
     """None for a speech synthesis model."""
     device: Device
     decode_text: Callable[[list[int]], str]
-    codec: Vocoder | None = None
+    vocoder: Vocoder | None = None
     """Vocoder of a model that generates acoustic frames."""
     encode_text: Callable[[str], list[int]] | None = None
     """Encodes text as tokens, for models whose hot words are spelt in them."""

@@ -29,8 +29,6 @@ STALE_AFTER_MS = 5_000
 MIN_SAMPLES = 16
 """Measurements before any caller is refused: the first ones after a silence may be slow for other reasons."""
 RETRY_MS = 5_000
-MIN_RESERVATIONS = 32
-"""Limit of new callers until more are proven: as many as two cores serve on time (docs/performance.md)."""
 PROOF_MS = 3_000
 """Time since connecting, and speech answered on time within it, after which a caller is proven."""
 RETRY_STEP_MS = 300
@@ -112,10 +110,10 @@ class _LiveCaller:
 class LiveAdmission:
     """Slow start of live callers: reservations from connecting until the load of a caller is measured.
 
-    There are at most as many new callers as callers whose speech was answered on time lately, or MIN_RESERVATIONS
-    where that is more. A burst therefore at most doubles a load that was shown to work, and the next one waits
-    until the callers of this one were answered on time, have left, or were connected for RESERVATION_MS: by then
-    `PartialRateController` has measured what they cost.
+    There are at most as many new callers as callers whose speech was answered on time lately, or
+    `min_reservations` where that is more. A burst therefore at most doubles a load that was shown to work, and the
+    next one waits until the callers of this one were answered on time, have left, or were connected for
+    RESERVATION_MS: by then `PartialRateController` has measured what they cost.
 
     The measure is a count of callers: it needs no figure for the cost of one, which batching changes with their
     number. A caller is proven by PROOF_MS of speech answered within OVERLOADED_MS; silence proves nothing. Callers
@@ -123,14 +121,16 @@ class LiveAdmission:
     overload check of `PartialRateController` refuses the next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, min_reservations: int) -> None:
+        """`min_reservations`: limit of new callers until more are proven."""
+        self.min_reservations = min_reservations
         self._callers: dict[int, _LiveCaller] = {}
 
     def admit(self, caller: int, now_ms: float) -> None:
         """Reserves capacity for a caller who connects. Raises AtCapacity."""
         callers = self._callers.values()
         on_time = sum(each.proven(now_ms) and now_ms - each.answered_ms <= PROVEN_FOR_MS for each in callers)
-        limit = max(MIN_RESERVATIONS, on_time)
+        limit = max(self.min_reservations, on_time)
         if (reserved := sum(each.reserves(now_ms) for each in callers)) >= limit:
             # Spread, so that a burst does not come again as a burst.
             retry_ms = PROOF_MS + caller % 10 * RETRY_STEP_MS

@@ -37,7 +37,7 @@ UNBOUNDED_SAMPLES = 1 << 62
 
 
 class PromptOptions(Protocol):
-    """Options of a request that decide its prompt; `decoding.seq2seq.SearchOptions` has them."""
+    """Options of a request that decide its prompt; `decoding.search_options.SearchOptions` has them."""
 
     @property
     def task(self) -> str:
@@ -145,9 +145,7 @@ class EncoderDecoderModel(ABC):
     @abstractmethod
     def prompt_tokens(self, options: PromptOptions) -> tuple[int, ...]:
         """Tokens that precede an answer, one at least; a prefix that the answer must begin with comes after them.
-
-        Raises OptionError for a language that the model lacks, UnsupportedOption for a task.
-        """
+        Raises OptionError for a language that the model lacks, UnsupportedOption for a task."""
 
     @abstractmethod
     def count_frames(self, samples: int, whole: bool = False) -> int:
@@ -167,8 +165,7 @@ class EncoderDecoderModel(ABC):
 
     @abstractmethod
     def cross_keys_values(self, hidden: Tensor) -> Tensor:
-        """Cross-attention keys and values (frames, layers, 2, heads * head_dim) of encoder frames (frames,
-        width)."""
+        """Cross-attention keys and values (frames, layers, 2, heads * head_dim) of encoder frames (frames, width)."""
 
     @abstractmethod
     def decode(
@@ -211,8 +208,7 @@ class StateSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     initial_value: float | None = 0.0
-    """Value that fills a new session's row; None: nothing does, since no step reads what the session has not
-    written."""
+    """Value that fills a new session's row; None: no step reads what the session has not written."""
     on_host: bool = False
     """Whether the tensor lies in the host's memory whatever the device."""
 
@@ -238,8 +234,7 @@ class StreamingChunk(NamedTuple):
 
 
 class AudioWindow(NamedTuple):
-    """Audio that a chunk needs: `samples` of it, the first of which lies `left_samples` before the chunk's first
-    encoder frame."""
+    """Audio that a chunk needs: `samples`, the first of them `left_samples` before the chunk's first encoder frame."""
 
     left_samples: int
     samples: int
@@ -259,8 +254,12 @@ class StreamingEncoder(ABC):
     frame_block: int
     """Encoder frames that attend to each other; chunks are multiples of it."""
     heads: tuple[str, ...] = ()
+<<<<<<< HEAD
     """Ways to decode the frames, of ctc, rnnt, tdt and wfst, the default first; () where an attention decoder reads
     them."""
+=======
+    """Ways to decode the frames, of ctc, rnnt and tdt, the default first; () where an attention decoder reads them."""
+>>>>>>> da01e3ccb855fe95c3b09407d9e5ca117bff0b3c
 
     @abstractmethod
     def count_frames(self, samples: int) -> int:
@@ -512,8 +511,7 @@ class StreamingTtsModel(TtsModel, Generic[E]):
 
 
 class Vocoder(ABC):
-    """Vocoder (the codec of a card): acoustic frames to audio, chunk by chunk or at once, with the same
-    samples."""
+    """Vocoder (the `vocoder` of a card): acoustic frames to audio, chunk by chunk or at once, with the same samples."""
 
     rate_hz: int
     """Sample rate of the audio."""

@@ -156,7 +156,7 @@ class TtsCard(ModelCard, frozen=True, kw_only=True, tag="speaks", tag_field="doe
     """Frames of a step; 0: it synthesizes a sentence as a whole."""
     clones: bool = False
     """Whether voices can be cloned with it."""
-    codec: str = ""
+    vocoder: str = ""
     """Vocoder of a model that makes frames: a name among the cards of models/tts/vocoders."""
 
     def language(self, voice: str | None = None) -> str:
@@ -179,7 +179,7 @@ AUTO_VOICES = ("fastpitch-en", "hibari")
 _FOLDERS = {
     "asr": "asr",
     "tts": "tts",
-    "codec": "tts.vocoders",
+    "vocoder": "tts.vocoders",
     "turn": "auxiliary",
     "segmentation": "auxiliary",
     "speaker": "auxiliary",
@@ -197,8 +197,11 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
     among the entry points of installed packages.
 
     Returns: modules by the `kind` of their cards, which is the file name of one in the folder.
-    Raises ModelError for two files of one kind. A file that cannot be imported raises here.
+    Raises ModelError for an unknown task, for two files of one kind, and for two cards of one name. A file in the
+    folder that cannot be imported raises here; an entry point's is left out.
     """
+    if task not in _FOLDERS:
+        raise ModelError(f"there is no task {task!r}", f"tasks: {', '.join(_FOLDERS)}")
     modules: dict[str, ModuleType] = {}
     folders = [importlib.import_module(f"asr_serve.models.{_FOLDERS[task]}")]
     while folders:
@@ -208,6 +211,11 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
             if info.ispkg:
                 folders.append(module)
             elif any(card.task == task for card in vars(module).get("CARDS", ())):
+                if info.name in modules:
+                    raise ModelError(
+                        f"{module.__name__} and {modules[info.name].__name__} are model files of one name",
+                        "a name that no other file of the task has",
+                    )
                 modules[info.name] = module
     for entry in entry_points(group=ENTRY_POINTS):
         try:
@@ -223,6 +231,14 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
                     f"a kind that no other has, unlike {modules[kind].__name__}",
                 )
             modules[kind] = module
+    owners: dict[str, ModuleType] = {}
+    for module in modules.values():
+        for card in module.CARDS:
+            if card.task == task and owners.setdefault(card.name, module) is not module:
+                raise ModelError(
+                    f"{module.__name__} has a card named {card.name!r}",
+                    f"a name that no other has, unlike {owners[card.name].__name__}",
+                )
     return modules
 
 
@@ -237,8 +253,8 @@ def tts_model_file(kind: str) -> TtsModelFile:
 
 
 def vocoder_file(kind: str) -> VocoderFile:
-    """The model file of a codec's card."""
-    return model_modules("codec")[kind]
+    """The model file of a vocoder's card."""
+    return model_modules("vocoder")[kind]
 
 
 def turn_model_file(kind: str) -> TurnModelFile:
@@ -268,7 +284,7 @@ def tts_cards() -> dict[str, TtsCard]:
 
 def vocoder_cards() -> dict[str, VocoderCard]:
     """Cards of all vocoders by name."""
-    return {card.name: card for module in model_modules("codec").values() for card in module.CARDS}
+    return {card.name: card for module in model_modules("vocoder").values() for card in module.CARDS}
 
 
 def diarization_cards() -> dict[str, ModelCard]:

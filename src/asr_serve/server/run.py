@@ -25,6 +25,7 @@ from asr_serve import __version__
 from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.metrics import ServerMetrics
+from asr_serve.server import silent_connections
 from asr_serve.server.app import create_app
 from asr_serve.server.engine_registry import EngineRegistry
 from asr_serve.server.middleware.admission import AdmissionController
@@ -38,7 +39,7 @@ BACKLOG = 1_024
 SPARE_CONNECTIONS = 8_192
 """Connections beyond the limits: those between two requests, those refused with a retry time, and those that send
 nothing or their headers slowly: granian accepts nobody else while all connections are taken. It closes a connection
-30 s after the first byte of headers that do not end, and never one that sends nothing at all."""
+30 s after the first byte of headers that do not end; `silent_connections` closes those that send nothing at all."""
 FILES = 256
 """Open files other than connections."""
 FINAL_RESPONSES_S = 0.5
@@ -50,10 +51,8 @@ CLOSE_S = 5.0
 
 
 def serve(config: ServeConfig) -> None:
-    """Runs until SIGTERM or SIGINT, then exits: code 0, or 1 if it could not start or ended by itself.
-
-    Raises OptionError if the address or the certificate cannot be used.
-    """
+    """Runs until SIGTERM or SIGINT, then exits: code 0, or 1 if it could not start or ended by itself. Raises
+    OptionError if the address or the certificate cannot be used."""
     logs.setup(config.log_format, config.log_level)
     _certificate(config)
     config = _with_peer_port(config)
@@ -66,8 +65,7 @@ def serve(config: ServeConfig) -> None:
 
 
 def _with_peer_port(config: ServeConfig) -> ServeConfig:
-    """Chooses the port for peers before the engine starts: a restarted engine listens there again. Raises
-    OptionError."""
+    """Chooses the port for peers before the engine starts: a restarted one listens there again. Raises OptionError."""
     if config.engine.role != "encode":
         return config
     if config.more_models:
@@ -97,7 +95,11 @@ def _connection_limit(config: ServeConfig) -> int:
     if soft != resource.RLIM_INFINITY and soft < wanted + other:
         soft = wanted + other if hard == resource.RLIM_INFINITY else min(wanted + other, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return wanted if soft == resource.RLIM_INFINITY else min(wanted, max(config.max_concurrent, soft - other))
+    if soft == resource.RLIM_INFINITY or soft >= wanted + other:
+        return wanted
+    accepted = max(config.max_concurrent, soft - other)
+    log.warning("up to %d connections instead of %d: the system allows %d open files", accepted, wanted, soft)
+    return accepted
 
 
 def _tune_malloc() -> None:
@@ -175,6 +177,7 @@ async def _serve(config: ServeConfig, ports: list[int], connections: int) -> Non
         listening = {asyncio.create_task(server.serve()) for server in servers}
         stop = asyncio.create_task(stop_requested.wait())
         loading = asyncio.create_task(engines.start())
+        watching = asyncio.create_task(silent_connections.watch(ports))
         code = 1
         try:
             started = time.perf_counter()
@@ -191,8 +194,8 @@ async def _serve(config: ServeConfig, ports: list[int], connections: int) -> Non
         except Exception:
             log.exception("the server ended badly")
         finally:
-            stop.cancel()
-            loading.cancel()
+            for task in (stop, loading, watching):
+                task.cancel()
             for server in servers:
                 server.stop()  # type: ignore[no-untyped-call]
             await _wait_tasks({loading, *listening}, STOP_S)

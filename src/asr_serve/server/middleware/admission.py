@@ -58,7 +58,8 @@ class AdmissionTable:
     """Admission classes of all routes, as their endpoints declare them."""
 
     def __init__(self, routes: Sequence[BaseRoute]) -> None:
-        """Raises TypeError for a WebSocket route whose endpoint declares none: it would have no limit."""
+        """Raises TypeError for a route without the limit that it needs: a WebSocket whose endpoint declares no class,
+        or a class that belongs to the other kind of route."""
         self._http: list[tuple[Pattern[str], Collection[str] | None, AdmissionClass]] = []
         self._sockets: list[tuple[Pattern[str], AdmissionClass]] = []
         self.public_paths, self.socket_paths = set[str](), set[str]()
@@ -67,10 +68,14 @@ class AdmissionTable:
                 continue
             kind = getattr(route.endpoint, "admission_class", None)
             if isinstance(route, WebSocketRoute):
-                if kind is None:
-                    raise TypeError(f"the WebSocket {route.path} declares no admission class")
+                if kind in (None, AdmissionClass.PUBLIC, AdmissionClass.WORK):
+                    raise TypeError(
+                        f"the WebSocket {route.path} declares {kind}, and needs KEY, LIVE or RESERVES_ITSELF"
+                    )
                 self._sockets.append((route.path_regex, kind))
                 self.socket_paths.add(route.path)
+            elif kind in (AdmissionClass.LIVE, AdmissionClass.RESERVES_ITSELF):
+                raise TypeError(f"{route.path} declares {kind}, which is for WebSockets")
             elif kind is AdmissionClass.PUBLIC:  # whatever the method: a wrong one is refused without a key too
                 self._http.append((route.path_regex, None, kind))
                 self.public_paths.add(route.path)

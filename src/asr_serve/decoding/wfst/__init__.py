@@ -1,0 +1,1 @@
+"""Searches of decoding graphs (models/decoding_graph.py)."""

@@ -174,7 +174,9 @@ def _read_const(reader: _Reader, header: _Header) -> tuple[np.ndarray, np.ndarra
 
 
 def _read_vector(reader: _Reader, header: _Header) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    counts, finals, blocks = [], [], []
+    counts: list[int] = []
+    finals: list[float] = []
+    blocks: list[np.ndarray] = []
     while len(counts) < header.states if header.states >= 0 else reader.offset < len(reader.data):
         final, count = reader.numbers("fq")
         finals.append(final)

@@ -16,11 +16,14 @@ from safetensors.torch import load_file
 
 from asr_serve import devices, units
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.biasing_list import StreamingBiasingList
+from asr_serve.decoding.biasing_list import BiasingSearch, StreamingBiasingList
 from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
 from asr_serve.decoding.rescoring import RescoringSearch
 from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.decoding.rnnt_beam import TransducerBeam
+from asr_serve.decoding.wfst.batched_search import BatchedWfstSearch
+from asr_serve.decoding.wfst.search import WfstSearch
+from asr_serve.decoding.wfst.search_graph import prepare_graph
 from asr_serve.devices.interface import Device
 from asr_serve.engine.cache import TieredStore
 from asr_serve.engine.executor import EngineComponents as EngineComponents
@@ -44,6 +47,7 @@ from asr_serve.engine.vad_runner import VadCache, VadRunner
 from asr_serve.errors import ModelError, OptionError, WeightsCorrupt
 from asr_serve.models.auxiliary import silero
 from asr_serve.models.checkpoints import store as model_weights
+from asr_serve.models.decoding_graph import GRAPH_FILE, DecodingGraph
 from asr_serve.models.interfaces import (
     EncoderDecoderModel,
     IncrementalEncoderDecoderModel,
@@ -141,7 +145,11 @@ class AsrCheckpoint(NamedTuple):
         except SafetensorError as failure:
             raise WeightsCorrupt(f"{self.folder / 'model.safetensors'} cannot be read: {failure}") from failure
         model, tokenizer = self.file.Model(self.config, tensors, target), self.tokenizer
-        return EngineComponents(model, silero.load(), target, tokenizer.decode, encode_text=tokenizer.encode)
+        path = self.folder / GRAPH_FILE
+        graph = DecodingGraph.load(path) if "wfst" in self.card.heads else None
+        return EngineComponents(
+            model, silero.load(), target, tokenizer.decode, encode_text=tokenizer.encode, graph=graph
+        )
 
     def fingerprint(self) -> int:
         """Checksum of the files that another engine of the same model must share to take over sessions. Detects
@@ -209,10 +217,9 @@ def build_loop(
         if tiers is not None:
             on_failure.callback(tiers.close)
         if isinstance(model, StreamingModel):
-            wrapper, offload = build_chunked(model, chosen, device, config), offload_options(config, tiers)
-            executor: ModelExecutor = StreamingExecutor(
-                wrapper, config.shares, on_done, on_start, **offload, spell=stream_biasing(parts, model.vocab_size)
-            )
+            wrapper, offload = build_chunked(model, chosen, parts, config), offload_options(config, tiers)
+            spell = stream_biasing(parts, model.vocab_size) if isinstance(wrapper.search, BiasingSearch) else None
+            executor: ModelExecutor = StreamingExecutor(wrapper, config.shares, on_done, on_start, **offload, spell=spell)
         elif config.role == "encode" and meeting is not None:
             executor = roles.build_encode_worker(model, device, chosen, config, meeting)
         elif isinstance(model, IncrementalEncoderDecoderModel) and chosen.incremental_encoder:
@@ -368,15 +375,32 @@ def build_seq2seq(
 
 
 def build_chunked(
-    model: StreamingModel, chosen: AsrCard, device: Device, config: EngineConfig, **options: Any
+    model: StreamingModel, chosen: AsrCard, parts: EngineComponents, config: EngineConfig, **options: Any
 ) -> ChunkedModelRunner:
     """Builds a runner for as many sessions as fit in memory, up to `config.max_sessions`. Raises OptionError for a
     chunk or a head that the model does not have."""
     head = config.head or model.heads[0]
     if head not in model.heads:
         raise OptionError(f"head={head}", f"{chosen.name} has {', '.join(model.heads)}", param="head")
-    search = _search(model, head, config.beam, device)
-    return _wrapper(model, search, chosen, device, config, aligns=head == "ctc", **options)
+    if head == "wfst":
+        search: StreamingSearch = _graph_search(model, chosen, parts, config)
+    else:
+        search = _search(model, head, config.beam, parts.device)
+    return _wrapper(model, search, chosen, parts.device, config, aligns=head == "ctc", **options)
+
+
+def _graph_search(
+    model: StreamingModel, chosen: AsrCard, parts: EngineComponents, config: EngineConfig
+) -> StreamingSearch:
+    """Search of the checkpoint's decoding graph. Raises WeightsCorrupt, OptionError."""
+    if parts.graph is None:
+        raise WeightsCorrupt(f"{chosen.name} has no decoding graph", f"a file {GRAPH_FILE} beside its weights")
+    chosen_options = {"beam": config.graph_beam, "max_active": config.graph_max_active}
+    options = model.graph_options._replace(**{k: v for k, v in chosen_options.items() if v is not None})
+    options = options._replace(min_active=min(options.min_active, options.max_active))
+    if parts.device.torch_device.type == "cpu":
+        return WfstSearch(model, prepare_graph(parts.graph), options)
+    return BatchedWfstSearch(model, parts.graph, parts.device, options)
 
 
 def _wrapper(

@@ -219,7 +219,9 @@ def build_loop(
         if isinstance(model, StreamingModel):
             wrapper, offload = build_chunked(model, chosen, parts, config), offload_options(config, tiers)
             spell = stream_biasing(parts, model.vocab_size) if isinstance(wrapper.search, BiasingSearch) else None
-            executor: ModelExecutor = StreamingExecutor(wrapper, config.shares, on_done, on_start, **offload, spell=spell)
+            executor: ModelExecutor = StreamingExecutor(
+                wrapper, config.shares, on_done, on_start, **offload, spell=spell
+            )
         elif config.role == "encode" and meeting is not None:
             executor = roles.build_encode_worker(model, device, chosen, config, meeting)
         elif isinstance(model, IncrementalEncoderDecoderModel) and chosen.incremental_encoder:
@@ -395,9 +397,12 @@ def _graph_search(
     """Search of the checkpoint's decoding graph. Raises WeightsCorrupt, OptionError."""
     if parts.graph is None:
         raise WeightsCorrupt(f"{chosen.name} has no decoding graph", f"a file {GRAPH_FILE} beside its weights")
-    chosen_options = {"beam": config.graph_beam, "max_active": config.graph_max_active}
-    options = model.graph_options._replace(**{k: v for k, v in chosen_options.items() if v is not None})
-    options = options._replace(min_active=min(options.min_active, options.max_active))
+    options = model.graph_options
+    if config.graph_beam is not None:
+        options = options._replace(beam=config.graph_beam)
+    if config.graph_max_active is not None:
+        fewest = min(options.min_active, config.graph_max_active)
+        options = options._replace(max_active=config.graph_max_active, min_active=fewest)
     if parts.device.torch_device.type == "cpu":
         return WfstSearch(model, prepare_graph(parts.graph), options)
     return BatchedWfstSearch(model, parts.graph, parts.device, options)

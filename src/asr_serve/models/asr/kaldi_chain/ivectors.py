@@ -65,7 +65,9 @@ class FramePosteriors(NamedTuple):
 TENSORS = ("splice", "cmvn_mean", "ubm.constants", "ubm.weight", "ubm.projections", "ubm.scatters")
 
 
-def tensor_shapes(options: IvectorOptions, feature_width: int, projected: int, gaussians: int) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(
+    options: IvectorOptions, feature_width: int, projected: int, gaussians: int
+) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a checkpoint, without their prefix."""
     spliced = feature_width * (options.splice_left_frames + 1 + options.splice_right_frames)
     return {
@@ -105,7 +107,9 @@ class OnlineIvectors:
         gaussians, projected = tensors["ubm.projections"].shape[:2]
         for name, shape in tensor_shapes(options, feature_width, projected, gaussians).items():
             if tensors[name].shape != shape:
-                raise WeightsCorrupt(f"ivectors.{name} is {tuple(tensors[name].shape)}", f"config.json makes it {shape}")
+                raise WeightsCorrupt(
+                    f"ivectors.{name} is {tuple(tensors[name].shape)}", f"config.json makes it {shape}"
+                )
         self.options, self.device = options, device
         self.feature_width, self.projected, self.gaussians = feature_width, projected, gaussians
         self.block_frames = block_frames
@@ -115,7 +119,7 @@ class OnlineIvectors:
         """Position of the last frame, from a block's first, whose neighbours are known when the block is computed."""
         self.waiting_frames = self.newest + 1
         """Frames whose posteriors wait for their weight, from a block's first frame on."""
-        if not 0 < self.waiting_frames:
+        if not self.waiting_frames > 0:
             raise WeightsCorrupt("a network that looks ahead less than i-vectors do", "more frames to the right")
         splice = tensors["splice"].float().to(device)
         self._splice, self._splice_offset = splice[:, :-1].t().contiguous(), splice[:, -1].contiguous()
@@ -257,9 +261,9 @@ class OnlineIvectors:
 
     def _solve(self, linear: Tensor, quadratic: Tensor, counts: Tensor) -> Tensor:
         prior_scale = (counts / self.options.most_counts).clamp(min=1)
-        matrix = quadratic[:, self._unpacked].view(len(counts), *self._one.shape) + prior_scale[
-            :, None, None
-        ] * self._one
+        matrix = (
+            quadratic[:, self._unpacked].view(len(counts), *self._one.shape) + prior_scale[:, None, None] * self._one
+        )
         right = linear + prior_scale[:, None] * self._prior
         solution, _ = torch.linalg.solve_ex(matrix, right)
         return (solution - self._prior).float()

@@ -173,7 +173,11 @@ class Model(StreamingModel):
         newest = self.block - config.subsampling + self.network.right_frames
         self.ivectors = OnlineIvectors(
             config.ivector,
-            {name.removeprefix("ivectors."): tensor for name, tensor in tensors.items() if name.startswith("ivectors.")},
+            {
+                name.removeprefix("ivectors."): tensor
+                for name, tensor in tensors.items()
+                if name.startswith("ivectors.")
+            },
             device.torch_device,
             feature_width=width,
             block_frames=self.block,
@@ -271,7 +275,10 @@ class Model(StreamingModel):
             nobody = torch.full_like(chunk.rows, len(session.window) - 1)
             rows = torch.where(new, chunk.rows, nobody)
             frames, speakers = self._lead(chunk.pcm, session.ends, session.window, rows)
-            made = {"features": frames[:, frames.shape[1] - self._history :], "weights": torch.zeros_like(session.memory["weights"])}
+            made = {
+                "features": frames[:, frames.shape[1] - self._history :],
+                "weights": torch.zeros_like(session.memory["weights"]),
+            }
             for name, tensor in (made | speakers).items():
                 kept = session.memory if name in session.memory else session.speakers
                 kept[name] = _where(new, tensor, kept[name])

@@ -169,9 +169,7 @@ class ChainNetwork:
             part = self._state.get(layer.name)
             whole: Tensor | None = None
             if part is not None:
-                whole = torch.empty(
-                    plan.history + count, sessions, layer.width, dtype=state.dtype, device=state.device
-                )
+                whole = torch.empty(plan.history + count, sessions, layer.width, dtype=state.dtype, device=state.device)
                 whole[: plan.history] = state[:, part].view(sessions, plan.history, -1).transpose(0, 1)
             into = None if whole is None else whole[plan.history :]
             if layer.scales:
@@ -275,11 +273,7 @@ def _plan(layers: Sequence[LayerSpec], subsampling: int) -> tuple[dict[str, _Pla
 
 
 def _groups(
-    layer: LayerSpec,
-    reads: Sequence[_Read],
-    tensors: Mapping[str, Tensor],
-    device: Device,
-    widths: Mapping[str, int],
+    layer: LayerSpec, reads: Sequence[_Read], tensors: Mapping[str, Tensor], device: Device, widths: Mapping[str, int]
 ) -> list[_Group]:
     """Products of a layer's matrix. Narrow inputs are copied end to end for one product; wide ones have a product
     each, which reads them where they are."""

@@ -230,6 +230,22 @@ def test_words_that_nobody_has_answered_yet_count_as_late(engine: Engine) -> Non
     assert len(engine.burst(300)[0]) == MIN_RESERVATIONS // 2, "those who were late for so long are idle"
 
 
+@pytest.mark.parametrize(("words_ms", "admitted_now"), [(0, 32), (250, 24), (500, 16), (900, 3)])
+def test_fewer_are_admitted_the_longer_words_take(engine: Engine, words_ms: int, admitted_now: int) -> None:
+    """What a caller costs grows with its sentence, and shows after its proof."""
+    sessions, _ = engine.burst(300)
+    engine.speak(sessions, PROOF_MS // 1_000 + 1)
+    for _ in range(MIN_SAMPLES):
+        engine.client.partial_rate.record_turnaround(words_ms, 1_000 * engine.now_s)
+    found, retries = engine.burst(300)
+    assert len(found) == admitted_now
+    assert min(retries) >= 200
+    for session in sessions[:10]:
+        session.close()
+    more, _ = engine.burst(300)
+    assert len(found) + len(more) == max(10, int(22 * (1 - words_ms / 1_000)), admitted_now), "places of those who left"
+
+
 def test_voice_activity_that_nobody_has_answered_yet_counts_as_late(engine: Engine) -> None:
     sessions, _ = engine.burst(300)
     engine.speak(sessions, PROOF_MS // 1_000 + 1)

@@ -401,7 +401,9 @@ class EngineClient:
                     f"{self._sessions} sessions are open", f"up to {self.config.max_sessions}", self.retry_after_ms()
                 )
             if live and not self._closed:
-                self._admission.admit(session_id, 1_000 * self.clock(), api_client)
+                now_ms = 1_000 * self.clock()
+                wait_ms = self.partial_rate.wait_ms(now_ms) if self._live else 0.0
+                self._admission.admit(session_id, now_ms, api_client, wait_ms)
             self._sessions += 1
             self._live += live
         try:

@@ -121,10 +121,13 @@ class LiveAdmission:
     RESERVATION_MS without a proof, or PROVEN_FOR_MS without speech. A late answer makes a proven caller new again;
     so does the first speech of an idle one, whose load returns and is not measured.
 
-    There are at most as many new callers as proven ones, or `min_reservations` where that is more, so a burst at most
-    doubles a load that was shown to work. Idle callers may all begin to speak at once: each counts as a new one, but
-    together they take at most half of the places, so that they never keep all others out. While several clients
-    connect, the new callers of each may take three quarters of the places.
+    There are at most as many new callers as proven ones, so a burst at most doubles a load that was shown to work; and
+    fewer the longer words take, none at OVERLOADED_MS: what a caller costs grows with its sentence, and shows after its
+    proof. Until `min_reservations` callers are proven, at least as many may be new as lack of that.
+
+    Idle callers may all begin to speak at once: each counts as a new one, but together they take at most half of the
+    places, so that they never keep all others out. While several clients connect, the new callers of each may take
+    three quarters of the places.
 
     The measure is a count of callers: it needs no figure for the cost of one, which batching changes with their
     number. Every call takes O(1) time, amortized: the callers of a state are in the order in which they leave it.
@@ -146,18 +149,19 @@ class LiveAdmission:
         self._last_retry_ms = 0.0
         """Latest time that one of them was told."""
 
-    def admit(self, number: int, now_ms: float, client: str | None = None) -> None:
-        """Reserves capacity for a caller who connects. `client`: whose caller it is, where that is known. Raises
-        AtCapacity."""
+    def admit(self, number: int, now_ms: float, client: str | None = None, wait_ms: float = 0.0) -> None:
+        """Reserves capacity for a caller who connects. `client`: whose caller it is, where that is known. `wait_ms`:
+        what results take. Raises AtCapacity."""
         self._expire(now_ms)
         self._attempts_ms[client] = now_ms
         self._attempts_ms.move_to_end(client)
         new, proven, idle = (len(self._by_state[state]) for state in _CallerState)
-        limit = max(self.min_reservations, proven)
+        headroom = max(0.0, 1.0 - wait_ms / OVERLOADED_MS)
+        limit = max(self.min_reservations - proven, int(proven * headroom))
         share = limit - limit // 4 if len(self._attempts_ms) > 1 else limit
         if (reserved := new + min(idle, limit // 2)) >= limit:
             raise AtCapacity(
-                f"{reserved} live callers have just connected or say nothing",
+                f"{reserved} live callers have just connected or say nothing, and words take {wait_ms:.0f} ms",
                 f"up to {limit} at a time",
                 self._retry_after_ms(limit, now_ms),
             )
@@ -229,9 +233,10 @@ class LiveAdmission:
         if now_ms >= self._last_retry_ms:
             self._refused = 0
         self._refused += 1
-        oldest_ms = next(iter(self._by_state[_CallerState.NEW].values())).since_ms
+        new = self._by_state[_CallerState.NEW]
+        oldest_ms = next(iter(new.values())).since_ms if new else now_ms
         turn_ms = ROUND_MS if now_ms - oldest_ms < ROUND_MS else RESERVATION_MS
-        wait_ms = oldest_ms + turn_ms - now_ms + ROUND_MS * log2(1 + self._refused / limit)
+        wait_ms = oldest_ms + turn_ms - now_ms + ROUND_MS * log2(1 + self._refused / max(1, limit))
         retry_ms = round(min(MAX_RETRY_MS, max(MIN_RETRY_MS, wait_ms)))
         self._last_retry_ms = max(self._last_retry_ms, now_ms + retry_ms)
         return retry_ms

@@ -25,10 +25,12 @@ from asr_serve.devices.cpu import CpuDevice
 from asr_serve.engine import builder
 from asr_serve.engine.tts.chunked_runner import ChunkedTtsRunner, fade_in
 from asr_serve.engine.tts.custom_voices import CustomVoiceLoader
+from asr_serve.engine.tts.runner import TtsStepOutput
 from asr_serve.errors import WeightsMissing
 from asr_serve.models.checkpoints import store
 from asr_serve.models.interfaces import WholeSentenceTtsModel
 from asr_serve.models.registry import TtsCard, model_modules, tts_card
+from asr_serve.models.tts.fastpitch import Model as FastPitchModel
 from asr_serve.pipelines.tts.frontend import frontend_for
 from asr_serve.text.g2p.passages import Pause
 from asr_serve.types import Sentence
@@ -56,8 +58,11 @@ class Ours:
         config = EngineConfig(codec=codec)
         checkpoint = builder.find_checkpoint(name, None, config)
         built = checkpoint.build(device, "auto")
-        self.card: TtsCard = builder.card_of_loaded(checkpoint.card, built.model)  # type: ignore[assignment]
-        self._model, self._vocoder = built.model, built.vocoder
+        assert isinstance(built.model, FastPitchModel)
+        assert built.vocoder is not None
+        card = builder.card_of_loaded(checkpoint.card, built.model)
+        assert isinstance(card, TtsCard)
+        self.card, self._model, self._vocoder = card, built.model, built.vocoder
         voices = CustomVoiceLoader(self._model, self.card, Path("."))
         self._runner = ChunkedTtsRunner(self._model, self._vocoder, voices, built.device, rows=1, step_rows=1)
 
@@ -65,7 +70,7 @@ class Ours:
     def read(self, sentence: Sentence) -> Reading:
         self._runner.validate(sentence)
         (row,) = self._runner.start_sequences([sentence])
-        pieces = []
+        pieces: list[TtsStepOutput] = []
         try:
             while not pieces or not pieces[-1].finished:
                 pieces += self._runner.step([row])

@@ -17,7 +17,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from asr_serve import devices
-from asr_serve.decoding.seq2seq import Hypothesis, SearchOptions
+from asr_serve.decoding.hypothesis import Hypothesis
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.seq2seq.decoder import DecodeRunner
 from asr_serve.engine.seq2seq.encoder import EncoderResult, EncodeRunner
 from asr_serve.errors import WeightsCorrupt

@@ -16,7 +16,8 @@ import numpy as np
 from asr_serve import units
 from asr_serve.audio.endpointing import WINDOW_SAMPLES as VAD_WINDOW_SAMPLES
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import NO_DRAFT, DraftTokens, Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens, SearchOptions
 from asr_serve.diarization.local_speakers import BUDGET_SAMPLES, WINDOW_SAMPLES, LocalSpeakers
 from asr_serve.engine.partial_rate import LiveAdmission, PartialRateController
 from asr_serve.engine.request import HypothesisRequest, RecognitionRequest, StreamChunk, VadChunk

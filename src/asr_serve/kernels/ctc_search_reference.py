@@ -61,9 +61,9 @@ class CtcBiasing(NamedTuple):
     """(arcs,) int64: target node of each arc."""
     fails: Tensor
     """(nodes,) int64: failure link of each node."""
-    pending: Tensor
-    """(nodes,) float64, as is `refunds`: see decoding/biasing.BiasingArrays."""
-    refunds: Tensor
+    partial_bonuses: Tensor
+    """(nodes,) float64, as is `word_bonuses`: see decoding/biasing_graph.BiasingArrays."""
+    word_bonuses: Tensor
     word_starts: Tensor
     """(vocab,) uint8: whether a word without its own space may begin after this token."""
     boost: float
@@ -71,7 +71,8 @@ class CtcBiasing(NamedTuple):
     def step(self, node: int, token: int) -> tuple[int, float]:
         """Returns the node after `token`, and its gain."""
         target = self._go(node, token)
-        gain = (float(self.refunds[target]) + float(self.pending[target]) - float(self.pending[node])) * self.boost
+        partial, word = self.partial_bonuses, self.word_bonuses
+        gain = (float(word[target]) + float(partial[target]) - float(partial[node])) * self.boost
         return (1 if target == 0 and self.word_starts[token] else target), gain
 
     def _go(self, node: int, token: int) -> int:
@@ -176,7 +177,7 @@ def nbest(
     beam = _Beam(row, state, CtcSearchOptions(1 << 62, 0, 0, 0.0, 0.0), hot)
     results = []
     for e in beam.entries:
-        gain = 0.0 if hot is None else e.gain - hot.boost * float(hot.pending[e.spot])
+        gain = 0.0 if hot is None else e.gain - hot.boost * float(hot.partial_bonuses[e.spot])
         results.append((beam.path(e.node), _add(e.blank, e.token), gain))
     return results if hot is None else sorted(results, key=lambda item: -(item[1] + item[2]))
 

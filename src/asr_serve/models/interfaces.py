@@ -37,7 +37,7 @@ UNBOUNDED_SAMPLES = 1 << 62
 
 
 class PromptOptions(Protocol):
-    """Options of a request that decide its prompt; `decoding.seq2seq.SearchOptions` has them."""
+    """Options of a request that decide its prompt; `decoding.search_options.SearchOptions` has them."""
 
     @property
     def task(self) -> str:

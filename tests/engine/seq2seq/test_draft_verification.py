@@ -19,7 +19,8 @@ from tiny_moonshine import CARD, WAIT_S, build, clip, expect_empty, held, outcom
 import asr_serve
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import NO_DRAFT, DraftTokens, Hypothesis, Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Hypothesis, Recognition
+from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens, SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.seq2seq import decoder as runners
 from asr_serve.engine.seq2seq.decoder import DecodeRunner

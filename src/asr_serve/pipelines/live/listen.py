@@ -38,7 +38,8 @@ from asr_serve.pipelines.live.events import (
 )
 from asr_serve.pipelines.live.live_diarizer import LiveDiarizer
 from asr_serve.pipelines.live.live_normalizer import LiveNormalizer
-from asr_serve.pipelines.live.repeated_recognizer import AudioPosition, LiveRecognizer, LiveSegment, RepeatedRecognizer
+from asr_serve.pipelines.live.recognizer import AudioPosition, LiveRecognizer, LiveSegment
+from asr_serve.pipelines.live.repeated_recognizer import RepeatedRecognizer
 from asr_serve.pipelines.live.streaming_recognizer import StreamingRecognizer
 from asr_serve.pipelines.live.turn_detector import TurnDetector
 from asr_serve.pipelines.live.voice_activity import LiveVoiceActivity

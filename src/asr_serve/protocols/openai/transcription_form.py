@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from asr_serve.decoding.seq2seq import MAX_BEAMS, SearchOptions
+from asr_serve.decoding.search_options import MAX_BEAMS, SearchOptions
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.pipelines.options import SPEAKER_COUNT_FIELDS, LongForm, TranscribeOptions
 from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS

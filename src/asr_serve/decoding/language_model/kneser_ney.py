@@ -42,7 +42,7 @@ class TrainedNgrams(NamedTuple):
     words: list[str]
     """Words by id in the tables, from FIRST_WORD_ID on; <unk> is the first."""
     discounts: list[tuple[float, float, float]]
-    """For each order those of n-grams counted once, twice, and more often."""
+    """Discounts of each order, of n-grams counted once, twice, and more often."""
 
     def to_model(self) -> WordNgrams:
         return WordNgrams.from_tables(self.tables, self.words)
@@ -112,7 +112,7 @@ class Perplexity(NamedTuple):
     """Perplexity of a text."""
 
     perplexity: float
-    """Of known words and ends of sentences; nan for an empty text, inf where one of them cannot be."""
+    """Perplexity of known words and ends of sentences; nan for an empty text, inf where one of them cannot be."""
     words: int
     unknown: int
     """Words that the model lacks."""

@@ -278,7 +278,7 @@ def _groups(
     """Products of a layer's matrix. Narrow inputs are copied end to end for one product; wide ones have a product
     each, which reads them where they are."""
     weight, bias = tensors[f"layers.{layer.name}.weight"], tensors[f"layers.{layer.name}.bias"]
-    columns = list(weight.split([widths[source] for source, _ in layer.inputs], dim=1))
+    columns = list(torch.split(weight, [widths[source] for source, _ in layer.inputs], dim=1))
     # Features and i-vectors are large, and differences between them are small: bf16's 8 bits are too few.
     exact = torch.float32 if layer.ivector or any(source == INPUT for source, _ in layer.inputs) else None
 

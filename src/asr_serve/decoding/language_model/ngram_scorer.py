@@ -18,8 +18,10 @@ class NgramScorer:
     """
 
     def __init__(self, model: NgramModel, device: torch.device | str = "cpu") -> None:
+        arrays = model.to_arrays()
+
         def on_device(name: str) -> Tensor:
-            return torch.from_numpy(getattr(model, name)).to(device)
+            return torch.from_numpy(arrays[name]).to(device)
 
         self.initial_state = model.start_state
         self._offsets = on_device("arc_offsets")

@@ -28,7 +28,7 @@ STRESS   := src/asr_serve/kernels/src/ring_stress.cpp
 .DEFAULT_GOAL := help
 # No two of these at once: they share .venv.
 .NOTPARALLEL:
-.PHONY: help setup bench-setup clients console serve test test-fast test-slow test-all check bench docs clean
+.PHONY: help setup bench-setup clients console console-packages serve test test-fast test-slow test-all check bench docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -67,6 +67,8 @@ clients: .venv-clients/.done  ## build .venv-clients: livekit-agents and pipecat
 console: console/node_modules/.done  ## build the web console anew, into src/asr_serve/server/console/static
 	@npm --prefix console run --silent build
 
+console-packages: console/node_modules/.done  ## fetch what builds and checks the console; some of its tests want it
+
 console/node_modules/.done: console/package-lock.json
 	@command -v npm >/dev/null || { echo "Node 20 or newer, with npm, is needed" >&2; exit 1; }
 	@npm --prefix console ci --silent
@@ -91,10 +93,12 @@ test-slow: setup  ## what `make test` leaves out and CI runs: the same behaviour
 test-all: setup  ## everything, every recording and every weights file too
 	$(PYTEST) $(ARGS)
 
-check: setup  ## ruff, ruff format, mypy, and the ring under ThreadSanitizer
+check: setup  ## ruff, ruff format, mypy (strict over src), and the ring under ThreadSanitizer
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=src:bench $(BIN)/mypy --config-file= --cache-dir=.mypy_cache/bench --explicit-package-bases \
+	  --ignore-missing-imports --check-untyped-defs bench/*.py
 	@mkdir -p build
 	@if echo 'int main() {}' | $(or $(COMPILER),false) -fsanitize=thread -x c++ - -o build/ring_stress 2>/dev/null && build/ring_stress; then \
 	  echo $(COMPILER) -fsanitize=thread $(STRESS); \

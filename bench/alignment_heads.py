@@ -25,12 +25,14 @@ import torch
 from torch import Tensor
 
 from asr_serve.decoding.dtw import LEAST, first_frames, smoothed
-from asr_serve.decoding.seq2seq import Hypothesis, SearchOptions
+from asr_serve.decoding.hypothesis import Hypothesis
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.engine.seq2seq.decoder import DecodeRunner
 from asr_serve.engine.seq2seq.encoder import EncodeRunner
-from asr_serve.engine.seq2seq.finalize import FinishedRow, TokenAligner
+from asr_serve.engine.seq2seq.token_aligner import FinishedRow, TokenAligner
 from asr_serve.models.alignment_heads import AlignmentHeads
+from asr_serve.models.interfaces import EncoderDecoderModel
 
 RATE_HZ = 16_000
 PAUSE_SAMPLES = 3_200
@@ -92,6 +94,7 @@ def look(name: str, words: dict[str, list[tuple[str, float]]]) -> tuple[Any, lis
     checkpoint = AsrCheckpoint.find(name, None)
     parts = checkpoint.build("cpu", "auto")
     model = parts.model
+    assert isinstance(model, EncoderDecoderModel)
     model.alignment = AlignmentHeads({layer: tuple(range(model.heads)) for layer in range(model.layers)})
     runner = DecodeRunner(model, parts.device, 8, 256 << 20, model.count_frames(28 * RATE_HZ))
     encoder, aligner = EncodeRunner(model, parts.device), TokenAligner(runner)

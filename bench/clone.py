@@ -64,8 +64,7 @@ class Speaker(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     speakers = found(args)
-    found_machine = machine.describe(args.threads)
-    found_machine["packages"] |= {name: v for name in PACKAGES if (v := machine.installed(name))}
+    found_machine = machine.describe(args.threads, PACKAGES)
     rows: list[Row] = []
     for row in measured(args, speakers):
         rows.append(row)

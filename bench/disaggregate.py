@@ -30,9 +30,9 @@ import machine
 import numpy as np
 
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.process.client import ProcessBackend, process_backend
+from asr_serve.engine.process.backend import ProcessBackend, process_backend
 from asr_serve.engine.process.messages import EngineSpec
 from asr_serve.engine.process.process import RingSize
 from asr_serve.errors import AsrServeError

@@ -45,7 +45,10 @@ def build(dtype: str) -> Any:
     torch.manual_seed(1)
     config = moonshine_streaming.Config()
     heads = {"num_key_value_heads": config.num_attention_heads}
-    settings = {**heads, "encoder_config": {"num_key_value_heads": config.encoder_config.num_attention_heads}}
+    settings: dict[str, Any] = {
+        **heads,
+        "encoder_config": {"num_key_value_heads": config.encoder_config.num_attention_heads},
+    }
     upstream = MoonshineStreamingForConditionalGeneration(MoonshineStreamingConfig(**settings))
     config = moonshine_streaming.Config.of(upstream.config.to_dict())
     weights = upstream.state_dict()
@@ -57,7 +60,7 @@ def build(dtype: str) -> Any:
 
 
 def measure(client: Any, mode: str, seconds: float, callers: int, partial_ms: int) -> Row:
-    from asr_serve.decoding.seq2seq import DraftTokens, SearchOptions
+    from asr_serve.decoding.search_options import DraftTokens, SearchOptions
     from asr_serve.engine.request import HypothesisRequest
 
     options = SearchOptions(temperatures=(0.0,), min_avg_logprob=-100.0, max_compression_ratio=100.0)

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def describe(threads: int) -> dict[str, object]:
+def describe(threads: int, packages: Sequence[str] = ()) -> dict[str, object]:
     """Names and versions; `load_1m` tells whether somebody else was using the machine at the start."""
     return {
         "cpu": cpu(),
@@ -42,7 +43,7 @@ def describe(threads: int) -> dict[str, object]:
         "gpu": gpu(),
         "os": platform.platform(),
         "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := installed(name))},
+        "packages": {name: found for name in (*PACKAGES, *packages) if (found := installed(name))},
         "commit": commit(),
         "load_1m": round(os.getloadavg()[0], 2),
     }

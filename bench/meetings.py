@@ -237,7 +237,7 @@ class Maker:
         level = float(np.sqrt(np.square(out).mean()))
         snr_db = chance.choice((60, 40, 25, 15))
         noise = self._noise.standard_normal(length).astype(np.float32)
-        noise = np.convolve(noise, np.ones(8, np.float32) / 8, "same")
+        noise = np.convolve(noise, np.ones(8, np.float32) / 8, "same").astype(np.float32)
         out += noise * (level * 10 ** (-snr_db / 20) / float(np.sqrt(np.square(noise).mean())))
         out *= 0.5 / max(1e-6, float(np.abs(out).max()))
         told = [

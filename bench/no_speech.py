@@ -12,7 +12,9 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import machine
 import numpy as np
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 import asr_serve
 from asr_serve.api.library import Model
 
-Audio = NDArray[np.float32]
+Audio = NDArray[np.floating[Any]]
 RATE_HZ = 16_000
 STRETCH_S = 20.0
 """A sound changes its level, pitch and pace so often."""
@@ -116,7 +118,8 @@ def sweeps(rng: np.random.Generator, seconds: float) -> Audio:
     t = _clock(seconds)
     pitch = rng.uniform(200, 900) * (1 + rng.uniform(0.1, 0.8) * np.sin(2 * np.pi * rng.uniform(0.1, 6) * t))
     turned = 2 * np.pi * np.cumsum(pitch) / RATE_HZ
-    return sum(np.sin(k * turned) / k for k in range(1, rng.integers(2, 8))) * _gain(rng.uniform(-35, -12))
+    overtones = [np.sin(k * turned) / k for k in range(1, rng.integers(2, 8))]
+    return np.sum(overtones, axis=0) * _gain(rng.uniform(-35, -12))
 
 
 def keys(rng: np.random.Generator, seconds: float) -> Audio:
@@ -235,11 +238,11 @@ def packets(audio: Audio, samples: int = 1_600) -> Iterator[Audio]:
 
 def rows(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
     sounds: dict[str, Callable[[], Audio]] = {
-        kind: lambda kind=kind: made(kind, 60 * arguments.minutes, arguments.seed) for kind in arguments.kinds or KINDS
+        kind: partial(made, kind, 60 * arguments.minutes, arguments.seed) for kind in arguments.kinds or KINDS
     }
     if arguments.sounds:
         files = sorted(path for path in arguments.sounds.iterdir() if path.is_file())
-        sounds |= {path.name: lambda path=path: decode(path) for path in files}
+        sounds |= {path.name: partial(decode, path) for path in files}
     with asr_serve.load(arguments.model) as model:
         for name, sound in sounds.items():
             audio = sound()

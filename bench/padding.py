@@ -28,10 +28,12 @@ import torch
 from clips import Audio
 from torch import Tensor
 
-from asr_serve.decoding.seq2seq import Hypothesis, SearchOptions
+from asr_serve.decoding.hypothesis import Hypothesis
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.kernels import PAGE
 from asr_serve.models.asr.whisper.encoder_window import AFTER_POSITIONS, END_POSITIONS, SILENCE_STRIDE, WhisperWindow
+from asr_serve.models.asr.whisper.whisper import Model as WhisperModel
 from asr_serve.models.packing import PagedKeyValues
 from asr_serve_tools.evaluate.wer import cer, normalize, wer
 
@@ -108,6 +110,7 @@ class Heard:
         self.card, self.text = found.card, found.tokenizer.decode
         parts = found.build("cpu", dtype)
         parts.device.set_threads(threads)
+        assert isinstance(parts.model, WhisperModel)
         self.model, self.device = parts.model, parts.device
         self.positions = int(self.model.config.max_source_positions)
         most = -(-self.model.max_tokens // PAGE) + -(-self.positions // PAGE)

@@ -204,9 +204,11 @@ class Transformers(Peer):
         )
 
         from asr_serve.engine.builder import AsrCheckpoint
+        from asr_serve.models.asr.whisper import whisper
 
         torch.set_num_threads(threads)
         found = AsrCheckpoint.find("whisper-tiny-en", None)  # the same weights, in the form it reads
+        assert isinstance(found.config, whisper.Config)
         special = found.config.special
         sizes = {name: getattr(found.config, name) for name in found.config.__struct_fields__}
         sizes.pop("silence_stride")
@@ -226,7 +228,8 @@ class Transformers(Peer):
             max_length=config.max_target_positions,
         )
         self.dtype = getattr(torch, dtype)
-        self.model = model.to(device, self.dtype).eval()
+        torch.nn.Module.to(model, device, self.dtype)
+        self.model = model.eval()
         self.features, self.text = WhisperFeatureExtractor(), found.tokenizer.decode
         self.facts = {
             "device": device,

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,9 @@ def repeat(args: argparse.Namespace, model: Any, recording: clips.Audio, folder:
     model.transcribe(write(folder, f"{len(recording)}-warming", again(recording, 99)))  # shapes are compiled
     colds, warms, texts = [], [], []
     for file in files:
-        cold_s, (first,) = timed(lambda file=file: model.transcribe([file]))
+        cold_s, (first,) = timed(partial(model.transcribe, [file]))
         before = model._client.describe()
-        warm_s, (second,) = timed(lambda file=file: model.transcribe([file]))
+        warm_s, (second,) = timed(partial(model.transcribe, [file]))
         after = model._client.describe()
         assert first.text == second.text, "the same file, other words"
         colds.append(cold_s)
@@ -111,10 +112,10 @@ def options(args: argparse.Namespace, model: Any, recording: clips.Audio, other:
     colds, crosses = [], []
     for n in range(args.repeats):
         audio = again(recording, 100 + n)
-        colds.append(timed(lambda audio=audio: model.transcribe([audio], **other))[0])
+        colds.append(timed(partial(model.transcribe, [audio], **other))[0])
         audio = again(recording, 200 + n)
         model.transcribe([audio])
-        crosses.append(timed(lambda audio=audio: model.transcribe([audio], **other))[0])
+        crosses.append(timed(partial(model.transcribe, [audio], **other))[0])
     cold_s, cross_s = statistics.median(colds), statistics.median(crosses)
     return {
         "what": "options",
@@ -128,11 +129,16 @@ def options(args: argparse.Namespace, model: Any, recording: clips.Audio, other:
 
 def prompt(args: argparse.Namespace, model: Any, recording: clips.Audio) -> Row:
     """Requests to the engine: a prompt of 200 tokens, an answer of few."""
-    from asr_serve.decoding.seq2seq import SearchOptions
+    from asr_serve.decoding.search_options import SearchOptions
 
     client = model._client
     said = tuple(np.random.default_rng(1).integers(300, 20_000, 200).tolist())
-    chosen = {"min_avg_logprob": -1e9, "max_compression_ratio": 1e9, "max_no_speech": 1.0, "prompt": said}
+    chosen: dict[str, Any] = {
+        "min_avg_logprob": -1e9,
+        "max_compression_ratio": 1e9,
+        "max_no_speech": 1.0,
+        "prompt": said,
+    }
 
     def ask(seed: int, audio: clips.Audio) -> None:
         wanted = SearchOptions(temperatures=(0.4,), seed=seed, **chosen)
@@ -144,8 +150,8 @@ def prompt(args: argparse.Namespace, model: Any, recording: clips.Audio) -> Row:
     for n in range(args.repeats):
         audio = again(short, 300 + n)
         client.submit(audio, SearchOptions(temperatures=(0.0,))).future.result(300)  # it is encoded
-        first.append(timed(lambda audio=audio: ask(1, audio))[0])
-        later += [timed(lambda audio=audio, seed=seed: ask(seed, audio))[0] for seed in (2, 3)]
+        first.append(timed(partial(ask, 1, audio))[0])
+        later += [timed(partial(ask, seed, audio))[0] for seed in (2, 3)]
     first_s, later_s = statistics.median(first), statistics.median(later)
     return {
         "what": "prompt",
@@ -167,7 +173,7 @@ def clients(args: argparse.Namespace, models: dict[str, Any], recording: clips.A
         for n in range(args.repeats):
             audio = again(recording, 400 + n)
             before = model._client.describe()["encode_s"]
-            walls.append(timed(lambda audio=audio, model=model: together(args.clients, model, audio))[0])
+            walls.append(timed(partial(together, args.clients, model, audio))[0])
             encoded.append(model._client.describe()["encode_s"] - before)
         found[f"{name}_s"] = round(statistics.median(walls), 4)
         found[f"{name}_encode_s"] = round(statistics.median(encoded), 4)
@@ -245,7 +251,7 @@ def different(args: argparse.Namespace, models: dict[str, Any], speech: Sequence
         turns = list(models.items())
         for name, model in turns if n % 2 else reversed(turns):
             began_s = time.process_time()
-            walls[name].append(timed(lambda model=model, audio=audio: model.transcribe(audio))[0])
+            walls[name].append(timed(partial(model.transcribe, audio))[0])
             spent[name].append(time.process_time() - began_s)
     ratios = sorted(a / b for a, b in zip(walls["with"][1:], walls["without"][1:], strict=True))
     return {
@@ -272,13 +278,13 @@ def rows(args: argparse.Namespace, speech: Sequence[clips.Audio], folder: Path) 
         with load(args, name) as model, load(args, name, prefix_bytes=0) as without:
             models = {"with": model, "without": without}
             wanted: dict[str, Callable[[], Row]] = {
-                "repeat": lambda model=model: repeat(args, model, short, folder),
-                "repeat long": lambda model=model: repeat(args, model, long, folder),
-                "options": lambda model=model: options(args, model, long[: 60 * RATE_HZ], {"beam": 2}),
-                "prompt": lambda model=model: prompt(args, model, short),
-                "clients": lambda models=models: clients(args, models, long[: 60 * RATE_HZ]),
-                "broadcast": lambda models=models: broadcast(args, models, long[: 30 * RATE_HZ]),
-                "different": lambda models=models: different(args, models, speech),
+                "repeat": partial(repeat, args, model, short, folder),
+                "repeat long": partial(repeat, args, model, long, folder),
+                "options": partial(options, args, model, long[: 60 * RATE_HZ], {"beam": 2}),
+                "prompt": partial(prompt, args, model, short),
+                "clients": partial(clients, args, models, long[: 60 * RATE_HZ]),
+                "broadcast": partial(broadcast, args, models, long[: 30 * RATE_HZ]),
+                "different": partial(different, args, models, speech),
             }
             for what, measure in wanted.items():
                 if what.split()[0] not in args.only or (what == "prompt" and "whisper" not in name):

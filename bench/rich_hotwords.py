@@ -60,11 +60,11 @@ class Count:
         from rapidfuzz.distance import Levenshtein
 
         there, added = [False] * len(spoken), list[str]()
-        for tag, first, end, begin, stop in Levenshtein.opcodes(spoken, told):
-            if tag == "equal":
-                there[first:end] = [True] * (end - first)
+        for edit in Levenshtein.opcodes(spoken, told):
+            if edit.tag == "equal":
+                there[edit.src_start : edit.src_end] = [True] * (edit.src_end - edit.src_start)
             else:
-                added += told[begin:stop]
+                added += told[edit.dest_start : edit.dest_end]
         rare = sum(word in self.hot and not has for word, has in zip(spoken, there, strict=True))
         return there, added, Levenshtein.distance(spoken, told) - rare
 

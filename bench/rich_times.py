@@ -57,7 +57,7 @@ def errors_s(reference: Sequence[Said], heard: Sequence[Word]) -> list[float]:
     left = [(c, index, not at) for index, word in enumerate(reference) for at, c in enumerate(letters(word.text))]
     right = [(c, index, not at) for index, word in enumerate(heard) for at, c in enumerate(letters(word.text))]
     matcher = SequenceMatcher(None, [c for c, _, _ in left], [c for c, _, _ in right], autojunk=False)
-    pairs = {}
+    pairs: dict[int, int] = {}
     for block in matcher.get_matching_blocks():
         pairs |= {block.a + i: block.b + i for i in range(block.size)}
     found = []

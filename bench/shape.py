@@ -14,8 +14,10 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import machine
 import msgspec
@@ -25,7 +27,7 @@ from torch.nn import functional as F
 
 from asr_serve import devices
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.devices.cuda import CudaDevice
 from asr_serve.engine.builder import EngineComponents
 from asr_serve.engine.client import EngineClient
@@ -179,17 +181,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rows = []
     for kind in args.graphs.split(","):
-        recorded = CudaDevice.capture
-        if kind == "off":
-            CudaDevice.capture = lambda self, function: function
-        try:
+        without = patch.object(CudaDevice, "capture", lambda self, function: function)
+        with without if kind == "off" else nullcontext():
             for requests in map(int, args.requests.split(",")):
                 rows.append(point(SHAPES[args.shape], args, requests, kind == "on"))
                 row = rows[-1]
                 speed = f"{row['x_real_time']:>8} x real time  {row['tokens_per_s']:>8} tokens/s"
                 print(f"{args.shape}  {requests:>4} at once  graphs {kind:<3}  {speed}", flush=True)
-        finally:
-            CudaDevice.capture = recorded
     result = {
         "bench": "shape",
         "machine": machine.describe(torch.get_num_threads()),

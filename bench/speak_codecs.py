@@ -15,7 +15,7 @@ import torch
 from asr_serve.audio.features.slaney_mel import RATE_HZ, SlaneyMel
 from asr_serve.audio.resample import resample_clip
 from asr_serve.devices.cpu import CpuDevice
-from asr_serve.engine.tts.builder import find_codec
+from asr_serve.engine.tts.builder import find_vocoder
 from asr_serve.models.auxiliary import ge2e
 from asr_serve.models.interfaces import Vocoder
 from asr_serve.models.registry import model_modules
@@ -83,8 +83,8 @@ def recorded(texts: Sequence[str]) -> list[Clip]:
 
 
 def loaded(name: str) -> Vocoder:
-    card, folder = find_codec(name)
-    found: Vocoder = model_modules("codec")[card.kind].load(folder, card, CpuDevice())
+    card, folder = find_vocoder(name)
+    found: Vocoder = model_modules("vocoder")[card.kind].load(folder, card, CpuDevice())
     torch.set_num_threads(1)
     return found
 

@@ -80,7 +80,7 @@ class KokoroOnnx:
 
         folder, archive = Path(job["kokoro"]), Path(job["folder"]) / "voices.npz"
         styles = {path.stem: np.fromfile(path, np.float32).reshape(-1, 1, 256) for path in folder.glob("voices/*.bin")}
-        np.savez(archive, **styles)
+        np.savez(archive, allow_pickle=False, **styles)
         self._voice = Kokoro(str(folder / "onnx/model_quantized.onnx"), str(archive))
 
     def say(self, text: str) -> Iterator[int]:

@@ -25,10 +25,12 @@ from asr_serve.devices.cpu import CpuDevice
 from asr_serve.engine import builder
 from asr_serve.engine.tts.chunked_runner import ChunkedTtsRunner, fade_in
 from asr_serve.engine.tts.custom_voices import CustomVoiceLoader
+from asr_serve.engine.tts.runner import TtsStepOutput
 from asr_serve.errors import WeightsMissing
 from asr_serve.models.checkpoints import store
 from asr_serve.models.interfaces import WholeSentenceTtsModel
 from asr_serve.models.registry import TtsCard, model_modules, tts_card
+from asr_serve.models.tts.fastpitch import Model as FastPitchModel
 from asr_serve.pipelines.tts.frontend import frontend_for
 from asr_serve.text.g2p.passages import Pause
 from asr_serve.types import Sentence
@@ -56,16 +58,19 @@ class Ours:
         config = EngineConfig(codec=codec)
         checkpoint = builder.find_checkpoint(name, None, config)
         built = checkpoint.build(device, "auto")
-        self.card: TtsCard = builder.card_of_loaded(checkpoint.card, built.model)  # type: ignore[assignment]
-        self._model, self._codec = built.model, built.codec
+        assert isinstance(built.model, FastPitchModel)
+        assert built.vocoder is not None
+        card = builder.card_of_loaded(checkpoint.card, built.model)
+        assert isinstance(card, TtsCard)
+        self.card, self._model, self._vocoder = card, built.model, built.vocoder
         voices = CustomVoiceLoader(self._model, self.card, Path("."))
-        self._runner = ChunkedTtsRunner(self._model, self._codec, voices, built.device, rows=1, step_rows=1)
+        self._runner = ChunkedTtsRunner(self._model, self._vocoder, voices, built.device, rows=1, step_rows=1)
 
     @torch.inference_mode()
     def read(self, sentence: Sentence) -> Reading:
         self._runner.validate(sentence)
         (row,) = self._runner.start_sequences([sentence])
-        pieces = []
+        pieces: list[TtsStepOutput] = []
         try:
             while not pieces or not pieces[-1].finished:
                 pieces += self._runner.step([row])
@@ -73,7 +78,7 @@ class Ours:
             self._runner.free_sequence(row)
         places = np.cumsum([0, *(len(piece.pcm) for piece in pieces)])[:-1]
         (encoded,) = self._model.encode([sentence])
-        whole = self._codec.vocode(self._model.whole(encoded))[0, encoded.lead_frames * self._codec.hop_samples :]
+        whole = self._vocoder.vocode(self._model.whole(encoded))[0, encoded.lead_frames * self._vocoder.hop_samples :]
         pcm = np.concatenate([piece.pcm for piece in pieces])
         return Reading(pcm, fade_in(whole.float().cpu().numpy()), places.tolist())
 
@@ -162,7 +167,7 @@ def one(
         "first_words_wrong": first_words_wrong(texts, heard),
         "teacher_first_words_wrong": first_words_wrong(texts, heard_theirs),
         **found,
-        "joins": sum(join.places for join in joins),
+        "joins": sum(join.joins for join in joins),
         "join_jump_db": rounded(max(join.jump_db for join in joins), 4),
         "join_apart": rounded(max(join.apart for join in joins), 7),
         "length": round(sum(map(len, said)) / ours.card.rate_hz / (sum(map(len, theirs)) / teacher.rate_hz), 3),

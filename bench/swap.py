@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from queue import Empty, Queue
 from typing import Any, get_args
 
 import machine
@@ -112,16 +113,20 @@ class Swap:
 
     def _woken(self, copied: bool) -> float:
         """Until its parts are there; `copied`: and have been copied to where a device would have them."""
-        there, told = threading.Event(), []
+        read: Queue[list[memoryview] | None] = Queue()
         begun = time.perf_counter()
-        self._tiers.get(b"blob", lambda parts: (told.append(parts), there.set()))
-        if not there.wait(TIMEOUT_S) or told[0] is None:
+        self._tiers.get(b"blob", read.put)
+        try:
+            parts = read.get(timeout=TIMEOUT_S)
+        except Empty:
+            parts = None
+        if parts is None:
             raise RuntimeError("it was lost")
         if copied:
-            for part in told[0]:
+            for part in parts:
                 np.copyto(self._target, np.frombuffer(part, np.uint8))
         spent = time.perf_counter() - begun
-        if any(checksum(part) != self._sum for part in told[0]):
+        if any(checksum(part) != self._sum for part in parts):
             raise RuntimeError("it came back as something else")
         return spent
 

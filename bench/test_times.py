@@ -4,6 +4,10 @@
     python bench/test_times.py --page CONTRIBUTING.md          # only fills the table from that file
     python bench/test_times.py --paths tests/text/formats      # one folder instead of tiers
 
+The page also lists the slowest tests of `make test`, each with the reason in bench/test_times_reasons.json for taking
+so long. A reason belongs to a test (`tests/a.py::test_b`, without parameters) or to all tests of a file
+(`tests/a.py`); a test's own comes first.
+
 A tier is a target of the Makefile. It runs once, with nothing else on the machine; `make setup` runs before the
 clock starts. Times of single tests are those of pytest: set-up, call and tear-down. The exit code is 1 when tests
 failed.
@@ -28,7 +32,11 @@ import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results" / "test-times.json"
+REASONS = ROOT / "bench" / "test_times_reasons.json"
 TIERS = ("test-fast", "test", "test-slow")
+JUSTIFIED = "test"
+"""Tier whose slowest tests the page lists with their reasons."""
+NO_REASON = "no reason given"
 SLOWEST = 20
 """Tests listed for each tier."""
 BEGIN, END = "<!-- bench:test-times -->", "<!-- /bench -->"
@@ -89,7 +97,23 @@ def table(report: dict[str, Any]) -> str:
         name = worst["test"].rsplit("::", 1)[-1].partition("[")[0]
         wall_s = each["wall_s"]
         lines.append(f"| `make {each['name']}` | {each['tests']:,} | {wall_s:,.0f} | `{name}` | {worst['s']:.0f} |")
+    slowest: list[Row] = next((each.get("slowest", []) for each in report["rows"] if each["name"] == JUSTIFIED), [])
+    if slowest:
+        lines += ["", f"| slowest of `make {JUSTIFIED}` | s | why it takes so long |", "|---|---|---|"]
+        lines += [f"| `{shown(each['test'])}` | {each['s']:.0f} | {reason(each['test'])} |" for each in slowest]
     return "\n".join([*lines, END])
+
+
+def shown(test: str) -> str:
+    """A test's id in a cell of the table."""
+    return test.removeprefix("tests/").replace("|", "\\|")
+
+
+def reason(test: str) -> str:
+    """Why a test takes so long, or NO_REASON."""
+    reasons = json.loads(REASONS.read_text())
+    file, _, name = test.partition("::")
+    return reasons.get(f"{file}::{name.partition('[')[0]}") or reasons.get(file) or NO_REASON
 
 
 def fill(page: str, report: dict[str, Any]) -> str:
@@ -120,12 +144,19 @@ def main() -> int:
         if args.tiers:
             subprocess.run(["make", "setup"], cwd=ROOT, stdout=sys.stderr, check=True)
         facts = machine.describe(machine.cores())
-        report = {"bench": "test-times", "machine": facts, "rows": measure((args.tiers or "").split(","), args.paths)}
+        report: dict[str, Any] = {
+            "bench": "test-times",
+            "machine": facts,
+            "rows": measure((args.tiers or "").split(","), args.paths),
+        }
         machine.tell(args.json, report)
     else:
         report = json.loads((args.json or RESULTS).read_text())
     if args.page is not None:
-        args.page.write_text(fill(args.page.read_text(), report))
+        page = fill(args.page.read_text(), report)
+        args.page.write_text(page)
+        if NO_REASON in page:
+            print(f"tests without a reason: add them to {REASONS.relative_to(ROOT)}", file=sys.stderr)
     return int(any(each.get("failures") or "failed" in each for each in report["rows"]))
 
 

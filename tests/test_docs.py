@@ -262,7 +262,6 @@ def test_the_format_of_the_page_is_one(beside_audio: Path, monkeypatch: pytest.M
 
 def test_the_protocol_of_the_page_is_one() -> None:
     """The form and the answer of docs/adding-a-protocol.md; its route is built of names that exist."""
-    pytest.importorskip("asr_serve.server.routes", reason="server and protocols have their old names still")
     page = (ROOT / "docs/adding-a-protocol.md").read_text()
     form, route = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[:2]
     names: dict[str, Any] = {}

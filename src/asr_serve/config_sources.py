@@ -94,9 +94,8 @@ def setting_docstrings() -> dict[tuple[str, str], str]:
 def load_serve_config(
     file: str | None, environ: Mapping[str, str], flags: Mapping[str, object] | None = None
 ) -> ServeConfig:
-    """Read a server's settings from a TOML file (else the one ASR_SERVE_CONFIG names), the environment, and
-    `flags`: setting -> value, or its text. Key files are read here. Raises OptionError.
-    """
+    """Read a server's settings from a TOML file (else the one ASR_SERVE_CONFIG names), the environment, and `flags`:
+    setting -> value, or its text. Key files are read here. Raises OptionError."""
     return build_config(
         collect_values(file, environ, {name: SettingValue(value, "flag") for name, value in (flags or {}).items()})
     )
@@ -189,10 +188,8 @@ def toml_line(name: str, text: str) -> str:
 
 
 def values_from_environ(environ: Mapping[str, str]) -> dict[str, SettingValue]:
-    """The settings in the environment. Skips our variables that are no setting, and those of Kubernetes, which
-    sets ASR_SERVE_PORT=tcp://10.0.0.1:8000 and the like. Raises OptionError for any other variable with the
-    prefix.
-    """
+    """The settings in the environment. Skips our variables that are no setting, and those of Kubernetes, which sets
+    ASR_SERVE_PORT=tcp://10.0.0.1:8000 and the like. Raises OptionError for any other variable with the prefix."""
     names = {setting.variable: name for name, setting in all_settings().items()}
     others = [PREFIX + name for name in NON_SETTING_VARIABLES]
     values = {}
@@ -244,8 +241,7 @@ def parse_value(setting: Setting, text: str, source: str) -> object:
 
 
 def read_keys(file: str, name: str) -> list[str]:
-    """The keys in a file, one per line; # starts a comment. Raises OptionError for a file without any: it must not
-    open the server."""
+    """The keys in a file, one per line; # starts a comment. Raises OptionError for none: that would open the server."""
     try:
         lines = Path(file).expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

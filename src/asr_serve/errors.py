@@ -1,70 +1,4 @@
-"""Every error that callers can get.
-
-AsrServeError
-├── AudioError                audio input that cannot be transcribed
-│   ├── SourceNotFound        no such file, or no permission to read it
-│   ├── EmptyAudio            no bytes, or no samples
-│   ├── NotAudio              no known container, or one without an audio stream
-│   ├── UnsupportedAudio      a known container or codec that cannot be decoded, or an odd array
-│   ├── TruncatedAudio        the stream ends before its announced length
-│   ├── CorruptAudio          the decoder failed in the middle
-│   ├── AudioTooLong          more seconds than allowed
-│   ├── TooFewClips           too few usable recordings to clone a voice
-│   └── AudioTooLarge         more bytes than allowed
-├── OptionError               an option is unknown or out of range
-│   ├── UnknownOption         no option of that name
-│   ├── MissingOption         a required option is missing
-│   ├── UnsupportedOption     a known option that this model or server does not support
-│   ├── UnknownVoice          no voice of that name in this model
-│   │   └── NoSuchVoice       no cloned voice of that name
-│   └── TextError             text that cannot be synthesized
-│       ├── EmptyText         nothing in the text to speak
-│       ├── TextTooLong       more characters to speak than allowed
-│       ├── UnsupportedScript letters that no voice here reads
-│       ├── MalformedSsml     invalid XML, or an unknown element or value, at `line` and `column`
-│       └── UnknownPhoneme    a symbol that is not in the voice's alphabet
-├── RequestError              an invalid request, refused before its audio is processed
-│   ├── MalformedRequest      a violation of the protocol
-│   │   ├── UnknownCommand    a text that is no command
-│   │   ├── OutOfTurn         valid in itself, but not at this point
-│   │   └── RequestTimeout    the request stopped arriving
-│   │       └── IdleTimeout   no message for too long
-│   ├── UnsupportedProtocol   a known protocol that is not served here
-│   ├── InvalidKey            no key, or a wrong one
-│   ├── NotAllowed            a valid key without permission
-│   ├── NoSuchRoute           no route at that path, or not for that method
-│   ├── SessionExpired        the live session has ended, or never existed
-│   ├── UnknownJob            no cloning job of that number, or no longer
-│   ├── EventsExpired         the session exists, but events that its client missed are dropped
-│   ├── TakenOver             another connection continues the session
-│   └── ClientGone            the client no longer waits for the response
-├── ModelError
-│   ├── UnknownModel          no model of that name
-│   ├── ModelNotLoaded        a known model that this server has not loaded
-│   ├── WrongModel            a loaded model of another kind: speech synthesis instead of recognition
-│   ├── WeightsMissing        a known model whose weights are not on this machine
-│   ├── WeightsCorrupt        bytes that differ from those the card names
-│   └── ProgramMissing        a package or program that the model needs is not on this machine
-├── ServerError               an error of our own clients
-│   ├── Unreachable           no server answers there, or no longer
-│   └── Refused               the server refused; `code` is its reason
-└── EngineError
-    ├── AtCapacity            full; try again after `retry_after_ms`
-    │   ├── RateLimited       this client has used its share for now
-    │   └── Draining          the server is shutting down: try another, or this one when it is back
-    ├── Cancelled             the caller cancelled the request
-    ├── StepFailed            an internal failure in one step; only the requests in it are lost
-    ├── ProgramFailed         a program beside the engine failed, or did not answer in time
-    ├── PeerGone              the process at the other end of a ring or a transport is gone, or hung up
-    ├── PeerRefused           another engine that is incompatible with this one
-    ├── OutOfStep             audio in the ring that differs from what was announced
-    ├── RoadFailed            bytes cannot be transferred from one engine to another
-    │   ├── RoadTimeout       the bytes did not arrive in time
-    │   └── Torn              bytes that arrived differ from those that were sent
-    ├── DiskFailed            an entry cannot be read from disk, or not be written
-    │   └── DiskFull          no space left for it
-    ├── EngineCrashed         several engine processes in a row died while they worked on this request
-    └── EngineClosed          the engine is shutting down or has stopped
+"""Every error that callers can get, as a tree of classes below AsrServeError.
 
 Each message says what came, what is allowed and what to do, in that order, in one sentence each.
 """
@@ -355,8 +289,7 @@ class RoadFailed(EngineError):
 
 
 class RoadTimeout(RoadFailed):
-    """The bytes did not arrive in time. The transport is closed, so that late bytes are never taken for new
-    ones."""
+    """The bytes did not arrive in time. The transport is closed, so that late bytes are never taken for new ones."""
 
 
 class Torn(RoadFailed):

@@ -56,8 +56,7 @@ class SearchResult(NamedTuple):
     tail_tokens: list[SearchToken]
     """Most likely continuation after all fixed tokens; it may still change."""
     token_runs: list[tuple[int, int]] = []  # noqa: RUF012
-    """Frame ranges (first, end) of all tokens fixed since ranges were last reported, this step's included; only
-    where they were requested."""
+    """Frame ranges (first, end), where requested, of all tokens fixed since the last report, this step's included."""
 
 
 class NBestHypothesis(NamedTuple):
@@ -245,10 +244,8 @@ def is_loopback(host: str) -> bool:
 
 
 def coerce_fields(config: msgspec.Struct) -> None:
-    """Convert every field to its declared type in place: a list to a tuple, an int to a float.
-
-    Raises OptionError, with the field as `param`, for a value that does not fit.
-    """
+    """Convert every field to its declared type in place: a list to a tuple, an int to a float. Raises OptionError, with
+    the field as `param`, for a value that does not fit."""
     for field in msgspec.structs.fields(config):
         value = getattr(config, field.name)
         try:

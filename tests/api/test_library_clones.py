@@ -49,7 +49,7 @@ def twin(store: VoiceStore, name: str, marks: dict[str, str]) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     card = tts_card(NAME)
-    if weights.locate(card) is None or weights.locate(vocoder_card(card.codec)) is None:
+    if weights.locate(card) is None or weights.locate(vocoder_card(card.vocoder)) is None:
         pytest.skip(f"the weights of {NAME} are not on this machine")
     store = VoiceStore(tmp_path_factory.mktemp("voices"))
     own = {"fingerprint": checkpoint_fingerprint(weights.verified_published_folder(card))}

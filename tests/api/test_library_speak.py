@@ -39,7 +39,7 @@ def loaded(name: str) -> Iterator[Model]:
 
 def present(name: str) -> str:
     card = tts_card(name)
-    for each in (card, *((vocoder_card(card.codec),) if card.codec else ())):
+    for each in (card, *((vocoder_card(card.vocoder),) if card.vocoder else ())):
         if locate(each) is None:
             pytest.skip(f"the weights of {each.name} are not on this machine: asr-serve models fetch {each.name}")
     return name

@@ -49,9 +49,29 @@ def test_the_table_replaces_what_stands_between_the_markers(bench: Any) -> None:
     assert bench.fill(filled, report) == filled
 
 
+def test_the_slowest_of_make_test_have_reasons(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = tmp_path / "reasons.json"
+    reasons.write_text(json.dumps({"tests/a.py::test_slow": "two of them", "tests/a.py": "all of the file"}))
+    monkeypatch.setattr(bench, "REASONS", reasons)
+    filled = bench.table({"machine": {"cores": 2, "cpu": "AMD EPYC"}, "rows": [bench.row("test", 14.04, JUNIT)]})
+    for line in (
+        "| `a.py::test_slow[two cases]` | 12 | two of them |",
+        "| `a.py::test_quick` | 0 | all of the file |",
+        f"| `b.py::test_bad` | 1 | {bench.NO_REASON} |",
+    ):
+        assert line in filled.splitlines()
+
+
+def test_reasons_are_of_tests_that_exist(bench: Any) -> None:
+    for test in json.loads(bench.REASONS.read_text()):
+        file, _, name = test.partition("::")
+        assert not name or f"def {name}(" in (ROOT / file).read_text(), test
+
+
 def test_contributing_shows_the_committed_report(bench: Any) -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text()
     assert bench.BEGIN in page
     if not bench.RESULTS.exists():
         pytest.skip("no tier has been measured yet: python bench/test_times.py --tiers ... --json ... --page ...")
     assert bench.fill(page, json.loads(bench.RESULTS.read_text())) == page
+    assert bench.NO_REASON not in page

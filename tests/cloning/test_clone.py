@@ -29,7 +29,14 @@ from asr_serve.models.registry import tts_card
 from asr_serve.models.tts import fastpitch
 from asr_serve.types import PhonemeSpan, Sentence
 from asr_serve.voices.cloned_voice import EXAMPLE, validated_consent
-from asr_serve.voices.cloning_messages import STAGES, CloneFailed, CloneProgress, CloneReport, CloneRequest, Said
+from asr_serve.voices.cloning_messages import (
+    STAGES,
+    CloneFailed,
+    CloneMessage,
+    CloneProgress,
+    CloneReport,
+    CloneRequest,
+)
 from asr_serve.voices.voice_store import VoiceStore
 
 NAMES = [f"{number}.wav" for number in range(len(TEXTS))]
@@ -157,7 +164,7 @@ def test_a_voice_of_the_models_own_is_not_replaced(order):
         clone_voice(order(name="heart"))
 
 
-def worker(order: CloneRequest, *, hang_up: bool) -> tuple[list[Said], int]:
+def worker(order: CloneRequest, *, hang_up: bool) -> tuple[list[CloneMessage], int]:
     """The process that a server starts: all that it says."""
     process = Child(
         [sys.executable, "-m", "asr_serve.cloning.worker"],
@@ -172,7 +179,7 @@ def worker(order: CloneRequest, *, hang_up: bool) -> tuple[list[Said], int]:
         process.stdin.flush()
         if hang_up:
             process.stdin.close()
-        said = [msgspec.json.decode(line, type=Said) for line in process.stdout]
+        said = [msgspec.json.decode(line, type=CloneMessage) for line in process.stdout]
         if not hang_up:
             process.stdin.close()
     return said, process.returncode

@@ -29,6 +29,19 @@ CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
 )
 KEY = "k-console"
+ROUTE = "/v1/audio/transcriptions"
+PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
+AXE = ROOT / "console" / "node_modules" / "axe-core" / "axe.min.js"
+needs_axe = pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed: npm --prefix console ci")
+devices_and_schemes = pytest.mark.parametrize(
+    ("device", "scheme"),
+    [
+        pytest.param({}, "light", id="desktop-light"),
+        pytest.param(PHONE, "dark", id="phone-dark"),
+        pytest.param({}, "dark", id="desktop-dark", marks=pytest.mark.slow),
+        pytest.param(PHONE, "light", id="phone-light", marks=pytest.mark.slow),
+    ],
+)
 ELSEWHERE = "console.test"
 """A name that the browser takes for this machine, and not for a safe one."""
 
@@ -176,6 +189,15 @@ class Visitor:
         left = [said for said in self.complaints if not any(word in said for word in expected)]
         assert not left, left
 
+    def expect_accessible(self, where: str) -> None:
+        """Axe finds nothing to mend but minor things, and nothing is wider than the window."""
+        self.page.wait_for_timeout(250)  # transitions of colours end
+        self.page.evaluate(AXE.read_text())
+        found = self.page.evaluate("() => axe.run({resultTypes: ['violations']})")["violations"]
+        bad = [(each["id"], node["html"]) for each in found for node in each["nodes"] if each["impact"] != "minor"]
+        assert not bad, (where, bad)
+        assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), where
+
     def until(self, selector: str) -> Any:
         return self.page.wait_for_selector(selector)
 
@@ -198,6 +220,12 @@ class Visitor:
     def ready(self) -> None:
         """The server has told what it can hear with."""
         self.page.wait_for_selector("#model option[value=moonshine-tiny-en]", state="attached")
+
+    def hear(self, recording: Path) -> None:
+        """A file is transcribed, and its words are there."""
+        self.page.set_input_files("#file", recording)
+        self.until("#segments .said")
+        self.mode("idle")
 
     def text(self) -> str:
         """All final segments."""

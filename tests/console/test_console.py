@@ -11,11 +11,20 @@ from typing import Any
 
 import httpx
 import pytest
-from console_page import ELSEWHERE, KEY, ROOT, Cable, Served, Visitor, browsers, told_by_stream, words
+from console_page import (
+    ELSEWHERE,
+    KEY,
+    ROUTE,
+    Cable,
+    Served,
+    Visitor,
+    browsers,
+    devices_and_schemes,
+    needs_axe,
+    told_by_stream,
+    words,
+)
 
-AXE = ROOT / "console" / "node_modules" / "axe-core" / "axe.min.js"
-PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
-ROUTE = "/v1/audio/transcriptions"
 FOCUS = """() => {
   const at = document.activeElement;
   const name = at === document.body ? "BODY" : at.id || at.textContent.trim();
@@ -85,11 +94,13 @@ def cities(packaged_speech: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def talk(cities: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its first thirty seconds."""
-    path = tmp_path_factory.mktemp("talk") / cities.name
+    """Two segments: a few seconds before a pause, a few behind it."""
+    path = tmp_path_factory.mktemp("talk") / "talk.wav"
     with wave.open(str(cities)) as long, wave.open(str(path), "wb") as short:
         short.setparams(long.getparams())
-        short.writeframes(long.readframes(30 * long.getframerate()))
+        for pause_s in (3, 0):
+            short.writeframes(long.readframes(4 * long.getframerate()))
+            short.writeframes(bytes(2 * pause_s * long.getframerate()))
     return path
 
 
@@ -261,9 +272,7 @@ def test_a_key_is_asked_for_and_kept(strict, visit, beckett):
     me.page.reload()
     me.ready()
     assert me.page.locator("dialog[open]").count() == 0
-    me.page.set_input_files("#file", beckett)
-    me.until("#segments .said")
-    me.mode("idle")
+    me.hear(beckett)
 
     me.page.keyboard.press("r")
     me.mode("live")
@@ -298,13 +307,12 @@ def test_files_that_are_refused(strict, visit, cities, tmp_path):
 def test_a_recording(served, visit, talk, tmp_path):
     me = visit(served.url)
     devtools = me.context.new_cdp_session(me.page)
-    slow = {"offline": False, "latency": 5, "downloadThroughput": -1, "uploadThroughput": 1_000_000}
+    slow = {"offline": False, "latency": 5, "downloadThroughput": -1, "uploadThroughput": 300_000}
     devtools.send("Network.emulateNetworkConditions", slow)
     me.page.evaluate(SHARES)
-    me.page.set_input_files("#file", talk)
-    me.until("#segments .said")
-    me.mode("idle")
+    me.hear(talk)
     assert me.page.evaluate("shares.size") > 3
+    devtools.send("Network.emulateNetworkConditions", slow | {"latency": 0, "uploadThroughput": -1})
     assert me.page.locator("#progress").is_hidden()
 
     form = {"model": "moonshine-tiny-en"}
@@ -317,7 +325,7 @@ def test_a_recording(served, visit, talk, tmp_path):
         me.page.click("#download")
         with me.page.expect_download() as coming:
             me.page.click(f"[data-format={name}]")
-        assert coming.value.suggested_filename == f"two_cities.{name}"
+        assert coming.value.suggested_filename == f"talk.{name}"
         coming.value.save_as(tmp_path / name)
         got = (tmp_path / name).read_text()
         if name == "json":
@@ -378,42 +386,26 @@ def test_an_upload_is_cancelled(served, visit, cities):
 # --- for everybody ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("device", [{}, PHONE], ids=["desktop", "phone"])
+@needs_axe
+@devices_and_schemes
 def test_axe_finds_nothing_serious(served, visit, beckett, scheme, device):
-    if not AXE.is_file():
-        pytest.skip("axe-core is not installed: npm --prefix console ci")
     me = visit(served.url, color_scheme=scheme, reduced_motion="reduce", **device)
-
-    def look(where: str) -> None:
-        me.page.wait_for_timeout(250)
-        me.page.evaluate(AXE.read_text())
-        found = me.page.evaluate("() => axe.run({resultTypes: ['violations']})")["violations"]
-        bad = [(each["id"], node["html"]) for each in found for node in each["nodes"] if each["impact"] != "minor"]
-        assert not bad, (where, bad)
-
     me.ready()
-    look("idle")
-    me.page.set_input_files("#file", beckett)
-    me.until("#segments .said")
-    me.mode("idle")
-    look("a recording")
+    me.expect_accessible("idle")
+    me.hear(beckett)
+    me.expect_accessible("a recording")
     me.page.click("#download")
-    look("the formats")
+    me.expect_accessible("the formats")
     me.page.keyboard.press("Escape")
     me.page.keyboard.press("?")
-    look("the shortcuts")
+    me.expect_accessible("the shortcuts")
     me.page.keyboard.press("Escape")
     if device:
         me.page.click("#settings")
-        look("the settings")
-    width = me.page.evaluate("() => [document.documentElement.scrollWidth, innerWidth]")
-    assert width[0] <= width[1]
+        me.expect_accessible("the settings")
     me.page.goto(f"{served.url}/status")
     me.until(".chart .legend li")
-    look("the status")
-    width = me.page.evaluate("() => [document.documentElement.scrollWidth, innerWidth]")
-    assert width[0] <= width[1]
+    me.expect_accessible("the status")
     me.expect_calm()
 
 
@@ -478,7 +470,8 @@ def test_status_draws_what_the_metrics_tell(served, visit, beckett):
     for _ in range(2):
         httpx.post(served.url + ROUTE, files={"file": beckett.read_bytes()}, timeout=120)
         httpx.post(served.url + ROUTE, data={"prompt": "x"}, files={"file": beckett.read_bytes()}, timeout=120)
-        me.page.wait_for_timeout(2_500)
+        with me.page.expect_response("**/metrics"):
+            pass  # the page looks again
     for name, line in (
         ("first", "half within"),
         ("speed", "moonshine-tiny-en"),
@@ -498,10 +491,15 @@ def test_status_draws_what_the_metrics_tell(served, visit, beckett):
     me.expect_calm()
 
 
-def test_status_says_when_the_server_is_gone(serve, beckett, visit):
-    server = serve()
-    me = visit(f"{server.url}/status")
+def test_status_says_when_the_server_is_gone(served, visit):
+    cable = Cable(served.port)
+    me = visit(f"{cable.url}/status")
     me.until("#tiles dd:has-text('1 of 1 up')")
-    server.stop()
+    cable.close()
     me.until("#problem:has-text('does not answer')")
     me.expect_calm("Failed to load")
+
+
+def test_the_page_that_speaks_says_that_there_is_no_voice(served, visit):
+    me = visit(f"{served.url}/speak")
+    me.until("#banner-text:has-text('This server has no voice')")

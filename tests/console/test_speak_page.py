@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from console_page import KEY, ROOT, Served, Visitor, browsers
+from console_page import KEY, Served, Visitor, browsers, needs_axe
 
 pytest.importorskip("hibari", reason="hibari-tts is not installed: pip install hibari-tts")
 
-AXE = ROOT / "console" / "node_modules" / "axe-core" / "axe.min.js"
 LONG = " ".join(f"This is sentence number {n}, and there are many more of its kind to come." for n in range(1, 60))
 """Minutes. The page takes half a minute more than it has played, so the answer is not over when that begins."""
 WATCH = """() => {
@@ -141,18 +140,13 @@ def test_what_cannot_be_said_is_told(me):
     me.expect_calm("400")
 
 
+@needs_axe
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 320])
 def test_axe_finds_nothing_serious(me, scheme, width):
-    if not AXE.is_file():
-        pytest.skip("axe-core is not installed: npm --prefix console ci")
     me.page.emulate_media(color_scheme=scheme)
     me.page.set_viewport_size({"width": width, "height": 740})
-    me.page.evaluate(AXE.read_text())
-    found = me.page.evaluate("() => axe.run({resultTypes: ['violations']})")["violations"]
-    serious = [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")]
-    assert not serious
-    assert me.page.evaluate("document.documentElement.scrollWidth") <= width
+    me.expect_accessible("the page that speaks")
 
 
 def test_by_keyboard_alone(me):
@@ -162,14 +156,3 @@ def test_by_keyboard_alone(me):
         order.append(me.page.evaluate("document.activeElement.id"))
         me.page.keyboard.press("Tab")
     assert order == ["text", "sample", "speed", "pitch", "ssml"]  # of one model and one voice there is no choice
-
-
-def test_a_server_without_a_voice_says_so(launch, packaged_speech, tmp_path):
-    server = Served(tmp_path / "log")
-    try:
-        visitor = Visitor(launch(packaged_speech / "beckett.wav"))
-        visitor.page.goto(f"{server.url}/speak")
-        visitor.until("#banner-text:has-text('This server has no voice')")
-        visitor.context.close()
-    finally:
-        server.stop()

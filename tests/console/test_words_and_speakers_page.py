@@ -14,17 +14,19 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from console_page import ROOT, Served, Visitor, browsers, words
+from console_page import ROOT, ROUTE, Served, Visitor, browsers, devices_and_schemes, needs_axe, words
 
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import asr_card
 
 CONSOLE = ROOT / "console"
-AXE = CONSOLE / "node_modules" / "axe-core" / "axe.min.js"
-ROUTE = "/v1/audio/transcriptions"
-PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
 LABEL = "label:has(#want-{})"
 UNSURE = 0.5
+NUMBER = re.compile(r"(?:\d+:)*\d+[.,]\d+")
+NUMBERS_DIFFER = 0.045
+"""Seconds, or confidence, by which two answers about one recording may differ: an encoder frame of 20 ms at the
+start of a turn and at its end. Each answer is computed anew, in batches that depend on what else the engine does
+then; sums in another order move a score across a limit now and then."""
 MARKED = """() => {
   window.marked = [];
   const note = () => {
@@ -194,9 +196,7 @@ def switch(me: Visitor, name: str) -> None:
 
 
 def hear(me: Visitor, recording: Path) -> None:
-    me.page.set_input_files("#file", recording)
-    me.until("#segments .said")
-    me.mode("idle")
+    me.hear(recording)
     me.until("button.stamp")
 
 
@@ -206,6 +206,15 @@ def download(me: Visitor, form: str) -> tuple[str, str]:
     with me.page.expect_download() as coming:
         me.page.click(f"[data-format={form}]")
     return coming.value.suggested_filename, Path(coming.value.path()).read_text()
+
+
+def split_numbers(text: str) -> tuple[str, list[float]]:
+    """The text without its times and confidences, and these: times in seconds."""
+    numbers = [
+        sum(60**place * float(part) for place, part in enumerate(reversed(found.replace(",", ".").split(":"))))
+        for found in NUMBER.findall(text)
+    ]
+    return NUMBER.sub("#", text), numbers
 
 
 def test_who_says_what_in_a_recording(visit, endgame, whole):
@@ -361,26 +370,27 @@ def test_numbers_in_digits(visit, served, told, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "form",
-    [
-        "vtt",
-        "json",
-        *(pytest.param(form, marks=pytest.mark.slow) for form in ("srt", "jsonl", "rttm", "ctm", "textgrid")),
-    ],
+    "forms",
+    [("vtt", "json"), pytest.param(("srt", "jsonl", "rttm", "ctm", "textgrid"), marks=pytest.mark.slow)],
+    ids=",".join,
 )
-def test_a_file_of_a_recording_is_the_servers(visit, endgame, told, form):
+def test_a_file_of_a_recording_is_the_servers(visit, endgame, told, forms):
     me = visit()
     switch(me, "speakers")
     hear(me, endgame)
-    wanted = {"json": "verbose_json"}.get(form, form)
-    chosen = {"timestamp_granularities[]": "word"} if form in ("srt", "vtt", "jsonl") else {}
-    answer = told(response_format=wanted, spk="true", **chosen)
-    name, text = download(me, form)
-    assert name == f"endgame_nagg_nell.{'TextGrid' if form == 'textgrid' else form}"
-    if form == "json":
-        assert json.loads(text)["segments"] == answer.json()["segments"]
-    else:
-        assert text == answer.text
+    for form in forms:
+        wanted = {"json": "verbose_json"}.get(form, form)
+        chosen = {"timestamp_granularities[]": "word"} if form in ("srt", "vtt", "jsonl") else {}
+        answer = told(response_format=wanted, spk="true", **chosen)
+        name, text = download(me, form)
+        assert name == f"endgame_nagg_nell.{'TextGrid' if form == 'textgrid' else form}"
+        if form == "json":
+            text, told_text = (json.dumps(each["segments"]) for each in (json.loads(text), answer.json()))
+        else:
+            told_text = answer.text
+        (got, got_numbers), (expected, expected_numbers) = split_numbers(text), split_numbers(told_text)
+        assert got == expected, form
+        assert got_numbers == pytest.approx(expected_numbers, abs=NUMBERS_DIFFER), form
     me.expect_calm()
 
 
@@ -421,9 +431,7 @@ def test_how_many_speak_is_told(visit, endgame):
     switch(me, "speakers")
     me.page.evaluate(SENT)
     me.page.fill("#num-speakers", "1")
-    me.page.set_input_files("#file", endgame)
-    me.until("#segments .said")
-    me.mode("idle")
+    me.hear(endgame)
     sent = me.page.evaluate("window.sent")
     assert ["spk", "true"] in sent
     assert ["num_speakers", "1"] in sent
@@ -439,9 +447,7 @@ def test_how_many_speak_is_told(visit, endgame):
     me.page.fill("#num-speakers", "")
     assert me.page.inner_text("#speakers-problem") == ""
     me.page.evaluate(SENT)
-    me.page.set_input_files("#file", endgame)
-    me.until("#segments .said")
-    me.mode("idle")
+    me.hear(endgame)
     assert not [field for field in me.page.evaluate("window.sent") if field[0] == "num_speakers"]
     me.expect_calm("400")
 
@@ -467,42 +473,27 @@ def test_what_the_server_refuses_is_said_beside_it(visit, endgame):
     me.expect_calm("400")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("device", [{}, PHONE], ids=["desktop", "phone"])
-def test_axe_finds_nothing_serious(visit, endgame, scheme, device):
-    if not AXE.is_file():
-        pytest.skip("axe-core is not installed: npm --prefix console ci")
+@needs_axe
+@devices_and_schemes
+def test_axe_finds_nothing_serious(visit, endgame, device, scheme):
     me = visit(color_scheme=scheme, reduced_motion="reduce", **device)
-
-    def look(where: str) -> None:
-        me.page.wait_for_timeout(250)
-        me.page.evaluate(AXE.read_text())
-        found = me.page.evaluate("() => axe.run({resultTypes: ['violations']})")["violations"]
-        bad = [(each["id"], node["html"]) for each in found for node in each["nodes"] if each["impact"] != "minor"]
-        assert not bad, (where, bad)
-        room = me.page.evaluate(
-            "(({scrollWidth, scrollHeight}) => [scrollWidth - innerWidth, scrollHeight - innerHeight])"
-            "(document.documentElement)"
-        )
-        assert max(room) <= 0, (where, room)
-
     switch(me, "speakers")
     me.page.fill("#hotwords", "a" * 201)
-    look("the settings")
+    me.expect_accessible("the settings")
     me.page.fill("#hotwords", "")
     me.page.keyboard.press("Escape")
     me.page.locator("#words").click(position={"x": 5, "y": 5})
     hear(me, endgame)
-    look("speakers")
+    me.expect_accessible("speakers")
     me.page.locator(".word").nth(3).click()
     me.until(".word.now")
     me.page.click("#primary")
-    look("a word")
+    me.expect_accessible("a word")
     me.page.locator("#voices button").first.click()
-    look("a name")
+    me.expect_accessible("a name")
     me.page.keyboard.press("Escape")
     me.page.click("#download")
-    look("the formats")
+    me.expect_accessible("the formats")
     me.expect_calm()
 
 

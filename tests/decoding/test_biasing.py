@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asr_serve.decoding import biasing
+from asr_serve.decoding import biasing_graph as biasing
 from asr_serve.decoding.beam_search import BeamSearch
-from asr_serve.decoding.biasing import (
+from asr_serve.decoding.biasing_graph import (
     MOST_CHARACTERS,
     OPEN,
     WITHIN,
@@ -23,7 +23,7 @@ from asr_serve.decoding.biasing import (
     written_forms,
 )
 from asr_serve.decoding.phonetic_index import PhoneticIndex
-from asr_serve.engine.seq2seq.biasing import RescoringList
+from asr_serve.engine.seq2seq.biasing_queue import RescoringList
 from asr_serve.errors import OptionError
 
 

@@ -15,7 +15,7 @@ from tiny_transducer import TinyTransducer, noise
 from torch import Tensor
 
 from asr_serve import devices, kernels
-from asr_serve.decoding.biasing import BiasingPhrase, pack_phrases
+from asr_serve.decoding.biasing_graph import BiasingPhrase, pack_phrases
 from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.decoding.ctc import CtcBeamOptions, CtcGreedy, CtcPrefixBeam
 from asr_serve.decoding.ctc_batched import BatchedCtcPrefixBeam

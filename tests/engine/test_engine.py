@@ -14,7 +14,8 @@ import pytest
 from engine_clients import fail_calls, poison_free_pages, spy
 from tiny_moonshine import CARD, MAX_SAMPLES, WAIT_S, build, clip, expect_empty, held, on_loop, outcome, start
 
-from asr_serve.decoding.seq2seq import Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.builder import EngineComponents
 from asr_serve.engine.client import EngineClient, Ticket
 from asr_serve.errors import AtCapacity, AudioTooLong, Cancelled, EngineClosed, OptionError, StepFailed, WeightsMissing

@@ -20,7 +20,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_moonshine import CARD, WAIT_S, clip, expect_empty, held, on_loop, outcome, start, text
 
-from asr_serve.decoding.seq2seq import DraftTokens, Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine import request as sessions
 from asr_serve.engine.client import EngineClient, Ticket
 from asr_serve.engine.partial_rate import MIN_SAMPLES, OVERLOADED_MS, PartialRateController

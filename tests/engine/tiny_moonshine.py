@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import tiny_configs
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -70,7 +71,7 @@ def weights(config: moonshine.Config, seed: int = 5) -> dict[str, Tensor]:
 
 def save(folder: Path) -> Path:
     """The same as a checkpoint, as another process can load it."""
-    config = moonshine.tiny()
+    config = tiny_configs.moonshine_config()
     (folder / "config.json").write_text(json.dumps(msgspec.to_builtins(config)))
     save_file({name: tensor.contiguous() for name, tensor in weights(config).items()}, folder / "model.safetensors")
     (folder / "tokenizer.bin").write_bytes(b"".join(b"\x03w%02d" % token for token in range(config.vocab_size)))
@@ -83,7 +84,7 @@ def text(tokens: list[int]) -> str:
 
 def build() -> EngineComponents:
     device = devices.make_device("cpu", "fp32")
-    config = moonshine.tiny()
+    config = tiny_configs.moonshine_config()
     return EngineComponents(moonshine.Model(config, weights(config), device), silero.load(), device, text)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import tiny_configs
 import torch
 from tiny_moonshine import clip, text
 from torch import Tensor
@@ -22,7 +23,7 @@ from asr_serve.models.asr.whisper import whisper
 from asr_serve.models.auxiliary import silero
 from asr_serve.models.packing import PagedKeyValues
 
-CONFIG = whisper.tiny()
+CONFIG = tiny_configs.whisper_config()
 SPECIAL = CONFIG.special
 CARD = msgspec.structs.replace(
     moonshine.CARDS[0], name="tiny-random-whisper", kind="whisper", max_segment_ms=2_000, tokens_per_s=12.0

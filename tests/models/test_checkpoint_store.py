@@ -402,7 +402,7 @@ def test_a_voice_that_nobody_named_gives_way_to_another_where_its_weights_are_br
     content: bytes | None,
 ) -> None:
     ours = tts_card("fastpitch-en")
-    for folder in (ours.shipped, vocoder_card(ours.codec).shipped):
+    for folder in (ours.shipped, vocoder_card(ours.vocoder).shipped):
         shutil.copytree(store.PACKAGE / folder, tmp_path / folder)
     monkeypatch.setattr(store, "PACKAGE", tmp_path)
     assert store.auto_voice() == ours

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import tiny_configs
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -99,7 +100,7 @@ def rows_of(model: deepspeech.Model, rows: int, fill: float = 0.0) -> dict[str, 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def tiny(request: pytest.FixtureRequest) -> deepspeech.Model:
-    config = deepspeech.tiny()
+    config = tiny_configs.deepspeech_config()
     torch.manual_seed(11)
     tensors = {name: 2 * torch.randn(shape) / shape[-1] ** 0.5 for name, shape in config.shapes().items()}
     tensors["layers.0.weight"] /= 10
@@ -220,7 +221,7 @@ def test_probabilities(tiny: deepspeech.Model) -> None:
 
 
 def test_a_missing_tensor_is_named() -> None:
-    config = deepspeech.tiny()
+    config = tiny_configs.deepspeech_config()
     tensors = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
     for name in tensors:
         without = {other: value for other, value in tensors.items() if other != name}

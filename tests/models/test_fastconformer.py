@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import tiny_configs
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -336,7 +337,7 @@ def test_bf16_is_near(build: Any) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"conv_norm_type": "batch_norm", "use_bias": False}])
 def test_the_tiny_model_has_every_part(device: CpuDevice, changes: Mapping[str, Any]) -> None:
-    config = msgspec.structs.replace(fastconformer.tiny(), **changes)
+    config = msgspec.structs.replace(tiny_configs.fastconformer_config(), **changes)
     assert Config.of(json.loads(msgspec.json.encode(config))) == config
     tensors = weights(config)
     assert {fastconformer.rename(name) for name in tensors} == set(tensors)
@@ -348,10 +349,10 @@ def test_the_tiny_model_has_every_part(device: CpuDevice, changes: Mapping[str, 
 
 @pytest.mark.parametrize("missing", ["encoder.layers.1.conv.depthwise_conv.weight", "joint.enc.bias", "ctc.weight"])
 def test_a_tensor_that_is_missing_is_named(device: CpuDevice, missing: str) -> None:
-    tensors = weights(fastconformer.tiny())
+    tensors = weights(tiny_configs.fastconformer_config())
     del tensors[missing]
     with pytest.raises(WeightsCorrupt, match=missing):
-        Model(fastconformer.tiny(), tensors, device)
+        Model(tiny_configs.fastconformer_config(), tensors, device)
 
 
 def test_cards_are_streaming() -> None:
@@ -488,7 +489,7 @@ def test_settings_are_read_as_nemo_writes_them() -> None:
 
 
 def test_a_look_ahead_is_one_of_those_trained_for() -> None:
-    config = fastconformer.tiny()
+    config = tiny_configs.fastconformer_config()
     assert config.with_right_context(3).att_context_size == ((8, 3), (8, 1), (8, 0))
     with pytest.raises(OptionError, match="this model was trained for 0, 1, 3"):
         config.with_right_context(13)

@@ -26,7 +26,7 @@ from asr_serve.models.tts.fastpitch import (
     read_voice,
     whole_frames,
 )
-from asr_serve.models.tts.fastpitch_network import FastPitchSizes, places
+from asr_serve.models.tts.fastpitch_network import FastPitchSizes, frame_positions
 from asr_serve.types import PhonemeSpan, Sentence
 
 SIZES = FastPitchSizes(
@@ -179,10 +179,10 @@ def test_rounding_loses_no_time_and_no_phoneme(lengths: list[float]) -> None:
 
 
 def test_places() -> None:
-    index, place = places(torch.tensor([[2, 1, 3]]), torch.arange(8)[None])
+    index, position = frame_positions(torch.tensor([[2, 1, 3]]), torch.arange(8)[None])
     assert index.tolist() == [[0, 0, 1, 2, 2, 2, 2, 2]]
-    assert place[0, :6, 4].tolist() == [1, 0, 1, 1, 0, 0]
-    assert place[0, :6, 5].tolist() == [0, 1, 1, 0, 0, 1]
+    assert position[0, :6, 4].tolist() == [1, 0, 1, 1, 0, 0]
+    assert position[0, :6, 5].tolist() == [0, 1, 1, 0, 0, 1]
 
 
 # --- cloned voices ---------------------------------------------------------------------------------------

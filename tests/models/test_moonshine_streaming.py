@@ -11,12 +11,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import tiny_configs
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from asr_serve import devices
-from asr_serve.decoding.seq2seq import Hypothesis, SearchOptions
+from asr_serve.decoding.hypothesis import Hypothesis
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.seq2seq.decoder import DecodeRunner
 from asr_serve.engine.seq2seq.encoder import EncoderResult, EncodeRunner
 from asr_serve.errors import WeightsCorrupt
@@ -322,7 +324,7 @@ def test_the_output_projection_is_the_embedding_where_there_is_none(reference: R
 
 
 def test_tiny_has_every_part() -> None:
-    config = moonshine_streaming.tiny()
+    config = tiny_configs.moonshine_streaming_config()
     again = moonshine_streaming.Config.of(msgspec.to_builtins(config))
     assert again == config
     assert config == Reference("wide").config

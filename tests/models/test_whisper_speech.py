@@ -17,7 +17,8 @@ import pytest
 
 from asr_serve.audio.reader import read_audio
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.thread_backend import thread_backend

@@ -15,7 +15,7 @@ import pytest
 import asr_serve
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import Recognition
+from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.models.registry import asr_card
 from asr_serve.pipelines.segments import is_speech
 

@@ -25,7 +25,7 @@ from tiny_moonshine import on_loop
 from asr_serve.api.library import Model
 from asr_serve.errors import StepFailed
 from asr_serve.pipelines import segments
-from asr_serve.pipelines.live.segment_hypotheses import MAX_TRIES
+from asr_serve.pipelines.live.repeated_segment import MAX_TRIES
 
 
 @pytest.fixture(scope="module", autouse=True)

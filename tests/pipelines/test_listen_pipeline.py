@@ -30,10 +30,10 @@ from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
 from asr_serve.errors import AtCapacity, EngineClosed, OptionError, StepFailed
-from asr_serve.pipelines.live import listen, segment_hypotheses
+from asr_serve.pipelines.live import listen, repeated_segment
 from asr_serve.pipelines.live.listen import LivePartial, LiveSegmentDone, SessionFinished
 from asr_serve.pipelines.live.repeated_recognizer import RepeatedRecognizer
-from asr_serve.pipelines.live.segment_hypotheses import MAX_TRIES
+from asr_serve.pipelines.live.repeated_segment import MAX_TRIES
 
 pytestmark = pytest.mark.usefixtures("idle_afterwards")
 
@@ -241,7 +241,7 @@ def test_the_first_word_after_a_long_silence_is_whole(model, beckett):
 
 def test_a_partial_without_a_segment_is_withdrawn(model, beckett, monkeypatch):
     """A partial that no segment follows ends with an empty one."""
-    monkeypatch.setattr(segment_hypotheses, "build_segment", lambda *closed: None)
+    monkeypatch.setattr(repeated_segment, "build_segment", lambda *closed: None)
     with LiveClient(model, fast_clock()) as client:
         client.write(beckett[: int(1.1 * RATE_HZ)])
         client.settle()

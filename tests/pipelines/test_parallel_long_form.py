@@ -11,7 +11,8 @@ import pytest
 
 from asr_serve import units
 from asr_serve.audio.endpointing import WINDOW_SAMPLES, EndpointConfig
-from asr_serve.decoding.seq2seq import Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.models.registry import AsrCard, TimestampTokens, asr_card
 from asr_serve.pipelines.offline.long_form import SegmentAnswer, SegmentRequest
 from asr_serve.pipelines.offline.parallel import MAX_FOLLOW_UPS, ParallelLongForm

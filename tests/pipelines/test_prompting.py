@@ -16,7 +16,7 @@ from live_client import LiveClient
 import asr_serve
 from asr_serve.api.library import Model
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import asr_card, asr_cards

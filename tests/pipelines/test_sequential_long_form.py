@@ -26,7 +26,8 @@ from tiny_moonshine import clip, expect_empty
 from asr_serve.audio import read_audio
 from asr_serve.audio.input_manifest import InputItem
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.engine.client import EngineClient, Ticket
 from asr_serve.engine.thread_backend import thread_backend

@@ -538,7 +538,7 @@ def test_language_of_a_voice() -> None:
 def test_silence_includes_the_quiet_before_it() -> None:
     loud, quiet = np.array([0, 900, -64, 3], np.int16), np.array([1, -64], np.int16)
     assert [trailing_silence_samples(each) for each in (loud, quiet, loud[:0])] == [2, 2, 0]
-    between, requested, shorter = SilencePart(10), SilencePart(10, asked=True), SilencePart(10)
+    between, requested, shorter = SilencePart(10), SilencePart(10, is_requested=True), SilencePart(10)
     for silence, before in ((between, 4), (requested, 4), (shorter, 40)):
         silence.begin(before)
         silence.begin(before)

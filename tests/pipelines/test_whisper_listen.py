@@ -15,10 +15,11 @@ from live_client import RATE_HZ, fast_clock, plain_words, run_session, stopped_c
 from loaded_models import expect_idle, load_model
 
 from asr_serve.api.library import Model
-from asr_serve.decoding.seq2seq import DraftTokens, Hypothesis, Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Hypothesis, Recognition
+from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine.client import EngineClient
+from asr_serve.pipelines.live.repeated_segment import HypothesisKind, PendingHypothesis, RepeatedSegment
 from asr_serve.pipelines.live.segment_encoder import HypothesisInput
-from asr_serve.pipelines.live.segment_hypotheses import HypothesisKind, PendingHypothesis, RepeatedSegment
 from asr_serve.pipelines.segments import HALLUCINATION_LOGPROB, pad_with_silence
 from asr_serve.types import Span
 from asr_serve_tools.evaluate.wer import wer

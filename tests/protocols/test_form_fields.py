@@ -71,9 +71,6 @@ def test_no_whole_numbers(value):
 def test_refusals_say_what_there_is_instead():
     with pytest.raises(UnsupportedOption, match=r"prompt is not supported\. none is taken"):
         read(prompt="x").reject_unsupported("prompt", "none is taken")
-    read(stream="false").reject_true("stream", "it cannot")
-    with pytest.raises(UnsupportedOption, match="leave stream out"):
-        read(stream="true").reject_true("stream", "it cannot")
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,18 @@ from pathlib import Path
 import msgspec
 
 from asr_serve.voices.cloned_voice import ClonedVoiceCard
-from asr_serve.voices.cloning_messages import ClipReport, CloneFailed, CloneProgress, CloneReport, CloneRequest, Said
+from asr_serve.voices.cloning_messages import (
+    ClipReport,
+    CloneFailed,
+    CloneMessage,
+    CloneProgress,
+    CloneReport,
+    CloneRequest,
+)
 from asr_serve.voices.voice_store import VoiceStore
 
 
-def say(what: Said) -> None:
+def say(what: CloneMessage) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(what) + b"\n")
     sys.stdout.flush()
 

@@ -42,6 +42,8 @@ PATHS = (
     "/ready",
     "/metrics",
 )
+OPEN = ("/asr", "/v1/audio/speech", "/v1/models/{model}", "/v1/models/{model}/load", "/v1/stream/{session_id}/end")
+"""One path of each kind, for which the server without keys is asked in `make test`."""
 KEY = "secret-boss"
 """An administrator's, so that load, unload and renew get to their names. Those are random: nothing is unloaded."""
 
@@ -112,8 +114,14 @@ def read(server: Running) -> Document:
     return dict(server.http.get("/openapi.json").json())
 
 
-@pytest.mark.parametrize("keys", [True, False], ids=["locked", "open"])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("path", "keys"),
+    [
+        pytest.param(path, keys, marks=[] if keys or path in OPEN else pytest.mark.slow, id=f"{path}-{name}")
+        for path in PATHS
+        for name, keys in (("locked", True), ("open", False))
+    ],
+)
 def test_the_document_is_kept_to(locked, server, path, keys):
     # Random bytes are no audio, and random fields do not go together: 400. A random name is no model: 404; and no
     # session: 410. Without keys nobody is an administrator: 401, 403.

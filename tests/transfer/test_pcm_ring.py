@@ -373,9 +373,12 @@ def test_a_reader_that_is_killed_ends_a_put_that_waits(undo: contextlib.ExitStac
     writer = PcmWriter(other.fd, other.bell)
     assert other.line() == "here"
     writer.write_message(1, pcm_of(100))
+    asleep = threading.Event()
+    while writer.depth:  # until it is read, it takes one of the slots that the next one is to fill
+        asleep.wait(0.001)
     with ThreadPoolExecutor() as threads:
         put = threads.submit(writer.write_message, 2, pcm_of(10 * RING_SAMPLES))
-        memory, asleep = mmap.mmap(other.fd, 0), threading.Event()
+        memory = mmap.mmap(other.fd, 0)
         while not (writer.depth == SLOTS and struct.unpack_from("=Q", memory, PRODUCER_SLEEPS_AT)[0]):
             asleep.wait(0.001)
         other.kill()

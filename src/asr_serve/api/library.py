@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import weakref
 from collections.abc import Generator, Iterable, Mapping
-from types import TracebackType
 from typing import Any, Self
 
+from asr_serve.api.reading import read_in_threads
 from asr_serve.api.speech import Speech, Text
 from asr_serve.api.stream import Chunks, StreamOptions, TranscriptStream, is_single_source
 from asr_serve.audio.input_manifest import InputItem, expand_inputs
@@ -77,35 +76,17 @@ class Model:
         transcripts: list[Transcript] = []
         with contextlib.closing(self.events(_items(inputs), TranscribeOptions.of(options))) as stream:
             for event in stream:
-                if isinstance(event, FileFailed):
-                    raise event.error
-                if isinstance(event, FileDone):
-                    transcripts.append(event.transcript)
+                _collect(event, transcripts)
         return transcripts
 
     async def atranscribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
         """Transcribes like `transcribe`, without blocking the event loop. Cancelling the task cancels the work."""
-        stream = self.events(_items(inputs), TranscribeOptions.of(options))
         transcripts: list[Transcript] = []
-        step: asyncio.Future[Event | None] | None = None
-        try:
-            while True:
-                # No task: the end of the event loop would cancel it while its thread is in the generator.
-                step = asyncio.get_running_loop().run_in_executor(None, next, stream, None)
-                event = await asyncio.shield(step)
-                if event is None:
-                    return transcripts
-                if isinstance(event, FileFailed):
-                    raise event.error
-                if isinstance(event, FileDone):
-                    transcripts.append(event.transcript)
-        finally:
-            # A generator cannot be closed while a thread is inside it; that one step ends by itself.
-            if step is not None and not step.done():
-                step.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # avoids a warning
-                step.add_done_callback(lambda _: stream.close())
-            else:
-                stream.close()
+        stream = self.events(_items(inputs), TranscribeOptions.of(options))
+        async with contextlib.aclosing(read_in_threads(stream)) as events_read:
+            async for event in events_read:
+                _collect(event, transcripts)
+        return transcripts
 
     def stream(self, source: Source | Chunks, **options: Any) -> TranscriptStream:
         """Streams text while audio arrives: a StreamResult for every `chunk_ms` of it, and a final one. Read it
@@ -171,10 +152,16 @@ class Model:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _collect(event: Event, transcripts: list[Transcript]) -> None:
+    """Adds a finished file's transcript. Raises the error of a failed one."""
+    if isinstance(event, FileFailed):
+        raise event.error
+    if isinstance(event, FileDone):
+        transcripts.append(event.transcript)
 
 
 def _items(inputs: Source | Iterable[Source]) -> Iterable[InputItem]:

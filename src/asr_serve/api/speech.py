@@ -7,12 +7,12 @@ import contextlib
 import os
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from asr_serve.audio.encode import FORMATS, AudioEncoder
+from asr_serve.api.reading import Closeable, event_loop_waker
+from asr_serve.audio.encode import FORMATS, AudioEncoder, encoded_file
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError
 from asr_serve.pipelines.options import AudioChunk, SpeakOptions, SpokenWord
@@ -26,7 +26,7 @@ Text = str | Iterable[str] | AsyncIterable[str]
 SUFFIXES = {f".{form}": form for form in FORMATS} | {".ogg": "opus", ".oga": "opus", ".raw": "pcm", ".wave": "wav"}
 
 
-class Speech:
+class Speech(Closeable):
     """Synthesized speech, read once: with `for` or `async for`, or by `read`, `encoded` or `save`. Leaving the
     loop stops the work; so does the end of a `with` block around it, or `close`, from any thread."""
 
@@ -62,12 +62,8 @@ class Speech:
 
     async def __aiter__(self) -> AsyncGenerator[AudioChunk, None]:
         self._begin()
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: no reader waits
-                loop.call_soon_threadsafe(ready.set)
-
+        ready = asyncio.Event()
+        wake = event_loop_waker(ready)
         text = self._text
         full_text = text if isinstance(text, str) else None
         session = TtsSession(self._client, self._front, self._options, wake, full_text)
@@ -119,18 +115,9 @@ class Speech:
         """
         target = Path(path)
         encoder = AudioEncoder(form or format_of_path(target), self.rate_hz)
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
-        try:
-            with part.open("wb") as file:
-                for chunk in self:
-                    file.write(encoder.encode(chunk.pcm))
-                file.write(encoder.finish())
-                if header := encoder.final_header():
-                    file.seek(0)
-                    file.write(header)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+        with encoded_file(target, encoder) as write:
+            for chunk in self:
+                write(chunk.pcm)
         return target
 
     # --- end -------------------------------------------------------------------------------------------
@@ -138,25 +125,6 @@ class Speech:
     def close(self) -> None:
         """Stops the work at once. A pending read raises Cancelled. Idempotent."""
         self._canceller.cancel()
-
-    async def aclose(self) -> None:
-        self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _begin(self) -> None:
         if self._begun:

@@ -12,13 +12,13 @@ import os
 import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterable, Iterator
-from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
 from asr_serve import units
+from asr_serve.api.reading import Closeable, event_loop_waker, read_in_threads
 from asr_serve.audio.audio_buffers import WindowAlignedBuffer
 from asr_serve.audio.pcm import clipped, to_mono
 from asr_serve.audio.reader import Source, open_audio
@@ -192,10 +192,8 @@ class StreamRun:
         self._session.finish()
 
     def take_result(self) -> StreamResult | None:
-        """Returns the result once all appended audio has been processed; None: call again after `wake`.
-
-        Raises Cancelled once closed, and what LiveSession raises.
-        """
+        """Returns the result once all appended audio has been processed; None: call again after `wake`. Raises
+        Cancelled once closed, and what LiveSession raises."""
         with self._lock:
             while True:
                 if self._closed:
@@ -268,7 +266,7 @@ def _joined(before: str, after: str) -> str:
     return f"{before} {after}" if before and after else before + after
 
 
-class TranscriptStream:
+class TranscriptStream(Closeable):
     """Results of one source, read once with `for` or `async for`. Leaving the loop frees the session; so does
     the end of a `with` block around it, or `close`, from any thread."""
 
@@ -321,11 +319,7 @@ class TranscriptStream:
             yield wait_result(run)
 
     async def __aiter__(self) -> AsyncGenerator[StreamResult, None]:
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: no reader waits
-                loop.call_soon_threadsafe(ready.set)
+        ready = asyncio.Event()
 
         async def wait_result(run: StreamRun) -> StreamResult:
             while (result := run.take_result()) is None:
@@ -333,7 +327,7 @@ class TranscriptStream:
                 ready.clear()
             return result
 
-        with self._begin(wake) as run:
+        with self._begin(event_loop_waker(ready)) as run:
             async with contextlib.aclosing(self._pieces_async()) as pieces:
                 async for pcm in pieces:
                     run.append_audio(pcm)
@@ -345,25 +339,6 @@ class TranscriptStream:
         """Frees the session at once. A pending read raises Cancelled. Idempotent."""
         if self._session is not None:
             self._session.close()
-
-    async def aclose(self) -> None:
-        self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _begin(self, wake: Callable[[], None]) -> contextlib.closing[StreamRun]:
         if self._session is not None:
@@ -398,18 +373,6 @@ class TranscriptStream:
             for pcm in self._pieces():
                 yield pcm
         else:  # reading may block: on a disk, or on live audio
-            pieces = self._pieces()
-            step: asyncio.Future[np.ndarray | None] | None = None
-            try:
-                while True:
-                    step = asyncio.get_running_loop().run_in_executor(None, next, pieces, None)
-                    if (piece := await asyncio.shield(step)) is None:
-                        return
-                    yield piece
-            finally:
-                # A generator cannot be closed while a thread is inside it; that one step ends by itself.
-                if step is not None and not step.done():
-                    step.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # no warning
-                    step.add_done_callback(lambda _: pieces.close())
-                else:
-                    pieces.close()
+            async with contextlib.aclosing(read_in_threads(self._pieces())) as pieces:
+                async for pcm in pieces:
+                    yield pcm

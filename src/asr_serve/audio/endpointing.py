@@ -55,17 +55,13 @@ class EndpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threshold: float = 0.5
     """Probability at which speech starts. Silero is trained for one half."""
     neg_threshold: float = 0.35
-    """Probability below which speech ends: 0.15 lower, as the model's authors use it, so that a fading vowel does
-    not end it."""
+    """Probability below which speech ends: 0.15 lower, as the model's authors use it, for fading vowels."""
     min_speech_ms: int = 60
-    """Least speech of an isolated segment, two windows of 32 ms: one is a click or a breath, two may be a
-    'yes'."""
+    """Least speech of an isolated segment, two windows of 32 ms: one is a click or a breath, two may be a 'yes'."""
     pad_before_ms: int = 250
-    """Padding before speech. Onsets are quiet: an 's' or 'h' starts 100-200 ms before the first window that is
-    clearly speech."""
+    """Padding before speech. Onsets are quiet: an 's' or 'h' starts 100-200 ms before what is clearly speech."""
     pad_after_ms: int = 250
-    """Padding after speech. Endings are quiet too, and recognizers drop a last word that touches the end of their
-    audio."""
+    """Padding after speech. Endings are quiet too, and recognizers drop a word that touches the end."""
     max_segment_ms: int | None = None
     """Longest segment that the model takes, padding included; None for no limit."""
     schedule: SilenceSchedule = OFFLINE_SCHEDULE
@@ -197,8 +193,7 @@ class Endpointer:
 
     def flush(self, at_samples: int) -> list[Span]:
         """Close the open segment at `at_samples`, which lies within the next window, and return its span; the next
-        segment begins there at the earliest. A segment that is not `is_certain` stays open: it may not be
-        speech."""
+        segment begins there at the earliest. A segment that is not `is_certain` stays open: it may not be speech."""
         assert not self._finished, "flush after finish"
         assert 0 <= at_samples - self._now < WINDOW_SAMPLES, f"{self._now} samples scored, flushed at {at_samples}"
         closed: list[Span] = []

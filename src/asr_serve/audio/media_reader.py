@@ -48,8 +48,7 @@ MAX_HOLES_SHARE = 0.1
 """Most silence for longer gaps, as a share of the decoded audio."""
 
 FREE_HOLES_S = 60.0
-"""Silence of either kind that is always allowed. Without a bound, a few wrong timestamps would make hours of
-it."""
+"""Silence of either kind that is always allowed. Without a bound, a few wrong timestamps would make hours of it."""
 
 MAX_CHANNELS = 64
 """Most channels, enough for microphone arrays."""

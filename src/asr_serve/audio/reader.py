@@ -11,7 +11,6 @@ import os
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from fractions import Fraction
-from types import TracebackType
 from typing import BinaryIO
 
 import msgspec
@@ -85,9 +84,7 @@ class AudioStream:
     def __enter__(self) -> AudioStream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -125,8 +122,7 @@ def open_audio(source: Source, *, limits: AudioLimits = NO_LIMITS) -> AudioStrea
 
 
 def read_audio(source: Source, *, limits: AudioLimits = NO_LIMITS) -> np.ndarray:
-    """Read a whole input as one (n,) float32 array, for short audio. Raises what `open_audio` and its chunks
-    do."""
+    """Read a whole input as one (n,) float32 array, for short audio. Raises what `open_audio` and its chunks do."""
     with open_audio(source, limits=limits) as stream:
         return np.concatenate(list(stream))
 

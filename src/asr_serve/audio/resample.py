@@ -44,8 +44,7 @@ class Resampler:
         self._soxr = None if rate_hz == to_hz else _new_soxr(rate_hz, to_hz)
 
     def resample(self, chunk: np.ndarray) -> np.ndarray:
-        """Append `chunk`; return the samples that are ready, which may be none. With equal rates that is `chunk`
-        itself."""
+        """Append `chunk`; return the samples that are ready, maybe none. With equal rates: `chunk` itself."""
         self.input_samples += len(chunk)
         if self._soxr is None:
             self.output_samples += len(chunk)
@@ -57,8 +56,7 @@ class Resampler:
         return ready
 
     def finish(self) -> np.ndarray:
-        """Remaining samples, as if silence followed. Later chunks continue at their position, with a new
-        filter."""
+        """Remaining samples, as if silence followed. Later chunks continue at their position, with a new filter."""
         if self._soxr is None:
             return np.zeros(0, np.float32)
         # soxr rounds the length to nearest: silence after the end lets the filter produce the sample that

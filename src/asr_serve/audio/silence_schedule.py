@@ -45,8 +45,7 @@ class SilenceSchedule(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, rows: Iterable[tuple[float, float]]) -> SilenceSchedule:
-        """Build from a plain list in FunASR's form: [(5000, 1500), (20000, 800), (inf, 300)]. Raises
-        OptionError."""
+        """Build from a plain list in FunASR's form: [(5000, 1500), (20000, 800), (inf, 300)]. Raises OptionError."""
         checked = []
         for row in rows:
             try:

@@ -57,8 +57,7 @@ class LiveAudioDecoder:
         return _joined([self._resampler.resample(pcm) for pcm in self._read(data)])
 
     def drain_resampler(self) -> np.ndarray:
-        """Remaining samples of the resampler for all bytes so far, as if silence followed. More bytes may
-        follow."""
+        """Remaining samples of the resampler for all bytes so far, as if silence followed. More bytes may follow."""
         return clipped(self._resampler.finish())
 
     def finish(self) -> np.ndarray:
@@ -77,10 +76,8 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def create_live_decoder(encoding: str, rate_hz: int | None = None) -> LiveAudioDecoder:
-    """Decoder for one of ENCODINGS: `opus` is one RFC 6716 packet a call, `ogg` an Ogg stream of Opus.
-
-    `rate_hz` is for the other three; None: 16 kHz, and 8 kHz for telephony's mulaw and alaw. Raises OptionError.
-    """
+    """Decoder for one of ENCODINGS: `opus` is one RFC 6716 packet a call, `ogg` an Ogg stream of Opus. `rate_hz` is for
+    the other three; None: 16 kHz, and 8 kHz for telephony's mulaw and alaw. Raises OptionError."""
     if encoding not in ENCODINGS:
         raise OptionError(
             f"encoding={encoding[:60]!r}",

@@ -22,7 +22,13 @@ from torch.nn import functional as F
 from asr_serve.audio.features.slaney_mel import SlaneyMel
 from asr_serve.cloning.voice_corpus import FULL_SCALE, VoiceRecording
 from asr_serve.models.tts.fastpitch_layers import LoraChanges
-from asr_serve.models.tts.fastpitch_network import F0_SCALE, FastPitchNetwork, FastPitchSizes, PhonemeProsody, places
+from asr_serve.models.tts.fastpitch_network import (
+    F0_SCALE,
+    FastPitchNetwork,
+    FastPitchSizes,
+    PhonemeProsody,
+    frame_positions,
+)
 
 WEIGHTS = {"mel": 1.0, "f0": 0.3, "voice": 0.1, "duration": 0.2, "pitch": 0.1, "voiced": 0.1, "energy": 0.1}
 
@@ -217,18 +223,17 @@ class AcousticLearner(nn.Module):
                 own.copy_(loaded)
 
     def forward(self, b: AcousticBatch, changes: LoraChanges | None = None) -> AcousticOutput:
-        """Runs the network with the recorded durations, pitch and energy; `changes`: a voice's low-rank
-        changes."""
+        """Runs the network with the recorded durations, pitch and energy; `changes`: a voice's low-rank changes."""
         network, mask, device = self.network, b.phoneme_mask, b.ids.device
         with torch.autocast(device.type, torch.bfloat16):
             hidden = network.encode(b.ids, mask, self.tables["speakers"][b.speaker], changes)
             log_durations = network.log_durations(hidden, mask, changes)
             pitch, voiced, energy = network.prosody(hidden, mask, changes)
             numbers = torch.arange(b.mel.shape[1], device=device).expand(len(b.ids), -1)
-            index, place = places(b.durations, numbers)
+            index, position = frame_positions(b.durations, numbers)
             conditioned = network.condition(hidden, b.prosody)
             conditioned = conditioned.gather(1, index[..., None].expand(-1, -1, conditioned.shape[-1]))
-            x = network.decoder_input(conditioned, place, self.tables["speakers_decoder"][b.speaker])
+            x = network.decoder_input(conditioned, position, self.tables["speakers_decoder"][b.speaker])
             return AcousticOutput(
                 log_durations, pitch, voiced, energy, network.decode(x, b.frames, changes), index, numbers
             )

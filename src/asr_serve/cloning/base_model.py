@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import msgspec
@@ -16,9 +15,10 @@ from torch import Tensor
 from asr_serve.cloning.acoustic_training import AcousticLearner, AcousticNorms
 from asr_serve.errors import OptionError, WeightsCorrupt
 from asr_serve.models.auxiliary.ge2e import similarity
+from asr_serve.models.checkpoints.config_file import read_config
 from asr_serve.models.tts.fastpitch import PAUSE, Config, whole_frames
 from asr_serve.models.tts.fastpitch_layers import LoraChanges
-from asr_serve.models.tts.fastpitch_network import F0_SCALE, PhonemeProsody, places
+from asr_serve.models.tts.fastpitch_network import F0_SCALE, PhonemeProsody, frame_positions
 
 SPEAKER_EMBEDDINGS_FILE = "speakers.safetensors"
 """File beside a checkpoint: `ge2e` (voices, 256), speaker embeddings of its voices."""
@@ -30,15 +30,15 @@ class CloningBaseModel:
 
     def __init__(self, folder: Path) -> None:
         """Loads a checkpoint. Raises WeightsCorrupt."""
+        self.config = read_config(folder, "fastpitch", Config.of)
         try:
-            self.config = Config.of(json.loads((folder / "config.json").read_text("utf-8")))
             tensors = load_file(folder / MODEL_FILE)
             embeddings = (
                 load_file(folder / SPEAKER_EMBEDDINGS_FILE)["ge2e"]
                 if (folder / SPEAKER_EMBEDDINGS_FILE).is_file()
                 else None
             )
-        except (OSError, json.JSONDecodeError, SafetensorError, KeyError) as failure:
+        except (OSError, SafetensorError, KeyError) as failure:
             raise WeightsCorrupt(f"{folder} holds no FastPitch: {failure}") from failure
         self.likeness = None if embeddings is None else embeddings.float().numpy()
         self.fingerprint = checkpoint_fingerprint(folder)
@@ -92,9 +92,9 @@ class CloningBaseModel:
         frames = int(durations.sum())
         chunk = self.config.sizes.chunk
         numbers = torch.arange(-(-frames // chunk) * chunk)[None]
-        index, place = places(durations, numbers)
+        index, position = frame_positions(durations, numbers)
         conditioned = network.condition(hidden, prosody)[:, index[0]]
-        x = network.decoder_input(conditioned, place, tables["speakers_decoder"][[speaker]])
+        x = network.decoder_input(conditioned, position, tables["speakers_decoder"][[speaker]])
         out = network.decode(x, torch.tensor([frames]), changes)[0, :frames]
         mean, deviation = self.config.norms.mel
         pitch_mean, pitch_deviation = pitch or self.config.norms.pitch.get(

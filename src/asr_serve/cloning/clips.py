@@ -34,9 +34,8 @@ QUIET_DB = 38.0
 EDGE_SILENCE_S = 0.15
 """Silence that is left at, or added to, both ends: voices are trained with it."""
 CLIPPED_SHARE, AT_THE_TOP = 0.0005, 0.985
-"""Largest fraction of clipped samples, and amplitude, relative to the greatest, of a clipped one; runs of three or
-more count."""
-OTHERWISE, TOLD_WORDS = 0.6, 5
+"""Largest fraction of clipped samples, in runs of three or more; amplitude of one, relative to the greatest."""
+OTHERWISE, LEAST_CHECKED_WORDS = 0.6, 5
 """Largest word error rate between transcript and recognition, above which the transcript belongs to another clip;
 and the least number of words to check: recognition of fewer is unreliable."""
 FULL = 0.25
@@ -67,7 +66,6 @@ class CloningClip(NamedTuple):
     pcm: np.ndarray
     text: str
     is_transcribed: bool
-    heard: str = ""
 
 
 def read_clip(source: Source) -> np.ndarray:
@@ -127,25 +125,27 @@ def split_recording(item: InputItem, text: str | None, ear: ClipRecognizer) -> I
         return
     spans = ear(to_16k(pcm))
     if text is not None:
-        yield from _one(item.key, pcm, text, True, " ".join(each.text for each in spans))
+        yield _one(item.key, pcm, text, True, " ".join(each.text for each in spans))
         return
     if not spans:
         yield ClipReport(item.key, round(seconds, 2), "", "no speech was heard in it")
     for number, part in enumerate(spans, 1):
         key = item.key if len(spans) == 1 else f"{item.key}#{number}"
         first, last = (round(at * RATE_HZ / HEARD_HZ) for at in (part.start, part.end))
-        yield from _one(key, pcm[first:last], part.text, False, part.text)
+        yield _one(key, pcm[first:last], part.text, False, part.text)
 
 
-def _one(key: str, pcm: np.ndarray, text: str, given: bool, heard: str) -> Iterator[CloningClip | ClipReport]:
+def _one(key: str, pcm: np.ndarray, text: str, is_transcribed: bool, recognized: str) -> CloningClip | ClipReport:
     fault = clip_fault(pcm) or ("" if re.search(r"\w", text) else "no words were heard in it")
     trimmed = pcm if fault else trim_silence(pcm)
     seconds = round(len(trimmed) / RATE_HZ, 2)
     if not fault and not SHORTEST_S + 2 * EDGE_SILENCE_S <= seconds <= LONGEST_S + 2 * EDGE_SILENCE_S:
         fault = f"{seconds - 2 * EDGE_SILENCE_S:.1f} s of speech: {SHORTEST_S:g} to {LONGEST_S:g} s are wanted"
-    if not fault and given and len(words(text)) >= TOLD_WORDS and (share := word_error_share(text, heard)) > OTHERWISE:
-        fault = f"{heard!r} was heard in it: {100 * share:.0f} % other words than its text"
-    yield ClipReport(key, seconds, text, fault) if fault else CloningClip(key, trimmed, text, given, heard)
+    if not fault and is_transcribed and len(words(text)) >= LEAST_CHECKED_WORDS:
+        share = word_error_share(text, recognized)
+        if share > OTHERWISE:
+            fault = f"{recognized!r} was heard in it: {100 * share:.0f} % other words than its text"
+    return ClipReport(key, seconds, text, fault) if fault else CloningClip(key, trimmed, text, is_transcribed)
 
 
 def powers(pcm: np.ndarray) -> np.ndarray:
@@ -197,10 +197,9 @@ def words(text: str) -> list[str]:
     return re.findall(r"[a-z]+", text.lower().replace("'", ""))
 
 
-def word_error_share(text: str, heard: str) -> float:
-    """Returns the fraction of a text's words that were substituted, missed or added: its word error rate, without
-    figures."""
-    reference, recognized = words(text), words(heard)
+def word_error_share(text: str, hypothesis: str) -> float:
+    """Returns the fraction of a text's words, without figures, that were substituted, missed or added."""
+    reference, recognized = words(text), words(hypothesis)
     row = list(range(len(recognized) + 1))
     for number, word in enumerate(reference, 1):
         before, row[0] = row[0], number
@@ -210,10 +209,8 @@ def word_error_share(text: str, heard: str) -> float:
 
 
 def transcript_of(key: str, known: Mapping[str, str]) -> str | None:
-    """Returns a recording's transcript by name, or from the file beside it that ends in .txt or .lab; else None.
-
-    Raises MalformedRequest for a file that is not UTF-8.
-    """
+    """Returns a recording's transcript by name, or from the file beside it that ends in .txt or .lab; else None. Raises
+    MalformedRequest for a file that is not UTF-8."""
     if (text := known.get(recording_stem(key))) is not None:
         return spoken_case(text)
     for suffix in (".txt", ".lab"):

@@ -33,7 +33,7 @@ from asr_serve.cloning.pitch_tracking import track_pitch
 from asr_serve.cloning.training_material import TrainingMaterial, gather_material, write_material
 from asr_serve.cloning.voice_corpus import RATE_HZ, speech_rms
 from asr_serve.devices.cpu import keep_memory
-from asr_serve.engine.tts.builder import find_codec
+from asr_serve.engine.tts.builder import find_vocoder
 from asr_serve.errors import Cancelled, EmptyAudio, UnsupportedOption, WeightsMissing
 from asr_serve.models.auxiliary import ge2e
 from asr_serve.models.checkpoints import store as weights
@@ -46,7 +46,7 @@ from asr_serve.voices.cloned_voice import ClonedVoiceCard
 from asr_serve.voices.cloning_messages import STAGES, ClipReport, CloneProgress, CloneReport, CloneRequest, Stage
 from asr_serve.voices.voice_store import VoiceStore
 
-ASKED = 5
+MOST_REFERENCES = 5
 """Number of the model's own voices that clips are aligned with: the most similar ones."""
 COMPARED = 4
 """Number of clips whose texts are synthesized for comparison: held-out ones, then others."""
@@ -67,13 +67,11 @@ class PreparedCloning(NamedTuple):
 
 
 def clone_voice(
-    order: CloneRequest, told: OnCloneProgress = lambda _: None, stop: Callable[[], bool] = lambda: False
+    order: CloneRequest, on_progress: OnCloneProgress = lambda _: None, stop: Callable[[], bool] = lambda: False
 ) -> CloneReport:
-    """Clones a voice into the folder of voices. `told` receives progress; `stop` is polled often.
-
-    Raises OptionError, TooFewClips, UnsupportedOption for a model that cannot clone, UnknownModel, WeightsMissing,
-    WeightsCorrupt, Cancelled.
-    """
+    """Clones a voice into the folder of voices. `on_progress` receives progress; `stop` is polled often. Raises
+    OptionError, TooFewClips, UnsupportedOption for a model that cannot clone, UnknownModel, WeightsMissing,
+    WeightsCorrupt, Cancelled."""
     began = time.monotonic()
     store = VoiceStore(Path(order.voices_dir))
     card = tts_card(order.model)
@@ -83,51 +81,51 @@ def clone_voice(
     if order.threads is not None:
         torch.set_num_threads(order.threads)
     keep_memory()
-    tell = _ProgressReporter(told, stop)
-    tell("loading", 0.0)
+    progress = _ProgressReporter(on_progress, stop)
+    progress("loading", 0.0)
     folder = weights.published_or_given_folder(card, order.weights)
     base, encoder = CloningBaseModel(folder), ge2e.load()
-    codec = _codec(order.codec or card.codec)
+    vocoder = _load_vocoder(order.vocoder or card.vocoder)
     store.check_name_free(order.name, base.config.voices)
-    ready = _prepared(order, base, encoder, card, tell)
-    tell("learning", 0.0)
+    ready = _prepared(order, base, encoder, card, progress)
+    progress("learning", 0.0)
     base.norms.pitch[order.name] = ready.pitch
     tuning = VoiceFineTuning(base, order.name, ready.start, ready.items, order.seed)
     result = tuning.train(
         order.minutes,
-        lambda going: tell("learning", going.share, round(going.held_out, 4), round(going.left_s, 1)),
+        lambda going: progress("learning", going.share, round(going.held_out, 4), round(going.left_s, 1)),
         stop,
     )
-    tell("comparing", 0.0)
-    similarity, gain = (None, 0.0) if codec is None else _heard(tuning, ready, codec, encoder)
+    progress("comparing", 0.0)
+    similarity, gain = (None, 0.0) if vocoder is None else _compare_with_recordings(tuning, ready, vocoder, encoder)
     result.tensors["gain"] = torch.tensor([gain])
     card_of = _card(order, base, ready, result, similarity)
-    tell("comparing", 1.0)
+    progress("comparing", 1.0)
     store.add(*card_of, reserved=base.config.voices)
-    tell("done", 1.0)
+    progress("done", 1.0)
     return CloneReport(
         card_of[0], ready.verdicts, round(result.before, 4), round(result.after, 4), time.monotonic() - began
     )
 
 
 def _prepared(
-    order: CloneRequest, base: CloningBaseModel, encoder: ge2e.Ge2eEncoder, card: ModelCard, tell: _ProgressReporter
+    order: CloneRequest, base: CloningBaseModel, encoder: ge2e.Ge2eEncoder, card: ModelCard, progress: _ProgressReporter
 ) -> PreparedCloning:
     """Recognizes, selects and aligns the recordings. Nothing of them remains on disk."""
     recogniser = order.recogniser or RECOGNISER
     with CloningRecognizer(recogniser) as ear:
-        material = gather_material(expand_inputs(order.audio), order.texts, ear, encoder, tell.of("listening"))
+        material = gather_material(expand_inputs(order.audio), order.texts, ear, encoder, progress.of("listening"))
     pitch_hz = np.concatenate([track_pitch(accepted.clip.pcm) for accepted in material.clips])
-    nearest = base.nearest_voices(material.voice, float(np.log(pitch_hz[pitch_hz > 0]).mean()))[:ASKED]
+    nearest = base.nearest_voices(material.voice, float(np.log(pitch_hz[pitch_hz > 0]).mean()))[:MOST_REFERENCES]
     numbers = [base.number(name) for name in nearest]
     with tempfile.TemporaryDirectory(prefix="asr-serve-voice-") as folder:
         voice, verdicts = write_material(
             material,
             TextPhonemizer(card, nearest[0]),
-            lambda said: [base.synthesize_mel(said, number) for number in numbers],
+            lambda phonemes: [base.synthesize_mel(phonemes, number) for number in numbers],
             Path(folder),
             "clone",
-            tell.of("aligning"),
+            progress.of("aligning"),
         )
         items = [acoustic_item(recording, base.speaker, base.config.vocabulary) for recording in voice]
     return PreparedCloning(items, verdicts, material, nearest[0], pitch_statistics(items))
@@ -139,8 +137,8 @@ def pitch_statistics(items: Sequence[AcousticItem]) -> tuple[float, float]:
     return float(pitch.mean()), float(pitch.std()) or 1.0
 
 
-def _heard(
-    tuning: VoiceFineTuning, ready: PreparedCloning, codec: Vocoder, encoder: ge2e.Ge2eEncoder
+def _compare_with_recordings(
+    tuning: VoiceFineTuning, ready: PreparedCloning, vocoder: Vocoder, encoder: ge2e.Ge2eEncoder
 ) -> tuple[float | None, float]:
     """Returns the cosine of the synthesized voice with the recordings, None where it is silent; and the gain,
     natural log, that makes it as loud as the voice that it was initialized from. A model with little training data
@@ -151,7 +149,7 @@ def _heard(
         phonemes = "".join(names[number] for number in item.ids[1:-1].tolist())
         mel, f0, _ = base.synthesize_prosody(phonemes, base.speaker, tuning.delta.changes(), ready.pitch)
         start_mel, start_f0, _ = base.synthesize_prosody(phonemes, base.number(ready.start))
-        pcm, start_pcm = vocode(mel, f0, codec), vocode(start_mel, start_f0, codec)
+        pcm, start_pcm = vocode(mel, f0, vocoder), vocode(start_mel, start_f0, vocoder)
         synthesized.append(resample_clip(pcm, RATE_HZ, HEARD_HZ))
         levels.append((speech_rms(pcm), speech_rms(start_pcm)))
     level, start_level = np.array(levels).mean(0)
@@ -165,15 +163,15 @@ def _heard(
 
 
 @torch.no_grad()
-def vocode(mel: Tensor, f0: Tensor, codec: Vocoder) -> np.ndarray:
-    pcm: np.ndarray = codec.vocode(torch.cat([mel, f0[:, None]], 1)[None])[0].float().numpy()
+def vocode(mel: Tensor, f0: Tensor, vocoder: Vocoder) -> np.ndarray:
+    pcm: np.ndarray = vocoder.vocode(torch.cat([mel, f0[:, None]], 1)[None])[0].float().numpy()
     return pcm
 
 
-def _codec(named: str) -> Vocoder | None:
+def _load_vocoder(named: str) -> Vocoder | None:
     """Loads the vocoder; None where its weights are not on this machine: a voice can be trained without it."""
     try:
-        card, folder = find_codec(named)
+        card, folder = find_vocoder(named)
     except WeightsMissing:
         return None
     return vocoder_file(card.kind).load(folder, card, devices.make_device("cpu", "fp32"))
@@ -208,8 +206,8 @@ def _card(
 class _ProgressReporter:
     """Reports overall progress, and raises Cancelled when cloning is to stop."""
 
-    def __init__(self, told: OnCloneProgress, stop: Callable[[], bool]) -> None:
-        self._told, self._stop = told, stop
+    def __init__(self, on_progress: OnCloneProgress, stop: Callable[[], bool]) -> None:
+        self._on_progress, self._stop = on_progress, stop
 
     def __call__(self, stage: Stage, share: float, held_out: float | None = None, left_s: float | None = None) -> None:
         if self._stop():
@@ -217,7 +215,7 @@ class _ProgressReporter:
         names = list(STAGES)
         first = STAGES[stage]
         last = STAGES[names[min(names.index(stage) + 1, len(names) - 1)]]
-        self._told(CloneProgress(stage, round(first + share * (last - first), 4), held_out, left_s))
+        self._on_progress(CloneProgress(stage, round(first + share * (last - first), 4), held_out, left_s))
 
     def of(self, stage: Stage) -> Callable[[float], None]:
         return lambda share: self(stage, share)

@@ -126,7 +126,7 @@ class VoiceFineTuning:
         return min(MOST_STEPS, round(STEPS + STEPS_A_SECOND * seconds))
 
     def train(
-        self, minutes: float, told: Callable[[FineTuningProgress], None], stop: Callable[[], bool]
+        self, minutes: float, on_progress: Callable[[FineTuningProgress], None], stop: Callable[[], bool]
     ) -> FineTuningResult:
         """Trains for `steps()` steps, with a decaying learning rate, within `minutes`; held-out clips are only
         evaluated. Raises Cancelled."""
@@ -151,7 +151,7 @@ class VoiceFineTuning:
                 if now < best:
                     best, best_parameters, best_step = now, self._copied(), step
                 left_s = min(elapsed_s * (steps / step - 1), max(0.0, 60 * minutes - elapsed_s))
-                told(FineTuningProgress(min(1.0, share), now, left_s))
+                on_progress(FineTuningProgress(min(1.0, share), now, left_s))
             if share >= 1:
                 break
             if stop():
@@ -178,8 +178,8 @@ class VoiceFineTuning:
         return [parameter.detach().clone() for parameter in self.delta.parameters()]
 
     @torch.no_grad()
-    def _restore(self, kept: Sequence[Tensor]) -> None:
-        for parameter, value in zip(self.delta.parameters(), kept, strict=True):
+    def _restore(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self.delta.parameters(), values, strict=True):
             parameter.copy_(value)
 
 

@@ -24,8 +24,7 @@ BLOCK = 1_024
 OCTAVE = 0.01
 """Penalty of a peak for each octave below HIGH_HZ: of two equally good peaks the higher is chosen."""
 VOICED, SILENT = 0.45, 0.01
-"""Strength of a peak that equals that of no voice; peak amplitude, as a fraction of the loudest, below which a
-frame counts as silent."""
+"""Strength of a peak that equals that of no voice; peak amplitude of a silent frame, as a fraction of the loudest."""
 JUMP, COMES = 0.35, 0.14
 """Costs of an octave between frames, and of a change of voicing, for frames of 10 ms."""
 FRAME_OF_10_MS = 0.01 * RATE_HZ / HOP

@@ -22,8 +22,7 @@ from asr_serve.voices.cloning_messages import ClipReport
 
 MOST_CLIPS, MOST_S = 400, 1_800.0
 LEAST_CLIPS, LEAST_S = 5, 20.0
-"""Least number of good clips, and of seconds of speech in them. Twenty clips of two minutes make a better
-voice."""
+"""Least number of good clips, and of seconds of speech in them. Twenty clips of two minutes make a better voice."""
 ANOTHER, NEAR = 0.77, 0.7
 """Least cosine, by the speaker encoder, of a clip with the mean of the others, and of two single clips of one
 speaker. Of LibriSpeech's speakers one's own clips are at 0.85 or more, 98 of 100 of others' below 0.75."""
@@ -35,9 +34,8 @@ clips' median): above them the text does not match the recording."""
 Phonemes = Callable[[str], str]
 """Text -> phonemes in the model's alphabet, no pauses around them. Raises OptionError."""
 Reference = Callable[[str], Sequence[tuple[np.ndarray, np.ndarray]]]
-"""Phonemes -> utterances of reference voices: mel (frames, 80) of each, and frames of its phonemes and the pauses
-around."""
-Told = Callable[[float], None]
+"""Phonemes -> utterances of reference voices: mel (frames, 80), and frames of the phonemes and the pauses around."""
+OnShareDone = Callable[[float], None]
 """Callback with the completed fraction."""
 
 
@@ -64,14 +62,14 @@ def gather_material(
     texts: Mapping[str, str],
     ear: ClipRecognizer,
     encoder: Ge2eEncoder,
-    told: Told = lambda _: None,
+    on_progress: OnShareDone = lambda _: None,
 ) -> TrainingMaterial:
     """Recognizes all recordings, and selects the good clips of one speaker. Raises TooFewClips, OptionError."""
     accepted: list[AcceptedClip] = []
     verdicts: list[ClipReport] = []
     seconds, listed = 0.0, list(items)
     for number, item in enumerate(listed):
-        told(number / len(listed))
+        on_progress(number / len(listed))
         for each in split_recording(item, transcript_of(item.key, texts), ear):
             if isinstance(each, ClipReport):
                 verdicts.append(each)
@@ -87,7 +85,7 @@ def gather_material(
     voices = np.stack([good.voice for good in accepted])
     half_means = [voices[at::2].mean(0) for at in (0, 1)]
     mean = voices.mean(0)
-    told(1.0)
+    on_progress(1.0)
     return TrainingMaterial(
         accepted,
         verdicts,
@@ -103,8 +101,7 @@ def length_s(clip: CloningClip) -> float:
 
 
 def main_speaker_clips(found: list[AcceptedClip]) -> tuple[list[AcceptedClip], list[ClipReport]]:
-    """Selects the clips of the most frequent speaker; others are left out. Raises OptionError where that would be
-    a third or more."""
+    """Selects the clips of the most frequent speaker. Raises OptionError where a third or more are of others."""
     if len(found) < 3:
         return found, []
     voices = np.stack([item.voice for item in found])
@@ -147,7 +144,7 @@ def write_material(
     reference: Reference,
     folder: Path,
     name: str,
-    told: Told = lambda _: None,
+    on_progress: OnShareDone = lambda _: None,
 ) -> tuple[VoiceCorpus, list[ClipReport]]:
     """Writes a voice's files in `folder` from the clips that could be aligned, and returns a report on every clip.
     Raises TooFewClips."""
@@ -155,7 +152,7 @@ def write_material(
     aligned: list[tuple[AcceptedClip, CorpusUtterance, ConsensusAlignment, np.ndarray]] = []
     verdicts = [verdict for verdict in material.verdicts if verdict.left_out]
     for number, accepted in enumerate(material.clips):
-        told(number / len(material.clips))
+        on_progress(number / len(material.clips))
         clip = accepted.clip
         pcm = normalize_level(clip.pcm)
         mel = mels(torch.from_numpy(pcm)[None])[0].numpy()
@@ -183,5 +180,5 @@ def write_material(
         verdicts.append(ClipReport(accepted.clip.key, length, line.text))
         used.append(accepted)
     check_enough_clips(used, verdicts)
-    told(1.0)
+    on_progress(1.0)
     return voice, verdicts

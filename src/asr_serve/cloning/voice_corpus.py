@@ -19,8 +19,7 @@ from asr_serve.errors import OptionError
 RATE_HZ, HOP = 22_050, 256
 FULL_SCALE = 32_767
 LEVEL, RANGE_DB = 0.1, 40.0
-"""Root mean square that all speech is normalized to, measured over blocks that are at most RANGE_DB below the
-loudest."""
+"""Root mean square that speech is normalized to, over blocks that are at most RANGE_DB below the loudest."""
 
 
 class CorpusUtterance(msgspec.Struct, frozen=True):

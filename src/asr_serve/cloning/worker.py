@@ -18,16 +18,16 @@ import msgspec
 
 from asr_serve.config import limit_openmp_spinning
 from asr_serve.errors import AsrServeError
-from asr_serve.voices.cloning_messages import CloneFailed, CloneProgress, CloneRequest, Said
+from asr_serve.voices.cloning_messages import CloneFailed, CloneMessage, CloneProgress, CloneRequest
 
 NICE = 10
 
 
-def run(told: Callable[[CloneProgress], None], order: CloneRequest, stop: threading.Event) -> Said:
+def run(on_progress: Callable[[CloneProgress], None], order: CloneRequest, stop: threading.Event) -> CloneMessage:
     from asr_serve.cloning.clone import clone_voice
 
     try:
-        return clone_voice(order, told, stop.is_set)
+        return clone_voice(order, on_progress, stop.is_set)
     except AsrServeError as failure:
         return CloneFailed(failure.code, str(failure))
     except OSError as failure:
@@ -45,15 +45,14 @@ def main() -> None:
     say(out, run(lambda progress: say(out, progress), order, stop))
 
 
-def _watch(asked: int, stop: threading.Event) -> None:
-    """Waits until the other side hangs up. Unbuffered: the buffer's lock, held by a waiting thread, would abort
-    the interpreter's exit."""
-    while os.read(asked, 1):
+def _watch(stdin_fd: int, stop: threading.Event) -> None:
+    """Waits until the other side hangs up. Unbuffered: a lock held by a waiting thread would abort the exit."""
+    while os.read(stdin_fd, 1):
         pass
     stop.set()
 
 
-def say(out: BinaryIO, what: Said) -> None:
+def say(out: BinaryIO, what: CloneMessage) -> None:
     try:
         out.write(msgspec.json.encode(what) + b"\n")
         out.flush()

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asr_serve.decoding.biasing import OPEN, BiasingGraph
-from asr_serve.decoding.seq2seq import Finish
+from asr_serve.decoding.biasing_graph import OPEN, BiasingGraph
+from asr_serve.decoding.hypothesis import Finish
 
 NEAR = 16
 """Extra candidates that may move into the top ones when bf16 logits are recomputed in float32, or with hot

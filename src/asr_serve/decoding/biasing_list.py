@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from asr_serve.decoding.biasing import BiasingGraph, tokenize_phrases, unpack_phrases
+from asr_serve.decoding.biasing_graph import BiasingGraph, tokenize_phrases, unpack_phrases
 from asr_serve.decoding.phonetic_index import PhoneticIndex
 from asr_serve.models.interfaces import StreamingSearch
 
@@ -59,8 +59,8 @@ class BiasingTensors(NamedTuple):
     tokens: Tensor
     nexts: Tensor
     fails: Tensor
-    pending: Tensor
-    refunds: Tensor
+    partial_bonuses: Tensor
+    word_bonuses: Tensor
     word_starts: Tensor
 
 

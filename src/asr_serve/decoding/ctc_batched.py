@@ -131,7 +131,7 @@ class BatchedCtcPrefixBeam:
         live = totals > NONE
         if words is not None:
             _, biasing, _ = self._biasing_for(words)
-            gains = gains - biasing.pending.cpu()[torch.where(live, saved["ctc_biasing_nodes"], 0)]
+            gains = gains - biasing.partial_bonuses.cpu()[torch.where(live, saved["ctc_biasing_nodes"], 0)]
         if self.language_model is not None:
             states = torch.where(live, saved["ctc_language_states"], 0).to(state["ctc_language_states"].device)
             gains = gains + self.weight * self.language_model.final_logprobs(states).cpu()
@@ -494,8 +494,8 @@ class _BatchedBiasing(NamedTuple):
     """(arcs,) int64, rising: node * vocab + token."""
     nexts: Tensor
     fails: Tensor
-    pending: Tensor
-    refunds: Tensor
+    partial_bonuses: Tensor
+    word_bonuses: Tensor
     word_starts: Tensor
     depth: int
     """Most failure links from a node to its root."""
@@ -512,15 +512,15 @@ class _BatchedBiasing(NamedTuple):
             (sources * vocab + arrays.tokens).to(device),
             arrays.nexts.to(device),
             arrays.fails.to(device),
-            (arrays.pending * boost).to(device),
-            (arrays.refunds * boost).to(device),
+            (arrays.partial_bonuses * boost).to(device),
+            (arrays.word_bonuses * boost).to(device),
             arrays.word_starts.bool().to(device),
             depth,
         )
 
     def step(self, nodes: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Nodes after `tokens`, and their bonuses; all (n, beam, k)."""
-        vocab, before = len(self.word_starts), self.pending[nodes]
+        vocab, before = len(self.word_starts), self.partial_bonuses[nodes]
         target = torch.full_like(nodes, -1)
         for _ in range(self.depth + 2):
             wanted = nodes * vocab + tokens
@@ -529,7 +529,7 @@ class _BatchedBiasing(NamedTuple):
             target = torch.where(found, self.nexts[at], target)
             nodes = self.fails[nodes]
         target = target.clamp(min=0)
-        bonus = self.refunds[target] + self.pending[target] - before
+        bonus = self.word_bonuses[target] + self.partial_bonuses[target] - before
         return torch.where((target == 0) & self.word_starts[tokens], 1, target), bonus
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asr_serve.decoding.biasing import yield_between
+from asr_serve.decoding.biasing_graph import yield_between
 
 LETTERS = (
     ("^(k|g|p)n", "n"),

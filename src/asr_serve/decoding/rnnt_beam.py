@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asr_serve.decoding.biasing import OPEN
+from asr_serve.decoding.biasing_graph import OPEN
 from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.decoding.rnnt import (
     BEGUN,

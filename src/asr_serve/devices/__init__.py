@@ -15,11 +15,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def make_device(device: str = "auto", dtype: str = "auto", quantize: str = "none") -> Device:
-    """Returns the device of that name: auto, cpu, cuda or cuda:N; dtype: auto, fp32 or bf16; quantize: none, int8
-    or dynamic.
-
-    Raises OptionError for an unknown name, or for a device this machine lacks: there is no silent fall-back.
-    """
+    """Returns the device of that name: auto, cpu, cuda or cuda:N; dtype: auto, fp32 or bf16; quantize: none, int8 or
+    dynamic. Raises OptionError for an unknown name, or for a device this machine lacks: there is no silent
+    fall-back."""
     if dtype not in ("auto", *DTYPES):
         raise unknown_name_error("dtype", dtype, ["auto", *DTYPES])
     if quantize not in QUANTIZE_MODES:

@@ -75,8 +75,7 @@ class WidenedLinear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
-        """`weight` (out, in) in any float dtype, on its final device; `bias` (out,); `out_dtype`: of the
-        result."""
+        """`weight` (out, in) in any float dtype, on its final device; `bias` (out,); `out_dtype`: of the result."""
         self.integers, self.scale = int8_reference.quantise(weight)
         self.bias = None if bias is None else bias.float()
         self.out_dtype = out_dtype
@@ -179,8 +178,7 @@ class CudaDevice:
         return out.view(total, heads * head_dim)
 
     def set_threads(self, threads: int) -> None:
-        """Sets the threads of what the host computes: voice activity, turn models. The device itself has one
-        queue."""
+        """Sets the threads of what the host computes: voice activity, turn models. The device itself has one queue."""
         torch.get_num_threads()  # a thread that first asks later would get what another thread set last
         torch.set_num_threads(threads)
 

@@ -57,8 +57,7 @@ class Device(Protocol):
     frame_block: int
     """Batches of frames are padded to a multiple of this, so that few shapes occur."""
     encoder_threads: int
-    """Encode batches that may run beside the decoder, each on one thread of its own; 0 where the device does one
-    thing at a time."""
+    """Encode batches that may run beside the decoder, each on its own thread; 0 where the device does one at a time."""
     kernels: ModuleType
     """Module with rope softmax store append attend pick tanh_norm lstm: native, or asr_serve.kernels.reference."""
 
@@ -78,8 +77,7 @@ class Device(Protocol):
         head_dim). Past the last clip qkv must be finite, and so is the result."""
 
     def causal_attention(self, qkv: Tensor, packing: PackedBatch, scale: float) -> Tensor:
-        """Causal self-attention, otherwise like `attention`: each position to those not after it; scores are
-        products times `scale`."""
+        """Like `attention`, but causal: each position to those not after it; scores are products times `scale`."""
 
     def set_threads(self, threads: int) -> None:
         """Sets the number of host threads that the calling thread computes with."""

@@ -27,13 +27,11 @@ from asr_serve.diarization.speaker_groups import (
 from asr_serve.types import SpeakerTurn
 
 PAUSE_SAMPLES = units.ms_to_samples(300)
-"""Pauses shorter than this do not end a turn. On bench/meetings.py anything from nothing to this was equally
-good."""
+"""Pauses shorter than this do not end a turn. On bench/meetings.py anything from nothing to this was equally good."""
 LEAST_SAMPLES = units.ms_to_samples(150)
 """Shorter turns are dropped."""
 SPEAKS = 0.5
-"""Probability from which a speaker is active. On bench/meetings.py 0.4 is 0.5 % worse: what is missed less is
-false alarm."""
+"""Probability from which a speaker is active. On bench/meetings.py 0.4 is 0.5 % worse: less missed, more false."""
 UNHEARD = 0.1
 """Probability below which a speaker is inactive, whatever the number of speakers."""
 
@@ -60,8 +58,7 @@ def diarize(windows: Sequence[DiarizationWindow], how_many: SpeakerCount = ANY) 
 
 
 def turns_of(windows: Sequence[DiarizationWindow], voices: Sequence[WindowSpeaker]) -> list[tuple[int, int, int]]:
-    """Returns (group, start, end) in samples, sorted by start. `windows` are sorted by start and have the same
-    frame step."""
+    """Returns (group, start, end) in samples, sorted by start, of `windows` sorted by start with one frame step."""
     runs: dict[int, list[tuple[int, int]]] = {}
     for stretch in _stretches(windows, voices):
         speaks = _speaks(stretch.likely)
@@ -87,8 +84,7 @@ class SpeakerActivity(NamedTuple):
 
 
 def _stretches(windows: Sequence[DiarizationWindow], voices: Sequence[WindowSpeaker]) -> Iterator[SpeakerActivity]:
-    """Yields the activity from the start of one window to that of the next: no more than a window is held at
-    once."""
+    """Yields the activity from the start of one window to that of the next: no more than a window is held at once."""
     groups = max((voice.group for voice in voices), default=-1) + 1
     by_window: dict[int, list[WindowSpeaker]] = {}
     for voice in voices:

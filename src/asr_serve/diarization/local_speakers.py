@@ -11,13 +11,11 @@ WINDOW_SAMPLES = units.s_to_samples(10)
 """Window length that segmentation models were trained on."""
 
 BUDGET_SAMPLES = units.s_to_samples(3)
-"""Default speech of a window that is embedded, over all its speakers: one alone gets all of it, each of three a
-third."""
+"""Default speech of a window that is embedded, over all its speakers: one gets all of it, each of three a third."""
 
 
 class LocalSpeakers(msgspec.Struct, frozen=True):
-    """Local speakers of one window. Their order is arbitrary: the first may be another than the first of the next
-    window."""
+    """Local speakers of one window. Their order is arbitrary, and another in each window."""
 
     first_samples: int
     """Start of the first frame within the window."""

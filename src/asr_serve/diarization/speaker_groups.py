@@ -29,11 +29,9 @@ ALIKE_SAMPLES = (units.s_to_samples(1), units.s_to_samples(4))
 SURE_SAMPLES = units.ms_to_samples(1_500)
 """Non-overlapped speech with which a voice may be a group of its own: of 0.5, 1, 1.5 and 2 s the best there."""
 OWN_SAMPLES, OTHER_SAMPLES = units.ms_to_samples(1_500), units.ms_to_samples(1_000)
-"""Least speech of a new speaker who is similar to no known one; less where all known speakers are in the
-window."""
+"""Least speech of a new speaker who is similar to no known one; less where all known speakers are in the window."""
 SHARED_SAMPLES, SHARED = units.ms_to_samples(250), 0.5
-"""Least overlap of two speakers of overlapping windows that are one: in samples, and as a share of the time in
-which either speaks."""
+"""Least overlap of two speakers of overlapping windows that are one: in samples; as a share of either's time."""
 NEAR_WINDOWS = 6
 """Windows that a short voice may be away from the speaker it joins: a minute, in a short recording 15 s."""
 MOST_VOICES = 1_500
@@ -221,8 +219,7 @@ def _follow(
 def _shared(
     windows: Sequence[DiarizationWindow], number: int, later: int, mates: dict[int, list[WindowSpeaker]]
 ) -> list[tuple[float, WindowSpeaker, WindowSpeaker]]:
-    """Returns the pairs of voices of two windows that are one speaker, and by how many frames they exceed the
-    required share."""
+    """Returns pairs of voices of two windows that are one speaker, and the frames by which they exceed the share."""
     before, after = windows[number], windows[later]
     step = before.local_speakers.step_samples
     active_before = before.local_speakers.active[round((after.start_samples - before.start_samples) / step) :]

@@ -37,8 +37,7 @@ SPARSE = WindowPlan(WINDOW_SAMPLES, 1, units.s_to_samples(2))
 
 
 def plan_windows(at: int, whole: int | None) -> WindowPlan:
-    """Returns the plan for audio from sample `at` on. `whole`: length of the recording in samples; None:
-    unknown."""
+    """Returns the plan for audio from sample `at` on. `whole`: the recording's length in samples; None: unknown."""
     return DENSE if max(at, whole or 0) <= CLOSE_SAMPLES else SPARSE
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from asr_serve.engine.request import RecognitionRequest, VadScheduler
     from asr_serve.engine.stats import EngineStats
     from asr_serve.models.auxiliary.silero import Silero
+    from asr_serve.models.decoding_graph import DecodingGraph
     from asr_serve.models.interfaces import Vocoder
     from asr_serve.models.model_files import AsrModel, SpeechModel
 
@@ -49,10 +50,12 @@ class EngineComponents(NamedTuple):
     """None for a speech synthesis model."""
     device: Device
     decode_text: Callable[[list[int]], str]
-    codec: Vocoder | None = None
+    vocoder: Vocoder | None = None
     """Vocoder of a model that generates acoustic frames."""
     encode_text: Callable[[str], list[int]] | None = None
     """Encodes text as tokens, for models whose hot words are spelt in them."""
+    graph: DecodingGraph | None = None
+    """Decoding graph of a model whose head is wfst."""
 
 
 class ModelExecutor(Protocol):

@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 
 from asr_serve.audio.endpointing import WINDOW_SAMPLES
-from asr_serve.decoding.seq2seq import NO_DRAFT, DraftTokens, Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens, SearchOptions
 from asr_serve.errors import AsrServeError, Cancelled
 from asr_serve.types import Priority
 

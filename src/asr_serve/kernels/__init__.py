@@ -53,6 +53,13 @@ def search() -> ModuleType:
     return _built("asr_serve.kernels._search") or importlib.import_module("asr_serve.kernels.ctc_search_reference")
 
 
+def wfst() -> ModuleType:
+    """Search of decoding graphs: compiled, or in Python."""
+    import torch  # noqa: F401  # first: it too uses the OpenMP threads that torch loads
+
+    return _built("asr_serve.kernels._wfst") or importlib.import_module("asr_serve.kernels.wfst_reference")
+
+
 def align() -> ModuleType:
     """CTC forced alignment: compiled, or in numpy."""
     return _built("asr_serve.kernels._align") or importlib.import_module("asr_serve.kernels.ctc_alignment_reference")

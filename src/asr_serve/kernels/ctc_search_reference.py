@@ -61,9 +61,9 @@ class CtcBiasing(NamedTuple):
     """(arcs,) int64: target node of each arc."""
     fails: Tensor
     """(nodes,) int64: failure link of each node."""
-    pending: Tensor
-    """(nodes,) float64, as is `refunds`: see decoding/biasing.BiasingArrays."""
-    refunds: Tensor
+    partial_bonuses: Tensor
+    """(nodes,) float64, as is `word_bonuses`: see decoding/biasing_graph.BiasingArrays."""
+    word_bonuses: Tensor
     word_starts: Tensor
     """(vocab,) uint8: whether a word without its own space may begin after this token."""
     boost: float
@@ -71,7 +71,8 @@ class CtcBiasing(NamedTuple):
     def step(self, node: int, token: int) -> tuple[int, float]:
         """Returns the node after `token`, and its gain."""
         target = self._go(node, token)
-        gain = (float(self.refunds[target]) + float(self.pending[target]) - float(self.pending[node])) * self.boost
+        partial, word = self.partial_bonuses, self.word_bonuses
+        gain = (float(word[target]) + float(partial[target]) - float(partial[node])) * self.boost
         return (1 if target == 0 and self.word_starts[token] else target), gain
 
     def _go(self, node: int, token: int) -> int:
@@ -112,8 +113,7 @@ class _Candidate(NamedTuple):
 
 
 def address(logprobs: Tensor) -> int:
-    """Returns the address at which `step` reads a tensor, without a copy. Raises TypeError unless float32,
-    contiguous, on the CPU."""
+    """Returns a tensor's address, where `step` reads it. Raises TypeError unless float32, contiguous, on the CPU."""
     if logprobs.dtype != torch.float32 or not logprobs.is_contiguous() or logprobs.device.type != "cpu":
         raise TypeError("logprobs must be float32, contiguous and on the CPU")
     return logprobs.data_ptr()
@@ -171,16 +171,13 @@ def step(
 def nbest(
     row: int, state: tuple[Tensor, ...], bias: Sequence[Any] | None = None
 ) -> list[tuple[list[Item], float, float]]:
-    """Returns the n-best list of one session, best first: tokens after the fixed ones, log-probability, and bonus
-    of hot words; an incomplete word has none.
-
-    `state`: counts, heads, scores, nodes, peaks.
-    """
+    """Returns the n-best list of one session, best first: tokens after the fixed ones, log-probability, and bonus of
+    hot words; an incomplete word has none. `state`: counts, heads, scores, nodes, peaks."""
     hot = None if bias is None else CtcBiasing(*bias)
     beam = _Beam(row, state, CtcSearchOptions(1 << 62, 0, 0, 0.0, 0.0), hot)
     results = []
     for e in beam.entries:
-        gain = 0.0 if hot is None else e.gain - hot.boost * float(hot.pending[e.spot])
+        gain = 0.0 if hot is None else e.gain - hot.boost * float(hot.partial_bonuses[e.spot])
         results.append((beam.path(e.node), _add(e.blank, e.token), gain))
     return results if hot is None else sorted(results, key=lambda item: -(item[1] + item[2]))
 
@@ -357,8 +354,7 @@ class _Beam:
         self.entries = [e._replace(node=-1) if e.node == first else e for e in self.entries]
 
     def _force(self) -> None:
-        """Drops the entries that do not begin as the best does; where the best has no unfixed token, the worst
-        entry."""
+        """Drops entries that do not begin as the best does; where that has no unfixed token, the worst entry."""
         oldest = self._oldest(self.entries[0].node)
         if oldest < 0:
             self.entries.pop()

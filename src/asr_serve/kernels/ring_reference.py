@@ -110,8 +110,7 @@ class Ring:
         return self._memory[self._payload(slot) : self._payload(slot) + self.payload_bytes]
 
     def commit(self, session: int, chunk: int, used_bytes: int) -> bool:
-        """Publishes the lent slot. Returns whether the consumer sleeps and must be woken: True once for every
-        sleep."""
+        """Publishes the lent slot. Returns whether the consumer sleeps and must be woken: True once for every sleep."""
         if not self._lent:
             raise RuntimeError("commit without lend")
         if not 0 <= used_bytes <= self.payload_bytes:
@@ -157,8 +156,7 @@ class Ring:
     # --- the consumer ---------------------------------------------------------------------------------
 
     def peek(self) -> tuple[int, int, memoryview] | None:
-        """Returns (session, chunk, payload) of the oldest slot, to read in place until `release`; None when
-        empty."""
+        """Returns (session, chunk, payload) of the oldest slot, to read in place until `release`; None when empty."""
         slot = self._next_ready()
         if slot is None:
             return None

@@ -75,9 +75,8 @@ _WHISPER: dict[tuple[int, ...], tuple[tuple[Head, ...], int]] = {
 
 
 def moonshine_alignment(layers: int, heads: int, width: int, said: Sequence[Head] = ()) -> AlignmentHeads:
-    """Returns Moonshine's alignment heads. `said`: heads in the checkpoint's settings, if any. Raises
-    WeightsCorrupt for heads that the model does not have.
-    """
+    """Returns Moonshine's alignment heads. `said`: heads in the checkpoint's settings, if any. Raises WeightsCorrupt
+    for heads that the model does not have."""
     return _of(_MOONSHINE.get((layers, width)), layers, heads, said)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from asr_serve.errors import OptionError, UnknownVoice
 from asr_serve.models.alignment_heads import AlignmentHeads
+from asr_serve.models.decoding_graph import GraphSearchOptions
 from asr_serve.models.packing import PackedBatch, PagedKeyValues
 from asr_serve.types import NBestHypothesis as NBestHypothesis
 from asr_serve.types import SearchResult as SearchResult
@@ -37,7 +38,7 @@ UNBOUNDED_SAMPLES = 1 << 62
 
 
 class PromptOptions(Protocol):
-    """Options of a request that decide its prompt; `decoding.seq2seq.SearchOptions` has them."""
+    """Options of a request that decide its prompt; `decoding.search_options.SearchOptions` has them."""
 
     @property
     def task(self) -> str:
@@ -145,9 +146,7 @@ class EncoderDecoderModel(ABC):
     @abstractmethod
     def prompt_tokens(self, options: PromptOptions) -> tuple[int, ...]:
         """Tokens that precede an answer, one at least; a prefix that the answer must begin with comes after them.
-
-        Raises OptionError for a language that the model lacks, UnsupportedOption for a task.
-        """
+        Raises OptionError for a language that the model lacks, UnsupportedOption for a task."""
 
     @abstractmethod
     def count_frames(self, samples: int, whole: bool = False) -> int:
@@ -167,8 +166,7 @@ class EncoderDecoderModel(ABC):
 
     @abstractmethod
     def cross_keys_values(self, hidden: Tensor) -> Tensor:
-        """Cross-attention keys and values (frames, layers, 2, heads * head_dim) of encoder frames (frames,
-        width)."""
+        """Cross-attention keys and values (frames, layers, 2, heads * head_dim) of encoder frames (frames, width)."""
 
     @abstractmethod
     def decode(
@@ -211,8 +209,7 @@ class StateSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     initial_value: float | None = 0.0
-    """Value that fills a new session's row; None: nothing does, since no step reads what the session has not
-    written."""
+    """Value that fills a new session's row; None: no step reads what the session has not written."""
     on_host: bool = False
     """Whether the tensor lies in the host's memory whatever the device."""
 
@@ -238,8 +235,7 @@ class StreamingChunk(NamedTuple):
 
 
 class AudioWindow(NamedTuple):
-    """Audio that a chunk needs: `samples` of it, the first of which lies `left_samples` before the chunk's first
-    encoder frame."""
+    """Audio that a chunk needs: `samples`, the first of them `left_samples` before the chunk's first encoder frame."""
 
     left_samples: int
     samples: int
@@ -347,6 +343,8 @@ class StreamingModel(StreamingEncoder):
     blank_id: int
     transducer: Transducer | None = None
     """Predictor and joint network; None unless `heads` has rnnt or tdt."""
+    graph_options: GraphSearchOptions = GraphSearchOptions()
+    """Pruning limits with which the model's decoding graph is searched, where `heads` has wfst."""
 
     @property
     def rescorer(self) -> RescoringModel | None:
@@ -512,8 +510,7 @@ class StreamingTtsModel(TtsModel, Generic[E]):
 
 
 class Vocoder(ABC):
-    """Vocoder (the codec of a card): acoustic frames to audio, chunk by chunk or at once, with the same
-    samples."""
+    """Vocoder (the `vocoder` of a card): acoustic frames to audio, chunk by chunk or at once, with the same samples."""
 
     rate_hz: int
     """Sample rate of the audio."""

@@ -39,8 +39,7 @@ class AsrModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**{name: settings[name] for name in cls.__struct_fields__ if settings.get(name) is not None})
 
     def with_right_context(self, right: int) -> Self:
-        """Config with another look-ahead of those that the model was trained for, in encoder frames. Raises
-        OptionError."""
+        """Config with another look-ahead, in encoder frames, that the model was trained for. Raises OptionError."""
         raise OptionError(f"lookahead_frames={right}", "this model has no choice of them", param="lookahead_frames")
 
 
@@ -50,8 +49,7 @@ class WeightsConverter(NamedTuple):
     recognizes: Callable[[Path], bool]
     """Whether a folder or file holds weights in that form."""
     convert: Callable[[Path, Path], None]
-    """Write config.json, model.safetensors and a tokenizer from the first path into the second, a folder. Raises
-    WeightsCorrupt."""
+    """Write config.json, model.safetensors and a tokenizer from a path into a folder. Raises WeightsCorrupt."""
 
 
 class AsrModelFile(Protocol):
@@ -94,8 +92,7 @@ class TurnModelFile(Protocol):
 
 
 class GatheredModelFile(Protocol):
-    """Module whose card names neither a package nor a folder that ships with us: the module itself collects the
-    files."""
+    """Module whose card names neither a package nor a shipped folder: the module itself collects the files."""
 
     CARDS: Sequence[ModelCard]
 

@@ -156,7 +156,7 @@ class TtsCard(ModelCard, frozen=True, kw_only=True, tag="speaks", tag_field="doe
     """Frames of a step; 0: it synthesizes a sentence as a whole."""
     clones: bool = False
     """Whether voices can be cloned with it."""
-    codec: str = ""
+    vocoder: str = ""
     """Vocoder of a model that makes frames: a name among the cards of models/tts/vocoders."""
 
     def language(self, voice: str | None = None) -> str:
@@ -179,7 +179,7 @@ AUTO_VOICES = ("fastpitch-en", "hibari")
 _FOLDERS = {
     "asr": "asr",
     "tts": "tts",
-    "codec": "tts.vocoders",
+    "vocoder": "tts.vocoders",
     "turn": "auxiliary",
     "segmentation": "auxiliary",
     "speaker": "auxiliary",
@@ -198,11 +198,14 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
 
     Returns: modules by the `kind` of their cards, which is the file name of one in the folder.
     Raises ModelError for an unknown task, for two files of one kind, and for two cards of one name. A file in the
-    folder that cannot be imported raises here; an entry point's is left out.
+    folder that cannot be imported raises here; an entry point's is left out, and so is one whose card has a name that
+    is taken: a package that somebody installs neither replaces a model nor stops all others.
     """
     if task not in _FOLDERS:
         raise ModelError(f"there is no task {task!r}", f"tasks: {', '.join(_FOLDERS)}")
     modules: dict[str, ModuleType] = {}
+    owners: dict[str, ModuleType] = {}
+    """Card name -> its module."""
     folders = [importlib.import_module(f"asr_serve.models.{_FOLDERS[task]}")]
     while folders:
         folder = folders.pop()
@@ -217,6 +220,12 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
                         "a name that no other file of the task has",
                     )
                 modules[info.name] = module
+                for card in module.CARDS:
+                    if owners.setdefault(card.name, module) is not module:
+                        raise ModelError(
+                            f"{module.__name__} has a card named {card.name!r}",
+                            f"a name that no other has, unlike {owners[card.name].__name__}",
+                        )
     for entry in entry_points(group=ENTRY_POINTS):
         try:
             module = entry.load()
@@ -224,21 +233,23 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
             package = entry.dist.name if entry.dist else "a package"
             log.exception("the entry point %s of %s cannot be loaded: its models are left out", entry.name, package)
             continue
-        for kind in {card.kind for card in vars(module).get("CARDS", ()) if card.task == task}:
+        cards = [card for card in vars(module).get("CARDS", ()) if card.task == task]
+        if taken := [card.name for card in cards if owners.setdefault(card.name, module) is not module]:
+            log.warning(
+                "the entry point %s (%s) has a card named %s, as %s has: its models are left out",
+                entry.name,
+                module.__name__,
+                taken[0],
+                owners[taken[0]].__name__,
+            )
+            continue
+        for kind in {card.kind for card in cards}:
             if kind in modules:
                 raise ModelError(
                     f"the entry point {entry.name} of {ENTRY_POINTS} has a model file of kind {kind!r}",
                     f"a kind that no other has, unlike {modules[kind].__name__}",
                 )
             modules[kind] = module
-    owners: dict[str, ModuleType] = {}
-    for module in modules.values():
-        for card in module.CARDS:
-            if card.task == task and owners.setdefault(card.name, module) is not module:
-                raise ModelError(
-                    f"{module.__name__} has a card named {card.name!r}",
-                    f"a name that no other has, unlike {owners[card.name].__name__}",
-                )
     return modules
 
 
@@ -253,8 +264,8 @@ def tts_model_file(kind: str) -> TtsModelFile:
 
 
 def vocoder_file(kind: str) -> VocoderFile:
-    """The model file of a codec's card."""
-    return model_modules("codec")[kind]
+    """The model file of a vocoder's card."""
+    return model_modules("vocoder")[kind]
 
 
 def turn_model_file(kind: str) -> TurnModelFile:
@@ -284,7 +295,7 @@ def tts_cards() -> dict[str, TtsCard]:
 
 def vocoder_cards() -> dict[str, VocoderCard]:
     """Cards of all vocoders by name."""
-    return {card.name: card for module in model_modules("codec").values() for card in module.CARDS}
+    return {card.name: card for module in model_modules("vocoder").values() for card in module.CARDS}
 
 
 def diarization_cards() -> dict[str, ModelCard]:

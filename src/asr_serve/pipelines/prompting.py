@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asr_serve.decoding.biasing import MOST_IN_ALL, MOST_WORDS, pack_phrases, parse_phrase
+from asr_serve.decoding.biasing_graph import MOST_IN_ALL, MOST_WORDS, pack_phrases, parse_phrase
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.models.registry import AsrCard

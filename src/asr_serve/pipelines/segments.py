@@ -13,7 +13,8 @@ import numpy as np
 from asr_serve import units
 from asr_serve.audio.endpointing import WINDOW_SAMPLES
 from asr_serve.audio.silence_schedule import SilenceSchedule
-from asr_serve.decoding.seq2seq import Recognition, SearchOptions, Task
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import SearchOptions, Task
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError, UnsupportedOption, WeightsMissing
 from asr_serve.models.registry import AsrCard

@@ -102,10 +102,6 @@ class FormFields:
         if name in self:
             raise UnsupportedOption(f"{name} is not supported", can, todo or "leave it out", param=name)
 
-    def reject_true(self, name: str, can: str) -> None:
-        if self.flag(name):
-            raise UnsupportedOption(f"{name}=true is not supported", can, f"leave {name} out", param=name)
-
 
 def parse_word_list(text: str, name: str = "hotwords") -> tuple[str, ...]:
     """Words separated by commas, Chinese and Japanese ones included, or lines; or those of a JSON list, or of an

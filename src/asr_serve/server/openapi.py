@@ -193,29 +193,15 @@ LIVE_ERRORS: OpenApi = {
 }
 _ID: Schema = {"type": "string", "maxLength": 200, "description": "Comes back with `flushed`. Default: one of ours."}
 _NAMED: Schema = {"type": "object", "properties": {"id": _ID}}
-FLUSH: OpenApi = {
-    "response_class": Response,
-    "responses": {
-        202: {
-            "description": "`flushed` will come, with this id.",
-            "content": {_JSON: {"schema": {**_NAMED, "required": ["id"]}, "example": {"id": "1"}}},
-        },
-        **LIVE_ERRORS,
-        **error_response_entry(429, "Too many flushes of this session are under way.", Retry_After="Seconds."),
-    },
-    "openapi_extra": {"requestBody": {"required": False, "content": {_JSON: {"schema": _NAMED}}}},
-}
-END: OpenApi = {
-    "response_class": Response,
-    "responses": {
-        202: {"description": "`end` will come.", "content": {_JSON: {"schema": {"type": "object"}, "example": {}}}},
-        **LIVE_ERRORS,
-    },
-}
 
 
 def response_entry(
-    schema: Schema, description: str, refusals: OpenApi, example: object = None, media_type: str = _JSON
+    schema: Schema,
+    description: str,
+    refusals: OpenApi,
+    example: object = None,
+    media_type: str = _JSON,
+    status: int = 200,
 ) -> OpenApi:
     """Arguments of a route with one kind of response."""
     content: OpenApi = {"schema": schema}
@@ -223,10 +209,24 @@ def response_entry(
         content["example"] = example
     return {
         "response_class": Response,
-        "responses": {200: {"description": description, "content": {media_type: content}}, **refusals},
+        "responses": {status: {"description": description, "content": {media_type: content}}, **refusals},
     }
 
 
+FLUSH: OpenApi = {
+    **response_entry(
+        {**_NAMED, "required": ["id"]},
+        "`flushed` will come, with this id.",
+        {
+            **LIVE_ERRORS,
+            **error_response_entry(429, "Too many flushes of this session are under way.", Retry_After="Seconds."),
+        },
+        {"id": "1"},
+        status=202,
+    ),
+    "openapi_extra": {"requestBody": {"required": False, "content": {_JSON: {"schema": _NAMED}}}},
+}
+END = response_entry({"type": "object"}, "`end` will come.", LIVE_ERRORS, {}, status=202)
 VOICES: OpenApi = response_entry(
     ref("VoiceList"),
     "The voices.",

@@ -51,10 +51,8 @@ CLOSE_S = 5.0
 
 
 def serve(config: ServeConfig) -> None:
-    """Runs until SIGTERM or SIGINT, then exits: code 0, or 1 if it could not start or ended by itself.
-
-    Raises OptionError if the address or the certificate cannot be used.
-    """
+    """Runs until SIGTERM or SIGINT, then exits: code 0, or 1 if it could not start or ended by itself. Raises
+    OptionError if the address or the certificate cannot be used."""
     logs.setup(config.log_format, config.log_level)
     _certificate(config)
     config = _with_peer_port(config)
@@ -67,8 +65,7 @@ def serve(config: ServeConfig) -> None:
 
 
 def _with_peer_port(config: ServeConfig) -> ServeConfig:
-    """Chooses the port for peers before the engine starts: a restarted engine listens there again. Raises
-    OptionError."""
+    """Chooses the port for peers before the engine starts: a restarted one listens there again. Raises OptionError."""
     if config.engine.role != "encode":
         return config
     if config.more_models:
@@ -180,7 +177,7 @@ async def _serve(config: ServeConfig, ports: list[int], connections: int) -> Non
         listening = {asyncio.create_task(server.serve()) for server in servers}
         stop = asyncio.create_task(stop_requested.wait())
         loading = asyncio.create_task(engines.start())
-        watching = asyncio.create_task(silent_connections.watch(ports))
+        watching = asyncio.create_task(silent_connections.watch(ports, connections // len(ports)))
         code = 1
         try:
             started = time.perf_counter()

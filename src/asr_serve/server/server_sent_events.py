@@ -1,21 +1,49 @@
-"""Server-sent events: comments that keep a quiet connection open, errors after the status was sent."""
+"""Responses sent while they are made; server-sent events: comments that keep a quiet connection open, errors after
+the status was sent."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 
-from starlette.types import Scope
+from starlette.background import BackgroundTask
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from asr_serve.errors import ClientGone
 from asr_serve.protocols.openai.events import server_sent_event
 from asr_serve.server.middleware.error_handlers import live_error_event, record_error
-from asr_serve.server.middleware.request_context import request_context
+from asr_serve.server.middleware.request_context import RequestContext, request_context
 
+EVENT_STREAM = "text/event-stream"
 KEEP_ALIVE_S = 15.0
 """Longest time without a byte: proxies close quiet connections."""
 KEEP_ALIVE = b": still listening\n\n"
+
+
+class StreamedResponse(Response):
+    """Response whose pieces are made while it is sent. An error before the first piece is answered with its own
+    status, a later one by an event where the pieces are events. Closes `resources`."""
+
+    def __init__(self, media_type: str, headers: Mapping[str, str], resources: contextlib.AsyncExitStack) -> None:
+        self.status_code, self.media_type = 200, media_type
+        self.background: BackgroundTask | None = None
+        self._resources = resources
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers})
+
+    def pieces(self, context: RequestContext) -> AsyncGenerator[bytes, None]:
+        """Bytes of the response as they are made; one piece at least."""
+        raise NotImplementedError
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._resources, contextlib.aclosing(self.pieces(request_context(scope))) as pieces:
+            first = await anext(pieces)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for piece in with_error_event(pieces, scope) if self.media_type == EVENT_STREAM else pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def with_keep_alive(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

@@ -1,2 +1,1 @@
-"""Transfer of bytes between processes, engines and disk. `ring`: PCM from the server's process to the engine's,
-through shared memory."""
+"""Transfer of bytes between processes, engines and disk. `ring`: PCM to the engine's process by shared memory."""

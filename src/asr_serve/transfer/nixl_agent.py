@@ -24,7 +24,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, Self
 
 from asr_serve.config import disable_ucx_infiniband
@@ -39,8 +39,7 @@ PAUSE_S, LONGEST_PAUSE_S = 50e-6, 1e-3
 
 
 class NixlDescriptor(NamedTuple):
-    """Range of memory or of a file. `at`: address, or position in the file; `device`: 0, a GPU, or the file's
-    descriptor."""
+    """Range of memory or of a file. `at`: address, or position in the file; `device`: 0, a GPU, or the descriptor."""
 
     at: int
     nbytes: int
@@ -92,11 +91,8 @@ class NixlAgent:
         self._registered: list[Any] = []
 
     def register(self, at: int, nbytes: int, *, kind: Kind = "DRAM", device: int = 0) -> object:
-        """Registers memory, or a file (its descriptor as `device`), for transfers; returns the entry for
-        `deregister`.
-
-        Raises RoadFailed.
-        """
+        """Registers memory, or a file (its descriptor as `device`), for transfers; returns the entry for `deregister`.
+        Raises RoadFailed."""
         try:
             entry = self._agent.register_memory([(at, nbytes, device, "")], kind, backends=[self._backend])
         except self._failures as error:
@@ -113,8 +109,7 @@ class NixlAgent:
             raise RoadFailed(f"NIXL does not let go of memory ({_told(error)})") from error
 
     def metadata(self) -> bytes:
-        """Returns the metadata with which another agent can reach this one and write to memory registered so
-        far."""
+        """Returns the metadata with which another agent can reach this one and write to memory registered so far."""
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata
 
@@ -143,10 +138,8 @@ class NixlAgent:
         local_kind: Kind = "DRAM",
         remote_kind: Kind = "DRAM",
     ) -> NixlTransfer:
-        """Starts to copy `local` to `remote` (WRITE) or back (READ), by descriptors of equal length.
-
-        `peer`: owner of `remote`, None for this agent's own (a file). Raises PeerGone, RoadFailed.
-        """
+        """Starts to copy `local` to `remote` (WRITE) or back (READ), by descriptors of equal length. `peer`: owner of
+        `remote`, None for this agent's own (a file). Raises PeerGone, RoadFailed."""
         agent = self._agent
         try:
             local_descriptors, remote_descriptors = (
@@ -192,8 +185,7 @@ class NixlTransfer:
         self._step(lambda: self._agent._agent.transfer(self._handle))
 
     def poll(self) -> bool:
-        """Polls once, which lets the back end advance; returns whether the transfer is complete. Raises PeerGone,
-        RoadFailed."""
+        """Polls once, which advances the back end; returns whether all is transferred. Raises PeerGone, RoadFailed."""
         if self._failure is not None:
             raise self._failure
         if self._state == "PROC":
@@ -229,9 +221,7 @@ class NixlTransfer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _step(self, ask: Any) -> None:

@@ -32,10 +32,8 @@ SLOTS, PAYLOAD_BYTES = 1_024, 16_384
 
 
 def create(slots: int = SLOTS, payload_bytes: int = PAYLOAD_BYTES) -> tuple[int, int]:
-    """Creates an empty ring in new memory, as (file descriptor, bytes). The caller closes the descriptor.
-
-    `slots` a power of two; `payload_bytes` of each a multiple of 64. Raises ValueError, OSError.
-    """
+    """Creates an empty ring in new memory, as (file descriptor, bytes). The caller closes the descriptor. `slots` a
+    power of two; `payload_bytes` of each a multiple of 64. Raises ValueError, OSError."""
     ring = kernels.ring()
     nbytes: int = ring.layout(slots, payload_bytes)
     if hasattr(os, "memfd_create"):
@@ -109,8 +107,7 @@ class _Message:
 
 
 class _Side:
-    """Common base of writer and reader. The caller keeps `fd`, and may close it; `bell` is owned by this
-    object."""
+    """Common base of writer and reader. The caller keeps `fd`, and may close it; `bell` is owned by this object."""
 
     def __init__(self, fd: int, bell: socket.socket) -> None:
         """Maps the ring. Raises ValueError when there is no ring behind `fd`."""

@@ -11,8 +11,7 @@ SILENT_S = 10
 
 
 def configure_connection(line: socket.socket) -> None:
-    """Makes a connection blocking, without delay for small messages, and with keepalive that detects a vanished
-    peer."""
+    """Makes a connection blocking, without delay for small messages, and with keepalive against a vanished peer."""
     line.setblocking(True)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -18,8 +18,7 @@ AGREES = re.compile(r"\b(agree|agreed|agrees|consent|consents|consented|permit|p
 
 
 class Consent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Statement that this voice may be cloned, in the speaker's own words. It stays with the voice, wherever it
-    goes."""
+    """Statement that this voice may be cloned, in the speaker's own words. It stays with the voice."""
 
     statement: str
     by: str
@@ -45,8 +44,7 @@ class ClonedVoiceCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     start: str
     """Voice of the model that it was initialized from: the most similar one."""
     similarity: float | None
-    """Cosine of synthesized speech with the recordings, by a speaker encoder (GE2E); null where nothing was
-    synthesized."""
+    """Cosine of synthesized speech with the recordings, by a speaker encoder (GE2E); null without synthesis."""
     ceiling: float
     """Cosine of one half of the recordings with the other."""
     steps: int

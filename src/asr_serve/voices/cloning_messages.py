@@ -33,7 +33,8 @@ class CloneRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     weights: str | None = None
     """Folder of another checkpoint of that model."""
-    codec: str | None = None
+    vocoder: str | None = None
+    """Vocoder with which clips are compared: a name, or a folder. None: the one on the model's card."""
     recogniser: str | None = None
     """Model that recognizes recordings. None: the packaged one."""
     voices_dir: str
@@ -83,4 +84,4 @@ class CloneFailed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-Said = CloneProgress | CloneReport | CloneFailed
+CloneMessage = CloneProgress | CloneReport | CloneFailed

@@ -164,8 +164,7 @@ class VoiceStore:
         return card
 
     def _file(self, name: str, suffix: str) -> Path:
-        """Returns the path of a voice's file. Names from requests cannot lead outside the folder. Raises
-        NoSuchVoice."""
+        """Returns the path of a voice's file; no name leads outside the folder. Raises NoSuchVoice."""
         try:
             return self.folder / f"{check_voice_name(name)}{suffix}"
         except OptionError:

@@ -52,8 +52,7 @@ class VoiceDistance(msgspec.Struct, frozen=True):
     mel: float
     """Mean absolute difference of the natural logs of mel magnitudes, at equal loudness."""
     f0_cents: float
-    """Root mean square F0 difference over frames that are voiced in both and differ by at most GROSS; NaN if
-    none."""
+    """Root mean square F0 difference over frames that are voiced in both and differ by at most GROSS; NaN if none."""
     f0_gross_percent: float
     """Share of larger F0 differences among frames that are voiced in both."""
     voicing_percent: float
@@ -63,7 +62,7 @@ class VoiceDistance(msgspec.Struct, frozen=True):
 class JoinQuality(msgspec.Struct, frozen=True):
     """Artefacts at the joins of chunks, compared with whole-sentence synthesis."""
 
-    places: int
+    joins: int
     jump_db: float
     """Largest excess of the energy change at a join over that at the same position of the whole."""
     apart: float
@@ -105,23 +104,22 @@ def mean_voice_distance(found: Sequence[VoiceDistance]) -> VoiceDistance:
     return VoiceDistance(*(float(s / n) if n else math.nan for s, n in zip(sums, finite.sum(0), strict=True)))
 
 
-def join_quality(chunked: np.ndarray, whole: np.ndarray, places: Sequence[int], rate_hz: int) -> JoinQuality:
-    """Join quality of chunked synthesis. `places`: samples at which chunks begin. `chunked` and `whole`: (n,)
+def join_quality(chunked: np.ndarray, whole: np.ndarray, chunk_starts: Sequence[int], rate_hz: int) -> JoinQuality:
+    """Join quality of chunked synthesis. `chunk_starts`: samples at which chunks begin. `chunked` and `whole`: (n,)
     float32 of the same length, else OptionError."""
     if len(chunked) != len(whole):
         raise OptionError(
             f"{len(chunked)} samples in chunks, {len(whole)} as a whole", "as many of one as of the other"
         )
     size = rate_hz * JOIN_MS // 1_000
-    inside = [place for place in places if size <= place <= len(whole) - size]
-    excess = [_jump(chunked, place, size) - _jump(whole, place, size) for place in inside]
+    inside = [start for start in chunk_starts if size <= start <= len(whole) - size]
+    excess = [_jump(chunked, start, size) - _jump(whole, start, size) for start in inside]
     difference = float(np.abs(chunked.astype(np.float64) - whole).max()) if len(whole) else 0.0
     return JoinQuality(len(inside), max(excess, default=0.0), difference)
 
 
 def similarity(one: Sequence[np.ndarray], other: Sequence[np.ndarray], rate_hz: int) -> float:
-    """Cosine similarity of two speakers, from some clips of each (models/auxiliary/ge2e). Raises
-    WeightsMissing."""
+    """Cosine similarity of two speakers, from some clips of each (models/auxiliary/ge2e). Raises WeightsMissing."""
     network = ge2e.load()
     voices = [network.embed_speaker(resample_clip(clip, rate_hz, HEARD_HZ) for clip in clips) for clips in (one, other)]
     return ge2e.similarity(*voices)
@@ -195,9 +193,9 @@ def _cosines() -> np.ndarray:
     return np.asarray(found)
 
 
-def _jump(pcm: np.ndarray, place: int, size: int) -> float:
-    """Absolute change of energy at `place`, in dB."""
+def _jump(pcm: np.ndarray, start: int, size: int) -> float:
+    """Absolute change of energy at `start`, in dB."""
     before, after = (
-        np.square(part, dtype=np.float64).mean() for part in (pcm[place - size : place], pcm[place : place + size])
+        np.square(part, dtype=np.float64).mean() for part in (pcm[start - size : start], pcm[start : start + size])
     )
     return abs(10 * math.log10((after + FAINT) / (before + FAINT)))

@@ -27,9 +27,7 @@ def label(
     paths: Annotated[
         list[str],
         typer.Argument(
-            metavar="MANIFEST|FOLDER...",
-            help="Audio files, folders, quoted globs, lists (.scp, .jsonl, .txt).",
-            show_default=False,
+            metavar="MANIFEST|FOLDER...", help="Audio files, folders, quoted globs, lists (.scp, .jsonl, .txt)."
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where labels and report go.")],

@@ -99,8 +99,7 @@ def lock_label_folder(folder: Path) -> Iterator[None]:
 
 
 class LabelStore:
-    """Store in the existing folder of one labelling run. Raises OptionError for a folder made with other
-    settings."""
+    """Store in the existing folder of one labelling run. Raises OptionError for a folder made with other settings."""
 
     def __init__(self, folder: Path, chosen: dict[str, Any]) -> None:
         self.folder = folder

@@ -68,8 +68,7 @@ def split_writable_items(items: Iterable[InputItem]) -> tuple[list[InputItem], l
 
 
 def max_segment_ms(cards: Iterable[AsrCard | TtsCard]) -> int:
-    """Longest segment in ms that all models accept, without padding. Raises WrongModel for a speech synthesis
-    model."""
+    """Longest segment in ms that all models accept, without padding. Raises WrongModel for a speech synthesis model."""
     limits = []
     for card in cards:
         if not isinstance(card, AsrCard):
@@ -141,9 +140,9 @@ def _of_file(path: str, names: Sequence[str], one: Transcript, other: Transcript
 
 
 def _row(
-    path: str, offset: float, duration: float, names: Sequence[str], said: str, heard: str, cer: float
+    path: str, offset: float, duration: float, names: Sequence[str], text: str, other_text: str, cer: float
 ) -> LabelRow:
-    return LabelRow(path, offset, duration, said, round(cer, 4), {names[0]: said, names[1]: heard})
+    return LabelRow(path, offset, duration, text, round(cer, 4), {names[0]: text, names[1]: other_text})
 
 
 def _text(segment: Segment | None) -> str:

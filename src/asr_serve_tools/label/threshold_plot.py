@@ -12,8 +12,8 @@ NICE = (1, 2, 2.5, 5, 10)
 """Steps of an axis, times a power of ten."""
 
 
-def threshold_svg(curve: Sequence[tuple[float, float]], threshold: float, kept: float, total: float) -> str:
-    """SVG text of the plot. `curve`: (error rate, hours under it), both ascending. `kept`: hours under the
+def threshold_svg(curve: Sequence[tuple[float, float]], threshold: float, kept_hours: float, total: float) -> str:
+    """SVG text of the plot. `curve`: (error rate, hours under it), both ascending. `kept_hours`: hours under the
     threshold, of `total`."""
     most = max(MOST_RATE, threshold)
     unit, scale = ("h", 1.0) if total >= 1 else ("min", 60.0)
@@ -28,8 +28,8 @@ def threshold_svg(curve: Sequence[tuple[float, float]], threshold: float, kept: 
 
     points = [(rate, hours) for rate, hours in curve if rate <= most + 1e-9]
     line = " ".join(f"{x(rate):.1f},{y(hours):.1f}" for rate, hours in points)
-    share = f"{100 * kept / total:.0f} %" if total else "none"
-    title = f"{kept * scale:.2f} of {total * scale:.2f} {unit} kept ({share}) at a threshold of {threshold:g}"
+    share = f"{100 * kept_hours / total:.0f} %" if total else "none"
+    title = f"{kept_hours * scale:.2f} of {total * scale:.2f} {unit} kept ({share}) at a threshold of {threshold:g}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         'font-family="sans-serif" font-size="13" fill="#333">',
@@ -54,7 +54,7 @@ def threshold_svg(curve: Sequence[tuple[float, float]], threshold: float, kept: 
         f'<polyline points="{line}" fill="none" stroke="#1f6feb" stroke-width="2"/>',
         f'<line x1="{x(threshold):.1f}" x2="{x(threshold):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" '
         'stroke="#d1242f" stroke-dasharray="4 3"/>',
-        f'<circle cx="{x(threshold):.1f}" cy="{y(kept):.1f}" r="4" fill="#d1242f"/>',
+        f'<circle cx="{x(threshold):.1f}" cy="{y(kept_hours):.1f}" r="4" fill="#d1242f"/>',
         "</svg>",
     ]
     return "\n".join(parts) + "\n"

@@ -43,11 +43,9 @@ class AudioCorpus:
 
     @classmethod
     def build(cls, inputs: Sequence[str], folder: Path, say: Callable[[str], None]) -> AudioCorpus:
-        """Open the corpus in `folder`, or build it from files, folders and lists. Recordings that cannot be
-        decoded are reported and left out.
-
-        Raises EmptyAudio when nothing remains; OptionError when `folder` holds the samples of other inputs.
-        """
+        """Open the corpus in `folder`, or build it from files, folders and lists. Recordings that cannot be decoded are
+        reported and left out. Raises EmptyAudio when nothing remains; OptionError when `folder` holds the samples of
+        other inputs."""
         if (folder / "clips.json").is_file():
             found = cls(folder)
             if found.index.inputs != list(inputs):

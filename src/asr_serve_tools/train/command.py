@@ -64,8 +64,7 @@ def voice(
     from asr_serve.models.tts.fastpitch import ENGLISH
     from asr_serve.models.tts.fastpitch_network import FastPitchSizes
     from asr_serve_tools.train import speaker_similarities
-    from asr_serve_tools.train.voice.acoustic_model import AcousticTrainingOptions as VocoderTrainingOptions
-    from asr_serve_tools.train.voice.acoustic_model import train_acoustic_model
+    from asr_serve_tools.train.voice.acoustic_model import AcousticTrainingOptions, train_acoustic_model
     from asr_serve_tools.train.voice.model_card import write_card
     from asr_serve_tools.train.voice.requirements import check_requirements, lock_run_folder
     from asr_serve_tools.train.voice.synthesize_corpus import SynthesisJob, synthesize_corpus
@@ -81,7 +80,7 @@ def voice(
         processes=processes,
     )
     phonemes = vocabulary()
-    options = VocoderTrainingOptions(
+    options = AcousticTrainingOptions(
         speech=job.folder,
         out=run / "model",
         minutes=minutes,

@@ -29,7 +29,7 @@ def magnitudes(pcm: Tensor, window: int) -> Tensor:
 
 
 class SpectralDistance(nn.Module):
-    """Distance of generated speech `said` (n, samples) from the target `wanted`: {"stft": spectral convergence
+    """Distance of `generated_pcm` (n, samples) from the target `wanted`: {"stft": spectral convergence
     and the mean difference of logarithms, mean over WINDOWS; "mel": mean difference of log-mel}.
 
     With `again`, the same generated with other noise: the energy distance, which is the sum of both distances from
@@ -40,8 +40,8 @@ class SpectralDistance(nn.Module):
         super().__init__()
         self.mel = SlaneyMel()
 
-    def forward(self, said: Tensor, wanted: Tensor, again: Tensor | None = None) -> dict[str, Tensor]:
-        both = [said] if again is None else [said, again]
+    def forward(self, generated_pcm: Tensor, wanted: Tensor, again: Tensor | None = None) -> dict[str, Tensor]:
+        both = [generated_pcm] if again is None else [generated_pcm, again]
         parts = []
         for window in WINDOWS:
             target = magnitudes(wanted, window)
@@ -65,8 +65,7 @@ def _gap(a: Tensor, b: Tensor, size: Tensor) -> Tensor:
 
 
 class Discriminator(nn.Module):
-    """Discriminator of complex spectra at one resolution: (n, samples) -> the output of each layer, the score
-    last."""
+    """Discriminator of complex spectra at one resolution: (n, samples) -> the output of each layer, the score last."""
 
     def __init__(self, window: int, channels: int) -> None:
         super().__init__()
@@ -104,22 +103,22 @@ class Discriminators(nn.Module):
         super().__init__()
         self.each = nn.ModuleList(Discriminator(window, channels) for window in windows)
 
-    def discriminator_loss(self, said: Tensor, wanted: Tensor) -> Tensor:
-        """Least-squares loss of the discriminators: score 1 for the target `wanted`, 0 for generated `said`."""
+    def discriminator_loss(self, generated_pcm: Tensor, wanted: Tensor) -> Tensor:
+        """Least-squares loss of the discriminators: score 1 for the target `wanted`, 0 for `generated_pcm`."""
         losses = []
         for critic in self.each:
-            real, generated = critic(torch.cat([wanted, said]))[-1].float().chunk(2)
+            real, generated = critic(torch.cat([wanted, generated_pcm]))[-1].float().chunk(2)
             losses.append((real - 1).square().mean() + generated.square().mean())
         return torch.stack(losses).mean()
 
-    def generator_loss(self, said: Tensor, wanted: Tensor) -> dict[str, Tensor]:
+    def generator_loss(self, generated_pcm: Tensor, wanted: Tensor) -> dict[str, Tensor]:
         """Losses of the vocoder: {"critic": least squares of the scores from 1; "layers": feature matching, the
         mean difference of the discriminators' layers}."""
         scores, gaps = [], []
         for critic in self.each:
             with torch.no_grad():
                 real = critic(wanted)
-            generated = critic(said)
+            generated = critic(generated_pcm)
             scores.append((generated[-1].float() - 1).square().mean())
             for a, b in zip(generated[:-1], real[:-1], strict=True):
                 gaps.append((a.float() - b.float()).abs().mean() / b.float().abs().mean().clamp(min=1e-4))

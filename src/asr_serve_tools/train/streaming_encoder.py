@@ -343,21 +343,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run_training(asked: argparse.Namespace) -> None:
+def run_training(options: argparse.Namespace) -> None:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    path = Path(asked.teacher).expanduser()
-    card = asr_card("moonshine-tiny-en" if path.is_dir() else asked.teacher)
+    path = Path(options.teacher).expanduser()
+    card = asr_card("moonshine-tiny-en" if path.is_dir() else options.teacher)
     folder = store.resolve(card, path if path.is_dir() else None, say)
-    teacher = TeacherEncoder(folder, devices.make_device(asked.device, asked.dtype))
-    windows = windows_of(asked.windows, len(teacher.model.encoder))
-    settings = StreamingTrainingSettings(asked.teacher, windows, asked.lr, asked.batch_s, asked.held_out, asked.seed)
-    corpus = AudioCorpus.build(asked.audio, asked.run / "audio", say)
-    run = StreamingEncoderTraining(asked.run, settings, teacher, corpus, asked.steps)
+    teacher = TeacherEncoder(folder, devices.make_device(options.device, options.dtype))
+    windows = windows_of(options.windows, len(teacher.model.encoder))
+    settings = StreamingTrainingSettings(
+        options.teacher, windows, options.lr, options.batch_s, options.held_out, options.seed
+    )
+    corpus = AudioCorpus.build(options.audio, options.run / "audio", say)
+    run = StreamingEncoderTraining(options.run, settings, teacher, corpus, options.steps)
     say(f"step {run.step} of {run.steps} on {teacher.device.name} {teacher.device.dtype_name}")
-    with (asked.run / "log.jsonl").open("a") as log:
-        for line in run.train(asked.log_every, asked.save_every):
+    with (options.run / "log.jsonl").open("a") as log:
+        for line in run.train(options.log_every, options.save_every):
             text = json.dumps(line)
             log.write(text + "\n")
             log.flush()

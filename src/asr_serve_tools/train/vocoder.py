@@ -153,8 +153,7 @@ class VocoderTraining:
         write_checkpoint(self.options.run / "checkpoint", self.config, self.averaged_tensors, {"steps": self.step})
 
     def batch(self, step: int) -> tuple[VocoderBatch, Tensor, slice]:
-        """Speech of a step, the seeds of its noise and the samples for discriminators; all depend on its number
-        alone."""
+        """Speech of a step, seeds of its noise and samples for discriminators; all depend on its number alone."""
         options = self.options
         chance = random.Random(options.seed * 1_000_003 + step)
         found = self.speech.batch(options.batch, chance)
@@ -282,8 +281,7 @@ def write_checkpoint(
 
 
 def train_vocoder(options: VocoderTrainingOptions, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Train up to the last step, from the last save if there is one. Returns the last line of the log. Raises
-    OptionError."""
+    """Train to the last step, from the last save if there is one. Returns the log's last line. Raises OptionError."""
     from asr_serve import devices
 
     device = devices.make_device(options.device, options.dtype)

@@ -92,10 +92,10 @@ class VocoderCorpus:
     def crop(self, recording: VoiceRecording, first: int, count: int, gain: float = 1.0) -> VocoderBatch:
         """Crop with the same mel frames as the whole recording, whose ends are mirrored."""
         total = len(recording.pcm)
-        place = np.arange(first * HOP - AROUND_SAMPLES, (first + count) * HOP + AROUND_SAMPLES)
-        place = np.abs(place)
-        place = np.where(place < total, place, 2 * (total - 1) - place)
-        pcm = torch.from_numpy(recording.pcm[place].astype(np.float32) * (gain / FULL_SCALE)).clamp_(-1, 1)[None]
+        index = np.arange(first * HOP - AROUND_SAMPLES, (first + count) * HOP + AROUND_SAMPLES)
+        index = np.abs(index)
+        index = np.where(index < total, index, 2 * (total - 1) - index)
+        pcm = torch.from_numpy(recording.pcm[index].astype(np.float32) * (gain / FULL_SCALE)).clamp_(-1, 1)[None]
         f0 = torch.from_numpy(np.array(recording.f0[first : first + count]))[None, :, None]
         frames = torch.cat([self.mel.within(pcm), f0], 2)
         return VocoderBatch(frames, pcm[:, AROUND_SAMPLES:-AROUND_SAMPLES])

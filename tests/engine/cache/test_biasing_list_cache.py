@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from asr_serve.engine.cache import biasing_lists
-from asr_serve.engine.seq2seq import biasing
-from asr_serve.engine.streaming import biasing as streams
+from asr_serve.engine.seq2seq import biasing_queue as biasing
+from asr_serve.engine.streaming import biasing_compiler as streams
 
 WAIT_S = 20
 

@@ -22,10 +22,10 @@ from tiny_moonshine import WAIT_S, clip, outcome, save
 
 from asr_serve.audio.endpointing import WINDOW_SAMPLES
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process import messages
-from asr_serve.engine.process.client import process_backend
+from asr_serve.engine.process.backend import process_backend
 from asr_serve.engine.process.in_flight import InFlight
 from asr_serve.engine.process.message_sender import OutgoingMessage
 from asr_serve.engine.process.messages import EngineSpec
@@ -374,7 +374,7 @@ import sys, time
 from asr_serve.config import EngineConfig
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.process import RingSize
-from asr_serve.engine.process.client import process_backend
+from asr_serve.engine.process.backend import process_backend
 from asr_serve.engine.process.messages import EngineSpec
 spec = EngineSpec(model={MODEL!r}, device="cpu", dtype="fp32", weights={str(checkpoint)!r})
 client = EngineClient(EngineConfig(kv_bytes=1 << 20), process_backend(spec, RingSize()))

@@ -24,13 +24,15 @@ from tiny_moonshine import clip
 
 from asr_serve.audio.endpointing import WINDOW_SAMPLES
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import DraftTokens, Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process import process as children
 from asr_serve.engine.process import supervisor
+from asr_serve.engine.process.handover import Handover, HandoverResult
 from asr_serve.engine.process.in_flight import InFlight
 from asr_serve.engine.process.process import RingSize
-from asr_serve.engine.process.supervisor import Handover, HandoverResult, Supervisor
+from asr_serve.engine.process.supervisor import Supervisor
 from asr_serve.engine.request import HypothesisRequest
 from asr_serve.errors import AsrServeError, EngineClosed, NotAllowed
 from asr_serve.transfer.sealed_buffer import SealedBuffer, SealedBufferLabel
@@ -451,7 +453,7 @@ def test_streams_closed_during_a_handover_are_not_moved(start, reference, monkey
 
 
 def test_more_streams_move_than_may_at_once(start, reference, monkeypatch):
-    monkeypatch.setattr("asr_serve.engine.process.supervisor.MAX_STREAMS_MOVING", 2)
+    monkeypatch.setattr("asr_serve.engine.process.handover.MAX_STREAMS_MOVING", 2)
     client = start("ctc")
     streams = start_streams(client, "ctc", 8)
     open_streams = sum(not stream.finished for stream in streams)

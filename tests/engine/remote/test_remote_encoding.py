@@ -25,7 +25,7 @@ from engine_clients import engine_pid, fail_calls, spy, start_engine, wait_until
 from tiny_moonshine import WAIT_S, clip, expect_empty, on_loop, outcome, save
 
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.engine.client import EngineClient, Ticket
 from asr_serve.engine.remote import connection as peer

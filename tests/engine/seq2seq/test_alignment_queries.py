@@ -10,11 +10,12 @@ import tiny_moonshine
 import torch
 from tiny_moonshine import WAIT_S, clip, held
 
-from asr_serve.decoding.seq2seq import Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.cache.lru import LruCache
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.seq2seq import encoder_cache
-from asr_serve.engine.seq2seq.finalize import FinishedRow, TokenAligner
+from asr_serve.engine.seq2seq.token_aligner import FinishedRow, TokenAligner
 
 PLAIN = SearchOptions(temperatures=(0.0,), min_avg_logprob=-1e9, max_compression_ratio=1e9)
 WORDS = msgspec.structs.replace(PLAIN, words=True)

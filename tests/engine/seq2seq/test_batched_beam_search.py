@@ -18,7 +18,8 @@ from tiny_whisper import decoder as whisper_decoder
 
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.beam_search import BeamSearch, top_tokens
-from asr_serve.decoding.seq2seq import DraftTokens, Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine.seq2seq.decode_batch import BeamGroup
 from asr_serve.engine.seq2seq.scheduler import ScheduledRequest, Seq2SeqScheduler
 from asr_serve.errors import Cancelled, OptionError, StepFailed

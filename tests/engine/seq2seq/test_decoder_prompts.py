@@ -19,7 +19,8 @@ from tiny_moonshine import WAIT_S, expect_empty, held, outcome
 from tiny_whisper import CLIPS, CONFIG, SPECIAL, decoder, limit
 from torch import Tensor
 
-from asr_serve.decoding.seq2seq import NO_DRAFT, DraftTokens, Recognition, SearchOptions, repeated_tokens
+from asr_serve.decoding.hypothesis import Recognition, repeated_tokens
+from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens, SearchOptions
 from asr_serve.decoding.token_rules import MAX_INITIAL
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process import messages

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_configs
 import tiny_moonshine
 from engine_clients import poison_free_pages, spy
 from hypothesis import given, settings
@@ -18,19 +19,19 @@ from tiny_moonshine import CARD, WAIT_S, build, clip, expect_empty, held, outcom
 import asr_serve
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import NO_DRAFT, DraftTokens, Hypothesis, Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Hypothesis, Recognition
+from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens, SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.seq2seq import decoder as runners
 from asr_serve.engine.seq2seq.decoder import DecodeRunner
 from asr_serve.engine.seq2seq.encoder import EncodeRunner
 from asr_serve.errors import Cancelled
-from asr_serve.models.asr.moonshine import moonshine
 
 LENGTHS = [1_600, 16_000, 40_000, 64_000, 9_000, 128_000, 30_000, 55_555]
 CLIPS = [clip(seed, samples) for seed, samples in enumerate(LENGTHS)]
 ENGINE, CLIENT_SETTINGS = tiny_moonshine, {"max_decode_rows": 6}
 ONCE = SearchOptions(temperatures=(0.0,))
-VOCABULARY = moonshine.tiny().vocab_size
+VOCABULARY = tiny_configs.moonshine_config().vocab_size
 
 
 class ForcedHypothesis(Hypothesis):
@@ -66,7 +67,10 @@ def forced_answer(index: int, fixed: tuple[int, ...] = ()) -> tuple[tuple[int, .
 
 def limit(index: int) -> int:
     """As engine/loop has it: tokens that a clip may have."""
-    return min(moonshine.tiny().max_position_embeddings - 1, 4 + int(LENGTHS[index] / 16_000 * CARD.tokens_per_s))
+    return min(
+        tiny_configs.moonshine_config().max_position_embeddings - 1,
+        4 + int(LENGTHS[index] / 16_000 * CARD.tokens_per_s),
+    )
 
 
 def expect_as_without(result: object, index: int, draft: DraftTokens) -> None:

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from memory_disk import MemoryDisk
 from tiny_moonshine import WAIT_S, clip, expect_empty, held, on_loop, outcome
 
-from asr_serve.decoding.seq2seq import NO_DRAFT, DraftTokens, Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens, SearchOptions
 from asr_serve.engine.cache import tiered_store
 from asr_serve.engine.client import EngineClient, Ticket
 from asr_serve.engine.seq2seq.coalescing import FETCH_TIMEOUT_S

@@ -16,7 +16,8 @@ from test_decoder_prompts import expect_same
 from tiny_moonshine import WAIT_S, clip, expect_empty, on_loop, outcome
 from tiny_whisper import CLIPS, CONFIG
 
-from asr_serve.decoding.seq2seq import Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import Cancelled, OptionError
 

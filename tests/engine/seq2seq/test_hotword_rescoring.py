@@ -14,15 +14,15 @@ import asr_serve
 from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.biasing import BiasingPhrase, pack_phrases
-from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.decoding.biasing_graph import BiasingPhrase, pack_phrases
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.cache.page_pool import PagePool
 from asr_serve.engine.client import Ticket
 from asr_serve.engine.request import RecognitionRequest
-from asr_serve.engine.seq2seq.biasing import RescoringList
+from asr_serve.engine.seq2seq.biasing_queue import RescoringList
 from asr_serve.engine.seq2seq.decode_batch import DecodeRow
 from asr_serve.engine.seq2seq.decoder import DecodeRunner
-from asr_serve.engine.seq2seq.finalize import MAX_RESCORE_TOKENS, FinishedRow
+from asr_serve.engine.seq2seq.finalize import MAX_RESCORE_TOKENS
 from asr_serve.engine.seq2seq.rescoring import (
     MAX_CANDIDATES_PER_WORD,
     MAX_PHONETIC_MATCHES,
@@ -35,6 +35,7 @@ from asr_serve.engine.seq2seq.rescoring import (
     allowance,
     same_stem,
 )
+from asr_serve.engine.seq2seq.token_aligner import FinishedRow
 from asr_serve.errors import Cancelled, StepFailed
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import asr_card

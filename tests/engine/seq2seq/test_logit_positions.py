@@ -9,7 +9,7 @@ from test_decoder_prompts import ONCE, expect_same, expected
 from tiny_moonshine import expect_empty, held, outcome
 from tiny_whisper import CLIPS, CONFIG, start
 
-from asr_serve.decoding.seq2seq import DraftTokens, SearchOptions
+from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine.client import EngineClient
 
 PROMPT = tuple(range(CONFIG.max_target_positions // 2 - 1))

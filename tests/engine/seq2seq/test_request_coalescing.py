@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asr_serve.decoding.seq2seq import Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.request import RecognitionRequest
 from asr_serve.engine.seq2seq.coalescing import FETCH_TIMEOUT_S, RequestCoalescer, urgency
 from asr_serve.types import Priority

@@ -13,10 +13,11 @@ import torch
 from test_remote_encoding import Pair, expect_nothing_left
 from tiny_moonshine import WAIT_S, clip, held, on_loop
 
-from asr_serve.decoding.seq2seq import DraftTokens, Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.loop import Loop
-from asr_serve.engine.seq2seq.finalize import FinishedRow, TokenAligner
+from asr_serve.engine.seq2seq.token_aligner import FinishedRow, TokenAligner
 from asr_serve.errors import StepFailed
 
 PASSES: dict[str, Any] = {"min_avg_logprob": -1e9, "max_compression_ratio": 1e9}

@@ -43,7 +43,7 @@ def alone(name: str, search: str, seed: int, chunk: int) -> dict[int, Said]:
     return Company(model(name), search, chunk, chunked=False).hear(clips(seed), random.Random(seed))
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize(("name", "search"), CASES)
 def test_chunked_equals_sequential_and_the_whole_utterance(name: str, search: str, blocks: int):
     network = model(name)

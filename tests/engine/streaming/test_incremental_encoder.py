@@ -19,7 +19,8 @@ from streaming_moonshine import MODEL, write
 from tiny_moonshine import WAIT_S, clip, on_loop
 
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import DraftTokens, Hypothesis, Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Hypothesis, Recognition
+from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.engine.client import EngineClient, RecognitionStream
 from asr_serve.engine.request import HypothesisRequest

@@ -15,8 +15,8 @@ import asr_serve
 from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.biasing import BiasingPhrase, pack_phrases
-from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.decoding.biasing_graph import BiasingPhrase, pack_phrases
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.models.checkpoints.store import locate
 from asr_serve.models.registry import asr_card
 

@@ -14,7 +14,7 @@ from engine_clients import NEMO, NEMO_MODEL, backend_of, engine_pid, fail_calls,
 from tiny_moonshine import WAIT_S, clip, held, on_loop
 
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.in_flight import MAX_DEATHS
 from asr_serve.engine.process.messages import ErrorMessage, RequestFailed

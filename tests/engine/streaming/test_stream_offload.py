@@ -22,7 +22,7 @@ from tiny_streaming import clips
 
 from asr_serve.decoding.ctc import CtcPrefixBeam
 from asr_serve.decoding.rescoring import RescoringSearch
-from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.request import RecognitionRequest, StreamChunk
 from asr_serve.engine.session_snapshot import SessionSnapshot, SessionSnapshotView
 from asr_serve.engine.streaming import executor, offload, request

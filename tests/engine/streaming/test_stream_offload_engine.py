@@ -19,7 +19,7 @@ from tiny_moonshine import WAIT_S, clip, on_loop
 from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import DraftTokens, SearchOptions
+from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.request import HypothesisRequest
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import tiny_configs
 import torch
 from tiny_streaming import Silent, model
 
@@ -24,7 +25,9 @@ STREAMING = {name: card for name, card in asr_cards().items() if card.streaming}
 def timed_like(card: AsrCard) -> Any:
     """A tiny model that cuts time up as the published one does."""
     if card.kind == "deepspeech":
-        config = msgspec.structs.replace(deepspeech.tiny(), context_frames=deepspeech.Config().context_frames)
+        config = msgspec.structs.replace(
+            tiny_configs.deepspeech_config(), context_frames=deepspeech.Config().context_frames
+        )
         tensors = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
         return deepspeech.Model(config, tensors, model("deepspeech").device)
     return model(f"fastconformer 70,{card.chunk - 1}" if card.kind == "fastconformer" else "u2pp 2")

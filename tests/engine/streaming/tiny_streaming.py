@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import tiny_configs
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -45,7 +46,7 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     match kind:
         case "fastconformer" | "tdt":
             left, right = map(int, (what or "8,1").split(","))
-            config = msgspec.structs.replace(fastconformer.tiny(), att_context_size=((left, right),))
+            config = msgspec.structs.replace(tiny_configs.fastconformer_config(), att_context_size=((left, right),))
             if kind == "tdt":
                 config = msgspec.structs.replace(config, durations=TDT, heads=("tdt",))
             return fastconformer.Model(config, weights(config), device(dtype))
@@ -54,12 +55,12 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
             given = {
                 key.removeprefix("conv2d/weights/"): each for key, each in held.items() if "conv2d/weights/" in key
             }
-            config = msgspec.structs.replace(u2pp.tiny(), left_chunks=int(what or 2))
+            config = msgspec.structs.replace(tiny_configs.u2pp_config(), left_chunks=int(what or 2))
             return u2pp.Model(config, {u2pp.rename(k): v for k, v in given.items() if u2pp.rename(k)}, device(dtype))
         case "moonshine":
             return moonshine(dtype)
         case "deepspeech":
-            config = deepspeech.tiny()
+            config = tiny_configs.deepspeech_config()
             tensors = {name: 2 * torch.randn(shape) / shape[-1] ** 0.5 for name, shape in config.shapes().items()}
             tensors["layers.0.weight"] /= 10
             return deepspeech.Model(config, tensors, device(dtype))

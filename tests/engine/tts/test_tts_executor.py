@@ -25,8 +25,8 @@ from tiny_voice import (
     HOP,
     LEAD,
     WAIT_S,
-    Codec,
     SentenceOutput,
+    TinyVocoder,
     Voice,
     expect_pcm,
     expect_pieces,
@@ -90,7 +90,7 @@ def expect_empty(client: EngineClient) -> None:
 def tts_runner(model: Voice, rows: int) -> ChunkedTtsRunner:
     """A runner whose unused rows hold poison."""
     loader, device = CustomVoiceLoader(model, CARD, Path()), devices.make_device("cpu", "fp32")
-    return ChunkedTtsRunner(model, Codec(), loader, device, rows=rows, step_rows=rows, poison=True)
+    return ChunkedTtsRunner(model, TinyVocoder(), loader, device, rows=rows, step_rows=rows, poison=True)
 
 
 def voice(client: EngineClient) -> Voice:
@@ -114,7 +114,7 @@ def test_in_any_batch_a_sentence_sounds_as_alone(launch, seed):
 
 
 def test_a_sentence_of_any_length_has_all_its_frames():
-    """Frames and chunks, with what the codec hears ahead: every way in which they may not fit."""
+    """Frames and chunks, with what the vocoder hears ahead: every way in which they may not fit."""
     runner = tts_runner(Voice(), 3)
     for count in range(1, 14):
         said = sentence("a" * count, speed=2.0)  # a frame each
@@ -351,15 +351,15 @@ def test_a_failed_encoding_fails_its_own_sentence_only(client):
 
 
 def test_nan_samples_fail_their_own_sentence_only(client):
-    codec = client.backend.loop.tts.runner._codec
-    step = codec.step
+    vocoder = client.backend.loop.tts.runner._vocoder
+    step = vocoder.step
 
     def failing(frames: Any, rows: Any, seen: Any, ends: Any, seeds: Any, state: Any) -> Any:
         sound = step(frames, rows, seen, ends, seeds, state)
         sound[seeds == 7] = float("nan")
         return sound
 
-    codec.step = failing
+    vocoder.step = failing
     with held(client):
         spoken = [synthesize(client, sentence(LONG, seed=seed)) for seed in (1, 7, 2)]
     with pytest.raises(StepFailed, match="no numbers"):

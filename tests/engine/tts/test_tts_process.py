@@ -22,7 +22,7 @@ from asr_serve.config import EngineConfig
 from asr_serve.engine.builder import find_checkpoint
 from asr_serve.engine.client import EngineClient, Ticket
 from asr_serve.engine.process import messages
-from asr_serve.engine.process.client import process_backend
+from asr_serve.engine.process.backend import process_backend
 from asr_serve.engine.process.in_flight import MAX_DEATHS
 from asr_serve.engine.process.messages import EngineSpec
 from asr_serve.engine.thread_backend import thread_backend
@@ -42,7 +42,7 @@ Begin = Callable[..., EngineClient]
 
 @pytest.fixture(scope="module", autouse=True)
 def require_weights() -> None:
-    for card in (tts_card("hibari"), vocoder_card("hifigan-universal")):
+    for card in (tts_card("hibari"), vocoder_card("source-filter-22k")):
         try:
             store.verified_published_folder(card)
         except WeightsMissing as missing:
@@ -76,7 +76,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def begin(close_later: Any, checkpoint: Path) -> Begin:
     def start(model: str = "fastpitch-en", *, thread: bool = False, **settings: Any) -> EngineClient:
         chunked = model == "fastpitch-en"
-        config = EngineConfig(**({"codec": "hifigan-universal"} if chunked else {}), **settings)
+        config = EngineConfig(**({"codec": "source-filter-22k"} if chunked else {}), **settings)
         own = str(checkpoint) if chunked else None
         if thread:
             found = find_checkpoint(model, own, config)

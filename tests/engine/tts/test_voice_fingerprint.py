@@ -21,21 +21,21 @@ def checkpoint(tmp_path: Path) -> VoiceCheckpoint:
         path = tmp_path / "voice" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
-    (tmp_path / "codec").mkdir()
-    (tmp_path / "codec" / "model.safetensors").write_text("codec")
+    (tmp_path / "vocoder").mkdir()
+    (tmp_path / "vocoder" / "model.safetensors").write_text("vocoder")
     card = msgspec.structs.replace(tts_card("kokoro"), files=("onnx/model.onnx", "voices/*.bin"))
-    codec = vocoder_card("source-filter-22k")
-    return VoiceCheckpoint(card, tmp_path / "voice", codec, tmp_path / "codec")
+    vocoder = vocoder_card("source-filter-22k")
+    return VoiceCheckpoint(card, tmp_path / "voice", vocoder, tmp_path / "vocoder")
 
 
-@pytest.mark.parametrize("name", [*(f"voice/{name}" for name in NAMES), "codec/model.safetensors"])
+@pytest.mark.parametrize("name", [*(f"voice/{name}" for name in NAMES), "vocoder/model.safetensors"])
 def test_every_file_that_is_read_counts(checkpoint: VoiceCheckpoint, name: str) -> None:
     before = checkpoint.fingerprint()
     assert checkpoint.fingerprint() == before
     path = checkpoint.folder.parent / name
     path.write_text("other")
     assert checkpoint.fingerprint() != before
-    path.write_text(name.partition("/")[2] if name.startswith("voice") else "codec")
+    path.write_text(name.partition("/")[2] if name.startswith("voice") else "vocoder")
     assert checkpoint.fingerprint() == before
     path.rename(path.with_name("elsewhere"))
     assert checkpoint.fingerprint() != before
@@ -47,19 +47,19 @@ def test_what_no_card_names_does_not(checkpoint: VoiceCheckpoint) -> None:
     assert checkpoint.fingerprint() == before
 
 
-def test_a_codec_may_be_a_checkpoints_folder(tmp_path: Path) -> None:
+def test_a_vocoder_may_be_a_checkpoints_folder(tmp_path: Path) -> None:
     ours = tts_card("fastpitch-en")
     shipped = VoiceCheckpoint.find(ours, None, None)
-    assert shipped.codec_folder is not None
+    assert shipped.vocoder_folder is not None
     mine = tmp_path / "mine"
-    shutil.copytree(shipped.codec_folder, mine)
+    shutil.copytree(shipped.vocoder_folder, mine)
     found = VoiceCheckpoint.find(ours, None, str(mine))
-    assert (found.codec, found.codec_folder) == (shipped.codec, mine)
+    assert (found.vocoder, found.vocoder_folder) == (shipped.vocoder, mine)
     (mine / "config.json").write_text('{"model_type": "vocos"}')
     with pytest.raises(OptionError, match="source_filter"):
         VoiceCheckpoint.find(ours, None, str(mine))
     (mine / "config.json").write_text("[]")
-    with pytest.raises(WeightsCorrupt, match="cannot be read"):
+    with pytest.raises(WeightsCorrupt, match="holds a JSON list"):
         VoiceCheckpoint.find(ours, None, str(mine))
     with pytest.raises(UnknownModel):
         VoiceCheckpoint.find(ours, None, str(tmp_path))

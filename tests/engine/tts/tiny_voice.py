@@ -1,4 +1,4 @@
-"""A voice and a codec of random weights: causal, with state, small enough to run by the hundred."""
+"""A voice and a vocoder of random weights: causal, with state, small enough to run by the hundred."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CARD = TtsCard(
     max_phonemes=200,
     chunk_frames=CHUNK,
     clones=True,
-    codec="tiny-codec",
+    vocoder="tiny-vocoder",
 )
 
 
@@ -128,7 +128,7 @@ class Voice(StreamingTtsModel[Encoded]):
         return torch.stack(frames, 1)
 
 
-class Codec(Vocoder):
+class TinyVocoder(Vocoder):
     """Sound of a frame, the one before it and two after; and noise, by place and seed."""
 
     rate_hz, hop_samples, delay_frames = RATE_HZ, HOP, DELAY
@@ -164,7 +164,7 @@ class Codec(Vocoder):
 
 
 def parts() -> EngineComponents:
-    return EngineComponents(Voice(), None, devices.make_device("cpu", "fp32"), lambda _: "", Codec())
+    return EngineComponents(Voice(), None, devices.make_device("cpu", "fp32"), lambda _: "", TinyVocoder())
 
 
 def start(build: Callable[[], EngineComponents] = parts, **settings: Any) -> EngineClient:
@@ -177,13 +177,13 @@ def sentence(text: str, voice: str = "low", seed: int = 0, **manner: float) -> S
 
 def expected(said: Sentence, model: Voice | None = None) -> np.ndarray:
     """Samples of a sentence in one pass over all of it: int16."""
-    voice, codec = model or Voice(), Codec()
+    voice, vocoder = model or Voice(), TinyVocoder()
     [encoded] = [voice._encode(said)]
     memory, frames = torch.zeros(1, HIDDEN), []
     for x in encoded.x:
         memory = torch.tanh(x[None] + (memory[:, None, :] * voice.inner.T).sum(-1))
         frames.append((memory[:, :, None] * voice.out).sum(1))
-    return to_int16(fade_in(codec.vocode(torch.stack(frames, 1), said.seed)[0, LEAD * HOP :].numpy()))
+    return to_int16(fade_in(vocoder.vocode(torch.stack(frames, 1), said.seed)[0, LEAD * HOP :].numpy()))
 
 
 class SentenceOutput:

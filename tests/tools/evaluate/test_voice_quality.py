@@ -109,7 +109,7 @@ def test_the_mean_ignores_missing_values() -> None:
 def test_inaudible_joins(spoken: np.ndarray) -> None:
     found = voice_quality.join_quality(spoken, spoken, range(0, len(spoken), 4_096), RATE_HZ)
     assert msgspec.structs.astuple(found)[1:] == (0.0, 0.0)
-    assert found.places == len(range(0, len(spoken), 4_096)) - 1  # before the first there is nothing
+    assert found.joins == len(range(0, len(spoken), 4_096)) - 1  # before the first there is nothing
 
 
 def test_a_join_that_jumps() -> None:

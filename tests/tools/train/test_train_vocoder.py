@@ -1,4 +1,4 @@
-"""A vocoder is taught: the losses fall, a run goes on where it stopped, and what it ends in is a codec."""
+"""A vocoder is taught: the losses fall, a run goes on where it stopped, and what it ends in is a vocoder."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(speech: Path, tmp_path: 
         torch.testing.assert_close(again.averaged_tensors[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_the_result_is_a_codec(taught: tuple[Path, list[dict]], speech: Path) -> None:
+def test_the_result_is_a_vocoder(taught: tuple[Path, list[dict]], speech: Path) -> None:
     folder = taught[0] / "checkpoint"
-    codec = source_filter.load(folder, vocoder_card("source-filter-22k"), CpuDevice(torch.float32))
+    loaded = source_filter.load(folder, vocoder_card("source-filter-22k"), CpuDevice(torch.float32))
     assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.float16}
     found = vocoder.mean_distances(
-        VocoderCorpus(speech, 24), 2, lambda frames, seed: codec.vocode(frames, torch.tensor([seed]))
+        VocoderCorpus(speech, 24), 2, lambda frames, seed: loaded.vocode(frames, torch.tensor([seed]))
     )
     logged = taught[1][-1]["held_out"]
     assert found == pytest.approx(logged, abs=0.02)

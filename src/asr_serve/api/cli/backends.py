@@ -9,20 +9,18 @@ import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import numpy as np
 
 import asr_serve
-from asr_serve.api.client.connection import error_from_event, websocket_url
+from asr_serve.api.client.connection import error_from_event, parse_server, websocket_url
 from asr_serve.api.client.stream import ClientEvent, ConnectionLost, StreamClient
 from asr_serve.api.client.transcript import SessionTranscript
 from asr_serve.api.stream import StreamOptions, StreamResult, with_speaker
 from asr_serve.audio.pcm import Pcm16Assembler
 from asr_serve.audio.reader import open_audio
-from asr_serve.errors import OptionError, OutOfTurn, Refused, ServerError, Unreachable
+from asr_serve.errors import OutOfTurn, Refused, ServerError, Unreachable
 from asr_serve.pipelines.options import AudioChunk, SpeakOptions, SpokenWord
 from asr_serve.protocols.openai.speech import PATH
 from asr_serve.protocols.stream.server_events import SegmentEvent as ToldSegment
@@ -52,9 +50,7 @@ class LocalTranscriber:
         self._loaded = self._exit_stack.enter_context(loaded)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._exit_stack.close()
 
     def listen(self, audio: Audio, rate_hz: int, show: Show, notice: Notice) -> None:
@@ -77,9 +73,7 @@ class RemoteTranscriber:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Does nothing: a connection lasts as long as `listen`."""
 
     def listen(self, audio: Audio, rate_hz: int, show: Show, notice: Notice) -> None:
@@ -181,9 +175,7 @@ class LocalSynthesizer:
         self._loaded = self._exit_stack.enter_context(asr_serve.load(self._model, turn_model="none", **self._loading))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._exit_stack.close()
 
     @property
@@ -200,21 +192,14 @@ class RemoteSynthesizer:
 
     def __init__(self, server: str, api_key: str | None, asked: Mapping[str, Any]) -> None:
         """`asked`: members of the request. Raises OptionError for an invalid address."""
-        parts = urlsplit(server if "://" in server else f"http://{server}")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise OptionError(
-                f"server={server!r}", "a URL, http:// or https://, without a query", "like http://127.0.0.1:8000"
-            )
-        self._server, self._parts, self._asked = server, parts, asked
+        self._server, self._parts, self._asked = server, parse_server(server), asked
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.model = ""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Does nothing: a connection lasts as long as `speak`."""
 
     def speak(self, text: str | Iterable[str]) -> Generator[AudioChunk, None, None]:

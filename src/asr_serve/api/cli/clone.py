@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from asr_serve.api.cli.exit_codes import exit_on_error, print_error
+from asr_serve.api.cli.options import VoicesDir
 from asr_serve.api.cli.progress import WorkProgress, clock_time
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def clone(
         str | None, typer.Option(metavar="DIR", help="A checkpoint folder of it instead of its own.")
     ] = None,
     codec: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Another codec than the model's own, to hear what it says with.")
+        str | None, typer.Option(metavar="NAME", help="Another vocoder than the model's own, for its samples.")
     ] = None,
     recogniser: Annotated[
         str | None, typer.Option("--recogniser", metavar="NAME", help="Model that hears what is said.")
@@ -68,10 +69,7 @@ def clone(
         float, typer.Option(metavar="N", help="Of learning, at most. It ends when it gets no better.", min=0.1)
     ] = 10.0,
     seed: Annotated[int, typer.Option(metavar="N", help="Of what is random in it.")] = 0,
-    voices_dir: Annotated[
-        str | None,
-        typer.Option("--voices-dir", metavar="DIR", help="Where voices are kept, if not where they usually are."),
-    ] = None,
+    voices_dir: VoicesDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON, on stdout.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
@@ -109,7 +107,7 @@ def clone(
         consent=statement,
         model=model,
         weights=weights,
-        codec=codec,
+        vocoder=codec,
         recogniser=recogniser,
         voices_dir=str(folder_of(voices_dir)),
         minutes=minutes,

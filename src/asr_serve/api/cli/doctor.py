@@ -13,11 +13,12 @@ from typing import Annotated
 import msgspec
 import typer
 
+from asr_serve import DEFAULT_MODEL
 from asr_serve.api.cli.exit_codes import FAILED, exit_on_error
 from asr_serve.api.cli.models import as_text, ways_to_get
+from asr_serve.api.cli.options import AsJson, Device, Dtype
 from asr_serve.errors import AsrServeError
 
-DEFAULT_MODEL = "moonshine-tiny-en"
 X86_FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 ARM_FLAGS = ("asimd", "asimddp", "i8mm", "bf16", "sve")
 CODECS = ("pcm_s16le", "flac", "mp3", "aac", "vorbis", "opus", "alac", "amrnb", "wmav2")
@@ -58,12 +59,12 @@ class DoctorReport(msgspec.Struct):
 
 @exit_on_error
 def doctor(
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, fp32 or bf16.")] = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     quantize: Annotated[
         str, typer.Option(help="none, int8, or dynamic: says for common shapes what is faster here.")
     ] = "none",
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Show what this machine is, what will run where, and what is missing with the command that gets it.
 
@@ -146,8 +147,7 @@ def installed(package: str) -> str | None:
 
 
 def native_modules() -> dict[str, bool]:
-    """Whether each module was built. They are searched for, not imported, so that ASR_SERVE_NATIVE=0 does not
-    hide them."""
+    """Whether each module was built. Searched for, not imported: ASR_SERVE_NATIVE=0 hides none."""
     spec = importlib.util.find_spec("asr_serve")
     suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
     folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
@@ -157,8 +157,7 @@ def native_modules() -> dict[str, bool]:
 
 
 def chosen_device(device: str, dtype: str, quantize: str) -> dict[str, object]:
-    """Describes the device that is chosen, for `auto` as well; with `dynamic`, the choice for common products
-    too."""
+    """Describes the device that is chosen, for `auto` as well; with `dynamic`, the choice for common products too."""
     from asr_serve.devices import make_device
     from asr_serve.devices.cpu import CpuDevice
     from asr_serve.devices.int8 import SHAPES

@@ -11,21 +11,6 @@ import typer
 from asr_serve import DEFAULT_MODEL
 from asr_serve.api.cli import options as shared
 from asr_serve.api.cli.exit_codes import INTERRUPTED, exit_on_error, print_error
-from asr_serve.api.cli.options import (
-    Device,
-    Dtype,
-    Hotwords,
-    Itn,
-    Language,
-    MaxSpeakers,
-    MinSpeakers,
-    NumSpeakers,
-    Prompt,
-    Set,
-    Speakers,
-    Weights,
-    Words,
-)
 from asr_serve.config import client_key
 from asr_serve.errors import OptionError
 from asr_serve.units import RATE_HZ, ms_to_samples
@@ -44,28 +29,21 @@ def listen(
     source: Annotated[
         str | None,
         typer.Argument(
-            metavar="[FILE|-]",
-            help="An audio or video file; or - for samples from stdin: 16-bit mono, raw or as WAV.",
-            show_default=False,
+            metavar="[FILE|-]", help="An audio or video file; or - for samples from stdin: 16-bit mono, raw or as WAV."
         ),
     ] = None,
-    file: Annotated[str | None, typer.Option(metavar="FILE", help="The same as FILE.", show_default=False)] = None,
+    file: Annotated[str | None, typer.Option(metavar="FILE", help="The same as FILE.")] = None,
     mic: Annotated[bool, typer.Option("--mic", help="The microphone, until ctrl-C.")] = False,
     chosen_input: Annotated[
-        str | None, typer.Option("--input", metavar="NAME|NUMBER", help="Which microphone.", show_default=False)
+        str | None, typer.Option("--input", metavar="NAME|NUMBER", help="Which microphone.")
     ] = None,
     server: Annotated[
         str | None,
         typer.Option(
-            metavar="URL",
-            help="An asr-serve that hears it instead of a model in this process: http://127.0.0.1:8000",
-            show_default=False,
+            metavar="URL", help="An asr-serve that hears it instead of a model in this process: http://127.0.0.1:8000"
         ),
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="For that server; better in ASR_SERVE_API_KEY.", show_default=False),
-    ] = None,
+    api_key: shared.ApiKey = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -75,18 +53,18 @@ def listen(
             show_default=f"{DEFAULT_MODEL}, or the server's own",
         ),
     ] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    weights: Weights = None,
-    language: Language = None,
-    prompt: Prompt = None,
-    hotwords: Hotwords = None,
-    words: Words = False,
-    speakers: Speakers = False,
-    num_speakers: NumSpeakers = None,
-    min_speakers: MinSpeakers = None,
-    max_speakers: MaxSpeakers = None,
-    itn: Itn = False,
+    device: shared.Device = "auto",
+    dtype: shared.Dtype = "auto",
+    weights: shared.Weights = None,
+    language: shared.Language = None,
+    prompt: shared.Prompt = None,
+    hotwords: shared.Hotwords = None,
+    words: shared.Words = False,
+    speakers: shared.Speakers = False,
+    num_speakers: shared.NumSpeakers = None,
+    min_speakers: shared.MinSpeakers = None,
+    max_speakers: shared.MaxSpeakers = None,
+    itn: shared.Itn = False,
     chunk_ms: Annotated[
         int | None,
         typer.Option(
@@ -95,28 +73,16 @@ def listen(
         ),
     ] = None,
     rate_hz: Annotated[
-        int | None,
-        typer.Option("--rate", metavar="HZ", help="Of raw samples from stdin. Default: 16000.", show_default=False),
+        int | None, typer.Option("--rate", metavar="HZ", help="Of raw samples from stdin. Default: 16000.")
     ] = None,
-    silence_schedule: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MS:MS,...",
-            help="How long a pause ends a segment: 5000:1500,20000:800,inf:300 asks for 1.5 s while a "
-            "segment is up to 5 s long, 0.8 s up to 20 s, then 0.3 s.",
-        ),
-    ] = None,
+    silence_schedule: shared.SilenceSchedulePoints = None,
     real_time: Annotated[
         bool, typer.Option("--real-time", "--realtime", help="Hear a file as slowly as it was spoken.")
     ] = False,
     output: Annotated[
         str | None,
         typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="At the end all of it goes there too, as `transcribe` writes it.",
-            show_default=False,
+            "--output", "-o", metavar="FILE", help="At the end all of it goes there too, as `transcribe` writes it."
         ),
     ] = None,
     form: Annotated[
@@ -126,13 +92,12 @@ def listen(
             "-f",
             metavar="FORMAT",
             help="Of that file: text, json, srt and so on. Default: told by its suffix.",
-            show_default=False,
         ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="A JSON object a line, for each chunk, instead of text.")
     ] = False,
-    more: Set = None,
+    more: shared.Set = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only.")] = False,
 ) -> int:
     """Show speech as text while it comes.
@@ -238,8 +203,7 @@ def listen(
 
 
 def choose_source(source: str | None, file: str | None, *, mic: bool) -> str | None:
-    """Returns the file's path, `-` for stdin, None for the microphone. Raises OptionError unless exactly one
-    source is chosen."""
+    """Returns the file's path, `-` for stdin, None for the microphone. Raises OptionError unless one is chosen."""
     given = [name for name in (source, file and f"--file {file}", "--mic" if mic else None) if name]
     if len(given) != 1:
         raise OptionError(

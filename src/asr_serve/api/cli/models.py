@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from asr_serve.api.cli.exit_codes import exit_on_error, print_error
+from asr_serve.api.cli.options import AsJson
 
 if TYPE_CHECKING:
     from asr_serve.models.registry import ModelCard
@@ -16,12 +17,12 @@ app = typer.Typer(no_args_is_help=True, help="The models: list them, look at one
 
 SHOWN_LANGUAGES = 4
 """Languages of a model shown in a list; `show` has them all."""
-Name = Annotated[str, typer.Argument(help="A model's name; see: asr-serve models list", show_default=False)]
+Name = Annotated[str, typer.Argument(help="A model's name; see: asr-serve models list")]
 
 
 @app.command("list")
 @exit_on_error
-def list_models(as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False) -> None:
+def list_models(as_json: AsJson = False) -> None:
     """Every model, and whether its weights are on this machine.
 
     DOES says how it hears: chunks, as they are spoken, with what it remembers
@@ -62,9 +63,7 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="As JSON, f
 
 @app.command("show")
 @exit_on_error
-def show_model(
-    name: Name, as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False
-) -> None:
+def show_model(name: Name, as_json: AsJson = False) -> None:
     """Everything a model's card says, and where its weights are.
 
     \b

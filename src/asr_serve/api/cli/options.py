@@ -19,7 +19,6 @@ Quantize = Annotated[
     typer.Option(
         metavar="none|int8|dynamic",
         help="int8: weights of 8 bits; dynamic: activations too, where that is faster here. Default: none.",
-        show_default=False,
     ),
 ]
 Weights = Annotated[str | None, typer.Option(metavar="DIR", help="A checkpoint folder instead of the model's own.")]
@@ -30,7 +29,6 @@ Set = Annotated[
         metavar="engine.NAME=VALUE",
         help="A setting of the engine, like engine.use_chunked_inference=true. May be repeated; "
         "asr-serve serve --print-config explains them all.",
-        show_default=False,
     ),
 ]
 Language = Annotated[str | None, typer.Option("--language", "-l", help="A code or a name: en, German.")]
@@ -40,7 +38,6 @@ Prompt = Annotated[
         metavar="TEXT",
         help='What was said before, for models that read (a Whisper): --prompt "A talk about Kubernetes." '
         "Names, spelling and style go on from it. Of a long text the end is read.",
-        show_default=False,
     ),
 ]
 Hotwords = Annotated[
@@ -51,7 +48,6 @@ Hotwords = Annotated[
         metavar="WORDS|@FILE",
         help="Names and words that may come: --hotwords 'Beckett,Ada Lovelace', or @names.txt with one a line. "
         "May be repeated.",
-        show_default=False,
     ),
 ]
 Words = Annotated[
@@ -63,11 +59,9 @@ Words = Annotated[
     ),
 ]
 Speakers = Annotated[bool, typer.Option("--speakers", help="Who says it: SPEAKER_00, SPEAKER_01 and so on.")]
-NumSpeakers = Annotated[
-    int | None, typer.Option(help="How many speak, if that is known; implies --speakers.", show_default=False)
-]
-MinSpeakers = Annotated[int | None, typer.Option(help="At least so many; implies --speakers.", show_default=False)]
-MaxSpeakers = Annotated[int | None, typer.Option(help="At most so many; implies --speakers.", show_default=False)]
+NumSpeakers = Annotated[int | None, typer.Option(help="How many speak, if that is known; implies --speakers.")]
+MinSpeakers = Annotated[int | None, typer.Option(help="At least so many; implies --speakers.")]
+MaxSpeakers = Annotated[int | None, typer.Option(help="At most so many; implies --speakers.")]
 Itn = Annotated[
     bool,
     typer.Option(
@@ -76,6 +70,20 @@ Itn = Annotated[
         "English, Chinese, Japanese; wants the extra itn.",
     ),
 ]
+SilenceSchedulePoints = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MS:MS,...",
+        help="How long a pause ends a segment: 5000:1500,20000:800,inf:300 asks for 1.5 s while a "
+        "segment is up to 5 s long, 0.8 s up to 20 s, then 0.3 s.",
+    ),
+]
+ApiKey = Annotated[str | None, typer.Option(metavar="KEY", help="For that server; better in ASR_SERVE_API_KEY.")]
+VoicesDir = Annotated[
+    str | None,
+    typer.Option("--voices-dir", metavar="DIR", help="Where voices are kept, if not where they usually are."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
 MOST_HOTWORD_BYTES = 4 << 20
 """Limit of a hot-word file: more than the words that any request may have."""
 
@@ -104,8 +112,7 @@ def hotwords(given: list[str] | None) -> tuple[str, ...]:
 
 
 def settings(pairs: list[str] | None) -> dict[str, SettingValue]:
-    """Maps settings to texts, from the NAME=VALUE of --set. Raises OptionError for one without value, or set
-    twice."""
+    """Maps settings to texts, from the NAME=VALUE of --set. Raises OptionError for one without value, or set twice."""
     given: dict[str, SettingValue] = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
@@ -118,8 +125,7 @@ def settings(pairs: list[str] | None) -> dict[str, SettingValue]:
 
 
 def engine(pairs: list[str] | None, quantize: str | None = None) -> EngineConfig:
-    """Builds the engine's configuration from --set and --quantize, for commands without a server. Raises
-    OptionError."""
+    """Builds the engine's settings from --set and --quantize, for commands without a server. Raises OptionError."""
     given = collect_values(None, {}, settings([*(pairs or []), *([f"engine.quantize={quantize}"] if quantize else [])]))
     for name in given:
         if not name.startswith("engine."):

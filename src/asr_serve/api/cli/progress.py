@@ -6,7 +6,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -109,7 +108,7 @@ class ProgressBar:
             self._rich.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._rich:
             self._rich.stop()
 
@@ -142,8 +141,7 @@ def clock_time(seconds: float) -> str:
 
 
 class WorkProgress:
-    """Progress of work in several parts: a bar on stderr where that is a terminal, else a line for each part,
-    by `say`."""
+    """Progress of work in parts: a bar on stderr where that is a terminal, else a line for each part, by `say`."""
 
     def __init__(self, say: Callable[[str], None], *, shown: bool = True, console: Console | None = None) -> None:
         self._say, self._shown, self._part = say, shown, ""
@@ -157,7 +155,7 @@ class WorkProgress:
             self._rich.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._rich:
             self._rich.stop()
 

@@ -162,10 +162,8 @@ def serve(
 
 
 def read_flags(flags: dict[str, str | list[str] | None], models: list[str], more: list[str]) -> dict[str, SettingValue]:
-    """Maps settings to texts, from the flags and the NAME=VALUE of --set. The first model is the default.
-
-    Raises OptionError for a setting that is set twice.
-    """
+    """Maps settings to texts, from the flags and the NAME=VALUE of --set. The first model is the default. Raises
+    OptionError for a setting that is set twice."""
     given: dict[str, SettingValue] = {}
     for name, value in flags.items():
         if value is not None and value != []:
@@ -228,8 +226,7 @@ def _about_peers(chosen: ServeConfig, given: dict[str, SettingValue]) -> list[st
 
 
 def _is_explicit(name: str, value: object, given: dict[str, SettingValue]) -> bool:
-    """Whether a setting was chosen: a file from --print-config sets every setting, most of them to their
-    defaults."""
+    """Whether a setting was chosen: a file from --print-config sets every setting, most of them to their defaults."""
     if name not in given:
         return False
     return value != all_settings()[name].default or not given[name].source.startswith("file")

@@ -14,13 +14,13 @@ import typer
 
 from asr_serve.api.cli import options as shared
 from asr_serve.api.cli.exit_codes import exit_on_error, print_error
-from asr_serve.api.cli.options import Device, Dtype, Set, Weights
+from asr_serve.api.cli.options import ApiKey, Device, Dtype, Set, Weights
 from asr_serve.config import client_key
 from asr_serve.errors import OptionError, SourceNotFound
 
 if TYPE_CHECKING:
     from asr_serve.api.cli.backends import LocalSynthesizer, RemoteSynthesizer
-    from asr_serve.api.cli.io.speech_outputs import SpeechSink
+    from asr_serve.api.cli.io.speech_outputs import SpeechWriter
     from asr_serve.models.registry import TtsCard
 
 STDIN_BYTES = 4_096
@@ -40,9 +40,7 @@ DEFAULT_MANNER = {
 def speak(
     text: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[TEXT|-]", help="What to say; or - for stdin, which is spoken while it comes.", show_default=False
-        ),
+        typer.Argument(metavar="[TEXT|-]", help="What to say; or - for stdin, which is spoken while it comes."),
     ] = None,
     output: Annotated[
         str | None,
@@ -51,7 +49,6 @@ def speak(
             "-o",
             metavar="FILE|-",
             help="A file: .wav .mp3 .opus .flac .aac .pcm; or - for stdout. Default: it is played.",
-            show_default=False,
         ),
     ] = None,
     form: Annotated[
@@ -61,7 +58,6 @@ def speak(
             "-f",
             metavar="FORMAT",
             help="wav, mp3, opus, flac, aac or pcm. Default: told by the suffix of --output, else wav.",
-            show_default=False,
         ),
     ] = None,
     voice: Annotated[
@@ -81,23 +77,16 @@ def speak(
         typer.Option(
             metavar="FILE",
             help="How words are said: lines of a word and its phonemes, # begins a remark; or a JSON object.",
-            show_default=False,
         ),
     ] = None,
     language: Annotated[
         str | None,
         typer.Option(
-            "--language",
-            "-l",
-            help="en or en-gb, as far as the model was taught it. Default: the voice's own.",
-            show_default=False,
+            "--language", "-l", help="en or en-gb, as far as the model was taught it. Default: the voice's own."
         ),
     ] = None,
     words: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="When each word is said: .json; .srt or .vtt for captions.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="FILE", help="When each word is said: .json; .srt or .vtt for captions.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of what is random in a voice: the same gives the same.")] = 0,
     rate_hz: Annotated[
@@ -110,15 +99,10 @@ def speak(
     server: Annotated[
         str | None,
         typer.Option(
-            metavar="URL",
-            help="An asr-serve that speaks instead of a model in this process: http://127.0.0.1:8000",
-            show_default=False,
+            metavar="URL", help="An asr-serve that speaks instead of a model in this process: http://127.0.0.1:8000"
         ),
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="For that server; better in ASR_SERVE_API_KEY.", show_default=False),
-    ] = None,
+    api_key: ApiKey = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -188,15 +172,15 @@ def speak(
         check_player()
     word_times = None if words is None else WordTimesFile(words)
     meter = SpeechProgressMeter()
-    sink: SpeechSink | None = None
+    write: SpeechWriter | None = None
     with contextlib.ExitStack() as stack, ProgressBar(meter, shown=not quiet, stdout_shared=False) as bar:
         stack.enter_context(speaker)
         meter.start()
         for chunk in stack.enter_context(contextlib.closing(speaker.speak(speech_text))):
             bar.update(meter.note_audio(chunk), None)
-            if sink is None:
-                sink = stack.enter_context(open_output(output, form, chunk.rate_hz))
-            sink.write(chunk.pcm)
+            if write is None:
+                write = stack.enter_context(open_output(output, form, chunk.rate_hz))
+            write(chunk.pcm)
             if word_times is not None:
                 word_times.add_chunk(chunk)
         summary = meter.describe_done()
@@ -232,9 +216,10 @@ def read_stdin() -> Iterator[str]:
         raise OptionError(f"stdin is no text: {error}", "UTF-8", param="input") from None
 
 
-def open_output(output: str | None, form: str, rate_hz: int) -> contextlib.AbstractContextManager[SpeechSink]:
+def open_output(output: str | None, form: str, rate_hz: int) -> contextlib.AbstractContextManager[SpeechWriter]:
     """Opens the output of audio. Raises what opening it raises."""
     from asr_serve.api.cli.io import speech_outputs
+    from asr_serve.audio.encode import AudioEncoder, encoded_file
 
     if output is None:
         from asr_serve.api.cli.io.loudspeaker import open_player
@@ -242,7 +227,7 @@ def open_output(output: str | None, form: str, rate_hz: int) -> contextlib.Abstr
         return open_player(rate_hz)
     if output == "-":
         return speech_outputs.open_stdout(form, rate_hz, sys.stdout.buffer)
-    return speech_outputs.open_file(Path(output), form, rate_hz)
+    return encoded_file(Path(output), AudioEncoder(form, rate_hz))
 
 
 def choose_backend(
@@ -276,8 +261,7 @@ def choose_backend(
 
 
 def voice_model(name: str) -> TtsCard:
-    """Returns the card of a speech synthesis model; `auto` is the first whose weights are here. Raises
-    UnknownModel, OptionError."""
+    """Returns a speech model's card; `auto`: the first whose weights are here. Raises UnknownModel, OptionError."""
     from asr_serve.models.checkpoints.store import auto_voice
     from asr_serve.models.registry import AUTO_VOICE, TtsCard, engine_card, tts_cards
 

@@ -13,23 +13,6 @@ import typer
 
 from asr_serve.api.cli import options as shared
 from asr_serve.api.cli.exit_codes import FAILED, exit_on_error, print_error
-from asr_serve.api.cli.options import (
-    Device,
-    Dtype,
-    Hotwords,
-    Itn,
-    Language,
-    MaxSpeakers,
-    MinSpeakers,
-    Model,
-    NumSpeakers,
-    Prompt,
-    Quantize,
-    Set,
-    Speakers,
-    Weights,
-    Words,
-)
 from asr_serve.errors import AsrServeError, OptionError
 
 if TYPE_CHECKING:
@@ -97,29 +80,28 @@ def transcribe(
         typer.Argument(
             metavar="PATHS...",
             help="Audio or video files, folders, quoted globs, lists (.scp, .jsonl, .txt), or - for stdin.",
-            show_default=False,
         ),
     ],
-    model: Model = "moonshine-tiny-en",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = None,
-    weights: Weights = None,
-    language: Language = None,
+    model: shared.Model = "moonshine-tiny-en",
+    device: shared.Device = "auto",
+    dtype: shared.Dtype = "auto",
+    quantize: shared.Quantize = None,
+    weights: shared.Weights = None,
+    language: shared.Language = None,
     translate: Annotated[
         bool, typer.Option("--translate", help="Into English, by models that can: a multilingual Whisper.")
     ] = False,
     beam: Annotated[
         int, typer.Option(min=1, help="Hypotheses that a decoder follows at once. 1: greedy, and fastest.")
     ] = 1,
-    prompt: Prompt = None,
-    hotwords: Hotwords = None,
-    words: Words = False,
-    speakers: Speakers = False,
-    num_speakers: NumSpeakers = None,
-    min_speakers: MinSpeakers = None,
-    max_speakers: MaxSpeakers = None,
-    itn: Itn = False,
+    prompt: shared.Prompt = None,
+    hotwords: shared.Hotwords = None,
+    words: shared.Words = False,
+    speakers: shared.Speakers = False,
+    num_speakers: shared.NumSpeakers = None,
+    min_speakers: shared.MinSpeakers = None,
+    max_speakers: shared.MaxSpeakers = None,
+    itn: shared.Itn = False,
     long_form: Annotated[
         str,
         typer.Option(
@@ -137,7 +119,6 @@ def transcribe(
             help="text, json, verbose_json (OpenAI's), jsonl (a line for each input); srt, vtt, karaoke (vtt with "
             "a time before each word); ctm (words), rttm (speakers), textgrid (both, for Praat). "
             "Default: told by the suffix of --output, else text.",
-            show_default=False,
         ),
     ] = None,
     output: Annotated[
@@ -147,24 +128,16 @@ def transcribe(
             "-o",
             metavar="DIR|FILE",
             help="A folder, for a file per input; or a file, for one input or jsonl. Default: stdout.",
-            show_default=False,
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Skip inputs whose result is there.")] = False,
-    silence_schedule: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MS:MS,...",
-            help="How long a pause ends a segment: 5000:1500,20000:800,inf:300 asks for 1.5 s while a "
-            "segment is up to 5 s long, 0.8 s up to 20 s, then 0.3 s.",
-        ),
-    ] = None,
+    silence_schedule: shared.SilenceSchedulePoints = None,
     max_segment_ms: Annotated[
         int | None, typer.Option(min=1, help="Longest segment; longer speech is cut. Default: the model's.")
     ] = None,
     no_vad: Annotated[bool, typer.Option("--no-vad", help="Transcribe silence too.")] = False,
     max_duration_s: Annotated[float | None, typer.Option(help="Refuse inputs longer than this many seconds.")] = None,
-    more: Set = None,
+    more: shared.Set = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only: no progress.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what runs where.")] = False,
 ) -> int:

@@ -13,6 +13,7 @@ import typer
 
 from asr_serve.api.cli.exit_codes import exit_on_error, print_error
 from asr_serve.api.cli.models import as_text, print_table
+from asr_serve.api.cli.options import AsJson, VoicesDir
 from asr_serve.errors import OptionError
 
 if TYPE_CHECKING:
@@ -20,12 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Cloned voices: list, show, rename, delete, export, import.")
 
-Name = Annotated[str, typer.Argument(help="A voice's name; see: asr-serve voices list", show_default=False)]
-Folder = Annotated[
-    str | None,
-    typer.Option("--voices-dir", metavar="DIR", help="Where voices are kept, if not where they usually are."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
+Name = Annotated[str, typer.Argument(help="A voice's name; see: asr-serve voices list")]
 
 
 def store_of(folder: str | None) -> VoiceStore:
@@ -37,7 +33,7 @@ def store_of(folder: str | None) -> VoiceStore:
 
 @app.command("list")
 @exit_on_error
-def list_voices(voices_dir: Folder = None, as_json: AsJson = False) -> None:
+def list_voices(voices_dir: VoicesDir = None, as_json: AsJson = False) -> None:
     """Every cloned voice: of which model, from how much speech, how like it is.
 
     LIKE is the cosine of what it says to the recordings, of that of the
@@ -72,7 +68,7 @@ def list_voices(voices_dir: Folder = None, as_json: AsJson = False) -> None:
 
 @app.command("show")
 @exit_on_error
-def show_voice(name: Name, voices_dir: Folder = None, as_json: AsJson = False) -> None:
+def show_voice(name: Name, voices_dir: VoicesDir = None, as_json: AsJson = False) -> None:
     """All that is known of a voice, and the words with which its speaker agreed.
 
     \b
@@ -93,7 +89,7 @@ def show_voice(name: Name, voices_dir: Folder = None, as_json: AsJson = False) -
 @app.command("rename")
 @exit_on_error
 def rename_voice(
-    name: Name, new: Annotated[str, typer.Argument(help="Its new name.", show_default=False)], voices_dir: Folder = None
+    name: Name, new: Annotated[str, typer.Argument(help="Its new name.")], voices_dir: VoicesDir = None
 ) -> None:
     """Give a voice another name. Servers know it by that from their next request on.
 
@@ -111,7 +107,7 @@ def rename_voice(
 def delete_voice(
     name: Name,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Without being asked.")] = False,
-    voices_dir: Folder = None,
+    voices_dir: VoicesDir = None,
 ) -> None:
     """Delete a voice, for good.
 
@@ -132,11 +128,10 @@ def delete_voice(
 def export_voice(
     name: Name,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Default: NAME.zip. - is stdout.", show_default=False),
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: NAME.zip. - is stdout.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Over a file that is there.")] = False,
-    voices_dir: Folder = None,
+    voices_dir: VoicesDir = None,
 ) -> None:
     """Write a voice into a zip: its weights, its card, and the words with which its speaker agreed.
 
@@ -160,11 +155,9 @@ def export_voice(
 @app.command("import")
 @exit_on_error
 def import_voice(
-    file: Annotated[Path, typer.Argument(help="What asr-serve voices export wrote.", show_default=False)],
-    name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="Another name than it had.", show_default=False)
-    ] = None,
-    voices_dir: Folder = None,
+    file: Annotated[Path, typer.Argument(help="What asr-serve voices export wrote.")],
+    name: Annotated[str | None, typer.Option("--name", metavar="NAME", help="Another name than it had.")] = None,
+    voices_dir: VoicesDir = None,
 ) -> None:
     """Take in a voice that was exported elsewhere. It fits the model that it was taught to, and no other.
 

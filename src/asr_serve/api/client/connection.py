@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from urllib.parse import urlencode, urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlencode, urlsplit, urlunsplit
 
 import msgspec
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
@@ -46,8 +46,7 @@ PONG_S = 10.0
 """Time for a pong, after which a connection counts as lost, whatever the network reports."""
 CLOSE_S = 2.0
 MAX_REASON_CHARACTERS = 1_000
-"""Limit of a value in the address; longer ones are sent in the first message, because servers and proxies bound
-addresses."""
+"""Limit of a value in the address; longer ones go into the first message: servers and proxies bound addresses."""
 POLICY_VIOLATION_CODE = 1_008
 _SILENT_LOGGER = logging.getLogger(f"{__name__}.websockets")
 _SILENT_LOGGER.disabled = True
@@ -56,13 +55,19 @@ of a connection is raised here."""
 SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 
 
-def websocket_url(server: str, query: Mapping[str, str]) -> str:
-    """Returns the route's URL for `http://host:8000` or `wss://host/prefix`. Raises OptionError."""
+def parse_server(server: str, schemes: Collection[str] = ("http", "https")) -> SplitResult:
+    """Splits a server's address; http where it names no scheme. Raises OptionError."""
     parts = urlsplit(server if "://" in server else f"http://{server}")
-    if parts.scheme not in SCHEMES or not parts.hostname or parts.query or parts.fragment:
+    if parts.scheme not in schemes or not parts.hostname or parts.query or parts.fragment:
         raise OptionError(
             f"server={server!r}", "a URL, http:// or https://, without a query", "like http://127.0.0.1:8000"
         )
+    return parts
+
+
+def websocket_url(server: str, query: Mapping[str, str]) -> str:
+    """Returns the route's URL for `http://host:8000` or `wss://host/prefix`. Raises OptionError."""
+    parts = parse_server(server, SCHEMES)
     path = parts.path.rstrip("/").removesuffix(PATH) + PATH
     return urlunsplit((SCHEMES[parts.scheme], parts.netloc, path, urlencode(query), ""))
 

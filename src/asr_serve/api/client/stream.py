@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -88,10 +87,8 @@ class StreamClient:
     def __init__(
         self, server: str, *, api_key: str | None = None, buffer_bytes: int = BUFFER_BYTES, **query: str | int | float
     ) -> None:
-        """Connects. `query`: parameters of /v1/stream, like encoding="s16le", rate=16000, language="en".
-
-        Raises OptionError for an invalid address.
-        """
+        """Connects. `query`: parameters of /v1/stream, like encoding="s16le", rate=16000, language="en". Raises
+        OptionError for an invalid address."""
         self._server, self._key, self._most_bytes = server, api_key, buffer_bytes
         self._packets = query.get("encoding") == PACKETS
         self._changed = threading.Condition()
@@ -202,9 +199,7 @@ class StreamClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- send thread -----------------------------------------------------------------------------------
@@ -347,8 +342,7 @@ class StreamClient:
         raise Unreachable("the stream was closed")
 
     def _acknowledge(self, received_bytes: int) -> None:
-        """Drops audio before that position, which has arrived, and with it every command sent before later
-        audio."""
+        """Drops audio before that position, which has arrived, and with it every command sent before later audio."""
         self._arrived_bytes = max(self._arrived_bytes, received_bytes)
         while self._unacknowledged:
             match self._unacknowledged[0]:

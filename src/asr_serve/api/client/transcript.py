@@ -19,8 +19,7 @@ class SessionTranscript:
     """Text so far: `segments` are final, `locked` is the beginning of the next, `partial` may change."""
 
     def __init__(self, *, itn: bool = False) -> None:
-        """`itn`: whether the session was opened with it. Then locked text is in spoken form, and not yet
-        certain."""
+        """`itn`: whether the session was opened with it. Then locked text is in spoken form, and not yet certain."""
         self._itn = itn
         self.segments: list[SegmentEvent] = []
         self.locked = self.partial = ""

@@ -1,5 +1,4 @@
-"""Containers of encoded packets: headers, pages, tags. Nothing is rewritten later, so that all bytes can be
-streamed."""
+"""Containers of encoded packets: headers, pages, tags. Nothing is rewritten later: all bytes can be streamed."""
 
 from __future__ import annotations
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -40,8 +43,7 @@ _ENCODE_FORMATS = {
     "pcm": _EncodeFormat("audio/pcm", RawWriter),
 }
 FORMATS = tuple(_ENCODE_FORMATS)
-"""Names of formats, as in OpenAI's `response_format`. `opus` is in Ogg, `aac` in ADTS, `pcm` is 16-bit
-little-endian."""
+"""Names of formats, as in OpenAI's `response_format`: `opus` in Ogg, `aac` in ADTS, `pcm` as 16-bit little-endian."""
 
 
 class AudioEncoder:
@@ -147,3 +149,20 @@ def supported_rate_hz(form: str, wanted_hz: int) -> int:
     check_rate_hz(wanted_hz)
     rates_hz = CODEC_SPECS[form].rates_hz if form in CODEC_SPECS else ()
     return next((rate for rate in rates_hz if rate >= wanted_hz), rates_hz[-1] if rates_hz else wanted_hz)
+
+
+@contextlib.contextmanager
+def encoded_file(path: Path, encoder: AudioEncoder) -> Iterator[Callable[[np.ndarray], object]]:
+    """Opens a file under another name and yields the function that writes (n,) int16 into it. The file is renamed, its
+    header final, when it is complete. Raises OSError."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            yield lambda pcm: file.write(encoder.encode(pcm))
+            file.write(encoder.finish())
+            if header := encoder.final_header():
+                file.seek(0)
+                file.write(header)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

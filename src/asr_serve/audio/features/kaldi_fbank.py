@@ -31,13 +31,11 @@ class FbankOptions(msgspec.Struct, frozen=True, kw_only=True):
     preemphasis: float = 0.97
     remove_dc: bool = True
     snip_edges: bool = True
-    """Whether only frames wholly inside the audio are computed; else one for each hop, with the audio mirrored at
-    its ends."""
+    """Whether only frames inside the audio are computed; else one for each hop, with the audio mirrored at its ends."""
     scale: float = 1.0
     """Factor on the samples: 32768 where a model was trained on 16-bit numbers."""
     energy: bool = False
-    """Whether a column before the mels holds the natural log of the frame's energy, before pre-emphasis and
-    window."""
+    """Whether a column before the mels holds the natural log of the frame's energy, before pre-emphasis and window."""
     energy_floor: float = 0.0
     """Least energy in that column; 0: FLOOR alone."""
     window_samples: int = 400

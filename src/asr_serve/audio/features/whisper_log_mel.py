@@ -81,8 +81,7 @@ class PackedLogMel:
         return mels
 
     def _log_power(self, windows: Tensor, out: Tensor) -> Tensor:
-        """Write the log-mel power of windows to `out`, in blocks that fit the processor's cache; return the
-        maximum."""
+        """Write the log-mel power of windows to `out`, in blocks that fit the processor's cache; return the maximum."""
         loudest = torch.full((), math.log10(FLOOR), device=out.device)
         for first in range(0, len(windows), BLOCK_FRAMES):
             block = slice(first, first + BLOCK_FRAMES)
@@ -92,9 +91,8 @@ class PackedLogMel:
         return loudest
 
     def _mirrored(self, pcm: Tensor, frames: int) -> Tensor:
-        """Samples from 200 before the start to the end of the last of `frames`. Before the start the clip is
-        mirrored; after it comes silence, and past the window's end the mirror image of the window.
-        """
+        """Samples from 200 before the start to the end of the last of `frames`. Before the start the clip is mirrored;
+        after it comes silence, and past the window's end the mirror image of the window."""
         needed = (frames - 1) * HOP_SAMPLES + WINDOW_SAMPLES - MIRRORED_SAMPLES
         filled = F.pad(pcm, (0, max(needed, WINDOW_SAMPLES) - len(pcm)))[: self.window_samples]
         past = max(0, needed - self.window_samples)
@@ -118,8 +116,7 @@ def mel_filters(
 
 
 LINEAR_HZ, LINEAR_MEL = 1_000.0, 15.0
-"""Limit of the linear part of the scale, 66.7 Hz to a mel; above it, mels are equal ratios, 27 to a ratio of
-6.4."""
+"""Limit of the linear part of the scale, 66.7 Hz a mel; above it mels are equal ratios, 27 to a ratio of 6.4."""
 RATIO = math.log(6.4) / 27
 
 

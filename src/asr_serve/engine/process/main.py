@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from asr_serve.decoding.seq2seq import Recognition
+from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.devices.cpu import keep_memory
 from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.engine.builder import build_loop, card_of_loaded, find_checkpoint

@@ -12,7 +12,8 @@ import msgspec
 
 from asr_serve import errors
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.seq2seq import DraftTokens, Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.engine.request import HypothesisRequest
 from asr_serve.errors import AsrServeError, OptionError

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from asr_serve.decoding.seq2seq import Recognition
+from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.engine.request import RecognitionRequest
 from asr_serve.engine.seq2seq.scheduler import DEADLINE_MS
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asr_serve.decoding.beam_search import BeamSearch
-from asr_serve.decoding.biasing import OPEN
+from asr_serve.decoding.biasing_graph import OPEN
 from asr_serve.decoding.biasing_list import BOOST, CompiledBiasingList
-from asr_serve.decoding.seq2seq import Finish, Hypothesis, SearchOptions
+from asr_serve.decoding.hypothesis import Finish, Hypothesis
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.decoding.token_rules import PLAIN, TokenRule, TokenRules
 from asr_serve.devices.interface import Device
 from asr_serve.engine.cache.page_pool import PagePool

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from asr_serve.decoding.beam_search import top_tokens
-from asr_serve.decoding.seq2seq import Finish, Hypothesis, SearchOptions
+from asr_serve.decoding.hypothesis import Finish, Hypothesis
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.decoding.token_rules import GIVEN, PLAIN, SAID, UNTIMED, TokenRule
 from asr_serve.devices.interface import Device
-from asr_serve.engine.seq2seq.biasing import pick_and_record
+from asr_serve.engine.seq2seq.biasing_queue import pick_and_record
 from asr_serve.engine.seq2seq.decode_batch import (
     NO_OPTIONS,
     BeamGroup,

@@ -87,7 +87,7 @@ ENCODER_NICENESS = 5
 core."""
 MAX_LOST_PEERS = 2
 """Peers that may be lost over one request; then it is encoded here, where it may be given up
-(engine/process/client)."""
+(engine/process/backend)."""
 PEER_LOST_ERRORS = (PeerGone, RoadTimeout, Torn)
 """Errors of a peer's batch that did not arrive: it is encoded again."""
 MAX_TRACKED_REQUESTS = 4_096

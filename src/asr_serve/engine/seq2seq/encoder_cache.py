@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asr_serve.decoding.seq2seq import Recognition
+from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.engine.cache import TieredStore
 from asr_serve.engine.cache.lru import LruCache
 from asr_serve.engine.cache.prefix import PrefixCache

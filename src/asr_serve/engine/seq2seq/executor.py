@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from asr_serve.config import EngineConfig
 from asr_serve.engine.executor import CheckThrottle, LoopContext, StepGuard
 from asr_serve.engine.request import RecognitionRequest, reject
-from asr_serve.engine.seq2seq.biasing import BiasingQueue
+from asr_serve.engine.seq2seq.biasing_queue import BiasingQueue
 from asr_serve.engine.seq2seq.coalescing import RequestCoalescer
 from asr_serve.engine.seq2seq.decode_batch import DecodeRow
 from asr_serve.engine.seq2seq.decoder import MAX_VERIFY_POSITIONS, DecodeRunner

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from asr_serve import units
-from asr_serve.decoding.seq2seq import Hypothesis, Recognition, Reused
+from asr_serve.decoding.hypothesis import Hypothesis, Recognition, Reused
 from asr_serve.engine.request import RecognitionRequest, resolve
 from asr_serve.engine.seq2seq.decode_batch import rows_for
 from asr_serve.engine.seq2seq.decoder import DecodeRunner

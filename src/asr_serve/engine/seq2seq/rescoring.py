@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 
-from asr_serve.decoding.biasing import written_forms
+from asr_serve.decoding.biasing_graph import written_forms
 from asr_serve.decoding.token_rules import TokenRule
-from asr_serve.engine.seq2seq.biasing import MAX_RECORDED_TOKENS, RescoringList, WrittenForm
-from asr_serve.engine.seq2seq.finalize import FinishedRow
+from asr_serve.engine.seq2seq.biasing_queue import MAX_RECORDED_TOKENS, RescoringList, WrittenForm
+from asr_serve.engine.seq2seq.token_aligner import FinishedRow
 from asr_serve.kernels import PAGE
 from asr_serve.text.tokenizers import token_texts
 
@@ -474,7 +474,7 @@ class HotwordRescorer:
 
     def _replacements(self, places: CandidateGenerator, proposed: Sequence[HotwordCandidate]) -> list[Replacement]:
         hotwords, each = places.biasing_list, places.finished
-        room = min(self._runner.model.max_tokens, len(each.row.block_table) * 16) - len(each.row.prompt)
+        room = min(self._runner.model.max_tokens, len(each.row.block_table) * PAGE) - len(each.row.prompt)
         room -= len(each.recognition.tokens)
         respellings = [
             HotwordCandidate(span, word, text, RESPELLING_DISTANCE, 0.0) for span, text, word in places.respellings

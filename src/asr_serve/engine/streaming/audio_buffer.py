@@ -40,7 +40,7 @@ class AudioBuffer:
         self.ended = False
 
     @property
-    def is_complete(self) -> int:
+    def end_samples(self) -> int:
         return self.samples if self.ended else UNBOUNDED_SAMPLES
 
     def append(self, pcm: np.ndarray) -> None:

@@ -14,11 +14,11 @@ from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.engine.executor import CheckThrottle, LoopContext, StepGuard
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, reject, resolve
 from asr_serve.engine.session_snapshot import SessionSnapshot, SessionSnapshotView
-from asr_serve.engine.streaming.biasing import StreamBiasingCompiler
+from asr_serve.engine.streaming.biasing_compiler import StreamBiasingCompiler
 from asr_serve.engine.streaming.model_runner import ChunkedModelRunner, StreamingSession, StreamingStepOutput
 from asr_serve.engine.streaming.offload import MAX_OFFLOADS_PER_STEP, OffloadStore, StreamOffloader
 from asr_serve.engine.streaming.request import ReplayAudioBudget, StreamRequest, stream_state_lost, to_recognition
-from asr_serve.engine.streaming.slot_queue import LIVE_RESERVED_SLOTS, MAX_WAIT_S, MAX_WAITING, SlotQueue
+from asr_serve.engine.streaming.slot_queue import LIVE_SLOTS_DIVISOR, MAX_WAIT_S, MAX_WAITING, SlotQueue
 from asr_serve.errors import Cancelled
 from asr_serve.types import Priority, SearchResult
 
@@ -204,7 +204,7 @@ class StreamingExecutor:
     def _assign_slots(self) -> None:
         """Assigns slots to waiting streams. More recordings than fit in one step would only delay each other and
         callers."""
-        reserved = self.model_runner.states.slots // LIVE_RESERVED_SLOTS if self._keeper.vad_scheduler.live_count else 0
+        reserved = self.model_runner.states.slots // LIVE_SLOTS_DIVISOR if self._keeper.vad_scheduler.live_count else 0
         while len(self._waiting) and (free := self._free_slots):
             live_only = self._recordings >= self.model_runner.max_rows or free <= reserved
             allowed: tuple[Priority, ...] = ("live",) if live_only else ("live", "interactive", "bulk")

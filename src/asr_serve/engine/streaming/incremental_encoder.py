@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asr_serve.decoding.seq2seq import Recognition
+from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.engine.executor import LoopContext
 from asr_serve.engine.request import RecognitionRequest
 from asr_serve.engine.seq2seq.decode_batch import pages_for
@@ -38,7 +38,7 @@ from asr_serve.models.interfaces import (
 )
 from asr_serve.types import Priority
 
-RESERVED_SLOTS = 4
+RESERVED_PAGES_DIVISOR = 4
 """Share of pages, one in this many, that growing audio may not use: rows need some to decode it."""
 EMPTY_RECOGNITION = Recognition(tokens=(), avg_logprob=0.0, temperature=0.0, finish="stop", compression_ratio=1.0)
 """Hypothesis of a stream without frames."""
@@ -205,7 +205,7 @@ class IncrementalEncoderExecutor(StreamingExecutor):
     def _free_slots(self) -> int:
         pages = self._utterances.decode_runner.page_pool
         reserved = (
-            pages.pages // RESERVED_SLOTS if self._pages else self._owned_utterances
+            pages.pages // RESERVED_PAGES_DIVISOR if self._pages else self._owned_utterances
         )  # so that one stream fits into the smallest pool
         available = pages.free_count - self._utterances.encoder_pool.reserved_pages - reserved
         need = max(self._pages_needed(self._streams[number]) for number in self._waiting)

@@ -115,7 +115,7 @@ class _StepBatch:
             starts[row], counts[row], ends[row] = (
                 session.audio_buffer.seen_frames,
                 count,
-                session.audio_buffer.is_complete,
+                session.audio_buffer.end_samples,
             )
         starts[len(sessions) :] = counts[len(sessions) :] = ends[len(sessions) :] = 0
         pcm[len(sessions) :] = 0.0

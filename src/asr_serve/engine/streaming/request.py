@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from asr_serve.decoding.biasing_list import StreamingBiasingList
-from asr_serve.decoding.seq2seq import Recognition
+from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.engine.request import RecognitionRequest, StreamChunk
 from asr_serve.engine.session_snapshot import SessionSnapshot, SessionSnapshotView, decode_header
 from asr_serve.engine.streaming.model_runner import StreamingSession

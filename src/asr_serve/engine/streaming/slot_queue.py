@@ -8,7 +8,7 @@ from itertools import chain
 from asr_serve.errors import AtCapacity
 from asr_serve.types import Priority
 
-LIVE_RESERVED_SLOTS = 4
+LIVE_SLOTS_DIVISOR = 4
 """Share of slots reserved for live callers while they are connected, one in this many: a recording holds its slot
 to its end."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,8 +15,9 @@ from asr_serve.engine.tts.chunked_runner import ChunkedTtsRunner
 from asr_serve.engine.tts.custom_voices import CustomVoiceLoader
 from asr_serve.engine.tts.executor import TtsExecutor
 from asr_serve.engine.tts.runner import TtsRunner, WholeTtsRunner
-from asr_serve.errors import OptionError, WeightsCorrupt
+from asr_serve.errors import OptionError
 from asr_serve.models.checkpoints import store as model_weights
+from asr_serve.models.checkpoints.config_file import read_config
 from asr_serve.models.interfaces import Vocoder, WholeSentenceTtsModel
 from asr_serve.models.model_files import SpeechModel
 from asr_serve.models.registry import TtsCard, VocoderCard, tts_model_file, vocoder_card, vocoder_cards, vocoder_file
@@ -30,39 +30,39 @@ class VoiceCheckpoint(NamedTuple):
 
     card: TtsCard
     folder: Path
-    codec: VocoderCard | None
-    codec_folder: Path | None
+    vocoder: VocoderCard | None
+    vocoder_folder: Path | None
 
     @classmethod
-    def find(cls, model: TtsCard, weights: str | os.PathLike[str] | None, codec: str | None) -> VoiceCheckpoint:
-        """Finds the files. `codec`: another vocoder than the card names, by name or by a folder that asr-serve
+    def find(cls, model: TtsCard, weights: str | os.PathLike[str] | None, vocoder: str | None) -> VoiceCheckpoint:
+        """Finds the files. `vocoder`: another vocoder than the card names, by name or by a folder that asr-serve
         train vocoder has written. Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError."""
-        if codec is not None and not model.codec:
-            raise OptionError(f"codec={codec}", f"{model.name} makes sound by itself", param="codec")
-        chosen, codec_folder = find_codec(codec or model.codec) if model.codec else (None, None)
+        if vocoder is not None and not model.vocoder:
+            raise OptionError(f"codec={vocoder}", f"{model.name} makes sound by itself", param="codec")
+        chosen, vocoder_folder = find_vocoder(vocoder or model.vocoder) if model.vocoder else (None, None)
         if chosen is not None and chosen.rate_hz != model.rate_hz:
             raise OptionError(
                 f"codec={chosen.name}, which makes {chosen.rate_hz} Hz",
                 f"one for {model.name}: {model.rate_hz} Hz",
                 param="codec",
             )
-        return cls(model, model_weights.published_or_given_folder(model, weights), chosen, codec_folder)
+        return cls(model, model_weights.published_or_given_folder(model, weights), chosen, vocoder_folder)
 
     def build(self, device: str, dtype: str, quantize: Quantize = "none") -> EngineComponents:
         """Loads and packs the weights, on the thread that is to compute (decision 0005). In fp32 by default: the
         audio of a sentence does not depend on its batch."""
         target = devices.make_device(device, "fp32" if dtype == "auto" else dtype, quantize)
-        codec = None
-        if self.codec is not None and self.codec_folder is not None:
-            codec = vocoder_file(self.codec.kind).load(self.codec_folder, self.codec, target)
+        vocoder = None
+        if self.vocoder is not None and self.vocoder_folder is not None:
+            vocoder = vocoder_file(self.vocoder.kind).load(self.vocoder_folder, self.vocoder, target)
         model = tts_model_file(self.card.kind).load(self.folder, self.card, target)
-        return EngineComponents(model, None, target, lambda _: "", codec)
+        return EngineComponents(model, None, target, lambda _: "", vocoder)
 
     def fingerprint(self) -> int:
         """Checksum of all files that an engine must share with one whose clients it takes over."""
         files = list_files(self.folder, self.card.files)
-        if self.codec is not None and self.codec_folder is not None:
-            files += list_files(self.codec_folder, self.codec.files)
+        if self.vocoder is not None and self.vocoder_folder is not None:
+            files += list_files(self.vocoder_folder, self.vocoder.files)
         return checksum(repr([(name, file_checksum(path)) for name, path in files]).encode())
 
     def peer_identity(self, config: EngineConfig, listen: tuple[str, int], keys: tuple[str, ...]) -> None:
@@ -79,17 +79,14 @@ def list_files(folder: Path, patterns: Iterable[str]) -> list[tuple[str, Path]]:
     return sorted((path.relative_to(folder).as_posix(), path) for path in paths)
 
 
-def find_codec(named: str) -> tuple[VocoderCard, Path]:
+def find_vocoder(named: str) -> tuple[VocoderCard, Path]:
     """Returns a vocoder and its files, by name or by a checkpoint folder. Raises UnknownModel, WeightsMissing,
     WeightsCorrupt, OptionError."""
     folder = Path(named)
     if not (folder / "config.json").is_file():
         card = vocoder_card(named)
         return card, model_weights.verified_published_folder(card)
-    try:
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as failure:
-        raise WeightsCorrupt(f"{folder / 'config.json'} cannot be read: {failure}") from failure
+    kind = read_config(folder, "vocoder", lambda settings: settings["model_type"])
     known = {known_card.kind: known_card for known_card in vocoder_cards().values()}
     if kind not in known:
         raise OptionError(f"codec={named}, a {kind!r}"[:200], f"one of: {', '.join(known)}", param="codec")
@@ -98,7 +95,7 @@ def find_codec(named: str) -> tuple[VocoderCard, Path]:
 
 def build_tts_executor(
     model: SpeechModel,
-    codec: Vocoder | None,
+    vocoder: Vocoder | None,
     device: Device,
     chosen: TtsCard,
     config: EngineConfig,
@@ -116,10 +113,10 @@ def build_tts_executor(
     if isinstance(model, WholeSentenceTtsModel):
         runner: TtsRunner[Any] = WholeTtsRunner(model, voices)
     else:
-        assert codec is not None, "an acoustic model, and no vocoder"
+        assert vocoder is not None, "an acoustic model, and no vocoder"
         runner = ChunkedTtsRunner(
             model,
-            codec,
+            vocoder,
             voices,
             device,
             rows=config.max_speaking_rows,

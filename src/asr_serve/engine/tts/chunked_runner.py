@@ -21,7 +21,7 @@ from asr_serve.engine.tts.runner import TtsStepOutput
 from asr_serve.models.interfaces import EncodedSentence, StreamingTtsModel, Vocoder
 from asr_serve.types import Sentence
 
-VOICE, CODEC = "voice", "codec"
+VOICE, VOCODER = "voice", "vocoder"
 """Prefixes of state tensors: acoustic model, vocoder."""
 FADE_IN_SAMPLES = 128
 """Samples over which a sentence fades in: cut out of a breath, it would begin with a click."""
@@ -43,7 +43,7 @@ class ChunkedTtsRunner:
     def __init__(
         self,
         model: StreamingTtsModel[Any],
-        codec: Vocoder,
+        vocoder: Vocoder,
         voices: CustomVoiceLoader,
         device: Device,
         *,
@@ -54,15 +54,15 @@ class ChunkedTtsRunner:
     ) -> None:
         """`rows`: most sentences in progress, fewer where `kv_bytes` cannot hold their state; `step_rows`: most in
         one step. `poison`: see StateCacheManager."""
-        self._model, self._codec, self._voices, self._device = model, codec, voices, device
-        self.rate_hz, self._chunk, self._hop = codec.rate_hz, model.chunk_frames, codec.hop_samples
+        self._model, self._vocoder, self._voices, self._device = model, vocoder, voices, device
+        self.rate_hz, self._chunk, self._hop = vocoder.rate_hz, model.chunk_frames, vocoder.hop_samples
         specs = {f"{VOICE}.{name}": spec for name, spec in model.state_specs().items()}
-        specs |= {f"{CODEC}.{name}": spec for name, spec in codec.state_specs(model.chunk_frames).items()}
+        specs |= {f"{VOCODER}.{name}": spec for name, spec in vocoder.state_specs(model.chunk_frames).items()}
         if kv_bytes is not None:
             rows = max(1, min(rows, kv_bytes // max(1, state_row_bytes(specs))))
         self.rows, self.step_rows = rows, min(rows, step_rows)
         self.states = StateCacheManager(specs, rows, device.torch_device, poison=poison)
-        self._voice_state, self._codec_state = self._state_of(VOICE), self._state_of(CODEC)
+        self._voice_state, self._vocoder_state = self._state_of(VOICE), self._state_of(VOCODER)
         self._active: set[ChunkedTtsSequence] = set()
 
     def _state_of(self, whose: str) -> dict[str, Tensor]:
@@ -97,25 +97,25 @@ class ChunkedTtsRunner:
         ends = torch.tensor([row.encoded.frames for row in rows], device=device)
         seeds = torch.tensor([row.seed for row in rows], device=device)
         frames = self._frames(rows, state_rows, seen)
-        sound = self._codec.step(frames, state_rows, seen, ends, seeds, self._codec_state).float().cpu().numpy()
+        sound = self._vocoder.step(frames, state_rows, seen, ends, seeds, self._vocoder_state).float().cpu().numpy()
         return [self._trim_samples(row, pcm) for row, pcm in zip(rows, sound, strict=True)]
 
-    def _frames(self, rows: Sequence[ChunkedTtsSequence], places: Tensor, seen: Tensor) -> Tensor:
+    def _frames(self, rows: Sequence[ChunkedTtsSequence], state_rows: Tensor, seen: Tensor) -> Tensor:
         """Returns (n, chunk, width) frames; zeros for sentences past their last frame, while the vocoder
         finishes."""
         active = [at for at, row in enumerate(rows) if row.generated_frames < row.encoded.frames]
         encoded = [rows[at].encoded for at in active]
         if len(active) == len(rows):
-            return self._model.step(encoded, places, seen, self._voice_state)
+            return self._model.step(encoded, state_rows, seen, self._voice_state)
         frames = torch.zeros(len(rows), self._chunk, self._model.frame_width, device=self._device.torch_device)
         if active:
             index = torch.tensor(active, device=self._device.torch_device)
-            frames[index] = self._model.step(encoded, places[index], seen[index], self._voice_state)
+            frames[index] = self._model.step(encoded, state_rows[index], seen[index], self._voice_state)
         return frames
 
     def _trim_samples(self, row: ChunkedTtsSequence, sound: np.ndarray) -> TtsStepOutput:
         """Returns the part of a step's (chunk * hop,) samples that belongs to the sentence."""
-        first = (row.generated_frames - self._codec.delay_frames - row.encoded.lead_frames) * self._hop
+        first = (row.generated_frames - self._vocoder.delay_frames - row.encoded.lead_frames) * self._hop
         remaining = (row.encoded.frames - row.encoded.lead_frames) * self._hop - first
         row.generated_frames += self._chunk
         pcm = sound[max(0, -first) : max(0, remaining)]

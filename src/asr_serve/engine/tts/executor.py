@@ -64,8 +64,8 @@ class TtsExecutor:
         self._encoding = StepBudget(STEP_S, LEAST_PHONEMES, ENCODE_PHONEMES)
         self._stepping = StepBudget(STEP_S, min(LEAST_ROWS, runner.step_rows), runner.step_rows)
 
-    def attach(self, keeper: LoopContext) -> None:
-        self._keeper = keeper
+    def attach(self, loop: LoopContext) -> None:
+        self._loop = loop
 
     @property
     def due_s(self) -> float | None:
@@ -149,7 +149,7 @@ class TtsExecutor:
         self._encode_batch(requests)
         spent_s = time.perf_counter() - started
         self._encoding.record_step(spent_s, phonemes)
-        self._keeper.stats.record_step("encode", spent_s, len(ids), min(1.0, phonemes / ENCODE_PHONEMES))
+        self._loop.stats.record_step("encode", spent_s, len(ids), min(1.0, phonemes / ENCODE_PHONEMES))
         return True
 
     def _encode_batch(self, sayings: Sequence[TtsRequest]) -> None:
@@ -165,11 +165,11 @@ class TtsExecutor:
                 )
 
         rows: list[TtsSequence] = []
-        with StepGuard(self._keeper.stats, "encode", "encoding a sentence", fail):
+        with StepGuard(self._loop.stats, "encode", "encoding a sentence", fail):
             rows = list(self.runner.start_sequences([request.sentence for request in sayings]))
         for request, row in zip(sayings, rows, strict=False):  # empty after a failure
             self._active[request.id] = ActiveSentence(request, row)
-            self._keeper.stats.record_queue_time(request.priority, _since_s(request.submitted_ns))
+            self._loop.stats.record_queue_time(request.priority, _since_s(request.submitted_ns))
 
     def _generate_chunks(self) -> bool:
         playing = ((number, active.playback) for number, active in self._active.items())
@@ -184,7 +184,7 @@ class TtsExecutor:
             outputs = list(self.runner.step([active.sequence for active in rows]))
         spent_s = time.perf_counter() - started
         self._stepping.record_step(spent_s, len(rows))
-        self._keeper.stats.record_step("speak", spent_s, len(rows), len(rows) / self.runner.step_rows)
+        self._loop.stats.record_step("speak", spent_s, len(rows), len(rows) / self.runner.step_rows)
         for number, active, output in zip(chosen, rows, outputs, strict=False):  # empty after a failure
             with self._isolate_failure("speak", "speaking", [number]):
                 self._deliver(active, output)
@@ -203,8 +203,8 @@ class TtsExecutor:
         first = not active.playback.started
         active.playback.add_audio(len(new) / rate_hz, time.monotonic())
         if first:
-            self._keeper.stats.record_first_audio(_since_s(request.submitted_ns))
-        self._keeper.stats.record_synthesis(len(new) / rate_hz)
+            self._loop.stats.record_first_audio(_since_s(request.submitted_ns))
+        self._loop.stats.record_synthesis(len(new) / rate_hz)
         samples = to_int16(new)
         size = int(PIECE_S * rate_hz)
         cuts = range(size, len(samples), size) if len(samples) > 2 * size else ()
@@ -222,7 +222,7 @@ class TtsExecutor:
             for number in sayings:
                 self._fail_request(number, error)
 
-        return StepGuard(self._keeper.stats, stage, what, fail)
+        return StepGuard(self._loop.stats, stage, what, fail)
 
     def _remove_request(self, number: int) -> TtsRequest:
         """Removes a request from the queue, or frees its row."""

@@ -84,25 +84,28 @@ struct Hot {
   Array<int64_t> spots;
   Array<double> gains;
   Array<const int64_t> firsts, tokens, nexts, fails;
-  Array<const double> hopes, gives;
+  Array<const double> partial_bonuses, word_bonuses;
   Array<const uint8_t> opens;
   Graph graph;
 
   Hot(const nb::tuple& given, int64_t slots, int64_t size, int64_t vocab) {
-    require(given.size() == 10, "bias: spots, gains, firsts, tokens, nexts, fails, hopes, gives, opens, boost");
+    require(given.size() == 10,
+            "bias: spots, gains, firsts, tokens, nexts, fails, partial_bonuses, word_bonuses, opens, boost");
     spots = nb::cast<Array<int64_t>>(given[0], false), gains = nb::cast<Array<double>>(given[1], false);
     firsts = nb::cast<Array<const int64_t>>(given[2], false), tokens = nb::cast<Array<const int64_t>>(given[3], false);
     nexts = nb::cast<Array<const int64_t>>(given[4], false), fails = nb::cast<Array<const int64_t>>(given[5], false);
-    hopes = nb::cast<Array<const double>>(given[6], false), gives = nb::cast<Array<const double>>(given[7], false);
+    partial_bonuses = nb::cast<Array<const double>>(given[6], false);
+    word_bonuses = nb::cast<Array<const double>>(given[7], false);
     opens = nb::cast<Array<const uint8_t>>(given[8], false);
     auto count = int64_t(fails.size());
     require(int64_t(spots.size()) == slots * size && int64_t(gains.size()) == slots * size && count >= 2 &&
                 int64_t(firsts.size()) == count + 1 && nexts.size() == tokens.size() &&
-                int64_t(hopes.size()) == count && int64_t(gives.size()) == count && int64_t(opens.size()) == vocab &&
+                int64_t(partial_bonuses.size()) == count && int64_t(word_bonuses.size()) == count &&
+                int64_t(opens.size()) == vocab &&
                 firsts.data()[0] == 0 && firsts.data()[count] == int64_t(tokens.size()),
             "bias: arrays that do not fit each other");
     graph = {count, firsts.data(), tokens.data(), nexts.data(), fails.data(),
-             hopes.data(), gives.data(), opens.data(), nb::cast<double>(given[9])};
+             partial_bonuses.data(), word_bonuses.data(), opens.data(), nb::cast<double>(given[9])};
   }
 };
 

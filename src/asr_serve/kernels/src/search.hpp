@@ -45,11 +45,11 @@ struct Row {
   double* gains = nullptr;
 };
 
-// Hot words: decoding/biasing.BiasingGraph, as decoding/biasing_list.py lays it out.
+// Hot words: decoding/biasing_graph.BiasingGraph, as decoding/biasing_list.py lays it out.
 struct Graph {
   int64_t count = 0;
   const int64_t *firsts, *tokens, *nexts, *fails;
-  const double *hopes, *gives;
+  const double *partial_bonuses, *word_bonuses;
   const uint8_t* opens;
   double boost;
 
@@ -66,7 +66,7 @@ struct Graph {
   // The node after a token, and what that is worth.
   std::pair<int64_t, double> step(int64_t node, int64_t token) const {
     int64_t then = go(node, token);
-    double gain = (gives[then] + hopes[then] - hopes[node]) * boost;
+    double gain = (word_bonuses[then] + partial_bonuses[then] - partial_bonuses[node]) * boost;
     return {then == 0 && opens[token] ? 1 : then, gain};
   }
 };

@@ -107,11 +107,6 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
         return shapes
 
 
-def tiny() -> Config:
-    """Returns the smallest model with every part, for tests."""
-    return Config(vocab_size=7, hidden_size=24, cell_size=16, context_frames=2, mels=20, coefficients=6)
-
-
 class Model(StreamingModel):
     """StreamingModel (models/interfaces.py) with the head ctc.
 
@@ -150,8 +145,7 @@ class Model(StreamingModel):
         self.after, self.head = linear("layers.3"), linear("head")
 
     def count_frames(self, samples: int) -> int:
-        """Returns the encoder frames of that many samples: one for each whole window, and one for the rest after
-        the last; 0 for no audio."""
+        """Returns one frame for each whole window, and one for the rest after the last; 0 for no audio."""
         config = self.config
         return max(1, (samples - config.window_samples) // config.hop_samples + 2) if samples > 0 else 0
 
@@ -322,8 +316,7 @@ def _config(graph: tflite_graph.TfliteGraph, tensors: dict[str, np.ndarray]) -> 
 
 
 def _alphabet(graph: tflite_graph.TfliteGraph) -> list[str]:
-    """Reads the characters by id. Format: their count, then id, length in bytes and bytes of each, all numbers 16
-    bits."""
+    """Reads the characters by id: their count, then id, length in bytes and bytes of each; numbers have 16 bits."""
     producer = graph.producer(graph.named("metadata_alphabet"))
     data = graph.text(producer.inputs[0] if producer else graph.named("metadata_alphabet"))
     try:

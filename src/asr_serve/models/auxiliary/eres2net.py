@@ -84,16 +84,12 @@ class FusedConv(nn.Conv2d):
         return activated
 
 
-def _bounded(x: Tensor) -> Tensor:
-    return x.clamp_(0, CEILING)
-
-
 FOLLOWS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": Tensor.relu_,
     "swish": lambda x: F.silu(x, inplace=True),
     "sigmoid": Tensor.sigmoid_,
-    "bounded": _bounded,
+    "bounded": lambda x: x.clamp_(0, CEILING),
 }
 
 
@@ -223,8 +219,7 @@ def _folded(held: dict[str, Tensor]) -> dict[str, Tensor]:
     folded = dict[str, Tensor]()
 
     def take(ours: str, conv: str, norm: str = "", hears: float = 1.0, says: float = 1.0) -> None:
-        """Folds one convolution. `hears`: factor of its input that the weights absorb; `says`: factor of its
-        output."""
+        """Folds one convolution. `hears`: factor of its input that the weights absorb; `says`: factor of its output."""
         weight, bias = held[f"{conv}.weight"], held.get(f"{conv}.bias")
         bias = torch.zeros(len(weight)) if bias is None else bias
         if norm:

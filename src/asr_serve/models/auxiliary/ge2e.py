@@ -125,8 +125,7 @@ def partial_starts(samples: int) -> list[int]:
 
 
 def normalize_clip(pcm: np.ndarray) -> np.ndarray:
-    """Removes longer silences of a clip (samples,) at 16 kHz and scales it to LEVEL. Raises EmptyAudio for
-    silence."""
+    """Removes longer silences of a clip (samples,) at 16 kHz and scales it to LEVEL. Raises EmptyAudio for silence."""
     blocks = len(pcm) // BLOCK_SAMPLES
     if blocks:
         block_samples = pcm[: blocks * BLOCK_SAMPLES].reshape(blocks, BLOCK_SAMPLES)

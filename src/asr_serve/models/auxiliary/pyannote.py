@@ -141,8 +141,7 @@ class Segmentation:
 
     @staticmethod
     def _normal(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Normalizes x (windows, n, channels): each channel of a window to mean 0 and deviation 1, then weights
-        it."""
+        """Normalizes x (windows, n, channels): each channel of a window to mean 0 and deviation 1, then weights it."""
         x = x - x.mean(1, keepdim=True)
         scale = weight * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt()
         return torch.addcmul(bias, x, scale)
@@ -174,8 +173,7 @@ def load() -> SegmentationNetwork:
 
 
 def read(folder: Path) -> SegmentationNetwork:
-    """Reads the network from a package folder. Raises WeightsMissing where the package that reads graphs is not
-    installed, WeightsCorrupt."""
+    """Reads the network from a package folder. Raises WeightsMissing without the package onnx, WeightsCorrupt."""
     constants = onnx_graph.constants(folder / GRAPH)
     model = SegmentationNetwork()
     try:

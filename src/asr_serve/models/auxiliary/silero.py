@@ -34,8 +34,7 @@ HOP_SAMPLES = 128
 BINS = FFT_SAMPLES // 2 + 1
 WIDTH = 128
 BLOCK_WINDOWS = 256
-"""Windows of a block, a fixed number: enough to fill the matrix products, few enough to stay in cache, and one
-shape to compile."""
+"""Windows of a block: enough to fill matrix products, few enough to stay in cache; one shape to compile."""
 SMALL_BLOCKS = (32, 64, 128)
 """Smaller blocks for fewer windows: live callers bring a few each."""
 

@@ -61,8 +61,7 @@ class Model:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Loads the graph. Raises WeightsMissing when the package that runs graphs is not installed,
-        WeightsCorrupt."""
+        """Loads the graph. Raises WeightsMissing when the package that runs graphs is not installed, WeightsCorrupt."""
         self._features, self._graph = LogMel(dtype=torch.float64), OnnxGraph(folder / GRAPH)
 
     @torch.inference_mode()

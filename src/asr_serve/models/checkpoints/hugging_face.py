@@ -28,10 +28,7 @@ def is_checkpoint_folder(folder: Path) -> bool:
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns the settings of config.json, and every tensor by its name in the checkpoint. Nothing but tensors is
-    unpickled.
-
-    Raises WeightsCorrupt: names the shard that is missing, cannot be read, or lacks what the index lists.
-    """
+    unpickled. Raises WeightsCorrupt: names the shard that is missing, cannot be read, or lacks what the index lists."""
     path = _weights(folder)
     assert path is not None
     settings = _json(folder / "config.json")

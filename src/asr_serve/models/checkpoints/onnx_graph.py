@@ -23,11 +23,8 @@ _KEPT = re.compile(r"^(?P<name>(?!onnx::).+\.(weight|bias))(_merged_\d+|_add_ten
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """Returns module path -> float32 array of an .onnx or .ort file: `layers.0.mlp.fc1.weight` is (out, in).
-
-    Raises WeightsMissing when the package that reads the file is not installed, WeightsCorrupt when it is no
-    graph.
-    """
+    """Returns module path -> float32 array of an .onnx or .ort file: `layers.0.mlp.fc1.weight` is (out, in). Raises
+    WeightsMissing when the package that reads the file is not installed, WeightsCorrupt when it is no graph."""
     graph = _load(path)
     initializers = _initializers(graph)
     arrays: dict[str, np.ndarray] = {}

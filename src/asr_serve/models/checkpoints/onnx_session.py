@@ -23,12 +23,11 @@ class OnnxSession:
         change: Callable[[OnnxGraphEditor], None] | None = None,
     ) -> None:
         """Loads a graph. `more`: inner values that become outputs, after the graph's own. `lengths`: inputs whose
-        dimension becomes dynamic (input name, dimension, its new name), as where one number for all phonemes
-        becomes one for each; only where the graph's arithmetic allows that. `change`: edits the nodes first.
+        dimension becomes dynamic (input name, dimension, its new name), as where one number for all phonemes becomes
+        one for each; only where the graph's arithmetic allows that. `change`: edits the nodes first.
 
-        Raises WeightsMissing when the packages that read and run it are not installed, WeightsCorrupt when it is
-        no graph.
-        """
+        Raises WeightsMissing when the packages that read and run it are not installed, WeightsCorrupt when it is no
+        graph."""
         try:
             import onnx
             import onnxruntime

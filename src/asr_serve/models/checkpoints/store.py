@@ -114,10 +114,8 @@ def is_foreign(card: AsrCard, path: Path) -> bool:
 
 
 def resolve(card: AsrCard, weights: str | os.PathLike[str] | None = None, progress: Progress = lambda _: None) -> Path:
-    """Returns a checkpoint folder for the card; converts a package's weights once if needed.
-
-    Raises WeightsMissing, with the command that gets them; WeightsCorrupt.
-    """
+    """Returns a checkpoint folder for the card; converts a package's weights once if needed. Raises WeightsMissing,
+    with the command that gets them; WeightsCorrupt."""
     if weights is not None:
         folder = Path(weights).expanduser()
         if is_checkpoint(folder):
@@ -190,8 +188,7 @@ def published_folder(card: ModelCard) -> Path | None:
 
 
 def verified_published_folder(card: ModelCard) -> Path:
-    """Returns the published folder after verifying its files. Raises WeightsMissing, with the command that gets
-    them; WeightsCorrupt."""
+    """Returns the published folder, verified. Raises WeightsMissing, with the command that gets it; WeightsCorrupt."""
     folder = published_folder(card)
     if folder is None:
         ways = [f"pip install {card.package}"] if card.package else []
@@ -234,7 +231,7 @@ def auto_voice() -> TtsCard:
     last. Shipped weights that cannot be read are logged, not raised: the user did not choose that model."""
     for name in AUTO_VOICES:
         card = tts_card(name)
-        needed: list[ModelCard] = [card, *([vocoder_card(card.codec)] if card.codec else [])]
+        needed: list[ModelCard] = [card, *([vocoder_card(card.vocoder)] if card.vocoder else [])]
         try:
             for required in needed:
                 folder = verified_published_folder(required)

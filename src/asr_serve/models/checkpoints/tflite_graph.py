@@ -91,8 +91,7 @@ class TfliteGraph(NamedTuple):
         return next((operation for operation in self.operations if value in operation.outputs), None)
 
     def constant(self, index: int) -> np.ndarray:
-        """Returns a constant value, integers dequantized to float32. Raises WeightsCorrupt when it is computed or
-        omitted."""
+        """Returns a constant, integers dequantized to float32. Raises WeightsCorrupt when it is computed or omitted."""
         value = self.values[index]
         if index < 0 or value.type not in DTYPES or not value.data:
             raise WeightsCorrupt(f"{value.name or index} of {self.path} is no constant of numbers")

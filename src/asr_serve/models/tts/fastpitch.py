@@ -15,7 +15,6 @@ Weights  our own, trained on Kokoro's and hibari's voices: docs/voices.md. They 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from torch import Tensor
 from asr_serve.audio.features.slaney_mel import HOP_SAMPLES, RATE_HZ
 from asr_serve.devices.interface import Device, Linear
 from asr_serve.errors import UnknownVoice, WeightsCorrupt
+from asr_serve.models.checkpoints.config_file import read_config
 from asr_serve.models.interfaces import (
     FRAME_WIDTH,
     MELS,
@@ -48,7 +48,7 @@ from asr_serve.models.tts.fastpitch_network import (
     FastPitchNetwork,
     FastPitchSizes,
     PhonemeProsody,
-    places,
+    frame_positions,
 )
 from asr_serve.types import Sentence
 
@@ -75,7 +75,7 @@ CARDS = (
         max_phonemes=400,
         chunk_frames=16,
         clones=True,
-        codec="source-filter-22k",
+        vocoder="source-filter-22k",
     ),
 )
 PAUSE = "_"
@@ -103,8 +103,7 @@ class Config(msgspec.Struct, frozen=True):
     sizes: FastPitchSizes
     norms: FeatureNorms
     lengthen: float
-    """Factor of all durations: durations are predicted as logarithms, whose mean is less than the log of the
-    mean."""
+    """Factor of all durations: durations are predicted as logarithms, whose mean is less than the log of the mean."""
     voices: tuple[str, ...]
     vocabulary: dict[str, int]
 
@@ -204,8 +203,7 @@ class Model(StreamingTtsModel[FastPitchSentence]):
 
     @torch.inference_mode()
     def encode(self, sentences: Sequence[Sentence]) -> list[FastPitchSentence]:
-        """Encodes sentences one by one: one is a large enough product, and its durations then do not depend on the
-        batch."""
+        """Encodes sentences one by one, large enough products: so durations do not depend on the batch."""
         return [self._encode(sentence) for sentence in sentences]
 
     @torch.inference_mode()
@@ -253,14 +251,14 @@ class Model(StreamingTtsModel[FastPitchSentence]):
         durations[:, -1].clamp_(max=AFTER)
         frames = int(durations.sum())
         padded = -(-frames // self.chunk_frames) * self.chunk_frames
-        index, place = places(durations, torch.arange(padded, device=device)[None])
+        index, position = frame_positions(durations, torch.arange(padded, device=device)[None])
         conditioned = self.network.condition(hidden, prosody)[0][index[0]]
         # Requested energy is a gain: more energy in the prosody would have two thirds of the effect.
         log_gains = decibels * LN10_20 + voice.gain
         base = torch.cat([prosody.pitch * prosody.voiced * deviation + mean, log_gains])[:, index[0]].T
         lead = max(0, int(durations[0, 0]) - SAID_BEFORE)
         ends = (durations[0].cumsum(0)[1:-1] - lead) * HOP_SAMPLES
-        x = self.network.decoder_input(conditioned[None], place, voice.decoder[None])[0]
+        x = self.network.decoder_input(conditioned[None], position, voice.decoder[None])[0]
         return FastPitchSentence(x, base, voice, frames, lead, tuple(ends.tolist()))
 
     def _frames(self, out: Tensor, base: Tensor) -> Tensor:
@@ -271,8 +269,7 @@ class Model(StreamingTtsModel[FastPitchSentence]):
 
 
 def whole_frames(lengths: Tensor) -> Tensor:
-    """Rounds (rows, phonemes) float to int64, one at least; the rounding error carries over to the next
-    phoneme."""
+    """Rounds (rows, phonemes) float to int64, one at least; the rounding error carries over to the next phoneme."""
     number = torch.arange(lengths.shape[1], device=lengths.device)
     ends = lengths.double().cumsum(1).round().long()
     ends = torch.cummax(ends - number, 1).values.clamp(min=1) + number
@@ -320,8 +317,7 @@ class _StackedChanges(Mapping[str, tuple[Tensor, Tensor]]):
 
 
 def validate_fingerprint(path: Path, fingerprint: str, model: str) -> None:
-    """Checks that a cloned voice was trained with these weights. Raises UnknownVoice where it was not,
-    WeightsCorrupt."""
+    """Raises UnknownVoice where a cloned voice was not trained with these weights, WeightsCorrupt."""
     try:
         with safe_open(path, "pt") as file:
             trained_on = (file.metadata() or {}).get("fingerprint", "")
@@ -369,8 +365,7 @@ def read_voice(path: Path, sizes: FastPitchSizes, where: torch.device) -> VoiceP
 
 
 class _FastPitchTensors:
-    """Tensors of a checkpoint on the device, in float32: in bf16 a chunk's difference from the whole sentence
-    would hide errors."""
+    """Tensors of a checkpoint on the device, in float32: in bf16 a chunk would differ from the whole sentence."""
 
     def __init__(self, sizes: FastPitchSizes, tensors: Mapping[str, Tensor], device: Device) -> None:
         self._tensors, self._device = tensors, device
@@ -394,11 +389,11 @@ class _FastPitchTensors:
 
 def load(folder: Path, card: TtsCard, device: Device) -> Model:
     """Loads the model from a checkpoint folder. Raises WeightsCorrupt."""
+    config = read_config(folder, "fastpitch", Config.of)
     try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")
         with (folder / "model.safetensors").open("rb") as file:
             fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-    except (OSError, json.JSONDecodeError, SafetensorError) as failure:
+    except (OSError, SafetensorError) as failure:
         raise WeightsCorrupt(f"{folder} holds no FastPitch: {failure}", todo="get it again") from failure
-    return Model(card.name, Config.of(settings), tensors, device, fingerprint)
+    return Model(card.name, config, tensors, device, fingerprint)

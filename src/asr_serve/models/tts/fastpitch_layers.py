@@ -84,11 +84,11 @@ class RotaryAngles(NamedTuple):
     sin: Tensor
 
     @classmethod
-    def of(cls, places: Tensor, d: int, dtype: torch.dtype) -> RotaryAngles:
-        """Computes the angles of `places` (frames,) or (rows, frames); `d`: size of a head."""
+    def of(cls, positions: Tensor, d: int, dtype: torch.dtype) -> RotaryAngles:
+        """Computes the angles of `positions` (frames,) or (rows, frames); `d`: size of a head."""
         half = d // 2
-        rates = torch.exp(-math.log(10_000.0) / half * torch.arange(half, device=places.device, dtype=torch.float32))
-        angles = places[..., None].float() * rates
+        rates = torch.exp(-math.log(10_000.0) / half * torch.arange(half, device=positions.device, dtype=torch.float32))
+        angles = positions[..., None].float() * rates
         if angles.dim() == 3:
             angles = angles[:, None]
         return cls(angles.cos().to(dtype), angles.sin().to(dtype))

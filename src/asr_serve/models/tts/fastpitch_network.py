@@ -129,7 +129,7 @@ class FastPitchNetwork:
         x = F.embedding(ids, self._phonemes) * there[..., None]
         x = x + self._pre(with_neighbours(x, PRE)) + speaker[:, None].to(x.dtype)
         bias = torch.where(there, 0.0, MASKED)[:, None, None, :].to(x.dtype)
-        angles = self._turns(torch.arange(ids.shape[1], device=ids.device), x)
+        angles = self._rotary_angles(torch.arange(ids.shape[1], device=ids.device), x)
         for block in self._encoder:
             q, k, v = block.qkv(x, changes)
             q, k = apply_rotary(q, angles), apply_rotary(k, angles)
@@ -155,10 +155,10 @@ class FastPitchNetwork:
 
     # --- frames ------------------------------------------------------------------------------------------
 
-    def decoder_input(self, phonemes: Tensor, place: Tensor, speaker: Tensor) -> Tensor:
+    def decoder_input(self, phonemes: Tensor, position: Tensor, speaker: Tensor) -> Tensor:
         """Returns the decoder's input: each frame's phoneme (rows, frames, width) with its position in the phoneme
         (rows, frames, PLACE) and the speaker (rows, width)."""
-        return self._place(place.to(phonemes.dtype), add=phonemes + speaker[:, None].to(phonemes.dtype))
+        return self._place(position.to(phonemes.dtype), add=phonemes + speaker[:, None].to(phonemes.dtype))
 
     def decode(self, x: Tensor, frames: Tensor, changes: LoraChanges | None = None) -> Tensor:
         """Decodes whole sentences at once: x (rows, frames, width), whose length is a multiple of `chunk`, with
@@ -166,10 +166,10 @@ class FastPitchNetwork:
         chunk by chunk."""
         sizes, (rows, total, _) = self.sizes, x.shape
         chunks, heads = total // sizes.chunk, sizes.heads
-        angles = self._turns(torch.arange(total, device=x.device), x)
+        angles = self._rotary_angles(torch.arange(total, device=x.device), x)
         seen = torch.arange((sizes.past + 1) * sizes.chunk, device=x.device) - sizes.past * sizes.chunk
-        key_places = torch.arange(chunks, device=x.device)[:, None] * sizes.chunk + seen
-        valid = (key_places >= 0) & (key_places < frames[:, None, None])
+        key_positions = torch.arange(chunks, device=x.device)[:, None] * sizes.chunk + seen
+        valid = (key_positions >= 0) & (key_positions < frames[:, None, None])
         bias = torch.where(valid, 0.0, MASKED)[:, None, :, None, :].to(x.dtype)
 
         def windows(z: Tensor) -> Tensor:
@@ -207,14 +207,14 @@ class FastPitchNetwork:
         in place. Returns (n, chunk, MELS + 2) float32."""
         s, n = self.sizes, len(x)
         inside = torch.arange(s.chunk, device=x.device)
-        places = seen[:, None] + inside
+        positions = seen[:, None] + inside
         chunk = seen // s.chunk
         # A chunk's keys replace those of the chunk that has left the context; order does not matter to attention.
         slots = torch.arange(s.past, device=x.device)
         written = (slots < chunk[:, None])[:, :, None].expand(n, s.past, s.chunk).reshape(n, -1)
-        valid = torch.cat([written, places < frames[:, None]], 1)
+        valid = torch.cat([written, positions < frames[:, None]], 1)
         bias = torch.where(valid, 0.0, MASKED)[:, None, None, :].to(x.dtype)
-        slot, angles = chunk % s.past, self._turns(places, x)
+        slot, angles = chunk % s.past, self._rotary_angles(positions, x)
         for at, block in enumerate(self._decoder):
             q, k, v = block.qkv(x, changes)
             q, k = apply_rotary(q, angles), apply_rotary(k, angles)
@@ -231,8 +231,8 @@ class FastPitchNetwork:
             x = block.feed(x, joined(longer, CONV), changes)
         return self._out(self._decoded(x)).float()
 
-    def _turns(self, places: Tensor, x: Tensor) -> RotaryAngles:
-        return RotaryAngles.of(places, self.sizes.width // self.sizes.heads, x.dtype)
+    def _rotary_angles(self, positions: Tensor, x: Tensor) -> RotaryAngles:
+        return RotaryAngles.of(positions, self.sizes.width // self.sizes.heads, x.dtype)
 
 
 def _flat(past: Tensor) -> Tensor:
@@ -257,9 +257,9 @@ class _Block:
         q, k, v = projected.permute(2, 0, 3, 1, 4).unbind(0)
         return q, k, v
 
-    def attend(self, x: Tensor, heard: Tensor, changes: LoraChanges | None) -> Tensor:
-        """Adds the projected attention output `heard` (rows, heads, frames, d) to x."""
-        return self._attended(heard.transpose(1, 2).reshape(x.shape), changes, add=x)
+    def attend(self, x: Tensor, attended: Tensor, changes: LoraChanges | None) -> Tensor:
+        """Adds the projected attention output `attended` (rows, heads, frames, d) to x."""
+        return self._attended(attended.transpose(1, 2).reshape(x.shape), changes, add=x)
 
     def feed(self, x: Tensor, joined: Tensor, changes: LoraChanges | None) -> Tensor:
         return self._outer(self._inner(joined, changes, gelu=True), changes, add=x)
@@ -279,7 +279,7 @@ class _Predictor:
         return self._out(x).float()
 
 
-def places(durations: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
+def frame_positions(durations: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
     """Maps frames to phonemes: durations (rows, phonemes) int64, frame numbers (rows, n) -> indices (rows, n)
     int64, and features of the position in the phoneme (rows, n, PLACE) float32. Frames past the end belong to the
     last phoneme."""

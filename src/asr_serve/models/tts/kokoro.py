@@ -97,8 +97,7 @@ class Model(WholeSentenceTtsModel):
     """Network with its weights, and the voices."""
 
     def __init__(self, card: TtsCard, folder: Path) -> None:
-        """Loads the model. Raises WeightsMissing when a package that it needs is not installed, or a file;
-        WeightsCorrupt."""
+        """Loads the model. Raises WeightsMissing without a file, or a package that it needs; WeightsCorrupt."""
         self.rate_hz, self._card = card.rate_hz, card
         self._styles = styles_of(folder)
         self._tokens = "tokens"
@@ -110,8 +109,7 @@ class Model(WholeSentenceTtsModel):
         return tuple(self._styles)
 
     def _taught(self, wiring: OnnxGraphEditor) -> None:
-        """Edits the graph: multiplies F0 by the new input `pitch`, a factor for each phoneme. Raises
-        WeightsCorrupt."""
+        """Edits the graph: multiplies F0 by the new input `pitch`, a factor for each phoneme. Raises WeightsCorrupt."""
         if not all(map(wiring.is_produced, (UNITS, F0, PLACES))):
             raise WeightsCorrupt(
                 "the graph is not that of Kokoro-82M v1.0 which kokoro-onnx exported",
@@ -137,8 +135,7 @@ class Model(WholeSentenceTtsModel):
         return prosody.finish_sentence(sentence, pcm, UNIT_SAMPLES * np.cumsum(units), self.rate_hz)
 
     def units(self, sentence: Sentence) -> tuple[np.ndarray, np.ndarray]:
-        """Synthesizes untrimmed samples (samples,), and the duration of each phoneme in UNIT_SAMPLES, with a pause
-        at either end."""
+        """Synthesizes untrimmed samples, and durations of phonemes and the pauses at either end in UNIT_SAMPLES."""
         ids = [PAUSE, *(IDS[each] for each in sentence.phonemes), PAUSE]
         styles = self._styles[sentence.voice]
         semitones = prosody.per_phoneme(sentence, [stretch.pitch for stretch in sentence.spans])
@@ -211,8 +208,7 @@ def graph_of(folder: Path) -> Path:
 
 
 def styles_of(folder: Path) -> dict[str, np.ndarray]:
-    """Returns name -> (numbers of phonemes, 256) float32, the card's voices first. Raises WeightsCorrupt,
-    WeightsMissing."""
+    """Returns name -> (phonemes, 256) float32, the card's voices first. Raises WeightsCorrupt, WeightsMissing."""
     files = sorted((folder / VOICES).glob("*.bin"))
     archive = next(iter(sorted(folder.glob("voices*.bin"))), None)
     try:

@@ -94,8 +94,7 @@ class Model(WholeSentenceTtsModel):
     """Network with its weights."""
 
     def __init__(self, card: TtsCard, folder: Path) -> None:
-        """Loads a voice. Raises WeightsMissing when a package that it needs is not installed, or a file;
-        WeightsCorrupt."""
+        """Loads a voice. Raises WeightsMissing without a file, or a package that it needs; WeightsCorrupt."""
         graph = _graph(folder)
         self._card, self.config = card, _config(graph.with_name(f"{graph.name}.json"))
         self.rate_hz, self._ids = self.config.audio.sample_rate, self.config.phoneme_id_map
@@ -164,10 +163,8 @@ def load(folder: Path, card: TtsCard, device: Device) -> Model:
 
 
 def _from_outside(wiring: OnnxGraphEditor) -> None:
-    """Edits the graph: phoneme durations become an output, length scales and random numbers inputs.
-
-    Raises WeightsCorrupt for a graph that was not exported by Piper.
-    """
+    """Edits the graph: phoneme durations become an output, length scales and random numbers inputs. Raises
+    WeightsCorrupt for a graph that was not exported by Piper."""
     drawn = [(node.input[0], node.output[0]) for node in wiring.nodes("RandomNormalLike")]
     rounded = [(node.input[0], node.output[0]) for node in wiring.nodes("Ceil")]
     scales = {node.output[0] for node in wiring.nodes("Gather") if node.input[0] == "scales"}
@@ -187,9 +184,9 @@ def _from_outside(wiring: OnnxGraphEditor) -> None:
         wiring.input(name, [name])
         wiring.node("Shape", [like], f"{name}/shape")
         wiring.node("ReduceProd", [f"{name}/shape"], f"{name}/wanted", keepdims=0)
-        wiring.node("Range", ["noise/zero", f"{name}/wanted", "noise/one"], f"{name}/places")
-        wiring.node("Shape", [name], f"{name}/given")
-        wiring.node("Mod", [f"{name}/places", f"{name}/given"], f"{name}/again")
+        wiring.node("Range", ["noise/zero", f"{name}/wanted", "noise/one"], f"{name}/positions")
+        wiring.node("Shape", [name], f"{name}/size")
+        wiring.node("Mod", [f"{name}/positions", f"{name}/size"], f"{name}/again")
         wiring.node("Gather", [name, f"{name}/again"], f"{name}/flat", axis=0)
         wiring.node("Reshape", [f"{name}/flat", f"{name}/shape"], value)
 

@@ -16,18 +16,15 @@ EDGE_MS, RAMP_MS = 20, 12.5
 
 
 def per_phoneme(sentence: Sentence, values: Sequence[float]) -> np.ndarray:
-    """Repeats one number for every span to (phonemes + 2,) float32; the pauses at the ends get their
-    neighbour's."""
+    """Repeats one number for every span to (phonemes + 2,) float32; the pauses at the ends get their neighbour's."""
     lengths = [len(stretch.phonemes) for stretch in sentence.spans]
     inner = np.repeat(np.array(values, np.float32), lengths)
     return np.concatenate([inner[:1], inner, inner[-1:]])
 
 
 def finish_sentence(sentence: Sentence, pcm: np.ndarray, ends: np.ndarray, rate_hz: int) -> SynthesizedSentence:
-    """Applies the requested energy and trims the silence at both ends.
-
-    `pcm` (n,) float32; `ends` (phonemes + 2,) int64: ends of a pause, each phoneme and a pause, in samples.
-    """
+    """Applies the requested energy and trims the silence at both ends. `pcm` (n,) float32; `ends` (phonemes + 2,)
+    int64: ends of a pause, each phoneme and a pause, in samples."""
     db = per_phoneme(sentence, [stretch.energy for stretch in sentence.spans])
     if db.any():
         pcm = pcm * gains(db, ends, rate_hz)
@@ -48,8 +45,7 @@ def gains(db: np.ndarray, ends: np.ndarray, rate_hz: int) -> np.ndarray:
 
 
 def trim_silence(pcm: np.ndarray, edge: int) -> tuple[int, int]:
-    """Returns the range of samples that are not silent, with `edge` samples around it; everything where all is
-    silent."""
+    """Returns the range of samples that are not silent, and `edge` samples around; everything where all is silent."""
     loud = np.flatnonzero(np.abs(pcm) > QUIET)
     if not len(loud):
         return 0, len(pcm)

@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from asr_serve.audio.audio_buffers import AudioHistory
-from asr_serve.decoding.seq2seq import DraftTokens, Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine.client import EngineClient, RecognitionStream
 from asr_serve.engine.request import HypothesisRequest
 from asr_serve.pipelines.segments import PADDING_SAMPLES, pad_with_silence

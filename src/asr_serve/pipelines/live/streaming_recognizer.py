@@ -18,11 +18,11 @@ import numpy as np
 from asr_serve import units
 from asr_serve.audio.audio_buffers import AudioHistory
 from asr_serve.audio.endpointing import CALM_MS
-from asr_serve.decoding.seq2seq import Recognition
+from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.client import RecognitionStream as EngineStream
 from asr_serve.errors import Cancelled, EngineCrashed, StepFailed
-from asr_serve.pipelines.live.repeated_recognizer import AudioPosition, LiveSegment, PaceEstimator
+from asr_serve.pipelines.live.recognizer import AudioPosition, LiveSegment, PaceEstimator
 from asr_serve.pipelines.segments import PADDING_SAMPLES, build_segment
 from asr_serve.pipelines.silence import SilenceTracker
 from asr_serve.text.word_timing import token_times_from_frames
@@ -269,7 +269,7 @@ class StreamedSegment:
 
     @property
     def locked_text(self) -> str:
-        return self._text_to(self._locked_tokens)
+        return self._decode_tokens(self._locked_tokens)
 
     @property
     def locked_to(self) -> int:
@@ -279,10 +279,10 @@ class StreamedSegment:
     @property
     def shown_text(self) -> str:
         if self.finished:
-            return self._text_to(self.last)
-        return self._text_to(len(self.stream.tokens), self.stream.tail)
+            return self._decode_tokens(self.last)
+        return self._decode_tokens(len(self.stream.tokens), self.stream.tail)
 
-    def _text_to(self, end: int, tail: tuple[int, ...] = ()) -> str:
+    def _decode_tokens(self, end: int, tail: tuple[int, ...] = ()) -> str:
         """Decodes tokens up to `end`, cached: called far more often than tokens change."""
         key = self.first, end, tail
         if key not in self._texts:

@@ -13,7 +13,7 @@ from asr_serve.audio.audio_buffers import WindowAlignedBuffer
 from asr_serve.audio.endpointing import WINDOW_SAMPLES
 from asr_serve.engine.client import VadSession
 from asr_serve.errors import StepFailed
-from asr_serve.pipelines.live.segment_hypotheses import MAX_TRIES
+from asr_serve.pipelines.live.repeated_segment import MAX_TRIES
 
 
 class LiveVoiceActivity:

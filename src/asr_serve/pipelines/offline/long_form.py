@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from asr_serve import units
-from asr_serve.decoding.seq2seq import Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.pipelines.offline.audio_reader import AudioReader
 from asr_serve.types import EngineTimestamps, Segment, Span
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from asr_serve.audio.audio_buffers import AudioHistory, WindowAlignedBuffer
 from asr_serve.audio.endpointing import WINDOW_SAMPLES, EndpointConfig, Endpointer
-from asr_serve.decoding.seq2seq import Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.client import VadSession
 from asr_serve.models.registry import AsrCard
 from asr_serve.pipelines.offline.audio_reader import AudioReader

@@ -24,7 +24,8 @@ import msgspec
 
 from asr_serve import units
 from asr_serve.audio.audio_buffers import AudioHistory
-from asr_serve.decoding.seq2seq import Recognition, SearchOptions
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.models.registry import AsrCard, TimestampTokens
 from asr_serve.pipelines.offline.audio_reader import AudioReader
 from asr_serve.pipelines.offline.long_form import (

@@ -18,7 +18,7 @@ from asr_serve import units
 from asr_serve.audio.endpointing import EndpointConfig
 from asr_serve.audio.input_manifest import InputItem
 from asr_serve.audio.silence_schedule import OFFLINE_SCHEDULE
-from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.diarization.word_speakers import TurnIndex
 from asr_serve.engine.client import EngineClient, Ticket, VadSession
 from asr_serve.errors import AsrServeError, AtCapacity, Cancelled

@@ -45,11 +45,11 @@ class SpeechPart(Protocol):
 class SilencePart:
     under_way = False
 
-    def __init__(self, samples: int, *, asked: bool = False) -> None:
-        """`asked`: the text requests this length. Any other silence is shortened by the silence that precedes
+    def __init__(self, samples: int, *, is_requested: bool = False) -> None:
+        """`is_requested`: the text requests this length. Any other silence is shortened by the silence that precedes
         it."""
         self.remaining_samples = samples
-        self._more = not asked
+        self._more = not is_requested
 
     def begin(self, quiet_samples: int) -> None:
         """Reports how much of the audio before this part was silent: sentences fade out over any length."""

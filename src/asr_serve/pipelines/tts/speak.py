@@ -226,7 +226,9 @@ class TtsSession:
                 return
             if isinstance(passage, Pause):
                 ms = passage.ms if passage.is_requested else passage.ms / self._manner.speed
-                self._parts.append(SilencePart(units.ms_to_samples(ms, self._card_hz), asked=passage.is_requested))
+                self._parts.append(
+                    SilencePart(units.ms_to_samples(ms, self._card_hz), is_requested=passage.is_requested)
+                )
             else:
                 self._submit_clause(passage, remaining)
 

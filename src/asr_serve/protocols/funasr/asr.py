@@ -34,8 +34,7 @@ class AsrRequest(msgspec.Struct, frozen=True):
 
 
 def parse_asr_form(sent: Mapping[str, Sequence[str]], *, complete: bool) -> AsrRequest:
-    """Parses a form. While it is not `complete`, errors that a later field can correct are passed over. Raises
-    OptionError."""
+    """Parses a form; until it is `complete`, errors that a later field can correct are ignored. Raises OptionError."""
     fields = FormFields(sent, ASR_FIELDS)
     return AsrRequest(
         fields.text("model"),

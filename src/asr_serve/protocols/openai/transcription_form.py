@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from asr_serve.decoding.seq2seq import MAX_BEAMS, SearchOptions
+from asr_serve.decoding.search_options import MAX_BEAMS, SearchOptions
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.pipelines.options import SPEAKER_COUNT_FIELDS, LongForm, TranscribeOptions
 from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS
@@ -87,11 +87,8 @@ class TranscriptionRequest(msgspec.Struct, frozen=True):
 def parse_transcription_form(
     sent: Mapping[str, Sequence[str]], *, complete: bool, max_beam: int = MAX_BEAMS
 ) -> TranscriptionRequest:
-    """Parses a form. While it is not `complete`, errors that a later field can correct are passed over.
-    `max_beam`: limit for one request.
-
-    Raises OptionError; UnsupportedOption for a known option that is not supported.
-    """
+    """Parses a form. While it is not `complete`, errors that a later field can correct are passed over. `max_beam`:
+    limit for one request. Raises OptionError; UnsupportedOption for a known option that is not supported."""
     fields = FormFields(sent, TRANSCRIPTION_FIELDS)
     form = fields.choice("response_format", list(RESPONSE_FORMATS)) or "json"
     stream = fields.flag("stream") or False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from asr_serve.decoding.seq2seq import MAX_BEAMS
+from asr_serve.decoding.search_options import MAX_BEAMS
 from asr_serve.pipelines.options import MAX_SPEAKERS, LongForm
 from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS
 from asr_serve.protocols import recognition_fields

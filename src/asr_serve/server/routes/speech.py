@@ -11,7 +11,6 @@ from urllib.parse import parse_qs
 
 import msgspec
 from fastapi import APIRouter, Request
-from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import WebSocketRoute
@@ -45,7 +44,7 @@ from asr_serve.server.middleware.request_context import RequestContext, request_
 from asr_serve.server.realtime.endpoint import close_conversation
 from asr_serve.server.realtime.lifecycle import SessionLimits
 from asr_serve.server.realtime.outbox import OUTBOX_SEND_TIMEOUT_S, Outbox
-from asr_serve.server.server_sent_events import with_error_event
+from asr_serve.server.server_sent_events import EVENT_STREAM, StreamedResponse
 from asr_serve.server.transcription_job import TranscriptionExecutor
 from asr_serve.server.tts.audio_stream import SpeechChunk, SpeechStream, TextQueue
 from asr_serve.server.tts.speech_conversation import SpeechConversation
@@ -112,7 +111,7 @@ class SpeechSynthesizer(NamedTuple):
         return {name: value for name, value in zip(SPEECH_HEADERS, values, strict=True) if value}
 
 
-class SpeechResponse(Response):
+class SpeechResponse(StreamedResponse):
     """Response of audio bytes, or of events that hold them. Closes `resources`, the stream included."""
 
     def __init__(
@@ -122,23 +121,11 @@ class SpeechResponse(Response):
         stream: SpeechStream,
         resources: contextlib.AsyncExitStack,
     ) -> None:
-        self.status_code = 200
-        self.background: BackgroundTask | None = None
-        self.media_type = "text/event-stream" if request.sse else speaker.encoder.content_type
-        self._request, self._stream, self._resources = request, stream, resources
-        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", **speaker.headers(request.ignored)})
+        media_type = EVENT_STREAM if request.sse else speaker.encoder.content_type
+        super().__init__(media_type, speaker.headers(request.ignored), resources)
+        self._request, self._stream = request, stream
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = request_context(scope)
-        async with self._resources, contextlib.aclosing(self._rendered(context)) as pieces:
-            first = await anext(pieces)  # an error so far is answered with its own status
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            async for piece in with_error_event(pieces, scope) if self._request.sse else pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _rendered(self, context: RequestContext) -> AsyncGenerator[bytes, None]:
+    async def pieces(self, context: RequestContext) -> AsyncGenerator[bytes, None]:
         stream = self._stream
         try:
             async for piece in stream:

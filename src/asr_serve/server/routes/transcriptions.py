@@ -10,9 +10,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
-from starlette.background import BackgroundTask
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from asr_serve.audio.reader import AudioLimits
 from asr_serve.config import ServeConfig
@@ -28,9 +26,9 @@ from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
 from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
 from asr_serve.server.middleware.error_handlers import JSON
 from asr_serve.server.middleware.request_context import RequestContext, request_context
-from asr_serve.server.server_sent_events import with_error_event, with_keep_alive
+from asr_serve.server.server_sent_events import EVENT_STREAM, StreamedResponse, with_keep_alive
 from asr_serve.server.transcription_job import TranscriptionExecutor, TranscriptionJob
-from asr_serve.server.uploads.upload import Upload, UploadLimits
+from asr_serve.server.uploads.upload import Upload, UploadLimits, read_body
 from asr_serve.types import Transcript
 
 FIELD_LIMITS: dict[str, Any] = {
@@ -136,7 +134,7 @@ class UploadTranscription(Generic[RequestT]):
             upload_trace.enter_context(context.trace.upload())
             engine_use = resources.enter_context(contextlib.ExitStack())
             upload = await Upload.start(
-                _body(request.receive),
+                read_body(request.receive),
                 headers.get("content-type", ""),
                 int(length) if length.isdecimal() else None,
                 dependencies.uploads,
@@ -283,40 +281,17 @@ async def _end(upload: Upload) -> None:
         await upload.finish()  # so that its reader has released the connection
 
 
-async def _body(receive: Receive) -> AsyncIterator[bytes]:
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone("the client left while it sent its request")
-        yield message.get("body", b"")
-        if not message.get("more_body"):
-            return
-
-
-class TranscriptEventStream(Response):
+class TranscriptEventStream(StreamedResponse):
     """Server-sent events, with the text of each segment once recognized. Closes `stack`."""
-
-    media_type = "text/event-stream"
 
     def __init__(
         self, work: UploadTranscription[transcription_form.TranscriptionRequest], stack: contextlib.AsyncExitStack
     ) -> None:
-        self.status_code = 200
-        self.background: BackgroundTask | None = None
-        self._transcription, self._resources = work, stack
-        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        super().__init__(EVENT_STREAM, {}, stack)
+        self._transcription = work
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with (
-            self._resources,
-            contextlib.aclosing(with_keep_alive(self._events(request_context(scope)))) as pieces,
-        ):
-            first = await anext(pieces)  # an error so far is answered with its own status
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            async for piece in with_error_event(pieces, scope):
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    def pieces(self, context: RequestContext) -> AsyncGenerator[bytes, None]:
+        return with_keep_alive(self._events(context))
 
     async def _events(self, context: RequestContext) -> AsyncGenerator[bytes, None]:
         work = self._transcription

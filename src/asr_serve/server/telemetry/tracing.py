@@ -62,10 +62,8 @@ class Tracer:
 
     @staticmethod
     def create(endpoint: str | None, service_name: str) -> Tracer:
-        """Returns a tracer. `endpoint`: base URL of an OTLP/HTTP collector, or None for no traces.
-
-        Raises OptionError if there is an endpoint and OpenTelemetry is not installed.
-        """
+        """Returns a tracer. `endpoint`: base URL of an OTLP/HTTP collector, or None for no traces. Raises OptionError
+        if there is an endpoint and OpenTelemetry is not installed."""
         if endpoint is None:
             return Tracer()
         try:
@@ -81,8 +79,7 @@ class Tracer:
         return OtelTracer(OTLPSpanExporter(url, timeout=EXPORT_S), service_name)
 
     def start_request(self, method: str, headers: Mapping[str, str]) -> RequestTrace:
-        """Starts a trace now, which continues a valid `traceparent` among `headers` (lower case, or matched
-        case-insensitively)."""
+        """Starts a trace now; it continues a valid `traceparent` of `headers` (lower case, or case-insensitive)."""
         return RequestTrace()
 
     def close(self) -> None:

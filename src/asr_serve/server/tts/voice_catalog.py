@@ -40,8 +40,7 @@ class VoiceCatalog:
     def __init__(
         self, engines: EngineRegistry, store: VoiceStore, models: Mapping[str, str], aliases: Mapping[str, str]
     ) -> None:
-        """`store`: cloned voices. `models`: alias -> model. `aliases`: alias -> voice; a voice's own name has
-        priority."""
+        """`store`: cloned voices. `models`: alias -> model. `aliases`: alias -> voice, after the voices' own names."""
         self._engines, self._store, self._models, self._aliases = engines, store, models, aliases
 
     def engine(self, model: str | None) -> ModelEngine:

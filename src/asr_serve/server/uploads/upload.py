@@ -8,6 +8,8 @@ import math
 from collections.abc import AsyncIterator
 from typing import BinaryIO, cast
 
+from starlette.types import Receive
+
 from asr_serve.errors import AudioTooLarge, Cancelled, ClientGone, MalformedRequest, RequestTimeout
 from asr_serve.server.uploads.multipart_form import FormLimits, MultipartForm
 from asr_serve.server.uploads.spool import Spool, SpoolReader
@@ -193,6 +195,17 @@ class Upload:
         if self._reading.cancelled():
             raise Cancelled("the upload was closed before its end")
         self._reading.result()
+
+
+async def read_body(receive: Receive) -> AsyncIterator[bytes]:
+    """Yields a request's body as it arrives. Raises ClientGone."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone("the client left while it sent its request")
+        yield message.get("body", b"")
+        if not message.get("more_body"):
+            return
 
 
 def check_body_size(body_bytes: int, limits: UploadLimits) -> None:

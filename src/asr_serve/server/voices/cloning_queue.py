@@ -19,7 +19,14 @@ import msgspec
 from asr_serve.config import engine_environment
 from asr_serve.errors import AtCapacity, EngineClosed, OptionError, UnknownJob
 from asr_serve.protocols.cloned_voices import Cloning, CloningError, CloningState, cloned_voice_from_report
-from asr_serve.voices.cloning_messages import ClipReport, CloneFailed, CloneProgress, CloneReport, CloneRequest, Said
+from asr_serve.voices.cloning_messages import (
+    ClipReport,
+    CloneFailed,
+    CloneMessage,
+    CloneProgress,
+    CloneReport,
+    CloneRequest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +212,7 @@ class CloningQueue:
         reading = asyncio.create_task(self._read_messages(process.stdout, job))
         reading_stderr = asyncio.create_task(_remember(process.stderr, last_lines))
         stopped = asyncio.create_task(job.stopped.wait())
-        result: Said | None = None
+        result: CloneMessage | None = None
         try:
             with contextlib.suppress(ConnectionError):
                 process.stdin.write(msgspec.json.encode(job.order) + b"\n")
@@ -226,7 +233,7 @@ class CloningQueue:
             await asyncio.gather(reading, reading_stderr, stopped, return_exceptions=True)
         self._finish(job, result, process.returncode, list(last_lines))
 
-    def _finish(self, job: CloningJob, result: Said | None, code: int | None, last_lines: list[str]) -> None:
+    def _finish(self, job: CloningJob, result: CloneMessage | None, code: int | None, last_lines: list[str]) -> None:
         if isinstance(result, CloneReport):
             job.report, job.progress = result, CloneProgress("done", 1.0)
             job.end("done")
@@ -240,10 +247,10 @@ class CloningQueue:
                 "failed", CloningError("worker_died", f"the process that cloned ended with {code}; its log says why")
             )
 
-    async def _read_messages(self, out: asyncio.StreamReader, job: CloningJob) -> Said | None:
+    async def _read_messages(self, out: asyncio.StreamReader, job: CloningJob) -> CloneMessage | None:
         """Reads progress until the worker's result, which is returned; None if it ends without one."""
         while line := await out.readline():
-            message: Said = msgspec.json.decode(line, type=Said)
+            message: CloneMessage = msgspec.json.decode(line, type=CloneMessage)
             if not isinstance(message, CloneProgress):
                 return message
             job.progress = message

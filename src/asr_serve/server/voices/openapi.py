@@ -59,14 +59,7 @@ def _body(schema: OpenApi, media_type: str, example: OpenApi) -> OpenApi:
 
 
 CLONE: OpenApi = {
-    "response_class": Response,
-    "responses": {
-        202: {
-            "description": "It is in the queue.",
-            "content": {"application/json": {"schema": ref("Cloning"), "example": _CLONING}},
-        },
-        **_UPLOAD,
-    },
+    **response_entry(ref("Cloning"), "It is in the queue.", _UPLOAD, _CLONING, status=202),
     "openapi_extra": _body(
         cloned_voices.cloning_form_schema(),
         "multipart/form-data",

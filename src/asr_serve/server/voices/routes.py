@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive
 
 from asr_serve.audio.reader import open_audio
 from asr_serve.config import ServeConfig, voices_dir
-from asr_serve.errors import (
-    AudioError,
-    ClientGone,
-    InvalidKey,
-    MalformedRequest,
-    NotAllowed,
-    OptionError,
-    UnsupportedOption,
-)
+from asr_serve.errors import AudioError, InvalidKey, MalformedRequest, NotAllowed, OptionError, UnsupportedOption
 from asr_serve.protocols import cloned_voices
+from asr_serve.protocols.openai.events import server_sent_event
 from asr_serve.server.engine_registry import EngineRegistry
 from asr_serve.server.middleware.error_handlers import JSON
 from asr_serve.server.middleware.request_context import request_context
-from asr_serve.server.server_sent_events import KEEP_ALIVE, KEEP_ALIVE_S
+from asr_serve.server.server_sent_events import EVENT_STREAM, with_keep_alive
 from asr_serve.server.uploads.multi_file_form import MultiFileForm, read_form_body
-from asr_serve.server.uploads.upload import UploadLimits
+from asr_serve.server.uploads.upload import UploadLimits, read_body
 from asr_serve.server.voices import openapi
 from asr_serve.server.voices.cloning_queue import CloningJob, CloningQueue
 from asr_serve.server.voices.upload_folders import UploadFolder, remove_stale_folders
@@ -53,7 +45,7 @@ class VoiceDependencies(NamedTuple):
     store: VoiceStore
     uploads: UploadLimits
     admins: bool
-    codec: str | None
+    vocoder: str | None
 
     @classmethod
     def create(cls, config: ServeConfig, engines: EngineRegistry) -> VoiceDependencies:
@@ -65,8 +57,8 @@ class VoiceDependencies(NamedTuple):
         )
         remove_stale_folders()
         folder = voices_dir(config.engine.voices_dir)
-        codec = config.engine.codec
-        return cls(engines, CloningQueue(1), VoiceStore(folder), uploads, bool(config.admin_keys), codec)
+        vocoder = config.engine.codec
+        return cls(engines, CloningQueue(1), VoiceStore(folder), uploads, bool(config.admin_keys), vocoder)
 
 
 def routes(dependencies: VoiceDependencies) -> APIRouter:
@@ -101,7 +93,7 @@ def routes(dependencies: VoiceDependencies) -> APIRouter:
                 MAX_RECORDINGS,
                 dependencies.uploads,
             )
-            await read_form_body(_body(request.receive), form, dependencies.uploads)
+            await read_form_body(read_body(request.receive), form, dependencies.uploads)
             parsed = cloned_voices.parse_cloning_form(form.fields, len(form.names), admin)
             clone_request = await asyncio.to_thread(_clone_request, dependencies, parsed, form)
             job = dependencies.clonings.enqueue(clone_request, folder.path, len(form.names), folder.remove)
@@ -143,7 +135,7 @@ def routes(dependencies: VoiceDependencies) -> APIRouter:
         """Sends the cloning as server-sent events, at every change until it is over. For administrators."""
         expect_admin(request)
         found = dependencies.clonings.get(job)
-        return StreamingResponse(_events(dependencies.clonings, found), media_type="text/event-stream")
+        return StreamingResponse(with_keep_alive(_events(dependencies.clonings, found)), media_type=EVENT_STREAM)
 
     @router.get("/{name}", summary="Look at a cloned voice", **openapi.VOICE)
     async def voice(request: Request, name: str) -> Response:
@@ -154,7 +146,7 @@ def routes(dependencies: VoiceDependencies) -> APIRouter:
     async def rename(request: Request, name: str) -> Response:
         """Renames a voice; sentences in progress are finished. For administrators."""
         expect_admin(request)
-        new_name = cloned_voices.parse_rename_body(await _read_body(request))
+        new_name = cloned_voices.parse_rename_body(await _read_short_body(request))
         card = await asyncio.to_thread(dependencies.store.rename, name, new_name, _own_voices(dependencies))
         return _json(cloned_voices.ClonedVoice.of(card, admin=True))
 
@@ -198,7 +190,7 @@ def _clone_request(
         texts=_texts(parsed.texts, form),
         consent=parsed.consent,
         model=model,
-        codec=dependencies.codec,
+        vocoder=dependencies.vocoder,
         voices_dir=str(dependencies.store.folder),
         minutes=parsed.minutes,
         seed=parsed.seed,
@@ -242,49 +234,22 @@ def _own_voices(dependencies: VoiceDependencies) -> set[str]:
     return {voice for card in dependencies.engines.known_models().values() for voice in getattr(card, "voices", ())}
 
 
-async def _events(clonings: CloningQueue, job: CloningJob) -> AsyncIterator[bytes]:
-    changes = job.updates()
-    pending: asyncio.Future[None] | None = None
-    try:
-        while True:
-            pending = pending or asyncio.ensure_future(anext(changes))
-            done, _ = await asyncio.wait({pending}, timeout=KEEP_ALIVE_S)
-            if not done:
-                yield KEEP_ALIVE
-                continue
-            try:
-                pending.result()
-            except StopAsyncIteration:
-                return
-            finally:
-                pending = None
-            yield b"data: " + msgspec.json.encode(clonings.describe(job)) + b"\n\n"
-            if job.state == "running":
-                await asyncio.sleep(REPEAT_S)
-    finally:
-        if pending is not None:
-            pending.cancel()
+async def _events(clonings: CloningQueue, job: CloningJob) -> AsyncGenerator[bytes, None]:
+    async for _ in job.updates():
+        yield server_sent_event(clonings.describe(job))
+        if job.state == "running":
+            await asyncio.sleep(REPEAT_S)
 
 
-async def _read_body(request: Request) -> bytes:
+async def _read_short_body(request: Request) -> bytes:
     """Reads a short body. Raises MalformedRequest, ClientGone."""
     parts, count = [], 0
-    async for part in _body(request.receive):
+    async for part in read_body(request.receive):
         parts.append(part)
         count += len(part)
         if count > MAX_CLONING_BODY_BYTES:
             raise MalformedRequest(f"a body of over {MAX_CLONING_BODY_BYTES} bytes", '{"name": "another-name"}')
     return b"".join(parts)
-
-
-async def _body(receive: Receive) -> AsyncIterator[bytes]:
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone("the client left while it sent its request")
-        yield message.get("body", b"")
-        if not message.get("more_body"):
-            return
 
 
 def _json(answer: msgspec.Struct, status: int = 200) -> Response:

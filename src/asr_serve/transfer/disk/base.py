@@ -64,8 +64,7 @@ class DiskBackend(ABC):
 
     @abstractmethod
     def _transfer_extents(self, fd: int, extents: list[FileExtent], write: bool) -> Iterator[int]:
-        """Transfers extents. Raises OSError and DiskFailed; nothing is in flight when it has ended, however it
-        ends."""
+        """Transfers extents. Raises OSError and DiskFailed; nothing is in flight when it has ended, however it ends."""
 
     @abstractmethod
     def _release(self) -> None:

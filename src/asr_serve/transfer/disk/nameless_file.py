@@ -93,8 +93,7 @@ class NamelessFile:
 
     @contextlib.contextmanager
     def open_fd(self) -> Iterator[int]:
-        """Yields the descriptor, which stays open within the context. Raises DiskFailed once the file is
-        closed."""
+        """Yields the descriptor, which stays open within the context. Raises DiskFailed once the file is closed."""
         with self._lock:
             self.expect_open()
             self._users += 1

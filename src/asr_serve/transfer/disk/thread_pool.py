@@ -61,8 +61,7 @@ def _carry(fd: int, piece: IoPiece, write: bool, done: SimpleQueue[tuple[IoPiece
 
 
 def _whole(fd: int, piece: IoPiece, write: bool) -> None:
-    """Transfers a whole piece: the kernel may do less in a call. A remainder begins on a block, as O_DIRECT
-    requires."""
+    """Transfers a whole piece; the kernel may do less in a call. A remainder begins on a block, as O_DIRECT wants."""
     offset = 0
     while offset < piece.memory.nbytes:
         rest = piece.memory[offset:]

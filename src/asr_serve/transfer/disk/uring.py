@@ -22,8 +22,7 @@ ALL, NONE_YET = -2, -1
 
 class UringDiskBackend(DiskBackend):
     """Disk back end by io_uring. Raises OptionError where the module was not built, or the kernel or the container
-    allows no io_uring.
-    """
+    allows no io_uring."""
 
     name = "uring"
 

@@ -137,10 +137,8 @@ class Receiver:
         self._closed = False
 
     def lease(self, nbytes: int) -> BufferRegion | None:
-        """Leases a region of `nbytes` bytes, 1 or more; None when there is no room now.
-
-        Raises RoadFailed for more than the whole memory, PeerGone.
-        """
+        """Leases a region of `nbytes` bytes, 1 or more; None when there is no room now. Raises RoadFailed for more than
+        the whole memory, PeerGone."""
         if nbytes > self._allocator.nbytes:
             raise RoadFailed(
                 f"{nbytes} bytes for a landing memory of {self._allocator.nbytes}",
@@ -160,9 +158,8 @@ class Receiver:
         `release`.
 
         `nbytes` and `checksum` come with the sender's answer. Raises Torn where the memory holds something else;
-        RoadFailed where region or size does not match a lease, or it was answered before; Cancelled when the
-        region was released already; PeerGone.
-        """
+        RoadFailed where region or size does not match a lease, or it was answered before; Cancelled when the region was
+        released already; PeerGone."""
         with self._lock:
             self._expect_open()
             lease = self._leased_region(spot)
@@ -198,8 +195,7 @@ class Receiver:
             self._free_region(lease)
 
     def release(self, spot: BufferRegion) -> None:
-        """Releases a region that is not read any more. It is leased again once its sender has answered, not
-        before."""
+        """Releases a region that is not read any more. It is leased again once its sender has answered, not before."""
         with self._lock:
             if self._closed:
                 return
@@ -259,9 +255,8 @@ class TransportSender:
         arrived.
 
         `data`: uint8, one-dimensional and contiguous; the caller may change it afterwards. Raises RoadFailed for a
-        region that is too small or not in the receiver's memory; PeerGone; RoadTimeout. After the last two,
-        nothing more can be sent by this sender.
-        """
+        region that is too small or not in the receiver's memory; PeerGone; RoadTimeout. After the last two, nothing
+        more can be sent by this sender."""
         raise NotImplementedError
 
     def close(self) -> None:

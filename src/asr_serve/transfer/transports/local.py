@@ -32,8 +32,7 @@ def attach_sender(offer: ReceiverOffer, only_at: str | None) -> LocalSender:
 
 
 class LocalReceiver(base.Receiver):
-    """Receiver whose memory serves arrays that must be copied; its pages are not touched, and cost nothing, before
-    that."""
+    """Receiver whose memory serves arrays that must be copied; until then its pages are untouched and cost nothing."""
 
     checked = False
 

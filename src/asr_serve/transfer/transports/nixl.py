@@ -68,8 +68,7 @@ class _PolledAgent(NixlAgent):
 
 
 class NixlReceiver(base.Receiver):
-    """Receiver with a thread that polls its agent while a region is leased: over TCP the receiver's agent
-    writes."""
+    """Receiver with a thread that polls its agent while a region is leased: over TCP the receiver's agent writes."""
 
     def __init__(self, nbytes: int, host: str) -> None:
         memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)

@@ -18,9 +18,7 @@ def available_transports() -> tuple[str, ...]:
 
 def create_receiver(kind: str, nbytes: int, host: str) -> Receiver:
     """Creates a receiver of `nbytes` for one sender. `host`: the address at which the other side reaches this one.
-
-    Raises OptionError where the transport is not available, or does not work with this size or address.
-    """
+    Raises OptionError where the transport is not available, or does not work with this size or address."""
     if kind not in (available := available_transports()):
         raise OptionError(
             f"road {kind!r}", f"what this installation has: {', '.join(available)}", suggest_name(kind, available)
@@ -34,10 +32,9 @@ def create_receiver(kind: str, nbytes: int, host: str) -> Receiver:
 def attach_sender(offer: bytes, only_at: str | None = None) -> TransportSender:
     """Attaches a sender to a receiver that another process, or this one, offers.
 
-    `only_at`: the only address that an untrusted offer may name, that of its origin: else the offer chooses the
-    machine that this one connects to. Any port of it may be named. Raises RoadFailed where attaching fails: an
-    unavailable transport, another machine's memory or address, no peer there.
-    """
+    `only_at`: the only address that an untrusted offer may name, that of its origin: else the offer chooses the machine
+    that this one connects to. Any port of it may be named. Raises RoadFailed where attaching fails: an unavailable
+    transport, another machine's memory or address, no peer there."""
     parsed = read_offer(offer)
     sender: TransportSender = _load_transport(parsed.kind).attach_sender(parsed, only_at)
     return sender

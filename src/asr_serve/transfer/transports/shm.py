@@ -106,8 +106,7 @@ class ShmReceiver(base.Receiver):
 
 
 class ShmSender(base.TransportSender):
-    """Sender that copies into the receiver's memory; the receiving process takes no part in that, and may
-    sleep."""
+    """Sender that copies into the receiver's memory; the receiving process takes no part in that, and may sleep."""
 
     def __init__(self, offer: ReceiverOffer) -> None:
         super().__init__(offer)

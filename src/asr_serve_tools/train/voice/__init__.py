@@ -1,2 +1,1 @@
-"""Training of our own voices: speech synthesized by other voices, or read by a person, and models trained on
-it."""
+"""Training of our own voices: speech of other voices, or of a person, and models trained on it."""

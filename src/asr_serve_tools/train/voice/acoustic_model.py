@@ -53,8 +53,7 @@ class AcousticTrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     start: Path | None = None
     """Checkpoint to start from."""
     speakers: tuple[str, ...]
-    """Names of speakers in the order of their ids. A file belongs to the speaker of the name after its last
-    underscore."""
+    """Names of speakers in the order of their ids. A file's speaker is the name after its last underscore."""
     phonemes: dict[str, int]
     rate: float = 1.2e-3
     falling: float = 0.5
@@ -174,9 +173,9 @@ def learning_rate_factor(share: float, last: float) -> float:
 
 
 @torch.no_grad()
-def update_average(averaged: dict[str, Tensor], now: dict[str, Tensor], kept: float) -> None:
+def update_average(averaged: dict[str, Tensor], now: dict[str, Tensor], decay: float) -> None:
     names = list(averaged)
-    torch._foreach_lerp_([averaged[name] for name in names], [now[name] for name in names], 1 - kept)
+    torch._foreach_lerp_([averaged[name] for name in names], [now[name] for name in names], 1 - decay)
 
 
 @torch.no_grad()
@@ -188,8 +187,7 @@ def held_out_losses(
     known: AcousticNorms,
     say: Callable[[str], None],
 ) -> dict[str, float]:
-    """Held-out losses of the averaged weights; `lengthen`: ratio of the teachers' durations to the predicted
-    ones."""
+    """Held-out losses of the averaged weights; `lengthen`: ratio of the teachers' durations to the predicted ones."""
     now = {name: tensor.clone() for name, tensor in learner.checkpoint().items()}
     learner.load(averaged)
     found: dict[str, list[float]] = {name: [] for name in WEIGHTS}

@@ -88,8 +88,7 @@ class KokoroTeacher:
     """One of Kokoro's voices."""
 
     def __init__(self, name: str, session: OnnxSession | None = None) -> None:
-        """`session`: session of another instance, to share. Raises WeightsMissing, with the command that fetches
-        them."""
+        """`session`: session of another instance, to share. Raises WeightsMissing."""
         folder = verified_published_folder(tts_card("kokoro"))
         self.name, self._style = name, kokoro.styles_of(folder)[name]
         self.session = session or OnnxSession(kokoro.graph_of(folder), (kokoro.UNITS, kokoro.F0))
@@ -110,30 +109,30 @@ def vocabulary() -> dict[str, int]:
 
 
 def corpus_utterance(
-    text: str, phonemes: str, said: TeacherReading
+    text: str, phonemes: str, reading: TeacherReading
 ) -> tuple[CorpusUtterance, np.ndarray, np.ndarray] | None:
     """Utterance in the corpus's form: 22.05 kHz, normalized level, durations in mel frames, pitch at the middle
     of each frame. None if a phoneme would have no frame."""
-    pcm = normalize_level(resample_clip(said.pcm, TEACHER_HZ, RATE_HZ))
+    pcm = normalize_level(resample_clip(reading.pcm, TEACHER_HZ, RATE_HZ))
     total = len(pcm) // HOP
     pcm = pcm[: total * HOP]
-    ends = np.round(np.cumsum(said.units) * UNIT / TEACHER_HZ * RATE_HZ / HOP).astype(np.int64)
+    ends = np.round(np.cumsum(reading.units) * UNIT / TEACHER_HZ * RATE_HZ / HOP).astype(np.int64)
     ends[-1] = total
     frames = np.diff(ends, prepend=0)
     if len(frames) != len(phonemes) or frames.min() < 1:
         return None
-    f0 = interpolate_f0(said.f0, (np.arange(total) + 0.5) * HOP / RATE_HZ * TEACHER_HZ * 2 / UNIT)
+    f0 = interpolate_f0(reading.f0, (np.arange(total) + 0.5) * HOP / RATE_HZ * TEACHER_HZ * 2 / UNIT)
     return CorpusUtterance(text, phonemes, len(pcm), frames.tolist()), pcm, f0
 
 
-def interpolate_f0(f0: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """F0 in Hz at `places`, in units of cells of f0: linear between the middles of two voiced cells, because
+def interpolate_f0(f0: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """F0 in Hz at `positions`, in units of cells of f0: linear between the middles of two voiced cells, because
     steps would blur high harmonics; 0 where the nearest cell is unvoiced."""
-    middles = places - 0.5
+    middles = positions - 0.5
     left = np.floor(middles).astype(np.int64).clip(0, len(f0) - 1)
     right = (left + 1).clip(0, len(f0) - 1)
     share = (middles - left).clip(0, 1)
-    nearest = f0[np.minimum(places.astype(np.int64), len(f0) - 1)]
+    nearest = f0[np.minimum(positions.astype(np.int64), len(f0) - 1)]
     both = (f0[left] > VOICED_HZ) & (f0[right] > VOICED_HZ)
     found = np.where(both, (1 - share) * f0[left] + share * f0[right], nearest)
     return np.where(nearest > VOICED_HZ, found, 0).astype(np.float32)

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from io import BufferedReader
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol, Self, cast
 
 import numpy as np
@@ -63,8 +63,7 @@ class LiveAudioSource(Protocol):
         """Opens it and returns the sample rate; `rate_hz` is the one that the user sets."""
 
     def chunks(self, notice: Callable[[str], None]) -> Iterator[bytes]:
-        """Yields chunks as they arrive, those before ctrl-C included. `notice` reports to the user, from any
-        thread."""
+        """Yields chunks as they arrive, those before ctrl-C included. `notice` reports to the user, from any thread."""
 
     def overflow_report(self) -> str:
         """Describes lost audio for the user. Raises the error that ended the source, if one did."""
@@ -81,14 +80,11 @@ class InterruptHandler:
         self._before = signal.signal(signal.SIGINT, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
 
     def unless(self, read: Callable[[], bool]) -> bool:
-        """Returns what `read` returns, which may block; False if ctrl-C came first. `read` stores its data
-        itself."""
+        """Returns what `read` returns, which may block; False if ctrl-C came first. `read` stores its data itself."""
         try:
             self._reading = True  # before the check: an interrupt from here on is raised, and none is lost
             return not self.came and read()

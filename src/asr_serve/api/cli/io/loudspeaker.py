@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
+from asr_serve.api.cli.io.speech_outputs import SpeechWriter
 from asr_serve.errors import SourceNotFound, UnsupportedOption
 
 LATENCY_S = 0.1
@@ -16,12 +15,10 @@ TO_FILE = "write it to a file instead: -o speech.wav"
 
 
 @contextlib.contextmanager
-def open_player(rate_hz: int) -> Iterator[LoudspeakerSink]:
-    """Opens the loudspeaker while audio is played, to its last sample unless an error occurs.
-
-    Raises UnsupportedOption without sounddevice or PortAudio; SourceNotFound where there is no loudspeaker, or it
-    may not be used.
-    """
+def open_player(rate_hz: int) -> Iterator[SpeechWriter]:
+    """Opens the loudspeaker; writing blocks while the device's buffer is full. All is played to its last sample, unless
+    an error occurs. Raises UnsupportedOption without sounddevice or PortAudio; SourceNotFound where there is no
+    loudspeaker, or it may not be used."""
     portaudio = _portaudio()
     try:
         stream = portaudio.RawOutputStream(samplerate=rate_hz, channels=1, dtype="int16", latency=LATENCY_S)
@@ -30,27 +27,10 @@ def open_player(rate_hz: int) -> Iterator[LoudspeakerSink]:
     with contextlib.closing(stream):
         try:
             stream.start()
-            yield LoudspeakerSink(stream)
+            yield lambda pcm: stream.write(pcm.astype("<i2").tobytes()) if len(pcm) else None
             stream.stop()  # waits until everything written has been played
         except portaudio.PortAudioError as error:
             raise _no_loudspeaker(error) from None
-
-
-class LoudspeakerSink:
-    """Plays the audio that is written to it."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.gaps = 0
-        """Number of times that the device ran out of audio."""
-        self._begun = False
-
-    def write(self, pcm: np.ndarray) -> None:
-        """Plays (n,) int16. Blocks while the device's buffer is full."""
-        if len(pcm):
-            missed = self._stream.write(pcm.astype("<i2").tobytes())
-            self.gaps += bool(missed and self._begun)
-            self._begun = True
 
 
 def check_player() -> None:

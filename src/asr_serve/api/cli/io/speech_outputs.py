@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import numpy as np
 
@@ -14,59 +13,22 @@ from asr_serve.api.speech import format_of_path
 from asr_serve.audio.encode import AudioEncoder
 from asr_serve.errors import OptionError
 
-
-class SpeechSink(Protocol):
-    def write(self, pcm: np.ndarray) -> None:
-        """Writes (n,) int16, at the rate that the sink was opened with."""
+SpeechWriter = Callable[[np.ndarray], object]
+"""Writes (n,) int16 at the rate of its output."""
 
 
-class StdoutSpeechSink:
-    """Writer of an audio format's bytes as they are made."""
+@contextlib.contextmanager
+def open_stdout(form: str, rate_hz: int, stream: BinaryIO) -> Iterator[SpeechWriter]:
+    """Yields the writer of an audio format's bytes, each sent as soon as it is made."""
+    encoder = AudioEncoder(form, rate_hz)
 
-    def __init__(self, encoder: AudioEncoder, stream: BinaryIO) -> None:
-        self._encoder, self._stream = encoder, stream
-
-    def write(self, pcm: np.ndarray) -> None:
-        self._send(self._encoder.encode(pcm))
-
-    def end(self) -> None:
-        self._send(self._encoder.finish())
-
-    def _send(self, data: bytes) -> None:
+    def send(data: bytes) -> None:
         if data:
-            self._stream.write(data)
-            self._stream.flush()
+            stream.write(data)
+            stream.flush()
 
-
-class FileSpeechSink(StdoutSpeechSink):
-    """Writer of a file whose header gets the length at the end."""
-
-    def end(self) -> None:
-        super().end()
-        if header := self._encoder.final_header():
-            self._stream.seek(0)
-            self._stream.write(header)
-
-
-@contextlib.contextmanager
-def open_stdout(form: str, rate_hz: int, stream: BinaryIO) -> Iterator[SpeechSink]:
-    sink = StdoutSpeechSink(AudioEncoder(form, rate_hz), stream)
-    yield sink
-    sink.end()
-
-
-@contextlib.contextmanager
-def open_file(path: Path, form: str, rate_hz: int) -> Iterator[SpeechSink]:
-    """Opens a file under another name and renames it when it is complete."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as stream:
-            sink = FileSpeechSink(AudioEncoder(form, rate_hz), stream)
-            yield sink
-            sink.end()
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    yield lambda pcm: send(encoder.encode(pcm))
+    send(encoder.finish())
 
 
 def format_of(output: str | None, form: str | None) -> str:

@@ -211,8 +211,7 @@ def choose_sink(
 
 
 def choose_format(form: str | None, output: str | None) -> str:
-    """Returns --format, or the format of --output's suffix, or text for a folder or stdout. Raises OptionError
-    with the nearest name."""
+    """Returns --format, or that of --output's suffix, or text for a folder or stdout. Raises OptionError."""
     if form is not None:
         return transcript_format(form, param="--format").name
     if output is None or is_folder(output):
@@ -281,8 +280,7 @@ def append_row(path: Path, line: bytes) -> None:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, object]]:
-    """Yields the JSON objects of a jsonl file. A torn last line is skipped; any other malformed line raises
-    OptionError."""
+    """Yields the JSON objects of a jsonl file. A torn last line is skipped. Raises OptionError for others."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -87,8 +87,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
-        """Reads a checkpoint's config.json, old style or new; keys without effect on the computation are ignored.
-        Raises WeightsCorrupt."""
+        """Reads a checkpoint's config.json, old style or new. Raises WeightsCorrupt."""
         rope = settings.get("rope_parameters") or {}
         flat = {**settings, **{k: rope[k] for k in ("partial_rotary_factor", "rope_theta") if k in rope}}
         for side in ("encoder", "decoder"):
@@ -107,100 +106,40 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
         return int(self.hidden_size // heads * self.partial_rotary_factor) // 2
 
 
-def tiny() -> Config:
-    """Returns the smallest model with every part, for tests."""
-    return Config(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        encoder_num_hidden_layers=2,
-        decoder_num_hidden_layers=2,
-        encoder_num_attention_heads=4,
-        decoder_num_attention_heads=4,
-        max_position_embeddings=64,
-    )
+class MoonshineDecoderModel(EncoderDecoderModel):
+    """Moonshine's decoder, which subclasses put behind an encoder; `cross_keys_values` alone connects the two.
 
-
-class Model(EncoderDecoderModel):
-    """Encoder and decoder, connected by `cross_keys_values` alone: its result is all that the decoder needs of a
-    clip.
-
-    State   the decoder's: keys and values of earlier tokens and of the encoder's frames, in pages that the
-            caller owns and lends at every step.
+    State   keys and values of earlier tokens and of the encoder's frames, in pages that the caller owns and lends at
+            every step
     """
 
-    def __init__(self, config: Config, weights: dict[str, Tensor], device: Device) -> None:
-        self.config, self.device = config, device
+    def __init__(self, config: Config, take: MoonshineTensors, *, rotary: int, max_tokens: int) -> None:
+        """`rotary`: rotated dimensions of a head."""
+        self.device, self.kernels = take.device, take.device.kernels
         self.bos, self.eos = BOS, EOS
-        self.max_tokens = config.max_position_embeddings
-        self.layers, self.heads, self.head_dim = (
-            config.decoder_num_hidden_layers,
-            config.decoder_num_attention_heads,
-            config.head_dim,
-        )
+        self.max_tokens = max_tokens
+        self.layers, self.heads = config.decoder_num_hidden_layers, config.decoder_num_attention_heads
+        self.head_dim = config.head_dim
         self.attention_scale = config.head_dim**-0.5
-        self.kernels = device.kernels
-        take = MoonshineTensors(config, weights, device)
-        self.stem = _MoonshineStem(take)
-        self.encoder = [_MoonshineEncoderLayer(take, i) for i in range(config.encoder_num_hidden_layers)]
-        self.encoder_norm = take.vector("model.encoder.layer_norm.weight")
-        half = config.rotary_half(config.encoder_num_attention_heads)
-        # Extended for clips longer than 49 s.
-        self.encoder_angles = rotary_angles(config.rope_theta, 2 * half, 2_048, device)
-        self.cross_kv = take.linear(
-            *[
-                f"model.decoder.layers.{i}.encoder_attn.{kind}_proj"
-                for i in range(config.decoder_num_hidden_layers)
-                for kind in "kv"
-            ]
-        )
-        half = config.rotary_half(config.decoder_num_attention_heads)
-        angles = rotary_angles(config.rope_theta, 2 * half, self.max_tokens, device)
-        self.decoder = [MoonshineDecoderLayer(take, i, angles) for i in range(config.decoder_num_hidden_layers)]
+        kinds = [f"{i}.encoder_attn.{kind}_proj" for i in range(self.layers) for kind in "kv"]
+        self.cross_kv = take.linear(*[f"model.decoder.layers.{kind}" for kind in kinds])
+        angles = rotary_angles(config.rope_theta, rotary, max_tokens, take.device)
+        self.decoder = [MoonshineDecoderLayer(take, i, angles) for i in range(self.layers)]
         self.decoder_norm = take.vector("model.decoder.norm.weight")
         self.embedding, self.head = take.vocabulary()
         self.vocab_size, self.head_weight = len(self.embedding), self.head.weight
-        self.frame_samples = STEM_STRIDE
         self.alignment = moonshine_alignment(self.layers, self.heads, config.hidden_size, config.alignment_heads)
 
     def prompt_tokens(self, options: object) -> tuple[int, ...]:
         """Returns the tokens that every answer begins with, whatever the options."""
         return (self.bos,)
 
-    def count_frames(self, samples: int, whole: bool = False) -> int:
-        """Returns the encoder frames of a clip; clips shorter than SHORTEST_SAMPLES have one."""
-        first = (max(samples, SHORTEST_SAMPLES) - 127) // 64 + 1
-        return ((first - 7) // 3 + 1 - 3) // 2 + 1
-
-    def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
-        """Encodes several clips end to end, without padding; each result is the same as if encoded alone.
-
-        In      batch: clips (samples,) float32 in -1..1, 16 kHz
-        Out     hidden (packing.total, hidden_size): clip i is hidden[packing.offsets[i] :][: packing.frames[i]];
-                rows past the last clip are noise
-        """
-        x, packing = self.stem(batch)
-        cos, sin = self.angles(max(packing.frames))
-        for layer in self.encoder:
-            x = layer(x, packing, cos, sin, self.device)
-        return F.layer_norm(x, x.shape[-1:], self.encoder_norm), packing
-
     def cross_keys_values(self, hidden: Tensor) -> Tensor:
-        """Computes keys and values of every decoder layer: (frames, layers, 2, hidden_size) of hidden (frames,
-        .)."""
-        return self.cross_kv(hidden).view(-1, self.layers, 2, self.config.hidden_size)
+        return self.cross_kv(hidden).view(-1, self.layers, 2, self.heads * self.head_dim)
 
     def decode(
         self, tokens: Tensor, own: PagedKeyValues, audio: PagedKeyValues, wanted: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Decodes one position of each row.
-
-        In      tokens (rows,) int64; own: pages for the row's tokens, lengths counting this one; audio: pages
-                with the row's cross keys and values; wanted (n,) int64: rows to return, in this order; None: all
-        Out     logits (n, vocab_size), hidden (n, hidden_size) they were computed from; for each layer with
-                alignment heads the cross-attention queries of all rows (rows, heads * head_dim)
-        State   writes this token's keys and values into `own`
-        """
         positions = own.lengths - 1
         x = self.embedding.embed(tokens)
         queries = []
@@ -212,13 +151,36 @@ class Model(EncoderDecoderModel):
         return self.head(x), x, *queries
 
     def align(self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]) -> list[Tensor]:
-        """Computes the alignment heads' scores over known tokens; no cache is written.
-
-        In      tokens (packing.total,) int64: those of each row end to end, its start before them; audio: pages
-                with each row's cross keys; frames: encoder frames of each row
-        Out     for each row (heads, packing.frames[row], frames[row]) float32: scaled products of queries and keys
-        """
         return again.alignment_scores(self, self.embedding.embed(tokens), packing, audio, frames)
+
+
+class Model(MoonshineDecoderModel):
+    """Encoder of whole clips, and decoder."""
+
+    def __init__(self, config: Config, weights: dict[str, Tensor], device: Device) -> None:
+        take = MoonshineTensors(config, weights, device)
+        rotary = 2 * config.rotary_half(config.decoder_num_attention_heads)
+        super().__init__(config, take, rotary=rotary, max_tokens=config.max_position_embeddings)
+        self.config = config
+        self.stem = _MoonshineStem(take)
+        self.encoder = [_MoonshineEncoderLayer(take, i) for i in range(config.encoder_num_hidden_layers)]
+        self.encoder_norm = take.vector("model.encoder.layer_norm.weight")
+        half = config.rotary_half(config.encoder_num_attention_heads)
+        # Extended for clips longer than 49 s.
+        self.encoder_angles = rotary_angles(config.rope_theta, 2 * half, 2_048, device)
+        self.frame_samples = STEM_STRIDE
+
+    def count_frames(self, samples: int, whole: bool = False) -> int:
+        """Returns the encoder frames of a clip; clips shorter than SHORTEST_SAMPLES have one."""
+        first = (max(samples, SHORTEST_SAMPLES) - 127) // 64 + 1
+        return ((first - 7) // 3 + 1 - 3) // 2 + 1
+
+    def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
+        x, packing = self.stem(batch)
+        cos, sin = self.angles(max(packing.frames))
+        for layer in self.encoder:
+            x = layer(x, packing, cos, sin, self.device)
+        return F.layer_norm(x, x.shape[-1:], self.encoder_norm), packing
 
     def angles(self, frames: int) -> tuple[Tensor, Tensor]:
         """Returns the encoder's rotary angles for clips of at least that many frames."""
@@ -427,8 +389,7 @@ def _graph(folder: Path, stem: str) -> Path | None:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Dequantizes the exported graphs of `source` into a checkpoint in `target`. Raises WeightsCorrupt,
-    WeightsMissing."""
+    """Dequantizes the graphs of `source` into a checkpoint in `target`. Raises WeightsCorrupt, WeightsMissing."""
     tensors: dict[str, np.ndarray] = {}
     for stem in ("encoder_model", "decoder_model_merged"):
         path = _graph(source, stem)

@@ -17,18 +17,15 @@ from torch.nn import functional as F
 
 from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt
-from asr_serve.models import alignment_heads as again
-from asr_serve.models.alignment_heads import moonshine_alignment
 from asr_serve.models.asr.moonshine import moonshine
 from asr_serve.models.asr.moonshine.window_encoder import WindowEncoder, WindowEncoderConfig
 from asr_serve.models.interfaces import IncrementalEncoderDecoderModel
 from asr_serve.models.model_files import AsrModelConfig
-from asr_serve.models.packing import PackedBatch, PagedKeyValues
+from asr_serve.models.packing import PackedBatch
 from asr_serve.models.registry import AsrCard
 
 LONGEST_TOKENS = 448
-"""Limit of text positions: the checkpoint's is far more than an utterance needs, and sets the width of block
-tables."""
+"""Limit of text positions: the checkpoint's is far more than an utterance needs, and sets the width of block tables."""
 _SHARED: dict[str, Any] = {
     "task": "asr",
     "kind": "moonshine_streaming",
@@ -81,8 +78,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
-        """Reads a checkpoint's config.json; keys without effect on the computation are ignored. Raises
-        WeightsCorrupt."""
+        """Reads a checkpoint's config.json. Raises WeightsCorrupt."""
         encoder = settings.get("encoder_config") or {}
         for prefix, activation, part in (("encoder_config.", "gelu", encoder), ("", "silu", settings)):
             for name, expected in (("hidden_act", activation), ("attention_bias", False)):
@@ -132,28 +128,8 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
             max_position_embeddings=self.max_position_embeddings,
             partial_rotary_factor=(2 * self.turns + 0.5) / self.head_dim,  # the half is lost in rounding down
             rope_theta=self.rope_theta,
+            alignment_heads=self.alignment_heads,
         )
-
-
-def tiny() -> Config:
-    """Returns the smallest model with every part, for tests: encoder and decoder differ in width and heads."""
-    return Config(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        partial_rotary_factor=0.9,
-        encoder_config=WindowEncoderConfig(
-            hidden_size=24,
-            intermediate_size=40,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            head_dim=8,
-            sliding_windows=((5, 3), (6, 0), (4, 2), (3, 4)),
-        ),
-    )
 
 
 CONVERTER = None
@@ -164,82 +140,32 @@ def rename(key: str) -> str | None:
     return key if key.startswith(("model.", "proj_out.")) else None
 
 
-class Model(IncrementalEncoderDecoderModel):
-    """Encoder and decoder, connected by `cross_keys_values` alone: its result is all that the decoder needs of a
-    clip.
-
-    State   the encoder's, of sessions: rows of `encoder.state_specs`. The decoder's: pages, as Moonshine's.
-    """
+class Model(moonshine.MoonshineDecoderModel, IncrementalEncoderDecoderModel):
+    """Encoder of sessions, with state in rows of `encoder.state_specs`, and Moonshine's decoder."""
 
     encoder: WindowEncoder
 
     def __init__(self, config: Config, weights: dict[str, Tensor], device: Device) -> None:
-        self.config, self.device, self.kernels = config, device, device.kernels
-        decoder_config = config.decoder
-        self.bos, self.eos = moonshine.BOS, moonshine.EOS
-        self.max_tokens = min(decoder_config.max_position_embeddings, LONGEST_TOKENS)
-        self.layers, self.heads, self.head_dim = (config.num_hidden_layers, config.num_attention_heads, config.head_dim)
-        self.attention_scale = config.head_dim**-0.5
-        take = moonshine.MoonshineTensors(decoder_config, weights, device)
+        take = moonshine.MoonshineTensors(config.decoder, weights, device)
+        max_tokens = min(config.max_position_embeddings, LONGEST_TOKENS)
+        super().__init__(config.decoder, take, rotary=config.rotary, max_tokens=max_tokens)
+        self.config = config
         self.encoder = WindowEncoder(config.encoder_config, take)
         self.positions = take.vector("model.decoder.pos_emb.weight")
         self.longest_frames = len(self.positions)
-        """Most encoder frames of an utterance."""
         wide = config.encoder_config.hidden_size != config.hidden_size
         self.narrow = take.linear("model.decoder.proj") if wide else None
-        kinds = [f"{i}.encoder_attn.{kind}_proj" for i in range(self.layers) for kind in "kv"]
-        self.cross_kv = take.linear(*[f"model.decoder.layers.{kind}" for kind in kinds])
-        angles = moonshine.rotary_angles(config.rope_theta, config.rotary, self.max_tokens, device)
-        self.decoder = [moonshine.MoonshineDecoderLayer(take, i, angles) for i in range(self.layers)]
-        self.decoder_norm = take.vector("model.decoder.norm.weight")
-        self.embedding, self.head = take.vocabulary()
-        self.vocab_size, self.head_weight = len(self.embedding), self.head.weight
         self.frame_samples = self.encoder.frame_samples
-        self.alignment = moonshine_alignment(self.layers, self.heads, config.hidden_size, config.alignment_heads)
-
-    def prompt_tokens(self, options: object) -> tuple[int, ...]:
-        """Returns the tokens that every answer begins with, whatever the options."""
-        return (self.bos,)
 
     def count_frames(self, samples: int, whole: bool = False) -> int:
-        """Returns the encoder frames of a clip."""
         return self.encoder.count_frames(samples)
 
     def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
-        """Encodes several clips end to end, with their positions; each result is the same as if encoded alone.
-
-        In      batch: clips (samples,) float32 in -1..1, 16 kHz
-        Out     hidden (packing.total, the encoder's hidden_size): clip i is hidden[packing.offsets[i] :][:
-                packing.frames[i]]; rows past the last clip are noise
-        """
         hidden, packing = self.encoder.encode_clips(batch)
         return self.add_positions(hidden, packing.positions(hidden.device)), packing
 
     def add_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Adds position embeddings to the encoder's output (frames, .): positions in the utterance (frames,)
-        int64, below max_position_embeddings."""
         return hidden + F.embedding(positions, self.positions)
 
     def cross_keys_values(self, hidden: Tensor) -> Tensor:
-        """Computes keys and values of every decoder layer: (frames, layers, 2, hidden_size) of `add_positions`'
-        result (frames, .)."""
-        kv = self.cross_kv(self.narrow(hidden) if self.narrow else hidden)
-        return kv.view(-1, self.layers, 2, self.config.hidden_size)
-
-    def decode(
-        self, tokens: Tensor, own: PagedKeyValues, audio: PagedKeyValues, wanted: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """Decodes one position of each row, as in Moonshine."""
-        positions = own.lengths - 1
-        x = self.embedding.embed(tokens)
-        queries = []
-        for i, layer in enumerate(self.decoder):
-            x, query = layer(i, x, positions, own, audio, self.kernels)
-            queries += [query] if i in self.alignment.heads else []
-        x = x if wanted is None else x[wanted]
-        x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
-        return self.head(x), x, *queries
-
-    def align(self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]) -> list[Tensor]:
-        """Computes the alignment heads' scores, as in Moonshine."""
-        return again.alignment_scores(self, self.embedding.embed(tokens), packing, audio, frames)
+        return super().cross_keys_values(self.narrow(hidden) if self.narrow else hidden)

@@ -115,8 +115,7 @@ class WindowEncoder(StreamingEncoder):
         self.norm = take.vector("model.encoder.final_norm.gamma") + 1
 
     def count_frames(self, samples: int) -> int:
-        """Returns the frames of that many samples, one at least. An incomplete short frame at the end is
-        dropped."""
+        """Returns the frames of that many samples, one at least. An incomplete short frame at the end is dropped."""
         return -(-max(samples // self.config.short_samples, 1) // SHORT)
 
     # --- whole utterances ---
@@ -167,7 +166,6 @@ class WindowEncoder(StreamingEncoder):
         return AudioWindow((SHORT - 1) * self.config.short_samples, (chunk + self.ahead) * self.frame_samples)
 
     def state_specs(self, chunk: int) -> dict[str, StateSpec]:
-        """Returns the state of a session, for steps of at most `chunk` frames."""
         config, dtype = self.config, self.device.dtype
         specs = {
             "short": StateSpec((TAPS - STRIDE, config.hidden_size), dtype),
@@ -184,7 +182,6 @@ class WindowEncoder(StreamingEncoder):
         return specs
 
     def step(self, chunk: StreamingChunk, state: State) -> Tensor:
-        """Encodes a chunk of each row: (n, chunk, hidden_size); past a row's `frames` the output is undefined."""
         frames = chunk.pcm.shape[1] // self.frame_samples - self.ahead
         shorts = chunk.total_samples.clamp(min=self.config.short_samples) // self.config.short_samples
         total = (shorts + SHORT - 1) // SHORT
@@ -292,16 +289,14 @@ class _WindowEncoderLayer:
 
 
 def _windows(x: Tensor, count: int) -> Tensor:
-    """Unfolds (n, frames, width) to (n, count, TAPS * width): the input of each output of a convolution, in time
-    order."""
+    """Unfolds (n, frames, width) to (n, count, TAPS * width): the inputs of a convolution's outputs, in time order."""
     n, frames, width = x.shape
     x = x.contiguous()
     return x.as_strided((n, count, TAPS * width), (frames * width, STRIDE * width, 1)).contiguous()
 
 
 def _band(clips: Tensor, back: int, ahead: int) -> Tensor:
-    """Returns the mask (blocks, 1, QUERIES, QUERIES + back + ahead): frames of the same clip that each query
-    attends to."""
+    """Returns the mask (blocks, 1, QUERIES, QUERIES + back + ahead): frames of its clip that a query attends to."""
     padding = -len(clips) % QUERIES
     queries = F.pad(clips, (0, padding), value=-1).view(-1, QUERIES)
     keys = F.pad(clips, (back, padding + ahead), value=-1).unfold(0, QUERIES + back + ahead, QUERIES)

@@ -87,10 +87,8 @@ _OPTIONAL: dict[str, tuple[Any, ...]] = {"reduction": (None,), "conv_context_sty
 
 
 def flatten_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Flattens the settings of a streaming FastConformer to the field names of its Config, among others.
-
-    Raises WeightsCorrupt for another kind of encoder.
-    """
+    """Flattens the settings of a streaming FastConformer to the field names of its Config, among others. Raises
+    WeightsCorrupt for another kind of encoder."""
     encoder = settings["encoder"]
     for name, allowed in (_REQUIRED | _OPTIONAL).items():
         actual = encoder.get(name, None if name in _REQUIRED else allowed[0])

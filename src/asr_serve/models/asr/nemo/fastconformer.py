@@ -7,9 +7,10 @@ Source  Noroozi et al. 2023 (arXiv:2312.17279), Rekesh et al. 2023 (arXiv:2305.0
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -22,7 +23,6 @@ from asr_serve.devices.interface import Device, Linear
 from asr_serve.errors import OptionError, WeightsCorrupt
 from asr_serve.models.asr.nemo import archive
 from asr_serve.models.asr.nemo.lstm_transducer import LstmTransducer
-from asr_serve.models.asr.nemo.relative_attention import RelativePositionKeys, distances
 from asr_serve.models.asr.nemo.subsampling import Subsampling
 from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk, StreamingModel
 from asr_serve.models.model_files import AsrModelConfig, WeightsConverter
@@ -98,8 +98,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
-        """Reads our config.json, or the settings of NeMo's model_config.yaml. Raises WeightsCorrupt for an
-        unsupported model."""
+        """Reads our config.json, or the settings of NeMo's model_config.yaml. Raises WeightsCorrupt."""
         if "encoder" in settings:
             nemo_mel.check(settings.get("preprocessor") or {})
             settings = archive.flatten_settings(settings)
@@ -128,21 +127,47 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
         )
 
 
-def tiny() -> Config:
-    """Returns the smallest model with every part, for tests."""
-    return Config(
-        feat_in=16,
-        d_model=32,
-        n_layers=2,
-        n_heads=4,
-        ff_expansion_factor=2,
-        subsampling_conv_channels=8,
-        conv_kernel_size=5,
-        att_context_size=((8, 1), (8, 3), (8, 0)),
-        vocab_size=48,
-        pred_hidden=24,
-        joint_hidden=20,
-    )
+def distances(width: int, left: int, steps: int) -> Tensor:
+    """Returns sines and cosines of the distances from a frame to its visible keys, (left + 2 * steps - 1, width):
+    from the last of `steps` frames back to `left` frames before the first, down to the first frame that attends to
+    the last."""
+    offsets = torch.arange(left + steps - 1, -steps, -1, dtype=torch.float64)
+    rates = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(10_000.0) / width))
+    angles = offsets[:, None] * rates
+    return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1).float()
+
+
+class RelativePositionKeys(NamedTuple):
+    """Projected position encodings of one layer, by distance in the order of `distances`: attention scores have a term
+    for the distance between query and key, beside the content term.
+
+    Source: Transformer-XL, arXiv:1901.02860, appendix B.
+    """
+
+    keys: Tensor
+    """(heads, head_dim, distances)."""
+    constant: Tensor
+    """(heads, 1, distances): the part of the score that is the same for every query."""
+
+    def steps(self, left: int) -> int:
+        return (self.keys.shape[2] - left + 1) // 2
+
+    def cut(self, steps: int, left: int) -> RelativePositionKeys:
+        """Returns the part for fewer steps."""
+        begin = self.steps(left) - steps
+        end = begin + left + 2 * steps - 1
+        return RelativePositionKeys(self.keys[:, :, begin:end], self.constant[:, :, begin:end])
+
+    def bias(self, q: Tensor, left: int) -> Tensor:
+        """Computes position scores of queries (n, steps, heads, head_dim) at each key: (n, heads, steps, left +
+        steps), whose first `left` keys are those before the first query."""
+        n, steps, heads, head_dim = q.shape
+        by_distance = torch.baddbmm(self.constant, q.permute(2, 0, 1, 3).reshape(heads, -1, head_dim), self.keys)
+        # For the next query every key is one step further away: its row begins one column further left.
+        row = by_distance.shape[2]
+        return by_distance.as_strided(
+            (n, heads, steps, left + steps), (steps * row, n * steps * row, row - 1, 1), steps - 1
+        )
 
 
 class Model(StreamingModel):
@@ -180,8 +205,7 @@ class Model(StreamingModel):
             )
 
     def count_frames(self, samples: int) -> int:
-        """Returns the encoder frames of a finished session of that many samples, as NeMo counts them; 0 for no
-        audio."""
+        """Returns the encoder frames of a finished session, as NeMo counts them; 0 for no audio."""
         return self.stem.counts(samples // nemo_mel.HOP_SAMPLES)[-1] if samples else 0
 
     def audio_window(self, chunk: int) -> AudioWindow:
@@ -361,8 +385,7 @@ def _normed(x: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rename(key: str) -> str | None:
-    """Converts a checkpoint's tensor name to ours; None for what is no weight. Raises WeightsCorrupt for an
-    unsupported part."""
+    """Converts a tensor's name to ours; None for what is no weight. Raises WeightsCorrupt for an unsupported part."""
     if key.startswith(("preprocessor.", "spec_augment", "encoder.pos_enc.")) or key.endswith("num_batches_tracked"):
         return None
     # The output layer's index is 2 where the model was trained with dropout, else 1.
@@ -379,8 +402,7 @@ def is_package_folder(folder: Path) -> bool:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Converts the archive at `source` into a checkpoint in `target`: config.json, pieces.json,
-    model.safetensors."""
+    """Converts the archive at `source` into a checkpoint in `target`: config.json, pieces.json, model.safetensors."""
     path = archive.find_archive(source)
     assert path is not None
     settings = archive.settings(path)

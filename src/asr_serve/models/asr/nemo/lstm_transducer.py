@@ -55,9 +55,8 @@ class LstmTransducer:
         return {"predictor.h": StateSpec(shape), "predictor.c": StateSpec(shape)}
 
     def predict(self, tokens: Tensor, memory: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Steps the predictor by one token of each row. Returns the predictor's half of the joint network (n,
-        joint width), which the search adds to the encoder's half of frame after frame; and the memory after the
-        step."""
+        """Steps the predictor by one token of each row. Returns the predictor's half of the joint network (n, joint
+        width), which the search adds to the encoder's half of frame after frame; and the memory after the step."""
         x = self.embedding[tokens]
         h, c = memory["predictor.h"].unbind(1), memory["predictor.c"].unbind(1)
         after_h, after_c = [], []

@@ -111,27 +111,6 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
         return config
 
 
-def tiny() -> Config:
-    """Returns the smallest model with every part, for tests."""
-    return Config(
-        vocab=23,
-        sos=22,
-        eos=22,
-        mels=20,
-        width=16,
-        heads=2,
-        inner=24,
-        layers=2,
-        kernel=5,
-        decoder_heads=2,
-        decoder_inner=24,
-        decoder_layers=1,
-        reverse_layers=2,
-        chunk=4,
-        left_chunks=2,
-    )
-
-
 class Model(StreamingModel):
     """Encoder, CTC head and decoders: StreamingModel of models/interfaces.py.
 

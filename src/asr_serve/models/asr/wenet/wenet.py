@@ -209,10 +209,7 @@ def _units(folder: Path) -> Path | None:
 
 
 def convert(source: Path, target: Path, extra: Mapping[str, Any]) -> None:
-    """Converts an experiment into config.json with `extra`, model.safetensors and pieces.json in `target`.
-
-    Raises WeightsCorrupt.
-    """
+    """Converts an experiment into config.json (with `extra`), model.safetensors, pieces.json. Raises WeightsCorrupt."""
     with _unpacked(source, target) as folder:
         weights, units = _weights(folder), _units(folder)
         if not weights or not units or not (folder / SETTINGS).is_file():

@@ -268,8 +268,7 @@ def _apart(name: str, value: Tensor) -> dict[str, Tensor]:
 
 
 def _checkpoint(path: Path) -> Path | None:
-    """Finds OpenAI's file (the path, or the only one of a folder), CTranslate2's folder, or Hugging Face's; else
-    None."""
+    """Finds OpenAI's file (the path, or a folder's only one), CTranslate2's folder, or Hugging Face's; else None."""
     if path.is_dir():
         if binary_files(path) or hugging_face.is_checkpoint_folder(path):
             return path
@@ -286,17 +285,13 @@ def _folder(path: Path) -> ForeignCheckpoint:
 
 
 def is_package_folder(path: Path) -> bool:
-    """Whether a path holds OpenAI's `.pt`, CTranslate2's `model.bin`, whole or in parts, or Hugging Face's
-    shards."""
+    """Whether a path holds OpenAI's `.pt`, CTranslate2's `model.bin`, whole or in parts, or Hugging Face's shards."""
     return _checkpoint(path) is not None
 
 
 def convert(source: Path, target: Path) -> None:
-    """Converts the checkpoint at `source` into `target`. The tokenizer comes from the installed packages if need
-    be.
-
-    Raises WeightsCorrupt, WeightsMissing.
-    """
+    """Converts the checkpoint at `source` into `target`. The tokenizer comes from the installed packages if need be.
+    Raises WeightsCorrupt, WeightsMissing."""
     checkpoint = _checkpoint(source)
     assert checkpoint is not None
     settings, tensors = read_openai(checkpoint) if checkpoint.is_file() else _folder(checkpoint)

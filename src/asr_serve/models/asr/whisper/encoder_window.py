@@ -29,8 +29,7 @@ class WhisperWindow:
         self.most, self.stride, self.after, self.before_end = most, stride, after, before_end
 
     def clip_positions(self, samples: int, whole: bool = False) -> int:
-        """Returns the positions from the start that are encoded one by one: all of them where little would be
-        saved, or with `whole`."""
+        """Returns the positions that are encoded one by one: all where little would be saved, or with `whole`."""
         count = -(-samples // POSITION_SAMPLES) + self.after
         strided = self.stride > 1 and not whole and count + self.before_end < self.most
         return count if strided else self.most

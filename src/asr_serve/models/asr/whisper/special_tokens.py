@@ -63,10 +63,8 @@ class SpecialTokens(NamedTuple):
 
     @classmethod
     def of(cls, text_tokens: int, vocab_size: int, timestamps: int) -> SpecialTokens:
-        """Computes the ids of a vocabulary: `text_tokens`, end and start, languages, tasks, `timestamps`.
-
-        Raises WeightsCorrupt where the sizes do not match.
-        """
+        """Computes the ids of a vocabulary: `text_tokens`, end and start, languages, tasks, `timestamps`. Raises
+        WeightsCorrupt where the sizes do not match."""
         first = text_tokens + 2
         tasks = vocab_size - timestamps - TASKS
         if not first <= tasks <= first + len(LANGUAGES):

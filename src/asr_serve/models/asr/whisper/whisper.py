@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asr_serve.audio.features.whisper_log_mel import PackedLogMel
-from asr_serve.devices.interface import Device
+from asr_serve.devices.interface import Device, Linear
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models import alignment_heads as again
 from asr_serve.models.alignment_heads import whisper_alignment
 from asr_serve.models.asr.whisper import checkpoint_formats
 from asr_serve.models.asr.whisper.encoder_window import POSITION_SAMPLES, SILENCE_STRIDE, WhisperWindow
 from asr_serve.models.asr.whisper.special_tokens import ENGLISH_TEXT, LANGUAGES, SpecialTokens
-from asr_serve.models.asr.whisper.tensors import WhisperTensors
 from asr_serve.models.interfaces import EncoderDecoderModel, PromptOptions
 from asr_serve.models.model_files import AsrModelConfig, WeightsConverter
 from asr_serve.models.packing import PackedBatch, PagedKeyValues, pack_clips, packed_buffer, tap_matrix
@@ -98,8 +97,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
-        """Reads a checkpoint's config.json; keys without effect on the computation are ignored. Raises
-        WeightsCorrupt."""
+        """Reads a checkpoint's config.json. Raises WeightsCorrupt."""
         if settings.get("activation_function", "gelu") != "gelu":
             raise WeightsCorrupt(f"activation_function={settings['activation_function']!r}", "gelu")
         if settings.get("scale_embedding"):
@@ -115,24 +113,6 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
             self.vocab_size, self.eos_token_id
         )
         return SpecialTokens.of(text, self.vocab_size, self.max_source_positions + 1)
-
-
-def tiny() -> Config:
-    """Returns the smallest model with every part, for tests: 2 s windows, 64 text tokens, two languages."""
-    return Config(
-        vocab_size=64 + 2 + 2 + 6 + 101,
-        num_mel_bins=80,
-        d_model=32,
-        encoder_layers=2,
-        encoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_layers=2,
-        decoder_attention_heads=4,
-        decoder_ffn_dim=48,
-        max_source_positions=100,
-        max_target_positions=64,
-        eos_token_id=64,
-    )
 
 
 class Model(EncoderDecoderModel):
@@ -180,11 +160,7 @@ class Model(EncoderDecoderModel):
 
     def prompt_tokens(self, options: PromptOptions) -> tuple[int, ...]:
         """Returns the tokens that an answer begins with: previous text (the end of it, half a row at most), start,
-        language, task, and `no_timestamps` unless times are requested. A prefix that the answer must begin with
-        follows these.
-
-        Raises OptionError for an unknown language, UnsupportedOption for a task.
-        """
+        language, task, and `no_timestamps` unless times are requested."""
         return self.special_tokens.prompt_tokens(options, self.max_tokens // 2 - 1)
 
     def count_frames(self, samples: int, whole: bool = False) -> int:
@@ -193,14 +169,8 @@ class Model(EncoderDecoderModel):
         return self.window.count_frames(samples, whole)
 
     def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
-        """Encodes several clips end to end; each result is the same as if encoded alone.
-
-        In      batch: clips (samples,) float32 in -1..1, 16 kHz; whole: for each clip, whether all of the silence
-                that fills its window is encoded; default: for none
-        Out     hidden (packing.total, d_model + 1), whose last number is the logarithm of the number of positions
-                that a row stands for: clip i is hidden[packing.offsets[i] :][: packing.frames[i]]; rows past the
-                last clip are noise
-        """
+        """Encodes clips end to end to (packing.total, d_model + 1). The last number of a row is the logarithm of the
+        number of positions that it stands for."""
         whole_clips = whole or [False] * len(batch)
         real = [
             self.window.clip_positions(len(pcm), whole_clip) for pcm, whole_clip in zip(batch, whole_clips, strict=True)
@@ -211,8 +181,6 @@ class Model(EncoderDecoderModel):
         return torch.cat([F.layer_norm(x, x.shape[-1:], *self.encoder_norm), counts[:, None]], 1), packing
 
     def cross_keys_values(self, hidden: Tensor) -> Tensor:
-        """Computes keys and values of every decoder layer, (frames, layers, 2, heads * head_dim), of hidden
-        (frames, .)."""
         kv = self.cross_kv(hidden[:, :-1].contiguous()).view(-1, self.layers, 2, self.heads, self.head_dim)
         kv[:, :, 0, :, -1] = hidden[:, -1, None, None] * (self.config.d_model // self.heads) ** 0.5
         return kv.flatten(3)
@@ -220,14 +188,6 @@ class Model(EncoderDecoderModel):
     def decode(
         self, tokens: Tensor, own: PagedKeyValues, audio: PagedKeyValues, wanted: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Decodes one position of each row.
-
-        In      tokens (rows,) int64; own: pages for the row's tokens, lengths counting this one; audio: pages
-                with the row's cross keys and values; wanted (n,) int64: rows to return, in this order; None: all
-        Out     logits (n, vocab_size), hidden (n, d_model) they were computed from; for each layer with alignment
-                heads the cross-attention queries of all rows (rows, heads * head_dim)
-        State   writes this token's keys and values into `own`
-        """
         positions = own.lengths - 1
         x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
         queries = []
@@ -239,15 +199,61 @@ class Model(EncoderDecoderModel):
         return self.head(x), x, *queries
 
     def align(self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]) -> list[Tensor]:
-        """Computes the alignment heads' scores over known tokens, as in Moonshine."""
         positions = packing.positions(tokens.device)
         x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
         return again.alignment_scores(self, x, packing, audio, frames)
 
 
+class WhisperTensors:
+    """Tensors of a checkpoint by name, laid out for the device.
+
+    Heads get `extra` dimensions. In the last one every query is 1, and a key that stands for n positions holds
+    log(n) divided by the scale of the scores: so it weighs as much as n equal keys in any kernel.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], device: Device) -> None:
+        self.device = device
+        self.extra = 1 if device.torch_device.type == "cpu" else 8  # fused kernels elsewhere need multiples of 8
+        # Some checkpoints omit the prefix.
+        self.tensors = {key.removeprefix("model."): value for key, value in tensors.items()}
+
+    def get(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise WeightsCorrupt(f"the checkpoint has no tensor model.{name}", "a Whisper checkpoint has it")
+        return self.tensors[name].float()
+
+    def vector(self, name: str) -> Tensor:
+        return self.get(name).to(self.device.torch_device, self.device.dtype)
+
+    def norm(self, name: str) -> tuple[Tensor, Tensor]:
+        return self.vector(f"{name}.weight"), self.vector(f"{name}.bias")
+
+    def linear(self, name: str) -> Linear:
+        return self.device.linear(self.get(f"{name}.weight"), self.get(f"{name}.bias"))
+
+    def heads(self, heads: int, *names: str, scale: float = 1.0) -> Linear:
+        """Stacks queries, keys and values of the same input into one extended linear layer; queries are multiplied
+        by `scale`. Keys have no bias."""
+        weights, biases = [], []
+        for name in names:
+            weight = self.get(f"{name}.weight")
+            bias = weight.new_zeros(len(weight)) if name.endswith("k_proj") else self.get(f"{name}.bias")
+            factor, extra_bias = (scale, 1.0) if name.endswith("q_proj") else (1.0, 0.0)
+            by_head = (weight * factor).view(heads, -1, weight.shape[1])
+            weights.append(F.pad(by_head, (0, 0, 0, self.extra)).flatten(0, 1))
+            biases.append(F.pad((bias * factor).view(heads, -1), (0, self.extra)))
+            biases[-1][:, -1] = extra_bias
+        return self.device.linear(torch.cat(weights), torch.cat(biases).flatten())
+
+    def out(self, heads: int, name: str) -> Linear:
+        """Returns the projection after attention, extended to ignore the extra dimensions."""
+        weight = self.get(f"{name}.weight")
+        by_head = F.pad(weight.view(len(weight), heads, -1), (0, self.extra))
+        return self.device.linear(by_head.flatten(1), self.get(f"{name}.bias"))
+
+
 class _WhisperStem:
-    """Log-mel frames, 100 a second; two convolutions, as products over windows of three, to 50 positions a
-    second."""
+    """Log-mel frames, 100 a second; two convolutions, as products over windows of three, to 50 positions a second."""
 
     def __init__(self, config: Config, take: WhisperTensors) -> None:
         self.device, self.most = take.device, config.max_source_positions

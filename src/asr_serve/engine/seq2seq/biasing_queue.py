@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from asr_serve.decoding.beam_search import top_tokens
-from asr_serve.decoding.biasing import written_forms, yield_between
+from asr_serve.decoding.biasing_graph import written_forms, yield_between
 from asr_serve.decoding.biasing_list import CompiledBiasingList
 from asr_serve.engine.cache.biasing_lists import BiasingListCache
 from asr_serve.errors import StepFailed

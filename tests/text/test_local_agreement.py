@@ -8,13 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from asr_serve.text.hypothesis_agreement import (
-    GARBLED_WORDS,
-    SEAM_WORDS,
-    agreed_prefix_tokens,
-    merge_overlap,
-    word_ends,
-)
+from asr_serve.text.local_agreement import GARBLED_WORDS, SEAM_WORDS, agreed_prefix_tokens, merge_overlap, word_ends
 
 PIECES = [" the", " be", "st", " of", " times", ",", " it", " was", "n't", ".", " age", "s", " ", "-", "é"]
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from asr_serve.decoding.seq2seq import Hypothesis, SearchOptions, compression_ratio, repeated_tokens
+from asr_serve.decoding.hypothesis import Hypothesis, compression_ratio, repeated_tokens
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.errors import OptionError
 
 EOS = 2

@@ -128,15 +128,15 @@ WITHIN, OPEN = 0, 1
 
 class BiasingArrays(NamedTuple):
     """Biasing graph as arrays. Arcs, sorted by node and then by token: source node, token, target node. Nodes:
-    failure link, bonus of a part until it is a word (`pending`), and bonus kept for a completed word
-    (`refunds`)."""
+    failure link, bonus of a part until it is a word (`partial_bonuses`), and bonus kept for a completed word
+    (`word_bonuses`)."""
 
     nodes: np.ndarray
     tokens: np.ndarray
     nexts: np.ndarray
     fails: np.ndarray
-    pending: np.ndarray
-    refunds: np.ndarray
+    partial_bonuses: np.ndarray
+    word_bonuses: np.ndarray
 
 
 def _arc(node: int, token: int) -> int:
@@ -160,9 +160,9 @@ class BiasingGraph:
         self._parents, self._tokens = array("q", [WITHIN, WITHIN]), array("q", [-1, -1])
         """Parent of each node, and the token of the arc from it."""
         self._fail = array("q", [WITHIN, WITHIN])
-        self._hopes = array("d", [0.0, 0.0])
+        self._partial_bonuses = array("d", [0.0, 0.0])
         """Bonus of a part that may still become a word, taken back if it does not."""
-        self._gives = array("d", [0.0, 0.0])
+        self._word_bonuses = array("d", [0.0, 0.0])
         """Bonus kept for the word that ends here."""
         self._link(self._add(words))
 
@@ -187,26 +187,26 @@ class BiasingGraph:
         for node in yield_between(range(2, len(depths))):
             earned_before = earned[self._parents[node]]
             if node in ends:
-                self._gives.append(ends[node] * (depths[node] - earned_before))
-                self._hopes.append(0.0)
+                self._word_bonuses.append(ends[node] * (depths[node] - earned_before))
+                self._partial_bonuses.append(0.0)
                 earned.append(depths[node])
             else:
-                self._gives.append(0.0)
-                self._hopes.append(weights[node] * (depths[node] - earned_before))
+                self._word_bonuses.append(0.0)
+                self._partial_bonuses.append(weights[node] * (depths[node] - earned_before))
                 earned.append(earned_before)
         return depths
 
     def _link(self, depths: Sequence[int]) -> None:
         """Sets the failure links: the longest suffix of a node that begins a word with a space."""
-        self._fail.extend([WITHIN] * (len(self._hopes) - 2))
+        self._fail.extend([WITHIN] * (len(self._partial_bonuses) - 2))
         for child in map(int, yield_between(np.argsort(depths, kind="stable")[2:])):
             node, token = self._parents[child], self._tokens[child]
             if node == OPEN:
                 self._fail[child] = self._next.get(_arc(WITHIN, token), WITHIN)
             elif node != WITHIN:
                 self._fail[child] = self._go(self._fail[node], token)
-            if not self._gives[child]:
-                self._gives[child] = self._gives[self._fail[child]]
+            if not self._word_bonuses[child]:
+                self._word_bonuses[child] = self._word_bonuses[self._fail[child]]
 
     def _go(self, node: int, token: int) -> int:
         while True:
@@ -219,12 +219,12 @@ class BiasingGraph:
     def step(self, node: int, token: int) -> tuple[int, float]:
         """Returns the node after `token`, and its gain: negative where a part is not continued."""
         target = self._go(node, token)
-        gain = self._gives[target] + self._hopes[target] - self._hopes[node]
+        gain = self._word_bonuses[target] + self._partial_bonuses[target] - self._partial_bonuses[node]
         return (OPEN if target == WITHIN and self._opens(token) else target), gain
 
     def final_cost(self, node: int) -> float:
         """Returns the gain (0 or less) of ending the text at `node`: an incomplete word loses its bonus."""
-        return -self._hopes[node]
+        return -self._partial_bonuses[node]
 
     def walk(self, tokens: Iterable[int], node: int = OPEN) -> int:
         """Returns the node after `tokens`."""
@@ -236,7 +236,7 @@ class BiasingGraph:
         """Returns the whole graph as arrays."""
         parents, tokens = np.array(self._parents)[2:], np.array(self._tokens)[2:]
         order = np.lexsort((tokens, parents))
-        fails, hopes, gives = map(np.array, (self._fail, self._hopes, self._gives))
+        fails, hopes, gives = map(np.array, (self._fail, self._partial_bonuses, self._word_bonuses))
         return BiasingArrays(parents[order], tokens[order], order + 2, fails, hopes, gives)
 
     def __len__(self) -> int:

@@ -1,0 +1,82 @@
+"""Search options of one recognition, and the draft that its decoding may start from."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from asr_serve.errors import OptionError
+
+Task = Literal["transcribe", "translate"]
+MAX_BEAMS = 64
+MAX_PREFIX_TOKENS = 4_096
+"""Limit of a prompt and of a prefix; models keep the end of a prompt, and as much of a prefix as fits."""
+
+
+class DraftTokens(msgspec.Struct, frozen=True):
+    """Earlier transcript of the same utterance, from when less of its audio was known. It is verified many tokens
+    at a time, up to the first mismatch; the answer is that of decoding without it, except that the first
+    `accepted_tokens` are taken unverified.
+
+    Source: speculative decoding, arXiv:2211.17192, with greedy choice.
+    """
+
+    tokens: tuple[int, ...] = ()
+    accepted_tokens: int = 0
+
+    def up_to(self, limit: int) -> DraftTokens:
+        """Returns the draft cut to `limit` tokens."""
+        tokens = self.tokens[:limit]
+        return DraftTokens(tokens, min(self.accepted_tokens, len(tokens)))
+
+
+class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of one recognition. Raises OptionError for values out of range; whether the model supports the
+    language, the task and the tokens is checked elsewhere."""
+
+    temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6)
+    """Tried in order until an answer passes; 0 is greedy."""
+    min_avg_logprob: float = -1.0
+    max_compression_ratio: float = 2.4
+    """Text that zlib compresses more than this is repetitive."""
+    seed: int = 0
+    task: Task = "transcribe"
+    """Transcription, or translation into English."""
+    language: str = ""
+    """Code of the spoken language. Empty: the model's only language, or the detected one."""
+    prompt: tuple[int, ...] = ()
+    """Tokens of earlier text, or of words that may come. The answer continues them."""
+    prefix: tuple[int, ...] = ()
+    """Tokens that the answer begins with."""
+    timestamps: bool = False
+    """Whether the answer includes timestamp tokens."""
+    beam: int = 1
+    """Beam width of the first try, where its temperature is 0; 1 is greedy."""
+    max_no_speech: float = 0.6
+    """No-speech probability above which an answer below `min_avg_logprob` is discarded as silence."""
+    words: bool = False
+    """Whether the time of each token is requested."""
+    bias: str = ""
+    """Hot words, as decoding/biasing_graph.pack_phrases writes them."""
+    hurried: bool = False
+    """Whether a client is waiting: no higher temperature is tried once the tries together are as long as the
+    longest possible answer."""
+
+    def __post_init__(self) -> None:
+        if not self.temperatures or any(not 0 <= t <= 2 for t in self.temperatures):
+            raise OptionError(f"temperatures={self.temperatures}", "one or more numbers from 0 to 2")
+        if not 0 <= self.seed < 2**63:
+            raise OptionError(f"seed={self.seed}", "a whole number from 0 to 2**63 - 1")
+        if self.task not in get_args(Task):
+            raise OptionError(f"task={self.task!r}", " or ".join(get_args(Task)), param="task")
+        if not isinstance(self.beam, int) or not 1 <= self.beam <= MAX_BEAMS:
+            raise OptionError(f"beam={self.beam}", f"a whole number from 1 to {MAX_BEAMS}", param="beam")
+        if not 0 <= self.max_no_speech <= 1:
+            raise OptionError(f"max_no_speech={self.max_no_speech}", "a number from 0 to 1", param="max_no_speech")
+        for name, tokens in (("prompt", self.prompt), ("prefix", self.prefix)):
+            if len(tokens) > MAX_PREFIX_TOKENS:
+                raise OptionError(f"{name} of {len(tokens)} tokens", f"up to {MAX_PREFIX_TOKENS}", param=name)
+
+
+NO_DRAFT = DraftTokens()

@@ -1,0 +1,799 @@
+// Token passing over a weighted transducer that is composed with an n-gram model on the way, with word lattices.
+//
+// A session's frontier holds a token for each pair of a graph state and a language model state that survived the last
+// frame. Its history holds a level of nodes for each frame (one for each token of that frame that still matters) and
+// the links between them. A link's excess is how much dearer the best path to its end becomes if it takes this link:
+// 0 for the best link of a node. The cost of any path is that of the best path to its end plus the excesses of its
+// links, so neither costs nor scores are kept.
+//
+// kernels/wfst_reference.py does the same in Python, with the same results to the last bit.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <queue>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "ngram.hpp"
+
+namespace asr_serve::wfst {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr int32_t kPruneFrames = 10;    // frames between two prunings of the history
+constexpr float kBeamDelta = 0.5f;      // added to a beam that a limit of tokens made smaller
+constexpr int64_t kMaxSteps = 200'000;  // bound on the work of an n-best list
+
+enum Boundary : int8_t { kNonword, kBegin, kEnd, kInternal, kSingleton };
+
+struct Arc {
+  int32_t column, word;  // -1: consumes no frame; outputs no word
+  float cost;
+  int32_t next;
+};
+
+struct State {
+  int32_t first, epsilon, end;  // arcs: consuming ones, then epsilon arcs
+  int32_t depth;                // rank in the order of epsilon arcs
+};
+
+struct Graph {
+  uint64_t id;  // of this graph alone in the process
+  std::vector<Arc> arcs;
+  std::vector<State> states;
+  std::vector<float> final_costs;
+  std::vector<int32_t> labels, phones;  // of each arc; of each label
+  std::vector<int8_t> boundaries;       // of each phone; none: words are not marked
+  int32_t start, width;                 // state; columns of the scores that are read
+  bool has_lm;
+  Ngram lm;
+
+  int8_t kind(int32_t label) const {
+    int32_t phone = phones[size_t(label)];
+    return phone >= 0 && size_t(phone) < boundaries.size() ? boundaries[size_t(phone)] : int8_t(kNonword);
+  }
+  bool marked() const { return !boundaries.empty(); }
+  bool loops(int32_t arc) const {  // whether the arc leads back to its own state
+    const State& s = states[size_t(arcs[size_t(arc)].next)];
+    return arc >= s.first && arc < s.end;
+  }
+};
+
+struct Options {
+  float beam, lattice_beam, scale;
+  int32_t max_active, min_active;
+  int32_t delay;       // frames that words stay open although all tokens share them
+  int32_t max_frames;  // frames of history, and links of it, at which words are fixed by force
+  int64_t max_links;
+};
+
+struct Token {
+  int32_t state, lm;
+  float cost;
+};
+
+struct Link {
+  int32_t source, target;  // nodes: of the level before, or of the same level for an epsilon arc; and of the level
+  int32_t arc;             // -1: a frame that no arc could consume
+  float excess;
+};
+
+struct Level {
+  int64_t node, link;  // where they begin
+  int32_t nodes, emitting, epsilon;
+};
+
+struct Node {
+  float extra;   // cost of the best path through it above that of the best path, among paths to the frontier
+  int32_t best;  // its best link, counted from the level's first; -1 for a beginning
+};
+
+struct Word {
+  int32_t word, start, end;  // frames
+  double logprob;
+};
+
+struct Hypothesis {
+  double cost;
+  std::vector<Word> words;
+};
+
+struct Session {
+  std::vector<Token> frontier;
+  std::vector<Level> levels;
+  std::vector<Node> nodes;
+  std::vector<Link> links;
+  int64_t frames = 0;      // consumed
+  int64_t base_frame = 0;  // consumed before levels[0]
+  double offset = 0;       // cost that was taken off the tokens' costs
+  int32_t owed = 0;        // words that were output before levels[0] less those begun; 0 but after a forced fix
+  float adaptive = 0;      // beam of the next frame
+};
+
+// Table from (state, language model state) to a token, for one frame.
+class TokenTable {
+ public:
+  void clear() {
+    if (slots_.empty()) slots_.resize(1 << 12);
+    if (++stamp_ == 0) {
+      std::fill(slots_.begin(), slots_.end(), Slot{});
+      stamp_ = 1;
+    }
+    used_ = 0;
+  }
+  // The place of the key's token; -1 there means that the key is new.
+  int32_t& find(int32_t state, int32_t lm) {
+    if (2 * used_ >= slots_.size()) grow();
+    uint64_t key = uint64_t(uint32_t(state)) << 32 | uint32_t(lm);
+    Slot& slot = place(key);
+    if (slot.stamp != stamp_) slot = {key, stamp_, -1}, ++used_;
+    return slot.token;
+  }
+
+ private:
+  struct Slot {
+    uint64_t key;
+    uint32_t stamp;
+    int32_t token;
+  };
+  Slot& place(uint64_t key) {
+    size_t mask = slots_.size() - 1, at = (key * 0x9E3779B97F4A7C15ull >> 32) & mask;
+    while (slots_[at].stamp == stamp_ && slots_[at].key != key) at = (at + 1) & mask;
+    return slots_[at];
+  }
+  void grow() {
+    std::vector<Slot> old(slots_.size() * 2);
+    old.swap(slots_);
+    for (const Slot& slot : old)
+      if (slot.stamp == stamp_) place(slot.key) = slot;
+  }
+  std::vector<Slot> slots_;
+  uint32_t stamp_ = 0;
+  size_t used_ = 0;
+};
+
+// What a thread needs for any session; nothing in it outlives a call.
+class Search {
+ public:
+  void begin(const Graph& graph, const Options& options) { graph_ = &graph, options_ = &options; }
+
+  void start(Session& s) {
+    s = Session{};
+    table_.clear(), tokens_.clear(), links_.clear();
+    insert(graph_->start, graph_->has_lm ? graph_->lm.start_state : 0, 0.0f);
+    close(kInf);
+    finish_frame(s, 0);
+  }
+
+  // One frame: scores of every column, log-likelihoods. Words that became certain are appended to `fixed`.
+  void step(Session& s, const float* scores, std::vector<Word>& fixed) {
+    negated_.resize(size_t(graph_->width));
+    for (int32_t c = 0; c < graph_->width; ++c) negated_[size_t(c)] = -options_->scale * scores[c];
+    table_.clear(), tokens_.clear(), links_.clear();
+    float best = kInf;
+    size_t at = 0;
+    for (size_t i = 0; i < s.frontier.size(); ++i)
+      if (s.frontier[i].cost < best) best = s.frontier[i].cost, at = i;
+    float cutoff = kInf, adaptive = s.adaptive;
+    const Token& first = s.frontier[at];
+    expand(first, first.cost - best, cutoff, adaptive, [](float, int32_t, int32_t, int32_t) {});
+    for (size_t i = 0; i < s.frontier.size(); ++i) {
+      const Token token = s.frontier[i];
+      expand(token, token.cost - best, cutoff, adaptive, [&](float cost, int32_t state, int32_t lm, int32_t arc) {
+        links_.push_back({int32_t(i), insert(state, lm, cost), arc, cost});
+      });
+    }
+    ++s.frames;
+    auto emitting = links_.size();
+    if (tokens_.empty()) {  // no arc can consume this frame
+      for (size_t i = 0; i < s.frontier.size(); ++i) {
+        const Token& token = s.frontier[i];
+        links_.push_back({int32_t(i), insert(token.state, token.lm, token.cost - best), -1, token.cost - best});
+      }
+      emitting = links_.size();
+      for (auto& places : waiting_) places.clear();
+    } else {
+      close(cutoff);
+    }
+    s.offset += best;
+    finish_frame(s, emitting);
+    if (s.frames % kPruneFrames == 0) {
+      extras_.assign(s.frontier.size(), 0.0f);
+      prune(s);
+      fix(s, fixed);
+    }
+  }
+
+  // Words of the best path that are not fixed.
+  void tail(const Session& s, std::vector<Word>& words) {
+    trace(s, best_token(s), path_);
+    to_words(s, path_, words);
+    if (words.empty()) return;
+    compute_posteriors(s, false);
+    set_logprobs(s, path_, words);
+  }
+
+  // Hypotheses after the fixed words, best first, each with other words; one at least.
+  void finish(Session& s, int32_t most, std::vector<Hypothesis>& out) {
+    out.clear();
+    compute_finals(s);
+    extras_.clear();
+    for (float cost : final_) extras_.push_back(cost - final_best_ <= options_->lattice_beam ? cost - final_best_ : kInf);
+    prune(s);
+    compute_posteriors(s, true);
+    find_nbest(s, most, out);
+  }
+
+ private:
+  struct Step {
+    int32_t level;
+    int64_t link;  // index into the session's links
+  };
+
+  template <class Emit>
+  void expand(const Token& token, float cost, float& cutoff, float adaptive, Emit emit) {
+    const State& s = graph_->states[size_t(token.state)];
+    for (int32_t a = s.first; a < s.epsilon; ++a) {
+      const Arc& arc = graph_->arcs[size_t(a)];
+      float total = cost + arc.cost + negated_[size_t(arc.column)];
+      int32_t lm = token.lm;
+      if (arc.word >= 0 && graph_->has_lm) total += word_cost(token.lm, arc.word, lm);
+      if (total > cutoff || !(total < kInf)) continue;
+      if (total + adaptive < cutoff) cutoff = total + adaptive;
+      emit(total, arc.next, lm, a);
+    }
+  }
+
+  float word_cost(int32_t state, int32_t word, int32_t& next) {
+    if (cached_ != graph_->id) cache_.assign(1 << 13, {-1, -1, -1, 0}), cached_ = graph_->id;
+    uint64_t key = (uint64_t(uint32_t(state)) << 32 | uint32_t(word)) * 0x9E3779B97F4A7C15ull;
+    Cached& entry = cache_[size_t(key >> 51)];
+    if (entry.state != state || entry.word != word) {
+      entry.state = state, entry.word = word;
+      entry.cost = -graph_->lm.step(state, word, entry.next);
+    }
+    next = entry.next;
+    return entry.cost;
+  }
+
+  int32_t insert(int32_t state, int32_t lm, float cost) {
+    int32_t& place = table_.find(state, lm);
+    if (place < 0) {
+      place = int32_t(tokens_.size());
+      tokens_.push_back({state, lm, cost});
+      const State& s = graph_->states[size_t(state)];
+      if (s.epsilon < s.end) {
+        if (waiting_.size() <= size_t(s.depth)) waiting_.resize(size_t(s.depth) + 1);
+        waiting_[size_t(s.depth)].push_back(place);
+      }
+      return place;
+    }
+    Token& token = tokens_[size_t(place)];
+    if (cost < token.cost) token.cost = cost;
+    return place;
+  }
+
+  // Epsilon arcs, by the order of their states: the cost of a token is final when its arcs are followed.
+  void close(float cutoff) {
+    for (size_t depth = 0; depth < waiting_.size(); ++depth) {
+      for (size_t i = 0; i < waiting_[depth].size(); ++i) {
+        int32_t source = waiting_[depth][i];
+        const Token token = tokens_[size_t(source)];
+        if (token.cost > cutoff) continue;
+        const State& s = graph_->states[size_t(token.state)];
+        for (int32_t a = s.epsilon; a < s.end; ++a) {
+          const Arc& arc = graph_->arcs[size_t(a)];
+          float total = token.cost + arc.cost;
+          int32_t lm = token.lm;
+          if (arc.word >= 0 && graph_->has_lm) total += word_cost(token.lm, arc.word, lm);
+          if (total > cutoff || !(total < kInf)) continue;
+          int32_t target = insert(arc.next, lm, total);
+          links_.push_back({source, target, a, total});
+        }
+      }
+      waiting_[depth].clear();
+    }
+  }
+
+  // The dearest token to keep; sets the beam of the next frame. As Kaldi's LatticeFasterDecoder::GetCutoff.
+  float choose_cutoff(float& adaptive) {
+    const Options& o = *options_;
+    float best = kInf;
+    for (const Token& token : tokens_) best = std::min(best, token.cost);
+    float by_beam = best + o.beam;
+    int64_t within = 0;
+    for (const Token& token : tokens_) within += token.cost <= by_beam;
+    auto nth = [&](int32_t n) {
+      costs_.clear();
+      for (const Token& token : tokens_) costs_.push_back(token.cost);
+      std::nth_element(costs_.begin(), costs_.begin() + n, costs_.end());
+      return costs_[size_t(n)];
+    };
+    if (within > o.max_active) {
+      float limit = nth(o.max_active);
+      if (limit < by_beam) {
+        adaptive = limit - best + kBeamDelta;
+        return limit;
+      }
+    }
+    if (within <= o.min_active) {
+      float limit = int64_t(tokens_.size()) > o.min_active ? nth(o.min_active) : kInf;
+      if (limit > by_beam) {
+        adaptive = limit < kInf ? limit - best + kBeamDelta : kInf;
+        return limit;
+      }
+    }
+    adaptive = o.beam;
+    return by_beam;
+  }
+
+  // Keeps the tokens below the cutoff as the frontier, and the links that a lattice may need.
+  void finish_frame(Session& s, size_t emitting) {
+    float cutoff = choose_cutoff(s.adaptive);
+    map_.assign(tokens_.size(), -1);
+    for (size_t i = 0; i < tokens_.size(); ++i)
+      if (tokens_[i].cost <= cutoff) map_[i] = 0;
+    for (size_t i = links_.size(); i-- > emitting;) {  // an epsilon arc of negative cost may lead below the cutoff
+      const Link& link = links_[i];
+      if (map_[size_t(link.target)] == 0 && link.excess == tokens_[size_t(link.target)].cost)
+        map_[size_t(link.source)] = 0;
+    }
+    Level level{int64_t(s.nodes.size()), int64_t(s.links.size()), 0, 0, 0};
+    s.frontier.clear();
+    for (size_t i = 0; i < tokens_.size(); ++i) {
+      if (map_[i] < 0) continue;
+      map_[i] = level.nodes++;
+      s.frontier.push_back(tokens_[i]);
+      s.nodes.push_back({-1.0f, -1});
+    }
+    for (size_t i = 0; i < links_.size(); ++i) {
+      const Link& link = links_[i];
+      int32_t target = map_[size_t(link.target)], source = i < emitting ? link.source : map_[size_t(link.source)];
+      if (target < 0 || source < 0) continue;
+      float excess = link.excess - tokens_[size_t(link.target)].cost;
+      if (excess > options_->lattice_beam) continue;
+      Node& node = s.nodes[size_t(level.node + target)];
+      if (excess == 0 && node.best < 0) node.best = level.emitting + level.epsilon;
+      s.links.push_back({source, target, link.arc, excess});
+      ++(i < emitting ? level.emitting : level.epsilon);
+    }
+    s.levels.push_back(level);
+  }
+
+  // Drops what lies on no path within the lattice beam, from the end, whose tokens' extra costs are in `extras_`, back
+  // to where nothing changes.
+  void prune(Session& s) {
+    auto last = int64_t(s.levels.size()) - 1;
+    int64_t lowest = last;
+    for (int64_t l = last;; --l) {
+      Level& level = s.levels[size_t(l)];
+      Link* links = s.links.data() + level.link;
+      Node* nodes = s.nodes.data() + level.node;
+      for (int32_t i = level.emitting + level.epsilon; i-- > level.emitting;) {
+        float extra = extras_[size_t(links[i].target)] + links[i].excess;
+        float& at = extras_[size_t(links[i].source)];
+        if (extra < at && extra <= options_->lattice_beam) at = extra;
+      }
+      bool changed = false;
+      for (int32_t n = 0; n < level.nodes; ++n) changed |= nodes[n].extra != extras_[size_t(n)];
+      if (!changed && l < last) break;  // its nodes keep their numbers, so the links behind it are right
+      lowest = l;
+      map_.assign(size_t(level.nodes), -1);
+      int32_t kept = 0;
+      for (int32_t n = 0; n < level.nodes; ++n)
+        if (extras_[size_t(n)] < kInf) {
+          if (l == last) {
+            s.frontier[size_t(kept)] = s.frontier[size_t(n)];
+            if (size_t(n) < final_.size()) final_[size_t(kept)] = final_[size_t(n)];
+          }
+          map_[size_t(n)] = kept, nodes[kept++] = {extras_[size_t(n)], -1};
+        }
+      if (l == last) s.frontier.resize(size_t(kept)), final_.resize(size_t(kept), kInf);
+      if (l < last) {
+        Level& next = s.levels[size_t(l) + 1];
+        Link* behind = s.links.data() + next.link;
+        for (int32_t i = 0; i < next.emitting; ++i) behind[i].source = map_[size_t(behind[i].source)];
+      }
+      before_.assign(l ? size_t(s.levels[size_t(l) - 1].nodes) : 0, kInf);
+      int32_t count = 0, emitting = 0;
+      for (int32_t i = 0; i < level.emitting + level.epsilon; ++i) {
+        Link link = links[i];
+        bool emits = i < level.emitting;
+        float extra = extras_[size_t(link.target)] + link.excess;
+        if (!(extra <= options_->lattice_beam && extra < kInf)) continue;
+        link.target = map_[size_t(link.target)];
+        if (emits)
+          before_[size_t(link.source)] = std::min(before_[size_t(link.source)], extra), ++emitting;
+        else
+          link.source = map_[size_t(link.source)];
+        if (link.excess == 0 && nodes[link.target].best < 0) nodes[link.target].best = count;
+        links[count++] = link;
+      }
+      level.nodes = kept, level.emitting = emitting, level.epsilon = count - emitting;
+      extras_.swap(before_);
+      if (!l) break;
+    }
+    squeeze(s, lowest);
+  }
+
+  // Closes the gaps behind a level's nodes and links.
+  static void squeeze(Session& s, int64_t from) {
+    int64_t node = from ? s.levels[size_t(from)].node : 0, link = from ? s.levels[size_t(from)].link : 0;
+    for (size_t l = size_t(from); l < s.levels.size(); ++l) {
+      Level& level = s.levels[l];
+      std::copy_n(s.nodes.begin() + level.node, level.nodes, s.nodes.begin() + node);
+      std::copy_n(s.links.begin() + level.link, level.emitting + level.epsilon, s.links.begin() + link);
+      level.node = node, level.link = link;
+      node += level.nodes, link += level.emitting + level.epsilon;
+    }
+    s.nodes.resize(size_t(node)), s.links.resize(size_t(link));
+  }
+
+
+  static int32_t best_token(const Session& s) {
+    int32_t best = 0;
+    for (size_t i = 1; i < s.frontier.size(); ++i)
+      if (s.frontier[i].cost < s.frontier[size_t(best)].cost) best = int32_t(i);
+    return best;
+  }
+
+  // Words that all tokens share, and, where the history is too long, words that the best one has.
+  void fix(Session& s, std::vector<Word>& fixed) {
+    int32_t level = std::min(converged(s), int32_t(s.levels.size()) - 1 - options_->delay);
+    if (level > 0) cut(s, level, false, fixed);
+    while (s.levels.size() > 4 && (int64_t(s.levels.size()) > options_->max_frames ||
+                                   int64_t(s.links.size()) > options_->max_links))
+      cut(s, int32_t(s.levels.size() / 2), true, fixed);
+  }
+
+  // The last level at which the best paths to all tokens pass through one node; -1: none.
+  int32_t converged(const Session& s) {
+    reached_.clear();
+    for (int32_t n = 0; n < s.levels.back().nodes; ++n) reached_.push_back(n);
+    auto l = int32_t(s.levels.size()) - 1;
+    for (; l > 0 && reached_.size() > 1; --l) {
+      seen_.assign(size_t(s.levels[size_t(l) - 1].nodes), 0);
+      size_t count = 0;
+      for (int32_t node : reached_) {
+        int32_t source = s.links[size_t(entering_link(s, l, node))].source;
+        if (!seen_[size_t(source)]) seen_[size_t(source)] = 1, reached_[count++] = source;
+      }
+      reached_.resize(count);
+    }
+    return reached_.size() == 1 ? l : -1;
+  }
+
+  // The link by which the best path to a node of level l > 0 enters the level.
+  static int64_t entering_link(const Session& s, int32_t l, int32_t node) {
+    const Level& level = s.levels[size_t(l)];
+    for (;;) {
+      int32_t best = s.nodes[size_t(level.node + node)].best;
+      if (best < level.emitting) return level.link + best;
+      node = s.links[size_t(level.link + best)].source;
+    }
+  }
+
+  // The best path to a token, from the history's beginning.
+  static void trace(const Session& s, int32_t node, std::vector<Step>& path) {
+    path.clear();
+    for (auto l = int32_t(s.levels.size()) - 1; l >= 0;) {
+      const Level& level = s.levels[size_t(l)];
+      int32_t best = s.nodes[size_t(level.node + node)].best;
+      if (best < 0) break;
+      path.push_back({l, level.link + best});
+      node = s.links[size_t(level.link + best)].source;
+      l -= best < level.emitting;
+    }
+    std::reverse(path.begin(), path.end());
+  }
+
+  // Spans of the words of a path, by the places of its phones in words: the n-th word that a path outputs is the n-th
+  // whose phones it passes, though it may be output before or after them.
+  class WordSpans {
+   public:
+    // Adds an arc that consumes `frame`; returns whether nothing of a word before it can follow.
+    bool add(const Graph& graph, int32_t arc, int32_t frame) {
+      int32_t label = graph.labels[size_t(arc)];
+      int8_t kind = graph.kind(label);
+      bool begins = !graph.loops(arc) && (graph.phones[size_t(label)] != phone_ || label == first_);
+      if (begins) first_ = label, phone_ = graph.phones[size_t(label)];
+      if (begins && (kind == kBegin || kind == kSingleton)) spans.push_back({frame, 0});
+      if ((kind == kEnd || kind == kSingleton) && !spans.empty()) spans.back().second = frame + 1;
+      return begins && kind != kInternal && kind != kEnd;
+    }
+    bool between() const { return spans.empty() || spans.back().second; }
+    std::vector<std::pair<int32_t, int32_t>> spans;  // frames: first, and end, 0 until it is known
+
+   private:
+    int32_t first_ = -1, phone_ = -1;  // label with which the phone began, and the phone
+  };
+
+  bool emits(const Session& s, const Step& step) const {
+    const Level& level = s.levels[size_t(step.level)];
+    return step.link < level.link + level.emitting;
+  }
+
+  void to_words(const Session& s, const std::vector<Step>& path, std::vector<Word>& words) const {
+    words.clear();
+    WordSpans phones;
+    for (const Step& step : path) {
+      int32_t index = s.links[size_t(step.link)].arc;
+      if (index < 0) continue;
+      const Arc& arc = graph_->arcs[size_t(index)];
+      auto frame = int32_t(std::max<int64_t>(s.base_frame + step.level - 1, 0));
+      if (arc.column >= 0 && graph_->marked()) phones.add(*graph_, index, frame);
+      if (arc.word >= 0) words.push_back({arc.word, frame, frame + 1, 0.0});
+    }
+    for (size_t i = 0; i < words.size(); ++i) {
+      int64_t group = int64_t(i) + s.owed;
+      if (group < 0 || group >= int64_t(phones.spans.size())) continue;
+      auto [first, end] = phones.spans[size_t(group)];
+      words[i].start = first, words[i].end = end ? end : int32_t(s.frames);
+    }
+  }
+
+  // Fixes the words of the best path, up to the last place between two words at or before a level. `forced`: up to
+  // that level where there is none; the times of a word that is cut are then those of its output.
+  void cut(Session& s, int32_t level, bool forced, std::vector<Word>& fixed) {
+    trace(s, best_token(s), path_);
+    WordSpans phones;
+    size_t place = 0, count = 0;  // steps and words before the place
+    int32_t words = 0, owed = 0;
+    for (size_t i = 0; i < path_.size() && path_[i].level <= level; ++i) {
+      int32_t arc = s.links[size_t(path_[i].link)].arc;
+      if (arc < 0) continue;
+      if (emits(s, path_[i])) {
+        bool whole = phones.between() && int64_t(phones.spans.size()) == words + s.owed;
+        bool begins = !graph_->marked() || phones.add(*graph_, arc, 0);
+        if (begins && (whole || !graph_->marked()) && path_[i].level > 1) place = i, count = size_t(words);
+      }
+      words += graph_->arcs[size_t(arc)].word >= 0;
+    }
+    if (!place && forced) {
+      while (path_[place].level < level || !emits(s, path_[place])) ++place;
+      WordSpans begun;
+      for (size_t i = 0; i < place; ++i) {
+        int32_t arc = s.links[size_t(path_[i].link)].arc;
+        if (arc < 0) continue;
+        if (emits(s, path_[i]) && graph_->marked()) begun.add(*graph_, arc, 0);
+        count += graph_->arcs[size_t(arc)].word >= 0;
+      }
+      if (graph_->marked()) owed = s.owed + int32_t(count) - int32_t(begun.spans.size());
+    }
+    if (!place) return;
+    if (count) {
+      to_words(s, path_, words_);
+      compute_posteriors(s, false);
+      set_logprobs(s, path_, words_);
+      fixed.insert(fixed.end(), words_.begin(), words_.begin() + int64_t(count));
+    }
+    s.owed = owed;
+    drop_before(s, path_[place].level - 1, s.links[size_t(path_[place].link)].source);
+  }
+
+  // Begins the history at one node of a level, and drops nodes and tokens whose best paths do not pass it.
+  void drop_before(Session& s, int32_t from, int32_t node) {
+    before_map_.clear();
+    for (size_t l = size_t(from); l < s.levels.size(); ++l) {
+      Level& level = s.levels[l];
+      Link* links = s.links.data() + level.link;
+      Node* nodes = s.nodes.data() + level.node;
+      bool first = l == size_t(from), last = l + 1 == s.levels.size();
+      map_.assign(size_t(level.nodes), -1);
+      int32_t kept = 0, count = 0, emitting = 0;
+      for (int32_t n = 0; n < level.nodes; ++n)
+        if (first ? n == node : before_map_[size_t(s.links[size_t(entering_link(s, int32_t(l), n))].source)] >= 0)
+          map_[size_t(n)] = kept++;
+      for (int32_t n = 0; n < level.nodes; ++n) {
+        int32_t to = map_[size_t(n)];
+        if (to < 0) continue;
+        nodes[to] = {nodes[n].extra, -1};
+        if (last) s.frontier[size_t(to)] = s.frontier[size_t(n)];
+      }
+      for (int32_t i = 0; i < level.emitting + level.epsilon && !first; ++i) {
+        Link link = links[i];
+        bool enters = i < level.emitting;
+        link.source = (enters ? before_map_ : map_)[size_t(link.source)], link.target = map_[size_t(link.target)];
+        if (link.source < 0 || link.target < 0) continue;
+        if (link.excess == 0 && nodes[link.target].best < 0) nodes[link.target].best = count;
+        links[count++] = link, emitting += enters;
+      }
+      level.nodes = kept, level.emitting = emitting, level.epsilon = count - emitting;
+      if (last) s.frontier.resize(size_t(kept));
+      before_map_.swap(map_);
+    }
+    s.levels.erase(s.levels.begin(), s.levels.begin() + from);
+    s.base_frame += from;
+    squeeze(s, 0);
+  }
+
+  // Costs of ending in each token; where none may end, as if each might.
+  void compute_finals(const Session& s) {
+    final_best_ = kInf;
+    for (bool may_end : {true, false}) {
+      final_.clear();
+      for (const Token& token : s.frontier) {
+        float cost = may_end ? graph_->final_costs[size_t(token.state)] : 0.0f;
+        if (may_end && graph_->has_lm) cost -= graph_->lm.final_logprobs[token.lm];
+        final_.push_back(token.cost + cost);
+        final_best_ = std::min(final_best_, final_.back());
+      }
+      if (final_best_ < kInf) return;
+    }
+  }
+
+  // Posterior probabilities of the links that output words, by the forward-backward algorithm over the lattice. The
+  // sums of each level are scaled on their own, since only ratios within a level are used. `ends`: paths end as
+  // `compute_finals` says, else in any token.
+  void compute_posteriors(const Session& s, bool ends) {
+    forward_.assign(s.nodes.size(), 0.0), backward_.assign(s.nodes.size(), 0.0), entry_.assign(s.nodes.size(), 0.0);
+    weights_.resize(s.links.size());
+    for (size_t i = 0; i < s.links.size(); ++i)
+      weights_[i] = s.links[i].excess == 0 ? 1.0 : std::exp(-double(s.links[i].excess));
+    auto last = int64_t(s.levels.size()) - 1;
+    for (int64_t l = 0; l <= last; ++l) {
+      const Level& level = s.levels[size_t(l)];
+      double *at = forward_.data() + level.node, *entry = entry_.data() + level.node;
+      int64_t within = level.link + level.emitting;
+      if (l == 0) entry[first_node(s)] = 1.0;
+      for (int64_t i = level.link; i < within; ++i)
+        entry[s.links[size_t(i)].target] += before(s, l, forward_)[s.links[size_t(i)].source] * weights_[size_t(i)];
+      std::copy_n(entry, level.nodes, at);
+      for (int64_t i = within; i < within + level.epsilon; ++i)
+        at[s.links[size_t(i)].target] += at[s.links[size_t(i)].source] * weights_[size_t(i)];
+      double most = largest(at, level.nodes);
+      for (int32_t n = 0; n < level.nodes; ++n) at[n] /= most, entry[n] /= most;
+    }
+    float best = kInf;
+    for (const Token& token : s.frontier) best = std::min(best, token.cost);
+    for (size_t n = 0; n < s.frontier.size(); ++n)
+      backward_[size_t(s.levels[size_t(last)].node) + n] =
+          std::exp(-double(ends ? final_[n] - final_best_ : s.frontier[n].cost - best));
+    word_links_.clear();
+    for (int64_t l = last; l >= 0; --l) {
+      const Level& level = s.levels[size_t(l)];
+      double *at = backward_.data() + level.node, *from = l ? backward_.data() + s.levels[size_t(l) - 1].node : nullptr;
+      int64_t within = level.link + level.emitting;
+      for (int64_t i = within + level.epsilon; i-- > within;)
+        at[s.links[size_t(i)].source] += at[s.links[size_t(i)].target] * weights_[size_t(i)];
+      double most = largest(at, level.nodes), total = 0, entering = 0;
+      for (int32_t n = 0; n < level.nodes; ++n) at[n] /= most, total += entry_[size_t(level.node + n)] * at[n];
+      for (int64_t i = level.link; i < within; ++i) {
+        const Link& link = s.links[size_t(i)];
+        double weight = weights_[size_t(i)] * at[link.target];
+        from[link.source] += weight;
+        entering += before(s, l, forward_)[link.source] * weight;
+      }
+      for (int64_t i = within + level.epsilon; i-- > level.link;) {
+        const Link& link = s.links[size_t(i)];
+        int32_t word = link.arc < 0 ? -1 : graph_->arcs[size_t(link.arc)].word;
+        if (word < 0) continue;
+        double source = i < within ? before(s, l, forward_)[link.source] : forward_[size_t(level.node + link.source)];
+        double share = source * weights_[size_t(i)] * at[link.target] / (i < within ? entering : total);
+        word_links_.push_back({int32_t(l), word, share});
+      }
+    }
+    std::reverse(word_links_.begin(), word_links_.end());
+  }
+
+  // Sums of the level before l.
+  static const double* before(const Session& s, int64_t l, const std::vector<double>& sums) {
+    return sums.data() + (l ? s.levels[size_t(l) - 1].node : 0);
+  }
+
+  static double largest(const double* sums, int32_t count) {
+    double most = 0;
+    for (int32_t n = 0; n < count; ++n) most = std::max(most, sums[n]);
+    return most > 0 ? most : 1;
+  }
+
+  // The node with which the history begins.
+  static int32_t first_node(const Session& s) {
+    int32_t n = 0;
+    while (s.nodes[size_t(n)].best >= 0) ++n;
+    return n;
+  }
+
+  // Probability of each word of a path: of all paths' links that output the same word nearer to this one's output than
+  // to those of the path's words beside it. Source: Wessel et al. 2001, Confidence measures for large vocabulary
+  // continuous speech recognition.
+  void set_logprobs(const Session& s, const std::vector<Step>& path, std::vector<Word>& words) {
+    outputs_.clear();
+    for (const Step& step : path) {
+      int32_t arc = s.links[size_t(step.link)].arc;
+      if (arc >= 0 && graph_->arcs[size_t(arc)].word >= 0) outputs_.push_back(step.level);
+    }
+    for (size_t i = 0; i < words.size(); ++i) {
+      int32_t low = i ? (outputs_[i - 1] + outputs_[i]) / 2 + 1 : 0;
+      int32_t high = i + 1 < words.size() ? (outputs_[i] + outputs_[i + 1]) / 2 : int32_t(s.levels.size());
+      low = std::min(low, outputs_[i]);
+      auto link = std::lower_bound(word_links_.begin(), word_links_.end(), low,
+                                   [](const WordLink& a, int32_t level) { return a.level < level; });
+      double sum = 0;
+      for (; link != word_links_.end() && link->level <= high; ++link)
+        if (link->word == words[i].word) sum += link->posterior;
+      words[i].logprob = std::log(std::clamp(sum, 1e-10, 1.0));
+    }
+  }
+
+  // Paths from the end to the beginning, cheapest first: the rest of a path costs nothing at best, so the first that
+  // arrives with some words is the best one that has them.
+  void find_nbest(const Session& s, int32_t most, std::vector<Hypothesis>& out) {
+    struct Partial {
+      int32_t level, node, suffix;
+      int64_t link, after;  // the link by which it came to the node, and the partial path behind it; -1: at the end
+    };
+    using Entry = std::pair<double, int64_t>;  // cost above the best path's, and the partial path
+    std::vector<Partial> partials;
+    std::priority_queue<Entry, std::vector<Entry>, std::greater<>> queue;
+    std::unordered_map<uint64_t, int32_t> suffixes;  // of a suffix and the word before it
+    std::unordered_set<uint64_t> expanded;           // of a node and a suffix
+    const auto last = int32_t(s.levels.size()) - 1;
+    auto push = [&](double cost, const Partial& partial) {
+      queue.push({cost, int64_t(partials.size())});
+      partials.push_back(partial);
+    };
+    for (size_t n = 0; n < s.frontier.size(); ++n)
+      if (final_[n] < kInf) push(double(final_[n] - final_best_), {last, int32_t(n), 0, -1, -1});
+    int32_t beginning = first_node(s);
+    for (int64_t steps = 0; !queue.empty() && int32_t(out.size()) < most && steps < kMaxSteps; ++steps) {
+      auto [cost, index] = queue.top();
+      queue.pop();
+      const Partial partial = partials[size_t(index)];
+      const Level& level = s.levels[size_t(partial.level)];
+      if (!expanded.insert(uint64_t(level.node + partial.node) << 32 | uint32_t(partial.suffix)).second) continue;
+      if (!partial.level && partial.node == beginning) {
+        path_.clear();
+        for (int64_t i = index; partials[size_t(i)].link >= 0; i = partials[size_t(i)].after)
+          path_.push_back({partials[size_t(partials[size_t(i)].after)].level, partials[size_t(i)].link});
+        Hypothesis& found = out.emplace_back(Hypothesis{s.offset + double(final_best_) + cost, {}});
+        to_words(s, path_, found.words);
+        set_logprobs(s, path_, found.words);
+        continue;
+      }
+      for (int64_t i = level.link; i < level.link + level.emitting + level.epsilon; ++i) {
+        const Link& link = s.links[size_t(i)];
+        if (link.target != partial.node) continue;
+        int32_t word = link.arc < 0 ? -1 : graph_->arcs[size_t(link.arc)].word, suffix = partial.suffix;
+        if (word >= 0)
+          suffix = suffixes.try_emplace(uint64_t(suffix) << 32 | uint32_t(word), int32_t(suffixes.size()) + 1)
+                       .first->second;
+        push(cost + double(link.excess),
+             {partial.level - (i < level.link + level.emitting), link.source, suffix, i, index});
+      }
+    }
+  }
+
+  struct WordLink {
+    int32_t level, word;
+    double posterior;
+  };
+  struct Cached {
+    int32_t state, word, next;
+    float cost;
+  };
+
+  const Graph* graph_ = nullptr;
+  const Options* options_ = nullptr;
+  TokenTable table_;
+  std::vector<Token> tokens_;  // of the frame
+  std::vector<Link> links_;    // of the frame; `excess` holds the cost of the path
+  std::vector<std::vector<int32_t>> waiting_;  // tokens with epsilon arcs, by the depth of their states
+  std::vector<float> negated_, costs_, extras_, before_, final_;
+  std::vector<int32_t> map_, before_map_, reached_, outputs_;
+  std::vector<uint8_t> seen_;
+  std::vector<Step> path_;
+  std::vector<Word> words_;
+  std::vector<double> forward_, backward_, entry_, weights_;
+  std::vector<WordLink> word_links_;
+  std::vector<Cached> cache_;  // of queries of the language model
+  uint64_t cached_ = 0;        // graph of the cache
+  float final_best_ = kInf;
+};
+
+}  // namespace asr_serve::wfst

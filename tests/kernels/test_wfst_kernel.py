@@ -1,0 +1,276 @@
+"""The search of decoding graphs: exhaustive search agrees with it, and the native module with the reference."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decoding.random_graphs import COLUMNS, Path, all_paths, random_graph
+
+from asr_serve import kernels
+from asr_serve.decoding.wfst.search_graph import SearchGraph, prepare_graph
+from asr_serve.kernels import wfst_reference
+from asr_serve.models.decoding_graph import DecodingGraph
+
+INF, NEVER = math.inf, 1 << 30
+EXACT = (INF, INF, 1.0, NEVER, 0, NEVER, NEVER, NEVER)
+"""Options of a search that drops nothing and fixes nothing."""
+
+
+def built() -> ModuleType:
+    native = kernels.wfst()
+    if native is wfst_reference:
+        pytest.skip("the native search is not built or not wanted: pip install -e . builds it")
+    return native
+
+
+def native_graph(module: ModuleType, graph: SearchGraph) -> Any:
+    fields = graph._asdict()
+    model = fields.pop("language_model")
+    return module.Graph(**fields, language_model=None if model is None else tuple(model))
+
+
+def random_case(seed: int, frames: int, **options: Any) -> tuple[DecodingGraph, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    graph = random_graph(rng, lm=seed % 2 == 1, boundaries=seed % 3 == 0, **options)
+    return graph, rng.normal(-2, 1.5, (frames, COLUMNS)).astype(np.float32)
+
+
+def run(
+    module: ModuleType, graph: SearchGraph, scores: np.ndarray, options: tuple[Any, ...], chunks: list[int], most: int
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Words fixed on the way, tails, and hypotheses."""
+    loaded, session = native_graph(module, graph), module.Session()
+    fixed: list[Any] = []
+    tails: list[Any] = []
+    start = 0
+    for size in chunks:
+        piece = torch.from_numpy(scores[None, start : start + size].copy())
+        ((new, tail),) = module.step(loaded, [session], piece, torch.tensor([piece.shape[1]]), options, 1)
+        fixed += new
+        tails.append(tail)
+        start += size
+    return fixed, tails, module.finish(loaded, session, options, most)
+
+
+def best_by_words(paths: list[Path]) -> dict[tuple[int, ...], float]:
+    best: dict[tuple[int, ...], float] = {}
+    for path in paths:
+        words = tuple(word for word, _ in path.words)
+        best[words] = min(best.get(words, INF), path.cost)
+    return best
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("module", ["native", "reference"])
+def test_hypotheses_are_those_of_an_exhaustive_search(module, lookahead):
+    search = built() if module == "native" else wfst_reference
+    for seed in range(500 if module == "native" else 60):
+        graph, scores = random_case(seed, 3 + seed % 3)
+        prepared = prepare_graph(graph, lookahead=lookahead)
+        paths = all_paths(graph, scores)
+        _, _, found = run(search, prepared, scores, EXACT, [len(scores)], 10)
+        expected = sorted(best_by_words(paths).items(), key=lambda item: item[1])
+        costs = [cost for cost, _ in found]
+        assert costs == sorted(costs)
+        np.testing.assert_allclose(costs, [cost for _, cost in expected[:10]], atol=2e-4)
+        for cost, words in found:
+            assert math.isclose(best_by_words(paths)[tuple(word for word, *_ in words)], cost, abs_tol=2e-4)
+        assert len({tuple(word for word, *_ in words) for _, words in found}) == len(found)
+        check_posteriors(paths, found[0], len(scores))
+
+
+def check_posteriors(paths: list[Path], found: tuple[float, list[Any]], frames: int) -> None:
+    """Of the best hypothesis: expected number of times that its word is output in the interval around its output."""
+    words = tuple(word for word, *_ in found[1])
+    best, *others = sorted((p for p in paths if tuple(w for w, _ in p.words) == words), key=lambda p: p.cost)
+    if any(other.cost < best.cost + 1e-4 and other.words != best.words for other in others):
+        return  # the words have two alignments that are as good
+    weights = np.exp(-np.array([p.cost for p in paths]) + min(p.cost for p in paths))
+    times = [at for _, at in best.words]
+    for i, (word, _, _, logprob) in enumerate(found[1]):
+        low = min((times[i - 1] + times[i]) // 2 + 1 if i else 0, times[i])
+        high = (times[i] + times[i + 1]) // 2 if i + 1 < len(times) else frames
+        counts = [sum(w == word and low <= at <= high for w, at in p.words) for p in paths]
+        expected = min(float((weights * counts).sum() / weights.sum()), 1.0)
+        assert math.isclose(math.exp(logprob), expected, abs_tol=2e-3), (word, i)
+
+
+# --- long sessions --------------------------------------------------------------------------------------------
+
+NARROW = (4.0, 2.0, 1.0, 12, 2, 0, 60, NEVER)
+OPTIONS = {
+    "exact": EXACT,
+    "fixes": (INF, 3.0, 1.0, NEVER, 0, 0, NEVER, NEVER),
+    "narrow": NARROW,
+    "short history": (6.0, 4.0, 0.7, 30, 5, NEVER, 24, NEVER),
+    "few links": (6.0, 6.0, 1.0, 30, 5, NEVER, NEVER, 120),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("seed", range(8))
+def test_native_and_reference_agree_to_the_last_bit(seed, options):
+    graph, scores = random_case(seed, 47, states=12)
+    prepared = prepare_graph(graph)
+    ours, theirs = (run(m, prepared, scores, options, [13, 1, 33], 5) for m in (built(), wfst_reference))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_best_path_of_a_long_session_is_that_of_dynamic_programming(seed):
+    graph, scores = random_case(seed, 200, states=10)
+    options = (INF, 2.0, 1.0, NEVER, 0, seed % 2 * NEVER, NEVER, NEVER)
+    fixed, _, found = run(built(), prepare_graph(graph), scores, options, [200], 2)
+    cost, words = viterbi(graph, scores)
+    assert math.isclose(found[0][0], cost, rel_tol=1e-5)
+    if len(found) == 1 or found[1][0] > found[0][0] + 1e-4:
+        assert [word for word, *_ in fixed + found[0][1]] == words
+    assert seed % 2 or seed % 3 == 0 or fixed or not words
+
+
+def viterbi(graph: DecodingGraph, scores: np.ndarray) -> tuple[float, list[int]]:
+    model = graph.language_model
+    start = (graph.start_state, 0 if model is None else model.start_state)
+    tokens: dict[tuple[int, int], tuple[float, list[int]]] = {start: (0.0, [])}
+
+    def spread(row: np.ndarray | None, found: dict[tuple[int, int], tuple[float, list[int]]]) -> None:
+        for state in range(graph.states):
+            for context in range(1 if model is None else model.states):
+                source = (found if row is None else tokens).get((state, context))
+                first, epsilon, end = (
+                    graph.arc_offsets[state],
+                    graph.epsilon_offsets[state],
+                    graph.arc_offsets[state + 1],
+                )
+                for arc in range(epsilon, end) if row is None else range(first, epsilon):
+                    if source is None:
+                        break
+                    cost, words, after = source[0] + float(graph.arc_costs[arc]), source[1], context
+                    if row is not None:
+                        cost -= float(row[graph.label_columns[graph.arc_labels[arc]]])
+                    if (word := int(graph.arc_words[arc])) >= 0:
+                        words = [*words, word]
+                        if model is not None:
+                            logprob, after = model.step(context, word)
+                            cost -= logprob
+                    key = int(graph.arc_states[arc]), after
+                    if key not in found or cost < found[key][0]:
+                        found[key] = cost, words
+
+    spread(None, tokens)
+    for row in scores:
+        following: dict[tuple[int, int], tuple[float, list[int]]] = {}
+        spread(row, following)
+        spread(None, following)
+        tokens = following
+    ends = [
+        (cost + float(graph.final_costs[state]) - (float(model.final_logprobs[context]) if model else 0.0), words)
+        for (state, context), (cost, words) in tokens.items()
+    ]
+    best = min(ends)
+    return best if best[0] < INF else min(tokens.values())
+
+
+@pytest.mark.parametrize("module", ["native", "reference"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_results_do_not_depend_on_chunks_or_on_other_sessions(module, options):
+    search = built() if module == "native" else wfst_reference
+    frames = 90 if module == "native" else 35
+    graph, scores = random_case(3, frames, states=12)
+    prepared = prepare_graph(graph)
+    whole = run(search, prepared, scores, options, [frames], 5)
+    single = run(search, prepared, scores, options, [1] * frames, 5)
+    assert single[0] == whole[0]
+    assert single[1][-1] == whole[1][-1]
+    assert single[2] == whole[2]
+    loaded, sessions = native_graph(search, prepared), [search.Session() for _ in range(5)]
+    rng = np.random.default_rng(1)
+    batch = rng.normal(-2, 1.5, (5, frames, COLUMNS)).astype(np.float32)
+    batch[2] = scores
+    fixed: list[Any] = []
+    for start in range(0, frames, 8):
+        piece = torch.from_numpy(batch[:, start : start + 8].copy())
+        found = search.step(loaded, sessions, piece, torch.full((5,), piece.shape[1]), options, 2)
+        fixed += found[2][0]
+    assert fixed == whole[0]
+    assert search.finish(loaded, sessions[2], options, 5) == whole[2]
+
+
+def test_history_of_a_long_session_stays_small():
+    search = built()
+    graph, _ = random_case(5, 1, states=30)
+    prepared = prepare_graph(graph)
+    rng = np.random.default_rng(0)
+    for options in (NARROW, (INF, INF, 1.0, NEVER, 0, NEVER, 50, NEVER)):
+        loaded, session = native_graph(search, prepared), search.Session()
+        for _ in range(40):
+            piece = torch.from_numpy(rng.normal(-2, 1.5, (1, 100, COLUMNS)).astype(np.float32))
+            search.step(loaded, [session], piece, torch.tensor([100]), options, 1)
+            assert session.history[0] <= options[6] + 10
+        assert session.frames == 4_000
+
+
+@pytest.mark.parametrize("module", ["native", "reference"])
+def test_a_saved_session_continues_and_a_damaged_one_is_refused(module):
+    search = built() if module == "native" else wfst_reference
+    graph, scores = random_case(9, 45, states=12)
+    loaded = native_graph(search, prepare_graph(graph))
+    whole, first = search.Session(), search.Session()
+    pieces = [torch.from_numpy(scores[None, :23].copy()), torch.from_numpy(scores[None, 23:].copy())]
+    for piece in pieces:
+        search.step(loaded, [whole], piece, torch.tensor([piece.shape[1]]), NARROW, 1)
+    search.step(loaded, [first], pieces[0], torch.tensor([23]), NARROW, 1)
+    saved = first.export_state()
+    second = search.Session()
+    second.import_state(loaded, saved)
+    assert second.export_state() == saved
+    search.step(loaded, [second], pieces[1], torch.tensor([22]), NARROW, 1)
+    assert second.export_state() == whole.export_state()
+    assert search.finish(loaded, second, NARROW, 5) == search.finish(loaded, whole, NARROW, 5)
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        damaged = bytearray(saved)
+        damaged[rng.integers(len(saved))] ^= 1 << rng.integers(8)
+        damaged = damaged[: rng.integers(len(saved))] if rng.random() < 0.2 else damaged
+        third = search.Session()
+        try:
+            third.import_state(loaded, bytes(damaged))
+        except ValueError:
+            continue
+        search.step(loaded, [third], pieces[1], torch.tensor([22]), NARROW, 1)
+        search.finish(loaded, third, NARROW, 5)
+    with pytest.raises(ValueError, match="saved search"):
+        search.Session().import_state(loaded, b"")
+
+
+@pytest.mark.parametrize("module", ["native", "reference"])
+def test_frames_that_no_arc_can_consume_are_skipped(module):
+    search = built() if module == "native" else wfst_reference
+    graph, scores = random_case(2, 20, states=8)
+    prepared = prepare_graph(graph)
+    blocked = np.insert(scores, 7, -np.inf, axis=0)
+    blocked = np.insert(blocked, 12, np.nan, axis=0)
+    plain, skipped = (run(search, prepared, x, EXACT, [len(x)], 3)[2] for x in (scores, blocked))
+    assert [[w[0] for w in words] for _, words in plain] == [[w[0] for w in words] for _, words in skipped]
+    np.testing.assert_allclose([cost for cost, _ in plain], [cost for cost, _ in skipped], atol=1e-4)
+
+
+def test_native_and_reference_exchange_saved_sessions():
+    native = built()
+    graph, scores = random_case(7, 30, states=12)
+    prepared = prepare_graph(graph)
+    piece = torch.from_numpy(scores[None].copy())
+    saved = []
+    for module in (native, wfst_reference):
+        session = module.Session()
+        module.step(native_graph(module, prepared), [session], piece, torch.tensor([30]), NARROW, 1)
+        saved.append(session.export_state())
+    assert saved[0] == saved[1]
+    session = wfst_reference.Session()
+    session.import_state(native_graph(wfst_reference, prepared), saved[0])
+    assert session.export_state() == saved[0]

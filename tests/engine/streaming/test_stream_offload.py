@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from tiny_offload import ClipStream, Clock, ExecutorBench, FakeLoop, FakeOffloadStore, clock
 from tiny_streaming import clips
 
+from asr_serve.decoding.attention_rescoring import AttentionRescoringSearch
 from asr_serve.decoding.ctc import CtcPrefixBeam
-from asr_serve.decoding.rescoring import RescoringSearch
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.request import RecognitionRequest, StreamChunk
 from asr_serve.engine.session_snapshot import SessionSnapshot, SessionSnapshotView
@@ -59,7 +59,7 @@ def now() -> Iterator[Clock]:
 
 def bench(now: Clock, name: str = "deepspeech", search: str = "ctc", **options: Any) -> ExecutorBench:
     if search == "rescored":
-        options["make"] = lambda network: RescoringSearch(CtcPrefixBeam(network, 4), network)
+        options["make"] = lambda network: AttentionRescoringSearch(CtcPrefixBeam(network, 4), network)
     return ExecutorBench(now, name, search, **options)
 
 

@@ -25,8 +25,8 @@ from asr_serve.engine.seq2seq.encoder import (
 )
 from asr_serve.engine.seq2seq.encoder_cache import EncoderCache
 from asr_serve.engine.seq2seq.finalize import Finalizer
+from asr_serve.engine.seq2seq.hotword_rescoring import HotwordRescorer
 from asr_serve.engine.seq2seq.request_table import RequestTable
-from asr_serve.engine.seq2seq.rescoring import HotwordRescorer
 from asr_serve.engine.seq2seq.scheduler import LIVE_RESERVE_FRACTION, Seq2SeqScheduler
 from asr_serve.errors import Cancelled, OptionError
 from asr_serve.models.interfaces import EncoderDecoderModel

@@ -21,8 +21,8 @@ from asr_serve.engine.session_snapshot import BytesLike, SessionSnapshot, Sessio
 from asr_serve.engine.state_cache import StateCacheManager, StateSlot, state_row_bytes, tensor_bytes
 from asr_serve.engine.streaming.audio_buffer import AudioBuffer, ChunkAudioPosition
 from asr_serve.engine.streaming.search_router import add_prefix, select_prefix
-from asr_serve.engine.streaming.token_alignment import SavedAlignment as KeptEvidence
-from asr_serve.engine.streaming.token_alignment import StreamTokenAligner, compact_posteriors
+from asr_serve.engine.streaming.token_aligner import SavedAlignment as KeptEvidence
+from asr_serve.engine.streaming.token_aligner import StreamTokenAligner, compact_posteriors
 from asr_serve.models.interfaces import (
     NBestHypothesis,
     SearchResult,

@@ -235,7 +235,7 @@ def build_loop(
 
 def offload_options(config: EngineConfig, tiers: TieredStore | None) -> dict[str, Any]:
     """Options of StreamingExecutor: where and when callers' streams are offloaded."""
-    return {"tiers": tiers, "sleep_after_s": config.sleep_after_s, "hears_again": config.disk_bytes > 0}
+    return {"tiers": tiers, "sleep_after_s": config.sleep_after_s, "replay": config.disk_bytes > 0}
 
 
 def stream_biasing(parts: EngineComponents, vocab: int) -> Callable[[str], StreamingBiasingList] | None:
@@ -361,7 +361,7 @@ def build_seq2seq(
         on_done,
         on_start,
         incremental=chosen.incremental_encoder,
-        kept=encoder_cache,
+        encoder_cache=encoder_cache,
         peers=peers,
         encode_text=parts.encode_text,
     )

@@ -89,7 +89,7 @@ class Schedules(RuleBasedStateMachine):
         version = Version(self.content(sizes), keep)
         self.do_drop(name, False)
         held = any(one.keep for one in self.there.values()) or self.looking or self.disk._busy
-        if self.tiers.put(name, version.parts, keep=keep):
+        if self.tiers.put(name, version.parts, pinned=keep):
             self.there[name] = version
         else:
             assert name not in self.tiers

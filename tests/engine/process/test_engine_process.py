@@ -212,7 +212,7 @@ def fill(client: EngineClient) -> None:
 
 
 def unsent(client: EngineClient) -> list[OutgoingMessage]:
-    return list(backend_of(client)._current.current_process._sender._queue)
+    return list(backend_of(client)._current.process._sender._queue)
 
 
 @pytest.mark.slow

@@ -604,9 +604,7 @@ def test_the_old_process_dies_while_the_new_one_hangs_in_loading(start, referenc
     stream, old = start_stream(client, "rnnt"), engine_pid(client)
     handover = HandoverThread(client)
     wait_until(
-        lambda: (
-            (coming := backend_of(client)._supervisor._replacement) is not None and coming.current_process is not None
-        )
+        lambda: (coming := backend_of(client)._supervisor._replacement) is not None and coming.process is not None
     )
     os.kill(backend_of(client)._supervisor._replacement.process.pid, signal.SIGSTOP)
     os.kill(old, signal.SIGKILL)

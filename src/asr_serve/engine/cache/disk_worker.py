@@ -297,16 +297,16 @@ class DiskWorker:
 
 
 def _notify_readers(
-    telling: contextlib.ExitStack, told: Sequence[ReadCallback], lent: Sequence[list[memoryview] | None]
+    telling: contextlib.ExitStack, callbacks: Sequence[ReadCallback], lent: Sequence[list[memoryview] | None]
 ) -> None:
     """Registers callbacks that run in order when `telling` exits, whatever happens before and whatever one of them
     raises. `lent` may be filled until then."""
 
-    def tell(number: int) -> None:
-        told[number](lent[number])
+    def notify(number: int) -> None:
+        callbacks[number](lent[number])
 
-    for number in reversed(range(len(told))):
-        telling.callback(tell, number)
+    for number in reversed(range(len(callbacks))):
+        telling.callback(notify, number)
 
 
 def _chunk_view(memory: StorePlacement, chunk: FileChunk) -> memoryview:

@@ -66,8 +66,8 @@ class StoreEntry:
         "write_failed",
     )
 
-    def __init__(self, name: bytes, sizes: Sequence[int], keep: bool) -> None:
-        self.name, self.pinned = name, keep
+    def __init__(self, name: bytes, sizes: Sequence[int], pinned: bool) -> None:
+        self.name, self.pinned = name, pinned
         self.parts: list[BlockExtent] = []
         end = 0
         for size in sizes:

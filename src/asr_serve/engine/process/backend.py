@@ -75,11 +75,11 @@ class ProcessBackend:
 
     @property
     def ring_depth(self) -> int:
-        return child.writer.depth if (child := self._ready_process) else 0
+        return process.writer.depth if (process := self._ready_process) else 0
 
     @property
     def ring_full_waits(self) -> int:
-        return child.writer.full_waits if (child := self._ready_process) else 0
+        return process.writer.full_waits if (process := self._ready_process) else 0
 
     @property
     def _current(self) -> InFlight:
@@ -88,7 +88,7 @@ class ProcessBackend:
     @property
     def _ready_process(self) -> EngineProcess | None:
         current = self._current
-        return current.current_process if current.process_ready else None
+        return current.process if current.process_ready else None
 
     # --- requests -------------------------------------------------------------------------------------
 

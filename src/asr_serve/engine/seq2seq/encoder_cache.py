@@ -60,7 +60,7 @@ class EncoderCache:
             copy = self._runner.kv_cache[pages]
             _zero_tail(copy, frames)
             data = copy.cpu().reshape(-1).view(torch.uint8).numpy()
-            self._offload.put(OFFLOAD_PREFIX + root, [frames.to_bytes(8, "little"), data.data], keep=False)
+            self._offload.put(OFFLOAD_PREFIX + root, [frames.to_bytes(8, "little"), data.data], pinned=False)
 
     # --- answers ----------------------------------------------------------------------------------------
 

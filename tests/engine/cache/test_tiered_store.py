@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asr_serve.config import MIN_HOST_BYTES, EngineConfig
 from asr_serve.engine.cache import TieredStore, disk_worker
-from asr_serve.engine.cache.entry import CHUNK_BYTES, StoreEntry, StorePlacement
 from asr_serve.engine.cache.integrity import AesGcmIntegrity, read_key
+from asr_serve.engine.cache.store_entry import CHUNK_BYTES, StoreEntry, StorePlacement
 from asr_serve.errors import DiskFailed, OptionError, RoadTimeout, UnsupportedOption
 from asr_serve.metrics import EngineMetrics
 from asr_serve.transfer.disk import BLOCK, Disk, aligned_memory, open_disk

@@ -27,11 +27,11 @@ from asr_serve.config import EngineConfig
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.process import process as children
+from asr_serve.engine.process import engine_process as children
 from asr_serve.engine.process import supervisor
+from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.handover import Handover, HandoverResult
 from asr_serve.engine.process.in_flight import InFlight
-from asr_serve.engine.process.process import RingSize
 from asr_serve.engine.process.supervisor import Supervisor
 from asr_serve.engine.request import HypothesisRequest
 from asr_serve.errors import AsrServeError, EngineClosed, NotAllowed

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from asr_serve.engine.cache.entry import FileChunk, ReadCallback, StoreEntry, StorePlacement, file_chunks
-from asr_serve.engine.cache.index import StoreIndex
 from asr_serve.engine.cache.integrity import ChunkIntegrity, ChunkTag
+from asr_serve.engine.cache.store_entry import FileChunk, ReadCallback, StoreEntry, StorePlacement, file_chunks
+from asr_serve.engine.cache.store_index import StoreIndex
 from asr_serve.errors import DiskFailed
 from asr_serve.transfer.disk import Disk, aligned_memory, still_under_way
 

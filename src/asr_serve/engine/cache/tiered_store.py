@@ -17,9 +17,9 @@ import numpy as np
 
 from asr_serve.config import EngineConfig
 from asr_serve.engine.cache.disk_worker import DiskWorker
-from asr_serve.engine.cache.entry import EMPTY_VIEW, ReadCallback, StoreEntry, StorePlacement
-from asr_serve.engine.cache.index import StoreIndex
 from asr_serve.engine.cache.integrity import chunk_integrity, read_key
+from asr_serve.engine.cache.store_entry import EMPTY_VIEW, ReadCallback, StoreEntry, StorePlacement
+from asr_serve.engine.cache.store_index import StoreIndex
 from asr_serve.engine.cache.store_stats import TieredStoreStats
 from asr_serve.transfer.disk import BLOCK, Disk, aligned_memory, open_disk
 

@@ -19,6 +19,7 @@ import numpy as np
 from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.engine.client import Connect
 from asr_serve.engine.process import messages
+from asr_serve.engine.process.engine_process import EngineProcess, RingSize
 from asr_serve.engine.process.handover import HandoverResult
 from asr_serve.engine.process.in_flight import (
     InFlight,
@@ -30,7 +31,6 @@ from asr_serve.engine.process.in_flight import (
     SoundAnswer,
     unanswered_query,
 )
-from asr_serve.engine.process.process import EngineProcess, RingSize
 from asr_serve.engine.process.supervisor import Supervisor
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk, reject
 from asr_serve.engine.tts.request import TtsRequest

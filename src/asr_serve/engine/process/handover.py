@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 from asr_serve.engine.process import messages
+from asr_serve.engine.process.engine_process import ExportedStream
 from asr_serve.engine.process.in_flight import InFlight, InFlightSession, InFlightStream
-from asr_serve.engine.process.process import ExportedStream
 from asr_serve.transfer.sealed_buffer import SealedBuffer
 
 MAX_STREAMS_MOVING = 8

@@ -12,7 +12,7 @@ import numpy as np
 
 from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.engine.process import messages
-from asr_serve.engine.process.process import EngineProcess, ExportedStream
+from asr_serve.engine.process.engine_process import EngineProcess, ExportedStream
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.engine.tts.request import TtsRequest
 from asr_serve.errors import AsrServeError, EngineCrashed, StepFailed

@@ -16,9 +16,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from asr_serve.engine.process import messages
+from asr_serve.engine.process.engine_process import (
+    EXIT_TIMEOUT_S,
+    EngineProcess,
+    ExportedStream,
+    RingSize,
+    restart_pause_s,
+)
 from asr_serve.engine.process.handover import Handover, HandoverResult
 from asr_serve.engine.process.in_flight import InFlight, PendingAnswer, SoundAnswer, unanswered_query
-from asr_serve.engine.process.process import EXIT_TIMEOUT_S, EngineProcess, ExportedStream, RingSize, restart_pause_s
 from asr_serve.errors import AsrServeError, EngineClosed, NotAllowed
 
 log = logging.getLogger(__name__)

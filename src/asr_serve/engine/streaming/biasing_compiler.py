@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from asr_serve.decoding.biasing_list import StreamingBiasingList
-from asr_serve.engine.cache.biasing_lists import BiasingListCache
+from asr_serve.engine.cache.biasing_list_cache import BiasingListCache
 from asr_serve.engine.executor import LoopContext
 from asr_serve.engine.streaming.request import StreamRequest
 from asr_serve.errors import StepFailed

@@ -25,7 +25,7 @@ from asr_serve.decoding.hypothesis import Recognition, is_acceptable
 from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens
 from asr_serve.pipelines.live.segment_encoder import SegmentEncoder
 from asr_serve.pipelines.segments import PADDING_SAMPLES, build_segment, is_speech, select_tokens
-from asr_serve.pipelines.silence import SilenceTracker
+from asr_serve.pipelines.silence_tracker import SilenceTracker
 from asr_serve.text.local_agreement import Text, agreed_prefix_tokens, merge_overlap, word_ends
 from asr_serve.types import Segment, Span
 

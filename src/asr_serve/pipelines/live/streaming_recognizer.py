@@ -24,7 +24,7 @@ from asr_serve.engine.client import RecognitionStream as EngineStream
 from asr_serve.errors import Cancelled, EngineCrashed, StepFailed
 from asr_serve.pipelines.live.recognizer import AudioPosition, LiveSegment, PaceEstimator
 from asr_serve.pipelines.segments import PADDING_SAMPLES, build_segment
-from asr_serve.pipelines.silence import SilenceTracker
+from asr_serve.pipelines.silence_tracker import SilenceTracker
 from asr_serve.text.word_timing import token_times_from_frames
 from asr_serve.types import SearchResult, SearchToken, Segment, Span
 

@@ -37,7 +37,7 @@ from asr_serve.pipelines.offline.long_form import (
 from asr_serve.pipelines.offline.speech_activity import SpeechActivity
 from asr_serve.pipelines.prompting import truncate_context
 from asr_serve.pipelines.segments import build_segment, is_speech, select_tokens
-from asr_serve.pipelines.silence import silences_by_level
+from asr_serve.pipelines.silence_tracker import silences_by_level
 from asr_serve.types import Segment, Span
 
 MAX_REMEMBERED_TEMPERATURE = 0.5

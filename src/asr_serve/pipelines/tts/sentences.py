@@ -11,7 +11,7 @@ import numpy as np
 
 from asr_serve.engine.client import Ticket
 from asr_serve.errors import AsrServeError
-from asr_serve.text.g2p.passages import Clause, ClauseWord, ProsodySettings
+from asr_serve.text.g2p.clauses import Clause, ClauseWord, ProsodySettings
 from asr_serve.types import PhonemeSpan, Sentence, SentenceAudio
 
 SILENCE_CHUNK_SAMPLES = 4_096

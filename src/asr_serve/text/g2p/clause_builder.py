@@ -10,7 +10,7 @@ from itertools import accumulate, groupby
 from typing import NamedTuple, Protocol
 
 from asr_serve.text.g2p.character_folding import has_speech
-from asr_serve.text.g2p.passages import (
+from asr_serve.text.g2p.clauses import (
     NEUTRAL_PROSODY,
     OVERRIDE_PLACEHOLDER,
     Clause,

@@ -17,8 +17,7 @@ from asr_serve.errors import EmptyText, OptionError, TextError, TextTooLong
 from asr_serve.text.g2p import phoneme_alphabets
 from asr_serve.text.g2p.character_folding import fold_characters, has_speech
 from asr_serve.text.g2p.clause_builder import ClauseBuilder
-from asr_serve.text.g2p.espeak import EspeakPronouncer
-from asr_serve.text.g2p.passages import (
+from asr_serve.text.g2p.clauses import (
     NEUTRAL_PROSODY,
     OVERRIDE_PLACEHOLDER,
     Clause,
@@ -26,6 +25,7 @@ from asr_serve.text.g2p.passages import (
     Pause,
     PronunciationOverride,
 )
+from asr_serve.text.g2p.espeak import EspeakPronouncer
 from asr_serve.text.g2p.phoneme_alphabets import Alphabet, Lexicon
 from asr_serve.text.g2p.sentence_splitter import (
     LIVE_SPLIT_POLICY,

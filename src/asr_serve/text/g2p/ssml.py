@@ -18,7 +18,7 @@ from xml.parsers import expat
 from asr_serve.errors import MalformedSsml, TextError
 from asr_serve.text.g2p import phoneme_alphabets
 from asr_serve.text.g2p.character_folding import fold_characters
-from asr_serve.text.g2p.passages import (
+from asr_serve.text.g2p.clauses import (
     NEUTRAL_PROSODY,
     OVERRIDE_PLACEHOLDER,
     PITCH_RANGE_SEMITONES,

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from asr_serve.engine.cache.entry import EMPTY_VIEW, ReadCallback, StoreEntry, StorePlacement
-from asr_serve.engine.cache.extents import BlockAllocator, BlockExtent
+from asr_serve.engine.cache.block_allocator import BlockAllocator, BlockExtent
 from asr_serve.engine.cache.integrity import ChunkTag
+from asr_serve.engine.cache.store_entry import EMPTY_VIEW, ReadCallback, StoreEntry, StorePlacement
 from asr_serve.engine.cache.store_stats import Lost, TieredStoreStats
 from asr_serve.transfer.disk import BLOCK, aligned_memory
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from asr_serve.engine.cache.extents import BlockAllocator, BlockExtent, round_up_to_block
+from asr_serve.engine.cache.block_allocator import BlockAllocator, BlockExtent, round_up_to_block
 from asr_serve.engine.cache.integrity import ChunkTag
 
 CHUNK_BYTES = 1 << 20

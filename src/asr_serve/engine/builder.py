@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -44,6 +43,7 @@ from asr_serve.engine.vad_runner import VadCache, VadRunner
 from asr_serve.errors import ModelError, OptionError, WeightsCorrupt
 from asr_serve.models.auxiliary import silero
 from asr_serve.models.checkpoints import store as model_weights
+from asr_serve.models.checkpoints.config_file import read_config
 from asr_serve.models.interfaces import (
     EncoderDecoderModel,
     IncrementalEncoderDecoderModel,
@@ -106,20 +106,7 @@ class AsrCheckpoint(NamedTuple):
         card = asr_card(model)
         folder = model_weights.resolve(card, weights)
         file = asr_model_file(card.kind)
-        path = folder / "config.json"
-        try:
-            settings = json.loads(path.read_text())
-        except ValueError as failure:
-            raise WeightsCorrupt(f"{path} is no JSON: {failure}") from failure
-        if not isinstance(settings, dict):
-            raise WeightsCorrupt(f"{path} holds a JSON {type(settings).__name__}", f"an object, of a {card.kind} model")
-        try:
-            config = file.Config.of(settings)
-        except (TypeError, AttributeError, KeyError, ValueError) as failure:
-            raise WeightsCorrupt(
-                f"{path} is none of a {card.kind} model: {type(failure).__name__}: {failure}",
-                "the config.json that came with the weights",
-            ) from failure
+        config = read_config(folder, card.kind, file.Config.of)
         return cls(card, folder, file, config, tokenizers.load_tokenizer(folder))
 
     def with_lookahead(self, frames: int | None) -> AsrCheckpoint:

@@ -121,7 +121,7 @@ class VadSession:
         submitted_s = self._client.clock()
         self._client.backend.submit_vad_chunk(chunk)
         if self._live:
-            chunk.future.add_done_callback(partial(self._client._record_vad, self._id, submitted_s))
+            self._client._measure_vad(chunk.future, self._id, submitted_s)
         return chunk.future
 
     def close(self) -> None:
@@ -381,11 +381,16 @@ class EngineClient:
             self.backend.cancel(ticket.id)
 
     def open_vad_session(
-        self, *, live: bool = False, wait: bool = False, check: Callable[[], None] = lambda: None
+        self,
+        *,
+        live: bool = False,
+        api_client: str | None = None,
+        wait: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> VadSession:
         """Opens a voice-activity session. Full: raises AtCapacity, or waits for a place with `wait`, as `submit`.
         `live` and overloaded, or one of more new callers than are known to fit (`LiveAdmission`): raises
-        AtCapacity. Raises WrongModel, EngineClosed."""
+        AtCapacity. `api_client`: whose live session it is, where that is known. Raises WrongModel, EngineClosed."""
         _ = self.card  # raises WrongModel
         session_id = next(self._ids)
         with self._room:
@@ -399,7 +404,9 @@ class EngineClient:
                     f"{self._sessions} sessions are open", f"up to {self.config.max_sessions}", self.retry_after_ms()
                 )
             if live and not self._closed:
-                self._admission.admit(session_id, 1_000 * self.clock())
+                now_ms = 1_000 * self.clock()
+                wait_ms = self.partial_rate.wait_ms(now_ms) if self._live else 0.0
+                self._admission.admit(session_id, now_ms, api_client, wait_ms)
             self._sessions += 1
             self._live += live
         try:
@@ -541,12 +548,22 @@ class EngineClient:
                 now_s = self.clock()
                 self.partial_rate.record_turnaround(1_000 * (now_s - submitted_s), 1_000 * now_s)
 
-    def _record_vad(self, session_id: int, submitted_s: float, future: Future[np.ndarray]) -> None:
-        if future.cancelled() or future.exception() is not None:
-            return
-        speech_samples = VAD_WINDOW_SAMPLES * int(np.count_nonzero(future.result() >= SPEECH_PROBABILITY))
-        now_s = self.clock()
+    def _measure_vad(self, future: Future[np.ndarray], session_id: int, submitted_s: float) -> None:
+        """Measures how long live voice activity is unanswered. Its turnaround is none of words, and not part of
+        their mean."""
+        request = next(self._ids)
         with self._room:
+            self.partial_rate.record_request(request, 1_000 * submitted_s)
+        future.add_done_callback(partial(self._record_vad, request, session_id, submitted_s))
+
+    def _record_vad(self, request: int, session_id: int, submitted_s: float, future: Future[np.ndarray]) -> None:
+        answered = not future.cancelled() and future.exception() is None
+        windows = int(np.count_nonzero(future.result() >= SPEECH_PROBABILITY)) if answered else 0
+        speech_samples, now_s = VAD_WINDOW_SAMPLES * windows, self.clock()
+        with self._room:
+            self.partial_rate.record_end(request)
+            if not answered:
+                return
             wait_ms = max(1_000 * (now_s - submitted_s), self.partial_rate.wait_ms(1_000 * now_s))
             self._admission.record_answer(session_id, units.samples_to_ms(speech_samples), wait_ms, 1_000 * now_s)
 

@@ -58,8 +58,11 @@ class AsyncListener:
         meter: LiveRouteMetrics,
         lease: AbstractContextManager[None],
         on_events: Callable[[list[LiveEvent]], None],
+        *,
+        api_client: str | None = None,
     ) -> None:
-        """`on_events` receives new events. `lease` holds the engine until `close`. Raises as LiveSession does."""
+        """`on_events` receives new events. `lease` holds the engine until `close`. `api_client`: whose session it is,
+        where that is known. Raises as LiveSession does."""
         self.language = client.card.language(options.language)
         self._loop = asyncio.get_running_loop()
         self._awake, self._changed = asyncio.Event(), asyncio.Event()
@@ -71,7 +74,7 @@ class AsyncListener:
         self._partial_s: float | None = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(lease)
-            self._session = LiveSession(client, tokenizer, options, self._wake)
+            self._session = LiveSession(client, tokenizer, options, self._wake, api_client=api_client)
             self._resources = stack.pop_all()
 
     @property

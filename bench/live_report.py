@@ -87,11 +87,7 @@ def row(
         "partial_interval_p50_ms": percentile(sorted(1_000 * interval for interval in intervals), 0.5),
         "errors": dict(Counter(trouble for call in calls if (trouble := error_of(call.heard)))),
         "retries": sum(call.heard.get("retries", 0) for call in calls),
-        **(
-            {f"admitted_p{percent}_s": round(percentile(begun_s, percent / 100), 1) for percent in (50, 95)}
-            if at_once
-            else {}
-        ),
+        **({f"admitted_p{percent}_s": percentile(begun_s, percent / 100) for percent in (50, 95)} if at_once else {}),
         "server_cpu": round(found["server_cpu"], 3),
         "load_cpu": None if found["load_cpu"] is None else round(found["load_cpu"], 3),
         "others_cpu": round(max(0.0, found["others_cpu"]), 3),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import sys
 import time
@@ -60,7 +61,7 @@ class Line:
         await asyncio.sleep(self.begins_s - CONNECT_S - clock.time())
         await self.call()
         if self.job["at_once"]:
-            limit_s = MAX_RETRIES_S if self.job["retry"] else 0.0
+            limit_s = MAX_RETRIES_S if self.job["retry"] else -math.inf  # it may be refused before `begins_s`
         else:
             limit_s = self.job["grace_s"]
         while self.error == REFUSED and clock.time() - self.begins_s < limit_s:

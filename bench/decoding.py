@@ -3,8 +3,9 @@
     python bench/decoding.py --data DIR --peers-python PYTHON --json decoding.json
 
 DIR holds transcripts.tsv, lines of relative/path.flac<TAB>text. Posteriors of characters are made from the texts with
-noise, by a fixed seed; a lexicon of the folder's words with their frequencies is the decoding graph over them. Whole
-recognisers hear the clips. PYTHON is an interpreter that has the peers. README.md says how to read the result.
+noise, by a fixed seed; the decoding graph over them is a lexicon of the model's likeliest words with their unigram
+costs. Whole recognisers hear the clips. PYTHON is an interpreter that has the peers. README.md says how to read the
+result.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import clips
 import decoding_peers
@@ -40,23 +41,31 @@ from asr_serve.decoding.wfst.batched_search import BatchedWfstSearch
 from asr_serve.decoding.wfst.search import WfstSearch
 from asr_serve.decoding.wfst.search_graph import prepare_graph
 from asr_serve.engine.builder import AsrCheckpoint, build_chunked
-from asr_serve.models.decoding_graph import DecodingGraph, GraphSearchOptions
-from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, StreamingChunk
+from asr_serve.engine.streaming.model_runner import ChunkedModelRunner
+from asr_serve.models.decoding_graph import GRAPH_FILE, DecodingGraph, GraphSearchOptions
+from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, StreamingChunk, StreamingModel
 from asr_serve_tools.evaluate.wer import wer
 
 HERE = Path(__file__).resolve().parent
 Row = dict[str, Any]
+ToText = Callable[[list[int]], str]
+Spoken = TypeVar("Spoken")
+"""One stream's posteriors, or its clip."""
 SYMBOLS = ("", " ", "'", *"abcdefghijklmnopqrstuvwxyz")
 """Symbols of the posteriors; the first is the blank."""
 COLUMNS = {symbol: column for column, symbol in enumerate(SYMBOLS)}
 FRAME_S = 0.04
-SHARPNESS, NOISE, WRONG = 7.0, 1.6, 0.12
+SHARPNESS, NOISE, WRONG = 7.0, 1.6, 0.06
 """Logit of a frame's symbol, standard deviation of all logits, and the share of frames with another symbol on top."""
 SEED = 20_26
+UNKNOWN_COST = 14.0
+"""Cost of a word that the language model lacks, natural log."""
 BEAM = CtcBeamOptions(beam=16, tokens=16, min_logprob=-8.0, max_gap=12.0)
 GRAPH_OPTIONS = GraphSearchOptions(beam=12.0, max_active=500, min_active=20)
 LONGEST_S = 5.0
 """Clips that are longer are left out: 256 streams of them would take minutes."""
+LIVE_STEP_MS = 1_000.0
+"""Time between steps, on the runner's clock: long enough for every session to be ready."""
 MOST_VOSK_STREAMS = 16
 """Recognisers of vosk, which take turns on a core, that are made at once."""
 NOT_MEASURED = "not measured"
@@ -67,7 +76,7 @@ class Decoded(NamedTuple):
 
     texts: list[str]
     """Of the streams that were decoded whole, from the first on."""
-    frames: int
+    frames: float
     cpu_s: float
     """Processor time of all threads; on another device than the processor, wall time."""
 
@@ -107,11 +116,24 @@ def logprobs_of(text: str, noise: np.random.Generator) -> np.ndarray:
     return torch.from_numpy(logits).log_softmax(-1).float().numpy()
 
 
-def lexicon_graph(texts: Sequence[str]) -> tuple[DecodingGraph, list[str]]:
-    """Transducer from symbols to words: the words of the texts as a tree, with the arcs of CTC. A word costs its
-    frequency. Each node of the tree is two states: the last frame was its symbol (2 * node), or a blank."""
-    counts = Counter(word for text in texts for word in spell(text).split())
-    words, total = sorted(counts), sum(counts.values())
+def lexicon_of(found: AsrCheckpoint, most: int, texts: Sequence[str]) -> dict[str, float]:
+    """Costs of words: the likeliest `most` of a checkpoint's language model that can be spelt, and those of the texts
+    that it has beside them."""
+    ngrams = DecodingGraph.load(found.folder / GRAPH_FILE).language_model
+    assert ngrams is not None, "a model whose graph has no language model"
+    places = slice(*ngrams.arc_offsets[:2].tolist())
+    pieces = [found.tokenizer.decode([word]).strip() for word in ngrams.arc_words[places].tolist()]
+    costs = {word: -cost for word, cost in zip(pieces, ngrams.arc_logprobs[places].tolist(), strict=True)}
+    costs = {word: cost for word, cost in costs.items() if word and spell(word) == f"{word} "}
+    said = {word for text in texts for word in spell(text).split()}
+    likeliest = sorted(costs, key=lambda word: costs[word])[:most]
+    return {word: costs.get(word, UNKNOWN_COST) for word in sorted({*likeliest, *said})}
+
+
+def lexicon_graph(costs: Mapping[str, float]) -> tuple[DecodingGraph, list[str]]:
+    """Transducer from symbols to words: the words as a tree, with the arcs of CTC, and back to its root. Each node of
+    the tree is two states: the last frame was its symbol (2 * node), or a blank."""
+    words = list(costs)
     children: list[dict[int, int]] = [{}]
     symbols, ends = [COLUMNS[" "]], {}
     for number, word in enumerate(words):
@@ -129,7 +151,7 @@ def lexicon_graph(texts: Sequence[str]) -> tuple[DecodingGraph, list[str]]:
         out = [(column, -1, 0.0, 2 * child) for column, child in below.items()]
         if node in ends:
             word = ends[node]
-            out.append((COLUMNS[" "], word, -math.log(counts[words[word]] / total), 0))
+            out.append((COLUMNS[" "], word, costs[words[word]], 0))
         blank = (0, -1, 0.0, 2 * node + 1)
         arcs.append([(symbols[node], -1, 0.0, 2 * node), blank, *(arc for arc in out if arc[0] != symbols[node])])
         arcs.append([blank, *out])
@@ -171,11 +193,29 @@ def openfst_text(graph: DecodingGraph) -> str:
 # --- our searches -----------------------------------------------------------------------------------------
 
 
-def decode(
-    make: Callable[[], Any], speech: Sequence[np.ndarray], device: Any, chunk: int, limit_s: float, text: Callable
+def grouped(speech: Sequence[Spoken], streams: int) -> list[list[Spoken]]:
+    """Groups of `streams`: all of the speech once, or as much of it again as fills one group."""
+    if streams >= len(speech):
+        return [[speech[number % len(speech)] for number in range(streams)]]
+    return [list(speech[first : first + streams]) for first in range(0, len(speech), streams)]
+
+
+def in_groups(
+    run: Callable[[Sequence[Spoken], float], Decoded], speech: Sequence[Spoken], streams: int, limit_s: float
 ) -> Decoded:
+    """All groups one after another, until `limit_s` have passed."""
+    total = Decoded([], 0, 0.0)
+    for group in grouped(speech, streams):
+        found = run(group, limit_s - total.cpu_s)
+        total = Decoded(total.texts + found.texts, total.frames + found.frames, total.cpu_s + found.cpu_s)
+        if len(found.texts) < len(group):
+            break
+    return total
+
+
+def decode(search: Any, device: Any, chunk: int, text: ToText, speech: Sequence[np.ndarray], limit_s: float) -> Decoded:
     """Decodes all streams in steps of a chunk of each, until `limit_s` have passed."""
-    search, target = make(), device.torch_device
+    target = device.torch_device
     now = time.process_time if target.type == "cpu" else time.perf_counter
     lengths = torch.tensor([len(each) for each in speech])
     padded = torch.zeros(len(speech), int(lengths.max()) + chunk, len(SYMBOLS))
@@ -217,7 +257,7 @@ def decode(
     return Decoded(texts, frames, now() - began_s)
 
 
-def searches(graph: DecodingGraph, words: Sequence[str]) -> dict[str, tuple[bool, Callable, Callable]]:
+def searches(graph: DecodingGraph, words: Sequence[str]) -> dict[str, tuple[bool, Callable[[Any], Any], ToText]]:
     """Name of a row -> whether it runs on any device, what makes the search for a device, what makes a text."""
     model: Any = Posteriors()
     prepared = prepare_graph(graph)
@@ -230,11 +270,7 @@ def searches(graph: DecodingGraph, words: Sequence[str]) -> dict[str, tuple[bool
 
     return {
         "asr-serve wfst": (False, lambda _: WfstSearch(model, prepared, GRAPH_OPTIONS, hypotheses=1), text),
-        "asr-serve wfst batched": (
-            True,
-            lambda device: BatchedWfstSearch(model, graph, device, GRAPH_OPTIONS),
-            text,
-        ),
+        "asr-serve wfst batched": (True, lambda device: BatchedWfstSearch(model, graph, device, GRAPH_OPTIONS), text),
         "asr-serve ctc": (False, lambda _: CtcPrefixBeam(model, *BEAM[:1], **_limits()), letters),
         "asr-serve ctc batched": (True, lambda device: BatchedCtcPrefixBeam(model, device, BEAM), letters),
     }
@@ -260,11 +296,11 @@ def ours(
                     rows.append(blank(name, kind, streams, "no CUDA device"))
                     continue
                 device = devices.make_device(kind, "fp32")
-                chosen = [speech[number % len(speech)] for number in range(streams)]
+                search = make(device)
+                run = partial(decode, search, device, args.chunk, text)
                 with torch.inference_mode():
-                    if kind == "cuda":  # the first run of a shape is recorded
-                        decode(lambda: make(device), chosen, device, args.chunk, args.limit_s, text)
-                    found = decode(lambda: make(device), chosen, device, args.chunk, args.limit_s, text)
+                    run(grouped(speech, streams)[0], args.limit_s / 4)  # recordings and memory are made once
+                    found = in_groups(run, speech, streams, args.limit_s)
                 rows.append(row(name, kind, streams, found, references))
     return rows
 
@@ -272,49 +308,46 @@ def ours(
 # --- whole recognisers ------------------------------------------------------------------------------------
 
 
-def recogniser(name: str, speech: Sequence[clips.Clip], args: argparse.Namespace) -> list[Row]:
+def recogniser(found: AsrCheckpoint, speech: Sequence[clips.Clip], args: argparse.Namespace) -> list[Row]:
     """Rows of a whole model of ours: features, network and search, every clip a live stream."""
-    try:
-        found = AsrCheckpoint.find(name, None)
-    except Exception as missing:
-        return [blank(f"asr-serve {name}", "cpu", count, str(missing)) for count in args.streams]
-    parts = found.build("cpu", "auto")
-    rows = []
+    parts, rows = found.build("cpu", "auto"), []
+    model = parts.model
+    assert isinstance(model, StreamingModel)
+    references = [clip.text for clip in speech]
     for streams in args.streams:
-        config = EngineConfig(max_sessions=streams, max_decode_rows=min(streams, 64))
+        config = EngineConfig(max_sessions=streams, use_chunked_inference=True)
         with torch.inference_mode():
-            runner = build_chunked(parts.model, found.card, parts, config)
-            if not rows:
-                transcribe(runner, speech[:1], parts.decode_text, math.inf)
-            chosen = [speech[number % len(speech)] for number in range(streams)]
-            decoded = transcribe(runner, chosen, parts.decode_text, args.whole_limit_s)
-        frames = decoded.frames * round(parts.model.frame_samples) / clips.RATE_HZ / FRAME_S
-        decoded = decoded._replace(frames=round(frames))
-        rows.append(row(f"asr-serve {name}", "cpu", streams, decoded, [clip.text for clip in chosen]))
+            run = partial(transcribe, build_chunked(model, found.card, parts, config), parts.decode_text)
+            run(speech[:1], math.inf)
+            decoded = in_groups(run, speech, streams, args.whole_limit_s)
+        frames = decoded.frames * model.frame_samples / clips.RATE_HZ / FRAME_S
+        rows.append(row(f"asr-serve {found.card.name}", "cpu", streams, decoded._replace(frames=frames), references))
     return rows
 
 
-def transcribe(runner: Any, speech: Sequence[clips.Clip], text: Callable[[list[int]], str], limit_s: float) -> Decoded:
+def transcribe(runner: ChunkedModelRunner, text: ToText, speech: Sequence[clips.Clip], limit_s: float) -> Decoded:
     """Decodes all clips at once, in steps of a live chunk; `frames` are those of the model."""
     began_s = time.process_time()
     sessions = {runner.open_session(): number for number in range(len(speech))}
     tokens: list[list[int]] = [[] for _ in speech]
-    texts = [""] * len(speech)
-    frames = 0
+    now_ms = 0.0
     for session, number in sessions.items():
-        runner.append_audio(session, speech[number].audio, 0.0)
-        runner.finish_audio(session, 0.0)
-    while any(not session.finished for session in sessions):
-        before = {session: session.audio_buffer.seen_frames for session in sessions}
-        for output in runner.step(runner.schedule(1e9), 1e9):
+        runner.append_audio(session, speech[number].audio, now_ms)
+        runner.finish_audio(session, now_ms)
+    while not all(session.finished for session in sessions) and time.process_time() - began_s < limit_s:
+        now_ms += LIVE_STEP_MS
+        for output in runner.step(runner.schedule(now_ms), now_ms):
             tokens[sessions[output.session]] += [token.id for token in output.found.fixed_tokens]
-        frames += sum(session.audio_buffer.seen_frames - before[session] for session in sessions)
-        if time.process_time() - began_s > limit_s:
-            return Decoded([], frames, time.process_time() - began_s)
-    for session, number in sessions.items():
-        texts[number] = text([*tokens[number], *(token.id for token in session.hypotheses[0].tokens)])
+    texts = [
+        text([*tokens[number], *(token.id for token in session.hypotheses[0].tokens)])
+        for session, number in sessions.items()
+        if session.finished
+    ]
+    frames = sum(session.audio_buffer.seen_frames for session in sessions)
+    for session in sessions:
         runner.close_session(session)
-    return Decoded(texts, frames, time.process_time() - began_s)
+    cpu_s = time.process_time() - began_s
+    return Decoded(texts if len(texts) == len(speech) else [], frames, cpu_s)
 
 
 # --- peers ------------------------------------------------------------------------------------------------
@@ -366,10 +399,8 @@ def peers(
             done = len(level["texts"])
             lengths = [len(clip.audio) / clips.RATE_HZ / FRAME_S for clip in heard] if whole else map(len, speech)
             each = list(lengths)
-            frames = round(sum(each[number % len(each)] for number in range(done)))
+            frames = sum(each[number % len(each)] for number in range(done))
             made = row(name, "cpu", count, Decoded(level["texts"], frames, level["cpu_s"]), said)
-            if done < count:
-                made["notes"] = f"{done} streams decoded: one after another, so that more take as long each"
             rows.append(made | {"version": found["version"]})
     return rows
 
@@ -393,9 +424,9 @@ def in_python(python: Path, job: dict[str, Any], folder: Path) -> dict[str, Any]
 
 
 def row(search: str, device: str, streams: int, found: Decoded, references: Sequence[str]) -> Row:
-    """A row; `wer` in percent, None where not all of a stream was decoded."""
+    """A row; `wer` in percent, over the streams that were decoded, None where none was."""
     said = [references[number % len(references)] for number in range(len(found.texts))]
-    made = {
+    made: Row = {
         "search": search,
         "device": device,
         "streams": streams,
@@ -404,8 +435,8 @@ def row(search: str, device: str, streams: int, found: Decoded, references: Sequ
         "wer": round(wer(said, found.texts).percent, 2) if found.texts else None,
         "cpu_s": round(found.cpu_s, 2),
     }
-    if not found.texts:
-        made["notes"] = "stopped at the time limit, before the end of the streams"
+    if len(found.texts) < max(streams, len(references)):
+        made["notes"] = f"{len(found.texts)} streams until the time limit, or as many as there are to take turns"
     say(made)
     return made
 
@@ -432,6 +463,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--data", type=Path, required=True, metavar="DIR", help="folder with transcripts.tsv")
     add("--streams", type=numbers, default=[1, 8, 64, 256], metavar="A,B", help="how many at once (1,8,64,256)")
     add("--model", default="vosk-small-en", help="that is measured whole, beside vosk (vosk-small-en)")
+    add("--words", type=int, default=20_000, metavar="N", help="of the model's that the graph has (20000)")
     add("--clips", type=int, default=16, metavar="N", help="that the streams say, again and again (16)")
     add("--chunk", type=int, default=16, metavar="N", help="frames of a stream in a step of our searches (16)")
     add("--limit-s", type=float, default=4.0, metavar="S", help="longest a search runs for a row (4)")
@@ -447,15 +479,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (core := kernels.core()) is not None:
         core.set_threads(1)
     about = machine.describe(1)
-    texts = [text for _, text in clips.read_transcripts(args.data)]
+    found = AsrCheckpoint.find(args.model, None)
     short = [clip for clip in clips.load(args.data) if len(clip.audio) <= LONGEST_S * clips.RATE_HZ]
     heard = [short[place] for place in clips.spread(len(short), args.clips)]
     noise = np.random.default_rng(SEED)
     speech = [logprobs_of(clip.text, noise) for clip in heard]
     references = [spell(clip.text) for clip in heard]
-    graph, words = lexicon_graph(texts)
+    graph, words = lexicon_graph(lexicon_of(found, args.words, references))
     rows = ours(graph, words, speech, references, args)
-    rows += recogniser(args.model, heard, args)
+    rows += recogniser(found, heard, args)
     with tempfile.TemporaryDirectory(prefix="asr-serve-bench-") as name:
         rows += peers(graph, words, speech, heard, references, args, Path(name))
     settings = {

@@ -19,7 +19,8 @@ MAX_HISTORY_FRAMES = 1_024
 MAX_HISTORY_LINKS = 1 << 21
 """Links between paths of a session's open frames, 20 bytes each, at which the same happens."""
 MAX_HYPOTHESES = 32
-MAX_ACTIVE = 1 << 20
+MAX_ACTIVE, LEAST_ACTIVE = 1 << 20, {"max_active": 1, "min_active": 0}
+"""Bounds of the limits of paths."""
 
 
 class WfstSearch:
@@ -110,12 +111,12 @@ class WfstSearch:
 
 def validate_options(options: GraphSearchOptions) -> None:
     """Raises OptionError for limits out of range."""
-    for name in ("beam", "lattice_beam", "acoustic_scale"):
-        if not getattr(options, name) > 0:
-            raise OptionError(f"{name}={getattr(options, name)}", "more than 0", param=f"graph_{name}")
-    for name, least in (("max_active", 1), ("min_active", 0)):
-        if not least <= getattr(options, name) <= MAX_ACTIVE:
-            raise OptionError(f"{name}={getattr(options, name)}", f"{least} to {MAX_ACTIVE}", param=name)
+    for name, value in options._asdict().items():
+        if name in LEAST_ACTIVE:
+            if not LEAST_ACTIVE[name] <= value <= MAX_ACTIVE:
+                raise OptionError(f"{name}={value}", f"{LEAST_ACTIVE[name]} to {MAX_ACTIVE}", param=f"graph_{name}")
+        elif not value > 0:
+            raise OptionError(f"{name}={value}", "more than 0", param=f"graph_{name}")
 
 
 def _tokens(words: list[tuple[int, int, int, float]]) -> list[SearchToken]:

@@ -23,7 +23,7 @@ BINARY_MARK = b"\0B"
 LONGEST_TOKEN_BYTES = 256
 MOST_ITEMS = 1 << 24
 """Most entries of a list, a bound for files that are not what they seem."""
-FLOAT_TYPES = {b"F": np.dtype("<f4"), b"D": np.dtype("<f8")}
+FLOAT_TYPES: dict[bytes, np.dtype[Any]] = {b"F": np.dtype("<f4"), b"D": np.dtype("<f8")}
 INTEGER_FIELDS = {
     "<Dim>",
     "<BlockDim>",
@@ -235,7 +235,7 @@ class KaldiReader:
         corners = (np.float32(low) + points.astype(np.float32) * np.float32(span / 65_535.0)).T
         levels = np.frombuffer(self.take(rows * columns), "u1").reshape(columns, rows).T.astype(np.float32)
         first, second, third, last = corners
-        return np.where(
+        numbers: np.ndarray = np.where(
             levels <= 64,
             first + (second - first) * levels * np.float32(1 / 64),
             np.where(
@@ -244,6 +244,7 @@ class KaldiReader:
                 third + (last - third) * (levels - 192) * np.float32(1 / 63),
             ),
         )
+        return numbers
 
     def symmetric_matrix(self) -> np.ndarray:
         """Reads a packed symmetric matrix: the lower triangle, row by row."""

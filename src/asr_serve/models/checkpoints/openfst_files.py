@@ -33,7 +33,7 @@ LOOK_AHEAD_TYPES = ("olabel_lookahead", "ilabel_lookahead", "arc_lookahead")
 MOST_NAME_BYTES = 1 << 16
 
 
-class Transducer(NamedTuple):
+class FstFile(NamedTuple):
     """Weighted transducer: the arcs of state s are arcs[offsets[s] : offsets[s + 1]]."""
 
     start_state: int
@@ -134,7 +134,7 @@ class _Reader:
         return _Header(kind, version, flags, start_state, states, arcs, *read_symbols)
 
 
-def read_transducer(path: Path) -> Transducer:
+def read_transducer(path: Path) -> FstFile:
     """Transducer from a file of type vector, const or a look-ahead type (whose tables of reachable labels are
     skipped). Raises WeightsCorrupt with file and offset."""
     reader = _Reader(path)
@@ -155,7 +155,7 @@ def read_transducer(path: Path) -> Transducer:
         raise reader.error("arcs that lead to states which the file lacks", f"states 0 to {states - 1}")
     if np.isnan(arcs["cost"]).any() or np.isnan(final_costs).any():
         raise reader.error("costs that are no numbers", "numbers, or inf")
-    return Transducer(header.start_state, offsets, arcs, final_costs, *symbols)
+    return FstFile(header.start_state, offsets, arcs, final_costs, *symbols)
 
 
 def _read_const(reader: _Reader, header: _Header) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -336,7 +336,7 @@ def _states_after(
 
 
 def make_decoding_graph(
-    transducer: Transducer,
+    transducer: FstFile,
     label_columns: np.ndarray,
     *,
     label_phones: np.ndarray | None = None,

@@ -265,7 +265,7 @@ class OnlineIvectors:
             quadratic[:, self._unpacked].view(len(counts), *self._one.shape) + prior_scale[:, None, None] * self._one
         )
         right = linear + prior_scale[:, None] * self._prior
-        solution, _ = torch.linalg.solve_ex(matrix, right)
+        solution: Tensor = torch.linalg.solve_ex(matrix, right)[0]
         return (solution - self._prior).float()
 
 

@@ -225,7 +225,7 @@ class Model(StreamingModel):
         started = self._start(chunk, session)
         cepstra = self.features(chunk.pcm[:, self.lead_frames * hop :])
         scores = []
-        for number, block in enumerate(cepstra.split(self.block, dim=1)):
+        for number, block in enumerate(torch.split(cepstra, self.block, dim=1)):
             start = chunk.start_frames * self.config.subsampling + number * self.block
             scores.append(self._step_block(block, start, session, started if number == 0 else None))
         for name, tensor in memory.items():
@@ -345,7 +345,7 @@ class _Started(NamedTuple):
     """Sessions that are new in a step."""
 
     sessions: Tensor
-    """Which of the step's sessions: their numbers, int64, or a mask of all, bool."""
+    """Sessions of the step: their numbers, int64, or a mask of all, bool."""
     frames: Tensor
     """(sessions, frames, width): the frames before those that the block adds; of all sessions with a mask."""
 

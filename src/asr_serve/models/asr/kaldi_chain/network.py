@@ -46,7 +46,7 @@ class _Read(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Where a layer's frames lie."""
+    """Places of a layer's frames."""
 
     stride: int
     """Input frames from one of its frames to the next."""
@@ -54,7 +54,7 @@ class _Plan(NamedTuple):
     """Input frames by which its newest frame lies after the newest output."""
     reads: tuple[_Read, ...]
     history: int
-    """Its frames that the next block reads."""
+    """Frames that the next block reads."""
 
 
 class _Group(NamedTuple):
@@ -234,16 +234,16 @@ class ChainNetwork:
 
 
 def _frames_before(newest: int, stride: int, count: int, block_frames: int) -> int:
-    """How many of a layer's `count` frames, the last at position `newest`, lie before the newest multiple of
+    """Number of a layer's `count` frames, the last at position `newest`, that lie before the newest multiple of
     `block_frames`."""
     boundary = newest // block_frames * block_frames
     return sum(newest - i * stride < boundary for i in range(count))
 
 
 def _plan(layers: Sequence[LayerSpec], subsampling: int) -> tuple[dict[str, _Plan], int]:
-    """Where each layer's frames lie, and how many input frames before an output frame it depends on."""
+    """Places of each layer's frames, and how many input frames before an output frame it depends on."""
     # Frames of each layer that output frame 0 depends on, and those that are computed beside them.
-    needed: dict[str, set[int]] = {layer.name: set() for layer in layers} | {INPUT: set()}
+    needed: dict[str, set[int]] = {name: set() for name in (*(layer.name for layer in layers), INPUT)}
     computed: dict[str, set[int]] = {name: set() for name in needed}
     needed[layers[-1].name] = {0}
     strides, aheads = {}, {}
@@ -278,7 +278,7 @@ def _groups(
     """Products of a layer's matrix. Narrow inputs are copied end to end for one product; wide ones have a product
     each, which reads them where they are."""
     weight, bias = tensors[f"layers.{layer.name}.weight"], tensors[f"layers.{layer.name}.bias"]
-    columns = list(weight.split([widths[source] for source, _ in layer.inputs], dim=1))
+    columns = list(torch.split(weight, [widths[source] for source, _ in layer.inputs], dim=1))
     # Features and i-vectors are large, and differences between them are small: bf16's 8 bits are too few.
     exact = torch.float32 if layer.ivector or any(source == INPUT for source, _ in layer.inputs) else None
 

@@ -159,10 +159,11 @@ def check_search(client: EngineClient, task: str, temperatures: Sequence[float],
             param="temperature",
         )
     if beam != 1:
+        setting = "graph_beam" if client.card.heads == ("wfst",) else "beam"
         raise UnsupportedOption(
             f"beam={beam}",
             f"{client.card.name} has the same for all: its engine's",
-            "set engine.beam where it is loaded",
+            f"set engine.{setting} where it is loaded",
             param="beam",
         )
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from asr_serve import devices, units
 from asr_serve.config import EngineConfig
+from asr_serve.decoding.attention_rescoring import AttentionRescoringSearch
 from asr_serve.decoding.biasing_list import BiasingSearch, StreamingBiasingList
 from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
-from asr_serve.decoding.rescoring import RescoringSearch
 from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.decoding.wfst.batched_search import BatchedWfstSearch
@@ -231,7 +231,7 @@ def build_loop(
 
 def offload_options(config: EngineConfig, tiers: TieredStore | None) -> dict[str, Any]:
     """Options of StreamingExecutor: where and when callers' streams are offloaded."""
-    return {"tiers": tiers, "sleep_after_s": config.sleep_after_s, "hears_again": config.disk_bytes > 0}
+    return {"tiers": tiers, "sleep_after_s": config.sleep_after_s, "replay": config.disk_bytes > 0}
 
 
 def stream_biasing(parts: EngineComponents, vocab: int) -> Callable[[str], StreamingBiasingList] | None:
@@ -357,7 +357,7 @@ def build_seq2seq(
         on_done,
         on_start,
         incremental=chosen.incremental_encoder,
-        kept=encoder_cache,
+        encoder_cache=encoder_cache,
         peers=peers,
         encode_text=parts.encode_text,
     )
@@ -431,7 +431,7 @@ def _search(model: StreamingModel, head: str, beam: int, device: Device) -> Stre
     if head == "ctc":
         plain = CtcGreedy(model) if beam == 1 else CtcPrefixBeam(model, beam)
         routed = BiasingSearchRouter(plain, CtcPrefixBeam(model, max(beam, HOT_CTC_BEAM), boost=CTC_BOOST))
-        return RescoringSearch(routed, model.rescorer) if beam > 1 and model.rescorer is not None else routed
+        return AttentionRescoringSearch(routed, model.rescorer) if beam > 1 and model.rescorer is not None else routed
     target, transducer = device.torch_device, model.transducer
     assert transducer is not None, f"a model with the head {head}, and no transducer"
     greedy = (

@@ -47,15 +47,17 @@ class AuxiliaryQueue:
     """Admission of queries that are not requests, such as turn and diarization queries, with a limit of its
     own."""
 
-    def __init__(self, room: threading.Condition, most: int, what: str, retry_ms: int, kept: int = 0) -> None:
-        """`room`: notified when a place is free. `what`: name of the queries in error messages. `kept`: places
+    def __init__(
+        self, room: threading.Condition, max_waiting: int, what: str, retry_ms: int, live_reserved: int = 0
+    ) -> None:
+        """`room`: notified when a place is free. `what`: name of the queries in error messages. `live_reserved`: places
         reserved for live callers."""
         self._room, self._max_waiting, self._what, self._retry_ms, self._live_reserved = (
             room,
-            most,
+            max_waiting,
             what,
             retry_ms,
-            kept,
+            live_reserved,
         )
         self.waiting = 0
 
@@ -324,7 +326,7 @@ class EngineClient:
     def synthesize(
         self,
         sentence: Sentence,
-        hear: SoundCallback,
+        on_sound: SoundCallback,
         *,
         priority: Priority = "interactive",
         slack_ms: int | None = None,
@@ -332,7 +334,7 @@ class EngineClient:
         wait: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> Ticket:
-        """Submits one sentence for synthesis. `hear` receives its audio chunk by chunk, in order, on a thread of
+        """Submits one sentence for synthesis. `on_sound` receives its audio chunk by chunk, in order, on a thread of
         the engine, and must not block. The future holds the number of samples after the last chunk. `slack_ms`:
         how much later its first audio may come than its priority asks.
 
@@ -341,7 +343,7 @@ class EngineClient:
         OptionError, AtCapacity, WrongModel, EngineClosed.
         """
         validate_sentence(sentence, self.voice_card)
-        delivery = SoundDelivery(hear, lambda: self.cancel(ticket))
+        delivery = SoundDelivery(on_sound, lambda: self.cancel(ticket))
         request = TtsRequest(next(self._ids), sentence, delivery, priority, Future(), slack_ms)
         ticket = Ticket(request.id, delivery.resolve(request.future))
         self._admit(request.samples, admitted, wait, check)

@@ -63,7 +63,7 @@ class ModelExecutor(Protocol):
 
     device: Device
 
-    def attach(self, keeper: LoopContext) -> None:
+    def attach(self, context: LoopContext) -> None:
         """Sets the loop. Called before every other method."""
 
     def submit(self, utterance: RecognitionRequest) -> None: ...

@@ -30,9 +30,9 @@ def prompt_tokens(client: EngineClient, tokenizer: Tokenizer, prompt: str) -> tu
     return truncate_context(client.card, _tokens(client.card, tokenizer, "prompt", prompt))
 
 
-def truncate_context(card: AsrCard, said: Sequence[int]) -> tuple[int, ...]:
+def truncate_context(card: AsrCard, tokens: Sequence[int]) -> tuple[int, ...]:
     """Returns the end of the previous tokens, as much as the model reads."""
-    return tuple(said[max(0, len(said) - card.prompt_tokens) :])
+    return tuple(tokens[max(0, len(tokens) - card.prompt_tokens) :])
 
 
 def hotword_bias(client: EngineClient, tokenizer: Tokenizer, hotwords: Sequence[str]) -> str:

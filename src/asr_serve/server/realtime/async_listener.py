@@ -1,4 +1,4 @@
-"""Live session on the event loop: drives `pipelines/live/listen`, passes its events on and measures them."""
+"""Live session on the event loop: drives `pipelines/live/live_session`, passes its events on and measures them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asr_serve import units
 from asr_serve.engine.client import EngineClient
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.live.events import LiveEvent, LivePartial, LiveSegmentDone, SessionFinished
-from asr_serve.pipelines.live.listen import LiveSession
+from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.text.tokenizers import Tokenizer
 

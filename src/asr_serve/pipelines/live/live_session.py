@@ -46,7 +46,7 @@ from asr_serve.pipelines.live.voice_activity import LiveVoiceActivity
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.pipelines.prompting import hotword_bias, prompt_tokens
 from asr_serve.pipelines.segments import check_diarization, resolve_language
-from asr_serve.pipelines.silence import SilenceTracker
+from asr_serve.pipelines.silence_tracker import SilenceTracker
 from asr_serve.text.tokenizers import Tokenizer
 from asr_serve.types import Segment, Span
 

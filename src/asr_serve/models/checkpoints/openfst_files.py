@@ -224,6 +224,8 @@ def read_ngram(path: Path) -> WordAcceptor:
         or not 0 <= header.start_state < states
     ):
         raise reader.error("bit strings of contexts or futures that do not agree with their counts", "an ngram file")
+    if not all(np.isfinite(costs).all() for costs in (backoff_costs[1:states], final_costs, future_costs)):
+        raise reader.error("costs of an n-gram model that are no finite numbers", "costs")
     # The children of node n are the ones between zero n and zero n + 1; nodes are numbered by their ones.
     parents = np.repeat(np.arange(states), np.diff(ends) - 1)
     if len(parents) != states - 1 or (parents >= np.arange(1, states)).any():
@@ -241,7 +243,7 @@ def read_ngram(path: Path) -> WordAcceptor:
         -future_costs[order],
         _states_after(backoff_states, words, arc_offsets, future_words[order].astype(np.int64)),
         backoff_states,
-        -np.concatenate([[0.0], backoff_costs[1:states]]).astype(np.float32),
+        -np.concatenate([np.zeros(1, np.float32), backoff_costs[1:states]]),
         _with_backoff(backoff_states, backoff_costs, all_final_costs),
         header.start_state,
     )

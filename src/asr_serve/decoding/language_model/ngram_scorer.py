@@ -12,7 +12,7 @@ from asr_serve.models.ngram import NgramModel
 
 
 class NgramScorer:
-    """TokenScorer (decoding/ctc_batched.py) over an n-gram model.
+    """TokenScorer over an n-gram model.
 
     A query is a binary search of fixed depth among a state's arcs, once for each length of context from the longest
     to none: shapes do not depend on the words, nothing is read back, and a CUDA graph records it.
@@ -22,7 +22,7 @@ class NgramScorer:
         def on_device(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device)
 
-        self.initial_state = model.start_state
+        self.initial_state, self.state_count = model.start_state, model.states
         self._offsets = on_device(model.arc_offsets)
         self._words, self._states = on_device(model.arc_words), on_device(model.arc_states)
         self._logprobs = on_device(model.arc_logprobs)

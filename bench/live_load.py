@@ -61,11 +61,13 @@ class Line:
         await asyncio.sleep(self.begins_s - CONNECT_S - clock.time())
         await self.call()
         if self.job["at_once"]:
-            limit_s = MAX_RETRIES_S if self.job["retry"] else -math.inf  # it may be refused before `begins_s`
+            limit_s = (
+                MAX_RETRIES_S if self.job.get("retry", False) else -math.inf
+            )  # it may be refused before `begins_s`
         else:
             limit_s = self.job["grace_s"]
         while self.error == REFUSED and clock.time() - self.begins_s < limit_s:
-            await asyncio.sleep(RETRY_S if self.retry_s is None or not self.job["retry"] else self.retry_s)
+            await asyncio.sleep(RETRY_S if self.retry_s is None or not self.job.get("retry", False) else self.retry_s)
             self.error, self.retry_s = None, None
             self.retries += 1
             await self.call()

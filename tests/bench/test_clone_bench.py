@@ -86,7 +86,7 @@ def test_a_speaker_that_cannot_be_cloned_is_told(
     rows = [{"speaker": "ada", "failed": trouble}, {"speaker": "grace", "share": 0.8}]
     monkeypatch.setattr(bench, "found", lambda args: [])
     monkeypatch.setattr(bench, "measured", lambda args, speakers: iter(rows))
-    monkeypatch.setattr(bench.machine, "describe", lambda threads: {"packages": {}})
+    monkeypatch.setattr(bench.machine, "describe", lambda threads, packages: {"packages": {}})
     assert bench.main(["--data", "x", "--json", str(tmp_path / "found.json")]) == 1
     assert json.loads((tmp_path / "found.json").read_text())["rows"] == rows
     assert f"ada: {trouble}" in capsys.readouterr().out

@@ -30,6 +30,7 @@ BROAD_EXCEPT = {
     "server/transcription_job.py",
     "server/run.py",
     "models/registry.py",
+    "pipelines/stages/staged_recognizer.py",
 }
 """The engine's loop, the middleware that answers every request, and the tops of the threads that speak for another
 process. A step that fails its own requests only is guarded by StepGuard (engine/executor.py)."""
@@ -58,6 +59,7 @@ LEAVES = {
     "cryptography": {"engine/cache/integrity.py"},
     "python_multipart": {"server/uploads/multipart_form.py"},
     "sounddevice": {"api/cli/io/microphone.py", "api/cli/io/loudspeaker.py"},  # what is heard, what is played
+    "transformers": {"decoding/language_model/causal_scorer.py"},
     "websockets": {"api/client/connection.py"},
     "wetext": {"text/normalization/wetext_grammar.py"},
     "xxhash": {"transfer/checksum.py"},

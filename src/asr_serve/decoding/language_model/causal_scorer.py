@@ -1,4 +1,4 @@
-"""Scores of sentences by a causal language model, through transformers: an optional package, loaded by this file alone."""
+"""Scores of sentences by a causal language model, through transformers, an optional package that only this file loads."""
 
 from __future__ import annotations
 

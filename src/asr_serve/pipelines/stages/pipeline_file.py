@@ -114,7 +114,8 @@ def find_pipeline(name: str) -> Path:
 
 
 def read_pipeline(path: Path) -> PipelineSpec:
-    """Reads and checks a pipeline file. Raises OptionError with the line and the key of what is wrong, SourceNotFound."""
+    """Reads and checks a pipeline file. Raises OptionError with the line and the key of what is wrong,
+    SourceNotFound."""
     try:
         data = path.read_bytes()
     except OSError as failure:
@@ -189,7 +190,9 @@ class _PipelineReader:
                     todo = 'like when = "confidence < 0.9"'
                     self._fail(index, "when", "a second recognizer without a condition", "one that says when", todo)
                 case RescoreStage() if not isinstance(before, RecognizeStage):
-                    self._fail(index, "kind", "rescore", "it comes right after the recognizer whose n-best list it reads")
+                    self._fail(
+                        index, "kind", "rescore", "it comes right after the recognizer whose n-best list it reads"
+                    )
                 case ItnStage() if index != len(stages) - 1:
                     self._fail(index, "kind", "itn", "it is the last stage")
                 case DropStage() | ItnStage() if not index:
@@ -213,7 +216,10 @@ class _PipelineReader:
                 except UnknownModel as failure:
                     self._fail(index, "model", failure.came, failure.allowed, failure.todo)
                 if card.streaming and stage.beam != 1:
-                    came, allowed = f"beam={stage.beam} of {stage.model}", "1: its search has no choice for each segment"
+                    came, allowed = (
+                        f"beam={stage.beam} of {stage.model}",
+                        "1: its search has no choice for each segment",
+                    )
                     self._fail(index, "beam", came, allowed)
             elif isinstance(stage, RescoreStage) and not ((before := cards[-1]) and before.streaming):
                 came = f"rescore after {before.name if before else 'no recognizer'}"
@@ -245,7 +251,7 @@ def _key_lines(text: str) -> dict[tuple[int, str], int]:
             lines[index, ""] = number
         elif match := re.match(r"""\s*["']?([\w-]+)["']?\s*=\s*(?P<value>.*)""", line):
             lines.setdefault((index, match[1]), number)
-            quotes = next((q for q in ('\"\"\"', "'''") if match["value"].count(q) == 1), "")
+            quotes = next((q for q in ('"""', "'''") if match["value"].count(q) == 1), "")
         elif match := re.match(r"\s*\[\s*([\w-]+)", line):
             lines.setdefault((-1, match[1]), number)
     return lines

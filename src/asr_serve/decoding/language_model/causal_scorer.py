@@ -1,4 +1,5 @@
-"""Scores of sentences by a causal language model, through transformers, an optional package that only this file loads."""
+"""Scores of sentences by a causal language model, through transformers, an optional package that only this file
+loads."""
 
 from __future__ import annotations
 

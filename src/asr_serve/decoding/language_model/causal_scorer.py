@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +17,12 @@ from asr_serve.config import cache_dir
 from asr_serve.errors import ProgramMissing, WeightsCorrupt, WeightsMissing
 from asr_serve.models.checkpoints.store import package_folders
 from asr_serve.models.registry import PackagedWeights
+from asr_serve.transfer.checksum import file_checksum
 
 MAX_BATCH_LOGITS = 1 << 26
 """Most logits computed at once; one sentence is always computed whole."""
+CONVERSION = 1
+"""Version of the conversion."""
 MAX_SENTENCE_TOKENS = 1_024
 """Tokens of a sentence that are read; the rest is not scored."""
 
@@ -52,8 +57,10 @@ class CausalSentenceScorer:
     """
 
     def __init__(self, file: Path) -> None:
-        """`file`: GGUF. Raises ProgramMissing without transformers and gguf, WeightsCorrupt."""
+        """`file`: GGUF. It is converted once, which takes a minute, and read from the cache afterwards. Raises
+        ProgramMissing without transformers and gguf, WeightsCorrupt."""
         try:
+            import accelerate  # noqa: F401
             import gguf  # noqa: F401
             import transformers
         except ImportError as missing:
@@ -61,9 +68,11 @@ class CausalSentenceScorer:
                 f"a causal language model needs {missing.name}", todo="pip install 'asr-serve[rescoring]'"
             ) from missing
         try:
-            place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name, "local_files_only": True}
-            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**place)
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+            folder = _converted(file, transformers)
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, dtype=torch.float32
+            )
         except (OSError, ValueError, KeyError) as failure:
             raise WeightsCorrupt(f"the language model {file} cannot be read: {failure}", "a GGUF file") from failure
         self._model = model.eval()
@@ -94,6 +103,26 @@ class CausalSentenceScorer:
         chosen = logits.gather(2, ids[:, 1:, None])[:, :, 0].double()
         logprobs = chosen - logits.logsumexp(2).double()
         return [float(score) for score in (logprobs * mask[:, 1:]).sum(1)]
+
+
+def _converted(file: Path, transformers: Any) -> Path:
+    """Folder in the cache with the model as transformers loads it fast, in float16; made on first use."""
+    folder = cache_dir() / "causal" / f"{file_checksum(file):016x}-v{CONVERSION}"
+    if (folder / "config.json").is_file():
+        return folder
+    place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name, "local_files_only": True}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        transformers.AutoTokenizer.from_pretrained(**place).save_pretrained(part)
+        transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float16).save_pretrained(part)
+        part.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
 
 
 def causal_model_path(name: str) -> Path:

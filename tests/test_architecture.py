@@ -289,7 +289,7 @@ def test_one_version() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert asr_serve.__version__ == project["version"]
-    assert sorted(asr_serve.__all__) == ["DEFAULT_MODEL", "__version__", "load"]
+    assert sorted(asr_serve.__all__) == ["DEFAULT_MODEL", "__version__", "load", "load_pipeline"]
 
 
 def test_files_are_named_after_what_they_define() -> None:

@@ -29,7 +29,7 @@ from asr_serve.types import Transcript
 
 
 class FileTranscriber(ABC):
-    """What transcribes files: a model, or a pipeline of stages."""
+    """Transcriber of files: a model, or a pipeline of stages."""
 
     @abstractmethod
     def events(

@@ -31,7 +31,7 @@ class RecognitionHypothesis(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...] = ()
     """Natural-log probability of each token."""
     times: tuple[tuple[int, int], ...] = ()
-    """As in Recognition."""
+    """Start and end of each token, see Recognition."""
 
 
 class Recognition(msgspec.Struct, frozen=True):

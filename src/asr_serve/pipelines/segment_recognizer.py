@@ -1,4 +1,4 @@
-"""What recognizes the segments of files: one engine, or a pipeline of stages over several."""
+"""Recognizers of the segments of files: one engine, or a pipeline of stages over several."""
 
 from __future__ import annotations
 

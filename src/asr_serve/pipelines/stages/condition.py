@@ -69,7 +69,7 @@ class _Token(NamedTuple):
     kind: str
     text: str
     column: int
-    """From 1."""
+    """Column in the text, from 1."""
 
 
 class Comparison(NamedTuple):

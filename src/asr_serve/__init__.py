@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from asr_serve.api.library import Model
+    from asr_serve.api.pipeline import Pipeline
     from asr_serve.config import EngineConfig
 
-__all__ = ["DEFAULT_MODEL", "__version__", "load"]
+__all__ = ["DEFAULT_MODEL", "__version__", "load", "load_pipeline"]
 __version__ = "0.1.0"
 
 DEFAULT_MODEL = "moonshine-tiny-en"
@@ -47,3 +48,22 @@ def load(
     from asr_serve.api.library import Model  # torch is loaded here, not by `import asr_serve`
 
     return Model.load(model, device=device, dtype=dtype, weights=weights, turn_model=turn_model, engine=engine)
+
+
+def load_pipeline(
+    name: str, *, device: str = "auto", dtype: str = "auto", engine: EngineConfig | None = None
+) -> Pipeline:
+    """Load a pipeline of stages, which transcribes files like a model.
+
+    name: chain-lm, chain-then-whisper, or the path of a TOML file. device, dtype: for stages that name none. engine:
+    settings of each stage's engine.
+
+    Raises OptionError with the line and key of what is wrong in the file; UnknownModel, WeightsMissing, WeightsCorrupt,
+    ProgramMissing.
+    """
+    from asr_serve.config import limit_openmp_spinning
+
+    limit_openmp_spinning()
+    from asr_serve.api.pipeline import Pipeline
+
+    return Pipeline.load(name, device=device, dtype=dtype, engine=engine)

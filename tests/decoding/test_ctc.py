@@ -255,7 +255,7 @@ def test_a_token_across_a_chunk_edge_is_emitted_once(which: str) -> None:
         assert ids(fixed + tail) == [1, 1, 2]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_batched_search_is_the_native_one(data: st.DataObject) -> None:
     """The same hypotheses, scores, fixed tokens and frames, many sessions of different lengths at once."""

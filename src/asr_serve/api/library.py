@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, Self
 
@@ -27,7 +28,45 @@ from asr_serve.text.tokenizers import Tokenizer
 from asr_serve.types import Transcript
 
 
-class Model:
+class FileTranscriber(ABC):
+    """Transcriber of files: a model, or a pipeline of stages."""
+
+    @abstractmethod
+    def events(
+        self, items: Iterable[InputItem], options: TranscribeOptions | None = None
+    ) -> Generator[Event, None, None]:
+        """Yields SegmentDone, FileDone, FileFailed and Progress events as they happen, files in order.
+
+        Lazy, with a bounded look-ahead over `items`; closing the generator cancels what is pending.
+        """
+
+    def transcribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
+        """Returns the transcripts of `inputs`, in their order: paths, bytes, binary streams, arrays at 16 kHz or
+        (array, rate_hz).
+
+        options: the fields of TranscribeOptions. Raises OptionError, and the error of the first input that fails.
+        """
+        transcripts: list[Transcript] = []
+        with contextlib.closing(self.events(_items(inputs), TranscribeOptions.of(options))) as stream:
+            for event in stream:
+                _collect(event, transcripts)
+        return transcripts
+
+    async def atranscribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
+        """Transcribes like `transcribe`, without blocking the event loop. Cancelling the task cancels the work."""
+        transcripts: list[Transcript] = []
+        stream = self.events(_items(inputs), TranscribeOptions.of(options))
+        async with contextlib.aclosing(read_in_threads(stream)) as events_read:
+            async for event in events_read:
+                _collect(event, transcripts)
+        return transcripts
+
+    def _held(self, stream: Generator[Event, None, None]) -> Generator[Event, None, None]:
+        """Yields the same events and keeps `self` alive while they are read."""
+        yield from stream
+
+
+class Model(FileTranscriber):
     """Loaded model with its engine. Any number of threads and tasks may share one."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None) -> None:
@@ -39,7 +78,12 @@ class Model:
         self._finalizer = weakref.finalize(self, client.close)
 
     @property
-    def _tokenizer(self) -> Tokenizer:
+    def client(self) -> EngineClient:
+        """Client of its engine."""
+        return self._client
+
+    @property
+    def tokenizer(self) -> Tokenizer:
         """Tokenizer of a recognition model. Raises WrongModel for a speech synthesis model."""
         _ = self._client.card
         assert self._words is not None
@@ -67,27 +111,6 @@ class Model:
         link = thread_backend(checkpoint.card, lambda: checkpoint.build(device, dtype, config.quantize), turn)
         return cls(EngineClient(config, link), checkpoint.tokenizer if isinstance(checkpoint, AsrCheckpoint) else None)
 
-    def transcribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
-        """Returns the transcripts of `inputs`, in their order: paths, bytes, binary streams, arrays at 16 kHz or
-        (array, rate_hz).
-
-        options: the fields of TranscribeOptions. Raises OptionError, and the error of the first input that fails.
-        """
-        transcripts: list[Transcript] = []
-        with contextlib.closing(self.events(_items(inputs), TranscribeOptions.of(options))) as stream:
-            for event in stream:
-                _collect(event, transcripts)
-        return transcripts
-
-    async def atranscribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
-        """Transcribes like `transcribe`, without blocking the event loop. Cancelling the task cancels the work."""
-        transcripts: list[Transcript] = []
-        stream = self.events(_items(inputs), TranscribeOptions.of(options))
-        async with contextlib.aclosing(read_in_threads(stream)) as events_read:
-            async for event in events_read:
-                _collect(event, transcripts)
-        return transcripts
-
     def stream(self, source: Source | Chunks, **options: Any) -> TranscriptStream:
         """Streams text while audio arrives: a StreamResult for every `chunk_ms` of it, and a final one. Read it
         with `for` or `async for`; nothing happens before.
@@ -98,20 +121,12 @@ class Model:
 
         Raises OptionError, UnsupportedAudio; reading it raises AtCapacity, EngineClosed, and the source's errors.
         """
-        return TranscriptStream(self._client, self._tokenizer, source, StreamOptions.of(options), self)
+        return TranscriptStream(self._client, self.tokenizer, source, StreamOptions.of(options), self)
 
     def events(
         self, items: Iterable[InputItem], options: TranscribeOptions | None = None
     ) -> Generator[Event, None, None]:
-        """Yields SegmentDone, FileDone, FileFailed and Progress events as they happen, files in order.
-
-        Lazy, with a bounded look-ahead over `items`; closing the generator cancels what is pending.
-        """
-        return self._held(events(self._client, self._tokenizer, items, options or TranscribeOptions()))
-
-    def _held(self, stream: Generator[Event, None, None]) -> Generator[Event, None, None]:
-        """Yields the same events and keeps the model alive while they are read."""
-        yield from stream
+        return self._held(events(self._client, self.tokenizer, items, options or TranscribeOptions()))
 
     def speak(
         self, text: Text, *, language: str | None = None, lexicon: Mapping[str, str] | None = None, **options: Any

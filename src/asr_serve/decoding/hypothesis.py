@@ -22,6 +22,18 @@ Reused = Literal["", "audio", "answer"]
 Finish = Literal["stop", "length", "repetition"]
 
 
+class RecognitionHypothesis(msgspec.Struct, frozen=True):
+    """Entry of the n-best list of one utterance."""
+
+    tokens: tuple[int, ...]
+    logprob: float
+    """Natural-log probability of the whole utterance, by the search: comparable within the list only."""
+    logprobs: tuple[float, ...] = ()
+    """Natural-log probability of each token."""
+    times: tuple[tuple[int, int], ...] = ()
+    """Start and end of each token, see Recognition."""
+
+
 class Recognition(msgspec.Struct, frozen=True):
     """Recognition result of one utterance."""
 
@@ -47,6 +59,11 @@ class Recognition(msgspec.Struct, frozen=True):
     times: tuple[tuple[int, int], ...] = ()
     """Start and end of each token, in samples from the start of the utterance's audio, never running backwards;
     empty unless SearchOptions.words requested it."""
+    hypotheses: tuple[RecognitionHypothesis, ...] = ()
+    """N-best list, the best first, up to SearchOptions.hypotheses entries; empty unless more than one was requested
+    of a model that streams."""
+    model: str = ""
+    """Model that recognized it, where a pipeline has several; empty where there is one."""
 
 
 class Hypothesis:

@@ -10,6 +10,7 @@ from asr_serve.errors import OptionError
 
 Task = Literal["transcribe", "translate"]
 MAX_BEAMS = 64
+MAX_HYPOTHESES = 32
 MAX_PREFIX_TOKENS = 4_096
 """Limit of a prompt and of a prefix; models keep the end of a prompt, and as much of a prefix as fits."""
 
@@ -57,6 +58,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """No-speech probability above which an answer below `min_avg_logprob` is discarded as silence."""
     words: bool = False
     """Whether the time of each token is requested."""
+    hypotheses: int = 1
+    """Most entries of the n-best list that is requested; 1: none. Only searches of streaming models have one."""
     bias: str = ""
     """Hot words, as decoding/biasing_graph.pack_phrases writes them."""
     hurried: bool = False
@@ -72,6 +75,10 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise OptionError(f"task={self.task!r}", " or ".join(get_args(Task)), param="task")
         if not isinstance(self.beam, int) or not 1 <= self.beam <= MAX_BEAMS:
             raise OptionError(f"beam={self.beam}", f"a whole number from 1 to {MAX_BEAMS}", param="beam")
+        if not isinstance(self.hypotheses, int) or not 1 <= self.hypotheses <= MAX_HYPOTHESES:
+            raise OptionError(
+                f"hypotheses={self.hypotheses}", f"a whole number from 1 to {MAX_HYPOTHESES}", param="hypotheses"
+            )
         if not 0 <= self.max_no_speech <= 1:
             raise OptionError(f"max_no_speech={self.max_no_speech}", "a number from 0 to 1", param="max_no_speech")
         for name, tokens in (("prompt", self.prompt), ("prefix", self.prefix)):

@@ -382,3 +382,21 @@ def test_chunks_look_ahead_and_head_are_the_models(on_thread):
     assert ctc.tokens != rnnt.tokens
     right = on_thread(lookahead_frames=3, chunk_frames=8)
     assert right.backend.loop.executor.model_runner.model.frame_block == 4
+
+
+def test_utterances_have_nbest_lists_where_requested(begin: Begin):
+    client = begin(head="rnnt", beam=4)
+    plain = [client.submit(pcm).future.result(WAIT_S) for pcm in CLIPS[2:4]]
+    listed = [client.submit(pcm, SearchOptions(hypotheses=3, words=True)).future.result(WAIT_S) for pcm in CLIPS[2:4]]
+    assert [answer.tokens for answer in listed] == [answer.tokens for answer in plain]
+    assert [answer.hypotheses for answer in plain] == [(), ()]
+    for answer in listed:
+        best, *others = answer.hypotheses
+        assert (best.tokens, best.logprobs, best.times) == (answer.tokens, answer.logprobs, answer.times)
+        assert 1 <= len(others) <= 2
+        assert len({each.tokens for each in answer.hypotheses}) == len(answer.hypotheses)
+        logprobs = [each.logprob for each in answer.hypotheses]
+        assert logprobs == sorted(logprobs, reverse=True)
+        for each in others:
+            assert len(each.tokens) == len(each.logprobs) == len(each.times)
+            assert all(0 <= start <= end for start, end in each.times)

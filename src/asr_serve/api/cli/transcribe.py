@@ -83,6 +83,13 @@ def transcribe(
         ),
     ],
     model: shared.Model = "moonshine-tiny-en",
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="A pipeline of stages instead of a model: chain-lm, chain-then-whisper, or a TOML file.",
+        ),
+    ] = None,
     device: shared.Device = "auto",
     dtype: shared.Dtype = "auto",
     quantize: shared.Quantize = None,
@@ -169,6 +176,7 @@ def transcribe(
       asr-serve transcribe interview.wav -o interview.TextGrid
       asr-serve transcribe talk.mp3 --hotwords 'Kubernetes,Ada Lovelace'
       asr-serve transcribe calls/ --hotwords @names.txt -o out/
+      asr-serve transcribe calls/ --pipeline chain-then-whisper -o out/
       asr-serve transcribe book.mp3 -m whisper-tiny-en --long-form sequential
       ffmpeg -i rtsp://camera -f wav - | asr-serve transcribe -
     """
@@ -186,6 +194,8 @@ def transcribe(
         raise OptionError(f"--max-duration-s {max_duration_s}", "more than 0 seconds")
     engine = shared.engine(more, quantize)
     strategy = choose_long_form(long_form)
+    if pipeline is not None and weights is not None:
+        raise OptionError("--weights beside --pipeline", "the file names the weights of each stage", param="weights")
     hotword_list = shared.hotwords(hotwords)
     schedule = None if silence_schedule is None else SilenceSchedule.from_text(silence_schedule)
     # Expands all of them, so that a malformed list fails before any work.
@@ -225,8 +235,10 @@ def transcribe(
             max_segment_ms=max_segment_ms,
             limits=AudioLimits(max_duration_s=max_duration_s),
         )
-        with asr_serve.load(
-            model, device=device, dtype=dtype, weights=weights, turn_model="none", engine=engine
+        with (
+            asr_serve.load_pipeline(pipeline, device=device, dtype=dtype, engine=engine)
+            if pipeline is not None
+            else asr_serve.load(model, device=device, dtype=dtype, weights=weights, turn_model="none", engine=engine)
         ) as loaded:
             if verbose:
                 with bar.paused(stderr=True):

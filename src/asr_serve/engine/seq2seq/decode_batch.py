@@ -407,6 +407,9 @@ class DecoderPrompts:
             for name in ("task", "prompt", "timestamps"):
                 if (value := getattr(options, name)) != getattr(NO_OPTIONS, name):
                     raise UnsupportedOption(f"{name}={value!r}", "this model has no such choice", param=name)
+        if options.hypotheses != 1:
+            allowed = "1: only searches of streaming models have an n-best list"
+            raise UnsupportedOption(f"hypotheses={options.hypotheses}", allowed, param="hypotheses")
         for token in options.prefix:
             if not 0 <= token < self.vocab_size or token == self._model.eos:
                 raise OptionError(f"prefix has token {token}", "tokens that can be said", param="prefix")

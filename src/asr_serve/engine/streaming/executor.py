@@ -292,7 +292,7 @@ class StreamingExecutor:
                 if number not in self._streams:
                     return
             if stream.utterance is not None and session.finished:
-                self._finish_utterance(number, stream.utterance, stream.take_result(session, timed=True))
+                self._finish_utterance(number, stream.utterance, session, stream.take_result(session, timed=True))
 
     def _request_answer(self, number: int, stream: StreamRequest, session: StreamingSession) -> None:
         """Answers the first chunk, whose audio was all processed."""
@@ -314,8 +314,10 @@ class StreamingExecutor:
         """Context in which an error fails one stream only."""
         return StepGuard(self._context.stats, "chunk", "hearing", lambda error: self._fail_stream(number, error))
 
-    def _finish_utterance(self, number: int, utterance: RecognitionRequest, found: SearchResult) -> None:
-        answer = to_recognition(utterance, found, self.model_runner.model.frame_samples)
+    def _finish_utterance(
+        self, number: int, utterance: RecognitionRequest, session: StreamingSession, found: SearchResult
+    ) -> None:
+        answer = to_recognition(utterance, found, self.model_runner.model.frame_samples, session.hypotheses)
         self._remove_stream(number)
         self._on_done(utterance.samples)
         self._context.stats.record_recognition(utterance.samples, len(answer.tokens))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 
 from asr_serve.decoding.biasing_list import StreamingBiasingList
-from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.hypothesis import Recognition, RecognitionHypothesis
 from asr_serve.engine.request import RecognitionRequest, StreamChunk
 from asr_serve.engine.session_snapshot import SessionSnapshot, SessionSnapshotView, decode_header
 from asr_serve.engine.streaming.model_runner import StreamingSession
 from asr_serve.errors import StepFailed
 from asr_serve.text.word_timing import token_times_from_frames
-from asr_serve.types import EngineTimestamps, Priority, SearchResult, SearchToken
+from asr_serve.types import EngineTimestamps, NBestHypothesis, Priority, SearchResult, SearchToken
 
 MAX_REPLAY_SAMPLES = 600 * 16_000
 """Maximum audio of a stream retained for replay. Pipelines start a new stream long before."""
@@ -39,8 +39,11 @@ class _SavedStream(NamedTuple):
     timed_tokens: Count = 0
 
 
-def to_recognition(utterance: RecognitionRequest, found: SearchResult, frame_samples: int) -> Recognition:
-    """Builds the recognition of an utterance whose search has just finished."""
+def to_recognition(
+    utterance: RecognitionRequest, found: SearchResult, frame_samples: int, nbest: Sequence[NBestHypothesis]
+) -> Recognition:
+    """Builds the recognition of an utterance whose search has just finished. `nbest`: its hypotheses, the best, which
+    ends `found`, first."""
     now_ns = time.time_ns()
     logprobs = tuple(token.logprob for token in found.fixed_tokens)
     return Recognition(
@@ -52,7 +55,31 @@ def to_recognition(utterance: RecognitionRequest, found: SearchResult, frame_sam
         logprobs=logprobs,
         times=tuple(token_times_from_frames(found.token_runs, frame_samples, utterance.samples)),
         phases=EngineTimestamps(utterance.submitted_ns, utterance.encode_start_ns, now_ns, now_ns),
+        hypotheses=_nbest_list(utterance, found, frame_samples, nbest) if utterance.options.hypotheses > 1 else (),
     )
+
+
+def _nbest_list(
+    utterance: RecognitionRequest, found: SearchResult, frame_samples: int, nbest: Sequence[NBestHypothesis]
+) -> tuple[RecognitionHypothesis, ...]:
+    """N-best list of an utterance. Times of the tokens that hypotheses do not share are those of the search's
+    frames."""
+    shared = len(found.fixed_tokens) - len(nbest[0].tokens)
+    hypotheses = []
+    for each in nbest[: utterance.options.hypotheses]:
+        tokens = [*found.fixed_tokens[:shared], *each.tokens]
+        runs = found.token_runs
+        if runs and each is not nbest[0]:
+            runs = [*runs[:shared], *((token.frame, token.frame + 1) for token in each.tokens)]
+        hypotheses.append(
+            RecognitionHypothesis(
+                tuple(token.id for token in tokens),
+                each.logprob + each.gain,
+                tuple(token.logprob for token in tokens),
+                tuple(token_times_from_frames(runs, frame_samples, utterance.samples)),
+            )
+        )
+    return tuple(hypotheses)
 
 
 def stream_state_lost() -> StepFailed:

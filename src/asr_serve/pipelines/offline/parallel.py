@@ -20,7 +20,7 @@ from asr_serve.audio.endpointing import WINDOW_SAMPLES, EndpointConfig, Endpoint
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.client import VadSession
-from asr_serve.models.registry import AsrCard
+from asr_serve.models.registry import AsrCard, TimestampTokens
 from asr_serve.pipelines.offline.audio_reader import AudioReader
 from asr_serve.pipelines.offline.long_form import (
     MIN_ANSWER_SAMPLES,
@@ -28,6 +28,7 @@ from asr_serve.pipelines.offline.long_form import (
     SegmentAnswer,
     SegmentRequest,
 )
+from asr_serve.pipelines.segment_recognizer import AnsweringModel
 from asr_serve.pipelines.segments import (
     PADDING_SAMPLES,
     build_segment,
@@ -60,10 +61,13 @@ class ParallelLongForm:
         most_windows: int,
         text: Callable[[list[int]], str],
         wake: Callable[[Future[Any]], None],
+        model_of: Callable[[Recognition], AnsweringModel] | None = None,
     ) -> None:
         """`session`: None where all audio counts as speech. `most_windows`: limit of the session for one
-        submission. `wake` is called with its results."""
-        self._card, self._endpoint, self._text = card, endpoint, text
+        submission. `wake` is called with its results. `model_of`: model of an answer, where it is not always that of
+        `card` and `text`."""
+        self._endpoint = endpoint
+        self._model_of = model_of or (lambda _: AnsweringModel(card, text))
         self._search = msgspec.structs.replace(search, timestamps=card.times is not None)
         self._session, self._wake = session, wake
         self._piece_samples = min(VAD_BATCH_WINDOWS, most_windows) * WINDOW_SAMPLES
@@ -101,22 +105,26 @@ class ParallelLongForm:
     def accept_answer(self, span: Span, answer: Recognition) -> SegmentAnswer:
         request = self._pending_requests.popleft()
         assert request.span == span, "answers come in the order of requests"
-        if not is_speech(answer, self._card, request.search.task):
+        model = self._model_of(answer)
+        if not is_speech(answer, model.card, request.search.task):
             return SegmentAnswer((), span.end_samples, answer.language, answer.phases)
-        follow_up = self._follow_up(request, answer)
+        follow_up = self._follow_up(request, answer, model.card.times)
         if follow_up is not None:
             self._pending_requests.appendleft(follow_up)
             span = Span(span.start_samples, follow_up.span.start_samples)
         origin = request.span.start_samples - self._context
-        segment = build_segment(span, self._without_times(answer), self._text, origin, request.silences)
+        spoken = _without_times(answer, model.card.times)
+        segment = build_segment(span, spoken, model.text, origin, request.silences)
         segments = (segment,) if segment else ()
         return SegmentAnswer(
             segments, span.end_samples, answer.language, answer.phases, follow_up, answer.language_prob
         )
 
-    def _follow_up(self, request: SegmentRequest, answer: Recognition) -> SegmentRequest | None:
+    def _follow_up(
+        self, request: SegmentRequest, answer: Recognition, times: TimestampTokens | None
+    ) -> SegmentRequest | None:
         """Returns the request for the rest of a segment whose answer ends early; None if there is none."""
-        times, span = self._card.times, request.span
+        span = request.span
         if times is None or self._session is None or request.retries == MAX_FOLLOW_UPS:
             return None
         if answer.finish != "stop" or answer.tokens[-1] < times.first:
@@ -128,12 +136,6 @@ class ParallelLongForm:
         pcm = request.pcm[PADDING_SAMPLES + answered : PADDING_SAMPLES + span.samples]
         search = msgspec.structs.replace(request.search, language=request.search.language or answer.language)
         return SegmentRequest(rest, pad_with_silence(pcm), search, request.retries + 1, request.silences)
-
-    def _without_times(self, answer: Recognition) -> Recognition:
-        times = self._card.times
-        if times is None:
-            return answer
-        return select_tokens(answer, [i for i, token in enumerate(answer.tokens) if token < times.words_below])
 
     def close(self) -> None:
         self._scoring.clear()
@@ -189,3 +191,9 @@ class ParallelLongForm:
     def _context(self) -> int:
         """Samples of silence added on each side of a segment; none without voice activity."""
         return 0 if self._session is None else PADDING_SAMPLES
+
+
+def _without_times(answer: Recognition, times: TimestampTokens | None) -> Recognition:
+    if times is None:
+        return answer
+    return select_tokens(answer, [i for i, token in enumerate(answer.tokens) if token < times.words_below])

@@ -30,6 +30,7 @@ from asr_serve.pipelines.offline.sequential import SequentialLongForm
 from asr_serve.pipelines.offline.speech_activity import SpeechActivity
 from asr_serve.pipelines.options import PROMPT_SAMPLES, TranscribeOptions
 from asr_serve.pipelines.prompting import hotword_bias, prompt_tokens
+from asr_serve.pipelines.segment_recognizer import EngineRecognizer, SegmentRecognizer
 from asr_serve.pipelines.segments import (
     SegmentNormalizer,
     check_search,
@@ -84,14 +85,14 @@ class TranscribeCanceller:
 
     def __init__(self) -> None:
         self.awake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.client: EngineClient | None = None
+        self.recognizer: SegmentRecognizer | None = None
         self._cancelled = False
 
     def cancel(self) -> None:
         self._cancelled = True
         self.awake.put(None)
-        if self.client is not None:
-            self.client.wake_waiters()
+        if self.recognizer is not None:
+            self.recognizer.wake_waiters()
 
     def check(self) -> None:
         if self._cancelled:
@@ -104,9 +105,12 @@ def events(
     items: Iterable[InputItem],
     options: TranscribeOptions,
     stop: TranscribeCanceller | None = None,
+    recognizer: SegmentRecognizer | None = None,
 ) -> Generator[Event, None, None]:
-    """Transcribes `items`; see Model.events. Raises OptionError at once, Cancelled after `stop.cancel()`."""
-    return _Transcription(client, tokenizer, options, stop or TranscribeCanceller()).run(iter(items))
+    """Transcribes `items`; see Model.events. `recognizer`: what recognizes segments, where it is not `client` alone,
+    its first engine. Raises OptionError at once, Cancelled after `stop.cancel()`."""
+    segments: SegmentRecognizer = EngineRecognizer(client, tokenizer.decode) if recognizer is None else recognizer
+    return _Transcription(client, tokenizer, options, stop or TranscribeCanceller(), segments).run(iter(items))
 
 
 class _Transcription:
@@ -114,16 +118,22 @@ class _Transcription:
     finishes."""
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, options: TranscribeOptions, stop: TranscribeCanceller
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        options: TranscribeOptions,
+        stop: TranscribeCanceller,
+        recognizer: SegmentRecognizer,
     ) -> None:
         self.client, self.tokenizer, self.options = client, tokenizer, options
-        self.stop, self.awake, stop.client = stop, stop.awake, client
+        self.stop, self.awake, self.recognizer = stop, stop.awake, recognizer
+        stop.recognizer = recognizer
         self.language = resolve_language(client, options.language)
         check_search(client, options.task, options.temperatures, options.beam)
         self.sequential = options.long_form == "sequential"
         if self.sequential:
             check_timestamps(client)
-        self.endpoint = _endpoint(client, options)
+        self.endpoint = _endpoint(recognizer, options)
         self.prompt_tokens = prompt_tokens(client, tokenizer, options.prompt)
         self.search = SearchOptions(
             temperatures=options.temperatures,
@@ -184,7 +194,10 @@ class _Transcription:
         client, text = self.client, self.tokenizer.decode
         most_windows = client.config.vad_windows - 32
         if not self.sequential:
-            return ParallelLongForm(client.card, self.endpoint, self.search, session, most_windows, text, self.wake)
+            model_of = self.recognizer.model_of
+            return ParallelLongForm(
+                client.card, self.endpoint, self.search, session, most_windows, text, self.wake, model_of
+            )
         return SequentialLongForm(
             client.card,
             client.max_samples,
@@ -266,7 +279,7 @@ class _FileJob:
         check, span = self.call.stop.check, request.span
         check()
         priority = "bulk" if span.start_samples >= PROMPT_SAMPLES else self.call.options.priority
-        ticket = self.call.client.submit(request.pcm, request.search, priority, wait=True, check=check)
+        ticket = self.call.recognizer.submit(request.pcm, request.search, priority, check)
         self.call.ahead_samples += span.samples
         ticket.future.add_done_callback(self.call.wake)
         return span, ticket
@@ -329,7 +342,7 @@ class _FileJob:
         if self.error is not None:
             yield FileFailed(self.index, self.key, self.error)
         else:
-            text, model = " ".join(s.text for s in self.segments), self.call.client.card.name
+            text, model = " ".join(s.text for s in self.segments), self.call.recognizer.name
             length, segments, cached = self.long_form.read_samples, tuple(self.segments), self.cached_samples
             language, language_prob = self._language, self._language_prob
             transcript = Transcript(self.key, text, language, length, segments, model, cached, language_prob, turns)
@@ -369,7 +382,7 @@ class _FileJob:
         """Cancels everything pending."""
         for span, ticket in self.pending:
             self.call.ahead_samples -= span.samples
-            self.call.client.cancel(ticket)
+            self.call.recognizer.cancel(ticket)
         self.pending.clear()
         self._release()
 
@@ -379,12 +392,12 @@ class _FileJob:
             self.source.close()
 
 
-def _endpoint(client: EngineClient, options: TranscribeOptions) -> EndpointConfig:
+def _endpoint(recognizer: SegmentRecognizer, options: TranscribeOptions) -> EndpointConfig:
     chosen = endpoint_overrides(options.threshold, options.pad_before_ms)
     if not options.vad:
         chosen["min_speech_ms"] = 0
     return EndpointConfig(
-        max_segment_ms=segment_limit_ms(client, options.max_segment_ms),
+        max_segment_ms=min(segment_limit_ms(client, options.max_segment_ms) for client in recognizer.clients),
         schedule=options.silence_schedule or OFFLINE_SCHEDULE,
         **chosen,
     )

@@ -1,0 +1,1 @@
+"""Pipelines of stages that a TOML file names: recognizers, rescoring, filters, written forms."""

@@ -1,0 +1,231 @@
+"""Recognition of segments by the stages of a pipeline.
+
+Engines batch as they always do: a segment is submitted to the next one as soon as the answer before is there, whatever
+others do. What stages compute themselves runs on one thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asr_serve import units
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.language_model.sentence_scorer import SentenceScorer
+from asr_serve.decoding.search_options import SearchOptions
+from asr_serve.engine.client import EngineClient, Ticket
+from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, StepFailed
+from asr_serve.pipelines.segment_recognizer import AnsweringModel
+from asr_serve.pipelines.segments import is_speech
+from asr_serve.pipelines.stages.condition import SegmentMeasures
+from asr_serve.pipelines.stages.pipeline_file import DropStage, PipelineSpec, RecognizeStage, RescoreStage
+from asr_serve.pipelines.stages.rescoring import rescore
+from asr_serve.types import Priority
+
+MAX_SEGMENTS = 512
+"""Segments in all stages together; more of them wait in `submit`."""
+
+
+class StageEngine(msgspec.Struct, frozen=True):
+    """Engine of a recognizer stage, and the text of its model's tokens."""
+
+    client: EngineClient
+    text: Callable[[list[int]], str]
+
+
+class StageCounts(msgspec.Struct):
+    """Segments of which a stage was made use."""
+
+    segments: int = 0
+    samples: int = 0
+
+
+class _Job:
+    """A segment on its way. The lock of the recognizer guards `ticket` and `cancelled`; the rest belongs to the
+    thread of the stages once the segment was submitted."""
+
+    def __init__(self, number: int, pcm: np.ndarray, search: SearchOptions, priority: Priority) -> None:
+        self.number, self.pcm, self.search, self.priority = number, pcm, search, priority
+        self.future: Future[Recognition] = Future()
+        self.future.set_running_or_notify_cancel()  # so that it cannot be cancelled behind the engine's back
+        self.stage = 0
+        self.answer: Recognition | None = None
+        self.client: EngineClient | None = None
+        """Engine that recognizes it now."""
+        self.ticket: Ticket | None = None
+        self.cancelled = False
+
+
+class StagedRecognizer:
+    """SegmentRecognizer over the stages of a pipeline."""
+
+    def __init__(
+        self, spec: PipelineSpec, engines: Mapping[int, StageEngine], scorers: Mapping[int, SentenceScorer]
+    ) -> None:
+        """`engines`, `scorers`: by the index of their stage."""
+        self._spec, self._engines, self._scorers = spec, engines, scorers
+        self.name, self.clients = spec.name, tuple(engine.client for engine in engines.values())
+        self._models = {
+            engine.client.card.name: AnsweringModel(engine.client.card, engine.text) for engine in engines.values()
+        }
+        self._first = engines[0].client
+        self._jobs: dict[int, _Job] = {}
+        self._numbers = itertools.count()
+        self._room = threading.Condition()
+        self._closed = False
+        self._answered: queue.SimpleQueue[tuple[_Job, Future[Recognition]] | None] = queue.SimpleQueue()
+        """Answers of engines, at most one of each segment; None: the end."""
+        self.counts = [StageCounts() for _ in spec.stages]
+        self._thread = threading.Thread(target=self._run, name="asr-serve-stages", daemon=True)
+        self._thread.start()
+
+    def submit(self, pcm: np.ndarray, search: SearchOptions, priority: Priority, check: Callable[[], None]) -> Ticket:
+        with self._room:
+            while not self._closed and len(self._jobs) >= MAX_SEGMENTS:
+                check()  # under the lock, so that no notification is missed
+                self._room.wait()
+            if self._closed:
+                raise EngineClosed("the pipeline was closed")
+            job = _Job(next(self._numbers), pcm, search, priority)
+            self._jobs[job.number] = job
+        try:
+            self._submit_stage(job, check)
+        except BaseException:
+            self._remove(job)
+            raise
+        return Ticket(job.number, job.future)
+
+    def cancel(self, ticket: Ticket) -> None:
+        with self._room:
+            if (job := self._jobs.get(ticket.id)) is None:
+                return
+            job.cancelled = True
+            client, running = job.client, job.ticket
+        if client is not None and running is not None:
+            client.cancel(running)
+
+    def model_of(self, answer: Recognition) -> AnsweringModel:
+        return self._models[answer.model]
+
+    def wake_waiters(self) -> None:
+        with self._room:
+            self._room.notify_all()
+        for client in self.clients:
+            client.wake_waiters()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Stages, with the numbers of segments and seconds of audio that each has processed."""
+        return [
+            {
+                "kind": stage.__struct_config__.tag,
+                **({"model": stage.model} if isinstance(stage, RecognizeStage) else {}),
+                "segments": counts.segments,
+                "audio_s": round(units.samples_to_s(counts.samples), 3),
+            }
+            for stage, counts in zip(self._spec.stages, self.counts, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Ends the thread; call it after the engines were closed. Segments that are left raise EngineClosed."""
+        with self._room:
+            self._closed = True
+            self._room.notify_all()
+        self._answered.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        for job in list(self._jobs.values()):
+            self._resolve(job, EngineClosed("the pipeline was closed"))
+
+    # --- the thread of the stages ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (item := self._answered.get()) is not None:
+            job, future = item
+            try:
+                self._accept(job, future.result())
+                if self._advance(job):
+                    assert job.answer is not None
+                    self._resolve(job, job.answer)
+            except AsrServeError as error:
+                self._resolve(job, error)
+            except Exception as failure:  # of one segment: the others go on
+                stage = self._spec.stages[job.stage].__struct_config__.tag
+                self._resolve(job, StepFailed(f"stage {job.stage + 1}, {stage}, of {self.name} failed: {failure!r}"))
+
+    def _accept(self, job: _Job, answer: Recognition) -> None:
+        """Takes over the answer of a recognizer, unless a later one found no speech."""
+        card = self._engines[job.stage].client.card
+        if job.answer is None or is_speech(answer, card):
+            job.answer = msgspec.structs.replace(answer, model=card.name)
+
+    def _advance(self, job: _Job) -> bool:
+        """Runs the stages up to the next recognizer. Returns whether the segment is through."""
+        while job.stage + 1 < len(self._spec.stages):
+            if job.cancelled:
+                raise Cancelled("the segment was cancelled")
+            job.stage += 1
+            assert job.answer is not None
+            stage, condition = self._spec.stages[job.stage], self._spec.conditions[job.stage]
+            if condition is not None and not condition.holds(SegmentMeasures.of(job.answer, len(job.pcm))):
+                continue
+            match stage:
+                case RecognizeStage():
+                    self._submit_stage(job, partial(self._check, job))
+                    return False
+                case RescoreStage():
+                    text, scorer = self._models[job.answer.model].text, self._scorers[job.stage]
+                    job.answer = rescore(job.answer, text, scorer, stage.weight, stage.word_bonus)
+                case DropStage():
+                    job.answer = msgspec.structs.replace(job.answer, tokens=(), logprobs=(), times=(), hypotheses=())
+            self._count(job)
+        return True
+
+    def _check(self, job: _Job) -> None:
+        if job.cancelled:
+            raise Cancelled("the segment was cancelled")
+
+    def _submit_stage(self, job: _Job, check: Callable[[], None]) -> None:
+        """Submits a segment to the engine of its stage; waits for room."""
+        client, stage = self._engines[job.stage].client, self._spec.stages[job.stage]
+        assert isinstance(stage, RecognizeStage)
+        rescoring = self._spec.stages[job.stage + 1] if job.stage + 1 < len(self._spec.stages) else None
+        search = msgspec.structs.replace(
+            job.search,
+            timestamps=client.card.times is not None,
+            beam=stage.beam,
+            hypotheses=rescoring.hypotheses if isinstance(rescoring, RescoreStage) else 1,
+        )
+        ticket = client.submit(job.pcm, search, job.priority, wait=True, check=check)
+        with self._room:
+            job.client, job.ticket = client, ticket
+            cancelled = job.cancelled
+        self._count(job)
+        ticket.future.add_done_callback(lambda future: self._answered.put((job, future)))
+        if cancelled:
+            client.cancel(ticket)
+
+    def _count(self, job: _Job) -> None:
+        with self._room:
+            counts = self.counts[job.stage]
+            counts.segments += 1
+            counts.samples += len(job.pcm)
+
+    def _remove(self, job: _Job) -> None:
+        with self._room:
+            self._jobs.pop(job.number, None)
+            self._room.notify_all()
+
+    def _resolve(self, job: _Job, outcome: Recognition | AsrServeError) -> None:
+        self._remove(job)
+        if isinstance(outcome, AsrServeError):
+            job.future.set_exception(outcome)
+        else:
+            job.future.set_result(outcome)

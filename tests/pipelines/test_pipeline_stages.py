@@ -1,0 +1,373 @@
+"""Pipeline files and their stages: errors by line, conditions, which answer is taken, order, cancelling, closing."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asr_serve.decoding.hypothesis import Recognition, RecognitionHypothesis
+from asr_serve.decoding.language_model.kneser_ney import train
+from asr_serve.decoding.language_model.sentence_scorer import UNKNOWN_LOGPROB, NgramSentenceScorer
+from asr_serve.decoding.search_options import SearchOptions
+from asr_serve.engine.client import Ticket
+from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, OptionError, SourceNotFound, StepFailed
+from asr_serve.models.registry import asr_card
+from asr_serve.pipelines.stages.condition import SegmentMeasures, parse_condition
+from asr_serve.pipelines.stages.pipeline_file import (
+    PipelineSpec,
+    RecognizeStage,
+    find_pipeline,
+    read_pipeline,
+    shipped_pipelines,
+)
+from asr_serve.pipelines.stages.rescoring import rescore
+from asr_serve.pipelines.stages.staged_recognizer import StagedRecognizer, StageEngine
+
+WAIT_S = 30.0
+CHAIN = '[[stage]]\nkind = "recognize"\nmodel = "vosk-small-en"\n'
+WHISPER = '[[stage]]\nkind = "recognize"\nmodel = "whisper-tiny-en"\nwhen = "confidence < 0.8"\n'
+
+
+def spec_of(tmp_path: Path, text: str) -> PipelineSpec:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return read_pipeline(path)
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "message"),
+    [
+        ("[[stage]\n", "line 1", "TOML"),
+        (CHAIN + "when = [\n", "line 5", "TOML"),
+        ("", "line 1, stage", "0 stages"),
+        ("name = 'x'\n" + CHAIN, "line 1, name", "description"),
+        ("# a comment\n[[stage]]\nmodel = 'vosk-small-en'\n", "line 2, kind", "no kind"),
+        ("[[stage]]\nkind = 'recognise'\n", "line 2, kind", "did you mean 'recognize'"),
+        ("[[stage]]\nkind = 'recognize'\n", "line 1, model", "missing"),
+        ("[[stage]]\nkind = 'recognize'\nmodel = 'vosk-smal-en'\n", "line 3, model", "vosk-small-en"),
+        (CHAIN + "beem = 3\n", "line 4, beem", "did you mean 'beam'"),
+        (CHAIN + "beam = 'wide'\n", "line 4, beam", "int"),
+        (CHAIN + "beam = 4\n", "line 4, beam", "vosk-small-en"),
+        (CHAIN + 'when = "confidence < 1"\n', "line 4, when", "first stage"),
+        (CHAIN + WHISPER.replace("confidence", "confidance"), "line 7, when", "did you mean 'confidence'"),
+        (CHAIN + WHISPER.replace('when = "confidence < 0.8"\n', ""), "line 4, when", "says when"),
+        (CHAIN + WHISPER + WHISPER, "line 10, model", "each model once"),
+        (CHAIN + WHISPER + '[[stage]]\nkind = "rescore"\nlanguage_model = "x"\n', "line 9, kind", "streaming"),
+        ('[[stage]]\nkind = "rescore"\nlanguage_model = "x"\n', "line 2, kind", "recognizer"),
+        (CHAIN + "\n[[stage]]\nkind = 'rescore'\nlanguage_model = 'x'\nweight = -1\n", "line 8, weight", ">= 0"),
+        (CHAIN + '[[stage]]\nkind = "itn"\n' + WHISPER, "line 5, kind", "last"),
+        ('[[stage]]\nkind = "drop"\nwhen = "tokens < 1"\n', "line 2, kind", "recognize"),
+        ('description = """\nmodel = 3\n"""\n' + CHAIN + "model2 = 1\n", "line 7, model2", "model"),
+    ],
+)
+def test_errors_are_told_with_their_line_and_key(tmp_path: Path, text: str, place: str, message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        spec_of(tmp_path, text)
+    assert f"mine.toml, {place}" in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_files_are_found_by_name_or_path(tmp_path: Path) -> None:
+    assert shipped_pipelines() == ["chain-lm", "chain-then-whisper"]
+    for name in shipped_pipelines():
+        spec = read_pipeline(find_pipeline(name))
+        assert spec.name == name
+        assert spec.description
+    with pytest.raises(OptionError, match="did you mean 'chain-lm'"):
+        find_pipeline("chain-lmm")
+    with pytest.raises(SourceNotFound):
+        find_pipeline(str(tmp_path / "none.toml"))
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, CHAIN + 'weights = "here"\n')
+    assert spec.path("here") == tmp_path / "here"
+    assert spec.path("/there") == Path("/there")
+
+
+# --- conditions -------------------------------------------------------------------------------------------
+
+MEASURES = SegmentMeasures(confidence=0.5, avg_logprob=-0.7, no_speech_prob=0.0, tokens=3, duration_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("confidence < 0.85", True),
+        ("confidence<.5", False),
+        ("confidence <= 0.5", True),
+        ("tokens == 3 and duration_s != 2", False),
+        ("tokens > 3 or avg_logprob >= -7e-1", True),
+        ("confidence > 1 and tokens > 1 or tokens > 1", True),  # and binds closer
+        ("confidence > 1 and (tokens > 1 or tokens > 1)", False),
+        ("((no_speech_prob<1))", True),
+    ],
+)
+def test_conditions_compare(text: str, holds: bool) -> None:
+    assert parse_condition(text).holds(MEASURES) is holds
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "confidence", "confidence <", "confidence = 1", "0.5 < confidence", "confidence < tokens",
+        "tokens < 1 tokens",
+        "(tokens < 1", "tokens < 1)", "not tokens < 1", "__import__('os')", "tokens < 1 and", "and", "tokens.real < 1",
+        "(" * 40 + "tokens < 1" + ")" * 40, "tokens < 1 or " * 100 + "tokens < 1", "tokens < nan",
+    ],
+)  # fmt: skip
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(OptionError):
+        parse_condition(text)
+
+
+@given(st.recursive(
+    st.builds(lambda n, c: f"tokens {c} {n}", st.integers(0, 6), st.sampled_from(["<", "<=", ">", ">=", "==", "!="])),
+    lambda inner: st.builds(lambda a, b, word: f"({a} {word} {b})", inner, inner, st.sampled_from(["and", "or"])),
+    max_leaves=8,
+))  # fmt: skip
+def test_conditions_mean_what_they_mean_in_python(text: str) -> None:
+    assert parse_condition(text).holds(MEASURES) is bool(eval(text, {"tokens": 3}))
+
+
+def test_confidence_is_the_mean_probability() -> None:
+    answer = recognition("a b", logprobs=(math.log(0.5), 0.0))
+    assert SegmentMeasures.of(answer, 32_000) == SegmentMeasures(0.75, answer.avg_logprob, 0.0, 2, 2.0)
+    assert SegmentMeasures.of(recognition(""), 1).confidence == 0.0
+
+
+# --- stages -----------------------------------------------------------------------------------------------
+
+WORDS = ["", "a", "b", "c", "no", "know", "i", "yes"]
+
+
+def text_of(tokens: list[int]) -> str:
+    return " ".join(WORDS[token] for token in tokens)
+
+
+def recognition(text: str, **fields: Any) -> Recognition:
+    tokens = tuple(WORDS.index(word) for word in text.split())
+    fields = {"logprobs": (-0.1,) * len(tokens), "avg_logprob": -0.1} | fields
+    return Recognition(tokens, temperature=0.0, finish="stop", compression_ratio=1.0, **fields)
+
+
+class ScriptedClient:
+    """Client of an engine that answers by a function of the audio's first sample, when it is told to."""
+
+    def __init__(self, model: str, answer: Callable[[int], Recognition | AsrServeError]) -> None:
+        self.card, self._answer = asr_card(model), answer
+        self.requests: list[tuple[int, SearchOptions]] = []
+        self.waiting: dict[int, Future[Recognition]] = {}
+        self.held = False
+
+    def submit(self, pcm: np.ndarray, options: SearchOptions, priority: str, *, wait: bool, check: Any) -> Ticket:
+        check()
+        number = len(self.requests)
+        self.requests.append((int(pcm[0]), options))
+        future = self.waiting[number] = Future()
+        if not self.held:
+            self.release(number)
+        return Ticket(number, future)
+
+    def release(self, number: int) -> None:
+        outcome = self._answer(self.requests[number][0])
+        future = self.waiting.pop(number)
+        if isinstance(outcome, AsrServeError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    def cancel(self, ticket: Ticket) -> None:
+        if (future := self.waiting.pop(ticket.id, None)) is not None:
+            future.set_exception(Cancelled("cancelled"))
+
+    def wake_waiters(self) -> None:
+        pass
+
+
+Start = Callable[..., StagedRecognizer]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[StagedRecognizer] = []
+
+    def begin(text: str, *clients: ScriptedClient, **scorers: Any) -> StagedRecognizer:
+        spec = spec_of(tmp_path, text)
+        indices = [index for index, stage in enumerate(spec.stages) if isinstance(stage, RecognizeStage)]
+        engines: Any = {index: StageEngine(client, text_of) for index, client in zip(indices, clients, strict=True)}  # type: ignore[arg-type]
+        started.append(StagedRecognizer(spec, engines, {int(name[1:]): each for name, each in scorers.items()}))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.close()
+
+
+def submit(recognizer: StagedRecognizer, first: int = 0) -> Ticket:
+    pcm = np.full(16_000, first, np.float32)
+    return recognizer.submit(pcm, SearchOptions(language="en"), "bulk", lambda: None)
+
+
+def result(recognizer: StagedRecognizer, first: int = 0) -> Recognition:
+    answer: Recognition = submit(recognizer, first).future.result(WAIT_S)
+    return answer
+
+
+def test_a_cascade_asks_the_second_model_where_the_first_is_not_sure(start: Start) -> None:
+    def chain(first: int) -> Recognition:
+        return recognition("a", logprobs=(math.log(first / 100),)) if first else recognition("")
+
+    first, second = (
+        ScriptedClient("vosk-small-en", chain),
+        ScriptedClient("whisper-tiny-en", lambda _: recognition("b c")),
+    )
+    recognizer = start(CHAIN + WHISPER, first, second)
+    answers = {sure: result(recognizer, sure) for sure in (0, 79, 81, 100)}
+    assert {sure: text_of(list(answer.tokens)) for sure, answer in answers.items()} == {
+        0: "b c",  # nothing was recognized
+        79: "b c",
+        81: "a",
+        100: "a",
+    }
+    assert recognizer.model_of(answers[79]).card.name == "whisper-tiny-en"
+    assert recognizer.model_of(answers[81]).card.name == "vosk-small-en"
+    assert [sure for sure, _ in second.requests] == [0, 79]
+    assert [stage["segments"] for stage in recognizer.describe()] == [4, 2]
+
+
+def test_an_implausible_second_answer_does_not_replace_the_first(start: Start) -> None:
+    first = ScriptedClient("vosk-small-en", lambda _: recognition("a", logprobs=(-3.0,)))
+    for second_answer in (recognition(""), recognition("b", avg_logprob=-3.0)):
+        second = ScriptedClient("whisper-tiny-en", lambda _, answer=second_answer: answer)  # type: ignore[misc]
+        answer = result(start(CHAIN + WHISPER, first, second))
+        assert (text_of(list(answer.tokens)), answer.model) == ("a", "vosk-small-en")
+        assert len(second.requests) == 1
+
+
+def test_answers_belong_to_their_segments_in_any_order(start: Start) -> None:
+    first = ScriptedClient("vosk-small-en", lambda n: recognition("a" * (n % 2), times=((n, n),) * (n % 2)))
+    second = ScriptedClient("whisper-tiny-en", lambda n: recognition("b", times=((n, n),)))
+    recognizer = start(CHAIN + WHISPER, first, second)
+    first.held = True
+    tickets = [submit(recognizer, n) for n in range(50)]
+    order = list(range(50))
+    random.Random(3).shuffle(order)
+    for number in order:
+        first.release(number)
+    for n, ticket in enumerate(tickets):
+        answer = ticket.future.result(WAIT_S)
+        assert (text_of(list(answer.tokens)), answer.times) == ("a" if n % 2 else "b", ((n, n),))
+
+
+def test_segments_are_dropped_where_a_condition_holds(start: Start) -> None:
+    client = ScriptedClient("vosk-small-en", lambda n: recognition("a", logprobs=(-float(n),)))
+    recognizer = start(CHAIN + '[[stage]]\nkind = "drop"\nwhen = "confidence < 0.5"\n', client)
+    assert result(recognizer, 0).tokens
+    assert result(recognizer, 1).tokens == ()
+
+
+NBEST = recognition(
+    "i no",
+    hypotheses=(
+        RecognitionHypothesis((6, 4), -10.0, (-0.1, -0.2), ((0, 1), (1, 2))),
+        RecognitionHypothesis((6, 5), -10.5, (-0.1, -1.2), ((0, 1), (1, 3))),
+        RecognitionHypothesis((6,), -20.0, (-0.1,), ((0, 1),)),
+    ),
+)
+
+
+def test_rescoring_takes_the_best_sum() -> None:
+    scorer = NgramSentenceScorer(train([["i", "know"], ["i", "know"], ["no"]], 2).to_model())
+    scores = scorer.score([text_of(list(each.tokens)) for each in NBEST.hypotheses])
+    assert scores[1] > scores[0]
+    chosen = rescore(NBEST, text_of, scorer, 1.0, 0.0)
+    best = NBEST.hypotheses[1]
+    assert (chosen.tokens, chosen.logprobs, chosen.times) == (best.tokens, best.logprobs, best.times)
+    assert chosen.avg_logprob == pytest.approx(-0.65)
+    assert rescore(NBEST, text_of, scorer, 0.0, 0.0).tokens == (6, 4)
+    assert rescore(NBEST, text_of, scorer, 0.0, -20.0).tokens == (6,)
+    assert rescore(recognition("a"), text_of, scorer, 1.0, 0.0).tokens == (1,)
+
+
+def test_unknown_words_of_a_model_without_their_symbol_are_finite() -> None:
+    model = train([["i", "know"]], 2).to_model()
+    closed = NgramSentenceScorer(
+        model._replace(words=tuple(f"{word}." if word == "<unk>" else word for word in model.words))
+    )
+    (known, lower, unknown) = closed.score(["i know", "I KNOW", "i xyz"])
+    assert known == lower
+    assert -math.inf < unknown < UNKNOWN_LOGPROB
+
+
+RESCORE = '[[stage]]\nkind = "rescore"\nlanguage_model = "x"\nhypotheses = 7\nweight = 1.0\n'
+
+
+class CountingScorer:
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    def score(self, sentences: list[str]) -> list[float]:
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return [0.0, 1.0, 0.0]
+
+
+def test_a_rescoring_stage_requests_the_list_it_reads(start: Start) -> None:
+    client = ScriptedClient("vosk-small-en", lambda _: NBEST)
+    assert result(start(CHAIN + RESCORE, client, s1=CountingScorer())).tokens == (6, 5)
+    assert client.requests[0][1].hypotheses == 7
+
+
+def test_what_fails_fails_its_segment_alone(start: Start) -> None:
+    client = ScriptedClient("vosk-small-en", lambda n: NBEST if n else StepFailed("a step failed"))
+    scorer = CountingScorer(fails=True)
+    recognizer = start(CHAIN + RESCORE, client, s1=scorer)
+    with pytest.raises(StepFailed, match="a step failed"):
+        result(recognizer, 0)
+    with pytest.raises(StepFailed, match=r"stage 2, rescore, of mine failed: .*out of memory"):
+        result(recognizer, 1)
+    scorer.fails = False
+    assert result(recognizer, 1).tokens == (6, 5)
+
+
+def test_cancelled_segments_raise_and_leave_nothing(start: Start) -> None:
+    first = ScriptedClient("vosk-small-en", lambda _: recognition(""))
+    second = ScriptedClient("whisper-tiny-en", lambda _: recognition("b"))
+    recognizer = start(CHAIN + WHISPER, first, second)
+    second.held = True
+    ticket = submit(recognizer)
+    limit_s = time.monotonic() + WAIT_S
+    while not second.waiting and time.monotonic() < limit_s:
+        time.sleep(0.001)
+    assert second.waiting
+    recognizer.cancel(ticket)
+    with pytest.raises(Cancelled):
+        ticket.future.result(WAIT_S)
+    assert not second.waiting
+    recognizer.cancel(ticket)  # once more is allowed
+
+
+def test_closing_ends_what_is_left(start: Start) -> None:
+    client = ScriptedClient("vosk-small-en", lambda _: recognition("a"))
+    recognizer = start(CHAIN, client)
+    client.held = True
+    ticket = submit(recognizer)
+    recognizer.close()
+    with pytest.raises(EngineClosed):
+        ticket.future.result(WAIT_S)
+    with pytest.raises(EngineClosed):
+        submit(recognizer)

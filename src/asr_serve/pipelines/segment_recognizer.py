@@ -47,7 +47,8 @@ class EngineRecognizer:
     """SegmentRecognizer of one engine."""
 
     def __init__(self, client: EngineClient, text: Callable[[list[int]], str]) -> None:
-        self.name, self.clients = client.card.name, (client,)
+        self.name = client.card.name
+        self.clients: tuple[EngineClient, ...] = (client,)
         self._client, self._model = client, AnsweringModel(client.card, text)
 
     def submit(self, pcm: np.ndarray, search: SearchOptions, priority: Priority, check: Callable[[], None]) -> Ticket:

@@ -23,7 +23,7 @@ BINARY_MARK = b"\0B"
 LONGEST_TOKEN_BYTES = 256
 MOST_ITEMS = 1 << 24
 """Most entries of a list, a bound for files that are not what they seem."""
-FLOAT_TYPES = {b"F": np.dtype("<f4"), b"D": np.dtype("<f8")}
+FLOAT_TYPES: dict[str, np.dtype[Any]] = {"F": np.dtype("<f4"), "D": np.dtype("<f8")}
 INTEGER_FIELDS = {
     "<Dim>",
     "<BlockDim>",
@@ -40,7 +40,6 @@ INTEGER_FIELDS = {
 INTEGER_VECTOR_FIELDS = {"<TimeOffsets>"}
 FLAG_FIELDS = {"<Continuous>"}
 """Fields that stand alone, without a value."""
-NO_SELF_LOOP = -1
 
 FieldValue = float | int | bool | np.ndarray
 
@@ -211,7 +210,7 @@ class KaldiReader:
 
     def vector(self) -> np.ndarray:
         """Reads a vector, in its own precision."""
-        dtype = FLOAT_TYPES[self.expect("FV", "DV")[:1].encode()]
+        dtype = FLOAT_TYPES[self.expect("FV", "DV")[:1]]
         return self._reals(dtype, self._count())
 
     def matrix(self) -> np.ndarray:
@@ -220,7 +219,7 @@ class KaldiReader:
         if kind.startswith("C"):
             return self._compressed_matrix(kind)
         rows, columns = self._count(), self._count()
-        return self._reals(FLOAT_TYPES[kind[:1].encode()], rows * columns).reshape(rows, columns)
+        return self._reals(FLOAT_TYPES[kind[:1]], rows * columns).reshape(rows, columns)
 
     def _compressed_matrix(self, kind: str) -> np.ndarray:
         low, span, rows, columns = struct.unpack("<ffii", self.take(16))
@@ -247,9 +246,9 @@ class KaldiReader:
 
     def symmetric_matrix(self) -> np.ndarray:
         """Reads a packed symmetric matrix: the lower triangle, row by row."""
-        dtype = FLOAT_TYPES[self.expect("FP", "DP")[:1].encode()]
+        dtype = FLOAT_TYPES[self.expect("FP", "DP")[:1]]
         size = self._count()
-        matrix = np.zeros((size, size), dtype)
+        matrix = np.zeros((size, size), dtype.type)
         rows, columns = np.tril_indices(size)
         matrix[rows, columns] = matrix[columns, rows] = self._reals(dtype, size * (size + 1) // 2)
         return matrix

@@ -65,7 +65,9 @@ class FramePosteriors(NamedTuple):
 TENSORS = ("splice", "cmvn_mean", "ubm.constants", "ubm.weight", "ubm.projections", "ubm.scatters")
 
 
-def tensor_shapes(options: IvectorOptions, feature_width: int, projected: int, gaussians: int) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(
+    options: IvectorOptions, feature_width: int, projected: int, gaussians: int
+) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a checkpoint, without their prefix."""
     spliced = feature_width * (options.splice_left_frames + 1 + options.splice_right_frames)
     return {
@@ -105,7 +107,9 @@ class OnlineIvectors:
         gaussians, projected = tensors["ubm.projections"].shape[:2]
         for name, shape in tensor_shapes(options, feature_width, projected, gaussians).items():
             if tensors[name].shape != shape:
-                raise WeightsCorrupt(f"ivectors.{name} is {tuple(tensors[name].shape)}", f"config.json makes it {shape}")
+                raise WeightsCorrupt(
+                    f"ivectors.{name} is {tuple(tensors[name].shape)}", f"config.json makes it {shape}"
+                )
         self.options, self.device = options, device
         self.feature_width, self.projected, self.gaussians = feature_width, projected, gaussians
         self.block_frames = block_frames
@@ -115,7 +119,7 @@ class OnlineIvectors:
         """Position of the last frame, from a block's first, whose neighbours are known when the block is computed."""
         self.waiting_frames = self.newest + 1
         """Frames whose posteriors wait for their weight, from a block's first frame on."""
-        if not 0 < self.waiting_frames:
+        if self.waiting_frames <= 0:
             raise WeightsCorrupt("a network that looks ahead less than i-vectors do", "more frames to the right")
         splice = tensors["splice"].float().to(device)
         self._splice, self._splice_offset = splice[:, :-1].t().contiguous(), splice[:, -1].contiguous()
@@ -134,19 +138,19 @@ class OnlineIvectors:
 
     def state_specs(self) -> dict[str, StateSpec]:
         options, frames = self.options, self.waiting_frames
-        double = torch.float64
-        return {
-            "window": StateSpec((options.window_frames, self.feature_width), initial_value=None),
-            "window_sum": StateSpec((self.feature_width,), double),
-            "normalized": StateSpec((self.spliced_frames, self.feature_width)),
-            "projected": StateSpec((frames, self.projected)),
-            "gaussians": StateSpec((frames, options.selected_gaussians), torch.int64),
-            "posteriors": StateSpec((frames, options.selected_gaussians)),
-            "count": StateSpec((), double),
-            "linear": StateSpec((options.width,), double),
-            "quadratic": StateSpec((options.width * (options.width + 1) // 2,), double),
-            "ivector": StateSpec((options.width,)),
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "window": ((options.window_frames, self.feature_width), torch.float32),
+            "window_sum": ((self.feature_width,), torch.float64),
+            "normalized": ((self.spliced_frames, self.feature_width), torch.float32),
+            "projected": ((frames, self.projected), torch.float32),
+            "gaussians": ((frames, options.selected_gaussians), torch.int64),
+            "posteriors": ((frames, options.selected_gaussians), torch.float32),
+            "count": ((), torch.float64),
+            "linear": ((options.width,), torch.float64),
+            "quadratic": ((options.width * (options.width + 1) // 2,), torch.float64),
+            "ivector": ((options.width,), torch.float32),
         }
+        return {name: StateSpec(shape, dtype, None) for name, (shape, dtype) in shapes.items()}
 
     def initial(self, sessions: int) -> Memory:
         """State of new sessions, but for `window`, which stays where it is."""
@@ -257,11 +261,11 @@ class OnlineIvectors:
 
     def _solve(self, linear: Tensor, quadratic: Tensor, counts: Tensor) -> Tensor:
         prior_scale = (counts / self.options.most_counts).clamp(min=1)
-        matrix = quadratic[:, self._unpacked].view(len(counts), *self._one.shape) + prior_scale[
-            :, None, None
-        ] * self._one
+        matrix = (
+            quadratic[:, self._unpacked].view(len(counts), *self._one.shape) + prior_scale[:, None, None] * self._one
+        )
         right = linear + prior_scale[:, None] * self._prior
-        solution, _ = torch.linalg.solve_ex(matrix, right)
+        solution: Tensor = torch.linalg.solve_ex(matrix, right)[0]
         return (solution - self._prior).float()
 
 

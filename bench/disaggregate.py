@@ -33,8 +33,8 @@ from asr_serve.config import EngineConfig
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.backend import ProcessBackend, process_backend
+from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.messages import EngineSpec
-from asr_serve.engine.process.process import RingSize
 from asr_serve.errors import AsrServeError
 from asr_serve.transfer import transports
 

@@ -48,6 +48,8 @@ MOST_CALLERS = 4_096
 Found = dict[str, Any]
 Level = Callable[[int], Row]
 """Measures so many callers."""
+ADMITTED = "admitted"
+"""Key of a row while it is made: the numbers of the callers that it measures."""
 
 
 class Bench:
@@ -113,11 +115,15 @@ class Bench:
             for caller, heard in zip(callers, found["callers"], strict=True)
         ]
         references = [clip.text for clip in self.speech]
-        admitted = [call for call in calls if call.heard["error"] != REFUSED] if self.args.at_once else calls
+        admitted = [
+            number for number, call in enumerate(calls) if not (self.args.at_once and call.heard["error"] == REFUSED)
+        ]
         if not admitted:
             return {**live_report.blank(system, len(callers)), "failed": "every caller was refused"}
-        row = live_report.row(system, admitted, found, references, self.args.seconds)
-        return {**row, "callers": len(callers), "refused": len(calls) - len(admitted)}
+        spoken = [calls[number] for number in admitted]
+        row = live_report.row(system, spoken, found, references, self.args.seconds, at_once=self.args.at_once)
+        refused = len(calls) - len(admitted)
+        return {**row, "callers": len(callers), "refused": refused, ADMITTED: admitted}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,6 +152,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "pause_s": args.pause,
         "silence_ms": args.silence_ms,
         "at_once": args.at_once,
+        "retry": args.retry,
         "device": args.device,
         "server": args.server,
     }
@@ -165,7 +172,7 @@ def ours(bench: Bench) -> list[Row]:
     service = serve_peers.asr_serve(serve_peers.Setting(port, args.threads, bench.folder, options))
     run = serve.Run(args, bench.speech, [], bench.env, bench.folder)
     load = {"url": f"ws://{serve_peers.HOST}:{port}", "grace_s": GRACE_S, "silence_ms": args.silence_ms}
-    load["at_once"] = args.at_once
+    load |= {"at_once": args.at_once, "retry": args.retry}
     rows: list[Row] = []
     with ExitStack() as stack:
         process, trouble = stack.enter_context(serve.started(service, port, run))
@@ -183,12 +190,15 @@ def ours(bench: Bench) -> list[Row]:
                 level(WARM_UP, protocol, 0.0)
             rows += levels(OURS, partial(level, protocol=protocol), args)
     alone(bench, [row for row in rows if "failed" not in row and row["callers"] in args.callers])
-    return rows
+    return [{key: value for key, value in row.items() if key != ADMITTED} for row in rows]
 
 
 def alone(bench: Bench, rows: Sequence[Row]) -> None:
-    """Adds `offline_wer`: what each level's callers said, heard whole."""
-    callers = [bench.callers(row["callers"], bench.args.seconds) for row in rows]
+    """Adds `offline_wer`: what each level's callers said, heard whole. Callers who were refused said nothing."""
+    callers = []
+    for row in rows:
+        level = bench.callers(row["callers"], bench.args.seconds)
+        callers.append([level[number] for number in row[ADMITTED]])
     everybody = [caller for level in callers for caller in level]
     say(f"{OURS} offline: {len(everybody)} callers' audio")
     job = {"work": "offline", "callers": everybody, "device": bench.args.device, "model": bench.args.model}
@@ -214,7 +224,9 @@ def peer(name: str, bench: Bench) -> list[Row]:
     def level(count: int) -> Row:
         callers = bench.callers(count, args.seconds)
         found = bench.work("live_peers.py", {"peer": name, "callers": callers, "seconds": args.seconds}, python)
-        return {**bench.row(name, callers, found), "notes": found.get("notes")}
+        row = {**bench.row(name, callers, found), "notes": found.get("notes")}
+        row.pop(ADMITTED, None)
+        return row
 
     return levels(name, level, args)
 
@@ -274,6 +286,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--silence-ms", type=int, metavar="MS", help="the pause that ends a sentence; default: the streaming table's")
     add("--at-once", action="store_true", help="all connect in one instant; those refused are counted, not measured")
+    add("--retry", action="store_true", help="with --at-once: those refused dial again when they were told to")
     add("--peers", type=offline.named(live_peers.MAKERS), default=[], metavar="A,B", help="moonshine-voice,vosk")
     add("--only-peers", action="store_true", help="leave asr-serve out")
     add("--find-max", action="store_true", help="look for the most callers that each system holds")
@@ -288,6 +301,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if "openai" in args.protocol and args.silence_ms is None:
         parser.error("--protocol openai needs --silence-ms: it waits for one pause, whatever was said before")
+    if args.at_once and args.find_max:
+        parser.error("--at-once refuses callers whom --find-max looks for: one or the other")
+    if args.retry and not args.at_once:
+        parser.error("--retry needs --at-once: otherwise all who are refused dial again, every 3 s")
     for name in ("seconds", "clips", "threads", "pause"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             parser.error(f"--{name} must be above 0")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import sys
 import time
@@ -35,6 +36,8 @@ CONNECT_S = 1.0
 """A caller dials so long before it speaks."""
 RETRY_S = 3.0
 """A caller who is refused for lack of capacity dials again after so long, unless all dial at once."""
+MAX_RETRIES_S = 180.0
+"""With `retry`, a caller who is refused dials again when it was told to, for so long."""
 
 
 class Line:
@@ -48,15 +51,23 @@ class Line:
         self.stop_s: float | None = None
         self.messages: list[tuple[float, str]] = []
         self.error: str | None = None
+        self.retries = 0
+        self.retry_s: float | None = None
+        """How long a caller who was refused was told to wait."""
 
     async def run(self) -> None:
         """The whole call; whatever ends it early is in `error`."""
         clock = asyncio.get_running_loop()
         await asyncio.sleep(self.begins_s - CONNECT_S - clock.time())
         await self.call()
-        while self.error == REFUSED and not self.job["at_once"] and clock.time() - self.begins_s < self.job["grace_s"]:
-            await asyncio.sleep(RETRY_S)
-            self.error = None
+        if self.job["at_once"]:
+            limit_s = MAX_RETRIES_S if self.job["retry"] else -math.inf  # it may be refused before `begins_s`
+        else:
+            limit_s = self.job["grace_s"]
+        while self.error == REFUSED and clock.time() - self.begins_s < limit_s:
+            await asyncio.sleep(RETRY_S if self.retry_s is None or not self.job["retry"] else self.retry_s)
+            self.error, self.retry_s = None, None
+            self.retries += 1
             await self.call()
 
     async def call(self) -> None:
@@ -89,7 +100,7 @@ class Line:
             await line.send(self.protocol.hello)
         while not self.protocol.ready(first := json.loads(await line.recv())):
             if (error := code(first)) is not None:
-                self.error = error
+                self.error, self.retry_s = error, live_protocols.retry_s(first)
                 return
         reading = asyncio.create_task(self.read(line))
         pace = self.pace = Pace(max(clock.time(), self.begins_s))
@@ -133,6 +144,7 @@ class Line:
             "stop_s": None if self.stop_s is None else round(self.stop_s - opened_s, 4),
             "messages": list(self.protocol.heard(read)),
             "error": refused or self.error,
+            "retries": self.retries,
         }
 
 

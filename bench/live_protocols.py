@@ -52,6 +52,12 @@ def code(answer: Message) -> str | None:
     return str((answer.get("error") or answer).get("code"))
 
 
+def retry_s(answer: Message) -> float | None:
+    """When a server that refuses says to try again, in whichever protocol; None where it does not."""
+    wait_ms = (answer.get("error") or answer).get("retry_after_ms")
+    return None if wait_ms is None else wait_ms / 1_000
+
+
 def packet_ends(samples: int) -> list[int]:
     return [end for _, end in live_speech.packets(samples)]
 

@@ -36,6 +36,10 @@ KEYS = (
     "partials_per_s",
     "partial_interval_p50_ms",
     "errors",
+    "refused",
+    "retries",
+    "admitted_p50_s",
+    "admitted_p95_s",
     "server_cpu",
     "load_cpu",
     "others_cpu",
@@ -52,9 +56,13 @@ BEHIND_MS = 1_000
 """A peer works in the call that takes the packet: it may be this far behind before that is a miss."""
 
 
-def row(system: str, calls: Sequence[Call], found: Row, references: Sequence[str], seconds: float) -> Row:
-    """One level. references: what each clip says. Latencies count from when every caller was on the line."""
-    since_s = max(call.heard["begun_s"] for call in calls)
+def row(
+    system: str, calls: Sequence[Call], found: Row, references: Sequence[str], seconds: float, *, at_once: bool = False
+) -> Row:
+    """One level. references: what each clip says. Latencies count from when every caller was on the line, those of
+    callers who all dialled `at_once` from when the first one was."""
+    begun_s = sorted(call.heard["begun_s"] for call in calls)
+    since_s = begun_s[0] if at_once else begun_s[-1]
     said = [" ".join(references[clip] for clip in call.caller.clips) for call in calls]
     first = [wait for call in calls for wait in call.first_words_ms(since_s)]
     finals = [final for call in calls for final in call.finals_ms(since_s)]
@@ -78,6 +86,8 @@ def row(system: str, calls: Sequence[Call], found: Row, references: Sequence[str
         "partials_per_s": round(sum(map(len, partials)) / found["wall_s"], 2),
         "partial_interval_p50_ms": percentile(sorted(1_000 * interval for interval in intervals), 0.5),
         "errors": dict(Counter(trouble for call in calls if (trouble := error_of(call.heard)))),
+        "retries": sum(call.heard.get("retries", 0) for call in calls),
+        **({f"admitted_p{percent}_s": percentile(begun_s, percent / 100) for percent in (50, 95)} if at_once else {}),
         "server_cpu": round(found["server_cpu"], 3),
         "load_cpu": None if found["load_cpu"] is None else round(found["load_cpu"], 3),
         "others_cpu": round(max(0.0, found["others_cpu"]), 3),

@@ -209,7 +209,7 @@ def broadcast(args: argparse.Namespace, models: dict[str, Any], recording: clips
 
 def listen(callers: int, model: Any, audio: clips.Audio, pace: float) -> list[str]:
     from asr_serve.pipelines.live.events import LiveSegmentDone, SessionFinished
-    from asr_serve.pipelines.live.listen import LiveSession
+    from asr_serve.pipelines.live.live_session import LiveSession
     from asr_serve.pipelines.options import ListenOptions
 
     said: list[list[str]] = [[] for _ in range(callers)]

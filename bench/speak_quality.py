@@ -32,7 +32,7 @@ from asr_serve.models.interfaces import WholeSentenceTtsModel
 from asr_serve.models.registry import TtsCard, model_modules, tts_card
 from asr_serve.models.tts.fastpitch import Model as FastPitchModel
 from asr_serve.pipelines.tts.frontend import frontend_for
-from asr_serve.text.g2p.passages import Pause
+from asr_serve.text.g2p.clauses import Pause
 from asr_serve.types import Sentence
 from asr_serve_tools.evaluate import voice_quality as measures
 from asr_serve_tools.evaluate.wer import normalize, wer

@@ -89,7 +89,7 @@ class Swap:
         tiers, spent = self._tiers, {}
         before = tiers.describe().get("host_to_disk", 0)
         begun = time.perf_counter()
-        if not tiers.put(b"blob", self._parts, keep=True):
+        if not tiers.put(b"blob", self._parts, pinned=True):
             raise RuntimeError("there is no room")
         spent["put"] = time.perf_counter() - begun
         waiting = threading.Event()
@@ -98,7 +98,7 @@ class Swap:
         spent["written"] = time.perf_counter() - begun - spent["put"]
         spent["warm"] = self._woken(copied=True)
         # More than is free beside the blob, which lies in the file too and so gives way.
-        if not tiers.put(b"filler", [bytes(FILLER_BYTES + 1)], keep=False):
+        if not tiers.put(b"filler", [bytes(FILLER_BYTES + 1)], pinned=False):
             raise RuntimeError("the blob does not give way")
         tiers.drop(b"filler")
         if tiers.describe()["host_entries"]:

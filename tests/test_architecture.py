@@ -75,7 +75,7 @@ MODEL_FILE_NAMES = {"Config", "Model"}
 DYNAMIC_ATTRIBUTES = {
     ("engine/process/messages.py", "getattr(error, 'retry_after_ms', 0)"),  # errors of one kind have it
     ("engine/process/messages.py", "getattr(errors, self.kind)"),  # an error's class by the name that was sent
-    ("engine/remote/handshake.py", "getattr(asker, name)"),  # each field of two records is compared
+    ("engine/remote/handshake.py", "getattr(client, name)"),  # each field of two records is compared
     ("engine/remote/handshake.py", "getattr(worker, name)"),
     ("engine/seq2seq/decode_batch.py", "getattr(options, name)"),  # each field of a request's options
     ("engine/seq2seq/decode_batch.py", "getattr(NO_OPTIONS, name)"),

@@ -70,10 +70,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chunk_wait_ms: Annotated[float, Meta(ge=0, le=1_000)] | None = None
     """Milliseconds that a session with a complete chunk waits for others to join its batch. None: an eighth of a
     chunk."""
-    head: Literal["ctc", "rnnt", "tdt"] | None = None
+    head: Literal["ctc", "rnnt", "tdt", "wfst"] | None = None
     """Output head of a streaming model that has more than one. None: the first on its card."""
     beam: Annotated[int, Meta(ge=1, le=64)] = 1
     """Beam width of a streaming model's search; 1 is greedy."""
+    graph_beam: PositiveFloat | None = None
+    """Beam of the search of a decoding graph: how much more costly than the best a path may be, as a natural log.
+    Wider means fewer errors and more time. None: the model's own."""
+    graph_max_active: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    """Most paths that the search of a decoding graph follows in a frame. None: the model's own."""
     quantize: Quantize = "none"
     """8-bit quantization: none; int8, of the weights, which takes about half their memory; or dynamic, of the
     activations too, where that is faster on this machine."""

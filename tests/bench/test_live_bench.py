@@ -214,6 +214,34 @@ def test_what_is_missed(bench: SimpleNamespace) -> None:
     assert (peer["final_p95_ms"], peer["load_cpu"]) == (None, None)
 
 
+def test_callers_of_a_burst_who_were_refused_are_counted_and_not_measured(bench: SimpleNamespace) -> None:
+    made = bench.live.Bench.__new__(bench.live.Bench)
+    made.args = bench.live.parse(["--data", "x", "--at-once", "--retry", "--seconds", "6"])
+    made.speech = [SimpleNamespace(text="hello there ada"), SimpleNamespace(text="good day")]
+    made.probabilities = [[1.0] * 40, [1.0] * 30]
+    callers = [call(bench, []).caller] * 3
+    calls = [heard(bench, MESSAGES, 6.4, retries=2), heard(bench, [], 6.4, error="at_capacity", stop_s=None)]
+    calls.append(heard(bench, [], 6.4, begun_s=109.0))
+    found = {"callers": calls, "wall_s": 8.0, "server_cpu": 1.0, "load_cpu": 0.0, "others_cpu": 0.0, "rss_mib": 1.0}
+    row = made.row("asr-serve", callers, found)
+    assert set(bench.live_report.KEYS) <= row.keys()
+    assert (row["callers"], row["refused"], row["retries"], row["admitted"]) == (3, 1, 2, [0, 2])
+    assert (row["errors"], row["admitted_p95_s"]) == ({}, 109.0)
+    assert row["final_p50_ms"] is not None, "finals before the last caller was admitted count"
+
+    asked: list[Any] = []
+    made.callers = lambda count, seconds: [f"caller {number}" for number in range(count)]
+    made.work = lambda script, job: asked.extend(job["callers"]) or {"failed": "enough"}
+    bench.live.alone(made, [row])
+    assert asked == ["caller 0", "caller 2"], "the WER of whole recordings is that of the same callers"
+
+
+@pytest.mark.parametrize("line", ["--at-once --find-max", "--retry", "--retry --find-max"])
+def test_options_that_contradict_each_other(bench: SimpleNamespace, line: str) -> None:
+    with pytest.raises(SystemExit):
+        bench.live.parse(["--data", "x", *line.split()])
+
+
 def test_the_highest_level_that_holds(bench: SimpleNamespace) -> None:
     def search(limit: int, tried: dict[int, bool]) -> tuple[int, list[int]]:
         asked: list[int] = []

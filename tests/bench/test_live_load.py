@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +102,31 @@ async def test_sessions_send_audio_in_real_time(bench: SimpleNamespace, tmp_path
     assert found["wall_s"] > 1.25
     assert 0 < found["load_cpu"] < 1
     assert -0.1 < found["others_cpu"] < os.cpu_count()
+
+
+@pytest.mark.parametrize("retry", [False, True])
+async def test_who_is_refused_in_a_burst_dials_again_when_it_was_told_to(
+    bench: SimpleNamespace, tmp_path: Path, retry: bool
+) -> None:
+    dialled_s: list[float] = []
+
+    async def full_at_first(line: Any) -> None:
+        dialled_s.append(time.monotonic())
+        if len(dialled_s) > 2:
+            await in_order(line)
+        else:
+            await line.recv()
+            await line.send('{"event":"error","code":"at_capacity","message":"full","retry_after_ms":150}')
+
+    async with listening(full_at_first) as url:
+        asked = job(bench, tmp_path, url, 0.4, callers=1) | {"at_once": True, "retry": retry}
+        [heard] = (await bench.live_load.run(asked))["callers"]
+    if retry:
+        assert (heard["error"], heard["retries"]) == (None, 2)
+        assert all(later - before >= 0.15 for before, later in pairwise(dialled_s))
+        assert heard["messages"]
+    else:
+        assert (heard["error"], heard["retries"], len(dialled_s)) == ("at_capacity", 0, 1)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asr_serve.decoding.token_rules import GIVEN, MAX_INITIAL, PLAIN, UNTIMED, TokenRule, TokenRules
+from asr_serve.decoding.token_rules import FORCED_TOKEN, MAX_INITIAL, PLAIN_TOKEN, UNTIMED, TokenRule, TokenRules
 
 EOT, NO_TIMESTAMPS, TIMES = 40, 47, 48
 VOCABULARY = TIMES + 80
@@ -92,7 +92,7 @@ def test_sequences_chosen_by_the_rules_themselves():
 
 def test_a_given_token_is_free_and_others_beside_it_are_not():
     logits = torch.zeros(3, VOCABULARY)
-    came = applied(logits, [GIVEN, PLAIN, RULES.after([], True)])
+    came = applied(logits, [FORCED_TOKEN, PLAIN_TOKEN, RULES.after([], True)])
     assert torch.equal(came[0], logits[0])
     assert came[1].isinf().nonzero()[:, 0].tolist() == sorted(NEVER)
     assert came[2].isfinite().nonzero()[:, 0].tolist() == list(range(TIMES, TIMES + MAX_INITIAL + 1))
@@ -103,8 +103,8 @@ def test_every_step_equals_the_plain_rule(dtype):
     logits = torch.randn(5, VOCABULARY).to(dtype)
     always = logits.clone()
     RULES.always(always)
-    assert torch.equal(always, applied(logits, [PLAIN] * 5))
-    assert RULES.after([7], False) == PLAIN
+    assert torch.equal(always, applied(logits, [PLAIN_TOKEN] * 5))
+    assert RULES.after([7], False) == PLAIN_TOKEN
 
 
 def test_the_first_timestamp_of_a_short_vocabulary():

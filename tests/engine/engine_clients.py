@@ -14,8 +14,8 @@ from asr_serve.config import EngineConfig
 from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.backend import ProcessBackend, process_backend
+from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.messages import EngineSpec
-from asr_serve.engine.process.process import RingSize
 from asr_serve.engine.thread_backend import thread_backend
 
 WAIT_S = 60.0

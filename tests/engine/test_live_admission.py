@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -73,12 +74,12 @@ class Engine:
 
         self.client = EngineClient(EngineConfig(), connect, lambda: self.now_s)
 
-    def burst(self, callers: int) -> tuple[list[VadSession], list[int]]:
+    def burst(self, callers: int, api_client: str | None = None) -> tuple[list[VadSession], list[int]]:
         """Callers who connect in one instant: the sessions of those admitted, the retry times of the others."""
         sessions, retries = [], []
         for _ in range(callers):
             try:
-                sessions.append(self.client.open_vad_session(live=True))
+                sessions.append(self.client.open_vad_session(live=True, api_client=api_client))
             except AtCapacity as error:
                 retries.append(error.retry_after_ms)
         return sessions, retries
@@ -136,22 +137,70 @@ def test_audio_sent_at_once_is_no_proof_before_its_time(engine: Engine) -> None:
     engine.now_s += PROOF_MS / 1_000 - 0.001
     assert not engine.burst(1)[0]
     engine.now_s += 0.002
+    for session in sessions:
+        session.submit_windows(np.zeros(WINDOW_SAMPLES, np.float32))
+    engine.backend.answer()
     assert len(engine.burst(300)[0]) == MIN_RESERVATIONS
 
 
 @pytest.mark.parametrize("sends_silence", [False, True])
-def test_silent_callers_hold_a_reservation_for_a_fixed_time_and_prove_nothing(
-    engine: Engine, sends_silence: bool
-) -> None:
+def test_silent_callers_leave_half_of_the_places_and_prove_nothing(engine: Engine, sends_silence: bool) -> None:
     sessions, _ = engine.burst(300)
     seconds = RESERVATION_MS // 1_000
-    engine.speak(sessions if sends_silence else [], seconds - 1, probability=0.1)
-    assert not engine.burst(1)[0]
-    engine.now_s += 1
-    sessions += engine.burst(300)[0]
-    assert len(sessions) == 2 * MIN_RESERVATIONS
+    for rounds in range(3):
+        engine.speak(sessions if sends_silence else [], seconds - 1, probability=0.1)
+        assert not engine.burst(1)[0], rounds
+        engine.now_s += 1
+        admitted_now, _ = engine.burst(300)
+        assert len(admitted_now) == MIN_RESERVATIONS // 2, rounds
+        sessions += admitted_now
     engine.speak(sessions, PROOF_MS // 1_000 + 1)  # at last
-    assert len(engine.burst(300)[0]) == 2 * MIN_RESERVATIONS
+    assert len(engine.burst(300)[0]) == len(sessions)
+
+
+def test_silent_callers_who_speak_at_once_are_new_callers(engine: Engine) -> None:
+    """Nobody else is admitted until they were served: their load returns, and was not measured."""
+    sessions, _ = engine.burst(300)
+    engine.now_s += RESERVATION_MS / 1_000
+    sessions += engine.burst(300)[0]
+    assert len(sessions) == MIN_RESERVATIONS * 3 // 2
+    engine.now_s += RESERVATION_MS / 1_000
+    engine.speak(sessions, 1)
+    assert not engine.burst(1)[0]
+    engine.speak(sessions, PROOF_MS // 1_000)
+    assert len(engine.burst(300)[0]) == len(sessions)
+
+
+def test_who_comes_again_at_the_time_that_it_was_told_finds_a_place(engine: Engine) -> None:
+    """A tenth of a burst may be told twice: the clock of this test goes in seconds."""
+    sessions, retries = engine.burst(300)
+    due = sorted(engine.now_s + retry_ms / 1_000 for retry_ms in retries)
+    refused_again = 0
+    assert max(retries) < 20_000
+    while due:
+        engine.speak(sessions, 1)
+        while due and due[0] <= engine.now_s:
+            due.pop(0)
+            found, retry_again = engine.burst(1)
+            sessions += found
+            refused_again += len(retry_again)
+            due = sorted(due + [engine.now_s + retry_ms / 1_000 for retry_ms in retry_again])
+    assert len(sessions) == 300
+    assert refused_again <= 30
+
+
+def test_one_client_leaves_places_to_others(engine: Engine) -> None:
+    first, _ = engine.burst(300, "key-1")
+    assert len(first) == MIN_RESERVATIONS, "alone, it has all"
+    assert not engine.burst(1, "key-2")[0]
+    engine.now_s += RESERVATION_MS / 1_000
+    assert len(engine.burst(300, "key-1")[0]) == MIN_RESERVATIONS // 2, "the idle ones have the rest"
+    for session in first:
+        session.close()
+    assert len(engine.burst(300, "key-1")[0]) == MIN_RESERVATIONS // 4, "three quarters of the places"
+    assert len(engine.burst(300, "key-2")[0]) == MIN_RESERVATIONS // 4
+    engine.now_s += PROVEN_FOR_MS / 1_000
+    assert len(engine.burst(300, "key-1")[0]) == MIN_RESERVATIONS // 2, "nobody else has come for long"
 
 
 def test_late_answers_prove_nothing(engine: Engine) -> None:
@@ -178,7 +227,36 @@ def test_words_that_nobody_has_answered_yet_count_as_late(engine: Engine) -> Non
     assert len(tickets) == len(engine.backend.requests)
     for request in engine.backend.requests:
         request.future.cancel()
-    assert len(engine.burst(300)[0]) == MIN_RESERVATIONS
+    assert len(engine.burst(300)[0]) == MIN_RESERVATIONS // 2, "those who were late for so long are idle"
+
+
+@pytest.mark.parametrize(("words_ms", "admitted_now"), [(0, 32), (250, 24), (500, 16), (900, 3)])
+def test_fewer_are_admitted_the_longer_words_take(engine: Engine, words_ms: int, admitted_now: int) -> None:
+    """What a caller costs grows with its sentence, and shows after its proof."""
+    sessions, _ = engine.burst(300)
+    engine.speak(sessions, PROOF_MS // 1_000 + 1)
+    for _ in range(MIN_SAMPLES):
+        engine.client.partial_rate.record_turnaround(words_ms, 1_000 * engine.now_s)
+    found, retries = engine.burst(300)
+    assert len(found) == admitted_now
+    assert min(retries) >= 200
+    for session in sessions[:10]:
+        session.close()
+    more, _ = engine.burst(300)
+    assert len(found) + len(more) == max(10, int(22 * (1 - words_ms / 1_000)), admitted_now), "places of those who left"
+
+
+def test_voice_activity_that_nobody_has_answered_yet_counts_as_late(engine: Engine) -> None:
+    sessions, _ = engine.burst(300)
+    engine.speak(sessions, PROOF_MS // 1_000 + 1)
+    for session in sessions[:MIN_SAMPLES]:
+        session.submit_windows(np.zeros(SECOND, np.float32))
+    engine.now_s += OVERLOADED_MS / 1_000 + 1
+    with pytest.raises(AtCapacity, match="2000 ms for their words"):
+        engine.client.open_vad_session(live=True)
+    for chunk in engine.backend.chunks:
+        chunk.future.cancel()
+    assert engine.burst(1)[0]
 
 
 def test_an_engine_that_closes_keeps_no_reservation(engine: Engine) -> None:
@@ -225,21 +303,50 @@ def test_who_waits_for_a_place_hears_that_the_engine_closed(engine: Engine, plac
 
 def test_a_proof_is_forgotten_after_a_while_and_renewed_by_speech() -> None:
     admission, now = LiveAdmission(MIN_RESERVATIONS), 0.0
-    for caller in range(MIN_RESERVATIONS):
-        admission.admit(caller, now)
-    for caller in range(MIN_RESERVATIONS):
-        admission.record_answer(caller, PROOF_MS, 0.0, PROOF_MS)
-    for caller in range(100, 100 + MIN_RESERVATIONS):
-        admission.admit(caller, PROOF_MS)
-        admission.record_answer(caller, PROOF_MS, 0.0, PROOF_MS)
-    now = PROOF_MS + PROVEN_FOR_MS
+    for start, at_ms in ((0, 0), (100, PROOF_MS)):
+        for caller in range(start, start + MIN_RESERVATIONS):
+            admission.admit(caller, at_ms)
+        for caller in range(start, start + MIN_RESERVATIONS):
+            admission.record_answer(caller, PROOF_MS, 0.0, at_ms + PROOF_MS)
+    now = 2 * PROOF_MS
     assert admitted(admission, now) == 2 * MIN_RESERVATIONS
-    now += RESERVATION_MS
-    assert admitted(admission, now) == MIN_RESERVATIONS
-    now += RESERVATION_MS
+    now += PROVEN_FOR_MS
+    assert admitted(admission, now) == MIN_RESERVATIONS // 2, "all of them are idle"
+    now += PROOF_MS
     for caller in (*range(MIN_RESERVATIONS), *range(100, 105)):
-        admission.record_answer(caller, 32.0, OVERLOADED_MS, now)
-    assert admitted(admission, now) == MIN_RESERVATIONS + 5
+        for answered_ms in (now - PROOF_MS, now):
+            admission.record_answer(caller, PROOF_MS, OVERLOADED_MS, answered_ms)
+    now += RESERVATION_MS
+    assert admitted(admission, now) == (MIN_RESERVATIONS + 5) - (MIN_RESERVATIONS + 5) // 2
+
+
+def test_admission_takes_as_many_steps_with_thousands_of_callers_as_with_ten() -> None:
+
+    def steps(admission: LiveAdmission, number: int, now_ms: float) -> int:
+        """Lines and calls of `admit` that the interpreter runs."""
+        counted = 0
+
+        def count(*_: object) -> object:
+            nonlocal counted
+            counted += 1
+            return count
+
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            admission.admit(number, now_ms)
+        finally:
+            sys.settrace(before)
+        return counted
+
+    found = []
+    for known in (10, 5_000):
+        admission = LiveAdmission(5_000)
+        for caller in range(known):
+            admission.admit(caller, 0.0)
+            admission.record_answer(caller, PROOF_MS, 0.0, PROOF_MS)
+        found.append(steps(admission, known, PROOF_MS))
+    assert found[0] == found[1]
 
 
 def admitted(admission: LiveAdmission, now_ms: float) -> int:

@@ -28,7 +28,13 @@ from asr_serve.engine.partial_rate import MIN_SAMPLES, OVERLOADED_MS, PartialRat
 from asr_serve.engine.seq2seq.scheduler import LIVE_RESERVE_FRACTION
 from asr_serve.errors import AtCapacity, StepFailed
 from asr_serve.models.auxiliary.silero import WINDOW_SAMPLES
-from asr_serve.pipelines.live.listen import ListenOptions, LivePartial, LiveSegmentDone, LiveSession, SessionFinished
+from asr_serve.pipelines.live.live_session import (
+    ListenOptions,
+    LivePartial,
+    LiveSegmentDone,
+    LiveSession,
+    SessionFinished,
+)
 
 ONCE = SearchOptions(temperatures=(0.0,))
 HANG_S = 60.0

@@ -11,14 +11,14 @@ import pytest
 import torch
 from tiny_streaming import SEARCHES, clips, model
 
+from asr_serve.decoding.attention_rescoring import AttentionRescoringSearch
 from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.decoding.ctc import CtcPrefixBeam
-from asr_serve.decoding.rescoring import RescoringSearch
 from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.engine.session_snapshot import SessionSnapshot
 from asr_serve.engine.streaming.model_runner import ChunkedModelRunner, StreamingSession
 from asr_serve.engine.streaming.search_router import BiasingSearchRouter
-from asr_serve.engine.streaming.token_alignment import COLUMNS
+from asr_serve.engine.streaming.token_aligner import COLUMNS
 from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, SearchToken
 
 CASES = [
@@ -34,8 +34,8 @@ CASES = [
 ]
 
 
-def rescored(network: Any) -> RescoringSearch:
-    return RescoringSearch(CtcPrefixBeam(network, 4), network)
+def rescored(network: Any) -> AttentionRescoringSearch:
+    return AttentionRescoringSearch(CtcPrefixBeam(network, 4), network)
 
 
 def wrapper(name: str, search: str, blocks: int = 1, **options: Any) -> ChunkedModelRunner:

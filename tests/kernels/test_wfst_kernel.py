@@ -69,8 +69,8 @@ def best_by_words(paths: list[Path]) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize("module", ["native", "reference"])
 def test_hypotheses_are_those_of_an_exhaustive_search(module, lookahead):
     search = built() if module == "native" else wfst_reference
-    for seed in range(500 if module == "native" else 60):
-        graph, scores = random_case(seed, 3 + seed % 3)
+    for seed in range(500 if module == "native" else 40):
+        graph, scores = random_case(seed, 2 + seed % 3)
         prepared = prepare_graph(graph, lookahead=lookahead)
         paths = all_paths(graph, scores)
         _, _, found = run(search, prepared, scores, EXACT, [len(scores)], 10)
@@ -121,16 +121,24 @@ def test_native_and_reference_agree_to_the_last_bit(seed, options):
     assert ours == theirs
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_best_path_of_a_long_session_is_that_of_dynamic_programming(seed):
-    graph, scores = random_case(seed, 200, states=10)
+    graph, scores = random_case(seed, 120, states=10)
     options = (INF, 2.0, 1.0, NEVER, 0, seed % 2 * NEVER, NEVER, NEVER)
-    fixed, _, found = run(built(), prepare_graph(graph), scores, options, [200], 2)
+    fixed, _, found = run(built(), prepare_graph(graph), scores, options, [120], 2)
     cost, words = viterbi(graph, scores)
     assert math.isclose(found[0][0], cost, rel_tol=1e-5)
     if len(found) == 1 or found[1][0] > found[0][0] + 1e-4:
         assert [word for word, *_ in fixed + found[0][1]] == words
-    assert seed % 2 or seed % 3 == 0 or fixed or not words
+
+
+def test_words_that_all_paths_share_are_fixed():
+    options = (INF, 2.0, 1.0, NEVER, 0, 0, NEVER, NEVER)
+    fixed = []
+    for seed in range(0, 16, 2):
+        graph, scores = random_case(seed, 120, states=10)
+        fixed += run(built(), prepare_graph(graph), scores, options, [120], 2)[0]
+    assert fixed
 
 
 def viterbi(graph: DecodingGraph, scores: np.ndarray) -> tuple[float, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import re
 import shutil
@@ -26,8 +27,12 @@ from asr_serve.engine.builder import AsrCheckpoint, validate_card
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.thread_backend import thread_backend
 from asr_serve.errors import ModelError, WeightsCorrupt
+from asr_serve.models import asr
+from asr_serve.models.checkpoints.config_file import read_config
 from asr_serve.models.interfaces import EncoderDecoderModel, StreamingChunk
-from asr_serve.models.registry import asr_card, model_modules
+from asr_serve.models.registry import asr_card, model_modules, vocoder_cards
+from asr_serve.models.tts import fastpitch
+from asr_serve.models.tts.vocoders import hifigan, source_filter
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding-a-model.md"
 CODE = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -116,13 +121,40 @@ def test_a_kind_is_one_file(installed: Path) -> None:
         model_modules()
 
 
-def test_a_card_has_a_name_of_its_own(installed: Path) -> None:
+def test_a_foreign_card_that_takes_a_name_is_left_out(installed: Path, caplog: pytest.LogCaptureFixture) -> None:
     module = installed / "tiny_letters.py"
     module.write_text(module.read_text().replace(NAME, "moonshine-tiny-en"))
     sys.modules.pop("tiny_letters", None)
     importlib.invalidate_caches()
-    with pytest.raises(ModelError, match=r"tiny_letters has a card named 'moonshine-tiny-en'.*moonshine"):
-        model_modules()
+    with caplog.at_level(logging.WARNING):
+        assert "tiny_letters" not in model_modules()
+    assert "(tiny_letters) has a card named moonshine-tiny-en, as asr_serve.models.asr.moonshine" in caplog.text
+    assert asr_card("moonshine-tiny-en").kind == "moonshine"
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "message"),
+    [
+        ("moonshine", "another", r"family\.moonshine.* are model files of one name"),
+        ("another", "moonshine-tiny-en", r"has a card named 'moonshine-tiny-en'.*unlike asr_serve"),
+    ],
+)
+def test_models_of_the_package_have_names_of_their_own(
+    installed: Path, monkeypatch: pytest.MonkeyPatch, file: str, name: str, message: str
+) -> None:
+    family = installed / "more" / "family"
+    family.mkdir(parents=True)
+    (family / "__init__.py").touch()
+    (family / f"{file}.py").write_text((installed / "tiny_letters.py").read_text().replace(NAME, name))
+    monkeypatch.setattr(asr, "__path__", [*asr.__path__, str(family.parent)])
+    model_modules.cache_clear()
+    importlib.invalidate_caches()
+    try:
+        with pytest.raises(ModelError, match=message):
+            model_modules()
+    finally:
+        for module in [module for module in sys.modules if module.startswith(f"{asr.__name__}.family")]:
+            del sys.modules[module]
 
 
 def test_a_task_that_nobody_knows_is_named() -> None:
@@ -136,6 +168,35 @@ def test_a_config_that_is_none_is_named(installed: Path, text: str) -> None:
     path.write_text(text, errors="surrogatepass")
     with pytest.raises(WeightsCorrupt, match=r"config\.json"):
         AsrCheckpoint.find(NAME, path.parent)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "holds a JSON list"),
+        ("{}", "the key 'sizes' is missing"),
+        ('{"sizes": 5}', "'int' object has no attribute"),
+        ('{"sizes": {}}', "Missing required argument 'layers'"),
+    ],
+)
+def test_a_config_error_names_the_file_and_the_key(tmp_path: Path, text: str, said: str) -> None:
+    class Sizes(msgspec.Struct):
+        layers: int
+
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(WeightsCorrupt) as found:
+        read_config(tmp_path, "tiny", lambda settings: Sizes(**dict(settings["sizes"].items())))
+    assert str(tmp_path / "config.json") in str(found.value)
+    assert said in str(found.value)
+
+
+@pytest.mark.parametrize("load", [fastpitch.load, hifigan.load, source_filter.load])
+def test_a_voice_model_whose_config_is_none_is_named(tmp_path: Path, load: Any) -> None:
+    (tmp_path / "config.json").write_text("[1]")
+    card = next(iter(vocoder_cards().values()))
+    with pytest.raises(WeightsCorrupt, match=r"config\.json holds a JSON list"):
+        load(tmp_path, card, CpuDevice())
 
 
 def test_a_card_declares_what_its_model_is(installed: Path) -> None:

@@ -17,7 +17,7 @@ from asr_serve import units
 from asr_serve.audio.reader import read_audio
 from asr_serve.errors import UnknownModel, WeightsCorrupt, WeightsMissing
 from asr_serve.models.auxiliary import smart_turn
-from asr_serve.models.auxiliary.smart_turn import GRAPH, HEARD_SAMPLES, Model
+from asr_serve.models.auxiliary.smart_turn import CONTEXT_SAMPLES, GRAPH, Model
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import asr_cards, model_modules, turn_card, turn_cards
 
@@ -47,8 +47,8 @@ def reference(package: Path) -> Callable[[np.ndarray], float]:
     graph = onnxruntime.InferenceSession(str(package / "data" / GRAPH), providers=["CPUExecutionProvider"])
 
     def finished(pcm: np.ndarray) -> float:
-        end = pcm[-HEARD_SAMPLES:]
-        whole = np.pad(end, (HEARD_SAMPLES - len(end), 0))
+        end = pcm[-CONTEXT_SAMPLES:]
+        whole = np.pad(end, (CONTEXT_SAMPLES - len(end), 0))
         features = theirs.compute_whisper_log_mel_features(whole, do_normalize=True)
         return float(graph.run(None, {"input_features": features[None]})[0][0, 0])
 
@@ -99,7 +99,7 @@ def test_only_the_end_is_heard(model: Model, speech: np.ndarray, rng: np.random.
     "pcm",
     [
         np.zeros(1, np.float32),
-        np.zeros(HEARD_SAMPLES, np.float32),
+        np.zeros(CONTEXT_SAMPLES, np.float32),
         np.ones(20, np.float32),
         np.full(300_000, 1e-30, np.float32),
         np.full(300_000, 1e30, np.float32),

@@ -20,7 +20,7 @@ from asr_serve.pipelines.live.events import (
     SessionFinished,
     TurnEvent,
 )
-from asr_serve.pipelines.live.listen import LiveSession
+from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.types import Segment
 

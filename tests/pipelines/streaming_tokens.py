@@ -141,7 +141,7 @@ class FakeClient:
         self.sessions: set[_VadSession] = set()
         self._waiting: deque[tuple[Future[Any], Any, _Stream | None]] = deque()
 
-    def open_vad_session(self, *, live: bool) -> _VadSession:
+    def open_vad_session(self, *, live: bool, api_client: str | None) -> _VadSession:
         return _VadSession(self)
 
     def open_stream(self, *, live: bool, words: bool = False, bias: str = "") -> _Stream:

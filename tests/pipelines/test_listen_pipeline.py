@@ -30,8 +30,8 @@ from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
 from asr_serve.errors import AtCapacity, EngineClosed, OptionError, StepFailed
-from asr_serve.pipelines.live import listen, repeated_segment
-from asr_serve.pipelines.live.listen import LivePartial, LiveSegmentDone, SessionFinished
+from asr_serve.pipelines.live import live_session, repeated_segment
+from asr_serve.pipelines.live.live_session import LivePartial, LiveSegmentDone, SessionFinished
 from asr_serve.pipelines.live.repeated_recognizer import RepeatedRecognizer
 from asr_serve.pipelines.live.repeated_segment import MAX_TRIES
 
@@ -357,7 +357,7 @@ def test_twenty_minutes_at_once_are_read_as_they_are_processed(model, beckett):
         tracemalloc.stop()
     assert len(client.segments) >= 20
     assert once_bytes < 32 << 20
-    assert listen.MAX_OPEN_SAMPLES - 2 * RATE_HZ < most <= listen.MAX_OPEN_SAMPLES + RATE_HZ
+    assert live_session.MAX_OPEN_SAMPLES - 2 * RATE_HZ < most <= live_session.MAX_OPEN_SAMPLES + RATE_HZ
     assert packets_bytes < 32 << 20
     assert packeted.spans == [s for s in client.spans if s[1] <= packet_samples]
 

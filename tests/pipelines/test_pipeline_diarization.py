@@ -19,7 +19,7 @@ from asr_serve.errors import AtCapacity, AudioTooLong, StepFailed, WeightsMissin
 from asr_serve.models.auxiliary import eres2net, pyannote
 from asr_serve.models.checkpoints import store
 from asr_serve.pipelines.live.events import LiveSegmentDone, SessionFinished, SpeakersRevised
-from asr_serve.pipelines.live.listen import LiveSession
+from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.options import ListenOptions
 
 RATE_HZ = 16_000

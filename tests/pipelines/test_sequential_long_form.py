@@ -132,7 +132,7 @@ def test_windows_prompts_and_segments_are_those_of_openai(number: int) -> None:
     options, wanted = case["options"], case["windows"]
     first = tuple(UPSTREAM["prompt"]) if options["initial_prompt"] else ()
     loop = WindowLoop(
-        windows(said=first, remember=options["condition_on_previous_text"]),
+        windows(context_tokens=first, remember=options["condition_on_previous_text"]),
         case["samples"],
         random.Random(number).choice([160, 4_001, 16_000, 700_000]),
     )
@@ -196,7 +196,7 @@ def test_doubtful_text_is_no_prompt(bad: dict[str, Any]) -> None:
 
 def test_the_prompt_keeps_the_end_of_the_text() -> None:
     before = tuple(range(200, 500))
-    loop = WindowLoop(windows(said=before), 2 * WINDOW_SAMPLES)
+    loop = WindowLoop(windows(context_tokens=before), 2 * WINDOW_SAMPLES)
     assert loop.next()
     assert loop.prompts == [before[-223:]]
     loop.answer(answer([*times(0), 600, *times(30)]))

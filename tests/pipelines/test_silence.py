@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asr_serve.audio import read_audio
 from asr_serve.audio.endpointing import WINDOW_SAMPLES as W
-from asr_serve.pipelines.silence import (
+from asr_serve.pipelines.silence_tracker import (
     MIN_SILENCE_WINDOWS,
     ONSET_SAMPLES,
     SILENCE_THRESHOLD,

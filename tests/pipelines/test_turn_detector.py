@@ -17,7 +17,7 @@ from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.audio.silence_schedule import SilenceSchedule
 from asr_serve.errors import AtCapacity, ModelNotLoaded, OptionError
-from asr_serve.pipelines.live.listen import MAX_PENDING_FLUSHES
+from asr_serve.pipelines.live.live_session import MAX_PENDING_FLUSHES
 from asr_serve.pipelines.options import TurnOptions
 
 COMMANDS = {"silence_schedule": SilenceSchedule.from_text("inf:400")}

@@ -348,3 +348,21 @@ def test_a_route_without_the_limit_that_it_needs_is_refused(kind: AdmissionClass
     assert AdmissionTable(routes).socket_paths == {"/b"}
     with pytest.raises(TypeError, match="/c declares"):
         AdmissionTable([*routes, WebSocketRoute("/c", wrong) if is_socket else Route("/c", wrong)])
+
+
+@pytest.mark.parametrize("kind", [None, AdmissionClass.KEY, AdmissionClass.WORK])
+@pytest.mark.parametrize("public_first", [False, True])
+def test_a_public_route_has_its_path_for_itself(kind: AdmissionClass | None, public_first: bool) -> None:
+    """It is public whatever the method: a POST that needs a key would need none."""
+
+    @admitted_as(AdmissionClass.PUBLIC)
+    async def state(_: object) -> None: ...
+
+    async def change(_: object) -> None: ...
+
+    if kind is not None:
+        admitted_as(kind)(change)
+    routes = [Route("/state", state), Route("/state", change, methods=["POST"])]
+    assert AdmissionTable(routes[:1]).public_paths == {"/state"}
+    with pytest.raises(TypeError, match="/state is public"):
+        AdmissionTable(routes if public_first else routes[::-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import httpx
@@ -184,6 +185,25 @@ async def test_a_stream_ends_in_an_event():
     assert found[1].startswith(b'event: error\ndata: {"type":"error","error":{"message":"the decoder gave up.')
     assert found[1].endswith(b"\n\n")
     assert request_context(asked).rejection_reason == "corrupt_audio"
+
+
+@pytest.mark.parametrize("left_early", [False, True])
+async def test_what_makes_a_streams_events_is_closed_with_it(left_early: bool) -> None:
+    closed = asyncio.Event()
+
+    async def events():
+        try:
+            yield b"data: 1\n\n"
+            yield b"data: 2\n\n"
+        finally:
+            closed.set()
+
+    stream = with_error_event(events(), scope())
+    assert await anext(stream) == b"data: 1\n\n"
+    if not left_early:
+        assert [piece async for piece in stream] == [b"data: 2\n\n"]
+    await stream.aclose()
+    assert closed.is_set()
 
 
 # --- over the real server -----------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import time
 
 import pytest
-from running_server import Running, eventually
+from running_server import WAIT_S, Running, eventually
 from stream_client import (
     TRANSPORTS,
     Event,
@@ -22,6 +23,7 @@ from stream_client import (
     segments,
     whole,
 )
+from websockets.sync.client import connect
 
 from asr_serve.protocols.stream.server_events import FlushedEvent
 from asr_serve.server.realtime.stream import event_log
@@ -268,6 +270,29 @@ def test_another_key_finds_nothing(serve, pcm: bytes):
     with WebSocket(server.port, session=session, api_key="k1") as line:
         line.end()
         assert line.rest()[-1]["type"] == "end"
+    server.expect_empty()
+
+
+@pytest.mark.parametrize("path", ["/", "/v1/stream"])
+def test_new_callers_of_one_key_leave_places_to_those_of_another(serve, path: str):
+    server = serve(api_keys=("k1", "k2"))
+    with contextlib.ExitStack() as stack:
+
+        def first_message(key: str) -> str:
+            """What another caller is told when it has connected."""
+            url, headers = f"ws://127.0.0.1:{server.port}{path}", {"Authorization": f"Bearer {key}"}
+            line = stack.enter_context(connect(url, additional_headers=headers, proxy=None))
+            if path == "/":
+                line.send("START")
+            return str(line.recv(WAIT_S))
+
+        assert "at_capacity" not in first_message("k2")
+        for _ in range(24):
+            assert "at_capacity" not in first_message("k1")
+        refused = first_message("k1")
+        assert "at_capacity" in refused
+        assert "24 live callers with this key" in refused
+        assert "at_capacity" not in first_message("k2")
     server.expect_empty()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -172,6 +174,28 @@ def test_threads_of_jobs_are_bounded_and_end_when_no_job_comes(monkeypatch: pyte
         thread.join(30)
         assert not thread.is_alive()
     assert jobs.threads.submit(jobs.job, 1).result(30) == 1, "a thread starts again"
+
+
+def test_an_idle_thread_keeps_nothing_of_a_job_that_failed() -> None:
+    """The future holds the exception, whose traceback holds the thread's frame: that may not hold the future."""
+    threads = JobThreads(1)
+
+    class JobError(Exception):
+        pass
+
+    def fail(_: object) -> None:
+        raise JobError("of the job")
+
+    gc.disable()
+    try:
+        audio = io.BytesIO(b"what the job reads")
+        future = threads.submit(fail, audio)
+        weak = [weakref.ref(future), weakref.ref(audio), weakref.ref(future.exception(30))]
+        del future, audio
+        eventually(lambda: not any(each() for each in weak), wait_s=5)  # the thread waits for its next job
+    finally:
+        gc.enable()
+        threads.shutdown()
 
 
 def test_an_idle_thread_takes_the_next_job() -> None:

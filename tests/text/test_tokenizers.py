@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from asr_serve.errors import WeightsMissing
 from asr_serve.text import tokenizers as tokens
-from asr_serve.text.tokenizers import BytePieceTokenizer, HubTokenizer
+from asr_serve.text.tokenizers import BytePieceTokenizer, HubTokenizer, SentencePieceTokenizer, sentence_encoder
 
 SPACE = "\u2581"
 LONG = "ab" * 150  # 300 bytes: its length takes two
@@ -115,3 +116,33 @@ def test_the_vocabulary_of_moonshine(packaged_speech: Path) -> None:
     found = BytePieceTokenizer.from_file(packaged_speech / "tiny-en" / "tokenizer.bin")
     assert len(found.pieces) == 32_768
     assert found.pieces[:3] == [b"<unk>", b"<s>", b"</s>"]
+
+
+def test_names_of_tokens_are_distinct_and_have_no_space(pieces: BytePieceTokenizer, tmp_path: Path) -> None:
+    names = pieces.token_names()
+    assert names[3:7] == [f"{SPACE}Ever", f"{SPACE}tried", ".", LONG]
+    assert names[:3] == ["<token:0>", "<token:1>", "<token:2>"]  # words of every language model have these names
+    assert names[7:] == ["<token:7>", "<token:8>", "<token:9>"]  # empty, and halves of a letter
+    (tmp_path / "pieces.json").write_text(json.dumps(["a", "a b", "a", "\u3000"]))
+    assert SentencePieceTokenizer(tmp_path / "pieces.json").token_names() == [
+        "<token:0>",
+        "<token:1>",
+        "a",
+        "<token:3>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "expected"),
+    [
+        ([f"{SPACE}a", "b", f"{SPACE}c", SPACE], [f"{SPACE}a", "b", f"{SPACE}c"]),
+        ([SPACE, "a", "b", "c"], ["a", "b", SPACE, "c"]),
+    ],
+)
+def test_sentences_are_split_as_a_recogniser_emits_them(
+    tmp_path: Path, vocabulary: list[str], expected: list[str]
+) -> None:
+    (tmp_path / "pieces.json").write_text(json.dumps(vocabulary))
+    split = sentence_encoder(SentencePieceTokenizer(tmp_path / "pieces.json"))
+    assert split("  ab  c \n") == expected
+    assert split(" \n") == []

@@ -26,7 +26,7 @@ from asr_serve.audio.resample import MAX_RATE_HZ, MIN_RATE_HZ, Resampler
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import Cancelled, OptionError, UnsupportedAudio
 from asr_serve.pipelines.live.events import LiveEvent, LivePartial, LiveSegmentDone, SessionFinished, SpeakersRevised
-from asr_serve.pipelines.live.listen import LiveSession
+from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.pipelines.prompting import hotword_bias, prompt_tokens
 from asr_serve.pipelines.segments import resolve_language, validate_option_names

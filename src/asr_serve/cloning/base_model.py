@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import msgspec
@@ -16,6 +15,7 @@ from torch import Tensor
 from asr_serve.cloning.acoustic_training import AcousticLearner, AcousticNorms
 from asr_serve.errors import OptionError, WeightsCorrupt
 from asr_serve.models.auxiliary.ge2e import similarity
+from asr_serve.models.checkpoints.config_file import read_config
 from asr_serve.models.tts.fastpitch import PAUSE, Config, whole_frames
 from asr_serve.models.tts.fastpitch_layers import LoraChanges
 from asr_serve.models.tts.fastpitch_network import F0_SCALE, PhonemeProsody, frame_positions
@@ -30,15 +30,15 @@ class CloningBaseModel:
 
     def __init__(self, folder: Path) -> None:
         """Loads a checkpoint. Raises WeightsCorrupt."""
+        self.config = read_config(folder, "fastpitch", Config.of)
         try:
-            self.config = Config.of(json.loads((folder / "config.json").read_text("utf-8")))
             tensors = load_file(folder / MODEL_FILE)
             embeddings = (
                 load_file(folder / SPEAKER_EMBEDDINGS_FILE)["ge2e"]
                 if (folder / SPEAKER_EMBEDDINGS_FILE).is_file()
                 else None
             )
-        except (OSError, json.JSONDecodeError, SafetensorError, KeyError) as failure:
+        except (OSError, SafetensorError, KeyError) as failure:
             raise WeightsCorrupt(f"{folder} holds no FastPitch: {failure}") from failure
         self.likeness = None if embeddings is None else embeddings.float().numpy()
         self.fingerprint = checkpoint_fingerprint(folder)

@@ -10,7 +10,7 @@ from asr_serve.api.library import Model
 from asr_serve.cloning.clips import RecognizedClipSpan
 from asr_serve.models.registry import TtsCard
 from asr_serve.pipelines.tts.frontend import frontend_for
-from asr_serve.text.g2p.passages import Clause
+from asr_serve.text.g2p.clauses import Clause
 
 RECOGNISER = "moonshine-tiny-en"
 SEGMENT_MS = 12_000

@@ -50,30 +50,30 @@ def yield_between(items: Iterable[T]) -> Iterator[T]:
         yield item
 
 
-def parse_phrase(given: str) -> BiasingPhrase:
+def parse_phrase(value: str) -> BiasingPhrase:
     """Parses `word` or `word:weight`. A colon followed by a space and text belongs to the word, as does any colon
     before the last. Raises OptionError."""
-    text, colon, number = given.rpartition(":")
+    text, colon, number = value.rpartition(":")
     try:
         weight = float(number) if colon else 1.0
     except ValueError:
         if not number.strip() or not number[0].isspace():
             raise OptionError(
-                f"hotword {given[:60]!r} has no weight behind its colon",
+                f"hotword {value[:60]!r} has no weight behind its colon",
                 "word, or word:weight, like Ada:2",
                 f"leave the colon out, or add {':1'!r} if it is part of the word",
                 param=PARAM,
             ) from None
-        text, colon, weight = given, "", 1.0
-    text = " ".join((text if colon else given).split())
+        text, colon, weight = value, "", 1.0
+    text = " ".join((text if colon else value).split())
     if not text.isprintable() or not any(c.isalnum() for c in text):
-        raise OptionError(f"hotword {given[:60]!r}", "a word with a letter or digit", "leave it out", param=PARAM)
+        raise OptionError(f"hotword {value[:60]!r}", "a word with a letter or digit", "leave it out", param=PARAM)
     if len(text) > MOST_CHARACTERS:
         problem = f"hotword {text[:30] + '…'!r} of {len(text)} characters"
         raise OptionError(problem, f"up to {MOST_CHARACTERS}", "give the words that it is made of", param=PARAM)
     if not WEIGHTS[0] <= weight <= WEIGHTS[1]:
         allowed = f"{WEIGHTS[0]:g} to {WEIGHTS[1]:g}"
-        raise OptionError(f"hotword {given[:60]!r} of weight {number}", allowed, param=PARAM)
+        raise OptionError(f"hotword {value[:60]!r} of weight {number}", allowed, param=PARAM)
     return BiasingPhrase(text, weight)
 
 
@@ -236,8 +236,8 @@ class BiasingGraph:
         """Returns the whole graph as arrays."""
         parents, tokens = np.array(self._parents)[2:], np.array(self._tokens)[2:]
         order = np.lexsort((tokens, parents))
-        fails, hopes, gives = map(np.array, (self._fail, self._partial_bonuses, self._word_bonuses))
-        return BiasingArrays(parents[order], tokens[order], order + 2, fails, hopes, gives)
+        fails, partial_bonuses, word_bonuses = map(np.array, (self._fail, self._partial_bonuses, self._word_bonuses))
+        return BiasingArrays(parents[order], tokens[order], order + 2, fails, partial_bonuses, word_bonuses)
 
     def __len__(self) -> int:
         return len(self._fail)

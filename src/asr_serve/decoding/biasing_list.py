@@ -75,14 +75,14 @@ class StreamingBiasingList:
         self.digest = hashlib.blake2b(bias.encode(), digest_size=16).digest()
         self._opens = [_opens(text([token])) for token in range(vocab)]
         self.graph = BiasingGraph(tokenize_phrases(unpack_phrases(bias), encode), lambda token: self._opens[token])
-        nodes, tokens, nexts, fails, hopes, gives = map(torch.from_numpy, self.graph.links())
+        nodes, tokens, nexts, fails, partial_bonuses, word_bonuses = map(torch.from_numpy, self.graph.links())
         self.arrays = BiasingTensors(
             torch.searchsorted(nodes, torch.arange(len(fails) + 1)),
             tokens,
             nexts,
             fails,
-            hopes,
-            gives,
+            partial_bonuses,
+            word_bonuses,
             torch.tensor(self._opens, dtype=torch.uint8),
         )
 
@@ -94,8 +94,8 @@ class StreamingBiasingList:
         return (spots, gains, *self.arrays, boost)
 
 
-def _opens(said: str) -> bool:
-    return not said or not said[-1].isalnum()
+def _opens(token_text: str) -> bool:
+    return not token_text or not token_text[-1].isalnum()
 
 
 @runtime_checkable

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.decoding.ctc import CtcBeamOptions
+from asr_serve.decoding.language_model.scorer import TokenScorer
 from asr_serve.devices.interface import Device
 from asr_serve.errors import OptionError
 from asr_serve.models.interfaces import State, StateSpec, StreamingChunk, StreamingModel
@@ -24,22 +25,6 @@ from asr_serve.types import NBestHypothesis, SearchResult, SearchToken
 
 MAX_TAIL_TOKENS = 1 << 10
 NONE = -math.inf
-
-
-class TokenScorer(Protocol):
-    """Language model over the search's tokens, queried for all hypotheses of a step at once. Its states are int64.
-
-    `decoding/language_model` has one for n-gram models.
-    """
-
-    initial_state: int
-
-    def score(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Natural-log probabilities (float64) of tokens (int64) in states (int64), all of one shape, and the states
-        after them. Fixed shapes, no transfer to the host."""
-
-    def final_logprobs(self, states: Tensor) -> Tensor:
-        """Natural-log probabilities (float64) that the sentence ends in these states (int64)."""
 
 
 class BatchedCtcPrefixBeam:
@@ -307,7 +292,7 @@ class BatchedCtcPrefixBeam:
         gains = chosen(found.gains, beams.gains)
         lengths, hashes = beams.lengths.gather(1, entries), beams.hashes.gather(1, entries)
         wide = entries[:, :, None].expand(-1, -1, tail)
-        tails = {name: getattr(beams, name).gather(1, wide) for name in _TAILS}
+        tails = {name: each.gather(1, wide) for name, each in beams.tails.items()}
 
         # A prefix that an old entry begins with keeps the frame at which it was likeliest.
         hashes = torch.where(extends, _mix(hashes, tokens), hashes)
@@ -317,7 +302,7 @@ class BatchedCtcPrefixBeam:
         source, was = is_old.to(torch.uint8).argmax(1), is_old.any(1)  # (n, new entry)
 
         def inherited(name: str, otherwise: Tensor) -> Tensor:
-            old = getattr(beams, name).gather(2, at)  # (n, old, new)
+            old = beams.tails[name].gather(2, at)  # (n, old, new)
             return torch.where(was, old.gather(1, source[:, None, :])[:, 0], otherwise)
 
         frames = frame[:, None].expand_as(entries)
@@ -374,7 +359,7 @@ class BatchedCtcPrefixBeam:
             last_fixed=torch.where(some, beams.tail_tokens[:, 0].gather(1, before)[:, 0], beams.last_fixed),
             fixed_hash=torch.where(some, beams.tail_hashes[:, 0].gather(1, before)[:, 0], beams.fixed_hash),
             lengths=(beams.lengths - common[:, None]).clamp(min=0),
-            **{name: getattr(beams, name).gather(2, index) for name in _TAILS},
+            **{name: each.gather(2, index) for name, each in beams.tails.items()},
         )
 
 
@@ -401,6 +386,11 @@ class _Beams(NamedTuple):
     tail_frames: Tensor
     tail_peaks: Tensor
     tail_logprobs: Tensor
+
+    @property
+    def tails(self) -> dict[str, Tensor]:
+        """Fields of tails by name."""
+        return {name: tensor for name, tensor in self._asdict().items() if name in _TAILS}
 
     @property
     def live(self) -> Tensor:
@@ -448,7 +438,7 @@ class _Beams(NamedTuple):
             "ctc_language_states": self.language_states,
             "ctc_lengths": self.lengths,
             "ctc_hash": self.hashes,
-        } | {f"ctc_{name}": getattr(self, name) for name in _TAILS}
+        } | {f"ctc_{name}": tensor for name, tensor in self.tails.items()}
 
 
 class _Candidates(NamedTuple):

@@ -186,7 +186,7 @@ class PhoneticIndex:
         best = np.argpartition(-alike, most)[:most] if most < len(alike) else np.arange(len(alike))
         return [int(i) for i in best if alike[i] > LEAST_ALIKE]
 
-    def _distances(self, heard: np.ndarray, lengths: np.ndarray, words: np.ndarray) -> np.ndarray:
+    def _distances(self, recognized: np.ndarray, lengths: np.ndarray, words: np.ndarray) -> np.ndarray:
         """Returns the edit cost of each pair, all at once: (pairs,)."""
         numbers, longest = self._numbers[words], int(lengths.max())
         width = int(self._lengths[words].max())
@@ -195,7 +195,7 @@ class PhoneticIndex:
         row = np.concatenate([np.zeros((len(words), 1), np.float32), more[kinds[:, :width]].cumsum(1)], 1)
         rows = [row]
         for i in range(longest):
-            sound, kind = heard[:, i], np.minimum(heard[:, i], last)
+            sound, kind = recognized[:, i], np.minimum(recognized[:, i], last)
             new = np.empty_like(row)
             new[:, 0] = row[:, 0] + more[kind]
             for j in range(width):

@@ -39,7 +39,7 @@ SKIP = "skip"
 KEY = "key"
 LENGTH = "length"
 TAIL = ("token", "frame", "logprob")
-RESERVED = {BEGUN, PREDICTED, SCORE, SKIP, KEY, LENGTH, *TAIL, "spot", "gain"}
+RESERVED = {BEGUN, PREDICTED, SCORE, SKIP, KEY, LENGTH, *TAIL, "spot", "gain", "language_state"}
 """State names reserved for searches; all others are the predictor's."""
 
 
@@ -118,7 +118,7 @@ class _GreedyStep:
     logprob: Tensor
     lasts: Tensor
     """(n,) int64: frames to advance by once it is emitted."""
-    said: list[Tensor] = field(default_factory=list)
+    emitted_tokens: list[Tensor] = field(default_factory=list)
     """Each (4, k) float64: row, token, absolute frame, log-probability."""
 
 
@@ -177,12 +177,12 @@ class TransducerGreedy:
             self._seek(work, running)
             running = running[work.at[running] < work.limit[running]]
             if len(running):
-                self._say(work, running)
+                self._append_emitted(work, running)
                 if self.model.durations:
                     running = running[work.at[running] < work.limit[running]]
         own[SKIP] = (work.at - work.limit).clamp(min=0)
         save_rows(state, chunk.rows, own)
-        return _read(work.said, len(chunk.rows))
+        return _read(work.emitted_tokens, len(chunk.rows))
 
     def finish(self, row: int, state: State) -> list[NBestHypothesis]:
         begun = int(state[BEGUN][row]) == 1
@@ -222,10 +222,10 @@ class TransducerGreedy:
             work.score[rows] += score[:, 0] + torch.where(has_token, total.double(), 0.0)
             rows = rows[~has_token & (work.at[rows] < work.limit[rows])]
 
-    def _say(self, work: _GreedyStep, rows: Tensor) -> None:
+    def _append_emitted(self, work: _GreedyStep, rows: Tensor) -> None:
         """Emits the token found in each of `rows`, and advances by its duration."""
         token = work.token[rows]
-        work.said.append(
+        work.emitted_tokens.append(
             torch.stack([rows.double(), token.double(), (work.first + work.at)[rows].double(), work.logprob[rows]])
         )
         predicted, memory = self.model.predict(token, {name: tensor[rows] for name, tensor in work.memory.items()})
@@ -251,10 +251,10 @@ class TransducerGreedy:
         return _Best(token, logprob, frames, logprob + (top - durations.logsumexp(-1)))
 
 
-def _read(said: list[Tensor], sessions: int) -> list[SearchResult]:
+def _read(emitted_tokens: list[Tensor], sessions: int) -> list[SearchResult]:
     """Copies all results to the host at once."""
     results = [SearchResult([], []) for _ in range(sessions)]
-    if said:
-        for row, token, frame, logprob in torch.cat(said, 1).T.tolist():
+    if emitted_tokens:
+        for row, token, frame, logprob in torch.cat(emitted_tokens, 1).T.tolist():
             results[int(row)].fixed_tokens.append(SearchToken(int(token), int(frame), logprob))
     return results

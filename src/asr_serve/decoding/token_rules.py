@@ -17,26 +17,26 @@ from torch import Tensor
 
 from asr_serve.models.interfaces import SpecialTokenIds
 
-FREE, SAID, FIRST = 0, 1, 2
-"""Levels of suppression: FREE none, since the token is given; SAID tokens that are never generated; FIRST also
-those not allowed at the start."""
+NO_SUPPRESSION, SUPPRESS, BEGIN_SUPPRESS = 0, 1, 2
+"""Levels of suppression: NO_SUPPRESSION, since the token is forced; SUPPRESS: tokens that are never generated;
+BEGIN_SUPPRESS: also those not allowed at the start."""
 UNTIMED = -1
 MAX_INITIAL = 50
 """Latest first timestamp, 1.0 s, in steps of 20 ms: after a longer silence no speech was missed."""
 
 
 class TokenRule(NamedTuple):
-    """Rule of one position. `level`: FREE, SAID or FIRST. `text_from`: tokens below it are suppressed: 0,
-    end-of-text or the first timestamp; UNTIMED: no timestamp rule applies, and the other fields are ignored.
-    `low`, `high`: range of allowed timestamps."""
+    """Rule of one position. `level`: NO_SUPPRESSION, SUPPRESS or BEGIN_SUPPRESS. `text_from`: tokens below it are
+    suppressed: 0, end-of-text or the first timestamp; UNTIMED: no timestamp rule applies, and the other fields are
+    ignored. `low`, `high`: range of allowed timestamps."""
 
-    level: int = SAID
+    level: int = SUPPRESS
     text_from: int = UNTIMED
     low: int = 0
     high: int = 0
 
 
-GIVEN, PLAIN = TokenRule(FREE), TokenRule(SAID)
+FORCED_TOKEN, PLAIN_TOKEN = TokenRule(NO_SUPPRESSION), TokenRule(SUPPRESS)
 
 
 class TokenRules:
@@ -49,34 +49,34 @@ class TokenRules:
         self.never = torch.tensor(sorted(special.suppress), dtype=torch.int64, device=device)
         self.not_first = torch.tensor(sorted(special.suppress_first), dtype=torch.int64, device=device)
 
-    def after(self, said: Sequence[int], timestamps: bool) -> TokenRule:
-        """Returns the rule of the position after `said`, the answer so far without the given tokens.
+    def after(self, tokens: Sequence[int], timestamps: bool) -> TokenRule:
+        """Returns the rule of the position after `tokens`, the answer so far without the forced tokens.
 
         Timestamps come in pairs, the end of a segment and the start of the next, except at the very start and
         before end-of-text; none is earlier than the one before, and no segment is empty.
         """
-        level = SAID if said else FIRST
+        level = SUPPRESS if tokens else BEGIN_SUPPRESS
         if not timestamps:
             return TokenRule(level)
         first = self.times_from
-        if not said:
+        if not tokens:
             return TokenRule(level, first, first, min(first + MAX_INITIAL, self.last))
-        ended = said[-1] >= first
-        paired = ended and (len(said) < 2 or said[-2] >= first)
+        ended = tokens[-1] >= first
+        paired = ended and (len(tokens) < 2 or tokens[-2] >= first)
         if paired:
             return TokenRule(level, 0, self.last + 1, self.last)
-        latest = next((token for token in reversed(said) if token >= first), first - 1)
+        latest = next((token for token in reversed(tokens) if token >= first), first - 1)
         return TokenRule(level, self.eot if ended else 0, latest if ended else latest + 1, self.last)
 
     def always(self, logits: Tensor) -> None:
-        """Applies PLAIN to every row of `logits` (rows, vocabulary) in place, at no measurable cost to a step."""
+        """Applies PLAIN_TOKEN to every row of `logits` (rows, vocabulary) in place, at no measurable cost to a step."""
         logits.index_fill_(1, self.never, float("-inf"))
 
     def apply(self, logits: Tensor, rules: Tensor, timed: bool) -> None:
         """Applies the TokenRule in `rules[r]` (rows, 4) int64 to row r of `logits` (rows, vocabulary) in place.
         `timed`: whether any of them restricts timestamps."""
         level, text_from, low, high = rules[:, :, None].unbind(1)
-        for ids, least in ((self.never, SAID), (self.not_first, FIRST)):
+        for ids, least in ((self.never, SUPPRESS), (self.not_first, BEGIN_SUPPRESS)):
             chosen = logits.index_select(1, ids).masked_fill_(level >= least, float("-inf"))
             logits.index_copy_(1, ids, chosen)
         if not timed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -16,11 +15,14 @@ from safetensors.torch import load_file
 
 from asr_serve import devices, units
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.biasing_list import StreamingBiasingList
+from asr_serve.decoding.attention_rescoring import AttentionRescoringSearch
+from asr_serve.decoding.biasing_list import BiasingSearch, StreamingBiasingList
 from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
-from asr_serve.decoding.rescoring import RescoringSearch
 from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.decoding.rnnt_beam import TransducerBeam
+from asr_serve.decoding.wfst.batched_search import BatchedWfstSearch
+from asr_serve.decoding.wfst.search import WfstSearch
+from asr_serve.decoding.wfst.search_graph import prepare_graph
 from asr_serve.devices.interface import Device
 from asr_serve.engine.cache import TieredStore
 from asr_serve.engine.executor import EngineComponents as EngineComponents
@@ -44,6 +46,8 @@ from asr_serve.engine.vad_runner import VadCache, VadRunner
 from asr_serve.errors import ModelError, OptionError, WeightsCorrupt
 from asr_serve.models.auxiliary import silero
 from asr_serve.models.checkpoints import store as model_weights
+from asr_serve.models.checkpoints.config_file import read_config
+from asr_serve.models.decoding_graph import GRAPH_FILE, DecodingGraph
 from asr_serve.models.interfaces import (
     EncoderDecoderModel,
     IncrementalEncoderDecoderModel,
@@ -106,20 +110,7 @@ class AsrCheckpoint(NamedTuple):
         card = asr_card(model)
         folder = model_weights.resolve(card, weights)
         file = asr_model_file(card.kind)
-        path = folder / "config.json"
-        try:
-            settings = json.loads(path.read_text())
-        except ValueError as failure:
-            raise WeightsCorrupt(f"{path} is no JSON: {failure}") from failure
-        if not isinstance(settings, dict):
-            raise WeightsCorrupt(f"{path} holds a JSON {type(settings).__name__}", f"an object, of a {card.kind} model")
-        try:
-            config = file.Config.of(settings)
-        except (TypeError, AttributeError, KeyError, ValueError) as failure:
-            raise WeightsCorrupt(
-                f"{path} is none of a {card.kind} model: {type(failure).__name__}: {failure}",
-                "the config.json that came with the weights",
-            ) from failure
+        config = read_config(folder, card.kind, file.Config.of)
         return cls(card, folder, file, config, tokenizers.load_tokenizer(folder))
 
     def with_lookahead(self, frames: int | None) -> AsrCheckpoint:
@@ -141,7 +132,11 @@ class AsrCheckpoint(NamedTuple):
         except SafetensorError as failure:
             raise WeightsCorrupt(f"{self.folder / 'model.safetensors'} cannot be read: {failure}") from failure
         model, tokenizer = self.file.Model(self.config, tensors, target), self.tokenizer
-        return EngineComponents(model, silero.load(), target, tokenizer.decode, encode_text=tokenizer.encode)
+        path = self.folder / GRAPH_FILE
+        graph = DecodingGraph.load(path) if "wfst" in self.card.heads else None
+        return EngineComponents(
+            model, silero.load(), target, tokenizer.decode, encode_text=tokenizer.encode, graph=graph
+        )
 
     def fingerprint(self) -> int:
         """Checksum of the files that another engine of the same model must share to take over sessions. Detects
@@ -209,9 +204,10 @@ def build_loop(
         if tiers is not None:
             on_failure.callback(tiers.close)
         if isinstance(model, StreamingModel):
-            wrapper, offload = build_chunked(model, chosen, device, config), offload_options(config, tiers)
+            wrapper, offload = build_chunked(model, chosen, parts, config), offload_options(config, tiers)
+            spell = stream_biasing(parts, model.vocab_size) if isinstance(wrapper.search, BiasingSearch) else None
             executor: ModelExecutor = StreamingExecutor(
-                wrapper, config.shares, on_done, on_start, **offload, spell=stream_biasing(parts, model.vocab_size)
+                wrapper, config.shares, on_done, on_start, **offload, spell=spell
             )
         elif config.role == "encode" and meeting is not None:
             executor = roles.build_encode_worker(model, device, chosen, config, meeting)
@@ -235,7 +231,7 @@ def build_loop(
 
 def offload_options(config: EngineConfig, tiers: TieredStore | None) -> dict[str, Any]:
     """Options of StreamingExecutor: where and when callers' streams are offloaded."""
-    return {"tiers": tiers, "sleep_after_s": config.sleep_after_s, "hears_again": config.disk_bytes > 0}
+    return {"tiers": tiers, "sleep_after_s": config.sleep_after_s, "replay": config.disk_bytes > 0}
 
 
 def stream_biasing(parts: EngineComponents, vocab: int) -> Callable[[str], StreamingBiasingList] | None:
@@ -361,22 +357,42 @@ def build_seq2seq(
         on_done,
         on_start,
         incremental=chosen.incremental_encoder,
-        kept=encoder_cache,
+        encoder_cache=encoder_cache,
         peers=peers,
         encode_text=parts.encode_text,
     )
 
 
 def build_chunked(
-    model: StreamingModel, chosen: AsrCard, device: Device, config: EngineConfig, **options: Any
+    model: StreamingModel, chosen: AsrCard, parts: EngineComponents, config: EngineConfig, **options: Any
 ) -> ChunkedModelRunner:
     """Builds a runner for as many sessions as fit in memory, up to `config.max_sessions`. Raises OptionError for a
     chunk or a head that the model does not have."""
     head = config.head or model.heads[0]
     if head not in model.heads:
         raise OptionError(f"head={head}", f"{chosen.name} has {', '.join(model.heads)}", param="head")
-    search = _search(model, head, config.beam, device)
-    return _wrapper(model, search, chosen, device, config, aligns=head == "ctc", **options)
+    if head == "wfst":
+        search: StreamingSearch = _graph_search(model, chosen, parts, config)
+    else:
+        search = _search(model, head, config.beam, parts.device)
+    return _wrapper(model, search, chosen, parts.device, config, aligns=head == "ctc", **options)
+
+
+def _graph_search(
+    model: StreamingModel, chosen: AsrCard, parts: EngineComponents, config: EngineConfig
+) -> StreamingSearch:
+    """Search of the checkpoint's decoding graph. Raises WeightsCorrupt, OptionError."""
+    if parts.graph is None:
+        raise WeightsCorrupt(f"{chosen.name} has no decoding graph", f"a file {GRAPH_FILE} beside its weights")
+    options = model.graph_options
+    if config.graph_beam is not None:
+        options = options._replace(beam=config.graph_beam)
+    if config.graph_max_active is not None:
+        fewest = min(options.min_active, config.graph_max_active)
+        options = options._replace(max_active=config.graph_max_active, min_active=fewest)
+    if parts.device.torch_device.type == "cpu":
+        return WfstSearch(model, prepare_graph(parts.graph), options)
+    return BatchedWfstSearch(model, parts.graph, parts.device, options)
 
 
 def _wrapper(
@@ -415,7 +431,7 @@ def _search(model: StreamingModel, head: str, beam: int, device: Device) -> Stre
     if head == "ctc":
         plain = CtcGreedy(model) if beam == 1 else CtcPrefixBeam(model, beam)
         routed = BiasingSearchRouter(plain, CtcPrefixBeam(model, max(beam, HOT_CTC_BEAM), boost=CTC_BOOST))
-        return RescoringSearch(routed, model.rescorer) if beam > 1 and model.rescorer is not None else routed
+        return AttentionRescoringSearch(routed, model.rescorer) if beam > 1 and model.rescorer is not None else routed
     target, transducer = device.torch_device, model.transducer
     assert transducer is not None, f"a model with the head {head}, and no transducer"
     greedy = (

@@ -47,15 +47,17 @@ class AuxiliaryQueue:
     """Admission of queries that are not requests, such as turn and diarization queries, with a limit of its
     own."""
 
-    def __init__(self, room: threading.Condition, most: int, what: str, retry_ms: int, kept: int = 0) -> None:
-        """`room`: notified when a place is free. `what`: name of the queries in error messages. `kept`: places
+    def __init__(
+        self, room: threading.Condition, max_waiting: int, what: str, retry_ms: int, live_reserved: int = 0
+    ) -> None:
+        """`room`: notified when a place is free. `what`: name of the queries in error messages. `live_reserved`: places
         reserved for live callers."""
         self._room, self._max_waiting, self._what, self._retry_ms, self._live_reserved = (
             room,
-            most,
+            max_waiting,
             what,
             retry_ms,
-            kept,
+            live_reserved,
         )
         self.waiting = 0
 
@@ -119,7 +121,7 @@ class VadSession:
         submitted_s = self._client.clock()
         self._client.backend.submit_vad_chunk(chunk)
         if self._live:
-            chunk.future.add_done_callback(partial(self._client._record_vad, self._id, submitted_s))
+            self._client._measure_vad(chunk.future, self._id, submitted_s)
         return chunk.future
 
     def close(self) -> None:
@@ -324,7 +326,7 @@ class EngineClient:
     def synthesize(
         self,
         sentence: Sentence,
-        hear: SoundCallback,
+        on_sound: SoundCallback,
         *,
         priority: Priority = "interactive",
         slack_ms: int | None = None,
@@ -332,7 +334,7 @@ class EngineClient:
         wait: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> Ticket:
-        """Submits one sentence for synthesis. `hear` receives its audio chunk by chunk, in order, on a thread of
+        """Submits one sentence for synthesis. `on_sound` receives its audio chunk by chunk, in order, on a thread of
         the engine, and must not block. The future holds the number of samples after the last chunk. `slack_ms`:
         how much later its first audio may come than its priority asks.
 
@@ -341,7 +343,7 @@ class EngineClient:
         OptionError, AtCapacity, WrongModel, EngineClosed.
         """
         validate_sentence(sentence, self.voice_card)
-        delivery = SoundDelivery(hear, lambda: self.cancel(ticket))
+        delivery = SoundDelivery(on_sound, lambda: self.cancel(ticket))
         request = TtsRequest(next(self._ids), sentence, delivery, priority, Future(), slack_ms)
         ticket = Ticket(request.id, delivery.resolve(request.future))
         self._admit(request.samples, admitted, wait, check)
@@ -379,11 +381,16 @@ class EngineClient:
             self.backend.cancel(ticket.id)
 
     def open_vad_session(
-        self, *, live: bool = False, wait: bool = False, check: Callable[[], None] = lambda: None
+        self,
+        *,
+        live: bool = False,
+        api_client: str | None = None,
+        wait: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> VadSession:
         """Opens a voice-activity session. Full: raises AtCapacity, or waits for a place with `wait`, as `submit`.
         `live` and overloaded, or one of more new callers than are known to fit (`LiveAdmission`): raises
-        AtCapacity. Raises WrongModel, EngineClosed."""
+        AtCapacity. `api_client`: whose live session it is, where that is known. Raises WrongModel, EngineClosed."""
         _ = self.card  # raises WrongModel
         session_id = next(self._ids)
         with self._room:
@@ -397,7 +404,9 @@ class EngineClient:
                     f"{self._sessions} sessions are open", f"up to {self.config.max_sessions}", self.retry_after_ms()
                 )
             if live and not self._closed:
-                self._admission.admit(session_id, 1_000 * self.clock())
+                now_ms = 1_000 * self.clock()
+                wait_ms = self.partial_rate.wait_ms(now_ms) if self._live else 0.0
+                self._admission.admit(session_id, now_ms, api_client, wait_ms)
             self._sessions += 1
             self._live += live
         try:
@@ -539,12 +548,22 @@ class EngineClient:
                 now_s = self.clock()
                 self.partial_rate.record_turnaround(1_000 * (now_s - submitted_s), 1_000 * now_s)
 
-    def _record_vad(self, session_id: int, submitted_s: float, future: Future[np.ndarray]) -> None:
-        if future.cancelled() or future.exception() is not None:
-            return
-        speech_samples = VAD_WINDOW_SAMPLES * int(np.count_nonzero(future.result() >= SPEECH_PROBABILITY))
-        now_s = self.clock()
+    def _measure_vad(self, future: Future[np.ndarray], session_id: int, submitted_s: float) -> None:
+        """Measures how long live voice activity is unanswered. Its turnaround is none of words, and not part of
+        their mean."""
+        request = next(self._ids)
         with self._room:
+            self.partial_rate.record_request(request, 1_000 * submitted_s)
+        future.add_done_callback(partial(self._record_vad, request, session_id, submitted_s))
+
+    def _record_vad(self, request: int, session_id: int, submitted_s: float, future: Future[np.ndarray]) -> None:
+        answered = not future.cancelled() and future.exception() is None
+        windows = int(np.count_nonzero(future.result() >= SPEECH_PROBABILITY)) if answered else 0
+        speech_samples, now_s = VAD_WINDOW_SAMPLES * windows, self.clock()
+        with self._room:
+            self.partial_rate.record_end(request)
+            if not answered:
+                return
             wait_ms = max(1_000 * (now_s - submitted_s), self.partial_rate.wait_ms(1_000 * now_s))
             self._admission.record_answer(session_id, units.samples_to_ms(speech_samples), wait_ms, 1_000 * now_s)
 

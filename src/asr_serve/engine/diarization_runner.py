@@ -76,10 +76,10 @@ class WindowDiarizer:
     def close(self) -> None:
         self._threads.shutdown(wait=False)
 
-    def diarize(self, asked: Sequence[tuple[np.ndarray, int]]) -> list[LocalSpeakers]:
+    def diarize(self, windows_and_budgets: Sequence[tuple[np.ndarray, int]]) -> list[LocalSpeakers]:
         """Diarizes windows: each (samples,) float32, 16 kHz, with the number of samples to compute embeddings
         from; 0: none."""
-        windows, budgets = [pcm for pcm, _ in asked], [budget for _, budget in asked]
+        windows, budgets = [pcm for pcm, _ in windows_and_budgets], [budget for _, budget in windows_and_budgets]
         chances: list[np.ndarray] = [np.zeros((0, pyannote.SPEAKERS), np.uint8)] * len(windows)
         by_length: dict[int, list[int]] = defaultdict(list)
         for index, pcm in enumerate(windows):

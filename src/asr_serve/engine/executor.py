@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from asr_serve.engine.request import RecognitionRequest, VadScheduler
     from asr_serve.engine.stats import EngineStats
     from asr_serve.models.auxiliary.silero import Silero
+    from asr_serve.models.decoding_graph import DecodingGraph
     from asr_serve.models.interfaces import Vocoder
     from asr_serve.models.model_files import AsrModel, SpeechModel
 
@@ -53,6 +54,8 @@ class EngineComponents(NamedTuple):
     """Vocoder of a model that generates acoustic frames."""
     encode_text: Callable[[str], list[int]] | None = None
     """Encodes text as tokens, for models whose hot words are spelt in them."""
+    graph: DecodingGraph | None = None
+    """Decoding graph of a model whose head is wfst."""
 
 
 class ModelExecutor(Protocol):
@@ -60,7 +63,7 @@ class ModelExecutor(Protocol):
 
     device: Device
 
-    def attach(self, keeper: LoopContext) -> None:
+    def attach(self, context: LoopContext) -> None:
         """Sets the loop. Called before every other method."""
 
     def submit(self, utterance: RecognitionRequest) -> None: ...

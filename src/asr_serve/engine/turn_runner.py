@@ -87,10 +87,10 @@ class TurnRunner:
             self._stats.record_step("turn", time.perf_counter() - started, 1, 1.0)
         return probability
 
-    def _answer(self, answer: Future[float], asked: Future[float]) -> None:
-        failure = _closed() if asked.cancelled() else asked.exception()
+    def _answer(self, answer: Future[float], prediction: Future[float]) -> None:
+        failure = _closed() if prediction.cancelled() else prediction.exception()
         if failure is None:
-            answer.set_result(asked.result())
+            answer.set_result(prediction.result())
         elif isinstance(failure, AsrServeError):
             answer.set_exception(failure)
         else:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from asr_serve.engine.cache.digest import chain_digest, state_digest
-from asr_serve.engine.cache.lru import LruCache
+from asr_serve.engine.cache.lru_cache import LruCache
 from asr_serve.engine.request import VadChunk, VadSessionState
 from asr_serve.engine.state_cache import StateCacheManager, StateSlot
 from asr_serve.models.auxiliary.silero import WINDOW_SAMPLES, Silero, SileroState

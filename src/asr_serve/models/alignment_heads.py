@@ -74,23 +74,25 @@ _WHISPER: dict[tuple[int, ...], tuple[tuple[Head, ...], int]] = {
 """(vocabulary, decoder layers, width) -> heads, and the shift in milliseconds; 0 where it was not measured."""
 
 
-def moonshine_alignment(layers: int, heads: int, width: int, said: Sequence[Head] = ()) -> AlignmentHeads:
-    """Returns Moonshine's alignment heads. `said`: heads in the checkpoint's settings, if any. Raises WeightsCorrupt
-    for heads that the model does not have."""
-    return _of(_MOONSHINE.get((layers, width)), layers, heads, said)
+def moonshine_alignment(layers: int, heads: int, width: int, checkpoint_heads: Sequence[Head] = ()) -> AlignmentHeads:
+    """Returns Moonshine's alignment heads. `checkpoint_heads`: heads in the checkpoint's settings, if any. Raises
+    WeightsCorrupt for heads that the model does not have."""
+    return _of(_MOONSHINE.get((layers, width)), layers, heads, checkpoint_heads)
 
 
 def whisper_alignment(
-    vocabulary: int, layers: int, heads: int, width: int, said: Sequence[Head] = ()
+    vocabulary: int, layers: int, heads: int, width: int, checkpoint_heads: Sequence[Head] = ()
 ) -> AlignmentHeads:
-    """Returns Whisper's alignment heads; `said` and errors as above."""
-    return _of(_WHISPER.get((vocabulary, layers, width)), layers, heads, said)
+    """Returns Whisper's alignment heads; `checkpoint_heads` and errors as above."""
+    return _of(_WHISPER.get((vocabulary, layers, width)), layers, heads, checkpoint_heads)
 
 
-def _of(known: tuple[tuple[Head, ...], int] | None, layers: int, heads: int, said: Sequence[Head]) -> AlignmentHeads:
+def _of(
+    known: tuple[tuple[Head, ...], int] | None, layers: int, heads: int, checkpoint_heads: Sequence[Head]
+) -> AlignmentHeads:
     """Chooses the checkpoint's heads, else the known ones, else all heads of the later half of the layers."""
     later = tuple((layer, head) for layer in range(layers // 2, layers) for head in range(heads))
-    chosen, shift_ms = (tuple(said), 0) if said else known or (later, 0)
+    chosen, shift_ms = (tuple(checkpoint_heads), 0) if checkpoint_heads else known or (later, 0)
     wrong = [each for each in chosen if not (0 <= each[0] < layers and 0 <= each[1] < heads)]
     if wrong:
         raise WeightsCorrupt(f"alignment_heads has {list(wrong[0])}", f"{layers} layers of {heads} heads")

@@ -19,6 +19,22 @@ WORD_BOUNDARIES = ("nonword", "begin", "end", "internal", "singleton")
 """Kinds of phones by their place in a word, numbered as in `label_boundaries`."""
 
 
+class GraphSearchOptions(NamedTuple):
+    """Pruning limits of a search of a decoding graph, with Kaldi's meaning. The defaults are those of Kaldi's decoders
+    for chain models."""
+
+    beam: float = 15.0
+    """Paths this much more costly than the best are dropped, natural log."""
+    lattice_beam: float = 6.0
+    """Alternatives this much more costly than the best path are kept for the n-best list, natural log."""
+    acoustic_scale: float = 1.0
+    """Factor of the model's scores."""
+    max_active: int = 7_000
+    """Most paths of a frame."""
+    min_active: int = 200
+    """Paths of a frame that the beam leaves at least."""
+
+
 class DecodingGraph(NamedTuple):
     """Weighted transducer over the columns of a model's scores. Costs are negative natural logs.
 

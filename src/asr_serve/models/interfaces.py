@@ -24,6 +24,7 @@ from torch import Tensor
 
 from asr_serve.errors import OptionError, UnknownVoice
 from asr_serve.models.alignment_heads import AlignmentHeads
+from asr_serve.models.decoding_graph import GraphSearchOptions
 from asr_serve.models.packing import PackedBatch, PagedKeyValues
 from asr_serve.types import NBestHypothesis as NBestHypothesis
 from asr_serve.types import SearchResult as SearchResult
@@ -342,6 +343,8 @@ class StreamingModel(StreamingEncoder):
     blank_id: int
     transducer: Transducer | None = None
     """Predictor and joint network; None unless `heads` has rnnt or tdt."""
+    graph_options: GraphSearchOptions = GraphSearchOptions()
+    """Pruning limits with which the model's decoding graph is searched, where `heads` has wfst."""
 
     @property
     def rescorer(self) -> RescoringModel | None:

@@ -198,11 +198,14 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
 
     Returns: modules by the `kind` of their cards, which is the file name of one in the folder.
     Raises ModelError for an unknown task, for two files of one kind, and for two cards of one name. A file in the
-    folder that cannot be imported raises here; an entry point's is left out.
+    folder that cannot be imported raises here; an entry point's is left out, and so is one whose card has a name that
+    is taken: a package that somebody installs neither replaces a model nor stops all others.
     """
     if task not in _FOLDERS:
         raise ModelError(f"there is no task {task!r}", f"tasks: {', '.join(_FOLDERS)}")
     modules: dict[str, ModuleType] = {}
+    owners: dict[str, ModuleType] = {}
+    """Card name -> its module."""
     folders = [importlib.import_module(f"asr_serve.models.{_FOLDERS[task]}")]
     while folders:
         folder = folders.pop()
@@ -217,6 +220,12 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
                         "a name that no other file of the task has",
                     )
                 modules[info.name] = module
+                for card in module.CARDS:
+                    if owners.setdefault(card.name, module) is not module:
+                        raise ModelError(
+                            f"{module.__name__} has a card named {card.name!r}",
+                            f"a name that no other has, unlike {owners[card.name].__name__}",
+                        )
     for entry in entry_points(group=ENTRY_POINTS):
         try:
             module = entry.load()
@@ -224,21 +233,23 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
             package = entry.dist.name if entry.dist else "a package"
             log.exception("the entry point %s of %s cannot be loaded: its models are left out", entry.name, package)
             continue
-        for kind in {card.kind for card in vars(module).get("CARDS", ()) if card.task == task}:
+        cards = [card for card in vars(module).get("CARDS", ()) if card.task == task]
+        if taken := [card.name for card in cards if owners.setdefault(card.name, module) is not module]:
+            log.warning(
+                "the entry point %s (%s) has a card named %s, as %s has: its models are left out",
+                entry.name,
+                module.__name__,
+                taken[0],
+                owners[taken[0]].__name__,
+            )
+            continue
+        for kind in {card.kind for card in cards}:
             if kind in modules:
                 raise ModelError(
                     f"the entry point {entry.name} of {ENTRY_POINTS} has a model file of kind {kind!r}",
                     f"a kind that no other has, unlike {modules[kind].__name__}",
                 )
             modules[kind] = module
-    owners: dict[str, ModuleType] = {}
-    for module in modules.values():
-        for card in module.CARDS:
-            if card.task == task and owners.setdefault(card.name, module) is not module:
-                raise ModelError(
-                    f"{module.__name__} has a card named {card.name!r}",
-                    f"a name that no other has, unlike {owners[card.name].__name__}",
-                )
     return modules
 
 

@@ -21,7 +21,7 @@ from asr_serve.pipelines.segments import (
     normalize_language_option,
     validate_option_names,
 )
-from asr_serve.text.g2p.passages import ENERGY_RANGE_DB, PITCH_RANGE_SEMITONES, SPEED_RANGE
+from asr_serve.text.g2p.clauses import ENERGY_RANGE_DB, PITCH_RANGE_SEMITONES, SPEED_RANGE
 from asr_serve.types import Priority, unknown_name_error
 from asr_serve.units import samples_to_s
 

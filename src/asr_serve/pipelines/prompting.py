@@ -30,16 +30,17 @@ def prompt_tokens(client: EngineClient, tokenizer: Tokenizer, prompt: str) -> tu
     return truncate_context(client.card, _tokens(client.card, tokenizer, "prompt", prompt))
 
 
-def truncate_context(card: AsrCard, said: Sequence[int]) -> tuple[int, ...]:
+def truncate_context(card: AsrCard, tokens: Sequence[int]) -> tuple[int, ...]:
     """Returns the end of the previous tokens, as much as the model reads."""
-    return tuple(said[max(0, len(said) - card.prompt_tokens) :])
+    return tuple(tokens[max(0, len(tokens) - card.prompt_tokens) :])
 
 
 def hotword_bias(client: EngineClient, tokenizer: Tokenizer, hotwords: Sequence[str]) -> str:
     """Returns SearchOptions.bias for hot words, each `word` or `word:weight`.
 
     Raises OptionError (`param` is `hotwords`) for what is no list of texts, for too many words, for a word that is
-    empty, too long or not in the model's vocabulary, and for a weight out of range.
+    empty, too long or not in the model's vocabulary, and for a weight out of range; UnsupportedOption for a model
+    that searches a decoding graph.
     """
     is_list = isinstance(hotwords, Sequence) and not isinstance(hotwords, str)
     if not is_list or not all(isinstance(word, str) for word in hotwords):
@@ -50,6 +51,14 @@ def hotword_bias(client: EngineClient, tokenizer: Tokenizer, hotwords: Sequence[
         )
     if not hotwords:
         return ""
+    if client.card.heads == ("wfst",):
+        raise UnsupportedOption(
+            "hotwords are not supported",
+            f"{client.card.name} searches a fixed graph of words; Moonshine, Whisper and streaming models with a head "
+            "ctc, rnnt or tdt can",
+            "leave them out, or use such a model",
+            param="hotwords",
+        )
     words = [parse_phrase(word) for word in hotwords]
     texts = [word.text for word in words]
     if (characters := sum(map(len, texts))) > MOST_IN_ALL:

@@ -58,7 +58,7 @@ def pad_with_silence(pcm: np.ndarray) -> np.ndarray:
     return np.pad(pcm, PADDING_SAMPLES)
 
 
-def is_speech(heard: Recognition, card: AsrCard | None = None, task: Task = "transcribe") -> bool:
+def is_speech(recognition: Recognition, card: AsrCard | None = None, task: Task = "transcribe") -> bool:
     """Returns whether a recognition is plausible speech, not a hallucination.
 
     Voice activity lets some noise and music pass; text that a decoder invents for it is improbable even at its
@@ -66,43 +66,43 @@ def is_speech(heard: Recognition, card: AsrCard | None = None, task: Task = "tra
     since each of its words is one of many that would do, and improbable. A model's own probability of no speech,
     which is never quite 0, is trusted.
     """
-    certain = (card is not None and card.streaming) or 0 < heard.no_speech_prob < SPOKEN
+    certain = (card is not None and card.streaming) or 0 < recognition.no_speech_prob < SPOKEN
     min_logprob = -math.inf if certain or task == "translate" else HALLUCINATION_LOGPROB
-    if heard.no_speech_prob > NO_SPEECH_PROB:
+    if recognition.no_speech_prob > NO_SPEECH_PROB:
         min_logprob = NO_SPEECH_LOGPROB
-    return bool(heard.tokens) and heard.avg_logprob > min_logprob
+    return bool(recognition.tokens) and recognition.avg_logprob > min_logprob
 
 
 def build_segment(
-    span: Span, heard: Recognition, text: Callable[[list[int]], str], begins: int = 0, quiet: Sequence[Span] = ()
+    span: Span, recognition: Recognition, text: Callable[[list[int]], str], begins: int = 0, quiet: Sequence[Span] = ()
 ) -> Segment | None:
     """Builds the segment of `span`; None if it has no text. It has words where the times of tokens are known:
     `begins` is the first sample of the audio that was recognized, `quiet` the silences in `span`."""
-    decoded = text(list(heard.tokens))
+    decoded = text(list(recognition.tokens))
     if not decoded:
         return None
-    times = [(begins + start, begins + end) for start, end in heard.times]
+    times = [(begins + start, begins + end) for start, end in recognition.times]
     return Segment(
         span.start_samples,
         span.end_samples,
         decoded,
-        heard.tokens,
-        heard.avg_logprob,
-        heard.temperature,
-        heard.finish,
-        heard.logprobs,
-        heard.no_speech_prob,
-        align_words(decoded, heard.tokens, heard.logprobs, times, text, span, quiet) if times else (),
+        recognition.tokens,
+        recognition.avg_logprob,
+        recognition.temperature,
+        recognition.finish,
+        recognition.logprobs,
+        recognition.no_speech_prob,
+        align_words(decoded, recognition.tokens, recognition.logprobs, times, text, span, quiet) if times else (),
     )
 
 
-def select_tokens(heard: Recognition, kept: Sequence[int]) -> Recognition:
-    """Returns the recognition with only the tokens at the indices `kept`."""
+def select_tokens(recognition: Recognition, indices: Sequence[int]) -> Recognition:
+    """Returns the recognition with only the tokens at the indices `indices`."""
     return msgspec.structs.replace(
-        heard,
-        tokens=tuple(heard.tokens[i] for i in kept),
-        logprobs=tuple(heard.logprobs[i] for i in kept) if heard.logprobs else (),
-        times=tuple(heard.times[i] for i in kept) if heard.times else (),
+        recognition,
+        tokens=tuple(recognition.tokens[i] for i in indices),
+        logprobs=tuple(recognition.logprobs[i] for i in indices) if recognition.logprobs else (),
+        times=tuple(recognition.times[i] for i in indices) if recognition.times else (),
     )
 
 
@@ -116,9 +116,9 @@ class SegmentNormalizer:
         if itn:
             inverse.check_inverse_normalization(language)
 
-    def normalize(self, segment: Segment, heard: str) -> Segment:
-        """Normalizes a segment. `heard`: its detected language."""
-        return inverse.inverse_normalize(segment, self._language or heard) if self._itn else segment
+    def normalize(self, segment: Segment, detected_language: str) -> Segment:
+        """Normalizes a segment. `detected_language`: its detected language."""
+        return inverse.inverse_normalize(segment, self._language or detected_language) if self._itn else segment
 
 
 def resolve_language(client: EngineClient, wanted: str | None) -> str:
@@ -159,10 +159,11 @@ def check_search(client: EngineClient, task: str, temperatures: Sequence[float],
             param="temperature",
         )
     if beam != 1:
+        setting = "graph_beam" if client.card.heads == ("wfst",) else "beam"
         raise UnsupportedOption(
             f"beam={beam}",
             f"{client.card.name} has the same for all: its engine's",
-            "set engine.beam where it is loaded",
+            f"set engine.{setting} where it is loaded",
             param="beam",
         )
 

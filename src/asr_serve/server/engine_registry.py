@@ -15,9 +15,9 @@ import msgspec
 from asr_serve.config import ServeConfig
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.backend import ProcessBackend, process_backend
+from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.handover import HandoverResult
 from asr_serve.engine.process.messages import EngineSpec
-from asr_serve.engine.process.process import RingSize
 from asr_serve.errors import (
     EngineClosed,
     ModelNotLoaded,

@@ -177,7 +177,7 @@ async def _serve(config: ServeConfig, ports: list[int], connections: int) -> Non
         listening = {asyncio.create_task(server.serve()) for server in servers}
         stop = asyncio.create_task(stop_requested.wait())
         loading = asyncio.create_task(engines.start())
-        watching = asyncio.create_task(silent_connections.watch(ports))
+        watching = asyncio.create_task(silent_connections.watch(ports, connections // len(ports)))
         code = 1
         try:
             started = time.perf_counter()

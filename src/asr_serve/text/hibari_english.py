@@ -23,7 +23,7 @@ from asr_serve.text.name_pronunciations import name_pronunciations, possessive
 
 HIBARI_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that the library may raise on unusual text."""
-HELD, GIVEN = str.maketrans("ɾʔ", "\ue010\ue011"), str.maketrans("\ue010\ue011", "ɾʔ")
+_PROTECT, _RESTORE = str.maketrans("ɾʔ", "\ue010\ue011"), str.maketrans("\ue010\ue011", "ɾʔ")
 """Tables that protect two phonemes from hibari, which would rewrite them, and restore them where they were
 given."""
 _loading = threading.Lock()
@@ -71,7 +71,7 @@ class HibariPronouncer:
         for at, chunk in enumerate(chunks):
             for part in chunk:
                 if isinstance(part, PhonemeOverride):
-                    tokens.append(self._token(part.written, "NN", phonemes=part.phonemes.translate(HELD), rating=5))
+                    tokens.append(self._token(part.written, "NN", phonemes=part.phonemes.translate(_PROTECT), rating=5))
                 else:
                     tokens += self._tokens(part, _letter_a(chunk, at, len(chunks)))
             if tokens:
@@ -82,7 +82,7 @@ class HibariPronouncer:
         spoken = self._g2p.phonemize_tokens(tokens)
         found = [""]
         for token in spoken:
-            found[-1] += (token.phonemes or "").translate(GIVEN)
+            found[-1] += (token.phonemes or "").translate(_RESTORE)
             if token.whitespace:
                 found.append("")
         found.pop()

@@ -29,6 +29,10 @@ class Tokenizer(Protocol):
         """Ids of a text, unnormalized. Text that spells a special token is left out, and so may be characters that
         the vocabulary lacks."""
 
+    def token_names(self) -> list[str]:
+        """Name of each id in a language model over tokens: the piece as published. Names differ from each other and
+        have no space: other ids are called <token:ID>."""
+
 
 class BytePieceTokenizer:
     """Tokenizer with a vocabulary of byte strings, one per id.
@@ -69,6 +73,12 @@ class BytePieceTokenizer:
             found += self._cut(word)
         return found
 
+    def token_names(self) -> list[str]:
+        names = [piece.decode(errors="ignore") for piece in self.pieces]
+        return _distinct_names(
+            [name if name.encode() == piece else "" for name, piece in zip(names, self.pieces, strict=True)]
+        )
+
     @cached_property
     def _ids(self) -> dict[bytes, int]:
         """Id of each piece; of a byte that is in the vocabulary twice, the later id, which is the letter."""
@@ -100,6 +110,9 @@ class SentencePieceTokenizer:
     @cached_property
     def _ids(self) -> dict[str, int]:
         return {piece: i for i, piece in reversed(list(enumerate(self.pieces))) if piece and not _special(piece)}
+
+    def token_names(self) -> list[str]:
+        return _distinct_names(self.pieces)
 
     @cached_property
     def letters(self) -> frozenset[str]:
@@ -173,10 +186,43 @@ class HubTokenizer:
     def encode(self, text: str) -> list[int]:
         return [token for token in self.tokenizer.encode(text, add_special_tokens=False).ids if token not in self.marks]
 
+    def token_names(self) -> list[str]:
+        pieces = {token: piece for piece, token in self.tokenizer.get_vocab(with_added_tokens=True).items()}
+        return _distinct_names([pieces.get(token, "") for token in range(max(pieces, default=-1) + 1)])
+
 
 def _special(piece: str) -> bool:
     """Whether a piece is a special token, like <unk>, which is never text."""
     return len(piece) > 2 and piece[0] == "<" and piece[-1] == ">"
+
+
+SENTENCE_MARKS = ("<s>", "</s>", "<unk>")
+"""Words of language models that stand for the ends of a sentence and for unknown words, and so for no token."""
+
+
+def _distinct_names(pieces: Sequence[str]) -> list[str]:
+    """Names as Tokenizer.token_names returns them; of equal pieces the last has the name."""
+    ids = {piece: token for token, piece in enumerate(pieces)}
+    return [
+        piece
+        if ids[piece] == token and piece.split() == [piece] and piece not in SENTENCE_MARKS
+        else f"<token:{token}>"
+        for token, piece in enumerate(pieces)
+    ]
+
+
+def sentence_encoder(tokenizer: Tokenizer) -> Callable[[str], list[str]]:
+    """Function that returns the token names of a sentence as a recogniser emits them: one space between words, and one
+    before the first, where the vocabulary has words with a space."""
+    names, mark = tokenizer.token_names(), SPACE.decode()
+    separates = not any(len(name) > 1 and name[0] == mark for name in names)
+
+    def encode(text: str) -> list[str]:
+        words = text.split()
+        tokens = [names[token] for token in tokenizer.encode(f" {' '.join(words)}")] if words else []
+        return tokens[1:] if separates and tokens[:1] == [mark] else tokens
+
+    return encode
 
 
 def first_unencodable_letter(tokenizer: Tokenizer, word: str) -> str:

@@ -124,10 +124,10 @@ def split_words(text: str) -> list[tuple[int, int]]:
     return ranges
 
 
-def locate_words(text: str, said: Sequence[Word]) -> list[tuple[int, int]]:
+def locate_words(text: str, words: Sequence[Word]) -> list[tuple[int, int]]:
     """Character range of each word in a segment's text; between two words is a space, or nothing."""
     found, at = [], 0
-    for word in said:
+    for word in words:
         at = text.index(word.text, at)
         found.append((at, at + len(word.text)))
         at += len(word.text)
@@ -212,12 +212,12 @@ def _characters(
     return characters
 
 
-def _parts(text: str, told: Sequence[str]) -> Iterator[str]:
-    """Part of `text` that each token spells, by the token texts `told`. Incomplete bytes and spaces at the end may
-    have another length there than in `text`: then the last token gets the rest."""
+def _parts(text: str, token_texts: Sequence[str]) -> Iterator[str]:
+    """Part of `text` that each token spells, by `token_texts`. Incomplete bytes and spaces at the end may have
+    another length there than in `text`: then the last token gets the rest."""
     at = 0
-    last = max((i for i, part in enumerate(told) if part), default=len(told) - 1)
-    for token, part in enumerate(told):
+    last = max((i for i, part in enumerate(token_texts) if part), default=len(token_texts) - 1)
+    for token, part in enumerate(token_texts):
         behind = len(text) if token == last else min(len(text), at + len(part))
         yield text[at:behind]
         at = behind

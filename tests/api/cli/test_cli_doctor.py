@@ -37,7 +37,7 @@ def test_missing_parts_are_reported_with_the_command_that_installs_them(monkeypa
     assert "the weights of moonshine-tiny-en  (needed)\n    pip install moonshine-voice==0.1.0\n" in page
     assert "native the search of CTC models (a slower one in Python stands in for it)\n    install a C++" in page
     assert "native the kernels" not in page
-    assert "_core, _ring, _search not built, _align, _dtw, _disk, _copy" in page
+    assert "_core, _ring, _search not built, _wfst, _align, _dtw, _disk, _copy" in page
     assert page.count("make setup") == 1
     assert result.exit_code == 1
 

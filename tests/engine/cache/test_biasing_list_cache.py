@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asr_serve.engine.cache import biasing_lists
+from asr_serve.engine.cache import biasing_list_cache
 from asr_serve.engine.seq2seq import biasing_queue as biasing
 from asr_serve.engine.streaming import biasing_compiler as streams
 
@@ -87,7 +87,7 @@ def test_lists_that_nobody_waits_for_are_not_built(kind, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", [StreamLists, RequestLists])
 def test_a_long_list_keeps_no_short_one_waiting(kind, monkeypatch: pytest.MonkeyPatch):
-    build, jobs, long = BlockingBuilder(), list[Callable[[], None]](), "long" * biasing_lists.SHORT_LIST_CHARACTERS
+    build, jobs, long = BlockingBuilder(), list[Callable[[], None]](), "long" * biasing_list_cache.SHORT_LIST_CHARACTERS
 
     def build_long(bias: str, *_: Any) -> str:
         return build(bias) if bias == long else bias
@@ -107,18 +107,18 @@ def test_a_long_list_keeps_no_short_one_waiting(kind, monkeypatch: pytest.Monkey
 
 
 def test_the_cache_is_bounded_in_lists_and_characters():
-    lists = biasing_lists.BiasingListCache[int]()
-    for number in range(3 * biasing_lists.MAX_CACHED_LISTS):
+    lists = biasing_list_cache.BiasingListCache[int]()
+    for number in range(3 * biasing_list_cache.MAX_CACHED_LISTS):
         lists.get_or_build(f"{number}", int)
-    assert len(lists) == biasing_lists.MAX_CACHED_LISTS
-    large = biasing_lists.MAX_CACHED_CHARACTERS // 2
+    assert len(lists) == biasing_list_cache.MAX_CACHED_LISTS
+    large = biasing_list_cache.MAX_CACHED_CHARACTERS // 2
     first, _, last = (lists.get_or_build(letter * large, int) for letter in "abc")
     assert len(lists) == 2
-    assert lists.characters <= biasing_lists.MAX_CACHED_CHARACTERS
+    assert lists.characters <= biasing_list_cache.MAX_CACHED_CHARACTERS
     assert lists.get_or_build("c" * large, int) is last
     assert lists.get_or_build("a" * large, int) is not first, "it was let go"
-    alone = lists.get_or_build("d" * (biasing_lists.MAX_CACHED_CHARACTERS + 1), int)
-    assert lists.get_or_build("d" * (biasing_lists.MAX_CACHED_CHARACTERS + 1), int) is alone, (
+    alone = lists.get_or_build("d" * (biasing_list_cache.MAX_CACHED_CHARACTERS + 1), int)
+    assert lists.get_or_build("d" * (biasing_list_cache.MAX_CACHED_CHARACTERS + 1), int) is alone, (
         "the one that is asked for is kept"
     )
     assert len(lists) == 1

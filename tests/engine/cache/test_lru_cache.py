@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asr_serve.engine.cache.digest import DIGEST_BYTES, audio_digest
-from asr_serve.engine.cache.lru import LruCache
+from asr_serve.engine.cache.lru_cache import LruCache
 
 
 def some_audio(samples: int = 4_000) -> np.ndarray:

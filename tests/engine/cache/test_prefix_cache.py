@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from asr_serve.engine.cache.page_pool import PagePool
-from asr_serve.engine.cache.prefix import PrefixCache
+from asr_serve.engine.cache.prefix_cache import PrefixCache
 from asr_serve.kernels import PAGE
 
 PAGES, MOST = 40, 18

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asr_serve.config import MIN_HOST_BYTES, EngineConfig
 from asr_serve.engine.cache import TieredStore, disk_worker
-from asr_serve.engine.cache.entry import CHUNK_BYTES, StoreEntry, StorePlacement
 from asr_serve.engine.cache.integrity import AesGcmIntegrity, read_key
+from asr_serve.engine.cache.store_entry import CHUNK_BYTES, StoreEntry, StorePlacement
 from asr_serve.errors import DiskFailed, OptionError, RoadTimeout, UnsupportedOption
 from asr_serve.metrics import EngineMetrics
 from asr_serve.transfer.disk import BLOCK, Disk, aligned_memory, open_disk
@@ -57,9 +57,9 @@ def run_disk(store: TieredStore) -> None:
 def move_to_file(store: TieredStore, *names: bytes, host_blocks: int = 8) -> None:
     """Put blobs of these names, and move all that can be moved to the file and out of memory."""
     for name in names:
-        store.put(name, [BLOB], keep=True)
+        store.put(name, [BLOB], pinned=True)
     for _ in range(2):
-        store.put(b"large", [bytes(host_blocks * BLOCK)], keep=False)
+        store.put(b"large", [bytes(host_blocks * BLOCK)], pinned=False)
         run_disk(store)
     store.drop(b"large")
 
@@ -102,7 +102,7 @@ def store(disk: MemoryDisk, key: bytes | None) -> Iterator[TieredStore]:
 
 def test_an_entry_in_memory_comes_at_once(store: TieredStore, disk: MemoryDisk) -> None:
     parts = [b"one", b"", np.arange(7, dtype=np.float32).data, b"x" * 100]
-    assert store.put(b"a", parts, keep=True)
+    assert store.put(b"a", parts, pinned=True)
     assert b"a" in store
     results: list[list[memoryview] | None] = []
     store.get(b"a", results.append)
@@ -111,7 +111,7 @@ def test_an_entry_in_memory_comes_at_once(store: TieredStore, disk: MemoryDisk) 
 
 
 def test_an_entry_in_the_file_comes_back(store: TieredStore, disk: MemoryDisk) -> None:
-    store.put(b"a", [BLOB, b"tail"], keep=True)
+    store.put(b"a", [BLOB, b"tail"], pinned=True)
     move_to_file(store)
     assert store.describe()["host_entries"] == 0
     got = Fetch(store, b"a")
@@ -137,26 +137,26 @@ def test_concurrent_gets_share_one_read(store: TieredStore, disk: MemoryDisk) ->
 
 
 def test_memory_in_use_is_not_reused_after_a_drop(store: TieredStore) -> None:
-    store.put(b"a", [BLOB], keep=False)
+    store.put(b"a", [BLOB], pinned=False)
     got = Fetch(store, b"a")
     store.drop(b"a")
-    assert not store.put(b"b", [bytes(8 * BLOCK)], keep=True)
+    assert not store.put(b"b", [bytes(8 * BLOCK)], pinned=True)
     assert got.content() == BLOB
     got.results.clear()
-    assert store.put(b"b", [bytes(8 * BLOCK)], keep=True)
+    assert store.put(b"b", [bytes(8 * BLOCK)], pinned=True)
 
 
 def test_a_store_without_a_file() -> None:
     store = TieredStore(8 * BLOCK, None)
-    assert store.put(b"a", [BLOB], keep=False)
-    assert store.put(b"b", [BLOB], keep=True)
-    assert store.put(b"c", [BLOB], keep=True)
+    assert store.put(b"a", [BLOB], pinned=False)
+    assert store.put(b"b", [BLOB], pinned=True)
+    assert store.put(b"c", [BLOB], pinned=True)
     assert (b"a" in store, b"b" in store, b"c" in store) == (False, True, True)
-    assert not store.put(b"d", [b"x"], keep=True)
+    assert not store.put(b"d", [b"x"], pinned=True)
     assert Fetch(store, b"b").content() == BLOB
     store.close()
     assert Fetch(store, b"b").content() is None
-    assert not store.put(b"b", [b"x"], keep=True)
+    assert not store.put(b"b", [b"x"], pinned=True)
 
 
 # --- what gives way -----------------------------------------------------------------------------------
@@ -165,26 +165,26 @@ def test_a_store_without_a_file() -> None:
 def test_the_least_recently_used_entry_is_evicted_first() -> None:
     store = TieredStore(8 * BLOCK, None)
     for name in (b"a", b"b", b"c", b"d"):
-        store.put(name, [bytes(2 * BLOCK)], keep=False)
+        store.put(name, [bytes(2 * BLOCK)], pinned=False)
     Fetch(store, b"a")
-    store.put(b"e", [bytes(2 * BLOCK)], keep=False)
+    store.put(b"e", [bytes(2 * BLOCK)], pinned=False)
     assert [name in store for name in (b"a", b"b", b"c", b"d", b"e")] == [True, False, True, True, True]
     assert store.describe()["lost_room"] == 1
     store.close()
 
 
 def test_entries_to_keep_find_room_after_the_disk_has_worked(store: TieredStore) -> None:
-    assert store.put(b"a", [BLOB], keep=True)
-    assert store.put(b"b", [BLOB], keep=True)
-    assert not store.put(b"c", [BLOB], keep=True), "there is no room before the disk has worked"
+    assert store.put(b"a", [BLOB], pinned=True)
+    assert store.put(b"b", [BLOB], pinned=True)
+    assert not store.put(b"c", [BLOB], pinned=True), "there is no room before the disk has worked"
     run_disk(store)
-    assert store.put(b"c", [BLOB], keep=True)
+    assert store.put(b"c", [BLOB], pinned=True)
     assert all(name in store for name in (b"a", b"b", b"c"))
 
 
 def test_a_full_file_evicts_entries_that_need_not_be_kept(store: TieredStore, disk: MemoryDisk) -> None:
     for number in range(12):
-        store.put(b"%d" % number, [BLOB], keep=number < 3)
+        store.put(b"%d" % number, [BLOB], pinned=number < 3)
         run_disk(store)
     present = [number for number in range(12) if b"%d" % number in store]
     assert present[:3] == [0, 1, 2]
@@ -194,7 +194,7 @@ def test_a_full_file_evicts_entries_that_need_not_be_kept(store: TieredStore, di
 
 def test_entries_come_back_though_memory_and_file_are_full() -> None:
     store = full_of_kept_entries(MemoryDisk(8 * BLOCK), threads=False)
-    assert not store.put(b"e", [b"x"], keep=True)
+    assert not store.put(b"e", [b"x"], pinned=True)
     for name in (b"a", b"b", b"c", b"d"):
         assert read_back(store, name) == [name * (4 * BLOCK)]
         assert store.describe()["host_bytes"] <= (8 + 4) * BLOCK
@@ -205,9 +205,9 @@ def test_a_put_never_waits_for_the_disk() -> None:
     disk, release = MemoryDisk(64 * BLOCK), threading.Event()
     disk.between = lambda: wait_for(release)
     store = TieredStore(8 * BLOCK, lambda: disk)
-    taken = [store.put(b"%d" % number, [BLOB], keep=True) for number in range(4)]
+    taken = [store.put(b"%d" % number, [BLOB], pinned=True) for number in range(4)]
     assert taken == [True, True, False, False]
-    assert store.put(b"0", [b"again"], keep=True)
+    assert store.put(b"0", [b"again"], pinned=True)
     release.set()
     assert Fetch(store, b"0").content() == b"again"
     store.close()
@@ -227,7 +227,7 @@ def meanwhile(disk: MemoryDisk, what: Callable[[], object]) -> None:
 
 
 def test_an_entry_is_read_from_memory_while_it_is_written(store: TieredStore, disk: MemoryDisk) -> None:
-    store.put(b"a", [BLOB], keep=True)
+    store.put(b"a", [BLOB], pinned=True)
     results: list[bytes | None] = []
     meanwhile(disk, lambda: results.append(Fetch(store, b"a").content()))
     move_to_file(store)
@@ -239,7 +239,7 @@ def test_an_entry_is_read_from_memory_while_it_is_written(store: TieredStore, di
 def test_an_entry_dropped_while_it_is_moved_frees_its_memory_later(
     store: TieredStore, disk: MemoryDisk, when: str
 ) -> None:
-    store.put(b"a", [BLOB], keep=True)
+    store.put(b"a", [BLOB], pinned=True)
     if when == "read":
         move_to_file(store)
     got = Fetch(store, b"a") if when == "read" else None
@@ -247,7 +247,7 @@ def test_an_entry_dropped_while_it_is_moved_frees_its_memory_later(
     def drop() -> None:
         store.drop(b"a")  # the disk asserts that nothing comes into its memory
         assert got is None or not got.results
-        assert not store.put(b"b", [bytes(8 * BLOCK)], keep=True)
+        assert not store.put(b"b", [bytes(8 * BLOCK)], pinned=True)
 
     meanwhile(disk, drop)
     if got is None:
@@ -256,18 +256,18 @@ def test_an_entry_dropped_while_it_is_moved_frees_its_memory_later(
         run_disk(store)
         assert got.content() is None
     assert b"a" not in store
-    assert store.put(b"b", [bytes(8 * BLOCK)], keep=True)
+    assert store.put(b"b", [bytes(8 * BLOCK)], pinned=True)
     assert store.describe()["disk_bytes"] == 0
 
 
 @pytest.mark.parametrize("when", ["read", "written"])
 def test_put_again_while_the_one_before_is_moved(store: TieredStore, disk: MemoryDisk, when: str) -> None:
-    store.put(b"a", [BLOB], keep=True)
+    store.put(b"a", [BLOB], pinned=True)
     got = None
     if when == "read":
         move_to_file(store)
         got = Fetch(store, b"a")
-    meanwhile(disk, lambda: store.put(b"a", [b"new"], keep=True))
+    meanwhile(disk, lambda: store.put(b"a", [b"new"], pinned=True))
     if when == "read":
         run_disk(store)
         assert got is not None
@@ -290,7 +290,7 @@ def test_closing_ends_pending_reads() -> None:
     disk, release, at_it = MemoryDisk(32 * BLOCK), threading.Event(), threading.Event()
     store = TieredStore(8 * BLOCK, lambda: disk, threads=False)
     for name in (b"a", b"b"):
-        store.put(name, [BLOB], keep=True)
+        store.put(name, [BLOB], pinned=True)
     move_to_file(store)
     gots = [Fetch(store, name) for name in (b"a", b"b", b"a")]
 
@@ -332,7 +332,7 @@ def test_a_damaged_entry_is_lost(store: TieredStore, disk: MemoryDisk, bit: int 
 
 def test_a_failed_read_loses_its_own_entry_only(store: TieredStore, disk: MemoryDisk) -> None:
     for name in (b"a", b"b", b"c"):
-        store.put(name, [name * BLOCK], keep=True)
+        store.put(name, [name * BLOCK], pinned=True)
     move_to_file(store)
     gots = [Fetch(store, name) for name in (b"a", b"b", b"c")]
     disk.failing_reads = 2  # the batch, and the first of its entries again
@@ -346,8 +346,8 @@ def test_a_failed_read_loses_its_own_entry_only(store: TieredStore, disk: Memory
 def test_a_failed_write_loses_nothing(store: TieredStore, disk: MemoryDisk) -> None:
     disk.failing_writes = 1_000
     for name in (b"a", b"b"):
-        assert store.put(name, [name * (3 * BLOCK)], keep=True)
-    assert not store.put(b"c", [BLOB], keep=True)
+        assert store.put(name, [name * (3 * BLOCK)], pinned=True)
+    assert not store.put(b"c", [BLOB], pinned=True)
     run_disk(store)
     assert [Fetch(store, name).content() for name in (b"a", b"b")] == [name * (3 * BLOCK) for name in (b"a", b"b")]
     assert store.describe()["failed_writes"] == 2
@@ -392,7 +392,7 @@ def test_a_failing_disk_thread_is_logged_and_answers_every_get(who: str, caplog:
     disk = MemoryDisk(64 * BLOCK)
     store = TieredStore(8 * BLOCK, lambda: disk, threads=False)
     for name in (b"a", b"b", b"c"):
-        store.put(name, [name * BLOCK], keep=True)
+        store.put(name, [name * BLOCK], pinned=True)
     move_to_file(store)
 
     def fail(*_: object) -> None:
@@ -419,7 +419,7 @@ def test_a_failing_disk_thread_is_logged_and_answers_every_get(who: str, caplog:
     assert results[:3] == [None] * 3 or who == "caller"
     assert "what sleeps in the file is lost" in caplog.text
     assert "an unexpected error" in caplog.text
-    assert store.put(b"d", [BLOB], keep=True), "memory is left"
+    assert store.put(b"d", [BLOB], pinned=True), "memory is left"
     assert Fetch(store, b"d").content() == BLOB
     assert who == "caller" or Fetch(store, b"c").content() is None
     store.close()
@@ -450,11 +450,11 @@ def test_memory_that_a_lost_read_may_write_to_is_not_reused() -> None:
     disk = LateDisk(64 * BLOCK)
     store = TieredStore(8 * BLOCK, lambda: disk, threads=False)
     for name in (b"a", b"b"):
-        store.put(name, [name * BLOCK], keep=True)
+        store.put(name, [name * BLOCK], pinned=True)
     move_to_file(store)
     assert read_back(store, b"a", b"b") == [None, None]
     names = [b"%d" % number for number in range(8)]
-    present = [name for name in names if store.put(name, [name * BLOCK], keep=True)]
+    present = [name for name in names if store.put(name, [name * BLOCK], pinned=True)]
     assert len(present) == 6
     for memory in disk.late:
         memory[:] = b"!" * len(memory)  # it came after all
@@ -492,7 +492,7 @@ def is_mapped(at: int) -> bool:
 def test_memory_is_unpinned_after_its_last_use(disk: MemoryDisk) -> None:
     pins = Pins()
     store = TieredStore(8 << 20, lambda: disk, pin=pins)
-    store.put(b"a", [BLOB], keep=True)
+    store.put(b"a", [BLOB], pinned=True)
     got, later = Fetch(store, b"a"), Fetch(store, b"a")
     store.close()
     later.results.clear()
@@ -525,9 +525,9 @@ def test_the_disk_is_closed_when_memory_cannot_be_pinned(disk: MemoryDisk) -> No
 def test_stale_memory_never_reaches_the_file() -> None:
     disk = MemoryDisk(32 * BLOCK)
     store = TieredStore(8 * BLOCK, lambda: disk, threads=False)
-    store.put(b"a", [b"secret" * 5_000], keep=True)
+    store.put(b"a", [b"secret" * 5_000], pinned=True)
     store.drop(b"a")
-    store.put(b"b", [b"x", b"y" * 3, b"z" * (BLOCK + 1)], keep=True)
+    store.put(b"b", [b"x", b"y" * 3, b"z" * (BLOCK + 1)], pinned=True)
     move_to_file(store)
     assert b"zzz" in disk.data
     assert b"secret" not in disk.data
@@ -543,7 +543,7 @@ def sealed(disk: MemoryDisk) -> Iterator[TieredStore]:
 
 
 def test_an_encrypted_file_holds_no_plain_text(sealed: TieredStore, disk: MemoryDisk) -> None:
-    sealed.put(b"a", [b"plain text" * 500], keep=True)
+    sealed.put(b"a", [b"plain text" * 500], pinned=True)
     move_to_file(sealed)
     assert any(disk.data)
     assert b"plain" not in disk.data
@@ -552,8 +552,8 @@ def test_an_encrypted_file_holds_no_plain_text(sealed: TieredStore, disk: Memory
 
 
 def test_swapped_encrypted_entries_are_lost(sealed: TieredStore, disk: MemoryDisk) -> None:
-    sealed.put(b"a", [b"a" * BLOCK], keep=True)
-    sealed.put(b"b", [b"b" * BLOCK], keep=True)
+    sealed.put(b"a", [b"a" * BLOCK], pinned=True)
+    sealed.put(b"b", [b"b" * BLOCK], pinned=True)
     move_to_file(sealed)
     (a, _), (b, _), *_ = disk.written
     disk.data[a : a + BLOCK], disk.data[b : b + BLOCK] = disk.data[b : b + BLOCK], disk.data[a : a + BLOCK]
@@ -627,7 +627,7 @@ def test_random_puts_gets_and_drops(file: Callable[[], Disk], key: bytes | None)
         if choice < 0.4:
             content = numbers.randbytes(numbers.randrange(150_000))
             present.pop(name, None)
-            if store.put(name, [content], keep=True):
+            if store.put(name, [content], pinned=True):
                 present[name] = content
         elif choice < 0.9 and name in present:
             gots.append((Fetch(store, name), present[name], name))
@@ -688,7 +688,7 @@ def test_a_gpu_reads_pinned_memory() -> None:
     blob = np.random.default_rng(3).bytes(8 << 20)
     for _ in range(3):  # the system gives the same address again: nothing of the time before may be pinned there
         store = TieredStore(64 << 20, None, pin=device.pin_memory)
-        store.put(b"a", [b"before", blob], keep=True)
+        store.put(b"a", [b"before", blob], pinned=True)
         got = Fetch(store, b"a")
         (parts,) = got.results
         assert parts is not None
@@ -714,7 +714,7 @@ def _put(store: TieredStore, name: bytes, parts: list[bytes]) -> None:
     """Put an entry as soon as there is room."""
     until = threading.Event()
     for _ in range(20_000):
-        if store.put(name, parts, keep=True):
+        if store.put(name, parts, pinned=True):
             return
         if store._thread is None:
             run_disk(store)

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from memory_disk import MemoryDisk
 
 from asr_serve.engine.cache import TieredStore
-from asr_serve.engine.cache.entry import StoreEntry
-from asr_serve.engine.cache.extents import BlockAllocator, BlockExtent
+from asr_serve.engine.cache.block_allocator import BlockAllocator, BlockExtent
+from asr_serve.engine.cache.store_entry import StoreEntry
 from asr_serve.transfer.disk import BLOCK
 
 HOST, FILE = 9 * BLOCK, 16 * BLOCK
@@ -89,7 +89,7 @@ class Schedules(RuleBasedStateMachine):
         version = Version(self.content(sizes), keep)
         self.do_drop(name, False)
         held = any(one.keep for one in self.there.values()) or self.looking or self.disk._busy
-        if self.tiers.put(name, version.parts, keep=keep):
+        if self.tiers.put(name, version.parts, pinned=keep):
             self.there[name] = version
         else:
             assert name not in self.tiers

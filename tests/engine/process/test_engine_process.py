@@ -179,7 +179,7 @@ def test_a_failed_process_start_is_retried(start, reference, monkeypatch):
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr("asr_serve.engine.process.process.socket.socketpair", refuse)
+        patch.setattr("asr_serve.engine.process.engine_process.socket.socketpair", refuse)
         kill(client)
         wait_until(lambda: len(attempts) >= 2)
     expect_answers(client, reference)
@@ -212,7 +212,7 @@ def fill(client: EngineClient) -> None:
 
 
 def unsent(client: EngineClient) -> list[OutgoingMessage]:
-    return list(backend_of(client)._current.current_process._sender._queue)
+    return list(backend_of(client)._current.process._sender._queue)
 
 
 @pytest.mark.slow
@@ -373,7 +373,7 @@ def test_killing_the_server_ends_its_engine(checkpoint):
 import sys, time
 from asr_serve.config import EngineConfig
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.process.process import RingSize
+from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.backend import process_backend
 from asr_serve.engine.process.messages import EngineSpec
 spec = EngineSpec(model={MODEL!r}, device="cpu", dtype="fp32", weights={str(checkpoint)!r})

@@ -27,11 +27,11 @@ from asr_serve.config import EngineConfig
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.process import process as children
+from asr_serve.engine.process import engine_process as children
 from asr_serve.engine.process import supervisor
+from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.handover import Handover, HandoverResult
 from asr_serve.engine.process.in_flight import InFlight
-from asr_serve.engine.process.process import RingSize
 from asr_serve.engine.process.supervisor import Supervisor
 from asr_serve.engine.request import HypothesisRequest
 from asr_serve.errors import AsrServeError, EngineClosed, NotAllowed
@@ -604,9 +604,7 @@ def test_the_old_process_dies_while_the_new_one_hangs_in_loading(start, referenc
     stream, old = start_stream(client, "rnnt"), engine_pid(client)
     handover = HandoverThread(client)
     wait_until(
-        lambda: (
-            (coming := backend_of(client)._supervisor._replacement) is not None and coming.current_process is not None
-        )
+        lambda: (coming := backend_of(client)._supervisor._replacement) is not None and coming.process is not None
     )
     os.kill(backend_of(client)._supervisor._replacement.process.pid, signal.SIGSTOP)
     os.kill(old, signal.SIGKILL)

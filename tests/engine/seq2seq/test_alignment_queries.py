@@ -12,7 +12,7 @@ from tiny_moonshine import WAIT_S, clip, held
 
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import SearchOptions
-from asr_serve.engine.cache.lru import LruCache
+from asr_serve.engine.cache.lru_cache import LruCache
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.seq2seq import encoder_cache
 from asr_serve.engine.seq2seq.token_aligner import FinishedRow, TokenAligner

@@ -699,7 +699,8 @@ def test_audio_on_a_stuck_disk_is_encoded_again(begin, monkeypatch):
     for number in itertools.count():  # others want the host's memory
         name = b"other %d" % number
         on_loop(
-            client, lambda loop, name=name: loop.executor.coalescer.cache._offload.put(name, [bytes(99_999)], keep=True)
+            client,
+            lambda loop, name=name: loop.executor.coalescer.cache._offload.put(name, [bytes(99_999)], pinned=True),
         )
         if on_loop(client, in_file_only):
             break

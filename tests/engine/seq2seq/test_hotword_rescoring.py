@@ -23,7 +23,7 @@ from asr_serve.engine.seq2seq.biasing_queue import RescoringList
 from asr_serve.engine.seq2seq.decode_batch import DecodeRow
 from asr_serve.engine.seq2seq.decoder import DecodeRunner
 from asr_serve.engine.seq2seq.finalize import MAX_RESCORE_TOKENS
-from asr_serve.engine.seq2seq.rescoring import (
+from asr_serve.engine.seq2seq.hotword_rescoring import (
     MAX_CANDIDATES_PER_WORD,
     MAX_PHONETIC_MATCHES,
     RESPELLING_DISTANCE,

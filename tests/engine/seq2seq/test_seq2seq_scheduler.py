@@ -314,15 +314,15 @@ def test_what_is_kept_is_for_live_requests_alone():
     plans = planner()
     for number in range(12):
         plans.enqueue(waiting(number, pages=5))
-    assert len(plans.schedule(ROWS, PAGES, kept=(ROWS // 4, 0))) == ROWS - ROWS // 4
+    assert len(plans.schedule(ROWS, PAGES, reserved=(ROWS // 4, 0))) == ROWS - ROWS // 4
     assert len(plans) == 0
     for number in range(20, 30):
         plans.enqueue(waiting(number, priority="interactive", pages=5))
-    assert len(plans.schedule(ROWS, 40, kept=(0, 20))) == 4
-    assert plans.schedule(2, 40, kept=(2, 0)) == []
+    assert len(plans.schedule(ROWS, 40, reserved=(0, 20))) == 4
+    assert plans.schedule(2, 40, reserved=(2, 0)) == []
     for number in range(40, 50):
         plans.enqueue(waiting(number, priority="live", pages=5))
-    batch = plans.schedule(2, 40, kept=(2, 40))
+    batch = plans.schedule(2, 40, reserved=(2, 40))
     assert len(batch) == 2
     assert all(i >= 40 for i in batch)
 
@@ -341,7 +341,7 @@ def test_files_never_take_what_is_kept(asked, rows, pages, kept_rows, kept_pages
     for request in known.values():
         plans.enqueue(request)
     for _ in range(len(asked) + 1):
-        batch = [known[i] for i in plans.schedule(rows, pages, kept=(kept_rows, kept_pages))]
+        batch = [known[i] for i in plans.schedule(rows, pages, reserved=(kept_rows, kept_pages))]
         assert len(batch) <= rows
         assert sum(r.pages for r in batch) <= pages
         files = [r for r in batch if r.priority != "live"]
@@ -356,5 +356,5 @@ def test_a_file_that_has_no_room_yet_does_not_hold_callers_up(kept):
     assert plans.schedule(ROWS, PAGES) == [0]
     plans.enqueue(waiting(1, pages=100))  # due, for bulk has had nothing
     plans.enqueue(waiting(2, priority="live", pages=4))
-    assert plans.schedule(ROWS, 60, kept=kept) == [2]
-    assert plans.schedule(ROWS, 120, kept=kept) == [1], "and is served when there is"
+    assert plans.schedule(ROWS, 60, reserved=kept) == [2]
+    assert plans.schedule(ROWS, 120, reserved=kept) == [1], "and is served when there is"

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from tiny_offload import ClipStream, Clock, ExecutorBench, FakeLoop, FakeOffloadStore, clock
 from tiny_streaming import clips
 
+from asr_serve.decoding.attention_rescoring import AttentionRescoringSearch
 from asr_serve.decoding.ctc import CtcPrefixBeam
-from asr_serve.decoding.rescoring import RescoringSearch
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.request import RecognitionRequest, StreamChunk
 from asr_serve.engine.session_snapshot import SessionSnapshot, SessionSnapshotView
@@ -59,7 +59,7 @@ def now() -> Iterator[Clock]:
 
 def bench(now: Clock, name: str = "deepspeech", search: str = "ctc", **options: Any) -> ExecutorBench:
     if search == "rescored":
-        options["make"] = lambda network: RescoringSearch(CtcPrefixBeam(network, 4), network)
+        options["make"] = lambda network: AttentionRescoringSearch(CtcPrefixBeam(network, 4), network)
     return ExecutorBench(now, name, search, **options)
 
 
@@ -87,7 +87,7 @@ def test_offloaded_streams_equal_resident_ones_to_the_bit(now: Clock, name: str,
     for seed in range(2):
         chance = random.Random(seed)
         pcm, shelf = clips(seed)[4 * seed][:24_000], FakeOffloadStore(disk=how != "memory")
-        here = bench(now, name, search, slots=1, tiers=shelf, hears_again=how == "lost")
+        here = bench(now, name, search, slots=1, tiers=shelf, replay=how == "lost")
         there = bench(now, name, search, slots=1)
         offloaded_stream, resident_stream = ClipStream(here, 7, pcm), ClipStream(there, 7, pcm)
         while not offloaded_stream.finished:
@@ -161,7 +161,7 @@ def test_any_schedule_gives_the_results_of_streams_alone(
     callers, slots, ops = schedule
     with clock() as now, mock.patch.object(request, "MAX_REPLAY_BYTES", kept):
         shelf = FakeOffloadStore(room, disk=disk)
-        made = bench(now, "deepspeech", search, slots=slots, tiers=shelf, hears_again=disk, chunked=True)
+        made = bench(now, "deepspeech", search, slots=slots, tiers=shelf, replay=disk, chunked=True)
         pcm = {number: clips(number)[2][:20_000] for number in range(callers)}
         streams_by_number = {number: ClipStream(made, number, pcm[number]) for number in range(callers)}
         cuts: dict[int, list[int]] = {number: [] for number in range(callers)}
@@ -294,7 +294,7 @@ def test_a_stream_waiting_for_its_biasing_list_wants_no_slot(now: Clock, recordi
 def test_recordings_offload_streams_and_are_never_offloaded(now: Clock) -> None:
     shelf = FakeOffloadStore()
     made = bench(now, slots=1, tiers=shelf)
-    made.keeper.vad_scheduler.live_count = 0
+    made.context.vad_scheduler.live_count = 0
     caller = ClipStream(made, 0, PCM)
     caller.send(8_000)
     future: Any = Future()
@@ -524,7 +524,7 @@ def test_shutdown_ends_offloaded_streams(now: Clock) -> None:
 
 def test_replay_repeats_no_result(now: Clock) -> None:
     shelf = FakeOffloadStore(disk=True)
-    made = bench(now, "u2pp 2", "ctc", tiers=shelf, hears_again=True)
+    made = bench(now, "u2pp 2", "ctc", tiers=shelf, replay=True)
     caller = ClipStream(made, 0, PCM)
     cuts = [24_000, 12_001, len(PCM)]
     for cut in cuts:
@@ -549,7 +549,7 @@ def test_replay_audio_is_kept_where_needed_and_bounded(now: Clock, monkeypatch: 
     assert made.streams._streams[0].replay_audio is None
     monkeypatch.setattr(request, "MAX_REPLAY_SAMPLES", 10_000)
     shelf = FakeOffloadStore(disk=True)
-    made = bench(now, tiers=shelf, hears_again=True)
+    made = bench(now, tiers=shelf, replay=True)
     (caller,) = offloaded_streams(made, 0)
     caller.write(1_000)
     made.read_all()
@@ -570,7 +570,7 @@ def test_replay_audio_is_kept_where_needed_and_bounded(now: Clock, monkeypatch: 
 
 def test_a_damaged_snapshot_is_replayed(now: Clock) -> None:
     shelf = FakeOffloadStore()
-    made = bench(now, tiers=shelf, hears_again=True)
+    made = bench(now, tiers=shelf, replay=True)
     (caller,) = offloaded_streams(made, 0)
     (name,) = shelf.held
     shelf.held[name][1] = shelf.held[name][1][:-4]
@@ -584,7 +584,7 @@ def test_a_damaged_snapshot_is_replayed(now: Clock) -> None:
 def test_a_stalled_read_is_replayed(now: Clock, live: bool) -> None:
     """The disk stalls: it neither answers nor fails. What it brings later is dropped."""
     shelf = FakeOffloadStore(disk=True)
-    made = bench(now, tiers=shelf, hears_again=True)
+    made = bench(now, tiers=shelf, replay=True)
     caller = ClipStream(made, 0, PCM, live=live)
     caller.send(8_000)
     made.idle(11.0)
@@ -679,7 +679,7 @@ def test_the_replay_budget_drops_the_longest_offloaded_then_the_longest(
 ) -> None:
     monkeypatch.setattr(request, "MAX_REPLAY_BYTES", 4 * 20_000)
     shelf = FakeOffloadStore(disk=True)
-    made = bench(now, slots=3, tiers=shelf, hears_again=True)
+    made = bench(now, slots=3, tiers=shelf, replay=True)
     cuts = {number: [8_000] for number in (2, 0, 1)}
     callers = {number: ClipStream(made, number, PCM[:16_000]) for number in cuts}
 
@@ -718,7 +718,7 @@ def test_the_replay_budget_drops_the_longest_offloaded_then_the_longest(
 
 def test_a_stream_waiting_for_replay_keeps_its_audio_longest(now: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     shelf = FakeOffloadStore()
-    made = bench(now, slots=1, tiers=shelf, hears_again=True)
+    made = bench(now, slots=1, tiers=shelf, replay=True)
     (offloaded,) = offloaded_streams(made, 0)
     other = ClipStream(made, 1, PCM)
     other.send(4_000)
@@ -740,8 +740,8 @@ def test_a_stream_waiting_for_replay_keeps_its_audio_longest(now: Clock, monkeyp
 
 
 def test_replay_audio_from_another_engine_is_counted(now: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = bench(now, tiers=FakeOffloadStore(), hears_again=True)
-    there = bench(now, tiers=FakeOffloadStore(), hears_again=True)
+    here = bench(now, tiers=FakeOffloadStore(), replay=True)
+    there = bench(now, tiers=FakeOffloadStore(), replay=True)
     monkeypatch.setattr(request, "MAX_REPLAY_BYTES", 4 * 20_000)
     for number in range(3):
         caller = ClipStream(here, number, PCM)
@@ -763,8 +763,8 @@ def test_replay_audio_from_another_engine_is_counted(now: Clock, monkeypatch: py
 @pytest.mark.parametrize(("name", "search"), CASES)
 def test_a_stream_moves_to_another_engine(now: Clock, name: str, search: str, state: str) -> None:
     shelf, other = FakeOffloadStore(), FakeOffloadStore()
-    here = bench(now, name, search, tiers=shelf, hears_again=True)
-    there = bench(now, name, search, tiers=other, hears_again=True)
+    here = bench(now, name, search, tiers=shelf, replay=True)
+    there = bench(now, name, search, tiers=other, replay=True)
     caller = ClipStream(here, 3, PCM)
     cuts = [20_000, 15_001, len(PCM)]
     for cut in cuts[:2]:

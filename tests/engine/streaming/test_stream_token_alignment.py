@@ -15,7 +15,7 @@ from tiny_moonshine import WAIT_S, clip
 
 from asr_serve.config import EngineConfig
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.streaming.token_alignment import StreamTokenAligner, compact_posteriors
+from asr_serve.engine.streaming.token_aligner import StreamTokenAligner, compact_posteriors
 from asr_serve.types import SearchResult, SearchToken
 
 CLIPS = [clip(seed, 30_000 + 9_001 * seed) for seed in range(4)]

@@ -12,7 +12,7 @@ import tiny_configs
 import torch
 from tiny_streaming import Silent, model
 
-from asr_serve.engine.builder import card_of_loaded
+from asr_serve.engine.builder import AsrCheckpoint, card_of_loaded
 from asr_serve.engine.streaming.model_runner import ChunkedModelRunner
 from asr_serve.models.asr import deepspeech
 from asr_serve.models.asr.moonshine import moonshine_streaming
@@ -23,13 +23,15 @@ STREAMING = {name: card for name, card in asr_cards().items() if card.streaming}
 
 
 def timed_like(card: AsrCard) -> Any:
-    """A tiny model that cuts time up as the published one does."""
+    """A tiny model that cuts time up as the published one does, or that itself where it is small."""
     if card.kind == "deepspeech":
         config = msgspec.structs.replace(
             tiny_configs.deepspeech_config(), context_frames=deepspeech.Config().context_frames
         )
         tensors = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
         return deepspeech.Model(config, tensors, model("deepspeech").device)
+    if card.kind == "kaldi_chain":
+        return AsrCheckpoint.find(card.name, None).build("cpu", "fp32").model
     return model(f"fastconformer 70,{card.chunk - 1}" if card.kind == "fastconformer" else "u2pp 2")
 
 

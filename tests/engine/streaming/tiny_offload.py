@@ -56,8 +56,8 @@ class FakeOffloadStore:
         self.lost: set[bytes] = set()
         self._reading: deque[tuple[bytes, Callable[[list[memoryview] | None], None]]] = deque()
 
-    def put(self, name: bytes, parts: Any, *, keep: bool) -> bool:
-        assert keep, "a stream may not be dropped for room"
+    def put(self, name: bytes, parts: Any, *, pinned: bool) -> bool:
+        assert pinned, "a stream may not be dropped for room"
         assert name not in self.held, "it sleeps twice"
         copied = [bytes(part) for part in parts]
         if sum(map(len, copied)) + sum(len(part) for each in self.held.values() for part in each) > self.most_bytes:
@@ -154,13 +154,13 @@ class ExecutorBench:
         slots: int = 2,
         tiers: Any = None,
         after_s: float = 10.0,
-        hears_again: bool = False,
+        replay: bool = False,
         chunked: bool = False,
         make: Callable[[Any], Any] | None = None,
         spell: Callable[[str], Any] | None = None,
     ) -> None:
         network = model(name)
-        self.clock, self.keeper = clock, FakeLoop()
+        self.clock, self.context = clock, FakeLoop()
         self.wrapper = ChunkedModelRunner(
             network,
             (make or SEARCHES[search])(network),
@@ -178,10 +178,10 @@ class ExecutorBench:
             lambda _: None,
             tiers=tiers,
             sleep_after_s=after_s,
-            hears_again=hears_again,
+            replay=replay,
             spell=spell,
         )
-        self.streams.attach(self.keeper)
+        self.streams.attach(self.context)
         self.tiers = tiers
 
     def read_all(self) -> None:
@@ -197,9 +197,9 @@ class ExecutorBench:
 
     def step(self) -> bool:
         """One turn of the loop; whether there was anything to do."""
-        had = bool(self.keeper.jobs)
-        while self.keeper.jobs:
-            self.keeper.jobs.popleft()()
+        had = bool(self.context.jobs)
+        while self.context.jobs:
+            self.context.jobs.popleft()()
         stepped = self.streams.step()
         kept = sum(pcm.nbytes for each in self.streams._streams.values() for pcm in each.replay_audio or ())
         assert self.kept_bytes == kept, "audio is kept that nobody counts"
@@ -228,7 +228,7 @@ class ExecutorBench:
         return self.streams._replay_budget.nbytes
 
     def metric(self, name: str) -> float:
-        value = self.keeper.metrics.registry.get_sample_value(name, {"model": "tiny"})
+        value = self.context.metrics.registry.get_sample_value(name, {"model": "tiny"})
         assert value is not None
         return value
 

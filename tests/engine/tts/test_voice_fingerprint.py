@@ -59,7 +59,7 @@ def test_a_vocoder_may_be_a_checkpoints_folder(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="source_filter"):
         VoiceCheckpoint.find(ours, None, str(mine))
     (mine / "config.json").write_text("[]")
-    with pytest.raises(WeightsCorrupt, match="cannot be read"):
+    with pytest.raises(WeightsCorrupt, match="holds a JSON list"):
         VoiceCheckpoint.find(ours, None, str(mine))
     with pytest.raises(UnknownModel):
         VoiceCheckpoint.find(ours, None, str(tmp_path))

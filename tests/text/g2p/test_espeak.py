@@ -8,9 +8,9 @@ import pytest
 
 from asr_serve.errors import ProgramFailed, ProgramMissing, UnknownPhoneme
 from asr_serve.text.g2p import espeak
+from asr_serve.text.g2p.clauses import Clause
 from asr_serve.text.g2p.espeak import EspeakPronouncer
 from asr_serve.text.g2p.frontend import TextFrontend
-from asr_serve.text.g2p.passages import Clause
 from asr_serve.text.g2p.phoneme_alphabets import ESPEAK_LETTERS, from_ipa, from_misaki
 
 needed = pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is not installed")

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asr_serve import errors
+from asr_serve.text.g2p.clauses import Clause, Pause
 from asr_serve.text.g2p.frontend import TextFrontend, check_text
-from asr_serve.text.g2p.passages import Clause, Pause
 from asr_serve.text.g2p.phoneme_alphabets import alphabet_letters
 from asr_serve.text.name_pronunciations import name_pronunciations
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asr_serve.errors import EmptyText, MalformedSsml, OptionError, UnsupportedScript
+from asr_serve.text.g2p.clauses import Clause, Pause, ProsodySettings
 from asr_serve.text.g2p.frontend import TextFrontend
-from asr_serve.text.g2p.passages import Clause, Pause, ProsodySettings
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ NATIVE = {
     "_core": "the kernels (slower ones in torch stand in for them)",
     "_ring": "the ring between server and engine (a slower one in Python stands in for it)",
     "_search": "the search of CTC models (a slower one in Python stands in for it)",
+    "_wfst": "the search of decoding graphs (a slower one in Python stands in for it)",
     "_align": "forced alignment to CTC models (a slower one in numpy stands in for it)",
     "_dtw": "the times of words (a slower one in numpy stands in for it)",
     "_disk": "the disk by io_uring (threads in Python stand in for it)",

@@ -10,11 +10,15 @@ Source  Chen and Goodman 1999, An empirical study of smoothing techniques for la
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
 from asr_serve.decoding.language_model.ngram_tables import (
     BEGIN,
     BEGIN_ID,
@@ -30,6 +34,8 @@ from asr_serve.errors import OptionError
 MAX_ORDER = 8
 MAX_DISCOUNTED = 3
 """Counts from which on all have one discount."""
+SENTENCES_AT_ONCE = 4096
+"""Sentences whose perplexity is computed together."""
 FALLBACK_DISCOUNTS = (0.5, 1.0, 1.5)
 """Discounts of counts 1, 2 and 3 or more where a text is too small or too regular to estimate them, as KenLM has
 them for this case."""
@@ -42,7 +48,7 @@ class TrainedNgrams(NamedTuple):
     words: list[str]
     """Words by id in the tables, from FIRST_WORD_ID on; <unk> is the first."""
     discounts: list[tuple[float, float, float]]
-    """For each order those of n-grams counted once, twice, and more often."""
+    """Discounts of each order, of n-grams counted once, twice, and more often."""
 
     def to_model(self) -> WordNgrams:
         return WordNgrams.from_tables(self.tables, self.words)
@@ -86,33 +92,33 @@ def train(
     return TrainedNgrams(tables, words, discounts)
 
 
-def perplexity(model: WordNgrams, sentences: Iterable[Sequence[str]]) -> Perplexity:
+def perplexity(ngrams: WordNgrams, sentences: Iterable[Sequence[str]]) -> Perplexity:
     """Perplexity of sentences, their ends included. Words that the model lacks are its <unk>, and are counted apart:
     they are part of a context and not of the perplexity."""
-    ids = {word: index for index, word in enumerate(model.words)}
-    total, scored, unknown, words, impossible = 0.0, 0, 0, 0, 0
-    for sentence in sentences:
-        state = model.model.start_state
-        for word in sentence:
-            words += 1
-            index = ids.get(word)
-            logprob, state = model.model.step(state, ids.get(UNKNOWN, -1) if index is None else index)
-            if index is None:
-                unknown += 1
-            elif math.isinf(logprob):
-                impossible += 1
-            else:
-                total, scored = total + logprob, scored + 1
-        total, scored = total + float(model.model.final_logprobs[state]), scored + 1
-    value = math.inf if impossible else math.exp(-total / scored) if scored else math.nan
-    return Perplexity(value, words, unknown)
+    ids, scorer = {word: index for index, word in enumerate(ngrams.words)}, NgramScorer(ngrams.model)
+    unknown_id = ids.pop(UNKNOWN, -1)
+    total, scored, unknown, words = 0.0, 0, 0, 0
+    remaining = iter(sentences)
+    while batch := sorted(islice(remaining, SENTENCES_AT_ONCE), key=len, reverse=True):
+        lengths = torch.tensor([len(sentence) for sentence in batch])
+        states = torch.full((len(batch),), scorer.initial_state)
+        for position in range(len(batch[0])):
+            live = int((lengths > position).sum())  # the longest come first
+            found = [ids.get(sentence[position], -1) for sentence in batch[:live]]
+            known = torch.tensor(found) >= 0
+            tokens = torch.tensor(found).where(known, torch.tensor(unknown_id))
+            logprobs, states[:live] = scorer.score(states[:live], tokens)
+            total += float(logprobs[known].sum())
+            words, scored, unknown = words + live, scored + int(known.sum()), unknown + int((~known).sum())
+        total, scored = total + float(scorer.final_logprobs(states).sum()), scored + len(batch)
+    return Perplexity(math.exp(-total / scored) if scored else math.nan, words, unknown)
 
 
 class Perplexity(NamedTuple):
     """Perplexity of a text."""
 
     perplexity: float
-    """Of known words and ends of sentences; nan for an empty text, inf where one of them cannot be."""
+    """Perplexity of known words and ends of sentences; nan for an empty text, inf where one of them cannot be."""
     words: int
     unknown: int
     """Words that the model lacks."""
@@ -138,7 +144,7 @@ def _number(sentences: Iterable[Sequence[str]], vocabulary: Sequence[str]) -> tu
     ids = {UNKNOWN: FIRST_WORD_ID}
     for word in vocabulary:
         ids.setdefault(word, FIRST_WORD_ID + len(ids))
-    closed, text = bool(vocabulary), list[int]()
+    closed, text = bool(vocabulary), array("i")
     for sentence in sentences:
         text.append(BEGIN_ID)
         for word in sentence:
@@ -151,7 +157,7 @@ def _number(sentences: Iterable[Sequence[str]], vocabulary: Sequence[str]) -> tu
         text.append(END_ID)
     if not text:
         raise OptionError("no sentence to train on", "text with a sentence a line", param="text")
-    return np.array(text, np.int32), list(ids)
+    return np.frombuffer(text, np.int32), list(ids)
 
 
 def _count(text: np.ndarray, order: int, vocabulary: int) -> list[_Level]:

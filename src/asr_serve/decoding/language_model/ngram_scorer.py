@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,22 +12,25 @@ from asr_serve.models.ngram import NgramModel
 
 
 class NgramScorer:
-    """TokenScorer (decoding/ctc_batched.py) over an n-gram model.
+    """TokenScorer over an n-gram model.
 
     A query is a binary search of fixed depth among a state's arcs, once for each length of context from the longest
     to none: shapes do not depend on the words, nothing is read back, and a CUDA graph records it.
     """
 
     def __init__(self, model: NgramModel, device: torch.device | str = "cpu") -> None:
-        def on_device(name: str) -> Tensor:
-            return torch.from_numpy(getattr(model, name)).to(device)
+        def on_device(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device)
 
-        self.initial_state = model.start_state
-        self._offsets = on_device("arc_offsets")
-        self._words, self._states = on_device("arc_words"), on_device("arc_states")
-        self._logprobs = on_device("arc_logprobs")
-        self._backoff_states, self._backoff_logprobs = on_device("backoff_states"), on_device("backoff_logprobs")
-        self._final_logprobs = on_device("final_logprobs")
+        self.initial_state, self.state_count = model.start_state, model.states
+        self._offsets = on_device(model.arc_offsets)
+        self._words, self._states = on_device(model.arc_words), on_device(model.arc_states)
+        self._logprobs = on_device(model.arc_logprobs)
+        self._backoff_states, self._backoff_logprobs = (
+            on_device(model.backoff_states),
+            on_device(model.backoff_logprobs),
+        )
+        self._final_logprobs = on_device(model.final_logprobs)
         widest = int(self._offsets.diff().max()) if model.states else 0
         self._halvings = max(1, math.ceil(math.log2(widest + 1)))
         self._contexts = longest_backoff(model) + 1

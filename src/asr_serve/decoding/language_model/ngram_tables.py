@@ -39,6 +39,8 @@ class WordNgrams(NamedTuple):
     model: NgramModel
     words: tuple[str, ...]
     """Words by id in the model. <s> is its start state and </s> its final log-probabilities: neither is a word."""
+    counts: tuple[int, ...]
+    """N-grams of orders 1, 2, ..., those with <s> and </s> included."""
 
     @property
     def unknown(self) -> int | None:
@@ -49,7 +51,8 @@ class WordNgrams(NamedTuple):
     def from_tables(cls, tables: Sequence[NgramTable], words: Sequence[str]) -> WordNgrams:
         """Model of tables of orders 1, 2, ... `words`: by id in the tables, from FIRST_WORD_ID on. Raises
         WeightsCorrupt, see `build_arrays`."""
-        return cls(build_arrays(tables, FIRST_WORD_ID + len(words)), tuple(words))
+        counts = tuple(len(table.words) for table in tables)
+        return cls(build_arrays(tables, FIRST_WORD_ID + len(words)), tuple(words), counts)
 
     def reindexed(self, ids: Mapping[str, int]) -> NgramModel:
         """The model over another vocabulary, such as a recogniser's tokens. Words that `ids` lacks are left out."""
@@ -70,7 +73,7 @@ class WordNgrams(NamedTuple):
     def save(self, path: Path) -> None:
         """Write the model into one file, which `load` reads without parsing."""
         words = np.frombuffer(msgspec.json.encode(self.words), np.uint8)
-        save_file({**self.model.to_arrays(), "words": words}, path)
+        save_file({**self.model.to_arrays(), "words": words, "counts": np.array(self.counts, np.int64)}, path)
 
     @classmethod
     def load(cls, path: Path) -> WordNgrams:
@@ -79,14 +82,15 @@ class WordNgrams(NamedTuple):
             with safe_open(path, "np") as file:
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
             words = msgspec.json.decode(arrays.pop("words").tobytes(), type=tuple[str, ...])
-        except (SafetensorError, OSError, KeyError, msgspec.DecodeError) as failure:
+            counts = tuple(map(int, arrays.pop("counts")))
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError, msgspec.DecodeError) as failure:
             raise WeightsCorrupt(
                 f"the language model {path} cannot be read: {failure}", "a file of `asr-serve lm build`"
             ) from failure
         model = NgramModel.from_arrays(arrays)
         if len(model.arc_words) and not 0 <= model.arc_words.min() <= model.arc_words.max() < len(words):
             raise WeightsCorrupt(f"the language model {path} has arcs of words that it lacks: it has {len(words)}")
-        return cls(model, words)
+        return cls(model, words, counts)
 
 
 def build_arrays(tables: Sequence[NgramTable], vocabulary: int) -> NgramModel:

@@ -16,47 +16,16 @@ import torch
 from torch import Tensor
 
 from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
+from asr_serve.decoding.wfst.search import validate_options
 from asr_serve.devices.interface import Device
 from asr_serve.errors import OptionError
-from asr_serve.models.decoding_graph import DecodingGraph
+from asr_serve.models.decoding_graph import DecodingGraph, GraphSearchOptions
 from asr_serve.models.interfaces import State, StateSpec, StreamingChunk, StreamingModel
 from asr_serve.types import NBestHypothesis, SearchResult, SearchToken
 
 MOST_EPSILON_ROUNDS = 8
 """Arcs without a frame that a path may take one after another, in a graph with circles of them."""
 NEVER = math.inf
-MAX_ACTIVE = 1 << 14
-
-
-class WfstOptions(NamedTuple):
-    """Pruning limits of a search, with Kaldi's meaning."""
-
-    beam: float = 10.0
-    """Tokens this much more costly than the best are dropped, natural log."""
-    max_active: int = 2_000
-    """Most tokens of a frame."""
-    acoustic_scale: float = 1.0
-    """Factor of the model's scores."""
-    arcs_per_token: int = 4
-    """Places for expanded arcs, as a multiple of `max_active`; the most costly tokens are not expanded where a frame
-    needs more."""
-    max_tail_words: int = 64
-    """Most words of a hypothesis that are not fixed: where a chunk leaves more than half as many, all but a quarter
-    are."""
-
-    def validate(self) -> None:
-        """Raises OptionError for limits out of range."""
-        if not self.beam > 0:
-            raise OptionError(f"beam={self.beam}", "more than 0, inf for all", param="graph_beam")
-        for name, value, most in (
-            ("max_active", self.max_active, MAX_ACTIVE),
-            ("arcs_per_token", self.arcs_per_token, 64),
-            ("max_tail_words", self.max_tail_words, 512),
-        ):
-            if not 1 <= value <= most:
-                raise OptionError(f"{name}={value}", f"1 to {most}", param=name)
-        if not (self.acoustic_scale > 0 and math.isfinite(self.acoustic_scale)):
-            raise OptionError(f"acoustic_scale={self.acoustic_scale}", "a number above 0", param="acoustic_scale")
 
 
 class BatchedWfstSearch:
@@ -74,17 +43,36 @@ class BatchedWfstSearch:
     """
 
     def __init__(
-        self, model: StreamingModel, graph: DecodingGraph, device: Device, options: WfstOptions | None = None
+        self,
+        model: StreamingModel,
+        graph: DecodingGraph,
+        device: Device,
+        options: GraphSearchOptions,
+        *,
+        arcs_per_token: int = 4,
+        max_tail_words: int = 64,
     ) -> None:
-        self.model, self.options = model, options or WfstOptions()
-        self.options.validate()
+        """Sets the limits; those of lattices are not used.
+
+        Args:
+            arcs_per_token: places for expanded arcs, as a multiple of `options.max_active`; the most costly tokens
+                are not expanded where a frame needs more.
+            max_tail_words: most words of a hypothesis that are not fixed: where a chunk leaves more than half as
+                many, all but a quarter are.
+        """
+        validate_options(options)
+        for name, value in (("arcs_per_token", arcs_per_token), ("max_tail_words", max_tail_words)):
+            if not 1 <= value <= 512:
+                raise OptionError(f"{name}={value}", "1 to 512", param=name)
+        self.model, self.options = model, options
+        self._places, self._tail_words = arcs_per_token * options.max_active, max_tail_words
         self._graph = _GraphTensors.of(graph, device.torch_device)
         lm = graph.language_model
         self._scorer = None if lm is None else NgramScorer(lm, device.torch_device)
         self._language_states = 1 if lm is None else lm.states
         self._rounds = epsilon_rounds(graph)
         self._start = graph.start_state, 0 if lm is None else lm.start_state
-        self._nodes = 2 * self.options.max_active + self.options.max_tail_words
+        self._nodes = 2 * options.max_active + max_tail_words
         """Places for words that are not fixed. A frame adds at most as many as there are tokens, and none is added
         where no place is left: such a token is dropped."""
         self._advance: Callable[..., tuple[Tensor, ...]] = device.capture(self._advance_chunk)
@@ -109,7 +97,7 @@ class BatchedWfstSearch:
         self._state = state
         scores = self.model.graph_scores(hidden)
         numbers, logprobs = self._advance(scores, chunk.rows, chunk.start_frames, chunk.frames)
-        tail = self.options.max_tail_words
+        tail = self._tail_words
         results = []
         for row, logs in zip(numbers.tolist(), logprobs.tolist(), strict=True):
             fixed, length = row[:2]
@@ -214,7 +202,7 @@ class BatchedWfstSearch:
     def _expand(self, tokens: _Tokens, begins: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Arcs of all tokens, the cheapest token's first: arcs (n, places) and the index of each one's token, and the
         cost after it without the acoustic score; inf in places without an arc."""
-        places = torch.arange(self.options.arcs_per_token * self.options.max_active, device=begins.device)
+        places = torch.arange(self._places, device=begins.device)
         first = begins[tokens.states]
         count = torch.where(torch.isfinite(tokens.costs), ends[tokens.states] - first, 0)
         until = count.cumsum(1)
@@ -271,7 +259,7 @@ class BatchedWfstSearch:
 
     def _fix(self, tokens: _Tokens, tree: _WordTree) -> tuple[_Tokens, _WordTree, tuple[Tensor, ...]]:
         """Output the best hypothesis, fix the words that all tokens share, and drop words of no token."""
-        tail, live = self.options.max_tail_words, torch.isfinite(tokens.costs)
+        tail, live = self._tail_words, torch.isfinite(tokens.costs)
         n, nodes = tree.parents.shape
         path, chain = tree.trace(tokens.nodes[:, 0], tail)
         passes = torch.zeros(n, nodes + 1, dtype=torch.int64, device=live.device)

@@ -120,7 +120,7 @@ def _depths(graph: DecodingGraph, sources: np.ndarray, usable: np.ndarray) -> np
 
 def _without(graph: DecodingGraph, sources: np.ndarray, usable: np.ndarray, depths: np.ndarray) -> SearchGraph:
     """The graph with its usable arcs alone."""
-    kept: dict[str, Any] = {name: getattr(graph, name)[usable] for name in ARC_FIELDS}
+    kept: dict[str, Any] = {name: array[usable] for name, array in graph._asdict().items() if name in ARC_FIELDS}
     offsets = np.zeros(graph.states + 1, np.int32)
     np.cumsum(np.bincount(sources[usable], minlength=graph.states), out=offsets[1:])
     consuming = np.bincount(sources[usable & (graph.arc_labels >= 0)], minlength=graph.states)

@@ -61,6 +61,6 @@ def state_digest(state: bytes) -> bytes:
     return audio_digest(np.frombuffer(state, np.uint8))
 
 
-def chain_digest(before: bytes, heard: bytes) -> bytes:
+def chain_digest(before: bytes, block: bytes) -> bytes:
     """Digest of all chunks up to this one, on which a session's voice activity depends."""
-    return audio_digest(NOTHING, before, heard)
+    return audio_digest(NOTHING, before, block)

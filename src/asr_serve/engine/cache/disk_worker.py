@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from asr_serve.engine.cache.entry import FileChunk, ReadCallback, StoreEntry, StorePlacement, file_chunks
-from asr_serve.engine.cache.index import StoreIndex
 from asr_serve.engine.cache.integrity import ChunkIntegrity, ChunkTag
+from asr_serve.engine.cache.store_entry import FileChunk, ReadCallback, StoreEntry, StorePlacement, file_chunks
+from asr_serve.engine.cache.store_index import StoreIndex
 from asr_serve.errors import DiskFailed
 from asr_serve.transfer.disk import Disk, aligned_memory, still_under_way
 
@@ -297,16 +297,16 @@ class DiskWorker:
 
 
 def _notify_readers(
-    telling: contextlib.ExitStack, told: Sequence[ReadCallback], lent: Sequence[list[memoryview] | None]
+    telling: contextlib.ExitStack, callbacks: Sequence[ReadCallback], lent: Sequence[list[memoryview] | None]
 ) -> None:
     """Registers callbacks that run in order when `telling` exits, whatever happens before and whatever one of them
     raises. `lent` may be filled until then."""
 
-    def tell(number: int) -> None:
-        told[number](lent[number])
+    def notify(number: int) -> None:
+        callbacks[number](lent[number])
 
-    for number in reversed(range(len(told))):
-        telling.callback(tell, number)
+    for number in reversed(range(len(callbacks))):
+        telling.callback(notify, number)
 
 
 def _chunk_view(memory: StorePlacement, chunk: FileChunk) -> memoryview:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from asr_serve.engine.cache.index import StoreIndex
+    from asr_serve.engine.cache.store_index import StoreIndex
     from asr_serve.metrics import EngineMetrics
 
 Tier = Literal["device", "host", "disk"]

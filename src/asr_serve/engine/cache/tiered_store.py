@@ -17,9 +17,9 @@ import numpy as np
 
 from asr_serve.config import EngineConfig
 from asr_serve.engine.cache.disk_worker import DiskWorker
-from asr_serve.engine.cache.entry import EMPTY_VIEW, ReadCallback, StoreEntry, StorePlacement
-from asr_serve.engine.cache.index import StoreIndex
 from asr_serve.engine.cache.integrity import chunk_integrity, read_key
+from asr_serve.engine.cache.store_entry import EMPTY_VIEW, ReadCallback, StoreEntry, StorePlacement
+from asr_serve.engine.cache.store_index import StoreIndex
 from asr_serve.engine.cache.store_stats import TieredStoreStats
 from asr_serve.transfer.disk import BLOCK, Disk, aligned_memory, open_disk
 
@@ -84,14 +84,14 @@ class TieredStore:
         opener = partial(open_disk, config.disk_path, config.disk_bytes, config.disk_road)
         return cls(config.host_bytes, opener if config.disk_bytes else None, key=key, metrics=metrics, pin=pin)
 
-    def put(self, name: bytes, parts: Parts, *, keep: bool) -> bool:
+    def put(self, name: bytes, parts: Parts, *, pinned: bool) -> bool:
         """Stores a copy of `parts`. An entry of that name is dropped first, even if there is no room for the new
-        one. keep: pins the entry until it is dropped; others are evicted, the least recently used first.
+        one. `pinned`: pins the entry until it is dropped; others are evicted, the least recently used first.
 
         Returns False if there is no room now, and nothing is stored. Does not wait for the disk, which makes room.
         """
         flat = [_byte_view(part) for part in parts]
-        entry = StoreEntry(name, [len(part) for part in flat], keep)
+        entry = StoreEntry(name, [len(part) for part in flat], pinned)
         self.drop(name)
         memory = self._allocate(entry.nbytes)
         if memory is None:

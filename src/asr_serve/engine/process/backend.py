@@ -19,6 +19,7 @@ import numpy as np
 from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.engine.client import Connect
 from asr_serve.engine.process import messages
+from asr_serve.engine.process.engine_process import EngineProcess, RingSize
 from asr_serve.engine.process.handover import HandoverResult
 from asr_serve.engine.process.in_flight import (
     InFlight,
@@ -30,7 +31,6 @@ from asr_serve.engine.process.in_flight import (
     SoundAnswer,
     unanswered_query,
 )
-from asr_serve.engine.process.process import EngineProcess, RingSize
 from asr_serve.engine.process.supervisor import Supervisor
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk, reject
 from asr_serve.engine.tts.request import TtsRequest
@@ -75,11 +75,11 @@ class ProcessBackend:
 
     @property
     def ring_depth(self) -> int:
-        return child.writer.depth if (child := self._ready_process) else 0
+        return process.writer.depth if (process := self._ready_process) else 0
 
     @property
     def ring_full_waits(self) -> int:
-        return child.writer.full_waits if (child := self._ready_process) else 0
+        return process.writer.full_waits if (process := self._ready_process) else 0
 
     @property
     def _current(self) -> InFlight:
@@ -88,7 +88,7 @@ class ProcessBackend:
     @property
     def _ready_process(self) -> EngineProcess | None:
         current = self._current
-        return current.current_process if current.process_ready else None
+        return current.process if current.process_ready else None
 
     # --- requests -------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 from asr_serve.engine.process import messages
+from asr_serve.engine.process.engine_process import ExportedStream
 from asr_serve.engine.process.in_flight import InFlight, InFlightSession, InFlightStream
-from asr_serve.engine.process.process import ExportedStream
 from asr_serve.transfer.sealed_buffer import SealedBuffer
 
 MAX_STREAMS_MOVING = 8
@@ -66,19 +66,19 @@ class Handover:
                 self._transfer_session(number, session)
         self._move_more()
 
-    def on_message(self, given: InFlight, message: messages.ToServer | ExportedStream) -> None:
-        """Handles a message after `given` did."""
+    def on_message(self, in_flight: InFlight, message: messages.ToServer | ExportedStream) -> None:
+        """Handles a message after `in_flight` did."""
         match message:
             case messages.StreamOutput(session=number) | messages.RequestFailed(id=number, chunk=int()) if (
-                given is self.old
+                in_flight is self.old
             ):
                 if number in self._moving_since_s:
                     self._request_export(number)
-            case ExportedStream(session=number, saved=saved) if given is self.old:
+            case ExportedStream(session=number, saved=saved) if in_flight is self.old:
                 self._on_exported(number, saved)
             case ExportedStream(saved=SealedBuffer() as unused):
                 unused.close()
-            case messages.StreamOpened(session=number, failure=failure) if given is self.new:
+            case messages.StreamOpened(session=number, failure=failure) if in_flight is self.new:
                 self._on_arrived(number, "replay" if failure else "state")
             case messages.StreamOpened(session=number) if (
                 number in self._moving_since_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -13,7 +12,7 @@ import numpy as np
 
 from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.engine.process import messages
-from asr_serve.engine.process.process import EngineProcess, ExportedStream
+from asr_serve.engine.process.engine_process import EngineProcess, ExportedStream
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.engine.tts.request import TtsRequest
 from asr_serve.errors import AsrServeError, EngineCrashed, StepFailed
@@ -320,7 +319,7 @@ class InFlight:
     lock of Supervisor; results for callers are returned and delivered without it."""
 
     def __init__(self) -> None:
-        self.current_process: EngineProcess | None = None
+        self.process: EngineProcess | None = None
         """The process, also while it loads and after its exit."""
         self.process_ready = False
         """Whether it accepts messages."""
@@ -329,11 +328,6 @@ class InFlight:
         self.requests: dict[int, InFlightUtterance | InFlightSpeech] = {}
         self.sessions = InFlightSessions()
         self.queries = PendingQueries()
-
-    @property
-    def process(self) -> subprocess.Popen[bytes]:
-        assert self.current_process is not None
-        return self.current_process.process
 
     @property
     def idle(self) -> bool:
@@ -394,8 +388,8 @@ class InFlight:
         self.stopped = True
         if self.process_ready:
             self.send(messages.StopEngine())
-        elif self.current_process is not None:
-            self.current_process.kill()
+        elif self.process is not None:
+            self.process.kill()
 
     def send(
         self,
@@ -408,8 +402,8 @@ class InFlight:
         """Sends a message without blocking, see EngineProcess.send. Messages that a dying process has not received
         are lost, and their requests go to the next one."""
         if self.process_ready:
-            assert self.current_process is not None
-            self.current_process.send(message, pcm, number, parcel, owner)
+            assert self.process is not None
+            self.process.send(message, pcm, number, parcel, owner)
         elif parcel is not None:
             parcel.close()
 
@@ -417,9 +411,9 @@ class InFlight:
         """Withdraws unsent messages of an ended request or session, whose samples would otherwise wait for room in
         the ring. `ending`: message for what was sent already."""
         if self.process_ready:
-            assert self.current_process is not None
-            self.current_process.withdraw_owner(number)
-            self.current_process.send(ending)
+            assert self.process is not None
+            self.process.withdraw_owner(number)
+            self.process.send(ending)
 
     def _send_work(self, work: InFlightUtterance | InFlightSpeech) -> None:
         self.send(work.message(), work.pcm, work.id, owner=work.id)

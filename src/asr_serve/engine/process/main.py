@@ -30,8 +30,8 @@ from asr_serve.engine.diarization_runner import DiarizationRequest, models_avail
 from asr_serve.engine.executor import StepGuard
 from asr_serve.engine.loop import Loop
 from asr_serve.engine.process import messages
+from asr_serve.engine.process.engine_process import receive_buffer, send_buffer
 from asr_serve.engine.process.message_sender import MessageSender, OutgoingMessage
-from asr_serve.engine.process.process import receive_buffer, send_buffer
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.engine.session_snapshot import SessionSnapshot
 from asr_serve.engine.stats import EngineStats

@@ -16,9 +16,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from asr_serve.engine.process import messages
+from asr_serve.engine.process.engine_process import (
+    EXIT_TIMEOUT_S,
+    EngineProcess,
+    ExportedStream,
+    RingSize,
+    restart_pause_s,
+)
 from asr_serve.engine.process.handover import Handover, HandoverResult
 from asr_serve.engine.process.in_flight import InFlight, PendingAnswer, SoundAnswer, unanswered_query
-from asr_serve.engine.process.process import EXIT_TIMEOUT_S, EngineProcess, ExportedStream, RingSize, restart_pause_s
 from asr_serve.errors import AsrServeError, EngineClosed, NotAllowed
 
 log = logging.getLogger(__name__)
@@ -42,11 +48,11 @@ class Supervisor:
         self,
         spec: messages.EngineSpec,
         ring: RingSize,
-        tell: Callable[[Sequence[PendingAnswer | SoundAnswer]], None],
+        deliver: Callable[[Sequence[PendingAnswer | SoundAnswer]], None],
         on_stop: Callable[[], None],
     ) -> None:
         self._spec, self._ring = spec, ring
-        self._tell, self._on_stop = tell, on_stop
+        self._deliver, self._on_stop = deliver, on_stop
         self.lock = threading.Lock()
         """Lock of the fields below and of the order of messages. The server's event loop takes it, so that no
         thread may wait for a process while it holds it."""
@@ -66,9 +72,9 @@ class Supervisor:
         """Work of the process that a running renewal has started."""
         self._closing = threading.Event()
         self._starting = threading.Lock()  # one process loads at a time, and another may wait for it
-        self._keepers: dict[InFlight, threading.Thread] = {}
+        self._threads: dict[InFlight, threading.Thread] = {}
         first: Future[messages.EngineReady] = Future()
-        self._start_keeper(self.current, first)
+        self._start_thread(self.current, first)
         threading.Thread(target=self._watch, name=f"asr-serve {spec.model} watch", daemon=True).start()
         self.ready = first.result()
 
@@ -128,129 +134,130 @@ class Supervisor:
         log.info("the engine was renewed: %s", result)
         return result
 
-    def _replace_process(self, coming: InFlight) -> Handover:
+    def _replace_process(self, replacement: InFlight) -> Handover:
         with self._starting:
-            ready = self._start(coming)
+            ready = self._start(replacement)
             with self.lock:
                 same = _comparable_facts(ready) == _comparable_facts(self.ready)
                 if same and not self._closing.is_set():
-                    handover = self.handover = Handover(self.current, coming)
-                    assert coming.current_process is not None
-                    coming.current_process.hang_timeout_s = HANG_TIMEOUT_S
-                    self.current, self.state = coming, "ready"
-                    coming.replay_all()
-                    self._start_keeper(coming)
+                    handover = self.handover = Handover(self.current, replacement)
+                    assert replacement.process is not None
+                    replacement.process.hang_timeout_s = HANG_TIMEOUT_S
+                    self.current, self.state = replacement, "ready"
+                    replacement.replay_all()
+                    self._start_thread(replacement)
                     handover.start()
                     self.changed.notify_all()
                     return handover
-        assert coming.current_process is not None
-        _end_unused(coming.current_process)
+        assert replacement.process is not None
+        _end_unused(replacement.process)
         if same:
             raise EngineClosed("the engine was closed")
         raise NotAllowed(
             "the model's files are not those that were loaded", "a renewal of the same model", "unload it and load it"
         )
 
-    def _hand_over(self, renewal: Handover, timeout_s: float) -> None:
+    def _hand_over(self, handover: Handover, timeout_s: float) -> None:
         try:
             with self.changed:
-                self.changed.wait_for(lambda: renewal.finished or self._closing.is_set(), timeout_s)
+                self.changed.wait_for(lambda: handover.finished or self._closing.is_set(), timeout_s)
         finally:  # also when the caller is interrupted
-            self._retire_old(renewal)
+            self._retire_old(handover)
         if self._closing.is_set():
             raise EngineClosed("the engine was closed")
 
-    def _retire_old(self, renewal: Handover) -> None:
+    def _retire_old(self, handover: Handover) -> None:
         """Transfers the remaining work of the old process and stops it."""
-        kill_timer = threading.Timer(EXIT_TIMEOUT_S, renewal.old.process.kill)  # see `close`
+        assert handover.old.process is not None
+        kill_timer = threading.Timer(EXIT_TIMEOUT_S, handover.old.process.kill)  # see `close`
         kill_timer.daemon = True
         kill_timer.start()
         with self.lock:
             if not self._closing.is_set():
-                renewal.transfer_remaining()
-            renewal.old.request_stop()
-            keeper = self._keepers[renewal.old]
-        keeper.join()
+                handover.transfer_remaining()
+            handover.old.request_stop()
+            thread = self._threads[handover.old]
+        thread.join()
         kill_timer.cancel()
         with self.lock:
-            del self._keepers[renewal.old]
+            del self._threads[handover.old]
             self.handover = None
-            self.moved += renewal.moved
-            self.moved_s += renewal.waited_s
+            self.moved += handover.moved
+            self.moved_s += handover.waited_s
 
     # --- a process's life, on a thread of its own -------------------------------------------------------
 
-    def _start_keeper(self, given: InFlight, first: Future[messages.EngineReady] | None = None) -> None:
+    def _start_thread(self, in_flight: InFlight, first: Future[messages.EngineReady] | None = None) -> None:
         """Starts the thread of a process. `first`: resolved with its first start, which the thread does too."""
-        thread = self._keepers[given] = threading.Thread(
-            target=self._run_keeper, args=(given, first), name=f"asr-serve {self._spec.model} link", daemon=True
+        thread = self._threads[in_flight] = threading.Thread(
+            target=self._run_process, args=(in_flight, first), name=f"asr-serve {self._spec.model} link", daemon=True
         )
         thread.start()
 
-    def _run_keeper(self, given: InFlight, first: Future[messages.EngineReady] | None) -> None:
+    def _run_process(self, in_flight: InFlight, first: Future[messages.EngineReady] | None) -> None:
         error: AsrServeError = EngineClosed("the engine was closed")
         try:
             if first is not None:
-                ready = self._start(given)
-                self._resume_process(given)
+                ready = self._start(in_flight)
+                self._resume_process(in_flight)
                 first.set_result(ready)
-            self._keep_alive(given)
+            self._receive_and_restart(in_flight)
         except AsrServeError as failure:
             error = failure
         except Exception as failure:
             log.exception("what the engine process said cannot be taken: it is given up")
             error = EngineClosed(f"the engine was given up: {type(failure).__name__}", todo="load the model again")
-            if given.current_process is not None:
-                _end_unused(given.current_process)
+            if in_flight.process is not None:
+                _end_unused(in_flight.process)
         finally:  # in any case, so that no caller waits forever
             if first is not None and not first.done():
                 first.set_exception(error)
-            self._fail_remaining(given, error)
+            self._fail_remaining(in_flight, error)
 
-    def _keep_alive(self, given: InFlight) -> None:
+    def _receive_and_restart(self, in_flight: InFlight) -> None:
         """Reads messages and restarts the process, until closed or replaced."""
         troubles, started_s = 0, time.monotonic()
         while True:
-            code = self._receive_until_exit(given)
-            if self._closing.is_set() or given.stopped:
+            code = self._receive_until_exit(in_flight)
+            if self._closing.is_set() or in_flight.stopped:
                 return
             log.error("the engine process died (%s)", code)
             with self.lock:
-                answers = given.record_death(code)
+                answers = in_flight.record_death(code)
                 self._speed_up_replacement()
-            self._tell(answers)
+            self._deliver(answers)
             troubles = 0 if time.monotonic() - started_s > HEALTHY_S else troubles + 1
             started_s = time.monotonic()
-            if not self._restart(given, troubles):
+            if not self._restart(in_flight, troubles):
                 return
             self.restarts += 1
             log.warning("the engine is back after %.1f s", time.monotonic() - started_s)
 
-    def _receive_until_exit(self, given: InFlight) -> str:
+    def _receive_until_exit(self, in_flight: InFlight) -> str:
         """Reads messages until the process is gone; returns how it ended."""
-        child = given.current_process
-        assert child is not None
-        while (message := child.receive()) is not None:
-            self._handle_message(given, message)
+        process = in_flight.process
+        assert process is not None
+        while (message := process.receive()) is not None:
+            self._handle_message(in_flight, message)
         with self.lock:
-            given.process_ready = False
-            if given is self.current and not self._closing.is_set():
+            in_flight.process_ready = False
+            if in_flight is self.current and not self._closing.is_set():
                 self.state = "restarting"
-        code = child.join_or_kill()
-        child.close()
+        code = process.join_or_kill()
+        process.close()
         return code
 
-    def _start(self, given: InFlight) -> messages.EngineReady:
+    def _start(self, in_flight: InFlight) -> messages.EngineReady:
         """Starts a process and waits until its model is loaded. Raises the errors of loading, EngineClosed."""
-        child = given.current_process = EngineProcess.start(self._spec, self._ring)
+        process = in_flight.process = EngineProcess.start(self._spec, self._ring)
         with self.lock:
-            child.hang_timeout_s = LOAD_TIMEOUT_S
+            process.hang_timeout_s = LOAD_TIMEOUT_S
             self._speed_up_replacement()
         if self._closing.is_set():  # `close` may have run before there was a process
-            child.kill()
+            process.kill()
         with contextlib.ExitStack() as undo:
-            undo.callback(_end_unused, child)
-            ready = child.wait_ready(self._forward)
+            undo.callback(_end_unused, process)
+            ready = process.wait_ready(self._forward)
             undo.pop_all()
         return ready
 
@@ -261,40 +268,40 @@ class Supervisor:
         replacement = self._replacement
         if self.state == "ready" or replacement is None or replacement is self.current:
             return
-        if replacement.current_process is not None:
+        if replacement.process is not None:
             timeout_s = HANG_TIMEOUT_S + 2 * self.ready.load_s
-            replacement.current_process.hang_timeout_s = min(replacement.current_process.hang_timeout_s, timeout_s)
+            replacement.process.hang_timeout_s = min(replacement.process.hang_timeout_s, timeout_s)
 
-    def _restart(self, given: InFlight, troubles: int) -> bool:
+    def _restart(self, in_flight: InFlight, troubles: int) -> bool:
         """Restarts a process; returns False when none is needed any more."""
         failed = 0
-        while self._restart_needed(given, restart_pause_s(troubles)):
+        while self._restart_needed(in_flight, restart_pause_s(troubles)):
             with self._starting:
-                if not self._restart_needed(given):
+                if not self._restart_needed(in_flight):
                     return False
                 try:
-                    self._start(given)
+                    self._start(in_flight)
                 except AsrServeError as failure:
                     troubles, failed = troubles + 1, failed + 1
                     log.error("the engine could not be started again: %s", failure)
                     if failed >= MAX_FAILED_STARTS:
                         self._give_up()
                     continue
-            self._resume_process(given)
+            self._resume_process(in_flight)
             return True
         return False
 
-    def _restart_needed(self, given: InFlight, after_s: float = 0.0) -> bool:
+    def _restart_needed(self, in_flight: InFlight, after_s: float = 0.0) -> bool:
         """Whether the process has to be restarted, after a wait of up to `after_s`. A replacement that was loaded
         meanwhile is used instead."""
         with self.changed:
-            return not self.changed.wait_for(lambda: self._closing.is_set() or given is not self.current, after_s)
+            return not self.changed.wait_for(lambda: self._closing.is_set() or in_flight is not self.current, after_s)
 
-    def _resume_process(self, given: InFlight) -> None:
+    def _resume_process(self, in_flight: InFlight) -> None:
         with self.lock:
-            assert given.current_process is not None
-            given.current_process.hang_timeout_s = HANG_TIMEOUT_S
-            given.replay_all()
+            assert in_flight.process is not None
+            in_flight.process.hang_timeout_s = HANG_TIMEOUT_S
+            in_flight.replay_all()
             if self.handover is not None:
                 self.handover.on_new_process_restarted()
                 self.changed.notify_all()
@@ -315,26 +322,26 @@ class Supervisor:
                 in_flight.send(messages.EnginePing())
 
     def _kill_unresponsive(self) -> None:
-        for child in [in_flight.current_process for in_flight in self.in_flights]:
-            if child is not None and child.unresponsive:
-                log.error("the engine gave no sign of life for %.0f s: it is killed", child.hang_timeout_s)
-                child.kill()
+        for process in [in_flight.process for in_flight in self.in_flights]:
+            if process is not None and process.unresponsive:
+                log.error("the engine gave no sign of life for %.0f s: it is killed", process.hang_timeout_s)
+                process.kill()
 
     def _kill(self) -> None:
         for in_flight in self.in_flights:
-            if in_flight.current_process is not None:
-                in_flight.current_process.kill()
+            if in_flight.process is not None:
+                in_flight.process.kill()
 
-    def _handle_message(self, given: InFlight, message: messages.ToServer | ExportedStream) -> None:
+    def _handle_message(self, in_flight: InFlight, message: messages.ToServer | ExportedStream) -> None:
         if isinstance(message, messages.EngineLog):
             self._forward(message)
             return
         with self.lock:
-            answers = given.handle_message(message)
+            answers = in_flight.handle_message(message)
             if self.handover is not None:
-                self.handover.on_message(given, message)
+                self.handover.on_message(in_flight, message)
                 self.changed.notify_all()
-        self._tell(answers)
+        self._deliver(answers)
 
     def _forward(self, message: messages.ToServer | ExportedStream) -> None:
         if isinstance(message, messages.EngineLog):
@@ -352,10 +359,10 @@ class Supervisor:
             for in_flight in self.in_flights:
                 in_flight.request_stop()
             self.changed.notify_all()
-            keepers = list(self._keepers.values())
-        if threading.current_thread() not in keepers:
-            for keeper in keepers:
-                keeper.join()
+            threads = list(self._threads.values())
+        if threading.current_thread() not in threads:
+            for thread in threads:
+                thread.join()
             with self.lock:
                 self.changed.wait_for(lambda: self._replacement is None)
         kill_timer.cancel()
@@ -368,23 +375,23 @@ class Supervisor:
             answers = self.current.fail_all(
                 EngineClosed("the engine cannot be started at the moment", todo="try again later")
             )
-        self._tell(answers)
+        self._deliver(answers)
 
-    def _fail_remaining(self, given: InFlight, error: AsrServeError) -> None:
+    def _fail_remaining(self, in_flight: InFlight, error: AsrServeError) -> None:
         """Rejects or hands over the work of a process that has ended and will not be restarted."""
         with self.lock:
-            is_current = given is self.current
+            is_current = in_flight is self.current
             if is_current:  # later callers see that it is closed, earlier ones are rejected
                 self._closing.set()
                 self.state = "closed"
-            if self.handover is not None and self.handover.old is given and not self._closing.is_set():
+            if self.handover is not None and self.handover.old is in_flight and not self._closing.is_set():
                 self.handover.transfer_remaining()
                 error = unanswered_query("was replaced")
-            answers = given.fail_all(error)
+            answers = in_flight.fail_all(error)
             self.changed.notify_all()
         if is_current:
             self._on_stop()
-        self._tell(answers)
+        self._deliver(answers)
 
 
 def _comparable_facts(ready: messages.EngineReady) -> tuple[object, ...]:
@@ -392,8 +399,8 @@ def _comparable_facts(ready: messages.EngineReady) -> tuple[object, ...]:
     return ready.card, ready.turn_card, ready.fingerprint
 
 
-def _end_unused(child: EngineProcess) -> None:
+def _end_unused(process: EngineProcess) -> None:
     """Kills and closes a process without work."""
-    child.kill()
-    child.join_or_kill()
-    child.close()
+    process.kill()
+    process.join_or_kill()
+    process.close()

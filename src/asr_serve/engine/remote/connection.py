@@ -346,6 +346,6 @@ class PeerConnection:
         away.on_done(away.error or EncodedBatch(self.payload, away.data, away.seconds))
 
 
-def _clamp(told_s: float, most_s: float) -> float:
+def _clamp(reported_s: float, most_s: float) -> float:
     """Limits a duration reported by a peer to what is possible."""
-    return min(max(0.0, told_s), most_s)
+    return min(max(0.0, reported_s), most_s)

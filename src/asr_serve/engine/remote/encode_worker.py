@@ -80,8 +80,8 @@ class EncodeWorker:
         self.port: int = self._listener.getsockname()[1]
         self.batches = self.encoded = 0
 
-    def attach(self, keeper: LoopContext) -> None:
-        self.keeper = keeper
+    def attach(self, context: LoopContext) -> None:
+        self.context = context
         most = max(MAX_REQUEST_SAMPLES, self._samples[1])
         limits = PeerDescription(self._identity, transports.available_transports(), MAX_REQUESTS, most)
         model = self.runner.model
@@ -100,9 +100,9 @@ class EncodeWorker:
             max(frames(self._samples[1], whole) for whole in {False, model.pads_to_window}),
             self._frame_bytes,
             self._timeout_s,
-            on_request=lambda request: keeper.call(lambda: self._on_request(request)),
-            on_cancel=lambda request: keeper.call(lambda: self._on_cancel(request)),
-            on_disconnect=lambda client: keeper.call(lambda: self._on_disconnect(client)),
+            on_request=lambda request: context.call(lambda: self._on_request(request)),
+            on_cancel=lambda request: context.call(lambda: self._on_cancel(request)),
+            on_disconnect=lambda client: context.call(lambda: self._on_disconnect(client)),
             on_sent=self._on_sent,
         )
         threading.Thread(target=self._accept, args=(service,), name="peer door", daemon=True).start()
@@ -125,28 +125,28 @@ class EncodeWorker:
                 log.warning("%s cannot be let in: %s", name, failure)
                 end.close()
 
-    def _admit(self, asker: EncodeClient) -> None:
+    def _admit(self, client: EncodeClient) -> None:
         with self._lock:
-            evicted = self._choose_evicted(asker)
-            if evicted is not asker:
-                self._clients[asker] = None
+            evicted = self._choose_evicted(client)
+            if evicted is not client:
+                self._clients[client] = None
         if evicted is not None:
             log.warning("%s is hung up on: %d connections are open already", evicted.name, MAX_CLIENTS)
-        if evicted is asker:
-            self._reject(asker.channel)
+        if evicted is client:
+            self._reject(client.channel)
             return
         if evicted is not None:
             evicted.channel.shut_down()
         with contextlib.ExitStack() as undo:
-            undo.callback(self._remove_client, asker)
-            threading.Thread(target=self._serve_client, args=(asker,), name="peer asks", daemon=True).start()
+            undo.callback(self._remove_client, client)
+            threading.Thread(target=self._serve_client, args=(client,), name="peer asks", daemon=True).start()
             undo.pop_all()
 
     def _reject(self, line: PeerChannel) -> None:
         """Refuses a client on a thread of its own, since the accepting thread must not block. It is told why, or
         it would try again and again."""
 
-        def tell() -> None:
+        def send_rejection() -> None:
             try:
                 with contextlib.suppress(AsrServeError):  # it is gone, or silent
                     reject_client(line, f"{MAX_CLIENTS} askers are here already; ask another engine")
@@ -159,7 +159,7 @@ class EncodeWorker:
             if self._closing.is_set() or not self._turning_away.acquire(blocking=False):
                 return
             undo.callback(self._turning_away.release)
-            threading.Thread(target=tell, name="peer turned away", daemon=True).start()
+            threading.Thread(target=send_rejection, name="peer turned away", daemon=True).start()
             undo.pop_all()
 
     def _choose_evicted(self, new: EncodeClient) -> EncodeClient | None:
@@ -175,20 +175,20 @@ class EncodeWorker:
                 return client
         return new
 
-    def _serve_client(self, asker: EncodeClient) -> None:
+    def _serve_client(self, client: EncodeClient) -> None:
         try:
-            asker.run()
+            client.run()
         finally:
-            self._remove_client(asker)
+            self._remove_client(client)
 
-    def _remove_client(self, asker: EncodeClient) -> None:
+    def _remove_client(self, client: EncodeClient) -> None:
         with self._lock:
-            self._clients.pop(asker, None)
+            self._clients.pop(client, None)
         self._on_sent()  # its output no longer counts as unsent
 
     def _on_sent(self) -> None:
         if self._held_back:
-            self.keeper.call(lambda: None)
+            self.context.call(lambda: None)
 
     # --- on the loop's thread -----------------------------------------------------------------------------
 
@@ -209,8 +209,8 @@ class EncodeWorker:
             self._schedule_request(request)
             request.client.enqueue_reply(EncodeReply(request, None, "cancelled"))
 
-    def _on_disconnect(self, asker: EncodeClient) -> None:
-        for request in [request for request in self._waiting.values() if request.client is asker]:
+    def _on_disconnect(self, client: EncodeClient) -> None:
+        for request in [request for request in self._waiting.values() if request.client is client]:
             self._schedule_request(request)
 
     def _schedule_request(self, request: EncodeRequest) -> None:
@@ -237,14 +237,14 @@ class EncodeWorker:
             return False
         started_s, started = time.monotonic(), time.perf_counter()
         for request in batch:
-            self.keeper.stats.record_queue_time(request.priority, started_s - request.arrived_s)
+            self.context.stats.record_queue_time(request.priority, started_s - request.arrived_s)
 
         def fail(error: AsrServeError) -> None:
             for request in batch:
                 request.client.enqueue_reply(EncodeReply(request, None, str(error)))
 
         encoded: list[Tensor] = []
-        with StepGuard(self.keeper.stats, "encode", "encoding", fail):
+        with StepGuard(self.context.stats, "encode", "encoding", fail):
             encoded = self._encode(batch)
         if not encoded:
             return True
@@ -254,7 +254,7 @@ class EncodeWorker:
             data = tensor.view(torch.uint8).numpy().reshape(-1)
             request.client.enqueue_reply(EncodeReply(request, data, "", started_s - request.arrived_s, seconds))
         self.batches, self.encoded = self.batches + 1, self.encoded + len(batch)
-        self.keeper.stats.record_step("encode", seconds, len(batch), min(1.0, frames / self.scheduler.encode_frames))
+        self.context.stats.record_step("encode", seconds, len(batch), min(1.0, frames / self.scheduler.encode_frames))
         return True
 
     @torch.inference_mode()

@@ -52,16 +52,16 @@ def proof(key: str, side: bytes, nonces: bytes, identity: EncoderIdentity) -> by
     return hmac.digest(key.encode(), side + b"\0" + nonces + _facts(identity), "sha256")
 
 
-def identity_difference(asker: EncoderIdentity, worker: EncoderIdentity) -> str:
+def identity_difference(client: EncoderIdentity, worker: EncoderIdentity) -> str:
     """Describes how two identities differ; empty where they may work together. The shape of keys and values is
     compared only where these are sent."""
     differences = []
     for name, label in (("model", "model"), ("weights", "weights"), ("dtype", "dtype"), ("quantize", "quantize")):
-        client_value, worker_value = getattr(asker, name), getattr(worker, name)
+        client_value, worker_value = getattr(client, name), getattr(worker, name)
         if client_value != worker_value:
             differences.append(f"{label}: {quoted(client_value)} asks, {quoted(worker_value)} encodes")
-    if not differences and asker.hidden != worker.hidden:
-        differences.append(f"an encoded frame: {quoted(asker.hidden)} asks, {quoted(worker.hidden)} encodes")
+    if not differences and client.hidden != worker.hidden:
+        differences.append(f"an encoded frame: {quoted(client.hidden)} asks, {quoted(worker.hidden)} encodes")
     return "; ".join(differences)
 
 
@@ -125,16 +125,16 @@ def _refuse(line: PeerChannel, why: str) -> None:
     raise PeerRefused(why)
 
 
-def _compare_hello(asks: Hello, encodes: Hello) -> None:
+def _compare_hello(client: Hello, worker: Hello) -> None:
     """Compares the first messages of both sides. Raises PeerRefused."""
-    if asks.version != encodes.version:
+    if client.version != worker.version:
         raise PeerRefused(
-            f"protocol version: {asks.version} asks, {encodes.version} encodes", "the same release on both sides"
+            f"protocol version: {client.version} asks, {worker.version} encodes", "the same release on both sides"
         )
-    if {len(asks.nonce), len(encodes.nonce)} != {NONCE_BYTES}:
+    if {len(client.nonce), len(worker.nonce)} != {NONCE_BYTES}:
         raise PeerRefused("a nonce of another length", f"{NONCE_BYTES} bytes")
-    if asks.keyed != encodes.keyed:
-        with_key, without = ("asks", "encodes") if asks.keyed else ("encodes", "asks")
+    if client.keyed != worker.keyed:
+        with_key, without = ("asks", "encodes") if client.keyed else ("encodes", "asks")
         raise PeerRefused(
             f"the engine that {with_key} has peer_keys, the one that {without} has none", "the same on both sides"
         )

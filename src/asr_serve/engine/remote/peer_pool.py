@@ -70,15 +70,15 @@ class PeerPoolSettings(NamedTuple):
 class PeerPool:
     """Pool of peers that encode batches beside the loop. `submit_batch` is for the loop's thread."""
 
-    def __init__(self, addresses: Sequence[str], asks: PeerPoolSettings) -> None:
+    def __init__(self, addresses: Sequence[str], settings: PeerPoolSettings) -> None:
         """Raises OptionError for a transport that this installation lacks."""
         available = interprocess_transports()
-        if asks.transport != "auto" and asks.transport not in available:
+        if settings.transport != "auto" and settings.transport not in available:
             raise OptionError(
-                f"peer_road={asks.transport}", f"here there are {', '.join(available)}", param="peer_road"
+                f"peer_road={settings.transport}", f"here there are {', '.join(available)}", param="peer_road"
             )
-        self._settings, self.identity = asks, asks.identity
-        self.peers = [EncodePeer(address, asks, self._notify_change) for address in addresses]
+        self._settings, self.identity = settings, settings.identity
+        self.peers = [EncodePeer(address, settings, self._notify_change) for address in addresses]
         self._wake: Callable[[], None] = lambda: None
         self._turn = 0
         self._counting = threading.Lock()
@@ -133,10 +133,10 @@ class PeerPool:
 class EncodePeer:
     """Peer at one address, and the thread that keeps a connection to it."""
 
-    def __init__(self, address: str, asks: PeerPoolSettings, changed: Callable[[], None]) -> None:
+    def __init__(self, address: str, settings: PeerPoolSettings, changed: Callable[[], None]) -> None:
         self.address, self.state = address, "connecting"
         self.connection: PeerConnection | None = None
-        self._settings, self._changed = asks, changed
+        self._settings, self._changed = settings, changed
         self._closing = threading.Event()
         self._lock = threading.Lock()  # guards `_channel` against `close`
         self._channel: PeerChannel | None = None

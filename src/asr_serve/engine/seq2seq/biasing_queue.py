@@ -12,7 +12,7 @@ from torch import Tensor
 from asr_serve.decoding.beam_search import top_tokens
 from asr_serve.decoding.biasing_graph import written_forms, yield_between
 from asr_serve.decoding.biasing_list import CompiledBiasingList
-from asr_serve.engine.cache.biasing_lists import BiasingListCache
+from asr_serve.engine.cache.biasing_list_cache import BiasingListCache
 from asr_serve.errors import StepFailed
 
 if TYPE_CHECKING:

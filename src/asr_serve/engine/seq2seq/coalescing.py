@@ -109,7 +109,7 @@ class RequestCoalescer:
 
     def __init__(
         self,
-        kept: EncoderCache | None,
+        cache: EncoderCache | None,
         plan: Callable[[RecognitionRequest, RecognitionRequest], None],
         unplan: Callable[[RecognitionRequest], bool],
         start: Callable[[list[int]], None],
@@ -118,11 +118,11 @@ class RequestCoalescer:
         call: Callable[[Callable[[], None]], None],
         now: Callable[[], float],
     ) -> None:
-        """`kept`: None if requests have no digests. `plan`: queues the first request to be encoded, as urgent as
+        """`cache`: None if requests have no digests. `plan`: queues the first request to be encoded, as urgent as
         the second; `unplan`: takes it out of the queue, False if it was not there; `start`: ids that depend on
         what is being encoded; `finish`: resolves a request; `room`: number of pages that nobody needs; `call`: has
         the loop call a function, from any thread; `now`: the clock, in seconds."""
-        self.cache = kept
+        self.cache = cache
         self._enqueue, self._dequeue, self._start, self._finish = plan, unplan, start, finish
         self._free_pages, self._call, self._now = room, call, now
         self._answers, self._frames = CoalescingGroups(), CoalescingGroups()

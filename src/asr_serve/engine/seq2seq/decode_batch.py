@@ -17,7 +17,7 @@ from asr_serve.decoding.biasing_graph import OPEN
 from asr_serve.decoding.biasing_list import BOOST, CompiledBiasingList
 from asr_serve.decoding.hypothesis import Finish, Hypothesis
 from asr_serve.decoding.search_options import SearchOptions
-from asr_serve.decoding.token_rules import PLAIN, TokenRule, TokenRules
+from asr_serve.decoding.token_rules import PLAIN_TOKEN, TokenRule, TokenRules
 from asr_serve.devices.interface import Device
 from asr_serve.engine.cache.page_pool import PagePool
 from asr_serve.errors import OptionError, UnsupportedOption
@@ -336,13 +336,15 @@ class DecodeBatch:
             audio_lengths[row_index],
         )
 
-    def logit_positions(self, fed: Sequence[int], asked: Sequence[Sequence[int]]) -> Tensor | None:
+    def logit_positions(self, fed: Sequence[int], scored_offsets: Sequence[Sequence[int]]) -> Tensor | None:
         """Logit positions counted over all rows, of which row r is fed `fed[r]` tokens and needs logits at
         `asked[r]`. None: all."""
-        if sum(fed) == sum(map(len, asked)):
+        if sum(fed) == sum(map(len, scored_offsets)):
             return None
         starts = accumulate(fed, initial=0)
-        positions = [start + offset for start, offsets in zip(starts, asked, strict=False) for offset in offsets]
+        positions = [
+            start + offset for start, offsets in zip(starts, scored_offsets, strict=False) for offset in offsets
+        ]
         return F.pad(torch.tensor(positions), (0, self.device.padded_rows(len(positions)) - len(positions)))
 
 
@@ -423,8 +425,8 @@ class DecoderPrompts:
         """Number of tokens before start-of-transcript: previous text, if there is any."""
         return 0 if self.special is None else len(start) - 1 - start[::-1].index(self.special.sot)
 
-    def rule(self, row: DecodeRow, said: Sequence[int]) -> TokenRule:
-        """Token rule after `said`, which may be longer than what the row has decoded."""
+    def rule(self, row: DecodeRow, tokens: Sequence[int]) -> TokenRule:
+        """Token rule after `tokens`, which may be longer than what the row has decoded."""
         if self.rules is None:
-            return PLAIN
-        return self.rules.after(said[row.hypothesis.first_free_position :], row.hypothesis.options.timestamps)
+            return PLAIN_TOKEN
+        return self.rules.after(tokens[row.hypothesis.first_free_position :], row.hypothesis.options.timestamps)

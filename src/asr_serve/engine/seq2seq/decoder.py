@@ -14,7 +14,7 @@ from torch import Tensor
 from asr_serve.decoding.beam_search import top_tokens
 from asr_serve.decoding.hypothesis import Finish, Hypothesis
 from asr_serve.decoding.search_options import SearchOptions
-from asr_serve.decoding.token_rules import GIVEN, PLAIN, SAID, UNTIMED, TokenRule
+from asr_serve.decoding.token_rules import FORCED_TOKEN, PLAIN_TOKEN, SUPPRESS, UNTIMED, TokenRule
 from asr_serve.devices.interface import Device
 from asr_serve.engine.seq2seq.biasing_queue import pick_and_record
 from asr_serve.engine.seq2seq.decode_batch import (
@@ -43,16 +43,16 @@ class AlignmentQueries:
     shares the copy only with such rows, so all copies together never hold more than the batch's rows at their
     greatest length."""
 
-    def __init__(self, model: EncoderDecoderModel, layers: Sequence[Tensor], wanted: Tensor | None) -> None:
-        """`layers`: queries (positions, heads * head_dim) of each layer with alignment heads; `wanted`: positions
-        with logits; None: all."""
-        self._model, self._layers, self._logit_positions = model, layers, wanted
+    def __init__(self, model: EncoderDecoderModel, layers: Sequence[Tensor], logit_positions: Tensor | None) -> None:
+        """`layers`: queries (positions, heads * head_dim) of each layer with alignment heads; `logit_positions`:
+        positions with logits; None: all."""
+        self._model, self._layers, self._logit_positions = model, layers, logit_positions
         self._recorded: list[tuple[DecodeRow, int]] = []
 
-    def record(self, row: DecodeRow, told: int) -> None:
-        """Records the query of logit position `told` for the row's token that was decided there."""
+    def record(self, row: DecodeRow, logit_position: int) -> None:
+        """Records the query of logit position `logit_position` for the row's token that was decided there."""
         if row.hypothesis.options.words:
-            self._recorded.append((row, told))
+            self._recorded.append((row, logit_position))
 
     def flush(self) -> None:
         """Appends recorded queries to their rows: copies, since the next step overwrites its outputs."""
@@ -158,14 +158,14 @@ class DecodeRunner:
     def add_row(
         self,
         request_id: int,
-        heard: EncoderResult | BorrowedPages | OwnedPages,
+        encoded: EncoderResult | BorrowedPages | OwnedPages,
         hypothesis: Hypothesis,
         root: bytes = b"",
     ) -> DecodeRow:
         """Adds a row, with pages for its longest answer. `root`: cache key of its audio; empty: not cached."""
         options = hypothesis.options
-        audio = self.store_encoder_result(heard) if isinstance(heard, EncoderResult) else heard.pages
-        owned_audio = [] if isinstance(heard, BorrowedPages) else audio
+        audio = self.store_encoder_result(encoded) if isinstance(encoded, EncoderResult) else encoded.pages
+        owned_audio = [] if isinstance(encoded, BorrowedPages) else audio
         row = DecodeRow(request_id, [*owned_audio], hypothesis)
         self.batch.add_row(row)  # from here on `remove_row` frees the pages, whatever fails below
         prompt = self.prompts.prompt_tokens(options)
@@ -177,7 +177,7 @@ class DecodeRunner:
         if hypothesis.beam > 1:
             token_pages = BeamGroup(row, len(prompt) + hypothesis.fixed, token_pages, owned_audio).block_table(0)
         self.batch.set_token_pages(row, token_pages)
-        self.batch.set_audio_pages(row, audio, heard.frames)
+        self.batch.set_audio_pages(row, audio, encoded.frames)
         row.audio_key = root
         special = self.prompts.special
         if special is not None:
@@ -188,13 +188,13 @@ class DecodeRunner:
             self.batch.set_position(row)
         return row
 
-    def store_encoder_result(self, heard: EncoderResult) -> list[int]:
+    def store_encoder_result(self, result: EncoderResult) -> list[int]:
         """Copies encoded audio into new pages, with a reference to each for the caller."""
-        pages = self.page_pool.allocate(pages_for(heard.frames))
+        pages = self.page_pool.allocate(pages_for(result.frames))
         table = torch.tensor(pages, dtype=torch.int32, device=self.device.torch_device)
         with contextlib.ExitStack() as unless_stored:
             unless_stored.callback(self.page_pool.free_pages, pages)
-            self.device.kernels.store(self.kv_cache, heard.cross_kv, table)
+            self.device.kernels.store(self.kv_cache, result.cross_kv, table)
             unless_stored.pop_all()
         return pages
 
@@ -334,7 +334,7 @@ class DecodeRunner:
         prompts, count = self.prompts, len(rows)
         assert prompts.special is not None
         outputs = self._run_forward(
-            self.batch.prefill_inputs(rows, [(prompts.special.sot,)] * count, [1] * count), [GIVEN] * count
+            self.batch.prefill_inputs(rows, [(prompts.special.sot,)] * count, [1] * count), [FORCED_TOKEN] * count
         )
         logits = outputs.logits[:count].index_select(1, prompts.language_ids)
         probabilities, languages = logits.float().softmax(dim=1).max(dim=1)
@@ -352,7 +352,7 @@ class DecodeRunner:
         for row, draft, positions in zip(rows, drafts, offsets, strict=True):
             tokens, first_free = [*row.tokens, *draft], max(len(row.tokens), row.hypothesis.fixed)
             free_rules = [self.prompts.rule(row, tokens[:end]) for end in range(first_free, len(tokens) + 1)]
-            rules += [GIVEN] * (len(positions) - len(free_rules)) + free_rules
+            rules += [FORCED_TOKEN] * (len(positions) - len(free_rules)) + free_rules
         firsts = [row.length if row.prefilled else 1 + row.cached_positions for row in rows]
         new_rows = [row for row in rows if not row.prefilled]
         inputs = self.batch.prefill_inputs(rows, feeds, firsts)
@@ -426,13 +426,13 @@ class DecodeRunner:
         own, audio = at.token_tables[:, :own_width].contiguous(), at.audio_tables[:, :audio_width].contiguous()
         inputs = at.tokens, own, at.token_lengths, audio, at.audio_lengths
         selected = () if at.logit_positions is None else (at.logit_positions,)
-        if self.prompts.rules is None or all(rule == PLAIN for rule in rules):
+        if self.prompts.rules is None or all(rule == PLAIN_TOKEN for rule in rules):
             return forward_outputs(self.model, at.logit_positions, *self._step_plain(*inputs, *selected))
         count = len(at.tokens if at.logit_positions is None else at.logit_positions)
-        padded_rules = torch.tensor([*rules, *[GIVEN] * (count - len(rules))])
+        padded_rules = torch.tensor([*rules, *[FORCED_TOKEN] * (count - len(rules))])
         step = self._step_ruled
         if any(rule.text_from != UNTIMED for rule in rules):
-            step = self._step_timed if all(rule.level == SAID for rule in rules) else self._step_timed_prefill
+            step = self._step_timed if all(rule.level == SUPPRESS for rule in rules) else self._step_timed_prefill
         return forward_outputs(self.model, at.logit_positions, *step(padded_rules, *inputs, *selected))
 
     def logits(self, at: ForwardInputs, rules: Sequence[TokenRule]) -> Tensor:
@@ -440,20 +440,20 @@ class DecodeRunner:
         values."""
         return self._run_forward(at, rules).logits[: len(rules)]
 
-    def _forward(self, *given: Tensor) -> tuple[Tensor, ...]:
-        logits, hidden, *queries = self._decode(*given)
+    def _forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        logits, hidden, *queries = self._decode(*inputs)
         if self.prompts.rules is not None:
             self.prompts.rules.always(logits)
         return (*self._argmax(logits, hidden), logits, hidden, *queries)
 
     def _forward_ruled(
-        self, rules: Tensor, *given: Tensor, timed: bool = False, begun: bool = False
+        self, rules: Tensor, *inputs: Tensor, timed: bool = False, begun: bool = False
     ) -> tuple[Tensor, ...]:
         """Forward pass with a rule for each position. `timed`: some rules concern timestamps; `begun`: positions
         may include start-of-transcript."""
         assert self.prompts.rules is not None
         assert self.prompts.special is not None
-        logits, hidden, *queries = self._decode(*given)
+        logits, hidden, *queries = self._decode(*inputs)
         no_speech: tuple[Tensor, ...] = ()
         if begun:
             scores = logits.float()

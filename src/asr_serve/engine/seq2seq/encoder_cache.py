@@ -12,8 +12,8 @@ from torch import Tensor
 
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.engine.cache import TieredStore
-from asr_serve.engine.cache.lru import LruCache
-from asr_serve.engine.cache.prefix import PrefixCache
+from asr_serve.engine.cache.lru_cache import LruCache
+from asr_serve.engine.cache.prefix_cache import PrefixCache
 from asr_serve.engine.executor import StepGuard
 from asr_serve.engine.seq2seq.decode_batch import DecodeRow
 from asr_serve.engine.seq2seq.decoder import DecodeRunner
@@ -60,7 +60,7 @@ class EncoderCache:
             copy = self._runner.kv_cache[pages]
             _zero_tail(copy, frames)
             data = copy.cpu().reshape(-1).view(torch.uint8).numpy()
-            self._offload.put(OFFLOAD_PREFIX + root, [frames.to_bytes(8, "little"), data.data], keep=False)
+            self._offload.put(OFFLOAD_PREFIX + root, [frames.to_bytes(8, "little"), data.data], pinned=False)
 
     # --- answers ----------------------------------------------------------------------------------------
 

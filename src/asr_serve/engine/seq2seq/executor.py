@@ -25,8 +25,8 @@ from asr_serve.engine.seq2seq.encoder import (
 )
 from asr_serve.engine.seq2seq.encoder_cache import EncoderCache
 from asr_serve.engine.seq2seq.finalize import Finalizer
+from asr_serve.engine.seq2seq.hotword_rescoring import HotwordRescorer
 from asr_serve.engine.seq2seq.request_table import RequestTable
-from asr_serve.engine.seq2seq.rescoring import HotwordRescorer
 from asr_serve.engine.seq2seq.scheduler import LIVE_RESERVE_FRACTION, Seq2SeqScheduler
 from asr_serve.errors import Cancelled, OptionError
 from asr_serve.models.interfaces import EncoderDecoderModel
@@ -63,12 +63,12 @@ class Seq2SeqExecutor:
         on_start: Callable[[list[int]], None],
         *,
         incremental: bool = False,
-        kept: EncoderCache | None = None,
+        encoder_cache: EncoderCache | None = None,
         peers: PeerPool | None = None,
         encode_text: Callable[[str], list[int]] | None = None,
     ) -> None:
         """`incremental`: live audio is encoded elsewhere, while it arrives (see IncrementalEncoderExecutor).
-        `kept`: cache of earlier requests; None: every request is computed. `peers`: engines that encode too.
+        `encoder_cache`: cache of earlier requests; None: every request is computed. `peers`: engines that encode too.
         `encode_text`: hot words to tokens."""
         self.incremental, self.borrowed_page_count = incremental, 0
         """`borrowed_page_count`: pages of the runner that the incremental encoder holds; no row frees them."""
@@ -78,7 +78,7 @@ class Seq2SeqExecutor:
         self.open_requests = self.requests.open
         self.biasing_queue = BiasingQueue(encode_text, text, lambda job: self.loop.call(job), self._fail)
         self.coalescer = RequestCoalescer(
-            kept,
+            encoder_cache,
             lambda each, like: self.scheduler.enqueue(self.requests.to_scheduled(each, like)),
             lambda each: self.scheduler.remove(each.id),
             lambda ids: self.requests.on_start(ids),
@@ -94,15 +94,15 @@ class Seq2SeqExecutor:
         self._peers, self._alone, self._decoded_s = peers, config.role == "both", -DECODE_PACE_S
         self._check_throttle = CheckThrottle()
 
-    def attach(self, keeper: LoopContext) -> None:
-        self.loop, self.requests.stats = keeper, keeper.stats
+    def attach(self, context: LoopContext) -> None:
+        self.loop, self.requests.stats = context, context.stats
         if self.coalescer.cache is not None:
-            self.coalescer.cache.stats = keeper.stats
+            self.coalescer.cache.stats = context.stats
         self.encoder_pool = EncoderPool(
             self.encode_runner,
-            lambda *encoded: keeper.call(lambda: self._on_encoded(*encoded)),
+            lambda *encoded: context.call(lambda: self._on_encoded(*encoded)),
             self._peers,
-            lambda: keeper.call(lambda: None),
+            lambda: context.call(lambda: None),
             alone=self._alone,
         )
 
@@ -229,7 +229,7 @@ class Seq2SeqExecutor:
         if self._live_active() and busy:  # an idle engine gives a file all that it needs
             reserved = runner.max_rows // LIVE_RESERVE_FRACTION, runner.page_pool.pages // LIVE_RESERVE_FRACTION
         return self.scheduler.schedule(
-            free_rows, runner.page_pool.free_count - encoder_pool.reserved_pages, kept=reserved, frames=frames
+            free_rows, runner.page_pool.free_count - encoder_pool.reserved_pages, reserved=reserved, frames=frames
         )
 
     # --- encoding --------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from asr_serve.engine.seq2seq.coalescing import RequestCoalescer
     from asr_serve.engine.seq2seq.decode_batch import DecodeRow
     from asr_serve.engine.seq2seq.decoder import DecodeRunner
+    from asr_serve.engine.seq2seq.hotword_rescoring import HotwordRescorer
     from asr_serve.engine.seq2seq.request_table import RequestTable
-    from asr_serve.engine.seq2seq.rescoring import HotwordRescorer
 
 
 GuardStep = Callable[[str, str, list[int]], StepGuard]

@@ -80,7 +80,7 @@ class Seq2SeqScheduler:
         return True
 
     def schedule(
-        self, free_rows: int, free_pages: int, *, kept: tuple[int, int] = (0, 0), frames: int | None = None
+        self, free_rows: int, free_pages: int, *, reserved: tuple[int, int] = (0, 0), frames: int | None = None
     ) -> list[int]:
         """Returns ids to encode now, in order of length; they are no longer waiting.
 
@@ -89,7 +89,7 @@ class Seq2SeqScheduler:
         alone: nothing waits, nothing fits, or too few bulk requests would join to be worth it.
         """
         room = {
-            p: (free_rows, free_pages) if p == "live" else _subtract_reserve(free_rows, free_pages, kept)
+            p: (free_rows, free_pages) if p == "live" else _subtract_reserve(free_rows, free_pages, reserved)
             for p in DEADLINE_MS
         }
         waiting = [p for p, order in self._by_deadline.items() if order and room[p][0] > 0]
@@ -158,5 +158,5 @@ def _fits(request: ScheduledRequest, room: tuple[int, int]) -> bool:
     return request.rows <= room[0] and request.pages <= room[1]
 
 
-def _subtract_reserve(free_rows: int, free_pages: int, kept: tuple[int, int]) -> tuple[int, int]:
-    return max(0, free_rows - kept[0]), max(0, free_pages - kept[1])
+def _subtract_reserve(free_rows: int, free_pages: int, reserved: tuple[int, int]) -> tuple[int, int]:
+    return max(0, free_rows - reserved[0]), max(0, free_pages - reserved[1])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from asr_serve.decoding.biasing_list import StreamingBiasingList
-from asr_serve.engine.cache.biasing_lists import BiasingListCache
+from asr_serve.engine.cache.biasing_list_cache import BiasingListCache
 from asr_serve.engine.executor import LoopContext
 from asr_serve.engine.streaming.request import StreamRequest
 from asr_serve.errors import StepFailed
@@ -25,8 +25,8 @@ class StreamBiasingCompiler:
         self._lists: BiasingListCache[StreamingBiasingList] = BiasingListCache()
         self._waiting_by_stream: dict[int, tuple[StreamRequest, Future[StreamingBiasingList]]] = {}
 
-    def attach(self, keeper: LoopContext) -> None:
-        self._keeper = keeper
+    def attach(self, context: LoopContext) -> None:
+        self._context = context
 
     @property
     def waiting_streams(self) -> set[int]:
@@ -42,7 +42,7 @@ class StreamBiasingCompiler:
         if compiled.done():
             self._deliver(number, stream, compiled)
         else:
-            compiled.add_done_callback(lambda _: self._keeper.call(lambda: self._deliver(number, stream, compiled)))
+            compiled.add_done_callback(lambda _: self._context.call(lambda: self._deliver(number, stream, compiled)))
 
     def cancel(self, number: int) -> None:
         """Cancels the compilation of the stream's list, if it has not begun and no other stream waits for it."""

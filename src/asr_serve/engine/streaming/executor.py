@@ -35,14 +35,14 @@ class StreamingExecutor:
         *,
         tiers: OffloadStore | None = None,
         sleep_after_s: float = 10.0,
-        hears_again: bool = False,
+        replay: bool = False,
         spell: Callable[[str], StreamingBiasingList] | None = None,
     ) -> None:
         """`shares`: share of slots of each class while several wait. `tiers`: where callers' streams are offloaded
-        after `sleep_after_s` without audio; None: never. `hears_again`: the tiers may lose a stream, which is then
+        after `sleep_after_s` without audio; None: never. `replay`: the tiers may lose a stream, which is then
         replayed from its retained audio. `spell`: compiles hot words for the search."""
         self.model_runner, self.device = wrapper, wrapper.device
-        self._offloader, self._replays = StreamOffloader(tiers, sleep_after_s), hears_again
+        self._offloader, self._replays = StreamOffloader(tiers, sleep_after_s), replay
         self._on_done, self._on_start = on_done, on_start
         self._streams: dict[int, StreamRequest] = {}
         self._replay_budget = ReplayAudioBudget(self._streams, self._offloader.offloaded)
@@ -52,12 +52,12 @@ class StreamingExecutor:
         self._recordings = 0
         """Utterances that have a slot."""
         self._biasing = StreamBiasingCompiler(spell, self._fail_stream)
-        self._look_through = CheckThrottle()
+        self._check_throttle = CheckThrottle()
 
-    def attach(self, keeper: LoopContext) -> None:
-        self._keeper = keeper
-        self._offloader.attach(keeper)
-        self._biasing.attach(keeper)
+    def attach(self, context: LoopContext) -> None:
+        self._context = context
+        self._offloader.attach(context)
+        self._biasing.attach(context)
 
     @property
     def due_s(self) -> float | None:
@@ -76,7 +76,7 @@ class StreamingExecutor:
     def check(self) -> None:
         states = self.model_runner.states
         assert states.used == len(self._stream_by_session), "a slot was lost"
-        if not self._look_through(states.slots + len(self._streams)):
+        if not self._check_throttle(states.slots + len(self._streams)):
             return
         states.check()
         with_slot, waiting = set(self._stream_by_session.values()), set(self._waiting)
@@ -132,7 +132,7 @@ class StreamingExecutor:
         """Opens a caller's stream. `samples`: the most that will come. `saved`: its snapshot, from here or from
         another engine of the same model. `words`: chunks may be timed. `bias`: hot words, as in SearchOptions.
         Raises ValueError for a snapshot that cannot be continued."""
-        stream = StreamRequest("live", live, samples=samples, keeps=self._replays, words=words, bias=bias)
+        stream = StreamRequest("live", live, samples=samples, retain_audio=self._replays, words=words, bias=bias)
         if saved is not None and (session_view := stream.load_state(saved)) is not None:
             self._validate_saved(stream, session_view)
             if self._offloader.enabled and self._offloader.offload(number, session_view):
@@ -191,20 +191,20 @@ class StreamingExecutor:
                 self._fail_stream(self._stream_by_session[session], error)
 
         outputs: list[StreamingStepOutput] = []
-        with StepGuard(self._keeper.stats, "chunk", "a chunk", fail):
+        with StepGuard(self._context.stats, "chunk", "a chunk", fail):
             outputs = runner.step(running, 1_000 * time.monotonic())
         for session, result in outputs:
             number = self._stream_by_session[session]
             self._streams[number].add_found(result)
             self._advance_stream(number)
         rows = len(running)
-        self._keeper.stats.record_step("chunk", time.perf_counter() - started, rows, rows / runner.max_rows)
+        self._context.stats.record_step("chunk", time.perf_counter() - started, rows, rows / runner.max_rows)
         return True
 
     def _assign_slots(self) -> None:
         """Assigns slots to waiting streams. More recordings than fit in one step would only delay each other and
         callers."""
-        reserved = self.model_runner.states.slots // LIVE_SLOTS_DIVISOR if self._keeper.vad_scheduler.live_count else 0
+        reserved = self.model_runner.states.slots // LIVE_SLOTS_DIVISOR if self._context.vad_scheduler.live_count else 0
         while len(self._waiting) and (free := self._free_slots):
             live_only = self._recordings >= self.model_runner.max_rows or free <= reserved
             allowed: tuple[Priority, ...] = ("live",) if live_only else ("live", "interactive", "bulk")
@@ -251,7 +251,7 @@ class StreamingExecutor:
                 self._validate_saved(stream, held)
                 stream.saved_session = held
         if stream.saved_session is None:
-            self._keeper.stats.record_recompute()
+            self._context.stats.record_recompute()
             if not stream.replay_audio:
                 self._fail_stream(number, stream_state_lost())
 
@@ -264,7 +264,7 @@ class StreamingExecutor:
         assert utterance.pcm is not None
         utterance.encode_start_ns = time.time_ns()
         waited_s = max(0, utterance.encode_start_ns - utterance.submitted_ns) / 1e9
-        self._keeper.stats.record_queue_time(utterance.priority, waited_s)
+        self._context.stats.record_queue_time(utterance.priority, waited_s)
         self._on_start([utterance.id])
         with self._isolate_failure(utterance.id):
             self._append_to_session(session, utterance.pcm, last=True)
@@ -298,7 +298,7 @@ class StreamingExecutor:
         """Answers the first chunk, whose audio was all processed."""
         result = stream.take_result(session, stream.pending_chunks[0].with_times)
         if session.finished:
-            self._keeper.stats.record_recognition(session.audio_buffer.samples, stream.emitted_tokens)
+            self._context.stats.record_recognition(session.audio_buffer.samples, stream.emitted_tokens)
         self._emit_answer(number, stream, session, result)
 
     def _emit_answer(self, number: int, stream: StreamRequest, session: StreamingSession, found: Any) -> None:
@@ -312,13 +312,13 @@ class StreamingExecutor:
 
     def _isolate_failure(self, number: int) -> StepGuard:
         """Context in which an error fails one stream only."""
-        return StepGuard(self._keeper.stats, "chunk", "hearing", lambda error: self._fail_stream(number, error))
+        return StepGuard(self._context.stats, "chunk", "hearing", lambda error: self._fail_stream(number, error))
 
     def _finish_utterance(self, number: int, utterance: RecognitionRequest, found: SearchResult) -> None:
         answer = to_recognition(utterance, found, self.model_runner.model.frame_samples)
         self._remove_stream(number)
         self._on_done(utterance.samples)
-        self._keeper.stats.record_recognition(utterance.samples, len(answer.tokens))
+        self._context.stats.record_recognition(utterance.samples, len(answer.tokens))
         resolve(utterance.future, answer)
 
     # --- offload -----------------------------------------------------------------------------------------

@@ -113,9 +113,9 @@ class IncrementalEncoderExecutor(StreamingExecutor):
         self._first, self._each = window.samples - window.left_samples, chunk * wrapper.model.frame_samples
         """Samples until a stream's first chunk is complete, and from one chunk to the next."""
 
-    def attach(self, keeper: LoopContext) -> None:
-        super().attach(keeper)
-        self._utterances.attach(keeper)
+    def attach(self, context: LoopContext) -> None:
+        super().attach(context)
+        self._utterances.attach(context)
 
     @property
     def due_s(self) -> float | None:

@@ -21,8 +21,8 @@ from asr_serve.engine.session_snapshot import BytesLike, SessionSnapshot, Sessio
 from asr_serve.engine.state_cache import StateCacheManager, StateSlot, state_row_bytes, tensor_bytes
 from asr_serve.engine.streaming.audio_buffer import AudioBuffer, ChunkAudioPosition
 from asr_serve.engine.streaming.search_router import add_prefix, select_prefix
-from asr_serve.engine.streaming.token_alignment import SavedAlignment as KeptEvidence
-from asr_serve.engine.streaming.token_alignment import StreamTokenAligner, compact_posteriors
+from asr_serve.engine.streaming.token_aligner import SavedAlignment as KeptEvidence
+from asr_serve.engine.streaming.token_aligner import StreamTokenAligner, compact_posteriors
 from asr_serve.models.interfaces import (
     NBestHypothesis,
     SearchResult,
@@ -172,7 +172,7 @@ class ChunkedModelRunner:
         names = type(model).__module__, type(search).__name__
         facts = [*names, model.session_layout, self._windows, list(specs.items())]
         self._layout = hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
-        self._search_keeps_state = search if isinstance(search, StatefulSearch) else None
+        self._stateful_search = search if isinstance(search, StatefulSearch) else None
         self._expecting = search if isinstance(search, BiasingSearch) else None
         self._encoder = select_prefix("encoder", self.states.tensors)
         self._search = select_prefix("search", self.states.tensors)
@@ -220,8 +220,8 @@ class ChunkedModelRunner:
         """Closes a session at any time and frees its slot."""
         self._sessions.remove(session)
         self._ready.discard(session)
-        if self._search_keeps_state is not None:
-            self._search_keeps_state.free(session.slot.row)
+        if self._stateful_search is not None:
+            self._stateful_search.free(session.slot.row)
         if self._expecting is not None:
             self._expecting.set_biasing(session.slot.row, None)
         self.states.free(session.slot)
@@ -266,8 +266,8 @@ class ChunkedModelRunner:
             tensor_bytes(torch.from_numpy(audio.unbuffered)),
             frames,
         ]
-        if self._search_keeps_state is not None:
-            search_numbers, tensor = self._search_keeps_state.export_state(row)
+        if self._stateful_search is not None:
+            search_numbers, tensor = self._stateful_search.export_state(row)
             parts += [memoryview(search_numbers), tensor_bytes(tensor)]
         alignment = None if aligner is None else aligner.saved
         biasing = session.biasing.digest if session.biasing is not None else b""
@@ -277,7 +277,7 @@ class ChunkedModelRunner:
     @property
     def part_sizes(self) -> int:
         """Number of parts of a saved session."""
-        return len(self.states.specs) + (2 if self._search_keeps_state is None else 4)
+        return len(self.states.specs) + (2 if self._stateful_search is None else 4)
 
     def validate_saved(self, saved: SessionSnapshot | SessionSnapshotView) -> ChunkAudioPosition:
         """Validates a snapshot and returns its audio position. Raises ValueError for another model or other sizes;
@@ -331,10 +331,10 @@ class ChunkedModelRunner:
             raise ValueError("a saved session with other hot words")
         self.states.import_parts(session.slot, saved.parts[:rows])
         session.audio_buffer.restore(numbers.position, saved.parts[rows])
-        if self._search_keeps_state is not None:
+        if self._stateful_search is not None:
             search_parts: list[BytesLike] = list(saved.parts[rows + 2 :])
             seen_frames, device = numbers.position.seen_frames, self.device.torch_device
-            self._search_keeps_state.import_state(
+            self._stateful_search.import_state(
                 session.slot.row, bytes(search_parts[0]), bytes(search_parts[1]), seen_frames, device
             )
         session.aligner = self._evidence(numbers, saved.parts[rows + 1])
@@ -415,13 +415,13 @@ class ChunkedModelRunner:
             self._forward(pcm, self.states.prepare_rows([], rows), *numbers)
 
     @torch.inference_mode()
-    def _advance(self, given: _StepInput, rows: Tensor, sessions: Sequence[StreamingSession]) -> list[SearchResult]:
-        pcm, *numbers = given
+    def _advance(self, inputs: _StepInput, rows: Tensor, sessions: Sequence[StreamingSession]) -> list[SearchResult]:
+        pcm, *numbers = inputs
         (hidden,) = self._forward(pcm, rows, *numbers)
         n, device = len(sessions), self.device.torch_device
         live = StreamingChunk(pcm[:n], rows[:n], *(tensor[:n].to(device) for tensor in numbers))
         results = self.search.step(hidden[:n], live, self._search)
-        self._collect_alignment(hidden, given.frames.tolist(), sessions, results)
+        self._collect_alignment(hidden, inputs.frames.tolist(), sessions, results)
         return results
 
     def _collect_alignment(
@@ -441,5 +441,7 @@ class ChunkedModelRunner:
             assert aligner is not None
             aligner.append_step(found[row].fixed_tokens, None if posteriors is None else posteriors[i, : frames[row]])
 
-    def _step(self, *given: Tensor) -> tuple[Tensor]:
-        return (self.model.step(StreamingChunk(*(part.to(self.device.torch_device) for part in given)), self._encoder),)
+    def _step(self, *inputs: Tensor) -> tuple[Tensor]:
+        return (
+            self.model.step(StreamingChunk(*(part.to(self.device.torch_device) for part in inputs)), self._encoder),
+        )

@@ -32,7 +32,7 @@ MAX_OFFLOADS_PER_STEP = 4
 class OffloadStore(Protocol):
     """Storage in host memory, then in a file. See engine/cache/tiered_store."""
 
-    def put(self, name: bytes, parts: Sequence[BytesLike], *, keep: bool) -> bool: ...
+    def put(self, name: bytes, parts: Sequence[BytesLike], *, pinned: bool) -> bool: ...
     def get(self, name: bytes, done: Callable[[list[memoryview] | None], None]) -> None: ...
     def drop(self, name: bytes) -> None: ...
 
@@ -58,8 +58,8 @@ class StreamOffloader:
         self._requested: dict[int, float] = {}
         """Streams for which audio came, and when."""
 
-    def attach(self, keeper: LoopContext) -> None:
-        self._keeper = keeper
+    def attach(self, context: LoopContext) -> None:
+        self._context = context
 
     @property
     def enabled(self) -> bool:
@@ -120,13 +120,13 @@ class StreamOffloader:
         self.mark_active(number)
         self._stored.add(number)
         self.offloaded[number] = None
-        self._keeper.stats.record_offload()
-        self._keeper.stats.set_offloaded(len(self.offloaded))
+        self._context.stats.record_offload()
+        self._context.stats.set_offloaded(len(self.offloaded))
         return True
 
     def _store(self, number: int, held: SessionSnapshotView) -> bool:
         assert self._offload_store is not None
-        return self._offload_store.put(_name(number), [held.header, *held.parts], keep=True)
+        return self._offload_store.put(_name(number), [held.header, *held.parts], pinned=True)
 
     def _take_restored(self, waiting: Iterable[tuple[int, StreamRequest]]) -> bool:
         if len(self._requested.keys() - self._stored) >= MAX_RESTORED:
@@ -154,7 +154,7 @@ class StreamOffloader:
                 done(number, held)
 
         self.restoring[number] = on_read
-        self._get(number, lambda held: self._keeper.call(lambda: on_read(held)))
+        self._get(number, lambda held: self._context.call(lambda: on_read(held)))
 
     def read_blocking(self, number: int) -> SessionSnapshotView | None:
         """Reads a stream's state while the loop waits. None: the state is lost."""
@@ -178,7 +178,7 @@ class StreamOffloader:
     def restored(self, number: int) -> None:
         """Records that the stream has a slot and its state again."""
         if (requested_s := self._requested.get(number)) is not None:
-            self._keeper.stats.record_restore(time.monotonic() - requested_s)
+            self._context.stats.record_restore(time.monotonic() - requested_s)
         self.forget(number)
 
     def forget(self, number: int) -> None:
@@ -198,7 +198,7 @@ class StreamOffloader:
     def _mark_restored(self, number: int) -> None:
         if number in self.offloaded:
             del self.offloaded[number]
-            self._keeper.stats.set_offloaded(len(self.offloaded))
+            self._context.stats.set_offloaded(len(self.offloaded))
 
     def check_invariants(self, quiet: set[int], silent: set[int]) -> None:
         """Asserts consistency. `quiet`: streams with a slot and no chunks. `silent`: streams with neither slot nor

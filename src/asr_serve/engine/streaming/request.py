@@ -70,12 +70,12 @@ class StreamRequest:
         utterance: RecognitionRequest | None = None,
         samples: int | None = None,
         *,
-        keeps: bool = False,
+        retain_audio: bool = False,
         words: bool = False,
         bias: str = "",
     ) -> None:
-        """`priority`: for a slot. `live`: for steps. `samples`: the most that will come, if known. `keeps`: retain
-        its audio for replay. `words`: token times may be requested. `bias`: hot words, as in SearchOptions."""
+        """`priority`: for a slot. `live`: for steps. `samples`: the most that will come, if known. `retain_audio`:
+        for replay. `words`: token times may be requested. `bias`: hot words, as in SearchOptions."""
         self.words = words if utterance is None else utterance.options.words
         self.bias = bias if utterance is None else utterance.options.bias
         self.biasing: StreamingBiasingList | None = None
@@ -96,8 +96,8 @@ class StreamRequest:
         """Tokens that were returned."""
         self.saved_session: SessionSnapshotView | None = None
         """Snapshot from which its next session continues."""
-        self._keep_replay = keeps
-        self.replay_audio: list[np.ndarray] | None = [] if keeps else None
+        self._retain_audio = retain_audio
+        self.replay_audio: list[np.ndarray] | None = [] if retain_audio else None
         """All audio that its sessions received, for replay; None: not retained."""
         self._samples = self._replayed_tokens = 0
         """Number of these samples; number of replayed tokens that were returned before."""
@@ -169,7 +169,7 @@ class StreamRequest:
             header.timed_tokens,
         )
         audio, *parts = map(bytes, saved.parts)  # copied, because the owner of the memory may reuse it
-        needed = header.has_replay and (self._keep_replay or header.session is None)
+        needed = header.has_replay and (self._retain_audio or header.session is None)
         self.replay_audio = [np.frombuffer(audio, np.float32)] if needed else None
         self._samples = len(audio) // 4
         self.saved_session = None if header.session is None else SessionSnapshotView(header.session, parts)
@@ -179,9 +179,9 @@ class StreamRequest:
 class ReplayAudioBudget:
     """Limit on the audio that all streams together retain for replay."""
 
-    def __init__(self, streams: Mapping[int, StreamRequest], asleep: Iterable[int]) -> None:
-        """`streams`: all streams. `asleep`: the offloaded ones, longest first."""
-        self._streams, self._asleep = streams, asleep
+    def __init__(self, streams: Mapping[int, StreamRequest], offloaded: Iterable[int]) -> None:
+        """`streams`: all streams. `offloaded`: the offloaded ones, longest first."""
+        self._streams, self._offloaded = streams, offloaded
         self.nbytes = 0
 
     def add(self, stream: StreamRequest) -> None:
@@ -203,8 +203,8 @@ class ReplayAudioBudget:
         """Drops retained audio until the limit holds: first of the streams offloaded longest, which may never
         continue."""
         while self.nbytes > MAX_REPLAY_BYTES:
-            asleep = (self._streams[number] for number in self._asleep)
-            stream = next((candidate for candidate in asleep if candidate.replay_bytes), None)
+            offloaded = (self._streams[number] for number in self._offloaded)
+            stream = next((candidate for candidate in offloaded if candidate.replay_bytes), None)
             stream = stream or max(self._streams.values(), key=_dispensable)
             self.remove(stream)
             stream.replay_audio = None

@@ -13,7 +13,7 @@ from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.models.interfaces import NBestHypothesis, SearchResult, State, StateSpec, StreamingChunk, StreamingSearch
 
 
-class BiasableSearch(Protocol):
+class BiasedBeamSearch(Protocol):
     """A search that applies hot words: CtcPrefixBeam and TransducerBeam, made with a boost."""
 
     def state_specs(self) -> dict[str, StateSpec]: ...
@@ -27,7 +27,7 @@ class BiasingSearchRouter:
     """Router of sessions to the plain or the biased search; see models/interfaces.StreamingSearch. `set_biasing`
     chooses a session's search before its first step, and again when a saved session continues."""
 
-    def __init__(self, plain: StreamingSearch, biased: BiasableSearch) -> None:
+    def __init__(self, plain: StreamingSearch, biased: BiasedBeamSearch) -> None:
         self.plain_search, self.biased_search = plain, biased
         self._biasing_by_row: dict[int, StreamingBiasingList] = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,8 +15,9 @@ from asr_serve.engine.tts.chunked_runner import ChunkedTtsRunner
 from asr_serve.engine.tts.custom_voices import CustomVoiceLoader
 from asr_serve.engine.tts.executor import TtsExecutor
 from asr_serve.engine.tts.runner import TtsRunner, WholeTtsRunner
-from asr_serve.errors import OptionError, WeightsCorrupt
+from asr_serve.errors import OptionError
 from asr_serve.models.checkpoints import store as model_weights
+from asr_serve.models.checkpoints.config_file import read_config
 from asr_serve.models.interfaces import Vocoder, WholeSentenceTtsModel
 from asr_serve.models.model_files import SpeechModel
 from asr_serve.models.registry import TtsCard, VocoderCard, tts_model_file, vocoder_card, vocoder_cards, vocoder_file
@@ -86,10 +86,7 @@ def find_vocoder(named: str) -> tuple[VocoderCard, Path]:
     if not (folder / "config.json").is_file():
         card = vocoder_card(named)
         return card, model_weights.verified_published_folder(card)
-    try:
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as failure:
-        raise WeightsCorrupt(f"{folder / 'config.json'} cannot be read: {failure}") from failure
+    kind = read_config(folder, "vocoder", lambda settings: settings["model_type"])
     known = {known_card.kind: known_card for known_card in vocoder_cards().values()}
     if kind not in known:
         raise OptionError(f"codec={named}, a {kind!r}"[:200], f"one of: {', '.join(known)}", param="codec")

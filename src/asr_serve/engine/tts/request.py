@@ -85,9 +85,9 @@ class SoundDelivery:
     """Delivery of audio to a client's callback. A callback that raises gets no more audio; nothing else is
     affected."""
 
-    def __init__(self, hear: SoundCallback, stop: Callable[[], None]) -> None:
-        """`stop`: called once, after `hear` has raised."""
-        self._on_sound, self._on_failure = hear, stop
+    def __init__(self, on_sound: SoundCallback, stop: Callable[[], None]) -> None:
+        """`stop`: called once, after `on_sound` has raised."""
+        self._on_sound, self._on_failure = on_sound, stop
         self._failure: StepFailed | None = None
 
     def __call__(self, sound: SentenceAudio) -> None:

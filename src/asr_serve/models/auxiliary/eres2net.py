@@ -218,19 +218,20 @@ def _folded(held: dict[str, Tensor]) -> dict[str, Tensor]:
     """Renames the tensors and folds batch normalization into the convolutions."""
     folded = dict[str, Tensor]()
 
-    def take(ours: str, conv: str, norm: str = "", hears: float = 1.0, says: float = 1.0) -> None:
-        """Folds one convolution. `hears`: factor of its input that the weights absorb; `says`: factor of its output."""
+    def take(ours: str, conv: str, norm: str = "", input_scale: float = 1.0, output_scale: float = 1.0) -> None:
+        """Folds one convolution. `input_scale`: factor of its input that the weights absorb; `output_scale`: factor of
+        its output."""
         weight, bias = held[f"{conv}.weight"], held.get(f"{conv}.bias")
         bias = torch.zeros(len(weight)) if bias is None else bias
         if norm:
             scale = held[f"{norm}.weight"] / (held[f"{norm}.running_var"] + 1e-5).sqrt()
             weight = weight * scale[:, None, None, None]
             bias = (bias - held[f"{norm}.running_mean"]) * scale + held[f"{norm}.bias"]
-        folded[f"{ours}.weight"], folded[f"{ours}.bias"] = weight * hears * says, bias * says
+        folded[f"{ours}.weight"], folded[f"{ours}.bias"] = weight * input_scale * output_scale, bias * output_scale
 
     def mix(ours: str, theirs: str) -> None:
         take(f"{ours}.into", f"{theirs}.local_att.0", f"{theirs}.local_att.1")
-        take(f"{ours}.out", f"{theirs}.local_att.3", f"{theirs}.local_att.4", says=2.0)
+        take(f"{ours}.out", f"{theirs}.local_att.3", f"{theirs}.local_att.4", output_scale=2.0)
 
     take("first", "conv1", "bn1")
     for stage, (blocks, _, mixes) in enumerate(STAGES):
@@ -239,14 +240,14 @@ def _folded(held: dict[str, Tensor]) -> dict[str, Tensor]:
             take(f"{ours}.into", f"{theirs}.conv1", f"{theirs}.bn1")
             take(f"{ours}.out", f"{theirs}.conv3", f"{theirs}.bn3")
             for scale in range(2):
-                hears = 2.0 if mixes and scale else 1.0
-                take(f"{ours}.scales.{scale}", f"{theirs}.convs.{scale}", f"{theirs}.bns.{scale}", hears)
+                input_scale = 2.0 if mixes and scale else 1.0
+                take(f"{ours}.scales.{scale}", f"{theirs}.convs.{scale}", f"{theirs}.bns.{scale}", input_scale)
             if mixes:
                 mix(f"{ours}.mix", f"{theirs}.fuse_models.0")
             if f"{theirs}.shortcut.0.weight" in held:
                 take(f"{ours}.past", f"{theirs}.shortcut.0", f"{theirs}.shortcut.1")
     for index, name in enumerate(("12", "123", "1234")):
-        take(f"halves.{index}", f"layer{index + 1}_downsample", hears=2.0 if index else 1.0)
+        take(f"halves.{index}", f"layer{index + 1}_downsample", input_scale=2.0 if index else 1.0)
         mix(f"mixes.{index}", f"fuse_mode{name}")
     folded["voice.weight"], folded["voice.bias"] = 2 * held["seg_1.weight"], held["seg_1.bias"]
     return folded

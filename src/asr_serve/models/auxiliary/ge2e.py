@@ -59,7 +59,7 @@ BATCH = 64
 """Partial clips that go through the network together: bounds memory for long recordings."""
 LEVEL = 10 ** (-30 / 20)
 """Root mean square that a clip is scaled to: the spectrogram is not logarithmic, so loudness matters."""
-QUIET_DB, BLOCK_SAMPLES, KEPT_BLOCKS = 35.0, units.ms_to_samples(30), 4
+QUIET_DB, BLOCK_SAMPLES, EDGE_BLOCKS = 35.0, units.ms_to_samples(30), 4
 """Threshold below the loudest block under which a block is silence, length of a block, and number of silent blocks
 retained on either side of speech."""
 
@@ -131,7 +131,7 @@ def normalize_clip(pcm: np.ndarray) -> np.ndarray:
         block_samples = pcm[: blocks * BLOCK_SAMPLES].reshape(blocks, BLOCK_SAMPLES)
         power = np.square(block_samples, dtype=np.float64).mean(1)
         loud = power > power.max() * 10 ** (-QUIET_DB / 10)
-        retained = np.convolve(loud, np.ones(2 * KEPT_BLOCKS + 1), "same") > 0
+        retained = np.convolve(loud, np.ones(2 * EDGE_BLOCKS + 1), "same") > 0
         pcm = block_samples[retained].reshape(-1)
     level = math.sqrt(np.square(pcm, dtype=np.float64).mean()) if len(pcm) else 0.0
     if level < 1e-6:

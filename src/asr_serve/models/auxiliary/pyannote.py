@@ -91,8 +91,8 @@ class Segmentation:
         self._device, self._dtype = device.torch_device, device.dtype
         sinc = network.sinc.weight[:, 0]
         field_samples = (POOL - 1) * STRIDE + TAPS
-        self._heard = -(-field_samples // 16) * 16
-        filters = torch.zeros(POOL, FILTERS, self._heard)
+        self._field_samples = -(-field_samples // 16) * 16
+        filters = torch.zeros(POOL, FILTERS, self._field_samples)
         for place in range(POOL):
             filters[place, :, place * STRIDE : place * STRIDE + TAPS] = sinc
         self._filters = device.linear(self._there(filters.flatten(0, 1)), dtype=self._dtype)
@@ -131,8 +131,8 @@ class Segmentation:
         windows, samples = pcm.shape
         pooled = ((samples - TAPS) // STRIDE + 1) // POOL
         step = POOL * STRIDE
-        pcm = F.pad(pcm, (0, max(0, (pooled - 1) * step + self._heard - samples))).to(self._dtype)
-        filtered = self._filters(pcm.unfold(1, self._heard, step)[:, :pooled].contiguous())
+        pcm = F.pad(pcm, (0, max(0, (pooled - 1) * step + self._field_samples - samples))).to(self._dtype)
+        filtered = self._filters(pcm.unfold(1, self._field_samples, step)[:, :pooled].contiguous())
         first, second, third = filtered.abs_().view(windows, pooled, POOL, FILTERS).unbind(2)
         return torch.maximum(torch.maximum(first, second), third)
 

@@ -48,7 +48,7 @@ CARDS = (
         hears_ms=8_000,
     ),
 )
-HEARD_SAMPLES = units.ms_to_samples(CARDS[0].hears_ms)
+CONTEXT_SAMPLES = units.ms_to_samples(CARDS[0].hears_ms)
 FAINT = 1e-7
 """Added to the variance, so that digital silence stays silence."""
 
@@ -67,8 +67,8 @@ class Model:
     @torch.inference_mode()
     def finished(self, pcm: np.ndarray) -> float:
         # Silence in front is part of the normalization to mean 0 and variance 1, as in training.
-        end = pcm[-HEARD_SAMPLES:]
-        window = np.pad(end, (HEARD_SAMPLES - len(end), 0))
+        end = pcm[-CONTEXT_SAMPLES:]
+        window = np.pad(end, (CONTEXT_SAMPLES - len(end), 0))
         with np.errstate(over="ignore"):  # audio of overflowing loudness becomes silence
             window = (window - window.mean()) / np.sqrt(window.var() + FAINT)
         features = self._features(torch.from_numpy(window)[None].double())

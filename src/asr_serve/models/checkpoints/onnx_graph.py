@@ -19,7 +19,7 @@ import numpy as np
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 
 _NODE = re.compile(r"^/(?P<module>.+)/(MatMul|Gather|Conv)(_quant)?$")
-_KEPT = re.compile(r"^(?P<name>(?!onnx::).+\.(weight|bias))(_merged_\d+|_add_tensor)?$")
+_WEIGHT_NAME = re.compile(r"^(?P<name>(?!onnx::).+\.(weight|bias))(_merged_\d+|_add_tensor)?$")
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
@@ -29,7 +29,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
     initializers = _initializers(graph)
     arrays: dict[str, np.ndarray] = {}
     for name, value in initializers.items():  # parameters that the exporter did not rename
-        if match := _KEPT.match(name):
+        if match := _WEIGHT_NAME.match(name):
             arrays[match["name"]] = np.array(value, np.float32)
     for node in _nodes(graph):
         _take(node, initializers, arrays)

@@ -33,7 +33,7 @@ LOOK_AHEAD_TYPES = ("olabel_lookahead", "ilabel_lookahead", "arc_lookahead")
 MOST_NAME_BYTES = 1 << 16
 
 
-class Transducer(NamedTuple):
+class FstFile(NamedTuple):
     """Weighted transducer: the arcs of state s are arcs[offsets[s] : offsets[s + 1]]."""
 
     start_state: int
@@ -134,7 +134,7 @@ class _Reader:
         return _Header(kind, version, flags, start_state, states, arcs, *read_symbols)
 
 
-def read_transducer(path: Path) -> Transducer:
+def read_transducer(path: Path) -> FstFile:
     """Transducer from a file of type vector, const or a look-ahead type (whose tables of reachable labels are
     skipped). Raises WeightsCorrupt with file and offset."""
     reader = _Reader(path)
@@ -155,7 +155,7 @@ def read_transducer(path: Path) -> Transducer:
         raise reader.error("arcs that lead to states which the file lacks", f"states 0 to {states - 1}")
     if np.isnan(arcs["cost"]).any() or np.isnan(final_costs).any():
         raise reader.error("costs that are no numbers", "numbers, or inf")
-    return Transducer(header.start_state, offsets, arcs, final_costs, *symbols)
+    return FstFile(header.start_state, offsets, arcs, final_costs, *symbols)
 
 
 def _read_const(reader: _Reader, header: _Header) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -224,6 +224,8 @@ def read_ngram(path: Path) -> WordAcceptor:
         or not 0 <= header.start_state < states
     ):
         raise reader.error("bit strings of contexts or futures that do not agree with their counts", "an ngram file")
+    if not all(np.isfinite(costs).all() for costs in (backoff_costs[1:states], final_costs, future_costs)):
+        raise reader.error("costs of an n-gram model that are no finite numbers", "costs")
     # The children of node n are the ones between zero n and zero n + 1; nodes are numbered by their ones.
     parents = np.repeat(np.arange(states), np.diff(ends) - 1)
     if len(parents) != states - 1 or (parents >= np.arange(1, states)).any():
@@ -241,7 +243,7 @@ def read_ngram(path: Path) -> WordAcceptor:
         -future_costs[order],
         _states_after(backoff_states, words, arc_offsets, future_words[order].astype(np.int64)),
         backoff_states,
-        -np.concatenate([[0.0], backoff_costs[1:states]]).astype(np.float32),
+        -np.concatenate([np.zeros(1, np.float32), backoff_costs[1:states]]),
         _with_backoff(backoff_states, backoff_costs, all_final_costs),
         header.start_state,
     )
@@ -336,7 +338,7 @@ def _states_after(
 
 
 def make_decoding_graph(
-    transducer: Transducer,
+    transducer: FstFile,
     label_columns: np.ndarray,
     *,
     label_phones: np.ndarray | None = None,

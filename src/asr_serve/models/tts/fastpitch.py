@@ -15,7 +15,6 @@ Weights  our own, trained on Kokoro's and hibari's voices: docs/voices.md. They 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from torch import Tensor
 from asr_serve.audio.features.slaney_mel import HOP_SAMPLES, RATE_HZ
 from asr_serve.devices.interface import Device, Linear
 from asr_serve.errors import UnknownVoice, WeightsCorrupt
+from asr_serve.models.checkpoints.config_file import read_config
 from asr_serve.models.interfaces import (
     FRAME_WIDTH,
     MELS,
@@ -389,11 +389,11 @@ class _FastPitchTensors:
 
 def load(folder: Path, card: TtsCard, device: Device) -> Model:
     """Loads the model from a checkpoint folder. Raises WeightsCorrupt."""
+    config = read_config(folder, "fastpitch", Config.of)
     try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")
         with (folder / "model.safetensors").open("rb") as file:
             fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-    except (OSError, json.JSONDecodeError, SafetensorError) as failure:
+    except (OSError, SafetensorError) as failure:
         raise WeightsCorrupt(f"{folder} holds no FastPitch: {failure}", todo="get it again") from failure
-    return Model(card.name, Config.of(settings), tensors, device, fingerprint)
+    return Model(card.name, config, tensors, device, fingerprint)

@@ -6,7 +6,7 @@ import time
 from typing import NamedTuple, Protocol
 
 from asr_serve import units
-from asr_serve.pipelines.silence import SilenceTracker
+from asr_serve.pipelines.silence_tracker import SilenceTracker
 from asr_serve.types import Priority, Segment
 
 MAX_LIVE_LEAD_S = 5.0

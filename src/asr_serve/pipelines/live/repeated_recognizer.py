@@ -47,13 +47,13 @@ class RepeatedRecognizer:
         prompt: tuple[int, ...],
         bias: str,
         endpointer: Endpointer,
-        kept: AudioHistory,
+        audio: AudioHistory,
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         """`prompt`: tokens that the model reads before each segment; `bias`: hot words."""
         self._client, self._text, self._options = client, text, options
-        self._endpointer, self._audio, self._wake, self._clock = endpointer, kept, wake, clock
+        self._endpointer, self._audio, self._wake, self._clock = endpointer, audio, wake, clock
         self._partial = units.ms_to_samples(options.partial_ms)
         self._final_options = SearchOptions(
             language=client.card.language(options.language), prompt=prompt, bias=bias, hurried=True

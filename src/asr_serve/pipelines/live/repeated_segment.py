@@ -25,7 +25,7 @@ from asr_serve.decoding.hypothesis import Recognition, is_acceptable
 from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens
 from asr_serve.pipelines.live.segment_encoder import SegmentEncoder
 from asr_serve.pipelines.segments import PADDING_SAMPLES, build_segment, is_speech, select_tokens
-from asr_serve.pipelines.silence import SilenceTracker
+from asr_serve.pipelines.silence_tracker import SilenceTracker
 from asr_serve.text.local_agreement import Text, agreed_prefix_tokens, merge_overlap, word_ends
 from asr_serve.types import Segment, Span
 
@@ -164,30 +164,30 @@ class RepeatedSegment:
 
     # --- results --------------------------------------------------------------------------------------
 
-    def accept_result(self, job: PendingHypothesis, heard: Recognition) -> None:
+    def accept_result(self, job: PendingHypothesis, result: Recognition) -> None:
         self.recognized_to = min(job.span.end_samples, self.end or job.span.end_samples)
-        self.tokens = heard.tokens
-        if heard.language_prob:
-            self._language_probs[heard.language] = heard.language_prob
-        if job.kind == "final" or is_speech(heard):
-            self._shown = heard.tokens
+        self.tokens = result.tokens
+        if result.language_prob:
+            self._language_probs[result.language] = result.language_prob
+        if job.kind == "final" or is_speech(result):
+            self._shown = result.tokens
         match job.kind:
             case "anchor":
-                self._accept_anchor(job, heard)
+                self._accept_anchor(job, result)
             case "early":
-                self.early = (job.span, heard)
+                self.early = (job.span, result)
             case "final":
-                self.final = heard
+                self.final = result
 
-    def _accept_anchor(self, job: PendingHypothesis, heard: Recognition) -> None:
-        if not (is_acceptable(heard) and is_speech(heard)):
+    def _accept_anchor(self, job: PendingHypothesis, result: Recognition) -> None:
+        if not (is_acceptable(result) and is_speech(result)):
             return  # a hypothesis that lost its place, or is of no speech, locks nothing
-        self.language = heard.language
+        self.language = result.language
         if self.start_resolved and len(self._anchors) == AGREEING_ANCHORS - 1:
-            agreed = min(agreed_prefix_tokens(tokens, heard.tokens, self._text) for _, tokens in self._anchors)
+            agreed = min(agreed_prefix_tokens(tokens, result.tokens, self._text) for _, tokens in self._anchors)
             if agreed > self.locked_tokens:
                 self.locked_tokens, self.locked_to = agreed, self._anchors[0][0]
-        self._anchors.append((job.span.end_samples, heard.tokens))
+        self._anchors.append((job.span.end_samples, result.tokens))
         self._head = self._head or job.span.end_samples
 
     # --- joining the next segment ---------------------------------------------------------------------
@@ -210,8 +210,8 @@ class RepeatedSegment:
             self.reach, self.final = 0, None
             after._begin_at_cut()
             return
-        kept_words = max(seam[0], sum(end <= self.locked_tokens for end in ends))
-        self.final = select_tokens(self.final, range(ends[kept_words - 1] if kept_words else 0))
+        left_words = max(seam[0], sum(end <= self.locked_tokens for end in ends))
+        self.final = select_tokens(self.final, range(ends[left_words - 1] if left_words else 0))
         if self.final.times:
             self._align_with_next(after)
         after.skipped_tokens = after.locked_tokens = next_ends[seam[1] - 1] if seam[1] else 0

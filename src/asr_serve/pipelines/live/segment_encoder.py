@@ -43,8 +43,8 @@ class SegmentEncoder(Protocol):
 class WholeSegmentEncoder:
     """Sends all audio for each hypothesis."""
 
-    def __init__(self, client: EngineClient, kept: AudioHistory) -> None:
-        self._client, self._audio = client, kept
+    def __init__(self, client: EngineClient, audio: AudioHistory) -> None:
+        self._client, self._audio = client, audio
 
     def submit(self, question: HypothesisInput) -> tuple[Future[Recognition], Callable[[], None]]:
         ticket = self._client.submit(
@@ -65,9 +65,9 @@ class IncrementalSegmentEncoder:
     """Sends the audio since the last hypothesis; the engine caches the encoding of what came before. A stream
     begins where the segment's audio does, and anew if that moves."""
 
-    def __init__(self, client: EngineClient, kept: AudioHistory, longest: int) -> None:
+    def __init__(self, client: EngineClient, audio: AudioHistory, longest: int) -> None:
         """`longest`: limit of a segment, in samples."""
-        self._client, self._audio = client, kept
+        self._client, self._audio = client, audio
         self._longest = longest + 2 * PADDING_SAMPLES
         self._stream: RecognitionStream | None = None
         self._start = self._sent_to = 0

@@ -24,7 +24,7 @@ from asr_serve.engine.client import RecognitionStream as EngineStream
 from asr_serve.errors import Cancelled, EngineCrashed, StepFailed
 from asr_serve.pipelines.live.recognizer import AudioPosition, LiveSegment, PaceEstimator
 from asr_serve.pipelines.segments import PADDING_SAMPLES, build_segment
-from asr_serve.pipelines.silence import SilenceTracker
+from asr_serve.pipelines.silence_tracker import SilenceTracker
 from asr_serve.text.word_timing import token_times_from_frames
 from asr_serve.types import SearchResult, SearchToken, Segment, Span
 
@@ -106,7 +106,7 @@ class _TokenStream:
         self.runs += result.token_runs
         self.tail = tuple(token.id for token in result.tail_tokens)
 
-    def send_audio(self, kept: AudioHistory, end: int, *, last: bool, live: bool, wake: Callable[[], None]) -> None:
+    def send_audio(self, audio: AudioHistory, end: int, *, last: bool, live: bool, wake: Callable[[], None]) -> None:
         """Sends the audio up to `end` if nothing is pending and there is enough of it. `last`: no more follows."""
         if self.pending is not None or self._last:
             return
@@ -118,7 +118,7 @@ class _TokenStream:
         silence = np.zeros(PADDING_SAMPLES, np.float32)
         parts = [silence] if self._stream is None else []
         if end > self._sent_to:
-            parts.append(kept.slice(Span(self._sent_to, end)))
+            parts.append(audio.slice(Span(self._sent_to, end)))
         if last:
             parts.append(silence)
         if self._stream is None:
@@ -318,12 +318,12 @@ class StreamingRecognizer:
         self,
         client: EngineClient,
         text: Detokenize,
-        kept: AudioHistory,
+        audio: AudioHistory,
         wants_words: bool,
         wake: Callable[[], None],
         bias: str = "",
     ) -> None:
-        self._client, self._text, self._audio, self._wake = client, text, kept, wake
+        self._client, self._text, self._audio, self._wake = client, text, audio, wake
         self._wants_words, self._bias = wants_words, bias
         self.due_s: float | None = None
         self._pace = PaceEstimator()

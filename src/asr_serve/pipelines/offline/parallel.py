@@ -36,7 +36,7 @@ from asr_serve.pipelines.segments import (
     pad_with_silence,
     select_tokens,
 )
-from asr_serve.pipelines.silence import SilenceTracker, silences_by_level
+from asr_serve.pipelines.silence_tracker import SilenceTracker, silences_by_level
 from asr_serve.types import Span
 
 VAD_BATCH_WINDOWS = 512

@@ -37,7 +37,7 @@ from asr_serve.pipelines.offline.long_form import (
 from asr_serve.pipelines.offline.speech_activity import SpeechActivity
 from asr_serve.pipelines.prompting import truncate_context
 from asr_serve.pipelines.segments import build_segment, is_speech, select_tokens
-from asr_serve.pipelines.silence import silences_by_level
+from asr_serve.pipelines.silence_tracker import silences_by_level
 from asr_serve.types import Segment, Span
 
 MAX_REMEMBERED_TEMPERATURE = 0.5
@@ -70,7 +70,7 @@ class WindowSplit(NamedTuple):
     """Sentences of a window. `heard_steps`: steps of the window whose text is complete; None: all."""
 
     sentences: list[TimedSentence]
-    heard_steps: int | None
+    complete_steps: int | None
 
 
 def split_at_timestamps(tokens: Sequence[int], times: TimestampTokens) -> WindowSplit:
@@ -109,7 +109,7 @@ class SequentialLongForm:
         search: SearchOptions,
         text: Callable[[list[int]], str],
         *,
-        said: tuple[int, ...] = (),
+        context_tokens: tuple[int, ...] = (),
         remember: bool = True,
         spoken: SpeechActivity | None = None,
     ) -> None:
@@ -117,7 +117,7 @@ class SequentialLongForm:
         self._card, self._times, self._text = card, card.times, text
         self._window_samples, self._condition_on_previous = window_samples, remember
         self._search = msgspec.structs.replace(search, timestamps=True)
-        self._context_tokens = list(said)
+        self._context_tokens = list(context_tokens)
         self.read_samples = 0
         self._position_samples = 0
         """Start of the next window."""
@@ -209,7 +209,7 @@ class SequentialLongForm:
 
     def _text_end(self, span: Span, parted: WindowSplit, answer: Recognition) -> int:
         """Returns the end of the window's text, which lies after the window's start."""
-        steps, last = parted.heard_steps, answer.tokens[-1] - self._times.first
+        steps, last = parted.complete_steps, answer.tokens[-1] - self._times.first
         if steps is None and self._activity is not None and last * self._times.step_samples >= MIN_ANSWER_SAMPLES:
             end = span.start_samples + last * self._times.step_samples
             if self._activity.has_speech(end + TIMESTAMP_SLACK_SAMPLES, span.end_samples):

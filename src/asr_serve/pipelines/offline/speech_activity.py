@@ -12,7 +12,7 @@ import numpy as np
 from asr_serve.audio.audio_buffers import WindowAlignedBuffer
 from asr_serve.audio.endpointing import WINDOW_SAMPLES
 from asr_serve.engine.client import VadSession
-from asr_serve.pipelines.silence import SilenceTracker
+from asr_serve.pipelines.silence_tracker import SilenceTracker
 
 VAD_BATCH_WINDOWS = 256
 """Limit of windows submitted at once: 8 s."""

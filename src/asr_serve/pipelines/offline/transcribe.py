@@ -190,7 +190,7 @@ class _Transcription:
             client.max_samples,
             self.search,
             text,
-            said=self.prompt_tokens,
+            context_tokens=self.prompt_tokens,
             remember=self.options.condition_on_previous_text,
             spoken=SpeechActivity(session, self.endpoint.threshold, most_windows, self.wake) if session else None,
         )

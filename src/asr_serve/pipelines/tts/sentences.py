@@ -11,7 +11,7 @@ import numpy as np
 
 from asr_serve.engine.client import Ticket
 from asr_serve.errors import AsrServeError
-from asr_serve.text.g2p.passages import Clause, ClauseWord, ProsodySettings
+from asr_serve.text.g2p.clauses import Clause, ClauseWord, ProsodySettings
 from asr_serve.types import PhonemeSpan, Sentence, SentenceAudio
 
 SILENCE_CHUNK_SAMPLES = 4_096
@@ -79,21 +79,21 @@ class SentencePart:
         self,
         clause: Clause,
         sentence: Sentence,
-        say: Callable[[Sentence, Callable[[SentenceAudio], None]], Ticket],
+        synthesize: Callable[[Sentence, Callable[[SentenceAudio], None]], Ticket],
         cancel: Callable[[Ticket], None],
         wake: Callable[[], None],
     ) -> None:
-        """`say` submits a sentence and `cancel` cancels it, as EngineClient's methods do. Raises what `say`
-        raises."""
+        """`synthesize` submits a sentence and `cancel` cancels it, as EngineClient's methods do. Raises what
+        `synthesize` raises."""
         self.clause = clause
         self._cancel, self._wake = cancel, wake
         self._sounds: deque[SentenceAudio] = deque()
-        self._heard_samples = self._taken_samples = 0
+        self._received_samples = self._taken_samples = 0
         self._whole = False
         """Whether the last audio has arrived."""
         self._ends: tuple[int, ...] = ()
-        self._told = False
-        self._ticket = say(sentence, self._accept_audio)
+        self._words_returned = False
+        self._ticket = synthesize(sentence, self._accept_audio)
         self._ticket.future.add_done_callback(lambda _: wake())
 
     @property
@@ -103,7 +103,7 @@ class SentencePart:
     @property
     def remaining_samples(self) -> int | None:
         if self._whole:
-            return self._heard_samples - self._taken_samples
+            return self._received_samples - self._taken_samples
         return max(self._ends) - self._taken_samples if self._ends else None
 
     @property
@@ -123,9 +123,9 @@ class SentencePart:
     def words(self) -> list[tuple[ClauseWord, int, int]] | None:
         """Returns the words with their start and end in the sentence, once, with the first chunk; None before
         and after."""
-        if self._told or not (self._ends or self._sounds):
+        if self._words_returned or not (self._ends or self._sounds):
             return None
-        self._told = True
+        self._words_returned = True
         ends = self._ends
         if len(ends) < len(self.clause.phonemes):  # an engine died with them
             return []
@@ -140,7 +140,7 @@ class SentencePart:
         if sound.phoneme_ends:
             self._ends = sound.phoneme_ends
         self._sounds.append(sound)
-        self._heard_samples += len(sound.pcm) // 2
+        self._received_samples += len(sound.pcm) // 2
         if sound.is_last:
             self._whole = True
         self._wake()

@@ -1,7 +1,7 @@
 """Speech synthesis session: text in, samples out while they are made. START HERE.
 
-Text -> clauses -> engine -> one stream of samples. Sans I/O, as `pipelines/live/listen`: `append_text` takes text,
-`take_audio` returns the audio that is ready, and `wake` is called, from any thread, when it is worth calling
+Text -> clauses -> engine -> one stream of samples. Sans I/O, as `pipelines/live/live_session`: `append_text` takes
+text, `take_audio` returns the audio that is ready, and `wake` is called, from any thread, when it is worth calling
 again. Nothing here blocks or sleeps, so that a library's iterator and a server's socket drive it alike.
 
 1. `TextFrontend` (`text/g2p/frontend`) makes clauses and pauses: lazily from a whole text; from a text that
@@ -38,8 +38,8 @@ from asr_serve.pipelines.tts.sentences import (
     trailing_silence_samples,
 )
 from asr_serve.pipelines.tts.text_feeder import TextFeeder
+from asr_serve.text.g2p.clauses import Clause, Passage, Pause, ProsodySettings
 from asr_serve.text.g2p.frontend import PAUSE_MS, StreamingTextFrontend, TextFrontend
-from asr_serve.text.g2p.passages import Clause, Passage, Pause, ProsodySettings
 
 TARGET_BUFFER_S, WHOLE_SENTENCE_BUFFER_S = 2.0, 10.0
 """Audio not yet taken below which the next sentence is submitted. The second is for voices that synthesize

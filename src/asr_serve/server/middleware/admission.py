@@ -59,7 +59,8 @@ class AdmissionTable:
 
     def __init__(self, routes: Sequence[BaseRoute]) -> None:
         """Raises TypeError for a route without the limit that it needs: a WebSocket whose endpoint declares no class,
-        or a class that belongs to the other kind of route."""
+        a class that belongs to the other kind of route, or another method at the path of a PUBLIC route, which is
+        public whatever the method."""
         self._http: list[tuple[Pattern[str], Collection[str] | None, AdmissionClass]] = []
         self._sockets: list[tuple[Pattern[str], AdmissionClass]] = []
         self.public_paths, self.socket_paths = set[str](), set[str]()
@@ -81,6 +82,14 @@ class AdmissionTable:
                 self.public_paths.add(route.path)
             elif kind is not None:
                 self._http.append((route.path_regex, route.methods, kind))
+        public = [pattern for pattern, _, kind in self._http if kind is AdmissionClass.PUBLIC]
+        for route in routes:
+            if (
+                isinstance(route, Route)
+                and getattr(route.endpoint, "admission_class", None) is not AdmissionClass.PUBLIC
+                and any(pattern.match(route.path) for pattern in public)
+            ):
+                raise TypeError(f"{route.path} is public, and another route at that path is not")
 
     def http(self, method: str, path: str) -> AdmissionClass:
         return next(

@@ -1,4 +1,4 @@
-"""Live session on the event loop: drives `pipelines/live/listen`, passes its events on and measures them."""
+"""Live session on the event loop: drives `pipelines/live/live_session`, passes its events on and measures them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asr_serve import units
 from asr_serve.engine.client import EngineClient
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.live.events import LiveEvent, LivePartial, LiveSegmentDone, SessionFinished
-from asr_serve.pipelines.live.listen import LiveSession
+from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.text.tokenizers import Tokenizer
 
@@ -58,8 +58,11 @@ class AsyncListener:
         meter: LiveRouteMetrics,
         lease: AbstractContextManager[None],
         on_events: Callable[[list[LiveEvent]], None],
+        *,
+        api_client: str | None = None,
     ) -> None:
-        """`on_events` receives new events. `lease` holds the engine until `close`. Raises as LiveSession does."""
+        """`on_events` receives new events. `lease` holds the engine until `close`. `api_client`: whose session it is,
+        where that is known. Raises as LiveSession does."""
         self.language = client.card.language(options.language)
         self._loop = asyncio.get_running_loop()
         self._awake, self._changed = asyncio.Event(), asyncio.Event()
@@ -71,7 +74,7 @@ class AsyncListener:
         self._partial_s: float | None = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(lease)
-            self._session = LiveSession(client, tokenizer, options, self._wake)
+            self._session = LiveSession(client, tokenizer, options, self._wake, api_client=api_client)
             self._resources = stack.pop_all()
 
     @property

@@ -127,19 +127,19 @@ def _cut(segments: Iterable[Segment], names: bool) -> Iterator[Cue]:
                 yield Cue(part[0].start_ms, part[-1].end_ms, _rows(part), speaker)
 
 
-def _cheapest(said: list[SubtitleToken]) -> Iterator[list[SubtitleToken]]:
+def _cheapest(tokens: list[SubtitleToken]) -> Iterator[list[SubtitleToken]]:
     """Cut one speaker's tokens of a segment into cues at minimal total cost."""
-    count = len(said)
+    count = len(tokens)
     best = [0] + [-1] * count
     """Minimal cost of cutting all tokens before an index; -1: none found yet."""
     origin = [0] * (count + 1)
-    ends = [_cost_behind(said, at) for at in range(count)]
-    inside = [_cost_within(said, at) for at in range(count)]
+    ends = [_cost_behind(tokens, at) for at in range(count)]
+    inside = [_cost_within(tokens, at) for at in range(count)]
     for first in range(count):
         within = rows = width = total = 0
         for last in range(first, count):
-            wide = display_columns(said[last].text)
-            gap = int(said[last].spaced and last > first)
+            wide = display_columns(tokens[last].text)
+            gap = int(tokens[last].spaced and last > first)
             total += wide + gap
             if last > first and width + gap + wide <= LINE_COLUMNS:
                 width += gap + wide
@@ -147,7 +147,7 @@ def _cheapest(said: list[SubtitleToken]) -> Iterator[list[SubtitleToken]]:
                 rows, width = rows + 1, wide
             if rows > CUE_LINES:
                 break
-            cost = best[first] + CUE + within + ends[last] + _cost_of_time(said, first, last, total)
+            cost = best[first] + CUE + within + ends[last] + _cost_of_time(tokens, first, last, total)
             if best[last + 1] < 0 or cost < best[last + 1]:
                 best[last + 1], origin[last + 1] = cost, first
             within += inside[last]
@@ -156,36 +156,36 @@ def _cheapest(said: list[SubtitleToken]) -> Iterator[list[SubtitleToken]]:
         edges.append(origin[edges[-1]])
     edges.reverse()
     for first, behind in pairwise(edges):
-        yield said[first:behind]
+        yield tokens[first:behind]
 
 
-def _pause_behind(said: list[SubtitleToken], at: int) -> int:
+def _pause_behind(tokens: list[SubtitleToken], at: int) -> int:
     """Pause after a token in ms; 0 if unknown."""
-    if at + 1 == len(said) or not (said[at].timed and said[at + 1].timed):
+    if at + 1 == len(tokens) or not (tokens[at].timed and tokens[at + 1].timed):
         return 0
-    return said[at + 1].start_ms - said[at].end_ms
+    return tokens[at + 1].start_ms - tokens[at].end_ms
 
 
-def _cost_behind(said: list[SubtitleToken], at: int) -> int:
+def _cost_behind(tokens: list[SubtitleToken], at: int) -> int:
     """Cost of ending a cue after this token."""
-    if at + 1 == len(said) or ends_with(said[at].text, SENTENCE_MARKS):
+    if at + 1 == len(tokens) or ends_with(tokens[at].text, SENTENCE_MARKS):
         return 0
-    if ends_with(said[at].text, CLAUSE_MARKS) or _pause_behind(said, at) >= PAUSE_MS:
+    if ends_with(tokens[at].text, CLAUSE_MARKS) or _pause_behind(tokens, at) >= PAUSE_MS:
         return CLAUSE
-    return BROKEN if said[at + 1].spaced else TORN
+    return BROKEN if tokens[at + 1].spaced else TORN
 
 
-def _cost_within(said: list[SubtitleToken], at: int) -> int:
+def _cost_within(tokens: list[SubtitleToken], at: int) -> int:
     """Cost of continuing a cue after this token."""
-    pause = _pause_behind(said, at)
+    pause = _pause_behind(tokens, at)
     if pause >= LONG_PAUSE_MS:
         return STILL
-    return WITHIN * ((pause >= PAUSE_MS) + ends_with(said[at].text, SENTENCE_MARKS))
+    return WITHIN * ((pause >= PAUSE_MS) + ends_with(tokens[at].text, SENTENCE_MARKS))
 
 
-def _cost_of_time(said: list[SubtitleToken], first: int, last: int, width: int) -> int:
-    start, end = said[first].start_ms, said[last].end_ms
-    free = said[last + 1].start_ms if last + 1 < len(said) else end
+def _cost_of_time(tokens: list[SubtitleToken], first: int, last: int, width: int) -> int:
+    start, end = tokens[first].start_ms, tokens[last].end_ms
+    free = tokens[last + 1].start_ms if last + 1 < len(tokens) else end
     cost = FEW if width <= FEW_COLUMNS else 0
     if free - start < LEAST_MS:
         cost += SHORT

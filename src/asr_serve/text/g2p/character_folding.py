@@ -11,7 +11,7 @@ import re
 import unicodedata
 
 from asr_serve.errors import UnsupportedScript
-from asr_serve.text.g2p.passages import OVERRIDE_PLACEHOLDER
+from asr_serve.text.g2p.clauses import OVERRIDE_PLACEHOLDER
 
 SIGNS = set("$£€¥¢₹₩%&+@#*=<>~^|°§¶±×÷™®©→←½¼¾⅓⅔⅕⅖⅗⅘⅙⅛⅜⅝⅞²³µ≈≤≥≠√∞−`_\\/")
 """Symbols that are read, and symbols of markup, which are dropped later."""

@@ -10,7 +10,7 @@ from itertools import accumulate, groupby
 from typing import NamedTuple, Protocol
 
 from asr_serve.text.g2p.character_folding import has_speech
-from asr_serve.text.g2p.passages import (
+from asr_serve.text.g2p.clauses import (
     NEUTRAL_PROSODY,
     OVERRIDE_PLACEHOLDER,
     Clause,
@@ -62,25 +62,25 @@ class ClauseBuilder:
     def clauses_of_text(
         self,
         text: str,
-        said: Iterator[PronunciationOverride],
+        text_overrides: Iterator[PronunciationOverride],
         manners: Sequence[tuple[int, ProsodySettings]],
         start: int,
     ) -> Iterator[tuple[BreakKind, Clause]]:
-        """Clauses of a cleaned piece of text, each with the break before it. `said`: overrides for its
+        """Clauses of a cleaned piece of text, each with the break before it. `text_overrides`: overrides for its
         placeholders, consumed in order. `start`: position of the piece in the text to which `manners` refers."""
-        chunks, shown, overrides, places = [], [], [], [at for at, _ in manners]
+        chunks, shown, overrides, manner_starts = [], [], [], [at for at, _ in manners]
         for found in _chunks.finditer(text):
             chunk, show = found[0], found[0]
             if OVERRIDE_PLACEHOLDER in chunk:
-                override = next(said)
+                override = next(text_overrides)
                 show = chunk.replace(OVERRIDE_PLACEHOLDER, override.written)
                 overrides.append(override)
-            elif self._lexicon and (known := self._looked_up(chunk)):
-                chunk = known[0]
-                overrides.append(known[1])
+            elif self._lexicon and (lexicon_entry := self._lexicon_override(chunk)):
+                chunk = lexicon_entry[0]
+                overrides.append(lexicon_entry[1])
             else:
                 show = chunk.strip("*`") if has_speech(chunk) else ""  # a dash is not a word
-            manner = manners[bisect_right(places, start + found.start()) - 1][1]
+            manner = manners[bisect_right(manner_starts, start + found.start()) - 1][1]
             chunks.append(chunk)
             shown.append(_DisplayedChunk(show, manner))
         if has_speech(text):
@@ -92,7 +92,7 @@ class ClauseBuilder:
         bits = [_PhonemeGroup(f"{word} ", at) for at, word in enumerate(words)]
         yield from self._composed(bits, [_DisplayedChunk(word, NEUTRAL_PROSODY) for word in words])
 
-    def _looked_up(self, chunk: str) -> tuple[str, PronunciationOverride] | None:
+    def _lexicon_override(self, chunk: str) -> tuple[str, PronunciationOverride] | None:
         bare = chunk.strip(STROKES)
         for word in (chunk, bare):
             if phonemes := self._lexicon.get(word):
@@ -100,15 +100,15 @@ class ClauseBuilder:
         return None
 
     def _read(
-        self, chunks: list[str], shown: list[_DisplayedChunk], given: list[PronunciationOverride]
+        self, chunks: list[str], shown: list[_DisplayedChunk], overrides: list[PronunciationOverride]
     ) -> Iterator[tuple[BreakKind, Clause]]:
         spoken = self._normalised(" ".join(chunks)).split()
-        if sum(chunk.count(OVERRIDE_PLACEHOLDER) for chunk in spoken) != len(given):
+        if sum(chunk.count(OVERRIDE_PLACEHOLDER) for chunk in spoken) != len(overrides):
             spoken = list(chunks)
         groups, words = align_spoken_words(chunks, spoken, self._normalised), []
         sounds: list[Chunk] = []
         owners: list[int] = []
-        overrides = iter(given)
+        remaining_overrides = iter(overrides)
         for at, group in enumerate(groups):
             members = shown[group.first : group.end]
             words.append(
@@ -118,7 +118,7 @@ class ClauseBuilder:
                 )
             )
             for chunk in spoken[group.spoken_first : group.spoken_end]:
-                found = _sounds(chunk, overrides)
+                found = _sounds(chunk, remaining_overrides)
                 sounds += found
                 owners += [at] * len(found)
         read = self._voice.pronounce(sounds)
@@ -144,13 +144,13 @@ class ClauseBuilder:
                 before = ends
 
 
-def _sounds(chunk: str, said: Iterator[PronunciationOverride]) -> list[Chunk]:
+def _sounds(chunk: str, overrides: Iterator[PronunciationOverride]) -> list[Chunk]:
     """Chunks for the pronouncer, with the placeholder replaced by phonemes, or by words, which become chunks of
     their own."""
     if OVERRIDE_PLACEHOLDER not in chunk:
         return [(chunk,)]
     front, _, end = chunk.partition(OVERRIDE_PLACEHOLDER)
-    override = next(said)
+    override = next(overrides)
     if override.phonemes and end.startswith("'s"):
         override, end = override._replace(phonemes=possessive(override.phonemes)), end[2:]
     if override.phonemes:
@@ -182,9 +182,9 @@ def _fitting(bits: list[_PhonemeGroup], longest: int, most: int) -> Iterator[tup
         bits = bits[cut:]
 
 
-def _clause(bits: list[_PhonemeGroup], written: Sequence[_DisplayedChunk], said: set[int]) -> Clause | None:
-    """Clause of phoneme groups; None where none has a sound. `said`: indices of words already listed in a clause;
-    those of this one are added."""
+def _clause(bits: list[_PhonemeGroup], written: Sequence[_DisplayedChunk], listed_words: set[int]) -> Clause | None:
+    """Clause of phoneme groups; None where none has a sound. `listed_words`: indices of words that a clause
+    lists already; those of this one are added."""
     text = "".join(bit.phonemes for bit in bits)
     if not set(text) - PUNCTUATION:
         return None
@@ -197,8 +197,8 @@ def _clause(bits: list[_PhonemeGroup], written: Sequence[_DisplayedChunk], said:
         for word, parts in groupby(run, key=lambda bit: bit.word):
             first, at = at, at + sum(len(bit.phonemes) for bit in parts)
             inside = [place for place in range(max(first, start), min(at, end)) if text[place] not in PUNCTUATION]
-            if inside and word not in said and written[word].text:
+            if inside and word not in listed_words and written[word].text:
                 words.append(ClauseWord(written[word].text, inside[0] - start, inside[-1] - start))
-                said.add(word)
+                listed_words.add(word)
         spans.append(PhonemeSpan(text[max(begin, start) : min(at, end)], *manner))
     return Clause(tuple(span for span in spans if span.phonemes), tuple(words))

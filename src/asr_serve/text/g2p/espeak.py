@@ -141,19 +141,21 @@ def _matched(words: list[str], tokens: list[str]) -> list[tuple[int, int]]:
     return best[whole][1] if whole in best else [whole]
 
 
-def _divided(said: str, words: list[str]) -> list[str]:
+def _divided(phonemes: str, words: list[str]) -> list[str]:
     """Phonemes of several joined words divided among them: each cut is at the next word's first phoneme, if it
     occurs near the proportional position."""
     found: list[str] = []
     for at, word in enumerate(words[:-1]):
         remaining = sum(map(len, words[at:])) or 1
-        proportional = round(len(said) * len(word) / remaining)
+        proportional = round(len(phonemes) * len(word) / remaining)
         first = words[at + 1][:1]
         near = [
-            place for place, letter in enumerate(said) if letter == first and abs(place - proportional) < 4 and place
+            place
+            for place, letter in enumerate(phonemes)
+            if letter == first and abs(place - proportional) < 4 and place
         ]
         cut = min(near, key=lambda place: abs(place - proportional)) if near else proportional
-        cut -= cut > 0 and said[cut - 1 : cut] in ("ˈ", "ˌ")
-        found.append(said[:cut])
-        said = said[cut:]
-    return [*found, said]
+        cut -= cut > 0 and phonemes[cut - 1 : cut] in ("ˈ", "ˌ")
+        found.append(phonemes[:cut])
+        phonemes = phonemes[cut:]
+    return [*found, phonemes]

@@ -17,8 +17,7 @@ from asr_serve.errors import EmptyText, OptionError, TextError, TextTooLong
 from asr_serve.text.g2p import phoneme_alphabets
 from asr_serve.text.g2p.character_folding import fold_characters, has_speech
 from asr_serve.text.g2p.clause_builder import ClauseBuilder
-from asr_serve.text.g2p.espeak import EspeakPronouncer
-from asr_serve.text.g2p.passages import (
+from asr_serve.text.g2p.clauses import (
     NEUTRAL_PROSODY,
     OVERRIDE_PLACEHOLDER,
     Clause,
@@ -26,6 +25,7 @@ from asr_serve.text.g2p.passages import (
     Pause,
     PronunciationOverride,
 )
+from asr_serve.text.g2p.espeak import EspeakPronouncer
 from asr_serve.text.g2p.phoneme_alphabets import Alphabet, Lexicon
 from asr_serve.text.g2p.sentence_splitter import (
     LIVE_SPLIT_POLICY,
@@ -179,7 +179,7 @@ class StreamingTextFrontend:
 
     def _begin(self) -> None:
         self._splitter, self._silence = SentenceSplitter(LIVE_SPLIT_POLICY), _PauseAccumulator()
-        self._said: list[PronunciationOverride] = []
+        self._overrides: list[PronunciationOverride] = []
         self._raw, self._begun = "", False
 
     def append_text(self, text: str) -> list[Passage]:
@@ -212,14 +212,14 @@ class StreamingTextFrontend:
             _expect_plain(text)
             self._begun = True
         script = _plain(text, self._frontend.alphabet)
-        self._said += script.overrides
+        self._overrides += script.overrides
         return self._passages(self._splitter.append_text(script.text))
 
     def _passages(self, pieces: Iterator[SplitSentence]) -> list[Passage]:
         found: list[Passage] = []
         for piece in pieces:
             count = piece.text.count(OVERRIDE_PLACEHOLDER)
-            overrides, self._said = self._said[:count], self._said[count:]
+            overrides, self._overrides = self._overrides[:count], self._overrides[count:]
             self._silence.break_(piece.after)
             clauses = self._frontend._clauses.clauses_of_text(piece.text, iter(overrides), [(0, NEUTRAL_PROSODY)], 0)
             found += self._silence.around(clauses)

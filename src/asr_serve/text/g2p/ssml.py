@@ -18,7 +18,7 @@ from xml.parsers import expat
 from asr_serve.errors import MalformedSsml, TextError
 from asr_serve.text.g2p import phoneme_alphabets
 from asr_serve.text.g2p.character_folding import fold_characters
-from asr_serve.text.g2p.passages import (
+from asr_serve.text.g2p.clauses import (
     NEUTRAL_PROSODY,
     OVERRIDE_PLACEHOLDER,
     PITCH_RANGE_SEMITONES,
@@ -32,7 +32,7 @@ from asr_serve.text.normalization import say_as
 
 MAX_DEPTH = 32
 LONGEST_BREAK_MS = 10_000
-LONGEST_SAID = 1_000
+MAX_ELEMENT_CHARACTERS = 1_000
 """Most characters of text in an element with a replaced pronunciation: they are processed as a whole, before any
 audio."""
 ELEMENTS: dict[str, tuple[str, ...]] = {
@@ -287,8 +287,10 @@ class _Reader:
         return self._short(attributes[name], name)
 
     def _short(self, text: str, where: str) -> str:
-        if len(text) > LONGEST_SAID:
-            raise self._error(f"{len(text):,} characters of {where}", f"at most {LONGEST_SAID:,}", "make several of it")
+        if len(text) > MAX_ELEMENT_CHARACTERS:
+            raise self._error(
+                f"{len(text):,} characters of {where}", f"at most {MAX_ELEMENT_CHARACTERS:,}", "make several of it"
+            )
         return text
 
     def _error(self, came: str, allowed: str, todo: str = "") -> MalformedSsml:

@@ -45,7 +45,7 @@ def inverse_normalize(segment: Segment, language: str) -> Segment:
         return segment
     speakers = {word.speaker for word in segment.words}
     if len(speakers) > 1:
-        edits = [edit for edit in edits if len({w.speaker for w in _said(segment, edit)}) == 1]
+        edits = [edit for edit in edits if len({w.speaker for w in _covered_words(segment, edit)}) == 1]
     if not edits:
         return segment
     return msgspec.structs.replace(
@@ -65,7 +65,7 @@ def apply_edits(text: str, made: Sequence[TextEdit]) -> str:
     return "".join([*parts, text[at:]])
 
 
-def _said(segment: Segment, change: TextEdit) -> list[Word]:
+def _covered_words(segment: Segment, change: TextEdit) -> list[Word]:
     """Words that an edit covers."""
     return [
         word
@@ -93,11 +93,11 @@ def _words(segment: Segment, made: Sequence[TextEdit], language: str) -> Iterato
     yield from segment.words[at:]
 
 
-def _replaced(said: Sequence[Word], text: str, language: str) -> Iterator[Word]:
-    """Words of `text`, each with the time of the words of `said` that it replaces."""
+def _replaced(words: Sequence[Word], text: str, language: str) -> Iterator[Word]:
+    """Words of `text`, each with the time of the words of `words` that it replaces."""
     parts = [text[start:end] for start, end in split_words(text)]
-    for part, (first, behind) in zip(parts, _aligned([word.text for word in said], parts, language), strict=True):
-        group = said[first:behind]
+    for part, (first, behind) in zip(parts, _aligned([word.text for word in words], parts, language), strict=True):
+        group = words[first:behind]
         spoken = strip_punctuation((" " if language == "en" else "").join(word.text for word in group))
         yield msgspec.structs.replace(
             group[0],
@@ -113,13 +113,13 @@ def strip_punctuation(text: str) -> str:
     return re.sub(r"^\W+|[^\w%]+$", "", text) or text
 
 
-def _aligned(said: Sequence[str], parts: Sequence[str], language: str) -> list[tuple[int, int]]:
+def _aligned(words: Sequence[str], parts: Sequence[str], language: str) -> list[tuple[int, int]]:
     """Range of the spoken words of each written part: in order, covering all words, at least one each. With more
     parts than words, several parts share a word.
 
     Alignment of the least total `_distance`, which is 0 for a part spelled with the letters of its words.
     """
-    count, total = len(said), len(parts)
+    count, total = len(words), len(parts)
     if count < total:
         return [(at * count // total, at * count // total + 1) for at in range(total)]
     if count > MAX_ALIGNED_PARTS:
@@ -132,28 +132,28 @@ def _aligned(said: Sequence[str], parts: Sequence[str], language: str) -> list[t
             for first in range(part, behind):
                 if (part, first) in best:
                     cost, path = best[part, first]
-                    cost += _distance(tuple(said[first:behind]), parts[part], language)
+                    cost += _distance(tuple(words[first:behind]), parts[part], language)
                     ways.append((cost, (*path, (first, behind))))
             best[part + 1, behind] = min(ways)
     return list(best[total, count][1])
 
 
 @lru_cache(4_096)
-def _distance(said: tuple[str, ...], part: str, language: str) -> int:
+def _distance(words: tuple[str, ...], part: str, language: str) -> int:
     """Distance of a written part from the written form of these words, 0 to 10."""
-    wanted = _signs(part)
-    letters = "".join(_signs(word) for word in said)
-    if letters == wanted:
+    written = _signs(part)
+    letters = "".join(_signs(word) for word in words)
+    if letters == written:
         return 0
-    digits = "".join(c for c in wanted if c.isdigit())
+    digits = "".join(c for c in written if c.isdigit())
     if language == "en":
-        same = numbers_match([part for word in said for part in strip_punctuation(word).casefold().split("-")], digits)
+        same = numbers_match([part for word in words for part in strip_punctuation(word).casefold().split("-")], digits)
     else:
-        text = "".join(strip_punctuation(word) for word in said)
+        text = "".join(strip_punctuation(word) for word in words)
         same = digits == "".join(c for c in apply_edits(text, find_edits(text, language)) if c.isdigit())
     if digits and same:
         return 1
-    return 4 if letters and (wanted in letters or letters in wanted) else 10
+    return 4 if letters and (written in letters or letters in written) else 10
 
 
 def _signs(text: str) -> str:

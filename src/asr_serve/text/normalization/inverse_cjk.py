@@ -14,7 +14,7 @@ from asr_serve.text.normalization.wetext_grammar import GrammarRewrite
 NUMERALS: Final = "零〇一二两三四五六七八九十百千万亿億幺壹贰叁肆伍陆柒捌玖拾佰仟負负分半点点"
 """Characters without which nothing is rewritten."""
 _DIGITS = {letter: number for number, letter in enumerate("〇一二三四五六七八九")} | {"零": 0, "两": 2, "兩": 2}
-_PLACES = {"十": 10, "百": 100, "千": 1_000}
+_PLACE_VALUES = {"十": 10, "百": 100, "千": 1_000}
 _NUMBER = re.compile("[〇零一二两兩三四五六七八九]?[十百千万萬億亿][〇零一二两兩三四五六七八九十百千万萬億亿]*")
 _DATE = re.compile(r"(\d+)/(\d+)/(\d+)")
 _MONTH = re.compile(r"(\d{4})/(\d+)")
@@ -30,13 +30,13 @@ NO_NUMBERS = re.compile(
 _SPANS = re.compile("(?:小时|小時|分钟|分鐘|秒钟|秒)$")
 
 
-def select_cjk_rewrite(said: str, rewrite: GrammarRewrite) -> str | None:
-    """Written form of a rewrite's characters in `said`; None: they stay in spoken form."""
-    text, spoken = rewrite.text, said[rewrite.start : rewrite.end]
-    before = said[rewrite.start - 1 : rewrite.start]
+def select_cjk_rewrite(spoken_text: str, rewrite: GrammarRewrite) -> str | None:
+    """Written form of a rewrite's characters in `spoken_text`; None: they stay in spoken form."""
+    text, spoken = rewrite.text, spoken_text[rewrite.start : rewrite.end]
+    before = spoken_text[rewrite.start - 1 : rewrite.start]
     if (before and before in _POINTS) or "~" in text or "W" in text:
         return None
-    if any(word.start() < rewrite.end and word.end() > rewrite.start for word in NO_NUMBERS.finditer(said)):
+    if any(word.start() < rewrite.end and word.end() > rewrite.start for word in NO_NUMBERS.finditer(spoken_text)):
         return None
     if rewrite.kind == "date":
         return _date(text, spoken)
@@ -54,9 +54,11 @@ def select_cjk_rewrite(said: str, rewrite: GrammarRewrite) -> str | None:
     return text
 
 
-def splits_number(said: str, rewrite: GrammarRewrite, other: GrammarRewrite) -> bool:
+def splits_number(spoken_text: str, rewrite: GrammarRewrite, other: GrammarRewrite) -> bool:
     """Whether two adjacent rewrites split a number."""
-    return rewrite.end == other.start and said[rewrite.end - 1] in NUMERALS and said[other.start] in NUMERALS
+    return (
+        rewrite.end == other.start and spoken_text[rewrite.end - 1] in NUMERALS and spoken_text[other.start] in NUMERALS
+    )
 
 
 def _checked(text: str, spoken: str) -> str:
@@ -72,7 +74,7 @@ def _checked(text: str, spoken: str) -> str:
     return text
 
 
-def cjk_number(said: str) -> int:
+def cjk_number(spoken: str) -> int:
     """Value of a number with place values.
 
     >>> cjk_number("二十五"), cjk_number("一万二千"), cjk_number("百二十三"), cjk_number("三千零五")
@@ -80,11 +82,11 @@ def cjk_number(said: str) -> int:
     """
     total = part = 0
     digit: int | None = None
-    for letter in said:
+    for letter in spoken:
         if letter in _DIGITS:
             digit = _DIGITS[letter]
-        elif letter in _PLACES:
-            part += (1 if digit is None else digit or 1) * _PLACES[letter]
+        elif letter in _PLACE_VALUES:
+            part += (1 if digit is None else digit or 1) * _PLACE_VALUES[letter]
             digit = None
         else:
             total = (total + part + (digit or 0)) * 10**4 if letter in "万萬" else (total + part + (digit or 0)) * 10**8

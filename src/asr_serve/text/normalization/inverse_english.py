@@ -119,43 +119,43 @@ def _settled(words: Sequence[str], first: int, behind: int, rewrite: GrammarRewr
     return EnglishRewrite(first, behind, f"0{text}" if text.startswith(".") else text)
 
 
-def _with_minutes(said: Sequence[str]) -> bool:
-    found = clock_time(said)
+def _with_minutes(words: Sequence[str]) -> bool:
+    found = clock_time(words)
     return found is not None and found[1] is not None
 
 
-def _counts_up(said: Sequence[str]) -> bool:
+def _counts_up(words: Sequence[str]) -> bool:
     """Whether the words count upwards: one two three."""
-    found = digit_string(said)
+    found = digit_string(words)
     return found is not None and len(found) > 2 and found in "123456789"
 
 
-def _address(said: Sequence[str], first: int, behind: int) -> EnglishRewrite | None:
+def _address(words: Sequence[str], first: int, behind: int) -> EnglishRewrite | None:
     """E-mail or web address: it begins with one word, or with single letters, and has a dot."""
-    if "dot" not in said:
+    if "dot" not in words:
         return None
     signs = {"dot": ".", "at": "@", "dash": "-", "underscore": "_"}
-    begins = at = said.index("at") if "at" in said else said.index("dot")
-    while begins and len(said[begins - 1]) == 1:
+    begins = at = words.index("at") if "at" in words else words.index("dot")
+    while begins and len(words[begins - 1]) == 1:
         begins -= 1
     if begins == at:
         begins -= 1
-    while begins > 1 and said[begins - 1] in signs:  # john dot smith at
+    while begins > 1 and words[begins - 1] in signs:  # john dot smith at
         begins -= 2
-    if begins < 0 or said[begins] in signs:
+    if begins < 0 or words[begins] in signs:
         return None
-    if said[at] == "at" and said[begins] in NO_NAMES:
+    if words[at] == "at" and words[begins] in NO_NAMES:
         begins = at + 1
-    ends = max(index for index, word in enumerate(said) if word in signs) + 2
-    if ends > len(said):
+    ends = max(index for index, word in enumerate(words) if word in signs) + 2
+    if ends > len(words):
         return None
     return EnglishRewrite(
-        first + begins, first + ends, "".join(digit_string([w]) or signs.get(w, w) for w in said[begins:ends])
+        first + begins, first + ends, "".join(digit_string([w]) or signs.get(w, w) for w in words[begins:ends])
     )
 
 
-def _unsigned(said: Sequence[str]) -> Sequence[str]:
-    return said[1:] if said[0] in ("minus", "negative") else said
+def _unsigned(words: Sequence[str]) -> Sequence[str]:
+    return words[1:] if words[0] in ("minus", "negative") else words
 
 
 def _time(words: Sequence[str], first: int, behind: int, rewrite: GrammarRewrite) -> EnglishRewrite | None:
@@ -210,10 +210,10 @@ def _date(words: Sequence[str], first: int, behind: int, text: str) -> EnglishRe
     return EnglishRewrite(first, behind, text)
 
 
-def _year(said: Sequence[str]) -> str | None:
-    if not said:
+def _year(words: Sequence[str]) -> str | None:
+    if not words:
         return ""
-    number = year_value(said) or number_value(said)
+    number = year_value(words) or number_value(words)
     return None if number is None else str(number)
 
 

@@ -44,8 +44,8 @@ _iso = r"(\d{4})-(\d\d)-(\d\d)"
 _mixed = re.compile(r"\b(?=\d*[A-Za-z])(?=[A-Za-z]*\d)(?!\d+(?:st|nd|rd|th)\b)[A-Za-z\d]+\b")
 
 
-def rule(pattern: str, said: str | Callable[[re.Match[str]], str]) -> Rule:
-    return re.compile(pattern), said
+def rule(pattern: str, replacement: str | Callable[[re.Match[str]], str]) -> Rule:
+    return re.compile(pattern), replacement
 
 
 def apply_rules(text: str, british: bool) -> str:

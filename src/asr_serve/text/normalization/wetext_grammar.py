@@ -33,13 +33,13 @@ class GrammarRewrite(NamedTuple):
 
 
 @lru_cache(MAX_CACHED_REWRITES)
-def find_rewrites(said: str, language: str) -> tuple[GrammarRewrite, ...]:
-    """Rewrites of a spoken text, cached. `said`: a few plain words in lower case, or characters without
+def find_rewrites(spoken_text: str, language: str) -> tuple[GrammarRewrite, ...]:
+    """Rewrites of a spoken text, cached. `spoken_text`: a few plain words in lower case, or characters without
     punctuation. Raises UnsupportedOption."""
     normalise, failed = load_wetext()
     try:
         with _LOCK:
-            found = normalise(said, lang=language, operator="itn")
+            found = normalise(spoken_text, lang=language, operator="itn")
     except failed:  # without a mapping from the grammar nothing is rewritten
         return ()
     return tuple(

@@ -26,6 +26,7 @@ from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.asr.kaldi_chain import conversion
 from asr_serve.models.asr.kaldi_chain.ivectors import TENSORS, IvectorOptions, Memory, OnlineIvectors, hold_ends
 from asr_serve.models.asr.kaldi_chain.network import ChainNetwork, LayerSpec
+from asr_serve.models.decoding_graph import GraphSearchOptions
 from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk, StreamingModel
 from asr_serve.models.model_files import AsrModelConfig, WeightsConverter
 from asr_serve.models.registry import AsrCard, PackagedWeights
@@ -152,6 +153,9 @@ class Model(StreamingModel):
 
     def __init__(self, config: Config, tensors: dict[str, Tensor], device: Device) -> None:
         self.config, self.device = config, device
+        self.graph_options = GraphSearchOptions(
+            config.beam, config.lattice_beam, config.acoustic_scale, config.max_active, config.min_active
+        )
         self.vocab_size, self.frame_block = config.vocab_size, config.block_frames
         self.features = KaldiMfcc(config.mfcc, device.torch_device)
         self.frame_samples = self.features.hop_samples * config.subsampling
@@ -227,8 +231,7 @@ class Model(StreamingModel):
         return (scores[0] if len(scores) == 1 else torch.cat(scores)).transpose(0, 1)
 
     def graph_scores(self, hidden: Tensor) -> Tensor:
-        scores = hidden.float()
-        return (scores if self.config.acoustic_scale == 1 else scores * self.config.acoustic_scale).contiguous()
+        return hidden.float().contiguous()
 
     def _step_block(self, cepstra: Tensor, start: Tensor, session: _Sessions, started: _Started | None) -> Tensor:
         """Scores (block_frames, n, pdfs) of one block whose first input frame is `start` (n,). `cepstra` (n, block,
@@ -338,7 +341,7 @@ class _Started(NamedTuple):
     """Sessions that are new in a step."""
 
     sessions: Tensor
-    """Which of the step's sessions: their numbers, int64, or a mask of all, bool."""
+    """Sessions of the step: their numbers, int64, or a mask of all, bool."""
     frames: Tensor
     """(sessions, frames, width): the frames before those that the block adds; of all sessions with a mask."""
 

@@ -46,7 +46,7 @@ class _Read(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Where a layer's frames lie."""
+    """Places of a layer's frames."""
 
     stride: int
     """Input frames from one of its frames to the next."""
@@ -54,7 +54,7 @@ class _Plan(NamedTuple):
     """Input frames by which its newest frame lies after the newest output."""
     reads: tuple[_Read, ...]
     history: int
-    """Its frames that the next block reads."""
+    """Frames that the next block reads."""
 
 
 class _Group(NamedTuple):
@@ -234,14 +234,14 @@ class ChainNetwork:
 
 
 def _frames_before(newest: int, stride: int, count: int, block_frames: int) -> int:
-    """How many of a layer's `count` frames, the last at position `newest`, lie before the newest multiple of
+    """Number of a layer's `count` frames, the last at position `newest`, that lie before the newest multiple of
     `block_frames`."""
     boundary = newest // block_frames * block_frames
     return sum(newest - i * stride < boundary for i in range(count))
 
 
 def _plan(layers: Sequence[LayerSpec], subsampling: int) -> tuple[dict[str, _Plan], int]:
-    """Where each layer's frames lie, and how many input frames before an output frame it depends on."""
+    """Places of each layer's frames, and how many input frames before an output frame it depends on."""
     # Frames of each layer that output frame 0 depends on, and those that are computed beside them.
     names = [INPUT, *(layer.name for layer in layers)]
     needed: dict[str, set[int]] = {name: set() for name in names}

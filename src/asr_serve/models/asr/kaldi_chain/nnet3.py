@@ -66,7 +66,7 @@ class _Block(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """What a node holds: blocks end to end."""
+    """Value of a node: blocks end to end."""
 
     blocks: tuple[_Block, ...]
     exclusive: bool = False

@@ -224,9 +224,13 @@ class Model(StreamingModel):
         return [float(score) for score in torch.lerp(forwards, backwards, self.config.reverse_weight).tolist()]
 
     def _layers(
-        self, x: Tensor, places: tuple[Tensor, Tensor], attend: Callable[..., Tensor], convolve: Callable[..., Tensor]
+        self,
+        x: Tensor,
+        positions: tuple[Tensor, Tensor],
+        attend: Callable[..., Tensor],
+        convolve: Callable[..., Tensor],
     ) -> Tensor:
-        for layer, shift, bias in zip(self.layers, *self.positions.split(*places), strict=True):
+        for layer, shift, bias in zip(self.layers, *self.positions.split(*positions), strict=True):
             x = layer(x, shift, bias, attend, convolve)
         return self.after_norm(x)
 

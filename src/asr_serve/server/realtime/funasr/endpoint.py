@@ -80,7 +80,14 @@ def _realtime(
     def begin(engine: ModelEngine, requested: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
         chosen = msgspec.structs.replace(options, **requested.pipeline_options())
         return FunAsrRealtimeSession(
-            engine.client, engine.tokenizer, chosen, outbox, meter, engine.in_use(), only_new=only_new
+            engine.client,
+            engine.tokenizer,
+            chosen,
+            outbox,
+            meter,
+            engine.in_use(),
+            only_new=only_new,
+            api_client=context.client.name if context.client else None,
         )
 
     return begin

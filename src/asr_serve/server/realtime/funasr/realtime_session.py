@@ -28,12 +28,13 @@ class FunAsrRealtimeSession:
         lease: AbstractContextManager[None],
         *,
         only_new: bool,
+        api_client: str | None = None,
     ) -> None:
         """Raises as AsyncListener does."""
         self._outbox, self._meter = outbox, meter
         self._sentences = SentenceEncoder(only_new=only_new, words=options.words, spk=options.speakers)
         self._partial: LivePartial | None = None
-        self._listener = AsyncListener(client, tokenizer, options, meter, lease, self._on_events)
+        self._listener = AsyncListener(client, tokenizer, options, meter, lease, self._on_events, api_client=api_client)
         self.language = self._listener.language
         self.wait_writable, self.finish, self.close = (
             self._listener.wait_writable,

@@ -51,7 +51,15 @@ class EngineRealtimeSessionFactory:
     ) -> tuple[AsyncListener, TokenTexts]:
         engine = self._engine(settings)
         options = settings.listen_options(engine.client.turn_model)
-        listener = AsyncListener(engine.client, engine.tokenizer, options, self._meter, engine.in_use(), on_events)
+        listener = AsyncListener(
+            engine.client,
+            engine.tokenizer,
+            options,
+            self._meter,
+            engine.in_use(),
+            on_events,
+            api_client=self._visit.client.name if self._visit.client else None,
+        )
         return listener, engine.tokenizer.decode
 
     def _engine(self, settings: RealtimeSettings) -> ModelEngine:

@@ -79,7 +79,15 @@ def create_session_manager(dependencies: LiveDependencies) -> StreamSessionManag
                 yield
 
         def start_listener(on_events: Callable[[list[LiveEvent]], None]) -> AsyncListener:
-            return AsyncListener(engine.client, engine.tokenizer, request.options, meter, lease(), on_events)
+            return AsyncListener(
+                engine.client,
+                engine.tokenizer,
+                request.options,
+                meter,
+                lease(),
+                on_events,
+                api_client=cast(Key, owner).name,
+            )
 
         return engine.name, start_listener
 

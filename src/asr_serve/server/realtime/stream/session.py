@@ -22,7 +22,7 @@ from asr_serve.errors import (
 )
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.live.events import LiveEvent
-from asr_serve.pipelines.live.listen import MAX_PENDING_FLUSHES
+from asr_serve.pipelines.live.live_session import MAX_PENDING_FLUSHES
 from asr_serve.protocols.stream.client_messages import PACKETS
 from asr_serve.protocols.stream.server_events import (
     AckEvent,

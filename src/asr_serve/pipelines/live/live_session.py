@@ -46,7 +46,7 @@ from asr_serve.pipelines.live.voice_activity import LiveVoiceActivity
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.pipelines.prompting import hotword_bias, prompt_tokens
 from asr_serve.pipelines.segments import check_diarization, resolve_language
-from asr_serve.pipelines.silence import SilenceTracker
+from asr_serve.pipelines.silence_tracker import SilenceTracker
 from asr_serve.text.tokenizers import Tokenizer
 from asr_serve.types import Segment, Span
 
@@ -68,8 +68,10 @@ class LiveSession:
         options: ListenOptions,
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        api_client: str | None = None,
     ) -> None:
-        """`clock`: time in seconds by which partials are spaced. Raises OptionError, WeightsMissing, AtCapacity
+        """`clock`: time in seconds by which partials are spaced. `api_client`: whose session it is, where that is
+        known, for a fair share of new sessions. Raises OptionError, WeightsMissing, AtCapacity
         (no session is free, or live sessions already wait too long), EngineClosed."""
         self.language = resolve_language(client, options.language)
         self._normalizer = LiveNormalizer(self.language, wake) if options.itn else None
@@ -107,7 +109,7 @@ class LiveSession:
         """Events that follow the segments before their position."""
         self._last_partial = LivePartial(0, 0)
         self._finishing = self._input_ended = self._finished_all = False
-        self._session = client.open_vad_session(live=True)
+        self._session = client.open_vad_session(live=True, api_client=api_client)
         self._voice_activity = LiveVoiceActivity(self._session, client.config.vad_windows - 32, wake)
 
     # --- client ----------------------------------------------------------------------------------------

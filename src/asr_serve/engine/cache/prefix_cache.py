@@ -241,9 +241,9 @@ class PrefixCache:
                 break
         return freed
 
-    def _evict_node(self, node: _RadixNode, kept: int) -> int:
+    def _evict_node(self, node: _RadixNode, page_count: int) -> int:
         if node.parent is not None:
-            return self._truncate(node, kept)
+            return self._truncate(node, page_count)
         if self._on_evict is not None:
             self._evicting = True
             try:
@@ -252,11 +252,11 @@ class PrefixCache:
                 self._evicting = False
         return self._truncate(node, 0)
 
-    def _truncate(self, node: _RadixNode, kept: int) -> int:
-        """Keeps only the first `kept` pages; with none the node is removed. Returns how many pages became free."""
-        freed = self.pool.drop_cache_reference(node.pages[kept:])
-        if kept:
-            node.pages, node.data = node.pages[:kept], node.data[: kept * BLOCK_BYTES]
+    def _truncate(self, node: _RadixNode, page_count: int) -> int:
+        """Drops all but the first `page_count` pages; with none the node is removed. Returns how many became free."""
+        freed = self.pool.drop_cache_reference(node.pages[page_count:])
+        if page_count:
+            node.pages, node.data = node.pages[:page_count], node.data[: page_count * BLOCK_BYTES]
             return len(freed)
         node.pages = []
         self._unlink(node)

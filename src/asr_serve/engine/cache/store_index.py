@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from asr_serve.engine.cache.entry import EMPTY_VIEW, ReadCallback, StoreEntry, StorePlacement
-from asr_serve.engine.cache.extents import BlockAllocator, BlockExtent
+from asr_serve.engine.cache.block_allocator import BlockAllocator, BlockExtent
 from asr_serve.engine.cache.integrity import ChunkTag
+from asr_serve.engine.cache.store_entry import EMPTY_VIEW, ReadCallback, StoreEntry, StorePlacement
 from asr_serve.engine.cache.store_stats import Lost, TieredStoreStats
 from asr_serve.transfer.disk import BLOCK, aligned_memory
 
@@ -35,7 +35,7 @@ class StoreIndex:
         self.clean: OrderedDict[StoreEntry, None] = OrderedDict()
         self.on_disk: OrderedDict[StoreEntry, None] = OrderedDict()
         """Entries in the file that are not pinned."""
-        self.dirty_bytes = self.kept_in_file = 0
+        self.dirty_bytes = self.pinned_in_file = 0
         self.reserve: tuple[StoreEntry, StorePlacement] | None = None
         """Entry whose memory is outside the arena, and that memory, until nobody uses it."""
         self.returned: queue.SimpleQueue[StorePlacement] = queue.SimpleQueue()
@@ -66,7 +66,7 @@ class StoreIndex:
         self.dirty_bytes -= entry.nbytes
         self.clean[entry] = None
         if entry.pinned:
-            self.kept_in_file += 1
+            self.pinned_in_file += 1
         else:
             self.on_disk[entry] = None
         self.stats.record_move("host", "disk")
@@ -85,7 +85,7 @@ class StoreIndex:
         if entry in self.dirty:
             self.dirty_bytes -= entry.nbytes
         if entry.file is not None and entry.pinned:
-            self.kept_in_file -= 1
+            self.pinned_in_file -= 1
         for order in (self.dirty, self.clean, self.on_disk):
             order.pop(entry, None)
         for place in (entry.memory, entry.file):
@@ -228,7 +228,7 @@ class StoreIndex:
         return {"host": self.arena.used + (reserve[0].nbytes if reserve else 0), "disk": self.file.used}
 
     def count(self) -> dict[str, int]:
-        return {"host": len(self.dirty) + len(self.clean), "disk": self.kept_in_file + len(self.on_disk)}
+        return {"host": len(self.dirty) + len(self.clean), "disk": self.pinned_in_file + len(self.on_disk)}
 
     def check_invariants(self) -> None:
         """Asserts that orders and counters agree with the entries."""
@@ -243,7 +243,7 @@ class StoreIndex:
             assert (entry in self.on_disk) == (entry.file is not None and not entry.pinned)
             assert entry.memory is not None or entry.file is not None
         assert self.dirty_bytes == sum(entry.nbytes for entry in self.dirty)
-        assert self.kept_in_file == sum(entry.pinned and entry.file is not None for entry in self.entries.values())
+        assert self.pinned_in_file == sum(entry.pinned and entry.file is not None for entry in self.entries.values())
 
 
 def _on_view_released(

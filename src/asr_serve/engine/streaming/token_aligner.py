@@ -63,9 +63,9 @@ def compact_posteriors(logprobs: Tensor, blank: int) -> np.ndarray:
 class StreamTokenAligner:
     """Aligner of one session. `tokens`: all tokens fixed since its start."""
 
-    def __init__(self, kept: SavedAlignment | None = None, frames: BytesLike = b"", seen: int = 0) -> None:
-        """`kept`, `frames`: of a saved session that had processed `seen` frames. Raises ValueError."""
-        self._tokens, self._runs, self._first_frame = kept or SavedAlignment([], [], 0)
+    def __init__(self, saved: SavedAlignment | None = None, frames: BytesLike = b"", seen: int = 0) -> None:
+        """`saved`, `frames`: of a saved session that had processed `seen` frames. Raises ValueError."""
+        self._tokens, self._runs, self._first_frame = saved or SavedAlignment([], [], 0)
         count, remainder = divmod(len(frames), 4 * COLUMNS)
         fits = count <= MAX_FRAMES and (not count or self._first_frame + count == seen)
         if remainder or not fits or len(self._runs) > len(self._tokens):
@@ -139,13 +139,13 @@ class StreamTokenAligner:
             self._frames, self._first_frame = self.frames[dropped:].copy(), self._first_frame + dropped
 
 
-def _token_logprobs(heard: np.ndarray, ids: Sequence[int]) -> np.ndarray:
+def _token_logprobs(posteriors: np.ndarray, ids: Sequence[int]) -> np.ndarray:
     """Natural log-probability of each token in each frame (n, COLUMNS): (n, tokens)."""
     distinct, inverse = np.unique(np.asarray(ids, np.float32), return_inverse=True)
-    labels = np.repeat(heard[:, REST : REST + 1], len(distinct), axis=1)
+    labels = np.repeat(posteriors[:, REST : REST + 1], len(distinct), axis=1)
     if len(distinct):
-        listed = heard[:, IDS : IDS + TOP_K]
+        listed = posteriors[:, IDS : IDS + TOP_K]
         nearest = distinct.searchsorted(listed).clip(max=len(distinct) - 1)
-        frames, places = (distinct[nearest] == listed).nonzero()
-        labels[frames, nearest[frames, places]] = heard[frames, IDS + TOP_K + places]
+        frames, columns = (distinct[nearest] == listed).nonzero()
+        labels[frames, nearest[frames, columns]] = posteriors[frames, IDS + TOP_K + columns]
     return labels[:, inverse]

@@ -77,6 +77,10 @@ class EngineProcess:
         self.hang_timeout_s = math.inf
 
     @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
     def unresponsive(self) -> bool:
         """Whether it runs, and has sent nothing for longer than `hang_timeout_s`."""
         return self.process.returncode is None and time.monotonic() - self.last_message_s > self.hang_timeout_s

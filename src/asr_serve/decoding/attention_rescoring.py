@@ -37,7 +37,7 @@ class _SavedRescoring(NamedTuple):
     fixed: list[SearchToken]
 
 
-class RescoringSearch:
+class AttentionRescoringSearch:
     """Search wrapper that orders the final n-best list with `rescore`. See models/interfaces.StreamingSearch.
 
     Fixed tokens stay: only what the search had not decided at the end is rescored. Unlike the search's own state,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from asr_serve.engine.cache.extents import BlockAllocator, BlockExtent, round_up_to_block
+from asr_serve.engine.cache.block_allocator import BlockAllocator, BlockExtent, round_up_to_block
 from asr_serve.engine.cache.integrity import ChunkTag
 
 CHUNK_BYTES = 1 << 20
@@ -66,8 +66,8 @@ class StoreEntry:
         "write_failed",
     )
 
-    def __init__(self, name: bytes, sizes: Sequence[int], keep: bool) -> None:
-        self.name, self.pinned = name, keep
+    def __init__(self, name: bytes, sizes: Sequence[int], pinned: bool) -> None:
+        self.name, self.pinned = name, pinned
         self.parts: list[BlockExtent] = []
         end = 0
         for size in sizes:

@@ -238,27 +238,27 @@ class FirstTokenProbe(NamedTuple):
 class CandidateGenerator:
     """Candidates of one answer with hot words: where one may stand."""
 
-    def __init__(self, each: FinishedRow, heard: Sequence[RecognizedWord]) -> None:
+    def __init__(self, each: FinishedRow, words: Sequence[RecognizedWord]) -> None:
         biasing_list, fixed = each.row.hotwords, each.row.hypothesis.fixed
         assert isinstance(biasing_list, RescoringList)
-        self.finished, self.biasing_list, self.words = each, biasing_list, heard
+        self.finished, self.biasing_list, self.words = each, biasing_list, words
         self.respellings: list[tuple[WordSpan, str, int]] = []
         """Hot words that were recognized, but are written otherwise."""
-        self.spans: list[list[WordSpan]] = [[] for _ in heard]
+        self.spans: list[list[WordSpan]] = [[] for _ in words]
         """Spans by the index of their first word."""
         is_hotword = [
             (match[2].casefold() if (match := WORD_EDGES.match(word.text)) else "") in biasing_list.known
-            for word in heard
+            for word in words
         ]
         max_words = min(max(MAX_SPAN_WORDS, biasing_list.longest), MAX_PHRASE_WORDS)
-        for i in range(len(heard)):
-            for j in range(i + 1, min(i + max_words, len(heard)) + 1):
-                if not heard[j - 1].text:
+        for i in range(len(words)):
+            for j in range(i + 1, min(i + max_words, len(words)) + 1):
+                if not words[j - 1].text:
                     break
-                match = WORD_EDGES.match(" ".join(word.text for word in heard[i:j]))
-                if match is None or heard[i].first < fixed:
+                match = WORD_EDGES.match(" ".join(word.text for word in words[i:j]))
+                if match is None or words[i].first < fixed:
                     continue
-                span = WordSpan(heard[i].first, heard[j - 1].end, *match.groups())
+                span = WordSpan(words[i].first, words[j - 1].end, *match.groups())
                 if (hotword := biasing_list.known.get(span.text.casefold())) is not None:
                     if len(written_forms(hotword.text)) == 1 and hotword.text != span.text:
                         self.respellings.append((span, hotword.text, biasing_list.words.index(hotword)))
@@ -344,10 +344,10 @@ class CandidateGenerator:
             for form in self._forms(self.biasing_list.words[word].text, span.text)
         ]
 
-    def _forms(self, word: str, heard: str) -> list[str]:
+    def _forms(self, word: str, recognized: str) -> list[str]:
         """Written forms of a word: none has a capital where the recognized text has none, except the form in the
         client's list."""
-        return [form for form in written_forms(word) if form == word or form[:1].isupper() <= heard[:1].isupper()]
+        return [form for form in written_forms(word) if form == word or form[:1].isupper() <= recognized[:1].isupper()]
 
 
 MAX_REPLACEMENTS = 24
@@ -459,25 +459,27 @@ class HotwordRescorer:
                 words[-1] = RecognizedWord(words[-1].first, at + 1, words[-1].text + text)
         return words
 
-    def _candidates(self, places: Sequence[CandidateGenerator]) -> list[list[HotwordCandidate]]:
+    def _candidates(self, generators: Sequence[CandidateGenerator]) -> list[list[HotwordCandidate]]:
         """Probes first tokens in pages of their own, if there are any: the rows' pages are needed later."""
-        room = self._scorer.has_pages(generator.finished for generator in places)
-        probes = [generator.probes() if room else [] for generator in places]
+        room = self._scorer.has_pages(generator.finished for generator in generators)
+        probes = [generator.probes() if room else [] for generator in generators]
         inputs = [
-            generator.scoring_input(probe) for generator, found in zip(places, probes, strict=True) for probe in found
+            generator.scoring_input(probe)
+            for generator, found in zip(generators, probes, strict=True)
+            for probe in found
         ]
         scores = iter(self._scorer.logprobs(inputs))
         return [
             generator.candidates([(probe, next(scores)[0]) for probe in found])
-            for generator, found in zip(places, probes, strict=True)
+            for generator, found in zip(generators, probes, strict=True)
         ]
 
-    def _replacements(self, places: CandidateGenerator, proposed: Sequence[HotwordCandidate]) -> list[Replacement]:
-        hotwords, each = places.biasing_list, places.finished
+    def _replacements(self, generator: CandidateGenerator, proposed: Sequence[HotwordCandidate]) -> list[Replacement]:
+        hotwords, each = generator.biasing_list, generator.finished
         room = min(self._runner.model.max_tokens, len(each.row.block_table) * PAGE) - len(each.row.prompt)
         room -= len(each.recognition.tokens)
         respellings = [
-            HotwordCandidate(span, word, text, RESPELLING_DISTANCE, 0.0) for span, text, word in places.respellings
+            HotwordCandidate(span, word, text, RESPELLING_DISTANCE, 0.0) for span, text, word in generator.respellings
         ]
         ranking: list[tuple[float, HotwordCandidate, float]] = []
         for candidate in (*respellings, *proposed):
@@ -499,7 +501,7 @@ class HotwordRescorer:
             )
             if margin > 0:
                 ranking.append((margin - RANK_PENALTY * max(0.0, candidate.phonetic_distance), candidate, allowed))
-        limit = max(MAX_REPLACEMENTS, len(places.words))
+        limit = max(MAX_REPLACEMENTS, len(generator.words))
         replacements: dict[tuple[int, int, tuple[int, ...]], tuple[float, Replacement]] = {}
         for _, candidate, allowed in sorted(ranking, key=lambda ranked: -ranked[0])[: TOKENIZED_FACTOR * limit]:
             span = candidate.span
@@ -519,30 +521,32 @@ class HotwordRescorer:
         ended = len(each.row.hypothesis.logprobs) > len(each.recognition.tokens)
         return (*each.recognition.tokens, *[self._runner.model.eos] * ended)
 
-    def _upper_bound(self, each: FinishedRow, look: Replacement) -> float:
+    def _upper_bound(self, each: FinishedRow, replacement: Replacement) -> float:
         """Bound of a replacement's margin, from the probability of its first token that differs from the
         answer."""
-        tokens = self._tokens_with_eos(each)[look.first :]
-        changed = (*look.tokens, *tokens[look.end - look.first :])
+        tokens = self._tokens_with_eos(each)[replacement.first :]
+        changed = (*replacement.tokens, *tokens[replacement.end - replacement.first :])
         difference = next((i for i, (a, b) in enumerate(zip(changed, tokens, strict=False)) if a != b), -1)
         if difference < 0:
             return 0.0
-        new_logprob = each.row.top_tokens.get(look.first + difference, {}).get(changed[difference], LOGPROB_FLOOR)
-        common_logprob = sum(each.row.hypothesis.logprobs[look.first : look.first + difference])
-        return common_logprob + new_logprob - self._recognized_logprob(each, look) + look.allowance
+        new_logprob = each.row.top_tokens.get(replacement.first + difference, {}).get(
+            changed[difference], LOGPROB_FLOOR
+        )
+        common_logprob = sum(each.row.hypothesis.logprobs[replacement.first : replacement.first + difference])
+        return common_logprob + new_logprob - self._recognized_logprob(each, replacement) + replacement.allowance
 
     # --- scoring ------------------------------------------------------------------------------------------
 
-    def _score(self, looks: Sequence[tuple[FinishedRow, Replacement]]) -> list[tuple[float, list[float]]]:
+    def _score(self, replacements: Sequence[tuple[FinishedRow, Replacement]]) -> list[tuple[float, list[float]]]:
         """Returns by how much each replacement makes the answer likelier, in natural-log probability, and the
         natural-log probabilities of its tokens."""
         inputs = []
-        for each, edit in looks:
+        for each, edit in replacements:
             tokens = (*edit.tokens, *self._tokens_with_eos(each)[edit.end : edit.end + CONTEXT_TOKENS])
             previous = each.recognition.tokens[edit.first - 1] if edit.first else each.row.prompt[-1]
             inputs.append(ScoringInput(each, edit.first - 1, (previous, *tokens[:-1]), [(token,) for token in tokens]))
         results = []
-        for (each, edit), scores in zip(looks, self._scorer.logprobs(inputs), strict=True):
+        for (each, edit), scores in zip(replacements, self._scorer.logprobs(inputs), strict=True):
             logprobs = [score for (score,) in scores]
             results.append((sum(logprobs) - self._recognized_logprob(each, edit), logprobs[: len(edit.tokens)]))
         return results

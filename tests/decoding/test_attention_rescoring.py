@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asr_serve.decoding import rescoring
-from asr_serve.decoding.rescoring import RescoringSearch
+from asr_serve.decoding import attention_rescoring
+from asr_serve.decoding.attention_rescoring import AttentionRescoringSearch
 from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, NBestHypothesis, SearchResult, SearchToken, StreamingChunk
 
 
@@ -47,7 +47,7 @@ def chunk(rows: list[int], seen: list[int], frames: list[int]) -> StreamingChunk
 
 def test_the_rescoring_decoder_decides_from_all_audio_of_its_own_session():
     decoder = Decoder()
-    search = RescoringSearch(TwoGuesses(), decoder)
+    search = AttentionRescoringSearch(TwoGuesses(), decoder)
     lent = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
     search.step(lent, chunk([5, 6], [0, 0], [2, 1]), {})
     lent.fill_(7.0)
@@ -62,7 +62,7 @@ def test_the_rescoring_decoder_decides_from_all_audio_of_its_own_session():
 def test_the_search_has_the_weights_of_the_model():
     decoder = Decoder()
     decoder.ctc_weight = 100.0
-    search = RescoringSearch(TwoGuesses(), decoder)
+    search = AttentionRescoringSearch(TwoGuesses(), decoder)
     search.step(torch.zeros(1, 1, 1), chunk([0], [0], [1]), {})
     assert search.finish(0, {})[0].tokens[0].id == 1
 
@@ -70,7 +70,7 @@ def test_the_search_has_the_weights_of_the_model():
 @pytest.mark.parametrize("frames", [0, 3])
 def test_a_reused_row_starts_empty(frames):
     decoder = Decoder()
-    search = RescoringSearch(TwoGuesses(), decoder)
+    search = AttentionRescoringSearch(TwoGuesses(), decoder)
     search.step(torch.ones(1, 4, 1), chunk([0], [0], [4]), {})  # its session leaves without an end
     search.step(torch.zeros(1, 3, 1), chunk([0], [0], [frames]), {})
     search.finish(0, {})
@@ -78,9 +78,9 @@ def test_a_reused_row_starts_empty(frames):
 
 
 def test_a_session_past_the_limit_is_not_rescored(monkeypatch):
-    monkeypatch.setattr(rescoring, "MOST_FRAMES", 5)
+    monkeypatch.setattr(attention_rescoring, "MOST_FRAMES", 5)
     decoder = Decoder()
-    search = RescoringSearch(TwoGuesses(), decoder)
+    search = AttentionRescoringSearch(TwoGuesses(), decoder)
     for seen in (0, 4, 8):
         search.step(torch.zeros(1, 4, 1), chunk([0], [seen], [4]), {})
     assert [guess.tokens[0].id for guess in search.finish(0, {})] == [1, 2]

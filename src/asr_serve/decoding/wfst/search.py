@@ -1,0 +1,123 @@
+"""Search of a decoding graph on the CPU, many sessions in a call, with lattices: the native token passing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asr_serve import kernels
+from asr_serve.decoding.wfst.search_graph import SearchGraph
+from asr_serve.errors import OptionError
+from asr_serve.models.decoding_graph import GraphSearchOptions
+from asr_serve.models.interfaces import State, StateSpec, StreamingChunk, StreamingModel
+from asr_serve.types import NBestHypothesis, SearchResult, SearchToken
+
+MAX_HISTORY_FRAMES = 1_024
+"""Frames of a session that stay open; at half a minute of them words are fixed although others are still likely."""
+MAX_HISTORY_LINKS = 1 << 21
+"""Links between paths of a session's open frames, 20 bytes each, at which the same happens."""
+MAX_HYPOTHESES = 32
+MAX_ACTIVE, LEAST_ACTIVE = 1 << 20, {"max_active": 1, "min_active": 0}
+"""Bounds of the limits of paths."""
+
+
+class WfstSearch:
+    """StatefulSearch (models/interfaces.py) over a decoding graph that is composed with its language model on the way.
+
+    Out     Words as tokens: `id` is the word, `frame` its first, `logprob` the natural log of the path's weight in it.
+            A word is fixed when all paths share it, or when too much history is open. finish: n-best list out of the
+            lattice, with the weight of each whole path.
+    State   A session's paths and lattice grow with what is open, and lie outside the rows.
+    Source  Kaldi's lattice-faster-decoder (Povey et al., ICASSP 2012); kernels/src/wfst.hpp describes the search
+    """
+
+    def __init__(
+        self, model: StreamingModel, graph: SearchGraph, options: GraphSearchOptions, hypotheses: int = MAX_HYPOTHESES
+    ) -> None:
+        """`hypotheses`: most entries of an n-best list. Raises OptionError for limits out of range."""
+        validate_options(options)
+        self.model, self.hypotheses = model, hypotheses
+        self._native = kernels.wfst()
+        language = graph.language_model
+        self._graph = self._native.Graph(*graph[:-1], None if language is None else tuple(language))
+        self._options = (
+            options.beam,
+            options.lattice_beam,
+            options.acoustic_scale,
+            options.max_active,
+            options.min_active,
+            0,
+            MAX_HISTORY_FRAMES,
+            MAX_HISTORY_LINKS,
+        )
+        self._sessions: dict[int, Any] = {}
+
+    def state_specs(self) -> dict[str, StateSpec]:
+        return {}
+
+    def step(self, hidden: Tensor, chunk: StreamingChunk, state: State) -> list[SearchResult]:
+        scores, counts = self.model.graph_scores(hidden).cpu(), chunk.frames.cpu()
+        rows = [
+            (index, row, start)
+            for index, (row, start, count) in enumerate(
+                zip(chunk.rows.tolist(), chunk.start_frames.tolist(), counts.tolist(), strict=True)
+            )
+            if count
+        ]
+        results = [SearchResult([], [])] * len(scores)
+        sessions = [self._session(row, start) for _, row, start in rows]
+        if len(rows) < len(scores):  # rows that only fill the batch
+            chosen = torch.tensor([index for index, _, _ in rows], dtype=torch.int64)
+            scores, counts = scores[chosen], counts[chosen]
+        if rows:
+            found = self._native.step(self._graph, sessions, scores, counts, self._options, torch.get_num_threads())
+            for (index, _, _), (fixed, tail) in zip(rows, found, strict=True):
+                results[index] = SearchResult(_tokens(fixed), _tokens(tail))
+        return results
+
+    def finish(self, row: int, state: State) -> list[NBestHypothesis]:
+        session = self._sessions.get(row)
+        if session is None:
+            return [NBestHypothesis([], 0.0)]
+        found = self._native.finish(self._graph, session, self._options, self.hypotheses)
+        return [NBestHypothesis(_tokens(words), -cost) for cost, words in found] or [NBestHypothesis([], 0.0)]
+
+    def export_state(self, row: int) -> tuple[bytes, Tensor]:
+        session = self._sessions.get(row)
+        return b"" if session is None else session.export_state(), torch.empty(0, dtype=torch.uint8)
+
+    def import_state(self, row: int, numbers: bytes, tensor: bytes, seen: int, device: torch.device) -> None:
+        self._sessions.pop(row, None)
+        if not numbers:
+            if seen:
+                raise ValueError("a saved search without its paths")
+            return
+        session = self._native.Session()
+        session.import_state(self._graph, numbers)
+        if session.frames != seen:
+            raise ValueError(f"a saved search after {session.frames} frames, of a session after {seen}")
+        self._sessions[row] = session
+
+    def free(self, row: int) -> None:
+        self._sessions.pop(row, None)
+
+    def _session(self, row: int, start_frame: int) -> Any:
+        if start_frame == 0 or row not in self._sessions:
+            self._sessions[row] = self._native.Session()
+        return self._sessions[row]
+
+
+def validate_options(options: GraphSearchOptions) -> None:
+    """Raises OptionError for limits out of range."""
+    for name, value in options._asdict().items():
+        if name in LEAST_ACTIVE:
+            if not LEAST_ACTIVE[name] <= value <= MAX_ACTIVE:
+                raise OptionError(f"{name}={value}", f"{LEAST_ACTIVE[name]} to {MAX_ACTIVE}", param=f"graph_{name}")
+        elif not value > 0:
+            raise OptionError(f"{name}={value}", "more than 0", param=f"graph_{name}")
+
+
+def _tokens(words: list[tuple[int, int, int, float]]) -> list[SearchToken]:
+    return [SearchToken(word, start, logprob) for word, start, _, logprob in words]

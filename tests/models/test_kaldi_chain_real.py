@@ -1,0 +1,154 @@
+"""Vosk's small English model in the engine: real weights, a decoding graph, and many sessions in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import asr_serve
+from asr_serve.api.cli import app
+from asr_serve.audio.reader import read_audio
+from asr_serve.config import EngineConfig
+from asr_serve.engine.builder import AsrCheckpoint, build_chunked
+from asr_serve.engine.client import EngineClient
+from asr_serve.engine.streaming.model_runner import ChunkedModelRunner, StreamingSession
+from asr_serve.engine.thread_backend import thread_backend
+from asr_serve.errors import UnsupportedOption
+from asr_serve.models.interfaces import StreamingModel
+from asr_serve.types import NBestHypothesis
+from asr_serve_tools.evaluate.wer import cer
+
+NAME, WAIT_S = "vosk-small-en", 120.0
+
+
+def recognize(config: EngineConfig, clips: list[np.ndarray]) -> list[tuple[int, ...]]:
+    """Words of clips that are all sent at once."""
+    found = AsrCheckpoint.find(NAME, None)
+    client = EngineClient(config, thread_backend(found.card, lambda: found.build("cpu", "fp32")))
+    try:
+        tickets = [client.submit(clip) for clip in clips]
+        return [ticket.future.result(WAIT_S).tokens for ticket in tickets]
+    finally:
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def speech(packaged_speech: Path) -> np.ndarray:
+    return read_audio(packaged_speech / "two_cities.wav")
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Any]:
+    with asr_serve.load(NAME) as loaded:
+        yield loaded
+
+
+def test_it_transcribes(model: Any, packaged_speech: Path) -> None:
+    [transcript] = model.transcribe(packaged_speech / "two_cities.wav")
+    assert transcript.language == "en"
+    assert "it was the best of times it was the worst of times" in transcript.text
+
+
+def test_words_have_times(model: Any, speech: np.ndarray) -> None:
+    [timed] = model.transcribe([speech[:80_000]], vad=False, words=True)
+    words = [word for segment in timed.segments for word in segment.words or ()]
+    assert " ".join(word.text.strip() for word in words) == timed.text
+    assert [word.start_samples for word in words] == sorted(word.start_samples for word in words)
+    assert all(0 <= word.start_samples < word.end_samples <= 80_000 for word in words)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [("hotwords", ["Dickens"], "head ctc, rnnt or tdt can"), ("beam", 4, "engine.graph_beam")],
+)
+def test_what_a_graph_search_cannot_do_is_refused_by_name(
+    model: Any, packaged_speech: Path, option: str, value: Any, reason: str
+) -> None:
+    with pytest.raises(UnsupportedOption, match=reason) as refused:
+        model.transcribe(packaged_speech / "two_cities.wav", **{option: value})
+    assert refused.value.param == option
+
+
+def test_company_and_steps_change_no_word(speech: np.ndarray) -> None:
+    clips = [speech[start : start + samples] for start, samples in ((0, 160_000), (90_001, 47_123), (200_000, 32_000))]
+    together = recognize(EngineConfig(use_chunked_inference=True), clips)
+    assert together == recognize(EngineConfig(), clips)
+    assert together == [recognize(EngineConfig(use_chunked_inference=True), [clip])[0] for clip in clips]
+    assert len(together[0]) > 15
+
+
+def make_runner(**options: Any) -> tuple[ChunkedModelRunner, Callable[[list[int]], str]]:
+    """Runner of the model, with up to four sessions, and what makes text of words."""
+    found = AsrCheckpoint.find(NAME, None)
+    parts = found.build("cpu", "fp32")
+    assert isinstance(parts.model, StreamingModel)
+    config = EngineConfig(max_sessions=4, **options)
+    return build_chunked(parts.model, found.card, parts, config), parts.decode_text
+
+
+def advance(runner: ChunkedModelRunner, session: StreamingSession, now_ms: float) -> list[int]:
+    """Words that are fixed by all steps that a session is ready for."""
+    fixed = []
+    while running := runner.schedule(now_ms):
+        assert running == [session]
+        [output] = runner.step(running, now_ms)
+        fixed += [token.id for token in output.found.fixed_tokens]
+    return fixed
+
+
+def test_a_saved_session_resumes_in_the_middle_of_a_sentence(speech: np.ndarray) -> None:
+    runner, decode = make_runner()
+    clip, cut = speech[:112_000], 51_234
+
+    def hear(breaks: bool) -> tuple[list[int], list[NBestHypothesis]]:
+        session = runner.open_session(live=True)
+        runner.append_audio(session, clip[:cut], 0.0)
+        fixed = advance(runner, session, 0.0)
+        if breaks:
+            saved = runner.save_session(session)
+            runner.close_session(session)
+            other = runner.open_session(live=True)  # the row that the session had is another's now
+            session = runner.load_session(saved, True)
+            runner.close_session(other)
+        runner.append_audio(session, clip[cut:], 10.0)
+        runner.finish_audio(session, 10.0)
+        fixed += advance(runner, session, 10.0)
+        found = session.hypotheses
+        runner.close_session(session)
+        return fixed, found
+
+    whole, resumed = hear(False), hear(True)
+    assert resumed == whole
+    fixed, hypotheses = whole
+    assert "the best of times" in decode([*fixed, *(token.id for token in hypotheses[0].tokens)])
+    scores = [each.logprob for each in hypotheses]
+    assert len(hypotheses) > 1, "a lattice of seven seconds has alternatives"
+    assert scores == sorted(scores, reverse=True)
+    assert len({tuple(token.id for token in each.tokens) for each in hypotheses}) == len(hypotheses)
+
+
+def test_a_chinese_clip(speech_data: Path) -> None:
+    [path] = (speech_data / "chinese").glob("aishell-BAC009S0724W0121.flac")
+    with asr_serve.load("vosk-small-zh") as chinese:
+        [transcript] = chinese.transcribe(path)
+    errors = cer(["广州市房地产中介协会分析"], [transcript.text.replace(" ", "")])
+    assert errors.percent < 20, transcript.text
+
+
+def test_the_command_line(packaged_speech: Path) -> None:
+    result = CliRunner().invoke(app, ["transcribe", "--model", NAME, str(packaged_speech / "two_cities.wav")])
+    assert result.exit_code == 0, result.output
+    assert "it was the worst of times" in result.stdout
+
+
+def test_a_narrow_beam_is_another_search(speech: np.ndarray) -> None:
+    clip = speech[:160_000]
+    wide = recognize(EngineConfig(), [clip])[0]
+    narrow = recognize(EngineConfig(graph_beam=2.0, graph_max_active=20), [clip])[0]
+    assert narrow
+    assert narrow != wide

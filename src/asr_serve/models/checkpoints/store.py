@@ -175,7 +175,8 @@ def files_below(path: Path) -> dict[str, Path]:
 
 
 def folder_fingerprint(folder: Path) -> str:
-    names = "".join(f"{_name_in(folder, p)}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in files_of(folder))
+    stats = {name: path.stat() for name, path in files_below(folder).items()}
+    names = "".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats.items())
     return hashlib.sha256(names.encode()).hexdigest()[:12]
 
 

@@ -105,6 +105,38 @@ def test_chunks_of_any_size_have_the_same_scores(folder: Path) -> None:
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+def test_steps_of_fixed_shape_have_the_same_scores(folder: Path) -> None:
+    """As a GPU computes them. Sessions are of any age: the second clip starts in the first one's second step."""
+    tiny(7, folder / "7")
+    plain, fixed = model_of(folder / "7"), model_of(folder / "7")
+    assert not plain.fixed_shapes
+    fixed.fixed_shapes = True
+    first, second = speech_like(30_000, 1), speech_like(20_000, 2)
+    found = []
+    for model in (plain, fixed):
+        window, block = model.audio_window(model.frame_block).samples, model.block * 160
+        state = {
+            name: torch.zeros(3, *spec.shape, dtype=spec.dtype)
+            for name, spec in model.state_specs(model.frame_block).items()
+        }
+        outputs = []
+        for step in range(4):
+            on = [0] if step == 0 else [0, 1]
+            starts = [step, step - 1][: len(on)]
+            pcm = torch.zeros(len(on), window)
+            for row, start in enumerate(starts):
+                part = (first, second)[row][start * block :][:window]
+                pcm[row, : len(part)] = torch.from_numpy(part)
+            lengths = torch.tensor([len(first), len(second)][: len(on)])
+            frames = torch.full((len(on),), model.frame_block)
+            numbers = torch.tensor(on), torch.tensor(starts) * model.frame_block, frames, lengths
+            with torch.inference_mode():
+                outputs.append(model.step(StreamingChunk(pcm, *numbers), state).clone())
+        found.append(outputs)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
 def test_solving_exactly_is_near_kaldis_conjugate_gradients(folder: Path) -> None:
     model, reference = tiny(2, folder / "2")
     cepstra = cepstra_of(model, speech_like(50_000, 5))

@@ -157,6 +157,9 @@ class Model(StreamingModel):
             config.beam, config.lattice_beam, config.acoustic_scale, config.max_active, config.min_active
         )
         self.vocab_size, self.frame_block = config.vocab_size, config.block_frames
+        self.fixed_shapes = device.torch_device.type != "cpu"
+        """Whether a step computes the first frames of every session, and uses those of new ones: shapes that depend on
+        data would stop a GPU, and could not be recorded."""
         self.features = KaldiMfcc(config.mfcc, device.torch_device)
         self.frame_samples = self.features.hop_samples * config.subsampling
         width = config.mfcc.coefficients
@@ -266,8 +269,7 @@ class Model(StreamingModel):
     def _start(self, chunk: StreamingChunk, session: _Sessions) -> _Started | None:
         """Fills the memory of sessions that are new in this step, but for the network's."""
         new = chunk.start_frames == 0
-        if new.device.type != "cpu":
-            # Shapes that depend on data would stop the device: all are computed, and some used.
+        if self.fixed_shapes:
             nobody = torch.full_like(chunk.rows, len(session.window) - 1)
             rows = torch.where(new, chunk.rows, nobody)
             frames, speakers = self._lead(chunk.pcm, session.ends, session.window, rows)

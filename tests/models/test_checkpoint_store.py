@@ -427,3 +427,12 @@ def test_gathered_files_without_their_sums_are_corrupt(cache: Path, sums: bytes 
         (folder / store.SUMS).write_bytes(sums)
     with pytest.raises(WeightsCorrupt, match="asr-serve models fetch kokoro"):
         store.verified_published_folder(card)
+
+
+def test_a_change_in_a_folder_below_is_another_source(tmp_path: Path):
+    (tmp_path / "am").mkdir()
+    (tmp_path / "am" / "final.mdl").write_bytes(b"one")
+    before = store.folder_fingerprint(tmp_path)
+    assert store.folder_fingerprint(tmp_path) == before
+    (tmp_path / "am" / "final.mdl").write_bytes(b"three")
+    assert store.folder_fingerprint(tmp_path) != before

@@ -25,6 +25,7 @@ MODELS = {
     "u2pp 2": ("ctc", "ctc beam"),
     "u2pp 1": ("ctc",),
     "deepspeech": ("ctc", "ctc beam"),
+    "kaldi_chain": ("none",),
     "moonshine": ("none",),
 }
 CASES = [(name, search) for name, searches in MODELS.items() for search in searches]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
@@ -24,6 +26,7 @@ from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.devices.cpu import CpuDevice
 from asr_serve.engine.streaming.model_runner import ChunkedModelRunner, StreamingSession
 from asr_serve.models.asr import deepspeech
+from asr_serve.models.asr.kaldi_chain import conversion, kaldi_chain
 from asr_serve.models.asr.moonshine import moonshine_streaming
 from asr_serve.models.asr.nemo import fastconformer
 from asr_serve.models.asr.wenet import u2pp
@@ -64,6 +67,8 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
             tensors = {name: 2 * torch.randn(shape) / shape[-1] ** 0.5 for name, shape in config.shapes().items()}
             tensors["layers.0.weight"] /= 10
             return deepspeech.Model(config, tensors, device(dtype))
+        case "kaldi_chain":
+            return ReferencedChain(dtype)
     raise ValueError(name)
 
 
@@ -90,9 +95,35 @@ def moonshine(dtype: torch.dtype) -> Encoder:
     return Encoder(made.encoder)
 
 
-def weights(config: fastconformer.Config) -> dict[str, Tensor]:
-    import sys
+class ReferencedChain:
+    """A chain model of random weights; whole utterances are evaluated from its files."""
 
+    def __init__(self, dtype: torch.dtype) -> None:
+        sys.path.insert(0, str(FIXTURES.parent))
+        try:
+            import tiny_kaldi
+            from kaldi_reference import Reference, cepstra_of
+        finally:
+            sys.path.pop(0)
+        with tempfile.TemporaryDirectory() as folder:
+            tiny_kaldi.write_model(Path(folder), 7)
+            settings, tensors, _ = conversion.read_acoustics(Path(folder))
+            self._model = kaldi_chain.Model(kaldi_chain.Config.of(settings | {"vocab_size": 1}), tensors, device(dtype))
+            pdfs = self._model.config.silence_pdfs
+            self._reference = Reference(Path(folder), silence_pdfs=pdfs, left=tiny_kaldi.LEFT, right=tiny_kaldi.RIGHT)
+        self._cepstra_of = cepstra_of
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def encode_utterance(self, pcm: Tensor) -> Tensor:
+        if not len(pcm):
+            return torch.empty(1, 0, self._model.network.output_width)
+        scores, _ = self._reference.scores(self._cepstra_of(self._model, pcm.numpy()))
+        return torch.from_numpy(scores).float()[None]
+
+
+def weights(config: fastconformer.Config) -> dict[str, Tensor]:
     sys.path.insert(0, str(FIXTURES.parent))
     try:
         from tiny_fastconformer import weights as of

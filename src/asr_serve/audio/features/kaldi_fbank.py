@@ -21,7 +21,7 @@ LONGEST_SAMPLES = 1 << 60
 
 
 class FbankOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Kaldi's options, without dither, so that recognition is deterministic."""
+    """Kaldi's options, without random numbers, so that recognition is deterministic."""
 
     mels: int = 80
     low_hz: float = 20.0
@@ -38,6 +38,8 @@ class FbankOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a column before the mels holds the natural log of the frame's energy, before pre-emphasis and window."""
     energy_floor: float = 0.0
     """Least energy in that column; 0: FLOOR alone."""
+    dither: float = 0.0
+    """Standard deviation, in scaled samples, of Kaldi's noise: its expected power is added to that of the signal."""
     window_samples: int = 400
     hop_samples: int = 160
 
@@ -59,6 +61,11 @@ class Fbank:
         self.fft_samples = 1 << (self.window_samples - 1).bit_length()
         self.shape = _window(self.options).to(device, torch.float32)
         self.filters = mel_filters(self.options, self.fft_samples).to(device, torch.float32)
+        self.noise: Tensor | None = None
+        if self.options.dither:
+            # The power of noise is the sum of what its samples have alone.
+            impulses = torch.eye(self.window_samples, device=device)
+            self.noise = self._power(impulses).sum(0) @ self.filters * self.options.dither**2
 
     def count_frames(self, samples: int) -> int:
         """Number of frames of a whole clip of this many samples."""
@@ -83,19 +90,28 @@ class Fbank:
         if pcm.shape[1] < self.window_samples:
             return pcm.new_empty(pcm.shape[0], 0, self.width)
         framed = pcm.unfold(1, self.window_samples, self.hop_samples) * self.options.scale
+        energy = None
+        if self.options.energy:
+            centred = framed - framed.mean(-1, keepdim=True) if self.options.remove_dc else framed
+            energy = centred.square().sum(-1, keepdim=True)
+        mels = self._power(framed) @ self.filters
+        if self.noise is not None:
+            mels += self.noise
+        mels = mels.clamp_(min=FLOOR).log_()
+        if energy is None:
+            return mels
+        return torch.cat([energy.clamp_(min=max(FLOOR, self.options.energy_floor)).log_(), mels], dim=-1)
+
+    def _power(self, framed: Tensor) -> Tensor:
+        """Power spectra of frames (..., window_samples) of scaled samples, which it overwrites."""
         if self.options.remove_dc:
             framed -= framed.mean(-1, keepdim=True)
-        energy = framed.square().sum(-1, keepdim=True) if self.options.energy else None
         if self.options.preemphasis:
             # The first sample of a frame is its own predecessor, as in Kaldi.
             previous = torch.cat([framed[..., :1], framed[..., :-1]], dim=-1)
             framed.sub_(previous, alpha=self.options.preemphasis)
         spectrum = torch.fft.rfft(framed.mul_(self.shape), n=self.fft_samples)
-        power = torch.view_as_real(spectrum).square().sum(-1)
-        mels = (power @ self.filters).clamp_(min=FLOOR).log_()
-        if energy is None:
-            return mels
-        return torch.cat([energy.clamp_(min=max(FLOOR, self.options.energy_floor)).log_(), mels], dim=-1)
+        return torch.view_as_real(spectrum).square().sum(-1)
 
     def mirrored(self, pcm: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
         """Fill the parts of windows that lie outside their streams with the mirror image of the stream, as frames

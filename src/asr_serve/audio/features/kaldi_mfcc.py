@@ -12,7 +12,7 @@ from asr_serve.audio.features.kaldi_fbank import Fbank, FbankOptions
 
 
 class KaldiMfccOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Kaldi's options, without dither and without energy."""
+    """Kaldi's options, without energy."""
 
     coefficients: int = 13
     mels: int = 23
@@ -21,6 +21,9 @@ class KaldiMfccOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Upper limit: above 0, in Hz; else relative to half the rate."""
     lifter: float = 22.0
     """Kaldi's cepstral-lifter: 0 for none."""
+    dither: float = 0.0
+    """See FbankOptions. Models are trained with Kaldi's 1.0: without it, digital silence is a sound that they never
+    met."""
 
 
 class KaldiMfcc:
@@ -28,14 +31,18 @@ class KaldiMfcc:
 
     In      pcm (rows, samples) float32, 16 kHz
     Out     (rows, frames, coefficients) float32: every frame that lies wholly inside (snip_edges)
-    Source  Kaldi's compute-mfcc-feats --use-energy=false --dither=0 on 16-bit samples;
+    Source  Kaldi's compute-mfcc-feats --use-energy=false on 16-bit samples;
             tests/audio/features/test_kaldi_mfcc.py: kaldi-native-fbank's numbers
     """
 
     def __init__(self, options: KaldiMfccOptions, device: torch.device | None = None) -> None:
         self.options = options
-        bank = FbankOptions(mels=options.mels, low_hz=options.low_hz, high_hz=options.high_hz, scale=32_768.0)
-        self.fbank = Fbank(bank, device)
+        self.fbank = Fbank(
+            FbankOptions(
+                mels=options.mels, low_hz=options.low_hz, high_hz=options.high_hz, scale=32_768.0, dither=options.dither
+            ),
+            device,
+        )
         self.hop_samples, self.window_samples = self.fbank.hop_samples, self.fbank.window_samples
         self.cosines = _liftered_cosines(options).to(device, torch.float32)
 

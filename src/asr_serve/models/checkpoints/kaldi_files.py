@@ -23,7 +23,7 @@ BINARY_MARK = b"\0B"
 LONGEST_TOKEN_BYTES = 256
 MOST_ITEMS = 1 << 24
 """Most entries of a list, a bound for files that are not what they seem."""
-FLOAT_TYPES: dict[bytes, np.dtype[Any]] = {b"F": np.dtype("<f4"), b"D": np.dtype("<f8")}
+FLOAT_TYPES: dict[str, np.dtype[Any]] = {"F": np.dtype("<f4"), "D": np.dtype("<f8")}
 INTEGER_FIELDS = {
     "<Dim>",
     "<BlockDim>",
@@ -40,7 +40,6 @@ INTEGER_FIELDS = {
 INTEGER_VECTOR_FIELDS = {"<TimeOffsets>"}
 FLAG_FIELDS = {"<Continuous>"}
 """Fields that stand alone, without a value."""
-NO_SELF_LOOP = -1
 
 FieldValue = float | int | bool | np.ndarray
 
@@ -211,7 +210,7 @@ class KaldiReader:
 
     def vector(self) -> np.ndarray:
         """Reads a vector, in its own precision."""
-        dtype = FLOAT_TYPES[self.expect("FV", "DV")[:1].encode()]
+        dtype = FLOAT_TYPES[self.expect("FV", "DV")[:1]]
         return self._reals(dtype, self._count())
 
     def matrix(self) -> np.ndarray:
@@ -220,7 +219,7 @@ class KaldiReader:
         if kind.startswith("C"):
             return self._compressed_matrix(kind)
         rows, columns = self._count(), self._count()
-        return self._reals(FLOAT_TYPES[kind[:1].encode()], rows * columns).reshape(rows, columns)
+        return self._reals(FLOAT_TYPES[kind[:1]], rows * columns).reshape(rows, columns)
 
     def _compressed_matrix(self, kind: str) -> np.ndarray:
         low, span, rows, columns = struct.unpack("<ffii", self.take(16))
@@ -229,13 +228,14 @@ class KaldiReader:
         if kind != "CM":
             width, steps = (2, 65_535.0) if kind == "CM2" else (1, 255.0)
             levels = np.frombuffer(self.take(width * rows * columns), f"<u{width}").reshape(rows, columns)
-            return np.float32(low) + levels.astype(np.float32) * np.float32(span / steps)
+            values: np.ndarray = np.float32(low) + levels.astype(np.float32) * np.float32(span / steps)
+            return values
         # Four points of each column's distribution, then a byte for each number, which interpolates between them.
         points = np.frombuffer(self.take(8 * columns), "<u2").reshape(columns, 4)
         corners = (np.float32(low) + points.astype(np.float32) * np.float32(span / 65_535.0)).T
         levels = np.frombuffer(self.take(rows * columns), "u1").reshape(columns, rows).T.astype(np.float32)
         first, second, third, last = corners
-        numbers: np.ndarray = np.where(
+        interpolated: np.ndarray = np.where(
             levels <= 64,
             first + (second - first) * levels * np.float32(1 / 64),
             np.where(
@@ -244,15 +244,16 @@ class KaldiReader:
                 third + (last - third) * (levels - 192) * np.float32(1 / 63),
             ),
         )
-        return numbers
+        return interpolated
 
     def symmetric_matrix(self) -> np.ndarray:
         """Reads a packed symmetric matrix: the lower triangle, row by row."""
-        dtype = FLOAT_TYPES[self.expect("FP", "DP")[:1].encode()]
+        dtype = FLOAT_TYPES[self.expect("FP", "DP")[:1]]
         size = self._count()
-        matrix = np.zeros((size, size), dtype)
+        packed = self._reals(dtype, size * (size + 1) // 2)
+        matrix = np.zeros((size, size), dtype.type)
         rows, columns = np.tril_indices(size)
-        matrix[rows, columns] = matrix[columns, rows] = self._reals(dtype, size * (size + 1) // 2)
+        matrix[rows, columns] = matrix[columns, rows] = packed
         return matrix
 
     def integers(self) -> np.ndarray:
@@ -314,17 +315,22 @@ def read_diagonal_gaussians(path: Path) -> DiagonalGaussians:
     reader.expect("</DiagGMM>", "<DiagGMMEnd>")
     if linear.shape != inverse_variances.shape or linear.shape[:1] != weights.shape:
         raise reader.error(f"means {linear.shape}, variances {inverse_variances.shape}", f"{len(weights)} rows each")
-    with np.errstate(divide="ignore"):
-        computed = np.log(weights.astype(np.float64)) + 0.5 * (
-            np.log(inverse_variances.astype(np.float64)).sum(1)
-            - linear.shape[1] * np.log(2 * np.pi)
-            - (linear.astype(np.float64) ** 2 / inverse_variances).sum(1)
-        )
+    if not (_positive(weights) and _positive(inverse_variances) and np.isfinite(linear).all()):
+        raise reader.error("weights or variances that are not above 0", "a mixture of Gaussians")
+    computed = np.log(weights.astype(np.float64)) + 0.5 * (
+        np.log(inverse_variances.astype(np.float64)).sum(1)
+        - linear.shape[1] * np.log(2 * np.pi)
+        - (linear.astype(np.float64) ** 2 / inverse_variances).sum(1)
+    )
     if constants is None:
         constants = computed
     elif constants.shape != computed.shape or not np.allclose(constants, computed, rtol=1e-3, atol=1e-2):
         raise reader.error("constants that do not belong to the Gaussians", "the log of their normalizations")
     return DiagonalGaussians(constants.astype(np.float32), linear, inverse_variances)
+
+
+def _positive(values: np.ndarray) -> bool:
+    return bool(np.isfinite(values).all() and (values > 0).all())
 
 
 def read_ivector_extractor(path: Path) -> IvectorExtractor:

@@ -167,8 +167,16 @@ def files_of(path: Path) -> list[Path]:
     return sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
 
 
+def files_below(path: Path) -> dict[str, Path]:
+    """Returns the files of a folder and of the folders in it by their names below it, sorted; or the one file."""
+    if not path.is_dir():
+        return {path.name: path}
+    return {each.relative_to(path).as_posix(): each for each in sorted(path.rglob("*")) if each.is_file()}
+
+
 def folder_fingerprint(folder: Path) -> str:
-    names = "".join(f"{p.name}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in files_of(folder))
+    stats = {name: path.stat() for name, path in files_below(folder).items()}
+    names = "".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats.items())
     return hashlib.sha256(names.encode()).hexdigest()[:12]
 
 
@@ -280,7 +288,7 @@ def convert(card: AsrCard, source: Path, target: Path, progress: Progress) -> Pa
     building = Path(tempfile.mkdtemp(dir=target.parent, prefix=".building-"))
     try:
         converter.convert(source, building)
-        sums = {path.name: sha256_of(path) for path in files_of(source)}
+        sums = {name: sha256_of(path) for name, path in files_below(source).items()}
         (building / "source-sha256.json").write_text(json.dumps(sums, indent=1))
         building.chmod(0o755)  # a temporary folder is private to its owner, a cache may be shared
         try:

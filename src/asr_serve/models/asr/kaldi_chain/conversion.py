@@ -57,6 +57,25 @@ def is_vosk_folder(folder: Path) -> bool:
 
 def convert(source: Path, target: Path) -> None:
     """Reads Kaldi's files in `source` into a checkpoint in `target`. Raises WeightsCorrupt."""
+    settings, tensors, transitions = read_acoustics(source)
+    graph, symbols = openfst_files.read_lookahead_graph(
+        source / LABELS_TO_WORDS,
+        source / WORDS,
+        np.maximum(transitions.pdfs, 0),
+        label_phones=transitions.phones,
+        phone_boundaries=kaldi_files.read_word_boundaries(source / PHONE_BOUNDARIES),
+        silent_labels=kaldi_files.read_integer_list(source / SILENT_LABELS),
+    )
+    pieces = _pieces(symbols)
+    settings |= {"model_type": "kaldi_chain", "vocab_size": len(pieces)}
+    (target / "config.json").write_text(json.dumps(settings, indent=1))
+    (target / "pieces.json").write_text(json.dumps(pieces, ensure_ascii=False), encoding="utf-8")
+    graph.save(target)
+    save_file(tensors, target / "model.safetensors")
+
+
+def read_acoustics(source: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], kaldi_files.TransitionModel]:
+    """Settings but for `vocab_size`, tensors, and transitions of a folder's acoustic model. Raises WeightsCorrupt."""
     model = kaldi_files.read_acoustic_model(source / MODEL)
     if len(model.priors):
         raise WeightsCorrupt(f"{source / MODEL} has priors of its outputs", "a chain model, which has none")
@@ -77,35 +96,21 @@ def convert(source: Path, target: Path) -> None:
             tensors[f"layers.{layer.name}.ivector"] = layer.ivector
     transitions = model.transitions
     if transitions.pdfs.max() >= layers[-1].width:
-        raise WeightsCorrupt(f"{source / MODEL} has transitions to output {transitions.pdfs.max()}", "below its width")
-    graph, symbols = openfst_files.read_lookahead_graph(
-        source / LABELS_TO_WORDS,
-        source / WORDS,
-        np.maximum(transitions.pdfs, 0),
-        label_phones=transitions.phones,
-        phone_boundaries=kaldi_files.read_word_boundaries(source / PHONE_BOUNDARIES),
-        silent_labels=kaldi_files.read_integer_list(source / SILENT_LABELS),
-    )
-    pieces = _pieces(symbols)
+        raise WeightsCorrupt(
+            f"{source / MODEL} has a transition to output {transitions.pdfs.max()}", f"{layers[-1].width} outputs"
+        )
     decoder = _decoder(source / DECODER_OPTIONS)
     silence = np.isin(transitions.phones, decoder["silence_phones"])
-    settings: dict[str, Any] = {
-        "model_type": "kaldi_chain",
-        "vocab_size": len(pieces),
+    settings = {
         "layers": msgspec.to_builtins(specs),
         "mfcc": msgspec.to_builtins(mfcc),
         "ivector": msgspec.to_builtins(ivector),
-        # States of other phones that share an output with silence are not silence.
+        # Outputs that other phones share are not silence.
         "silence_pdfs": sorted(set(transitions.pdfs[silence].tolist()) - set(transitions.pdfs[~silence].tolist())),
         **decoder,
     }
-    (target / "config.json").write_text(json.dumps(settings, indent=1))
-    (target / "pieces.json").write_text(json.dumps(pieces, ensure_ascii=False), encoding="utf-8")
-    graph.save(target)
-    save_file(
-        {name: torch.from_numpy(np.array(array, np.float32, order="C")) for name, array in tensors.items()},
-        target / "model.safetensors",
-    )
+    arrays = {name: torch.from_numpy(np.array(array, np.float32, order="C")) for name, array in tensors.items()}
+    return settings, arrays, transitions
 
 
 def _pieces(symbols: Mapping[int, str]) -> list[str]:
@@ -137,7 +142,7 @@ def _mfcc(path: Path) -> KaldiMfccOptions:
         given = options.pop(name, None)
         if given is not None and _parsed(path, name, given, type(allowed)) != allowed:
             raise WeightsCorrupt(f"{path}: --{name}={given}", f"{allowed}")
-    for name in (*IGNORED_OPTIONS, "dither"):
+    for name in IGNORED_OPTIONS:
         options.pop(name, None)
     kept = {
         "coefficients": _parsed(path, "num-ceps", options.pop("num-ceps", "13"), int),
@@ -145,6 +150,7 @@ def _mfcc(path: Path) -> KaldiMfccOptions:
         "low_hz": _parsed(path, "low-freq", options.pop("low-freq", "20"), float),
         "high_hz": _parsed(path, "high-freq", options.pop("high-freq", "0"), float),
         "lifter": _parsed(path, "cepstral-lifter", options.pop("cepstral-lifter", "22"), float),
+        "dither": _parsed(path, "dither", options.pop("dither", "1"), float),
     }
     _refuse(path, options)
     return KaldiMfccOptions(**kept)

@@ -119,7 +119,7 @@ class OnlineIvectors:
         """Position of the last frame, from a block's first, whose neighbours are known when the block is computed."""
         self.waiting_frames = self.newest + 1
         """Frames whose posteriors wait for their weight, from a block's first frame on."""
-        if not self.waiting_frames > 0:
+        if self.waiting_frames <= 0:
             raise WeightsCorrupt("a network that looks ahead less than i-vectors do", "more frames to the right")
         splice = tensors["splice"].float().to(device)
         self._splice, self._splice_offset = splice[:, :-1].t().contiguous(), splice[:, -1].contiguous()
@@ -138,19 +138,19 @@ class OnlineIvectors:
 
     def state_specs(self) -> dict[str, StateSpec]:
         options, frames = self.options, self.waiting_frames
-        double = torch.float64
-        return {
-            "window": StateSpec((options.window_frames, self.feature_width), initial_value=None),
-            "window_sum": StateSpec((self.feature_width,), double),
-            "normalized": StateSpec((self.spliced_frames, self.feature_width)),
-            "projected": StateSpec((frames, self.projected)),
-            "gaussians": StateSpec((frames, options.selected_gaussians), torch.int64),
-            "posteriors": StateSpec((frames, options.selected_gaussians)),
-            "count": StateSpec((), double),
-            "linear": StateSpec((options.width,), double),
-            "quadratic": StateSpec((options.width * (options.width + 1) // 2,), double),
-            "ivector": StateSpec((options.width,)),
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "window": ((options.window_frames, self.feature_width), torch.float32),
+            "window_sum": ((self.feature_width,), torch.float64),
+            "normalized": ((self.spliced_frames, self.feature_width), torch.float32),
+            "projected": ((frames, self.projected), torch.float32),
+            "gaussians": ((frames, options.selected_gaussians), torch.int64),
+            "posteriors": ((frames, options.selected_gaussians), torch.float32),
+            "count": ((), torch.float64),
+            "linear": ((options.width,), torch.float64),
+            "quadratic": ((options.width * (options.width + 1) // 2,), torch.float64),
+            "ivector": ((options.width,), torch.float32),
         }
+        return {name: StateSpec(shape, dtype, None) for name, (shape, dtype) in shapes.items()}
 
     def initial(self, sessions: int) -> Memory:
         """State of new sessions, but for `window`, which stays where it is."""

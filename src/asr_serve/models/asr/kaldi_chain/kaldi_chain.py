@@ -24,7 +24,7 @@ from asr_serve.audio.features.kaldi_mfcc import KaldiMfcc, KaldiMfccOptions
 from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.asr.kaldi_chain import conversion
-from asr_serve.models.asr.kaldi_chain.ivectors import IvectorOptions, Memory, OnlineIvectors, hold_ends
+from asr_serve.models.asr.kaldi_chain.ivectors import TENSORS, IvectorOptions, Memory, OnlineIvectors, hold_ends
 from asr_serve.models.asr.kaldi_chain.network import ChainNetwork, LayerSpec
 from asr_serve.models.decoding_graph import GraphSearchOptions
 from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk, StreamingModel
@@ -157,6 +157,9 @@ class Model(StreamingModel):
             config.beam, config.lattice_beam, config.acoustic_scale, config.max_active, config.min_active
         )
         self.vocab_size, self.frame_block = config.vocab_size, config.block_frames
+        self.fixed_shapes = device.torch_device.type != "cpu"
+        """Whether a step computes the first frames of every session, and uses those of new ones: shapes that depend on
+        data would stop a GPU, and could not be recorded."""
         self.features = KaldiMfcc(config.mfcc, device.torch_device)
         self.frame_samples = self.features.hop_samples * config.subsampling
         width = config.mfcc.coefficients
@@ -173,11 +176,7 @@ class Model(StreamingModel):
         newest = self.block - config.subsampling + self.network.right_frames
         self.ivectors = OnlineIvectors(
             config.ivector,
-            {
-                name.removeprefix("ivectors."): tensor
-                for name, tensor in tensors.items()
-                if name.startswith("ivectors.")
-            },
+            {name: tensors[f"ivectors.{name}"] for name in TENSORS if f"ivectors.{name}" in tensors},
             device.torch_device,
             feature_width=width,
             block_frames=self.block,
@@ -210,9 +209,9 @@ class Model(StreamingModel):
 
     def state_specs(self, chunk: int) -> dict[str, StateSpec]:
         specs = {
-            "features": StateSpec((self._history, self.config.mfcc.coefficients)),
-            "weights": StateSpec((self.block,)),
-            "network": StateSpec((self.network.state_width,), self.device.dtype),
+            "features": StateSpec((self._history, self.config.mfcc.coefficients), initial_value=None),
+            "weights": StateSpec((self.block,), initial_value=None),
+            "network": StateSpec((self.network.state_width,), self.device.dtype, None),
         }
         return specs | {f"ivectors.{name}": spec for name, spec in self.ivectors.state_specs().items()}
 
@@ -270,8 +269,7 @@ class Model(StreamingModel):
     def _start(self, chunk: StreamingChunk, session: _Sessions) -> _Started | None:
         """Fills the memory of sessions that are new in this step, but for the network's."""
         new = chunk.start_frames == 0
-        if new.device.type != "cpu":
-            # Shapes that depend on data would stop the device: all are computed, and some used.
+        if self.fixed_shapes:
             nobody = torch.full_like(chunk.rows, len(session.window) - 1)
             rows = torch.where(new, chunk.rows, nobody)
             frames, speakers = self._lead(chunk.pcm, session.ends, session.window, rows)

@@ -243,8 +243,9 @@ def _frames_before(newest: int, stride: int, count: int, block_frames: int) -> i
 def _plan(layers: Sequence[LayerSpec], subsampling: int) -> tuple[dict[str, _Plan], int]:
     """Places of each layer's frames, and how many input frames before an output frame it depends on."""
     # Frames of each layer that output frame 0 depends on, and those that are computed beside them.
-    needed: dict[str, set[int]] = {name: set() for name in (*(layer.name for layer in layers), INPUT)}
-    computed: dict[str, set[int]] = {name: set() for name in needed}
+    names = [INPUT, *(layer.name for layer in layers)]
+    needed: dict[str, set[int]] = {name: set() for name in names}
+    computed: dict[str, set[int]] = {name: set() for name in names}
     needed[layers[-1].name] = {0}
     strides, aheads = {}, {}
     for name, layer in reversed([(INPUT, None), *((layer.name, layer) for layer in layers)]):

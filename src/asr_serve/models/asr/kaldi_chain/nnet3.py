@@ -212,10 +212,7 @@ class _Compiler:
                 sources = {term.source for block in value.blocks for term in block.terms}
                 if sources == {IVECTOR} and arguments[1].name == "t":
                     return value
-        raise WeightsCorrupt(
-            f"the descriptor {call.name} with {len(arguments)} arguments",
-            f"Append, Sum, Offset(x, frames), Scale(factor, x), ReplaceIndex({IVECTOR}, t, 0)",
-        )
+        raise _unknown(call)
 
     # --- components ----------------------------------------------------------------------------------------
 
@@ -416,9 +413,24 @@ def _names_in(call: _Call) -> Iterable[str]:
     if call.arguments is None:
         yield call.name
         return
-    arguments = {"Scale": call.arguments[1:], "Offset": call.arguments[:1], "ReplaceIndex": call.arguments[:1]}
-    for each in arguments.get(call.name, call.arguments):
+    match call.name:
+        case "Append" | "Sum":
+            nodes = call.arguments
+        case "Scale":
+            nodes = call.arguments[1:]
+        case "Offset" | "ReplaceIndex":
+            nodes = call.arguments[:1]
+        case _:
+            raise _unknown(call)
+    for each in nodes:
         yield from _names_in(each)
+
+
+def _unknown(call: _Call) -> WeightsCorrupt:
+    return WeightsCorrupt(
+        f"the descriptor {call.name} with {len(call.arguments or ())} arguments",
+        f"Append, Sum, Offset(x, frames), Scale(factor, x), ReplaceIndex({IVECTOR}, t, 0)",
+    )
 
 
 def _constant(call: _Call) -> float:

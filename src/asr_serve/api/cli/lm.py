@@ -32,7 +32,12 @@ Texts = Annotated[
     ),
 ]
 ModelFile = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="A file of asr-serve lm build, an ARPA file, or a binary file of KenLM.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        help="A file of asr-serve lm build, an ARPA file, or a binary file of KenLM.",
+        show_default=False,
+    ),
 ]
 Tokens = Annotated[
     str | None,

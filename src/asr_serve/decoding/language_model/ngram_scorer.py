@@ -11,19 +11,20 @@ from asr_serve.models.ngram import NgramModel
 
 
 class NgramScorer:
-    """TokenScorer (decoding/ctc_batched.py) over an n-gram model.
+    """TokenScorer (decoding/language_model/scorer.py) over an n-gram model.
 
     A query is a binary search of fixed depth among a state's arcs, once for each length of context from the longest
     to none: shapes do not depend on the words, nothing is read back, and a CUDA graph records it.
     """
 
     def __init__(self, model: NgramModel, device: torch.device | str = "cpu") -> None:
+        self.model = model
         arrays = model.to_arrays()
 
         def on_device(name: str) -> Tensor:
             return torch.from_numpy(arrays[name]).to(device)
 
-        self.initial_state = model.start_state
+        self.initial_state, self.state_count = model.start_state, model.states
         self._offsets = on_device("arc_offsets")
         self._words, self._states = on_device("arc_words"), on_device("arc_states")
         self._logprobs = on_device("arc_logprobs")

@@ -39,7 +39,7 @@ SKIP = "skip"
 KEY = "key"
 LENGTH = "length"
 TAIL = ("token", "frame", "logprob")
-RESERVED = {BEGUN, PREDICTED, SCORE, SKIP, KEY, LENGTH, *TAIL, "spot", "gain"}
+RESERVED = {BEGUN, PREDICTED, SCORE, SKIP, KEY, LENGTH, *TAIL, "spot", "gain", "language_state"}
 """State names reserved for searches; all others are the predictor's."""
 
 

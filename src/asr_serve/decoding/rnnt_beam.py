@@ -22,6 +22,7 @@ from torch import Tensor
 
 from asr_serve.decoding.biasing_graph import OPEN
 from asr_serve.decoding.biasing_list import StreamingBiasingList
+from asr_serve.decoding.language_model.scorer import LanguageModelFusion
 from asr_serve.decoding.rnnt import (
     BEGUN,
     KEY,
@@ -46,8 +47,9 @@ from asr_serve.models.interfaces import (
     Transducer,
 )
 
-SPOT, GAIN = "spot", "gain"
-"""State of searches with hot words: node of the biasing graph, and total bonus, which SCORE includes."""
+SPOT, GAIN, LANGUAGE_STATE = "spot", "gain", "language_state"
+"""State of searches with hot words or a language model: node of the biasing graph, total bonus of both, which SCORE
+includes, and state of the language model."""
 
 
 class _Candidates(NamedTuple):
@@ -61,8 +63,9 @@ class _Candidates(NamedTuple):
     logprob: Tensor
     skip: Tensor
     key: Tensor
-    hot: tuple[Tensor, ...]
-    """Biasing graph node and total bonus; empty without hot words."""
+    fused: dict[str, Tensor]
+    """Biasing graph node, state of the language model and total bonus, by name in the state; of what is not there
+    none."""
 
 
 @dataclass
@@ -80,6 +83,7 @@ class _BeamStep:
     room: int
     """Tokens that tails can still grow by, at least."""
     words: StreamingBiasingList | None = None
+    fusion: LanguageModelFusion | None = None
     fixed: list[Tensor] = field(default_factory=list)
     """Each (n, 3 * tail + 2): tokens, frames and log-probabilities of the best tail, its length, and how many of
     its tokens become fixed."""
@@ -91,6 +95,9 @@ class TransducerBeam:
     Tokens that all hypotheses share, at the same frames, are fixed. At most `tail` tokens may be unfixed: then the
     oldest one of the best hypothesis is fixed, and hypotheses that disagree are dropped. Hypotheses less likely
     than the best by more than `margin`, natural log, are dropped too.
+
+    A language model scores each token as it is emitted, and not the blank; at the end of a session it scores the end
+    of the sentence.
 
     State   by hypothesis: the predictor's memory and last output, log-probability, a hash of all tokens emitted,
             frames to skip (TDT), and the tokens that are not fixed
@@ -107,10 +114,11 @@ class TransducerBeam:
         margin: float = 10.0,
         boost: float | None = None,
         tokens: int = 0,
+        fuses: bool = False,
     ) -> None:
         """`max_symbols`: limit per frame. `device`: device of the state. `boost`: bonus of a token of a hot word
         of weight 1, natural log; None: a search without hot words. `tokens`: least number of tokens considered for
-        each hypothesis. Raises OptionError."""
+        each hypothesis. `fuses`: sessions may have a language model. Raises OptionError."""
         validate_max_symbols(max_symbols)
         if beam < 1:
             raise OptionError(f"beam={beam}", "1 or more", param="beam")
@@ -136,6 +144,8 @@ class TransducerBeam:
         }
         if boost is not None:
             self._fresh |= {SPOT: numbers + OPEN, GAIN: torch.zeros_like(alone)}
+        if fuses:
+            self._fresh |= {LANGUAGE_STATE: numbers - 1, GAIN: torch.zeros_like(alone)}  # -1: the initial state
         self._durations = torch.tensor(model.durations, dtype=torch.int64, device=device)
         self._positions = torch.arange(tail, device=device)
 
@@ -147,33 +157,52 @@ class TransducerBeam:
 
     @torch.inference_mode()
     def step(
-        self, hidden: Tensor, chunk: StreamingChunk, state: State, words: StreamingBiasingList | None = None
+        self,
+        hidden: Tensor,
+        chunk: StreamingChunk,
+        state: State,
+        words: StreamingBiasingList | None = None,
+        fusion: LanguageModelFusion | None = None,
     ) -> list[SearchResult]:
-        """`words`: hot words of all these sessions; a session has one list, or none, from its first step on."""
+        """`words`, `fusion`: hot words and language model of all these sessions; a session has the same ones, or
+        none, from its first step on."""
         own = load_rows(state, chunk.rows, self._fresh)
         if words is not None and bool((own[SPOT] >= len(words)).any() or (own[SPOT] < 0).any()):
             raise ValueError("a row of the state is corrupt")
-        work = _BeamStep(self.model.project_encoder(hidden), chunk.start_frames, chunk.frames, own, 0, words)
+        if fusion is not None:
+            assert LANGUAGE_STATE in own, "a language model for a search that fuses none"
+            if bool((own[LANGUAGE_STATE] >= fusion.scorer.state_count).any() or (own[LANGUAGE_STATE] < -1).any()):
+                raise ValueError("a row of the state is corrupt")
+            own[LANGUAGE_STATE] = torch.where(own[LANGUAGE_STATE] < 0, fusion.scorer.initial_state, own[LANGUAGE_STATE])
+        work = _BeamStep(self.model.project_encoder(hidden), chunk.start_frames, chunk.frames, own, 0, words, fusion)
         for frame in range(hidden.shape[1]):
             self._frame(work, frame)
         self._fix_agreed(work)
         save_rows(state, chunk.rows, work.own)
         return self._read(work.fixed)
 
-    def finish(self, row: int, state: State, words: StreamingBiasingList | None = None) -> list[NBestHypothesis]:
+    def finish(
+        self,
+        row: int,
+        state: State,
+        words: StreamingBiasingList | None = None,
+        fusion: LanguageModelFusion | None = None,
+    ) -> list[NBestHypothesis]:
         if int(state[BEGUN][row]) != 1:
             return [NBestHypothesis([], 0.0)]
         scores, keys, lengths = (state[name][row].tolist() for name in (SCORE, KEY, LENGTH))
         gains = [0.0] * self.beam
+        if words is not None or fusion is not None:
+            gains = state[GAIN][row].tolist()
+            scores = [score - gain if score > -math.inf else score for score, gain in zip(scores, gains, strict=True)]
         if words is not None:
             assert self.boost is not None, "hot words for a search that knows none"
             # An incomplete word earns no bonus.
             nodes = state[SPOT][row].tolist()
-            gains = [
-                gain + self.boost * words.graph.final_cost(node)
-                for gain, node in zip(state[GAIN][row].tolist(), nodes, strict=True)
-            ]
-            scores = [score - gain for score, gain in zip(scores, state[GAIN][row].tolist(), strict=True)]
+            gains = [gain + self.boost * words.graph.final_cost(node) for gain, node in zip(gains, nodes, strict=True)]
+        if fusion is not None:
+            ends = fusion.weight * fusion.scorer.final_logprobs(state[LANGUAGE_STATE][row].clamp(min=0))
+            gains = [gain + end for gain, end in zip(gains, ends.tolist(), strict=True)]
         tails = zip(*(state[name][row].tolist() for name in TAIL), strict=True)
         guesses: dict[int, NBestHypothesis] = {}
         entries = zip(scores, keys, lengths, tails, gains, strict=True)
@@ -227,9 +256,9 @@ class TransducerBeam:
             values[going, 1:] = go.to(values.dtype)
             return values.view(len(stay), -1)
 
-        bonus = self._worth(work, going, token)
+        fused, bonus = self._fuse(work, going, token)
         if bonus is not None:
-            gain = gain + bonus[2]
+            gain = gain + bonus
         score = own[SCORE].flatten()
         stay = score.index_fill(0, going, -math.inf).view_as(own[SCORE])
         best, index = expansions(stay, score[going, None] + gain, -math.inf).topk(2 * self.beam - 1)
@@ -243,27 +272,33 @@ class TransducerBeam:
             expansions(torch.zeros_like(own[SCORE]), logprob, 0).gather(1, index).float(),
             own[SKIP].gather(1, parent) + expansions(torch.zeros_like(own[SKIP]), advance, 0).gather(1, index),
             torch.where(symbol == model.blank_id, key, _followed(key, symbol)),
-            tuple(
-                expansions(own[name], tensor, 0).gather(1, index).to(own[name].dtype)
-                for name, tensor in zip((SPOT, GAIN), bonus or (), strict=False)
-            ),
+            {name: expansions(own[name], tensor, 0).gather(1, index) for name, tensor in fused.items()},
         )
 
-    def _worth(self, work: _BeamStep, going: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Returns for each expansion of the hypotheses `going`, (n, expansions): its node in the biasing graph,
-        its total bonus, and the new part of that. None without hot words."""
-        if work.words is None:
-            return None
-        assert self.boost is not None
-        blank, graph = self.model.blank_id, work.words.graph
-        nodes, gains = (work.own[name].flatten()[going] for name in (SPOT, GAIN))
-        expansions = [
-            [(node, 0.0) if symbol == blank else graph.step(node, symbol) for symbol in tokens]
-            for node, tokens in zip(nodes.tolist(), token.tolist(), strict=True)
-        ]
-        steps = torch.tensor(expansions, dtype=torch.float64, device=token.device)
-        new = steps[:, :, 1] * self.boost
-        return steps[:, :, 0].long(), gains[:, None] + new, new
+    def _fuse(self, work: _BeamStep, going: Tensor, token: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Returns for each expansion of the hypotheses `going`, (n, expansions), what hot words and a language model
+        make of it: their states after it and its total bonus, by name in the state; and the new part of the bonus.
+        Nothing without either."""
+        if work.words is None and work.fusion is None:
+            return {}, None
+        blank, fused = self.model.blank_id, dict[str, Tensor]()
+        bonus = torch.zeros(token.shape, dtype=torch.float64, device=token.device)
+        if work.words is not None:
+            assert self.boost is not None
+            graph, nodes = work.words.graph, work.own[SPOT].flatten()[going]
+            expansions = [
+                [(node, 0.0) if symbol == blank else graph.step(node, symbol) for symbol in tokens]
+                for node, tokens in zip(nodes.tolist(), token.tolist(), strict=True)
+            ]
+            steps = torch.tensor(expansions, dtype=torch.float64, device=token.device)
+            fused[SPOT], bonus = steps[:, :, 0].long(), bonus + steps[:, :, 1] * self.boost
+        if work.fusion is not None:
+            before = work.own[LANGUAGE_STATE].flatten()[going][:, None].expand_as(token)
+            logprobs, after = work.fusion.scorer.score(before, token)
+            fused[LANGUAGE_STATE] = torch.where(token == blank, before, after)
+            bonus = bonus + torch.where(token == blank, 0.0, work.fusion.weight * logprobs)
+        fused[GAIN] = work.own[GAIN].flatten()[going][:, None] + bonus
+        return fused, bonus
 
     def _merge(self, candidates: _Candidates) -> _Candidates:
         """Merges candidates with equal tokens and skips, adding their probabilities, and prunes to the beam."""
@@ -277,8 +312,8 @@ class TransducerBeam:
         parent, token, logprob, skip, key = (
             tensor.gather(1, order) for tensor in (candidates.parent, candidates.token, candidates.logprob, skip, key)
         )
-        hot = tuple(tensor.gather(1, order) for tensor in candidates.hot)
-        return _Candidates(score, parent, token, logprob, skip, key, hot)
+        fused = {name: tensor.gather(1, order) for name, tensor in candidates.fused.items()}
+        return _Candidates(score, parent, token, logprob, skip, key, fused)
 
     def _take(self, work: _BeamStep, frame: int, chosen: _Candidates) -> None:
         """Replaces the beam by `chosen`, and runs the predictor where a token was emitted."""
@@ -286,7 +321,7 @@ class TransducerBeam:
         for name in (*self._memory, PREDICTED, LENGTH, *TAIL):
             own[name] = own[name][rows, chosen.parent]
         own[SCORE], own[SKIP], own[KEY] = chosen.score, chosen.skip, chosen.key
-        own.update(zip((SPOT, GAIN), chosen.hot, strict=False))
+        own.update(chosen.fused)
         emits = (chosen.token != self.model.blank_id) & (chosen.score > -math.inf)
         emitting = emits.flatten().nonzero().squeeze(1)
         if not len(emitting):

@@ -11,7 +11,7 @@ from asr_serve.models.ngram import NgramModel
 
 
 class NgramScorer:
-    """TokenScorer (decoding/language_model/scorer.py) over an n-gram model.
+    """TokenScorer over an n-gram model.
 
     A query is a binary search of fixed depth among a state's arcs, once for each length of context from the longest
     to none: shapes do not depend on the words, nothing is read back, and a CUDA graph records it.

@@ -79,6 +79,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Wider means fewer errors and more time. None: the model's own."""
     graph_max_active: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     """Most paths that the search of a decoding graph follows in a frame. None: the model's own."""
+    language_models: dict[Name, NonEmptyText] = {}
+    """Language models that requests may name, and their files, like talks = talks.ngram.safetensors: n-grams of a
+    recogniser's tokens, which asr-serve lm build --tokens makes. All are loaded at start."""
     quantize: Quantize = "none"
     """8-bit quantization: none; int8, of the weights, which takes about half their memory; or dynamic, of the
     activations too, where that is faster on this machine."""

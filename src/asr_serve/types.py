@@ -208,6 +208,9 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(gt=0, lt=1)]
 Name = Annotated[str, Meta(pattern=r"\A[^\s,=]+\Z", description="a name without spaces, commas or =")]
+NamedFile = Annotated[
+    str, Meta(pattern=r"\A[^\s,=]+=[^,]+\Z", description="a name and a file, NAME=FILE, without commas")
+]
 NonEmptyText = Annotated[str, Meta(min_length=1)]
 Host = Annotated[
     str,

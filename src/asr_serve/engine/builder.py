@@ -129,7 +129,7 @@ class AsrCheckpoint(NamedTuple):
         head = config.head or (self.card.heads[0] if self.card.heads else "")
         if head == "wfst" or config.role == "encode":
             return self
-        return self._replace(language_models=config.language_models)
+        return self._replace(language_models=config.language_model_files)
 
     def build(self, device: str, dtype: str, quantize: Quantize = "none") -> EngineComponents:
         """Loads and packs the weights; call it on the thread that will compute (decision 0005).

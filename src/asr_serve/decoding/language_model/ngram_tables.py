@@ -19,6 +19,9 @@ from asr_serve.models.ngram import NgramModel
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
 BEGIN_ID, END_ID, FIRST_WORD_ID = 0, 1, 2
 """Ids in tables: the start and the end of a sentence, then the words."""
+LEAST_LOGPROB = -23.0
+"""Least natural-log probability in a search, that of one in ten thousand million: a recogniser may have heard nothing
+else than what a model holds to be impossible."""
 NGRAM_SUFFIX = ".ngram.safetensors"
 
 
@@ -77,7 +80,8 @@ class WordNgrams(NamedTuple):
 
     def for_tokens(self, names: Sequence[str]) -> NgramModel:
         """The model over a recogniser's tokens, which have these names (Tokenizer.token_names). A token that it lacks
-        has the probability of <unk>, or where there is none that of the rarest word: none is impossible."""
+        has the probability of <unk>, or where there is none that of the rarest word. Nothing is impossible: no
+        log-probability of a token or of an end is below LEAST_LOGPROB."""
         model = self.reindexed({name: token for token, name in enumerate(names)})
         end = model.arc_offsets[1]
         logprob = -math.inf if self.unknown is None else self.model.step(0, self.unknown)[0]
@@ -97,8 +101,9 @@ class WordNgrams(NamedTuple):
         return model._replace(
             arc_offsets=offsets,
             arc_words=np.concatenate([arcs[order], model.arc_words[end:]]),
-            arc_logprobs=with_missing(model.arc_logprobs, logprob),
+            arc_logprobs=np.maximum(with_missing(model.arc_logprobs, logprob), np.float32(LEAST_LOGPROB)),
             arc_states=with_missing(model.arc_states, 0),
+            final_logprobs=np.maximum(model.final_logprobs, np.float32(LEAST_LOGPROB)),
         )
 
     def save(self, path: Path) -> None:

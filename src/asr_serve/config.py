@@ -19,6 +19,7 @@ from asr_serve.types import (
     HandoverPayload,
     Host,
     Name,
+    NamedFile,
     NonEmptyText,
     Origin,
     Peer,
@@ -79,6 +80,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Wider means fewer errors and more time. None: the model's own."""
     graph_max_active: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     """Most paths that the search of a decoding graph follows in a frame. None: the model's own."""
+    language_models: tuple[NamedFile, ...] = ()
+    """Language models that requests may name, each with its file, like talks=talks.ngram.safetensors: n-grams of a
+    recogniser's tokens, which asr-serve lm build --tokens makes. All are loaded at start."""
     quantize: Quantize = "none"
     """8-bit quantization: none; int8, of the weights, which takes about half their memory; or dynamic, of the
     activations too, where that is faster on this machine."""
@@ -156,6 +160,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     "set disk_bytes",
                     param=name,
                 )
+        if len(self.language_model_files) < len(self.language_models):
+            raise OptionError(
+                f"language_models={','.join(self.language_models)}", "each name once", param="language_models"
+            )
         if self.disk_bytes and self.role == "encode":
             raise OptionError(
                 f"disk_bytes={self.disk_bytes} with role=encode",
@@ -170,6 +178,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "set host_bytes, or disk_bytes to 0",
                 param="disk_bytes",
             )
+
+    @property
+    def language_model_files(self) -> dict[str, str]:
+        """Files of `language_models` by name."""
+        return {name: path for name, _, path in (each.partition("=") for each in self.language_models)}
 
     @property
     def shares(self) -> dict[Priority, float]:

@@ -18,6 +18,15 @@ Priority = Literal["live", "interactive", "bulk"]
 response. `bulk`: a batch job that uses the remaining capacity."""
 
 
+class LanguageModelChoice(msgspec.Struct, frozen=True):
+    """Language model that a search adds to the recogniser."""
+
+    name: str
+    """Name in EngineConfig.language_models."""
+    weight: float
+    """Factor of its log-probabilities."""
+
+
 class Span(msgspec.Struct, frozen=True, order=True):
     """A half-open range of samples, `start_samples` up to but not including `end_samples`."""
 
@@ -199,6 +208,9 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(gt=0, lt=1)]
 Name = Annotated[str, Meta(pattern=r"\A[^\s,=]+\Z", description="a name without spaces, commas or =")]
+NamedFile = Annotated[
+    str, Meta(pattern=r"\A[^\s,=]+=[^,]+\Z", description="a name and a file, NAME=FILE, without commas")
+]
 NonEmptyText = Annotated[str, Meta(min_length=1)]
 Host = Annotated[
     str,
@@ -303,6 +315,8 @@ OPTION_SYNONYMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("enable_word_time_offsets", "words", "timestamp_granularities", "timestamp"), _WORDS),
     **dict.fromkeys(("hot_words", "hot_word", "keywords", "keyterms", "keyterm", "boost"), _HOTWORDS),
     **dict.fromkeys(("word_boost", "phrases", "phrase_hints", "vocabulary", "custom_vocabulary"), _HOTWORDS),
+    **dict.fromkeys(("lm", "lm_name", "ngram", "language_model_name"), ("language_model",)),
+    **dict.fromkeys(("lm_weight", "lm_alpha", "alpha", "language_model_alpha"), ("language_model_weight",)),
     **dict.fromkeys(("inverse_text_normalization", "smart_format", "numerals", "format_text"), ("itn",)),
 }
 """Names of options in other programs -> names of the same option here."""

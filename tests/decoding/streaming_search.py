@@ -42,11 +42,12 @@ def chunk_of(rows: list[int], seen: list[int], frames: list[int]) -> StreamingCh
 
 
 def run_search(
-    search: Any, hidden: Tensor, widths: list[int] | None = None, words: Any = None
+    search: Any, hidden: Tensor, widths: list[int] | None = None, words: Any = None, fusion: Any = None
 ) -> tuple[list[SearchToken], list[SearchToken], list[NBestHypothesis]]:
-    """One session on its own: the fixed tokens, the last tail, and the n-best list. `words`: a biasing list."""
+    """One session on its own: the fixed tokens, the last tail, and the n-best list. `words`: a biasing list;
+    `fusion`: a language model."""
     state, fixed, at, found = state_of(search, 1), [], 0, SearchResult([], [])
-    more = () if words is None else (words,)
+    more = (words, fusion) if fusion is not None else () if words is None else (words,)
     for width in widths or [len(hidden)]:
         [found] = search.step(hidden[None, at : at + width], chunk_of([0], [at], [width]), state, *more)
         fixed += found.fixed_tokens

@@ -19,6 +19,9 @@ from asr_serve.decoding.biasing_graph import BiasingPhrase, pack_phrases
 from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.decoding.ctc import CtcBeamOptions, CtcGreedy, CtcPrefixBeam
 from asr_serve.decoding.ctc_batched import BatchedCtcPrefixBeam
+from asr_serve.decoding.language_model.kneser_ney import train
+from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
+from asr_serve.decoding.language_model.scorer import LanguageModelFusion
 from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.engine.streaming.search_router import BiasingSearchRouter
@@ -72,6 +75,14 @@ def best(heard: tuple[list[SearchToken], list[NBestHypothesis]]) -> str:
     return text([token.id for token in (*fixed, *guesses[0].tokens)])
 
 
+def letter_scorer(seed: int) -> NgramScorer:
+    """N-gram model of random letters."""
+    drawn = random.Random(seed)
+    texts = [[str(drawn.randrange(VOCAB)) for _ in range(drawn.randint(1, 8))] for _ in range(20)]
+    ngrams = train(texts, 3, vocabulary=[str(token) for token in range(VOCAB)]).to_model()
+    return NgramScorer(ngrams.reindexed({str(token): token for token in range(VOCAB)}))
+
+
 def ctc(**options: Any) -> CtcPrefixBeam:
     return CtcPrefixBeam(PosteriorModel(VOCAB, BLANK), 8, boost=1.0, **options)
 
@@ -79,22 +90,25 @@ def ctc(**options: Any) -> CtcPrefixBeam:
 # --- CTC -----------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 10_000), st.integers(1, 12), st.integers(1, 40))
+@given(st.integers(0, 10_000), st.integers(1, 12), st.integers(1, 40), st.booleans())
 @settings(deadline=None, max_examples=60)
-def test_the_reference_leaves_the_same_state(seed: int, chunk: int, frames: int):
+def test_the_reference_leaves_the_same_state(seed: int, chunk: int, frames: int, fuses: bool):
     if kernels.search() is ctc_search_reference:
         pytest.skip("the native search is not built or not wanted: pip install -e . builds it")
     drawn = random.Random(seed)
     words = words_of(*("".join(drawn.choices(LETTERS[1:5], k=drawn.randint(2, 5))) for _ in range(8)))
     hidden, left = posteriors(seed, frames, VOCAB), []
-    for search in (ctc(nodes=20), ctc(nodes=20)):
+    fusion = LanguageModelFusion(letter_scorer(seed), 0.6) if fuses else None
+    for search in (ctc(nodes=20, fuses=fuses), ctc(nodes=20, fuses=fuses)):
         if left:
             search._native = ctc_search_reference
         state, found = state_of(search, 1), []
         for at in range(0, frames, chunk):
             width = min(chunk, frames - at)
-            found += search.step(hidden[None, at : at + width], chunk_of([0], [at], [width]), state, words)
-        left.append((found, search.finish(0, state, words), {name: each[0].tolist() for name, each in state.items()}))
+            found += search.step(hidden[None, at : at + width], chunk_of([0], [at], [width]), state, words, fusion)
+        left.append(
+            (found, search.finish(0, state, words, fusion), {name: each[0].tolist() for name, each in state.items()})
+        )
     assert left[0] == left[1]
 
 
@@ -164,16 +178,17 @@ def test_blanks_give_no_hot_word():
         assert best(run(ctc(), logits.log_softmax(-1), words, [200])) == ""
 
 
-def test_a_corrupt_row_is_refused():
+@pytest.mark.parametrize("name", ["ctc_spots", "ctc_contexts"])
+def test_a_corrupt_row_is_refused(name: str):
     words, hidden = words_of("bad"), posteriors(1, 4, VOCAB)
     for module in {kernels.search(), ctc_search_reference}:
-        search = ctc()
+        search, fusion = ctc(fuses=True), LanguageModelFusion(letter_scorer(1), 0.5)
         search._native = module
         state = state_of(search, 1)
-        search.step(hidden[None], chunk_of([0], [0], [4]), state, words)
-        state["ctc_spots"][0, 0] = 10_000
+        search.step(hidden[None], chunk_of([0], [0], [4]), state, words, fusion)
+        state[name][0, 0] = 10_000
         with pytest.raises(ValueError, match="corrupt"):
-            search.step(hidden[None], chunk_of([0], [4], [4]), state, words)
+            search.step(hidden[None], chunk_of([0], [4], [4]), state, words, fusion)
 
 
 # --- transducers ---------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from torch import Tensor
 from asr_serve import devices, kernels
 from asr_serve.decoding.ctc import CtcBeamOptions, CtcGreedy, CtcPrefixBeam
 from asr_serve.decoding.ctc_batched import BatchedCtcPrefixBeam
+from asr_serve.decoding.language_model.kneser_ney import train
+from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
+from asr_serve.decoding.language_model.scorer import LanguageModelFusion
 from asr_serve.errors import OptionError
 from asr_serve.kernels import ctc_search_reference
 from asr_serve.types import NBestHypothesis, SearchToken
@@ -278,44 +282,44 @@ def test_the_batched_search_is_the_native_one(data: st.DataObject) -> None:
         expect_equal("batched", (found[row].fixed_tokens, found[row].tail_tokens, batched.finish(row, state)), expected)
 
 
-class BigramScorer:
-    """Language model whose states are the last token + 1, as a table of log-probabilities."""
+def scorer_of(vocab: int, seed: int, order: int = 3) -> NgramScorer:
+    """N-gram model of random texts over the tokens from 1 on, and one that never comes."""
+    drawn = random.Random(seed)
+    texts = [[str(drawn.randrange(1, vocab)) for _ in range(drawn.randint(0, 6))] for _ in range(12)]
+    ngrams = train(texts, order, vocabulary=[str(token) for token in range(1, vocab)]).to_model()
+    return NgramScorer(ngrams.reindexed({str(token): token for token in range(1, vocab)}))
 
-    initial_state = 0
 
-    def __init__(self, vocab: int, seed: int) -> None:
-        self.table = posteriors(seed, vocab + 1, vocab + 1, sharp=1.0).double()
-
-    def score(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return self.table[states, tokens], tokens + 1
-
-    def final_logprobs(self, states: Tensor) -> Tensor:
-        return self.table[states, -1]
+def fused_search_of(kind: str, vocab: int, scorer: NgramScorer, weight: float, bonus: float, **options: Any) -> Any:
+    if kind != "batched":
+        return search_of(kind, vocab, fuses=True, token_bonus=bonus, **options)
+    options.pop("nodes", None)
+    return BatchedCtcPrefixBeam(
+        PosteriorModel(vocab), CPU, CtcBeamOptions(**options), language_model=scorer, weight=weight, token_bonus=bonus
+    )
 
 
 @pytest.mark.parametrize(
     ("vocab", "frames", "weight", "bonus"), [(3, 6, 0.7, 0.0), (3, 7, 1.5, 0.4), (4, 5, 0.3, -0.2)]
 )
-def test_a_language_model_ranks_every_text(vocab: int, frames: int, weight: float, bonus: float) -> None:
+def test_a_language_model_ranks_every_text(kind: str, vocab: int, frames: int, weight: float, bonus: float) -> None:
     """By brute force: the sum over alignments, times the language model's probability to the power of its weight."""
-    logprobs, scorer = posteriors(frames, frames, vocab, sharp=1.0), BigramScorer(vocab, 3)
+    logprobs, scorer = posteriors(frames, frames, vocab, sharp=1.0), scorer_of(vocab, frames)
     acoustic: dict[tuple[int, ...], float] = {}
     for path in itertools.product(range(vocab), repeat=frames):
         text = collapsed(path, 0)
         acoustic[text] = acoustic.get(text, 0.0) + math.exp(sum(float(logprobs[f, s]) for f, s in enumerate(path)))
 
     def language(text: tuple[int, ...]) -> float:
-        logprob, state = 0.0, torch.tensor(0)
+        logprob, state = 0.0, scorer.initial_state
         for token in text:
-            more, state = scorer.score(state, torch.tensor(token))
-            logprob += weight * float(more) + bonus
-        return logprob + weight * float(scorer.final_logprobs(state))
+            more, state = scorer.model.step(state, token)
+            logprob += weight * more + bonus
+        return logprob + weight * float(scorer.model.final_logprobs[state])
 
-    options = CtcBeamOptions(256, 1_000, -math.inf, math.inf)
-    search = BatchedCtcPrefixBeam(
-        PosteriorModel(vocab), CPU, options, language_model=scorer, weight=weight, token_bonus=bonus
-    )
-    _, _, best = run_search(search, logprobs, [2] * (frames // 2) + [1] * (frames % 2))
+    search = fused_search_of(kind, vocab, scorer, weight, bonus, beam=256, **EVERYTHING)
+    fusion = None if kind == "batched" else LanguageModelFusion(scorer, weight)
+    _, _, best = run_search(search, logprobs, [2] * (frames // 2) + [1] * (frames % 2), fusion=fusion)
     found = {tuple(ids(guess.tokens)): guess for guess in best}
     expected = sorted(acoustic, key=lambda text: -(math.log(acoustic[text]) + language(text)))
     assert len(found) == min(256, len(acoustic))
@@ -323,6 +327,32 @@ def test_a_language_model_ranks_every_text(vocab: int, frames: int, weight: floa
     for text in expected[:20]:
         assert found[text].logprob == pytest.approx(math.log(acoustic[text]), abs=1e-6)
         assert found[text].gain == pytest.approx(language(text), abs=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    vocab=st.sampled_from([3, 7, 40]),
+    order=st.integers(1, 4),
+    weight=st.sampled_from([0.0, 0.4, 2.0]),
+    bonus=st.sampled_from([0.0, 1.5]),
+    widths=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+)
+def test_all_searches_fuse_a_language_model_alike(
+    seed: int, vocab: int, order: int, weight: float, bonus: float, widths: list[int]
+) -> None:
+    scorer, logprobs = scorer_of(vocab, seed, order), posteriors(seed, sum(widths), vocab)
+    results = [
+        run_search(
+            fused_search_of(kind, vocab, scorer, weight, bonus, beam=5, tokens=6, nodes=300),
+            logprobs,
+            widths,
+            fusion=None if kind == "batched" else LanguageModelFusion(scorer, weight),
+        )
+        for kind in ("native", "reference", "batched")
+    ]
+    assert results[0] == results[1]
+    expect_equal("batched", results[2], results[0])
 
 
 # --- the beam's promises --------------------------------------------------------------------------

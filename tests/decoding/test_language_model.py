@@ -10,6 +10,7 @@ import random
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -183,6 +184,35 @@ def test_another_vocabulary_has_the_same_probabilities() -> None:
         for word, index in ids.items():
             assert model.step(state, index) == ngrams.model.step(state, ngrams.words.index(word))
     assert model.step(0, 3 * ngrams.words[::-1].index("c"))[0] == -math.inf
+
+
+def test_a_recognisers_tokens_that_the_model_lacks_are_unknown_words() -> None:
+    ngrams = train(corpus(12), 3).to_model()
+    names = ["<token:0>", "f", "c", "a", "\u2581new", "e", "b", "d"]
+    model = ngrams.for_tokens(names)
+    model.validate()
+    unknown = ngrams.model.step(0, ngrams.words.index("<unk>"))[0]
+    for state in range(model.states):
+        for token, name in enumerate(names):
+            if name in ngrams.words:
+                assert model.step(state, token) == ngrams.model.step(state, ngrams.words.index(name))
+            elif state == 0:
+                assert model.step(state, token) == (pytest.approx(unknown), 0)
+    assert ngrams.share_of(names) == 1.0
+    assert ngrams.share_of(["a", "b", "c", "x"]) == 0.5
+
+
+def test_nothing_is_impossible_in_a_search(tmp_path: Path) -> None:
+    """Without <unk>, with a word that never comes, and without an end."""
+    text = TINY.replace("-0.6\tb", "-99\tb").replace("-0.9\t</s>", "-99\t</s>")
+    (tmp_path / "tiny.arpa").write_text(text)
+    ngrams = read_arpa(tmp_path / "tiny.arpa")
+    assert ngrams.model.final_logprobs[0] == -math.inf
+    model = ngrams.for_tokens(["a", "b", "other"])
+    assert [model.step(0, token)[0] for token in range(3)] == pytest.approx(
+        [-0.3 * math.log(10), -23.0, -0.3 * math.log(10)]
+    )
+    assert np.isfinite(model.final_logprobs).all()
 
 
 # --- files ------------------------------------------------------------------------------------------------

@@ -14,6 +14,9 @@ from tiny_streaming import SEARCHES, clips, model
 from asr_serve.decoding.attention_rescoring import AttentionRescoringSearch
 from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.decoding.ctc import CtcPrefixBeam
+from asr_serve.decoding.language_model.kneser_ney import train
+from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
+from asr_serve.decoding.language_model.token_models import TokenLanguageModel
 from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.engine.session_snapshot import SessionSnapshot
 from asr_serve.engine.streaming.model_runner import ChunkedModelRunner, StreamingSession
@@ -193,12 +196,15 @@ def wrapper_saved(name: str, blocks: int = 1) -> SessionSnapshot:
     return here.save_session(here.open_session())
 
 
+@pytest.mark.parametrize("chosen", ["hot words", "language model", "both"])
 @pytest.mark.parametrize(("name", "plain"), [("fastconformer 8,1", "ctc"), ("fastconformer 8,1", "rnnt")])
-def test_a_restored_session_has_its_state_in_the_hotword_graph(name: str, plain: str) -> None:
+def test_a_restored_session_keeps_its_hot_words_and_language_model(name: str, plain: str, chosen: str) -> None:
     def made() -> ChunkedModelRunner:
         network = model(name)
         biased = (
-            CtcPrefixBeam(network, 4, boost=3.0) if plain == "ctc" else TransducerBeam(network.transducer, 3, boost=3.0)
+            CtcPrefixBeam(network, 4, boost=3.0, fuses=True)
+            if plain == "ctc"
+            else TransducerBeam(network.transducer, 3, boost=3.0, fuses=True)
         )
         search = BiasingSearchRouter(SEARCHES[plain](network), biased)
         chunk = 2 * network.frame_block
@@ -216,18 +222,28 @@ def test_a_restored_session_has_its_state_in_the_hotword_graph(name: str, plain:
     words = StreamingBiasingList(
         "ab\t10\nba\t10", lambda text: [ord(c) % (vocab - 1) for c in text.lower()], str, vocab
     )
+    text = [[str(token % vocab) for token in range(start, start + 9)] for start in range(20)]
+    ngrams = train(text, 3).to_model().for_tokens([str(token) for token in range(vocab)])
+    language_model = TokenLanguageModel(NgramScorer(ngrams), b"contents").with_weight(0.5)
+    options = {"hot": words if chosen != "language model" else None}
+    options |= {"language_model": language_model if chosen != "hot words" else None}
     here, there = made(), made()
-    session = here.open_session(hot=words)
+    session = here.open_session(**options)
     here.append_audio(session, np.concatenate(clips(3)), 0.0)
     while ready := here.schedule(1e9):
         here.step(ready, 0.0)
     saved = here.save_session(session)
-    with pytest.raises(ValueError, match="other hot words"):
-        there.load_session(saved, live=True)
+    others = [{}, options | {"hot": None if chosen != "language model" else words}]
+    others += [options | {"language_model": TokenLanguageModel(NgramScorer(ngrams), b"contents").with_weight(0.6)}]
+    for other in others:
+        with pytest.raises(ValueError, match="other hot words, or another language model"):
+            there.load_session(saved, live=True, **other)
     assert there.free_sessions == there.states.slots
-    moved = there.load_session(saved, live=True, hot=words)
+    moved = there.load_session(saved, live=True, **options)
     assert end(there, moved) == end(here, session)
-    assert there._search["hot.ctc_spots" if plain == "ctc" else "hot.spot"].any()
+    states = {"hot words": ("hot.ctc_spots", "hot.spot"), "language model": ("hot.ctc_contexts", "hot.language_state")}
+    for each in states if chosen == "both" else [chosen]:
+        assert there._search[states[each][plain != "ctc"]].any()
 
 
 @pytest.mark.parametrize("how", HOSTILE)

@@ -28,7 +28,7 @@ from asr_serve.errors import Cancelled, OptionError, UnsupportedAudio
 from asr_serve.pipelines.live.events import LiveEvent, LivePartial, LiveSegmentDone, SessionFinished, SpeakersRevised
 from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.options import ListenOptions
-from asr_serve.pipelines.prompting import hotword_bias, prompt_tokens
+from asr_serve.pipelines.prompting import hotword_bias, live_language_model, prompt_tokens
 from asr_serve.pipelines.segments import resolve_language, validate_option_names
 from asr_serve.text.tokenizers import Tokenizer
 from asr_serve.types import Segment
@@ -283,6 +283,7 @@ class TranscriptStream(Closeable):
         resolve_language(client, options.listen.language)
         prompt_tokens(client, tokenizer, options.listen.prompt)
         hotword_bias(client, tokenizer, options.listen.hotwords)
+        live_language_model(client, options.listen)
         self._whole = is_single_source(source)
         if self._whole and options.rate_hz is not None:
             raise OptionError(

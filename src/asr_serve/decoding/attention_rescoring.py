@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from asr_serve.decoding.biasing_list import BiasingSearch, StreamingBiasingList
+from asr_serve.decoding.language_model.scorer import LanguageModelFusion
 from asr_serve.models.interfaces import (
     NBestHypothesis,
     RescoringModel,
@@ -65,9 +66,11 @@ class AttentionRescoringSearch:
             self._fixed[row] += results[index].fixed_tokens
         return results
 
-    def set_biasing(self, row: int, words: StreamingBiasingList | None) -> None:
+    def set_biasing(
+        self, row: int, words: StreamingBiasingList | None, fusion: LanguageModelFusion | None = None
+    ) -> None:
         if isinstance(self.search, BiasingSearch):
-            self.search.set_biasing(row, words)
+            self.search.set_biasing(row, words, fusion)
 
     @torch.inference_mode()
     def finish(self, row: int, state: State) -> list[NBestHypothesis]:

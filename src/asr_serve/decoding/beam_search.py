@@ -14,10 +14,21 @@ from torch import Tensor
 
 from asr_serve.decoding.biasing_graph import OPEN, BiasingGraph
 from asr_serve.decoding.hypothesis import Finish
+from asr_serve.decoding.language_model.scorer import LanguageModelFusion
 
 NEAR = 16
-"""Extra candidates that may move into the top ones when bf16 logits are recomputed in float32, or with hot
-words."""
+"""Extra candidates that may move into the top ones when bf16 logits are recomputed in float32, or with hot words or a
+language model."""
+UNSEEN_LOGPROB = -23.0
+"""Least log-probability of a token in a language model, that of one in ten thousand million: the recogniser may have
+no other token than one that the model lacks."""
+
+
+class LanguageScore(NamedTuple):
+    """Part of a language model in a candidate: weighted log-probability, and the state after the token."""
+
+    bonus: float
+    state: int
 
 
 class BeamHypothesis(NamedTuple):
@@ -27,18 +38,28 @@ class BeamHypothesis(NamedTuple):
     logprobs: tuple[float, ...] = ()
     """Log-probability of each token; of an ended hypothesis, of end-of-text too."""
     total: float = 0.0
-    """Sum of the log-probabilities and of hot words' bonuses."""
+    """Sum of the log-probabilities, of hot words' bonuses and of the language model's weighted log-probabilities."""
     node: int = OPEN
     """Node in the biasing graph."""
+    language_state: int = 0
+    """State of the language model."""
 
     def extend(
-        self, token: int, logprob: float, ended: bool, graph: BiasingGraph | None = None, boost: float = 0.0
+        self,
+        token: int,
+        logprob: float,
+        ended: bool,
+        graph: BiasingGraph | None = None,
+        boost: float = 0.0,
+        language: LanguageScore | None = None,
     ) -> BeamHypothesis:
         tokens = self.tokens if ended else (*self.tokens, token)
         node, gain = self.node, 0.0
         if graph is not None:
             node, gain = (node, graph.final_cost(node)) if ended else graph.step(node, token)
-        return BeamHypothesis(tokens, (*self.logprobs, logprob), self.total + logprob + boost * gain, node)
+        bonus, state = language or (0.0, 0)
+        total = self.total + logprob + boost * gain + bonus
+        return BeamHypothesis(tokens, (*self.logprobs, logprob), total, node, state)
 
     @property
     def score(self) -> float:
@@ -58,26 +79,39 @@ class BeamSearch:
         graph: BiasingGraph | None = None,
         node: int = OPEN,
         boost: float = 0.0,
+        fusion: LanguageModelFusion | None = None,
+        language_state: int = 0,
+        text_below: int | None = None,
     ) -> None:
         """`graph`: hot words, at `node` after the tokens that are not searched; `boost`: bonus of a token of a hot
-        word of weight 1, natural log."""
+        word of weight 1, natural log. `fusion`: language model, in `language_state` after those tokens; tokens from
+        `text_below` on, None: none, are no text, and it ignores them."""
         self.width, self.eos, self.max_tokens = width, eos, max_tokens
-        self.graph, self.boost = graph, boost
-        self.live = [BeamHypothesis(node=node)]
+        self.graph, self.boost, self.fusion, self.text_below = graph, boost, fusion, text_below
+        self.live = [BeamHypothesis(node=node, language_state=language_state)]
         self.ended: list[BeamHypothesis] = []
 
     @property
     def choices(self) -> int:
         """Candidate tokens needed of each hypothesis: one of them may be end-of-text."""
-        return self.width + 1 + (0 if self.graph is None else NEAR)
+        return self.width + 1 + (0 if self.graph is None and self.fusion is None else NEAR)
 
-    def advance(self, leading: Sequence[Sequence[tuple[int, float]]]) -> list[int]:
+    def advance(
+        self, leading: Sequence[Sequence[tuple[int, float]]], language: Sequence[Sequence[LanguageScore]] | None = None
+    ) -> list[int]:
         """Extends the beam. `leading[i]`: tokens that may follow `live[i]` and their log-probabilities, likeliest
-        first. Returns the source index of each new live hypothesis; empty when the search is over."""
+        first. `language`: the language model's part in each of them; with a `fusion` only, see `language_scores`.
+        Returns the source index of each new live hypothesis; empty when the search is over."""
         candidates = [
-            (hypothesis.extend(token, logprob, token == self.eos, self.graph, self.boost), source, token == self.eos)
+            (
+                hypothesis.extend(
+                    token, logprob, token == self.eos, self.graph, self.boost, language[source][i] if language else None
+                ),
+                source,
+                token == self.eos,
+            )
             for source, (hypothesis, tokens) in enumerate(zip(self.live, leading, strict=True))
-            for token, logprob in tokens
+            for i, (token, logprob) in enumerate(tokens)
         ]
         candidates.sort(key=lambda candidate: -candidate[0].total)
         live, sources = [], []
@@ -94,6 +128,15 @@ class BeamSearch:
         finished = len(self.ended) >= self.width or not live or len(live[0].tokens) >= self.max_tokens
         return [] if finished else sources
 
+    def language_score(self, state: int, token: int, logprob: float, after: int, end: float) -> LanguageScore:
+        """Returns the language model's part in a candidate. `logprob`, `after`: of the token in `state`, and the
+        state after it; `end`: log-probability that the sentence ends in `state`."""
+        assert self.fusion is not None
+        if token != self.eos and self.text_below is not None and token >= self.text_below:
+            return LanguageScore(0.0, state)
+        logprob, after = (end, state) if token == self.eos else (logprob, after)
+        return LanguageScore(self.fusion.weight * max(logprob, UNSEEN_LOGPROB), after)
+
     def best(self) -> tuple[BeamHypothesis, Finish]:
         """Returns the best ended hypothesis and why it finished; with fewer ended than `width`, the likeliest live
         ones compete too."""
@@ -101,6 +144,43 @@ class BeamSearch:
         rest = sorted(self.live, key=lambda hypothesis: -hypothesis.total)[:missing]
         hypothesis = max([*self.ended, *rest], key=lambda hypothesis: hypothesis.score)
         return hypothesis, "stop" if len(hypothesis.logprobs) > len(hypothesis.tokens) else "length"
+
+
+def language_scores(
+    searches: Sequence[BeamSearch], leading: Sequence[Sequence[Sequence[tuple[int, float]]]], device: torch.device
+) -> list[list[list[LanguageScore]]]:
+    """Returns the language model's part in the candidates of searches that all have one, in the form of
+    BeamSearch.advance: one query for each model. `leading`: as there, of each search; `device`: of the models."""
+    by_scorer: dict[int, list[int]] = {}
+    for index, search in enumerate(searches):
+        assert search.fusion is not None
+        by_scorer.setdefault(id(search.fusion.scorer), []).append(index)
+    found: list[list[list[LanguageScore]]] = [[] for _ in searches]
+    for indices in by_scorer.values():
+        fusion = searches[indices[0]].fusion
+        assert fusion is not None
+        rows = [
+            (index, hypothesis.language_state, tokens)
+            for index in indices
+            for hypothesis, tokens in zip(searches[index].live, leading[index], strict=True)
+        ]
+        states = torch.tensor([state for _, state, tokens in rows for _ in tokens], dtype=torch.int64, device=device)
+        wanted = torch.tensor([token for *_, tokens in rows for token, _ in tokens], dtype=torch.int64, device=device)
+        logprobs, after = fusion.scorer.score(states, wanted)
+        ends = fusion.scorer.final_logprobs(states)
+        scores = iter(zip(logprobs.tolist(), after.tolist(), ends.tolist(), strict=True))
+        for index, state, tokens in rows:
+            search = searches[index]
+            found[index].append([search.language_score(state, token, *next(scores)) for token, _ in tokens])
+    return found
+
+
+def language_state_after(fusion: LanguageModelFusion, tokens: Sequence[int], device: torch.device) -> int:
+    """Returns the state of the language model after a sentence that begins with `tokens`, all of them text."""
+    state = torch.tensor([fusion.scorer.initial_state], device=device)
+    for token in tokens:
+        _, state = fusion.scorer.score(state, torch.tensor([token], device=device))
+    return int(state)
 
 
 def top_tokens(logits: Tensor, hidden: Tensor, weight: Tensor | None, count: int) -> list[list[tuple[int, float]]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from asr_serve.decoding.biasing_graph import BiasingGraph, tokenize_phrases, unpack_phrases
+from asr_serve.decoding.language_model.scorer import LanguageModelFusion
 from asr_serve.decoding.phonetic_index import PhoneticIndex
 from asr_serve.models.interfaces import StreamingSearch
 
@@ -100,7 +101,9 @@ def _opens(token_text: str) -> bool:
 
 @runtime_checkable
 class BiasingSearch(StreamingSearch, Protocol):
-    """Search that supports hot words."""
+    """Search that supports hot words, and a language model where one is loaded."""
 
-    def set_biasing(self, row: int, words: StreamingBiasingList | None) -> None:
-        """Sets the hot words of the session at that row; None: it has none."""
+    def set_biasing(
+        self, row: int, words: StreamingBiasingList | None, fusion: LanguageModelFusion | None = None
+    ) -> None:
+        """Sets the hot words and the language model of the session at that row; None: it has none."""

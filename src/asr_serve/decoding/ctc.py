@@ -6,7 +6,6 @@ Both work on natural-log probabilities; the state rows of a session are describe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,17 +13,14 @@ from torch import Tensor
 
 from asr_serve import kernels
 from asr_serve.decoding.biasing_list import StreamingBiasingList
+from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
+from asr_serve.decoding.language_model.scorer import LanguageModelFusion
 from asr_serve.errors import OptionError
 from asr_serve.kernels import ctc_search_reference
 from asr_serve.models.interfaces import State, StateSpec, StreamingChunk, StreamingModel
 from asr_serve.types import NBestHypothesis, SearchResult, SearchToken
 
 BEAM = ("ctc_counts", "ctc_heads", "ctc_scores", "ctc_nodes", "ctc_peaks")
-HOT: dict[str, Callable[[int], StateSpec]] = {
-    "ctc_spots": lambda beam: StateSpec((beam,), torch.int64, None, on_host=True),
-    "ctc_gains": lambda beam: StateSpec((beam,), torch.float64, None, on_host=True),
-}
-"""Additional state of searches with hot words."""
 MAX_BEAM = 256
 MAX_NODES = 1 << 16
 
@@ -101,10 +97,12 @@ class CtcPrefixBeam:
             hypotheses is fixed; the tail is the rest of the best one. The result does not depend on chunk
             boundaries or on other rows. Ties: existing hypotheses come before new ones, in their order; new ones
             are ordered by the hypothesis they extend, then by token.
-    State   ctc_counts, ctc_heads, ctc_scores, ctc_nodes, ctc_peaks (and with hot words ctc_spots, ctc_gains), on
-            the host: the beam, and the tree of tokens after the fixed prefix; layout in
-            `kernels/ctc_search_reference.py`. When the tree outgrows `nodes`, the best hypothesis's oldest token
-            is fixed and hypotheses that do not begin with it are dropped.
+    Score   CTC log-probability, plus `boost` for hot words, plus the language model's log-probabilities times their
+            weight and `token_bonus` for each token
+    State   ctc_counts, ctc_heads, ctc_scores, ctc_nodes, ctc_peaks (with hot words ctc_spots, with a language model
+            ctc_contexts, with either ctc_gains), on the host: the beam, and the tree of tokens after the fixed
+            prefix; layout in `kernels/ctc_search_reference.py`. When the tree outgrows `nodes`, the best hypothesis's
+            oldest token is fixed and hypotheses that do not begin with it are dropped.
     Raises  OptionError for options out of range
     Source  Hannun et al. 2014, arXiv:1408.2873; tests/decoding/test_ctc.py compares with other searches
     """
@@ -119,6 +117,8 @@ class CtcPrefixBeam:
         max_gap: float = 12.0,
         nodes: int | None = None,
         boost: float | None = None,
+        fuses: bool = False,
+        token_bonus: float = 0.0,
     ) -> None:
         """Sets the pruning limits. Existing hypotheses are always extended exactly.
 
@@ -128,6 +128,8 @@ class CtcPrefixBeam:
             max_gap: hypotheses this much less likely than the best are dropped, natural log
             nodes: nodes of the tree; None: 16 for each hypothesis
             boost: bonus of each token of a hot word of weight 1, natural log; None: a search without hot words
+            fuses: sessions may have an n-gram model
+            token_bonus: bonus of each token of a session with an n-gram model, natural log
         """
         CtcBeamOptions(beam, tokens, min_logprob, max_gap).validate()
         nodes = 16 * beam if nodes is None else nodes
@@ -135,22 +137,37 @@ class CtcPrefixBeam:
             raise OptionError(f"nodes={nodes}", f"1 to {MAX_NODES}", param="nodes")
         self.model, self.beam, self.nodes = model, beam, nodes
         self.tokens, self.min_logprob, self.max_gap = tokens, min_logprob, max_gap
-        self.boost = boost
+        if not math.isfinite(token_bonus):
+            raise OptionError(f"token_bonus={token_bonus}", "a finite number", param="token_bonus")
+        self.boost, self.fuses, self.token_bonus = boost, fuses, token_bonus
         self._native = kernels.search()
 
     def state_specs(self) -> dict[str, StateSpec]:
-        return {
+        specs = {
             "ctc_counts": StateSpec((3,), torch.int64, on_host=True),
             "ctc_heads": StateSpec((self.beam,), torch.int64, None, on_host=True),
             "ctc_scores": StateSpec((self.beam, 2), torch.float64, None, on_host=True),
             "ctc_nodes": StateSpec((self.nodes, 3), torch.int64, None, on_host=True),
             "ctc_peaks": StateSpec((self.nodes, 2), torch.float64, None, on_host=True),
-        } | ({} if self.boost is None else {name: spec(self.beam) for name, spec in HOT.items()})
+        }
+        if self.boost is not None:
+            specs["ctc_spots"] = StateSpec((self.beam,), torch.int64, None, on_host=True)
+        if self.fuses:
+            specs["ctc_contexts"] = StateSpec((self.beam,), torch.int64, None, on_host=True)
+        if self.boost is not None or self.fuses:
+            specs["ctc_gains"] = StateSpec((self.beam,), torch.float64, None, on_host=True)
+        return specs
 
     def step(
-        self, hidden: Tensor, chunk: StreamingChunk, state: State, words: StreamingBiasingList | None = None
+        self,
+        hidden: Tensor,
+        chunk: StreamingChunk,
+        state: State,
+        words: StreamingBiasingList | None = None,
+        fusion: LanguageModelFusion | None = None,
     ) -> list[SearchResult]:
-        """`words`: hot words of all these sessions; a session has one list, or none, from its first step on."""
+        """`words`, `fusion`: hot words and n-gram model of all these sessions; a session has the same ones, or none,
+        from its first step on."""
         results = self._native.step(
             self.model.ctc_logprobs(hidden).cpu(),
             chunk.rows.cpu(),
@@ -162,18 +179,34 @@ class CtcPrefixBeam:
             self.min_logprob,
             self.max_gap,
             torch.get_num_threads(),
-            *self._bias(state, words),
+            self._bias(state, words),
+            self._language(state, fusion),
         )
         return [
             SearchResult([SearchToken(*t) for t in fixed], [SearchToken(*t) for t in tail]) for fixed, tail in results
         ]
 
-    def finish(self, row: int, state: State, words: StreamingBiasingList | None = None) -> list[NBestHypothesis]:
-        best = ctc_search_reference.nbest(row, tuple(state[name] for name in BEAM), *self._bias(state, words))
+    def finish(
+        self,
+        row: int,
+        state: State,
+        words: StreamingBiasingList | None = None,
+        fusion: LanguageModelFusion | None = None,
+    ) -> list[NBestHypothesis]:
+        best = ctc_search_reference.nbest(
+            row, tuple(state[name] for name in BEAM), self._bias(state, words), self._language(state, fusion)
+        )
         return [NBestHypothesis([SearchToken(*t) for t in tokens], logprob, gain) for tokens, logprob, gain in best]
 
-    def _bias(self, state: State, words: StreamingBiasingList | None) -> tuple[Any, ...]:
+    def _bias(self, state: State, words: StreamingBiasingList | None) -> tuple[Any, ...] | None:
         if words is None:
-            return ()
+            return None
         assert self.boost is not None, "hot words for a search that knows none"
-        return (words.bias(state["ctc_spots"], state["ctc_gains"], self.boost),)
+        return words.bias(state["ctc_spots"], state["ctc_gains"], self.boost)
+
+    def _language(self, state: State, fusion: LanguageModelFusion | None) -> tuple[Any, ...] | None:
+        if fusion is None:
+            return None
+        assert self.fuses, "a language model for a search that fuses none"
+        assert isinstance(fusion.scorer, NgramScorer), "the native search reads the arrays of n-gram models alone"
+        return (state["ctc_contexts"], state["ctc_gains"], *fusion.scorer.model, fusion.weight, self.token_bonus)

@@ -17,6 +17,7 @@ from asr_serve.types import EngineTimestamps
 
 if TYPE_CHECKING:
     from asr_serve.decoding.biasing_list import CompiledBiasingList
+    from asr_serve.decoding.language_model.scorer import LanguageModelFusion
 
 Reused = Literal["", "audio", "answer"]
 Finish = Literal["stop", "length", "repetition"]
@@ -91,6 +92,8 @@ class Hypothesis:
         self.logprobs: list[float] = []
         self.hotwords: CompiledBiasingList | None = None
         """Compiled list of `options.bias`."""
+        self.language_model: LanguageModelFusion | None = None
+        """Language model of beam search, and its weight."""
 
     def _first_try(self, draft: DraftTokens) -> DraftTokens:
         """Returns the draft of the first try: with the prefix, and no longer than can be verified. A row that

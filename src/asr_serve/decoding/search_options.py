@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import msgspec
 
 from asr_serve.errors import OptionError
+from asr_serve.types import LanguageModelChoice
 
 Task = Literal["transcribe", "translate"]
 MAX_BEAMS = 64
@@ -62,6 +63,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Most entries of the n-best list that is requested; 1: none. Only searches of streaming models have one."""
     bias: str = ""
     """Hot words, as decoding/biasing_graph.pack_phrases writes them."""
+    language_model: LanguageModelChoice | None = None
+    """Language model of beam search; None: none."""
     hurried: bool = False
     """Whether a client is waiting: no higher temperature is tried once the tries together are as long as the
     longest possible answer."""

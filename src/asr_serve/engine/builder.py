@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention_rescoring import AttentionRescoringSearch
 from asr_serve.decoding.biasing_list import BiasingSearch, StreamingBiasingList
 from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
+from asr_serve.decoding.language_model.token_models import load_token_models
 from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.decoding.wfst.batched_search import BatchedWfstSearch
@@ -102,6 +103,8 @@ class AsrCheckpoint(NamedTuple):
     file: AsrModelFile
     config: AsrModelConfig
     tokenizer: Tokenizer
+    language_models: Mapping[str, str] = {}  # of a tuple, never changed
+    """Files of language models by name."""
 
     @classmethod
     def find(cls, model: str, weights: str | os.PathLike[str] | None) -> AsrCheckpoint:
@@ -120,11 +123,20 @@ class AsrCheckpoint(NamedTuple):
             return self
         return self._replace(config=self.config.with_right_context(frames))
 
+    def with_language_models(self, config: EngineConfig) -> AsrCheckpoint:
+        """Returns a copy with the configured language models; itself where nothing asks them: an engine that encodes
+        for others, and a head whose decoding graph has a language model of its own."""
+        head = config.head or (self.card.heads[0] if self.card.heads else "")
+        if head == "wfst" or config.role == "encode":
+            return self
+        return self._replace(language_models=config.language_model_files)
+
     def build(self, device: str, dtype: str, quantize: Quantize = "none") -> EngineComponents:
         """Loads and packs the weights; call it on the thread that will compute (decision 0005).
 
         A streaming model computes in fp32 unless another dtype is requested: in bf16 its text can depend on the
-        other sessions in the batch, by a letter where two tokens are equally likely. Raises WeightsCorrupt.
+        other sessions in the batch, by a letter where two tokens are equally likely. Raises WeightsCorrupt,
+        WeightsMissing.
         """
         target = devices.make_device(device, "fp32" if dtype == "auto" and self.card.streaming else dtype, quantize)
         try:
@@ -134,8 +146,19 @@ class AsrCheckpoint(NamedTuple):
         model, tokenizer = self.file.Model(self.config, tensors, target), self.tokenizer
         path = self.folder / GRAPH_FILE
         graph = DecodingGraph.load(path) if "wfst" in self.card.heads else None
+        language_models = (
+            load_token_models(self.language_models, tokenizer.token_names(), target.torch_device)
+            if self.language_models
+            else {}
+        )
         return EngineComponents(
-            model, silero.load(), target, tokenizer.decode, encode_text=tokenizer.encode, graph=graph
+            model,
+            silero.load(),
+            target,
+            tokenizer.decode,
+            encode_text=tokenizer.encode,
+            language_models=language_models,
+            graph=graph,
         )
 
     def fingerprint(self) -> int:
@@ -162,7 +185,8 @@ def find_checkpoint(
     card = model_weights.auto_voice() if model == AUTO_VOICE else engine_card(model)
     if isinstance(card, TtsCard):
         return VoiceCheckpoint.find(card, weights, config.codec)
-    return AsrCheckpoint.find(model, weights).with_lookahead(config.lookahead_frames)
+    found = AsrCheckpoint.find(model, weights).with_lookahead(config.lookahead_frames)
+    return found.with_language_models(config)
 
 
 def build_loop(
@@ -207,7 +231,7 @@ def build_loop(
             wrapper, offload = build_chunked(model, chosen, parts, config), offload_options(config, tiers)
             spell = stream_biasing(parts, model.vocab_size) if isinstance(wrapper.search, BiasingSearch) else None
             executor: ModelExecutor = StreamingExecutor(
-                wrapper, config.shares, on_done, on_start, **offload, spell=spell
+                wrapper, config.shares, on_done, on_start, **offload, spell=spell, language_models=parts.language_models
             )
         elif config.role == "encode" and meeting is not None:
             executor = roles.build_encode_worker(model, device, chosen, config, meeting)
@@ -259,14 +283,16 @@ def validate_card(chosen: AnyCard, model: AsrModel | SpeechModel) -> None:
         )
 
 
-def card_of_loaded(chosen: AnyCard, model: AsrModel | SpeechModel) -> AnyCard:
+def card_of_loaded(chosen: AnyCard, parts: EngineComponents) -> AnyCard:
     """Card of the loaded model: a user's checkpoint may have other frames, heads, voices or another rate than the
-    published one."""
+    published one, and language models may be loaded beside it."""
+    model = parts.model
     validate_card(chosen, model)
     if isinstance(model, TtsModel):
         assert isinstance(chosen, TtsCard)
         return msgspec.structs.replace(chosen, voices=model.voices, rate_hz=model.rate_hz)
     assert isinstance(chosen, AsrCard)
+    chosen = msgspec.structs.replace(chosen, language_models=tuple(parts.language_models))
     if isinstance(model, IncrementalEncoderDecoderModel) and chosen.incremental_encoder:
         frame_samples = model.encoder.frame_samples
         longest_ms = int(units.samples_to_ms(model.longest_frames * frame_samples))
@@ -360,6 +386,7 @@ def build_seq2seq(
         encoder_cache=encoder_cache,
         peers=peers,
         encode_text=parts.encode_text,
+        language_models=parts.language_models,
     )
 
 
@@ -374,7 +401,7 @@ def build_chunked(
     if head == "wfst":
         search: StreamingSearch = _graph_search(model, chosen, parts, config)
     else:
-        search = _search(model, head, config.beam, parts.device)
+        search = _search(model, head, config.beam, parts.device, fuses=bool(parts.language_models))
     return _wrapper(model, search, chosen, parts.device, config, aligns=head == "ctc", **options)
 
 
@@ -427,10 +454,12 @@ def _wrapper(
     )
 
 
-def _search(model: StreamingModel, head: str, beam: int, device: Device) -> StreamingSearch:
+def _search(model: StreamingModel, head: str, beam: int, device: Device, *, fuses: bool) -> StreamingSearch:
+    """`fuses`: sessions may have a language model."""
     if head == "ctc":
         plain = CtcGreedy(model) if beam == 1 else CtcPrefixBeam(model, beam)
-        routed = BiasingSearchRouter(plain, CtcPrefixBeam(model, max(beam, HOT_CTC_BEAM), boost=CTC_BOOST))
+        wide = max(beam, HOT_CTC_BEAM)
+        routed = BiasingSearchRouter(plain, CtcPrefixBeam(model, wide, boost=CTC_BOOST, fuses=fuses))
         return AttentionRescoringSearch(routed, model.rescorer) if beam > 1 and model.rescorer is not None else routed
     target, transducer = device.torch_device, model.transducer
     assert transducer is not None, f"a model with the head {head}, and no transducer"
@@ -439,5 +468,5 @@ def _search(model: StreamingModel, head: str, beam: int, device: Device) -> Stre
     )
     wide = max(beam, HOT_RNNT_BEAM)
     return BiasingSearchRouter(
-        greedy, TransducerBeam(transducer, wide, device=target, boost=RNNT_BOOST, tokens=HOT_TOKENS)
+        greedy, TransducerBeam(transducer, wide, device=target, boost=RNNT_BOOST, tokens=HOT_TOKENS, fuses=fuses)
     )

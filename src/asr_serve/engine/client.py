@@ -33,7 +33,7 @@ from asr_serve.errors import (
     WrongModel,
 )
 from asr_serve.models.registry import AnyCard, AsrCard, TtsCard, TurnCard
-from asr_serve.types import Priority, SearchResult, Sentence
+from asr_serve.types import LanguageModelChoice, Priority, SearchResult, Sentence
 
 
 class Ticket(NamedTuple):
@@ -216,7 +216,15 @@ class EngineBackend(Protocol):
     def open_vad_session(self, session: int, live: bool) -> None: ...
     def submit_vad_chunk(self, windows: VadChunk) -> None: ...
     def close_session(self, session: int) -> None: ...
-    def open_stream(self, stream: int, live: bool, samples: int | None, words: bool, bias: str) -> None:
+    def open_stream(
+        self,
+        stream: int,
+        live: bool,
+        samples: int | None,
+        words: bool,
+        bias: str,
+        language_model: LanguageModelChoice | None,
+    ) -> None:
         """Opens a stream. This method and the next two are only for models that carry their state."""
 
     def submit_stream_chunk(self, piece: StreamChunk) -> None: ...
@@ -417,17 +425,23 @@ class EngineClient:
         return VadSession(self, session_id, live)
 
     def open_stream(
-        self, *, live: bool, samples: int | None = None, words: bool = False, bias: str = ""
+        self,
+        *,
+        live: bool,
+        samples: int | None = None,
+        words: bool = False,
+        bias: str = "",
+        language_model: LanguageModelChoice | None = None,
     ) -> RecognitionStream:
         """Opens a stream through a model that carries its state. There is no admission here: the session that
         opens it was admitted. `samples`: the most that will be submitted, if known; a hypothesis reads no more.
-        `words`: chunks may be `timed`. `bias`: hot words.
+        `words`: chunks may be `timed`. `bias`: hot words. `language_model`: that of the search, for streaming models.
 
         Raises WrongModel, EngineClosed.
         """
         assert self.card.streaming or self.card.incremental_encoder, f"{self.card.name} hears whole utterances"
         number = next(self._ids)
-        self.backend.open_stream(number, live, samples, words, bias)
+        self.backend.open_stream(number, live, samples, words, bias, language_model)
         return RecognitionStream(self, number, live)
 
     @property

@@ -3,13 +3,14 @@ model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from asr_serve.errors import StepFailed
 
 if TYPE_CHECKING:
+    from asr_serve.decoding.language_model.token_models import TokenLanguageModel
     from asr_serve.devices.interface import Device
     from asr_serve.engine.request import RecognitionRequest, VadScheduler
     from asr_serve.engine.stats import EngineStats
@@ -54,6 +55,8 @@ class EngineComponents(NamedTuple):
     """Vocoder of a model that generates acoustic frames."""
     encode_text: Callable[[str], list[int]] | None = None
     """Encodes text as tokens, for models whose hot words are spelt in them."""
+    language_models: Mapping[str, TokenLanguageModel] = {}  # of a tuple, never changed
+    """Language models of the model's tokens by name."""
     graph: DecodingGraph | None = None
     """Decoding graph of a model whose head is wfst."""
 

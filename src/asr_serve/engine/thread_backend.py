@@ -22,6 +22,7 @@ from asr_serve.engine.tts.request import TtsRequest
 from asr_serve.engine.turn_runner import LoadedTurnModel, TurnRunner
 from asr_serve.errors import EngineClosed
 from asr_serve.models.registry import AnyCard
+from asr_serve.types import LanguageModelChoice
 
 
 class ThreadBackend:
@@ -50,7 +51,7 @@ class ThreadBackend:
 
         def make() -> Loop:
             parts = build()
-            self.card = card_of_loaded(card, parts.model)
+            self.card = card_of_loaded(card, parts)
             loop = build_loop(parts, card, config, on_done, self._stopped, meeting=meeting)
             if turns:
                 self._turns = TurnRunner(turns, loop.executor.device, loop.stats)
@@ -87,8 +88,20 @@ class ThreadBackend:
     def close_session(self, session: int) -> None:
         self.call(lambda loop: loop.vad_scheduler.close(session))
 
-    def open_stream(self, stream: int, live: bool, samples: int | None, words: bool, bias: str) -> None:
-        self.call(lambda loop: loop.streams.open_stream(stream, live, samples, words=words, bias=bias))
+    def open_stream(
+        self,
+        stream: int,
+        live: bool,
+        samples: int | None,
+        words: bool,
+        bias: str,
+        language_model: LanguageModelChoice | None,
+    ) -> None:
+        self.call(
+            lambda loop: loop.streams.open_stream(
+                stream, live, samples, words=words, bias=bias, language_model=language_model
+            )
+        )
 
     def submit_stream_chunk(self, piece: StreamChunk) -> None:
         self.call(lambda loop: loop.streams.append_audio(piece))

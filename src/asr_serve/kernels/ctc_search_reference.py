@@ -9,10 +9,11 @@ session, whose other tensors are not read:
     nodes   (slots, arena, 3) int64    parent (before the node itself; -1: the fixed tokens), token, frame
     peaks   (slots, arena, 2) float64  how likely the node was at that frame, and the token's log-probability
 
-With hot words there are two more, and entries are ranked by the sum of log-probability and gain:
+With hot words or a language model there are more, and entries are ranked by the sum of log-probability and gain:
 
-    spots   (slots, beam) int64        node of each entry in the biasing graph
-    gains   (slots, beam) float64      bonus of hot words so far
+    spots   (slots, beam) int64        with hot words: node of each entry in the biasing graph
+    contexts (slots, beam) int64       with a language model: its state after each entry
+    gains   (slots, beam) float64      bonuses of hot words and weighted log-probabilities of the language model so far
 
 An entry is a hypothesis of the beam; entries are sorted, best first. Both implementations do the same operations
 on doubles in the same order, so their state is bit-identical where their libraries' exp and log1p are.
@@ -25,6 +26,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,6 +88,37 @@ class CtcBiasing(NamedTuple):
             node = int(self.fails[node])
 
 
+class CtcLanguageModel(NamedTuple):
+    """N-gram model: two state tensors, the fields of models/ngram.NgramModel as arrays, and its weights."""
+
+    contexts: Tensor
+    gains: Tensor
+    arc_offsets: np.ndarray
+    arc_words: np.ndarray
+    arc_logprobs: np.ndarray
+    arc_states: np.ndarray
+    backoff_states: np.ndarray
+    backoff_logprobs: np.ndarray
+    final_logprobs: np.ndarray
+    start_state: int
+    weight: float
+    token_bonus: float
+    """Bonus of each token."""
+
+    def step(self, context: int, token: int, gain: float) -> tuple[int, float]:
+        """Returns the state after `token`, and the gain with that of the token."""
+        logprob = 0.0
+        while context >= 0:
+            first, end = self.arc_offsets[context : context + 2]
+            arc = first + np.searchsorted(self.arc_words[first:end], token)
+            if arc < end and self.arc_words[arc] == token:
+                logprob += float(self.arc_logprobs[arc])
+                return int(self.arc_states[arc]), gain + self.weight * logprob + self.token_bonus
+            logprob += float(self.backoff_logprobs[context])
+            context = int(self.backoff_states[context])
+        return 0, NONE
+
+
 class _PrefixNode:
     __slots__ = ("frame", "logprob", "parent", "peak", "token")
 
@@ -99,6 +132,7 @@ class _Entry(NamedTuple):
     token: float
     spot: int = 0
     gain: float = 0.0
+    context: int = 0
 
 
 class _Candidate(NamedTuple):
@@ -110,6 +144,7 @@ class _Candidate(NamedTuple):
     nonblank: float
     spot: int
     gain: float
+    context: int
 
 
 def address(logprobs: Tensor) -> int:
@@ -135,11 +170,13 @@ def step(
     max_gap: float,
     threads: int,
     bias: Sequence[Any] | None = None,
+    language: Sequence[Any] | None = None,
 ) -> list[tuple[list[Item], list[Item]]]:
     """Searches one chunk of many sessions; returns the newly fixed tokens and the rest of the best entry of each.
 
     logprobs (n, frames, vocab) float32; rows, seen, frames (n,) int64 as in `models.interfaces.StreamingChunk`.
-    Rows that point at the last row of the state are skipped. `bias`: fields of a CtcBiasing, for all sessions.
+    Rows that point at the last row of the state are skipped. `bias`, `language`: fields of a
+    CtcBiasing and of a CtcLanguageModel, for all sessions.
     Raises ValueError for shapes and rows that do not fit.
     """
     address(logprobs)
@@ -155,12 +192,13 @@ def step(
     if not 0 <= blank < vocab or top < 1:
         raise ValueError("blank or top is out of range")
     hot = None if bias is None else CtcBiasing(*bias)
+    fused = None if language is None else CtcLanguageModel(*language)
     results: list[tuple[list[Item], list[Item]]] = []
     for i, (row, first, count) in enumerate(zip(indices, seen.tolist(), frames.tolist(), strict=True)):
         if row == slots - 1:
             results.append(([], []))
             continue
-        beam = _Beam(row, state, options, hot)
+        beam = _Beam(row, state, options, hot, fused)
         for frame in range(count):
             beam.advance(logprobs[i, frame].tolist(), first + frame)
         beam.save(row, state)
@@ -169,17 +207,26 @@ def step(
 
 
 def nbest(
-    row: int, state: tuple[Tensor, ...], bias: Sequence[Any] | None = None
+    row: int, state: tuple[Tensor, ...], bias: Sequence[Any] | None = None, language: Sequence[Any] | None = None
 ) -> list[tuple[list[Item], float, float]]:
-    """Returns the n-best list of one session, best first: tokens after the fixed ones, log-probability, and bonus of
-    hot words; an incomplete word has none. `state`: counts, heads, scores, nodes, peaks."""
+    """Returns the n-best list of one session, best first: tokens after the fixed ones, log-probability, and gain of
+    hot words, of which an incomplete one has none, and of the language model, the end of the sentence included.
+
+    `state`: counts, heads, scores, nodes, peaks.
+    """
     hot = None if bias is None else CtcBiasing(*bias)
-    beam = _Beam(row, state, CtcSearchOptions(1 << 62, 0, 0, 0.0, 0.0), hot)
+    fused = None if language is None else CtcLanguageModel(*language)
+    beam = _Beam(row, state, CtcSearchOptions(1 << 62, 0, 0, 0.0, 0.0), hot, fused)
     results = []
     for e in beam.entries:
-        gain = 0.0 if hot is None else e.gain - hot.boost * float(hot.partial_bonuses[e.spot])
+        gain = e.gain
+        if hot is not None:
+            gain -= hot.boost * float(hot.partial_bonuses[e.spot])
+        if fused is not None:
+            gain += fused.weight * float(fused.final_logprobs[e.context])
         results.append((beam.path(e.node), _add(e.blank, e.token), gain))
-    return results if hot is None else sorted(results, key=lambda item: -(item[1] + item[2]))
+    plain = hot is None and fused is None
+    return results if plain else sorted(results, key=lambda item: -(item[1] + item[2]))
 
 
 def _add(a: float, b: float) -> float:
@@ -191,8 +238,17 @@ def _add(a: float, b: float) -> float:
 class _Beam:
     """Search of one session, loaded from its row."""
 
-    def __init__(self, row: int, state: tuple[Tensor, ...], options: CtcSearchOptions, bias: CtcBiasing | None) -> None:
-        self.bias = bias
+    def __init__(
+        self,
+        row: int,
+        state: tuple[Tensor, ...],
+        options: CtcSearchOptions,
+        bias: CtcBiasing | None,
+        language: CtcLanguageModel | None,
+    ) -> None:
+        self.bias, self.language = bias, language
+        fused = bias if bias is not None else language
+        self.gains = None if fused is None else fused.gains
         counts, heads, scores, nodes, peaks = state
         self.options, self.size, self.arena = options, heads.shape[1], nodes.shape[1]
         entries, used, last = counts[row].tolist()
@@ -206,20 +262,26 @@ class _Beam:
         last_nodes: list[Any] = heads[row, :entries].tolist()
         masses: list[Any] = scores[row, :entries].tolist()
         self.entries = [_Entry(head, *pair) for head, pair in zip(last_nodes, masses, strict=True)]
+        if self.gains is not None:
+            gains = self.gains[row, :entries].tolist()
+            self.entries = [e._replace(gain=gain) for e, gain in zip(self.entries, gains, strict=True)]
         if bias is not None:
-            spots, gains = bias.nodes[row, :entries].tolist(), bias.gains[row, :entries].tolist()
+            spots = bias.nodes[row, :entries].tolist()
             if any(not 0 <= spot < len(bias.fails) for spot in spots):
                 raise ValueError(f"row {row} of the state is corrupt")
-            self.entries = [
-                e._replace(spot=spot, gain=gain) for e, spot, gain in zip(self.entries, spots, gains, strict=True)
-            ]
+            self.entries = [e._replace(spot=spot) for e, spot in zip(self.entries, spots, strict=True)]
+        if language is not None:
+            contexts = language.contexts[row, :entries].tolist()
+            if any(not 0 <= context < len(language.backoff_states) for context in contexts):
+                raise ValueError(f"row {row} of the state is corrupt")
+            self.entries = [e._replace(context=context) for e, context in zip(self.entries, contexts, strict=True)]
         valid = -1 <= self.last < options.vocab and all(-1 <= entry.node < used for entry in self.entries)
         if not valid or any(
             not (-1 <= node.parent < i and 0 <= node.token < options.vocab) for i, node in enumerate(self.nodes)
         ):
             raise ValueError(f"row {row} of the state is corrupt")
         if not self.entries:
-            self.entries = [_Entry(-1, 0.0, NONE, 1)]
+            self.entries = [_Entry(-1, 0.0, NONE, 1, context=0 if language is None else language.start_state)]
 
     def save(self, row: int, state: tuple[Tensor, ...]) -> None:
         counts, heads, scores, nodes, peaks = state
@@ -227,9 +289,12 @@ class _Beam:
         counts[row] = torch.tensor([entries, used, self.last + 1])
         heads[row, :entries] = torch.tensor([e.node for e in self.entries])
         scores[row, :entries] = torch.tensor([[e.blank, e.token] for e in self.entries], dtype=torch.float64)
+        if self.gains is not None:
+            self.gains[row, :entries] = torch.tensor([e.gain for e in self.entries], dtype=torch.float64)
         if self.bias is not None:
             self.bias.nodes[row, :entries] = torch.tensor([e.spot for e in self.entries])
-            self.bias.gains[row, :entries] = torch.tensor([e.gain for e in self.entries], dtype=torch.float64)
+        if self.language is not None:
+            self.language.contexts[row, :entries] = torch.tensor([e.context for e in self.entries])
         if used:
             nodes[row, :used] = torch.tensor([[n.parent, n.token, n.frame] for n in self.nodes])
             peaks[row, :used] = torch.tensor([[n.peak, n.logprob] for n in self.nodes], dtype=torch.float64)
@@ -262,7 +327,7 @@ class _Beam:
             if node >= 0 and peak > self.nodes[node].peak:
                 item = self.nodes[node]
                 item.peak, item.frame, item.logprob = peak, frame, logprobs[item.token]
-            entries.append(_Entry(node, k.blank, k.nonblank, k.spot, k.gain))
+            entries.append(_Entry(node, k.blank, k.nonblank, k.spot, k.gain, k.context))
         self.entries = entries
         self._compact()
 
@@ -285,17 +350,19 @@ class _Beam:
                 mass = self.entries[parent].blank if lasts[parent] == lasts[i] else totals[parent]
                 nonblank = _add(nonblank, mass + logprobs[lasts[i]])
             total = _add(blank, nonblank) + entry.gain
-            ranked.append(_Candidate(total, i, -1, blank, nonblank, entry.spot, entry.gain))
+            ranked.append(_Candidate(total, i, -1, blank, nonblank, entry.spot, entry.gain, entry.context))
         existing = {(at[parents[i]], lasts[i]) for i in range(len(self.entries)) if parents[i] in at}
         for i, entry in enumerate(self.entries):
             for token in tokens:
                 if (i, token) not in existing:
                     score = (entry.blank if token == lasts[i] else totals[i]) + logprobs[token]
-                    spot, gain = entry.spot, entry.gain
+                    spot, gain, context = entry.spot, entry.gain, entry.context
                     if self.bias is not None:
                         spot, bonus = self.bias.step(spot, token)
                         gain += bonus
-                    ranked.append(_Candidate(score + gain, i, token, NONE, score, spot, gain))
+                    if self.language is not None:
+                        context, gain = self.language.step(context, token, gain)
+                    ranked.append(_Candidate(score + gain, i, token, NONE, score, spot, gain, context))
         return sorted((k for k in ranked if k.score > NONE), key=lambda k: -k.score)[: self.size]
 
     def _child(self, parent: int, token: int, frame: int) -> int:

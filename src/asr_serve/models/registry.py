@@ -107,6 +107,8 @@ class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does
     """Most tokens of prompt (previous text, expected words) that it reads; 0: none."""
     times: TimestampTokens | None = None
     """Timestamp tokens; None: it predicts no times. The engine fills this in from the model that it has loaded."""
+    language_models: tuple[str, ...] = ()
+    """Names of the language models that the engine has loaded for it. The engine fills this in."""
 
     def language(self, wanted: str | None = None) -> str:
         """Returns the language of the audio as far as it is known before decoding: empty where the model detects

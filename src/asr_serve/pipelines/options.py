@@ -76,6 +76,10 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Previous text, for models that read a prompt: names, spelling and style continue from it."""
     hotwords: tuple[str, ...] = ()
     """Words that are likely, for models that take hot words."""
+    language_model: str = ""
+    """Language model of beam search, one that is loaded beside the model; empty: none."""
+    language_model_weight: float | None = None
+    """Factor of its log-probabilities, 0 to 4; None: LANGUAGE_MODEL_WEIGHT."""
     long_form: LongForm = "parallel"
     """`parallel`: segments cut by voice activity, all at once. `sequential`: windows one after the other, each
     cut where the model's timestamps end a sentence, and decoded with the previous text as context; for models
@@ -113,6 +117,7 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
         check_switches(self, "words", "speakers", "itn", "condition_on_previous_text")
+        check_language_model_options(self.language_model, self.language_model_weight)
         normalize_speaker_options(self)
         if self.known_speakers and not self.speakers:
             raise OptionError("known_speakers came without speakers", "both, or neither", param="known_speakers")
@@ -124,6 +129,26 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
         values = validate_option_names(options, cls.__struct_fields__)
         check_speakers_not_disabled(values)
         return cls(**values)
+
+
+LANGUAGE_MODEL_WEIGHTS = (0.0, 4.0)
+
+
+def check_language_model_options(name: object, weight: object) -> None:
+    """Raises OptionError for a name that is no text, and for a weight that is out of range or has no model."""
+    if not isinstance(name, str):
+        raise OptionError(f"language_model={name!r}", "a name", param="language_model")
+    if weight is None:
+        return
+    least, most = LANGUAGE_MODEL_WEIGHTS
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not least <= weight <= most:
+        raise OptionError(
+            f"language_model_weight={weight!r}", f"a number, {least:g} to {most:g}", param="language_model_weight"
+        )
+    if not name:
+        raise OptionError(
+            "language_model_weight without language_model", "both, or the name alone", param="language_model_weight"
+        )
 
 
 def normalize_speaker_options(options: Any) -> None:
@@ -218,6 +243,10 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Previous text, for models that read a prompt: names, spelling and style continue from it."""
     hotwords: tuple[str, ...] = ()
     """Words that are likely, for models that take hot words."""
+    language_model: str = ""
+    """Language model of beam search, one that is loaded beside the model; empty: none."""
+    language_model_weight: float | None = None
+    """Factor of its log-probabilities, 0 to 4; None: LANGUAGE_MODEL_WEIGHT."""
     words: bool = False
     """Whether segments have words with times and confidences."""
     speakers: bool = False
@@ -237,6 +266,7 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
             if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
                 raise OptionError(f"{name}={value!r}", f"{kinds[-1].__name__}, or None", param=name)
         check_switches(self, "words", "speakers", "itn")
+        check_language_model_options(self.language_model, self.language_model_weight)
         normalize_speaker_options(self)
         # EndpointConfig raises for values out of range: here, not at the first speech.
         limit_ms = MAX_LIVE_SEGMENT_MS if self.max_segment_ms is None else self.max_segment_ms

@@ -14,9 +14,13 @@ from asr_serve.decoding.biasing_graph import MOST_IN_ALL, MOST_WORDS, pack_phras
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.models.registry import AsrCard
+from asr_serve.pipelines.options import ListenOptions
 from asr_serve.text.languages import SCRIPTS, script_of
 from asr_serve.text.tokenizers import Tokenizer, first_unencodable_letter
+from asr_serve.types import LanguageModelChoice, suggest_name
 
+LANGUAGE_MODEL_WEIGHT = 0.3
+"""Weight of a language model that a request names without one."""
 MAX_PROMPT_CHARACTERS = 16_384
 """Length limit of a prompt: no model reads as much, and tokenizing takes time."""
 
@@ -67,6 +71,49 @@ def hotword_bias(client: EngineClient, tokenizer: Tokenizer, hotwords: Sequence[
     check_hotword_script(client.card, texts)
     check_hotword_letters(client.card, tokenizer, texts)
     return pack_phrases(words)
+
+
+def language_model_choice(client: EngineClient, name: str, weight: float | None) -> LanguageModelChoice | None:
+    """Returns SearchOptions.language_model for a language model's name; None for an empty one. `weight` None: the
+    default. Raises UnsupportedOption for a model that has none, OptionError for a name that is not loaded."""
+    if not name:
+        return None
+    loaded = client.card.language_models
+    if not loaded:
+        raise UnsupportedOption(
+            f"language_model={name[:60]!r}",
+            f"{client.card.name} has none loaded that is made of its tokens",
+            "make one with asr-serve lm build --tokens, and load it with engine.language_models NAME=FILE",
+            param="language_model",
+        )
+    if name not in loaded:
+        raise OptionError(
+            f"there is no language model {name[:60]!r}",
+            f"loaded are: {', '.join(loaded)}",
+            suggest_name(name, loaded),
+            param="language_model",
+        )
+    return LanguageModelChoice(name, LANGUAGE_MODEL_WEIGHT if weight is None else float(weight))
+
+
+def check_language_model_beam(card: AsrCard, name: str, beam: int) -> None:
+    """Raises OptionError for greedy search of an attention decoder, which no language model can change."""
+    if name and not card.streaming and beam < 2:
+        raise OptionError(f"language_model with beam={beam}", "a beam of 2 or more", "4 is usual: beam=4", param="beam")
+
+
+def live_language_model(client: EngineClient, options: ListenOptions) -> LanguageModelChoice | None:
+    """Language model of a live session; None: none. Raises OptionError, see `language_model_choice`, and
+    UnsupportedOption for a model without streaming, which decodes live speech greedily."""
+    name = options.language_model
+    if name and not client.card.streaming:
+        raise UnsupportedOption(
+            f"language_model={name[:60]!r} while somebody speaks",
+            f"{client.card.name} decodes live speech greedily; streaming models with the head ctc, rnnt or tdt can",
+            "leave it out, or transcribe a recording with beam=4",
+            param="language_model",
+        )
+    return language_model_choice(client, name, options.language_model_weight)
 
 
 def check_hotword_letters(card: AsrCard, tokenizer: Tokenizer, words: Sequence[str]) -> None:

@@ -5,18 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 from asr_serve.errors import OptionError
-from asr_serve.pipelines.options import MAX_SPEAKERS, SPEAKER_COUNT_FIELDS, check_speakers_not_disabled
+from asr_serve.pipelines.options import (
+    LANGUAGE_MODEL_WEIGHTS,
+    MAX_SPEAKERS,
+    SPEAKER_COUNT_FIELDS,
+    check_speakers_not_disabled,
+)
 from asr_serve.protocols.form_fields import FormFields
 
 MAX_HOTWORDS, MAX_HOTWORDS_CHARACTERS = 10_000, 1 << 20
 """Limits of a form. The limits of a model are up to the pipelines."""
-FIELDS = ("hotwords", "spk", *SPEAKER_COUNT_FIELDS, "itn")
+MAX_NAME_CHARACTERS = 200
+FIELDS = ("hotwords", "spk", *SPEAKER_COUNT_FIELDS, "itn", "language_model", "language_model_weight")
 """All fields of this file. `spk` and `hotwords` are FunASR's names, the others ours."""
 
 
 def parse_hotwords(fields: FormFields) -> tuple[str, ...]:
     """Parses words separated by commas, each with an optional weight: `Ada,Babbage:2`."""
     return fields.word_list("hotwords", MAX_HOTWORDS_CHARACTERS)
+
+
+def parse_language_model(fields: FormFields, *, complete: bool) -> dict[str, Any]:
+    """Arguments of TranscribeOptions and ListenOptions. Raises OptionError."""
+    name = fields.text("language_model", MAX_NAME_CHARACTERS) or ""
+    weight = fields.number("language_model_weight", *LANGUAGE_MODEL_WEIGHTS)
+    return {"language_model": name, "language_model_weight": weight} if complete else {}
 
 
 def parse_speaker_options(fields: FormFields, *, complete: bool, implied: bool = False) -> dict[str, Any]:

@@ -296,13 +296,14 @@ def test_pages_of_beams_hold_what_each_path_wrote(data):
     own = -(-(begun + most) // PAGE)
 
     class Only:
-        beam, eos, max_tokens, fixed, hotwords = width, 2, most, 0, None
+        beam, eos, max_tokens, fixed, draft = width, 2, most, 0, DraftTokens()
+        hotwords = language_model = words_below = None
 
     class First:
         hypothesis, length, beams, pages = Only, begun, None, None
 
     row = First()
-    beams = BeamGroup(row, begun, list(range(1, 1 + width * own)), [])
+    beams = BeamGroup(row, begun, list(range(1, 1 + width * own)), [], torch.device("cpu"))
     memory: dict[tuple[int, int], object] = {}
     paths: list[list[object]] = [[("start", at) for at in range(begun)]]
     for at in range(begun):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from asr_serve.api.cli.io.audio_sources import LiveAudioSource
     from asr_serve.api.cli.io.captions import TranscriptFile
     from asr_serve.api.stream import StreamResult
+    from asr_serve.config import EngineConfig
 
 DEFAULT_CHUNK_MS = 720
 
@@ -59,6 +60,8 @@ def listen(
     language: shared.Language = None,
     prompt: shared.Prompt = None,
     hotwords: shared.Hotwords = None,
+    language_model: shared.LanguageModel = None,
+    language_model_weight: shared.LanguageModelWeight = None,
     words: shared.Words = False,
     speakers: shared.Speakers = False,
     num_speakers: shared.NumSpeakers = None,
@@ -150,13 +153,17 @@ def listen(
     check_options(path, rate_hz, chosen_input, real_time=real_time)
     options: dict[str, Any] = {"language": language, "silence_schedule": silence_schedule, "prompt": prompt}
     options |= {"hotwords": shared.hotwords(hotwords) or None}
+    config: EngineConfig | None = None
+    if server is None:
+        language_model, config = shared.language_model(language_model, shared.engine(more))
+    options |= {"language_model": language_model or None, "language_model_weight": language_model_weight}
     options |= {"words": words or None, "speakers": speakers or None, "itn": itn or None}
     options |= {"num_speakers": num_speakers, "min_speakers": min_speakers, "max_speakers": max_speakers}
     transcript_file = result_file(output, form, path)
     options |= {} if transcript_file is None else transcript_file.wants
     options = {name: value for name, value in options.items() if value is not None}
     loading = {"device": device, "dtype": dtype, "weights": weights}
-    transcriber = choose_backend(server, api_key, model, chunk_ms, options, more, **loading)
+    transcriber = choose_backend(server, api_key, model, chunk_ms, options, more, config, **loading)
     live_source = open_source(path, chosen_input)
     screen = sys.stdout.buffer if sys.stdout.isatty() else None
     if screen is None and sys.stderr.isatty() and is_live and not quiet:
@@ -245,17 +252,18 @@ def choose_backend(
     chunk_ms: int | None,
     options: dict[str, Any],
     more: list[str] | None,
+    config: EngineConfig | None,
     **loading: str | None,
 ) -> LocalTranscriber | RemoteTranscriber:
-    """Returns a model in this process, or the server. Raises OptionError."""
+    """Returns a model in this process, with `config`, or the server. Raises OptionError."""
     from asr_serve.api.cli.backends import LocalTranscriber, RemoteTranscriber
 
     if server is None:
         if api_key is not None:
             raise OptionError("--api-key without --server", "it is for a server", "leave it out")
         chunk_ms = DEFAULT_CHUNK_MS if chunk_ms is None else chunk_ms
-        engine = shared.engine(more)
-        return LocalTranscriber(model or DEFAULT_MODEL, options | {"chunk_ms": chunk_ms}, engine=engine, **loading)
+        assert config is not None
+        return LocalTranscriber(model or DEFAULT_MODEL, options | {"chunk_ms": chunk_ms}, engine=config, **loading)
     for name, value in {**loading, "set": more or None}.items():
         if value not in ("auto", None):
             raise OptionError(f"--{name} with --server", "the server has the model", "leave it out")

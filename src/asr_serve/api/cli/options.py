@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from asr_serve.config import EngineConfig
@@ -48,6 +50,22 @@ Hotwords = Annotated[
         metavar="WORDS|@FILE",
         help="Names and words that may come: --hotwords 'Beckett,Ada Lovelace', or @names.txt with one a line. "
         "May be repeated.",
+    ),
+]
+LanguageModel = Annotated[
+    str | None,
+    typer.Option(
+        "--language-model",
+        metavar="FILE|NAME",
+        help="N-grams of the model's tokens, which its beam search adds: a file of asr-serve lm build --tokens, or "
+        "one that is loaded with --set engine.language_models=NAME=FILE.",
+        show_default=False,
+    ),
+]
+LanguageModelWeight = Annotated[
+    float | None,
+    typer.Option(
+        "--language-model-weight", metavar="0..4", help="How much it counts. Default: 0.3.", show_default=False
     ),
 ]
 Words = Annotated[
@@ -109,6 +127,15 @@ def hotwords(given: list[str] | None) -> tuple[str, ...]:
             raise OptionError(f"--hotwords {item} has more than {MOST_HOTWORD_BYTES >> 20} MiB", "a list of words")
         words += (line.partition("#")[0].strip() for line in lines)
     return tuple(dict.fromkeys(word for word in words if word))
+
+
+def language_model(given: str | None, config: EngineConfig) -> tuple[str, EngineConfig]:
+    """Name of the language model of --language-model, and the configuration that loads it: a file has its own name
+    without suffixes. Empty for None."""
+    if given is None or given in config.language_model_files or not Path(given).is_file():
+        return given or "", config
+    name = re.sub(r"[\s,=]", "-", Path(given).name.partition(".")[0]) or "language-model"
+    return name, msgspec.structs.replace(config, language_models=(*config.language_models, f"{name}={given}"))
 
 
 def settings(pairs: list[str] | None) -> dict[str, SettingValue]:

@@ -103,6 +103,8 @@ def transcribe(
     ] = 1,
     prompt: shared.Prompt = None,
     hotwords: shared.Hotwords = None,
+    language_model: shared.LanguageModel = None,
+    language_model_weight: shared.LanguageModelWeight = None,
     words: shared.Words = False,
     speakers: shared.Speakers = False,
     num_speakers: shared.NumSpeakers = None,
@@ -177,6 +179,7 @@ def transcribe(
       asr-serve transcribe talk.mp3 --hotwords 'Kubernetes,Ada Lovelace'
       asr-serve transcribe calls/ --hotwords @names.txt -o out/
       asr-serve transcribe calls/ --pipeline chain-then-whisper -o out/
+      asr-serve transcribe talk.mp3 -m whisper-tiny-en --beam 4 --language-model notes.ngram.safetensors
       asr-serve transcribe book.mp3 -m whisper-tiny-en --long-form sequential
       ffmpeg -i rtsp://camera -f wav - | asr-serve transcribe -
     """
@@ -192,7 +195,7 @@ def transcribe(
         raise OptionError("`-` reads stdin, which is a terminal", "a pipe or a file", "name a file instead")
     if max_duration_s is not None and not max_duration_s > 0:
         raise OptionError(f"--max-duration-s {max_duration_s}", "more than 0 seconds")
-    engine = shared.engine(more, quantize)
+    language_model_name, engine = shared.language_model(language_model, shared.engine(more, quantize))
     strategy = choose_long_form(long_form)
     if pipeline is not None and weights is not None:
         raise OptionError("--weights beside --pipeline", "the file names the weights of each stage", param="weights")
@@ -223,6 +226,8 @@ def transcribe(
             beam=beam,
             prompt=prompt or "",
             hotwords=hotword_list,
+            language_model=language_model_name,
+            language_model_weight=language_model_weight,
             words=words or wanted.needs_words,
             speakers=speakers or wanted.needs_speakers,
             num_speakers=num_speakers,

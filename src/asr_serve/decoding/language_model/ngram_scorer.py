@@ -19,6 +19,8 @@ class NgramScorer:
     """
 
     def __init__(self, model: NgramModel, device: torch.device | str = "cpu") -> None:
+        self.model = model
+
         def on_device(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device)
 

@@ -19,6 +19,9 @@ from asr_serve.models.ngram import NgramModel
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
 BEGIN_ID, END_ID, FIRST_WORD_ID = 0, 1, 2
 """Ids in tables: the start and the end of a sentence, then the words."""
+LEAST_LOGPROB = -23.0
+"""Least natural-log probability in a search, that of one in ten thousand million: a recogniser may have heard nothing
+else than what a model holds to be impossible."""
 NGRAM_SUFFIX = ".ngram.safetensors"
 
 
@@ -68,6 +71,39 @@ class WordNgrams(NamedTuple):
             arc_words=words[order].astype(np.int32),
             arc_logprobs=model.arc_logprobs[order],
             arc_states=model.arc_states[order],
+        )
+
+    def share_of(self, names: Sequence[str]) -> float:
+        """Share of the words that are among `names`; <unk> is not counted."""
+        words = set(self.words) - {UNKNOWN}
+        return len(words.intersection(names)) / len(words) if words else 0.0
+
+    def for_tokens(self, names: Sequence[str]) -> NgramModel:
+        """The model over a recogniser's tokens, which have these names (Tokenizer.token_names). A token that it lacks
+        has the probability of <unk>, or where there is none that of the rarest word. Nothing is impossible: no
+        log-probability of a token or of an end is below LEAST_LOGPROB."""
+        model = self.reindexed({name: token for token, name in enumerate(names)})
+        end = model.arc_offsets[1]
+        logprob = -math.inf if self.unknown is None else self.model.step(0, self.unknown)[0]
+        if math.isinf(logprob):
+            known = self.model.arc_logprobs[: self.model.arc_offsets[1]]
+            logprob = float(known[np.isfinite(known)].min(initial=0.0))
+        missing = np.setdiff1d(np.arange(len(names), dtype=np.int32), model.arc_words[:end])
+        arcs = np.concatenate([model.arc_words[:end], missing])
+        order = np.argsort(arcs, kind="stable")
+        offsets = model.arc_offsets + len(missing)
+        offsets[0] = 0
+
+        def with_missing(values: np.ndarray, value: float) -> np.ndarray:
+            first = np.concatenate([values[:end], np.full(len(missing), value, values.dtype)])
+            return np.concatenate([first[order], values[end:]])
+
+        return model._replace(
+            arc_offsets=offsets,
+            arc_words=np.concatenate([arcs[order], model.arc_words[end:]]),
+            arc_logprobs=np.maximum(with_missing(model.arc_logprobs, logprob), np.float32(LEAST_LOGPROB)),
+            arc_states=with_missing(model.arc_states, 0),
+            final_logprobs=np.maximum(model.final_logprobs, np.float32(LEAST_LOGPROB)),
         )
 
     def save(self, path: Path) -> None:

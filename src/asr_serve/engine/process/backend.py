@@ -35,6 +35,7 @@ from asr_serve.engine.process.supervisor import Supervisor
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk, reject
 from asr_serve.engine.tts.request import TtsRequest
 from asr_serve.errors import AsrServeError, Cancelled
+from asr_serve.types import LanguageModelChoice
 
 REPORT_TIMEOUT_S = 5.0
 RENEW_S = 30.0
@@ -114,8 +115,16 @@ class ProcessBackend:
     def open_vad_session(self, session: int, live: bool) -> None:
         self._open(session, InFlightSession(live))
 
-    def open_stream(self, stream: int, live: bool, samples: int | None, words: bool, bias: str) -> None:
-        self._open(stream, InFlightStream(live, samples, words, bias))
+    def open_stream(
+        self,
+        stream: int,
+        live: bool,
+        samples: int | None,
+        words: bool,
+        bias: str,
+        language_model: LanguageModelChoice | None,
+    ) -> None:
+        self._open(stream, InFlightStream(live, samples, words, bias, language_model))
 
     def _open(self, number: int, session: InFlightSession) -> None:
         with self._lock:

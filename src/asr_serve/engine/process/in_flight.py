@@ -17,7 +17,7 @@ from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.engine.tts.request import TtsRequest
 from asr_serve.errors import AsrServeError, EngineCrashed, StepFailed
 from asr_serve.transfer.sealed_buffer import SealedBuffer
-from asr_serve.types import SentenceAudio
+from asr_serve.types import LanguageModelChoice, SentenceAudio
 
 
 class PendingAnswer(NamedTuple):
@@ -212,9 +212,16 @@ class InFlightStream(InFlightSession):
     """Stream through a streaming model. Its state is large and a stream is short: if its process dies, the next
     one replays it, and returned results are not returned again. A process that lives can export the state."""
 
-    def __init__(self, live: bool, samples: int | None, words: bool, bias: str = "") -> None:
+    def __init__(
+        self,
+        live: bool,
+        samples: int | None,
+        words: bool,
+        bias: str = "",
+        language_model: LanguageModelChoice | None = None,
+    ) -> None:
         super().__init__(live)
-        self._samples, self._words, self._bias = samples, words, bias
+        self._samples, self._words, self._bias, self._language_model = samples, words, bias, language_model
         self.answered_chunks: list[tuple[int, VadChunk | StreamChunk]] = []
         """Answered chunks, retained for replay."""
         self.unanswered_chunks = 0
@@ -233,7 +240,9 @@ class InFlightStream(InFlightSession):
     def opening_message(self, number: int) -> messages.ToEngine:
         self.unanswered_chunks, self.restoring = 0, self.saved is not None
         label = self.saved.label if self.saved else None
-        return messages.OpenStream(number, self.live, self._samples, label, self._words, self._bias)
+        return messages.OpenStream(
+            number, self.live, self._samples, label, self._words, self._bias, self._language_model
+        )
 
     def replay_chunks(self) -> list[tuple[int, VadChunk | StreamChunk]]:
         return [*self.answered_chunks, *self.pending_chunks]

@@ -101,7 +101,7 @@ class EngineProcessServer:
             return 1
         self._send(
             messages.EngineReady(
-                card_of_loaded(checkpoint.card, parts.model),
+                card_of_loaded(checkpoint.card, parts),
                 turns.card if turns else None,
                 tuple(engine_cards().values()),
                 str(checkpoint.folder),
@@ -177,7 +177,12 @@ class EngineProcessServer:
             case messages.OpenVadSession(session=session, live=live, state=state):
                 put(lambda loop: loop.vad_scheduler.open(session, live, state))
             case messages.OpenStream(session=session, live=live, samples=samples, words=words, bias=bias):
-                put(lambda loop: loop.streams.open_stream(session, live, samples, words=words, bias=bias))
+                chosen = message.language_model
+                put(
+                    lambda loop: loop.streams.open_stream(
+                        session, live, samples, words=words, bias=bias, language_model=chosen
+                    )
+                )
             case messages.ExportStream(session=session):
                 put(lambda loop: self._export_stream(loop, session))
             case messages.CloseSession(session=session):
@@ -215,8 +220,15 @@ class EngineProcessServer:
             with contextlib.closing(parcel), StepGuard(loop.stats, "chunk", "going on with a stream", fail):
                 numbers, *parts = parcel.read()
                 saved = SessionSnapshot(numbers, tuple(parts))
-                words, bias = message.words, message.bias
-                loop.streams.open_stream(message.session, message.live, message.samples, saved, words, bias)
+                loop.streams.open_stream(
+                    message.session,
+                    message.live,
+                    message.samples,
+                    saved,
+                    message.words,
+                    message.bias,
+                    message.language_model,
+                )
             self._send(opened)
 
         loop.inbox.put(open_saved)

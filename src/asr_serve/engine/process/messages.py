@@ -19,7 +19,7 @@ from asr_serve.engine.request import HypothesisRequest
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.models.registry import AnyCard, TurnCard
 from asr_serve.transfer.sealed_buffer import SealedBufferLabel
-from asr_serve.types import Priority, SearchResult, Sentence, SentenceAudio
+from asr_serve.types import LanguageModelChoice, Priority, SearchResult, Sentence, SentenceAudio
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +82,7 @@ class OpenVadSession(msgspec.Struct, frozen=True, tag=True):
 class OpenStream(msgspec.Struct, frozen=True, tag=True):
     """Opens a stream through a model that carries its state. `samples`: the most that will come. `saved`: snapshot
     from another process, in a sealed buffer that follows this message; answered by StreamOpened. `words`: chunks
-    may be timed. `bias`: hot words."""
+    may be timed. `bias`: hot words. `language_model`: that of its search."""
 
     session: int
     live: bool
@@ -90,6 +90,7 @@ class OpenStream(msgspec.Struct, frozen=True, tag=True):
     saved: SealedBufferLabel | None = None
     words: bool = False
     bias: str = ""
+    language_model: LanguageModelChoice | None = None
 
 
 class ExportStream(msgspec.Struct, frozen=True, tag=True):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve.decoding.beam_search import BeamSearch
+from asr_serve.decoding.beam_search import BeamSearch, language_state_after
 from asr_serve.decoding.biasing_graph import OPEN
 from asr_serve.decoding.biasing_list import BOOST, CompiledBiasingList
 from asr_serve.decoding.hypothesis import Finish, Hypothesis
@@ -125,15 +125,26 @@ class BeamGroup:
     All pages that they could ever need are theirs from the start, so that they never run short.
     """
 
-    def __init__(self, row: DecodeRow, begun: int, own: list[int], audio: list[int]) -> None:
+    def __init__(self, row: DecodeRow, begun: int, own: list[int], audio: list[int], device: torch.device) -> None:
         """`begun`: positions before the first token that is searched; `own`: pages for the tokens of every beam;
-        `audio`: pages of the audio, if they are to be freed."""
+        `audio`: pages of the audio, if they are to be freed; `device`: of language models."""
         hypothesis = row.hypothesis
         self.rows, self.width = [row], hypothesis.beam
         graph = hypothesis.hotwords.graph if hypothesis.hotwords is not None else None
-        node = graph.walk(hypothesis.draft.tokens[: hypothesis.fixed]) if graph else OPEN
-        remaining = hypothesis.max_tokens - hypothesis.fixed
-        self.search = BeamSearch(self.width, hypothesis.eos, remaining, graph=graph, node=node, boost=BOOST)
+        fixed, text_below = hypothesis.draft.tokens[: hypothesis.fixed], hypothesis.words_below
+        fusion = hypothesis.language_model
+        text = [token for token in fixed if text_below is None or token < text_below]
+        self.search = BeamSearch(
+            self.width,
+            hypothesis.eos,
+            hypothesis.max_tokens - hypothesis.fixed,
+            graph=graph,
+            node=graph.walk(fixed) if graph else OPEN,
+            boost=BOOST,
+            fusion=fusion,
+            language_state=language_state_after(fusion, text, device) if fusion else 0,
+            text_below=text_below,
+        )
         self.pages = own + audio
         """Pages of the whole group."""
         self._token_pages, self._audio_pages = own, audio

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from asr_serve.decoding.beam_search import top_tokens
+from asr_serve.decoding.beam_search import language_scores, top_tokens
 from asr_serve.decoding.hypothesis import Finish, Hypothesis
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.decoding.token_rules import FORCED_TOKEN, PLAIN_TOKEN, SUPPRESS, UNTIMED, TokenRule
@@ -174,14 +174,15 @@ class DecodeRunner:
             pages_for(self.prompts.positions_needed(options, hypothesis.max_tokens)) * hypothesis.beam
         )
         row.pages = token_pages + owned_audio
-        if hypothesis.beam > 1:
-            token_pages = BeamGroup(row, len(prompt) + hypothesis.fixed, token_pages, owned_audio).block_table(0)
-        self.batch.set_token_pages(row, token_pages)
-        self.batch.set_audio_pages(row, audio, encoded.frames)
-        row.audio_key = root
         special = self.prompts.special
         if special is not None:
             hypothesis.words_below = special.eot
+        if hypothesis.beam > 1:
+            begun, target = len(prompt) + hypothesis.fixed, self.device.torch_device
+            token_pages = BeamGroup(row, begun, token_pages, owned_audio, target).block_table(0)
+        self.batch.set_token_pages(row, token_pages)
+        self.batch.set_audio_pages(row, audio, encoded.frames)
+        row.audio_key = root
         row.prompt = () if self.prompts.detects_language(options) else prompt
         if special is None and row.beams is None and len(prompt) == 1:
             row.prefilled = True  # a step is given the one token
@@ -282,10 +283,16 @@ class DecodeRunner:
         index = index.to(passed.logits.device)
         max_choices = max(beams.search.choices for beams in at)
         choices = iter(top_tokens(passed.logits[index], passed.hidden[index], self.model.head_weight, max_choices))
+        leading = {beams: [next(choices)[: beams.search.choices] for _ in positions] for beams, positions in at.items()}
+        fused = [beams for beams in at if beams.search.fusion is not None]
+        scores = language_scores(
+            [beams.search for beams in fused], [leading[beams] for beams in fused], passed.logits.device
+        )
+        language = dict(zip(fused, scores, strict=True))
         ended, copies = [], []
-        for beams, positions in at.items():
+        for beams in at:
             search = beams.search
-            if sources := search.advance([next(choices)[: search.choices] for _ in positions]):
+            if sources := search.advance(leading[beams], language.get(beams)):
                 copies += beams.fork(sources)
                 self.batch.resize_beams(beams, len(sources))
             else:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from asr_serve.config import EngineConfig
+from asr_serve.decoding.language_model.token_models import TokenLanguageModel
 from asr_serve.engine.executor import CheckThrottle, LoopContext, StepGuard
 from asr_serve.engine.request import RecognitionRequest, reject
 from asr_serve.engine.seq2seq.biasing_queue import BiasingQueue
@@ -66,15 +68,19 @@ class Seq2SeqExecutor:
         encoder_cache: EncoderCache | None = None,
         peers: PeerPool | None = None,
         encode_text: Callable[[str], list[int]] | None = None,
+        language_models: Mapping[str, TokenLanguageModel] = MappingProxyType({}),
     ) -> None:
         """`incremental`: live audio is encoded elsewhere, while it arrives (see IncrementalEncoderExecutor).
         `encoder_cache`: cache of earlier requests; None: every request is computed. `peers`: engines that encode too.
-        `encode_text`: hot words to tokens."""
+        `encode_text`: hot words to tokens. `language_models`: those of beam search by
+        name."""
         self.incremental, self.borrowed_page_count = incremental, 0
         """`borrowed_page_count`: pages of the runner that the incremental encoder holds; no row frees them."""
         self.model, self.device, self.encode_runner, self.decode_runner = model, encode.device, encode, decode
         self.scheduler = Seq2SeqScheduler(config, config.encode_frames or encode.device.encode_frames)
-        self.requests = RequestTable(model, decode, config.window, text, tokens_per_s, on_done, on_start)
+        self.requests = RequestTable(
+            model, decode, config.window, text, tokens_per_s, on_done, on_start, language_models
+        )
         self.open_requests = self.requests.open
         self.biasing_queue = BiasingQueue(encode_text, text, lambda job: self.loop.call(job), self._fail)
         self.coalescer = RequestCoalescer(
@@ -170,6 +176,7 @@ class Seq2SeqExecutor:
         try:
             self.decode_runner.validate(utterance.options)
             self.requests.validate_capacity(utterance)
+            self.requests.language_model(utterance)
         except OptionError as error:
             self._fail([utterance.id], error)
             return True

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from asr_serve import units
 from asr_serve.decoding.hypothesis import Hypothesis, Recognition, Reused
+from asr_serve.decoding.language_model.token_models import (
+    SessionLanguageModel,
+    TokenLanguageModel,
+    choose_language_model,
+)
 from asr_serve.engine.request import RecognitionRequest, resolve
 from asr_serve.engine.seq2seq.decode_batch import rows_for
 from asr_serve.engine.seq2seq.decoder import DecodeRunner
@@ -45,8 +50,10 @@ class RequestTable:
         tokens_per_s: float,
         on_done: Callable[[int], None],
         on_start: Callable[[list[int]], None],
+        language_models: Mapping[str, TokenLanguageModel],
     ) -> None:
-        """`window`: see EngineConfig."""
+        """`window`: see EngineConfig. `language_models`: those of beam search by name."""
+        self._language_models = language_models
         self._model, self._runner = model, runner
         self._window = window if model.pads_to_window else "packed"
         self.text, self._tokens_per_s = text, tokens_per_s
@@ -137,7 +144,13 @@ class RequestTable:
         limit = self._max_tokens(utterance.samples)
         hypothesis = Hypothesis(utterance.options, self._model.eos, limit, self.text, utterance.draft)
         hypothesis.hotwords = utterance.hotwords
+        chosen = self.language_model(utterance)
+        hypothesis.language_model = None if chosen is None else chosen.fusion
         return hypothesis
+
+    def language_model(self, utterance: RecognitionRequest) -> SessionLanguageModel | None:
+        """Returns the language model of the request; None: it has none. Raises UnsupportedOption."""
+        return choose_language_model(self._language_models, utterance.options.language_model)
 
     def omits_window_silence(self, utterance: RecognitionRequest) -> bool:
         """Whether silence was left out of its window, and it may still be encoded with all of it."""

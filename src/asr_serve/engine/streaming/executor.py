@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from asr_serve.decoding.biasing_list import StreamingBiasingList
+from asr_serve.decoding.language_model.token_models import TokenLanguageModel, choose_language_model
 from asr_serve.engine.executor import CheckThrottle, LoopContext, StepGuard
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, reject, resolve
 from asr_serve.engine.session_snapshot import SessionSnapshot, SessionSnapshotView
@@ -19,8 +21,8 @@ from asr_serve.engine.streaming.model_runner import ChunkedModelRunner, Streamin
 from asr_serve.engine.streaming.offload import MAX_OFFLOADS_PER_STEP, OffloadStore, StreamOffloader
 from asr_serve.engine.streaming.request import ReplayAudioBudget, StreamRequest, stream_state_lost, to_recognition
 from asr_serve.engine.streaming.slot_queue import LIVE_SLOTS_DIVISOR, MAX_WAIT_S, MAX_WAITING, SlotQueue
-from asr_serve.errors import Cancelled
-from asr_serve.types import Priority, SearchResult
+from asr_serve.errors import Cancelled, OptionError
+from asr_serve.types import LanguageModelChoice, Priority, SearchResult
 
 
 class StreamingExecutor:
@@ -37,10 +39,12 @@ class StreamingExecutor:
         sleep_after_s: float = 10.0,
         replay: bool = False,
         spell: Callable[[str], StreamingBiasingList] | None = None,
+        language_models: Mapping[str, TokenLanguageModel] = MappingProxyType({}),
     ) -> None:
         """`shares`: share of slots of each class while several wait. `tiers`: where callers' streams are offloaded
         after `sleep_after_s` without audio; None: never. `replay`: the tiers may lose a stream, which is then
-        replayed from its retained audio. `spell`: compiles hot words for the search."""
+        replayed from its retained audio. `spell`: compiles hot words for the search. `language_models`: those of the
+        search by name."""
         self.model_runner, self.device = wrapper, wrapper.device
         self._offloader, self._replays = StreamOffloader(tiers, sleep_after_s), replay
         self._on_done, self._on_start = on_done, on_start
@@ -51,7 +55,7 @@ class StreamingExecutor:
         """Streams and utterances with audio that wait for a slot; without offloading, all that have no slot."""
         self._recordings = 0
         """Utterances that have a slot."""
-        self._biasing = StreamBiasingCompiler(spell, self._fail_stream)
+        self._biasing, self._language_models = StreamBiasingCompiler(spell, self._fail_stream), language_models
         self._check_throttle = CheckThrottle()
 
     def attach(self, context: LoopContext) -> None:
@@ -113,7 +117,7 @@ class StreamingExecutor:
         stream = StreamRequest(utterance.priority, utterance.priority == "live", utterance)
         self._streams[utterance.id] = stream
         self._waiting.enqueue(utterance.id, stream.priority)
-        self._biasing.compile(utterance.id, stream)
+        self._prepare_biasing(utterance.id, stream)
 
     def cancel(self, request_id: int) -> None:
         self._fail_stream(request_id, Cancelled("the request was cancelled"))
@@ -128,11 +132,20 @@ class StreamingExecutor:
         saved: SessionSnapshot | None = None,
         words: bool = False,
         bias: str = "",
+        language_model: LanguageModelChoice | None = None,
     ) -> None:
         """Opens a caller's stream. `samples`: the most that will come. `saved`: its snapshot, from here or from
-        another engine of the same model. `words`: chunks may be timed. `bias`: hot words, as in SearchOptions.
-        Raises ValueError for a snapshot that cannot be continued."""
-        stream = StreamRequest("live", live, samples=samples, retain_audio=self._replays, words=words, bias=bias)
+        another engine of the same model. `words`: chunks may be timed. `bias`, `language_model`: as in
+        SearchOptions. Raises ValueError for a snapshot that cannot be continued."""
+        stream = StreamRequest(
+            "live",
+            live,
+            samples=samples,
+            retain_audio=self._replays,
+            words=words,
+            bias=bias,
+            language_model=language_model,
+        )
         if saved is not None and (session_view := stream.load_state(saved)) is not None:
             self._validate_saved(stream, session_view)
             if self._offloader.enabled and self._offloader.offload(number, session_view):
@@ -143,7 +156,16 @@ class StreamingExecutor:
             not self._offloader.enabled
         ):  # without offloading a stream keeps its slot from the start, in order of arrival
             self._waiting.enqueue(number, "live")
-        self._biasing.compile(number, stream)
+        self._prepare_biasing(number, stream)
+
+    def _prepare_biasing(self, number: int, stream: StreamRequest) -> None:
+        """Sets the stream's language model, and compiles its hot words."""
+        try:
+            stream.language_model = choose_language_model(self._language_models, stream.language_model_choice)
+        except OptionError as error:
+            self._fail_stream(number, error)
+        else:
+            self._biasing.compile(number, stream)
 
     def export_stream(self, number: int) -> SessionSnapshot | None:
         """Exports a stream, all of whose chunks are answered, and removes it. None: it has to be replayed from its
@@ -372,7 +394,9 @@ class StreamingExecutor:
         return self.model_runner.free_sessions
 
     def _open_session(self, number: int, stream: StreamRequest) -> StreamingSession:
-        return self.model_runner.open_session(live=stream.live, words=stream.words, hot=stream.biasing)
+        return self.model_runner.open_session(
+            live=stream.live, words=stream.words, hot=stream.biasing, language_model=stream.language_model
+        )
 
     def _remove_stream(self, number: int) -> StreamRequest:
         """Removes a stream and frees all its resources."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from asr_serve.decoding.biasing_list import BiasingSearch, StreamingBiasingList
+from asr_serve.decoding.language_model.token_models import SessionLanguageModel
 from asr_serve.devices.interface import Device
 from asr_serve.engine.session_snapshot import BytesLike, SessionSnapshot, SessionSnapshotView, decode_header
 from asr_serve.engine.state_cache import StateCacheManager, StateSlot, state_row_bytes, tensor_bytes
@@ -56,6 +57,7 @@ class StreamingSession:
         live: bool,
         evidence: StreamTokenAligner | None,
         hot: StreamingBiasingList | None = None,
+        language_model: SessionLanguageModel | None = None,
     ) -> None:
         self.slot, self.audio_buffer, self.live, self.aligner, self.biasing = slot, audio, live, evidence, hot
         self.ready_since_ms: float | None = None
@@ -64,6 +66,13 @@ class StreamingSession:
         """Whether its last frame was processed."""
         self.hypotheses: list[NBestHypothesis] = []
         """Hypotheses of a finished session, best first."""
+        self.language_model = language_model
+
+    @property
+    def biasing_digest(self) -> bytes:
+        """Digest of its hot words and its language model; empty without either."""
+        words = self.biasing.digest if self.biasing is not None else b""
+        return words if self.language_model is None else words + self.language_model.digest
 
 
 class StreamingStepOutput(NamedTuple):
@@ -84,7 +93,7 @@ class _SavedSession(NamedTuple):
     """Hypotheses of a finished session, one or more."""
     alignment: KeptEvidence | None
     biasing: bytes = b""
-    """Digest of its hot words."""
+    """Digest of its hot words and its language model."""
 
 
 class _StepInput(NamedTuple):
@@ -188,7 +197,12 @@ class ChunkedModelRunner:
     # --- sessions --------------------------------------------------------------------------------------
 
     def open_session(
-        self, *, live: bool = True, words: bool = False, hot: StreamingBiasingList | None = None
+        self,
+        *,
+        live: bool = True,
+        words: bool = False,
+        hot: StreamingBiasingList | None = None,
+        language_model: SessionLanguageModel | None = None,
     ) -> StreamingSession:
         """Opens a session. `words`: token times will be requested. `hot`: compiled hot words. Raises
         AtCapacity."""
@@ -196,11 +210,12 @@ class ChunkedModelRunner:
         row = self.states.tensors["audio"][slot.row]
         row.zero_()
         audio = AudioBuffer(row, self.model.audio_window(self.sizes[0]))
-        session = StreamingSession(slot, audio, live, StreamTokenAligner() if words else None, hot)
+        session = StreamingSession(slot, audio, live, StreamTokenAligner() if words else None, hot, language_model)
         if self._expecting is not None:
-            self._expecting.set_biasing(slot.row, hot)
+            self._expecting.set_biasing(slot.row, hot, None if language_model is None else language_model.fusion)
         else:
             assert hot is None, "hot words for a search that knows none"
+            assert language_model is None, "a language model for a search that fuses none"
         self._sessions.add(session)
         return session
 
@@ -270,8 +285,7 @@ class ChunkedModelRunner:
             search_numbers, tensor = self._stateful_search.export_state(row)
             parts += [memoryview(search_numbers), tensor_bytes(tensor)]
         alignment = None if aligner is None else aligner.saved
-        biasing = session.biasing.digest if session.biasing is not None else b""
-        header = _SavedSession(self._layout, audio.position, session.hypotheses, alignment, biasing)
+        header = _SavedSession(self._layout, audio.position, session.hypotheses, alignment, session.biasing_digest)
         return SessionSnapshotView(msgspec.msgpack.encode(header), parts)
 
     @property
@@ -310,11 +324,12 @@ class ChunkedModelRunner:
         live: bool,
         now_ms: float = 0.0,
         hot: StreamingBiasingList | None = None,
+        language_model: SessionLanguageModel | None = None,
     ) -> StreamingSession:
         """Opens a session from a snapshot. Raises AtCapacity, and ValueError as `validate_saved` and
         `restore_session` do."""
         self.validate_saved(saved)
-        session = self.open_session(live=live, hot=hot)
+        session = self.open_session(live=live, hot=hot, language_model=language_model)
         try:
             self.restore_session(session, saved, now_ms)
         except ValueError:
@@ -327,8 +342,8 @@ class ChunkedModelRunner:
     ) -> None:
         """Restores a snapshot into a new session. Raises ValueError; the session must be closed then."""
         numbers, rows = decode_header(_SavedSession, saved.header), len(self.states.specs)
-        if numbers.biasing != (session.biasing.digest if session.biasing is not None else b""):
-            raise ValueError("a saved session with other hot words")
+        if numbers.biasing != session.biasing_digest:
+            raise ValueError("a saved session with other hot words, or another language model")
         self.states.import_parts(session.slot, saved.parts[:rows])
         session.audio_buffer.restore(numbers.position, saved.parts[rows])
         if self._stateful_search is not None:

@@ -12,12 +12,13 @@ import numpy as np
 
 from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.decoding.hypothesis import Recognition, RecognitionHypothesis
+from asr_serve.decoding.language_model.token_models import SessionLanguageModel
 from asr_serve.engine.request import RecognitionRequest, StreamChunk
 from asr_serve.engine.session_snapshot import SessionSnapshot, SessionSnapshotView, decode_header
 from asr_serve.engine.streaming.model_runner import StreamingSession
 from asr_serve.errors import StepFailed
 from asr_serve.text.word_timing import token_times_from_frames
-from asr_serve.types import EngineTimestamps, NBestHypothesis, Priority, SearchResult, SearchToken
+from asr_serve.types import EngineTimestamps, LanguageModelChoice, NBestHypothesis, Priority, SearchResult, SearchToken
 
 MAX_REPLAY_SAMPLES = 600 * 16_000
 """Maximum audio of a stream retained for replay. Pipelines start a new stream long before."""
@@ -100,11 +101,16 @@ class StreamRequest:
         retain_audio: bool = False,
         words: bool = False,
         bias: str = "",
+        language_model: LanguageModelChoice | None = None,
     ) -> None:
         """`priority`: for a slot. `live`: for steps. `samples`: the most that will come, if known. `retain_audio`:
-        for replay. `words`: token times may be requested. `bias`: hot words, as in SearchOptions."""
+        for replay. `words`: token times may be requested. `bias`, `language_model`: as in
+        SearchOptions."""
         self.words = words if utterance is None else utterance.options.words
         self.bias = bias if utterance is None else utterance.options.bias
+        self.language_model_choice = language_model if utterance is None else utterance.options.language_model
+        self.language_model: SessionLanguageModel | None = None
+        """The loaded model of that choice."""
         self.biasing: StreamingBiasingList | None = None
         """Compiled `bias`, once it is ready."""
         self.timed_tokens = 0

@@ -1,26 +1,44 @@
-"""Streaming search for a batch in which some sessions have hot words: those run through a beam search with
-biasing, grouped by list, the others through the configured search, unaffected by them."""
+"""Streaming search for a batch in which some sessions have hot words or a language model: those run through a beam
+search with both, grouped by list and model, the others through the configured search, unaffected by them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from asr_serve.decoding.biasing_list import StreamingBiasingList
+from asr_serve.decoding.language_model.scorer import LanguageModelFusion
 from asr_serve.models.interfaces import NBestHypothesis, SearchResult, State, StateSpec, StreamingChunk, StreamingSearch
 
 
 class BiasedBeamSearch(Protocol):
-    """A search that applies hot words: CtcPrefixBeam and TransducerBeam, made with a boost."""
+    """A search that applies hot words and a language model: CtcPrefixBeam and TransducerBeam, made for both."""
 
     def state_specs(self) -> dict[str, StateSpec]: ...
     def step(
-        self, hidden: Tensor, chunk: StreamingChunk, state: State, words: StreamingBiasingList | None
+        self,
+        hidden: Tensor,
+        chunk: StreamingChunk,
+        state: State,
+        words: StreamingBiasingList | None,
+        fusion: LanguageModelFusion | None,
     ) -> list[SearchResult]: ...
-    def finish(self, row: int, state: State, words: StreamingBiasingList | None) -> list[NBestHypothesis]: ...
+    def finish(
+        self, row: int, state: State, words: StreamingBiasingList | None, fusion: LanguageModelFusion | None
+    ) -> list[NBestHypothesis]: ...
+
+
+class _Biasing(NamedTuple):
+    """Hot words and language model of a session: one of them at least, or neither."""
+
+    words: StreamingBiasingList | None
+    fusion: LanguageModelFusion | None
+
+
+_NEITHER = _Biasing(None, None)
 
 
 class BiasingSearchRouter:
@@ -29,7 +47,7 @@ class BiasingSearchRouter:
 
     def __init__(self, plain: StreamingSearch, biased: BiasedBeamSearch) -> None:
         self.plain_search, self.biased_search = plain, biased
-        self._biasing_by_row: dict[int, StreamingBiasingList] = {}
+        self._biasing_by_row: dict[int, _Biasing] = {}
 
     def state_specs(self) -> dict[str, StateSpec]:
         return {
@@ -37,40 +55,42 @@ class BiasingSearchRouter:
             **add_prefix("hot", self.biased_search.state_specs()),
         }
 
-    def set_biasing(self, row: int, words: StreamingBiasingList | None) -> None:
-        if words is None:
+    def set_biasing(
+        self, row: int, words: StreamingBiasingList | None, fusion: LanguageModelFusion | None = None
+    ) -> None:
+        if words is None and fusion is None:
             self._biasing_by_row.pop(row, None)
         else:
-            self._biasing_by_row[row] = words
+            self._biasing_by_row[row] = _Biasing(words, fusion)
 
     def step(self, hidden: Tensor, chunk: StreamingChunk, state: State) -> list[SearchResult]:
         groups = self._group_by_biasing(chunk.rows.tolist()) if self._biasing_by_row else {}
         if not groups:
             return self.plain_search.step(hidden, chunk, select_prefix("plain", state))
         results: list[SearchResult] = [SearchResult([], [])] * len(hidden)
-        for words, indices in groups.items():
+        for biasing, indices in groups.items():
             selected = torch.tensor(indices, device=hidden.device)
             subset = StreamingChunk(*(result[selected.to(result.device)] for result in chunk))
-            if words is None:
+            if biasing == _NEITHER:
                 group_results = self.plain_search.step(hidden[selected], subset, select_prefix("plain", state))
             else:
-                group_results = self.biased_search.step(hidden[selected], subset, select_prefix("hot", state), words)
+                group_results = self.biased_search.step(hidden[selected], subset, select_prefix("hot", state), *biasing)
             for index, result in zip(indices, group_results, strict=True):
                 results[index] = result
         return results
 
-    def _group_by_biasing(self, rows: list[int]) -> dict[StreamingBiasingList | None, list[int]]:
-        """Indices in the step by hot words; empty where no session has any."""
-        groups: dict[StreamingBiasingList | None, list[int]] = {}
+    def _group_by_biasing(self, rows: list[int]) -> dict[_Biasing, list[int]]:
+        """Indices in the step by hot words and language model; empty where no session has any."""
+        groups: dict[_Biasing, list[int]] = {}
         for index, row in enumerate(rows):
-            groups.setdefault(self._biasing_by_row.get(row), []).append(index)
-        return groups if groups.keys() != {None} else {}
+            groups.setdefault(self._biasing_by_row.get(row, _NEITHER), []).append(index)
+        return groups if groups.keys() != {_NEITHER} else {}
 
     def finish(self, row: int, state: State) -> list[NBestHypothesis]:
-        words = self._biasing_by_row.get(row)
-        if words is None:
+        biasing = self._biasing_by_row.get(row)
+        if biasing is None:
             return self.plain_search.finish(row, select_prefix("plain", state))
-        return self.biased_search.finish(row, select_prefix("hot", state), words)
+        return self.biased_search.finish(row, select_prefix("hot", state), *biasing)
 
 
 def add_prefix(part: str, specs: Mapping[str, StateSpec]) -> dict[str, StateSpec]:

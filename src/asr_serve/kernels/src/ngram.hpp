@@ -18,9 +18,10 @@ struct Ngram {
   int32_t states;
   int32_t start_state;
 
-  // Log-probability of `word` in `state`; `next` becomes the state after it.
-  float step(int32_t state, int32_t word, int32_t& next) const {
-    float logprob = 0.0f;
+  // Log-probability of `word` in `state`, added up in `Real`; `next` becomes the state after it.
+  template <typename Real = float>
+  Real step(int32_t state, int32_t word, int32_t& next) const {
+    Real logprob = 0;
     while (state >= 0) {
       const int32_t *first = arc_words + arc_offsets[state], *end = arc_words + arc_offsets[state + 1], *arc;
       if (state == 0 && word >= 0 && word < end - first && first[word] == word) {
@@ -37,7 +38,7 @@ struct Ngram {
       state = backoff_states[state];
     }
     next = 0;
-    return -std::numeric_limits<float>::infinity();
+    return -std::numeric_limits<Real>::infinity();
   }
 };
 

@@ -42,6 +42,7 @@ struct Work {
   Row first;
   Options options;
   const Graph* graph;
+  const Language* language;
   Item* said;  // `stride` for each item: what is fixed from its beginning on, the tail up to its end
   Found* found;
 };
@@ -53,9 +54,11 @@ void hear(Work& work, int64_t i, Beam& beam) {
   if (r == work.slots - 1) return;
   Row row{work.first.counts + 3 * r, work.first.heads + o.size * r, work.first.nodes + 3 * o.arena * r,
           work.first.scores + 2 * o.size * r, work.first.peaks + 2 * o.arena * r};
-  if (work.graph) row.spots = work.first.spots + o.size * r, row.gains = work.first.gains + o.size * r;
+  if (work.first.gains) row.gains = work.first.gains + o.size * r;
+  if (work.graph) row.spots = work.first.spots + o.size * r;
+  if (work.language) row.contexts = work.first.contexts + o.size * r;
   Item* said = work.said + work.stride * i;
-  if (!beam.load(row, o, said, work.graph)) {
+  if (!beam.load(row, o, said, work.graph, work.language)) {
     work.corrupt = r;
     return;
   }
@@ -109,10 +112,42 @@ struct Hot {
   }
 };
 
+// The arrays of a language model, as `step` is given them: what they point at is the caller's.
+struct Fused {
+  Array<int64_t> contexts;
+  Array<double> gains;
+  Array<const int64_t> offsets;
+  Array<const int32_t> words, nexts, backoffs;
+  Array<const float> logprobs, backoff_logprobs, final_logprobs;
+  Language language;
+
+  Fused(const nb::tuple& given, int64_t slots, int64_t size) {
+    require(given.size() == 12, "language: contexts, gains, the eight fields of an NgramModel, weight, token_bonus");
+    contexts = nb::cast<Array<int64_t>>(given[0], false), gains = nb::cast<Array<double>>(given[1], false);
+    offsets = nb::cast<Array<const int64_t>>(given[2], false), words = nb::cast<Array<const int32_t>>(given[3], false);
+    logprobs = nb::cast<Array<const float>>(given[4], false), nexts = nb::cast<Array<const int32_t>>(given[5], false);
+    backoffs = nb::cast<Array<const int32_t>>(given[6], false);
+    backoff_logprobs = nb::cast<Array<const float>>(given[7], false);
+    final_logprobs = nb::cast<Array<const float>>(given[8], false);
+    auto start = nb::cast<int32_t>(given[9]);
+    auto count = int64_t(backoffs.size());
+    require(int64_t(contexts.size()) == slots * size && int64_t(gains.size()) == slots * size && count >= 1 &&
+                int64_t(offsets.size()) == count + 1 && logprobs.size() == words.size() &&
+                nexts.size() == words.size() && int64_t(backoff_logprobs.size()) == count &&
+                int64_t(final_logprobs.size()) == count && offsets.data()[0] == 0 &&
+                offsets.data()[count] == int64_t(words.size()) && start >= 0 && start < count,
+            "language: arrays that do not fit each other");
+    language = {{offsets.data(), words.data(), logprobs.data(), nexts.data(), backoffs.data(), backoff_logprobs.data(),
+                 final_logprobs.data(), int32_t(count), start},
+                nb::cast<double>(given[10]), nb::cast<double>(given[11])};
+  }
+};
+
 nb::list step(Array<const float> logprobs, Array<const int64_t> rows, Array<const int64_t> seen,
               Array<const int64_t> frames, Array<int64_t> counts, Array<int64_t> heads, Array<double> scores,
               Array<int64_t> nodes, Array<double> peaks, int64_t blank, int64_t top, double min_logprob,
-              double max_gap, int64_t threads, const std::optional<nb::tuple>& bias) {
+              double max_gap, int64_t threads, const std::optional<nb::tuple>& bias,
+              const std::optional<nb::tuple>& language) {
   require(logprobs.ndim() == 3, "logprobs must be (n, frames, vocab)");
   auto n = int64_t(logprobs.shape(0)), width = int64_t(logprobs.shape(1)), vocab = int64_t(logprobs.shape(2));
   require(counts.ndim() == 2 && heads.ndim() == 2 && scores.ndim() == 3 && nodes.ndim() == 3 && peaks.ndim() == 3,
@@ -145,12 +180,17 @@ nb::list step(Array<const float> logprobs, Array<const int64_t> rows, Array<cons
   said.resize(size_t(n * stride)), found.resize(size_t(n));
   std::optional<Hot> hot;
   if (bias) hot.emplace(*bias, slots, size, vocab);
+  std::optional<Fused> fused;
+  if (language) fused.emplace(*language, slots, size);
+  double* gains = hot ? hot->gains.data() : fused ? fused->gains.data() : nullptr;
+  require(!hot || !fused || fused->gains.data() == gains, "bias and language have one tensor of gains");
   Work work{.items = n, .width = width, .slots = slots, .stride = stride, .logprobs = logprobs.data(),
             .rows = rows.data(), .seen = seen.data(), .frames = frames.data(),
             .first = {counts.data(), heads.data(), nodes.data(), scores.data(), peaks.data(),
-                      hot ? hot->spots.data() : nullptr, hot ? hot->gains.data() : nullptr},
+                      hot ? hot->spots.data() : nullptr, gains, fused ? fused->contexts.data() : nullptr},
             .options = {vocab, size, arena, blank, std::min(top, vocab), min_logprob, max_gap},
-            .graph = hot ? &hot->graph : nullptr, .said = said.data(), .found = found.data()};
+            .graph = hot ? &hot->graph : nullptr, .language = fused ? &fused->language : nullptr,
+            .said = said.data(), .found = found.data()};
   {
     nb::gil_scoped_release release;
     auto team = unsigned(std::clamp<int64_t>(threads, 1, std::max<int64_t>(n, 1)));
@@ -180,6 +220,6 @@ NB_MODULE(_search, m) {
         nb::arg("frames").noconvert(), nb::arg("counts").noconvert(), nb::arg("heads").noconvert(),
         nb::arg("scores").noconvert(), nb::arg("nodes").noconvert(), nb::arg("peaks").noconvert(), nb::arg("blank"),
         nb::arg("top"), nb::arg("min_logprob"), nb::arg("max_gap"), nb::arg("threads"),
-        nb::arg("bias") = nb::none(),
+        nb::arg("bias") = nb::none(), nb::arg("language") = nb::none(),
         "One chunk of many sessions: what was fixed by it, and the rest of the best entry, of each.");
 }

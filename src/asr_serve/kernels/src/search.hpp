@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "ngram.hpp"
+
 namespace asr_serve {
 
 constexpr double NONE = -std::numeric_limits<double>::infinity();
@@ -29,7 +31,8 @@ struct Entry {
   int64_t node;
   double blank, token;
   int64_t spot = 0;   // of the hot words' graph
-  double gain = 0.0;  // what hot words are worth so far
+  double gain = 0.0;  // what hot words and the language model are worth so far
+  int32_t context = 0;  // state of the language model
 };
 
 struct Item {
@@ -37,12 +40,20 @@ struct Item {
   double logprob;
 };
 
-// Pointers into one session's row; `spots` and `gains` are null without hot words.
+// Pointers into one session's row; null: `spots` without hot words, `contexts` without a language model, `gains`
+// without either.
 struct Row {
   int64_t *counts, *heads, *nodes;
   double *scores, *peaks;
   int64_t* spots = nullptr;
   double* gains = nullptr;
+  int64_t* contexts = nullptr;
+};
+
+// N-gram model of a search, and what its log-probabilities and each token are worth.
+struct Language {
+  Ngram model;
+  double weight, token_bonus;
 };
 
 // Hot words: decoding/biasing_graph.BiasingGraph, as decoding/biasing_list.py lays it out.
@@ -81,8 +92,9 @@ class Beam {
  public:
   std::vector<Entry> entries;
 
-  bool load(const Row& row, const Options& options, Item* fixed, const Graph* graph = nullptr) {
-    graph_ = graph, options_ = options, fixed_ = fixed, fixed_count_ = 0;
+  bool load(const Row& row, const Options& options, Item* fixed, const Graph* graph = nullptr,
+            const Language* language = nullptr) {
+    graph_ = graph, language_ = language, options_ = options, fixed_ = fixed, fixed_count_ = 0;
     size_t width = size_t(options.size);
     totals_.resize(width), lasts_.resize(width), parents_.resize(width);
     nodes_.reserve(size_t(options.arena) + width), kept_.reserve(width + 1), tokens_.reserve(size_t(options.top) + 1);
@@ -100,11 +112,17 @@ class Beam {
     for (int64_t i = 0; i < count; ++i) {
       if (row.heads[i] < -1 || row.heads[i] >= used) return false;
       entries.push_back({row.heads[i], row.scores[2 * i], row.scores[2 * i + 1]});
-      if (!graph) continue;
-      if (row.spots[i] < 0 || row.spots[i] >= graph->count) return false;
-      entries.back().spot = row.spots[i], entries.back().gain = row.gains[i];
+      if (row.gains) entries.back().gain = row.gains[i];
+      if (graph) {
+        if (row.spots[i] < 0 || row.spots[i] >= graph->count) return false;
+        entries.back().spot = row.spots[i];
+      }
+      if (language) {
+        if (row.contexts[i] < 0 || row.contexts[i] >= language->model.states) return false;
+        entries.back().context = int32_t(row.contexts[i]);
+      }
     }
-    if (entries.empty()) entries.push_back({-1, 0.0, NONE, 1, 0.0});
+    if (entries.empty()) entries.push_back({-1, 0.0, NONE, 1, 0.0, language ? language->model.start_state : 0});
     return true;
   }
 
@@ -113,7 +131,9 @@ class Beam {
     for (size_t i = 0; i < entries.size(); ++i) {
       row.heads[i] = entries[i].node;
       row.scores[2 * i] = entries[i].blank, row.scores[2 * i + 1] = entries[i].token;
-      if (graph_) row.spots[i] = entries[i].spot, row.gains[i] = entries[i].gain;
+      if (row.gains) row.gains[i] = entries[i].gain;
+      if (graph_) row.spots[i] = entries[i].spot;
+      if (language_) row.contexts[i] = entries[i].context;
     }
     for (size_t i = 0; i < nodes_.size(); ++i) {
       row.nodes[3 * i] = nodes_[i].parent, row.nodes[3 * i + 1] = nodes_[i].token;
@@ -151,7 +171,7 @@ class Beam {
         Node& it = nodes_[size_t(node)];
         it.peak = peak, it.frame = frame, it.logprob = clean(logprobs[it.token]);
       }
-      next_.push_back({node, k.blank, k.nonblank, k.spot, k.gain});
+      next_.push_back({node, k.blank, k.nonblank, k.spot, k.gain, k.context});
     }
     entries.swap(next_);
     settle();
@@ -164,6 +184,7 @@ class Beam {
     double blank, nonblank;
     int64_t spot;
     double gain;
+    int32_t context;
   };
   struct Heard {
     float logprob;
@@ -236,7 +257,7 @@ class Beam {
         bool twice = lasts_[size_t(parent)] == last;
         nonblank = add(nonblank, (twice ? entries[size_t(parent)].blank : totals_[size_t(parent)]) + said);
       }
-      keep({add(blank, nonblank) + e.gain, i, -1, blank, nonblank, e.spot, e.gain});
+      keep({add(blank, nonblank) + e.gain, i, -1, blank, nonblank, e.spot, e.gain, e.context});
     }
     for (int64_t i = 0; i < count; ++i) {
       const Entry& e = entries[size_t(i)];
@@ -245,13 +266,18 @@ class Beam {
         double said = (twice ? e.blank : totals_[size_t(i)]) + double(heard.logprob);
         double gain = e.gain;
         int64_t spot = e.spot;
+        int32_t context = e.context;
         if (graph_) {
           auto [then, more] = graph_->step(spot, heard.token);
           spot = then, gain += more;
         }
+        if (language_) {
+          double logprob = language_->model.step<double>(e.context, int32_t(heard.token), context);
+          gain = gain + language_->weight * logprob + language_->token_bonus;
+        }
         bool fits = int64_t(kept_.size()) < options_.size || said + gain > kept_.back().score;
-        if (!fits && !twice && !graph_) break;  // nor will the less likely tokens
-        if (fits && !is_there(i, heard.token)) keep({said + gain, i, heard.token, NONE, said, spot, gain});
+        if (!fits && !twice && !graph_ && !language_) break;  // nor will the less likely tokens
+        if (fits && !is_there(i, heard.token)) keep({said + gain, i, heard.token, NONE, said, spot, gain, context});
       }
     }
   }
@@ -344,6 +370,7 @@ class Beam {
   }
 
   const Graph* graph_ = nullptr;
+  const Language* language_ = nullptr;
   Options options_{};
   Item* fixed_ = nullptr;
   int64_t fixed_count_ = 0, last_ = -1, live_count_ = 0;

@@ -44,7 +44,7 @@ from asr_serve.pipelines.live.streaming_recognizer import StreamingRecognizer
 from asr_serve.pipelines.live.turn_detector import TurnDetector
 from asr_serve.pipelines.live.voice_activity import LiveVoiceActivity
 from asr_serve.pipelines.options import ListenOptions
-from asr_serve.pipelines.prompting import hotword_bias, prompt_tokens
+from asr_serve.pipelines.prompting import hotword_bias, live_language_model, prompt_tokens
 from asr_serve.pipelines.segments import check_diarization, resolve_language
 from asr_serve.pipelines.silence_tracker import SilenceTracker
 from asr_serve.text.tokenizers import Tokenizer
@@ -82,13 +82,14 @@ class LiveSession:
         words = options.words or options.speakers  # a segment is cut between them where the speaker changes
         prompt = prompt_tokens(client, tokenizer, options.prompt)
         bias = hotword_bias(client, tokenizer, options.hotwords)
+        language_model = live_language_model(client, options)
         self._endpointer = Endpointer(endpoint_config(client, options))
         self._anchor_interval_samples = units.ms_to_samples(options.lock_ms)
         self.received_samples = 0
         self._audio = AudioHistory()
         if client.card.streaming:
             self._recognizer: LiveRecognizer = StreamingRecognizer(
-                client, tokenizer.decode, self._audio, words, wake, bias
+                client, tokenizer.decode, self._audio, words, wake, bias, language_model
             )
         else:
             self._recognizer = RepeatedRecognizer(

@@ -26,7 +26,7 @@ from asr_serve.pipelines.live.recognizer import AudioPosition, LiveSegment, Pace
 from asr_serve.pipelines.segments import PADDING_SAMPLES, build_segment
 from asr_serve.pipelines.silence_tracker import SilenceTracker
 from asr_serve.text.word_timing import token_times_from_frames
-from asr_serve.types import SearchResult, SearchToken, Segment, Span
+from asr_serve.types import LanguageModelChoice, SearchResult, SearchToken, Segment, Span
 
 MIN_CHUNK_SAMPLES = units.ms_to_samples(80)
 """Smallest chunk sent to the engine; no model's chunk is shorter."""
@@ -47,10 +47,18 @@ Detokenize = Callable[[list[int]], str]
 class _TokenStream:
     """Streaming recognition from the start of a segment, with tokens at positions in the session's audio."""
 
-    def __init__(self, client: EngineClient, text: Detokenize, start: int, wants_words: bool, bias: str) -> None:
-        """`bias`: hot words, as in SearchOptions."""
+    def __init__(
+        self,
+        client: EngineClient,
+        text: Detokenize,
+        start: int,
+        wants_words: bool,
+        bias: str,
+        language_model: LanguageModelChoice | None,
+    ) -> None:
+        """`bias`, `language_model`: as in SearchOptions."""
         self._client, self._text, self._start, self.wants_words = client, text, start, wants_words
-        self._bias = bias
+        self._bias, self._language_model = bias, language_model
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.token_samples: list[int] = []
@@ -122,7 +130,9 @@ class _TokenStream:
         if last:
             parts.append(silence)
         if self._stream is None:
-            self._stream = self._client.open_stream(live=live, words=self.wants_words, bias=self._bias)
+            self._stream = self._client.open_stream(
+                live=live, words=self.wants_words, bias=self._bias, language_model=self._language_model
+            )
         timed = self.wants_words and (last or stop is not None)
         self.pending = self._stream.submit_audio(np.concatenate(parts), last=last, timed=timed)
         self._sent_to, self._last = max(end, self._sent_to), last
@@ -322,15 +332,17 @@ class StreamingRecognizer:
         wants_words: bool,
         wake: Callable[[], None],
         bias: str = "",
+        language_model: LanguageModelChoice | None = None,
     ) -> None:
+        """`bias`, `language_model`: as in SearchOptions."""
         self._client, self._text, self._audio, self._wake = client, text, audio, wake
-        self._wants_words, self._bias = wants_words, bias
+        self._wants_words, self._bias, self._language_model = wants_words, bias, language_model
         self.due_s: float | None = None
         self._pace = PaceEstimator()
 
     def open_segment(self, start: int, torn: bool, before: LiveSegment | None) -> StreamedSegment:
         if before is None:
-            stream = _TokenStream(self._client, self._text, start, self._wants_words, self._bias)
+            stream = _TokenStream(self._client, self._text, start, self._wants_words, self._bias, self._language_model)
             return StreamedSegment(start, stream, self._text, None)
         assert isinstance(before, StreamedSegment)
         if start - before.stream.start >= (MAX_STREAM_SAMPLES if torn else MAX_CARRY_AT_PAUSE_SAMPLES):

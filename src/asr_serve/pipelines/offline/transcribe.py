@@ -29,7 +29,7 @@ from asr_serve.pipelines.offline.parallel import ParallelLongForm
 from asr_serve.pipelines.offline.sequential import SequentialLongForm
 from asr_serve.pipelines.offline.speech_activity import SpeechActivity
 from asr_serve.pipelines.options import PROMPT_SAMPLES, TranscribeOptions
-from asr_serve.pipelines.prompting import hotword_bias, prompt_tokens
+from asr_serve.pipelines.prompting import check_language_model_beam, hotword_bias, language_model_choice, prompt_tokens
 from asr_serve.pipelines.segment_recognizer import EngineRecognizer, SegmentRecognizer
 from asr_serve.pipelines.segments import (
     SegmentNormalizer,
@@ -143,7 +143,9 @@ class _Transcription:
             beam=options.beam,
             bias=hotword_bias(client, tokenizer, options.hotwords),
             words=options.words or options.speakers,
+            language_model=language_model_choice(client, options.language_model, options.language_model_weight),
         )
+        check_language_model_beam(client.card, options.language_model, options.beam)
         self.normalizer = SegmentNormalizer("en" if options.task == "translate" else self.language, itn=options.itn)
         self.ahead_samples = 0
         self.done_samples = 0

@@ -44,6 +44,7 @@ def parse_asr_form(sent: Mapping[str, Sequence[str]], *, complete: bool) -> AsrR
             hotwords=recognition_fields.parse_hotwords(fields),
             words=fields.flag("timestamp") is not False,
             itn=recognition_fields.parse_itn(fields),
+            **recognition_fields.parse_language_model(fields, complete=complete),
             **recognition_fields.parse_speaker_options(fields, complete=complete),
         ),
     )

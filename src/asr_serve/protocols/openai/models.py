@@ -36,6 +36,8 @@ class ModelEntry(msgspec.Struct, frozen=True):
     """Whether it gives words with times; characters for Chinese and Japanese."""
     hotwords: bool = False
     """Whether given words can be made more likely: `hotwords`."""
+    language_models: tuple[str, ...] = ()
+    """Language models that are loaded beside it: `language_model`."""
     speakers: bool = False
     """Whether speakers can be given: `spk`. That takes further models, which are on this machine."""
     itn: tuple[str, ...] = ()

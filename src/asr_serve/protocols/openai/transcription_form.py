@@ -104,6 +104,7 @@ def parse_transcription_form(
         _options(fields, complete, max_beam),
         words=_words(form, granularities),
         itn=recognition_fields.parse_itn(fields),
+        **recognition_fields.parse_language_model(fields, complete=complete),
         **_speakers(fields, form, complete),
     )
     keywords = "keywords[]" in fields

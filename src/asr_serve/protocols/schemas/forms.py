@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from asr_serve.decoding.search_options import MAX_BEAMS
-from asr_serve.pipelines.options import MAX_SPEAKERS, LongForm
-from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS
+from asr_serve.pipelines.options import LANGUAGE_MODEL_WEIGHTS, MAX_SPEAKERS, LongForm
+from asr_serve.pipelines.prompting import LANGUAGE_MODEL_WEIGHT, MAX_PROMPT_CHARACTERS
 from asr_serve.protocols import recognition_fields
 from asr_serve.protocols.openai import known_speakers
 from asr_serve.protocols.openai.chunking_strategy import MAX_PREFIX_PADDING_MS, MAX_SILENCE_MS, STRATEGY
@@ -144,6 +144,7 @@ def _openai_fields() -> dict[str, Schema]:
         },
         **_speakers("FunASR's. "),
         "itn": _itn(),
+        **_language_model(),
         "keywords[]": {"type": "array", "items": _TEXT, "description": "As `hotwords`, a word each; one of the two."},
         known_speakers.NAMES_FIELD: {
             "type": "array",
@@ -169,6 +170,7 @@ def asr_form_schema() -> Schema:
             "hotwords": _hotwords(),
             **_speakers(),
             "itn": _itn(),
+            **_language_model(),
             "timestamp": {
                 "type": "boolean",
                 "default": True,
@@ -221,6 +223,25 @@ def _speakers(origin: str = "") -> dict[str, Schema]:
         },
         "min_speakers": {**number, "description": "Ours. So many there are at least; as num_speakers."},
         "max_speakers": {**number, "description": "Ours. So many there are at most; as num_speakers."},
+    }
+
+
+def _language_model() -> dict[str, Schema]:
+    least, most = LANGUAGE_MODEL_WEIGHTS
+    return {
+        "language_model": {
+            **_TEXT,
+            "maxLength": recognition_fields.MAX_NAME_CHARACTERS,
+            "description": "Ours. A language model that is loaded beside the model: see its `language_models`. A model "
+            "without streaming takes it with a `beam` of 2 or more.",
+        },
+        "language_model_weight": {
+            "type": "number",
+            "minimum": least,
+            "maximum": most,
+            "default": LANGUAGE_MODEL_WEIGHT,
+            "description": "Ours. Factor of its log-probabilities.",
+        },
     }
 
 

@@ -20,13 +20,14 @@ from asr_serve.pipelines.options import (
 )
 from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS
 from asr_serve.protocols.form_fields import FormFields, quote_for_message
-from asr_serve.protocols.recognition_fields import MAX_HOTWORDS_CHARACTERS
+from asr_serve.protocols.recognition_fields import MAX_HOTWORDS_CHARACTERS, parse_language_model
 from asr_serve.types import suggest_name
 
 PATH = "/v1/stream"
 QUERY = (
     *("model", "language", "encoding", "rate", "partial_ms", "max_segment_ms", "silence_schedule", "threshold"),
     *("turn", "eager_threshold", "turn_threshold", "prompt", "hotwords", "words", "speakers", "itn"),
+    *("language_model", "language_model_weight"),
     *SPEAKER_COUNT_FIELDS,
     *("api_key", "session", "after", "start"),
 )
@@ -103,6 +104,7 @@ def parse_query(query: Mapping[str, Sequence[str]], *, packets: bool) -> NewSess
         speakers=speakers or False,
         **numbers,
         itn=fields.flag("itn") or False,
+        **parse_language_model(fields, complete=True),
     )
     return NewSessionRequest(fields.text("model"), encoding, rate_hz, options)
 

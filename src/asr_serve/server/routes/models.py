@@ -36,6 +36,7 @@ _EXAMPLE = {
     "prompts": False,
     "words": True,
     "hotwords": True,
+    "language_models": [],
     "speakers": True,
     "itn": ["en"],
     "speaks": False,
@@ -90,6 +91,7 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
             prompts=card.prompts,
             words=True,
             hotwords=True,
+            language_models=card.language_models,
             speakers=speakers,
             itn=tuple(sorted(set(card.languages) & set(GRAMMAR_LANGUAGES))) if is_wetext_installed() else (),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -92,6 +93,15 @@ def test_tokens_that_the_model_lacks_are_never_found() -> None:
     assert heard.guesses
     assert all(1 not in ids(guess.tokens) for guess in said(heard))
     assert all(math.isfinite(guess.logprob + guess.gain) for guess in heard.guesses)
+
+
+def test_a_model_without_an_end_ranks_what_it_has() -> None:
+    model, language_model = TinyTransducer.random(5, vocab=4, sharp=0.3, eager=1.0), token_model(5, [0, 1, 2])
+    endless = language_model._replace(final_logprobs=np.full_like(language_model.final_logprobs, -math.inf))
+    (heard,) = run(FusedSearch.of(TransducerBeam(model, 16, 2, fuses=True), endless, 0.5), noise(5, [10]))
+    totals = [guess.logprob + guess.gain for guess in heard.guesses]
+    assert all(math.isfinite(total) for total in totals)
+    assert totals == sorted(totals, reverse=True)
 
 
 def test_hot_words_and_a_language_model_add_up() -> None:

@@ -14,14 +14,11 @@ from torch import Tensor
 
 from asr_serve.decoding.biasing_graph import OPEN, BiasingGraph
 from asr_serve.decoding.hypothesis import Finish
-from asr_serve.decoding.language_model.scorer import LanguageModelFusion
+from asr_serve.decoding.language_model.scorer import UNSEEN_LOGPROB, LanguageModelFusion
 
 NEAR = 16
 """Extra candidates that may move into the top ones when bf16 logits are recomputed in float32, or with hot words or a
 language model."""
-UNSEEN_LOGPROB = -23.0
-"""Least log-probability of a token in a language model, that of one in ten thousand million: the recogniser may have
-no other token than one that the model lacks."""
 
 
 class LanguageScore(NamedTuple):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from asr_serve.decoding.biasing_graph import OPEN
 from asr_serve.decoding.biasing_list import StreamingBiasingList
-from asr_serve.decoding.language_model.scorer import LanguageModelFusion
+from asr_serve.decoding.language_model.scorer import UNSEEN_LOGPROB, LanguageModelFusion
 from asr_serve.decoding.rnnt import (
     BEGUN,
     KEY,
@@ -201,7 +201,8 @@ class TransducerBeam:
             nodes = state[SPOT][row].tolist()
             gains = [gain + self.boost * words.graph.final_cost(node) for gain, node in zip(gains, nodes, strict=True)]
         if fusion is not None:
-            ends = fusion.weight * fusion.scorer.final_logprobs(state[LANGUAGE_STATE][row].clamp(min=0))
+            ends = fusion.scorer.final_logprobs(state[LANGUAGE_STATE][row].clamp(min=0))
+            ends = fusion.weight * ends.clamp(min=UNSEEN_LOGPROB)
             gains = [gain + end for gain, end in zip(gains, ends.tolist(), strict=True)]
         tails = zip(*(state[name][row].tolist() for name in TAIL), strict=True)
         guesses: dict[int, NBestHypothesis] = {}

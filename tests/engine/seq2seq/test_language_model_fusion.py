@@ -6,22 +6,30 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import msgspec
 import pytest
 import tiny_moonshine
+import torch
 from test_batched_beam_search import expect_searched
 from test_batched_beam_search import searched as searched_plainly
 from test_decoder_prompts import ONCE, allowed_logits, initial_tokens
 from tiny_moonshine import WAIT_S, expect_empty, held, outcome
-from tiny_whisper import CLIPS, CONFIG, SPECIAL, limit
+from tiny_whisper import CARD, CLIPS, CONFIG, SPECIAL, build, limit
 from tiny_whisper import decoder as whisper_decoder
 from token_language_model import sentence_logprob, token_model
 
-from asr_serve.decoding.beam_search import NEAR, UNSEEN_LOGPROB, BeamSearch, language_scores, language_state_after
+from asr_serve.config import EngineConfig
+from asr_serve.decoding.beam_search import NEAR, BeamSearch, language_scores, language_state_after
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
-from asr_serve.decoding.language_model.scorer import LanguageModelFusion
+from asr_serve.decoding.language_model.scorer import UNSEEN_LOGPROB, LanguageModelFusion
+from asr_serve.decoding.language_model.token_models import TokenLanguageModel
 from asr_serve.decoding.search_options import SearchOptions
+from asr_serve.engine.client import EngineClient
+from asr_serve.engine.thread_backend import thread_backend
+from asr_serve.errors import UnsupportedOption
 from asr_serve.models.ngram import NgramModel
+from asr_serve.types import LanguageModelChoice
 
 WEIGHT = 0.6
 
@@ -85,19 +93,16 @@ def searched(index: int, options: SearchOptions, seed: int) -> tuple[tuple[int, 
     return (*fixed, *said), heard / (len(said) + (best < closed)), "stop" if best < closed else "length"
 
 
-def with_models(client, seeds: dict[SearchOptions, int]) -> None:
-    """Gives requests of these options their language models."""
-    requests = client.backend.loop.executor.requests
-    made = requests.hypothesis
-    scorers = {seed: NgramScorer(language_model(seed)) for seed in set(seeds.values())}
+NAMES = ("first", "second")
+"""Of the language models of seeds 0 and 1."""
 
-    def hypothesis(utterance):
-        found = made(utterance)
-        if (seed := seeds.get(utterance.options)) is not None:
-            found.language_model = LanguageModelFusion(scorers[seed], WEIGHT)
-        return found
 
-    requests.hypothesis = hypothesis
+def start(close_later, models: dict[str, NgramModel]) -> EngineClient:
+    """An engine of tiny_whisper with language models."""
+    scorers = {name: TokenLanguageModel(NgramScorer(model), name.encode()) for name, model in models.items()}
+    config = EngineConfig(max_decode_rows=12, kv_bytes=2 << 20, max_sessions=2, prefix_bytes=0)
+    backend = thread_backend(CARD, lambda: build()._replace(language_models=scorers))
+    return close_later(EngineClient(config, backend))
 
 
 def expect_fused(result: object, index: int, options: SearchOptions, seed: int) -> None:
@@ -108,50 +113,55 @@ def expect_fused(result: object, index: int, options: SearchOptions, seed: int) 
     assert len(result.logprobs) == len(tokens)
 
 
-def test_the_engine_finds_what_the_plain_search_does(begin):
-    client = begin()
+def test_the_engine_finds_what_the_plain_search_does(close_later):
+    client = start(close_later, {name: language_model(seed) for seed, name in enumerate(NAMES)})
+    assert client.card.language_models == NAMES
     kinds = [{}, {"timestamps": True}, {"prefix": (8, 3, 5)}, {"timestamps": True, "prompt": (4, 9, 4)}]
-    fused = [SearchOptions(beam=4, **kind, **ONCE) for kind in kinds]
-    seeds = dict(zip(fused, (0, 1, 0, 1), strict=True))
-    with_models(client, seeds)
-    plain = SearchOptions(beam=3, **ONCE)
-    wanted = [(i, options) for i in range(3) for options in (*fused, plain)]
+    plain = [SearchOptions(beam=4, **kind, **ONCE) for kind in kinds]
+    wanted = [(i, options, seed) for i in range(3) for options, seed in zip(plain, (0, 1, 0, 1), strict=True)]
     with held(client):
-        tickets = [client.submit(CLIPS[i], options) for i, options in wanted]
+        tickets = [
+            client.submit(
+                CLIPS[i], msgspec.structs.replace(options, language_model=LanguageModelChoice(NAMES[seed], WEIGHT))
+            )
+            for i, options, seed in wanted
+        ]
+        others = [client.submit(CLIPS[i], plain[0]) for i in range(3)]
     changed = 0
-    for (i, options), ticket in zip(wanted, tickets, strict=True):
-        result = outcome(ticket)
-        if options == plain:
-            expect_searched(result, i, options)
-            continue
-        expect_fused(result, i, options, seeds[options])
-        changed += searched(i, options, seeds[options])[0] != searched_plainly(i, options)[0]
+    for (i, options, seed), ticket in zip(wanted, tickets, strict=True):
+        expect_fused(outcome(ticket), i, options, seed)
+        changed += searched(i, options, seed)[0] != searched_plainly(i, options)[0]
+    for i, ticket in enumerate(others):
+        expect_searched(outcome(ticket), i, plain[0])
     assert changed >= 5
     expect_empty(client)
 
 
+def test_a_model_that_is_not_loaded_is_refused(close_later):
+    client = start(close_later, {"first": language_model(0)})
+    options = SearchOptions(beam=2, language_model=LanguageModelChoice("frist", 0.5), **ONCE)
+    with pytest.raises(UnsupportedOption, match=r"language_model=frist.*first"):
+        client.submit(CLIPS[0], options).future.result(WAIT_S)
+    expect_empty(client)
+
+
 def test_any_model_can_be_fused(close_later):
-    client = close_later(tiny_moonshine.start())
     pcm, options = tiny_moonshine.clip(3, 64_000), SearchOptions(beam=5, **ONCE)
-    plain = client.submit(pcm, SearchOptions(beam=4, **ONCE)).future.result(WAIT_S)
+    client = close_later(tiny_moonshine.start())
+    plain = client.submit(pcm, options).future.result(WAIT_S)
     model = token_model(0, sorted(set(plain.tokens) | set(range(3, 60))))
-    requests = client.backend.loop.executor.requests
-    made = requests.hypothesis
-
-    def hypothesis(utterance):
-        found = made(utterance)
-        if utterance.options == options:
-            found.language_model = LanguageModelFusion(NgramScorer(model), 2.0)
-        return found
-
-    requests.hypothesis = hypothesis
-    fused = client.submit(pcm, options).future.result(WAIT_S)
+    loaded = {"tokens": TokenLanguageModel(NgramScorer(model), b"")}
+    components = tiny_moonshine.build()._replace(language_models=loaded)
+    fusing = close_later(EngineClient(client.config, thread_backend(tiny_moonshine.CARD, lambda: components)))
+    fused = fusing.submit(
+        pcm, msgspec.structs.replace(options, language_model=LanguageModelChoice("tokens", 2.0))
+    ).future.result(WAIT_S)
 
     def mean(result: Recognition) -> float:
         return sentence_logprob(model, result.tokens, ended=False) / max(1, len(result.tokens))
 
     assert mean(fused) > mean(plain)
-    expect_empty(client)
+    expect_empty(fusing)
 
 
 def test_one_query_serves_searches_of_one_model():
@@ -165,7 +175,7 @@ def test_one_query_serves_searches_of_one_model():
             queries.append(len(states))
             return first.score(states, tokens)
 
-    counted, cpu = Counted(), tiny_moonshine.torch.device("cpu")
+    counted, cpu = Counted(), torch.device("cpu")
     fusions = [LanguageModelFusion(counted, 0.5), LanguageModelFusion(second, 0.5), LanguageModelFusion(counted, 2.0)]
     searches = [BeamSearch(2, SPECIAL.eot, 9, fusion=each, text_below=SPECIAL.eot) for each in fusions]
     for search in searches:
@@ -188,4 +198,4 @@ def test_tokens_before_the_search_are_context():
     state = model.start_state
     for token in (1, 2, 4):
         state = model.step(state, token)[1]
-    assert language_state_after(fusion, (1, 2, 4), tiny_moonshine.torch.device("cpu")) == state
+    assert language_state_after(fusion, (1, 2, 4), torch.device("cpu")) == state

@@ -10,6 +10,10 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+UNSEEN_LOGPROB = -23.0
+"""Least log-probability in a language model of a token that a search cannot do without, or of the end of a sentence,
+that of one in ten thousand million: the recogniser may have no other."""
+
 
 class TokenScorer(Protocol):
     """Language model over the search's tokens, queried for all hypotheses of a step at once. Its states are int64.

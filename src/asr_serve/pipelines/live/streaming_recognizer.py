@@ -51,6 +51,7 @@ class _TokenStream:
         """`bias`: hot words, as in SearchOptions."""
         self._client, self._text, self._start, self.wants_words = client, text, start, wants_words
         self._bias = bias
+        self._padding_samples = PADDING_SAMPLES if client.card.pads_segments else 0
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.token_samples: list[int] = []
@@ -115,7 +116,7 @@ class _TokenStream:
             end, last = stop, False
         if end - self._sent_to < MIN_CHUNK_SAMPLES and not last and stop is None:
             return
-        silence = np.zeros(PADDING_SAMPLES, np.float32)
+        silence = np.zeros(self._padding_samples, np.float32)
         parts = [silence] if self._stream is None else []
         if end > self._sent_to:
             parts.append(audio.slice(Span(self._sent_to, end)))
@@ -137,7 +138,7 @@ class _TokenStream:
         count = len(self.tokens)
         self.tokens.append(token.id)
         self.logprobs.append(token.logprob)
-        at = self._start - PADDING_SAMPLES + token.frame * self._client.card.frame_samples
+        at = self._start - self._padding_samples + token.frame * self._client.card.frame_samples
         self.token_samples.append(max(self.token_samples[-1] if self.token_samples else self._start, at))
         if not self.word_starts or self._begins_word():
             self.word_starts.append(count)
@@ -152,7 +153,7 @@ class _TokenStream:
         known."""
         if len(self.runs) < own.stop:
             return ()
-        origin = self._start - PADDING_SAMPLES
+        origin = self._start - self._padding_samples
         spans = token_times_from_frames(self.runs, self._client.card.frame_samples, self.recognized_to - origin)
         return tuple((origin + start, origin + end) for start, end in spans[own])
 

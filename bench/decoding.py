@@ -475,6 +475,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    os.environ["ASR_SERVE_THREADS"] = "1"  # a device takes all cores otherwise
     torch.set_num_threads(1)
     if (core := kernels.core()) is not None:
         core.set_threads(1)

@@ -21,7 +21,6 @@ from asr_serve.engine.thread_backend import thread_backend
 from asr_serve.errors import UnsupportedOption
 from asr_serve.models.interfaces import StreamingModel
 from asr_serve.types import NBestHypothesis
-from asr_serve_tools.evaluate.wer import cer
 
 NAME, WAIT_S = "vosk-small-en", 120.0
 
@@ -126,18 +125,26 @@ def test_a_saved_session_resumes_in_the_middle_of_a_sentence(speech: np.ndarray)
     assert resumed == whole
     fixed, hypotheses = whole
     assert "the best of times" in decode([*fixed, *(token.id for token in hypotheses[0].tokens)])
-    scores = [each.logprob for each in hypotheses]
+
+
+def test_speech_in_noise_has_alternatives(speech: np.ndarray, rng: np.random.Generator) -> None:
+    runner, decode = make_runner()
+    session = runner.open_session(live=True)
+    noise = rng.normal(0.0, speech[:64_000].std(), 64_000).astype(np.float32)
+    runner.append_audio(session, speech[:64_000] + noise, 0.0)
+    runner.finish_audio(session, 0.0)
+    advance(runner, session, 0.0)
+    texts = [decode([token.id for token in each.tokens]) for each in session.hypotheses]
+    scores = [each.logprob for each in session.hypotheses]
+    assert 1 < len(texts) == len(set(texts))
     assert scores == sorted(scores, reverse=True)
-    assert len({tuple(token.id for token in each.tokens) for each in hypotheses}) == len(hypotheses)
 
 
 def test_a_chinese_clip(speech_data: Path) -> None:
     [path] = (speech_data / "chinese").glob("aishell-BAC009S0724W0121.flac")
     with asr_serve.load("vosk-small-zh") as chinese:
         [transcript] = chinese.transcribe(path)
-    errors = cer(["广州市房地产中介协会分析"], [transcript.text.replace(" ", "")])
-    # Every character is there; the small model adds some to the silence after it.
-    assert (errors.substitutions, errors.deletions) == (0, 0), transcript.text
+    assert transcript.text.replace(" ", "") == "广州市房地产中介协会分析"
 
 
 def test_the_command_line(packaged_speech: Path) -> None:

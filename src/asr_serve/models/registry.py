@@ -87,6 +87,9 @@ class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does
     """Shortest input; shorter utterances are padded with silence."""
     tokens_per_s: float
     """Limit of tokens for a second of audio: more are a hallucination, and decoding stops there."""
+    pads_segments: bool = True
+    """Whether segments that voice activity detection cuts get digital silence on both sides. A model that normalizes
+    features by what it heard before makes words of such silence."""
     heads: tuple[str, ...] = ()
     """Output heads of a streaming model (ctc, rnnt, tdt), the default first. Empty for models that read whole
     utterances."""

@@ -59,6 +59,7 @@ class _TokenStream:
         """`bias`, `language_model`: as in SearchOptions."""
         self._client, self._text, self._start, self.wants_words = client, text, start, wants_words
         self._bias, self._language_model = bias, language_model
+        self._padding_samples = PADDING_SAMPLES if client.card.pads_segments else 0
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.token_samples: list[int] = []
@@ -123,7 +124,7 @@ class _TokenStream:
             end, last = stop, False
         if end - self._sent_to < MIN_CHUNK_SAMPLES and not last and stop is None:
             return
-        silence = np.zeros(PADDING_SAMPLES, np.float32)
+        silence = np.zeros(self._padding_samples, np.float32)
         parts = [silence] if self._stream is None else []
         if end > self._sent_to:
             parts.append(audio.slice(Span(self._sent_to, end)))
@@ -147,7 +148,7 @@ class _TokenStream:
         count = len(self.tokens)
         self.tokens.append(token.id)
         self.logprobs.append(token.logprob)
-        at = self._start - PADDING_SAMPLES + token.frame * self._client.card.frame_samples
+        at = self._start - self._padding_samples + token.frame * self._client.card.frame_samples
         self.token_samples.append(max(self.token_samples[-1] if self.token_samples else self._start, at))
         if not self.word_starts or self._begins_word():
             self.word_starts.append(count)
@@ -162,7 +163,7 @@ class _TokenStream:
         known."""
         if len(self.runs) < own.stop:
             return ()
-        origin = self._start - PADDING_SAMPLES
+        origin = self._start - self._padding_samples
         spans = token_times_from_frames(self.runs, self._client.card.frame_samples, self.recognized_to - origin)
         return tuple((origin + start, origin + end) for start, end in spans[own])
 

@@ -175,7 +175,7 @@ class ParallelLongForm:
         requests = []
         for span in spans:
             pcm = self._audio.slice(span)
-            padded = pcm if self._session is None else pad_with_silence(pcm)
+            padded = pad_with_silence(pcm) if self._context else pcm
             requests.append(SegmentRequest(span, padded, self._search, silences=self._silences_in(span, pcm)))
         self._pending_requests += requests
         self._audio.drop_before(self._endpointer.keep_from_samples)
@@ -190,7 +190,7 @@ class ParallelLongForm:
     @property
     def _context(self) -> int:
         """Samples of silence added on each side of a segment; none without voice activity."""
-        return 0 if self._session is None else PADDING_SAMPLES
+        return PADDING_SAMPLES if self._session is not None and self._card.pads_segments else 0
 
 
 def _without_times(answer: Recognition, times: TimestampTokens | None) -> Recognition:

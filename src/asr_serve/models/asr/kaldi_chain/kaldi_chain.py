@@ -61,6 +61,7 @@ def _card(name: str, language: str, parameters: int, sha256: dict[str, str]) -> 
         min_segment_ms=100,
         # A word is a token.
         tokens_per_s=10.0,
+        pads_segments=False,
     )
 
 

@@ -74,7 +74,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     head: Literal["ctc", "rnnt", "tdt", "wfst"] | None = None
     """Output head of a streaming model that has more than one. None: the first on its card."""
     beam: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Beam width of a streaming model's search; 1 is greedy."""
+    """Beam width of a streaming model's search; 1 is greedy. Of a search of a decoding graph: entries of its n-best
+    list."""
     graph_beam: PositiveFloat | None = None
     """Beam of the search of a decoding graph: how much more costly than the best a path may be, as a natural log.
     Wider means fewer errors and more time. None: the model's own."""
@@ -83,6 +84,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     language_models: tuple[NamedFile, ...] = ()
     """Language models that requests may name, each with its file, like talks=talks.ngram.safetensors: n-grams of a
     recogniser's tokens, which asr-serve lm build --tokens makes. All are loaded at start."""
+    graph_lattice_beam: PositiveFloat | None = None
+    """How much more costly than the best path an alternative of the n-best list may be, as a natural log. None: the
+    model's own."""
+    decoding_graph: str | None = None
+    """Folder of a decoding graph for a streaming CTC model, as `asr-serve graph build` writes it: the model then
+    recognizes the words of its lexicon and language model. None: the model's own search."""
     quantize: Quantize = "none"
     """8-bit quantization: none; int8, of the weights, which takes about half their memory; or dynamic, of the
     activations too, where that is faster on this machine."""

@@ -55,6 +55,8 @@ class SearchToken(NamedTuple):
     """Encoder frame of the session at which the token was emitted."""
     logprob: float
     """Natural-log probability."""
+    end_frame: int | None = None
+    """Frame behind the last of the token's sound; None where the search does not know it."""
 
 
 class SearchResult(NamedTuple):

@@ -44,7 +44,7 @@ from asr_serve.engine.streaming.model_runner import ChunkedModelRunner
 from asr_serve.engine.streaming.search_router import BiasingSearchRouter
 from asr_serve.engine.tts.builder import VoiceCheckpoint, build_tts_executor
 from asr_serve.engine.vad_runner import VadCache, VadRunner
-from asr_serve.errors import ModelError, OptionError, WeightsCorrupt
+from asr_serve.errors import ModelError, OptionError, WeightsCorrupt, WeightsMissing
 from asr_serve.models.auxiliary import silero
 from asr_serve.models.checkpoints import store as model_weights
 from asr_serve.models.checkpoints.config_file import read_config
@@ -103,6 +103,9 @@ class AsrCheckpoint(NamedTuple):
     file: AsrModelFile
     config: AsrModelConfig
     tokenizer: Tokenizer
+    """Vocabulary of the tokens that the search returns."""
+    graph_folder: Path | None = None
+    """Folder of the decoding graph that is searched; None: none is."""
     language_models: Mapping[str, str] = {}  # of a tuple, never changed
     """Files of language models by name."""
 
@@ -114,7 +117,20 @@ class AsrCheckpoint(NamedTuple):
         folder = model_weights.resolve(card, weights)
         file = asr_model_file(card.kind)
         config = read_config(folder, card.kind, file.Config.of)
-        return cls(card, folder, file, config, tokenizers.load_tokenizer(folder))
+        graph_folder = folder if "wfst" in card.heads else None
+        return cls(card, folder, file, config, tokenizers.load_tokenizer(folder), graph_folder)
+
+    def with_graph(self, folder: str | None) -> AsrCheckpoint:
+        """Returns a copy of a CTC model that searches the decoding graph in a folder, and returns its words; itself for
+        None. Raises OptionError, WeightsMissing."""
+        if folder is None:
+            return self
+        if not self.card.streaming or not {"ctc", "wfst"} & set(self.card.heads):
+            raise OptionError(f"decoding_graph={folder}", f"{self.card.name} has no head ctc", param="decoding_graph")
+        path = Path(folder).expanduser()
+        if not (path / GRAPH_FILE).is_file():
+            raise WeightsMissing(f"no {GRAPH_FILE} in {path}", "a folder that `asr-serve graph build` wrote")
+        return self._replace(tokenizer=tokenizers.load_tokenizer(path), graph_folder=path)
 
     def with_lookahead(self, frames: int | None) -> AsrCheckpoint:
         """Returns a copy with another look-ahead, in encoder frames, out of those that a streaming model was
@@ -144,8 +160,7 @@ class AsrCheckpoint(NamedTuple):
         except SafetensorError as failure:
             raise WeightsCorrupt(f"{self.folder / 'model.safetensors'} cannot be read: {failure}") from failure
         model, tokenizer = self.file.Model(self.config, tensors, target), self.tokenizer
-        path = self.folder / GRAPH_FILE
-        graph = DecodingGraph.load(path) if "wfst" in self.card.heads else None
+        graph = None if self.graph_folder is None else DecodingGraph.load(self.graph_folder / GRAPH_FILE)
         language_models = (
             load_token_models(self.language_models, tokenizer.token_names(), target.torch_device)
             if self.language_models
@@ -166,6 +181,8 @@ class AsrCheckpoint(NamedTuple):
         replaced files, not forged ones."""
         names = ("config.json", "model.safetensors", *tokenizers.TOKENIZER_FILES)
         files = [(name, self.folder / name) for name in names if (self.folder / name).is_file()]
+        if self.graph_folder is not None:
+            files.append((GRAPH_FILE, self.graph_folder / GRAPH_FILE))
         return checksum(repr([(name, file_checksum(path)) for name, path in files]).encode())
 
     def peer_identity(
@@ -186,7 +203,7 @@ def find_checkpoint(
     if isinstance(card, TtsCard):
         return VoiceCheckpoint.find(card, weights, config.codec)
     found = AsrCheckpoint.find(model, weights).with_lookahead(config.lookahead_frames)
-    return found.with_language_models(config)
+    return found.with_graph(config.decoding_graph).with_language_models(config)
 
 
 def build_loop(
@@ -395,9 +412,11 @@ def build_chunked(
 ) -> ChunkedModelRunner:
     """Builds a runner for as many sessions as fit in memory, up to `config.max_sessions`. Raises OptionError for a
     chunk or a head that the model does not have."""
-    head = config.head or model.heads[0]
-    if head not in model.heads:
-        raise OptionError(f"head={head}", f"{chosen.name} has {', '.join(model.heads)}", param="head")
+    heads = model.heads if config.decoding_graph is None else ("wfst",)
+    head = config.head or heads[0]
+    if head not in heads:
+        where = "" if config.decoding_graph is None else f" with the decoding graph {config.decoding_graph}"
+        raise OptionError(f"head={head}", f"{chosen.name}{where} has {', '.join(heads)}", param="head")
     if head == "wfst":
         search: StreamingSearch = _graph_search(model, chosen, parts, config)
     else:
@@ -417,8 +436,10 @@ def _graph_search(
     if config.graph_max_active is not None:
         fewest = min(options.min_active, config.graph_max_active)
         options = options._replace(max_active=config.graph_max_active, min_active=fewest)
+    if config.graph_lattice_beam is not None:
+        options = options._replace(lattice_beam=config.graph_lattice_beam)
     if parts.device.torch_device.type == "cpu":
-        return WfstSearch(model, prepare_graph(parts.graph), options)
+        return WfstSearch(model, prepare_graph(parts.graph), options, config.beam)
     return BatchedWfstSearch(model, parts.graph, parts.device, options)
 
 

@@ -31,6 +31,7 @@ class Graph:
         arc_labels: np.ndarray,
         arc_words: np.ndarray,
         arc_costs: np.ndarray,
+        arc_bounds: np.ndarray,
         arc_states: np.ndarray,
         final_costs: np.ndarray,
         label_columns: np.ndarray,
@@ -40,6 +41,7 @@ class Graph:
         start_state: int,
         language_model: tuple[Any, ...] | None = None,
     ) -> None:
+        del arc_bounds  # they save the native search time
         self.first, self.end = arc_offsets[:-1].tolist(), arc_offsets[1:].tolist()
         self.epsilon = epsilon_offsets.tolist()
         self.labels, self.words, self.costs = arc_labels.tolist(), arc_words.tolist(), list(arc_costs)

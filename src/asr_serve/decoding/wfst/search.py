@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asr_serve import kernels
 from asr_serve.decoding.wfst.search_graph import SearchGraph
-from asr_serve.errors import OptionError
+from asr_serve.errors import OptionError, WeightsCorrupt
 from asr_serve.models.decoding_graph import GraphSearchOptions
 from asr_serve.models.interfaces import State, StateSpec, StreamingChunk, StreamingModel
 from asr_serve.types import NBestHypothesis, SearchResult, SearchToken
@@ -18,7 +18,6 @@ MAX_HISTORY_FRAMES = 1_024
 """Frames of a session that stay open; at half a minute of them words are fixed although others are still likely."""
 MAX_HISTORY_LINKS = 1 << 21
 """Links between paths of a session's open frames, 20 bytes each, at which the same happens."""
-MAX_HYPOTHESES = 32
 MAX_ACTIVE, LEAST_ACTIVE = 1 << 20, {"max_active": 1, "min_active": 0}
 """Bounds of the limits of paths."""
 
@@ -26,18 +25,26 @@ MAX_ACTIVE, LEAST_ACTIVE = 1 << 20, {"max_active": 1, "min_active": 0}
 class WfstSearch:
     """StatefulSearch (models/interfaces.py) over a decoding graph that is composed with its language model on the way.
 
-    Out     Words as tokens: `id` is the word, `frame` its first, `logprob` the natural log of the path's weight in it.
-            A word is fixed when all paths share it, or when too much history is open. finish: n-best list out of the
-            lattice, with the weight of each whole path.
+    Out     Words as tokens: `id` is the word, `frame` and `end_frame` its span where the graph tells phones by their
+            places in words (else the frame at which it is output), `logprob` the natural log of its posterior
+            probability in the lattice. With one hypothesis a word is fixed when all paths share it; with more, words
+            stay open for MAX_HISTORY_FRAMES, so that the list covers them. Results do not depend on chunks or on
+            other sessions. finish: n-best list out of the lattice, with the weight of each whole path.
     State   A session's paths and lattice grow with what is open, and lie outside the rows.
     Source  Kaldi's lattice-faster-decoder (Povey et al., ICASSP 2012); kernels/src/wfst.hpp describes the search
     """
 
     def __init__(
-        self, model: StreamingModel, graph: SearchGraph, options: GraphSearchOptions, hypotheses: int = MAX_HYPOTHESES
+        self, model: StreamingModel, graph: SearchGraph, options: GraphSearchOptions, hypotheses: int = 1
     ) -> None:
-        """`hypotheses`: most entries of an n-best list. Raises OptionError for limits out of range."""
+        """`hypotheses`: most entries of an n-best list. Raises OptionError for limits out of range, WeightsCorrupt for
+        a graph that reads more columns than a CTC model has."""
         validate_options(options)
+        if "wfst" not in model.heads and graph.columns > model.vocab_size:
+            raise WeightsCorrupt(
+                f"a decoding graph that reads {graph.columns} tokens",
+                f"one of this model's vocabulary, which has {model.vocab_size}",
+            )
         self.model, self.hypotheses = model, hypotheses
         self._native = kernels.wfst()
         language = graph.language_model
@@ -48,7 +55,7 @@ class WfstSearch:
             options.acoustic_scale,
             options.max_active,
             options.min_active,
-            0,
+            0 if hypotheses == 1 else MAX_HISTORY_FRAMES,
             MAX_HISTORY_FRAMES,
             MAX_HISTORY_LINKS,
         )
@@ -120,4 +127,4 @@ def validate_options(options: GraphSearchOptions) -> None:
 
 
 def _tokens(words: list[tuple[int, int, int, float]]) -> list[SearchToken]:
-    return [SearchToken(word, start, logprob) for word, start, _, logprob in words]
+    return [SearchToken(word, start, logprob, end) for word, start, end, logprob in words]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,9 +12,8 @@ from asr_serve.models.ngram import NgramModel
 
 MOST_EPSILON_ARCS = 1_000
 """Epsilon arcs that may follow each other."""
-
-
-ARC_FIELDS = ("arc_labels", "arc_words", "arc_costs", "arc_states")
+ROUNDING = 1e-3
+"""How far a sum of costs may be from their true sum."""
 
 
 class SearchGraph(NamedTuple):
@@ -32,6 +31,9 @@ class SearchGraph(NamedTuple):
     arc_labels: np.ndarray
     arc_words: np.ndarray
     arc_costs: np.ndarray
+    arc_bounds: np.ndarray
+    """(arcs,) float32: at most the cost of an arc together with that of its word in any state of the language model;
+    rising among the arcs of a state that consume a frame, and among those that do not."""
     arc_states: np.ndarray
     final_costs: np.ndarray
     label_columns: np.ndarray
@@ -74,8 +76,9 @@ def prepare_graph(graph: DecodingGraph, *, lookahead: bool = True) -> SearchGrap
         ahead = np.where(np.isfinite(ahead), ahead, 0.0).astype(np.float64)
         costs = (costs + (ahead[graph.arc_states] - ahead[sources])).astype(np.float32)
         finals = (finals + (ahead[graph.start_state] - ahead)).astype(np.float32)
-    return _without(
-        graph._replace(arc_costs=costs, final_costs=finals), sources, usable, _depths(graph, sources, usable)
+    bounds = costs if model is None else costs + _least_word_costs(graph, model)
+    return _ordered(
+        graph._replace(arc_costs=costs, final_costs=finals), sources, usable, bounds, _depths(graph, sources, usable)
     )
 
 
@@ -91,6 +94,20 @@ def _unigram_costs(graph: DecodingGraph, model: NgramModel | None) -> np.ndarray
     places = np.searchsorted(known, words).clip(max=max(len(known) - 1, 0))
     costs[outputs] = np.where(known[places] == words, -logprobs[places], np.inf) if len(known) else np.inf
     return costs
+
+
+def _least_word_costs(graph: DecodingGraph, model: NgramModel) -> np.ndarray:
+    """For each arc (float32) at most the cost of its word in any context: 0 where it outputs none."""
+    backoffs = np.zeros(model.states)
+    reached = np.arange(model.states)
+    while (reached > 0).any():
+        backoffs -= np.where(reached > 0, model.backoff_logprobs[reached], 0.0)
+        reached = np.where(reached > 0, model.backoff_states[reached], 0)
+    size = int(max(graph.arc_words.max(initial=0), model.arc_words.max(initial=0))) + 1
+    least = np.full(size, np.inf)
+    np.minimum.at(least, model.arc_words, -model.arc_logprobs)
+    least += min(float(backoffs.min()), 0.0) - ROUNDING
+    return np.where(graph.arc_words >= 0, least[graph.arc_words], 0.0).astype(np.float32)
 
 
 def _least_ahead(own: np.ndarray, sources: np.ndarray, targets: np.ndarray, usable: np.ndarray) -> np.ndarray:
@@ -118,16 +135,23 @@ def _depths(graph: DecodingGraph, sources: np.ndarray, usable: np.ndarray) -> np
     )
 
 
-def _without(graph: DecodingGraph, sources: np.ndarray, usable: np.ndarray, depths: np.ndarray) -> SearchGraph:
-    """The graph with its usable arcs alone."""
-    kept: dict[str, Any] = {name: array[usable] for name, array in graph._asdict().items() if name in ARC_FIELDS}
+def _ordered(
+    graph: DecodingGraph, sources: np.ndarray, usable: np.ndarray, bounds: np.ndarray, depths: np.ndarray
+) -> SearchGraph:
+    """The graph with its usable arcs alone, those of a state by their bounds."""
+    arcs = np.flatnonzero(usable)
+    arcs = arcs[np.lexsort((bounds[arcs], graph.arc_labels[arcs] < 0, sources[arcs]))]
     offsets = np.zeros(graph.states + 1, np.int32)
-    np.cumsum(np.bincount(sources[usable], minlength=graph.states), out=offsets[1:])
-    consuming = np.bincount(sources[usable & (graph.arc_labels >= 0)], minlength=graph.states)
+    np.cumsum(np.bincount(sources[arcs], minlength=graph.states), out=offsets[1:])
+    consuming = np.bincount(sources[arcs][graph.arc_labels[arcs] >= 0], minlength=graph.states)
     return SearchGraph(
         arc_offsets=offsets,
         epsilon_offsets=(offsets[:-1] + consuming).astype(np.int32),
-        **kept,
+        arc_labels=graph.arc_labels[arcs],
+        arc_words=graph.arc_words[arcs],
+        arc_costs=graph.arc_costs[arcs],
+        arc_bounds=bounds[arcs],
+        arc_states=graph.arc_states[arcs],
         final_costs=graph.final_costs,
         label_columns=graph.label_columns,
         label_phones=graph.label_phones,

@@ -33,6 +33,8 @@ std::vector<S> copied(const Array<S>& array) {
   return std::vector<S>(array.data(), array.data() + array.size());
 }
 
+constexpr int32_t kMostWords = 1 << 26;
+
 // A graph, and the arrays of its language model, which are not copied.
 struct PyGraph {
   Graph graph;
@@ -40,20 +42,19 @@ struct PyGraph {
 };
 
 void make_graph(PyGraph* self, Array<int32_t> arc_offsets, Array<int32_t> epsilon_offsets, Array<int32_t> arc_labels,
-                Array<int32_t> arc_words, Array<float> arc_costs, Array<int32_t> arc_states, Array<float> final_costs,
+                Array<int32_t> arc_words, Array<float> arc_costs, Array<float> arc_bounds, Array<int32_t> arc_states,
+                Array<float> final_costs,
                 Array<int32_t> label_columns, Array<int32_t> label_phones, Array<int8_t> phone_boundaries,
                 Array<int32_t> depths, int32_t start, const std::optional<nb::tuple>& language_model) {
-  static std::atomic<uint64_t> graphs{0};
   size_t states = final_costs.size(), arcs = arc_costs.size(), labels = label_columns.size();
   require(arc_offsets.size() == states + 1 && epsilon_offsets.size() == states && depths.size() == states &&
-              arc_labels.size() == arcs && arc_words.size() == arcs && arc_states.size() == arcs &&
+              arc_labels.size() == arcs && arc_words.size() == arcs && arc_bounds.size() == arcs && arc_states.size() == arcs &&
               label_phones.size() == labels && start >= 0 && size_t(start) < states,
           "arrays of a graph that do not fit each other");
   new (self) PyGraph;
   Graph& g = self->graph;
-  g.id = ++graphs;
   g.labels = copied(arc_labels), g.phones = copied(label_phones), g.boundaries = copied(phone_boundaries);
-  g.final_costs = copied(final_costs);
+  g.final_costs = copied(final_costs), g.bounds = copied(arc_bounds);
   g.start = start, g.width = 0, g.has_lm = language_model.has_value();
   for (size_t i = 0; i < arcs; ++i) {
     int32_t label = arc_labels.data()[i], next = arc_states.data()[i];
@@ -67,7 +68,9 @@ void make_graph(PyGraph* self, Array<int32_t> arc_offsets, Array<int32_t> epsilo
     int32_t first = arc_offsets.data()[i], epsilon = epsilon_offsets.data()[i], end = arc_offsets.data()[i + 1];
     require(0 <= first && first <= epsilon && epsilon <= end && size_t(end) <= arcs, "offsets of arcs out of range");
     for (int32_t a = first; a < end; ++a)
-      require((g.arcs[size_t(a)].column < 0) == (a >= epsilon), "epsilon arcs stand behind the others");
+      require((g.arcs[size_t(a)].column < 0) == (a >= epsilon) &&
+                  (a == first || a == epsilon || g.bounds[size_t(a) - 1] <= g.bounds[size_t(a)]),
+              "arcs of a state that are not in order: epsilon arcs behind the others, and bounds that rise");
     g.states.push_back({first, epsilon, end, depths.data()[i]});
   }
   for (size_t i = 0; i < states; ++i)
@@ -88,8 +91,10 @@ void make_graph(PyGraph* self, Array<int32_t> arc_offsets, Array<int32_t> epsilo
   require(offsets.size() == contexts + 1 && words.size() == logprobs.size() && next.size() == words.size() &&
               backoff_logprobs.size() == contexts && final_logprobs.size() == contexts,
           "arrays of a language model that do not fit each other");
-  g.lm = {offsets.data(), words.data(), logprobs.data(), next.data(), backoffs.data(), backoff_logprobs.data(),
-          final_logprobs.data(), int32_t(contexts), nb::cast<int32_t>(m[7])};
+  for (size_t i = 0; i < words.size(); ++i)
+    require(words.data()[i] >= 0 && words.data()[i] < kMostWords, "a word of a language model is out of range");
+  g.lm.build({offsets.data(), words.data(), logprobs.data(), next.data(), backoffs.data(), backoff_logprobs.data(),
+          final_logprobs.data(), int32_t(contexts), nb::cast<int32_t>(m[7])});
   for (size_t i = 0; i < 7; ++i) self->owned.push_back(nb::borrow(m[i]));
 }
 
@@ -234,7 +239,7 @@ void import_session(Session& out, const PyGraph& graph, const nb::bytes& data) {
   read(s.frontier.data(), header.tokens, sizeof(Token));
   for (const Token& token : s.frontier)
     require(token.state >= 0 && size_t(token.state) < g.states.size() && token.lm >= 0 &&
-                token.lm < (g.has_lm ? g.lm.states : 1) && std::isfinite(token.cost),
+                token.lm < (g.has_lm ? g.lm.model().states : 1) && std::isfinite(token.cost),
             "a token of a saved search is out of range");
   int64_t nodes = 0, links = 0;
   for (int64_t l = 0; l < header.levels; ++l) {
@@ -284,7 +289,7 @@ NB_MODULE(_wfst, m) {
   nb::class_<PyGraph>(m, "Graph")
       .def("__init__", &make_graph, nb::arg("arc_offsets").noconvert(), nb::arg("epsilon_offsets").noconvert(),
            nb::arg("arc_labels").noconvert(), nb::arg("arc_words").noconvert(), nb::arg("arc_costs").noconvert(),
-           nb::arg("arc_states").noconvert(), nb::arg("final_costs").noconvert(),
+           nb::arg("arc_bounds").noconvert(), nb::arg("arc_states").noconvert(), nb::arg("final_costs").noconvert(),
            nb::arg("label_columns").noconvert(), nb::arg("label_phones").noconvert(),
            nb::arg("phone_boundaries").noconvert(), nb::arg("depths").noconvert(), nb::arg("start_state"),
            nb::arg("language_model") = nb::none());

@@ -43,15 +43,15 @@ struct State {
 };
 
 struct Graph {
-  uint64_t id;  // of this graph alone in the process
   std::vector<Arc> arcs;
+  std::vector<float> bounds;  // of each arc: at most its cost with that of its word; rising among a state's arcs of a kind
   std::vector<State> states;
   std::vector<float> final_costs;
   std::vector<int32_t> labels, phones;  // of each arc; of each label
   std::vector<int8_t> boundaries;       // of each phone; none: words are not marked
   int32_t start, width;                 // state; columns of the scores that are read
   bool has_lm;
-  Ngram lm;
+  IndexedNgram lm;
 
   int8_t kind(int32_t label) const {
     int32_t phone = phones[size_t(label)];
@@ -165,7 +165,7 @@ class Search {
   void start(Session& s) {
     s = Session{};
     table_.clear(), tokens_.clear(), links_.clear();
-    insert(graph_->start, graph_->has_lm ? graph_->lm.start_state : 0, 0.0f);
+    insert(graph_->start, graph_->has_lm ? graph_->lm.model().start_state : 0, 0.0f);
     close(kInf);
     finish_frame(s, 0);
   }
@@ -174,6 +174,8 @@ class Search {
   void step(Session& s, const float* scores, std::vector<Word>& fixed) {
     negated_.resize(size_t(graph_->width));
     for (int32_t c = 0; c < graph_->width; ++c) negated_[size_t(c)] = -options_->scale * scores[c];
+    least_ = kInf;
+    for (int32_t c = 0; c < graph_->width; ++c) least_ = std::min(least_, negated_[size_t(c)]);
     table_.clear(), tokens_.clear(), links_.clear();
     float best = kInf;
     size_t at = 0;
@@ -239,26 +241,17 @@ class Search {
   void expand(const Token& token, float cost, float& cutoff, float adaptive, Emit emit) {
     const State& s = graph_->states[size_t(token.state)];
     for (int32_t a = s.first; a < s.epsilon; ++a) {
+      float bound = cost + graph_->bounds[size_t(a)];
+      if (bound + least_ > cutoff) break;
       const Arc& arc = graph_->arcs[size_t(a)];
+      if (bound + negated_[size_t(arc.column)] > cutoff) continue;
       float total = cost + arc.cost + negated_[size_t(arc.column)];
       int32_t lm = token.lm;
-      if (arc.word >= 0 && graph_->has_lm) total += word_cost(token.lm, arc.word, lm);
+      if (arc.word >= 0 && graph_->has_lm) total -= graph_->lm.step(token.lm, arc.word, lm);
       if (total > cutoff || !(total < kInf)) continue;
       if (total + adaptive < cutoff) cutoff = total + adaptive;
       emit(total, arc.next, lm, a);
     }
-  }
-
-  float word_cost(int32_t state, int32_t word, int32_t& next) {
-    if (cached_ != graph_->id) cache_.assign(1 << 13, {-1, -1, -1, 0}), cached_ = graph_->id;
-    uint64_t key = (uint64_t(uint32_t(state)) << 32 | uint32_t(word)) * 0x9E3779B97F4A7C15ull;
-    Cached& entry = cache_[size_t(key >> 51)];
-    if (entry.state != state || entry.word != word) {
-      entry.state = state, entry.word = word;
-      entry.cost = -graph_->lm.step(state, word, entry.next);
-    }
-    next = entry.next;
-    return entry.cost;
   }
 
   int32_t insert(int32_t state, int32_t lm, float cost) {
@@ -287,10 +280,11 @@ class Search {
         if (token.cost > cutoff) continue;
         const State& s = graph_->states[size_t(token.state)];
         for (int32_t a = s.epsilon; a < s.end; ++a) {
+          if (token.cost + graph_->bounds[size_t(a)] > cutoff) break;
           const Arc& arc = graph_->arcs[size_t(a)];
           float total = token.cost + arc.cost;
           int32_t lm = token.lm;
-          if (arc.word >= 0 && graph_->has_lm) total += word_cost(token.lm, arc.word, lm);
+          if (arc.word >= 0 && graph_->has_lm) total -= graph_->lm.step(token.lm, arc.word, lm);
           if (total > cutoff || !(total < kInf)) continue;
           int32_t target = insert(arc.next, lm, total);
           links_.push_back({source, target, a, total});
@@ -619,7 +613,7 @@ class Search {
       final_.clear();
       for (const Token& token : s.frontier) {
         float cost = may_end ? graph_->final_costs[size_t(token.state)] : 0.0f;
-        if (may_end && graph_->has_lm) cost -= graph_->lm.final_logprobs[token.lm];
+        if (may_end && graph_->has_lm) cost -= graph_->lm.model().final_logprobs[token.lm];
         final_.push_back(token.cost + cost);
         final_best_ = std::min(final_best_, final_.back());
       }
@@ -773,10 +767,6 @@ class Search {
     int32_t level, word;
     double posterior;
   };
-  struct Cached {
-    int32_t state, word, next;
-    float cost;
-  };
 
   const Graph* graph_ = nullptr;
   const Options* options_ = nullptr;
@@ -791,9 +781,8 @@ class Search {
   std::vector<Word> words_;
   std::vector<double> forward_, backward_, entry_, weights_;
   std::vector<WordLink> word_links_;
-  std::vector<Cached> cache_;  // of queries of the language model
-  uint64_t cached_ = 0;        // graph of the cache
   float final_best_ = kInf;
+  float least_ = 0;  // cost of any column of the frame
 };
 
 }  // namespace asr_serve::wfst

@@ -4,6 +4,7 @@ loads."""
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 
 from asr_serve.config import cache_dir
 from asr_serve.errors import ProgramMissing, WeightsCorrupt, WeightsMissing
@@ -115,7 +117,14 @@ def _converted(file: Path, transformers: Any) -> Path:
     part = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         transformers.AutoTokenizer.from_pretrained(**place).save_pretrained(part)
-        transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float16).save_pretrained(part)
+        model = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float16)
+        # transformers refuses to save what came from GGUF, although it is dequantized.
+        config = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
+        tensors = model.state_dict()
+        if config.get("tie_word_embeddings"):
+            tensors.pop("lm_head.weight", None)
+        save_file({n: each.contiguous() for n, each in tensors.items()}, part / "model.safetensors", {"format": "pt"})
+        (part / "config.json").write_text(json.dumps(config, default=str))
         part.rename(folder)
     except OSError:
         if not folder.is_dir():  # else another process was faster

@@ -60,7 +60,7 @@ class Ours:
         built = checkpoint.build(device, "auto")
         assert isinstance(built.model, FastPitchModel)
         assert built.vocoder is not None
-        card = builder.card_of_loaded(checkpoint.card, built.model)
+        card = builder.card_of_loaded(checkpoint.card, built)
         assert isinstance(card, TtsCard)
         self.card, self._model, self._vocoder = card, built.model, built.vocoder
         voices = CustomVoiceLoader(self._model, self.card, Path("."))

@@ -70,6 +70,8 @@ class ParallelLongForm:
         self._model_of = model_of or (lambda _: AnsweringModel(card, text))
         self._search = msgspec.structs.replace(search, timestamps=card.times is not None)
         self._session, self._wake = session, wake
+        self._context = PADDING_SAMPLES if session is not None and card.pads_segments else 0
+        """Samples of silence added on each side of a segment; none without voice activity."""
         self._piece_samples = min(VAD_BATCH_WINDOWS, most_windows) * WINDOW_SAMPLES
         self.read_samples = 0
         self.finished = False
@@ -186,11 +188,6 @@ class ParallelLongForm:
         if not self._search.words:
             return ()
         return silences_by_level(pcm, span) if self._session is None else self._silence.silences_in(span)
-
-    @property
-    def _context(self) -> int:
-        """Samples of silence added on each side of a segment; none without voice activity."""
-        return PADDING_SAMPLES if self._session is not None and self._card.pads_segments else 0
 
 
 def _without_times(answer: Recognition, times: TimestampTokens | None) -> Recognition:

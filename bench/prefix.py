@@ -214,7 +214,7 @@ def listen(callers: int, model: Any, audio: clips.Audio, pace: float) -> list[st
 
     said: list[list[str]] = [[] for _ in range(callers)]
     wake = threading.Event()
-    hearing = [LiveSession(model._client, model._tokenizer, ListenOptions(), wake.set) for _ in range(callers)]
+    hearing = [LiveSession(model._client, model.tokenizer, ListenOptions(), wake.set) for _ in range(callers)]
     step, at, over = int(PART_S * RATE_HZ), 0, [False] * callers
     due_s = time.monotonic()
     while not all(over):

@@ -49,7 +49,7 @@ class LiveClient:
         # On a busy machine one slow answer would have the next client refused.
         model._client.partial_rate = PartialRateController()
         self.session = LiveSession(
-            model._client, model._tokenizer, ListenOptions.of(options), self.changed.set, *arguments
+            model._client, model.tokenizer, ListenOptions.of(options), self.changed.set, *arguments
         )
         self.segments: list[Segment] = []
         self.languages: list[tuple[str, float]] = []

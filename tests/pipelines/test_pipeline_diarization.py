@@ -98,7 +98,7 @@ def test_one_second_of_speech_is_one_speakers(model, talk):
 def listened(model, talk, **options):
     """What a live caller is told of it."""
     awake = threading.Event()
-    caller = LiveSession(model._client, model._tokenizer, ListenOptions(**options), awake.set)
+    caller = LiveSession(model._client, model.tokenizer, ListenOptions(**options), awake.set)
     told = []
     for start in range(0, len(talk), RATE_HZ // 2):
         caller.append_audio(talk[start : start + RATE_HZ // 2])
@@ -182,7 +182,7 @@ def test_all_that_was_said_is_clustered_on_a_thread_of_its_own(model, talk, monk
 def test_a_live_caller_is_told_before_they_speak_that_nobody_can_hear_speakers(model, monkeypatch):
     monkeypatch.setattr(model._client.backend, "speakers", False)
     with pytest.raises(WeightsMissing, match="who speaks"):
-        LiveSession(model._client, model._tokenizer, ListenOptions(speakers=True), lambda: None)
+        LiveSession(model._client, model.tokenizer, ListenOptions(speakers=True), lambda: None)
 
 
 def test_a_step_that_fails_fails_its_own_windows_only(model, talk, monkeypatch):

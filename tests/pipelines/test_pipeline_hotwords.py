@@ -192,7 +192,7 @@ def test_moonshine_spells_as_it_was_taught(packaged_speech: Path):
     if store.locate(asr_card(name)) is None:
         pytest.skip(f"no weights of {name}")
     with asr_serve.load(name, device="cpu", turn_model="none") as loaded:
-        vocabulary = loaded._tokenizer
+        vocabulary = loaded.tokenizer
         assert isinstance(vocabulary, BytePieceTokenizer)
         clips = [packaged_speech / each for each in ("beckett.wav", "two_cities.wav", "endgame_nagg_nell.wav")]
         segments = [segment for found in loaded.transcribe(clips) for segment in found.segments]

@@ -161,7 +161,7 @@ def test_a_hot_word_is_spelt_as_given(model: Model, packaged_speech: Path):
 def test_the_library_asks_the_engine_for_these_tokens(model: Model, beckett: np.ndarray):
     (found,) = model.transcribe(beckett, prompt="EVER TRIED. EVER FAILED.")
     (segment,) = found.segments
-    client, tokenizer = model._client, model._tokenizer
+    client, tokenizer = model._client, model.tokenizer
     assert isinstance(tokenizer, HubTokenizer)
     given = tuple(tokenizer.encode(" EVER TRIED. EVER FAILED."))
     pcm = pad_with_silence(beckett[segment.start_samples : segment.end_samples])
@@ -187,14 +187,14 @@ def test_while_somebody_speaks_every_request_has_them(model: Model, beckett: np.
     *_, last = model.stream(beckett, prompt=prompt, hotwords=words)
     assert last.text.startswith("EVER TRIED. EVER FAILED.")
     assert len(asked) > 3
-    assert {search.prompt for search in asked} == {prompt_tokens(client, model._tokenizer, prompt)}
-    assert {search.bias for search in asked} == {hotword_bias(client, model._tokenizer, words)}
+    assert {search.prompt for search in asked} == {prompt_tokens(client, model.tokenizer, prompt)}
+    assert {search.bias for search in asked} == {hotword_bias(client, model.tokenizer, words)}
     asked.clear()
     with LiveClient(model, hotwords=("Nell",)) as caller:
         caller.write(beckett)
         caller.finish()
     assert {(search.prompt, search.bias) for search in asked} == {
-        ((), hotword_bias(client, model._tokenizer, ["Nell"]))
+        ((), hotword_bias(client, model.tokenizer, ["Nell"]))
     }
 
 

@@ -104,7 +104,7 @@ def expect_drafts_change_nothing(model: Model, pcm: np.ndarray, options: SearchO
 @pytest.mark.parametrize("timestamps", [False, True])
 @pytest.mark.parametrize("prompt", ["", "A Tale of Two Cities, by Charles Dickens."])
 def test_drafts_are_verified(model, cities, prompt, timestamps):
-    given = tuple(model._tokenizer.encode(" " + prompt)) if prompt else ()
+    given = tuple(model.tokenizer.encode(" " + prompt)) if prompt else ()
     options = SearchOptions(temperatures=(0.0,), language="en", prompt=given, timestamps=timestamps)
     expect_drafts_change_nothing(model, cities[: 6 * RATE_HZ], options)
 

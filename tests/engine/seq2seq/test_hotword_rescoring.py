@@ -145,7 +145,7 @@ def test_the_words_found_do_not_depend_on_other_requests(
     def heard() -> str:
         options = SearchOptions(bias=pack_phrases([BiasingPhrase(each) for each in (word, *WORDS)]))
         answer = model._client.submit(pcm, options, "bulk", wait=True).future.result(60)
-        return model._tokenizer.decode(answer.tokens)
+        return model.tokenizer.decode(answer.tokens)
 
     alone = heard()
     least, passes[:] = max(passes), []

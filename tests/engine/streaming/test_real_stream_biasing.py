@@ -35,7 +35,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[Model]:
 
 def said(model: Model, pcm: np.ndarray, bias: str = "") -> str:
     heard = model._client.submit(pcm, SearchOptions(bias=bias), "bulk", wait=True).future.result(WAIT_S)
-    return model._tokenizer.decode(heard.tokens)
+    return model.tokenizer.decode(heard.tokens)
 
 
 @pytest.mark.slow

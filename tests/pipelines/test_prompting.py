@@ -193,9 +193,7 @@ def test_while_somebody_speaks_every_request_has_them(model: Model, beckett: np.
     with LiveClient(model, hotwords=("Nell",)) as caller:
         caller.write(beckett)
         caller.finish()
-    assert {(search.prompt, search.bias) for search in asked} == {
-        ((), hotword_bias(client, model.tokenizer, ["Nell"]))
-    }
+    assert {(search.prompt, search.bias) for search in asked} == {((), hotword_bias(client, model.tokenizer, ["Nell"]))}
 
 
 @pytest.mark.parametrize("options", [{"hotwords": "Ada"}, {"hotwords": ["x " * 300]}, {"prompt": 1}])

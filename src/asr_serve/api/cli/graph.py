@@ -135,12 +135,11 @@ def build_graph(
         backoff_logprobs=model.backoff_logprobs * weight,
         final_logprobs=model.final_logprobs * weight,
     )
-    print(f"{'STEP':8}{'STATES':>14}{'ARCS':>14}{'SECONDS':>10}", flush=True)
     graph = build_decoding_graph(model_tokens, spelled, model, on_the_fly=on_the_fly, report=print_step)
     info = GraphInfo(
         model=tokens,
         tokens=len(model_tokens.names),
-        tokens_checksum=checksum_tokens(model_tokens.names, model_tokens.blank),
+        tokens_checksum=checksum_tokens(tokenizer.token_names(), model_tokens.blank),
         words=len(spelled.words),
         spellings=len(spelled.spellings),
         language_model=language_model.name,
@@ -271,12 +270,14 @@ def make_lexicon(
             )
         return found
     found, unspelled = speller.lexicon(ngrams.words)
-    if unspelled:
-        print(f"left out are {len(unspelled):,} words that {tokens.model} cannot write: {some(unspelled)}")
     if not found.words:
         raise OptionError(
-            f"{tokens.model} can write no word of the language model", "words of its letters, as it writes them"
+            f"{tokens.model} can write none of the {len(unspelled):,} words of the language model, like "
+            f"{some(unspelled)}",
+            "words of its letters, as it writes them",
         )
+    if unspelled:
+        print(f"left out are {len(unspelled):,} words that {tokens.model} cannot write: {some(unspelled)}")
     return found
 
 
@@ -304,6 +305,8 @@ def some(words: Sequence[str]) -> str:
 
 
 def print_step(step: GraphStep) -> None:
+    if step.name == "L":  # the first
+        print(f"{'STEP':8}{'STATES':>14}{'ARCS':>14}{'SECONDS':>10}")
     print(f"{step.name:8}{step.states:>14,}{step.arcs:>14,}{step.duration_s:>10.1f}", flush=True)
 
 

@@ -32,10 +32,12 @@ class CtcTokens(NamedTuple):
 
     @classmethod
     def of(cls, model: str, tokenizer: Tokenizer, blank: int) -> CtcTokens:
-        """Tokens of a tokenizer. Raises OptionError for a blank that is out of range."""
+        """Tokens of a tokenizer, and the blank, which may be one more. Raises OptionError for one out of range."""
         names = tokenizer.token_names()
-        if not 0 <= blank < len(names):
-            raise OptionError(f"the blank {blank}", f"one of the {len(names)} tokens of {model}", param="blank")
+        if not 0 <= blank <= len(names):
+            raise OptionError(f"the blank {blank} of {model}", f"0 to {len(names)}, its tokens", param="blank")
+        if blank == len(names):
+            names.append(f"<token:{blank}>")
         mark = SPACE.decode()
         begins_words = any(len(name) > 1 and name[0] == mark for name in names)
         return cls(model, tuple(names), blank, names.index(mark) if mark in names and not begins_words else None)

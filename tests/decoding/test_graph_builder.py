@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asr_serve.decoding.language_model.kneser_ney import train
 from asr_serve.decoding.wfst.graph_builder import GraphStep, build_decoding_graph, cheaper_backoffs
-from asr_serve.decoding.wfst.lexicon import CtcTokens, Lexicon
+from asr_serve.decoding.wfst.lexicon import CtcTokens, DecodingLexicon
 from asr_serve.decoding.wfst.search import WfstSearch
 from asr_serve.decoding.wfst.search_graph import prepare_graph
 from asr_serve.errors import OptionError
@@ -37,21 +37,21 @@ def tokens_of(count: int, separator: int | None = None) -> CtcTokens:
     return CtcTokens("tiny", ("<blank>", "a", "b", "c", "d")[:count], 0, separator)
 
 
-def lexicon_of(*spellings: tuple[int, Sentence]) -> Lexicon:
-    return Lexicon(tuple(f"w{n}" for n in range(1 + max(word for word, _ in spellings))), spellings)
+def lexicon_of(*spellings: tuple[int, Sentence]) -> DecodingLexicon:
+    return DecodingLexicon(tuple(f"w{n}" for n in range(1 + max(word for word, _ in spellings))), spellings)
 
 
 HARD = lexicon_of((0, (A,)), (1, (A, A)), (2, (A, B)), (3, (B,)), (4, (A, B)), (3, (B, A)))
 """Words that are prefixes of others, a repeated token, homophones, and a word with two spellings."""
 
 
-def random_lexicon(rng: np.random.Generator, words: int = 4) -> Lexicon:
+def random_lexicon(rng: np.random.Generator, words: int = 4) -> DecodingLexicon:
     found: dict[tuple[int, Sentence], None] = {}
     for word in range(words):
         for _ in range(rng.integers(1, 3)):
             found[word, tuple(rng.integers(1, 3, rng.integers(1, 4)).tolist())] = None
     order = list(found)
-    return Lexicon(tuple(f"w{n}" for n in range(words)), tuple(order[i] for i in rng.permutation(len(order))))
+    return DecodingLexicon(tuple(f"w{n}" for n in range(words)), tuple(order[i] for i in rng.permutation(len(order))))
 
 
 def random_ngram(rng: np.random.Generator, words: int) -> NgramModel:
@@ -97,7 +97,7 @@ def sentence_cost(model: NgramModel, sentence: Sentence, *, exact: bool) -> floa
     return least(model.start_state, 0)
 
 
-def readings(tokens: Sentence, lexicon: Lexicon, separator: int | None) -> list[Sentence]:
+def readings(tokens: Sentence, lexicon: DecodingLexicon, separator: int | None) -> list[Sentence]:
     """Sentences that a sequence of tokens spells, one for each way to do so."""
     if separator is not None:
         parts = [tuple(part) for is_space, part in itertools.groupby(tokens, separator.__eq__) if not is_space]
@@ -114,7 +114,7 @@ def readings(tokens: Sentence, lexicon: Lexicon, separator: int | None) -> list[
 
 
 def enumerate_alignments(
-    scores: np.ndarray, lexicon: Lexicon, separator: int | None = None
+    scores: np.ndarray, lexicon: DecodingLexicon, separator: int | None = None
 ) -> dict[Sentence, list[float]]:
     """Acoustic costs of all alignments of all sentences."""
     found: dict[Sentence, list[float]] = defaultdict(list)

@@ -19,7 +19,7 @@ from asr_serve.errors import OptionError, WeightsMissing
 if TYPE_CHECKING:
     from asr_serve.decoding.language_model.ngram_tables import WordNgrams
     from asr_serve.decoding.wfst.graph_builder import GraphStep
-    from asr_serve.decoding.wfst.lexicon import CtcTokens, Lexicon, WordSpeller
+    from asr_serve.decoding.wfst.lexicon import CtcTokens, DecodingLexicon, WordSpeller
     from asr_serve.models.decoding_graph import DecodingGraph, GraphInfo
     from asr_serve.text.tokenizers import Tokenizer
 
@@ -242,7 +242,7 @@ def check_words(ngrams: WordNgrams, path: Path, tokens: CtcTokens) -> None:
 
 def make_lexicon(
     speller: WordSpeller, tokens: CtcTokens, ngrams: WordNgrams, lexicon: Path | None, words: Path | None
-) -> Lexicon:
+) -> DecodingLexicon:
     """Lexicon of a file, of a list of words, or of the language model's words. Raises OptionError, SourceNotFound."""
     from asr_serve.decoding.wfst.lexicon import read_lexicon, read_words
 
@@ -281,7 +281,7 @@ def make_lexicon(
     return found
 
 
-def print_coverage(ngrams: WordNgrams, lexicon: Lexicon, missing: Sequence[int]) -> None:
+def print_coverage(ngrams: WordNgrams, lexicon: DecodingLexicon, missing: Sequence[int]) -> None:
     """Tells which words have no n-gram. Raises OptionError where none has."""
     if len(missing) == len(lexicon.words):
         raise OptionError(

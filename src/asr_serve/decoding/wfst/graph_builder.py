@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asr_serve.decoding.wfst.lexicon import CtcTokens, Lexicon
+from asr_serve.decoding.wfst.lexicon import CtcTokens, DecodingLexicon
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.models.checkpoints.openfst_files import (
     EPSILON,
@@ -68,7 +68,7 @@ class TokenLabels(NamedTuple):
 
 def build_decoding_graph(
     tokens: CtcTokens,
-    lexicon: Lexicon,
+    lexicon: DecodingLexicon,
     language_model: NgramModel,
     *,
     on_the_fly: bool = False,
@@ -138,7 +138,7 @@ def build_decoding_graph(
     return graph._replace(language_model=language_model) if on_the_fly else graph
 
 
-def lexicon_transducer(tokens: CtcTokens, labels: TokenLabels, lexicon: Lexicon, *, backoffs: bool) -> FstFile:
+def lexicon_transducer(tokens: CtcTokens, labels: TokenLabels, lexicon: DecodingLexicon, *, backoffs: bool) -> FstFile:
     """L: from labels to words plus 1, with disambiguation symbols: with `backoffs` #0, which the language model's
     back-offs read, before words; #1, #2, ... behind spellings that several words have, in the order of the lexicon."""
     start, word_start = 0, 1

@@ -43,7 +43,7 @@ class CtcTokens(NamedTuple):
         return cls(model, tuple(names), blank, names.index(mark) if mark in names and not begins_words else None)
 
 
-class Lexicon(NamedTuple):
+class DecodingLexicon(NamedTuple):
     """Words, each with one spelling or more."""
 
     words: tuple[str, ...]
@@ -51,7 +51,7 @@ class Lexicon(NamedTuple):
     """Each the index of a word, and its tokens, one at least and without those between words. All differ."""
 
 
-def read_lexicon(path: Path, tokens: CtcTokens) -> Lexicon:
+def read_lexicon(path: Path, tokens: CtcTokens) -> DecodingLexicon:
     """Lexicon from a file with a word and the names of its tokens on each line, plain or `.gz`. A word on several lines
     has several spellings.
 
@@ -96,7 +96,7 @@ def read_lexicon(path: Path, tokens: CtcTokens) -> Lexicon:
         lines[entry] = number
     if not words:
         raise OptionError(f"the lexicon {path} is empty", "a word and its tokens a line", param="lexicon")
-    return Lexicon(tuple(words), tuple(lines))
+    return DecodingLexicon(tuple(words), tuple(lines))
 
 
 def read_words(path: Path) -> Iterator[tuple[int, str]]:
@@ -124,16 +124,16 @@ class WordSpeller:
         unusable = self._tokens.blank in spelling or self._tokens.separator in spelling
         return () if unusable or written.casefold() != word.casefold() else spelling
 
-    def lexicon(self, words: Iterable[str]) -> tuple[Lexicon, list[str]]:
+    def lexicon(self, words: Iterable[str]) -> tuple[DecodingLexicon, list[str]]:
         """Lexicon of the words that can be spelled, each once, and the words that cannot."""
         spellings = {word: self.spell(word) for word in dict.fromkeys(words) if word not in NOT_WORDS}
         spelled = [(word, spelling) for word, spelling in spellings.items() if spelling]
-        lexicon = Lexicon(
+        lexicon = DecodingLexicon(
             tuple(word for word, _ in spelled), tuple((index, each) for index, (_, each) in enumerate(spelled))
         )
         return lexicon, [word for word, spelling in spellings.items() if not spelling]
 
-    def word_pieces(self, lexicon: Lexicon) -> list[str]:
+    def word_pieces(self, lexicon: DecodingLexicon) -> list[str]:
         """Text of each word as a token of a SentencePieceTokenizer: with the space before it where its spelling has
         one."""
         spaced = self._tokens.separator is not None

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import xxhash
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models.ngram import NgramModel
+from asr_serve.transfer.checksum import checksum
 
 GRAPH_FILE, GRAPH_INFO_FILE = "graph.safetensors", "graph.json"
 """Names of a decoding graph in a checkpoint folder or a folder of its own, and of its GraphInfo there."""
@@ -74,7 +74,7 @@ class GraphInfo(msgspec.Struct, frozen=True):
 
 def checksum_tokens(names: Sequence[str], blank: int) -> str:
     """Checksum of a model's tokens, 64 bits as hexadecimal digits."""
-    return xxhash.xxh3_64_hexdigest(msgspec.json.encode((blank, list(names))))
+    return f"{checksum(msgspec.json.encode((blank, list(names)))):016x}"
 
 
 class DecodingGraph(NamedTuple):

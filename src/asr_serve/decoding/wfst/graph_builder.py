@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,6 +42,12 @@ class GraphStep(NamedTuple):
     states: int
     arcs: int
     duration_s: float
+
+
+class _KaldifstTransducer(Protocol):
+    num_states: int
+
+    def num_arcs(self, state: int) -> int: ...
 
 
 class TokenLabels(NamedTuple):
@@ -103,7 +109,7 @@ def build_decoding_graph(
         report(GraphStep(name, states, arcs, time.perf_counter() - clock))
         clock = time.perf_counter()
 
-    def done_in_kaldifst(name: str, fst: Any) -> None:
+    def done_in_kaldifst(name: str, fst: _KaldifstTransducer) -> None:
         done(name, fst.num_states, sum(map(fst.num_arcs, range(fst.num_states))))
 
     with tempfile.TemporaryDirectory(prefix="asr-serve-graph-") as folder:

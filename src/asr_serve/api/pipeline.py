@@ -18,6 +18,7 @@ from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.segments import resolve_language
 from asr_serve.pipelines.stages.pipeline_file import (
     ItnStage,
+    PipelineSpec,
     RecognizeStage,
     RescoreStage,
     find_pipeline,
@@ -54,13 +55,14 @@ class Pipeline(FileTranscriber):
             models: dict[int, Model] = {}
             for index, stage in enumerate(spec.stages):
                 if isinstance(stage, RecognizeStage):
+                    config = _engine_config(spec, index, stage, engine or EngineConfig())
                     model = Model.load(
                         stage.model,
                         device=device if stage.device == "auto" else stage.device,
                         dtype=dtype if stage.dtype == "auto" else stage.dtype,
                         weights=spec.path(stage.weights) if stage.weights else None,
                         turn_model="none",
-                        engine=engine,
+                        engine=config,
                     )
                     models[index] = loading.enter_context(model)
             engines = {index: StageEngine(model.client, model.tokenizer.decode) for index, model in models.items()}
@@ -102,6 +104,17 @@ class Pipeline(FileTranscriber):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _engine_config(spec: PipelineSpec, index: int, stage: RecognizeStage, config: EngineConfig) -> EngineConfig:
+    """Configuration of a stage's engine: with its decoding graph, and with as many hypotheses as a stage behind it
+    rescores."""
+    if stage.decoding_graph:
+        config = msgspec.structs.replace(config, decoding_graph=str(spec.path(stage.decoding_graph)))
+    card, following = spec.cards[index], spec.stages[index + 1 : index + 2]
+    if card is not None and card.streaming and following and isinstance(following[0], RescoreStage):
+        config = msgspec.structs.replace(config, beam=max(config.beam, following[0].hypotheses))
+    return config
 
 
 def _close(recognizer: StagedRecognizer, models: Sequence[Model]) -> None:

@@ -61,14 +61,14 @@ def open_engine(name: str, config: ServeConfig) -> EngineParts:
         peer_keys=config.peer_keys,
     )
     connect = process_backend(spec, RingSize(config.ring_slots, config.ring_payload_bytes))
-    # Peers have only the default model.
-    standalone = msgspec.structs.replace(config.engine, role="both", peers=())
+    # Peers have only the default model, and a decoding graph is of its tokens.
+    standalone = msgspec.structs.replace(config.engine, role="both", peers=(), decoding_graph=None)
     client = EngineClient(config.engine if name == config.model else standalone, connect)
     assert isinstance(client.backend, ProcessBackend)
     ready = client.backend.ready
     cards = {card.name: card for card in ready.cards}
     if isinstance(ready.card, AsrCard):
-        return EngineParts(ready.card, client, tokenizers.load_tokenizer(Path(ready.folder)), cards)
+        return EngineParts(ready.card, client, tokenizers.load_tokenizer(Path(ready.tokenizer_folder)), cards)
     try:
         preload_frontend(ready.card)
     except ProgramMissing:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
 
+from asr_serve.config import EngineConfig
 from asr_serve.decoding.search_options import MAX_BEAMS, MAX_HYPOTHESES
 from asr_serve.errors import OptionError, SourceNotFound, UnknownModel
 from asr_serve.models.registry import AsrCard, asr_card
@@ -89,6 +90,15 @@ class PipelineSpec(NamedTuple):
     def path(self, written: str) -> Path:
         """Returns the path that a stage names."""
         return self.folder / Path(written).expanduser()
+
+    def hypotheses(self, index: int) -> int:
+        """Most entries of the n-best list of stage `index` that the next stage reads; 1: none."""
+        following = self.stages[index + 1] if index + 1 < len(self.stages) else None
+        return following.hypotheses if isinstance(following, RescoreStage) else 1
+
+    def engine_config(self, index: int, config: EngineConfig) -> EngineConfig:
+        """Returns the settings of the engine of stage `index`, a recognizer, whose search lists its hypotheses."""
+        return msgspec.structs.replace(config, beam=max(config.beam, self.hypotheses(index)))
 
 
 def shipped_pipelines() -> list[str]:

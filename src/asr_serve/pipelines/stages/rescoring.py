@@ -7,18 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from asr_serve.decoding.hypothesis import Recognition
-from asr_serve.decoding.language_model.causal_scorer import CAUSAL_MODELS, CausalSentenceScorer, causal_model_path
-from asr_serve.decoding.language_model.ngram_files import read_ngrams
-from asr_serve.decoding.language_model.sentence_scorer import NgramSentenceScorer, SentenceScorer
-from asr_serve.pipelines.stages.pipeline_file import PipelineSpec, RescoreStage
-
-
-def load_scorer(spec: PipelineSpec, stage: RescoreStage) -> SentenceScorer:
-    """Loads the language model of a stage. Raises WeightsMissing, WeightsCorrupt, ProgramMissing."""
-    if stage.language_model in CAUSAL_MODELS:
-        return CausalSentenceScorer(causal_model_path(stage.language_model))
-    path = spec.path(stage.language_model)
-    return CausalSentenceScorer(path) if path.suffix == ".gguf" else NgramSentenceScorer(read_ngrams(path))
+from asr_serve.decoding.language_model.sentence_scorer import SentenceScorer
 
 
 def rescore(

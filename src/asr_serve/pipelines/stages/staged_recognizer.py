@@ -22,16 +22,28 @@ from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.language_model.sentence_scorer import SentenceScorer
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.client import EngineClient, Ticket
-from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, StepFailed
+from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, StepFailed, UnsupportedOption
+from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.segment_recognizer import AnsweringModel
-from asr_serve.pipelines.segments import is_speech
+from asr_serve.pipelines.segments import is_speech, resolve_language
 from asr_serve.pipelines.stages.condition import SegmentMeasures
-from asr_serve.pipelines.stages.pipeline_file import DropStage, PipelineSpec, RecognizeStage, RescoreStage
+from asr_serve.pipelines.stages.pipeline_file import DropStage, ItnStage, PipelineSpec, RecognizeStage, RescoreStage
 from asr_serve.pipelines.stages.rescoring import rescore
 from asr_serve.types import Priority
 
 MAX_SEGMENTS = 512
 """Segments in all stages together; more of them wait in `submit`."""
+STAGE_OPTIONS = (
+    "beam",
+    "temperatures",
+    "task",
+    "prompt",
+    "hotwords",
+    "language_model",
+    "long_form",
+    "condition_on_previous_text",
+)
+"""Options of transcription that depend on the one model of a request; a pipeline refuses them."""
 
 
 class StageEngine(msgspec.Struct, frozen=True):
@@ -86,6 +98,20 @@ class StagedRecognizer:
         self.counts = [StageCounts() for _ in spec.stages]
         self._thread = threading.Thread(target=self._run, name="asr-serve-stages", daemon=True)
         self._thread.start()
+
+    def transcribe_options(self, options: TranscribeOptions) -> TranscribeOptions:
+        """Returns the options of a request, with those that the file sets. Raises UnsupportedOption for an option of
+        one model alone, OptionError for a language that a model lacks."""
+        defaults = TranscribeOptions()
+        for name in STAGE_OPTIONS:
+            if (value := getattr(options, name)) != getattr(defaults, name):
+                raise UnsupportedOption(
+                    f"{name}={value!r}", f"the pipeline {self.name} decides that for each stage", param=name
+                )
+        for client in self.clients:
+            resolve_language(client, options.language)
+        itn = options.itn or any(isinstance(stage, ItnStage) for stage in self._spec.stages)
+        return msgspec.structs.replace(options, itn=itn)
 
     def submit(self, pcm: np.ndarray, search: SearchOptions, priority: Priority, check: Callable[[], None]) -> Ticket:
         with self._room:
@@ -196,12 +222,11 @@ class StagedRecognizer:
         """Submits a segment to the engine of its stage; waits for room."""
         client, stage = self._engines[job.stage].client, self._spec.stages[job.stage]
         assert isinstance(stage, RecognizeStage)
-        rescoring = self._spec.stages[job.stage + 1] if job.stage + 1 < len(self._spec.stages) else None
         search = msgspec.structs.replace(
             job.search,
             timestamps=client.card.times is not None,
             beam=stage.beam,
-            hypotheses=rescoring.hypotheses if isinstance(rescoring, RescoreStage) else 1,
+            hypotheses=self._spec.hypotheses(job.stage),
         )
         ticket = client.submit(job.pcm, search, job.priority, wait=True, check=check)
         with self._room:

@@ -1,5 +1,5 @@
-"""Writes fixtures/sphinx_trie.npz: random n-gram models as CMU Sphinx's binary files, and PocketSphinx's scores of random
-sentences.
+"""Writes fixtures/sphinx_trie.npz: random n-gram models as CMU Sphinx's binary files, and PocketSphinx's scores of
+random sentences.
 
 Run with Python 3.11 in an environment of its own:
 

@@ -28,15 +28,17 @@ def load_scorers(spec: PipelineSpec) -> dict[int, SentenceScorer]:
     """Loads the language models of a pipeline, by the index of their stage. Raises WeightsMissing, WeightsCorrupt,
     ProgramMissing."""
     return {
-        index: _load_scorer(spec, stage) for index, stage in enumerate(spec.stages) if isinstance(stage, RescoreStage)
+        index: load_scorer(stage.language_model, spec.folder)
+        for index, stage in enumerate(spec.stages)
+        if isinstance(stage, RescoreStage)
     }
 
 
-def _load_scorer(spec: PipelineSpec, stage: RescoreStage) -> SentenceScorer:
-    name = stage.language_model
+def load_scorer(name: str, folder: Path) -> SentenceScorer:
+    """Loads a language model by its name, or from its file, relative to `folder`. Raises as `load_scorers` does."""
     if name in CAUSAL_MODELS:
         return CausalSentenceScorer(causal_model_path(name))
-    path = _packaged_path(name) if name in PACKAGED_NGRAMS else spec.path(name)
+    path = _packaged_path(name) if name in PACKAGED_NGRAMS else folder / Path(name).expanduser()
     return CausalSentenceScorer(path) if path.suffix == ".gguf" else NgramSentenceScorer(read_ngrams(path))
 
 

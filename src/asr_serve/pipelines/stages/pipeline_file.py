@@ -46,7 +46,7 @@ class RescoreStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     one reads the best entries of the one before, with their new scores."""
 
     language_model: str
-    """N-gram file, or `.gguf` file of a causal model, relative to the pipeline file; or the name of a packaged model."""
+    """N-gram file, or `.gguf` file of a causal model, relative to the pipeline file; or a packaged model's name."""
     when: str = ""
     hypotheses: Annotated[int, msgspec.Meta(ge=2, le=MAX_HYPOTHESES)] = 10
     """Most entries of the n-best list."""

@@ -85,7 +85,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Language models that requests may name, each with its file, like talks=talks.ngram.safetensors: n-grams of a
     recogniser's tokens, which asr-serve lm build --tokens makes. All are loaded at start."""
     graph_lattice_beam: PositiveFloat | None = None
-    """How much more costly than the best path an alternative of the n-best list may be, as a natural log. None: the
+    """Beam of the lattice: how much more costly than the best path an alternative may be, as a natural log. None: the
     model's own."""
     decoding_graph: str | None = None
     """Folder of a decoding graph for a streaming CTC model, as `asr-serve graph build` writes it: the model then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
 import threading
@@ -22,9 +23,18 @@ from asr_serve.decoding.language_model.kneser_ney import train
 from asr_serve.decoding.language_model.sentence_scorer import UNKNOWN_LOGPROB, NgramSentenceScorer
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.client import Ticket
-from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, OptionError, SourceNotFound, StepFailed
+from asr_serve.errors import (
+    AsrServeError,
+    Cancelled,
+    EngineClosed,
+    OptionError,
+    SourceNotFound,
+    StepFailed,
+    WeightsMissing,
+)
 from asr_serve.models.registry import asr_card
 from asr_serve.pipelines.stages.condition import SegmentMeasures, parse_condition
+from asr_serve.pipelines.stages.language_models import load_scorer
 from asr_serve.pipelines.stages.pipeline_file import (
     PipelineSpec,
     RecognizeStage,
@@ -315,6 +325,18 @@ def test_rescoring_takes_the_best_sum() -> None:
     assert rescored(NBEST, scorer, weight=0.0, word_bonus=-20.0).tokens == (6,)
     assert rescored(NBEST, scorer, weight=0.0, word_bonus=-20.0, hypotheses=2).tokens == (6, 4)
     assert rescored(recognition("a"), scorer).tokens == (1,)
+
+
+def test_the_packaged_ngram_model_is_found_or_told_how_to_get(tmp_path: Path) -> None:
+    if importlib.util.find_spec("pocketsphinx") is None:
+        with pytest.raises(WeightsMissing, match=r"pip install --no-deps pocketsphinx==5\.1\.1"):
+            load_scorer("cmusphinx-en-us", tmp_path)
+    else:  # PocketSphinx's own log-probability, of weights that it rounds
+        assert load_scorer("cmusphinx-en-us", tmp_path).score(["the cat sat on the mat"]) == pytest.approx(
+            [-32.3528], abs=2e-3
+        )
+    with pytest.raises(WeightsMissing, match=r"there is no language model .*gone\.arpa"):
+        load_scorer("gone.arpa", tmp_path)
 
 
 def test_unknown_words_of_a_model_without_their_symbol_are_finite() -> None:

@@ -8,13 +8,13 @@ the cheapest. Nothing is read back before the chunk ends, so a CUDA graph record
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from asr_serve.decoding.captured_chunks import CapturedChunks
 from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
 from asr_serve.decoding.wfst.search import validate_options
 from asr_serve.devices.interface import Device
@@ -75,8 +75,7 @@ class BatchedWfstSearch:
         self._nodes = 2 * options.max_active + max_tail_words
         """Places for words that are not fixed. A frame adds at most as many as there are tokens, and none is added
         where no place is left: such a token is dropped."""
-        self._advance: Callable[..., tuple[Tensor, ...]] = device.capture(self._advance_chunk)
-        self._state: State = {}
+        self._advance = CapturedChunks(device, self._advance_chunk)
 
     def state_specs(self) -> dict[str, StateSpec]:
         tokens, nodes = (self.options.max_active,), (self._nodes,)
@@ -94,9 +93,7 @@ class BatchedWfstSearch:
         }
 
     def step(self, hidden: Tensor, chunk: StreamingChunk, state: State) -> list[SearchResult]:
-        self._state = state
-        scores = self.model.graph_scores(hidden)
-        numbers, logprobs = self._advance(scores, chunk.rows, chunk.start_frames, chunk.frames)
+        numbers, logprobs = self._advance(state, self.model.graph_scores(hidden), chunk)
         tail = self._tail_words
         results = []
         for row, logs in zip(numbers.tolist(), logprobs.tolist(), strict=True):
@@ -139,24 +136,26 @@ class BatchedWfstSearch:
 
     # --- one chunk -------------------------------------------------------------------------------------
 
-    def _advance_chunk(self, scores: Tensor, rows: Tensor, starts: Tensor, frames: Tensor) -> tuple[Tensor, ...]:
-        """Search a chunk's frames and update the sessions' rows.
+    def _advance_chunk(
+        self, state: State, scores: Tensor, rows: Tensor, starts: Tensor, frames: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Search a chunk's frames and update the sessions' rows. A ChunkFunction.
 
         Returns: numbers (n, 2 + 2 * tail) int64: how many words were fixed, how many the best hypothesis has after
         what was fixed before, those words, their frames; their log-probabilities (n, tail) float32.
         """
-        tokens, tree = self._load(rows)
+        tokens, tree = self._load(state, rows)
         for frame in range(scores.shape[1]):
             stepped, grown = self._frame(tokens, tree, scores[:, frame], starts + frame)
             moves = (frame < frames) & torch.isfinite(stepped.costs[:, 0])
             tokens, tree = stepped.where(moves, tokens), grown.where(moves, tree)
         tokens, tree, output = self._fix(tokens, tree)
         for name, tensor in {**tokens.to_state(), **tree.to_state()}.items():
-            self._state[name][rows] = tensor
+            state[name][rows] = tensor
         return output
 
-    def _load(self, rows: Tensor) -> tuple[_Tokens, _WordTree]:
-        state, started = self._state, self._state["wfst_started"][rows] > 0
+    def _load(self, state: State, rows: Tensor) -> tuple[_Tokens, _WordTree]:
+        started = state["wfst_started"][rows] > 0
         n, active = len(rows), self.options.max_active
 
         def begun(name: str, value: float | Tensor) -> Tensor:

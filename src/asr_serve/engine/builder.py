@@ -17,7 +17,8 @@ from asr_serve import devices, units
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention_rescoring import AttentionRescoringSearch
 from asr_serve.decoding.biasing_list import BiasingSearch, StreamingBiasingList
-from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
+from asr_serve.decoding.ctc import CtcBeamOptions, CtcGreedy, CtcPrefixBeam
+from asr_serve.decoding.ctc_batched import BatchedCtcPrefixBeam
 from asr_serve.decoding.language_model.token_models import load_token_models
 from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.decoding.rnnt_beam import TransducerBeam
@@ -429,24 +430,34 @@ def build_seq2seq(
 
 
 def build_chunked(
-    model: StreamingModel, chosen: AsrCard, parts: EngineComponents, config: EngineConfig, **options: Any
+    model: StreamingModel,
+    chosen: AsrCard,
+    parts: EngineComponents,
+    config: EngineConfig,
+    *,
+    batched_search: bool | None = None,
+    **options: Any,
 ) -> ChunkedModelRunner:
-    """Builds a runner for as many sessions as fit in memory, up to `config.max_sessions`. Raises OptionError for a
-    chunk or a head that the model does not have."""
+    """Builds a runner for as many sessions as fit in memory, up to `config.max_sessions`. `batched_search`: search as
+    tensor operations on the model's device, where the head has such a search; None: on every device but the CPU, whose
+    native searches are faster. Raises OptionError for a chunk or a head that the model does not have."""
+    if batched_search is None:
+        batched_search = parts.device.torch_device.type != "cpu"
     heads = model.heads if config.decoding_graph is None else ("wfst",)
     head = config.head or heads[0]
     if head not in heads:
         where = "" if config.decoding_graph is None else f" with the decoding graph {config.decoding_graph}"
         raise OptionError(f"head={head}", f"{chosen.name}{where} has {', '.join(heads)}", param="head")
     if head == "wfst":
-        search: StreamingSearch = _graph_search(model, chosen, parts, config)
+        search: StreamingSearch = _graph_search(model, chosen, parts, config, batched=batched_search)
     else:
-        search = _search(model, head, config.beam, parts.device, fuses=bool(parts.language_models))
+        fuses = bool(parts.language_models)
+        search = _search(model, head, config.beam, parts.device, fuses=fuses, batched=batched_search)
     return _wrapper(model, search, chosen, parts.device, config, aligns=head == "ctc", **options)
 
 
 def _graph_search(
-    model: StreamingModel, chosen: AsrCard, parts: EngineComponents, config: EngineConfig
+    model: StreamingModel, chosen: AsrCard, parts: EngineComponents, config: EngineConfig, *, batched: bool
 ) -> StreamingSearch:
     """Search of the checkpoint's decoding graph. Raises WeightsCorrupt, OptionError."""
     if parts.graph is None:
@@ -459,9 +470,9 @@ def _graph_search(
         options = options._replace(max_active=config.graph_max_active, min_active=fewest)
     if config.graph_lattice_beam is not None:
         options = options._replace(lattice_beam=config.graph_lattice_beam)
-    if parts.device.torch_device.type == "cpu":
-        return WfstSearch(model, prepare_graph(parts.graph), options, config.beam)
-    return BatchedWfstSearch(model, parts.graph, parts.device, options)
+    if batched:
+        return BatchedWfstSearch(model, parts.graph, parts.device, options)
+    return WfstSearch(model, prepare_graph(parts.graph), options, config.beam)
 
 
 def _wrapper(
@@ -496,12 +507,19 @@ def _wrapper(
     )
 
 
-def _search(model: StreamingModel, head: str, beam: int, device: Device, *, fuses: bool) -> StreamingSearch:
-    """`fuses`: sessions may have a language model."""
+def _search(
+    model: StreamingModel, head: str, beam: int, device: Device, *, fuses: bool, batched: bool
+) -> StreamingSearch:
+    """`fuses`: sessions may have a language model. `batched`: see build_chunked."""
     if head == "ctc":
-        plain = CtcGreedy(model) if beam == 1 else CtcPrefixBeam(model, beam)
-        wide = max(beam, HOT_CTC_BEAM)
-        routed = BiasingSearchRouter(plain, CtcPrefixBeam(model, wide, boost=CTC_BOOST, fuses=fuses))
+
+        def prefix_beam(width: int, boost: float | None, fuses: bool) -> CtcPrefixBeam | BatchedCtcPrefixBeam:
+            if batched:
+                return BatchedCtcPrefixBeam(model, device, CtcBeamOptions(width), boost=boost, fuses=fuses)
+            return CtcPrefixBeam(model, width, boost=boost, fuses=fuses)
+
+        plain = CtcGreedy(model) if beam == 1 else prefix_beam(beam, None, False)
+        routed = BiasingSearchRouter(plain, prefix_beam(max(beam, HOT_CTC_BEAM), CTC_BOOST, fuses))
         return AttentionRescoringSearch(routed, model.rescorer) if beam > 1 and model.rescorer is not None else routed
     target, transducer = device.torch_device, model.transducer
     assert transducer is not None, f"a model with the head {head}, and no transducer"

@@ -89,7 +89,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model's own."""
     decoding_graph: str | None = None
     """Folder of a decoding graph for a streaming CTC model, as `asr-serve graph build` writes it: the model then
-    recognizes the words of its lexicon and language model. None: the model's own search."""
+    recognizes the words of its lexicon and language model. Of a server, for its default model. None: the model's own
+    search."""
     quantize: Quantize = "none"
     """8-bit quantization: none; int8, of the weights, which takes about half their memory; or dynamic, of the
     activations too, where that is faster on this machine."""

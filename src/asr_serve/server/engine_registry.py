@@ -81,7 +81,7 @@ def open_engine(name: str, config: ServeConfig) -> EngineParts:
     ready = client.backend.ready
     cards = {card.name: card for card in ready.cards}
     if isinstance(ready.card, AsrCard):
-        return EngineParts(ready.card, client, tokenizers.load_tokenizer(Path(ready.folder)), cards)
+        return EngineParts(ready.card, client, tokenizers.load_tokenizer(Path(ready.tokenizer_folder)), cards)
     try:
         preload_frontend(ready.card)
     except ProgramMissing:
@@ -91,8 +91,9 @@ def open_engine(name: str, config: ServeConfig) -> EngineParts:
 
 
 def _standalone(config: EngineConfig) -> EngineConfig:
-    """Settings of an engine without peers, which have only the default model."""
-    return msgspec.structs.replace(config, role="both", peers=())
+    """Settings of the engine of another model than the default one: peers have only that, and a decoding graph is of
+    its tokens."""
+    return msgspec.structs.replace(config, role="both", peers=(), decoding_graph=None)
 
 
 class FileEngine(Protocol):

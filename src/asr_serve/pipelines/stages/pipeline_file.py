@@ -16,6 +16,7 @@ import msgspec
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.search_options import MAX_BEAMS, MAX_HYPOTHESES
 from asr_serve.errors import OptionError, SourceNotFound, UnknownModel
+from asr_serve.models.decoding_graph import GRAPH_FILE
 from asr_serve.models.registry import AsrCard, asr_card
 from asr_serve.pipelines.stages.condition import Condition, parse_condition
 from asr_serve.types import suggest_name
@@ -39,6 +40,8 @@ class RecognizeStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     dtype: str = "auto"
     weights: str = ""
     """Folder of a checkpoint, relative to the file."""
+    decoding_graph: str = ""
+    """Folder of a decoding graph for a streaming model with the head ctc, relative to the file."""
 
 
 class RescoreStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="rescore"):
@@ -101,10 +104,14 @@ class PipelineSpec(NamedTuple):
         return max((stage.hypotheses for stage in self._rescoring(index)), default=1)
 
     def engine_config(self, index: int, config: EngineConfig) -> EngineConfig:
-        """Returns the settings of the engine of stage `index`, a recognizer, whose search lists its hypotheses."""
+        """Returns the settings of the engine of stage `index`, a recognizer, with its decoding graph, whose search
+        lists its hypotheses."""
+        stage = self.stages[index]
+        assert isinstance(stage, RecognizeStage)
         beams = [stage.lattice_beam for stage in self._rescoring(index) if stage.lattice_beam is not None]
         return msgspec.structs.replace(
             config,
+            decoding_graph=str(self.path(stage.decoding_graph)) if stage.decoding_graph else config.decoding_graph,
             beam=max(config.beam, self.hypotheses(index)),
             graph_lattice_beam=max(beams, default=config.graph_lattice_beam),
         )
@@ -247,6 +254,8 @@ class _PipelineReader:
                         "1: its search has no choice for each segment",
                     )
                     self._fail(index, "beam", came, allowed)
+                if stage.decoding_graph:
+                    self._check_graph(index, stage, card)
             elif isinstance(stage, RescoreStage):
                 before = next(each for each in reversed(cards) if each is not None)
                 if not before.streaming:
@@ -254,6 +263,15 @@ class _PipelineReader:
                     self._fail(index, "kind", f"rescore after {before.name}", allowed)
             cards.append(card)
         return tuple(cards)
+
+    def _check_graph(self, index: int, stage: RecognizeStage, card: AsrCard) -> None:
+        if not card.streaming or "ctc" not in card.heads:
+            came = f"a decoding graph of {card.name}"
+            self._fail(index, "decoding_graph", came, "streaming models with the head ctc have one", "leave it out")
+        folder = self._path.parent / Path(stage.decoding_graph).expanduser()
+        if not (folder / GRAPH_FILE).is_file():
+            came, allowed = f"no {GRAPH_FILE} in {folder}", "a folder that `asr-serve graph build` wrote"
+            self._fail(index, "decoding_graph", came, allowed)
 
     def _fail(self, index: int, key: str, came: str, allowed: str, todo: str = "") -> NoReturn:
         """Raises the error of a key in stage `index`, -1: outside of stages."""

@@ -20,7 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
+from asr_serve.decoding.ctc import CtcBeamOptions, CtcGreedy, CtcPrefixBeam
+from asr_serve.decoding.ctc_batched import BatchedCtcPrefixBeam
 from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.devices.cpu import CpuDevice
@@ -152,6 +153,7 @@ SEARCHES: dict[str, Callable[[Any], Any]] = {
     "none": Silent,
     "ctc": CtcGreedy,
     "ctc beam": lambda model: CtcPrefixBeam(model, 4),
+    "ctc batched": lambda model: BatchedCtcPrefixBeam(model, model.device, CtcBeamOptions(4)),
     "rnnt": lambda model: TransducerGreedy(model.transducer),
     "rnnt beam": lambda model: TransducerBeam(model.transducer, 3),
 }

@@ -3,7 +3,7 @@
 One frame of all sessions is one sequence of operations whose shapes depend on the batch and the options alone, and
 nothing is read back before the chunk ends: a CUDA graph records it. `decoding/ctc.py` has the same search in C++,
 which is faster on a CPU and which the tests compare with. Fields of hypotheses are planes of few tensors, so that one
-operation moves them all: on a GPU the number of operations is what a frame costs.
+operation moves them all: on a GPU the number of operations is what a frame costs (decision 0031).
 """
 
 from __future__ import annotations

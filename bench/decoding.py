@@ -84,7 +84,7 @@ class Decoded(NamedTuple):
 class Posteriors:
     """As much of a streaming model as a search reads: its hidden frames are the log-probabilities themselves."""
 
-    blank_id, vocab_size = 0, len(SYMBOLS)
+    heads, blank_id, vocab_size = ("ctc",), 0, len(SYMBOLS)
 
     def ctc_logprobs(self, hidden: Tensor) -> Tensor:
         return hidden

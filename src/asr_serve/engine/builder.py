@@ -49,7 +49,7 @@ from asr_serve.errors import ModelError, OptionError, WeightsCorrupt, WeightsMis
 from asr_serve.models.auxiliary import silero
 from asr_serve.models.checkpoints import store as model_weights
 from asr_serve.models.checkpoints.config_file import read_config
-from asr_serve.models.decoding_graph import GRAPH_FILE, DecodingGraph
+from asr_serve.models.decoding_graph import GRAPH_FILE, DecodingGraph, GraphInfo, checksum_tokens
 from asr_serve.models.interfaces import (
     EncoderDecoderModel,
     IncrementalEncoderDecoderModel,
@@ -123,15 +123,35 @@ class AsrCheckpoint(NamedTuple):
 
     def with_graph(self, folder: str | None) -> AsrCheckpoint:
         """Returns a copy of a CTC model that searches the decoding graph in a folder, and returns its words; itself for
-        None. Raises OptionError, WeightsMissing."""
+        None. Raises OptionError for a model without the head ctc and for a graph of other tokens, WeightsMissing,
+        WeightsCorrupt."""
         if folder is None:
             return self
-        if not self.card.streaming or not {"ctc", "wfst"} & set(self.card.heads):
-            raise OptionError(f"decoding_graph={folder}", f"{self.card.name} has no head ctc", param="decoding_graph")
+        blank = self.config.ctc_blank_id
+        if not self.card.streaming or blank is None:
+            raise OptionError(
+                f"decoding_graph={folder}",
+                f"{self.card.name} has no head ctc; streaming models with it have one: see asr-serve models list",
+                "leave it out, or take such a model",
+                param="decoding_graph",
+            )
         path = Path(folder).expanduser()
         if not (path / GRAPH_FILE).is_file():
             raise WeightsMissing(f"no {GRAPH_FILE} in {path}", "a folder that `asr-serve graph build` wrote")
+        info, names = GraphInfo.load(path), self.tokenizer.token_names()
+        if info.tokens_checksum != checksum_tokens(names, blank):
+            raise OptionError(
+                f"decoding_graph={folder}, a graph of the {info.tokens} tokens of {info.model}",
+                f"one of the {len(names)} tokens of {self.card.name}",
+                f"asr-serve graph build --tokens {self.card.name} makes one",
+                param="decoding_graph",
+            )
         return self._replace(tokenizer=tokenizers.load_tokenizer(path), graph_folder=path)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Folder of `tokenizer`: that of the decoding graph, whose words are the tokens that the search returns."""
+        return self.folder if self.graph_folder is None else self.graph_folder
 
     def with_lookahead(self, frames: int | None) -> AsrCheckpoint:
         """Returns a copy with another look-ahead, in encoder frames, out of those that a streaming model was
@@ -144,7 +164,7 @@ class AsrCheckpoint(NamedTuple):
         """Returns a copy with the configured language models; itself where nothing asks them: an engine that encodes
         for others, and a head whose decoding graph has a language model of its own."""
         head = config.head or (self.card.heads[0] if self.card.heads else "")
-        if head == "wfst" or config.role == "encode":
+        if head == "wfst" or config.decoding_graph is not None or config.role == "encode":
             return self
         return self._replace(language_models=config.language_model_files)
 
@@ -183,7 +203,8 @@ class AsrCheckpoint(NamedTuple):
         names = ("config.json", "model.safetensors", *tokenizers.TOKENIZER_FILES)
         files = [(name, self.folder / name) for name in names if (self.folder / name).is_file()]
         if self.graph_folder is not None:
-            files.append((GRAPH_FILE, self.graph_folder / GRAPH_FILE))
+            words = [path for name in tokenizers.TOKENIZER_FILES if (path := self.graph_folder / name).is_file()]
+            files += ((f"graph/{path.name}", path) for path in (self.graph_folder / GRAPH_FILE, *words))
         return checksum(repr([(name, file_checksum(path)) for name, path in files]).encode())
 
     def peer_identity(
@@ -328,7 +349,7 @@ def card_of_loaded(chosen: AnyCard, parts: EngineComponents) -> AnyCard:
         chosen,
         chunk=_whole_blocks(chosen.chunk, model),
         frame_samples=model.frame_samples,
-        heads=model.heads,
+        heads=model.heads if parts.graph is None else ("wfst",),
         lookahead_samples=_lookahead_samples(model),
     )
 

@@ -111,7 +111,8 @@ class ReferencedChain:
             settings, tensors, _ = conversion.read_acoustics(Path(folder))
             self._model = kaldi_chain.Model(kaldi_chain.Config.of(settings | {"vocab_size": 1}), tensors, device(dtype))
             pdfs = self._model.config.silence_pdfs
-            self._reference = Reference(Path(folder), silence_pdfs=pdfs, left=tiny_kaldi.LEFT, right=tiny_kaldi.RIGHT)
+            context = {"left": tiny_kaldi.LEFT, "right": tiny_kaldi.RIGHT}
+            self._reference = Reference(Path(folder), silence_pdfs=pdfs, block=self._model.block, **context)
         self._cepstra_of = cepstra_of
 
     def __getattr__(self, name: str) -> Any:

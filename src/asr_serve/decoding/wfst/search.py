@@ -10,6 +10,7 @@ from torch import Tensor
 from asr_serve import kernels
 from asr_serve.decoding.wfst.search_graph import SearchGraph
 from asr_serve.errors import OptionError, WeightsCorrupt
+from asr_serve.kernels.lattice_reference import LatticeArc, WordLattice
 from asr_serve.models.decoding_graph import GraphSearchOptions
 from asr_serve.models.interfaces import State, StateSpec, StreamingChunk, StreamingModel
 from asr_serve.types import NBestHypothesis, SearchResult, SearchToken
@@ -94,6 +95,15 @@ class WfstSearch:
             return [NBestHypothesis([], 0.0)]
         found = self._native.finish(self._graph, session, self._options, self.hypotheses, *self._risk)
         return [NBestHypothesis(_tokens(words), -cost) for cost, words in found] or [NBestHypothesis([], 0.0)]
+
+    def lattice(self, row: int) -> WordLattice:
+        """Word lattice of a session that has ended, of what follows its fixed words: all of the session where several
+        hypotheses were asked for."""
+        session = self._sessions.get(row)
+        if session is None:
+            return WordLattice([], [(0.0, 0.0)])
+        arcs, finals = self._native.lattice(self._graph, session, self._options)
+        return WordLattice([LatticeArc(*arc) for arc in arcs], finals)
 
     def export_state(self, row: int) -> tuple[bytes, Tensor]:
         session = self._sessions.get(row)

@@ -73,7 +73,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chunk."""
     head: Literal["ctc", "rnnt", "tdt", "wfst"] | None = None
     """Output head of a streaming model that has more than one. None: the first on its card."""
-    beam: Annotated[int, Meta(ge=1, le=64)] = 1
+    beam: Annotated[int, Meta(ge=1, le=128)] = 1
     """Beam width of a streaming model's search; 1 is greedy. Of a search of a decoding graph: entries of its n-best
     list."""
     graph_beam: PositiveFloat | None = None
@@ -85,11 +85,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Language models that requests may name, each with its file, like talks=talks.ngram.safetensors: n-grams of a
     recogniser's tokens, which asr-serve lm build --tokens makes. All are loaded at start."""
     graph_lattice_beam: PositiveFloat | None = None
-    """How much more costly than the best path an alternative of the n-best list may be, as a natural log. None: the
+    """Beam of the lattice: how much more costly than the best path an alternative may be, as a natural log. None: the
     model's own."""
     decoding_graph: str | None = None
     """Folder of a decoding graph for a streaming CTC model, as `asr-serve graph build` writes it: the model then
-    recognizes the words of its lexicon and language model. None: the model's own search."""
+    recognizes the words of its lexicon and language model. Of a server, for its default model. None: the model's own
+    search."""
     quantize: Quantize = "none"
     """8-bit quantization: none; int8, of the weights, which takes about half their memory; or dynamic, of the
     activations too, where that is faster on this machine."""
@@ -230,6 +231,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Model that answers when a request names none; loaded at start."""
     more_models: tuple[Name, ...] = ()
     """Further models loaded at start."""
+    pipeline: NonEmptyText | None = None
+    """Pipeline of stages: the name of a shipped one, or a TOML file. Files of requests that name no model pass through
+    it. Its models are loaded at start, and the first is the default of `model`."""
     aliases: dict[Name, Name] = {}
     """Names that clients may send for a model, like whisper-1 = moonshine-tiny-en."""
     voice: Name = "auto"
@@ -333,6 +337,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise OptionError(f"{name} without {other}", "both, or none", f"set {other}", param=name)
+        if self.pipeline is not None and self.weights is not None:
+            raise OptionError("weights beside pipeline", "the file names the weights of each stage", param="weights")
+        if self.pipeline is not None and self.engine.role == "encode":
+            raise OptionError(
+                "role=encode beside pipeline", "a model: who asks for encoding names none", param="pipeline"
+            )
         at_start = {self.model, *self.more_models}
         if len(at_start) > self.max_models:
             raise OptionError(

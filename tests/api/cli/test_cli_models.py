@@ -63,7 +63,8 @@ def test_streaming_models_are_listed_with_their_latency() -> None:
     lines = {line.split()[0]: " ".join(line.split()[1:]) for line in invoke("list").stdout.splitlines()}
     assert "32.0 M chunks of 160 ms 173 ms rnnt,ctc CC-BY-4.0" in lines["fastconformer-streaming-medium-en"]
     assert "27.1 M utterances - - MIT" in lines["moonshine-tiny-en"]
-    assert "lag ms          173\n" in invoke("show", "fastconformer-streaming-medium-en").stdout
+    shown = invoke("show", "fastconformer-streaming-medium-en").stdout
+    assert "lag ms 173" in [" ".join(line.split()) for line in shown.splitlines()]
 
 
 @pytest.mark.usefixtures("only_tiny_is_here")

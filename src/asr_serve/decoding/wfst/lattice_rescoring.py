@@ -21,7 +21,7 @@ class LatticeTerm(NamedTuple):
 
     model: NgramModel
     factor: float
-    """Of its costs; -1 with the graph's own model takes those out."""
+    """Factor of its costs; -1 with the graph's own model takes those out."""
     word: Callable[[int], int | None] = lambda word: word
     """The model's word for a word of the lattice; None where it has none."""
 
@@ -32,9 +32,9 @@ Contexts = tuple[int, ...]
 
 class _Reached(NamedTuple):
     cost: float
-    """Of the best path."""
+    """Cost of the best path."""
     arcs: list[tuple[int, Contexts, int, float]]
-    """Target, its contexts, word and cost."""
+    """Arcs that leave: target, contexts there, word and cost."""
 
 
 def rescore_lattice(lattice: WordLattice, terms: Sequence[LatticeTerm], most: int) -> list[tuple[float, list[int]]]:

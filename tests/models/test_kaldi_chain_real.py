@@ -179,6 +179,18 @@ def test_speech_in_noise_has_alternatives(speech: np.ndarray, rng: np.random.Gen
     assert scores[1:] == sorted(scores[1:], reverse=True), "the words of minimum risk, and then the best first"
 
 
+def test_a_wider_lattice_has_more_alternatives(speech: np.ndarray) -> None:
+    counts = []
+    for lattice_beam in (0.01, 8.0):
+        runner, _ = make_runner(beam=8, graph_lattice_beam=lattice_beam)
+        session = runner.open_session()
+        runner.append_audio(session, speech[64_000:112_000], 0.0)
+        runner.finish_audio(session, 0.0)
+        advance(runner, session, 0.0)
+        counts.append(len(session.hypotheses))
+    assert counts == [1, 8]
+
+
 def test_a_chinese_clip(speech_data: Path) -> None:
     [path] = (speech_data / "chinese").glob("aishell-BAC009S0724W0121.flac")
     with asr_serve.load("vosk-small-zh") as chinese:

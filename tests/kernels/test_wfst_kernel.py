@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import ModuleType
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding.random_graphs import COLUMNS, Path, all_paths, random_graph
+from decoding.random_graphs import COLUMNS, WORDS, Path, all_paths, random_graph
 
 from asr_serve import kernels
 from asr_serve.decoding.wfst.search_graph import SearchGraph, prepare_graph
 from asr_serve.kernels import wfst_reference
 from asr_serve.models.decoding_graph import DecodingGraph
+from asr_serve.models.ngram import NgramModel
 
 INF, NEVER = math.inf, 1 << 30
 EXACT = (INF, INF, 1.0, NEVER, 0, NEVER, NEVER, NEVER)
@@ -41,7 +43,13 @@ def random_case(seed: int, frames: int, **options: Any) -> tuple[DecodingGraph, 
 
 
 def run(
-    module: ModuleType, graph: SearchGraph, scores: np.ndarray, options: tuple[Any, ...], chunks: list[int], most: int
+    module: ModuleType,
+    graph: SearchGraph,
+    scores: np.ndarray,
+    options: tuple[Any, ...],
+    chunks: list[int],
+    most: int,
+    risk: tuple[float, bool] = (1.0, False),
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Words fixed on the way, tails, and hypotheses."""
     loaded, session = native_graph(module, graph), module.Session()
@@ -54,7 +62,7 @@ def run(
         fixed += new
         tails.append(tail)
         start += size
-    return fixed, tails, module.finish(loaded, session, options, most)
+    return fixed, tails, module.finish(loaded, session, options, most, *risk)
 
 
 def best_by_words(paths: list[Path]) -> dict[tuple[int, ...], float]:
@@ -81,30 +89,190 @@ def test_hypotheses_are_those_of_an_exhaustive_search(module, lookahead):
         for cost, words in found:
             assert math.isclose(best_by_words(paths)[tuple(word for word, *_ in words)], cost, abs_tol=2e-4)
         assert len({tuple(word for word, *_ in words) for _, words in found}) == len(found)
-        check_posteriors(paths, found[0], len(scores))
 
 
-def check_posteriors(paths: list[Path], found: tuple[float, list[Any]], frames: int) -> None:
-    """Of the best hypothesis: expected number of times that its word is output in the interval around its output."""
-    words = tuple(word for word, *_ in found[1])
-    best, *others = sorted((p for p in paths if tuple(w for w, _ in p.words) == words), key=lambda p: p.cost)
-    if any(other.cost < best.cost + 1e-4 and other.words != best.words for other in others):
-        return  # the words have two alignments that are as good
-    weights = np.exp(-np.array([p.cost for p in paths]) + min(p.cost for p in paths))
-    times = [at for _, at in best.words]
-    for i, (word, _, _, logprob) in enumerate(found[1]):
-        low = min((times[i - 1] + times[i]) // 2 + 1 if i else 0, times[i])
-        high = (times[i] + times[i + 1]) // 2 if i + 1 < len(times) else frames
-        counts = [sum(w == word and low <= at <= high for w, at in p.words) for p in paths]
-        expected = min(float((weights * counts).sum() / weights.sum()), 1.0)
-        assert math.isclose(math.exp(logprob), expected, abs_tol=2e-3), (word, i)
+# --- lattices -------------------------------------------------------------------------------------------------
+
+
+def lattice_of(module: ModuleType, graph: SearchGraph, scores: np.ndarray) -> tuple[list[Any], list[Any]]:
+    loaded, session = native_graph(module, graph), module.Session()
+    module.step(loaded, [session], torch.from_numpy(scores[None].copy()), torch.tensor([len(scores)]), EXACT, 1)
+    arcs, finals = module.lattice(loaded, session, EXACT)
+    return arcs, finals
+
+
+def lattice_paths(lattice: tuple[list[Any], list[Any]], graph_scale: float = 1.0) -> dict[tuple[int, ...], float]:
+    """Cost of each word sequence of a lattice, with the graph's part scaled."""
+    arcs, finals = lattice
+    found: dict[tuple[int, ...], float] = {}
+    waiting: list[tuple[int, tuple[int, ...], float]] = [(0, (), 0.0)]
+    while waiting:
+        state, words, cost = waiting.pop()
+        end, graph_end = finals[state]
+        if end < INF:
+            assert words not in found, "two paths with the same words"
+            found[words] = cost + end - (1 - graph_scale) * graph_end
+        for source, target, word, more, graph_more, _, _ in arcs:
+            if source == state:
+                waiting.append((target, (*words, word), cost + more - (1 - graph_scale) * graph_more))
+    return found
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("module", ["native", "reference"])
+def test_a_lattice_has_each_word_sequence_once_at_its_best_cost(module, lookahead):
+    search = built() if module == "native" else wfst_reference
+    sizes = []
+    for seed in range(200 if module == "native" else 15):
+        graph, scores = random_case(seed, 2 + seed % 2)
+        expected = best_by_words(all_paths(graph, scores))
+        lattice = lattice_of(search, prepare_graph(graph, lookahead=lookahead), scores)
+        found, best = lattice_paths(lattice), min(expected.values())
+        assert found.keys() == expected.keys()
+        for words, cost in found.items():
+            assert math.isclose(cost, expected[words] - best, abs_tol=4e-3)
+        sizes.append(len(found))
+        arcs, finals = lattice
+        assert all(0 <= source < target < len(finals) for source, target, *_ in arcs)
+        assert all(0 <= start < end <= len(scores) for *_, start, end in arcs)
+    assert max(sizes) > 20
+
+
+@pytest.mark.parametrize("module", ["native", "reference"])
+def test_a_lattice_tells_the_costs_of_the_graph_from_the_scores(module):
+    """Where all columns of a frame score alike, all paths have the same scores."""
+    search = built() if module == "native" else wfst_reference
+    for seed in range(60 if module == "native" else 30):
+        graph, scores = random_case(seed, 3)
+        scores[:] = scores[:, :1]
+        lattice = lattice_of(search, prepare_graph(graph), scores)
+        whole, scaled = lattice_paths(lattice), lattice_paths(lattice, 0.6)
+        base = min(whole, key=whole.__getitem__)
+        for words, cost in whole.items():
+            assert math.isclose(scaled[words] - scaled[base], 0.6 * (cost - whole[base]), abs_tol=6e-3)
+
+
+def edit_distance(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a):
+        new = [i + 1]
+        for j, y in enumerate(b):
+            new.append(min(row[j] + (x != y), row[j + 1] + 1, new[-1] + 1))
+        row = new
+    return row[-1]
+
+
+def risks(paths: dict[tuple[int, ...], float], candidates: list[tuple[int, ...]]) -> list[float]:
+    """Expected edit distance of each candidate, by enumeration."""
+    least = min(paths.values())
+    weights = [math.exp(least - cost) for cost in paths.values()]
+    total = sum(weights)
+    return [
+        sum(w * edit_distance(words, each) for words, w in zip(paths, weights, strict=True)) / total
+        for each in candidates
+    ]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("module", ["native", "reference"])
+def test_words_of_minimum_risk_are_those_of_enumeration(module, scale):
+    """The recursion bounds the expected edit distance from above; it leads to the least in nine cases of ten."""
+    search = built() if module == "native" else wfst_reference
+    cases, best, changed = 100 if module == "native" else 20, 0, 0
+    for seed in range(cases):
+        graph, scores = random_case(seed, 2)
+        arcs, finals = lattice = lattice_of(search, prepare_graph(graph), scores)
+        paths = lattice_paths(lattice, scale)
+        candidates = [each for size in range(3) for each in itertools.product(range(WORDS), repeat=size)]
+        likeliest = min(paths, key=paths.__getitem__)
+        bound, confidences, words = search.minimum_risk(arcs, finals, scale, likeliest)
+        found = tuple(word for word, *_ in words)
+        before, after, *every = risks(paths, [likeliest, found, *candidates])
+        assert bound >= before - 1e-4
+        assert after <= before + 1e-4
+        assert len(confidences) == len(likeliest)
+        assert all(value <= 0 for value in confidences)
+        assert all(first[2] <= second[1] for first, second in itertools.pairwise(words))
+        changed += found != likeliest
+        best += after <= min(every) + 1e-4 or len(found) > 2
+    assert best >= 0.9 * cases
+    assert changed or cases < 100
+
+
+def test_confidences_are_shares_of_the_paths():
+    """Of a lattice without alternatives in length: the share of paths that have the word in its place."""
+    arcs = [(0, 1, 7, 0.0, 0.0, 0, 3), (0, 1, 8, 1.0, 0.5, 0, 4), (1, 2, 9, 0.0, 0.0, 4, 6), (1, 2, 5, 0.5, 0.0, 4, 8)]
+    finals = [(INF, 0.0), (INF, 0.0), (0.0, 0.0)]
+    for module in (built(), wfst_reference):
+        distance, confidences, words = module.minimum_risk(arcs, finals, 0.8, [7, 9])
+        first, second = 1 / (1 + math.exp(-0.9)), 1 / (1 + math.exp(-0.5))
+        np.testing.assert_allclose(np.exp(confidences), [first, second], rtol=1e-9)
+        assert math.isclose(distance, 2 - first - second, rel_tol=1e-6)
+        assert [word[:3] for word in words] == [(7, 0, 3), (9, 4, 6)]
+        assert module.minimum_risk(arcs, finals, 0.8, [8, 5])[2] == words
+
+
+def test_lattices_that_are_none_are_refused():
+    good = [(0, 1, 7, 0.0, 0.0, 0, 3)]
+    for module in (built(), wfst_reference):
+        for arcs, finals in (
+            ([], []),
+            ([], [(0.0, 0.0), (0.0, 0.0)]),
+            (good, [(INF, 0.0), (INF, 0.0)]),
+            ([(1, 0, *good[0][2:]), *good], [(INF, 0.0), (0.0, 0.0)]),
+            ([(0, 1, -1, *good[0][3:])], [(INF, 0.0), (0.0, 0.0)]),
+        ):
+            with pytest.raises(ValueError, match="lattice"):
+                module.minimum_risk(arcs, finals, 1.0, [7])
+
+
+def test_a_lattice_too_large_is_narrowed():
+    """Every frame outputs one of many words."""
+    words = 40
+    graph = DecodingGraph(
+        np.array([0, words], np.int32),
+        np.array([words], np.int32),
+        np.arange(words, dtype=np.int32) % COLUMNS,
+        np.arange(words, dtype=np.int32),
+        np.linspace(0, 1, words, dtype=np.float32),
+        np.zeros(words, np.int32),
+        np.zeros(1, np.float32),
+        np.arange(COLUMNS, dtype=np.int32),
+        np.full(COLUMNS, -1, np.int32),
+        np.zeros(0, np.int8),
+        0,
+        random_ngram_of(words),
+    )
+    scores = np.zeros((30, COLUMNS), np.float32)
+    search = built()
+    loaded, session = native_graph(search, prepare_graph(graph)), search.Session()
+    options = (30.0, 30.0, 1.0, NEVER, 0, NEVER, NEVER, NEVER)
+    search.step(loaded, [session], torch.from_numpy(scores[None].copy()), torch.tensor([30]), options, 1)
+    arcs, finals = search.lattice(loaded, session, options)
+    assert 30 <= len(arcs) <= 5_000
+    assert finals[-1][0] < INF
+
+
+def random_ngram_of(words: int) -> NgramModel:
+    """Bigram model in which every pair of words has a cost of its own."""
+    rng = np.random.default_rng(0)
+    return NgramModel(
+        np.arange(0, (words + 2) * words, words, dtype=np.int64),
+        np.tile(np.arange(words, dtype=np.int32), words + 1),
+        -rng.uniform(0.5, 3, (words + 1) * words).astype(np.float32),
+        np.tile(np.arange(1, words + 1, dtype=np.int32), words + 1),
+        np.array([-1] + [0] * words, np.int32),
+        np.zeros(words + 1, np.float32),
+        np.zeros(words + 1, np.float32),
+        0,
+    )
 
 
 # --- long sessions --------------------------------------------------------------------------------------------
 
 NARROW = (4.0, 2.0, 1.0, 12, 2, 0, 60, NEVER)
 OPTIONS = {
-    "exact": EXACT,
+    "fixes nothing": (INF, 4.0, 1.0, NEVER, 0, NEVER, NEVER, NEVER),
     "fixes": (INF, 3.0, 1.0, NEVER, 0, 0, NEVER, NEVER),
     "narrow": NARROW,
     "short history": (6.0, 4.0, 0.7, 30, 5, NEVER, 24, NEVER),
@@ -117,8 +285,9 @@ OPTIONS = {
 def test_native_and_reference_agree_to_the_last_bit(seed, options):
     graph, scores = random_case(seed, 47, states=12)
     prepared = prepare_graph(graph)
-    ours, theirs = (run(m, prepared, scores, options, [13, 1, 33], 5) for m in (built(), wfst_reference))
-    assert ours == theirs
+    for risk in ((1.0, False), (0.8, True)):
+        ours, theirs = (run(m, prepared, scores, options, [13, 1, 33], 5, risk) for m in (built(), wfst_reference))
+        assert ours == theirs
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -191,8 +360,8 @@ def test_results_do_not_depend_on_chunks_or_on_other_sessions(module, options):
     frames = 90 if module == "native" else 35
     graph, scores = random_case(3, frames, states=12)
     prepared = prepare_graph(graph)
-    whole = run(search, prepared, scores, options, [frames], 5)
-    single = run(search, prepared, scores, options, [1] * frames, 5)
+    whole = run(search, prepared, scores, options, [frames], 5, (0.9, True))
+    single = run(search, prepared, scores, options, [1] * frames, 5, (0.9, True))
     assert single[0] == whole[0]
     assert single[1][-1] == whole[1][-1]
     assert single[2] == whole[2]
@@ -206,7 +375,7 @@ def test_results_do_not_depend_on_chunks_or_on_other_sessions(module, options):
         found = search.step(loaded, sessions, piece, torch.full((5,), piece.shape[1]), options, 2)
         fixed += found[2][0]
     assert fixed == whole[0]
-    assert search.finish(loaded, sessions[2], options, 5) == whole[2]
+    assert search.finish(loaded, sessions[2], options, 5, 0.9, True) == whole[2]
 
 
 def test_history_of_a_long_session_stays_small():
@@ -239,7 +408,7 @@ def test_a_saved_session_continues_and_a_damaged_one_is_refused(module):
     assert second.export_state() == saved
     search.step(loaded, [second], pieces[1], torch.tensor([22]), NARROW, 1)
     assert second.export_state() == whole.export_state()
-    assert search.finish(loaded, second, NARROW, 5) == search.finish(loaded, whole, NARROW, 5)
+    assert search.finish(loaded, second, NARROW, 5, 0.9, True) == search.finish(loaded, whole, NARROW, 5, 0.9, True)
     rng = np.random.default_rng(0)
     for _ in range(400):
         damaged = bytearray(saved)
@@ -251,7 +420,7 @@ def test_a_saved_session_continues_and_a_damaged_one_is_refused(module):
         except ValueError:
             continue
         search.step(loaded, [third], pieces[1], torch.tensor([22]), NARROW, 1)
-        search.finish(loaded, third, NARROW, 5)
+        search.finish(loaded, third, NARROW, 5, 0.9, True)
     with pytest.raises(ValueError, match="saved search"):
         search.Session().import_state(loaded, b"")
 

@@ -52,6 +52,49 @@ def test_words_are_looked_up_in_shorter_contexts(state: int, word: int, probabil
     assert then == after
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_epsilon_backoffs_are_taken_where_they_are_likelier(seed: int) -> None:
+    """Trigrams: contexts of one word are the states 1 to 3, of two the states 4 to 6."""
+    rng = np.random.default_rng(seed)
+    seen = [np.arange(3), *(np.flatnonzero(rng.random(3) < 0.7) for _ in range(6))]
+    words = np.concatenate(seen).astype(np.int32)
+    sources = np.repeat(np.arange(7), [len(each) for each in seen])
+    model = NgramModel(
+        arc_offsets=np.cumsum([0, *map(len, seen)]),
+        arc_words=words,
+        arc_logprobs=-rng.uniform(0, 4, len(words)).astype(np.float32),
+        arc_states=np.where(sources == 0, words + 1, words + 4).astype(np.int32),
+        backoff_states=np.array([-1, 0, 0, 0, 1, 2, 3], np.int32),
+        backoff_logprobs=np.array([0, *-rng.uniform(0, 2, 6)], np.float32),
+        final_logprobs=-rng.uniform(0, 4, 7).astype(np.float32),
+        start_state=0,
+    )
+    model.validate()
+    relaxed = model.with_epsilon_backoffs()
+    relaxed.validate()
+
+    def best(state: int, word: int) -> tuple[float, int]:
+        """Of all paths: the arc of the state, or its back-off and then any path from there."""
+        found = [(-math.inf, 0)]
+        if word in seen[state]:
+            found.append(model.step(state, word))
+        if state:
+            logprob, after = best(int(model.backoff_states[state]), word)
+            found.append((float(model.backoff_logprobs[state]) + logprob, after))
+        return max(found)
+
+    for state in range(7):
+        for word in range(4):
+            logprob, after = relaxed.step(state, word)
+            expected, then = best(state, word)
+            assert logprob == pytest.approx(expected, abs=1e-5)
+            assert after == then or word == 3
+    ends = model.final_logprobs.tolist()
+    for state in range(1, 7):
+        ends[state] = max(ends[state], float(model.backoff_logprobs[state]) + ends[int(model.backoff_states[state])])
+    np.testing.assert_allclose(relaxed.final_logprobs, ends, rtol=1e-5)
+
+
 def test_a_graph_comes_back_from_its_file(tmp_path) -> None:
     graph().save(tmp_path)
     again = DecodingGraph.load(tmp_path / GRAPH_FILE)

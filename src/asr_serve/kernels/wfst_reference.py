@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from asr_serve.kernels.lattice_reference import NO_WORD, BayesRisk, LatticeArc, Word, WordLattice, cost_of
+
 PRUNE_FRAMES, BEAM_DELTA, MOST_STEPS = 10, np.float32(0.5), 200_000
+MAX_LATTICE_ARCS, MAX_LATTICE_TRACES, COST_STEPS = 1 << 12, 1 << 20, 1_024.0
 INF = np.float32(np.inf)
 NONWORD, BEGIN, END, INTERNAL, SINGLETON = range(5)
-
-Word = tuple[int, int, int, float]
-"""Word, first frame, end frame, natural-log probability."""
 
 
 class Graph:
@@ -119,7 +119,7 @@ class Session:
     def __init__(self) -> None:
         self.frontier: list[Token] = []
         self.levels: list[Level] = []
-        self.frames = self.base_frame = self.owed = 0
+        self.frames = self.base_frame = self.owed = self.first_lm = 0
         self.offset, self.adaptive = 0.0, np.float32(0)
 
     @property
@@ -132,8 +132,9 @@ class Session:
 
     def export_state(self) -> bytes:
         nodes = sum(len(level.extras) for level in self.levels)
-        counts = (self.frames, self.base_frame, self.owed, len(self.frontier), len(self.levels), nodes, self.history[1])
-        out = [struct.pack("<7qdff", *counts, self.offset, self.adaptive, 0.0)]
+        place = (self.frames, self.base_frame, self.owed, self.first_lm)
+        counts = (len(self.frontier), len(self.levels), nodes, self.history[1])
+        out = [struct.pack("<8qdff", *place, *counts, self.offset, self.adaptive, 0.0)]
         out += [struct.pack("<iif", token.state, token.lm, token.cost) for token in self.frontier]
         out += [struct.pack("<3i", len(x.extras), len(x.emitting), len(x.epsilon)) for x in self.levels]
         out += [struct.pack("<f", extra) for level in self.levels for extra in level.extras]
@@ -152,7 +153,8 @@ class Session:
             offset += struct.calcsize(layout)
             return found
 
-        frames, base, owed, tokens, count, nodes, links, cost, adaptive, _ = read("<7qdff")
+        frames, base, owed, first_lm, tokens, count, nodes, links, cost, adaptive, _ = read("<8qdff")
+        contexts = 1 if graph.lm is None else len(graph.lm[4])
         if (
             min(tokens, count, nodes) < 1
             or links < 0
@@ -161,12 +163,12 @@ class Session:
             or frames != base + count - 1
             or frames >= 1 << 31
             or abs(owed) > frames
+            or not 0 <= first_lm < contexts
             or not math.isfinite(cost)
             or not adaptive >= 0
         ):
             raise ValueError("numbers of a saved search that cannot be")
         frontier = [Token(state, lm, np.float32(c)) for state, lm, c in (read("<iif") for _ in range(tokens))]
-        contexts = 1 if graph.lm is None else len(graph.lm[4])
         if any(
             not (0 <= t.state < len(graph.first) and 0 <= t.lm < contexts and math.isfinite(t.cost)) for t in frontier
         ):
@@ -206,6 +208,7 @@ class Session:
         if offset != len(data):
             raise ValueError("a saved search with bytes behind it")
         self.frontier, self.levels, self.frames, self.base_frame, self.owed = frontier, levels, frames, base, owed
+        self.first_lm = first_lm
         self.offset, self.adaptive = cost, np.float32(adaptive)
 
 
@@ -213,6 +216,64 @@ class _Step(NamedTuple):
     level: int
     link: int
     """Index into the level's links."""
+
+
+class _Element(NamedTuple):
+    """Node of the history, and how a path of a lattice comes to it."""
+
+    node: int
+    cost: float
+    """Above that of the best path with the same words."""
+    graph_cost: float
+    trace: int
+
+
+class _LatticeState:
+    def __init__(self, elements: list[_Element], forward: float) -> None:
+        self.elements, self.forward, self.number = elements, forward, -1
+
+
+class _Network:
+    """Nodes of a history in topological order, and its links by the nodes that they leave."""
+
+    def __init__(self, graph: Graph, session: Session) -> None:
+        self.levels: list[int] = []
+        self.nodes: list[int] = []
+        self.extras: list[np.float32] = []
+        self.links: list[Link] = []
+        self.steps: list[_Step] = []
+        numbers: list[list[int]] = []
+        for position, level in enumerate(session.levels):
+            depths = [0] * len(level.extras)
+            for link in level.epsilon:
+                depths[link.target] = max(depths[link.target], depths[link.source] + 1)
+            own = [0] * len(depths)
+            for node in sorted(range(len(depths)), key=depths.__getitem__):
+                own[node] = len(self.levels)
+                self.levels.append(position)
+                self.nodes.append(node)
+                self.extras.append(level.extras[node])
+            numbers.append(own)
+            for i, link in enumerate(level.links):
+                behind = numbers[position - 1] if i < len(level.emitting) else own
+                self.links.append(link._replace(source=behind[link.source], target=own[link.target]))
+                self.steps.append(_Step(position, i))
+        self.start = numbers[0][session.levels[0].best.index(-1)]
+        self.leaving: list[list[int]] = [[] for _ in self.levels]
+        for place, link in enumerate(self.links):
+            self.leaving[link.source].append(place)
+        self.graph_costs = [0.0] * len(self.links)
+        contexts = [0] * len(self.levels)
+        contexts[self.start] = session.first_lm
+        for node, places in enumerate(self.leaving):
+            for place in places:
+                link, context, cost = self.links[place], contexts[node], 0.0
+                if link.arc >= 0:
+                    cost = float(graph.costs[link.arc])
+                    if graph.words[link.arc] >= 0 and graph.lm is not None:
+                        paid, context = graph.word_cost(context, graph.words[link.arc])
+                        cost += float(paid)
+                self.graph_costs[place], contexts[link.target] = cost, context
 
 
 class _WordSpans:
@@ -245,9 +306,11 @@ class _Search:
     def __init__(self, graph: Graph, options: Options, session: Session) -> None:
         self.graph, self.options, self.session = graph, options, session
         self.final: list[np.float32] = []
+        self.final_graph: list[float] = []
         if not session.levels:
             self._clear()
-            self._insert(graph.start, 0 if graph.lm is None else int(graph.lm[7]), np.float32(0))
+            session.first_lm = 0 if graph.lm is None else int(graph.lm[7])
+            self._insert(graph.start, session.first_lm, np.float32(0))
             self._close(INF)
             self._finish_frame(0)
 
@@ -375,6 +438,7 @@ class _Search:
             if position == last:
                 session.frontier = [token for token, keep in zip(session.frontier, kept, strict=True) if keep]
                 self.final = [cost for cost, keep in zip(self.final, kept, strict=False) if keep]
+                self.final_graph = [cost for cost, keep in zip(self.final_graph, kept, strict=False) if keep]
             else:
                 behind = session.levels[position + 1]
                 behind.emitting = [link._replace(source=numbers[link.source]) for link in behind.emitting]
@@ -491,8 +555,11 @@ class _Search:
             return []
         fixed: list[Word] = []
         if count:
-            fixed = self._with_logprobs(path, self._to_words(path), self._posteriors(False))[:count]
+            fixed = self._with_logprobs(path, self._to_words(path), self._posteriors())[:count]
         session.owed = owed
+        for step in path[:place]:
+            if graph.lm is not None and self._is_word(arc := self._arc(step)):
+                _, session.first_lm = graph.word_cost(session.first_lm, graph.words[arc])
         self._drop_before(path[place].level - 1, session.levels[path[place].level].links[path[place].link].source)
         return fixed
 
@@ -532,23 +599,144 @@ class _Search:
     def tail(self) -> list[Word]:
         path = self._best_path()
         words = self._to_words(path)
-        return self._with_logprobs(path, words, self._posteriors(False)) if words else []
+        return self._with_logprobs(path, words, self._posteriors()) if words else []
 
-    def finish(self, most: int) -> list[tuple[float, list[Word]]]:
+    def finish(self, most: int, graph_scale: float, minimum_risk: bool) -> list[tuple[float, list[Word]]]:
+        self._prune_ends()
+        found = self._nbest(most)
+        lattice = self._make_lattice()
+        risk = BayesRisk(lattice, graph_scale)
+        out = []
+        for cost, words in found:
+            logprobs = risk.confidences([word for word, *_ in words])
+            out.append((cost, [(*word[:3], logprob) for word, logprob in zip(words, logprobs, strict=True)]))
+        if not minimum_risk:
+            return out
+        decoded = risk.decode([word for word, *_ in out[0][1]])
+        ids = [word for word, *_ in decoded]
+        for i, (_, words) in enumerate(out):
+            if [word for word, *_ in words] == ids:
+                return [out[i], *out[:i], *out[i + 1 :]]
+        beam = float(self.options.lattice_beam)
+        cost = self.session.offset + float(self.final_best) + cost_of(lattice, ids, beam)
+        return [(cost, decoded), *out][:most]
+
+    def lattice(self) -> WordLattice:
+        """The session's paths after the fixed words."""
+        self._prune_ends()
+        return self._make_lattice()
+
+    def _prune_ends(self) -> None:
         graph, session = self.graph, self.session
-        costs = [graph.final_costs[t.state] for t in session.frontier]
+        ends = [graph.final_costs[t.state] for t in session.frontier]
         if graph.lm is not None:
-            costs = [cost - graph.lm[6][t.lm] for cost, t in zip(costs, session.frontier, strict=True)]
-        self.final = [t.cost + cost for t, cost in zip(session.frontier, costs, strict=True)]
+            ends = [cost - graph.lm[6][t.lm] for cost, t in zip(ends, session.frontier, strict=True)]
+        self.final = [t.cost + cost for t, cost in zip(session.frontier, ends, strict=True)]
         if not min(self.final) < INF:
+            ends = [np.float32(0)] * len(ends)
             self.final = [token.cost for token in session.frontier]
+        self.final_graph = [float(cost) for cost in ends]
         best = min(self.final)
         above = [cost - best for cost in self.final]
         self._prune([cost if cost <= self.options.lattice_beam else INF for cost in above])
         self.final_best = best
-        return self._nbest(most, self._posteriors(True))
 
-    def _posteriors(self, ends: bool) -> list[tuple[int, int, float]]:
+    def _make_lattice(self) -> WordLattice:
+        network, beam = _Network(self.graph, self.session), float(self.options.lattice_beam)
+        while (lattice := self._determinized(network, beam)) is None:
+            beam = beam / 2 if beam < math.inf else 16.0
+        return lattice
+
+    def _determinized(self, network: _Network, beam: float) -> WordLattice | None:
+        graph, last = self.graph, len(self.session.levels) - 1
+        traces: list[tuple[int, int]] = []
+        states: list[_LatticeState] = []
+        known: dict[tuple[tuple[int, int], ...], int] = {}
+        waiting: list[tuple[int, int]] = []
+
+        def find(elements: list[_Element], forward: float) -> int:
+            key = tuple((e.node, math.floor(e.cost * COST_STEPS + 0.5)) for e in elements)
+            index = known.setdefault(key, len(states))
+            if index == len(states):
+                heapq.heappush(waiting, (elements[0].node, index))
+                states.append(_LatticeState(elements, forward))
+            states[index].forward = min(states[index].forward, forward)
+            return index
+
+        find([_Element(network.start, 0.0, 0.0, -1)], 0.0)
+        arcs: list[LatticeArc] = []
+        finals: list[tuple[float, float]] = []
+        while waiting:
+            _, index = heapq.heappop(waiting)
+            state = states[index]
+            state.number = len(finals)
+            final = (math.inf, 0.0)
+            reached = {element.node: element for element in state.elements}
+            followed: dict[int, dict[int, _Element]] = {}
+            queue = list(reached)
+            heapq.heapify(queue)
+            while queue:
+                element = reached[heapq.heappop(queue)]
+                if network.levels[element.node] == last:
+                    token = network.nodes[element.node]
+                    cost = element.cost + float(self.final[token] - self.final_best)
+                    if cost < final[0]:
+                        final = (cost, element.graph_cost + self.final_graph[token])
+                for place in network.leaving[element.node]:
+                    link = network.links[place]
+                    cost = element.cost + float(link.excess)
+                    if state.forward + cost + float(network.extras[link.target]) > beam:
+                        continue
+                    word = graph.words[link.arc] if self._is_word(link.arc) else NO_WORD
+                    to = reached if word == NO_WORD else followed.setdefault(word, {})
+                    if link.target in to and not cost < to[link.target].cost:
+                        continue
+                    if word == NO_WORD and link.target not in to:
+                        heapq.heappush(queue, link.target)
+                    spent = element.graph_cost + network.graph_costs[place]
+                    to[link.target] = _Element(link.target, cost, spent, len(traces))
+                    traces.append((place, element.trace))
+            finals.append((math.inf, final[1]) if state.forward + final[0] > beam else final)
+            for word, reached in sorted(followed.items()):
+                to_all = [reached[node] for node in sorted(reached)]
+                least = min(to_all, key=lambda e: e.cost)
+                likeliest = min(to_all, key=lambda e: e.cost + float(network.extras[e.node]))
+                words = self._to_words(self._path_through(network, traces, likeliest))
+                count, trace = 0, likeliest.trace
+                while trace >= 0:
+                    place, trace = traces[trace]
+                    count += self._is_word(network.links[place].arc)
+                spent = to_all[0].graph_cost
+                moved = [_Element(e.node, e.cost - least.cost, e.graph_cost - spent, e.trace) for e in to_all]
+                target = find(moved, state.forward + least.cost)
+                _, start, end, _ = words[count - 1]
+                arcs.append(LatticeArc(state.number, target, word, least.cost, spent, start, end))
+            if len(arcs) > MAX_LATTICE_ARCS or len(traces) > MAX_LATTICE_TRACES:
+                return None
+        return WordLattice([arc._replace(target=states[arc.target].number) for arc in arcs], finals)
+
+    def _path_through(self, network: _Network, traces: list[tuple[int, int]], element: _Element) -> list[_Step]:
+        path: list[_Step] = []
+        trace = element.trace
+        while trace >= 0:
+            place, trace = traces[trace]
+            path.append(network.steps[place])
+        path.reverse()
+        node, last = element.node, len(self.session.levels) - 1
+        while True:
+            least, following = INF, -1
+            for place in network.leaving[node]:
+                link = network.links[place]
+                cost = link.excess + network.extras[link.target]
+                if cost < least:
+                    least, following = cost, place
+            ends = network.levels[node] == last and self.final[network.nodes[node]] - self.final_best <= least
+            if ends or following < 0:
+                return path
+            path.append(network.steps[following])
+            node = network.links[following].target
+
+    def _posteriors(self) -> list[tuple[int, int, float]]:
         """Level, word and posterior probability of each link that outputs a word."""
         levels, frontier = self.session.levels, self.session.frontier
         forward: list[list[float]] = []
@@ -565,12 +753,8 @@ class _Search:
             most = _largest(at)
             forward.append([value / most for value in at])
             entries.append([value / most for value in entry])
-        if ends:
-            above = [cost - self.final_best for cost in self.final]
-        else:
-            best = min(token.cost for token in frontier)
-            above = [token.cost - best for token in frontier]
-        at = [math.exp(-float(cost)) for cost in above]
+        best = min(token.cost for token in frontier)
+        at = [math.exp(-float(token.cost - best)) for token in frontier]
         found: list[tuple[int, int, float]] = []
         for position in range(len(levels) - 1, -1, -1):
             level = levels[position]
@@ -611,7 +795,7 @@ class _Search:
             result.append((word, first, end, math.log(min(max(total, 1e-10), 1.0))))
         return result
 
-    def _nbest(self, most: int, posteriors: list[tuple[int, int, float]]) -> list[tuple[float, list[Word]]]:
+    def _nbest(self, most: int) -> list[tuple[float, list[Word]]]:
         levels = self.session.levels
         partials: list[tuple[int, int, int, int, int]] = []
         queue: list[tuple[float, int]] = []
@@ -641,8 +825,7 @@ class _Search:
                     *_, taken, after = partials[index]
                     path.append(_Step(partials[after][0], taken))
                     index = after
-                words = self._with_logprobs(path, self._to_words(path), posteriors)
-                out.append((self.session.offset + float(self.final_best) + above, words))
+                out.append((self.session.offset + float(self.final_best) + above, self._to_words(path)))
                 continue
             for i, link in enumerate(levels[position].links):
                 if link.target != node:
@@ -685,6 +868,31 @@ def step(
     return results
 
 
-def finish(graph: Graph, session: Session, options: tuple[Any, ...], most: int) -> list[tuple[float, list[Word]]]:
+def finish(
+    graph: Graph, session: Session, options: tuple[Any, ...], most: int, graph_scale: float, minimum_risk: bool
+) -> list[tuple[float, list[Word]]]:
     """Hypotheses of a session that has ended."""
-    return _Search(graph, _options(options), session).finish(most)
+    return _Search(graph, _options(options), session).finish(most, graph_scale, minimum_risk)
+
+
+def lattice(
+    graph: Graph, session: Session, options: tuple[Any, ...]
+) -> tuple[list[tuple[Any, ...]], list[tuple[float, float]]]:
+    """Arcs and final costs of the word lattice of a session that has ended."""
+    arcs, finals = _Search(graph, _options(options), session).lattice()
+    return [tuple(arc) for arc in arcs], finals
+
+
+def minimum_risk(
+    arcs: Sequence[tuple[Any, ...]], finals: Sequence[tuple[float, float]], graph_scale: float, words: Sequence[int]
+) -> tuple[float, list[float], list[Word]]:
+    """Expected edit distance and confidences of words, and the words of minimum Bayes risk from them on."""
+    lattice = WordLattice([LatticeArc(*arc) for arc in arcs], list(finals))
+    entered = {0, *(arc.target for arc in lattice.arcs)}
+    if not finals or not finals[-1][0] < math.inf or len(entered) != len(finals):
+        raise ValueError("a lattice whose states are reached, and whose last state is final")
+    if any(not 0 <= arc.source < arc.target < len(finals) or arc.word < 0 for arc in lattice.arcs):
+        raise ValueError("an arc of a lattice that leads to no later state, or without a word")
+    risk = BayesRisk(lattice, graph_scale)
+    distance = risk.evaluate(words)
+    return distance, risk.confidences(words), risk.decode(words)

@@ -35,6 +35,11 @@ class GraphSearchOptions(NamedTuple):
     """Most paths of a frame."""
     min_active: int = 200
     """Paths of a frame that the beam leaves at least."""
+    graph_scale: float = 1.0
+    """Factor of the costs of the graph and its language model in the probabilities of a lattice's paths, which the
+    confidences and `minimum_risk` follow."""
+    minimum_risk: bool = False
+    """Whether a result has the words of minimum Bayes risk instead of those of the best path."""
 
 
 class GraphInfo(msgspec.Struct, frozen=True):

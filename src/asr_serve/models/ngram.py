@@ -55,6 +55,38 @@ class NgramModel(NamedTuple):
             state = int(self.backoff_states[state])
         return float("-inf"), 0
 
+    def with_epsilon_backoffs(self) -> NgramModel:
+        """Model as it is where back-offs are epsilon arcs of a transducer: a word, or the end, that is likelier by way
+        of the back-off has that log-probability, and leads to the state that the shorter context leads to.
+
+        Kaldi's decoders search transducers of that kind, and models that are published for them are tuned so.
+        """
+        sources = np.repeat(np.arange(self.states), np.diff(self.arc_offsets))
+        keys = sources << 32 | self.arc_words
+        logprobs, states, finals = self.arc_logprobs.copy(), self.arc_states.copy(), self.final_logprobs.copy()
+        orders = np.zeros(self.states, np.int64)
+        reached = self.backoff_states
+        while (reached >= 0).any():
+            orders += reached >= 0
+            reached = np.where(reached >= 0, self.backoff_states[reached], -1)
+        for order in range(1, int(orders.max(initial=0)) + 1):  # shorter contexts are done before longer ones
+            arcs = np.flatnonzero(orders[sources] == order)
+            context, total = sources[arcs], np.zeros(len(arcs), np.float32)
+            while len(arcs):
+                total = total + self.backoff_logprobs[context]
+                context = self.backoff_states[context].astype(np.int64)
+                wanted = context << 32 | self.arc_words[arcs]
+                found = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
+                known = keys[found] == wanted
+                likelier = known & (total + logprobs[found] > logprobs[arcs])
+                logprobs[arcs[likelier]] = (total + logprobs[found])[likelier]
+                states[arcs[likelier]] = states[found[likelier]]
+                rest = ~known & (context > 0)
+                arcs, context, total = arcs[rest], context[rest], total[rest]
+            ends = np.flatnonzero(orders == order)
+            finals[ends] = np.maximum(finals[ends], self.backoff_logprobs[ends] + finals[self.backoff_states[ends]])
+        return self._replace(arc_logprobs=logprobs, arc_states=states, final_logprobs=finals)
+
     def to_arrays(self, prefix: str = "") -> dict[str, np.ndarray]:
         """Arrays by name, for a file; the inverse of `from_arrays`."""
         arrays = {prefix + name: np.asarray(value) for name, value in self._asdict().items() if name != "start_state"}

@@ -10,6 +10,7 @@ from torch import Tensor
 from asr_serve import kernels
 from asr_serve.decoding.wfst.search_graph import SearchGraph
 from asr_serve.errors import OptionError, WeightsCorrupt
+from asr_serve.kernels.lattice_reference import LatticeArc, WordLattice
 from asr_serve.models.decoding_graph import GraphSearchOptions
 from asr_serve.models.interfaces import State, StateSpec, StreamingChunk, StreamingModel
 from asr_serve.types import NBestHypothesis, SearchResult, SearchToken
@@ -27,11 +28,14 @@ class WfstSearch:
 
     Out     Words as tokens: `id` is the word, `frame` and `end_frame` its span where the graph tells phones by their
             places in words (else the frame at which it is output), `logprob` the natural log of its posterior
-            probability in the lattice. With one hypothesis a word is fixed when all paths share it; with more, words
-            stay open for MAX_HISTORY_FRAMES, so that the list covers them. Results do not depend on chunks or on
-            other sessions. finish: n-best list out of the lattice, with the weight of each whole path.
+            probability: in the lattice around it while the session runs, and in the confusion network at its end. With
+            one hypothesis a word is fixed when all paths share it; with more, words stay open for MAX_HISTORY_FRAMES,
+            so that the list covers them. Results do not depend on chunks or on other sessions. finish: n-best list
+            out of the lattice, with the weight of each whole path; with GraphSearchOptions.minimum_risk the words of
+            minimum Bayes risk come before it, and are in it once.
     State   A session's paths and lattice grow with what is open, and lie outside the rows.
-    Source  Kaldi's lattice-faster-decoder (Povey et al., ICASSP 2012); kernels/src/wfst.hpp describes the search
+    Source  Kaldi's lattice-faster-decoder (Povey et al., ICASSP 2012); kernels/src/wfst.hpp describes the search, and
+            kernels/src/lattice.hpp minimum risk
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class WfstSearch:
             MAX_HISTORY_FRAMES,
             MAX_HISTORY_LINKS,
         )
+        self._risk = options.graph_scale, options.minimum_risk
         self._sessions: dict[int, Any] = {}
 
     def state_specs(self) -> dict[str, StateSpec]:
@@ -88,8 +93,17 @@ class WfstSearch:
         session = self._sessions.get(row)
         if session is None:
             return [NBestHypothesis([], 0.0)]
-        found = self._native.finish(self._graph, session, self._options, self.hypotheses)
+        found = self._native.finish(self._graph, session, self._options, self.hypotheses, *self._risk)
         return [NBestHypothesis(_tokens(words), -cost) for cost, words in found] or [NBestHypothesis([], 0.0)]
+
+    def lattice(self, row: int) -> WordLattice:
+        """Word lattice of a session that has ended, of what follows its fixed words: all of the session where several
+        hypotheses were asked for."""
+        session = self._sessions.get(row)
+        if session is None:
+            return WordLattice([], [(0.0, 0.0)])
+        arcs, finals = self._native.lattice(self._graph, session, self._options)
+        return WordLattice([LatticeArc(*arc) for arc in arcs], finals)
 
     def export_state(self, row: int) -> tuple[bytes, Tensor]:
         session = self._sessions.get(row)
@@ -122,7 +136,7 @@ def validate_options(options: GraphSearchOptions) -> None:
         if name in LEAST_ACTIVE:
             if not LEAST_ACTIVE[name] <= value <= MAX_ACTIVE:
                 raise OptionError(f"{name}={value}", f"{LEAST_ACTIVE[name]} to {MAX_ACTIVE}", param=f"graph_{name}")
-        elif not value > 0:
+        elif name != "minimum_risk" and not value > 0:
             raise OptionError(f"{name}={value}", "more than 0", param=f"graph_{name}")
 
 

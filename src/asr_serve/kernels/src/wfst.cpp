@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 
 #include <atomic>
 #include <cstring>
@@ -171,7 +172,8 @@ nb::list step(const PyGraph& graph, const nb::list& sessions, Array<float> score
   return out;
 }
 
-nb::list finish(const PyGraph& graph, Session& session, const nb::tuple& options, int32_t most) {
+nb::list finish(const PyGraph& graph, Session& session, const nb::tuple& options, int32_t most, double graph_scale,
+                bool minimum_risk) {
   Options chosen = read_options(options);
   std::vector<Hypothesis> found;
   {
@@ -179,17 +181,65 @@ nb::list finish(const PyGraph& graph, Session& session, const nb::tuple& options
     Search& search = thread_search();
     search.begin(graph.graph, chosen);
     if (session.levels.empty()) search.start(session);
-    search.finish(session, most, found);
+    search.finish(session, most, graph_scale, minimum_risk, found);
   }
   nb::list out;
   for (const Hypothesis& each : found) out.append(nb::make_tuple(each.cost, listed(each.words)));
   return out;
 }
 
+nb::tuple lattice(const PyGraph& graph, Session& session, const nb::tuple& options) {
+  Options chosen = read_options(options);
+  WordLattice found;
+  {
+    nb::gil_scoped_release release;
+    Search& search = thread_search();
+    search.begin(graph.graph, chosen);
+    if (session.levels.empty()) search.start(session);
+    found = search.lattice(session);
+  }
+  nb::list arcs, finals;
+  for (const LatticeArc& arc : found.arcs)
+    arcs.append(nb::make_tuple(arc.source, arc.target, arc.word, arc.cost, arc.graph_cost, arc.start, arc.end));
+  for (size_t i = 0; i < found.final_costs.size(); ++i)
+    finals.append(nb::make_tuple(found.final_costs[i], found.final_graph_costs[i]));
+  return nb::make_tuple(arcs, finals);
+}
+
+nb::tuple minimum_risk(const nb::list& arcs, const nb::list& finals, double graph_scale, const std::vector<int32_t>& ids) {
+  WordLattice lattice;
+  for (nb::handle each : finals) {
+    auto costs = nb::cast<nb::tuple>(each);
+    require(costs.size() == 2, "finals: the cost of ending in each state and the graph's part of it");
+    lattice.final_costs.push_back(nb::cast<double>(costs[0]));
+    lattice.final_graph_costs.push_back(nb::cast<double>(costs[1]));
+  }
+  auto states = int32_t(lattice.final_costs.size());
+  require(states >= 1 && std::isfinite(lattice.final_costs.back()), "a lattice whose last state is final");
+  std::vector<uint8_t> entered(size_t(states), 0);
+  entered[0] = 1;
+  for (nb::handle each : arcs) {
+    auto arc = nb::cast<nb::tuple>(each);
+    require(arc.size() == 7, "arcs: source, target, word, cost, graph_cost, start, end");
+    LatticeArc made{nb::cast<int32_t>(arc[0]), nb::cast<int32_t>(arc[1]), nb::cast<int32_t>(arc[2]),
+                    nb::cast<double>(arc[3]),  nb::cast<double>(arc[4]),  nb::cast<int32_t>(arc[5]),
+                    nb::cast<int32_t>(arc[6])};
+    require(0 <= made.source && made.source < made.target && made.target < states && made.word >= 0 &&
+                std::isfinite(made.cost) && std::isfinite(made.graph_cost),
+            "an arc of a lattice that leads to no later state, or without a word or costs");
+    entered[size_t(made.target)] = 1;
+    lattice.arcs.push_back(made);
+  }
+  require(std::find(entered.begin(), entered.end(), 0) == entered.end(), "a state of a lattice that no arc leads to");
+  BayesRisk risk(lattice, graph_scale);
+  double distance = risk.evaluate(ids);
+  return nb::make_tuple(distance, risk.confidences(ids), listed(risk.decode(ids)));
+}
+
 // --- saved sessions ---------------------------------------------------------------------------------------
 
 struct SavedHeader {
-  int64_t frames, base_frame, owed, tokens, levels, nodes, links;
+  int64_t frames, base_frame, owed, first_lm, tokens, levels, nodes, links;
   double offset;
   float adaptive, unused;
 };
@@ -198,7 +248,7 @@ struct SavedLevel {
 };
 
 nb::bytes export_session(const Session& s) {
-  SavedHeader header{s.frames, s.base_frame, s.owed, int64_t(s.frontier.size()), int64_t(s.levels.size()),
+  SavedHeader header{s.frames, s.base_frame, s.owed, s.first_lm, int64_t(s.frontier.size()), int64_t(s.levels.size()),
                      int64_t(s.nodes.size()), int64_t(s.links.size()), s.offset, s.adaptive, 0};
   std::vector<char> out;
   auto write = [&](const void* data, size_t bytes) {
@@ -230,10 +280,12 @@ void import_session(Session& out, const PyGraph& graph, const nb::bytes& data) {
               header.tokens <= most && header.levels <= most && header.nodes <= most && header.links <= most &&
               header.base_frame >= 0 && header.frames == header.base_frame + header.levels - 1 &&
               header.frames < int64_t(1) << 31 && std::abs(header.owed) <= header.frames &&
+              header.first_lm >= 0 && header.first_lm < (g.has_lm ? g.lm.model().states : 1) &&
               std::isfinite(header.offset) && header.adaptive >= 0,
           "numbers of a saved search that cannot be");
   Session s;
   s.frames = header.frames, s.base_frame = header.base_frame, s.owed = int32_t(header.owed);
+  s.first_lm = int32_t(header.first_lm);
   s.offset = header.offset, s.adaptive = header.adaptive;
   s.frontier.resize(size_t(header.tokens));
   read(s.frontier.data(), header.tokens, sizeof(Token));
@@ -304,5 +356,9 @@ NB_MODULE(_wfst, m) {
         nb::arg("frames").noconvert(), nb::arg("options"), nb::arg("threads"),
         "One chunk of many sessions: the words fixed by it, and the rest of the best path, of each.");
   m.def("finish", &finish, nb::arg("graph"), nb::arg("session"), nb::arg("options"), nb::arg("most"),
-        "Hypotheses of a session that has ended.");
+        nb::arg("graph_scale"), nb::arg("minimum_risk"), "Hypotheses of a session that has ended.");
+  m.def("lattice", &lattice, nb::arg("graph"), nb::arg("session"), nb::arg("options"),
+        "Arcs and final costs of the word lattice of a session that has ended.");
+  m.def("minimum_risk", &minimum_risk, nb::arg("arcs"), nb::arg("finals"), nb::arg("graph_scale"), nb::arg("words"),
+        "Expected edit distance and confidences of words, and the words of minimum Bayes risk from them on.");
 }

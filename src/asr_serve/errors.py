@@ -211,6 +211,10 @@ class WeightsCorrupt(ModelError):
     """Bytes that differ from those the card names."""
 
 
+class CacheNotWritable(ModelError):
+    """The folder of converted and fetched weights cannot be written."""
+
+
 class ProgramMissing(ModelError):
     """A package or program that the model needs is not on this machine."""
 

@@ -367,6 +367,17 @@ def test_a_start_that_fails_says_why_and_ends(served, flags, code, says):
     assert "Traceback" not in log
 
 
+def test_a_cache_that_cannot_be_written_is_named_without_a_traceback(served, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path / "file" / "cache"))
+    server = served()
+    assert server.process.wait(WAIT_S) == 1
+    log = server.log.read_text()
+    assert f"weights cannot be written to {tmp_path / 'file' / 'cache'}: Not a directory" in log
+    assert "set ASR_SERVE_CACHE" in log
+    assert "Traceback" not in log
+
+
 @pytest.mark.slow
 def test_a_port_that_is_taken(served):
     server = served()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -183,7 +183,7 @@ def _clone_request(
             f"model={model}, which learns no voices", f"models that do: {', '.join(cards) or 'none'}", param="model"
         )
     dependencies.store.check_name_free(parsed.name, _own_voices(dependencies))
-    _check_audio(list(form.names))
+    _check_audio(form.names)
     return CloneRequest(
         name=parsed.name,
         audio=[str(path) for path in form.names],
@@ -216,15 +216,18 @@ def _texts(source: str, form: MultiFileForm) -> dict[str, str]:
     return {paths[name]: text for name, text in texts.items()}
 
 
-def _check_audio(paths: list[Path]) -> None:
-    """Checks that at least one file is audio; the report lists errors of the others. Raises AudioError."""
+def _check_audio(names: Mapping[Path, str]) -> None:
+    """Checks that at least one file is audio; the report lists errors of the others. `names`: the client's names of
+    the files. Raises AudioError, with the client's name in it."""
     first: AudioError | None = None
-    for path in paths:
+    for path, name in names.items():
         try:
             open_audio(path).close()
             return
         except AudioError as error:
-            first = first or error
+            if first is None:
+                first = type(error)(error.came.replace(str(path), name), error.allowed, error.todo)
+                first.param = cloned_voices.FILES[0]
     assert first is not None
     raise first
 

@@ -77,7 +77,7 @@ def _cache_not_writable(failure: OSError) -> CacheNotWritable:
     return CacheNotWritable(
         f"weights cannot be written to {cache_dir()}: {failure.strerror or failure}",
         "a folder that this user may write, on a disk with space left",
-        f"set ASR_SERVE_CACHE to one{', or unset it' if os.environ.get('ASR_SERVE_CACHE') else ''}",
+        "set ASR_SERVE_CACHE to one",
     )
 
 

@@ -68,6 +68,7 @@ ERROR_MAPPINGS = (
     ErrorMapping(errors.ModelNotLoaded, 404),
     ErrorMapping(errors.WeightsMissing, 404),
     ErrorMapping(errors.ProgramMissing, 404),
+    ErrorMapping(errors.CacheNotWritable, 503, "server_error"),
     ErrorMapping(errors.WrongModel, 400),
     ErrorMapping(errors.Draining, 503, "server_error"),
     ErrorMapping(errors.RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),

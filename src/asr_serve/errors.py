@@ -197,13 +197,19 @@ class ModelError(AsrServeError):
 class UnknownModel(ModelError):
     """No model of that name."""
 
+    param = "model"
+
 
 class ModelNotLoaded(ModelError):
     """A known model that this server has not loaded."""
 
+    param = "model"
+
 
 class WrongModel(ModelError):
-    """A loaded model of another kind: speech synthesis where recognition was requested, or the reverse."""
+    """A model of another kind: speech synthesis where recognition was requested, or the reverse."""
+
+    param = "model"
 
 
 class WeightsMissing(ModelError):

@@ -30,9 +30,8 @@ from asr_serve.errors import (
     ModelNotLoaded,
     OptionError,
     UnsupportedAudio,
-    WrongModel,
 )
-from asr_serve.models.registry import AnyCard, AsrCard, TtsCard, TurnCard
+from asr_serve.models.registry import AnyCard, AsrCard, TtsCard, TurnCard, wrong_model
 from asr_serve.types import LanguageModelChoice, Priority, SearchResult, Sentence
 
 
@@ -275,14 +274,14 @@ class EngineClient:
         """Card of the recognition model. Raises WrongModel for a speech synthesis model."""
         if isinstance(card := self.backend.card, AsrCard):
             return card
-        raise WrongModel(f"the model {card.name} speaks, and hears nothing", "a model that hears")
+        raise wrong_model(card.name, AsrCard)
 
     @property
     def voice_card(self) -> TtsCard:
         """Card of the speech synthesis model. Raises WrongModel for a recognition model."""
         if isinstance(card := self.backend.card, TtsCard):
             return card
-        raise WrongModel(f"the model {card.name} hears, and has no voice", "a model that speaks")
+        raise wrong_model(card.name, TtsCard)
 
     @property
     def state(self) -> str:

@@ -127,7 +127,7 @@ def resolve_language(client: EngineClient, wanted: str | None) -> str:
     if wanted is not None and wanted not in languages:
         raise OptionError(
             f"unknown language for {client.card.name}: {str(wanted)[:20]!r}",
-            f"it hears: {', '.join(languages)}",
+            f"languages that it recognizes: {', '.join(languages)}",
             suggest_name(wanted, languages_by_name(languages)),
             param="language",
         )

@@ -18,17 +18,9 @@ from asr_serve.engine.process.backend import ProcessBackend, process_backend
 from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.handover import HandoverResult
 from asr_serve.engine.process.messages import EngineSpec
-from asr_serve.errors import (
-    EngineClosed,
-    ModelNotLoaded,
-    NotAllowed,
-    ProgramMissing,
-    UnknownModel,
-    WeightsMissing,
-    WrongModel,
-)
+from asr_serve.errors import EngineClosed, ModelNotLoaded, NotAllowed, ProgramMissing, UnknownModel, WeightsMissing
 from asr_serve.metrics import MIGRATIONS, ServerMetrics
-from asr_serve.models.registry import AUTO_VOICE, AnyCard, AsrCard, TtsCard
+from asr_serve.models.registry import AUTO_VOICE, AnyCard, AsrCard, ModelCard, TtsCard, wrong_model
 from asr_serve.pipelines.tts.frontend import preload_frontend
 from asr_serve.text import tokenizers
 from asr_serve.text.tokenizers import Tokenizer
@@ -106,14 +98,14 @@ class ModelEngine:
         """Card of a recognition model. Raises WrongModel for a synthesis model."""
         if isinstance(self.card_of_any_kind, AsrCard):
             return self.card_of_any_kind
-        raise WrongModel(f"the model {self.name} speaks, and hears nothing", "a model that hears")
+        raise wrong_model(self.name, AsrCard)
 
     @property
     def tts_card(self) -> TtsCard:
         """Card of a synthesis model. Raises WrongModel for a recognition model."""
         if isinstance(self.card_of_any_kind, TtsCard):
             return self.card_of_any_kind
-        raise WrongModel(f"the model {self.name} hears, and has no voice", "a model that speaks")
+        raise wrong_model(self.name, TtsCard)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -230,8 +222,9 @@ class EngineRegistry:
     def aliases(self, name: str) -> list[str]:
         return [alias for alias, model in self._config.aliases.items() if model == name]
 
-    def resolve(self, name: str | None) -> str:
-        """Resolves an alias to the model's name; None: the default model. Raises UnknownModel, EngineClosed."""
+    def resolve(self, name: str | None, kind: type[ModelCard] = ModelCard) -> str:
+        """Resolves an alias to the model's name; None: the default model. `kind`: class of the cards of models that
+        an error lists. Raises UnknownModel, EngineClosed."""
         if name is None:
             return self._config.model
         own = self._config.aliases.get(name, name)
@@ -240,7 +233,8 @@ class EngineRegistry:
             return own
         if not known:
             raise EngineClosed("the server is still loading its models", todo="try again in a few seconds")
-        names = [*self._config.aliases, *sorted(known)]
+        suited = sorted(model for model, card in known.items() if isinstance(card, kind))
+        names = [*(alias for alias, model in self._config.aliases.items() if model in suited), *suited]
         raise UnknownModel(
             f"there is no model {name[:100]!r}", f"models: {', '.join(names)}", suggest_name(name, names)
         )
@@ -248,9 +242,7 @@ class EngineRegistry:
     def get(self, name: str | None = None) -> ModelEngine:
         """Returns the engine of a recognition model that takes requests. Raises UnknownModel, ModelNotLoaded,
         WrongModel, EngineClosed."""
-        engine = self.get_any(name)
-        _ = engine.card
-        return engine
+        return self._get(name, AsrCard)
 
     def get_tts(self, name: str | None = None) -> ModelEngine:
         """Returns the engine of a synthesis model; None: the default one. Raises as `get` does."""
@@ -264,18 +256,25 @@ class EngineRegistry:
                 "no model is loaded that speaks",
                 todo="start the server with --voice, and the weights of a voice: asr-serve models list",
             )
-        engine = self.get_any(model)
-        _ = engine.tts_card
-        return engine
+        return self._get(model, TtsCard)
 
     def get_any(self, name: str | None = None) -> ModelEngine:
         """Returns the engine of a model of either kind. Raises UnknownModel, ModelNotLoaded, EngineClosed."""
-        own = self.resolve(name)
+        return self._get(name, ModelCard)
+
+    def _get(self, name: str | None, kind: type[ModelCard]) -> ModelEngine:
+        """Returns the engine of a model whose card is of that class. Raises UnknownModel, ModelNotLoaded, WrongModel,
+        EngineClosed."""
+        own = self.resolve(name, kind)
+        ready = [
+            engine.name for engine in self if engine.state == "ready" and isinstance(engine.card_of_any_kind, kind)
+        ]
+        if own in self._cards and not isinstance(self._cards[own], kind):
+            raise wrong_model(own, kind, ready)
         state = self.state(own)
         if state in ("ready", "restarting"):  # requests wait for a restart
             return self._engines[own]
         if state in ("not_loaded", "unloading"):
-            ready = [engine.name for engine in self if engine.state == "ready"]
             raise ModelNotLoaded(
                 f"the model {own} is not loaded",
                 f"loaded: {', '.join(ready) or 'none'}",

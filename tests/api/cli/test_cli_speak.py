@@ -168,7 +168,7 @@ def test_invalid_text_leaves_no_file(
         (["Hello.", "-o", "said.wav", "--speed", "9"], "speed=9"),
         (["Hello.", "-o", "said.wav", "--words", "said.txt"], "--words said.txt"),
         (["Hello.", "-o", "said.wav", "--ssml", "--phonemes"], "one of them"),
-        (["Hello.", "-o", "said.wav", "-m", "moonshine-tiny-en"], "which hears and has no voice"),
+        (["Hello.", "-o", "said.wav", "-m", "moonshine-tiny-en"], "does not synthesize it"),
         (["Hello.", "-o", "said.wav", "-m", "hibary"], "did you mean 'hibari'"),
         (["Hello.", "-o", "said.wav", "--api-key", "x"], "--api-key without --server"),
         (["Hello.", "-o", "said.wav", "--server", "127.0.0.1:1", "--device", "cpu"], "--device with --server"),

@@ -263,14 +263,15 @@ def choose_backend(
 def voice_model(name: str) -> TtsCard:
     """Returns a speech model's card; `auto`: the first whose weights are here. Raises UnknownModel, OptionError."""
     from asr_serve.models.checkpoints.store import auto_voice
-    from asr_serve.models.registry import AUTO_VOICE, TtsCard, engine_card, tts_cards
+    from asr_serve.models.registry import AUTO_VOICE, asr_cards, tts_card, tts_cards
 
     if name == AUTO_VOICE:
         return auto_voice()
-    card = engine_card(name)
-    if not isinstance(card, TtsCard):
-        raise OptionError(f"--model {name}, which hears and has no voice", f"one of: {', '.join(tts_cards())}")
-    return card
+    if name in asr_cards():
+        raise OptionError(
+            f"--model {name}, which recognizes speech and does not synthesize it", f"one of: {', '.join(tts_cards())}"
+        )
+    return tts_card(name)
 
 
 def show_voices(speaker: LocalSynthesizer | RemoteSynthesizer, model: str | None) -> int:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from asr_serve.audio.reader import AudioLimits
 from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError, ClientGone, EngineClosed, ModelNotLoaded, OptionError
+from asr_serve.models.registry import AsrCard
 from asr_serve.pipelines.offline.transcribe import SegmentDone
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.protocols.funasr.asr import parse_asr_form, render_asr_answer
@@ -210,7 +211,7 @@ class UploadTranscription(Generic[RequestT]):
         previous, self.request = self.request, _parse_fields(self._upload, self._read)
         engines = self._dependencies.engines
         # The engine is not looked up again: it may be unloading by now, but still serves this request.
-        same = engines.resolve(self.request.model) == self.engine.name
+        same = engines.resolve(self.request.model, AsrCard) == self.engine.name
         if self._text_sent and not (same and self._output_options(self.request) == self._output_options(previous)):
             raise OptionError(
                 "a field after the file changes what was asked, and text was sent already",

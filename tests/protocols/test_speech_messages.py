@@ -91,10 +91,10 @@ def test_all_that_there_is():
 @pytest.mark.parametrize(
     ("sent", "kind", "param", "says"),
     [
-        (b"", MalformedRequest, None, "no JSON"),
-        (b"\xff", MalformedRequest, None, "no JSON"),
+        (b"", MalformedRequest, None, "cannot be read as JSON"),
+        (b"\xff", MalformedRequest, None, "cannot be read as JSON"),
         (b"[1]", MalformedRequest, None, "no object"),
-        (b"[" * 100_000, MalformedRequest, None, "no JSON"),
+        (b"[" * 100_000, MalformedRequest, None, "nested too deeply"),
         (b"{}", MissingOption, "input", "missing"),
         (b'{"input":3}', OptionError, "input", "no text"),
         (body(input="x" * 101), TextTooLong, "input", "101 characters. up to 100"),
@@ -182,7 +182,7 @@ def test_commands():
         ("", MalformedRequest, "cannot be read"),
         ("{", MalformedRequest, "cannot be read"),
         ("3", MalformedRequest, "no object"),
-        ("[" * 100_000, MalformedRequest, "cannot be read"),
+        ("[" * 100_000, MalformedRequest, "nested too deeply"),
         ("{}", UnknownCommand, "start, text, flush, end, cancel"),
         (said(type="strat"), UnknownCommand, "did you mean 'start'"),
         (said(type="text", text=3), OptionError, "text"),

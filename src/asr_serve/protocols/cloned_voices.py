@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from asr_serve.errors import MalformedRequest, MissingOption, OptionError
+from asr_serve.errors import MissingOption, OptionError
 from asr_serve.protocols.form_fields import FormFields
+from asr_serve.protocols.json_members import decode_json
 from asr_serve.voices.cloned_voice import (
     EXAMPLE,
     NAME,
@@ -146,10 +147,8 @@ def parse_cloning_form(sent: Mapping[str, Sequence[str]], files: int, by: str) -
 
 def parse_rename_body(body: bytes) -> str:
     """Parses a body into the new name. Raises MalformedRequest, OptionError."""
-    try:
-        return check_voice_name(msgspec.json.decode(body, type=RenameVoiceBody).name)
-    except (msgspec.DecodeError, UnicodeDecodeError) as failure:
-        raise MalformedRequest(f"the body is no rename: {failure}", '{"name": "another-name"}') from failure
+    example = 'a body is like {"name": "another-name"}'
+    return check_voice_name(decode_json(body, RenameVoiceBody, "the body cannot be read", example).name)
 
 
 def cloned_voice_from_report(report: CloneReport) -> ClonedVoice:

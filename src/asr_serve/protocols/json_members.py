@@ -1,14 +1,28 @@
-"""Members of a JSON object, read by name. Every refusal is an OptionError that names its member."""
+"""JSON of clients: decoded, and the members of its objects read by name. Every refusal of a member is an OptionError
+that names it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from asr_serve.errors import MissingOption, OptionError, UnknownOption, UnsupportedOption
+from asr_serve.errors import MalformedRequest, MissingOption, OptionError, UnknownOption, UnsupportedOption
 from asr_serve.protocols.form_fields import MAX_QUOTED_CHARACTERS, expect_choice, quote_for_message
 from asr_serve.types import suggest_name
+
+T = TypeVar("T")
+
+
+def decode_json(source: str | bytes, kind: type[T], came: str, allowed: str) -> T:
+    """Decodes a client's JSON into `kind`. Raises MalformedRequest, with `came` and the reason, then `allowed`."""
+    try:
+        return msgspec.json.decode(source, type=kind)
+    except RecursionError:
+        reason = "its lists or objects are nested too deeply"
+    except (msgspec.DecodeError, UnicodeError) as error:
+        reason = str(error)
+    raise MalformedRequest(f"{came}: {reason}", allowed)
 
 
 class JsonMembers:

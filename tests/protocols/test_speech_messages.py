@@ -20,6 +20,7 @@ from asr_serve.errors import (
     UnsupportedOption,
 )
 from asr_serve.protocols.openai.speech import (
+    SPEECH_MEMBERS,
     SpeechRequest,
     SpeechStyle,
     SpeechWord,
@@ -128,6 +129,12 @@ def test_what_is_no_good_is_refused_by_name(sent, kind, param, says):
         parse_speech_request(sent, MOST)
     assert says in str(failed.value)
     assert getattr(failed.value, "param", None) == param
+
+
+def test_the_list_of_members_is_what_is_read():
+    with pytest.raises(UnknownOption) as refused:
+        parse_speech_request(body(unknown=1), MOST)
+    assert refused.value.allowed == f"known here: {', '.join(sorted(SPEECH_MEMBERS))}"
 
 
 def test_the_longest_text_fits_into_the_largest_body():

@@ -34,6 +34,12 @@ TOKEN_MS = 50
 """Audio that counts as one output token in `usage`."""
 IGNORED_MEMBERS = ("instructions",)
 """Members that OpenAI's clients send and no voice supports: accepted, and reported as ignored."""
+SPEECH_MEMBERS = (
+    *("input", "model", "voice", "response_format", "sample_rate", "stream_format", "words"),
+    *("speed", "pitch", "energy", "seed", "ssml", "phonemes", "lexicon", "watermark"),
+    *IGNORED_MEMBERS,
+)
+"""Every member of a request."""
 BODY_BYTES = 1 << 16
 """Limit of a body beside its text, whose characters take up to twelve bytes each."""
 

@@ -15,6 +15,7 @@ from asr_serve.audio.reader import open_audio
 from asr_serve.config import ServeConfig, voices_dir
 from asr_serve.errors import AudioError, InvalidKey, MalformedRequest, NotAllowed, OptionError, UnsupportedOption
 from asr_serve.protocols import cloned_voices
+from asr_serve.protocols.form_fields import reject_query_fields
 from asr_serve.protocols.openai.events import server_sent_event
 from asr_serve.server.engine_registry import EngineRegistry
 from asr_serve.server.middleware.error_handlers import JSON
@@ -83,6 +84,7 @@ def routes(dependencies: VoiceDependencies) -> APIRouter:
         for those before it, goes on if the client disconnects, and is followed under `/v1/voices/jobs/{id}`. The
         voice can be used as soon as it is done, without a restart. For administrators."""
         admin = expect_admin(request)
+        reject_query_fields(request.url.query, cloned_voices.FIELDS, "the form")
         dependencies.clonings.check_capacity()
         folder, job = UploadFolder(), None
         try:

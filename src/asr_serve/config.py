@@ -14,7 +14,9 @@ from asr_serve.errors import OptionError
 from asr_serve.types import (
     SECRETS,
     ApiKey,
+    DeviceName,
     DiskBackendName,
+    DtypeName,
     Fraction,
     HandoverPayload,
     Host,
@@ -239,9 +241,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Names that clients may send for a voice, like coral = bella. OpenAI's names are built in."""
     max_models: PositiveInt = 2
     """Models that may be loaded at once, not counting `voice`."""
-    device: Name = "auto"
+    device: DeviceName = "auto"
     """Device to compute on: auto, cpu, cuda or cuda:N."""
-    dtype: Name = "auto"
+    dtype: DtypeName = "auto"
     """Data type to compute in: auto, fp32 or bf16."""
     weights: NonEmptyText | None = None
     """Checkpoint folder for `model`, instead of its own weights."""

@@ -23,6 +23,7 @@ from granian.server.embed import Server
 
 from asr_serve import __version__
 from asr_serve.config import ServeConfig
+from asr_serve.engine.process.startup_checks import check_startup
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.metrics import ServerMetrics
 from asr_serve.server import silent_connections
@@ -52,9 +53,10 @@ CLOSE_S = 5.0
 
 def serve(config: ServeConfig) -> None:
     """Runs until SIGTERM or SIGINT, then exits: code 0, or 1 if it could not start or ended by itself. Raises
-    OptionError if the address or the certificate cannot be used."""
+    OptionError if the address or the certificate cannot be used, and for unknown models, voices and devices."""
     logs.setup(config.log_format, config.log_level)
     _certificate(config)
+    check_startup(config)
     config = _with_peer_port(config)
     _tune_malloc()
     connections = _connection_limit(config)

@@ -201,7 +201,7 @@ def test_too_few_clips_are_refused_with_the_reasons(voice, encoder, rng):
     ]
     with pytest.raises(TooFewClips) as raised:
         training_material.gather_material(items, {}, said("words"), encoder)
-    assert "1 good clips" in str(raised.value)
+    assert "1 usable clip" in str(raised.value)
     assert "noise.wav: it is noisy" in str(raised.value)
     assert "bad.wav: " in str(raised.value)
 

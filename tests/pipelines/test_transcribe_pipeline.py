@@ -253,7 +253,7 @@ def test_closing_before_the_start_opens_nothing(model):
         ({"language": "fr"}, "unknown language .* 'fr'.*en"),
         ({"language": 5}, "language"),
         ({"priority": "bulky"}, "did you mean 'bulk'"),
-        ({"max_segment_ms": 60_000}, "hears up to 28000 ms"),
+        ({"max_segment_ms": 60_000}, "takes up to 28000 ms"),
         ({"max_segment_ms": 10}, "max_segment_ms"),
         ({"temperatures": (3.0,)}, "temperatures"),
         ({"silence_schedule": [(None, 200)]}, "silence schedule"),

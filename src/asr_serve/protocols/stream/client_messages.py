@@ -36,7 +36,7 @@ RESUME = ("session", "after", "api_key")
 START = "start"
 """Query field with which the first message of a WebSocket has further options."""
 MAX_START_CHARACTERS = MAX_HOTWORDS_CHARACTERS + MAX_PROMPT_CHARACTERS + 65_536
-"""Limit of that message: ten thousand hot words do not fit in a URL."""
+"""Limit of that message: ten thousand hotwords do not fit in a URL."""
 SILENCE = "silence"
 PACKETS = "opus"
 """Encoding whose packets must stay separate, as in WebSocket messages, not in HTTP bodies."""

@@ -34,7 +34,7 @@ from asr_serve.server.uploads.upload import Upload, UploadLimits, read_body
 from asr_serve.types import Transcript
 
 FIELD_LIMITS: dict[str, Any] = {
-    "max_repeats": {"keywords[]": MAX_HOTWORDS + 1},  # one more, so that the parser of hot words refuses it
+    "max_repeats": {"keywords[]": MAX_HOTWORDS + 1},  # one more, so that the parser of hotwords refuses it
     "max_bytes_by_field": {
         "hotwords": 4 * MAX_HOTWORDS_CHARACTERS,
         REFERENCES_FIELD.removesuffix("[]"): MAX_REFERENCE_BYTES,

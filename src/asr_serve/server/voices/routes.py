@@ -182,7 +182,7 @@ def _clone_request(
     if model not in cards:
         dependencies.engines.resolve(model)
         raise UnsupportedOption(
-            f"model={model}, which learns no voices", f"models that do: {', '.join(cards) or 'none'}", param="model"
+            f"model={model}, which cannot clone voices", f"models that can: {', '.join(cards) or 'none'}", param="model"
         )
     dependencies.store.check_name_free(parsed.name, _own_voices(dependencies))
     _check_audio(form.names)

@@ -77,7 +77,7 @@ class NBestHypothesis(NamedTuple):
     logprob: float
     """Natural-log probability of all audio so far, by the search."""
     gain: float = 0.0
-    """Bonus of the hot words in it, not included in `logprob`."""
+    """Bonus of the hotwords in it, not included in `logprob`."""
 
 
 class PhonemeSpan(msgspec.Struct, frozen=True):

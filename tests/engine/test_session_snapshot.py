@@ -196,7 +196,7 @@ def wrapper_saved(name: str, blocks: int = 1) -> SessionSnapshot:
     return here.save_session(here.open_session())
 
 
-@pytest.mark.parametrize("chosen", ["hot words", "language model", "both"])
+@pytest.mark.parametrize("chosen", ["hotwords", "language model", "both"])
 @pytest.mark.parametrize(("name", "plain"), [("fastconformer 8,1", "ctc"), ("fastconformer 8,1", "rnnt")])
 def test_a_restored_session_keeps_its_hot_words_and_language_model(name: str, plain: str, chosen: str) -> None:
     def made() -> ChunkedModelRunner:
@@ -226,7 +226,7 @@ def test_a_restored_session_keeps_its_hot_words_and_language_model(name: str, pl
     ngrams = train(text, 3).to_model().for_tokens([str(token) for token in range(vocab)])
     language_model = TokenLanguageModel(NgramScorer(ngrams), b"contents").with_weight(0.5)
     options = {"hot": words if chosen != "language model" else None}
-    options |= {"language_model": language_model if chosen != "hot words" else None}
+    options |= {"language_model": language_model if chosen != "hotwords" else None}
     here, there = made(), made()
     session = here.open_session(**options)
     here.append_audio(session, np.concatenate(clips(3)), 0.0)
@@ -236,12 +236,12 @@ def test_a_restored_session_keeps_its_hot_words_and_language_model(name: str, pl
     others = [{}, options | {"hot": None if chosen != "language model" else words}]
     others += [options | {"language_model": TokenLanguageModel(NgramScorer(ngrams), b"contents").with_weight(0.6)}]
     for other in others:
-        with pytest.raises(ValueError, match="other hot words, or another language model"):
+        with pytest.raises(ValueError, match="other hotwords, or another language model"):
             there.load_session(saved, live=True, **other)
     assert there.free_sessions == there.states.slots
     moved = there.load_session(saved, live=True, **options)
     assert end(there, moved) == end(here, session)
-    states = {"hot words": ("hot.ctc_spots", "hot.spot"), "language model": ("hot.ctc_contexts", "hot.language_state")}
+    states = {"hotwords": ("hot.ctc_spots", "hot.spot"), "language model": ("hot.ctc_contexts", "hot.language_state")}
     for each in states if chosen == "both" else [chosen]:
         assert there._search[states[each][plain != "ctc"]].any()
 

@@ -35,7 +35,7 @@ class BatchedCtcPrefixBeam:
             `tail` of them. Where a hypothesis would have more, those that do not begin as the best one does are
             dropped, so that its oldest token is fixed. `ctc_hash` and `ctc_tail_hashes` identify prefixes by 64 bits:
             hypotheses merge where these are equal.
-    Score   CTC log-probability, plus `boost` for hot words, plus `weight` times the language model's log-probability
+    Score   CTC log-probability, plus `boost` for hotwords, plus `weight` times the language model's log-probability
             and `token_bonus` for each token.
     Raises  OptionError for options out of range
     Source  Hannun et al. 2014, arXiv:1408.2873; fusion of a language model as in its algorithm 1, added in logs
@@ -54,7 +54,7 @@ class BatchedCtcPrefixBeam:
         token_bonus: float = 0.0,
     ) -> None:
         """`tail`: most tokens of a hypothesis that are not fixed. The others are fields of the class's description;
-        `boost` None: a search without hot words."""
+        `boost` None: a search without hotwords."""
         options.validate()
         if not 2 <= tail <= MAX_TAIL_TOKENS:
             raise OptionError(f"tail={tail}", f"2 to {MAX_TAIL_TOKENS}", param="tail")
@@ -89,7 +89,7 @@ class BatchedCtcPrefixBeam:
     def step(
         self, hidden: Tensor, chunk: StreamingChunk, state: State, words: StreamingBiasingList | None = None
     ) -> list[SearchResult]:
-        """`words`: hot words of all these sessions; a session has one list, or none, from its first step on."""
+        """`words`: hotwords of all these sessions; a session has one list, or none, from its first step on."""
         self._state = state
         logprobs = self.model.ctc_logprobs(hidden)
         numbers, scores = self._advance_for(words)(logprobs, chunk.rows, chunk.start_frames, chunk.frames)
@@ -138,7 +138,7 @@ class BatchedCtcPrefixBeam:
         self, words: StreamingBiasingList
     ) -> tuple[StreamingBiasingList, _BatchedBiasing, Callable[..., tuple[Tensor, ...]]]:
         """The list on the device, and the search with it. The last list is cached: sessions come grouped by list."""
-        assert self.boost is not None, "hot words for a search that knows none"
+        assert self.boost is not None, "hotwords for a search that knows none"
         if self._biased is None or self._biased[0] is not words:
             biasing = _BatchedBiasing.compile(words, self.boost, self._device.torch_device)
             # Not recorded: a recording belongs to one list, and costs more than it saves before it is replayed.
@@ -476,7 +476,7 @@ class _FixedTokens:
 
 
 class _BatchedBiasing(NamedTuple):
-    """Hot word list on a device: an Aho-Corasick graph (decoding/biasing.py) whose arcs are found by one search in
+    """Hotword list on a device: an Aho-Corasick graph (decoding/biasing.py) whose arcs are found by one search in
     sorted keys."""
 
     keys: Tensor

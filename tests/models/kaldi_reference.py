@@ -178,7 +178,7 @@ def _conjugate(matrix: np.ndarray, right: np.ndarray, x: np.ndarray) -> np.ndarr
 class Reference:
     """A whole session from its cepstra: blocks in order, since a block's silence decides the next i-vector."""
 
-    def __init__(self, folder: Path, *, silence_pdfs: Sequence[int], left: int, right: int, block: int = 24) -> None:
+    def __init__(self, folder: Path, *, silence_pdfs: Sequence[int], left: int, right: int, block: int) -> None:
         model = kaldi_files.read_acoustic_model(folder / "am/final.mdl")
         self.network, self.speaker = Network(model.network), Speaker(folder)
         self.silence_pdfs, self.left, self.right, self.block = list(silence_pdfs), left, right, block

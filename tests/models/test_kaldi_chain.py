@@ -68,7 +68,7 @@ def tiny(seed: int, folder: Path) -> tuple[kaldi_chain.Model, Reference]:
     tiny_kaldi.write_model(folder, seed)
     model = model_of(folder)
     pdfs = model.config.silence_pdfs
-    return model, Reference(folder, silence_pdfs=pdfs, left=tiny_kaldi.LEFT, right=tiny_kaldi.RIGHT)
+    return model, Reference(folder, silence_pdfs=pdfs, left=tiny_kaldi.LEFT, right=tiny_kaldi.RIGHT, block=model.block)
 
 
 @pytest.fixture
@@ -249,12 +249,12 @@ def test_published_weights_equal_kaldis_files(card: Any, packaged_speech: Path) 
     window = model.audio_window(card.chunk)
     assert window.samples - window.left_samples - card.chunk * card.frame_samples == card.lookahead_samples
     context = {"left": model.network.left_frames, "right": model.network.right_frames}
-    reference = Reference(source, silence_pdfs=model.config.silence_pdfs, **context)
+    reference = Reference(source, silence_pdfs=model.config.silence_pdfs, block=model.block, **context)
     with wave.open(str(packaged_speech / "two_cities.wav")) as file:
         assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (48_000, 1, 2)
         # Every third sample: speech enough, if not well resampled.
         clip = np.frombuffer(file.readframes(48_000 * 3), np.int16)[::3].astype(np.float32) / 32_768
-    (ours,) = scores(model, [clip], 8)
+    (ours,) = scores(model, [clip], card.chunk)
     theirs, _ = reference.scores(cepstra_of(model, clip))
     np.testing.assert_allclose(ours.numpy(), theirs, atol=1e-4)
     silent = np.isin(theirs.argmax(1), model.config.silence_pdfs)

@@ -128,7 +128,7 @@ def test_a_saved_session_resumes_in_the_middle_of_a_sentence(speech: np.ndarray)
 
 
 def test_speech_in_noise_has_alternatives(speech: np.ndarray, rng: np.random.Generator) -> None:
-    runner, decode = make_runner()
+    runner, decode = make_runner(beam=8)
     session = runner.open_session(live=True)
     noise = rng.normal(0.0, speech[:64_000].std(), 64_000).astype(np.float32)
     runner.append_audio(session, speech[:64_000] + noise, 0.0)

@@ -71,7 +71,7 @@ class _VadSession:
 
     def __init__(self, client: FakeClient) -> None:
         self._client = client
-        self._tokenizer = self
+        self.tokenizer = self
         client.sessions.add(self)
 
     def submit_windows(self, pcm: np.ndarray) -> Future[np.ndarray]:
@@ -88,7 +88,7 @@ class _Stream:
 
     def __init__(self, client: FakeClient, words: bool) -> None:
         self._client, self._words = client, words
-        self._tokenizer = self
+        self.tokenizer = self
         self._pcm = np.zeros(0, np.float32)
         self._told = self._timed = 0
         self.under_way = self.failed = self.ended = False
@@ -144,7 +144,7 @@ class FakeClient:
     def open_vad_session(self, *, live: bool, api_client: str | None) -> _VadSession:
         return _VadSession(self)
 
-    def open_stream(self, *, live: bool, words: bool = False, bias: str = "") -> _Stream:
+    def open_stream(self, *, live: bool, words: bool = False, bias: str = "", language_model: None = None) -> _Stream:
         return _Stream(self, words)
 
     def later(self, answer: Any, stream: _Stream | None = None) -> Future[Any]:
@@ -175,7 +175,7 @@ class ScriptedSession(LiveClient):
     def __init__(self, client: FakeClient, content: Script, **options: object) -> None:
         self.client = client
         self._client = client
-        self._tokenizer = self
+        self.tokenizer = self
         super().__init__(self, **options)  # type: ignore[arg-type]
         self.pieces = content.pieces
 

@@ -13,6 +13,7 @@ import torch
 from tiny_streaming import Silent, model
 
 from asr_serve.engine.builder import AsrCheckpoint, card_of_loaded
+from asr_serve.engine.executor import EngineComponents
 from asr_serve.engine.streaming.model_runner import ChunkedModelRunner
 from asr_serve.models.asr import deepspeech
 from asr_serve.models.asr.moonshine import moonshine_streaming
@@ -35,10 +36,14 @@ def timed_like(card: AsrCard) -> Any:
     return model(f"fastconformer 70,{card.chunk - 1}" if card.kind == "fastconformer" else "u2pp 2")
 
 
+def loaded_card(card: AsrCard, network: Any) -> Any:
+    return card_of_loaded(card, EngineComponents(network, None, network.device, str))
+
+
 @pytest.mark.parametrize("name", STREAMING)
 def test_a_card_has_the_latency_that_an_engine_measures(name: str):
     card, network = STREAMING[name], timed_like(STREAMING[name])
-    found = card_of_loaded(card, network)
+    found = loaded_card(card, network)
     assert (found.chunk, found.frame_samples, found.lookahead_samples) == (
         card.chunk,
         card.frame_samples,
@@ -67,7 +72,7 @@ def test_offline_models_have_no_latency():
 def test_no_word_is_later_than_on_the_card(name: str, chunks: int):
     """However much was heard, frames that hear all of what is older than the lag were taken: and no sooner."""
     network = timed_like(STREAMING[name])
-    card, chunk = card_of_loaded(STREAMING[name], network), chunks * STREAMING[name].chunk
+    card, chunk = loaded_card(STREAMING[name], network), chunks * STREAMING[name].chunk
     wrapper = ChunkedModelRunner(network, Silent(network), network.device, slots=1, chunk=chunk)
     session, piece, late = wrapper.open_session(), 40, []
     for heard in range(piece, 3 * chunk * network.frame_samples, piece):
@@ -80,4 +85,4 @@ def test_no_word_is_later_than_on_the_card(name: str, chunks: int):
 
 def test_a_chunk_of_a_card_is_made_of_whole_blocks():
     card, network = STREAMING["fastconformer-streaming-medium-en"], model("fastconformer 8,3")
-    assert card_of_loaded(card, network).chunk == network.frame_block == 4
+    assert loaded_card(card, network).chunk == network.frame_block == 4

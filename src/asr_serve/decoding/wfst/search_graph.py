@@ -13,7 +13,7 @@ from asr_serve.models.ngram import NgramModel
 MOST_EPSILON_ARCS = 1_000
 """Epsilon arcs that may follow each other."""
 ROUNDING = 1e-3
-"""Largest error of a sum of costs."""
+"""Largest difference of a sum of costs from their true sum."""
 
 
 class SearchGraph(NamedTuple):
@@ -97,7 +97,7 @@ def _unigram_costs(graph: DecodingGraph, model: NgramModel | None) -> np.ndarray
 
 
 def _least_word_costs(graph: DecodingGraph, model: NgramModel) -> np.ndarray:
-    """Lower bounds of the cost of each arc's word in any context, float32 [arcs]: 0 where it outputs none."""
+    """Lower bound (arcs,) float32 of the cost of each arc's word in any context: 0 where it outputs none."""
     backoffs = np.zeros(model.states)
     reached = np.arange(model.states)
     while (reached > 0).any():

@@ -54,7 +54,7 @@ def _card(name: str, language: str, parameters: int, sha256: dict[str, str]) -> 
         ),
         files=("config.json", "model.safetensors", "pieces.json", "graph.safetensors"),
         heads=("wfst",),
-        chunk=8,
+        chunk=4,
         frame_samples=FRAME_SAMPLES,
         lookahead_samples=2_160,
         max_segment_ms=30_000,
@@ -120,7 +120,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
     mfcc: KaldiMfccOptions
     subsampling: int = 3
     """Input frames of an output frame."""
-    block_frames: int = 8
+    block_frames: int = 4
     """Output frames of a block."""
     silence_pdfs: tuple[int, ...] = ()
     """Outputs of the network that stand for silence."""

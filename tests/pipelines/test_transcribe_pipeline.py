@@ -260,7 +260,7 @@ def test_closing_before_the_start_opens_nothing(model):
         ({"words": "maybe"}, "words='maybe'. True or False"),
         ({"itn": 1}, "itn=1"),
         ({"speakers": True, "min_speakers": 3, "max_speakers": 2}, "1 to 2"),
-        ({"speakers": False, "num_speakers": 2}, "num_speakers beside speakers=false"),
+        ({"speakers": False, "num_speakers": 2}, "num_speakers with speakers=false"),
         ({"num_speakers": 0}, "num_speakers=0. a whole number from 1 to 32"),
         ({"language": "Frensh"}, "unknown language .* 'frensh'"),
         ({"language": "Englisch"}, "did you mean 'en'"),

@@ -75,7 +75,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chunk."""
     head: Literal["ctc", "rnnt", "tdt", "wfst"] | None = None
     """Output head of a streaming model that has more than one. None: the first on its card."""
-    beam: Annotated[int, Meta(ge=1, le=64)] = 1
+    beam: Annotated[int, Meta(ge=1, le=128)] = 1
     """Beam width of a streaming model's search; 1 is greedy. For a decoding graph: length of the n-best list."""
     graph_beam: PositiveFloat | None = None
     """Beam of a search of a decoding graph: largest difference in cost, a natural log, to the best path. A wider beam
@@ -89,8 +89,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Lattice beam of a decoding graph: largest difference in cost, a natural log, between the best path and an entry
     of the n-best list. None: the model's own."""
     decoding_graph: str | None = None
-    """Folder of a decoding graph for a streaming CTC model: the model then recognizes the words of the graph's lexicon
-    and language model. None: the model's own search."""
+    """Folder of a decoding graph for a streaming CTC model, as `asr-serve graph build` writes it: the model then
+    recognizes the words of the graph's lexicon and language model. For a server, it applies to the default model. None:
+    the model's own search."""
     quantize: Quantize = "none"
     """8-bit quantization: none; int8, of the weights, which takes about half their memory; or dynamic, of the
     activations too, where that is faster on this machine."""
@@ -231,6 +232,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Model that answers when a request names none; loaded at start."""
     more_models: tuple[Name, ...] = ()
     """Further models loaded at start."""
+    pipeline: NonEmptyText | None = None
+    """Pipeline of stages: the name of a shipped one, or a TOML file. Files of requests that name no model pass through
+    it. Its models are loaded at start, and the first is the default of `model`."""
     aliases: dict[Name, Name] = {}
     """Names that clients may send for a model, like whisper-1 = moonshine-tiny-en."""
     voice: Name = "auto"
@@ -334,6 +338,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise OptionError(f"{name} without {other}", "both, or none", f"set {other}", param=name)
+        if self.pipeline is not None and self.weights is not None:
+            raise OptionError("weights beside pipeline", "the file names the weights of each stage", param="weights")
+        if self.pipeline is not None and self.engine.role == "encode":
+            raise OptionError(
+                "role=encode beside pipeline", "a model: who asks for encoding names none", param="pipeline"
+            )
         at_start = {self.model, *self.more_models}
         if len(at_start) > self.max_models:
             raise OptionError(

@@ -26,18 +26,21 @@ def posteriors(seed: int, *shape: int, sharp: float = 2.0) -> Tensor:
     return (logits * sharp).log_softmax(-1)
 
 
-def state_of(search: Any, sessions: int, poison: float = 77) -> dict[str, Tensor]:
+def state_of(search: Any, sessions: int, poison: float = 77, device: str = "cpu") -> dict[str, Tensor]:
     """Rows of new sessions and one more; what no session may read before it writes is poison."""
     return {
         name: torch.full(
-            (sessions + 1, *spec.shape), poison if spec.initial_value is None else spec.initial_value, dtype=spec.dtype
+            (sessions + 1, *spec.shape),
+            poison if spec.initial_value is None else spec.initial_value,
+            dtype=spec.dtype,
+            device=device,
         )
         for name, spec in search.state_specs().items()
     }
 
 
-def chunk_of(rows: list[int], seen: list[int], frames: list[int]) -> StreamingChunk:
-    numbers = (torch.tensor(x, dtype=torch.int64) for x in (rows, seen, frames))
+def chunk_of(rows: list[int], seen: list[int], frames: list[int], device: str = "cpu") -> StreamingChunk:
+    numbers = (torch.tensor(x, dtype=torch.int64, device=device) for x in (rows, seen, frames))
     return StreamingChunk(torch.zeros(len(rows), 0), *numbers, torch.full((len(rows),), UNBOUNDED_SAMPLES))
 
 

@@ -18,7 +18,7 @@ from asr_serve import devices, kernels
 from asr_serve.decoding.biasing_graph import BiasingPhrase, pack_phrases
 from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.decoding.ctc import CtcBeamOptions, CtcGreedy, CtcPrefixBeam
-from asr_serve.decoding.ctc_batched import BatchedCtcPrefixBeam
+from asr_serve.decoding.ctc_batched import BIASING_NODE, LANGUAGE_STATE, LAST, LENGTH, BatchedCtcPrefixBeam
 from asr_serve.decoding.language_model.kneser_ney import train
 from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
 from asr_serve.decoding.language_model.scorer import LanguageModelFusion
@@ -83,6 +83,11 @@ def letter_scorer(seed: int) -> NgramScorer:
     return NgramScorer(ngrams.reindexed({str(token): token for token in range(VOCAB)}))
 
 
+def batched_ctc(**options: Any) -> BatchedCtcPrefixBeam:
+    model: Any = PosteriorModel(VOCAB, BLANK)
+    return BatchedCtcPrefixBeam(model, devices.make_device("cpu", "fp32"), CtcBeamOptions(8), **options)
+
+
 def ctc(**options: Any) -> CtcPrefixBeam:
     return CtcPrefixBeam(PosteriorModel(VOCAB, BLANK), 8, boost=1.0, **options)
 
@@ -117,9 +122,7 @@ def test_the_reference_leaves_the_same_state(seed: int, chunk: int, frames: int,
 def test_the_batched_search_gives_the_same_hot_words(seed: int, chunk: int, lengths: list[int]):
     drawn = random.Random(seed)
     words = words_of(*("".join(drawn.choices(LETTERS[1:5], k=drawn.randint(2, 5))) for _ in range(8)), weight=2.0)
-    batched = BatchedCtcPrefixBeam(
-        PosteriorModel(VOCAB, BLANK), devices.make_device("cpu", "fp32"), CtcBeamOptions(8), boost=1.0
-    )
+    batched = batched_ctc(boost=1.0)
     hidden, state = posteriors(seed, len(lengths), max(lengths), VOCAB), state_of(batched, len(lengths))
     rows, fixed = list(range(len(lengths))), [list[SearchToken]() for _ in lengths]
     for at in range(0, max(lengths), chunk):
@@ -189,6 +192,24 @@ def test_a_corrupt_row_is_refused(name: str):
         state[name][0, 0] = 10_000
         with pytest.raises(ValueError, match="corrupt"):
             search.step(hidden[None], chunk_of([0], [4], [4]), state, words, fusion)
+
+
+@pytest.mark.parametrize("plane", [LAST, LENGTH, BIASING_NODE, LANGUAGE_STATE])
+@pytest.mark.parametrize("value", [10_000_000, -1])
+def test_a_corrupt_row_of_the_batched_search_is_refused(plane: int, value: int):
+    """It is never an index: a device would lose all sessions by that."""
+    words, hidden, fusion = words_of("bad"), posteriors(1, 2, 4, VOCAB), LanguageModelFusion(letter_scorer(1), 0.5)
+    search = batched_ctc(boost=1.0, fuses=True)
+    state = state_of(search, 2)
+    search.step(hidden, chunk_of([0, 1], [0, 0], [4, 4]), state, words, fusion)
+    whole = {name: tensor.clone() for name, tensor in state.items()}
+    state["ctc_numbers"][0, plane, 1] = value
+    with pytest.raises(ValueError, match="corrupt"):
+        search.finish(0, state, words, fusion)
+    with pytest.raises(ValueError, match="corrupt"):
+        search.step(hidden, chunk_of([0, 1], [4, 4], [4, 4]), state, words, fusion)
+    search.step(hidden, chunk_of([0, 1], [4, 4], [4, 4]), whole, words, fusion)
+    assert torch.equal(state["ctc_numbers"][1], whole["ctc_numbers"][1]), "the other session went on"
 
 
 # --- transducers ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asr_serve import devices, kernels
 from asr_serve.decoding.ctc import CtcBeamOptions, CtcGreedy, CtcPrefixBeam
-from asr_serve.decoding.ctc_batched import BatchedCtcPrefixBeam
+from asr_serve.decoding.ctc_batched import LENGTH, BatchedCtcPrefixBeam
 from asr_serve.decoding.language_model.kneser_ney import train
 from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
 from asr_serve.decoding.language_model.scorer import LanguageModelFusion
@@ -290,13 +290,11 @@ def scorer_of(vocab: int, seed: int, order: int = 3) -> NgramScorer:
     return NgramScorer(ngrams.reindexed({str(token): token for token in range(1, vocab)}))
 
 
-def fused_search_of(kind: str, vocab: int, scorer: NgramScorer, weight: float, bonus: float, **options: Any) -> Any:
+def fused_search_of(kind: str, vocab: int, bonus: float, **options: Any) -> Any:
     if kind != "batched":
         return search_of(kind, vocab, fuses=True, token_bonus=bonus, **options)
     options.pop("nodes", None)
-    return BatchedCtcPrefixBeam(
-        PosteriorModel(vocab), CPU, CtcBeamOptions(**options), language_model=scorer, weight=weight, token_bonus=bonus
-    )
+    return BatchedCtcPrefixBeam(PosteriorModel(vocab), CPU, CtcBeamOptions(**options), fuses=True, token_bonus=bonus)
 
 
 @pytest.mark.parametrize(
@@ -317,8 +315,8 @@ def test_a_language_model_ranks_every_text(kind: str, vocab: int, frames: int, w
             logprob += weight * more + bonus
         return logprob + weight * float(scorer.model.final_logprobs[state])
 
-    search = fused_search_of(kind, vocab, scorer, weight, bonus, beam=256, **EVERYTHING)
-    fusion = None if kind == "batched" else LanguageModelFusion(scorer, weight)
+    search = fused_search_of(kind, vocab, bonus, beam=256, **EVERYTHING)
+    fusion = LanguageModelFusion(scorer, weight)
     _, _, best = run_search(search, logprobs, [2] * (frames // 2) + [1] * (frames % 2), fusion=fusion)
     found = {tuple(ids(guess.tokens)): guess for guess in best}
     expected = sorted(acoustic, key=lambda text: -(math.log(acoustic[text]) + language(text)))
@@ -344,10 +342,10 @@ def test_all_searches_fuse_a_language_model_alike(
     scorer, logprobs = scorer_of(vocab, seed, order), posteriors(seed, sum(widths), vocab)
     results = [
         run_search(
-            fused_search_of(kind, vocab, scorer, weight, bonus, beam=5, tokens=6, nodes=300),
+            fused_search_of(kind, vocab, bonus, beam=5, tokens=6, nodes=300),
             logprobs,
             widths,
-            fusion=None if kind == "batched" else LanguageModelFusion(scorer, weight),
+            fusion=LanguageModelFusion(scorer, weight),
         )
         for kind in ("native", "reference", "batched")
     ]
@@ -377,7 +375,7 @@ def test_a_token_has_the_frame_of_its_peak(kind: str) -> None:
 
 def unfixed_tokens(state: dict[str, Tensor]) -> int:
     """Tokens that the session in row 0 stores: nodes of its tree, or the batched search's longest tail."""
-    return int(state["ctc_counts"][0, 1] if "ctc_counts" in state else state["ctc_lengths"][0].max())
+    return int(state["ctc_counts"][0, 1] if "ctc_counts" in state else state["ctc_numbers"][0, LENGTH].max())
 
 
 def test_common_prefixes_are_fixed_and_leave_the_state(kind: str) -> None:

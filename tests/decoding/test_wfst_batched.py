@@ -187,6 +187,23 @@ def test_a_saved_row_resumes() -> None:
     assert search.finish(0, first) == search.finish(1, second)
 
 
+@pytest.mark.parametrize("name", ["wfst_states", "wfst_language_states", "wfst_token_nodes", "wfst_parents"])
+@pytest.mark.parametrize("value", [10_000_000, -1])
+def test_a_corrupt_row_is_refused(name: str, value: int) -> None:
+    """It is never an index: a device would lose all sessions by that."""
+    search, scores = search_of(random_graph(3), GraphSearchOptions(max_active=20)), posteriors(3, 2, 4, COLUMNS)
+    state = state_of(search, 2)
+    search.step(scores, chunk_of([0, 1], [0, 0], [4, 4]), state)
+    whole = {each: tensor.clone() for each, tensor in state.items()}
+    state[name][0, 1] = value
+    with pytest.raises(ValueError, match="corrupt"):
+        search.finish(0, state)
+    with pytest.raises(ValueError, match="corrupt"):
+        search.step(scores, chunk_of([0, 1], [4, 4], [4, 4]), state)
+    search.step(scores, chunk_of([0, 1], [4, 4], [4, 4]), whole)
+    assert search.finish(1, state) == search.finish(1, whole), "the other session went on"
+
+
 def test_circles_without_a_frame_end() -> None:
     arcs = [Arc(0, -1, -1, 0.5, 1), Arc(1, -1, 0, 0.5, 0), Arc(1, 0, 1, 0.0, 1)]
     graph = graph_of(2, arcs, {1: 0.0}, None)

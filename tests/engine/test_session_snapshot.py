@@ -13,37 +13,42 @@ from tiny_streaming import SEARCHES, clips, model
 
 from asr_serve.decoding.attention_rescoring import AttentionRescoringSearch
 from asr_serve.decoding.biasing_list import StreamingBiasingList
-from asr_serve.decoding.ctc import CtcPrefixBeam
+from asr_serve.decoding.ctc import CtcBeamOptions, CtcPrefixBeam
+from asr_serve.decoding.ctc_batched import BIASING_NODE, LANGUAGE_STATE, BatchedCtcPrefixBeam
 from asr_serve.decoding.language_model.kneser_ney import train
 from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
 from asr_serve.decoding.language_model.token_models import TokenLanguageModel
 from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.engine.session_snapshot import SessionSnapshot
 from asr_serve.engine.streaming.model_runner import ChunkedModelRunner, StreamingSession
-from asr_serve.engine.streaming.search_router import BiasingSearchRouter
+from asr_serve.engine.streaming.search_router import BiasedBeamSearch, BiasingSearchRouter
 from asr_serve.engine.streaming.token_aligner import COLUMNS
 from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, SearchToken
 
 CASES = [
     ("fastconformer 8,1", "ctc"),
     ("fastconformer 8,1", "ctc beam"),
+    ("fastconformer 8,1", "ctc batched"),
     ("fastconformer 8,1", "rnnt"),
     ("fastconformer 8,3", "rnnt beam"),
     ("tdt 8,1", "rnnt"),
     ("u2pp 2", "ctc beam"),
     ("u2pp 2", "rescored"),
+    ("u2pp 2", "batched and rescored"),
     ("deepspeech", "ctc"),
     ("moonshine", "none"),
 ]
 
 
-def rescored(network: Any) -> AttentionRescoringSearch:
-    return AttentionRescoringSearch(CtcPrefixBeam(network, 4), network)
+RESCORED = {"rescored": "ctc beam", "batched and rescored": "ctc batched"}
+"""Searches whose n-best list is rescored, by name."""
 
 
 def wrapper(name: str, search: str, blocks: int = 1, **options: Any) -> ChunkedModelRunner:
     network = model(name)
-    made = rescored(network) if search == "rescored" else SEARCHES[search](network)
+    made = SEARCHES[RESCORED.get(search, search)](network)
+    if search in RESCORED:
+        made = AttentionRescoringSearch(made, network)
     return ChunkedModelRunner(
         network, made, network.device, slots=4, chunk=blocks * network.frame_block, poison=True, **options
     )
@@ -197,16 +202,17 @@ def wrapper_saved(name: str, blocks: int = 1) -> SessionSnapshot:
 
 
 @pytest.mark.parametrize("chosen", ["hotwords", "language model", "both"])
-@pytest.mark.parametrize(("name", "plain"), [("fastconformer 8,1", "ctc"), ("fastconformer 8,1", "rnnt")])
+@pytest.mark.parametrize(("name", "plain"), [("fastconformer 8,1", name) for name in ("ctc", "ctc batched", "rnnt")])
 def test_a_restored_session_keeps_its_hot_words_and_language_model(name: str, plain: str, chosen: str) -> None:
     def made() -> ChunkedModelRunner:
         network = model(name)
-        biased = (
-            CtcPrefixBeam(network, 4, boost=3.0, fuses=True)
-            if plain == "ctc"
-            else TransducerBeam(network.transducer, 3, boost=3.0, fuses=True)
-        )
-        search = BiasingSearchRouter(SEARCHES[plain](network), biased)
+        options: dict[str, Any] = {"boost": 3.0, "fuses": True}
+        biased: dict[str, BiasedBeamSearch] = {
+            "ctc": CtcPrefixBeam(network, 4, **options),
+            "ctc batched": BatchedCtcPrefixBeam(network, network.device, CtcBeamOptions(4), **options),
+            "rnnt": TransducerBeam(network.transducer, 3, **options),
+        }
+        search = BiasingSearchRouter(SEARCHES[plain](network), biased[plain])
         chunk = 2 * network.frame_block
         return ChunkedModelRunner(network, search, network.device, slots=4, chunk=chunk, poison=True)
 
@@ -241,9 +247,15 @@ def test_a_restored_session_keeps_its_hot_words_and_language_model(name: str, pl
     assert there.free_sessions == there.states.slots
     moved = there.load_session(saved, live=True, **options)
     assert end(there, moved) == end(here, session)
-    states = {"hotwords": ("hot.ctc_spots", "hot.spot"), "language model": ("hot.ctc_contexts", "hot.language_state")}
-    for each in states if chosen == "both" else [chosen]:
-        assert there._search[states[each][plain != "ctc"]].any()
+    names = {
+        "ctc": {"hotwords": "ctc_spots", "language model": "ctc_contexts"},
+        "ctc batched": dict.fromkeys(("hotwords", "language model"), "ctc_numbers"),
+        "rnnt": {"hotwords": "spot", "language model": "language_state"},
+    }[plain]
+    planes = {"hotwords": BIASING_NODE, "language model": LANGUAGE_STATE}
+    for each in names if chosen == "both" else [chosen]:
+        state = there._search[f"hot.{names[each]}"]
+        assert (state[:, planes[each]] > 0 if plain == "ctc batched" else state).any()
 
 
 @pytest.mark.parametrize("how", HOSTILE)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -15,17 +17,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asr_serve.config import EngineConfig
 from asr_serve.decoding.hypothesis import Recognition, RecognitionHypothesis
 from asr_serve.decoding.language_model.kneser_ney import train
 from asr_serve.decoding.language_model.sentence_scorer import UNKNOWN_LOGPROB, NgramSentenceScorer
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.client import Ticket
-from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, OptionError, SourceNotFound, StepFailed
+from asr_serve.errors import (
+    AsrServeError,
+    Cancelled,
+    EngineClosed,
+    OptionError,
+    SourceNotFound,
+    StepFailed,
+    WeightsMissing,
+)
 from asr_serve.models.registry import asr_card
 from asr_serve.pipelines.stages.condition import SegmentMeasures, parse_condition
+from asr_serve.pipelines.stages.language_models import load_scorer
 from asr_serve.pipelines.stages.pipeline_file import (
     PipelineSpec,
     RecognizeStage,
+    RescoreStage,
     find_pipeline,
     read_pipeline,
     shipped_pipelines,
@@ -36,6 +49,7 @@ from asr_serve.pipelines.stages.staged_recognizer import StagedRecognizer, Stage
 WAIT_S = 30.0
 CHAIN = '[[stage]]\nkind = "recognize"\nmodel = "vosk-small-en"\n'
 WHISPER = '[[stage]]\nkind = "recognize"\nmodel = "whisper-tiny-en"\nwhen = "confidence < 0.8"\n'
+RESCORE = '[[stage]]\nkind = "rescore"\nlanguage_model = "x"\nhypotheses = 7\nweight = 1.0\n'
 
 
 def spec_of(tmp_path: Path, text: str) -> PipelineSpec:
@@ -67,6 +81,7 @@ def spec_of(tmp_path: Path, text: str) -> PipelineSpec:
         (CHAIN + WHISPER + WHISPER, "line 10, model", "each model once"),
         (CHAIN + WHISPER + '[[stage]]\nkind = "rescore"\nlanguage_model = "x"\n', "line 9, kind", "streaming"),
         ('[[stage]]\nkind = "rescore"\nlanguage_model = "x"\n', "line 2, kind", "recognizer"),
+        (CHAIN + WHISPER + '[[stage]]\nkind = "drop"\nwhen = "tokens < 1"\n' + RESCORE, "line 12, kind", "rescore"),
         (CHAIN + "\n[[stage]]\nkind = 'rescore'\nlanguage_model = 'x'\nweight = -1\n", "line 8, weight", ">= 0"),
         (CHAIN + '[[stage]]\nkind = "itn"\n' + WHISPER, "line 5, kind", "last"),
         ('[[stage]]\nkind = "drop"\nwhen = "tokens < 1"\n', "line 2, kind", "recognize"),
@@ -290,17 +305,38 @@ NBEST = recognition(
 )
 
 
+def rescored(answer: Recognition, scorer: Any, **keys: float) -> Recognition:
+    (found,) = rescore([answer], [text_of], scorer, RescoreStage("x", **keys))  # type: ignore[arg-type]
+    return found
+
+
 def test_rescoring_takes_the_best_sum() -> None:
     scorer = NgramSentenceScorer(train([["i", "know"], ["i", "know"], ["no"]], 2).to_model())
     scores = scorer.score([text_of(list(each.tokens)) for each in NBEST.hypotheses])
     assert scores[1] > scores[0]
-    chosen = rescore(NBEST, text_of, scorer, 1.0, 0.0)
+    chosen = rescored(NBEST, scorer, weight=1.0)
     best = NBEST.hypotheses[1]
     assert (chosen.tokens, chosen.logprobs, chosen.times) == (best.tokens, best.logprobs, best.times)
     assert chosen.avg_logprob == pytest.approx(-0.65)
-    assert rescore(NBEST, text_of, scorer, 0.0, 0.0).tokens == (6, 4)
-    assert rescore(NBEST, text_of, scorer, 0.0, -20.0).tokens == (6,)
-    assert rescore(recognition("a"), text_of, scorer, 1.0, 0.0).tokens == (1,)
+    assert [each.logprob for each in chosen.hypotheses] == pytest.approx(
+        [-10.5 + scores[1], -10.0 + scores[0], -20.0 + scores[2]]
+    )
+    assert rescored(NBEST, scorer, weight=0.0).tokens == (6, 4)
+    assert rescored(NBEST, scorer, weight=0.0, word_bonus=-20.0).tokens == (6,)
+    assert rescored(NBEST, scorer, weight=0.0, word_bonus=-20.0, hypotheses=2).tokens == (6, 4)
+    assert rescored(recognition("a"), scorer).tokens == (1,)
+
+
+def test_the_packaged_ngram_model_is_found_or_told_how_to_get(tmp_path: Path) -> None:
+    if importlib.util.find_spec("pocketsphinx") is None:
+        with pytest.raises(WeightsMissing, match=r"pip install --no-deps pocketsphinx==5\.1\.1"):
+            load_scorer("cmusphinx-en-us", tmp_path)
+    else:  # PocketSphinx's own log-probability, of weights that it rounds
+        assert load_scorer("cmusphinx-en-us", tmp_path).score(["the cat sat on the mat"]) == pytest.approx(
+            [-32.3528], abs=2e-3
+        )
+    with pytest.raises(WeightsMissing, match=r"there is no language model .*gone\.arpa"):
+        load_scorer("gone.arpa", tmp_path)
 
 
 def test_unknown_words_of_a_model_without_their_symbol_are_finite() -> None:
@@ -313,28 +349,61 @@ def test_unknown_words_of_a_model_without_their_symbol_are_finite() -> None:
     assert -math.inf < unknown < UNKNOWN_LOGPROB
 
 
-RESCORE = '[[stage]]\nkind = "rescore"\nlanguage_model = "x"\nhypotheses = 7\nweight = 1.0\n'
+class ScriptedScorer:
+    """Language model with these scores of sentences, 0 for others."""
 
-
-class CountingScorer:
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
+    def __init__(self, scores: dict[str, float] | None = None, fails: bool = False) -> None:
+        self.fails, self._scores = fails, {"i know": 1.0} if scores is None else scores
+        self.calls: list[list[str]] = []
 
     def score(self, sentences: list[str]) -> list[float]:
+        self.calls.append(sentences)
         if self.fails:
             raise RuntimeError("out of memory")
-        return [0.0, 1.0, 0.0]
+        return [self._scores.get(sentence, 0.0) for sentence in sentences]
 
 
 def test_a_rescoring_stage_requests_the_list_it_reads(start: Start) -> None:
     client = ScriptedClient("vosk-small-en", lambda _: NBEST)
-    assert result(start(CHAIN + RESCORE, client, s1=CountingScorer())).tokens == (6, 5)
+    assert result(start(CHAIN + RESCORE, client, s1=ScriptedScorer())).tokens == (6, 5)
     assert client.requests[0][1].hypotheses == 7
+
+
+def test_rescoring_stages_in_a_row_add_up(start: Start, tmp_path: Path) -> None:
+    second = RESCORE.replace("= 7", "= 2")
+    text = CHAIN + RESCORE + second + WHISPER
+    spec = spec_of(tmp_path, text)
+    assert (spec.hypotheses(0), spec.hypotheses(3)) == (7, 1)
+    assert spec.engine_config(0, EngineConfig()).beam == 7
+    assert spec.engine_config(3, EngineConfig(beam=3)).beam == 3
+    client = ScriptedClient("vosk-small-en", lambda _: NBEST)
+    first, second_scorer = ScriptedScorer({"i": 9.8, "i no": 0.1}), ScriptedScorer({"i": 0.4})
+    # -10.0 + 0.1, -10.5 and -20 + 9.8: the second stage reads "i no" and "i" alone, and adds 0.4 to -10.2.
+    assert result(start(CHAIN + RESCORE + second, client, s1=first, s2=second_scorer)).tokens == (6,)
+    assert (first.calls, second_scorer.calls) == ([["i no", "i know", "i"]], [["i no", "i"]])
+
+
+def test_segments_that_wait_are_rescored_together(start: Start) -> None:
+    client, scorer = ScriptedClient("vosk-small-en", lambda n: NBEST if n else recognition("a")), ScriptedScorer()
+    released, score = threading.Event(), scorer.score
+
+    def held_score(sentences: list[str]) -> list[float]:
+        assert released.wait(WAIT_S)
+        return score(sentences)
+
+    scorer.score = held_score  # type: ignore[method-assign]
+    recognizer = start(CHAIN + RESCORE, client, s1=scorer)
+    tickets = [submit(recognizer, n) for n in (1, 1, 0, *[1] * 20)]
+    released.set()
+    answers = [ticket.future.result(WAIT_S).tokens for ticket in tickets]
+    assert answers == [(6, 5), (6, 5), (1,), *[(6, 5)] * 20]
+    assert len(scorer.calls) <= 3  # what came first, then up to MAX_RESCORED_SEGMENTS at a time
+    assert sum(map(len, scorer.calls)) == 22 * 3
 
 
 def test_what_fails_fails_its_segment_alone(start: Start) -> None:
     client = ScriptedClient("vosk-small-en", lambda n: NBEST if n else StepFailed("a step failed"))
-    scorer = CountingScorer(fails=True)
+    scorer = ScriptedScorer(fails=True)
     recognizer = start(CHAIN + RESCORE, client, s1=scorer)
     with pytest.raises(StepFailed, match="a step failed"):
         result(recognizer, 0)

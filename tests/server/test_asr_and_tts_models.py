@@ -144,7 +144,7 @@ async def test_a_voice_that_is_there_already_is_not_loaded_again(
 
 @pytest.mark.parametrize("model", [MODEL, VOICE])
 def test_who_starts_it_is_told_what_it_can(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _announce(ServeConfig(model=model, port=9_000), [9_000], 1.0, VOICE)
+    _announce(ServeConfig(model=model, port=9_000), [9_000], 1.0, VOICE, None)
     told = capsys.readouterr()
     said = told.out + told.err
     assert "/v1/audio/speech -d" in said

@@ -7,36 +7,22 @@ import weakref
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Self
 
-import msgspec
-
 from asr_serve.api.library import FileTranscriber, Model
 from asr_serve.audio.input_manifest import InputItem
 from asr_serve.config import EngineConfig
-from asr_serve.errors import UnsupportedOption
 from asr_serve.pipelines.offline.transcribe import Event, events
 from asr_serve.pipelines.options import TranscribeOptions
-from asr_serve.pipelines.segments import resolve_language
-from asr_serve.pipelines.stages.pipeline_file import (
-    ItnStage,
-    RecognizeStage,
-    RescoreStage,
-    find_pipeline,
-    read_pipeline,
-)
-from asr_serve.pipelines.stages.rescoring import load_scorer
+from asr_serve.pipelines.stages.language_models import load_scorers
+from asr_serve.pipelines.stages.pipeline_file import RecognizeStage, find_pipeline, read_pipeline
 from asr_serve.pipelines.stages.staged_recognizer import StagedRecognizer, StageEngine
-
-STAGE_OPTIONS = ("beam", "temperatures", "task", "prompt", "hotwords", "long_form", "condition_on_previous_text")
-"""Options of transcription that depend on the one model of a request; a pipeline refuses them."""
 
 
 class Pipeline(FileTranscriber):
     """Loaded pipeline with the engines of its stages. Any number of threads and tasks may share one."""
 
-    def __init__(self, recognizer: StagedRecognizer, models: Sequence[Model], itn: bool) -> None:
-        """`models`: those of `recognizer`, which end with the pipeline. `itn`: whether all text gets its written
-        form."""
-        self._recognizer, self._models, self._itn = recognizer, models, itn
+    def __init__(self, recognizer: StagedRecognizer, models: Sequence[Model]) -> None:
+        """`models`: those of `recognizer`, which end with the pipeline."""
+        self._recognizer, self._models = recognizer, models
         self._finalizer = weakref.finalize(self, _close, recognizer, models)
 
     @classmethod
@@ -45,11 +31,7 @@ class Pipeline(FileTranscriber):
     ) -> Pipeline:
         """See asr_serve.load_pipeline."""
         spec = read_pipeline(find_pipeline(name))
-        scorers = {
-            index: load_scorer(spec, stage)
-            for index, stage in enumerate(spec.stages)
-            if isinstance(stage, RescoreStage)
-        }
+        scorers = load_scorers(spec)
         with contextlib.ExitStack() as loading:
             models: dict[int, Model] = {}
             for index, stage in enumerate(spec.stages):
@@ -60,13 +42,13 @@ class Pipeline(FileTranscriber):
                         dtype=dtype if stage.dtype == "auto" else stage.dtype,
                         weights=spec.path(stage.weights) if stage.weights else None,
                         turn_model="none",
-                        engine=engine,
+                        engine=spec.engine_config(index, engine or EngineConfig()),
                     )
                     models[index] = loading.enter_context(model)
             engines = {index: StageEngine(model.client, model.tokenizer.decode) for index, model in models.items()}
             recognizer = StagedRecognizer(spec, engines, scorers)
             loading.pop_all()
-        return cls(recognizer, list(models.values()), any(isinstance(stage, ItnStage) for stage in spec.stages))
+        return cls(recognizer, list(models.values()))
 
     @property
     def name(self) -> str:
@@ -76,15 +58,7 @@ class Pipeline(FileTranscriber):
         self, items: Iterable[InputItem], options: TranscribeOptions | None = None
     ) -> Generator[Event, None, None]:
         """Yields the events of Model.events. Raises OptionError, UnsupportedOption for an option of one model alone."""
-        chosen, defaults = options or TranscribeOptions(), TranscribeOptions()
-        for name in STAGE_OPTIONS:
-            if (value := getattr(chosen, name)) != getattr(defaults, name):
-                raise UnsupportedOption(
-                    f"{name}={value!r}", f"the pipeline {self.name} decides that for each stage", param=name
-                )
-        for model in self._models:
-            resolve_language(model.client, chosen.language)
-        chosen = msgspec.structs.replace(chosen, itn=chosen.itn or self._itn)
+        chosen = self._recognizer.transcribe_options(options or TranscribeOptions())
         first = self._models[0]
         return self._held(events(first.client, first.tokenizer, items, chosen, recognizer=self._recognizer))
 

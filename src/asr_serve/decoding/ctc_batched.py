@@ -2,41 +2,65 @@
 
 One frame of all sessions is one sequence of operations whose shapes depend on the batch and the options alone, and
 nothing is read back before the chunk ends: a CUDA graph records it. `decoding/ctc.py` has the same search in C++,
-which is faster on a CPU and which the tests compare with.
+which is faster on a CPU and which the tests compare with. Fields of hypotheses are planes of few tensors, so that one
+operation moves them all: on a GPU the number of operations is what a frame costs (decision 0031).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from asr_serve.decoding.biasing_graph import OPEN, WITHIN
 from asr_serve.decoding.biasing_list import StreamingBiasingList
+from asr_serve.decoding.captured_chunks import CapturedChunks
 from asr_serve.decoding.ctc import CtcBeamOptions
-from asr_serve.decoding.language_model.scorer import TokenScorer
+from asr_serve.decoding.language_model.scorer import LanguageModelFusion, TokenScorer
 from asr_serve.devices.interface import Device
 from asr_serve.errors import OptionError
 from asr_serve.models.interfaces import State, StateSpec, StreamingChunk, StreamingModel
 from asr_serve.types import NBestHypothesis, SearchResult, SearchToken
 
 MAX_TAIL_TOKENS = 1 << 10
+MAX_CAPTURED_CONTEXTS = 8
+"""Most contexts in which a hotword list looks a token up, where its search is captured; a list with more is rare."""
 NONE = -math.inf
+
+BLANK, NONBLANK, TOTAL, GAIN = range(4)
+"""Planes of `ctc_scores`: log-probability of a hypothesis that ends in a blank, in its last token, and in either; bonus
+of hotwords and language model. All are -inf where no hypothesis is."""
+HASH, PARENT, LAST, LENGTH, BIASING_NODE, LANGUAGE_STATE = range(6)
+"""Planes of `ctc_numbers`: hash of all tokens of a hypothesis, of all but the last, its last token (the vocabulary's
+size where it has none), number of tokens after the fixed ones, node of the hotword graph, state of the language
+model."""
+TAIL_HASH, TOKEN, FRAME, PEAK, LOGPROB = range(5)
+"""Planes of `ctc_tails`: hash of the prefix that ends in each token, the token, its frame, and bits of two float64: how
+likely the hypothesis was then, and the token's log-probability."""
+
+EMPTY_HASH, DROPPED_HASH, NO_PARENT_HASH = 1, 2, 3
+MULTIPLIER = 6364136223846793005
+_LATER = 1 << 62
+_LEAST = -(1 << 63)
+_NONE_BITS = int(np.float64(NONE).view(np.int64))
 
 
 class BatchedCtcPrefixBeam:
     """Prefix beam search over a head `ctc`, of all sessions of a step at once.
 
     Out     As CtcPrefixBeam (decoding/ctc.py): the same hypotheses, scores, frames and ties.
-    State   The hypotheses of the beam on the model's device, each with its tokens after the fixed ones: at most
-            `tail` of them. Where a hypothesis would have more, those that do not begin as the best one does are
-            dropped, so that its oldest token is fixed. `ctc_hash` and `ctc_tail_hashes` identify prefixes by 64 bits:
-            hypotheses merge where these are equal.
-    Score   CTC log-probability, plus `boost` for hotwords, plus `weight` times the language model's log-probability
-            and `token_bonus` for each token.
+    State   ctc_scores, ctc_numbers, ctc_tails on the model's device: the hypotheses, best first, each with its tokens
+            after the fixed ones, at most `tail` of them. Where a hypothesis would have more, those that do not begin
+            as the best one does are dropped, so that its oldest token is fixed. Prefixes are identified by hashes of
+            64 bits: hypotheses merge where these are equal.
+    Score   CTC log-probability, plus `boost` for hotwords, plus the language model's log-probabilities times their
+            weight and `token_bonus` for each token of a session with a language model
     Raises  OptionError for options out of range
     Source  Hannun et al. 2014, arXiv:1408.2873; fusion of a language model as in its algorithm 1, added in logs
     """
@@ -49,57 +73,55 @@ class BatchedCtcPrefixBeam:
         *,
         tail: int = 64,
         boost: float | None = None,
-        language_model: TokenScorer | None = None,
-        weight: float = 0.5,
+        fuses: bool = False,
         token_bonus: float = 0.0,
     ) -> None:
-        """`tail`: most tokens of a hypothesis that are not fixed. The others are fields of the class's description;
-        `boost` None: a search without hotwords."""
+        """`tail`: most tokens of a hypothesis that are not fixed. `boost` None: a search without hotwords. `fuses`:
+        sessions may have a language model."""
         options.validate()
         if not 2 <= tail <= MAX_TAIL_TOKENS:
             raise OptionError(f"tail={tail}", f"2 to {MAX_TAIL_TOKENS}", param="tail")
-        if not (math.isfinite(weight) and math.isfinite(token_bonus)):
-            raise OptionError(f"weight={weight}, token_bonus={token_bonus}", "finite numbers", param="weight")
-        self.model, self.options, self.tail, self.boost = model, options, tail, boost
-        self.language_model, self.weight, self.token_bonus = language_model, weight, token_bonus
-        self._advance = {False: device.capture(self._advance_chunk)}
-        self._biased: tuple[StreamingBiasingList, _BatchedBiasing, Callable[..., tuple[Tensor, ...]]] | None = None
+        if not math.isfinite(token_bonus):
+            raise OptionError(f"token_bonus={token_bonus}", "a finite number", param="token_bonus")
+        self.model, self.options, self.tail = model, options, tail
+        self.boost, self.fuses, self.token_bonus = boost, fuses, token_bonus
         self._device = device
-        self._state: State = {}
+        self._tables = _Tables.build(options, model.vocab_size, tail, device.torch_device)
+        self._captured: dict[tuple[TokenScorer | None, int], CapturedChunks] = {}
+        """Captured searches by language model and contexts of the hotwords."""
+        self._biasing: WeakKeyDictionary[StreamingBiasingList, _BatchedBiasing] = WeakKeyDictionary()
 
     def state_specs(self) -> dict[str, StateSpec]:
-        beam, tail = self.options.beam, self.tail
+        beam = self.options.beam
         return {
             "ctc_started": StateSpec((), torch.int64),
-            "ctc_last": StateSpec((), torch.int64),
-            "ctc_fixed_hash": StateSpec((), torch.int64),
-            "ctc_scores": StateSpec((beam, 2), torch.float64, None),
-            "ctc_gains": StateSpec((beam,), torch.float64, None),
-            "ctc_biasing_nodes": StateSpec((beam,), torch.int64, None),
-            "ctc_language_states": StateSpec((beam,), torch.int64, None),
-            "ctc_lengths": StateSpec((beam,), torch.int64, None),
-            "ctc_hash": StateSpec((beam,), torch.int64, None),
-            "ctc_tail_hashes": StateSpec((beam, tail), torch.int64, None),
-            "ctc_tail_tokens": StateSpec((beam, tail), torch.int64, None),
-            "ctc_tail_frames": StateSpec((beam, tail), torch.int64, None),
-            "ctc_tail_peaks": StateSpec((beam, tail), torch.float64, None),
-            "ctc_tail_logprobs": StateSpec((beam, tail), torch.float32, None),
+            "ctc_scores": StateSpec((GAIN + 1, beam), torch.float64, None),
+            "ctc_numbers": StateSpec((LANGUAGE_STATE + 1, beam), torch.int64, None),
+            "ctc_tails": StateSpec((LOGPROB + 1, beam, self.tail), torch.int64, None),
         }
 
     def step(
-        self, hidden: Tensor, chunk: StreamingChunk, state: State, words: StreamingBiasingList | None = None
+        self,
+        hidden: Tensor,
+        chunk: StreamingChunk,
+        state: State,
+        words: StreamingBiasingList | None = None,
+        fusion: LanguageModelFusion | None = None,
     ) -> list[SearchResult]:
-        """`words`: hotwords of all these sessions; a session has one list, or none, from its first step on."""
-        self._state = state
+        """`words`, `fusion`: hotwords and language model of all these sessions; a session has the same ones, or none,
+        from its first step on. Raises ValueError for rows that no search has left."""
         logprobs = self.model.ctc_logprobs(hidden)
-        numbers, scores = self._advance_for(words)(logprobs, chunk.rows, chunk.start_frames, chunk.frames)
-        # One transfer of each: counts, tokens and frames of what was fixed and of the best hypothesis's tail.
+        numbers, scores = self._advance(state, logprobs, chunk, words, fusion)
+        # One transfer of each: whether the row is corrupt, counts, tokens and frames of what was fixed and of the best
+        # hypothesis's tail.
         width = logprobs.shape[1] + self.tail
         results = []
         for row, logs in zip(numbers.tolist(), scores.tolist(), strict=True):
-            fixed, length = row[:2]
-            tokens, frames = row[2 : 2 + width], row[2 + width : 2 + 2 * width]
-            tail_tokens, tail_frames = row[2 + 2 * width :][: self.tail], row[2 + 2 * width + self.tail :]
+            corrupt, fixed, length = row[:3]
+            if corrupt:
+                raise ValueError("a row of the state is corrupt")
+            tokens, frames = row[3 : 3 + width], row[3 + width : 3 + 2 * width]
+            tail_tokens, tail_frames = row[3 + 2 * width :][: self.tail], row[3 + 2 * width + self.tail :]
             results.append(
                 SearchResult(
                     [SearchToken(*item) for item in zip(tokens[:fixed], frames, logs, strict=False)],
@@ -108,435 +130,460 @@ class BatchedCtcPrefixBeam:
             )
         return results
 
-    def finish(self, row: int, state: State, words: StreamingBiasingList | None = None) -> list[NBestHypothesis]:
+    def finish(
+        self,
+        row: int,
+        state: State,
+        words: StreamingBiasingList | None = None,
+        fusion: LanguageModelFusion | None = None,
+    ) -> list[NBestHypothesis]:
+        """N-best list, as StreamingSearch.finish. Raises ValueError as `step` does."""
         if not int(state["ctc_started"][row]):
             return [NBestHypothesis([], 0.0, 0.0)]
-        saved = {name: state[name][row].cpu() for name in self.state_specs()}
-        totals, gains = torch.logaddexp(*saved["ctc_scores"].unbind(-1)), saved["ctc_gains"]
-        live = totals > NONE
-        if words is not None:
-            _, biasing, _ = self._biasing_for(words)
-            gains = gains - biasing.partial_bonuses.cpu()[torch.where(live, saved["ctc_biasing_nodes"], 0)]
-        if self.language_model is not None:
-            states = torch.where(live, saved["ctc_language_states"], 0).to(state["ctc_language_states"].device)
-            gains = gains + self.weight * self.language_model.final_logprobs(states).cpu()
-        frames = _rising_frames(saved["ctc_tail_frames"][None], saved["ctc_lengths"][None])[0]
+        scores, saved, tails = (state[name][row].cpu() for name in ("ctc_scores", "ctc_numbers", "ctc_tails"))
+        biasing = None if words is None else self._biasing_for(words)
+        nodes = None if biasing is None else len(biasing.arrays.fails)
+        if not torch.equal(saved, self._bounded(saved[None], nodes, None if fusion is None else fusion.scorer)[0]):
+            raise ValueError("a row of the state is corrupt")
+        gains, live = scores[GAIN], scores[TOTAL] > NONE
+        if biasing is not None:
+            gains = gains - biasing.arrays.partial_bonuses.cpu()[saved[BIASING_NODE]]
+        if fusion is not None:
+            states = saved[LANGUAGE_STATE].to(self._device.torch_device)
+            gains = gains + fusion.weight * fusion.scorer.final_logprobs(states).cpu()
+        frames = _rising_frames(tails[FRAME], saved[LENGTH])
+        logprobs = tails[LOGPROB].view(torch.float64)
         hypotheses = []
         for i in live.nonzero()[:, 0].tolist():
-            length = int(saved["ctc_lengths"][i])
-            items = (saved["ctc_tail_tokens"][i], frames[i], saved["ctc_tail_logprobs"][i])
-            tokens = [SearchToken(*item) for item in zip(*(x[:length].tolist() for x in items), strict=True)]
-            hypotheses.append(NBestHypothesis(tokens, float(totals[i]), float(gains[i])))
+            length = int(saved[LENGTH, i])
+            items = (each[:length].tolist() for each in (tails[TOKEN, i], frames[i], logprobs[i]))
+            tokens = [SearchToken(*item) for item in zip(*items, strict=True)]
+            hypotheses.append(NBestHypothesis(tokens, float(scores[TOTAL, i]), float(gains[i])))
         return sorted(hypotheses, key=lambda item: -(item.logprob + item.gain))
 
     # --- one chunk -------------------------------------------------------------------------------------
 
-    def _advance_for(self, words: StreamingBiasingList | None) -> Callable[..., tuple[Tensor, ...]]:
-        return self._advance[False] if words is None else self._biasing_for(words)[2]
+    def _advance(
+        self,
+        state: State,
+        logprobs: Tensor,
+        chunk: StreamingChunk,
+        words: StreamingBiasingList | None,
+        fusion: LanguageModelFusion | None,
+    ) -> tuple[Tensor, ...]:
+        assert fusion is None or self.fuses, "a language model for a search that fuses none"
+        biasing = None if words is None else self._biasing_for(words)
+        scorer, contexts = (None if fusion is None else fusion.scorer), (0 if biasing is None else biasing.contexts)
+        more = [] if biasing is None else [*biasing.arrays]
+        if fusion is not None:
+            more.append(torch.full((1,), fusion.weight, dtype=torch.float64, device=logprobs.device))
+        function = partial(self._advance_chunk, scorer, contexts)
+        if contexts > MAX_CAPTURED_CONTEXTS:
+            return function(state, logprobs, chunk.rows, chunk.start_frames, chunk.frames, *more)
+        if (scorer, contexts) not in self._captured:
+            self._captured[scorer, contexts] = CapturedChunks(self._device, function)
+        return self._captured[scorer, contexts](state, logprobs, chunk, *more)
 
-    def _biasing_for(
-        self, words: StreamingBiasingList
-    ) -> tuple[StreamingBiasingList, _BatchedBiasing, Callable[..., tuple[Tensor, ...]]]:
-        """The list on the device, and the search with it. The last list is cached: sessions come grouped by list."""
+    def _biasing_for(self, words: StreamingBiasingList) -> _BatchedBiasing:
         assert self.boost is not None, "hotwords for a search that knows none"
-        if self._biased is None or self._biased[0] is not words:
-            biasing = _BatchedBiasing.compile(words, self.boost, self._device.torch_device)
-            # Not recorded: a recording belongs to one list, and costs more than it saves before it is replayed.
-            self._biased = words, biasing, partial(self._advance_chunk, biasing=biasing)
-        return self._biased
+        if words not in self._biasing:
+            self._biasing[words] = _BatchedBiasing.compile(words, self.boost, self._device.torch_device)
+        return self._biasing[words]
 
     def _advance_chunk(
         self,
+        scorer: TokenScorer | None,
+        contexts: int,
+        state: State,
         logprobs: Tensor,
         rows: Tensor,
         start_frames: Tensor,
         frames: Tensor,
-        biasing: _BatchedBiasing | None = None,
+        *more: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Search the frames of a chunk and update the sessions' rows.
+        """Search the frames of a chunk and update the sessions' rows. A ChunkFunction after its first two arguments.
 
-        Returns: numbers (n, 2 + 2 * (width + tail) + 2 * tail) int64: count of fixed tokens, length of the best
-        tail, fixed tokens, their frames, tail's tokens, its frames; log-probabilities (n, width + 2 * tail) float32
-        of fixed and tail tokens.
+        `contexts`: of the hotwords, 0 without any. `more`: _BiasingArrays, then the language model's weight (1,);
+        of what is not there nothing.
+
+        Returns: numbers (n, 3 + 2 * (width + tail) + 2 * tail) int64: whether the row is corrupt, count of fixed
+        tokens, length of the best tail, fixed tokens, their frames, tail's tokens, its frames; log-probabilities
+        (n, width + 2 * tail) float64 of fixed and tail tokens.
         """
-        n, width, _ = logprobs.shape
-        beams = self._load(rows)
-        logprobs = torch.where(torch.isfinite(logprobs), logprobs, NONE)
-        fixed = _FixedTokens.empty(n, width + self.tail, logprobs.device)
-        tokens, token_logprobs = self._likely_tokens(logprobs)
-        for frame in range(width):
+        biasing = _BiasingArrays(*more[: len(_BiasingArrays._fields)]) if contexts else None
+        fusion = None if scorer is None else (scorer, more[-1])
+        beams, corrupt = self._load(state, rows, biasing, scorer)
+        logprobs = torch.where(torch.isfinite(logprobs), logprobs, NONE).double()
+        choices = self._choices(logprobs)
+        # A hypothesis without a token reads the log-probability of a column that no token has.
+        logprobs = F.pad(logprobs, (0, 1), value=NONE)
+        nothing = torch.zeros_like(beams.tails[:, TOKEN : PEAK + 1, 0])
+        fixed = [(torch.zeros_like(rows), nothing)]  # so that a chunk may have no frames
+        for frame in range(logprobs.shape[1]):
             candidates = self._candidates(
-                beams, logprobs[:, frame], tokens[:, frame], token_logprobs[:, frame], biasing
+                beams, logprobs[:, frame], choices.at(frame), biasing and (biasing, contexts), fusion
             )
-            beams = self._select(beams, candidates, logprobs[:, frame], start_frames + frame, frame < frames)
-            beams = self._fix(beams, fixed)
-        for name, tensor in beams.to_state().items():
-            self._state[name][rows] = tensor
-        best_frames = _rising_frames(beams.tail_frames[:, :1], beams.lengths[:, :1])[:, 0]
+            beams = self._select(
+                beams, candidates, choices.at(frame), logprobs[:, frame], start_frames + frame, frame < frames
+            )
+            beams, common, tokens = self._fix(beams)
+            fixed.append((common, tokens))
+        state["ctc_started"][rows] = torch.ones_like(rows)
+        state["ctc_scores"][rows] = beams.scores
+        state["ctc_numbers"][rows] = beams.numbers
+        state["ctc_tails"][rows] = beams.tails[..., : self.tail]
+        counts, tokens = self._join(torch.stack([each for each, _ in fixed]), torch.stack([each for _, each in fixed]))
+        best, length = beams.tails[:, :, 0, : self.tail], beams.numbers[:, LENGTH, :1]
         numbers = [
-            fixed.counts[:, None],
-            beams.lengths[:, :1],
-            fixed.tokens,
-            fixed.frames,
-            beams.tail_tokens[:, 0],
-            best_frames,
+            corrupt.long()[:, None],
+            counts[:, None],
+            length,
+            tokens[:, 0],
+            tokens[:, 1],
+            best[:, TOKEN],
+            _rising_frames(best[:, FRAME], length[:, 0]),
         ]
-        return torch.cat(numbers, 1), torch.cat([fixed.logprobs, beams.tail_logprobs[:, 0]], 1)
+        return torch.cat(numbers, 1), torch.cat([tokens[:, 2], best[:, LOGPROB]], 1).view(torch.float64)
 
-    def _load(self, rows: Tensor) -> _Beams:
-        state = self._state
-        started = (state["ctc_started"][rows] > 0)[:, None]
-        first = torch.arange(self.options.beam, device=rows.device) == 0
-        empty = torch.where(first, 0.0, NONE).double()
-        scores = state["ctc_scores"][rows]
-        initial = 0 if self.language_model is None else self.language_model.initial_state
+    def _load(
+        self, state: State, rows: Tensor, biasing: _BiasingArrays | None, scorer: TokenScorer | None
+    ) -> tuple[_Beams, Tensor]:
+        """Beams of the sessions, and (n,) whether a row is corrupt: it is searched without a read out of bounds."""
+        started = (state["ctc_started"][rows] > 0)[:, None, None]
+        new_scores, new_numbers = self._tables.new_scores, self._tables.new_numbers
+        scores = torch.where(started, state["ctc_scores"][rows], new_scores)
+        numbers = torch.where(started, state["ctc_numbers"][rows], new_numbers)
+        if scorer is not None:
+            initial = torch.where(started[:, 0], numbers[:, LANGUAGE_STATE], scorer.initial_state)
+            numbers[:, LANGUAGE_STATE] = initial
+        bounded = self._bounded(numbers, None if biasing is None else len(biasing.fails), scorer)
+        tails = F.pad(state["ctc_tails"][rows], (0, 1))
+        return _Beams(scores, bounded, tails), (bounded != numbers).flatten(1).any(1)
 
-        def begun(name: str, value: float) -> Tensor:
-            return torch.where(started, state[name][rows], value)
+    def _bounded(self, numbers: Tensor, biasing_nodes: int | None, scorer: TokenScorer | None) -> Tensor:
+        """Numbers (n, planes, beam) that are indices, within what they index."""
+        bounded = numbers.clone()
+        bounded[:, LAST].clamp_(0, self.model.vocab_size)
+        bounded[:, LENGTH].clamp_(0, self.tail - 1)
+        if biasing_nodes is not None:
+            bounded[:, BIASING_NODE].clamp_(0, biasing_nodes - 1)
+        if scorer is not None:
+            bounded[:, LANGUAGE_STATE].clamp_(0, scorer.state_count - 1)
+        return bounded
 
-        return _Beams(
-            blank=torch.where(started, scores[..., 0], empty),
-            nonblank=torch.where(started, scores[..., 1], NONE),
-            gains=begun("ctc_gains", 0.0),
-            biasing_nodes=begun("ctc_biasing_nodes", 1),
-            language_states=begun("ctc_language_states", initial),
-            lengths=begun("ctc_lengths", 0),
-            hashes=begun("ctc_hash", 0),
-            last_fixed=state["ctc_last"][rows] - 1,
-            fixed_hash=state["ctc_fixed_hash"][rows],
-            tail_hashes=state["ctc_tail_hashes"][rows],
-            tail_tokens=torch.where(started[:, :, None], state["ctc_tail_tokens"][rows], 0),
-            tail_frames=state["ctc_tail_frames"][rows],
-            tail_peaks=state["ctc_tail_peaks"][rows],
-            tail_logprobs=state["ctc_tail_logprobs"][rows],
-        )
-
-    def _likely_tokens(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (n, frames, k) of each frame that may open new hypotheses, the likeliest first and of equals the
-        smallest, and their log-probabilities; those that may not have -inf."""
+    def _choices(self, logprobs: Tensor) -> _Choices:
+        """Tokens that may open new hypotheses in each frame of (n, frames, vocab), the likeliest first and of equals
+        the smallest. Those that may not have log-probability -inf."""
         options = self.options
         count = min(options.tokens + 1, logprobs.shape[-1])  # one may be the blank
         tokens = logprobs.topk(count, -1).indices.sort(-1).values
         chosen = logprobs.gather(-1, tokens)
         barred = (tokens == self.model.blank_id) | (chosen < options.min_logprob)
         chosen, order = torch.where(barred, NONE, chosen).sort(dim=-1, descending=True, stable=True)
-        return tokens.gather(-1, order)[..., : options.tokens], chosen[..., : options.tokens]
+        tokens, chosen = tokens.gather(-1, order)[..., : options.tokens], chosen[..., : options.tokens]
+        n, width, count = tokens.shape
+        stays = tokens.new_full((n, width, options.beam), -1)
+        extends = torch.cat([stays, tokens.repeat(1, 1, options.beam)], 2)
+        return _Choices(tokens, chosen, torch.stack([extends, self._tables.token_hashes[extends]], 2))
 
     def _candidates(
-        self, beams: _Beams, logprobs: Tensor, tokens: Tensor, token_logprobs: Tensor, biasing: _BatchedBiasing | None
+        self,
+        beams: _Beams,
+        logprobs: Tensor,
+        choices: _Choices,
+        biasing: tuple[_BiasingArrays, int] | None,
+        fusion: tuple[TokenScorer, Tensor] | None,
     ) -> _Candidates:
         """Hypotheses after a frame: those of the beam, then each of them one token further."""
-        n, beam, count = len(logprobs), self.options.beam, tokens.shape[1]
-        logprobs, token_logprobs = logprobs.double(), token_logprobs.double()
-        totals, lasts = torch.logaddexp(beams.blank, beams.nonblank), beams.last_tokens
-        is_parent = beams.is_parent(totals > NONE)
-        parents, has_parent = is_parent.to(torch.uint8).argmax(-1), is_parent.any(-1)
-        last_logprobs = torch.where(lasts >= 0, logprobs.gather(1, lasts.clamp(min=0)), NONE)
+        blank, nonblank, total, gain = beams.scores.unbind(1)
+        hashes, parents, lasts, _, nodes, states = beams.numbers.unbind(1)
+        tokens = choices.tokens
+        heard = logprobs.gather(1, lasts)
+        is_parent = parents[:, :, None] == hashes[:, None, :]  # (n, hypothesis, its parent)
         # A repeated token needs a blank between.
-        repeats = lasts.gather(1, parents) == lasts
-        mass = torch.where(repeats, beams.blank.gather(1, parents), totals.gather(1, parents))
-        from_parent = torch.where(has_parent, mass + last_logprobs, NONE)
-        stay_blank = totals + logprobs[:, self.model.blank_id, None]
-        stay_nonblank = torch.logaddexp(beams.nonblank + last_logprobs, from_parent)
+        mass = torch.where(lasts[:, :, None] == lasts[:, None, :], blank[:, None, :], total[:, None, :])
+        from_parent = torch.where(is_parent, mass, NONE).amax(2)
+        stay_blank = total + logprobs[:, self.model.blank_id, None]
+        stay_nonblank = torch.logaddexp(nonblank + heard, from_parent + heard)
 
-        same_token = tokens[:, None, :] == lasts[:, :, None]  # (n, entry, k)
-        mass = torch.where(same_token, beams.blank[:, :, None], totals[:, :, None])
-        extended = mass + token_logprobs[:, None, :]
-        # An entry that is already there takes this mass itself.
-        there = torch.bmm(is_parent.transpose(1, 2).float(), (same_token & (lasts >= 0)[:, :, None]).float()) > 0
+        same_token = tokens[:, None, :] == lasts[:, :, None]  # (n, hypothesis, k)
+        extended = torch.where(same_token, blank[:, :, None], total[:, :, None]) + choices.logprobs[:, None, :]
+        # One that is already there takes this mass itself.
+        there = (is_parent[:, :, :, None] & same_token[:, :, None, :]).any(1)
         extended = torch.where(there, NONE, extended)
 
-        shape = (n, beam, count)
-        gains, nodes, states = (
-            each[:, :, None].expand(shape) for each in (beams.gains, beams.biasing_nodes, beams.language_states)
-        )
-        wide_tokens = tokens[:, None, :].expand(shape)
+        gains = gain[:, :, None].expand_as(extended)
+        new_nodes = new_states = None
         if biasing is not None:
-            nodes, bonus = biasing.step(nodes, wide_tokens)
+            arrays, contexts = biasing
+            new_nodes, bonus = arrays.step(nodes, tokens, contexts)
             gains = gains + bonus
-        if self.language_model is not None:
-            language, states = self.language_model.score(states, wide_tokens)
-            gains = gains + self.weight * language + self.token_bonus
-        return _Candidates(
-            blank=torch.cat([stay_blank, torch.full_like(extended, NONE).flatten(1)], 1),
-            nonblank=torch.cat([stay_nonblank, extended.flatten(1)], 1),
-            gains=torch.cat([beams.gains, gains.flatten(1)], 1),
-            biasing_nodes=torch.cat([beams.biasing_nodes, nodes.flatten(1)], 1),
-            language_states=torch.cat([beams.language_states, states.flatten(1)], 1),
-            tokens=torch.cat([torch.full_like(beams.lengths, -1), wide_tokens.flatten(1)], 1),
-        )
+            new_nodes = torch.cat([nodes, new_nodes.flatten(1)], 1)
+        if fusion is not None:
+            scorer, weight = fusion
+            language, new_states = scorer.score(
+                states[:, :, None].expand_as(extended), tokens[:, None].expand_as(gains)
+            )
+            unknown = language == NONE
+            extended = torch.where(unknown, NONE, extended)
+            gains = gains + weight * torch.where(unknown, 0.0, language) + self.token_bonus
+            new_states = torch.cat([states, new_states.flatten(1)], 1)
+        extended = extended.flatten(1)
+        none = self._tables.none.expand_as(extended)
+        scores = [stay_blank, none, stay_nonblank, extended, torch.logaddexp(stay_blank, stay_nonblank), extended]
+        joined = torch.cat([*scores, gain, gains.flatten(1)], 1)
+        return _Candidates(joined.view(len(joined), GAIN + 1, len(self._tables.entries)), new_nodes, new_states)
 
-    def _select(self, beams: _Beams, found: _Candidates, logprobs: Tensor, frame: Tensor, valid: Tensor) -> _Beams:
+    def _select(
+        self, beams: _Beams, found: _Candidates, choices: _Choices, logprobs: Tensor, frame: Tensor, valid: Tensor
+    ) -> _Beams:
         """The best candidates as the next beam. A session whose chunk has ended, or that can go nowhere, stays."""
-        beam, tail = self.options.beam, self.tail
-        ranks = torch.logaddexp(found.blank, found.nonblank) + found.gains
-        ranks = torch.where(ranks.isnan(), NONE, ranks)
-        ranks, order = ranks.sort(dim=-1, descending=True, stable=True)
+        beam, tail, tables = self.options.beam, self.tail, self._tables
+        ranks, order = (found.scores[:, TOTAL] + found.scores[:, GAIN]).sort(dim=-1, descending=True, stable=True)
         ranks, order = ranks[:, :beam], order[:, :beam]
         best = ranks[:, :1]
-        moves = (valid & (best[:, 0] > NONE))[:, None]
-        drops = (ranks < best - self.options.max_gap) | (ranks == NONE)
-        places = torch.arange(beam, device=order.device)
-        count = found.tokens.shape[1] // beam - 1
-        entries = torch.where(order < beam, order, (order - beam) // max(count, 1))
-        entries = torch.where(moves, entries, places)
-        tokens = torch.where(moves, found.tokens.gather(1, order), -1)
-        extends = tokens >= 0
+        moves = valid[:, None] & (best > NONE)
+        order = torch.where(moves, order, tables.entries[:beam])
+        drops = (ranks < best - self.options.max_gap) & moves
+        scores = found.scores.gather(2, _planes(order, GAIN + 1))
+        scores = torch.where(drops[:, None], NONE, torch.where(moves[:, None], scores, beams.scores))
 
-        def chosen(new: Tensor, old: Tensor) -> Tensor:
-            return torch.where(moves, new.gather(1, order), old)
+        token, token_hash = choices.extends.gather(2, _planes(order, 2)).unbind(1)
+        extends, entries = token >= 0, tables.entries[order]
+        kept = beams.numbers.gather(2, _planes(entries, LANGUAGE_STATE + 1))
+        at = kept[:, LENGTH]
+        hashes = (kept[:, HASH] ^ token_hash) * MULTIPLIER
+        numbers = torch.stack([hashes, kept[:, HASH], token, at + 1, kept[:, BIASING_NODE], kept[:, LANGUAGE_STATE]], 1)
+        numbers = torch.where(extends[:, None], numbers, kept)
+        for plane, new in ((BIASING_NODE, found.biasing_nodes), (LANGUAGE_STATE, found.language_states)):
+            if new is not None:
+                numbers[:, plane] = new.gather(1, order)
+        numbers = torch.where(scores[:, TOTAL, None] == NONE, tables.dropped, numbers)
 
-        blank, nonblank = chosen(found.blank, beams.blank), chosen(found.nonblank, beams.nonblank)
-        drops = drops & moves
-        blank, nonblank = (torch.where(drops, NONE, each) for each in (blank, nonblank))
-        gains = chosen(found.gains, beams.gains)
-        lengths, hashes = beams.lengths.gather(1, entries), beams.hashes.gather(1, entries)
-        wide = entries[:, :, None].expand(-1, -1, tail)
-        tails = {name: each.gather(1, wide) for name, each in beams.tails.items()}
-
-        # A prefix that an old entry begins with keeps the frame at which it was likeliest.
-        hashes = torch.where(extends, _mix(hashes, tokens), hashes)
-        at = lengths.clamp(max=tail - 1)[:, None, :].expand(-1, beam, -1)  # (n, old entry, new entry)
-        is_old = (beams.tail_hashes.gather(2, at) == hashes[:, None, :]) & (beams.lengths[:, :, None] > at)
-        is_old = is_old & (torch.logaddexp(beams.blank, beams.nonblank) > NONE)[:, :, None]
-        source, was = is_old.to(torch.uint8).argmax(1), is_old.any(1)  # (n, new entry)
-
-        def inherited(name: str, otherwise: Tensor) -> Tensor:
-            old = beams.tails[name].gather(2, at)  # (n, old, new)
-            return torch.where(was, old.gather(1, source[:, None, :])[:, 0], otherwise)
-
-        frames = frame[:, None].expand_as(entries)
-        added = {
-            "tail_hashes": hashes,
-            "tail_tokens": tokens,
-            "tail_frames": inherited("tail_frames", frames),
-            "tail_peaks": inherited("tail_peaks", torch.full_like(nonblank, NONE)),
-            "tail_logprobs": inherited("tail_logprobs", torch.full_like(nonblank, NONE, dtype=torch.float32)),
-        }
-        spot = torch.where(extends, lengths, tail)[:, :, None]  # column `tail` is thrown away
-        tails = {name: _put(tails[name], spot, added[name][:, :, None]) for name in _TAILS}
-        lengths = lengths + extends
+        # A prefix that an old hypothesis begins with keeps the frame at which it was likeliest: all agree on it.
+        old = beams.tails.gather(3, at[:, None, None].expand(-1, LOGPROB + 1, beam, -1))  # (n, planes, old, new)
+        begins = (old[:, TAIL_HASH] == hashes[:, None]) & (beams.numbers[:, LENGTH, :, None] > at[:, None])
+        known = torch.where(begins[:, None], old, _LEAST).amax(2)
+        none = tables.none_bits.expand_as(token)
+        added = torch.stack([hashes, token, frame[:, None].expand_as(token), none, none], 1)
+        added = torch.where(known[:, :1] != _LEAST, known, added)
+        tails = beams.tails.gather(2, _planes(entries, LOGPROB + 1)[..., None].expand(-1, -1, -1, tail + 1))
+        spot = torch.where(extends, at, tail)  # the last column is never read
+        tails.scatter_(3, _planes(spot, LOGPROB + 1)[..., None], added[..., None])
 
         # The last token's frame is that at which the hypothesis was likeliest; all that begin with it share it.
+        hashes, lengths = numbers[:, HASH], numbers[:, LENGTH]
         last = (lengths - 1).clamp(min=0)
-        last_tokens = tails["tail_tokens"].gather(2, last[:, :, None])[..., 0]
-        peak = nonblank + gains - best
-        better = peak > tails["tail_peaks"].gather(2, last[:, :, None])[..., 0]
-        live = torch.logaddexp(blank, nonblank) > NONE
-        better = better & live & (lengths > 0) & moves
-        at = last[:, None, :].expand(-1, beam, -1)  # (n, entry, entry whose last token it is)
-        shares = (tails["tail_hashes"].gather(2, at) == hashes[:, None, :]) & (lengths[:, :, None] > at)
-        spot = torch.where(shares & better[:, None, :], at, tail)
-        heard = logprobs.gather(1, last_tokens.clamp(min=0))
-        for name, value in (("tail_peaks", peak), ("tail_frames", frames), ("tail_logprobs", heard)):
-            tails[name] = _put(tails[name], spot, value[:, None, :].expand(-1, beam, -1))
-        return beams._replace(
-            blank=blank,
-            nonblank=nonblank,
-            gains=gains,
-            biasing_nodes=chosen(found.biasing_nodes, beams.biasing_nodes),
-            language_states=chosen(found.language_states, beams.language_states),
-            lengths=lengths,
-            hashes=hashes,
-            **tails,
-        )
+        peak = scores[:, NONBLANK] + scores[:, GAIN] - best
+        better = (peak > tails[:, PEAK].view(torch.float64).gather(2, last[:, :, None])[..., 0]) & moves
+        at = last[:, None, :].expand(-1, beam, -1)  # (n, hypothesis, that whose last token it is)
+        shares = (tails[:, TAIL_HASH].gather(2, at) == hashes[:, None]) & (lengths[:, :, None] > at) & better[:, None]
+        spot = torch.where(shares, at, tail)
+        heard = logprobs.gather(1, numbers[:, LAST])
+        marks = torch.stack([frame[:, None].expand_as(token), peak.view(torch.int64), heard.view(torch.int64)], 1)
+        tails[:, FRAME:].scatter_(3, _planes(spot, 3), marks[:, :, None].expand(-1, -1, beam, -1))
+        return _Beams(scores, numbers, tails)
 
-    def _fix(self, beams: _Beams, fixed: _FixedTokens) -> _Beams:
-        """Move the tokens that all hypotheses begin with to `fixed`, and make room where a tail is full."""
-        tail = self.tail
-        beams = beams.force_first(beams.common_length(), tail)
-        common = beams.common_length()
-        places = torch.arange(tail, device=common.device)
+    def _fix(self, beams: _Beams) -> tuple[_Beams, Tensor, Tensor]:
+        """Take the tokens that all hypotheses begin with from the beams, and make room where a tail is full.
+
+        Returns: the beams, how many tokens were taken (n,), and tokens, frames and bits of log-probabilities
+        (n, 3, tail + 1) of which those are the first.
+        """
+        tables, tail, tails = self._tables, self.tail, beams.tails
+        hashes, lengths = tails[:, TAIL_HASH], beams.numbers[:, LENGTH]
+        # Where a tail is full, those that do not begin as the best does are dropped; where the best has no token,
+        # those that are full.
+        empty, full = lengths == 0, lengths >= tail
+        differs = (hashes[:, :, 0] != hashes[:, :1, 0]) | empty
+        drops = (torch.where(empty[:, :1], full, differs) & full.any(1, keepdim=True))[:, None]
+        scores = torch.where(drops, NONE, beams.scores)
+        numbers = torch.where(drops, tables.dropped, beams.numbers)
+        lengths = numbers[:, LENGTH]
+
+        inside = tables.places < lengths[:, :, None]
+        shared = ((hashes == hashes[:, :1]) & inside) | (scores[:, TOTAL] == NONE)[:, :, None]
+        common = shared.all(1).sum(1)
         # No later than any token after it, or a token fixed afterwards could get an earlier frame.
-        rising = _rising_frames(beams.tail_frames, beams.lengths)
-        inside = (places < beams.lengths[:, :, None]) & beams.live[:, :, None]
-        earliest = torch.where(inside, rising, _LATER).amin(1)
-        fixed.append(common, beams.tail_tokens[:, 0], earliest, beams.tail_logprobs[:, 0])
-        before = (common - 1).clamp(min=0)[:, None]
-        some = common > 0
-        index = (places + common[:, None]).clamp(max=tail - 1)[:, None].expand_as(beams.tail_tokens)
-        return beams._replace(
-            last_fixed=torch.where(some, beams.tail_tokens[:, 0].gather(1, before)[:, 0], beams.last_fixed),
-            fixed_hash=torch.where(some, beams.tail_hashes[:, 0].gather(1, before)[:, 0], beams.fixed_hash),
-            lengths=(beams.lengths - common[:, None]).clamp(min=0),
-            **{name: each.gather(2, index) for name, each in beams.tails.items()},
-        )
+        slack = torch.where(inside, tails[:, FRAME] - tables.places, _LATER).amin(1)
+        earliest = torch.where(tables.later, slack[:, None], _LATER).amin(2) + tables.places
+        fixed = torch.stack([tails[:, TOKEN, 0], earliest, tails[:, LOGPROB, 0]], 1)
+        index = (tables.places + common[:, None]).clamp(max=tail)
+        tails = tails.gather(3, index[:, None, None].expand_as(tails))
+        lengths.sub_(common[:, None]).clamp_(min=0)
+        return _Beams(scores, numbers, tails), common, fixed
 
-
-_TAILS = ("tail_hashes", "tail_tokens", "tail_frames", "tail_peaks", "tail_logprobs")
-_LATER = 1 << 62
+    def _join(self, counts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens fixed in all frames one after another, from counts (1 + frames, n), none at first, and tokens
+        (1 + frames, n, 3, tail + 1): how many (n,), and (n, 3, frames + tail)."""
+        width, n, planes, places = tokens.shape
+        capacity = width - 1 + self.tail
+        ends = counts.cumsum(0)
+        spots = (ends - counts)[:, :, None] + self._tables.places
+        spots = torch.where(self._tables.places < counts[:, :, None], spots, capacity).transpose(0, 1)
+        spots = spots.reshape(n, 1, width * places).expand(-1, planes, -1)
+        joined = torch.zeros(n, planes, capacity + 1, dtype=torch.int64, device=tokens.device)
+        joined.scatter_(2, spots, tokens.permute(1, 2, 0, 3).reshape(n, planes, width * places))
+        return ends[-1], joined[..., :capacity]
 
 
 class _Beams(NamedTuple):
-    """Beams of n sessions, best hypothesis first. Fields are (n, beam), those of fixed tokens (n,), and those of
-    tails (n, beam, tail). A hypothesis whose scores are both -inf is not there."""
+    """Beams of n sessions, best hypothesis first. A hypothesis whose scores are -inf is not there: it has length 0, and
+    hashes that no other has."""
 
-    blank: Tensor
-    nonblank: Tensor
-    gains: Tensor
-    biasing_nodes: Tensor
-    language_states: Tensor
-    lengths: Tensor
-    hashes: Tensor
-    last_fixed: Tensor
-    fixed_hash: Tensor
-    tail_hashes: Tensor
-    """Hash of the prefix that ends in each token."""
-    tail_tokens: Tensor
-    tail_frames: Tensor
-    tail_peaks: Tensor
-    tail_logprobs: Tensor
+    scores: Tensor
+    """(n, planes, beam)."""
+    numbers: Tensor
+    """(n, planes, beam)."""
+    tails: Tensor
+    """(n, planes, beam, tail + 1): what lies past a hypothesis's length is arbitrary, and so is the last column."""
 
-    @property
-    def tails(self) -> dict[str, Tensor]:
-        """Fields of tails by name."""
-        return {name: tensor for name, tensor in self._asdict().items() if name in _TAILS}
 
-    @property
-    def live(self) -> Tensor:
-        return torch.maximum(self.blank, self.nonblank) > NONE
+class _Choices(NamedTuple):
+    """Tokens that may open new hypotheses, of all frames (n, frames, ...) or of one (n, ...)."""
 
-    @property
-    def last_tokens(self) -> Tensor:
-        """(n, beam): last token of each hypothesis, -1 where it has none."""
-        last = self.tail_tokens.gather(2, (self.lengths - 1).clamp(min=0)[:, :, None])[..., 0]
-        return torch.where(self.lengths > 0, last, self.last_fixed[:, None])
+    tokens: Tensor
+    """(..., k)."""
+    logprobs: Tensor
+    """(..., k) float64."""
+    extends: Tensor
+    """(..., 2, beam + beam * k): token by which each candidate is extended, -1 for none, and its hash."""
 
-    def is_parent(self, live: Tensor) -> Tensor:
-        """(n, i, j): whether hypothesis j is i without its last token."""
-        inner = self.tail_hashes.gather(2, (self.lengths - 2).clamp(min=0)[:, :, None])[..., 0]
-        parent = torch.where(self.lengths > 1, inner, self.fixed_hash[:, None])
-        equal = (parent[:, :, None] == self.hashes[:, None, :]) & (self.lengths[:, :, None] > 0)
-        return equal & (self.lengths[:, :, None] == self.lengths[:, None, :] + 1) & live[:, :, None] & live[:, None, :]
-
-    def common_length(self) -> Tensor:
-        """(n,): tokens after the fixed ones with which all hypotheses begin."""
-        places = torch.arange(self.tail_hashes.shape[2], device=self.hashes.device)
-        same = (self.tail_hashes == self.tail_hashes[:, :1]) & (places < self.lengths[:, :, None])
-        return (same | ~self.live[:, :, None]).all(1).long().cumprod(1).sum(1) * self.live.any(1)
-
-    def force_first(self, common: Tensor, tail: int) -> _Beams:
-        """Drop the hypotheses that do not begin as the best does, where one would leave no room for its next token;
-        where the best has no token, those without room."""
-        remains = self.lengths - common[:, None]
-        full = (remains >= tail) & self.live
-        differs = self.tail_hashes[:, :, 0] != self.tail_hashes[:, :1, 0]
-        differs = differs | (self.lengths == 0)
-        drops = torch.where((self.lengths[:, :1] > 0), differs, full) & full.any(1, keepdim=True)
-        return self._replace(
-            blank=torch.where(drops, NONE, self.blank), nonblank=torch.where(drops, NONE, self.nonblank)
-        )
-
-    def to_state(self) -> Mapping[str, Tensor]:
-        return {
-            "ctc_started": torch.ones_like(self.last_fixed),
-            "ctc_last": self.last_fixed + 1,
-            "ctc_fixed_hash": self.fixed_hash,
-            "ctc_scores": torch.stack([self.blank, self.nonblank], -1),
-            "ctc_gains": self.gains,
-            "ctc_biasing_nodes": self.biasing_nodes,
-            "ctc_language_states": self.language_states,
-            "ctc_lengths": self.lengths,
-            "ctc_hash": self.hashes,
-        } | {f"ctc_{name}": tensor for name, tensor in self.tails.items()}
+    def at(self, frame: int) -> _Choices:
+        return _Choices(*(each[:, frame] for each in self))
 
 
 class _Candidates(NamedTuple):
-    """Candidates for the next beam, (n, beam + beam * k): each hypothesis as it is, then each with each token."""
+    """Candidates for the next beam: each hypothesis as it is, then each with each token."""
 
-    blank: Tensor
-    nonblank: Tensor
-    gains: Tensor
-    biasing_nodes: Tensor
-    language_states: Tensor
-    tokens: Tensor
-    """Token by which a hypothesis is extended; -1: none."""
+    scores: Tensor
+    """(n, planes, beam + beam * k)."""
+    biasing_nodes: Tensor | None
+    """(n, beam + beam * k); None without hotwords."""
+    language_states: Tensor | None
+    """(n, beam + beam * k); None without a language model."""
 
 
-class _FixedTokens:
-    """Tokens fixed during a chunk, (n, capacity), with their count (n,)."""
+class _Tables(NamedTuple):
+    """Constants of a search on its device."""
 
-    def __init__(self, counts: Tensor, tokens: Tensor, frames: Tensor, logprobs: Tensor) -> None:
-        self.counts, self.tokens, self.frames, self.logprobs = counts, tokens, frames, logprobs
+    places: Tensor
+    """(tail + 1,): 0, 1, ..."""
+    later: Tensor
+    """(tail + 1, tail + 1) bool: whether the second place is not before the first."""
+    entries: Tensor
+    """(beam + beam * k,): hypothesis of each candidate."""
+    token_hashes: Tensor
+    """(vocab + 1,) int64: hash of each token, and one of no token."""
+    new_scores: Tensor
+    """(planes, beam): scores of a new session."""
+    new_numbers: Tensor
+    """(planes, beam)."""
+    dropped: Tensor
+    """(planes, 1): numbers of a hypothesis that is not there."""
+    none: Tensor
+    """(1, 1) float64: -inf."""
+    none_bits: Tensor
+    """(1, 1) int64: its bits."""
 
     @classmethod
-    def empty(cls, n: int, capacity: int, device: torch.device) -> _FixedTokens:
-        numbers = torch.zeros(2, n, capacity, dtype=torch.int64, device=device)
-        counts = torch.zeros(n, dtype=torch.int64, device=device)
-        return cls(counts, numbers[0], numbers[1], torch.zeros(n, capacity, device=device))
+    def build(cls, options: CtcBeamOptions, vocab: int, tail: int, device: torch.device) -> _Tables:
+        beam, count = options.beam, min(options.tokens, vocab)
+        places, entries = torch.arange(tail + 1), torch.arange(beam)
+        scores = torch.full((GAIN + 1, beam), NONE, dtype=torch.float64)
+        scores[:, 0] = torch.tensor([0.0, NONE, 0.0, 0.0], dtype=torch.float64)
+        new = torch.tensor([EMPTY_HASH, NO_PARENT_HASH, vocab, 0, OPEN, 0])
+        dropped = torch.tensor([DROPPED_HASH, NO_PARENT_HASH, vocab, 0, OPEN, 0])[:, None]
+        numbers = dropped.repeat(1, beam)
+        numbers[:, 0] = new
+        hashes = np.random.default_rng(vocab).integers(-(1 << 63), (1 << 63) - 1, vocab + 1, np.int64)
+        tables = cls(
+            places,
+            places >= places[:, None],
+            torch.cat([entries, entries.repeat_interleave(count)]),
+            torch.from_numpy(hashes),
+            scores,
+            numbers,
+            dropped,
+            torch.full((1, 1), NONE, dtype=torch.float64),
+            torch.full((1, 1), _NONE_BITS),
+        )
+        return cls(*(each.to(device) for each in tables))
 
-    def append(self, count: Tensor, tokens: Tensor, frames: Tensor, logprobs: Tensor) -> None:
-        """Append the first `count` (n,) of each row (n, tail)."""
-        capacity = self.tokens.shape[1]
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        spot = torch.where(places < count[:, None], self.counts[:, None] + places, capacity)
-        self.tokens, self.frames = _put(self.tokens, spot, tokens), _put(self.frames, spot, frames)
-        self.logprobs = _put(self.logprobs, spot, logprobs)
-        self.counts = self.counts + count
 
-
-class _BatchedBiasing(NamedTuple):
-    """Hotword list on a device: an Aho-Corasick graph (decoding/biasing.py) whose arcs are found by one search in
-    sorted keys."""
+class _BiasingArrays(NamedTuple):
+    """Hotword list on a device: an Aho-Corasick graph (decoding/biasing_graph.py) whose arcs are found by one search
+    in sorted keys. Padded, so that few shapes occur."""
 
     keys: Tensor
-    """(arcs,) int64, rising: node * vocab + token."""
+    """(arcs,) int64, rising: node * vocab + token; the largest integer where no arc is."""
     nexts: Tensor
     fails: Tensor
     partial_bonuses: Tensor
     word_bonuses: Tensor
     word_starts: Tensor
-    depth: int
-    """Most failure links from a node to its root."""
+    """(vocab,) bool."""
+
+    def step(self, nodes: Tensor, tokens: Tensor, contexts: int) -> tuple[Tensor, Tensor]:
+        """Nodes (n, beam, k) after tokens (n, k) in nodes (n, beam), and their bonuses. `contexts`: nodes on the way
+        from any to its root by failure links."""
+        vocab, chain = len(self.word_starts), [nodes]
+        for _ in range(contexts - 1):
+            chain.append(self.fails[chain[-1]])
+        wanted = torch.stack(chain)[..., None] * vocab + tokens[:, None]
+        arcs = torch.searchsorted(self.keys, wanted).clamp(max=len(self.keys) - 1)
+        found, longest = (self.keys[arcs] == wanted).to(torch.uint8).max(0, keepdim=True)
+        target = torch.where(found > 0, self.nexts[arcs.gather(0, longest)], WITHIN)[0]
+        bonus = self.word_bonuses[target] + self.partial_bonuses[target] - self.partial_bonuses[nodes][:, :, None]
+        return torch.where((target == WITHIN) & self.word_starts[tokens][:, None], OPEN, target), bonus
+
+
+class _BatchedBiasing(NamedTuple):
+    """Compiled hotword list."""
+
+    arrays: _BiasingArrays
+    contexts: int
+    """Nodes on the longest way from a node to its root, rounded up."""
 
     @classmethod
     def compile(cls, words: StreamingBiasingList, boost: float, device: torch.device) -> _BatchedBiasing:
-        arrays = words.arrays
-        vocab, nodes = len(arrays.word_starts), len(arrays.fails)
-        sources = torch.repeat_interleave(torch.arange(nodes), arrays.firsts.diff())
-        depth, reached = 0, arrays.fails.clone()
-        while bool((reached != 0).any()):
-            reached, depth = arrays.fails[reached], depth + 1
-        return cls(
-            (sources * vocab + arrays.tokens).to(device),
-            arrays.nexts.to(device),
-            arrays.fails.to(device),
-            (arrays.partial_bonuses * boost).to(device),
-            (arrays.word_bonuses * boost).to(device),
-            arrays.word_starts.bool().to(device),
-            depth,
+        given = words.arrays
+        vocab, nodes = len(given.word_starts), len(given.fails)
+        sources = torch.repeat_interleave(torch.arange(nodes), given.firsts.diff())
+        contexts, reached = 1, torch.arange(nodes)
+        while bool((reached != WITHIN).any()):
+            reached, contexts = given.fails[reached], contexts + 1
+        arcs, places = _padded_size(len(sources)), _padded_size(nodes)
+
+        def padded(values: Tensor, size: int, fill: int = 0) -> Tensor:
+            return torch.cat([values, values.new_full((size - len(values),), fill)]).to(device)
+
+        arrays = _BiasingArrays(
+            padded(sources * vocab + given.tokens, arcs, (1 << 63) - 1),
+            padded(given.nexts, arcs),
+            padded(given.fails, places),
+            padded(given.partial_bonuses * boost, places),
+            padded(given.word_bonuses * boost, places),
+            given.word_starts.bool().to(device),
         )
-
-    def step(self, nodes: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Nodes after `tokens`, and their bonuses; all (n, beam, k)."""
-        vocab, before = len(self.word_starts), self.partial_bonuses[nodes]
-        target = torch.full_like(nodes, -1)
-        for _ in range(self.depth + 2):
-            wanted = nodes * vocab + tokens
-            at = torch.searchsorted(self.keys, wanted).clamp(max=len(self.keys) - 1)
-            found = (self.keys[at] == wanted) & (target < 0)
-            target = torch.where(found, self.nexts[at], target)
-            nodes = self.fails[nodes]
-        target = target.clamp(min=0)
-        bonus = self.word_bonuses[target] + self.partial_bonuses[target] - before
-        return torch.where((target == 0) & self.word_starts[tokens], 1, target), bonus
+        return cls(arrays, 1 << (contexts - 1).bit_length())
 
 
-def _mix(hashes: Tensor, tokens: Tensor) -> Tensor:
-    """Hashes of prefixes (int64) one token longer: a multiplication that wraps around, and a shift that lets high
-    bits reach low ones."""
-    mixed = hashes * 6364136223846793005 + (tokens + 1) * 1442695040888963407
-    return mixed ^ (mixed >> 29)
+def _padded_size(count: int) -> int:
+    """The least power of four, and 64 at least, that is not less."""
+    size = 64
+    while size < count:
+        size *= 4
+    return size
 
 
-def _put(into: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    """Copy of `into` (..., size) with `values` at `index` of the last axis; index `size` writes nowhere."""
-    room = torch.cat([into, into[..., :1]], -1)
-    return room.scatter(-1, index, values.to(into.dtype))[..., :-1]
+def _planes(index: Tensor, planes: int) -> Tensor:
+    """An index (n, ...) for each of the planes, (n, planes, ...)."""
+    return index[:, None].expand(-1, planes, *index.shape[1:])
 
 
 def _rising_frames(frames: Tensor, lengths: Tensor) -> Tensor:
-    """Frames (n, beam, tail) of tokens, each before the next one's; arbitrary past `lengths` (n, beam)."""
+    """Frames (..., tail) of tokens, each before the next one's; arbitrary past `lengths` (...)."""
     places = torch.arange(frames.shape[-1], device=frames.device)
     slack = torch.where(places < lengths[..., None], frames - places, _LATER)
     return slack.flip(-1).cummin(-1).values.flip(-1) + places

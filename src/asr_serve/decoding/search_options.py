@@ -11,7 +11,7 @@ from asr_serve.types import LanguageModelChoice
 
 Task = Literal["transcribe", "translate"]
 MAX_BEAMS = 64
-MAX_HYPOTHESES = 32
+MAX_HYPOTHESES = 128
 MAX_PREFIX_TOKENS = 4_096
 """Limit of a prompt and of a prefix; models keep the end of a prompt, and as much of a prefix as fits."""
 

@@ -17,7 +17,8 @@ from asr_serve import devices, units
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention_rescoring import AttentionRescoringSearch
 from asr_serve.decoding.biasing_list import BiasingSearch, StreamingBiasingList
-from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
+from asr_serve.decoding.ctc import CtcBeamOptions, CtcGreedy, CtcPrefixBeam
+from asr_serve.decoding.ctc_batched import BatchedCtcPrefixBeam
 from asr_serve.decoding.language_model.token_models import load_token_models
 from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.decoding.rnnt_beam import TransducerBeam
@@ -48,7 +49,7 @@ from asr_serve.errors import ModelError, OptionError, WeightsCorrupt, WeightsMis
 from asr_serve.models.auxiliary import silero
 from asr_serve.models.checkpoints import store as model_weights
 from asr_serve.models.checkpoints.config_file import read_config
-from asr_serve.models.decoding_graph import GRAPH_FILE, DecodingGraph
+from asr_serve.models.decoding_graph import GRAPH_FILE, DecodingGraph, GraphInfo, checksum_tokens
 from asr_serve.models.interfaces import (
     EncoderDecoderModel,
     IncrementalEncoderDecoderModel,
@@ -122,15 +123,35 @@ class AsrCheckpoint(NamedTuple):
 
     def with_graph(self, folder: str | None) -> AsrCheckpoint:
         """Returns a copy of a CTC model that searches the decoding graph in a folder, and returns its words; itself for
-        None. Raises OptionError, WeightsMissing."""
+        None. Raises OptionError for a model without the head ctc and for a graph of other tokens, WeightsMissing,
+        WeightsCorrupt."""
         if folder is None:
             return self
-        if not self.card.streaming or not {"ctc", "wfst"} & set(self.card.heads):
-            raise OptionError(f"decoding_graph={folder}", f"{self.card.name} has no head ctc", param="decoding_graph")
+        blank = self.config.ctc_blank_id
+        if not self.card.streaming or blank is None:
+            raise OptionError(
+                f"decoding_graph={folder}",
+                f"{self.card.name} has no head ctc; streaming models with it have one: see asr-serve models list",
+                "leave it out, or take such a model",
+                param="decoding_graph",
+            )
         path = Path(folder).expanduser()
         if not (path / GRAPH_FILE).is_file():
             raise WeightsMissing(f"no {GRAPH_FILE} in {path}", "a folder that `asr-serve graph build` wrote")
+        info, names = GraphInfo.load(path), self.tokenizer.token_names()
+        if info.tokens_checksum != checksum_tokens(names, blank):
+            raise OptionError(
+                f"decoding_graph={folder}, a graph of the {info.tokens} tokens of {info.model}",
+                f"one of the {len(names)} tokens of {self.card.name}",
+                f"asr-serve graph build --tokens {self.card.name} makes one",
+                param="decoding_graph",
+            )
         return self._replace(tokenizer=tokenizers.load_tokenizer(path), graph_folder=path)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Folder of `tokenizer`: that of the decoding graph, whose words are the tokens that the search returns."""
+        return self.folder if self.graph_folder is None else self.graph_folder
 
     def with_lookahead(self, frames: int | None) -> AsrCheckpoint:
         """Returns a copy with another look-ahead, in encoder frames, out of those that a streaming model was
@@ -143,7 +164,7 @@ class AsrCheckpoint(NamedTuple):
         """Returns a copy with the configured language models; itself where nothing asks them: an engine that encodes
         for others, and a head whose decoding graph has a language model of its own."""
         head = config.head or (self.card.heads[0] if self.card.heads else "")
-        if head == "wfst" or config.role == "encode":
+        if head == "wfst" or config.decoding_graph is not None or config.role == "encode":
             return self
         return self._replace(language_models=config.language_model_files)
 
@@ -182,7 +203,8 @@ class AsrCheckpoint(NamedTuple):
         names = ("config.json", "model.safetensors", *tokenizers.TOKENIZER_FILES)
         files = [(name, self.folder / name) for name in names if (self.folder / name).is_file()]
         if self.graph_folder is not None:
-            files.append((GRAPH_FILE, self.graph_folder / GRAPH_FILE))
+            words = [path for name in tokenizers.TOKENIZER_FILES if (path := self.graph_folder / name).is_file()]
+            files += ((f"graph/{path.name}", path) for path in (self.graph_folder / GRAPH_FILE, *words))
         return checksum(repr([(name, file_checksum(path)) for name, path in files]).encode())
 
     def peer_identity(
@@ -327,7 +349,7 @@ def card_of_loaded(chosen: AnyCard, parts: EngineComponents) -> AnyCard:
         chosen,
         chunk=_whole_blocks(chosen.chunk, model),
         frame_samples=model.frame_samples,
-        heads=model.heads,
+        heads=model.heads if parts.graph is None else ("wfst",),
         lookahead_samples=_lookahead_samples(model),
     )
 
@@ -408,24 +430,34 @@ def build_seq2seq(
 
 
 def build_chunked(
-    model: StreamingModel, chosen: AsrCard, parts: EngineComponents, config: EngineConfig, **options: Any
+    model: StreamingModel,
+    chosen: AsrCard,
+    parts: EngineComponents,
+    config: EngineConfig,
+    *,
+    batched_search: bool | None = None,
+    **options: Any,
 ) -> ChunkedModelRunner:
-    """Builds a runner for as many sessions as fit in memory, up to `config.max_sessions`. Raises OptionError for a
-    chunk or a head that the model does not have."""
+    """Builds a runner for as many sessions as fit in memory, up to `config.max_sessions`. `batched_search`: search as
+    tensor operations on the model's device, where the head has such a search; None: on every device but the CPU, whose
+    native searches are faster. Raises OptionError for a chunk or a head that the model does not have."""
+    if batched_search is None:
+        batched_search = parts.device.torch_device.type != "cpu"
     heads = model.heads if config.decoding_graph is None else ("wfst",)
     head = config.head or heads[0]
     if head not in heads:
         where = "" if config.decoding_graph is None else f" with the decoding graph {config.decoding_graph}"
         raise OptionError(f"head={head}", f"{chosen.name}{where} has {', '.join(heads)}", param="head")
     if head == "wfst":
-        search: StreamingSearch = _graph_search(model, chosen, parts, config)
+        search: StreamingSearch = _graph_search(model, chosen, parts, config, batched=batched_search)
     else:
-        search = _search(model, head, config.beam, parts.device, fuses=bool(parts.language_models))
+        fuses = bool(parts.language_models)
+        search = _search(model, head, config.beam, parts.device, fuses=fuses, batched=batched_search)
     return _wrapper(model, search, chosen, parts.device, config, aligns=head == "ctc", **options)
 
 
 def _graph_search(
-    model: StreamingModel, chosen: AsrCard, parts: EngineComponents, config: EngineConfig
+    model: StreamingModel, chosen: AsrCard, parts: EngineComponents, config: EngineConfig, *, batched: bool
 ) -> StreamingSearch:
     """Search of the checkpoint's decoding graph. Raises WeightsCorrupt, OptionError."""
     if parts.graph is None:
@@ -438,9 +470,9 @@ def _graph_search(
         options = options._replace(max_active=config.graph_max_active, min_active=fewest)
     if config.graph_lattice_beam is not None:
         options = options._replace(lattice_beam=config.graph_lattice_beam)
-    if parts.device.torch_device.type == "cpu":
-        return WfstSearch(model, prepare_graph(parts.graph), options, config.beam)
-    return BatchedWfstSearch(model, parts.graph, parts.device, options)
+    if batched:
+        return BatchedWfstSearch(model, parts.graph, parts.device, options)
+    return WfstSearch(model, prepare_graph(parts.graph), options, config.beam)
 
 
 def _wrapper(
@@ -475,12 +507,19 @@ def _wrapper(
     )
 
 
-def _search(model: StreamingModel, head: str, beam: int, device: Device, *, fuses: bool) -> StreamingSearch:
-    """`fuses`: sessions may have a language model."""
+def _search(
+    model: StreamingModel, head: str, beam: int, device: Device, *, fuses: bool, batched: bool
+) -> StreamingSearch:
+    """`fuses`: sessions may have a language model. `batched`: see build_chunked."""
     if head == "ctc":
-        plain = CtcGreedy(model) if beam == 1 else CtcPrefixBeam(model, beam)
-        wide = max(beam, HOT_CTC_BEAM)
-        routed = BiasingSearchRouter(plain, CtcPrefixBeam(model, wide, boost=CTC_BOOST, fuses=fuses))
+
+        def prefix_beam(width: int, boost: float | None, fuses: bool) -> CtcPrefixBeam | BatchedCtcPrefixBeam:
+            if batched:
+                return BatchedCtcPrefixBeam(model, device, CtcBeamOptions(width), boost=boost, fuses=fuses)
+            return CtcPrefixBeam(model, width, boost=boost, fuses=fuses)
+
+        plain = CtcGreedy(model) if beam == 1 else prefix_beam(beam, None, False)
+        routed = BiasingSearchRouter(plain, prefix_beam(max(beam, HOT_CTC_BEAM), CTC_BOOST, fuses))
         return AttentionRescoringSearch(routed, model.rescorer) if beam > 1 and model.rescorer is not None else routed
     target, transducer = device.torch_device, model.transducer
     assert transducer is not None, f"a model with the head {head}, and no transducer"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from asr_serve.errors import WeightsCorrupt
+from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models.ngram import NgramModel
+from asr_serve.transfer.checksum import checksum
 
-GRAPH_FILE = "graph.safetensors"
-"""Name of a decoding graph in a checkpoint folder."""
+GRAPH_FILE, GRAPH_INFO_FILE = "graph.safetensors", "graph.json"
+"""Names of a decoding graph in a checkpoint folder or a folder of its own, and of its GraphInfo there."""
 WORD_BOUNDARIES = ("nonword", "begin", "end", "internal", "singleton")
 """Kinds of phones by their place in a word, numbered as in `label_boundaries`."""
 
@@ -33,6 +35,46 @@ class GraphSearchOptions(NamedTuple):
     """Most paths of a frame."""
     min_active: int = 200
     """Paths of a frame that the beam leaves at least."""
+
+
+class GraphInfo(msgspec.Struct, frozen=True):
+    """Origin of a decoding graph that `asr-serve graph build` wrote, beside it as JSON."""
+
+    model: str
+    """Name or folder of the model for whose tokens it was built."""
+    tokens: int
+    """Number of the model's tokens."""
+    tokens_checksum: str
+    """Checksum of their names and the blank (`checksum_tokens`)."""
+    words: int
+    spellings: int
+    language_model: str
+    """Name of its file."""
+    lexicon: str | None
+    """Name of its file; None: the model's tokenizer spelled the words."""
+    weight: float
+    """Factor of the language model's log-probabilities."""
+    on_the_fly: bool
+    """Whether the language model is composed with the graph while it is searched."""
+
+    @classmethod
+    def load(cls, folder: Path) -> GraphInfo:
+        """Origin of the graph in a folder. Raises WeightsMissing, WeightsCorrupt."""
+        path = folder / GRAPH_INFO_FILE
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except FileNotFoundError as failure:
+            raise WeightsMissing(f"no {GRAPH_INFO_FILE} in {folder}", "a folder of asr-serve graph build") from failure
+        except (OSError, msgspec.DecodeError) as failure:
+            raise WeightsCorrupt(f"{path} cannot be read: {failure}", "a file of asr-serve graph build") from failure
+
+    def save(self, folder: Path) -> None:
+        (folder / GRAPH_INFO_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+
+
+def checksum_tokens(names: Sequence[str], blank: int) -> str:
+    """Checksum of a model's tokens, 64 bits as hexadecimal digits."""
+    return f"{checksum(msgspec.json.encode((blank, list(names)))):016x}"
 
 
 class DecodingGraph(NamedTuple):
@@ -75,11 +117,15 @@ class DecodingGraph(NamedTuple):
 
     def save(self, folder: Path) -> None:
         """Write the graph into a checkpoint folder."""
+        save_file(self.to_arrays(), folder / GRAPH_FILE)
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Arrays by name, those of the language model included; the inverse of `from_arrays`."""
         arrays = {k: np.asarray(v) for k, v in self._asdict().items() if k not in ("start_state", "language_model")}
         arrays["start_state"] = np.array([self.start_state], np.int64)
         if self.language_model is not None:
             arrays |= self.language_model.to_arrays("language_model.")
-        save_file(arrays, folder / GRAPH_FILE)
+        return arrays
 
     @classmethod
     def load(cls, path: Path) -> DecodingGraph:

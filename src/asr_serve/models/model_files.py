@@ -38,6 +38,11 @@ class AsrModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         a model that the file does not compute."""
         return cls(**{name: settings[name] for name in cls.__struct_fields__ if settings.get(name) is not None})
 
+    @property
+    def ctc_blank_id(self) -> int | None:
+        """Token that the head ctc emits for none; None for a model without that head."""
+        return None
+
     def with_right_context(self, right: int) -> Self:
         """Config with another look-ahead, in encoder frames, that the model was trained for. Raises OptionError."""
         raise OptionError(f"lookahead_frames={right}", "this model has no choice of them", param="lookahead_frames")

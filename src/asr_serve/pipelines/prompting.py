@@ -79,6 +79,13 @@ def language_model_choice(client: EngineClient, name: str, weight: float | None)
     if not name:
         return None
     loaded = client.card.language_models
+    if client.card.heads == ("wfst",):
+        raise UnsupportedOption(
+            f"language_model={name[:60]!r}",
+            f"{client.card.name} searches a decoding graph, which has a language model in it",
+            "leave it out",
+            param="language_model",
+        )
     if not loaded:
         raise UnsupportedOption(
             f"language_model={name[:60]!r}",

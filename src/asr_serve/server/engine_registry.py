@@ -5,22 +5,45 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from asr_serve.config import ServeConfig
+from asr_serve.audio.input_manifest import InputItem
+from asr_serve.config import EngineConfig, ServeConfig
+from asr_serve.decoding.language_model.sentence_scorer import SentenceScorer
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.backend import ProcessBackend, process_backend
 from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.handover import HandoverResult
 from asr_serve.engine.process.messages import EngineSpec
-from asr_serve.errors import EngineClosed, ModelNotLoaded, NotAllowed, ProgramMissing, UnknownModel, WeightsMissing
+from asr_serve.errors import (
+    EngineClosed,
+    ModelNotLoaded,
+    NotAllowed,
+    OptionError,
+    ProgramMissing,
+    UnknownModel,
+    UnsupportedOption,
+    WeightsMissing,
+    WrongModel,
+)
 from asr_serve.metrics import MIGRATIONS, ServerMetrics
 from asr_serve.models.registry import AUTO_VOICE, AnyCard, AsrCard, ModelCard, TtsCard, wrong_model
+from asr_serve.pipelines.offline import transcribe
+from asr_serve.pipelines.offline.transcribe import Event, TranscribeCanceller
+from asr_serve.pipelines.options import TranscribeOptions
+from asr_serve.pipelines.stages.pipeline_file import (
+    PipelineSpec,
+    RecognizeStage,
+    RescoreStage,
+    find_pipeline,
+    read_pipeline,
+)
+from asr_serve.pipelines.stages.staged_recognizer import StagedRecognizer, StageEngine
 from asr_serve.pipelines.tts.frontend import preload_frontend
 from asr_serve.text import tokenizers
 from asr_serve.text.tokenizers import Tokenizer
@@ -53,20 +76,47 @@ def open_engine(name: str, config: ServeConfig) -> EngineParts:
         peer_keys=config.peer_keys,
     )
     connect = process_backend(spec, RingSize(config.ring_slots, config.ring_payload_bytes))
-    # Peers have only the default model.
-    standalone = msgspec.structs.replace(config.engine, role="both", peers=())
-    client = EngineClient(config.engine if name == config.model else standalone, connect)
+    client = EngineClient(config.engine if name == config.model else _standalone(config.engine), connect)
     assert isinstance(client.backend, ProcessBackend)
     ready = client.backend.ready
     cards = {card.name: card for card in ready.cards}
     if isinstance(ready.card, AsrCard):
-        return EngineParts(ready.card, client, tokenizers.load_tokenizer(Path(ready.folder)), cards)
+        return EngineParts(ready.card, client, tokenizers.load_tokenizer(Path(ready.tokenizer_folder)), cards)
     try:
         preload_frontend(ready.card)
     except ProgramMissing:
         client.close()
         raise
     return EngineParts(ready.card, client, None, cards)
+
+
+def _standalone(config: EngineConfig) -> EngineConfig:
+    """Settings of the engine of another model than the default one: peers have only that, and a decoding graph is of
+    its tokens."""
+    return msgspec.structs.replace(config, role="both", peers=(), decoding_graph=None)
+
+
+class FileEngine(Protocol):
+    """Transcriber of uploads: a loaded model, or a pipeline of several."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def card(self) -> AsrCard:
+        """Card of the model, or of the first one."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of its tokens. Raises UnsupportedOption where they are of several models."""
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Context manager around a request's work, which an unload waits for."""
+
+    def events(
+        self, items: Iterable[InputItem], options: TranscribeOptions, stop: TranscribeCanceller
+    ) -> Generator[Event, None, None]:
+        """Transcribes items, see pipelines/offline/transcribe.events. Raises OptionError at once."""
 
 
 class ModelEngine:
@@ -112,6 +162,11 @@ class ModelEngine:
         _ = self.card
         assert self._tokenizer is not None
         return self._tokenizer
+
+    def events(
+        self, items: Iterable[InputItem], options: TranscribeOptions, stop: TranscribeCanceller
+    ) -> Generator[Event, None, None]:
+        return transcribe.events(self.client, self.tokenizer, items, options, stop)
 
     @property
     def state(self) -> str:
@@ -164,16 +219,60 @@ class ModelEngine:
             log.warning("%s is unloaded under %d requests: they took over %g s", self.name, self._users, wait_s)
 
 
+class ServedPipeline:
+    """Pipeline of stages over loaded models, which other requests use too."""
+
+    def __init__(self, spec: PipelineSpec, engines: Mapping[int, ModelEngine], recognizer: StagedRecognizer) -> None:
+        """`engines`: by the index of their stage."""
+        self.name, self.engines, self.recognizer = spec.name, tuple(engines.values()), recognizer
+
+    @property
+    def card(self) -> AsrCard:
+        return self.engines[0].card
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if len(self.engines) > 1:
+            models = " and ".join(engine.name for engine in self.engines)
+            raise UnsupportedOption(
+                f"tokens of the pipeline {self.name}", f"words: its tokens are those of {models}", param="include[]"
+            )
+        return self.engines[0].tokenizer
+
+    @property
+    def state(self) -> str:
+        """State of the model that is least able to work."""
+        states = [engine.state for engine in self.engines]
+        return next((state for state in ("failed", "closed", "restarting") if state in states), "ready")
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for engine in self.engines:
+                stack.enter_context(engine.in_use())
+            yield
+
+    def events(
+        self, items: Iterable[InputItem], options: TranscribeOptions, stop: TranscribeCanceller
+    ) -> Generator[Event, None, None]:
+        first, chosen = self.engines[0], self.recognizer.transcribe_options(options)
+        return transcribe.events(first.client, first.tokenizer, items, chosen, stop, self.recognizer)
+
+
 class EngineRegistry:
     """Loads, finds and unloads models. Belongs to the event loop's thread."""
 
     def __init__(
         self, config: ServeConfig, open_engine: Callable[[str, ServeConfig], EngineParts] = open_engine
     ) -> None:
+        """Raises OptionError, SourceNotFound for a pipeline file that is wrong."""
         self._config, self._open = config, open_engine
         self._expected = [config.model, *config.more_models]
         self._cards: dict[str, AnyCard] = {}
         self._engines: dict[str, ModelEngine] = {}
+        self.pipeline_spec = None if config.pipeline is None else read_pipeline(find_pipeline(config.pipeline))
+        self.pipeline: ServedPipeline | None = None
+        """Pipeline of files, once it is loaded."""
         self._default_tts: str | None = None
         """Default synthesis model, once it is loaded."""
         self.tts_expected = config.voice != "none" and config.engine.role != "encode"
@@ -188,6 +287,8 @@ class EngineRegistry:
         while self._expected:
             await self.load(self._expected[0])
             self._expected.pop(0)
+        if self.pipeline_spec is not None:
+            self.pipeline = await self._load_pipeline(self.pipeline_spec)
         if not self.tts_expected:
             return
         tts_models = [engine.name for engine in self if engine.is_tts]
@@ -200,6 +301,45 @@ class EngineRegistry:
                 raise
             log.info("no speech synthesis model is loaded: %s", error)
         self.tts_expected = False
+
+    async def _load_pipeline(self, spec: PipelineSpec) -> ServedPipeline:
+        """Loads the models of a pipeline. Raises errors of loading, NotAllowed (`max_models`)."""
+        engines = {
+            index: await self.load(stage.model)
+            for index, stage in enumerate(spec.stages)
+            if isinstance(stage, RecognizeStage)
+        }
+        if spec.name in self._cards:
+            raise OptionError(
+                f"a pipeline of the name of the model {spec.name}",
+                "a name of its own",
+                "rename the file",
+                param="pipeline",
+            )
+        scorers: dict[int, SentenceScorer] = {}
+        if any(isinstance(stage, RescoreStage) for stage in spec.stages):
+            from asr_serve.pipelines.stages.language_models import load_scorers  # loads torch, for them alone
+
+            scorers = await asyncio.to_thread(load_scorers, spec)
+        stages = {index: StageEngine(engine.client, engine.tokenizer.decode) for index, engine in engines.items()}
+        return ServedPipeline(spec, engines, StagedRecognizer(spec, stages, scorers))
+
+    def _settings(self, name: str) -> ServeConfig:
+        """Settings of a model's engine: those of its stage, where the pipeline has it."""
+        config, spec = self._config, self.pipeline_spec
+        for index, stage in enumerate(spec.stages if spec is not None else ()):
+            if spec is not None and isinstance(stage, RecognizeStage) and stage.model == name:
+                engine = config.engine if name == config.model else _standalone(config.engine)
+                return msgspec.structs.replace(
+                    config,
+                    pipeline=None,
+                    model=name,
+                    weights=str(spec.path(stage.weights)) if stage.weights else None,
+                    device=config.device if stage.device == "auto" else stage.device,
+                    dtype=config.dtype if stage.dtype == "auto" else stage.dtype,
+                    engine=spec.engine_config(index, engine),
+                )
+        return config
 
     @property
     def default_tts_model(self) -> str | None:
@@ -224,20 +364,51 @@ class EngineRegistry:
 
     def resolve(self, name: str | None, kind: type[ModelCard] = ModelCard) -> str:
         """Resolves an alias to the model's name; None: the default model. `kind`: class of the cards of models that
-        an error lists. Raises UnknownModel, EngineClosed."""
+        an error lists. Raises UnknownModel, EngineClosed, WrongModel for the pipeline."""
         if name is None:
             return self._config.model
         own = self._config.aliases.get(name, name)
+        if self.pipeline_spec is not None and own == self.pipeline_spec.name:
+            models = [stage.model for stage in self.pipeline_spec.stages if isinstance(stage, RecognizeStage)]
+            raise WrongModel(
+                f"{own} is a pipeline, which transcribes files alone", "a model", f"its first one is {models[0]}"
+            )
         known = self.known_models()
         if own in known or own in self._expected:
             return own
         if not known:
             raise EngineClosed("the server is still loading its models", todo="try again in a few seconds")
         suited = sorted(model for model, card in known.items() if isinstance(card, kind))
+        pipeline = self.pipeline_spec
+        if pipeline is not None and kind is AsrCard:
+            suited.append(pipeline.name)
         names = [*(alias for alias, model in self._config.aliases.items() if model in suited), *suited]
         raise UnknownModel(
             f"there is no model {name[:100]!r}", f"models: {', '.join(names)}", suggest_name(name, names)
         )
+
+    @property
+    def pipeline_state(self) -> str:
+        """State of the pipeline: its models', or `loading`."""
+        return "loading" if self.pipeline is None else self.pipeline.state
+
+    def resolve_for_files(self, name: str | None) -> str:
+        """Resolves as `resolve` does, also to the pipeline, which is the default of files where there is one."""
+        spec = self.pipeline_spec
+        if spec is not None and (name is None or self._config.aliases.get(name, name) == spec.name):
+            return spec.name
+        return self.resolve(name, AsrCard)
+
+    def get_for_files(self, name: str | None = None) -> FileEngine:
+        """Returns what transcribes files under that name. Raises as `get` does."""
+        spec = self.pipeline_spec
+        if spec is None or self.resolve_for_files(name) != spec.name:
+            return self.get(name)
+        if self.pipeline is None:
+            raise EngineClosed("the server is still loading its pipeline", todo="try again in a few seconds")
+        if self.pipeline.state in ("failed", "closed"):
+            raise EngineClosed(f"an engine of {spec.name} is {self.pipeline.state}", todo="try again in a few seconds")
+        return self.pipeline
 
     def get(self, name: str | None = None) -> ModelEngine:
         """Returns the engine of a recognition model that takes requests. Raises UnknownModel, ModelNotLoaded,
@@ -301,7 +472,7 @@ class EngineRegistry:
 
     async def _load(self, own: str) -> ModelEngine:
         try:
-            engine = ModelEngine(await asyncio.to_thread(self._open, own, self._config))
+            engine = ModelEngine(await asyncio.to_thread(self._open, own, self._settings(own)))
             self._engines[engine.name] = engine
             self._cards.update(engine.cards)
             return engine
@@ -310,8 +481,10 @@ class EngineRegistry:
 
     async def unload(self, name: str) -> None:
         """Waits up to `drain_s` for the model's requests, then closes its engine: requests still in it fail with
-        EngineClosed. Raises UnknownModel, ModelNotLoaded."""
+        EngineClosed. Raises UnknownModel, ModelNotLoaded, NotAllowed for a model of the pipeline."""
         own = self.resolve(name)
+        if self.pipeline is not None and any(engine.name == own for engine in self.pipeline.engines):
+            raise NotAllowed(f"the pipeline {self.pipeline.name} uses {own}", "a model of no pipeline")
         if own not in self._unloading:
             if own not in self._engines:
                 raise ModelNotLoaded(f"the model {own} is not loaded", "only what is loaded can be unloaded")
@@ -355,5 +528,7 @@ class EngineRegistry:
         """Closes every engine; requests still in them fail with EngineClosed."""
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
         await asyncio.gather(*(asyncio.to_thread(engine.client.close) for engine in self))
+        if self.pipeline is not None:
+            await asyncio.to_thread(self.pipeline.recognizer.close)
         await asyncio.gather(*self._renewing, return_exceptions=True)
         self._engines.clear()

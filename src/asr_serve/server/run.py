@@ -26,9 +26,10 @@ from asr_serve.config import ServeConfig
 from asr_serve.engine.process.startup_checks import check_startup
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.metrics import ServerMetrics
+from asr_serve.pipelines.stages.pipeline_file import find_pipeline, read_pipeline
 from asr_serve.server import silent_connections
 from asr_serve.server.app import create_app
-from asr_serve.server.engine_registry import EngineRegistry
+from asr_serve.server.engine_registry import EngineRegistry, ServedPipeline
 from asr_serve.server.middleware.admission import AdmissionController
 from asr_serve.server.telemetry import logs
 from asr_serve.server.telemetry.tracing import Tracer
@@ -56,7 +57,8 @@ def serve(config: ServeConfig) -> None:
     OptionError if the address or the certificate cannot be used, and for unknown models, voices and devices."""
     logs.setup(config.log_format, config.log_level)
     _certificate(config)
-    check_startup(config)
+    pipeline = None if config.pipeline is None else read_pipeline(find_pipeline(config.pipeline)).name
+    check_startup(config, pipeline)
     config = _with_peer_port(config)
     _tune_malloc()
     connections = _connection_limit(config)
@@ -186,7 +188,7 @@ async def _serve(config: ServeConfig, ports: list[int], connections: int) -> Non
             await asyncio.wait({*listening, stop, loading}, return_when=asyncio.FIRST_COMPLETED)
             if loading.done() and not stop.done() and not any(task.done() for task in listening):
                 loading.result()
-                _announce(config, ports, time.perf_counter() - started, engines.default_tts_model)
+                _announce(config, ports, time.perf_counter() - started, engines.default_tts_model, engines.pipeline)
                 await asyncio.wait({*listening, stop}, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
                 await _drain(config, gate)
@@ -260,8 +262,11 @@ def _signals(stop_requested: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _announce(config: ServeConfig, ports: list[int], took_s: float, voice: str | None) -> None:
-    """Prints addresses and examples. `voice`: the default synthesis model, if any."""
+def _announce(
+    config: ServeConfig, ports: list[int], took_s: float, voice: str | None, pipeline: ServedPipeline | None
+) -> None:
+    """Prints addresses and examples. `voice`: the default synthesis model, `pipeline`: that of files, if any."""
+    name = config.model if pipeline is None else pipeline.name
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     host = f"[{host}]" if ":" in host else host
     secure = "s" if config.tls_cert else ""
@@ -287,16 +292,16 @@ def _announce(config: ServeConfig, ports: list[int], took_s: float, voice: str |
         live += "/v1/audio/speech/stream   (text while it is written)"
     else:
         page = f"{url}/   (talk to it, or drop a recording)"
-        usage = [f"  try it    curl {url}/v1/audio/transcriptions{key} -F model={config.model} -F file=@talk.wav"]
+        usage = [f"  try it    curl {url}/v1/audio/transcriptions{key} -F model={name} -F file=@talk.wav"]
         live += "   (FunASR's; OpenAI's: /v1/realtime; ours: /v1/stream)"
     lines = [
-        f"asr-serve {__version__} serves {config.model} on {url} {took}",
+        f"asr-serve {__version__} serves {name} on {url} {took}",
         "",
         *([f"  peers     {', '.join(config.engine.peers)} (asked to encode)"] if config.engine.peers else []),
         *([f"  console   {page}"] if config.console else []),
         *usage,
         *([f"  speak     {_speak(url, key)}   ({voice})"] if voice else []),
-        f"  live      {live}",
+        f"  live      {live}" + (f", by {config.model}" if pipeline else ""),
         *([f"  docs      {url}/docs"] if config.docs else []),
         health,
     ]

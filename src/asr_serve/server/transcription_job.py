@@ -14,7 +14,6 @@ from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 from asr_serve.audio.input_manifest import InputItem
 from asr_serve.errors import AsrServeError
-from asr_serve.pipelines.offline import transcribe
 from asr_serve.pipelines.offline.transcribe import (
     Event,
     FileDone,
@@ -24,7 +23,7 @@ from asr_serve.pipelines.offline.transcribe import (
     TranscribeCanceller,
 )
 from asr_serve.pipelines.options import TranscribeOptions
-from asr_serve.server.engine_registry import ModelEngine
+from asr_serve.server.engine_registry import FileEngine
 from asr_serve.types import Transcript
 
 UNNAMED_RECORDING = "audio"
@@ -101,7 +100,7 @@ class TranscriptionExecutor:
         self.threads = JobThreads(max_concurrent)
 
     def start(
-        self, engine: ModelEngine, audio: BinaryIO, options: TranscribeOptions, name: str | None = None
+        self, engine: FileEngine, audio: BinaryIO, options: TranscribeOptions, name: str | None = None
     ) -> TranscriptionJob:
         """Transcribes `audio` from its first byte, while the caller holds the engine's `in_use`. `name`: file name
         from the client. Raises OptionError for what this model cannot do."""
@@ -119,9 +118,9 @@ class TranscriptionJob:
     first calls `cancel` and closes the audio.
     """
 
-    def __init__(self, threads: JobThreads, engine: ModelEngine, item: InputItem, options: TranscribeOptions) -> None:
+    def __init__(self, threads: JobThreads, engine: FileEngine, item: InputItem, options: TranscribeOptions) -> None:
         self._stop = TranscribeCanceller()
-        stream = transcribe.events(engine.client, engine.tokenizer, [item], options, self._stop)
+        stream = engine.events([item], options, self._stop)
         self._loop = asyncio.get_running_loop()
         self._segments: asyncio.Queue[SegmentDone | None] = asyncio.Queue()
         self.transcript: asyncio.Future[Transcript] = self._loop.create_future()

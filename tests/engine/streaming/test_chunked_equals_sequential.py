@@ -18,11 +18,11 @@ from asr_serve.engine.streaming.model_runner import ChunkedModelRunner
 from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk, StreamingEncoder
 
 MODELS = {
-    "fastconformer 8,1": ("ctc", "ctc beam", "rnnt", "rnnt beam"),
+    "fastconformer 8,1": ("ctc", "ctc beam", "ctc batched", "rnnt", "rnnt beam"),
     "fastconformer 8,3": ("ctc", "rnnt"),
     "fastconformer 2,0": ("rnnt",),
     "tdt 8,1": ("rnnt", "rnnt beam"),
-    "u2pp 2": ("ctc", "ctc beam"),
+    "u2pp 2": ("ctc", "ctc beam", "ctc batched"),
     "u2pp 1": ("ctc",),
     "deepspeech": ("ctc", "ctc beam"),
     "kaldi_chain": ("none",),

@@ -32,6 +32,7 @@ from asr_serve.errors import AtCapacity, Cancelled, EngineClosed, StepFailed
 CASES = [
     ("fastconformer 8,1", "ctc"),
     ("fastconformer 8,1", "ctc beam"),
+    ("fastconformer 8,1", "ctc batched"),
     ("tdt 8,1", "rnnt"),
     ("fastconformer 8,3", "rnnt beam"),
     ("u2pp 2", "rescored"),

@@ -20,7 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
+from asr_serve.decoding.ctc import CtcBeamOptions, CtcGreedy, CtcPrefixBeam
+from asr_serve.decoding.ctc_batched import BatchedCtcPrefixBeam
 from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.devices.cpu import CpuDevice
@@ -110,7 +111,8 @@ class ReferencedChain:
             settings, tensors, _ = conversion.read_acoustics(Path(folder))
             self._model = kaldi_chain.Model(kaldi_chain.Config.of(settings | {"vocab_size": 1}), tensors, device(dtype))
             pdfs = self._model.config.silence_pdfs
-            self._reference = Reference(Path(folder), silence_pdfs=pdfs, left=tiny_kaldi.LEFT, right=tiny_kaldi.RIGHT)
+            context = {"left": tiny_kaldi.LEFT, "right": tiny_kaldi.RIGHT}
+            self._reference = Reference(Path(folder), silence_pdfs=pdfs, block=self._model.block, **context)
         self._cepstra_of = cepstra_of
 
     def __getattr__(self, name: str) -> Any:
@@ -152,6 +154,7 @@ SEARCHES: dict[str, Callable[[Any], Any]] = {
     "none": Silent,
     "ctc": CtcGreedy,
     "ctc beam": lambda model: CtcPrefixBeam(model, 4),
+    "ctc batched": lambda model: BatchedCtcPrefixBeam(model, model.device, CtcBeamOptions(4)),
     "rnnt": lambda model: TransducerGreedy(model.transducer),
     "rnnt beam": lambda model: TransducerBeam(model.transducer, 3),
 }

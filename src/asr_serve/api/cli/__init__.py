@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from asr_serve.api.cli import clone, doctor, listen, lm, models, serve, speak, transcribe, voices
+from asr_serve.api.cli import clone, doctor, graph, listen, lm, models, serve, speak, transcribe, voices
 from asr_serve.api.cli.exit_codes import INTERRUPTED
 
 app = typer.Typer(
@@ -49,6 +49,7 @@ def top(
       asr-serve serve                            serve all of it over HTTP, for OpenAI's clients
       asr-serve models list                      list models
       asr-serve lm build talks.txt -o talks.arpa build a language model from text
+      asr-serve graph --help                     limit a streaming model to a fixed vocabulary
       asr-serve doctor                           show this machine, and what is missing
     """
 
@@ -61,6 +62,7 @@ app.add_typer(voices.app, name="voices")
 app.command("serve")(serve.serve)
 app.add_typer(models.app, name="models")
 app.add_typer(lm.app, name="lm")
+app.add_typer(graph.app, name="graph")
 app.command("doctor")(doctor.doctor)
 # Commands of other packages beside this one: `label` and `train` of asr_serve_tools.
 for extension in entry_points(group="asr_serve.commands"):

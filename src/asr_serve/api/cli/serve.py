@@ -18,6 +18,7 @@ FLAGS = {
     "--port": "port",
     "--realtime-port": "realtime_port",
     "--model": "model",
+    "--pipeline": "pipeline",
     "--voice": "voice",
     "--alias": "aliases",
     "--device": "device",
@@ -53,6 +54,7 @@ def serve(
     model: Annotated[
         list[str] | None, flag("--model", "-m", metavar="NAME", more="Repeat it to load further models.")
     ] = None,
+    pipeline: Annotated[str | None, flag("--pipeline", metavar="NAME|FILE")] = None,
     voice: Annotated[str | None, flag("--voice", metavar="NAME|none")] = None,
     alias: Annotated[list[str] | None, flag("--alias", metavar="NAME=MODEL", more="May be repeated.")] = None,
     device: Annotated[str | None, flag("--device", metavar="DEVICE")] = None,
@@ -109,6 +111,7 @@ def serve(
     Examples
       asr-serve serve
       asr-serve serve --realtime-port 10095
+      asr-serve serve --pipeline chain-then-whisper
       asr-serve serve --port 9000 --alias whisper-1=moonshine-tiny-en
       ASR_SERVE_API_KEYS=secret asr-serve serve --host 0.0.0.0
       asr-serve serve --set max_duration_s=600 --set engine.max_decode_rows=32
@@ -134,6 +137,7 @@ def serve(
             "--host": host,
             "--port": port,
             "--realtime-port": realtime_port,
+            "--pipeline": pipeline,
             "--voice": voice,
             "--alias": alias,
             "--device": device,
@@ -152,7 +156,7 @@ def serve(
         model or [],
         more or [],
     )
-    given = collect_values(config, environment(), flags)
+    given = with_first_model(collect_values(config, environment(), flags))
     chosen = build_config(given)
     if print_config:
         print(config_to_toml(chosen, given), end="")
@@ -181,6 +185,19 @@ def read_flags(flags: dict[str, str | list[str] | None], models: list[str], more
     for name in set_by_name.keys() & given.keys():
         raise OptionError(f"{name} is set twice: by {given[name].source} and by flag --set", "once is allowed")
     return given | set_by_name
+
+
+def with_first_model(given: dict[str, SettingValue]) -> dict[str, SettingValue]:
+    """Adds the first model of the pipeline as the default model, where none is set. Raises OptionError with the line
+    and the key of what is wrong in the pipeline's file, SourceNotFound."""
+    pipeline = given.get("pipeline")
+    if pipeline is None or not isinstance(pipeline.value, str):  # of another type, it is refused with all settings
+        return given
+    from asr_serve.pipelines.stages.pipeline_file import RecognizeStage, find_pipeline, read_pipeline
+
+    first = read_pipeline(find_pipeline(pipeline.value)).stages[0]
+    assert isinstance(first, RecognizeStage)
+    return {"model": SettingValue(first.model, f"the first stage of {pipeline.value}")} | given
 
 
 def setting_warnings(chosen: ServeConfig, given: dict[str, SettingValue]) -> list[str]:

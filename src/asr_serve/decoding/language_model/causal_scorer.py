@@ -16,17 +16,19 @@ import torch
 from safetensors.torch import save_file
 
 from asr_serve.config import cache_dir
+from asr_serve.devices.cpu import bf16_supported
 from asr_serve.errors import ProgramMissing, WeightsCorrupt, WeightsMissing
 from asr_serve.models.checkpoints.store import make_cache_folder, package_folders, writing_cache
 from asr_serve.models.registry import PackagedWeights
 from asr_serve.transfer.checksum import file_checksum
 
 MAX_BATCH_LOGITS = 1 << 26
-"""Most logits computed at once; one sentence is always computed whole."""
+"""Most logits computed at once, 256 tokens of a quarter of a million words; one sentence is always computed whole."""
 CONVERSION = 1
 """Version of the conversion."""
-MAX_SENTENCE_TOKENS = 1_024
-"""Tokens of a sentence that are read; the rest is not scored."""
+MAX_SENTENCE_TOKENS = 255
+"""Tokens of a sentence that are read; the rest is not scored. Half a minute of speech has less than half as many, and
+no window of attention is shorter."""
 
 
 class CausalModelFile(NamedTuple):
@@ -51,14 +53,57 @@ CAUSAL_MODELS = {
 }
 
 
+class PrefixBatch(NamedTuple):
+    """Distinct prefixes of sentences, one after another: each is one token after its parent, and is computed once
+    however many sentences begin with it."""
+
+    tokens: list[int]
+    parents: list[int]
+    """Index of each prefix without its last token, smaller than its own; -1: the start token alone."""
+    depths: list[int]
+    """Tokens before the last one."""
+    sentences: list[tuple[int, int]]
+    """Number of a sentence, and the index of its whole text."""
+
+
+def pack_prefixes(rows: Sequence[Sequence[int]], max_prefixes: int) -> list[PrefixBatch]:
+    """Returns batches that cover all rows, each with up to `max_prefixes` prefixes, or with one row.
+
+    Neighbours of the sorted rows are compared, so that rows with long prefixes in common share a batch.
+    """
+    batches: list[PrefixBatch] = []
+    path: list[int] = []
+    before: Sequence[int] = ()
+    for number in sorted(range(len(rows)), key=lambda number: tuple(rows[number])):
+        row = rows[number]
+        shared = next(
+            (at for at, (a, b) in enumerate(zip(before, row, strict=False)) if a != b), min(len(before), len(row))
+        )
+        if not batches or len(batches[-1].tokens) + len(row) - shared > max_prefixes:
+            batches.append(PrefixBatch([], [], [], []))
+            shared = 0
+        batch = batches[-1]
+        del path[shared:]
+        for depth in range(shared, len(row)):
+            batch.parents.append(path[-1] if path else -1)
+            path.append(len(batch.tokens))
+            batch.tokens.append(row[depth])
+            batch.depths.append(depth)
+        batch.sentences.append((number, path[-1]))
+        before = row
+    return batches
+
+
 class CausalSentenceScorer:
-    """SentenceScorer over a causal language model on the CPU, in float32.
+    """SentenceScorer over a causal language model on the CPU: in bfloat16 where the CPU multiplies it, else float32.
 
     A sentence follows the model's start token; its end is not scored, because a segment may end within a sentence.
-    Source: shallow fusion's offline form, n-best rescoring with neural language models, arXiv:1503.03535.
+    Prefixes that sentences share are computed once, each attending to its own prefixes alone.
+    Source: shallow fusion's offline form, n-best rescoring with neural language models, arXiv:1503.03535; attention
+    over a tree of tokens as in SpecInfer, arXiv:2305.09781.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, dtype: torch.dtype | None = None) -> None:
         """`file`: GGUF. It is converted once, which takes a minute, and read from the cache afterwards. Raises
         ProgramMissing without transformers and gguf, WeightsCorrupt."""
         try:
@@ -69,42 +114,57 @@ class CausalSentenceScorer:
             raise ProgramMissing(
                 f"a causal language model needs {missing.name}", todo="pip install 'asr-serve[rescoring]'"
             ) from missing
+        if dtype is None:
+            dtype = torch.bfloat16 if bf16_supported() else torch.float32
         try:
             folder = _converted(file, transformers)
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, dtype=torch.float32
-            )
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
         except (OSError, ValueError, KeyError) as failure:
             raise WeightsCorrupt(f"the language model {file} cannot be read: {failure}", "a GGUF file") from failure
         self._model = model.eval()
         self._start = self._tokenizer.bos_token_id
 
-    @torch.inference_mode()
     def score(self, sentences: Sequence[str]) -> list[float]:
-        encoded = [
+        rows = [
             [self._start, *self._tokenizer.encode(sentence, add_special_tokens=False)[:MAX_SENTENCE_TOKENS]]
             for sentence in sentences
         ]
-        scores, at = [0.0] * len(encoded), 0
-        order = sorted(range(len(encoded)), key=lambda index: -len(encoded[index]))
-        while at < len(order):  # the longest first, so that rows of a batch have similar lengths
-            longest = len(encoded[order[at]])
-            rows = max(1, MAX_BATCH_LOGITS // (longest * self._model.config.vocab_size))
-            chosen = order[at : at + rows]
-            for index, score in zip(chosen, self._score_rows([encoded[i] for i in chosen]), strict=True):
-                scores[index] = score
-            at += rows
-        return scores
+        return score_rows(self._model, rows)
 
-    def _score_rows(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        longest = max(map(len, rows))
-        ids = torch.tensor([[*row, *[self._start] * (longest - len(row))] for row in rows])
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-        logits = self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-        chosen = logits.gather(2, ids[:, 1:, None])[:, :, 0].double()
-        logprobs = chosen - logits.logsumexp(2).double()
-        return [float(score) for score in (logprobs * mask[:, 1:]).sum(1)]
+
+@torch.inference_mode()
+def score_rows(model: Any, rows: Sequence[Sequence[int]]) -> list[float]:
+    """Natural-log probability of each row of token ids after its first, by a causal model of transformers."""
+    scores = [0.0] * len(rows)
+    for batch in pack_prefixes(rows, max(1, MAX_BATCH_LOGITS // model.config.vocab_size)):
+        tokens, parents = torch.tensor(batch.tokens), torch.tensor(batch.parents)
+        continued = torch.unique(parents[parents >= 0])
+        if not len(continued):  # start tokens alone
+            continue
+        places = torch.full((len(tokens),), -1)
+        places[continued] = torch.arange(len(continued))
+        visible = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+        for index, parent in enumerate(batch.parents):
+            if parent >= 0:
+                visible[index] = visible[parent]
+            visible[index, index] = True
+        bias = torch.zeros(visible.shape, dtype=model.dtype).masked_fill(~visible, torch.finfo(model.dtype).min)
+        logits = model(
+            input_ids=tokens[None],
+            attention_mask=bias[None, None],
+            position_ids=torch.tensor(batch.depths)[None],
+            use_cache=False,
+            logits_to_keep=continued,
+        ).logits[0]
+        rows_of = places[parents.clamp(min=0)]
+        chosen = logits[rows_of, tokens].double() - logits.float().logsumexp(1).double()[rows_of]
+        totals = [0.0] * len(tokens)
+        for index, (parent, logprob) in enumerate(zip(batch.parents, chosen.tolist(), strict=True)):
+            totals[index] = totals[parent] + logprob if parent >= 0 else 0.0
+        for number, index in batch.sentences:
+            scores[number] = totals[index]
+    return scores
 
 
 def _converted(file: Path, transformers: Any) -> Path:

@@ -30,6 +30,7 @@ from asr_serve.decoding.language_model.ngram_tables import (
     NgramTable,
     WordNgrams,
 )
+from asr_serve.decoding.language_model.packed_numbers import PackedNumbers, required_bits
 from asr_serve.errors import WeightsCorrupt
 
 MAGIC = b"mmap lm http://kheafield.com/code "
@@ -155,22 +156,6 @@ class _Levels(NamedTuple):
 # --- tries ------------------------------------------------------------------------------------------------------
 
 
-class _Bits:
-    """Numbers of up to 57 bits at any bit of a file."""
-
-    def __init__(self, data: np.ndarray, start: int) -> None:
-        self._words = np.ndarray((len(data) - start - 7,), "<u8", data, start, (1,))
-
-    def read(self, at: np.ndarray, bits: int) -> np.ndarray:
-        """Numbers (int64) of `bits` bits that begin at bits `at` (int64)."""
-        found: np.ndarray = self._words[at >> 3] >> (at & 7).astype(np.uint64)
-        return (found & np.uint64((1 << bits) - 1)).astype(np.int64)
-
-
-def _required_bits(value: int) -> int:
-    return value.bit_length()
-
-
 def _read_trie(header: _Header, data: np.ndarray) -> _Levels:
     counts, order = header.counts, header.order
     quantized, compressed = header.kind in (3, 5), header.kind in (4, 5)
@@ -184,14 +169,14 @@ def _read_trie(header: _Header, data: np.ndarray) -> _Levels:
     levels = [_Level(np.arange(counts[0])[:, None], unigrams["logprob"][:-1], unigrams["backoff"][:-1])]
     nexts = unigrams["next"].astype(np.int64)
     chop_limit = int(data[at + 1]) if compressed and order > 2 else 0
-    word_bits = _required_bits(counts[0])
+    word_bits = required_bits(counts[0])
     for n in range(2, order + 1):
         count, longest = counts[n - 1], n == order
         value_bits = tables.value_bits(longest) if tables else 31 if longest else 63
         pointers = None if longest else _Pointers.read(data, at, count + 1, counts[n], chop_limit, compressed)
         at += pointers.nbytes if pointers else 0
         total_bits = word_bits + value_bits + (pointers.inline_bits if pointers else 0)
-        bits, records = _Bits(data, at), np.arange(count + 1) * total_bits
+        bits, records = PackedNumbers(data, at), np.arange(count + 1) * total_bits
         rows = records[:-1]
         words = bits.read(rows, word_bits)
         if tables:
@@ -237,7 +222,7 @@ class _QuantizationTables(NamedTuple):
     def value_bits(self, longest: bool) -> int:
         return self.logprob_bits + (0 if longest else self.backoff_bits)
 
-    def decode(self, bits: _Bits, at: np.ndarray, n: int, longest: bool) -> tuple[np.ndarray, np.ndarray]:
+    def decode(self, bits: PackedNumbers, at: np.ndarray, n: int, longest: bool) -> tuple[np.ndarray, np.ndarray]:
         """Log-probabilities and back-off weights of n-grams whose values begin at bits `at`."""
         if longest:
             return self.logprobs[n - 2][bits.read(at, self.logprob_bits)], np.zeros(len(at), np.float32)
@@ -257,7 +242,7 @@ class _Pointers(NamedTuple):
     @classmethod
     def read(cls, data: np.ndarray, at: int, records: int, most: int, chop_limit: int, compressed: bool) -> _Pointers:
         """`most`: largest pointer; `chop_limit`: most bits that are left to the array."""
-        required = _required_bits(most)
+        required = required_bits(most)
         if not compressed:
             return cls(required, np.zeros(1, np.int64), 0)
         if data[at] != 0:

@@ -1,4 +1,4 @@
-"""Files of n-gram models, by what is in them: our own, KenLM's binary files, ARPA."""
+"""Files of n-gram models, by what is in them: our own, binary files of KenLM and CMU Sphinx, ARPA."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from asr_serve.decoding.language_model.arpa import read_arpa, write_arpa
 from asr_serve.decoding.language_model.kenlm_binary import is_kenlm_binary, read_kenlm_binary
 from asr_serve.decoding.language_model.kneser_ney import TrainedNgrams
 from asr_serve.decoding.language_model.ngram_tables import NGRAM_SUFFIX, WordNgrams
+from asr_serve.decoding.language_model.sphinx_trie import is_sphinx_trie, read_sphinx_trie
 from asr_serve.errors import OptionError, WeightsMissing
 from asr_serve.output_file import replaced_file
 
@@ -18,11 +19,14 @@ SUFFIXES = (NGRAM_SUFFIX, *ARPA_SUFFIXES)
 
 
 def read_ngrams(path: Path) -> WordNgrams:
-    """Read a model from a file of our own, of KenLM, or an ARPA file. Raises WeightsMissing, WeightsCorrupt."""
+    """Read a model from a file of our own, of KenLM or CMU Sphinx, or an ARPA file. Raises WeightsMissing,
+    WeightsCorrupt."""
     if not path.is_file():
         raise WeightsMissing(f"there is no language model {path}", "a file", "asr-serve lm build makes one from text")
     if path.name.endswith(".safetensors"):
         return WordNgrams.load(path)
+    if is_sphinx_trie(path):
+        return read_sphinx_trie(path)
     return read_kenlm_binary(path) if is_kenlm_binary(path) else read_arpa(path)
 
 

@@ -83,28 +83,24 @@ class WordNgrams(NamedTuple):
         has the probability of <unk>, or where there is none that of the rarest word. Nothing is impossible: no
         log-probability of a token or of an end is below LEAST_LOGPROB."""
         model = self.reindexed({name: token for token, name in enumerate(names)})
-        end = model.arc_offsets[1]
         logprob = -math.inf if self.unknown is None else self.model.step(0, self.unknown)[0]
         if math.isinf(logprob):
             known = self.model.arc_logprobs[: self.model.arc_offsets[1]]
             logprob = float(known[np.isfinite(known)].min(initial=0.0))
-        missing = np.setdiff1d(np.arange(len(names), dtype=np.int32), model.arc_words[:end])
-        arcs = np.concatenate([model.arc_words[:end], missing])
-        order = np.argsort(arcs, kind="stable")
-        offsets = model.arc_offsets + len(missing)
-        offsets[0] = 0
-
-        def with_missing(values: np.ndarray, value: float) -> np.ndarray:
-            first = np.concatenate([values[:end], np.full(len(missing), value, values.dtype)])
-            return np.concatenate([first[order], values[end:]])
-
+        model = _with_unigrams(model, missing_words(model, len(names)), logprob, 0)
         return model._replace(
-            arc_offsets=offsets,
-            arc_words=np.concatenate([arcs[order], model.arc_words[end:]]),
-            arc_logprobs=np.maximum(with_missing(model.arc_logprobs, logprob), np.float32(LEAST_LOGPROB)),
-            arc_states=with_missing(model.arc_states, 0),
+            arc_logprobs=np.maximum(model.arc_logprobs, np.float32(LEAST_LOGPROB)),
             final_logprobs=np.maximum(model.final_logprobs, np.float32(LEAST_LOGPROB)),
         )
+
+    def for_words(self, words: Sequence[str]) -> NgramModel:
+        """The model over the words of a lexicon, by their indices. Words that it lacks have the probability of <unk>,
+        or where there is none no probability at all (`missing_words`)."""
+        model = self.reindexed({word: index for index, word in enumerate(words)})
+        if self.unknown is None:
+            return model
+        logprob, state = self.model.step(0, self.unknown)
+        return model if math.isinf(logprob) else _with_unigrams(model, missing_words(model, len(words)), logprob, state)
 
     def save(self, path: Path) -> None:
         """Write the model into one file, which `load` reads without parsing."""
@@ -127,6 +123,31 @@ class WordNgrams(NamedTuple):
         if len(model.arc_words) and not 0 <= model.arc_words.min() <= model.arc_words.max() < len(words):
             raise WeightsCorrupt(f"the language model {path} has arcs of words that it lacks: it has {len(words)}")
         return cls(model, words, counts)
+
+
+def missing_words(model: NgramModel, vocabulary: int) -> np.ndarray:
+    """Words below `vocabulary` that have no unigram, int32, rising."""
+    return np.setdiff1d(np.arange(vocabulary, dtype=np.int32), model.arc_words[: model.arc_offsets[1]])
+
+
+def _with_unigrams(model: NgramModel, words: np.ndarray, logprob: float, state: int) -> NgramModel:
+    """The model with further words, which have one log-probability and lead to one state."""
+    end = model.arc_offsets[1]
+    arcs = np.concatenate([model.arc_words[:end], words])
+    order = np.argsort(arcs, kind="stable")
+    offsets = model.arc_offsets + len(words)
+    offsets[0] = 0
+
+    def extended(values: np.ndarray, value: float) -> np.ndarray:
+        first = np.concatenate([values[:end], np.full(len(words), value, values.dtype)])
+        return np.concatenate([first[order], values[end:]])
+
+    return model._replace(
+        arc_offsets=offsets,
+        arc_words=np.concatenate([arcs[order], model.arc_words[end:]]),
+        arc_logprobs=extended(model.arc_logprobs, logprob),
+        arc_states=extended(model.arc_states, state),
+    )
 
 
 def build_arrays(tables: Sequence[NgramTable], vocabulary: int) -> NgramModel:

@@ -8,13 +8,13 @@ the cheapest. Nothing is read back before the chunk ends, so a CUDA graph record
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from asr_serve.decoding.captured_chunks import CapturedChunks
 from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
 from asr_serve.decoding.wfst.search import validate_options
 from asr_serve.devices.interface import Device
@@ -75,8 +75,7 @@ class BatchedWfstSearch:
         self._nodes = 2 * options.max_active + max_tail_words
         """Places for words that are not fixed. A frame adds at most as many as there are tokens, and none is added
         where no place is left: such a token is dropped."""
-        self._advance: Callable[..., tuple[Tensor, ...]] = device.capture(self._advance_chunk)
-        self._state: State = {}
+        self._advance = CapturedChunks(device, self._advance_chunk)
 
     def state_specs(self) -> dict[str, StateSpec]:
         tokens, nodes = (self.options.max_active,), (self._nodes,)
@@ -94,22 +93,25 @@ class BatchedWfstSearch:
         }
 
     def step(self, hidden: Tensor, chunk: StreamingChunk, state: State) -> list[SearchResult]:
-        self._state = state
-        scores = self.model.graph_scores(hidden)
-        numbers, logprobs = self._advance(scores, chunk.rows, chunk.start_frames, chunk.frames)
+        """Raises ValueError for rows that no search has left."""
+        numbers, logprobs = self._advance(state, self.model.graph_scores(hidden), chunk)
         tail = self._tail_words
         results = []
         for row, logs in zip(numbers.tolist(), logprobs.tolist(), strict=True):
-            fixed, length = row[:2]
-            words, frames = row[2 : 2 + tail], row[2 + tail :]
+            corrupt, fixed, length = row[:3]
+            if corrupt:
+                raise ValueError("a row of the state is corrupt")
+            words, frames = row[3 : 3 + tail], row[3 + tail :]
             tokens = [SearchToken(*item) for item in zip(words[:length], frames, logs, strict=False)]
             results.append(SearchResult(tokens[:fixed], tokens[fixed:]))
         return results
 
     def finish(self, row: int, state: State) -> list[NBestHypothesis]:
+        """N-best list, as StreamingSearch.finish. Raises ValueError as `step` does."""
         if not int(state["wfst_started"][row]):
             return [NBestHypothesis([], 0.0)]
         saved = {name: state[name][row].cpu() for name in self.state_specs()}
+        self._validate(saved)
         states, costs = saved["wfst_states"], saved["wfst_costs"].double()
         finals = self._graph.final_costs.cpu()[states.clamp(min=0)].double()
         if self._scorer is not None:
@@ -127,6 +129,19 @@ class BatchedWfstSearch:
             best.setdefault(tuple(token.id for token in path), NBestHypothesis(path, total))
         return list(best.values()) or [NBestHypothesis([], 0.0)]
 
+    def _validate(self, saved: dict[str, Tensor]) -> None:
+        """Raises ValueError for a row with an index out of range, or words whose parents do not come before them."""
+        parents = saved["wfst_parents"]
+        limits = {
+            "wfst_states": len(self._graph.arc_offsets),
+            "wfst_language_states": self._language_states,
+            "wfst_token_nodes": self._nodes,
+        }
+        within = [bool(((saved[name] >= 0) & (saved[name] < most)).all()) for name, most in limits.items()]
+        rising = bool(((parents >= 0) & (parents <= torch.arange(len(parents)).sub(1).clamp(min=0))).all())
+        if not (all(within) and rising):
+            raise ValueError("a row of the state is corrupt")
+
     @staticmethod
     def _path(saved: dict[str, Tensor], node: int) -> list[SearchToken]:
         path = []
@@ -139,24 +154,29 @@ class BatchedWfstSearch:
 
     # --- one chunk -------------------------------------------------------------------------------------
 
-    def _advance_chunk(self, scores: Tensor, rows: Tensor, starts: Tensor, frames: Tensor) -> tuple[Tensor, ...]:
-        """Search a chunk's frames and update the sessions' rows.
+    def _advance_chunk(
+        self, state: State, scores: Tensor, rows: Tensor, starts: Tensor, frames: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Search a chunk's frames and update the sessions' rows. A ChunkFunction.
 
-        Returns: numbers (n, 2 + 2 * tail) int64: how many words were fixed, how many the best hypothesis has after
-        what was fixed before, those words, their frames; their log-probabilities (n, tail) float32.
+        Returns: numbers (n, 3 + 2 * tail) int64: whether the row is corrupt, how many words were fixed, how many the
+        best hypothesis has after what was fixed before, those words, their frames; their log-probabilities (n, tail)
+        float32.
         """
-        tokens, tree = self._load(rows)
+        tokens, tree, corrupt = self._load(state, rows)
         for frame in range(scores.shape[1]):
             stepped, grown = self._frame(tokens, tree, scores[:, frame], starts + frame)
             moves = (frame < frames) & torch.isfinite(stepped.costs[:, 0])
             tokens, tree = stepped.where(moves, tokens), grown.where(moves, tree)
-        tokens, tree, output = self._fix(tokens, tree)
+        tokens, tree, (numbers, logprobs) = self._fix(tokens, tree)
         for name, tensor in {**tokens.to_state(), **tree.to_state()}.items():
-            self._state[name][rows] = tensor
-        return output
+            state[name][rows] = tensor
+        return torch.cat([corrupt.long()[:, None], numbers], 1), logprobs
 
-    def _load(self, rows: Tensor) -> tuple[_Tokens, _WordTree]:
-        state, started = self._state, self._state["wfst_started"][rows] > 0
+    def _load(self, state: State, rows: Tensor) -> tuple[_Tokens, _WordTree, Tensor]:
+        """Tokens and words of the sessions, and (n,) whether a row is corrupt: it is searched without a read out of
+        bounds."""
+        started = state["wfst_started"][rows] > 0
         n, active = len(rows), self.options.max_active
 
         def begun(name: str, value: float | Tensor) -> Tensor:
@@ -178,8 +198,22 @@ class BatchedWfstSearch:
             total=torch.where(started, state["wfst_total"][rows], 0.0),
         )
         # A new session follows arcs without a frame from the start state.
+        given = tokens, tree
+        tokens, tree = self._bounded(tokens, tree)
+        pairs = zip((*given[0], *given[1]), (*tokens, *tree), strict=True)
+        changed = [(a != b).view(n, -1).any(1) for a, b in pairs if a is not b]
         closed, grown = self._follow_epsilons(tokens, tree, torch.full((n,), -1, device=rows.device))
-        return closed.where(~started, tokens), grown.where(~started, tree)
+        return closed.where(~started, tokens), grown.where(~started, tree), torch.stack(changed).any(0)
+
+    def _bounded(self, tokens: _Tokens, tree: _WordTree) -> tuple[_Tokens, _WordTree]:
+        """The same with what is an index within what it indexes."""
+        tokens = tokens._replace(
+            states=tokens.states.clamp(0, len(self._graph.arc_offsets) - 1),
+            language_states=tokens.language_states.clamp(0, self._language_states - 1),
+            nodes=tokens.nodes.clamp(0, self._nodes - 1),
+        )
+        parents = tree.parents.clamp(0, self._nodes - 1)
+        return tokens, tree._replace(parents=parents, used=tree.used.clamp(1, self._nodes))
 
     def _frame(self, tokens: _Tokens, tree: _WordTree, scores: Tensor, frame: Tensor) -> tuple[_Tokens, _WordTree]:
         graph = self._graph

@@ -24,7 +24,7 @@ import numpy as np
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.devices.cpu import keep_memory
 from asr_serve.diarization.local_speakers import LocalSpeakers
-from asr_serve.engine.builder import build_loop, card_of_loaded, find_checkpoint
+from asr_serve.engine.builder import AsrCheckpoint, build_loop, card_of_loaded, find_checkpoint
 from asr_serve.engine.cache.digest import set_request_digests, set_window_digest
 from asr_serve.engine.diarization_runner import DiarizationRequest, models_available
 from asr_serve.engine.executor import StepGuard
@@ -104,7 +104,7 @@ class EngineProcessServer:
                 card_of_loaded(checkpoint.card, parts),
                 turns.card if turns else None,
                 tuple(engine_cards().values()),
-                str(checkpoint.folder),
+                str(checkpoint.tokenizer_folder if isinstance(checkpoint, AsrCheckpoint) else checkpoint.folder),
                 fingerprint,
                 parts.device.describe(),
                 round(time.perf_counter() - started, 3),

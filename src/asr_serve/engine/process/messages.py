@@ -167,10 +167,10 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     card: AnyCard
     turn_card: TurnCard | None
     cards: tuple[AnyCard, ...]
-    folder: str
-    """Folder of the weights and the tokenizer."""
+    tokenizer_folder: str
+    """Folder of the tokenizer of what a recogniser returns; of a voice, that of its weights."""
     fingerprint: int
-    """Checksum of the model's files in the folder."""
+    """Checksum of the model's files."""
     device: dict[str, Any]
     load_s: float
     speakers: bool = False

@@ -36,10 +36,14 @@ class StartupNames(msgspec.Struct, frozen=True):
     voice: str
     turn_model: str
     device: str
+    pipeline: str | None
+    """Name of the pipeline, which aliases may stand for; None: none."""
 
     @classmethod
-    def of(cls, config: ServeConfig) -> StartupNames:
-        return cls(config.model, config.more_models, config.aliases, config.voice, config.turn_model, config.device)
+    def of(cls, config: ServeConfig, pipeline: str | None) -> StartupNames:
+        return cls(
+            config.model, config.more_models, config.aliases, config.voice, config.turn_model, config.device, pipeline
+        )
 
     @property
     def known_to_be_valid(self) -> bool:
@@ -54,10 +58,10 @@ class StartupNames(msgspec.Struct, frozen=True):
         )
 
 
-def check_startup(config: ServeConfig) -> None:
-    """Checks a server's configuration. Raises OptionError for an unknown model, alias, voice or turn model, and for a
-    device that this machine lacks."""
-    names = StartupNames.of(config)
+def check_startup(config: ServeConfig, pipeline: str | None) -> None:
+    """Checks a server's configuration. `pipeline`: name of its pipeline; None: none. Raises OptionError for an unknown
+    model, alias, voice or turn model, and for a device that this machine lacks."""
+    names = StartupNames.of(config, pipeline)
     if names.known_to_be_valid:
         return
     try:
@@ -83,11 +87,12 @@ def check_names(names: StartupNames) -> None:
 
     recognizers, voices = asr_cards(), tts_cards()
     models = [*recognizers, *voices]
+    targets = [*([names.pipeline] if names.pipeline else []), *models]
     _check_name("model", names.model, models, "model")
     for name in names.more_models:
         _check_name("more_models", name, models, "model")
     for alias, name in names.aliases.items():
-        _check_name("aliases", name, models, f"model for the alias {alias!r}:")
+        _check_name("aliases", name, targets, f"model for the alias {alias!r}:")
     if names.voice in recognizers:
         raise OptionError(
             f"voice={names.voice}, which recognizes speech and does not synthesize it",

@@ -15,7 +15,8 @@ from asr_serve.models.interfaces import NBestHypothesis, SearchResult, State, St
 
 
 class BiasedBeamSearch(Protocol):
-    """A search that applies hotwords and a language model: CtcPrefixBeam and TransducerBeam, made for both."""
+    """A search that applies hotwords and a language model: CtcPrefixBeam, BatchedCtcPrefixBeam and TransducerBeam,
+    made for both."""
 
     def state_specs(self) -> dict[str, StateSpec]: ...
     def step(

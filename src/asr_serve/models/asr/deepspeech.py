@@ -83,6 +83,10 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
     high_hz: float = 8_000.0
 
     @property
+    def ctc_blank_id(self) -> int:
+        return self.vocab_size - 1
+
+    @property
     def features(self) -> MfccShape:
         return MfccShape(self.window_samples, self.hop_samples, self.mels, self.coefficients, self.low_hz, self.high_hz)
 
@@ -122,7 +126,7 @@ class Model(StreamingModel):
         self.frame_samples, self.vocab_size, self.blank_id = (
             config.hop_samples,
             config.vocab_size,
-            config.vocab_size - 1,
+            config.ctc_blank_id,
         )
         for name, shape in config.shapes().items():
             if name not in tensors:

@@ -1,5 +1,6 @@
-"""Readers of OpenFst's binary files: transducers of the types vector, const, olabel_lookahead and ngram, with their
-symbol tables, as arrays; and the decoding graph that Kaldi's look-ahead decoder composes of two of them.
+"""OpenFst's binary files as arrays: readers of transducers of the types vector, const, olabel_lookahead and ngram, with
+their symbol tables; a writer of the type vector; and the decoding graph that Kaldi's look-ahead decoder composes of two
+of them.
 
 Weights are tropical (arc type `standard`): costs, negative natural logs. All numbers are little-endian.
 """
@@ -29,6 +30,10 @@ ARC = np.dtype([("input", "<i4"), ("output", "<i4"), ("cost", "<f4"), ("state", 
 CONST_STATE = np.dtype(
     [("final", "<f4"), ("first", "<u4"), ("arcs", "<u4"), ("input_epsilons", "<u4"), ("output_epsilons", "<u4")]
 )
+STATE_WORDS, ARC_WORDS = 3, ARC.itemsize // 4
+"""Sizes of a state and of an arc in a file of type vector, in units of 4 bytes."""
+VECTOR_VERSION, EXPANDED_AND_MUTABLE = 2, 3
+"""Version of files of type vector, and the properties that all of them have."""
 LOOK_AHEAD_TYPES = ("olabel_lookahead", "ilabel_lookahead", "arc_lookahead")
 MOST_NAME_BYTES = 1 << 16
 
@@ -186,6 +191,46 @@ def _read_vector(reader: _Reader, header: _Header) -> tuple[np.ndarray, np.ndarr
     np.cumsum(np.array(counts, np.int64), out=offsets[1:])
     arcs = np.concatenate(blocks) if blocks else np.empty(0, ARC)
     return offsets, arcs, np.array(finals, np.float32)
+
+
+def make_transducer(
+    start_state: int,
+    final_costs: np.ndarray,
+    sources: np.ndarray,
+    inputs: np.ndarray,
+    outputs: np.ndarray,
+    costs: np.ndarray | float,
+    targets: np.ndarray,
+) -> FstFile:
+    """Transducer of arcs in any order."""
+    arcs = np.empty(len(sources), ARC)
+    arcs["input"], arcs["output"], arcs["cost"], arcs["state"] = inputs, outputs, costs, targets
+    order = np.argsort(sources, kind="stable")
+    offsets = np.zeros(len(final_costs) + 1, np.int64)
+    np.cumsum(np.bincount(sources, minlength=len(final_costs)), out=offsets[1:])
+    return FstFile(start_state, offsets, arcs[order], np.asarray(final_costs, np.float32))
+
+
+def write_transducer(transducer: FstFile, path: Path) -> None:
+    """Write a transducer as a file of type vector, without its symbol tables."""
+    states, arcs = len(transducer.final_costs), len(transducer.arcs)
+    kinds = b"".join(struct.pack("<i", len(name)) + name for name in (b"vector", b"standard"))
+    header = struct.pack("<i", FST_MAGIC) + kinds
+    header += struct.pack("<iiQqqq", VECTOR_VERSION, 0, EXPANDED_AND_MUTABLE, transducer.start_state, states, arcs)
+    # In units of 4 bytes: a state is its final cost and a count of 8 bytes, an arc four numbers.
+    words = np.empty(STATE_WORDS * states + ARC_WORDS * arcs, "<i4")
+    first = STATE_WORDS * np.arange(states) + ARC_WORDS * transducer.offsets[:-1]
+    words[first] = transducer.final_costs.astype("<f4").view("<i4")
+    counts = np.diff(transducer.offsets).astype("<i8").view("<i4").reshape(states, 2)
+    words[first + 1], words[first + 2] = counts.T
+    sources = np.repeat(np.arange(states), np.diff(transducer.offsets))
+    places = STATE_WORDS * (sources + 1) + ARC_WORDS * np.arange(arcs)
+    words[places[:, None] + np.arange(ARC_WORDS)] = (
+        np.ascontiguousarray(transducer.arcs, ARC).view("<i4").reshape(arcs, ARC_WORDS)
+    )
+    with path.open("wb") as file:
+        file.write(header)
+        file.write(words.data)
 
 
 # --- n-gram models ----------------------------------------------------------------------------------------

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import re
 import tomllib
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
 
+from asr_serve.config import EngineConfig
 from asr_serve.decoding.search_options import MAX_BEAMS, MAX_HYPOTHESES
 from asr_serve.errors import OptionError, SourceNotFound, UnknownModel
+from asr_serve.models.decoding_graph import GRAPH_FILE
 from asr_serve.models.registry import AsrCard, asr_card
 from asr_serve.pipelines.stages.condition import Condition, parse_condition
 from asr_serve.types import suggest_name
@@ -37,13 +40,16 @@ class RecognizeStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     dtype: str = "auto"
     weights: str = ""
     """Folder of a checkpoint, relative to the file."""
+    decoding_graph: str = ""
+    """Folder of a decoding graph for a streaming model with the head ctc, relative to the file."""
 
 
 class RescoreStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="rescore"):
-    """Choice of another entry of the n-best list of the stage before, by a language model."""
+    """Choice among the n-best list of the recognizer before, by a language model. Several in a row add up: the next
+    one reads the best entries of the one before, with their new scores."""
 
     language_model: str
-    """N-gram file, relative to the pipeline file; or the name of a packaged causal model."""
+    """N-gram file, or `.gguf` file of a causal model, relative to the pipeline file; or a packaged model's name."""
     when: str = ""
     hypotheses: Annotated[int, msgspec.Meta(ge=2, le=MAX_HYPOTHESES)] = 10
     """Most entries of the n-best list."""
@@ -51,6 +57,9 @@ class RescoreStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     """Factor on the natural-log probability by the language model, which is added to that of the search."""
     word_bonus: Annotated[float, msgspec.Meta(ge=-100, le=100)] = 0.0
     """Addition for each word: without it a heavy language model prefers short texts."""
+    lattice_beam: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    """Distance of the last entries of the n-best list from the best, as a natural log: the recognizer's
+    `engine.graph_lattice_beam`. None: the recognizer's own."""
 
 
 class DropStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="drop"):
@@ -89,6 +98,31 @@ class PipelineSpec(NamedTuple):
     def path(self, written: str) -> Path:
         """Returns the path that a stage names."""
         return self.folder / Path(written).expanduser()
+
+    def hypotheses(self, index: int) -> int:
+        """Most entries of the n-best list of stage `index` that the rescoring stages after it read; 1: none."""
+        return max((stage.hypotheses for stage in self._rescoring(index)), default=1)
+
+    def engine_config(self, index: int, config: EngineConfig) -> EngineConfig:
+        """Returns the settings of the engine of stage `index`, a recognizer, with its decoding graph, whose search
+        lists its hypotheses."""
+        stage = self.stages[index]
+        assert isinstance(stage, RecognizeStage)
+        beams = [stage.lattice_beam for stage in self._rescoring(index) if stage.lattice_beam is not None]
+        return msgspec.structs.replace(
+            config,
+            decoding_graph=str(self.path(stage.decoding_graph)) if stage.decoding_graph else config.decoding_graph,
+            beam=max(config.beam, self.hypotheses(index)),
+            graph_lattice_beam=max(beams, default=config.graph_lattice_beam),
+        )
+
+    def _rescoring(self, index: int) -> list[RescoreStage]:
+        """Rescoring stages that follow stage `index`, up to another one."""
+        return [
+            stage
+            for stage in takewhile(lambda stage: isinstance(stage, RescoreStage), self.stages[index + 1 :])
+            if isinstance(stage, RescoreStage)
+        ]
 
 
 def shipped_pipelines() -> list[str]:
@@ -189,10 +223,9 @@ class _PipelineReader:
                 case RecognizeStage() if index and not stage.when:
                     todo = 'like when = "confidence < 0.9"'
                     self._fail(index, "when", "a second recognizer without a condition", "one that says when", todo)
-                case RescoreStage() if not isinstance(before, RecognizeStage):
-                    self._fail(
-                        index, "kind", "rescore", "it comes right after the recognizer whose n-best list it reads"
-                    )
+                case RescoreStage() if not isinstance(before, RecognizeStage | RescoreStage):
+                    allowed = "it comes right after the recognizer whose n-best list it reads, or another rescore"
+                    self._fail(index, "kind", "rescore", allowed)
                 case ItnStage() if index != len(stages) - 1:
                     self._fail(index, "kind", "itn", "it is the last stage")
                 case DropStage() | ItnStage() if not index:
@@ -221,11 +254,24 @@ class _PipelineReader:
                         "1: its search has no choice for each segment",
                     )
                     self._fail(index, "beam", came, allowed)
-            elif isinstance(stage, RescoreStage) and not ((before := cards[-1]) and before.streaming):
-                came = f"rescore after {before.name if before else 'no recognizer'}"
-                self._fail(index, "kind", came, "it comes after a streaming model, whose search has an n-best list")
+                if stage.decoding_graph:
+                    self._check_graph(index, stage, card)
+            elif isinstance(stage, RescoreStage):
+                before = next(each for each in reversed(cards) if each is not None)
+                if not before.streaming:
+                    allowed = "it comes after a streaming model, whose search has an n-best list"
+                    self._fail(index, "kind", f"rescore after {before.name}", allowed)
             cards.append(card)
         return tuple(cards)
+
+    def _check_graph(self, index: int, stage: RecognizeStage, card: AsrCard) -> None:
+        if not card.streaming or "ctc" not in card.heads:
+            came = f"a decoding graph of {card.name}"
+            self._fail(index, "decoding_graph", came, "streaming models with the head ctc have one", "leave it out")
+        folder = self._path.parent / Path(stage.decoding_graph).expanduser()
+        if not (folder / GRAPH_FILE).is_file():
+            came, allowed = f"no {GRAPH_FILE} in {folder}", "a folder that `asr-serve graph build` wrote"
+            self._fail(index, "decoding_graph", came, allowed)
 
     def _fail(self, index: int, key: str, came: str, allowed: str, todo: str = "") -> NoReturn:
         """Raises the error of a key in stage `index`, -1: outside of stages."""

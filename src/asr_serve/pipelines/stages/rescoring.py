@@ -1,46 +1,55 @@
-"""Choice among the n-best list of a segment by a language model."""
+"""Choice among the n-best lists of segments by a language model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from asr_serve.decoding.hypothesis import Recognition
-from asr_serve.decoding.language_model.causal_scorer import CAUSAL_MODELS, CausalSentenceScorer, causal_model_path
-from asr_serve.decoding.language_model.ngram_files import read_ngrams
-from asr_serve.decoding.language_model.sentence_scorer import NgramSentenceScorer, SentenceScorer
-from asr_serve.pipelines.stages.pipeline_file import PipelineSpec, RescoreStage
-
-
-def load_scorer(spec: PipelineSpec, stage: RescoreStage) -> SentenceScorer:
-    """Loads the language model of a stage. Raises WeightsMissing, WeightsCorrupt, ProgramMissing."""
-    if stage.language_model in CAUSAL_MODELS:
-        return CausalSentenceScorer(causal_model_path(stage.language_model))
-    path = spec.path(stage.language_model)
-    return CausalSentenceScorer(path) if path.suffix == ".gguf" else NgramSentenceScorer(read_ngrams(path))
+from asr_serve.decoding.hypothesis import Recognition, RecognitionHypothesis
+from asr_serve.decoding.language_model.sentence_scorer import SentenceScorer
+from asr_serve.pipelines.stages.pipeline_file import RescoreStage
 
 
 def rescore(
-    answer: Recognition, text: Callable[[list[int]], str], scorer: SentenceScorer, weight: float, word_bonus: float
-) -> Recognition:
-    """Returns the answer with the best of its hypotheses: that with the highest sum of the search's log-probability,
-    `weight` times that of the language model, and `word_bonus` for each word."""
-    hypotheses = answer.hypotheses
-    if len(hypotheses) < 2:
-        return answer
-    texts = [text(list(hypothesis.tokens)) for hypothesis in hypotheses]
-    totals = [
-        hypothesis.logprob + weight * score + word_bonus * len(written.split())
-        for hypothesis, written, score in zip(hypotheses, texts, scorer.score(texts), strict=True)
+    answers: Sequence[Recognition],
+    texts: Sequence[Callable[[list[int]], str]],
+    scorer: SentenceScorer,
+    stage: RescoreStage,
+) -> list[Recognition]:
+    """Returns the answers of several segments, each with the best of its hypotheses: that with the highest sum of its
+    log-probability, `weight` times that of the language model, and `word_bonus` for each word. The sums are the
+    log-probabilities of the new n-best list, the best first. The language model scores all hypotheses in one call.
+    `texts`: for each answer, the text of its model's tokens."""
+    lists = [answer.hypotheses[: stage.hypotheses] for answer in answers]
+    sentences = [
+        [text(list(hypothesis.tokens)) for hypothesis in each] for text, each in zip(texts, lists, strict=True)
     ]
-    best = hypotheses[max(range(len(totals)), key=totals.__getitem__)]
-    if best is hypotheses[0]:
+    scores = iter(scorer.score([sentence for each in sentences for sentence in each]))
+    rescored = []
+    for answer, hypotheses, written in zip(answers, lists, sentences, strict=True):
+        totals = [
+            hypothesis.logprob + stage.weight * next(scores) + stage.word_bonus * len(sentence.split())
+            for hypothesis, sentence in zip(hypotheses, written, strict=True)
+        ]
+        order = sorted(range(len(totals)), key=lambda index: -totals[index])
+        rescored.append(
+            _with_hypotheses(
+                answer, [msgspec.structs.replace(hypotheses[index], logprob=totals[index]) for index in order]
+            )
+        )
+    return rescored
+
+
+def _with_hypotheses(answer: Recognition, hypotheses: Sequence[RecognitionHypothesis]) -> Recognition:
+    if not hypotheses:
         return answer
+    best = hypotheses[0]
     return msgspec.structs.replace(
         answer,
         tokens=best.tokens,
         logprobs=best.logprobs,
         times=best.times,
         avg_logprob=sum(best.logprobs) / max(1, len(best.logprobs)),
+        hypotheses=tuple(hypotheses),
     )

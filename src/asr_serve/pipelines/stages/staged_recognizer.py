@@ -6,10 +6,11 @@ others do. What stages compute themselves runs on one thread.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -22,16 +23,30 @@ from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.language_model.sentence_scorer import SentenceScorer
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.client import EngineClient, Ticket
-from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, StepFailed
+from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, StepFailed, UnsupportedOption
+from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.segment_recognizer import AnsweringModel
-from asr_serve.pipelines.segments import is_speech
+from asr_serve.pipelines.segments import is_speech, resolve_language
 from asr_serve.pipelines.stages.condition import SegmentMeasures
-from asr_serve.pipelines.stages.pipeline_file import DropStage, PipelineSpec, RecognizeStage, RescoreStage
+from asr_serve.pipelines.stages.pipeline_file import DropStage, ItnStage, PipelineSpec, RecognizeStage, RescoreStage
 from asr_serve.pipelines.stages.rescoring import rescore
 from asr_serve.types import Priority
 
 MAX_SEGMENTS = 512
 """Segments in all stages together; more of them wait in `submit`."""
+MAX_RESCORED_SEGMENTS = 16
+"""Segments whose hypotheses a language model scores in one call, where as many wait."""
+STAGE_OPTIONS = (
+    "beam",
+    "temperatures",
+    "task",
+    "prompt",
+    "hotwords",
+    "language_model",
+    "long_form",
+    "condition_on_previous_text",
+)
+"""Options of transcription that depend on the one model of a request; a pipeline refuses them."""
 
 
 class StageEngine(msgspec.Struct, frozen=True):
@@ -86,6 +101,20 @@ class StagedRecognizer:
         self.counts = [StageCounts() for _ in spec.stages]
         self._thread = threading.Thread(target=self._run, name="asr-serve-stages", daemon=True)
         self._thread.start()
+
+    def transcribe_options(self, options: TranscribeOptions) -> TranscribeOptions:
+        """Returns the options of a request, with those that the file sets. Raises UnsupportedOption for an option of
+        one model alone, OptionError for a language that a model lacks."""
+        defaults = TranscribeOptions()
+        for name in STAGE_OPTIONS:
+            if (value := getattr(options, name)) != getattr(defaults, name):
+                raise UnsupportedOption(
+                    f"{name}={value!r}", f"the pipeline {self.name} decides that for each stage", param=name
+                )
+        for client in self.clients:
+            resolve_language(client, options.language)
+        itn = options.itn or any(isinstance(stage, ItnStage) for stage in self._spec.stages)
+        return msgspec.structs.replace(options, itn=itn)
 
     def submit(self, pcm: np.ndarray, search: SearchOptions, priority: Priority, check: Callable[[], None]) -> Ticket:
         with self._room:
@@ -147,18 +176,41 @@ class StagedRecognizer:
     # --- the thread of the stages ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (item := self._answered.get()) is not None:
-            job, future = item
-            try:
-                self._accept(job, future.result())
-                if self._advance(job):
-                    assert job.answer is not None
-                    self._resolve(job, job.answer)
-            except AsrServeError as error:
-                self._resolve(job, error)
-            except Exception as failure:  # of one segment: the others go on
-                stage = self._spec.stages[job.stage].__struct_config__.tag
-                self._resolve(job, StepFailed(f"stage {job.stage + 1}, {stage}, of {self.name} failed: {failure!r}"))
+        more = True
+        while more:
+            items = [self._answered.get()]
+            with contextlib.suppress(queue.Empty):
+                while items[-1] is not None and len(items) < MAX_RESCORED_SEGMENTS:
+                    items.append(self._answered.get_nowait())
+            rescored: dict[int, list[_Job]] = {}
+            for item in items:
+                if item is None:
+                    more = False
+                    break
+                job, future = item
+                with self._failures_of([job]):
+                    self._accept(job, future.result())
+                    self._advance(job, rescored)
+            while rescored:
+                stage = min(rescored)
+                jobs = rescored.pop(stage)
+                with self._failures_of(jobs):
+                    self._rescore(stage, jobs)
+                for job in jobs:
+                    with self._failures_of([job]):
+                        if not job.future.done():
+                            self._advance(job, rescored)
+
+    @contextlib.contextmanager
+    def _failures_of(self, jobs: Sequence[_Job]) -> Iterator[None]:
+        """Ends the jobs with the error that is raised inside; the others go on."""
+        try:
+            yield
+        except Exception as failure:
+            stage = self._spec.stages[jobs[0].stage].__struct_config__.tag
+            reason = f"stage {jobs[0].stage + 1}, {stage}, of {self.name} failed: {failure!r}"
+            for job in jobs:
+                self._resolve(job, failure if isinstance(failure, AsrServeError) else StepFailed(reason))
 
     def _accept(self, job: _Job, answer: Recognition) -> None:
         """Takes over the answer of a recognizer, unless a later one found no speech."""
@@ -166,8 +218,9 @@ class StagedRecognizer:
         if job.answer is None or is_speech(answer, card):
             job.answer = msgspec.structs.replace(answer, model=card.name)
 
-    def _advance(self, job: _Job) -> bool:
-        """Runs the stages up to the next recognizer. Returns whether the segment is through."""
+    def _advance(self, job: _Job, rescored: dict[int, list[_Job]]) -> None:
+        """Runs the stages up to the next recognizer, or up to the next rescoring stage, under whose index the segment
+        is added to `rescored`. Resolves it after the last stage."""
         while job.stage + 1 < len(self._spec.stages):
             if job.cancelled:
                 raise Cancelled("the segment was cancelled")
@@ -179,14 +232,24 @@ class StagedRecognizer:
             match stage:
                 case RecognizeStage():
                     self._submit_stage(job, partial(self._check, job))
-                    return False
+                    return
                 case RescoreStage():
-                    text, scorer = self._models[job.answer.model].text, self._scorers[job.stage]
-                    job.answer = rescore(job.answer, text, scorer, stage.weight, stage.word_bonus)
+                    rescored.setdefault(job.stage, []).append(job)
+                    return
                 case DropStage():
                     job.answer = msgspec.structs.replace(job.answer, tokens=(), logprobs=(), times=(), hypotheses=())
             self._count(job)
-        return True
+        assert job.answer is not None
+        self._resolve(job, job.answer)
+
+    def _rescore(self, index: int, jobs: Sequence[_Job]) -> None:
+        """Rescores segments at a stage together."""
+        stage, answers = self._spec.stages[index], [job.answer for job in jobs if job.answer is not None]
+        assert isinstance(stage, RescoreStage)
+        texts = [self._models[answer.model].text for answer in answers]
+        for job, answer in zip(jobs, rescore(answers, texts, self._scorers[index], stage), strict=True):
+            job.answer = answer
+            self._count(job)
 
     def _check(self, job: _Job) -> None:
         if job.cancelled:
@@ -196,12 +259,11 @@ class StagedRecognizer:
         """Submits a segment to the engine of its stage; waits for room."""
         client, stage = self._engines[job.stage].client, self._spec.stages[job.stage]
         assert isinstance(stage, RecognizeStage)
-        rescoring = self._spec.stages[job.stage + 1] if job.stage + 1 < len(self._spec.stages) else None
         search = msgspec.structs.replace(
             job.search,
             timestamps=client.card.times is not None,
             beam=stage.beam,
-            hypotheses=rescoring.hypotheses if isinstance(rescoring, RescoreStage) else 1,
+            hypotheses=self._spec.hypotheses(job.stage),
         )
         ticket = client.submit(job.pcm, search, job.priority, wait=True, check=check)
         with self._room:

@@ -7,8 +7,17 @@ from typing import Literal
 import msgspec
 
 
+class ModelStage(msgspec.Struct, frozen=True):
+    """Stage of a pipeline."""
+
+    kind: str
+    """recognize, rescore, drop or itn."""
+    model: str | None = None
+    """Model that recognizes, or language model that rescores."""
+
+
 class ModelEntry(msgspec.Struct, frozen=True):
-    """Model as OpenAI lists it, with further properties."""
+    """Model as OpenAI lists it, or pipeline of models, with further properties."""
 
     id: str
     created: int
@@ -46,6 +55,8 @@ class ModelEntry(msgspec.Struct, frozen=True):
     """Whether it synthesizes speech; others recognize it."""
     voices: tuple[str, ...] = ()
     """Built-in voices of a speech model."""
+    stages: tuple[ModelStage, ...] = ()
+    """Stages of a pipeline, which transcribes files; none for a model."""
     object: Literal["model"] = "model"
 
 

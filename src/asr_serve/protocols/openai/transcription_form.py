@@ -80,7 +80,12 @@ class TranscriptionRequest(msgspec.Struct, frozen=True):
     @property
     def option_to_field(self) -> dict[str, str]:
         """Options to the fields that set them, where the names differ."""
-        params = {"speakers": "spk", "words": GRANULARITIES, "known_speakers": known_speakers.REFERENCES_FIELD}
+        params = {
+            "speakers": "spk",
+            "words": GRANULARITIES,
+            "known_speakers": known_speakers.REFERENCES_FIELD,
+            "temperatures": "temperature",
+        }
         return params | {"hotwords": "keywords[]"} if self.keywords else params
 
 

@@ -61,6 +61,9 @@ def routes(
         if engine.state != "ready":
             reason = f"the engine of {engine.name} is {engine.state}"
             return _health_response(503, report | {"status": "not ready", "reason": reason}, RESTART_MS)
+        if engines.pipeline_spec is not None and engines.pipeline_state != "ready":
+            reason = f"the pipeline {engines.pipeline_spec.name} is {engines.pipeline_state}"
+            return _health_response(503, report | {"status": "not ready", "reason": reason}, RESTART_MS)
         if engines.tts_expected:
             reason = "the voice is loading"
             return _health_response(503, report | {"status": "not ready", "reason": reason}, RESTART_MS)

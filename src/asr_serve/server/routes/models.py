@@ -9,9 +9,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from asr_serve import units
-from asr_serve.errors import InvalidKey, NotAllowed
+from asr_serve.errors import EngineClosed, InvalidKey, NotAllowed
 from asr_serve.models.registry import TtsCard
-from asr_serve.protocols.openai.models import ModelEntry, ModelList, ModelRenewal
+from asr_serve.pipelines.stages.pipeline_file import PipelineSpec, RecognizeStage, RescoreStage, StageSpec
+from asr_serve.protocols.openai.models import ModelEntry, ModelList, ModelRenewal, ModelStage
 from asr_serve.protocols.schemas.responses import ref
 from asr_serve.server import openapi
 from asr_serve.server.engine_registry import EngineRegistry
@@ -41,6 +42,7 @@ _EXAMPLE = {
     "itn": ["en"],
     "speaks": False,
     "voices": [],
+    "stages": [],
     "object": "model",
 }
 _RENEWAL_RESPONSE = {
@@ -96,6 +98,25 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
             itn=tuple(sorted(set(card.languages) & set(GRAMMAR_LANGUAGES))) if is_wetext_installed() else (),
         )
 
+    def pipeline_entry(spec: PipelineSpec) -> ModelEntry:
+        """Entry of the pipeline: what all of its models can do."""
+        recognizers = [entry(stage.model) for stage in spec.stages if isinstance(stage, RecognizeStage)]
+        first, *others = recognizers
+        return ModelEntry(
+            id=spec.name,
+            created=created,
+            owned_by=first.owned_by,
+            state=engines.pipeline_state,
+            languages=tuple(code for code in first.languages if all(code in each.languages for each in others)),
+            parameters=sum(each.parameters for each in recognizers),
+            licence=", ".join(dict.fromkeys(each.licence for each in recognizers)),
+            aliases=engines.aliases(spec.name),
+            words=True,
+            speakers=first.speakers,
+            itn=first.itn,
+            stages=tuple(_stage(stage) for stage in spec.stages),
+        )
+
     def model_response(name: str) -> Response:
         return Response(msgspec.json.encode(entry(name)), media_type=JSON)
 
@@ -114,8 +135,10 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
         ),
     )
     async def models() -> Response:
-        """Loaded models, in the state `ready`, come first; only they take work."""
+        """Loaded models, in the state `ready`, come first; only they take work. So does a pipeline."""
         entries = [entry(name) for name in engines.known_models()]
+        if entries and engines.pipeline_spec is not None:
+            entries.insert(0, pipeline_entry(engines.pipeline_spec))
         found = ModelList(sorted(entries, key=lambda model: model.state == "not_loaded"))
         return Response(msgspec.json.encode(found), media_type=JSON)
 
@@ -125,8 +148,13 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
         **openapi.response_entry(ref("ModelEntry"), "The model.", {**AUTH_ERRORS, **_NOT_FOUND}, _EXAMPLE),
     )
     async def model_of(model: str) -> Response:
-        """Finds a model by its name or an alias."""
-        return model_response(engines.resolve(model))
+        """Finds a model or a pipeline by its name or an alias."""
+        name, spec = engines.resolve_for_files(model), engines.pipeline_spec
+        if spec is not None and name == spec.name:
+            if not engines.known_models():
+                raise EngineClosed("the server is still loading its models", todo="try again in a few seconds")
+            return Response(msgspec.json.encode(pipeline_entry(spec)), media_type=JSON)
+        return model_response(name)
 
     @router.post(
         "/{model}/load",
@@ -169,3 +197,15 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
         return Response(msgspec.json.encode(renewal), media_type=JSON)
 
     return router
+
+
+def _stage(stage: StageSpec) -> ModelStage:
+    """Stage as the list of models shows it: of a language model in a file, the file's name alone."""
+    match stage:
+        case RecognizeStage():
+            model: str | None = stage.model
+        case RescoreStage():
+            model = stage.language_model.rpartition("/")[2]
+        case _:
+            model = None
+    return ModelStage(str(stage.__struct_config__.tag), model)

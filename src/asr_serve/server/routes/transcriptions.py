@@ -15,16 +15,16 @@ from starlette.responses import Response
 from asr_serve.audio.reader import AudioLimits
 from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError, ClientGone, EngineClosed, ModelNotLoaded, OptionError
-from asr_serve.models.registry import AsrCard
 from asr_serve.pipelines.offline.transcribe import SegmentDone
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.protocols.form_fields import reject_query_fields
 from asr_serve.protocols.funasr.asr import ASR_FIELDS, parse_asr_form, render_asr_answer
 from asr_serve.protocols.openai import transcription_form, transcription_response
+from asr_serve.protocols.openai.events import TokenTexts
 from asr_serve.protocols.openai.known_speakers import MAX_KNOWN_SPEAKERS, MAX_REFERENCE_BYTES, REFERENCES_FIELD
 from asr_serve.protocols.recognition_fields import MAX_HOTWORDS, MAX_HOTWORDS_CHARACTERS
 from asr_serve.server import openapi
-from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
+from asr_serve.server.engine_registry import EngineRegistry, FileEngine
 from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
 from asr_serve.server.middleware.error_handlers import JSON
 from asr_serve.server.middleware.request_context import RequestContext, request_context
@@ -114,7 +114,7 @@ class UploadTranscription(Generic[RequestT]):
         self._upload_trace, self._engine_use = upload_trace, engine_use
         self.request = _parse_fields(upload, parse)
         self._text_sent = False
-        self._use(dependencies.engines.get(self.request.model))
+        self._use(dependencies.engines.get_for_files(self.request.model))
         self._job = self._start_job()
         self._form_task: asyncio.Task[None] | None = None
         if upload.complete:
@@ -191,7 +191,7 @@ class UploadTranscription(Generic[RequestT]):
             pass
         return self.transcript
 
-    def _use(self, engine: ModelEngine) -> None:
+    def _use(self, engine: FileEngine) -> None:
         """Sets `engine`, and holds this one, and no other, in use."""
         previous = self._engine_use.pop_all()
         self._engine_use.enter_context(engine.in_use())
@@ -218,7 +218,7 @@ class UploadTranscription(Generic[RequestT]):
         previous, self.request = self.request, _parse_fields(self._upload, self._read)
         engines = self._dependencies.engines
         # The engine is not looked up again: it may be unloading by now, but still serves this request.
-        same = engines.resolve(self.request.model, AsrCard) == self.engine.name
+        same = engines.resolve_for_files(self.request.model) == self.engine.name
         if self._text_sent and not (same and self._output_options(self.request) == self._output_options(previous)):
             raise OptionError(
                 "a field after the file changes what was asked, and text was sent already",
@@ -227,7 +227,7 @@ class UploadTranscription(Generic[RequestT]):
             )
         if same and self._options(self.request) == self._options(previous):
             return
-        engine = self.engine if same else engines.get(self.request.model)
+        engine = self.engine if same else engines.get_for_files(self.request.model)
         self._job.cancel()
         await self._job.wait_closed()
         self._use(engine)
@@ -306,20 +306,24 @@ class TranscriptEventStream(StreamedResponse):
         encoder: transcription_response.TranscriptEventEncoder | None = None
         async for event in work.segments():
             # Not before the first segment: until then a later field may still change the request.
-            encoder = encoder or transcription_response.TranscriptEventEncoder(
-                work.request, work.engine.tokenizer.decode
-            )
+            encoder = encoder or transcription_response.TranscriptEventEncoder(work.request, _token_texts(work))
             context.mark_first_text()
             yield encoder.encode_segment(event.segment)
-        encoder = encoder or transcription_response.TranscriptEventEncoder(work.request, work.engine.tokenizer.decode)
+        encoder = encoder or transcription_response.TranscriptEventEncoder(work.request, _token_texts(work))
         yield encoder.encode_done(work.transcript)
 
 
-def _answer(
-    request: Request, transcript: Transcript, work: UploadTranscription[transcription_form.TranscriptionRequest]
-) -> Response:
+def _token_texts(work: UploadTranscription[transcription_form.TranscriptionRequest]) -> TokenTexts:
+    """Texts of tokens, which log-probabilities are told with. Raises UnsupportedOption where those were requested of
+    a pipeline with the tokens of several models."""
+    return work.engine.tokenizer.decode if work.request.logprobs else lambda _: ""
+
+
+async def _answer(request: Request, work: UploadTranscription[transcription_form.TranscriptionRequest]) -> Response:
+    texts = _token_texts(work)
+    transcript = await work.transcribe()
     request_context(request.scope).mark_first_text()
-    body = transcription_response.render_transcription(transcript, work.request, work.engine.tokenizer.decode)
+    body = transcription_response.render_transcription(transcript, work.request, texts)
     return Response(body, media_type=transcription_form.RESPONSE_FORMATS[work.request.response_format])
 
 
@@ -341,7 +345,7 @@ def routes(dependencies: TranscriptionDependencies) -> APIRouter:
                 await work.wait_form()
             if work.request.stream:
                 return TranscriptEventStream(work, resources.pop_all())
-            return _answer(request, await work.transcribe(), work)
+            return await _answer(request, work)
 
     @router.post("/v1/audio/translations", summary="Translate audio into English", **openapi.TRANSLATIONS)
     @admitted_as(AdmissionClass.WORK)
@@ -350,7 +354,7 @@ def routes(dependencies: TranscriptionDependencies) -> APIRouter:
         fields = transcription_form.TRANSLATION_FIELDS
         async with UploadTranscription.open(dependencies, request, parse_translation, fields) as work:
             await work.wait_form()
-            return _answer(request, await work.transcribe(), work)
+            return await _answer(request, work)
 
     @router.post("/asr", summary="Transcribe audio, as FunASR does", **openapi.ASR)
     @admitted_as(AdmissionClass.WORK)

@@ -96,6 +96,10 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
     joint_activation: str = "relu"
     durations: tuple[int, ...] = ()
 
+    @property
+    def ctc_blank_id(self) -> int | None:
+        return self.vocab_size if "ctc" in self.heads else None
+
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
         """Reads our config.json, or the settings of NeMo's model_config.yaml. Raises WeightsCorrupt."""

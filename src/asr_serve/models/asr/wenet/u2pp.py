@@ -97,6 +97,10 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
     reverse_weight: float = 0.3
     """Weight of the right-to-left decoder; the left-to-right one has the rest."""
 
+    @property
+    def ctc_blank_id(self) -> int:
+        return self.blank
+
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
         """Reads a checkpoint's config.json. Raises WeightsCorrupt."""

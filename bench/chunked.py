@@ -122,7 +122,7 @@ def build(model: Any, beam: int, chunk: int, sessions: int, rows: int, chunked: 
 
     return ChunkedModelRunner(
         model,
-        _search(model, model.heads[0], beam, model.device, fuses=False),
+        _search(model, model.heads[0], beam, model.device, fuses=False, batched=model.device.name != "cpu"),
         model.device,
         slots=sessions,
         chunk=chunk,

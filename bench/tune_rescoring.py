@@ -113,7 +113,7 @@ def tune(sentences: Sequence[Sentence], scorer: SentenceScorer, counts: Sequence
     written: dict[str, Callable[[str], str]] = {"as recognized": str, "as sentences": as_sentence}
     errors = [errors_of(each) for each in sentences]
     words = sum(len(normalize(each.text).split()) for each in sentences)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, write in written.items():
         scores = [np.array(scorer.score([write(text) for text, _ in each.hypotheses])) for each in sentences]
         for weight, bonus, count in itertools.product(WEIGHTS, WORD_BONUSES, counts):
@@ -125,8 +125,8 @@ def tune(sentences: Sequence[Sentence], scorer: SentenceScorer, counts: Sequence
                 chosen += each_errors[int(totals.argmax())]
             rows.append({"text": name, "weight": weight, "word_bonus": bonus, "hypotheses": count, "errors": chosen})
     rows.sort(key=lambda row: row["errors"])
-    plain = [{"weight": 0.0, "hypotheses": 1, "errors": sum(each[0] for each in errors)}]
-    best = [
+    plain: list[dict[str, Any]] = [{"weight": 0.0, "hypotheses": 1, "errors": sum(each[0] for each in errors)}]
+    best: list[dict[str, Any]] = [
         {"weight": None, "hypotheses": count, "errors": sum(min(each[:count]) for each in errors)} for count in counts
     ]
     return [

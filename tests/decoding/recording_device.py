@@ -50,7 +50,7 @@ class RefuseSynchronisation(TorchDispatchMode):
             assert not {torch.bool, torch.uint8} & set(kinds), f"{func} with an index of {kinds}"
         assert name not in ("_to_copy", "copy_") or not _moves(args, kwargs or {}), f"{func} between devices"
         found = func(*args, **(kwargs or {}))
-        self.operations += not func.is_view and name not in ("scalar_tensor", "_unsafe_view")
+        self.operations += not func.is_view and name != "_unsafe_view"
         return found
 
 

@@ -193,6 +193,8 @@ def test_models(server):
     streams = by_name["fastconformer-streaming-medium-en"]
     assert (streams.streaming, streams.heads) == (True, ["rnnt", "ctc"])
     assert (streams.chunk_ms, streams.lag_ms) == (160, 173)
+    assert (tiny.hotwords, streams.hotwords) == (True, True)
+    assert not by_name["vosk-small-en"].hotwords, "its graph of words is fixed"
 
 
 def test_one_model(server):

@@ -297,12 +297,12 @@ class BatchedCtcPrefixBeam:
         """Hypotheses after a frame: those of the beam, then each of them one token further."""
         blank, nonblank, total, gain = beams.scores.unbind(1)
         hashes, parents, lasts, _, nodes, states = beams.numbers.unbind(1)
-        tokens = choices.tokens
+        tokens, none = choices.tokens, self._tables.none
         heard = logprobs.gather(1, lasts)
         is_parent = parents[:, :, None] == hashes[:, None, :]  # (n, hypothesis, its parent)
         # A repeated token needs a blank between.
         mass = torch.where(lasts[:, :, None] == lasts[:, None, :], blank[:, None, :], total[:, None, :])
-        from_parent = torch.where(is_parent, mass, NONE).amax(2)
+        from_parent = torch.where(is_parent, mass, none).amax(2)
         stay_blank = total + logprobs[:, self.model.blank_id, None]
         stay_nonblank = torch.logaddexp(nonblank + heard, from_parent + heard)
 
@@ -310,7 +310,7 @@ class BatchedCtcPrefixBeam:
         extended = torch.where(same_token, blank[:, :, None], total[:, :, None]) + choices.logprobs[:, None, :]
         # One that is already there takes this mass itself.
         there = (is_parent[:, :, :, None] & same_token[:, :, None, :]).any(1)
-        extended = torch.where(there, NONE, extended)
+        extended = torch.where(there, none, extended)
 
         gains = gain[:, :, None].expand_as(extended)
         new_nodes = new_states = None
@@ -325,11 +325,11 @@ class BatchedCtcPrefixBeam:
                 states[:, :, None].expand_as(extended), tokens[:, None].expand_as(gains)
             )
             unknown = language == NONE
-            extended = torch.where(unknown, NONE, extended)
+            extended = torch.where(unknown, none, extended)
             gains = gains + weight * torch.where(unknown, 0.0, language) + self.token_bonus
             new_states = torch.cat([states, new_states.flatten(1)], 1)
         extended = extended.flatten(1)
-        none = self._tables.none.expand_as(extended)
+        none = none.expand_as(extended)
         scores = [stay_blank, none, stay_nonblank, extended, torch.logaddexp(stay_blank, stay_nonblank), extended]
         joined = torch.cat([*scores, gain, gains.flatten(1)], 1)
         return _Candidates(joined.view(len(joined), GAIN + 1, len(self._tables.entries)), new_nodes, new_states)
@@ -346,7 +346,7 @@ class BatchedCtcPrefixBeam:
         order = torch.where(moves, order, tables.entries[:beam])
         drops = (ranks < best - self.options.max_gap) & moves
         scores = found.scores.gather(2, _planes(order, GAIN + 1))
-        scores = torch.where(drops[:, None], NONE, torch.where(moves[:, None], scores, beams.scores))
+        scores = torch.where(drops[:, None], tables.none, torch.where(moves[:, None], scores, beams.scores))
 
         token, token_hash = choices.extends.gather(2, _planes(order, 2)).unbind(1)
         extends, entries = token >= 0, tables.entries[order]
@@ -363,12 +363,12 @@ class BatchedCtcPrefixBeam:
         # A prefix that an old hypothesis begins with keeps the frame at which it was likeliest: all agree on it.
         old = beams.tails.gather(3, at[:, None, None].expand(-1, LOGPROB + 1, beam, -1))  # (n, planes, old, new)
         begins = (old[:, TAIL_HASH] == hashes[:, None]) & (beams.numbers[:, LENGTH, :, None] > at[:, None])
-        known = torch.where(begins[:, None], old, _LEAST).amax(2)
+        known = torch.where(begins[:, None], old, tables.least).amax(2)
         none = tables.none_bits.expand_as(token)
         added = torch.stack([hashes, token, frame[:, None].expand_as(token), none, none], 1)
         added = torch.where(known[:, :1] != _LEAST, known, added)
         tails = beams.tails.gather(2, _planes(entries, LOGPROB + 1)[..., None].expand(-1, -1, -1, tail + 1))
-        spot = torch.where(extends, at, tail)  # the last column is never read
+        spot = torch.where(extends, at, tables.places[tail:])  # the last column is never read
         tails.scatter_(3, _planes(spot, LOGPROB + 1)[..., None], added[..., None])
 
         # The last token's frame is that at which the hypothesis was likeliest; all that begin with it share it.
@@ -378,7 +378,7 @@ class BatchedCtcPrefixBeam:
         better = (peak > tails[:, PEAK].view(torch.float64).gather(2, last[:, :, None])[..., 0]) & moves
         at = last[:, None, :].expand(-1, beam, -1)  # (n, hypothesis, that whose last token it is)
         shares = (tails[:, TAIL_HASH].gather(2, at) == hashes[:, None]) & (lengths[:, :, None] > at) & better[:, None]
-        spot = torch.where(shares, at, tail)
+        spot = torch.where(shares, at, tables.places[tail:])
         heard = logprobs.gather(1, numbers[:, LAST])
         marks = torch.stack([frame[:, None].expand_as(token), peak.view(torch.int64), heard.view(torch.int64)], 1)
         tails[:, FRAME:].scatter_(3, _planes(spot, 3), marks[:, :, None].expand(-1, -1, beam, -1))
@@ -397,7 +397,7 @@ class BatchedCtcPrefixBeam:
         empty, full = lengths == 0, lengths >= tail
         differs = (hashes[:, :, 0] != hashes[:, :1, 0]) | empty
         drops = (torch.where(empty[:, :1], full, differs) & full.any(1, keepdim=True))[:, None]
-        scores = torch.where(drops, NONE, beams.scores)
+        scores = torch.where(drops, tables.none, beams.scores)
         numbers = torch.where(drops, tables.dropped, beams.numbers)
         lengths = numbers[:, LENGTH]
 
@@ -405,8 +405,8 @@ class BatchedCtcPrefixBeam:
         shared = ((hashes == hashes[:, :1]) & inside) | (scores[:, TOTAL] == NONE)[:, :, None]
         common = shared.all(1).sum(1)
         # No later than any token after it, or a token fixed afterwards could get an earlier frame.
-        slack = torch.where(inside, tails[:, FRAME] - tables.places, _LATER).amin(1)
-        earliest = torch.where(tables.later, slack[:, None], _LATER).amin(2) + tables.places
+        slack = torch.where(inside, tails[:, FRAME] - tables.places, tables.latest).amin(1)
+        earliest = torch.where(tables.later, slack[:, None], tables.latest).amin(2) + tables.places
         fixed = torch.stack([tails[:, TOKEN, 0], earliest, tails[:, LOGPROB, 0]], 1)
         index = (tables.places + common[:, None]).clamp(max=tail)
         tails = tails.gather(3, index[:, None, None].expand_as(tails))
@@ -485,6 +485,11 @@ class _Tables(NamedTuple):
     """(1, 1) float64: -inf."""
     none_bits: Tensor
     """(1, 1) int64: its bits."""
+    least: Tensor
+    """(1, 1) int64: less than all hashes, tokens, frames and bits that occur. A tensor, as the other constants of a
+    frame are: a number would be filled into one on the device each time."""
+    latest: Tensor
+    """(1, 1) int64: later than all frames."""
 
     @classmethod
     def build(cls, options: CtcBeamOptions, vocab: int, tail: int, device: torch.device) -> _Tables:
@@ -506,7 +511,7 @@ class _Tables(NamedTuple):
             numbers,
             dropped,
             torch.full((1, 1), NONE, dtype=torch.float64),
-            torch.full((1, 1), _NONE_BITS),
+            *(torch.full((1, 1), number) for number in (_NONE_BITS, _LEAST, _LATER)),
         )
         return cls(*(each.to(device) for each in tables))
 

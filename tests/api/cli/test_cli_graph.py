@@ -150,6 +150,7 @@ def test_wrong_tokens_are_refused(folder: Path) -> None:
 
     expect_usage_error(refused("--tokens", "armspech-hy"), "did you mean 'armspeech-hy'")
     expect_usage_error(refused("--tokens", folder / "tokens"), "--blank")
+    expect_usage_error(refused("--tokens", folder / "none", "--blank", "0"), "there is no model")
     expect_usage_error(refused("--tokens", folder / "tokens", "--blank", "9"), "0 to 8")
     expect_usage_error(refused("--tokens", "armspeech-hy", "--blank", "0"), "leave it out")
     expect_usage_error(refused("--tokens", "whisper-tiny-en"), "head ctc")

@@ -206,6 +206,7 @@ def load_tokens(name: str, weights: str | None, blank: int | None) -> tuple[Toke
     WeightsCorrupt, OptionError."""
     from asr_serve.decoding.wfst.lexicon import CtcTokens
     from asr_serve.engine.builder import AsrCheckpoint
+    from asr_serve.models.registry import asr_card
     from asr_serve.text.tokenizers import load_tokenizer
 
     if Path(name).is_dir():
@@ -215,6 +216,7 @@ def load_tokens(name: str, weights: str | None, blank: int | None) -> tuple[Toke
             )
         tokenizer = load_tokenizer(Path(name))
         return tokenizer, CtcTokens.of(name, tokenizer, blank)
+    asr_card(name)  # an unknown name is told first
     if blank is not None:
         raise OptionError(f"--blank {blank} of the model {name}", "nothing: a model tells its blank", "leave it out")
     found = AsrCheckpoint.find(name, weights)

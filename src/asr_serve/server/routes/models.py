@@ -92,7 +92,7 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
             lag_ms=units.samples_to_ms(card.lag_samples(chunk)) if card.chunk else None,
             prompts=card.prompts,
             words=True,
-            hotwords=True,
+            hotwords=card.heads != ("wfst",),
             language_models=card.language_models,
             speakers=speakers,
             itn=tuple(sorted(set(card.languages) & set(GRAMMAR_LANGUAGES))) if is_wetext_installed() else (),

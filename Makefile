@@ -21,14 +21,15 @@ COMPILER := $(shell command -v c++ || command -v g++ || command -v clang++)
 # A stamp of its own with and without a compiler: install one, and `make setup` builds the native modules.
 STAMP    := $(VENV)/.setup-$(if $(COMPILER),native,plain)
 # Folders whose tests start no server and load no weights.
-FAST     := $(addprefix tests/, audio decoding deploy devices diarization engine/cache engine/seq2seq kernels protocols text) \
-              tests/test_architecture.py tests/test_config.py tests/test_metrics.py
+FAST     := $(addprefix tests/, audio decoding deploy devices diarization engine/cache engine/seq2seq kernels) \
+              $(addprefix tests/, protocols text) tests/test_architecture.py tests/test_config.py tests/test_metrics.py
 STRESS   := src/asr_serve/kernels/src/ring_stress.cpp
 
 .DEFAULT_GOAL := help
 # No two of these at once: they share .venv.
 .NOTPARALLEL:
-.PHONY: help setup bench-setup clients console console-packages serve test test-fast test-slow test-all check bench docs clean
+.PHONY: help setup bench-setup clients console console-packages serve test test-fast test-slow test-all check bench \
+  docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'

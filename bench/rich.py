@@ -1,4 +1,4 @@
-"""Rich transcripts: when words are said, what hot words do, who speaks, and numbers as one writes them.
+"""Rich transcripts: when words are said, what hotwords do, who speaks, and numbers as one writes them.
 
     python bench/rich.py --data DIR --words LIST --json rich.json
 

@@ -1,11 +1,11 @@
-"""Hot words: how many rare words that a model misses it finds once it is told of them, and what that costs.
+"""Hotwords: how many rare words that a model misses it finds once it is told of them, and what that costs.
 
     pip install 'asr-serve[bench]' wordfreq whisper-normalizer
     python bench/rich_hotwords.py --data DIR --words LIST --json hotwords.json
 
 DIR holds `transcripts.tsv` (bench/README.md). Rare is a word that is not among the 5,000 most common ones and
 stands in LIST (a word a line; of a pronouncing dictionary the first field). The rare words of all transcripts
-together are the hot words, beside so many distractors: other rare words of LIST, drawn by --seed.
+together are the hotwords, beside so many distractors: other rare words of LIST, drawn by --seed.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ from asr_serve.errors import OptionError
 from asr_serve.types import (
     SECRETS,
     ApiKey,
+    DeviceName,
     DiskBackendName,
+    DtypeName,
     Fraction,
     HandoverPayload,
     Host,
@@ -74,30 +76,29 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     head: Literal["ctc", "rnnt", "tdt", "wfst"] | None = None
     """Output head of a streaming model that has more than one. None: the first on its card."""
     beam: Annotated[int, Meta(ge=1, le=128)] = 1
-    """Beam width of a streaming model's search; 1 is greedy. Of a search of a decoding graph: entries of its n-best
-    list."""
+    """Beam width of a streaming model's search; 1 is greedy. For a decoding graph: length of the n-best list."""
     graph_beam: PositiveFloat | None = None
-    """Beam of the search of a decoding graph: how much more costly than the best a path may be, as a natural log.
-    Wider means fewer errors and more time. None: the model's own."""
+    """Beam of a search of a decoding graph: largest difference in cost, a natural log, to the best path. A wider beam
+    means fewer errors and more time. None: the model's own."""
     graph_max_active: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
-    """Most paths that the search of a decoding graph follows in a frame. None: the model's own."""
+    """Largest number of active paths in a frame of a search of a decoding graph. None: the model's own."""
     language_models: tuple[NamedFile, ...] = ()
     """Language models that requests may name, each with its file, like talks=talks.ngram.safetensors: n-grams of a
-    recogniser's tokens, which asr-serve lm build --tokens makes. All are loaded at start."""
+    recognizer's tokens, as asr-serve lm build --tokens writes them. All are loaded at start."""
     graph_lattice_beam: PositiveFloat | None = None
-    """Beam of the lattice: how much more costly than the best path an alternative may be, as a natural log. None: the
-    model's own."""
+    """Lattice beam of a decoding graph: largest difference in cost, a natural log, between the best path and an entry
+    of the n-best list. None: the model's own."""
     decoding_graph: str | None = None
     """Folder of a decoding graph for a streaming CTC model, as `asr-serve graph build` writes it: the model then
-    recognizes the words of its lexicon and language model. Of a server, for its default model. None: the model's own
-    search."""
+    recognizes the words of the graph's lexicon and language model. For a server, it applies to the default model. None:
+    the model's own search."""
     quantize: Quantize = "none"
     """8-bit quantization: none; int8, of the weights, which takes about half their memory; or dynamic, of the
     activations too, where that is faster on this machine."""
     window: Window = "checked"
-    """Share of the silence that fills a model's window of fixed length to encode: packed, a part, which stands for
-    the rest; checked, the same, but a result that fails its checks is decoded again with the whole window before
-    anything else is tried; or whole, always all of it."""
+    """Padding of a model's fixed-length window with silence. packed: a part of the silence is encoded for all of it;
+    checked: the same, but a result that fails its checks is decoded again with the whole window first; whole: all
+    of the silence is encoded."""
     prefix_bytes: Annotated[int, Meta(ge=0)] = 128 << 20
     """Memory for the cache of earlier audio: an eighth for results, an eighth for voice activity, and the rest for
     keys and values, in unused pages of `kv_bytes`. Audio that was sent before is answered sooner, so response
@@ -119,7 +120,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disk_key_file: NonEmptyText | None = None
     """File with 32 bytes in hexadecimal, the key that encrypts entries on disk. None: no encryption."""
     role: Role = "both"
-    """Work of this engine: both; encode, for engines that request it; or decode, from what peers encode."""
+    """Work of this engine: both, encoding and decoding; encode, for other engines; or decode, what peers encode."""
     peers: tuple[Peer, ...] = ()
     """Engines with the role encode, to which this engine sends its encoding."""
     peer_road: PeerTransportName = "auto"
@@ -143,7 +144,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Vocoder that turns a voice model's frames into samples: a name, or a checkpoint's folder. None: the one on
     its card."""
     voices_dir: NonEmptyText | None = None
-    """Folder of cloned voices. None: asr-serve/voices where programs keep a user's data (XDG_DATA_HOME)."""
+    """Folder of cloned voices. None: asr-serve/voices in the user's data folder (XDG_DATA_HOME)."""
     vad_step_windows: PositiveInt = 8_192
     """Windows of 32 ms in one voice-activity step, summed over all callers, padding included."""
     vad_windows: Annotated[int, Meta(ge=64)] = 1_024
@@ -151,8 +152,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_sessions: PositiveInt = 1_024
     """Callers with voice-activity state."""
     new_live_callers: PositiveInt = 32
-    """Live callers who may be new at once: those whose speech was not yet answered on time. The default is what two
-    cores serve; a machine that serves more may begin with more."""
+    """Live callers who may be new at the same time: callers without a result on time so far. The default suits two
+    cores; a larger machine can start with more."""
     live_share: Fraction = 0.9
     """Share of the machine for live callers while other work waits."""
     interactive_share: Fraction = 0.8
@@ -175,14 +176,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.disk_bytes and self.role == "encode":
             raise OptionError(
                 f"disk_bytes={self.disk_bytes} with role=encode",
-                "0: for an engine that encodes, nothing sleeps",
-                "set it where the role is to decode",
+                "0: an engine that encodes for others has no streams to offload",
+                "set it for engines with the role decode",
                 param="disk_bytes",
             )
         if self.disk_bytes and self.host_bytes < MIN_HOST_BYTES:
             raise OptionError(
                 f"disk_bytes={self.disk_bytes} with host_bytes={self.host_bytes}",
-                f"host_bytes={MIN_HOST_BYTES} or more: what goes into the file goes through memory",
+                f"host_bytes={MIN_HOST_BYTES} or more: entries pass through memory on their way to disk",
                 "set host_bytes, or disk_bytes to 0",
                 param="disk_bytes",
             )
@@ -238,20 +239,20 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Names that clients may send for a model, like whisper-1 = moonshine-tiny-en."""
     voice: Name = "auto"
     """Voice model used when a request names none; loaded at start beside the others, in a process of its own.
-    auto: fastpitch-en, or hibari, whichever is on this machine, if any; none: no speech."""
+    auto: the first of fastpitch-en and hibari that is on this machine; none: no speech synthesis."""
     voice_aliases: dict[Name, Name] = {}
     """Names that clients may send for a voice, like coral = bella. OpenAI's names are built in."""
     max_models: PositiveInt = 2
     """Models that may be loaded at once, not counting `voice`."""
-    device: Name = "auto"
+    device: DeviceName = "auto"
     """Device to compute on: auto, cpu, cuda or cuda:N."""
-    dtype: Name = "auto"
+    dtype: DtypeName = "auto"
     """Data type to compute in: auto, fp32 or bf16."""
     weights: NonEmptyText | None = None
     """Checkpoint folder for `model`, instead of its own weights."""
     turn_model: Name = "auto"
-    """Model that detects whether a live caller has finished: smart-turn; none; or auto, whichever is on this
-    machine, if any."""
+    """Model that detects whether a live caller has finished: smart-turn; none; or auto, smart-turn if it is on this
+    machine."""
 
     api_keys: tuple[ApiKey, ...] = ()
     """Keys, one of which every request must carry. Without any, no key is needed."""
@@ -321,8 +322,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     encode_port: Port = 8_100
     """Port on which an engine with the role encode listens for others; 0 takes any free one."""
     peer_keys: tuple[PeerKey, ...] = ()
-    """Keys, one of which an engine that requests encoding must know; it proves that with the first of its own.
-    Without any, whoever reaches the port may request."""
+    """Keys, one of which an engine that requests encoding must have; it authenticates with the first of its own.
+    Without any, every engine that reaches the port may request encoding."""
     peer_keys_file: NonEmptyText | None = None
     """File with more peer_keys, one per line; # starts a comment."""
     engine_threads: PositiveInt | None = None

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 
 class AsrServeError(Exception):
-    """Root of the tree. `code` is the stable name that clients receive."""
+    """Root of the tree. `code` is the stable name that clients receive; `param` the name of the option or field that
+    is wrong, where there is one."""
+
+    param: str | None = None
 
     def __init__(self, came: str, allowed: str = "", todo: str = "") -> None:
         self.came, self.allowed, self.todo = came, allowed, todo
@@ -72,7 +75,7 @@ class AudioTooLarge(AudioError):
 
 
 class OptionError(AsrServeError):
-    """An option is unknown or out of range. `param` is its name where it has one."""
+    """An option is unknown or out of range."""
 
     def __init__(self, came: str, allowed: str = "", todo: str = "", *, param: str | None = None) -> None:
         self.param = param
@@ -194,13 +197,19 @@ class ModelError(AsrServeError):
 class UnknownModel(ModelError):
     """No model of that name."""
 
+    param = "model"
+
 
 class ModelNotLoaded(ModelError):
     """A known model that this server has not loaded."""
 
+    param = "model"
+
 
 class WrongModel(ModelError):
-    """A loaded model of another kind: speech synthesis where recognition was requested, or the reverse."""
+    """A model of another kind: speech synthesis where recognition was requested, or the reverse."""
+
+    param = "model"
 
 
 class WeightsMissing(ModelError):
@@ -209,6 +218,10 @@ class WeightsMissing(ModelError):
 
 class WeightsCorrupt(ModelError):
     """Bytes that differ from those the card names."""
+
+
+class CacheNotWritable(ModelError):
+    """The folder of converted and fetched weights cannot be written."""
 
 
 class ProgramMissing(ModelError):

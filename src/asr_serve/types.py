@@ -77,7 +77,7 @@ class NBestHypothesis(NamedTuple):
     logprob: float
     """Natural-log probability of all audio so far, by the search."""
     gain: float = 0.0
-    """Bonus of the hot words in it, not included in `logprob`."""
+    """Bonus of the hotwords in it, not included in `logprob`."""
 
 
 class PhonemeSpan(msgspec.Struct, frozen=True):
@@ -225,6 +225,10 @@ ApiKey = Annotated[str, Meta(pattern=r"\A[!-+\--~]+\Z", description="a key of vi
 PeerKey = Annotated[
     str, Meta(pattern=r"\A[!-+\--~]{16,}\Z", description="16 or more of visible ASCII, without spaces or commas")
 ]
+DeviceName = Annotated[
+    str, Meta(pattern=r"\A(auto|cpu|cuda(:\d{1,3})?)\Z", description="auto, cpu, cuda or cuda:N, N the number of a GPU")
+]
+DtypeName = Literal["auto", "fp32", "bf16"]
 Quantize = Literal["none", "int8", "dynamic"]
 Window = Literal["packed", "checked", "whole"]
 Role = Literal["both", "encode", "decode"]

@@ -225,13 +225,13 @@ def test_invalid_text_is_refused(model: Model) -> None:
 
 
 def test_asr_models_do_not_synthesize_and_tts_models_do_not_transcribe(model: Model, ears: Model) -> None:
-    with pytest.raises(WrongModel, match="has no voice"):
+    with pytest.raises(WrongModel, match="does not synthesize"):
         ears.speak("Hello.")
-    with pytest.raises(WrongModel, match="hears nothing"):
+    with pytest.raises(WrongModel, match="does not recognize"):
         model.transcribe(np.zeros(16_000, np.float32))
-    with pytest.raises(WrongModel, match="hears nothing"):
+    with pytest.raises(WrongModel, match="does not recognize"):
         model.stream(np.zeros(16_000, np.float32))
-    with pytest.raises(WrongModel, match="hears nothing"):
+    with pytest.raises(WrongModel, match="does not recognize"):
         asyncio.run(model.atranscribe(np.zeros(16_000, np.float32)))
 
 

@@ -14,6 +14,7 @@ import pytest
 from console_page import (
     ELSEWHERE,
     KEY,
+    PHONE,
     ROUTE,
     Cable,
     Served,
@@ -387,6 +388,17 @@ def test_an_upload_is_cancelled(served, visit, cities):
 
 
 @needs_axe
+@pytest.mark.parametrize(
+    ("device", "keys"),
+    [(PHONE, False), ({"viewport": {"width": 360, "height": 740}}, False), ({}, True)],
+    ids=["phone", "narrow window", "desktop"],
+)
+def test_only_wide_pages_name_keys(served, visit, device, keys):
+    me = visit(served.url, **device)
+    assert me.page.locator("#invite-talk .by-key").is_visible() == keys
+    assert me.page.locator("#invite-talk .by-touch").is_visible() != keys
+
+
 @devices_and_schemes
 def test_axe_finds_nothing_serious(served, visit, beckett, scheme, device):
     me = visit(served.url, color_scheme=scheme, reduced_motion="reduce", **device)

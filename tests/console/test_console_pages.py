@@ -116,9 +116,11 @@ async def test_no_key_is_asked_for_and_draining_does_not_matter(client):
 
 
 async def test_it_can_be_switched_off(client):
-    me = client(console=False)
-    for path in ("/", "/speak", "/status", "/assets/theme.js"):
+    me = client(console=False, docs=False)
+    for path in ("/", "/speak", "/status", "/docs", "/assets/theme.js"):
         assert (await me.get(path)).status_code == 404, path
+    me = client(console=False)
+    assert [(await me.get(path)).status_code for path in ("/", "/docs", "/assets/theme.js")] == [404, 200, 200]
 
 
 def test_the_scripts_stay_small():

@@ -1,4 +1,4 @@
-"""Who speaks, words with times, hot words and exports on the console: the real server, two real speakers."""
+"""Who speaks, words with times, hotwords and exports on the console: the real server, two real speakers."""
 
 from __future__ import annotations
 

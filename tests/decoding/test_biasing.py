@@ -1,4 +1,4 @@
-"""Hot words as a graph: against a list that is searched word by word; how they are written; what is refused."""
+"""Hotwords as a graph: against a list that is searched word by word; how they are written; what is refused."""
 
 from __future__ import annotations
 

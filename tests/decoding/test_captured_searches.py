@@ -32,8 +32,8 @@ LONG_CHAINS = words_of(*("a " * count + "b" for count in range(1, 20)), weight=2
 """A list whose nodes have long ways to the root: its search is not captured."""
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "plain": (),
-    "hot words": (WORDS,),
-    "hot words of long chains": (LONG_CHAINS,),
+    "hotwords": (WORDS,),
+    "hotwords of long chains": (LONG_CHAINS,),
     "language model": (None, LanguageModelFusion(letter_scorer(3), 0.6)),
     "both": (WORDS, LanguageModelFusion(letter_scorer(4), 0.9)),
 }
@@ -84,7 +84,7 @@ def test_what_is_replayed_is_the_search(case: str) -> None:
     search, columns = make(device)
     for seed in range(2):  # with other state tensors each time
         assert sessions(search, columns, seed, more) == sessions(*make(CPU), seed, more)
-    if case == "ctc hot words of long chains":
+    if case == "ctc hotwords of long chains":
         assert not device.recordings
     else:
         assert len(device.recordings) == 2
@@ -107,7 +107,7 @@ def test_a_frame_is_few_operations(case: str, most: int) -> None:
     """Each is a kernel of a captured graph, or two; docs/decisions/0031 counts on it."""
     (make, more), counts = CASES[case], []
     search, columns = make(CPU)
-    sessions(search, columns, 1, more)  # hot words are compiled once
+    sessions(search, columns, 1, more)  # hotwords are compiled once
     for width in (4, 5):
         state, scores = state_of(search, 2), posteriors(1, 2, width, columns)
         with RefuseSynchronisation() as mode:

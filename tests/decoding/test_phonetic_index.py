@@ -1,4 +1,4 @@
-"""What sounds like a hot word."""
+"""What sounds like a hotword."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def test_a_refused_request_leaves_nothing_behind(begin):
 def test_an_utterance_has_the_length_limit_of_the_model(begin):
     client = begin()
     assert isinstance(outcome(client.submit(clip(1, MAX_SAMPLES), ONCE)), Recognition)
-    with pytest.raises(AudioTooLong, match=f"{CARD.name} hears up to 8 s") as refused:
+    with pytest.raises(AudioTooLong, match=f"{CARD.name} takes up to 8 s") as refused:
         client.submit(clip(1, MAX_SAMPLES + 1))
     assert "8.0 s" in refused.value.came
     expect_empty(client)

@@ -201,7 +201,7 @@ def wrapper_saved(name: str, blocks: int = 1) -> SessionSnapshot:
     return here.save_session(here.open_session())
 
 
-@pytest.mark.parametrize("chosen", ["hot words", "language model", "both"])
+@pytest.mark.parametrize("chosen", ["hotwords", "language model", "both"])
 @pytest.mark.parametrize(("name", "plain"), [("fastconformer 8,1", name) for name in ("ctc", "ctc batched", "rnnt")])
 def test_a_restored_session_keeps_its_hot_words_and_language_model(name: str, plain: str, chosen: str) -> None:
     def made() -> ChunkedModelRunner:
@@ -232,7 +232,7 @@ def test_a_restored_session_keeps_its_hot_words_and_language_model(name: str, pl
     ngrams = train(text, 3).to_model().for_tokens([str(token) for token in range(vocab)])
     language_model = TokenLanguageModel(NgramScorer(ngrams), b"contents").with_weight(0.5)
     options = {"hot": words if chosen != "language model" else None}
-    options |= {"language_model": language_model if chosen != "hot words" else None}
+    options |= {"language_model": language_model if chosen != "hotwords" else None}
     here, there = made(), made()
     session = here.open_session(**options)
     here.append_audio(session, np.concatenate(clips(3)), 0.0)
@@ -242,17 +242,17 @@ def test_a_restored_session_keeps_its_hot_words_and_language_model(name: str, pl
     others = [{}, options | {"hot": None if chosen != "language model" else words}]
     others += [options | {"language_model": TokenLanguageModel(NgramScorer(ngrams), b"contents").with_weight(0.6)}]
     for other in others:
-        with pytest.raises(ValueError, match="other hot words, or another language model"):
+        with pytest.raises(ValueError, match="other hotwords, or another language model"):
             there.load_session(saved, live=True, **other)
     assert there.free_sessions == there.states.slots
     moved = there.load_session(saved, live=True, **options)
     assert end(there, moved) == end(here, session)
     names = {
-        "ctc": {"hot words": "ctc_spots", "language model": "ctc_contexts"},
-        "ctc batched": dict.fromkeys(("hot words", "language model"), "ctc_numbers"),
-        "rnnt": {"hot words": "spot", "language model": "language_state"},
+        "ctc": {"hotwords": "ctc_spots", "language model": "ctc_contexts"},
+        "ctc batched": dict.fromkeys(("hotwords", "language model"), "ctc_numbers"),
+        "rnnt": {"hotwords": "spot", "language model": "language_state"},
     }[plain]
-    planes = {"hot words": BIASING_NODE, "language model": LANGUAGE_STATE}
+    planes = {"hotwords": BIASING_NODE, "language model": LANGUAGE_STATE}
     for each in names if chosen == "both" else [chosen]:
         state = there._search[f"hot.{names[each]}"]
         assert (state[:, planes[each]] > 0 if plain == "ctc batched" else state).any()

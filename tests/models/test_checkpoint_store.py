@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from asr_serve.errors import WeightsCorrupt, WeightsMissing
+from asr_serve.errors import CacheNotWritable, WeightsCorrupt, WeightsMissing
 from asr_serve.models.asr.moonshine import moonshine
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import AsrCard, PackagedWeights, asr_card, tts_card, vocoder_card
@@ -69,6 +70,33 @@ def checkpoint(folder: Path, data: bytes = b"tensors") -> Path:
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(data)
     return folder
+
+
+# --- a cache that cannot be written -----------------------------------------------------------------------
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    packaged: tuple[AsrCard, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path / "file" / "cache"))
+    for write in (store.resolve, store.fetch):
+        with pytest.raises(CacheNotWritable) as refused:
+            write(packaged[0])
+        assert str(refused.value).startswith(f"weights cannot be written to {tmp_path / 'file' / 'cache'}: Not a direc")
+        assert "set ASR_SERVE_CACHE" in refused.value.todo
+
+
+def test_a_disk_that_fills_up_during_a_conversion(
+    packaged: tuple[AsrCard, Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(moonshine, "CONVERTER", moonshine.CONVERTER._replace(convert=convert))
+    with pytest.raises(CacheNotWritable, match=f"{cache}: No space left on device"):
+        store.resolve(packaged[0])
+    assert not list(cache.glob("*/.building-*"))
 
 
 # --- a package --------------------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ def test_a_partial_without_a_segment_is_withdrawn(model, beckett, monkeypatch):
         ({"lock_ms": 0}, "lock_ms"),
         ({"lockms": 500}, "did you mean 'lock_ms'"),
         ({"language": "fr"}, "unknown language"),
-        ({"max_segment_ms": 60_000}, "hears up to 28000 ms"),
+        ({"max_segment_ms": 60_000}, "takes up to 28000 ms"),
         ({"max_segment_ms": 10}, "max_segment_ms"),
         ({"max_segment_ms": 0}, "max_segment_ms"),
         ({"threshold": 2.0}, "threshold"),

@@ -1,4 +1,4 @@
-"""Hot words, from the caller's list to the text: what is found, what is never said, and who is disturbed."""
+"""Hotwords, from the caller's list to the text: what is found, what is never said, and who is disturbed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts and hot words: the tokens that a model reads, what is refused, and what they change."""
+"""Prompts and hotwords: the tokens that a model reads, what is refused, and what they change."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_is_no_prompt(prompt, says):
 @pytest.mark.parametrize("name", [name for name, each in asr_cards().items() if not each.prompts])
 def test_models_that_hear_audio_only_say_so(name):
     assert read("  ", name) == ""
-    with pytest.raises(UnsupportedOption, match=f"{name} hears audio only") as refused:
+    with pytest.raises(UnsupportedOption, match=f"{name} takes no prompt") as refused:
         read("said", name)
     assert refused.value.param == "prompt"
 

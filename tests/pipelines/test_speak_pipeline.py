@@ -407,7 +407,7 @@ def test_too_much_waiting_text_is_refused(voice: RecordedVoice, monkeypatch: pyt
     driver = SessionDriver(voice)
     driver.session.append_text("Hello there, this is quite a long sentence. " * 20)
     assert driver.session.full
-    with pytest.raises(TextTooLong, match="wait to be said"):
+    with pytest.raises(TextTooLong, match="wait for synthesis"):
         driver.session.append_text("More. ")
     driver.session.close()
 

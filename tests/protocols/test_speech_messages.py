@@ -20,6 +20,7 @@ from asr_serve.errors import (
     UnsupportedOption,
 )
 from asr_serve.protocols.openai.speech import (
+    SPEECH_MEMBERS,
     SpeechRequest,
     SpeechStyle,
     SpeechWord,
@@ -91,10 +92,10 @@ def test_all_that_there_is():
 @pytest.mark.parametrize(
     ("sent", "kind", "param", "says"),
     [
-        (b"", MalformedRequest, None, "no JSON"),
-        (b"\xff", MalformedRequest, None, "no JSON"),
+        (b"", MalformedRequest, None, "cannot be read as JSON"),
+        (b"\xff", MalformedRequest, None, "cannot be read as JSON"),
         (b"[1]", MalformedRequest, None, "no object"),
-        (b"[" * 100_000, MalformedRequest, None, "no JSON"),
+        (b"[" * 100_000, MalformedRequest, None, "nested too deeply"),
         (b"{}", MissingOption, "input", "missing"),
         (b'{"input":3}', OptionError, "input", "no text"),
         (body(input="x" * 101), TextTooLong, "input", "101 characters. up to 100"),
@@ -128,6 +129,12 @@ def test_what_is_no_good_is_refused_by_name(sent, kind, param, says):
         parse_speech_request(sent, MOST)
     assert says in str(failed.value)
     assert getattr(failed.value, "param", None) == param
+
+
+def test_the_list_of_members_is_what_is_read():
+    with pytest.raises(UnknownOption) as refused:
+        parse_speech_request(body(unknown=1), MOST)
+    assert refused.value.allowed == f"known here: {', '.join(sorted(SPEECH_MEMBERS))}"
 
 
 def test_the_longest_text_fits_into_the_largest_body():
@@ -182,7 +189,7 @@ def test_commands():
         ("", MalformedRequest, "cannot be read"),
         ("{", MalformedRequest, "cannot be read"),
         ("3", MalformedRequest, "no object"),
-        ("[" * 100_000, MalformedRequest, "cannot be read"),
+        ("[" * 100_000, MalformedRequest, "nested too deeply"),
         ("{}", UnknownCommand, "start, text, flush, end, cancel"),
         (said(type="strat"), UnknownCommand, "did you mean 'start'"),
         (said(type="text", text=3), OptionError, "text"),

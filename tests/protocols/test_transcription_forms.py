@@ -224,7 +224,7 @@ def test_known_speakers_are_for_those_who_ask_who_speaks():
     assert parse_transcription_form(fields, complete=False).options.known_speakers == ()
 
 
-# --- hot words, written form --------------------------------------------------------------------------------
+# --- hotwords, written form --------------------------------------------------------------------------------
 
 
 def test_hot_words_keep_their_weights():

@@ -53,7 +53,44 @@ def test_a_model_that_speaks_transcribes_nothing(both: Running, cities: Path) ->
         asked = both.http.post("/v1/audio/transcriptions", files={"file": file}, data={"model": VOICE})
     assert asked.status_code == 400
     assert asked.json()["error"]["code"] == "wrong_model"
-    assert "hibari speaks, and hears nothing" in asked.json()["error"]["message"]
+    assert "hibari synthesizes speech, and does not recognize it" in asked.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "came"),
+    [
+        ({"model": "hibary"}, "model_not_found", "did you mean 'hibari'?"),
+        ({"model": MODEL}, "wrong_model", "a speech synthesis model: hibari"),
+    ],
+)
+def test_errors_of_a_synthesis_request_list_models_that_synthesize(
+    both: Running, body: dict[str, str], code: str, came: str
+) -> None:
+    error = both.http.post("/v1/audio/speech", json={"input": "Hello.", **body}).json()["error"]
+    assert (error["code"], error["param"]) == (code, "model")
+    assert came in error["message"]
+    assert "whisper" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "came"),
+    [
+        ({"model": "moonshine-tiny"}, "model_not_found", f"did you mean {MODEL!r}?"),
+        ({"model": "tts-1"}, "wrong_model", f"a recognition model: {MODEL}."),
+        ({"model": "kokoro"}, "wrong_model", f"a recognition model: {MODEL}."),
+        ({"model": "whisper-tiny"}, "model_not_loaded", f"loaded: {MODEL}."),
+    ],
+)
+def test_errors_of_a_transcription_list_models_that_recognize(
+    both: Running, cities: Path, fields: dict[str, str], code: str, came: str
+) -> None:
+    for last in (False, True):  # the field before the file, and after it
+        parts = [("file", ("a.wav", cities.read_bytes()[:64_000])), *((name, (None, v)) for name, v in fields.items())]
+        answer = both.http.post("/v1/audio/transcriptions", files=parts if last else parts[::-1])
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == (code, "model")
+        assert came in error["message"]
+        assert "hibari," not in error["message"]
 
 
 def test_engines_find_who_speaks_and_who_hears(both: Running) -> None:
@@ -61,9 +98,9 @@ def test_engines_find_who_speaks_and_who_hears(both: Running) -> None:
     assert engines.get().name == MODEL
     assert engines.get_tts().name == engines.get_tts("tts-1").name == VOICE
     assert engines.get_any(VOICE).is_tts
-    with pytest.raises(WrongModel, match="hibari speaks"):
+    with pytest.raises(WrongModel, match="hibari synthesizes"):
         engines.get(VOICE)
-    with pytest.raises(WrongModel, match=f"{MODEL} hears"):
+    with pytest.raises(WrongModel, match=f"{MODEL} recognizes speech"):
         engines.get_tts(MODEL)
     with pytest.raises(WrongModel):
         _ = engines.get_tts().tokenizer
@@ -107,7 +144,7 @@ async def test_a_voice_that_is_there_already_is_not_loaded_again(
 
 @pytest.mark.parametrize("model", [MODEL, VOICE])
 def test_who_starts_it_is_told_what_it_can(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _announce(ServeConfig(model=model, port=9_000), [9_000], 1.0, VOICE)
+    _announce(ServeConfig(model=model, port=9_000), [9_000], 1.0, VOICE, None)
     told = capsys.readouterr()
     said = told.out + told.err
     assert "/v1/audio/speech -d" in said

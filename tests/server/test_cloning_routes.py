@@ -191,6 +191,19 @@ def test_recordings_there_must_be(server):
     )
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "not_audio"
+
+
+@pytest.mark.parametrize("name", ["empty.wav", "日本 語.wav", "it's.wav"])
+def test_an_empty_recording_is_refused_by_the_name_that_its_client_gave(server, name):
+    answer = server.http.post(
+        "/v1/voices", data={"name": "ada", "consent": EXAMPLE}, files=[("files", (name, b""))], headers=ADMIN
+    )
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("empty_audio", "files")
+    assert name in error["message"]
+    assert FOLDER_PREFIX not in error["message"]
+    assert "000-" not in error["message"]
     answer = server.http.post("/v1/voices", json={"name": "ada"}, headers=ADMIN)
     assert answer.status_code == 400
 

@@ -39,6 +39,7 @@ STATUS: dict[type[AsrServeError], int] = {
     errors.MalformedSsml: 400,
     errors.UnknownPhoneme: 400,
     errors.ProgramMissing: 404,
+    errors.CacheNotWritable: 503,
     errors.ProgramFailed: 500,
     errors.MalformedRequest: 400,
     errors.RequestTimeout: 408,

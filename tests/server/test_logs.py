@@ -76,6 +76,14 @@ def test_the_line_of_a_request_as_json(read: Read) -> None:
     }
 
 
+def test_granians_warning_at_every_start_is_left_out(read: Read) -> None:
+    logs.setup("text")
+    logging.getLogger("_granian").warning("Embedded server is experimental!")
+    logging.getLogger("_granian").warning("Another warning")
+    (line,) = read()
+    assert "Another warning" in line
+
+
 def test_the_line_of_a_request_as_text(read: Read) -> None:
     logs.setup("text")
     logs.request_id.set("req-1")

@@ -15,7 +15,7 @@ import av
 import numpy as np
 import pytest
 from raw_http import BOUNDARY, FORM_END, field, form, told
-from running_server import Running
+from running_server import MODEL, Running
 
 ROUTE = "/v1/audio/transcriptions"
 FORM = f"multipart/form-data; boundary={BOUNDARY}"
@@ -257,3 +257,29 @@ def test_a_small_file_of_many_hours_is_left_at_the_limit(small, name, stream):
     assert (status, code) == (400, "audio_too_long")
     assert re.search(r"lasts 6\d\.\d s or more", message), message
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most_kib < 100_000
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "example"),
+    [
+        (ROUTE, "model", "belongs in the form. send it there: curl -F model=..."),
+        (ROUTE, "timestamp_granularities[]", "belongs in the form"),
+        (ROUTE, "include", "belongs in the form"),
+        ("/v1/audio/translations", "beam", "belongs in the form"),
+        ("/asr", "language", "belongs in the form"),
+        ("/v1/audio/speech", "voice", 'belongs in the JSON body. send it there: {"voice": ...}'),
+    ],
+)
+def test_fields_in_the_address_are_refused_with_their_place(
+    server: Running, path: str, field: str, example: str
+) -> None:
+    for query in (f"{field}=en", f"{field}=", f"api-version=1&{field}=x"):
+        status, code, param, message = post(server, parts(("model", MODEL)), path=f"{path}?{query}")
+        assert (status, code, param) == (400, "option_error", field)
+        assert example in message
+
+
+def test_other_parameters_of_an_address_are_ignored(server: Running) -> None:
+    body, kind = parts(audio=wav()), {"Content-Type": FORM}
+    answer = server.http.post(f"{ROUTE}?api-version=2026-01-01", content=body, headers=kind)
+    assert answer.status_code == 200, answer.text

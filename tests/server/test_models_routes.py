@@ -333,7 +333,7 @@ def test_the_document_is_whole(server):
             assert operation["summary"]
             assert operation["tags"]
             assert ("security" in operation) == (path not in ("/health", "/ready"))
-    assert "/openapi.json" in server.http.get("/docs").text
+    assert "./openapi.json" in server.http.get("/docs").text
 
 
 def test_a_card_says_what_the_list_needs(parts):

@@ -1,4 +1,4 @@
-"""Prompts and hot words over every protocol, to a real Whisper behind the real server."""
+"""Prompts and hotwords over every protocol, to a real Whisper behind the real server."""
 
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ def test_whatever_is_in_a_prompt_is_read_or_refused(reader: Running, beckett: Pa
 def test_a_model_that_hears_only_refuses(server: Running, beckett: Path):
     told = problem(server, beckett, prompt=SAID)
     assert (told["param"], told["code"]) == ("prompt", "unsupported_option")
-    assert f"{MODEL} hears audio only" in told["message"]
-    assert text(server, beckett, hotwords="Beckett,Godot:2").startswith("Ever tried")  # and takes hot words
+    assert f"{MODEL} takes no prompt" in told["message"]
+    assert text(server, beckett, hotwords="Beckett,Godot:2").startswith("Ever tried")  # and takes hotwords
     with pytest.raises(openai.BadRequestError):
         server.openai().audio.transcriptions.create(model=MODEL, file=beckett, prompt=SAID)
 
@@ -230,7 +230,7 @@ def test_the_command_line_and_the_client_take_them_to_a_server(reader: Running, 
     assert SPELT in shown[-1]
     with (
         RemoteTranscriber(server.url, None, {"prompt": SAID}) as there,
-        pytest.raises(Refused, match="hears audio only"),
+        pytest.raises(Refused, match="takes no prompt"),
     ):
         there.listen(str(endgame), 16_000, lambda result: None, print)
 

@@ -352,18 +352,35 @@ def test_the_engine_ends_with_a_server_that_is_killed(served):
 @pytest.mark.parametrize(
     ("flags", "code", "says"),
     [
-        (("--model", "moonshine-tiny"), 1, "did you mean 'moonshine-tiny-en'"),
+        (("--model", "moonshine-tiny"), 2, "there is no model 'moonshine-tiny'.*did you mean 'moonshine-tiny-en'"),
+        (("--alias", "foo=hibary"), 2, "for the alias 'foo': 'hibary'.*did you mean 'hibari'"),
+        (("--voice", "fastpich-en"), 2, "speech synthesis model 'fastpich-en'.*did you mean 'fastpitch-en'"),
+        (("--voice", "whisper-tiny"), 2, "voice=whisper-tiny, which recognizes speech"),
+        (("--device", "gpu"), 2, "device='gpu'.*auto, cpu, cuda or cuda:N"),
+        (("--device", "cuda:99"), 2, "device 'cuda:99'"),
         (("--weights", "/no/such/folder"), 1, "no-such|/no/such/folder"),
         (("--host", "203.0.113.7"), 2, "cannot be listened on"),
-        (("--dtype", "fp23"), 1, "fp23"),
+        (("--dtype", "fp23"), 2, "did you mean 'fp32'"),
     ],
-    ids=["model", "weights", "host", "dtype"],
+    ids=["model", "alias", "voice", "no voice", "device", "no such device", "weights", "host", "dtype"],
 )
 def test_a_start_that_fails_says_why_and_ends(served, flags, code, says):
     server = served(*flags)
     assert server.process.wait(WAIT_S) == code
     log = server.log.read_text()
     assert re.search(says, log), log
+    assert "Traceback" not in log
+    assert code == 1 or "Listening" not in log, "a wrong setting is found before the server listens"
+
+
+def test_a_cache_that_cannot_be_written_is_named_without_a_traceback(served, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path / "file" / "cache"))
+    server = served()
+    assert server.process.wait(WAIT_S) == 1
+    log = server.log.read_text()
+    assert f"weights cannot be written to {tmp_path / 'file' / 'cache'}: Not a directory" in log
+    assert "set ASR_SERVE_CACHE" in log
     assert "Traceback" not in log
 
 

@@ -265,7 +265,7 @@ def test_words_have_times(speaker):
         ({"input": "Hello.", "response_format": "ogg"}, "option_error", "response_format", "mp3, opus"),
         ({"input": "Hello.", "speed": 5}, "option_error", "speed", "0.25 to 4"),
         ({"input": "Hello.", "voise": "a"}, "unknown_option", "voise", "voice"),
-        ({"input": "Hello.", "model": MODEL}, "wrong_model", None, "has no voice"),
+        ({"input": "Hello.", "model": MODEL}, "wrong_model", "model", "does not synthesize"),
         ({}, "missing_option", "input", "missing"),
     ],
     ids=lambda value: str(value)[:30],

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import av
@@ -195,6 +196,24 @@ def test_curl_gets_its_answer_at_once_though_it_waits_for_100(server: Running):
     command += ["--expect100-timeout", str(10 * WAIT_S)]
     done = subprocess.run(command, input=bytes(32_000), capture_output=True, check=True, timeout=WAIT_S)
     assert b'"received_bytes":32000' in done.stdout
+
+
+def test_who_asks_for_100_is_told_to_continue_before_the_response(server: Running):
+    """The response and the reading of the body start together: whichever is first, 100 Continue comes first."""
+
+    def ask(_: int) -> bytes:
+        head = "POST /v1/stream HTTP/1.1\r\nHost: x\r\nContent-Length: 3200\r\nConnection: close\r\n"
+        head += "Expect: 100-continue\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as line:
+            line.sendall(head.encode())
+            first = line.recv(25)
+            line.sendall(bytes(3_200))
+            while line.recv(65_536):
+                pass
+            return first
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(ask, range(64))) == {b"HTTP/1.1 100 Continue\r\n\r\n"}
 
 
 def test_flush_makes_final_what_was_said(server: Running, beckett_pcm):

@@ -128,7 +128,7 @@ def split_recording(item: InputItem, text: str | None, ear: ClipRecognizer) -> I
         yield _one(item.key, pcm, text, True, " ".join(each.text for each in spans))
         return
     if not spans:
-        yield ClipReport(item.key, round(seconds, 2), "", "no speech was heard in it")
+        yield ClipReport(item.key, round(seconds, 2), "", "no speech was recognized in it")
     for number, part in enumerate(spans, 1):
         key = item.key if len(spans) == 1 else f"{item.key}#{number}"
         first, last = (round(at * RATE_HZ / HEARD_HZ) for at in (part.start, part.end))
@@ -136,15 +136,15 @@ def split_recording(item: InputItem, text: str | None, ear: ClipRecognizer) -> I
 
 
 def _one(key: str, pcm: np.ndarray, text: str, is_transcribed: bool, recognized: str) -> CloningClip | ClipReport:
-    fault = clip_fault(pcm) or ("" if re.search(r"\w", text) else "no words were heard in it")
+    fault = clip_fault(pcm) or ("" if re.search(r"\w", text) else "no words were recognized in it")
     trimmed = pcm if fault else trim_silence(pcm)
     seconds = round(len(trimmed) / RATE_HZ, 2)
     if not fault and not SHORTEST_S + 2 * EDGE_SILENCE_S <= seconds <= LONGEST_S + 2 * EDGE_SILENCE_S:
-        fault = f"{seconds - 2 * EDGE_SILENCE_S:.1f} s of speech: {SHORTEST_S:g} to {LONGEST_S:g} s are wanted"
+        fault = f"{seconds - 2 * EDGE_SILENCE_S:.1f} s of speech: {SHORTEST_S:g} to {LONGEST_S:g} s are needed"
     if not fault and is_transcribed and len(words(text)) >= LEAST_CHECKED_WORDS:
         share = word_error_share(text, recognized)
         if share > OTHERWISE:
-            fault = f"{recognized!r} was heard in it: {100 * share:.0f} % other words than its text"
+            fault = f"{recognized!r} was recognized in it: {100 * share:.0f} % of the words differ from its text"
     return ClipReport(key, seconds, text, fault) if fault else CloningClip(key, trimmed, text, is_transcribed)
 
 
@@ -166,19 +166,20 @@ def clip_fault(pcm: np.ndarray) -> str:
     """Returns the reason to reject a clip; empty where there is none."""
     power = powers(pcm)
     if len(power) < 10:
-        return f"{len(pcm) / RATE_HZ:.1f} s: {SHORTEST_S:g} s or more are wanted"
+        return f"{len(pcm) / RATE_HZ:.1f} s: {SHORTEST_S:g} s or more are needed"
     loud = power > np.percentile(power, 95) * 10 ** (-20 / 10)
     level = math.sqrt(float(power[loud].mean())) if loud.any() else 0.0
     if level < FAINT:
-        return f"it is too faint ({20 * math.log10(level + 1e-9):.0f} dB below full scale): record it nearer"
+        below_db = 20 * math.log10(level + 1e-9)
+        return f"it is too faint ({below_db:.0f} dB below full scale): record it closer to the microphone"
     top = np.abs(pcm) >= max(FULL, AT_THE_TOP * float(np.abs(pcm).max()))
     flat = top[2:] & top[1:-1] & top[:-2]
     if flat.mean() > CLIPPED_SHARE:
-        return f"it is clipped ({100 * flat.mean():.1f} % of the samples stand at its top): record it less loud"
+        return f"it is clipped ({100 * flat.mean():.1f} % of the samples are at full scale): record it at a lower level"
     noise = between(power, 8)
     snr_db = 10 * math.log10(level**2 / noise)
     if snr_db < NOISY_DB:
-        return f"it is noisy: speech is {snr_db:.0f} dB above what is heard between words, {NOISY_DB:g} are wanted"
+        return f"it is noisy: speech is {snr_db:.0f} dB above the noise between words, and {NOISY_DB:g} dB are needed"
     return ""
 
 

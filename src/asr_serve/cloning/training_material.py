@@ -132,7 +132,7 @@ def check_enough_clips(found: Sequence[AcceptedClip], verdicts: Sequence[ClipRep
     wrong = [f"{verdict.clip}: {verdict.left_out}" for verdict in verdicts if verdict.left_out]
     more = f" Left out: {'; '.join(wrong[:8])}{' and more' if len(wrong) > 8 else ''}" if wrong else ""
     raise TooFewClips(
-        f"{len(found)} good clips, {seconds:.0f} s of speech",
+        f"{len(found)} usable clip{'s' * (len(found) != 1)}, {seconds:.0f} s of speech",
         f"at least {LEAST_CLIPS} and {LEAST_S:g} s; 20 clips of 5 s are a good number",
         f"record more, in a quiet room.{more}",
     )

@@ -17,7 +17,7 @@ from asr_serve.decoding.hypothesis import Finish
 from asr_serve.decoding.language_model.scorer import UNSEEN_LOGPROB, LanguageModelFusion
 
 NEAR = 16
-"""Extra candidates that may move into the top ones when bf16 logits are recomputed in float32, or with hot words or a
+"""Extra candidates that may move into the top ones when bf16 logits are recomputed in float32, or with hotwords or a
 language model."""
 
 
@@ -35,7 +35,7 @@ class BeamHypothesis(NamedTuple):
     logprobs: tuple[float, ...] = ()
     """Log-probability of each token; of an ended hypothesis, of end-of-text too."""
     total: float = 0.0
-    """Sum of the log-probabilities, of hot words' bonuses and of the language model's weighted log-probabilities."""
+    """Sum of the log-probabilities, of hotwords' bonuses and of the language model's weighted log-probabilities."""
     node: int = OPEN
     """Node in the biasing graph."""
     language_state: int = 0
@@ -80,7 +80,7 @@ class BeamSearch:
         language_state: int = 0,
         text_below: int | None = None,
     ) -> None:
-        """`graph`: hot words, at `node` after the tokens that are not searched; `boost`: bonus of a token of a hot
+        """`graph`: hotwords, at `node` after the tokens that are not searched; `boost`: bonus of a token of a hot
         word of weight 1, natural log. `fusion`: language model, in `language_state` after those tokens; tokens from
         `text_below` on, None: none, are no text, and it ignores them."""
         self.width, self.eos, self.max_tokens = width, eos, max_tokens

@@ -1,4 +1,4 @@
-"""Hot words: a client's list as an Aho-Corasick graph over tokens, which scores each token that continues a word.
+"""Hotwords: a client's list as an Aho-Corasick graph over tokens, which scores each token that continues a word.
 
 Source  the graph: Aho and Corasick 1975; bonuses for parts of words, taken back where the word is not completed:
         shallow fusion, Zhao et al., Interspeech 2019; `tests/decoding/test_biasing.py` compares with a list that
@@ -31,7 +31,7 @@ WORK_S, LONGEST_REST_S = 0.0005, 0.005
 
 
 class BiasingPhrase(NamedTuple):
-    """Hot word as the client writes it, and its weight: how much likelier than usual it is; 1 is the default."""
+    """Hotword as the client writes it, and its weight: how much likelier than usual it is; 1 is the default."""
 
     text: str
     weight: float = 1.0

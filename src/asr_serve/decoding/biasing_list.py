@@ -1,4 +1,4 @@
-"""Hot word lists, compiled for attention decoders and for streaming searches."""
+"""Hotword lists, compiled for attention decoders and for streaming searches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_SPELT = 4_096
 
 
 class CompiledBiasingList:
-    """Hot word list for attention decoders. Read by any thread."""
+    """Hotword list for attention decoders. Read by any thread."""
 
     def __init__(self, bias: str, encode: Callable[[str], list[int]], text: Callable[[list[int]], str]) -> None:
         self.words = unpack_phrases(bias)
@@ -66,7 +66,7 @@ class BiasingTensors(NamedTuple):
 
 
 class StreamingBiasingList:
-    """Hot word list as arrays, for searches of streaming models. Read by any thread once it is built. Equal lists
+    """Hotword list as arrays, for searches of streaming models. Read by any thread once it is built. Equal lists
     have equal nodes in every process, so a saved session may be resumed in another one."""
 
     def __init__(
@@ -101,9 +101,9 @@ def _opens(token_text: str) -> bool:
 
 @runtime_checkable
 class BiasingSearch(StreamingSearch, Protocol):
-    """Search that supports hot words, and a language model where one is loaded."""
+    """Search that supports hotwords, and a language model where one is loaded."""
 
     def set_biasing(
         self, row: int, words: StreamingBiasingList | None, fusion: LanguageModelFusion | None = None
     ) -> None:
-        """Sets the hot words and the language model of the session at that row; None: it has none."""
+        """Sets the hotwords and the language model of the session at that row; None: it has none."""

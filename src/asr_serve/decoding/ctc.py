@@ -97,9 +97,9 @@ class CtcPrefixBeam:
             hypotheses is fixed; the tail is the rest of the best one. The result does not depend on chunk
             boundaries or on other rows. Ties: existing hypotheses come before new ones, in their order; new ones
             are ordered by the hypothesis they extend, then by token.
-    Score   CTC log-probability, plus `boost` for hot words, plus the language model's log-probabilities times their
+    Score   CTC log-probability, plus `boost` for hotwords, plus the language model's log-probabilities times their
             weight and `token_bonus` for each token
-    State   ctc_counts, ctc_heads, ctc_scores, ctc_nodes, ctc_peaks (with hot words ctc_spots, with a language model
+    State   ctc_counts, ctc_heads, ctc_scores, ctc_nodes, ctc_peaks (with hotwords ctc_spots, with a language model
             ctc_contexts, with either ctc_gains), on the host: the beam, and the tree of tokens after the fixed
             prefix; layout in `kernels/ctc_search_reference.py`. When the tree outgrows `nodes`, the best hypothesis's
             oldest token is fixed and hypotheses that do not begin with it are dropped.
@@ -127,7 +127,7 @@ class CtcPrefixBeam:
             min_logprob: tokens below it open none
             max_gap: hypotheses this much less likely than the best are dropped, natural log
             nodes: nodes of the tree; None: 16 for each hypothesis
-            boost: bonus of each token of a hot word of weight 1, natural log; None: a search without hot words
+            boost: bonus of each token of a hotword of weight 1, natural log; None: a search without hotwords
             fuses: sessions may have an n-gram model
             token_bonus: bonus of each token of a session with an n-gram model, natural log
         """
@@ -166,7 +166,7 @@ class CtcPrefixBeam:
         words: StreamingBiasingList | None = None,
         fusion: LanguageModelFusion | None = None,
     ) -> list[SearchResult]:
-        """`words`, `fusion`: hot words and n-gram model of all these sessions; a session has the same ones, or none,
+        """`words`, `fusion`: hotwords and n-gram model of all these sessions; a session has the same ones, or none,
         from its first step on."""
         results = self._native.step(
             self.model.ctc_logprobs(hidden).cpu(),
@@ -201,7 +201,7 @@ class CtcPrefixBeam:
     def _bias(self, state: State, words: StreamingBiasingList | None) -> tuple[Any, ...] | None:
         if words is None:
             return None
-        assert self.boost is not None, "hot words for a search that knows none"
+        assert self.boost is not None, "hotwords for a search that knows none"
         return words.bias(state["ctc_spots"], state["ctc_gains"], self.boost)
 
     def _language(self, state: State, fusion: LanguageModelFusion | None) -> tuple[Any, ...] | None:

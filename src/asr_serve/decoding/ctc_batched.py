@@ -30,15 +30,15 @@ from asr_serve.types import NBestHypothesis, SearchResult, SearchToken
 
 MAX_TAIL_TOKENS = 1 << 10
 MAX_CAPTURED_CONTEXTS = 8
-"""Most contexts in which a hot word list looks a token up, where its search is captured; a list with more is rare."""
+"""Most contexts in which a hotword list looks a token up, where its search is captured; a list with more is rare."""
 NONE = -math.inf
 
 BLANK, NONBLANK, TOTAL, GAIN = range(4)
 """Planes of `ctc_scores`: log-probability of a hypothesis that ends in a blank, in its last token, and in either; bonus
-of hot words and language model. All are -inf where no hypothesis is."""
+of hotwords and language model. All are -inf where no hypothesis is."""
 HASH, PARENT, LAST, LENGTH, BIASING_NODE, LANGUAGE_STATE = range(6)
 """Planes of `ctc_numbers`: hash of all tokens of a hypothesis, of all but the last, its last token (the vocabulary's
-size where it has none), number of tokens after the fixed ones, node of the hot word graph, state of the language
+size where it has none), number of tokens after the fixed ones, node of the hotword graph, state of the language
 model."""
 TAIL_HASH, TOKEN, FRAME, PEAK, LOGPROB = range(5)
 """Planes of `ctc_tails`: hash of the prefix that ends in each token, the token, its frame, and bits of two float64: how
@@ -59,7 +59,7 @@ class BatchedCtcPrefixBeam:
             after the fixed ones, at most `tail` of them. Where a hypothesis would have more, those that do not begin
             as the best one does are dropped, so that its oldest token is fixed. Prefixes are identified by hashes of
             64 bits: hypotheses merge where these are equal.
-    Score   CTC log-probability, plus `boost` for hot words, plus the language model's log-probabilities times their
+    Score   CTC log-probability, plus `boost` for hotwords, plus the language model's log-probabilities times their
             weight and `token_bonus` for each token of a session with a language model
     Raises  OptionError for options out of range
     Source  Hannun et al. 2014, arXiv:1408.2873; fusion of a language model as in its algorithm 1, added in logs
@@ -76,7 +76,7 @@ class BatchedCtcPrefixBeam:
         fuses: bool = False,
         token_bonus: float = 0.0,
     ) -> None:
-        """`tail`: most tokens of a hypothesis that are not fixed. `boost` None: a search without hot words. `fuses`:
+        """`tail`: most tokens of a hypothesis that are not fixed. `boost` None: a search without hotwords. `fuses`:
         sessions may have a language model."""
         options.validate()
         if not 2 <= tail <= MAX_TAIL_TOKENS:
@@ -88,7 +88,7 @@ class BatchedCtcPrefixBeam:
         self._device = device
         self._tables = _Tables.build(options, model.vocab_size, tail, device.torch_device)
         self._captured: dict[tuple[TokenScorer | None, int], CapturedChunks] = {}
-        """Captured searches by language model and contexts of the hot words."""
+        """Captured searches by language model and contexts of the hotwords."""
         self._biasing: WeakKeyDictionary[StreamingBiasingList, _BatchedBiasing] = WeakKeyDictionary()
 
     def state_specs(self) -> dict[str, StateSpec]:
@@ -108,7 +108,7 @@ class BatchedCtcPrefixBeam:
         words: StreamingBiasingList | None = None,
         fusion: LanguageModelFusion | None = None,
     ) -> list[SearchResult]:
-        """`words`, `fusion`: hot words and language model of all these sessions; a session has the same ones, or none,
+        """`words`, `fusion`: hotwords and language model of all these sessions; a session has the same ones, or none,
         from its first step on. Raises ValueError for rows that no search has left."""
         logprobs = self.model.ctc_logprobs(hidden)
         numbers, scores = self._advance(state, logprobs, chunk, words, fusion)
@@ -185,7 +185,7 @@ class BatchedCtcPrefixBeam:
         return self._captured[scorer, contexts](state, logprobs, chunk, *more)
 
     def _biasing_for(self, words: StreamingBiasingList) -> _BatchedBiasing:
-        assert self.boost is not None, "hot words for a search that knows none"
+        assert self.boost is not None, "hotwords for a search that knows none"
         if words not in self._biasing:
             self._biasing[words] = _BatchedBiasing.compile(words, self.boost, self._device.torch_device)
         return self._biasing[words]
@@ -203,7 +203,7 @@ class BatchedCtcPrefixBeam:
     ) -> tuple[Tensor, ...]:
         """Search the frames of a chunk and update the sessions' rows. A ChunkFunction after its first two arguments.
 
-        `contexts`: of the hot words, 0 without any. `more`: _BiasingArrays, then the language model's weight (1,);
+        `contexts`: of the hotwords, 0 without any. `more`: _BiasingArrays, then the language model's weight (1,);
         of what is not there nothing.
 
         Returns: numbers (n, 3 + 2 * (width + tail) + 2 * tail) int64: whether the row is corrupt, count of fixed
@@ -459,7 +459,7 @@ class _Candidates(NamedTuple):
     scores: Tensor
     """(n, planes, beam + beam * k)."""
     biasing_nodes: Tensor | None
-    """(n, beam + beam * k); None without hot words."""
+    """(n, beam + beam * k); None without hotwords."""
     language_states: Tensor | None
     """(n, beam + beam * k); None without a language model."""
 
@@ -517,7 +517,7 @@ class _Tables(NamedTuple):
 
 
 class _BiasingArrays(NamedTuple):
-    """Hot word list on a device: an Aho-Corasick graph (decoding/biasing_graph.py) whose arcs are found by one search
+    """Hotword list on a device: an Aho-Corasick graph (decoding/biasing_graph.py) whose arcs are found by one search
     in sorted keys. Padded, so that few shapes occur."""
 
     keys: Tensor
@@ -544,7 +544,7 @@ class _BiasingArrays(NamedTuple):
 
 
 class _BatchedBiasing(NamedTuple):
-    """Compiled hot word list."""
+    """Compiled hotword list."""
 
     arrays: _BiasingArrays
     contexts: int

@@ -1,4 +1,4 @@
-"""Phonetic index: hot words that sound like a piece of text, by edit distance between the sounds of their letters.
+"""Phonetic index: hotwords that sound like a piece of text, by edit distance between the sounds of their letters.
 
 Letters stand for sounds as in most languages in Latin script, English first; letters of other scripts stand for
 themselves. The index only proposes candidates; the model decides.
@@ -108,7 +108,7 @@ class PhoneticCosts:
         self.number = {letter: i for i, letter in enumerate(letters, start=1)}
         self.kinds = len(own) + 1
         self.other = len(letters) + 1
-        """Number of any sound that no hot word has."""
+        """Number of any sound that no hotword has."""
         self.change = np.ones((self.kinds + 1, self.kinds + 1), np.float32)
         """Substitution cost by kind. Equal sounds of the last kind are compared by number instead."""
         self.more = np.ones(self.kinds + 1, np.float32)

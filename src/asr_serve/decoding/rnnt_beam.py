@@ -48,7 +48,7 @@ from asr_serve.models.interfaces import (
 )
 
 SPOT, GAIN, LANGUAGE_STATE = "spot", "gain", "language_state"
-"""State of searches with hot words or a language model: node of the biasing graph, total bonus of both, which SCORE
+"""State of searches with hotwords or a language model: node of the biasing graph, total bonus of both, which SCORE
 includes, and state of the language model."""
 
 
@@ -116,8 +116,8 @@ class TransducerBeam:
         tokens: int = 0,
         fuses: bool = False,
     ) -> None:
-        """`max_symbols`: limit per frame. `device`: device of the state. `boost`: bonus of a token of a hot word
-        of weight 1, natural log; None: a search without hot words. `tokens`: least number of tokens considered for
+        """`max_symbols`: limit per frame. `device`: device of the state. `boost`: bonus of a token of a hotword
+        of weight 1, natural log; None: a search without hotwords. `tokens`: least number of tokens considered for
         each hypothesis. `fuses`: sessions may have a language model. Raises OptionError."""
         validate_max_symbols(max_symbols)
         if beam < 1:
@@ -164,7 +164,7 @@ class TransducerBeam:
         words: StreamingBiasingList | None = None,
         fusion: LanguageModelFusion | None = None,
     ) -> list[SearchResult]:
-        """`words`, `fusion`: hot words and language model of all these sessions; a session has the same ones, or
+        """`words`, `fusion`: hotwords and language model of all these sessions; a session has the same ones, or
         none, from its first step on."""
         own = load_rows(state, chunk.rows, self._fresh)
         if words is not None and bool((own[SPOT] >= len(words)).any() or (own[SPOT] < 0).any()):
@@ -196,7 +196,7 @@ class TransducerBeam:
             gains = state[GAIN][row].tolist()
             scores = [score - gain if score > -math.inf else score for score, gain in zip(scores, gains, strict=True)]
         if words is not None:
-            assert self.boost is not None, "hot words for a search that knows none"
+            assert self.boost is not None, "hotwords for a search that knows none"
             # An incomplete word earns no bonus.
             nodes = state[SPOT][row].tolist()
             gains = [gain + self.boost * words.graph.final_cost(node) for gain, node in zip(gains, nodes, strict=True)]
@@ -277,7 +277,7 @@ class TransducerBeam:
         )
 
     def _fuse(self, work: _BeamStep, going: Tensor, token: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Returns for each expansion of the hypotheses `going`, (n, expansions), what hot words and a language model
+        """Returns for each expansion of the hypotheses `going`, (n, expansions), what hotwords and a language model
         make of it: their states after it and its total bonus, by name in the state; and the new part of the bonus.
         Nothing without either."""
         if work.words is None and work.fusion is None:

@@ -62,7 +62,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     hypotheses: int = 1
     """Most entries of the n-best list that is requested; 1: none. Only searches of streaming models have one."""
     bias: str = ""
-    """Hot words, as decoding/biasing_graph.pack_phrases writes them."""
+    """Hotwords, as decoding/biasing_graph.pack_phrases writes them."""
     language_model: LanguageModelChoice | None = None
     """Language model of beam search; None: none."""
     hurried: bool = False

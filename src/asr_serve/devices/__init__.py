@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import get_args
 
 import torch
@@ -14,6 +15,23 @@ QUANTIZE_MODES: dict[str, Quantize] = {way: way for way in get_args(Quantize)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+def check_device(device: str) -> None:
+    """Raises OptionError for an unknown device, or one that this machine lacks."""
+    kind, _, number = device.partition(":")
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
+        raise unknown_name_error("device", device, ["auto", "cpu", "cuda", "cuda:N"])
+    if kind != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise OptionError(
+            f"device {device!r}", "this machine has no CUDA device that torch sees", "use --device cpu", param="device"
+        )
+    if number and int(number) >= torch.cuda.device_count():
+        raise OptionError(
+            f"device {device!r}", f"this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}", param="device"
+        )
+
+
 def make_device(device: str = "auto", dtype: str = "auto", quantize: str = "none") -> Device:
     """Returns the device of that name: auto, cpu, cuda or cuda:N; dtype: auto, fp32 or bf16; quantize: none, int8 or
     dynamic. Raises OptionError for an unknown name, or for a device this machine lacks: there is no silent
@@ -23,11 +41,8 @@ def make_device(device: str = "auto", dtype: str = "auto", quantize: str = "none
     if quantize not in QUANTIZE_MODES:
         raise unknown_name_error("quantize", quantize, list(QUANTIZE_MODES))
     mode = QUANTIZE_MODES[quantize]
+    check_device(device)
     kind = device.split(":")[0]
-    if kind not in ("auto", "cpu", "cuda") or (kind != "cuda" and device != kind):
-        raise unknown_name_error("device", device, ["auto", "cpu", "cuda", "cuda:N"])
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise OptionError(f"device {device!r}", "this machine has no CUDA device that torch sees", "use --device cpu")
     torch_dtype = None if dtype == "auto" else DTYPES[dtype]
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         from asr_serve.devices.cuda import CudaDevice

@@ -83,13 +83,13 @@ CHUNK_WAIT_DIVISOR = 8
 """A session whose chunk is complete waits for others up to an eighth of the chunk's duration."""
 
 HOT_CTC_BEAM, HOT_RNNT_BEAM, HOT_TOKENS = 16, 4, 16
-"""Search settings of sessions with hot words: the least beam widths of CTC and RN-T, and the most likely tokens
+"""Search settings of sessions with hotwords: the least beam widths of CTC and RN-T, and the most likely tokens
 considered for each transducer hypothesis."""
 CTC_BOOST, RNNT_BOOST = 1.5, 1.0
-"""Natural-log probability added to a token of a hot word of weight 1.
+"""Natural-log probability added to a token of a hotword of weight 1.
 
 CTC: chosen for armspeech on espeak's Armenian voice. Of twelve names 1 is recognized without a boost, 6 with 1.5,
-5 beside a thousand other hot words, and errors in other words do not change; 2.0 recognizes more of them, and
+5 beside a thousand other hotwords, and errors in other words do not change; 2.0 recognizes more of them, and
 inserts them where they were not spoken. RN-T: lower, because there are no weights here to choose it on.
 """
 
@@ -298,7 +298,7 @@ def offload_options(config: EngineConfig, tiers: TieredStore | None) -> dict[str
 
 
 def stream_biasing(parts: EngineComponents, vocab: int) -> Callable[[str], StreamingBiasingList] | None:
-    """Returns the function that compiles hot words for a streaming search; None for a vocabulary that cannot
+    """Returns the function that compiles hotwords for a streaming search; None for a vocabulary that cannot
     encode text."""
     text, encode = parts.decode_text, parts.encode_text
     return None if encode is None else lambda bias: StreamingBiasingList(bias, encode, text, vocab)
@@ -488,7 +488,7 @@ def _wrapper(
     if chunk % encoder.frame_block or chunk_ms > LONGEST_CHUNK_MS:
         raise OptionError(
             f"chunk_frames={chunk}, {chunk_ms:g} ms",
-            f"{chosen.name} hears {encoder.frame_block} frames at once: a multiple of that, "
+            f"{chosen.name} encodes {encoder.frame_block} frames at once: a multiple of that, "
             f"up to {LONGEST_CHUNK_MS} ms",
             param="chunk_frames",
         )

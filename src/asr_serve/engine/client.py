@@ -30,9 +30,8 @@ from asr_serve.errors import (
     ModelNotLoaded,
     OptionError,
     UnsupportedAudio,
-    WrongModel,
 )
-from asr_serve.models.registry import AnyCard, AsrCard, TtsCard, TurnCard
+from asr_serve.models.registry import AnyCard, AsrCard, TtsCard, TurnCard, wrong_model
 from asr_serve.types import LanguageModelChoice, Priority, SearchResult, Sentence
 
 
@@ -252,7 +251,7 @@ class EngineClient:
         self._ids = itertools.count()
         self._room = threading.Condition()
         self._turns = AuxiliaryQueue(self._room, MAX_TURN_REQUESTS, "questions to the turn model", TURN_RETRY_MS)
-        queries = "windows to be heard for speakers"
+        queries = "windows of diarization"
         self._voices = AuxiliaryQueue(
             self._room, MAX_DIARIZATION_WINDOWS, queries, DIARIZATION_RETRY_MS, LIVE_DIARIZATION_WINDOWS
         )
@@ -275,14 +274,14 @@ class EngineClient:
         """Card of the recognition model. Raises WrongModel for a speech synthesis model."""
         if isinstance(card := self.backend.card, AsrCard):
             return card
-        raise WrongModel(f"the model {card.name} speaks, and hears nothing", "a model that hears")
+        raise wrong_model(card.name, AsrCard)
 
     @property
     def voice_card(self) -> TtsCard:
         """Card of the speech synthesis model. Raises WrongModel for a recognition model."""
         if isinstance(card := self.backend.card, TtsCard):
             return card
-        raise WrongModel(f"the model {card.name} hears, and has no voice", "a model that speaks")
+        raise wrong_model(card.name, TtsCard)
 
     @property
     def state(self) -> str:
@@ -313,7 +312,7 @@ class EngineClient:
         if len(pcm) > self.max_samples:
             raise AudioTooLong(
                 f"an utterance of {units.samples_to_s(len(pcm)):.1f} s",
-                f"{card.name} hears up to {card.max_segment_ms / 1_000:.0f} s at once",
+                f"{card.name} takes up to {card.max_segment_ms / 1_000:.0f} s at once",
                 "cut it into segments",
             )
         samples = len(pcm)
@@ -435,7 +434,7 @@ class EngineClient:
     ) -> RecognitionStream:
         """Opens a stream through a model that carries its state. There is no admission here: the session that
         opens it was admitted. `samples`: the most that will be submitted, if known; a hypothesis reads no more.
-        `words`: chunks may be `timed`. `bias`: hot words. `language_model`: that of the search, for streaming models.
+        `words`: chunks may be `timed`. `bias`: hotwords. `language_model`: that of the search, for streaming models.
 
         Raises WrongModel, EngineClosed.
         """
@@ -470,7 +469,7 @@ class EngineClient:
             )
         validate_samples(pcm)
         if not len(pcm):
-            raise EmptyAudio("no samples", "what somebody has said, one sample at least")
+            raise EmptyAudio("no samples came", "one sample or more is needed")
         tail = pcm[-units.ms_to_samples(card.hears_ms) :]
         return self._turns.submit(lambda answer: self.backend.predict_turn_end(tail, answer))
 
@@ -496,7 +495,7 @@ class EngineClient:
         validate_samples(pcm)
         if len(pcm) > WINDOW_SAMPLES:
             raise AudioTooLong(
-                f"{units.samples_to_s(len(pcm)):.1f} s to be heard for speakers at once",
+                f"{units.samples_to_s(len(pcm)):.1f} s of audio for diarization at once",
                 f"up to {units.samples_to_s(WINDOW_SAMPLES):.0f} s",
                 "cut it into windows",
             )

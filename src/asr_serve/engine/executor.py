@@ -54,7 +54,7 @@ class EngineComponents(NamedTuple):
     vocoder: Vocoder | None = None
     """Vocoder of a model that generates acoustic frames."""
     encode_text: Callable[[str], list[int]] | None = None
-    """Encodes text as tokens, for models whose hot words are spelt in them."""
+    """Encodes text as tokens, for models whose hotwords are spelt in them."""
     language_models: Mapping[str, TokenLanguageModel] = {}  # of a tuple, never changed
     """Language models of the model's tokens by name."""
     graph: DecodingGraph | None = None

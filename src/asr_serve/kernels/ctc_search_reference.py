@@ -9,11 +9,11 @@ session, whose other tensors are not read:
     nodes   (slots, arena, 3) int64    parent (before the node itself; -1: the fixed tokens), token, frame
     peaks   (slots, arena, 2) float64  how likely the node was at that frame, and the token's log-probability
 
-With hot words or a language model there are more, and entries are ranked by the sum of log-probability and gain:
+With hotwords or a language model there are more, and entries are ranked by the sum of log-probability and gain:
 
-    spots   (slots, beam) int64        with hot words: node of each entry in the biasing graph
+    spots   (slots, beam) int64        with hotwords: node of each entry in the biasing graph
     contexts (slots, beam) int64       with a language model: its state after each entry
-    gains   (slots, beam) float64      bonuses of hot words and weighted log-probabilities of the language model so far
+    gains   (slots, beam) float64      bonuses of hotwords and weighted log-probabilities of the language model so far
 
 An entry is a hypothesis of the beam; entries are sorted, best first. Both implementations do the same operations
 on doubles in the same order, so their state is bit-identical where their libraries' exp and log1p are.
@@ -51,7 +51,7 @@ class CtcSearchOptions(NamedTuple):
 
 
 class CtcBiasing(NamedTuple):
-    """Hot words: two state tensors, and a graph as laid out by `decoding/biasing_list.py`."""
+    """Hotwords: two state tensors, and a graph as laid out by `decoding/biasing_list.py`."""
 
     nodes: Tensor
     gains: Tensor
@@ -210,7 +210,7 @@ def nbest(
     row: int, state: tuple[Tensor, ...], bias: Sequence[Any] | None = None, language: Sequence[Any] | None = None
 ) -> list[tuple[list[Item], float, float]]:
     """Returns the n-best list of one session, best first: tokens after the fixed ones, log-probability, and gain of
-    hot words, of which an incomplete one has none, and of the language model, the end of the sentence included.
+    hotwords, of which an incomplete one has none, and of the language model, the end of the sentence included.
 
     `state`: counts, heads, scores, nodes, peaks.
     """

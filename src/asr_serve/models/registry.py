@@ -12,7 +12,7 @@ import difflib
 import importlib
 import logging
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import msgspec
 
 from asr_serve import units
-from asr_serve.errors import ModelError, UnknownModel
+from asr_serve.errors import ModelError, UnknownModel, WrongModel
 
 if TYPE_CHECKING:
     from asr_serve.models.model_files import AsrModelFile, GatheredModelFile, TtsModelFile, TurnModelFile, VocoderFile
@@ -342,6 +342,18 @@ def engine_card(name: str) -> AnyCard:
 def any_card(name: str) -> ModelCard:
     """Returns the card of any model. Raises UnknownModel with the nearest name."""
     return _find_card(name, all_cards())
+
+
+def wrong_model(name: str, kind: type[ModelCard], names: Iterable[str] = ()) -> WrongModel:
+    """The error for a model of the other kind. `kind`: class of the cards of models that would do. `names`: such
+    models, for the message."""
+    does, needed = (
+        ("synthesizes speech, and does not recognize it", "a recognition model")
+        if kind is AsrCard
+        else ("recognizes speech, and does not synthesize it", "a speech synthesis model")
+    )
+    listed = ", ".join(names)
+    return WrongModel(f"the model {name} {does}", f"{needed}: {listed}" if listed else f"{needed} is needed")
 
 
 def _find_card(name: str, known: Mapping[str, P]) -> P:

@@ -75,7 +75,7 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str = ""
     """Previous text, for models that read a prompt: names, spelling and style continue from it."""
     hotwords: tuple[str, ...] = ()
-    """Words that are likely, for models that take hot words."""
+    """Words that are likely, for models that take hotwords."""
     language_model: str = ""
     """Language model of beam search, one that is loaded beside the model; empty: none."""
     language_model_weight: float | None = None
@@ -179,7 +179,10 @@ def check_speakers_not_disabled(options: Mapping[str, Any], switch: str = "speak
     for name in SPEAKER_COUNT_FIELDS if options.get(switch) is False else ():
         if options.get(name) is not None:
             raise OptionError(
-                f"{name} beside {switch}=false", "whoever says how many speak wants them", "send one", param=name
+                f"{name} with {switch}=false",
+                "a number of speakers implies that speakers are labelled",
+                "send one of them",
+                param=name,
             )
 
 
@@ -242,7 +245,7 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str = ""
     """Previous text, for models that read a prompt: names, spelling and style continue from it."""
     hotwords: tuple[str, ...] = ()
-    """Words that are likely, for models that take hot words."""
+    """Words that are likely, for models that take hotwords."""
     language_model: str = ""
     """Language model of beam search, one that is loaded beside the model; empty: none."""
     language_model_weight: float | None = None

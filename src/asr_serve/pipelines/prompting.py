@@ -1,4 +1,4 @@
-"""Prompts and hot words: text that a model reads before the audio, and words that are likely in it.
+"""Prompts and hotwords: text that a model reads before the audio, and words that are likely in it.
 
 The end of a prompt is nearest to the audio and matters most, so a prompt that is too long loses its beginning.
 
@@ -40,7 +40,7 @@ def truncate_context(card: AsrCard, tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 def hotword_bias(client: EngineClient, tokenizer: Tokenizer, hotwords: Sequence[str]) -> str:
-    """Returns SearchOptions.bias for hot words, each `word` or `word:weight`.
+    """Returns SearchOptions.bias for hotwords, each `word` or `word:weight`.
 
     Raises OptionError (`param` is `hotwords`) for what is no list of texts, for too many words, for a word that is
     empty, too long or not in the model's vocabulary, and for a weight out of range; UnsupportedOption for a model
@@ -115,7 +115,7 @@ def live_language_model(client: EngineClient, options: ListenOptions) -> Languag
     name = options.language_model
     if name and not client.card.streaming:
         raise UnsupportedOption(
-            f"language_model={name[:60]!r} while somebody speaks",
+            f"language_model={name[:60]!r} for live audio",
             f"{client.card.name} decodes live speech greedily; streaming models with the head ctc, rnnt or tdt can",
             "leave it out, or transcribe a recording with beam=4",
             param="language_model",
@@ -161,7 +161,7 @@ def _tokens(card: AsrCard, tokenizer: Tokenizer, name: str, text: str) -> tuple[
     if not card.prompts:
         raise UnsupportedOption(
             f"{name} is not supported",
-            f"{card.name} hears audio only; every Whisper reads text beside it",
+            f"{card.name} takes no prompt; every Whisper does",
             "leave it out, or ask for a Whisper",
             param=name,
         )

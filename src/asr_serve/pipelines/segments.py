@@ -127,7 +127,7 @@ def resolve_language(client: EngineClient, wanted: str | None) -> str:
     if wanted is not None and wanted not in languages:
         raise OptionError(
             f"unknown language for {client.card.name}: {str(wanted)[:20]!r}",
-            f"it hears: {', '.join(languages)}",
+            f"languages that it recognizes: {', '.join(languages)}",
             suggest_name(wanted, languages_by_name(languages)),
             param="language",
         )
@@ -183,7 +183,7 @@ def check_diarization(client: EngineClient) -> None:
     """Raises WeightsMissing where the diarization models are missing."""
     if not client.has_diarization:
         raise WeightsMissing(
-            "the models that hear who speaks are not on this machine",
+            "the models for diarization are not on this machine",
             todo="`asr-serve models list` says how to get pyannote-segmentation and eres2net; then load it again",
         )
 
@@ -200,7 +200,7 @@ def segment_limit_ms(client: EngineClient, wanted: int | None) -> int:
     limit = client.card.max_segment_ms
     if wanted is not None and wanted > limit:
         raise OptionError(
-            f"max_segment_ms={wanted}", f"{client.card.name} hears up to {limit} ms at once", param="max_segment_ms"
+            f"max_segment_ms={wanted}", f"{client.card.name} takes up to {limit} ms at once", param="max_segment_ms"
         )
     return min(limit if wanted is None else wanted, limit - 2 * PADDING_MS)
 

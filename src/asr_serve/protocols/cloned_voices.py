@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from asr_serve.errors import MalformedRequest, MissingOption, OptionError
+from asr_serve.errors import MissingOption, OptionError
 from asr_serve.protocols.form_fields import FormFields
+from asr_serve.protocols.json_members import decode_json
 from asr_serve.voices.cloned_voice import (
     EXAMPLE,
     NAME,
@@ -146,10 +147,8 @@ def parse_cloning_form(sent: Mapping[str, Sequence[str]], files: int, by: str) -
 
 def parse_rename_body(body: bytes) -> str:
     """Parses a body into the new name. Raises MalformedRequest, OptionError."""
-    try:
-        return check_voice_name(msgspec.json.decode(body, type=RenameVoiceBody).name)
-    except (msgspec.DecodeError, UnicodeDecodeError) as failure:
-        raise MalformedRequest(f"the body is no rename: {failure}", '{"name": "another-name"}') from failure
+    example = 'a body is like {"name": "another-name"}'
+    return check_voice_name(decode_json(body, RenameVoiceBody, "the body cannot be read", example).name)
 
 
 def cloned_voice_from_report(report: CloneReport) -> ClonedVoice:
@@ -173,21 +172,24 @@ def cloning_form_schema() -> dict[str, Any]:
             FILES[0]: {
                 "type": "array",
                 "items": recording,
-                "description": "Recordings of one speaker: about 20 of 3 to 12 s; longer ones are cut at pauses.",
+                "description": "Recordings of one speaker: about 20 of 3 to 12 s; longer ones are split at pauses.",
             },
             "texts": {
                 "type": "string",
                 "maxLength": MAX_TEXTS_CHARACTERS,
-                "description": "What is said in them: a line `NAME|TEXT` for each, or an object in JSON. What is "
-                "not told is heard.",
+                "description": "Transcripts of the recordings: a line `NAME|TEXT` for each, or a JSON object. "
+                "Recordings without one are recognized.",
             },
-            "model": {"type": "string", "description": "Voice model that learns it. Default: the first that can."},
+            "model": {
+                "type": "string",
+                "description": "Speech synthesis model to train. Default: the first that can clone voices.",
+            },
             "minutes": {
                 "type": "number",
                 "minimum": 0.1,
                 "maximum": MAX_TRAINING_MINUTES,
                 "default": 10,
-                "description": "Of learning, at most. It ends when it gets no better.",
+                "description": "Longest training time in minutes; it ends earlier when the loss no longer falls.",
             },
             "seed": {"type": "integer", "minimum": 0, "maximum": MAX_CLONING_SEED, "default": 0},
         },
@@ -197,7 +199,7 @@ def cloning_form_schema() -> dict[str, Any]:
 
 
 def _name() -> dict[str, Any]:
-    return {"type": "string", "pattern": f"^{NAME.pattern}$", "description": "Of the voice.", "examples": ["ada"]}
+    return {"type": "string", "pattern": f"^{NAME.pattern}$", "description": "Name of the voice.", "examples": ["ada"]}
 
 
 def rename_body_schema() -> dict[str, Any]:

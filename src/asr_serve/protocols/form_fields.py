@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -15,6 +16,7 @@ from asr_serve.types import suggest_name
 TRUE, FALSE = ("true", "1", "yes", "on", "t", "y"), ("false", "0", "no", "off", "f", "n")
 MAX_FIELD_CHARACTERS = 1_000
 MAX_QUOTED_CHARACTERS = 60
+_BODY_EXAMPLES = {"the form": "curl -F {}=...", "the JSON body": '{{"{}": ...}}'}
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _WHOLE = re.compile(r"[+-]?\d{1,15}", re.ASCII)
 
@@ -101,6 +103,19 @@ class FormFields:
         """Raises UnsupportedOption if the field was sent. `can`: what is supported instead."""
         if name in self:
             raise UnsupportedOption(f"{name} is not supported", can, todo or "leave it out", param=name)
+
+
+def reject_query_fields(query: str, known: Collection[str], place: str) -> None:
+    """Raises OptionError if the query of an address has fields that belong in the body. Other parameters are ignored,
+    as HTTP servers do. `known`: fields of the body. `place`: what the body is, for the message."""
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name in known or f"{name}[]" in known:
+            raise OptionError(
+                f"{name} came in the address, as ?{name}={value[:MAX_QUOTED_CHARACTERS]}",
+                f"{name} belongs in {place}",
+                f"send it there: {_BODY_EXAMPLES[place].format(name)}",
+                param=name,
+            )
 
 
 def parse_word_list(text: str, name: str = "hotwords") -> tuple[str, ...]:

@@ -1,14 +1,28 @@
-"""Members of a JSON object, read by name. Every refusal is an OptionError that names its member."""
+"""JSON of clients: decoded, and the members of its objects read by name. Every refusal of a member is an OptionError
+that names it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from asr_serve.errors import MissingOption, OptionError, UnknownOption, UnsupportedOption
+from asr_serve.errors import MalformedRequest, MissingOption, OptionError, UnknownOption, UnsupportedOption
 from asr_serve.protocols.form_fields import MAX_QUOTED_CHARACTERS, expect_choice, quote_for_message
 from asr_serve.types import suggest_name
+
+T = TypeVar("T")
+
+
+def decode_json(source: str | bytes, kind: type[T], came: str, allowed: str) -> T:
+    """Decodes a client's JSON into `kind`. Raises MalformedRequest, with `came` and the reason, then `allowed`."""
+    try:
+        return msgspec.json.decode(source, type=kind)
+    except RecursionError:
+        reason = "its lists or objects are nested too deeply"
+    except (msgspec.DecodeError, UnicodeError) as error:
+        reason = str(error)
+    raise MalformedRequest(f"{came}: {reason}", allowed)
 
 
 class JsonMembers:
@@ -17,7 +31,7 @@ class JsonMembers:
 
     def __init__(self, value: Any, path: str = "") -> None:
         if not isinstance(value, dict):
-            raise OptionError(f"{path} is {_describe(value)}", "an object", param=path)
+            raise OptionError(f"{path} is {_describe(value)}", "it must be an object", param=path)
         self._remaining, self._path, self._requested = dict(value), path, list[str]()
 
     def name(self, member: str) -> str:
@@ -39,13 +53,15 @@ class JsonMembers:
         value = self.pop(member)
         if value is None or isinstance(value, str):
             return value or None
-        raise OptionError(f"{self.name(member)} is {_describe(value)}", "text", param=self.name(member))
+        raise OptionError(f"{self.name(member)} is {_describe(value)}", "it must be text", param=self.name(member))
 
     def flag(self, member: str) -> bool:
         value = self.pop(member)
         if value is None or isinstance(value, bool):
             return bool(value)
-        raise OptionError(f"{self.name(member)} is {_describe(value)}", "true or false", param=self.name(member))
+        raise OptionError(
+            f"{self.name(member)} is {_describe(value)}", "it must be true or false", param=self.name(member)
+        )
 
     def choice(self, member: str, choices: tuple[str, ...]) -> str | None:
         value = self.text(member)
@@ -67,21 +83,25 @@ class JsonMembers:
             return []
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return value
-        raise OptionError(f"{self.name(member)} is {_describe(value)}", "a list of texts", param=self.name(member))
+        raise OptionError(
+            f"{self.name(member)} is {_describe(value)}", "it must be a list of texts", param=self.name(member)
+        )
 
     def number(self, member: str, low: float, high: float, default: float) -> float:
         value, name = self.pop(member), self.name(member)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise OptionError(f"{name} is {_describe(value)}", f"a number from {low:g} to {high:g}", param=name)
+            raise OptionError(
+                f"{name} is {_describe(value)}", f"it must be a number from {low:g} to {high:g}", param=name
+            )
         return value
 
     def integer(self, member: str, high: int, default: int) -> int:
         value = self.number(member, 0, high, default)
         if value != int(value):
             name = self.name(member)
-            raise OptionError(f"{name} is {value}", f"a whole number from 0 to {high}", param=name)
+            raise OptionError(f"{name} is {value}", f"it must be a whole number from 0 to {high}", param=name)
         return int(value)
 
     def reject_unsupported(self, member: str, can: str, todo: str = "leave it out") -> None:

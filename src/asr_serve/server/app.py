@@ -67,7 +67,7 @@ def create_app(
     app = FastAPI(
         title="asr-serve",
         version=__version__,
-        docs_url="/docs" if docs else None,
+        docs_url=None,  # FastAPI's page loads its scripts from the internet: `pages` has one of ours
         openapi_url="/openapi.json" if docs else None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
@@ -78,7 +78,7 @@ def create_app(
             RequestValidationError: error_handlers.handle_validation_error,
         },
     )
-    for route in app.routes:  # FastAPI's own: the document, and the page that shows it
+    for route in app.routes:  # FastAPI's own: the document
         if isinstance(route, Route):
             admitted_as(AdmissionClass.PUBLIC)(route.endpoint)
     health_routes = health.routes(engines, gate, metrics, with_metrics=config.metrics)
@@ -99,7 +99,7 @@ def create_app(
         ]
     else:
         routers, live = [health_routes], []
-    console = pages.routes() if config.console and full_server else []
+    console = pages.routes(console=config.console and full_server, docs=docs)
     all_routes = [*app.routes, *(route for router in routers for route in router.routes), *live, *console]
     app.state.routes = all_routes
     for router in routers:

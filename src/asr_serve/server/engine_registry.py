@@ -32,7 +32,7 @@ from asr_serve.errors import (
     WrongModel,
 )
 from asr_serve.metrics import MIGRATIONS, ServerMetrics
-from asr_serve.models.registry import AUTO_VOICE, AnyCard, AsrCard, TtsCard
+from asr_serve.models.registry import AUTO_VOICE, AnyCard, AsrCard, ModelCard, TtsCard, wrong_model
 from asr_serve.pipelines.offline import transcribe
 from asr_serve.pipelines.offline.transcribe import Event, TranscribeCanceller
 from asr_serve.pipelines.options import TranscribeOptions
@@ -148,14 +148,14 @@ class ModelEngine:
         """Card of a recognition model. Raises WrongModel for a synthesis model."""
         if isinstance(self.card_of_any_kind, AsrCard):
             return self.card_of_any_kind
-        raise WrongModel(f"the model {self.name} speaks, and hears nothing", "a model that hears")
+        raise wrong_model(self.name, AsrCard)
 
     @property
     def tts_card(self) -> TtsCard:
         """Card of a synthesis model. Raises WrongModel for a recognition model."""
         if isinstance(self.card_of_any_kind, TtsCard):
             return self.card_of_any_kind
-        raise WrongModel(f"the model {self.name} hears, and has no voice", "a model that speaks")
+        raise wrong_model(self.name, TtsCard)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -299,7 +299,7 @@ class EngineRegistry:
         except (WeightsMissing, ProgramMissing) as error:
             if self._config.voice != AUTO_VOICE:
                 raise
-            log.info("nothing speaks here: %s", error)
+            log.info("no speech synthesis model is loaded: %s", error)
         self.tts_expected = False
 
     async def _load_pipeline(self, spec: PipelineSpec) -> ServedPipeline:
@@ -362,9 +362,9 @@ class EngineRegistry:
     def aliases(self, name: str) -> list[str]:
         return [alias for alias, model in self._config.aliases.items() if model == name]
 
-    def resolve(self, name: str | None) -> str:
-        """Resolves an alias to the model's name; None: the default model. Raises UnknownModel, EngineClosed,
-        WrongModel for the pipeline."""
+    def resolve(self, name: str | None, kind: type[ModelCard] = ModelCard) -> str:
+        """Resolves an alias to the model's name; None: the default model. `kind`: class of the cards of models that
+        an error lists. Raises UnknownModel, EngineClosed, WrongModel for the pipeline."""
         if name is None:
             return self._config.model
         own = self._config.aliases.get(name, name)
@@ -378,8 +378,11 @@ class EngineRegistry:
             return own
         if not known:
             raise EngineClosed("the server is still loading its models", todo="try again in a few seconds")
-        pipelines = [] if self.pipeline_spec is None else [self.pipeline_spec.name]
-        names = [*self._config.aliases, *pipelines, *sorted(known)]
+        suited = sorted(model for model, card in known.items() if isinstance(card, kind))
+        pipeline = self.pipeline_spec
+        if pipeline is not None and kind is AsrCard:
+            suited.append(pipeline.name)
+        names = [*(alias for alias, model in self._config.aliases.items() if model in suited), *suited]
         raise UnknownModel(
             f"there is no model {name[:100]!r}", f"models: {', '.join(names)}", suggest_name(name, names)
         )
@@ -394,7 +397,7 @@ class EngineRegistry:
         spec = self.pipeline_spec
         if spec is not None and (name is None or self._config.aliases.get(name, name) == spec.name):
             return spec.name
-        return self.resolve(name)
+        return self.resolve(name, AsrCard)
 
     def get_for_files(self, name: str | None = None) -> FileEngine:
         """Returns what transcribes files under that name. Raises as `get` does."""
@@ -410,9 +413,7 @@ class EngineRegistry:
     def get(self, name: str | None = None) -> ModelEngine:
         """Returns the engine of a recognition model that takes requests. Raises UnknownModel, ModelNotLoaded,
         WrongModel, EngineClosed."""
-        engine = self.get_any(name)
-        _ = engine.card
-        return engine
+        return self._get(name, AsrCard)
 
     def get_tts(self, name: str | None = None) -> ModelEngine:
         """Returns the engine of a synthesis model; None: the default one. Raises as `get` does."""
@@ -423,21 +424,28 @@ class EngineRegistry:
             if self.tts_expected:
                 raise EngineClosed("the server is still loading its voice", todo="try again in a few seconds")
             raise ModelNotLoaded(
-                "no model is loaded that speaks",
-                todo="start the server with --voice, and the weights of a voice: asr-serve models list",
+                "no speech synthesis model is loaded",
+                todo="start the server with --voice NAME; asr-serve models list shows the models and where to get them",
             )
-        engine = self.get_any(model)
-        _ = engine.tts_card
-        return engine
+        return self._get(model, TtsCard)
 
     def get_any(self, name: str | None = None) -> ModelEngine:
         """Returns the engine of a model of either kind. Raises UnknownModel, ModelNotLoaded, EngineClosed."""
-        own = self.resolve(name)
+        return self._get(name, ModelCard)
+
+    def _get(self, name: str | None, kind: type[ModelCard]) -> ModelEngine:
+        """Returns the engine of a model whose card is of that class. Raises UnknownModel, ModelNotLoaded, WrongModel,
+        EngineClosed."""
+        own = self.resolve(name, kind)
+        ready = [
+            engine.name for engine in self if engine.state == "ready" and isinstance(engine.card_of_any_kind, kind)
+        ]
+        if own in self._cards and not isinstance(self._cards[own], kind):
+            raise wrong_model(own, kind, ready)
         state = self.state(own)
         if state in ("ready", "restarting"):  # requests wait for a restart
             return self._engines[own]
         if state in ("not_loaded", "unloading"):
-            ready = [engine.name for engine in self if engine.state == "ready"]
             raise ModelNotLoaded(
                 f"the model {own} is not loaded",
                 f"loaded: {', '.join(ready) or 'none'}",

@@ -33,8 +33,8 @@ TAGS = [
     {"name": "Transcription", "description": "Audio to text."},
     {"name": "Speech", "description": "Text to audio."},
     {"name": "Voices", "description": "Voices that were cloned, and cloning them. For administrators."},
-    {"name": "Live", "description": "Text while somebody speaks."},
-    {"name": "Models", "description": "What this server can hear with."},
+    {"name": "Live", "description": "Transcription of live audio."},
+    {"name": "Models", "description": "Models of this server."},
     {"name": "Server", "description": "How it is."},
 ]
 

@@ -23,8 +23,10 @@ from granian.server.embed import Server
 
 from asr_serve import __version__
 from asr_serve.config import ServeConfig
+from asr_serve.engine.process.startup_checks import check_startup
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.metrics import ServerMetrics
+from asr_serve.pipelines.stages.pipeline_file import find_pipeline, read_pipeline
 from asr_serve.server import silent_connections
 from asr_serve.server.app import create_app
 from asr_serve.server.engine_registry import EngineRegistry, ServedPipeline
@@ -52,9 +54,11 @@ CLOSE_S = 5.0
 
 def serve(config: ServeConfig) -> None:
     """Runs until SIGTERM or SIGINT, then exits: code 0, or 1 if it could not start or ended by itself. Raises
-    OptionError if the address or the certificate cannot be used."""
+    OptionError if the address or the certificate cannot be used, and for unknown models, voices and devices."""
     logs.setup(config.log_format, config.log_level)
     _certificate(config)
+    pipeline = None if config.pipeline is None else read_pipeline(find_pipeline(config.pipeline)).name
+    check_startup(config, pipeline)
     config = _with_peer_port(config)
     _tune_malloc()
     connections = _connection_limit(config)

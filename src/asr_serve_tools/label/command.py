@@ -30,40 +30,38 @@ def label(
             metavar="MANIFEST|FOLDER...", help="Audio files, folders, quoted globs, lists (.scp, .jsonl, .txt)."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where labels and report go.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for labels and report.")],
     models: Annotated[
-        str, typer.Option(metavar="NAME,NAME", help="Two models. The first one's text becomes the label.")
+        str, typer.Option(metavar="NAME,NAME", help="Two recognition models. The text of the first becomes the label.")
     ] = "moonshine-tiny-en,whisper-tiny-en",
     threshold: Annotated[
-        float, typer.Option(help="The character error rate between them up to which a segment is kept.")
+        float, typer.Option(help="Largest character error rate between the two texts at which a segment is kept.")
     ] = 0.1,
-    per: Annotated[
-        str, typer.Option(metavar="segment|file", help="Whether segments are kept, or whole files.")
-    ] = "segment",
+    per: Annotated[str, typer.Option(metavar="segment|file", help="Unit that is kept or left out.")] = "segment",
     language: Language = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantize: Quantize = None,
     more: Set = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only: no progress.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only, no progress.")] = False,
 ) -> int:
-    """Label speech that nobody has transcribed, by what two models agree on.
+    """Make pseudo-labels for untranscribed speech, from the agreement of two models.
 
-    Both hear every recording, cut at the same pauses. A segment whose two
-    texts differ in few characters is kept with the first model's: pseudo-
-    labels for training, without any reference (CER-Hypo).
+    Both models transcribe every recording, split at the same pauses. A segment
+    whose two texts differ in few characters is kept, with the first model's
+    text as its label: training data without any reference (CER-Hypo).
 
-    \\b
+    \b
     DIR/kept.jsonl    audio_filepath, offset, duration, text, cer and both
                       hypotheses: a manifest as NeMo reads it
     DIR/all.jsonl     the same of every segment
     DIR/kept.svg      hours kept against the threshold
     DIR/summary.json  the same in numbers
 
-    The same command goes on where it was stopped; with another --threshold
-    nothing is heard again. A file that fails is reported at the end.
+    The same command continues after an interruption; another --threshold needs
+    no new transcription. A file that fails is reported at the end.
 
-    \\b
+    \b
     Examples
       asr-serve label calls/ --out labels
       asr-serve label unlabelled.jsonl --out labels --threshold 0.05
@@ -79,7 +77,7 @@ def label(
     names = [name.strip() for name in models.split(",") if name.strip()]
     check_label_options(names, threshold, per)
     if "-" in paths:
-        raise OptionError("`-`, which is standard input", "two models hear it, so it must be a file", "name one")
+        raise OptionError("`-`, which is standard input", "a file, because two models read it", "name one")
     engine = shared.engine(more, quantize)
     items, failures = split_writable_items(unique_by_absolute_path(input_manifest.expand_inputs(paths)))
     if not (items or failures):

@@ -17,8 +17,8 @@ from typing import Literal, Protocol, get_args
 import msgspec
 
 from asr_serve.audio.input_manifest import InputItem
-from asr_serve.errors import AsrServeError, OptionError, WrongModel
-from asr_serve.models.registry import AsrCard, TtsCard
+from asr_serve.errors import AsrServeError, OptionError
+from asr_serve.models.registry import AsrCard, TtsCard, wrong_model
 from asr_serve.pipelines.offline.transcribe import Event, FileDone, FileFailed, Progress
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.segments import PADDING_MS
@@ -72,7 +72,7 @@ def max_segment_ms(cards: Iterable[AsrCard | TtsCard]) -> int:
     limits = []
     for card in cards:
         if not isinstance(card, AsrCard):
-            raise WrongModel(f"the model {card.name} speaks, and hears nothing", "two models that hear")
+            raise wrong_model(card.name, AsrCard)
         limits.append(card.max_segment_ms)
     return min(limits) - 2 * PADDING_MS
 

@@ -9,12 +9,15 @@ import typer
 
 from asr_serve.api.cli.exit_codes import exit_on_error, print_error
 
-app = typer.Typer(no_args_is_help=True, help="Teach models: voices, and what makes sound of their frames.")
+app = typer.Typer(no_args_is_help=True, help="Train models: voices and vocoders.")
 
 Texts = Annotated[
     list[Path],
     typer.Option(
-        "--sentences", metavar="FILE", help="A text in UTF-8 to read sentences from. May be repeated.", exists=True
+        "--sentences",
+        metavar="FILE",
+        help="Text file in UTF-8 with sentences to synthesize. May be repeated.",
+        exists=True,
     ),
 ]
 
@@ -23,34 +26,52 @@ Texts = Annotated[
 @exit_on_error
 def voice(
     sentences: Texts,
-    run: Annotated[Path, typer.Option("--run", metavar="DIR", help="What is made: speech/, model/ and model/card.md.")],
+    run: Annotated[
+        Path, typer.Option("--run", metavar="DIR", help="Folder for results: speech/, model/ and model/card.md.")
+    ],
     speech_minutes: Annotated[
-        float, typer.Option("--speech-minutes", metavar="N", help="That each of Kokoro's voices reads.", min=0.5)
+        float,
+        typer.Option(
+            "--speech-minutes",
+            metavar="N",
+            help="Minutes of speech to synthesize with each of Kokoro's voices.",
+            min=0.5,
+        ),
     ] = 20.0,
     heart_minutes: Annotated[
-        float, typer.Option("--heart-minutes", metavar="N", help="That hibari's voice reads.", min=1)
+        float,
+        typer.Option(
+            "--heart-minutes", metavar="N", help="Minutes of speech to synthesize with hibari's voice.", min=1
+        ),
     ] = 300.0,
-    minutes: Annotated[float, typer.Option("--minutes", metavar="N", help="Of training.", min=0.1)] = 60.0,
+    minutes: Annotated[float, typer.Option("--minutes", metavar="N", help="Minutes of training.", min=0.1)] = 60.0,
     start: Annotated[
-        Path | None, typer.Option("--start", metavar="DIR", help="A checkpoint to go on from. Default: from nothing.")
+        Path | None, typer.Option("--start", metavar="DIR", help="Checkpoint to start from. Default: random weights.")
     ] = None,
     width: Annotated[
-        int, typer.Option("--width", metavar="N", help="Of the network: more for a GPU and more hours.", min=32)
+        int,
+        typer.Option(
+            "--width",
+            metavar="N",
+            help="Width of the network; larger ones need a GPU and more hours of training.",
+            min=32,
+        ),
     ] = 256,
-    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="To train on.")] = "cpu",
+    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Device to train on.")] = "cpu",
     processes: Annotated[
-        int, typer.Option("--processes", metavar="N", help="That read, and threads that train.", min=1)
+        int, typer.Option("--processes", metavar="N", help="Processes that synthesize, and threads that train.", min=1)
     ] = 1,
-    seed: Annotated[int, typer.Option("--seed", metavar="N")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed.")] = 0,
 ) -> int:
-    """Teach the acoustic model of a voice what other voices say.
+    """Train the acoustic model of a voice on speech that other voices synthesize.
 
-    First hibari's voice and Kokoro's 28 English ones read sentences, with the
-    times of all sounds; then a FastPitch learns from them. A run that is stopped goes
-    on with the speech there is. What is held out is never trained on.
+    First hibari's voice and Kokoro's 28 English ones synthesize the sentences,
+    with the times of all phonemes; then a FastPitch is trained on them. The
+    same command continues an interrupted run. Held-out speech is never
+    trained on.
 
     \b
-    It needs  pip install 'asr-serve\\[voice]' and resemblyzer --no-deps
+    Needs     pip install 'asr-serve\\[voice]' and resemblyzer --no-deps
               asr-serve models fetch kokoro
 
     \b
@@ -107,25 +128,40 @@ def voice(
 @app.command("vocoder")
 @exit_on_error
 def vocoder(
-    speech: Annotated[Path, typer.Option("--speech", metavar="DIR", help="What asr-serve train voice has recorded.")],
-    run: Annotated[Path, typer.Option("--run", metavar="DIR", help="Log, checkpoint and all that it goes on from.")],
-    steps: Annotated[int, typer.Option("--steps", metavar="N", help="When to stop.", min=1)] = 8_000,
+    speech: Annotated[
+        Path, typer.Option("--speech", metavar="DIR", help="Folder of speech that asr-serve train voice synthesized.")
+    ],
+    run: Annotated[
+        Path, typer.Option("--run", metavar="DIR", help="Folder for log, checkpoint and the state to continue from.")
+    ],
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Number of training steps.", min=1)] = 8_000,
     judged_from: Annotated[
-        int, typer.Option("--judged-from", metavar="N", help="The step from which critics join.", min=1)
+        int, typer.Option("--judged-from", metavar="N", help="Step from which discriminators are trained too.", min=1)
     ] = 4_000,
-    start: Annotated[Path | None, typer.Option("--start", metavar="DIR", help="A checkpoint to begin with.")] = None,
-    acoustic: Annotated[
-        Path | None, typer.Option("--acoustic", metavar="DIR", help="A voice's model, whose frames half of all are.")
+    start: Annotated[
+        Path | None, typer.Option("--start", metavar="DIR", help="Checkpoint to start from. Default: random weights.")
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Crops of 0.7 s in a step.", min=1)] = 12,
-    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda")] = "auto",
-    threads: Annotated[int, typer.Option("--threads", metavar="N", help="0: a thread for every core.", min=0)] = 0,
-    seed: Annotated[int, typer.Option("--seed", metavar="N")] = 0,
+    acoustic: Annotated[
+        Path | None,
+        typer.Option(
+            "--acoustic",
+            metavar="DIR",
+            help="Acoustic model that predicts half of the frames. Default: all are from recordings.",
+        ),
+    ] = None,
+    batch: Annotated[
+        int, typer.Option("--batch", metavar="N", help="Batch size: crops of 0.7 s in a step.", min=1)
+    ] = 12,
+    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Device to train on.")] = "auto",
+    threads: Annotated[
+        int, typer.Option("--threads", metavar="N", help="Number of threads; 0: one for each core.", min=0)
+    ] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed.")] = 0,
 ) -> int:
-    """Teach the light vocoder to sound like recorded speech.
+    """Train the source-filter vocoder on recorded speech.
 
-    By the distance between spectra first, then by critics too, which tell it
-    from the recordings. The same command goes on where it was stopped.
+    The loss is the distance between spectra, and later also that of
+    discriminators. The same command continues an interrupted run.
 
     \b
     Examples

@@ -35,6 +35,8 @@ def test_missing_parts_are_reported_with_the_command_that_installs_them(monkeypa
     result = CliRunner().invoke(app, ["doctor"])
     page = result.stdout
     assert "the weights of moonshine-tiny-en  (needed)\n    pip install moonshine-voice==0.1.0\n" in page
+    assert page.count("the weights of") == 1, "a model that nobody asked for is no fault"
+    assert re.search(r"^  whisper-tiny +not fetched; asr-serve models fetch whisper-tiny$", page, re.MULTILINE)
     assert "native the search of CTC models (a slower one in Python stands in for it)\n    install a C++" in page
     assert "native the kernels" not in page
     assert "_core, _ring, _search not built, _wfst, _align, _dtw, _disk, _copy" in page

@@ -125,7 +125,7 @@ def test_the_environment_is_read(started: list[ServeConfig], monkeypatch: pytest
         (["--set", "prot=1"], "unknown setting 'prot' (flag --set)"),
         (["--set", "prot=1"], "did you mean 'port'"),
         (["--set", "port"], "--set port. NAME=VALUE"),
-        (["--port", "1", "--set", "port=1"], "port is given twice: flag --port and flag --set"),
+        (["--port", "1", "--set", "port=1"], "port is set twice: by flag --port and by flag --set"),
         (["--set", "docs=true", "--set", "docs=false"], "docs is given twice"),
         (["--alias", "whisper-1"], "aliases='whisper-1' (flag --alias)"),
         (["-m", "a", "-m", "b", "-m", "c"], "max_models=3 or more"),
@@ -145,22 +145,25 @@ def test_invalid_settings_stop_the_server(started: list[ServeConfig], arguments:
 @pytest.mark.parametrize(
     ("arguments", "warned"),
     [
-        (["--host", "0.0.0.0"], ["listening on 0.0.0.0 and asking for no key"]),
-        (["--api-key", "secret"], ["can see api_keys in the list of processes; better ASR_SERVE_API_KEYS"]),
-        (["--host", "0.0.0.0", "--set", "admin_keys=secret"], ["can see admin_keys", "asking for no key"]),
+        (["--host", "0.0.0.0"], ["listening on 0.0.0.0 without API keys"]),
+        (
+            ["--api-key", "secret"],
+            ["api_keys is visible to all users of this machine in the list of processes; use ASR_SERVE_API_KEYS"],
+        ),
+        (["--host", "0.0.0.0", "--set", "admin_keys=secret"], ["admin_keys is visible", "without API keys"]),
         (["--host", "localhost"], []),
-        (["--role", "encode", "--host", "0.0.0.0", "--api-key", "k"], ["can see api_keys", "set peer_keys"]),
+        (["--role", "encode", "--host", "0.0.0.0", "--api-key", "k"], ["api_keys is visible", "set peer_keys"]),
         (["--role", "encode"], []),
         (
             ["--peer", "one:8100", "--peer", "127.0.0.1:8100", "--peer", "[2001:db8::1]:8100"],
-            ["what callers say goes to one:8100, [2001:db8::1]:8100, whoever answers there"],
+            ["audio of callers is sent to one:8100, [2001:db8::1]:8100 without"],
         ),
         (["--peer", "127.0.0.1:8100", "--peer", "[::1]:8100", "--peer", "localhost:8100"], []),
-        (["--peer", "one:8100", "--set", "peer_keys=secret-of-these-two"], ["can see peer_keys"]),
-        (["--encode-port", "8100"], ["encode_port=8100 with role=both: nobody listens there"]),
-        (["--peer", "localhost:1", "--encode-port", "0"], ["encode_port=0 with role=both"]),
+        (["--peer", "one:8100", "--set", "peer_keys=secret-of-these-two"], ["peer_keys is visible"]),
+        (["--encode-port", "8100"], ["encode_port=8100 has no effect with role=both"]),
+        (["--peer", "localhost:1", "--encode-port", "0"], ["encode_port=0 has no effect with role=both"]),
         (["--role", "encode", "--encode-port", "8101"], []),
-        (["--set", "engine.peer_road=tcp"], ["engine.peer_road without peers does nothing"]),
+        (["--set", "engine.peer_road=tcp"], ["engine.peer_road has no effect without peers"]),
         (["--role", "encode", "--set", "engine.peer_road=tcp"], []),
         (["--peer", "localhost:1", "--set", "engine.peer_road=tcp"], []),
     ],
@@ -185,7 +188,7 @@ def test_keys_for_peers_without_any_peer(started: list[ServeConfig], tmp_path: P
     (tmp_path / "keys").write_text("secret-of-these-two\n")
     keys = ("--set", f"peer_keys_file={tmp_path / 'keys'}")
     said = invoke(*keys).stderr
-    assert "warning: peer_keys without peers does nothing" in said
+    assert "warning: peer_keys has no effect without peers" in said
     assert "secret" not in said
     assert invoke(*keys, "--role", "encode").stderr == ""
     assert invoke(*keys, "--role", "decode", "--peer", "one:8100").stderr == ""

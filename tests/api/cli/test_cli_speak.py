@@ -140,7 +140,7 @@ def test_options_reach_the_voice(hibari: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "stdin", "error"),
     [
-        ([""], "", "an empty text"),
+        ([""], "", "the text is empty"),
         (["🎉"], "", "nothing in it to say"),
         (["日本"], "", "CJK UNIFIED IDEOGRAPH"),
         (["x" * 100_001], "", "at most 100,000"),
@@ -168,13 +168,13 @@ def test_invalid_text_leaves_no_file(
         (["Hello.", "-o", "said.wav", "--speed", "9"], "speed=9"),
         (["Hello.", "-o", "said.wav", "--words", "said.txt"], "--words said.txt"),
         (["Hello.", "-o", "said.wav", "--ssml", "--phonemes"], "one of them"),
-        (["Hello.", "-o", "said.wav", "-m", "moonshine-tiny-en"], "which hears and has no voice"),
+        (["Hello.", "-o", "said.wav", "-m", "moonshine-tiny-en"], "does not synthesize it"),
         (["Hello.", "-o", "said.wav", "-m", "hibary"], "did you mean 'hibari'"),
         (["Hello.", "-o", "said.wav", "--api-key", "x"], "--api-key without --server"),
         (["Hello.", "-o", "said.wav", "--server", "127.0.0.1:1", "--device", "cpu"], "--device with --server"),
         (["Hello.", "-o", "said.wav", "--server", "127.0.0.1:1", "-l", "en"], "--language with --server"),
         (["Hello.", "-o", "said.wav", "--server", "ftp://127.0.0.1"], "a URL, http:// or https://"),
-        (["-o", "said.wav"], "nothing to say came"),
+        (["-o", "said.wav"], "no text came"),
     ],
 )  # fmt: skip
 def test_wrong_usage(arguments: list[str], error: str) -> None:
@@ -254,7 +254,7 @@ def test_a_word_of_several_stays_on_one_line(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("Hello.", "pip install 'asr-serve[mic]', or write it to a file instead: -o speech.wav"),
-        ("", "an empty text"),
+        ("", "the text is empty"),
         ("\u4f60\u597d", "this voice reads English"),
     ],
     ids=["no player", "empty", "script"],
@@ -374,7 +374,7 @@ def test_audio_and_words_of_a_server(fake_server: FakeServer, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("status", "part", "error"),
     [
-        (200, sse(type="speech.audio.delta", audio="AQA="), "in the middle of its speech"),
+        (200, sse(type="speech.audio.delta", audio="AQA="), "before the end of the audio"),
         (200, sse(type="error", error={"message": "the engine is full", "code": "x"}), "the engine is full"),
         (503, b'{"error": {"message": "no room", "code": "at_capacity"}}', "no room"),
         (404, b"nothing here", "answers with 404, and is no asr-serve"),

@@ -353,6 +353,13 @@ def test_a_closed_reader_ends_the_command_quietly(folder: Path) -> None:
     assert running.returncode == BROKEN_PIPE
 
 
+def test_an_output_that_cannot_be_written_is_named_as_the_user_did(folder: Path) -> None:
+    with process("transcribe", "one.wav", "-o", "/proc/x.srt", stderr=subprocess.PIPE) as running:
+        _, stderr = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert stderr.splitlines()[-1] == b"error: No such file or directory: /proc/x.srt."
+
+
 def test_a_full_disk_is_an_error_not_a_traceback(folder: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")

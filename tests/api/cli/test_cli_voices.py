@@ -72,7 +72,7 @@ def test_rename_and_delete(store):
 def test_export_and_import(store, tmp_path):
     file = tmp_path / "ada.zip"
     assert str(file) in run(store, "export", "ada", "-o", str(file))
-    assert "is there already" in run(store, "export", "ada", "-o", str(file), code=2)
+    assert "exists" in run(store, "export", "ada", "-o", str(file), code=2)
     run(store, "export", "ada", "-o", str(file), "--force")
     assert "already" in run(store, "import", str(file), code=2)
     assert EXAMPLE in run(store, "import", str(file), "--name", "countess")
@@ -80,7 +80,7 @@ def test_export_and_import(store, tmp_path):
     assert "own" in run(store, "import", str(file), "--name", "heart", code=2)
     (tmp_path / "no.zip").write_bytes(b"no zip")
     assert "no voice" in run(store, "import", str(tmp_path / "no.zip"), code=2)
-    assert "is no file" in run(store, "import", str(tmp_path / "nowhere.zip"), code=2)
+    assert "is not a file" in run(store, "import", str(tmp_path / "nowhere.zip"), code=2)
 
 
 @pytest.mark.parametrize(

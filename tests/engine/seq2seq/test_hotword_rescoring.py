@@ -1,4 +1,4 @@
-"""The second look at hot words: what words are worth, and answers said again on pages of their own."""
+"""The second look at hotwords: what words are worth, and answers said again on pages of their own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """An engine that searches CTC on the model's device gives what the native search gives: tokens, times, n-best lists,
-with hot words, language models and rescoring of each session."""
+with hotwords, language models and rescoring of each session."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def options_of(vocab: int) -> dict[str, dict[str, Any]]:
     return {
         "plain": {},
         "times": {"words": True},
-        "hot words": {"hot": words[0], "words": True},
-        "other hot words": {"hot": words[1]},
+        "hotwords": {"hot": words[0], "words": True},
+        "other hotwords": {"hot": words[1]},
         "language model": {"language_model": loaded.with_weight(0.4)},
         "both": {"hot": words[0], "language_model": loaded.with_weight(0.8)},
     }
@@ -125,9 +125,9 @@ def test_the_batched_search_gives_what_the_native_one_gives(name: str, beam: int
         assert found[case].numbers == pytest.approx(expected[case].numbers, abs=1e-5), case
         assert len(found[case].hypotheses) > 1 or (beam == 1 and case in ("plain", "times")), "one hypothesis only"
     assert any(each.runs for each in found.values())
-    assert found["hot words"].places != found["both"].places != found["language model"].places
+    assert found["hotwords"].places != found["both"].places != found["language model"].places
     if isinstance(device, RecordingDevice):
-        assert sum(len(each.graphs) for each in device.recordings) >= 4  # plain, hot words, language model, both
+        assert sum(len(each.graphs) for each in device.recordings) >= 4  # plain, hotwords, language model, both
 
 
 def test_the_device_chooses_the_search() -> None:

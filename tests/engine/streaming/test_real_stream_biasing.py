@@ -1,4 +1,4 @@
-"""Hot words with real weights on real sound: names that a model misses are found, and nothing is said of silence
+"""Hotwords with real weights on real sound: names that a model misses are found, and nothing is said of silence
 and noise. Of RN-T there are weights on few machines."""
 
 from __future__ import annotations

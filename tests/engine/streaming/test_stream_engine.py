@@ -100,7 +100,7 @@ def test_hot_words_that_cannot_be_spelt_fail_their_own_stream(on_thread, monkeyp
     monkeypatch.setattr(SentencePieceTokenizer, "encode", lambda *_: 1 / 0)
     client = on_thread()
     other = client.open_stream(live=True)
-    with pytest.raises(StepFailed, match="spelling hot words failed: ZeroDivisionError"):
+    with pytest.raises(StepFailed, match="spelling hotwords failed: ZeroDivisionError"):
         client.submit(CLIPS[0], SearchOptions(bias="bad\t1")).future.result(WAIT_S)
     other.submit_audio(CLIPS[0], last=True).result(WAIT_S)
     assert client.describe()["slots_used"] == 0

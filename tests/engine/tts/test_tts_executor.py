@@ -464,11 +464,11 @@ def test_recognition_and_synthesis_refuse_each_others_requests(client):
     pcm = np.zeros(16_000, np.float32)
     stream = partial(client.open_stream, live=True)
     for ask in (lambda: client.submit(pcm), client.open_vad_session, lambda: client.card, stream):
-        with pytest.raises(WrongModel, match="tiny-voice speaks"):
+        with pytest.raises(WrongModel, match="tiny-voice synthesizes speech"):
             ask()
     recognizer = start_recognizer()
     for ask in (lambda: recognizer.synthesize(sentence("abc"), SentenceOutput()), lambda: recognizer.voice_card):
-        with pytest.raises(WrongModel, match="tiny-random hears"):
+        with pytest.raises(WrongModel, match="tiny-random recognizes speech"):
             ask()
     recognizer.close()
     expect_empty(client)

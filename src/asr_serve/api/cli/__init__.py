@@ -33,24 +33,24 @@ def print_version(wanted: bool) -> None:
 @app.callback()
 def top(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Speech to text, and text to speech, on your own machine.
+    """Speech recognition and speech synthesis on your own machine.
 
     \b
-      asr-serve transcribe talk.mp3              print what was said
-      asr-serve transcribe calls/ -f srt -o out/ subtitles for a folder
-      asr-serve listen --mic                     words while they are spoken
-      asr-serve speak "Hello there."             say it, or -o hello.mp3
-      asr-serve clone --name me --audio clips/   teach it a voice; asr-serve voices list
-      asr-serve label calls/ --out labels        what two models agree on, to train on
-      asr-serve train voice --help               make voices of your own
-      asr-serve serve                            the same over HTTP, as OpenAI's clients speak it
-      asr-serve models list                      which models there are
-      asr-serve lm build talks.txt -o talks.arpa a language model from text
-      asr-serve graph --help                     a fixed vocabulary for a streaming model
-      asr-serve doctor                           this machine, what is missing
+      asr-serve transcribe talk.mp3              transcribe a recording
+      asr-serve transcribe calls/ -f srt -o out/ write subtitles for a folder
+      asr-serve listen --mic                     transcribe the microphone live
+      asr-serve speak "Hello there."             synthesize speech; -o hello.mp3 writes it
+      asr-serve clone --name me --audio clips/   clone a voice; asr-serve voices list
+      asr-serve label calls/ --out labels        pseudo-labels for training, from two models
+      asr-serve train voice --help               train a voice of your own
+      asr-serve serve                            serve all of it over HTTP, for OpenAI's clients
+      asr-serve models list                      list models
+      asr-serve lm build talks.txt -o talks.arpa build a language model from text
+      asr-serve graph --help                     limit a streaming model to a fixed vocabulary
+      asr-serve doctor                           show this machine, and what is missing
     """
 
 

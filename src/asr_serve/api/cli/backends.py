@@ -233,8 +233,8 @@ class RemoteSynthesizer:
                 yield answer
         except (OSError, http.client.HTTPException) as error:
             raise Unreachable(
-                f"no server answers at {self._server}, or not any more: {error or type(error).__name__}",
-                "an asr-serve that is running is needed",
+                f"no server answers at {self._server}: {error or type(error).__name__}",
+                "a running asr-serve is needed",
                 "check the address, or start one: asr-serve serve",
             ) from None
         finally:
@@ -260,7 +260,7 @@ def _chunks_from_events(events: Iterator[dict[str, Any]], rate_hz: int) -> Gener
                 return
             case "error":
                 raise _refused(event.get("error") or event)
-    raise Unreachable("the server ended in the middle of its speech", "all of it is needed", "try again")
+    raise Unreachable("the server closed the connection before the end of the audio", "", "try again")
 
 
 def _server_sent_events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -277,7 +277,7 @@ def _refusal(answer: http.client.HTTPResponse, server: str) -> Refused | Unreach
     try:
         return _refused(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):
-        return Unreachable(f"{server} answers with {answer.status}, and is no asr-serve that speaks")
+        return Unreachable(f"{server} answers with {answer.status}, and is no asr-serve with speech synthesis")
 
 
 def _refused(error: Mapping[str, Any]) -> Refused:

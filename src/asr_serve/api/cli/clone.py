@@ -35,13 +35,15 @@ def clone(
             "--audio", metavar="PATH", help="Recordings of one speaker: a folder, files, lists. May be repeated."
         ),
     ],
-    name: Annotated[str | None, typer.Option("--name", metavar="NAME", help="Of the voice: a-z, 0-9, - and _.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Name of the voice: a-z, 0-9, - and _.")
+    ] = None,
     consent: Annotated[
         str | None,
         typer.Option(
             "--consent",
             metavar="TEXT",
-            help='The words with which the speaker agrees: "I, NAME, ...". They are kept with the voice.',
+            help='Statement in which the speaker agrees: "I, NAME, ...". It is stored with the voice.',
         ),
     ] = None,
     texts: Annotated[
@@ -49,39 +51,45 @@ def clone(
         typer.Option(
             "--texts",
             metavar="FILE",
-            help="What is said in them: a line NAME<tab or |>TEXT for each. A file beside a recording that ends "
-            "in .txt or .lab is read too; what is in neither is heard.",
+            help="Transcripts of the recordings, one per line: NAME<tab or |>TEXT. A file beside a recording that "
+            "ends in .txt or .lab is read too; recordings without a transcript are recognized.",
         ),
     ] = None,
     model: Annotated[
-        str, typer.Option("--model", "-m", help="Voice model that learns it; see: asr-serve models list")
+        str, typer.Option("--model", "-m", help="Speech synthesis model to train; see: asr-serve models list")
     ] = "fastpitch-en",
     weights: Annotated[
-        str | None, typer.Option(metavar="DIR", help="A checkpoint folder of it instead of its own.")
+        str | None, typer.Option(metavar="DIR", help="Checkpoint folder of that model, instead of its own weights.")
     ] = None,
     codec: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Another vocoder than the model's own, for its samples.")
+        str | None, typer.Option(metavar="NAME", help="Vocoder to use instead of the model's own.")
     ] = None,
     recogniser: Annotated[
-        str | None, typer.Option("--recogniser", metavar="NAME", help="Model that hears what is said.")
+        str | None,
+        typer.Option("--recogniser", metavar="NAME", help="Model that recognizes recordings without a transcript."),
     ] = None,
     minutes: Annotated[
-        float, typer.Option(metavar="N", help="Of learning, at most. It ends when it gets no better.", min=0.1)
+        float,
+        typer.Option(
+            metavar="N",
+            help="Longest training time in minutes; training stops earlier when the loss no longer falls.",
+            min=0.1,
+        ),
     ] = 10.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of what is random in it.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed of the training.")] = 0,
     voices_dir: VoicesDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The report as JSON, on stdout.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
-    """Teach a model the voice of somebody who agrees to that.
+    """Clone the voice of a speaker who agrees to it.
 
-    About 20 clips of 3 to 12 s, read or spoken in a quiet room, make a good
-    voice; longer recordings are cut at pauses. Nothing of them is kept but
-    the voice. A clip that is noisy, clipped, of somebody else or says
-    something other than its text is left out, and the report says so.
+    About 20 clips of 3 to 12 s, recorded in a quiet room, make a good voice;
+    longer recordings are split at pauses. The recordings are not stored. Clips
+    that are noisy, clipped, by another speaker or unlike their transcript are
+    left out, and the report lists them.
 
-    A voice belongs to whoever speaks with it. Clone yours, or that of
-    somebody who has told you that you may.
+    A voice belongs to its speaker. Clone your own, or that of somebody who has
+    given you permission.
 
     \b
     Examples
@@ -149,7 +157,7 @@ def report_text(report: CloneReport) -> list[str]:
     card = report.card
     left_out = [clip for clip in report.clips if clip.left_out]
     lines = [
-        f"The voice {card.name!r} is there, after {clock_time(report.took_s)}: {card.clips} clips, "
+        f"The voice {card.name!r} was cloned in {clock_time(report.took_s)}: {card.clips} clips, "
         f"{card.seconds:.0f} s of speech, from {card.start!r} in {card.steps} steps."
     ]
     if card.similarity is not None:
@@ -158,7 +166,7 @@ def report_text(report: CloneReport) -> list[str]:
             f"(cosine {card.similarity:.2f} of {card.ceiling:.2f})."
         )
     else:
-        lines.append("How like it is was not measured: there is nothing here that makes sound of its frames.")
+        lines.append("Its similarity was not measured: the vocoder is not on this machine.")
     if left_out:
         lines += [f"{len(left_out)} of {len(report.clips)} clips were left out:"]
         lines += [f"  {clip.clip}  {clip.left_out}" for clip in left_out]

@@ -63,13 +63,16 @@ def doctor(
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantize: Annotated[
-        str, typer.Option(help="none, int8, or dynamic: says for common shapes what is faster here.")
+        str,
+        typer.Option(
+            help="8-bit quantization: none, int8, or dynamic, which also shows what is faster for common shapes."
+        ),
     ] = "none",
     as_json: AsJson = False,
 ) -> int:
-    """Show what this machine is, what will run where, and what is missing with the command that gets it.
+    """Show this machine, the device and data type that will be used, and what is missing, with commands to install it.
 
-    Exit code 1 when something is missing that transcription cannot do without.
+    Exit code 1 when something is missing that transcription needs.
 
     \b
     Examples
@@ -197,7 +200,7 @@ def codecs(missing: list[MissingDependency]) -> dict[str, bool]:
 
 
 def models(missing: list[MissingDependency]) -> dict[str, str | None]:
-    """Maps model names to the folders of their weights, None if missing."""
+    """Maps model names to the folders of their weights, None if not here. Only the default model is ever missing."""
     from asr_serve.models.checkpoints.store import locate
     from asr_serve.models.registry import all_cards
 
@@ -208,10 +211,18 @@ def models(missing: list[MissingDependency]) -> dict[str, str | None]:
         except AsrServeError:
             folder = None
         folders[card.name] = None if folder is None else str(folder)
-        if folder is None:
-            needed = card.name == DEFAULT_MODEL
-            missing.append(MissingDependency(f"the weights of {card.name}", ways_to_get(card)[0], needed))
+        if folder is None and card.name == DEFAULT_MODEL:
+            missing.append(MissingDependency(f"the weights of {card.name}", ways_to_get(card)[0], needed=True))
     return folders
+
+
+def model_line(name: str, folder: str | None) -> str:
+    """Returns a model's folder, or the command that gets its weights: most machines have few models."""
+    if folder is None:
+        from asr_serve.models.registry import any_card
+
+        folder = f"not fetched; {ways_to_get(any_card(name))[0]}"
+    return f"  {name:33} {folder}"
 
 
 def format_report(report: DoctorReport) -> str:
@@ -234,7 +245,7 @@ def format_report(report: DoctorReport) -> str:
     lines += [f"  {name.replace('_', ' '):12} {value}" for name, value in runs_with.items()]
     lines += ["packages", *(f"  {name:16} {found or 'not installed'}" for name, found in report.packages.items())]
     lines += ["codecs", f"  {' '.join(name for name, works in report.codecs.items() if works) or 'none'}"]
-    lines += ["models", *(f"  {name:24} {folder or 'weights missing'}" for name, folder in report.models.items())]
+    lines += ["models", *(model_line(name, folder) for name, folder in report.models.items())]
     if report.missing:
         lines.append("missing")
         for finding in report.missing:

@@ -94,7 +94,7 @@ def build_graph(
     """Build a graph of all sentences that a recogniser may return.
 
     The recogniser's search then follows the graph: it returns words of the
-    lexicon only, and weighs what it hears with the language model. Words of the
+    lexicon only, and combines acoustic scores with those of the language model. Words of the
     lexicon that the language model lacks have the probability of <unk>. Words
     that the lexicon lacks are not recognised. It needs kaldifst:
     pip install 'asr-serve[build]'

@@ -30,18 +30,19 @@ def listen(
     source: Annotated[
         str | None,
         typer.Argument(
-            metavar="[FILE|-]", help="An audio or video file; or - for samples from stdin: 16-bit mono, raw or as WAV."
+            metavar="[FILE|-]", help="Audio or video file; or - for samples from stdin: 16-bit mono, raw or WAV."
         ),
     ] = None,
-    file: Annotated[str | None, typer.Option(metavar="FILE", help="The same as FILE.")] = None,
-    mic: Annotated[bool, typer.Option("--mic", help="The microphone, until ctrl-C.")] = False,
+    file: Annotated[str | None, typer.Option(metavar="FILE", help="Audio or video file, as the argument FILE.")] = None,
+    mic: Annotated[bool, typer.Option("--mic", help="Listen to the microphone until ctrl-C.")] = False,
     chosen_input: Annotated[
-        str | None, typer.Option("--input", metavar="NAME|NUMBER", help="Which microphone.")
+        str | None, typer.Option("--input", metavar="NAME|NUMBER", help="Microphone to use, by name or number.")
     ] = None,
     server: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="An asr-serve that hears it instead of a model in this process: http://127.0.0.1:8000"
+            metavar="URL",
+            help="Server that recognizes the speech, instead of a model in this process: http://127.0.0.1:8000",
         ),
     ] = None,
     api_key: shared.ApiKey = None,
@@ -50,7 +51,7 @@ def listen(
         typer.Option(
             "--model",
             "-m",
-            help="Which model; see: asr-serve models list",
+            help="Name of the model; see: asr-serve models list",
             show_default=f"{DEFAULT_MODEL}, or the server's own",
         ),
     ] = None,
@@ -71,21 +72,23 @@ def listen(
     chunk_ms: Annotated[
         int | None,
         typer.Option(
-            help="How much audio between two looks at the text.",
-            show_default=f"{DEFAULT_CHUNK_MS}, or the server's own",
+            help="Audio in ms between two updates of the text.", show_default=f"{DEFAULT_CHUNK_MS}, or the server's own"
         ),
     ] = None,
     rate_hz: Annotated[
-        int | None, typer.Option("--rate", metavar="HZ", help="Of raw samples from stdin. Default: 16000.")
+        int | None, typer.Option("--rate", metavar="HZ", help="Sample rate of raw samples from stdin. Default: 16000.")
     ] = None,
     silence_schedule: shared.SilenceSchedulePoints = None,
     real_time: Annotated[
-        bool, typer.Option("--real-time", "--realtime", help="Hear a file as slowly as it was spoken.")
+        bool, typer.Option("--real-time", "--realtime", help="Read a file at the speed at which it was spoken.")
     ] = False,
     output: Annotated[
         str | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="At the end all of it goes there too, as `transcribe` writes it."
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="File for the whole transcript, written at the end as `transcribe` writes it.",
         ),
     ] = None,
     form: Annotated[
@@ -94,40 +97,39 @@ def listen(
             "--format",
             "-f",
             metavar="FORMAT",
-            help="Of that file: text, json, srt and so on. Default: told by its suffix.",
+            help="Format of the --output file: text, json, srt and so on. Default: by its suffix.",
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="A JSON object a line, for each chunk, instead of text.")
+        bool, typer.Option("--json", help="Print a line of JSON for each chunk, instead of text.")
     ] = False,
     more: shared.Set = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> int:
-    """Show speech as text while it comes.
+    """Transcribe live speech, and print the text while it is spoken.
 
-    A segment is printed as a line when a pause has ended it. On a terminal
-    the words since then stand below, bright when they are certain, dim as
-    long as they may change, and beside them how loud it is.
+    A segment is printed as a line when a pause ends it. On a terminal the
+    words after it are shown below: bright when they are final, dim while they
+    may change, with the level of the audio beside them.
     Results go to stdout, everything else to stderr.
 
     \b
-    --json     `delta` is what has become fixed since the line before,
-               `unfixed_text` what may still change, `segments` the new ones;
-               the last line has `is_final` true and the whole `text`;
-               with --server there is a line for each change
-               A segment has `words`, `speaker` and `spoken` where they were
-               asked for; the last line tells in `speakers` who said each
-               segment, as all of it shows
-    --speakers a line tells who is known by then to say it; at the end it is
-               told which were somebody else's. In the file of --output they
-               are right
-    --server   a connection that is lost is found again, and nothing of
-               the audio or the text with it
+    --json     `delta` is the text that became final since the line before,
+               `unfixed_text` the text that may still change, `segments` the
+               new segments; the last line has `is_final` true and the whole
+               `text`; with --server there is a line for each change.
+               Segments have `words`, `speaker` and `spoken` where these are
+               requested; the last line lists in `speakers` the speaker of
+               each segment, after all audio has been compared
+    --speakers a line names the speaker that is known so far; corrections are
+               printed at the end. The --output file has the corrected ones
+    --server   a lost connection is opened again, without loss of audio or
+               text
 
     \b
     Exit code  0 done, 1 something failed, 2 wrong usage,
-               130 ctrl-C: what came from stdin is still finished,
-               unless there is a second one; --mic ends with it, and with 0
+               130 ctrl-C: audio that came from stdin is still transcribed,
+               unless ctrl-C comes twice; --mic ends with it, and with 0
 
     \b
     Examples
@@ -201,7 +203,7 @@ def listen(
         print_error(f"warning: {lost}")
     if not quiet:
         if captions.corrected:
-            phrase = "line was somebody else's" if len(captions.corrected) == 1 else "lines were somebody else's"
+            phrase = "line has another speaker" if len(captions.corrected) == 1 else "lines have other speakers"
             print_error(
                 "\n".join([f"{len(captions.corrected)} {phrase}, as all that was said shows:", *captions.corrected])
             )

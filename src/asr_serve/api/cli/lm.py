@@ -49,7 +49,7 @@ Tokens = Annotated[
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.command("build")
@@ -62,24 +62,25 @@ def build_model(
             "--output",
             "-o",
             metavar="FILE",
-            help="Name of the model: it ends in .ngram.safetensors, which loads fast, or in .arpa or .arpa.gz, which "
+            help="File to write: its name ends in .ngram.safetensors, which loads fast, or in .arpa or .arpa.gz, which "
             "other programs read.",
             show_default=False,
         ),
     ],
-    order: Annotated[int, typer.Option(help="Words of the longest n-grams, 1 to 8.")] = 3,
+    order: Annotated[int, typer.Option(help="Order of the model: words in the longest n-grams, 1 to 8.")] = 3,
     prune: Annotated[
         str,
         typer.Option(
             metavar="COUNTS",
-            help="For each order the count up to which n-grams are left out: 0,0,1 leaves out trigrams that come "
-            "once. The last number holds for all longer ones.",
+            help="Count up to which n-grams are left out, for each order: 0,0,1 leaves out trigrams that occur once. "
+            "The last number applies to all higher orders.",
         ),
     ] = "0",
     vocabulary: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="All words, one a line; others count as <unk>. Default: the words of the text."
+            metavar="FILE",
+            help="File of all words, one per line; others count as <unk>. Default: the words of the text.",
         ),
     ] = None,
     tokens: Tokens = None,
@@ -89,14 +90,14 @@ def build_model(
             "--held-out", metavar="TEXT", help="Text to measure on, which is not trained on. May be repeated."
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Over a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Train a model on text, by modified Kneser-Ney smoothing.
 
-    The text should be written as the recogniser writes: a model of capital
-    letters does not know a recogniser's small ones. With --tokens the model
-    is one for that recogniser alone; a trigram of tokens is short, so take a
-    longer --order, like 5.
+    The text should be written as the recognizer writes it: a model of upper-case
+    words does not match lower-case output. With --tokens the model is for that
+    recognizer alone; tokens are shorter than words, so use a higher --order,
+    like 5.
 
     \b
     Examples
@@ -110,7 +111,7 @@ def build_model(
 
     check_ngram_path(output)
     if output.exists() and not force:
-        raise OptionError(f"{output} is there already", "another file", "--force writes over it", param="output")
+        raise OptionError(f"{output} exists", "", "choose another name, or overwrite it with --force", param="output")
     if tokens is not None and vocabulary is not None:
         raise OptionError("--vocabulary beside --tokens", "one of them", "a recogniser's tokens are all its words")
     check_stdin_once([*texts, *(held_out or [])])
@@ -158,7 +159,7 @@ def measure_perplexity(model: ModelFile, texts: Texts, tokens: Tokens = None, as
 @app.command("show")
 @exit_on_error
 def show_model(model: ModelFile, as_json: AsJson = False) -> None:
-    """The size of a model: its n-grams by order, its words, its bytes on disk and in memory.
+    """Show the size of a model: n-grams by order, words, bytes on disk and in memory.
 
     \b
     Example

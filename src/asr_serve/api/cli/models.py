@@ -13,23 +13,23 @@ from asr_serve.api.cli.options import AsJson
 if TYPE_CHECKING:
     from asr_serve.models.registry import ModelCard
 
-app = typer.Typer(no_args_is_help=True, help="The models: list them, look at one, get its weights.")
+app = typer.Typer(no_args_is_help=True, help="List models, show one, fetch weights.")
 
 SHOWN_LANGUAGES = 4
 """Languages of a model shown in a list; `show` has them all."""
-Name = Annotated[str, typer.Argument(help="A model's name; see: asr-serve models list")]
+Name = Annotated[str, typer.Argument(help="Name of the model; see: asr-serve models list")]
 
 
 @app.command("list")
 @exit_on_error
 def list_models(as_json: AsJson = False) -> None:
-    """Every model, and whether its weights are on this machine.
+    """List all models, and whether their weights are on this machine.
 
-    DOES says how it hears: chunks, as they are spoken, with what it remembers
-    carried along; or utterances, each as a whole. Or with how many voices it
-    speaks. LAG is how much later than the audio a word can be known, at most.
-    HEADS are ways to read what a model has heard: --set engine.head=NAME
-    chooses one.
+    TASK is what a model does. Recognizers that stream read chunks and keep
+    state between them; others read whole utterances. For speech synthesis the
+    number of voices is shown. LATENCY is the longest delay from audio to its
+    words. HEADS are the output heads of a model; --set engine.head=NAME
+    selects one.
 
     \b
     Examples
@@ -44,7 +44,7 @@ def list_models(as_json: AsJson = False) -> None:
     if as_json:
         print(as_text(rows))
         return
-    columns = ("NAME", "LANGUAGES", "SIZE", "DOES", "LAG", "HEADS", "LICENCE", "WEIGHTS")
+    columns = ("NAME", "LANGUAGES", "SIZE", "TASK", "LATENCY", "HEADS", "LICENCE", "WEIGHTS")
     print_table(
         columns,
         [
@@ -64,7 +64,7 @@ def list_models(as_json: AsJson = False) -> None:
 @app.command("show")
 @exit_on_error
 def show_model(name: Name, as_json: AsJson = False) -> None:
-    """Everything a model's card says, and where its weights are.
+    """Show a model's card and the folder of its weights.
 
     \b
     Example
@@ -90,7 +90,7 @@ def show_model(name: Name, as_json: AsJson = False) -> None:
 @app.command("fetch")
 @exit_on_error
 def fetch_model(name: Name) -> None:
-    """Get a model's weights from its hub, once; prints the folder they are in.
+    """Download a model's weights from its hub, once, and print their folder.
 
     \b
     Example
@@ -131,15 +131,15 @@ def capabilities(card: ModelCard) -> tuple[str, str, str]:
     heads = values.get("heads")
     match card:
         case TtsCard():
-            purpose = f"speaks, {len(card.voices)} voice{'s' * (len(card.voices) > 1)}"
+            purpose = f"synthesis, {len(card.voices)} voice{'s' * (len(card.voices) > 1)}"
         case VocoderCard():
-            purpose = "sound of frames"
+            purpose = "vocoder"
         case TurnCard():
-            purpose = "ends of turns"
+            purpose = "turn detection"
         case AsrCard():
             purpose = f"chunks of {values['chunk_ms']} ms" if values.get("chunk_ms") else "utterances"
         case _:
-            purpose = "who speaks"
+            purpose = "diarization"
     return (
         purpose,
         f"{values['lag_ms']} ms" if values.get("lag_ms") else "-",

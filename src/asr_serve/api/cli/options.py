@@ -13,33 +13,39 @@ from asr_serve.config import EngineConfig
 from asr_serve.config_sources import SettingValue, build_config, collect_values
 from asr_serve.errors import OptionError, SourceNotFound
 
-Model = Annotated[str, typer.Option("--model", "-m", help="Which model; see: asr-serve models list")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Dtype = Annotated[str, typer.Option(help="auto, fp32 or bf16.")]
+Model = Annotated[str, typer.Option("--model", "-m", help="Name of the model; see: asr-serve models list")]
+Device = Annotated[str, typer.Option(help="Device to compute on: auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, typer.Option(help="Data type to compute in: auto, fp32 or bf16.")]
 Quantize = Annotated[
     str | None,
     typer.Option(
         metavar="none|int8|dynamic",
-        help="int8: weights of 8 bits; dynamic: activations too, where that is faster here. Default: none.",
+        help="8-bit quantization. int8: of the weights; dynamic: of the activations too, where that is faster. "
+        "Default: none.",
+        show_default=False,
     ),
 ]
-Weights = Annotated[str | None, typer.Option(metavar="DIR", help="A checkpoint folder instead of the model's own.")]
+Weights = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Checkpoint folder to load instead of the model's own weights.")
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="engine.NAME=VALUE",
-        help="A setting of the engine, like engine.use_chunked_inference=true. May be repeated; "
-        "asr-serve serve --print-config explains them all.",
+        help="Engine setting, like engine.use_chunked_inference=true. May be repeated; "
+        "asr-serve serve --print-config lists and explains all settings.",
     ),
 ]
-Language = Annotated[str | None, typer.Option("--language", "-l", help="A code or a name: en, German.")]
+Language = Annotated[
+    str | None, typer.Option("--language", "-l", help="Language of the speech, as a code or a name: en, German.")
+]
 Prompt = Annotated[
     str | None,
     typer.Option(
         metavar="TEXT",
-        help='What was said before, for models that read (a Whisper): --prompt "A talk about Kubernetes." '
-        "Names, spelling and style go on from it. Of a long text the end is read.",
+        help='Text that precedes the speech, for models that read a prompt (Whisper): --prompt "A talk about '
+        'Kubernetes." Names, spelling and style follow it. Only the end of a long text is used.',
     ),
 ]
 Hotwords = Annotated[
@@ -48,8 +54,8 @@ Hotwords = Annotated[
         "--hotwords",
         "--hotword",
         metavar="WORDS|@FILE",
-        help="Names and words that may come: --hotwords 'Beckett,Ada Lovelace', or @names.txt with one a line. "
-        "May be repeated.",
+        help="Words and names to favor in recognition: --hotwords 'Beckett,Ada Lovelace', or @names.txt with one per "
+        "line. May be repeated.",
     ),
 ]
 LanguageModel = Annotated[
@@ -57,53 +63,57 @@ LanguageModel = Annotated[
     typer.Option(
         "--language-model",
         metavar="FILE|NAME",
-        help="N-grams of the model's tokens, which its beam search adds: a file of asr-serve lm build --tokens, or "
-        "one that is loaded with --set engine.language_models=NAME=FILE.",
+        help="N-gram language model that scores hypotheses in beam search: a file that asr-serve lm build --tokens "
+        "wrote, or the NAME of one loaded with --set engine.language_models=NAME=FILE.",
         show_default=False,
     ),
 ]
 LanguageModelWeight = Annotated[
     float | None,
     typer.Option(
-        "--language-model-weight", metavar="0..4", help="How much it counts. Default: 0.3.", show_default=False
+        "--language-model-weight",
+        metavar="0..4",
+        help="Weight of the language model. Default: 0.3.",
+        show_default=False,
     ),
 ]
 Words = Annotated[
     bool,
     typer.Option(
         "--words",
-        help="When each word was said, and how sure the model was, in the formats "
-        "that tell. Subtitles follow the words then.",
+        help="Add times and confidence of each word, in formats that hold them. Subtitles are then split at words.",
     ),
 ]
-Speakers = Annotated[bool, typer.Option("--speakers", help="Who says it: SPEAKER_00, SPEAKER_01 and so on.")]
-NumSpeakers = Annotated[int | None, typer.Option(help="How many speak, if that is known; implies --speakers.")]
-MinSpeakers = Annotated[int | None, typer.Option(help="At least so many; implies --speakers.")]
-MaxSpeakers = Annotated[int | None, typer.Option(help="At most so many; implies --speakers.")]
+Speakers = Annotated[bool, typer.Option("--speakers", help="Label who speaks: SPEAKER_00, SPEAKER_01 and so on.")]
+NumSpeakers = Annotated[int | None, typer.Option(help="Number of speakers, if known; implies --speakers.")]
+MinSpeakers = Annotated[int | None, typer.Option(help="Least number of speakers; implies --speakers.")]
+MaxSpeakers = Annotated[int | None, typer.Option(help="Largest number of speakers; implies --speakers.")]
 Itn = Annotated[
     bool,
     typer.Option(
         "--itn/--no-itn",
-        help="Numbers, dates and money as one writes them: $25.30 for twenty-five dollars and thirty cents. "
-        "English, Chinese, Japanese; wants the extra itn.",
+        help="Inverse text normalization: write numbers, dates and money in figures, as $25.30 for twenty-five "
+        "dollars and thirty cents. English, Chinese, Japanese; needs the extra itn.",
     ),
 ]
 SilenceSchedulePoints = Annotated[
     str | None,
     typer.Option(
         metavar="MS:MS,...",
-        help="How long a pause ends a segment: 5000:1500,20000:800,inf:300 asks for 1.5 s while a "
-        "segment is up to 5 s long, 0.8 s up to 20 s, then 0.3 s.",
+        help="Length of the pause that ends a segment, by the length of the segment: 5000:1500,20000:800,inf:300 "
+        "means 1.5 s up to 5 s, 0.8 s up to 20 s, then 0.3 s.",
     ),
 ]
-ApiKey = Annotated[str | None, typer.Option(metavar="KEY", help="For that server; better in ASR_SERVE_API_KEY.")]
+ApiKey = Annotated[
+    str | None, typer.Option(metavar="KEY", help="API key for --server; safer in the variable ASR_SERVE_API_KEY.")
+]
 VoicesDir = Annotated[
     str | None,
-    typer.Option("--voices-dir", metavar="DIR", help="Where voices are kept, if not where they usually are."),
+    typer.Option("--voices-dir", metavar="DIR", help="Folder of cloned voices. Default: that of the engine settings."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 MOST_HOTWORD_BYTES = 4 << 20
-"""Limit of a hot-word file: more than the words that any request may have."""
+"""Limit of a file of hotwords: more than the words that any request may have."""
 
 
 def hotwords(given: list[str] | None) -> tuple[str, ...]:
@@ -120,7 +130,9 @@ def hotwords(given: list[str] | None) -> tuple[str, ...]:
                 content = file.read(MOST_HOTWORD_BYTES + 1)
             lines = content.decode("utf-8-sig").splitlines()
         except UnicodeDecodeError:
-            raise OptionError(f"--hotwords {item} is no text", "UTF-8, a word or phrase a line") from None
+            raise OptionError(
+                f"--hotwords {item} is not text", "a file in UTF-8 with a word or phrase per line is needed"
+            ) from None
         except OSError as error:
             raise SourceNotFound(f"--hotwords {item}: {error.strerror}", "", "check the path") from None
         if len(content) > MOST_HOTWORD_BYTES:

@@ -52,7 +52,7 @@ def serve(
     port: Annotated[str | None, flag("--port", "-p", metavar="PORT")] = None,
     realtime_port: Annotated[str | None, flag("--realtime-port", metavar="PORT")] = None,
     model: Annotated[
-        list[str] | None, flag("--model", "-m", metavar="NAME", more="Again for models to load beside it.")
+        list[str] | None, flag("--model", "-m", metavar="NAME", more="Repeat it to load further models.")
     ] = None,
     pipeline: Annotated[str | None, flag("--pipeline", metavar="NAME|FILE")] = None,
     voice: Annotated[str | None, flag("--voice", metavar="NAME|none")] = None,
@@ -63,7 +63,7 @@ def serve(
     weights: Annotated[str | None, flag("--weights", metavar="DIR")] = None,
     role: Annotated[str | None, flag("--role", metavar="both|encode|decode")] = None,
     peer: Annotated[
-        list[str] | None, flag("--peer", metavar="HOST:PORT", more="May be repeated; PORT is theirs for encoding.")
+        list[str] | None, flag("--peer", metavar="HOST:PORT", more="May be repeated; PORT is their encode_port.")
     ] = None,
     encode_port: Annotated[str | None, flag("--encode-port", metavar="PORT")] = None,
     api_key: Annotated[
@@ -71,11 +71,13 @@ def serve(
         flag(
             "--api-key",
             metavar="KEY",
-            more="May be repeated. Anybody on this machine sees flags in ps: better "
-            "ASR_SERVE_API_KEYS, or api_keys_file.",
+            more="May be repeated. Flags are visible to all users of this machine; safer are "
+            "ASR_SERVE_API_KEYS and api_keys_file.",
         ),
     ] = None,
-    admin_key: Annotated[list[str] | None, flag("--admin-key", metavar="KEY", more="As --api-key.")] = None,
+    admin_key: Annotated[
+        list[str] | None, flag("--admin-key", metavar="KEY", more="May be repeated; see --api-key.")
+    ] = None,
     max_concurrent: Annotated[str | None, flag("--max-concurrent", metavar="N")] = None,
     log_format: Annotated[str | None, flag("--log-format", metavar="text|json")] = None,
     otel_endpoint: Annotated[str | None, flag("--otel-endpoint", metavar="URL")] = None,
@@ -86,22 +88,24 @@ def serve(
     more: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="NAME=VALUE", help="Any setting, like engine.max_decode_rows=32. May be repeated."
+            "--set", metavar="NAME=VALUE", help="Setting by name, like engine.max_decode_rows=32. May be repeated."
         ),
     ] = None,
     print_config: Annotated[
         bool,
-        typer.Option("--print-config", help="Print every setting, what it means and where its value comes from; stop."),
+        typer.Option(
+            "--print-config", help="Print every setting with its meaning and the source of its value, and exit."
+        ),
     ] = False,
 ) -> None:
-    """Serve transcription and speech over HTTP, as OpenAI's clients speak it, until ctrl-C or SIGTERM.
+    """Serve speech recognition and synthesis over HTTP and WebSocket, for OpenAI's clients among others.
 
-    Settings come from a file (--config), then variables (ASR_SERVE_PORT,
-    ASR_SERVE_ENGINE__MAX_DECODE_ROWS), then flags; a later one replaces an
-    earlier one.
+    It runs until ctrl-C or SIGTERM. Settings come from a file (--config), then
+    from variables (ASR_SERVE_PORT, ASR_SERVE_ENGINE__MAX_DECODE_ROWS), then from
+    flags; each source overrides the ones before it.
 
     \b
-    Exit code  0 stopped when asked, 1 something failed, 2 a setting is wrong
+    Exit code  0 stopped by a signal, 1 something failed, 2 a setting is wrong
 
     \b
     Examples
@@ -115,15 +119,15 @@ def serve(
       asr-serve serve --config asr-serve.toml
 
     \b
-    On several machines, or in several processes of one: what is heard is
-    encoded by whoever has room, and whoever encodes may die at any time
+    On several machines, or in several processes of one machine: audio is
+    encoded by a peer with capacity; if a peer fails, another one takes over
       asr-serve serve --role encode --port 8001 --encode-port 8101
       asr-serve serve --role encode --port 8002 --encode-port 8102
       asr-serve serve --role decode --peer 127.0.0.1:8101 --peer 127.0.0.1:8102
     From elsewhere: --host 0.0.0.0 and the same ASR_SERVE_PEER_KEYS for all
 
     \b
-    Then, from anywhere that reaches it
+    Requests, from any machine that can reach the server
       curl http://127.0.0.1:8000/v1/audio/transcriptions \\
         -F file=@talk.mp3 -F model=moonshine-tiny-en
       curl http://127.0.0.1:8000/health
@@ -179,7 +183,7 @@ def read_flags(flags: dict[str, str | list[str] | None], models: list[str], more
         given["more_models"] = SettingValue(tuple(models[1:]), "flag --model")
     set_by_name = settings(more)
     for name in set_by_name.keys() & given.keys():
-        raise OptionError(f"{name} is given twice: {given[name].source} and flag --set", "once")
+        raise OptionError(f"{name} is set twice: by {given[name].source} and by flag --set", "once is allowed")
     return given | set_by_name
 
 
@@ -199,24 +203,24 @@ def with_first_model(given: dict[str, SettingValue]) -> dict[str, SettingValue]:
 def setting_warnings(chosen: ServeConfig, given: dict[str, SettingValue]) -> list[str]:
     """Returns warnings for an operator, before the server starts."""
     warnings = [
-        f"every user of this machine can see {name} in the list of processes; "
-        f"better {all_settings()[name].variable}, or {name}_file"
+        f"{name} is visible to all users of this machine in the list of processes; "
+        f"use {all_settings()[name].variable} or {name}_file instead"
         for name in SECRETS
         if name in given and given[name].source.startswith("flag")
     ]
     if client_key() and not chosen.api_keys:
-        warnings.append("ASR_SERVE_API_KEY is what a client brings; what a server asks for is ASR_SERVE_API_KEYS")
+        warnings.append("ASR_SERVE_API_KEY is the key of a client; a server checks ASR_SERVE_API_KEYS")
     if not chosen.loopback and not chosen.api_keys:
         warnings.append(
-            f"listening on {chosen.host} and asking for no key: whoever reaches this machine may use it; "
+            f"listening on {chosen.host} without API keys: everybody who can reach this machine may use it; "
             "set api_keys or api_keys_file"
         )
     if chosen.engine.role == "decode" and not chosen.engine.peers:
-        warnings.append("role=decode without peers: this engine encodes everything itself; name some with --peer")
+        warnings.append("role=decode without peers: this engine encodes everything itself; name peers with --peer")
     if chosen.engine.role == "encode" and not chosen.loopback and not chosen.peer_keys:
         warnings.append(
-            f"encoding for others on {chosen.host}:{chosen.encode_port} and asking for no key: whoever reaches "
-            "this machine may ask; set peer_keys or peer_keys_file"
+            f"encoding for others on {chosen.host}:{chosen.encode_port} without keys: everybody who can reach this "
+            "machine may request it; set peer_keys or peer_keys_file"
         )
     return warnings + _about_peers(chosen, given)
 
@@ -227,18 +231,19 @@ def _about_peers(chosen: ServeConfig, given: dict[str, SettingValue]) -> list[st
     remote = [peer for peer in chosen.engine.peers if not is_loopback(peer.rpartition(":")[0].strip("[]"))]
     if remote and not chosen.peer_keys:
         warnings.append(
-            f"what callers say goes to {', '.join(remote)}, whoever answers there: without keys a peer proves "
-            "nothing; set peer_keys or peer_keys_file, the same there"
+            f"audio of callers is sent to {', '.join(remote)} without authentication of the "
+            "peers; set peer_keys or peer_keys_file, the same there"
         )
     if _is_explicit("encode_port", chosen.encode_port, given) and chosen.engine.role != "encode":
         warnings.append(
-            f"encode_port={chosen.encode_port} with role={chosen.engine.role}: nobody listens there, "
-            "only role=encode does"
+            f"encode_port={chosen.encode_port} has no effect with role={chosen.engine.role}, only with role=encode"
         )
     if not chosen.engine.peers and chosen.engine.role != "encode":
         has_peer_road = _is_explicit("engine.peer_road", chosen.engine.peer_road, given)
         unused = ["peer_keys"] * bool(chosen.peer_keys) + ["engine.peer_road"] * has_peer_road
-        warnings += [f"{name} without peers does nothing: name some with --peer, or set role=encode" for name in unused]
+        warnings += [
+            f"{name} has no effect without peers: name peers with --peer, or set role=encode" for name in unused
+        ]
     return warnings
 
 

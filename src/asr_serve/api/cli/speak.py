@@ -40,7 +40,7 @@ DEFAULT_MANNER = {
 def speak(
     text: Annotated[
         str | None,
-        typer.Argument(metavar="[TEXT|-]", help="What to say; or - for stdin, which is spoken while it comes."),
+        typer.Argument(metavar="[TEXT|-]", help="Text to speak; or - for stdin, which is spoken as it arrives."),
     ] = None,
     output: Annotated[
         str | None,
@@ -48,7 +48,7 @@ def speak(
             "--output",
             "-o",
             metavar="FILE|-",
-            help="A file: .wav .mp3 .opus .flac .aac .pcm; or - for stdout. Default: it is played.",
+            help="File to write: .wav .mp3 .opus .flac .aac .pcm; or - for stdout. Default: play the speech.",
         ),
     ] = None,
     form: Annotated[
@@ -57,15 +57,15 @@ def speak(
             "--format",
             "-f",
             metavar="FORMAT",
-            help="wav, mp3, opus, flac, aac or pcm. Default: told by the suffix of --output, else wav.",
+            help="Audio format: wav, mp3, opus, flac, aac or pcm. Default: by the suffix of --output, else wav.",
         ),
     ] = None,
     voice: Annotated[
-        str | None, typer.Option(help="Who speaks; see --list-voices.", show_default="the model's first")
+        str | None, typer.Option(help="Name of the voice; see --list-voices.", show_default="the model's first")
     ] = None,
-    speed: Annotated[float, typer.Option(help="0.25 to 4 times as fast.")] = 1.0,
-    pitch: Annotated[float, typer.Option(help="-12 to 12 semitones higher.")] = 0.0,
-    energy: Annotated[float, typer.Option(help="-12 to 12 dB louder.")] = 0.0,
+    speed: Annotated[float, typer.Option(help="Speaking rate, 0.25 to 4 times the voice's own.")] = 1.0,
+    pitch: Annotated[float, typer.Option(help="Change of pitch, -12 to 12 semitones.")] = 0.0,
+    energy: Annotated[float, typer.Option(help="Change of loudness, -12 to 12 dB.")] = 0.0,
     ssml: Annotated[
         bool, typer.Option("--ssml", help="The text is SSML: <speak>, with break, prosody, say-as, phoneme, sub, p, s.")
     ] = False,
@@ -76,30 +76,38 @@ def speak(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="How words are said: lines of a word and its phonemes, # begins a remark; or a JSON object.",
+            help="Pronunciations: a word and its phonemes per line, with comments after #; or a JSON object.",
         ),
     ] = None,
     language: Annotated[
         str | None,
         typer.Option(
-            "--language", "-l", help="en or en-gb, as far as the model was taught it. Default: the voice's own."
+            "--language",
+            "-l",
+            help="Language of the text, en or en-gb, if the model supports it. Default: the voice's own.",
         ),
     ] = None,
     words: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="When each word is said: .json; .srt or .vtt for captions.")
+        Path | None,
+        typer.Option(metavar="FILE", help="File for the times of words: .json, or .srt or .vtt for captions."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of what is random in a voice: the same gives the same.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed: the same seed and text give the same audio.")] = 0,
     rate_hz: Annotated[
-        int | None, typer.Option("--rate", metavar="HZ", help="Samples a second.", show_default="the voice's own")
+        int | None,
+        typer.Option("--rate", metavar="HZ", help="Sample rate of the audio.", show_default="the voice's own"),
     ] = None,
     watermark: Annotated[
-        bool, typer.Option("--watermark", help="An inaudible mark, by which it can be told later.")
+        bool,
+        typer.Option(
+            "--watermark", help="Add an inaudible watermark, by which the audio can be detected as synthetic."
+        ),
     ] = False,
-    list_voices: Annotated[bool, typer.Option("--list-voices", help="Who can speak, and stop.")] = False,
+    list_voices: Annotated[bool, typer.Option("--list-voices", help="List the voices and exit.")] = False,
     server: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="An asr-serve that speaks instead of a model in this process: http://127.0.0.1:8000"
+            metavar="URL",
+            help="Server that synthesizes the speech, instead of a model in this process: http://127.0.0.1:8000",
         ),
     ] = None,
     api_key: ApiKey = None,
@@ -108,7 +116,7 @@ def speak(
         typer.Option(
             "--model",
             "-m",
-            help="Which model; see: asr-serve models list",
+            help="Name of the model; see: asr-serve models list",
             show_default="the best voice on this machine, or the server's own",
         ),
     ] = None,
@@ -116,13 +124,13 @@ def speak(
     dtype: Dtype = "auto",
     weights: Weights = None,
     more: Set = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only: no progress.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only, no progress.")] = False,
 ) -> int:
-    """Turn text into speech. It is played, or written with --output, while it
-    is made.
+    """Synthesize speech from text. It is played, or written to --output, while it is synthesized.
 
-    With - the text is read from stdin as it comes, and the first clause is
-    heard before the last one is written: pipe a language model into it.
+    With - the text is read from stdin as it arrives, and the first clause is
+    played before the last one is there: the output of a language model can be
+    piped into it.
 
     \b
     Exit code  0 all done, 1 something failed, 2 wrong usage, 130 ctrl-C
@@ -194,7 +202,7 @@ def speak(
 def choose_text(text: str | None, *, whole: bool) -> str | Iterator[str]:
     """Returns the text; or stdin's, in pieces unless `whole`. Raises OptionError."""
     if text is None:
-        raise OptionError("nothing to say came", "a text, or - for stdin", "see: asr-serve speak --help")
+        raise OptionError("no text came", "a text is needed, or - for stdin", "see: asr-serve speak --help")
     if text != "-":
         return text
     if sys.stdin is None or sys.stdin.isatty():
@@ -263,14 +271,15 @@ def choose_backend(
 def voice_model(name: str) -> TtsCard:
     """Returns a speech model's card; `auto`: the first whose weights are here. Raises UnknownModel, OptionError."""
     from asr_serve.models.checkpoints.store import auto_voice
-    from asr_serve.models.registry import AUTO_VOICE, TtsCard, engine_card, tts_cards
+    from asr_serve.models.registry import AUTO_VOICE, asr_cards, tts_card, tts_cards
 
     if name == AUTO_VOICE:
         return auto_voice()
-    card = engine_card(name)
-    if not isinstance(card, TtsCard):
-        raise OptionError(f"--model {name}, which hears and has no voice", f"one of: {', '.join(tts_cards())}")
-    return card
+    if name in asr_cards():
+        raise OptionError(
+            f"--model {name}, which recognizes speech and does not synthesize it", f"one of: {', '.join(tts_cards())}"
+        )
+    return tts_card(name)
 
 
 def show_voices(speaker: LocalSynthesizer | RemoteSynthesizer, model: str | None) -> int:

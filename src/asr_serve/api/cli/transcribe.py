@@ -87,7 +87,7 @@ def transcribe(
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="A pipeline of stages instead of a model: chain-lm, chain-then-whisper, or a TOML file.",
+            help="Pipeline of stages to run instead of a model: chain-lm, chain-then-whisper, or a TOML file.",
         ),
     ] = None,
     device: shared.Device = "auto",
@@ -96,10 +96,10 @@ def transcribe(
     weights: shared.Weights = None,
     language: shared.Language = None,
     translate: Annotated[
-        bool, typer.Option("--translate", help="Into English, by models that can: a multilingual Whisper.")
+        bool, typer.Option("--translate", help="Translate into English; needs a multilingual Whisper.")
     ] = False,
     beam: Annotated[
-        int, typer.Option(min=1, help="Hypotheses that a decoder follows at once. 1: greedy, and fastest.")
+        int, typer.Option(min=1, help="Beam width: hypotheses that the decoder keeps. 1 is greedy search, the fastest.")
     ] = 1,
     prompt: shared.Prompt = None,
     hotwords: shared.Hotwords = None,
@@ -115,8 +115,8 @@ def transcribe(
         str,
         typer.Option(
             metavar="parallel|sequential",
-            help="parallel: segments that pauses cut, all at once, and fastest. sequential: windows one after the "
-            "other, each knowing what was said before, by models that tell times and read: a Whisper.",
+            help="How long recordings are decoded. parallel: segments, split at pauses, in one batch; the fastest. "
+            "sequential: windows in order, each with the text before it as its prompt; needs a Whisper.",
         ),
     ] = "parallel",
     form: Annotated[
@@ -125,9 +125,9 @@ def transcribe(
             "--format",
             "-f",
             metavar="FORMAT",
-            help="text, json, verbose_json (OpenAI's), jsonl (a line for each input); srt, vtt, karaoke (vtt with "
-            "a time before each word); ctm (words), rttm (speakers), textgrid (both, for Praat). "
-            "Default: told by the suffix of --output, else text.",
+            help="Output format: text, json, verbose_json (OpenAI's), jsonl (one line per input); srt, vtt, karaoke "
+            "(vtt with a time before each word); ctm (words), rttm (speakers), textgrid (both, for Praat). "
+            "Default: by the suffix of --output, else text.",
         ),
     ] = None,
     output: Annotated[
@@ -136,33 +136,37 @@ def transcribe(
             "--output",
             "-o",
             metavar="DIR|FILE",
-            help="A folder, for a file per input; or a file, for one input or jsonl. Default: stdout.",
+            help="Folder, for one file per input; or a file, for one input or for jsonl. Default: stdout.",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Skip inputs whose result is there.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip inputs whose results exist.")] = False,
     silence_schedule: shared.SilenceSchedulePoints = None,
     max_segment_ms: Annotated[
-        int | None, typer.Option(min=1, help="Longest segment; longer speech is cut. Default: the model's.")
+        int | None,
+        typer.Option(min=1, help="Longest segment in ms; longer speech is split. Default: the model's own limit."),
     ] = None,
-    no_vad: Annotated[bool, typer.Option("--no-vad", help="Transcribe silence too.")] = False,
+    no_vad: Annotated[
+        bool, typer.Option("--no-vad", help="Transcribe silence too: no voice activity detection.")
+    ] = False,
     max_duration_s: Annotated[float | None, typer.Option(help="Refuse inputs longer than this many seconds.")] = None,
     more: shared.Set = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only: no progress.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what runs where.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only, no progress.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print the model, its device and each finished file.")
+    ] = False,
 ) -> int:
-    """Turn speech into text. Results go to stdout or --output, everything else to stderr.
+    """Transcribe speech. Results go to stdout or --output, everything else to stderr.
 
-    A file that fails is reported at the end while the others finish.
+    A file that fails is reported at the end; the others are transcribed.
 
     \b
     Exit code  0 all done, 1 something failed, 2 wrong usage,
-               130 ctrl-C: finished results stay, --resume goes on
+               130 ctrl-C: finished results stay, --resume continues
 
     \b
-    --words, --speakers and --itn show in every format that has a place for
-    them; karaoke, ctm and textgrid ask for words by themselves, rttm for
-    speakers. With --itn what was said stays beside what is written, as
-    `spoken`, in the JSON formats.
+    --words, --speakers and --itn take effect in every format that can hold
+    them; karaoke, ctm and textgrid imply --words, rttm implies --speakers.
+    With --itn the JSON formats also hold the spoken form, as `spoken`.
 
     \b
     Examples

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from asr_serve.api.cli.exit_codes import exit_on_error, print_error
 from asr_serve.api.cli.models import as_text, print_table
 from asr_serve.api.cli.options import AsJson, VoicesDir
 from asr_serve.errors import OptionError
+from asr_serve.output_file import replaced_file
 
 if TYPE_CHECKING:
     from asr_serve.voices.voice_store import VoiceStore
@@ -34,7 +34,7 @@ def store_of(folder: str | None) -> VoiceStore:
 @app.command("list")
 @exit_on_error
 def list_voices(voices_dir: VoicesDir = None, as_json: AsJson = False) -> None:
-    """Every cloned voice: of which model, from how much speech, how like it is.
+    """List cloned voices, with model, amount of speech and similarity.
 
     LIKE is the cosine of what it says to the recordings, of that of the
     recordings to each other: 100 % is the speaker.
@@ -69,7 +69,7 @@ def list_voices(voices_dir: VoicesDir = None, as_json: AsJson = False) -> None:
 @app.command("show")
 @exit_on_error
 def show_voice(name: Name, voices_dir: VoicesDir = None, as_json: AsJson = False) -> None:
-    """All that is known of a voice, and the words with which its speaker agreed.
+    """Show a voice's card and the consent of its speaker.
 
     \b
     Example
@@ -89,9 +89,9 @@ def show_voice(name: Name, voices_dir: VoicesDir = None, as_json: AsJson = False
 @app.command("rename")
 @exit_on_error
 def rename_voice(
-    name: Name, new: Annotated[str, typer.Argument(help="Its new name.")], voices_dir: VoicesDir = None
+    name: Name, new: Annotated[str, typer.Argument(help="New name.")], voices_dir: VoicesDir = None
 ) -> None:
-    """Give a voice another name. Servers know it by that from their next request on.
+    """Rename a voice. Servers use the new name from their next request on.
 
     \b
     Example
@@ -106,10 +106,10 @@ def rename_voice(
 @exit_on_error
 def delete_voice(
     name: Name,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Without being asked.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
     voices_dir: VoicesDir = None,
 ) -> None:
-    """Delete a voice, for good.
+    """Delete a voice permanently.
 
     \b
     Example
@@ -128,12 +128,13 @@ def delete_voice(
 def export_voice(
     name: Name,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: NAME.zip. - is stdout.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="File to write, or - for stdout. Default: NAME.zip."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Over a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     voices_dir: VoicesDir = None,
 ) -> None:
-    """Write a voice into a zip: its weights, its card, and the words with which its speaker agreed.
+    """Export a voice as a zip file: its weights, its card and the consent of its speaker.
 
     \b
     Example
@@ -145,28 +146,30 @@ def export_voice(
         return
     path = output or Path(f"{name}.zip")
     if path.exists() and not force:
-        raise OptionError(f"{path} is there already", "another file", "--force writes over it", param="output")
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(data)
-    os.replace(part, path)
+        raise OptionError(f"{path} exists", "", "choose another name, or overwrite it with --force", param="output")
+    with replaced_file(path) as part:
+        part.write_bytes(data)
     print(path)
 
 
 @app.command("import")
 @exit_on_error
 def import_voice(
-    file: Annotated[Path, typer.Argument(help="What asr-serve voices export wrote.")],
-    name: Annotated[str | None, typer.Option("--name", metavar="NAME", help="Another name than it had.")] = None,
+    file: Annotated[Path, typer.Argument(help="File that asr-serve voices export wrote.")],
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="NAME", help="New name. Default: the name that it was exported with."),
+    ] = None,
     voices_dir: VoicesDir = None,
 ) -> None:
-    """Take in a voice that was exported elsewhere. It fits the model that it was taught to, and no other.
+    """Import a voice that was exported elsewhere. It works only with the model that it was trained on.
 
     \b
     Example
       asr-serve voices import ada.zip
     """
     if not file.is_file():
-        raise OptionError(f"{file} is no file", "what asr-serve voices export wrote", param="file")
+        raise OptionError(f"{file} is not a file", "a file that asr-serve voices export wrote", param="file")
     with file.open("rb") as source:
         card = store_of(voices_dir).import_voice(source, name, every_own_voice())
     print_error(f"{card.name!r} is here; its speaker said: {card.consent.statement}")

@@ -142,7 +142,9 @@ class WebSocketConnection:
             except msgspec.ValidationError:
                 continue
             except msgspec.DecodeError:
-                raise Unreachable("what came is no JSON", "asr-serve says JSON", "check the address") from None
+                raise Unreachable(
+                    "the server's message is not JSON", "asr-serve sends JSON", "check the address"
+                ) from None
             except (ConnectionClosed, TimeoutError) as closed:
                 raise _dropped(closed) from None
             return event

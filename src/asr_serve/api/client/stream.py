@@ -322,7 +322,7 @@ class StreamClient:
         raise Unreachable(
             f"the connection was lost, and not found again for {self.session.resume_s:g} s: {last}",
             "",
-            "what was said since then is lost: begin again",
+            "audio since then is lost: start a new session",
         )
 
     def _reconnect(self, wait_s: float) -> WebSocketConnection:

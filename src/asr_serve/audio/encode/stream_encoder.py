@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from asr_serve.audio.encode.packet_encoder import CODEC_SPECS, PacketEncoder
 from asr_serve.audio.pcm import to_float32, to_int16
 from asr_serve.audio.resample import Resampler, check_rate_hz
 from asr_serve.errors import UnsupportedAudio
+from asr_serve.output_file import replaced_file
 from asr_serve.types import unknown_name_error
 from asr_serve.units import resampled_samples
 
@@ -155,14 +155,9 @@ def supported_rate_hz(form: str, wanted_hz: int) -> int:
 def encoded_file(path: Path, encoder: AudioEncoder) -> Iterator[Callable[[np.ndarray], object]]:
     """Opens a file under another name and yields the function that writes (n,) int16 into it. The file is renamed, its
     header final, when it is complete. Raises OSError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            yield lambda pcm: file.write(encoder.encode(pcm))
-            file.write(encoder.finish())
-            if header := encoder.final_header():
-                file.seek(0)
-                file.write(header)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replaced_file(path) as part, part.open("wb") as file:
+        yield lambda pcm: file.write(encoder.encode(pcm))
+        file.write(encoder.finish())
+        if header := encoder.final_header():
+            file.seek(0)
+            file.write(header)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from asr_serve.config import cache_dir
 from asr_serve.devices.cpu import bf16_supported
 from asr_serve.errors import ProgramMissing, WeightsCorrupt, WeightsMissing
-from asr_serve.models.checkpoints.store import package_folders
+from asr_serve.models.checkpoints.store import make_cache_folder, package_folders, writing_cache
 from asr_serve.models.registry import PackagedWeights
 from asr_serve.transfer.checksum import file_checksum
 
@@ -168,12 +168,13 @@ def score_rows(model: Any, rows: Sequence[Sequence[int]]) -> list[float]:
 
 
 def _converted(file: Path, transformers: Any) -> Path:
-    """Folder in the cache with the model as transformers loads it fast, in float16; made on first use."""
+    """Folder in the cache with the model as transformers loads it fast, in float16; made on first use. Raises
+    CacheNotWritable."""
     folder = cache_dir() / "causal" / f"{file_checksum(file):016x}-v{CONVERSION}"
     if (folder / "config.json").is_file():
         return folder
     place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name, "local_files_only": True}
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_cache_folder(folder.parent)
     part = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         transformers.AutoTokenizer.from_pretrained(**place).save_pretrained(part)
@@ -196,7 +197,7 @@ def _converted(file: Path, transformers: Any) -> Path:
 
 def causal_model_path(name: str) -> Path:
     """Returns the file of a packaged causal model, put together from its parts on first use. Raises WeightsMissing,
-    WeightsCorrupt."""
+    WeightsCorrupt, CacheNotWritable."""
     chosen = CAUSAL_MODELS[name]
     ((file_name, expected),) = chosen.packaged.sha256.items()
     path = cache_dir() / name / expected[:12] / file_name
@@ -208,10 +209,10 @@ def causal_model_path(name: str) -> Path:
             f"its licence: {chosen.licence}",
             f"pip install {chosen.packaged.requirement}",
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_cache_folder(path.parent)
     part = path.with_name(f".{file_name}.{os.getpid()}.part")
     digest = hashlib.sha256()
-    with part.open("wb") as file:
+    with writing_cache(), part.open("wb") as file:
         for folder in folders:
             for piece in sorted(folder.glob(f"{file_name}.part*")):
                 data = piece.read_bytes()

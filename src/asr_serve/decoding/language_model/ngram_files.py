@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 from pathlib import Path
 
 from asr_serve.decoding.language_model.arpa import read_arpa, write_arpa
@@ -12,6 +11,7 @@ from asr_serve.decoding.language_model.kneser_ney import TrainedNgrams
 from asr_serve.decoding.language_model.ngram_tables import NGRAM_SUFFIX, WordNgrams
 from asr_serve.decoding.language_model.sphinx_trie import is_sphinx_trie, read_sphinx_trie
 from asr_serve.errors import OptionError, WeightsMissing
+from asr_serve.output_file import replaced_file
 
 ARPA_SUFFIXES = (".arpa", ".arpa.gz")
 SUFFIXES = (NGRAM_SUFFIX, *ARPA_SUFFIXES)
@@ -45,14 +45,13 @@ def write_ngrams(trained: TrainedNgrams, path: Path) -> None:
     """Write a model in the format that the name says; a file that is there is replaced once all is written. Raises
     OptionError."""
     check_ngram_path(path)
-    part = path.with_name(f".{path.name}.part")
-    if path.name.endswith(NGRAM_SUFFIX):
-        trained.to_model().save(part)
-    else:
+    with replaced_file(path) as part:
+        if path.name.endswith(NGRAM_SUFFIX):
+            trained.to_model().save(part)
+            return
         with (
             gzip.open(part, "wt", encoding="utf-8")
             if path.suffix == ".gz"
             else part.open("w", encoding="utf-8") as file
         ):
             write_arpa(trained.tables, trained.words, file)
-    os.replace(part, path)

@@ -1,4 +1,4 @@
-"""Cache of biasing lists: hot words compiled for a search on threads beside the loop."""
+"""Cache of biasing lists: hotwords compiled for a search on threads beside the loop."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class OpenVadSession(msgspec.Struct, frozen=True, tag=True):
 class OpenStream(msgspec.Struct, frozen=True, tag=True):
     """Opens a stream through a model that carries its state. `samples`: the most that will come. `saved`: snapshot
     from another process, in a sealed buffer that follows this message; answered by StreamOpened. `words`: chunks
-    may be timed. `bias`: hot words. `language_model`: that of its search."""
+    may be timed. `bias`: hotwords. `language_model`: that of its search."""
 
     session: int
     live: bool

@@ -131,7 +131,15 @@ class Supervisor:
             round(load_s, 3),
             round(time.monotonic() - started_s, 3),
         )
-        log.info("the engine was renewed: %s", result)
+        log.info(
+            "the engine was renewed in %g s: %d sessions and %d streams moved, "
+            "%d streams replayed, %d requests repeated",
+            result.total_s,
+            result.sessions,
+            result.streams,
+            result.replayed,
+            result.repeated,
+        )
         return result
 
     def _replace_process(self, replacement: InFlight) -> Handover:

@@ -37,7 +37,7 @@ def validate_roles(chosen: AsrCard, config: EngineConfig) -> None:
         role = f"role={config.role}" + (" with peers" if config.peers else "")
         names = ", ".join(card.name for card in asr_cards().values() if _can_split(card))
         raise OptionError(
-            f"{role}: {chosen.name} hears while somebody speaks, its encoder and decoder hand in hand",
+            f"{role}: {chosen.name} is a streaming model, whose encoder and decoder run in the same engine",
             f"models that hear whole utterances: {names}",
             "serve this one with role=both and without peers",
             param="role",

@@ -1,4 +1,4 @@
-"""Hot words of requests: lists compiled on a thread beside the loop, requests that wait for them, and alternatives
+"""Hotwords of requests: lists compiled on a thread beside the loop, requests that wait for them, and alternatives
 of greedy rows recorded for rescoring."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MAX_RECORDED_TOKENS = 128
 
 
 class BiasingQueue:
-    """Requests that wait for their hot words to be compiled: a long list takes half a second, and others go on.
+    """Requests that wait for their hotwords to be compiled: a long list takes half a second, and others go on.
     Belongs to the loop's thread."""
 
     def __init__(
@@ -69,7 +69,7 @@ class BiasingQueue:
         call: Callable[[Callable[[], None]], None],
         fail: Callable[[list[int], Exception], None],
     ) -> None:
-        """`encode`: None for a model that cannot use hot words. `call`: LoopContext.call."""
+        """`encode`: None for a model that cannot use hotwords. `call`: LoopContext.call."""
         self._encode, self._text, self._call, self._fail = encode, text, call, fail
         self._lists: BiasingListCache[CompiledBiasingList] = BiasingListCache()
         self._waiting: dict[int, tuple[Future[CompiledBiasingList], Callable[[], None]]] = {}
@@ -79,7 +79,7 @@ class BiasingQueue:
         return len(self._waiting)
 
     def when_ready(self, utterance: RecognitionRequest, go_on: Callable[[], None]) -> None:
-        """Calls `go_on` once the request's hot words are compiled."""
+        """Calls `go_on` once the request's hotwords are compiled."""
         if not utterance.options.bias:
             go_on()
             return
@@ -106,14 +106,14 @@ class BiasingQueue:
 
     def _build(self, bias: str, beams: bool) -> Future[CompiledBiasingList]:
         encode = self._encode
-        assert encode is not None, "hot words came to a model without a vocabulary"
+        assert encode is not None, "hotwords came to a model without a vocabulary"
         return self._lists.get_or_build(bias, lambda: RescoringList.build(bias, encode, self._text, beams), beams=beams)
 
     def _resume(
         self, utterance: RecognitionRequest, made: Future[CompiledBiasingList], go_on: Callable[[], None]
     ) -> None:
         if (failure := made.exception()) is not None:
-            message = f"spelling hot words failed: {type(failure).__name__}: {failure}"
+            message = f"spelling hotwords failed: {type(failure).__name__}: {failure}"
             error = StepFailed(message, todo="leave them out; if it stays, report it")
             error.__cause__ = failure
             self._fail([utterance.id], error)
@@ -123,7 +123,7 @@ class BiasingQueue:
 
 
 def pick_and_record(row: DecodeRow, logits: Tensor, hidden: Tensor, weight: Tensor | None) -> tuple[int, float]:
-    """Returns the next token of a greedy row with hot words, the likeliest, and its natural-log probability;
+    """Returns the next token of a greedy row with hotwords, the likeliest, and its natural-log probability;
     records the alternatives for rescoring. Greedy search cannot go back: boosting a token that was not recognized
     costs other words more than it finds.
 

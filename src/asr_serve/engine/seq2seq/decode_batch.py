@@ -60,7 +60,7 @@ class DecodeRow:
         self.max_verify_tokens = hypothesis.max_tokens
         """Draft tokens verified at once: fewer once one has differed."""
         self.top_tokens: dict[int, dict[int, float]] = {}
-        """Likeliest tokens at each position and their natural-log probabilities, for a row with hot words."""
+        """Likeliest tokens at each position and their natural-log probabilities, for a row with hotwords."""
         self.generator = torch.Generator().manual_seed(hypothesis.options.seed)
 
     @property

@@ -72,7 +72,7 @@ class Seq2SeqExecutor:
     ) -> None:
         """`incremental`: live audio is encoded elsewhere, while it arrives (see IncrementalEncoderExecutor).
         `encoder_cache`: cache of earlier requests; None: every request is computed. `peers`: engines that encode too.
-        `encode_text`: hot words to tokens. `language_models`: those of beam search by
+        `encode_text`: hotwords to tokens. `language_models`: those of beam search by
         name."""
         self.incremental, self.borrowed_page_count = incremental, 0
         """`borrowed_page_count`: pages of the runner that the incremental encoder holds; no row frees them."""

@@ -47,7 +47,7 @@ class Finalizer:
         self._oldest_first = True
 
     def finalize(self, rows: Sequence[DecodeRow]) -> None:
-        """Finishes requests of rows that have ended; those with hot words wait for `rescore`."""
+        """Finishes requests of rows that have ended; those with hotwords wait for `rescore`."""
         ended = [
             FinishedRow(row, answer, self._requests.open[row.request_id].samples)
             for row in rows

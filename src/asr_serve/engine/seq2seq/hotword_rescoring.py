@@ -1,4 +1,4 @@
-"""Rescoring with hot words that were not recognized: an answer is changed where one may stand, and the model
+"""Rescoring with hotwords that were not recognized: an answer is changed where one may stand, and the model
 scores the change.
 
 Source  rescoring of alternatives that sound alike, as in spelling correction for speech (arXiv:1902.07178), with
@@ -173,25 +173,25 @@ class AlternativeScorer:
 
 
 MAX_SPAN_WORDS = 3
-"""Words of an answer that may be replaced by one hot word."""
+"""Words of an answer that may be replaced by one hotword."""
 MAX_PHRASE_WORDS = 6
 """Greatest span, in words, for lists with phrases of more than MAX_SPAN_WORDS."""
 MAX_PHONETIC_MATCHES = 6
-"""Hot words that are nearest in sound to a span of an answer, of which candidates are made."""
+"""Hotwords that are nearest in sound to a span of an answer, of which candidates are made."""
 MAX_PHONETIC_DISTANCE = 0.5
-"""Greatest distance, in changes per sound, of hot words that only their sounds support."""
+"""Greatest distance, in changes per sound, of hotwords that only their sounds support."""
 MAX_LIKELY_DISTANCE = 0.7
-"""Greatest distance of hot words that the model finds possible."""
+"""Greatest distance of hotwords that the model finds possible."""
 MIN_FIRST_TOKEN_LOGPROB = -6.5
-"""Natural-log probability of a first token above which it may begin a hot word."""
+"""Natural-log probability of a first token above which it may begin a hotword."""
 PROBES_PER_WORD = 4
 """First tokens besides the recognized one that are tried in place of a word, on average."""
 MAX_CANDIDATES_PER_WORD = 32
-"""Hot words that the model finds possible in place of a word, on average; of more, the likeliest. Of ten thousand
+"""Hotwords that the model finds possible in place of a word, on average; of more, the likeliest. Of ten thousand
 words Whisper and Moonshine found up to 6 possible on LJSpeech, some of it in noise. Where thousands begin with the
 same two tokens, as part numbers do, comparing the sounds of all took seconds of the loop."""
 RESPELLING_DISTANCE = float("-inf")
-"""Distance of a hot word that was recognized, but is written otherwise."""
+"""Distance of a hotword that was recognized, but is written otherwise."""
 LOGPROB_FLOOR = -12.0
 """Bound of the natural-log probability of tokens that are not among the likeliest at a position."""
 WORD_EDGES = re.compile(r"^(\W*)(.*?)((?:['\u2019]s)?\W*)$", re.DOTALL)
@@ -217,7 +217,7 @@ class WordSpan(NamedTuple):
 
 
 class HotwordCandidate(NamedTuple):
-    """Hot word in place of a span. `phonetic_distance`: see PhoneticIndex.nearest; `score`: bound of its
+    """Hotword in place of a span. `phonetic_distance`: see PhoneticIndex.nearest; `score`: bound of its
     natural-log probability."""
 
     span: WordSpan
@@ -236,14 +236,14 @@ class FirstTokenProbe(NamedTuple):
 
 
 class CandidateGenerator:
-    """Candidates of one answer with hot words: where one may stand."""
+    """Candidates of one answer with hotwords: where one may stand."""
 
     def __init__(self, each: FinishedRow, words: Sequence[RecognizedWord]) -> None:
         biasing_list, fixed = each.row.hotwords, each.row.hypothesis.fixed
         assert isinstance(biasing_list, RescoringList)
         self.finished, self.biasing_list, self.words = each, biasing_list, words
         self.respellings: list[tuple[WordSpan, str, int]] = []
-        """Hot words that were recognized, but are written otherwise."""
+        """Hotwords that were recognized, but are written otherwise."""
         self.spans: list[list[WordSpan]] = [[] for _ in words]
         """Spans by the index of their first word."""
         is_hotword = [
@@ -287,7 +287,7 @@ class CandidateGenerator:
         return [form.tokens[1] for form in self.biasing_list.forms_by_first_token[probe.token] if len(form.tokens) > 1]
 
     def candidates(self, probes: Sequence[tuple[FirstTokenProbe, Sequence[float]]]) -> list[HotwordCandidate]:
-        """Returns hot words that the model finds possible, each in the span that fits its sounds best and in the
+        """Returns hotwords that the model finds possible, each in the span that fits its sounds best and in the
         shortest one, and those that sound alike. `probes`: each with the natural-log probabilities of its second
         tokens."""
         possible: list[tuple[int, WrittenForm, float]] = []
@@ -357,7 +357,7 @@ TOKENIZED_FACTOR = 3
 CONTEXT_TOKENS = 4
 """Tokens after a replacement that tell whether it fits."""
 BASE_ALLOWANCE, DISTANCE_PENALTY = 7.2, 4.0
-"""Natural-log probability by which a hot word of weight 1 may be less likely than what was recognized; and its
+"""Natural-log probability by which a hotword of weight 1 may be less likely than what was recognized; and its
 reduction where all of the word's sounds differ."""
 SAME_STEM_PENALTY = 1.0
 """Reduction for a recognized word with another ending: models tell such words apart."""
@@ -382,7 +382,7 @@ class Replacement(NamedTuple):
 
 
 def allowance(weight: float, far: float, *, same_stem: bool = False, words: int = 1) -> float:
-    """Natural-log probability by which a hot word may be less likely than what was recognized. `far`: see
+    """Natural-log probability by which a hotword may be less likely than what was recognized. `far`: see
     PhoneticIndex.nearest; `words`: size of its list."""
     if far == RESPELLING_DISTANCE:
         return math.inf
@@ -415,7 +415,7 @@ class HotwordRescorer:
 
     @torch.inference_mode()
     def rescore(self, ended: Sequence[FinishedRow]) -> list[FinishedRow]:
-        """Returns the rows, with the hot words that the model finds about as likely as what was recognized."""
+        """Returns the rows, with the hotwords that the model finds about as likely as what was recognized."""
         results = list(ended)
         indices = [i for i, each in enumerate(ended) if self.applies(each)]
         if not indices:
@@ -440,7 +440,7 @@ class HotwordRescorer:
         return results
 
     def applies(self, each: FinishedRow) -> bool:
-        """Whether it has hot words, and its pages hold just this answer."""
+        """Whether it has hotwords, and its pages hold just this answer."""
         hypothesis, tokens = each.row.hypothesis, each.recognition.tokens
         return isinstance(hypothesis.hotwords, RescoringList) and bool(tokens) and tokens == tuple(hypothesis.tokens)
 

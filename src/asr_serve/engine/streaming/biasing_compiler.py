@@ -1,4 +1,4 @@
-"""Hot words of streams, compiled for the search on a thread beside the loop, because a long list takes a second,
+"""Hotwords of streams, compiled for the search on a thread beside the loop, because a long list takes a second,
 and cached for other streams with the same list."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from asr_serve.errors import StepFailed
 
 
 class StreamBiasingCompiler:
-    """Compiles hot words; a stream gets no slot until its list is ready. Belongs to the loop's thread."""
+    """Compiles hotwords; a stream gets no slot until its list is ready. Belongs to the loop's thread."""
 
     def __init__(
         self, spell: Callable[[str], StreamingBiasingList] | None, drop: Callable[[int, Exception], None]
@@ -30,11 +30,11 @@ class StreamBiasingCompiler:
 
     @property
     def waiting_streams(self) -> set[int]:
-        """Streams whose hot words are not compiled yet."""
+        """Streams whose hotwords are not compiled yet."""
         return set(self._waiting_by_stream)
 
     def compile(self, number: int, stream: StreamRequest) -> None:
-        """Compiles the stream's hot words and sets `stream.biasing`; at once where the list is cached."""
+        """Compiles the stream's hotwords and sets `stream.biasing`; at once where the list is cached."""
         if not stream.bias:
             return
         compiled = self._build(stream.bias)
@@ -62,11 +62,11 @@ class StreamBiasingCompiler:
             stream.biasing = made.result()
             return
         reason = f"{type(failure).__name__}: {failure}" if failure else "the engine ended"
-        error = StepFailed(f"spelling hot words failed: {reason}", todo="leave them out; if it stays, report it")
+        error = StepFailed(f"spelling hotwords failed: {reason}", todo="leave them out; if it stays, report it")
         error.__cause__ = failure
         self._drop(number, error)
 
     def _build(self, bias: str) -> Future[StreamingBiasingList]:
         spell = self._compile_list
-        assert spell is not None, "hot words came to a model without a vocabulary"
+        assert spell is not None, "hotwords came to a model without a vocabulary"
         return self._lists.get_or_build(bias, lambda: spell(bias))

@@ -43,7 +43,7 @@ class StreamingExecutor:
     ) -> None:
         """`shares`: share of slots of each class while several wait. `tiers`: where callers' streams are offloaded
         after `sleep_after_s` without audio; None: never. `replay`: the tiers may lose a stream, which is then
-        replayed from its retained audio. `spell`: compiles hot words for the search. `language_models`: those of the
+        replayed from its retained audio. `spell`: compiles hotwords for the search. `language_models`: those of the
         search by name."""
         self.model_runner, self.device = wrapper, wrapper.device
         self._offloader, self._replays = StreamOffloader(tiers, sleep_after_s), replay
@@ -159,7 +159,7 @@ class StreamingExecutor:
         self._prepare_biasing(number, stream)
 
     def _prepare_biasing(self, number: int, stream: StreamRequest) -> None:
-        """Sets the stream's language model, and compiles its hot words."""
+        """Sets the stream's language model, and compiles its hotwords."""
         try:
             stream.language_model = choose_language_model(self._language_models, stream.language_model_choice)
         except OptionError as error:

@@ -70,7 +70,7 @@ class StreamingSession:
 
     @property
     def biasing_digest(self) -> bytes:
-        """Digest of its hot words and its language model; empty without either."""
+        """Digest of its hotwords and its language model; empty without either."""
         words = self.biasing.digest if self.biasing is not None else b""
         return words if self.language_model is None else words + self.language_model.digest
 
@@ -93,7 +93,7 @@ class _SavedSession(NamedTuple):
     """Hypotheses of a finished session, one or more."""
     alignment: KeptEvidence | None
     biasing: bytes = b""
-    """Digest of its hot words and its language model."""
+    """Digest of its hotwords and its language model."""
 
 
 class _StepInput(NamedTuple):
@@ -204,7 +204,7 @@ class ChunkedModelRunner:
         hot: StreamingBiasingList | None = None,
         language_model: SessionLanguageModel | None = None,
     ) -> StreamingSession:
-        """Opens a session. `words`: token times will be requested. `hot`: compiled hot words. Raises
+        """Opens a session. `words`: token times will be requested. `hot`: compiled hotwords. Raises
         AtCapacity."""
         slot = self.states.allocate()
         row = self.states.tensors["audio"][slot.row]
@@ -214,7 +214,7 @@ class ChunkedModelRunner:
         if self._expecting is not None:
             self._expecting.set_biasing(slot.row, hot, None if language_model is None else language_model.fusion)
         else:
-            assert hot is None, "hot words for a search that knows none"
+            assert hot is None, "hotwords for a search that knows none"
             assert language_model is None, "a language model for a search that fuses none"
         self._sessions.add(session)
         return session
@@ -343,7 +343,7 @@ class ChunkedModelRunner:
         """Restores a snapshot into a new session. Raises ValueError; the session must be closed then."""
         numbers, rows = decode_header(_SavedSession, saved.header), len(self.states.specs)
         if numbers.biasing != session.biasing_digest:
-            raise ValueError("a saved session with other hot words, or another language model")
+            raise ValueError("a saved session with other hotwords, or another language model")
         self.states.import_parts(session.slot, saved.parts[:rows])
         session.audio_buffer.restore(numbers.position, saved.parts[rows])
         if self._stateful_search is not None:

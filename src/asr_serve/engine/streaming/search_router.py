@@ -1,4 +1,4 @@
-"""Streaming search for a batch in which some sessions have hot words or a language model: those run through a beam
+"""Streaming search for a batch in which some sessions have hotwords or a language model: those run through a beam
 search with both, grouped by list and model, the others through the configured search, unaffected by them."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asr_serve.models.interfaces import NBestHypothesis, SearchResult, State, St
 
 
 class BiasedBeamSearch(Protocol):
-    """A search that applies hot words and a language model: CtcPrefixBeam, BatchedCtcPrefixBeam and TransducerBeam,
+    """A search that applies hotwords and a language model: CtcPrefixBeam, BatchedCtcPrefixBeam and TransducerBeam,
     made for both."""
 
     def state_specs(self) -> dict[str, StateSpec]: ...
@@ -33,7 +33,7 @@ class BiasedBeamSearch(Protocol):
 
 
 class _Biasing(NamedTuple):
-    """Hot words and language model of a session: one of them at least, or neither."""
+    """Hotwords and language model of a session: one of them at least, or neither."""
 
     words: StreamingBiasingList | None
     fusion: LanguageModelFusion | None
@@ -81,7 +81,7 @@ class BiasingSearchRouter:
         return results
 
     def _group_by_biasing(self, rows: list[int]) -> dict[_Biasing, list[int]]:
-        """Indices in the step by hot words and language model; empty where no session has any."""
+        """Indices in the step by hotwords and language model; empty where no session has any."""
         groups: dict[_Biasing, list[int]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(self._biasing_by_row.get(row, _NEITHER), []).append(index)

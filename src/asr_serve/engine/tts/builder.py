@@ -106,7 +106,7 @@ def build_tts_executor(
     if config.role != "both" or config.peers:
         raise OptionError(
             f"role={config.role} and {len(config.peers)} peers for {chosen.name}",
-            "role=both and no peers: a model that speaks has nothing to encode for others",
+            "role=both and no peers: speech synthesis models do not encode for others",
             param="role",
         )
     voices = CustomVoiceLoader(model, chosen, voices_dir(config.voices_dir))

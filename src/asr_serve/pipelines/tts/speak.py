@@ -118,9 +118,9 @@ class TtsSession:
             live = self._expect_live("put")
             if len(self._passages) >= MAX_PASSAGES:
                 raise TextTooLong(
-                    f"{len(self._passages)} clauses wait to be said",
+                    f"{len(self._passages)} clauses wait for synthesis",
                     f"up to {MAX_PASSAGES}",
-                    "wait until some were heard",
+                    "wait until some have been synthesized",
                     param="input",
                 )
             passages = live.append_text(check_text(text))

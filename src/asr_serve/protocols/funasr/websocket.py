@@ -36,7 +36,7 @@ MAX_COMMAND_CHARACTERS = 1 << 20
 
 STARTED = '{"event":"started"}'
 STOPPED = '{"event":"stopped"}'
-NOT_STARTED = "That holds from the next START on: this session is heard as it began."
+NOT_STARTED = "It takes effect from the next START on: this session continues as it started."
 
 
 class StartCommand(msgspec.Struct, frozen=True):

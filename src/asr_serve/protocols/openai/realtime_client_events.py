@@ -24,7 +24,7 @@ from asr_serve.errors import (
 )
 from asr_serve.pipelines.options import ListenOptions, TurnOptions
 from asr_serve.protocols.form_fields import FormFields, expect_choice, quote_for_message
-from asr_serve.protocols.json_members import JsonMembers
+from asr_serve.protocols.json_members import JsonMembers, decode_json
 from asr_serve.types import suggest_name
 
 PATH = "/v1/realtime"
@@ -137,14 +137,8 @@ def _default_turn_detection(model: str | None) -> ServerVad | None:
 
 def decode_client_event(text: str) -> ClientEvent:
     """Decodes a frame. Raises MalformedRequest."""
-    try:
-        members = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        raise MalformedRequest(
-            f"a text that is no JSON came: {quote_for_message(text)}",
-            "every event is a JSON object",
-            "see its type first",
-        ) from None
+    came = f"the text {quote_for_message(text)} came, which cannot be read as JSON"
+    members: object = decode_json(text, object, came, 'every event is a JSON object, like {"type":"session.update"}')
     if not isinstance(members, dict):
         raise MalformedRequest(f"{quote_for_message(text)} is no event", "every event is a JSON object with a type")
     kind, event_id = members.pop("type", None), members.pop("event_id", None)

@@ -13,7 +13,7 @@ import msgspec
 from asr_serve.audio.encode import FORMATS
 from asr_serve.errors import MalformedRequest, MissingOption, OptionError, TextTooLong
 from asr_serve.protocols.form_fields import quote_for_message
-from asr_serve.protocols.json_members import JsonMembers
+from asr_serve.protocols.json_members import JsonMembers, decode_json
 from asr_serve.protocols.openai.events import server_sent_event
 from asr_serve.units import samples_to_ms, samples_to_s
 
@@ -34,6 +34,12 @@ TOKEN_MS = 50
 """Audio that counts as one output token in `usage`."""
 IGNORED_MEMBERS = ("instructions",)
 """Members that OpenAI's clients send and no voice supports: accepted, and reported as ignored."""
+SPEECH_MEMBERS = (
+    *("input", "model", "voice", "response_format", "sample_rate", "stream_format", "words"),
+    *("speed", "pitch", "energy", "seed", "ssml", "phonemes", "lexicon", "watermark"),
+    *IGNORED_MEMBERS,
+)
+"""Every member of a request."""
 BODY_BYTES = 1 << 16
 """Limit of a body beside its text, whose characters take up to twelve bytes each."""
 
@@ -76,14 +82,10 @@ def max_body_bytes(most_characters: int) -> int:
 
 def parse_speech_request(body: bytes, most_characters: int) -> SpeechRequest:
     """Parses a body. Raises MalformedRequest, OptionError, TextTooLong."""
-    try:
-        sent = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise MalformedRequest(
-            f"a body came that is no JSON: {error}", 'a body is like {"model":"tts-1","input":"Hello.","voice":"alloy"}'
-        ) from None
+    example = 'a body is like {"model":"tts-1","input":"Hello.","voice":"alloy"}'
+    sent: object = decode_json(body, object, "a body came that cannot be read as JSON", example)
     if not isinstance(sent, dict):
-        raise MalformedRequest("a body came that is no object", 'a body is like {"input":"Hello.","voice":"alloy"}')
+        raise MalformedRequest("a body came that is no object", example)
     members = JsonMembers(sent)
     text = members.pop("input")
     if not isinstance(text, str):

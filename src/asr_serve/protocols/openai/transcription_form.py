@@ -75,7 +75,7 @@ class TranscriptionRequest(msgspec.Struct, frozen=True):
     granularities: tuple[str, ...] = ()
     """Requested granularities of times: segment, word."""
     keywords: bool = False
-    """Whether hot words came under OpenAI's name."""
+    """Whether hotwords came under OpenAI's name."""
 
     @property
     def option_to_field(self) -> dict[str, str]:
@@ -133,7 +133,7 @@ def _speakers(fields: FormFields, form: str, complete: bool) -> dict[str, Any]:
         return {**options, "known_speakers": known}
     if known and complete:
         raise OptionError(
-            f"{known_speakers.NAMES_FIELD} came, and nobody asked who speaks",
+            f"{known_speakers.NAMES_FIELD} came, and speakers were not requested",
             f"with response_format={DIARIZED_JSON}, or spk=true",
             "send one of them, or leave it out",
             param=known_speakers.NAMES_FIELD,
@@ -169,7 +169,7 @@ def _expect_together(fields: FormFields, form: str, stream: bool, granularities:
     if field and (form == "json" or (form == "text" and stream)):
         raise OptionError(
             f"{field}={fields.text(field)} with {'a stream of ' if stream else ''}response_format={form}",
-            "one that has a place for who speaks",
+            "a format that holds speakers",
             f"ask for verbose_json, {DIARIZED_JSON} or vtt",
             param=field,
         )
@@ -197,7 +197,7 @@ def _beam(fields: FormFields, cap: int) -> int:
 
 
 def _hotwords(fields: FormFields) -> tuple[str, ...]:
-    """Hot words, under FunASR's and vLLM's name or under OpenAI's."""
+    """Hotwords, under FunASR's and vLLM's name or under OpenAI's."""
     hotwords, keywords = recognition_fields.parse_hotwords(fields), tuple(fields.repeated("keywords[]"))
     if hotwords and keywords:
         raise OptionError("keywords[] came beside hotwords", "one of them is allowed", param="keywords[]")
@@ -218,7 +218,7 @@ def _language(fields: FormFields) -> str | None:
     if len(languages) > 1:
         raise UnsupportedOption(
             "several languages[] came",
-            "one, or none: then a model that knows several hears which it is",
+            "one, or none: then a multilingual model detects the language",
             "name one",
             param="languages[]",
         )

@@ -30,7 +30,7 @@ _FILE: Schema = {
     "type": "string",
     "format": "binary",
     "description": "The audio: wav, flac, mp3, m4a, ogg, opus, webm and whatever else ffmpeg reads. "
-    "Sent as a file, with a filename; never a path or an address. It is heard while it arrives.",
+    "Sent as a file, with a filename; never a path or an address. It is transcribed while it arrives.",
 }
 _PROMPT_MODELS_ONLY = "For models that `/v1/models` lists with `prompts`; others refuse it unless it is empty."
 
@@ -67,7 +67,7 @@ def _openai_fields() -> dict[str, Schema]:
         "stream": {
             "type": "boolean",
             "default": False,
-            "description": "Send text as server-sent events while the audio is heard; with the fields before the "
+            "description": "Send text as server-sent events while the audio is transcribed; with the fields before the "
             f"file, while it still arrives. For response_format {', '.join(STREAMED_FORMATS)}.",
         },
         GRANULARITIES: {
@@ -123,8 +123,8 @@ def _openai_fields() -> dict[str, Schema]:
         "prompt": {
             **_TEXT,
             "maxLength": MAX_PROMPT_CHARACTERS,
-            "description": "What was said before: names, spelling and style go on from it. Of a long one, its end "
-            f"is read. {_PROMPT_MODELS_ONLY}",
+            "description": "Text that precedes the audio: names, spelling and style follow it. Only the end of a long "
+            f"text is used. {_PROMPT_MODELS_ONLY}",
             "examples": ["A talk about Kubernetes."],
         },
         "hotwords": _hotwords("FunASR's, and vLLM's. "),
@@ -133,14 +133,14 @@ def _openai_fields() -> dict[str, Schema]:
             "minimum": 1,
             "maximum": MAX_BEAMS,
             "default": 1,
-            "description": "Ours. Hypotheses that a decoder follows at once, up to the server's max_beam; 1: greedy.",
+            "description": "Ours. Beam width, up to the server's max_beam; 1 is greedy search.",
         },
         "long_form": {
             "type": "string",
             "enum": list(get_args(LongForm)),
             "default": "parallel",
-            "description": "Ours. `parallel`: segments that voice activity cuts, all at once. `sequential`: "
-            "windows one after the other, each heard knowing what was said before.",
+            "description": "Ours. `parallel`: segments split at pauses, in one batch. `sequential`: windows in "
+            "order, each with the text before it as its prompt.",
         },
         **_speakers("FunASR's. "),
         "itn": _itn(),
@@ -216,11 +216,8 @@ def _hotwords(origin: str = "") -> Schema:
 def _speakers(origin: str = "") -> dict[str, Schema]:
     number = {**_WHOLE, "minimum": 1, "maximum": MAX_SPEAKERS}
     return {
-        "spk": {"type": "boolean", "default": False, "description": f"{origin}Tell who speaks."},
-        "num_speakers": {
-            **number,
-            "description": "Ours. How many there are, if that is known; asks who speaks, as spk does.",
-        },
+        "spk": {"type": "boolean", "default": False, "description": f"{origin}Label speakers."},
+        "num_speakers": {**number, "description": "Ours. Number of speakers, if known; implies spk."},
         "min_speakers": {**number, "description": "Ours. So many there are at least; as num_speakers."},
         "max_speakers": {**number, "description": "Ours. So many there are at most; as num_speakers."},
     }

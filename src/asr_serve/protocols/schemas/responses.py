@@ -63,7 +63,7 @@ def _verbose() -> Schema:
         "temperature": _NUMBER,
         "avg_logprob": _NUMBER,
         "compression_ratio": _NUMBER,
-        "no_speech_prob": {**_NUMBER, "description": "That nobody speaks; 0 of a model that cannot tell."},
+        "no_speech_prob": {**_NUMBER, "description": "Probability that there is no speech; 0 for models without one."},
     }
     words: Schema = {"type": "array", "items": ref("TimedWord")}
     extensions: dict[str, Schema] = {

@@ -40,7 +40,7 @@ def speech_body_schema(most_characters: int) -> Schema:
         "description": "A member that is null is as good as none.",
         "properties": {
             "input": {"type": "string", "minLength": 1, "maxLength": most_characters, "description": "The text."},
-            "model": {**_TEXT, "description": "A model that speaks, or an alias of one. Default: the server's."},
+            "model": {**_TEXT, "description": "Speech synthesis model, or an alias of one. Default: the server's."},
             "voice": {
                 "anyOf": [
                     _TEXT,
@@ -48,7 +48,7 @@ def speech_body_schema(most_characters: int) -> Schema:
                         "type": "object",
                         "properties": {"id": _TEXT},
                         "additionalProperties": False,
-                        "description": "OpenAI's, for a voice that somebody made.",
+                        "description": "OpenAI's form of a custom voice.",
                     },
                 ],
                 "description": "A voice of GET /v1/audio/voices, or an alias of one. Default: the model's first.",

@@ -20,6 +20,7 @@ from asr_serve.pipelines.options import (
 )
 from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS
 from asr_serve.protocols.form_fields import FormFields, quote_for_message
+from asr_serve.protocols.json_members import decode_json
 from asr_serve.protocols.recognition_fields import MAX_HOTWORDS_CHARACTERS, parse_language_model
 from asr_serve.types import suggest_name
 
@@ -35,7 +36,7 @@ RESUME = ("session", "after", "api_key")
 START = "start"
 """Query field with which the first message of a WebSocket has further options."""
 MAX_START_CHARACTERS = MAX_HOTWORDS_CHARACTERS + MAX_PROMPT_CHARACTERS + 65_536
-"""Limit of that message: ten thousand hot words do not fit in a URL."""
+"""Limit of that message: ten thousand hotwords do not fit in a URL."""
 SILENCE = "silence"
 PACKETS = "opus"
 """Encoding whose packets must stay separate, as in WebSocket messages, not in HTTP bodies."""
@@ -122,10 +123,9 @@ def merge_start_message(query: Mapping[str, Sequence[str]], text: str) -> dict[s
     """Query with the options of the first message added. Raises MalformedRequest, OptionError."""
     if len(text) > MAX_START_CHARACTERS:
         raise MalformedRequest(f"a start of {len(text)} characters came", f"up to {MAX_START_CHARACTERS} are allowed")
-    try:
-        sent = msgspec.json.decode(text, type=dict[str, str | bool | int | float | list[str]])
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise MalformedRequest(f"a start came that cannot be read: {error}", EXAMPLE) from None
+    sent = decode_json(
+        text, dict[str, str | bool | int | float | list[str]], "a start came that cannot be read", EXAMPLE
+    )
     if sent.pop("type", None) != START:
         raise MalformedRequest("with start=true the first message was no start", EXAMPLE)
     merged = dict(query)
@@ -218,12 +218,9 @@ def _read(text: str | bytes) -> _CommandMessage:
             f"up to {MAX_MESSAGE_CHARACTERS} are allowed",
             "send audio in binary messages",
         )
-    try:
-        return msgspec.json.decode(text, type=_CommandMessage)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise MalformedRequest(
-            f"a command came that cannot be read: {error}", 'commands are JSON, like {"type":"flush","id":"1"}'
-        ) from None
+    return decode_json(
+        text, _CommandMessage, "a command came that cannot be read", 'commands are JSON, like {"type":"flush","id":"1"}'
+    )
 
 
 def _flush(sent: _CommandMessage) -> FlushCommand:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from asr_serve.errors import MalformedRequest, OptionError, TextTooLong, UnknownCommand, UnsupportedOption
 from asr_serve.protocols.form_fields import quote_for_message
-from asr_serve.protocols.json_members import JsonMembers
+from asr_serve.protocols.json_members import JsonMembers, decode_json
 from asr_serve.protocols.openai.speech import (
     IGNORED_MEMBERS,
     SpeechStyle,
@@ -72,12 +72,9 @@ def parse_speech_command(message: str) -> SpeechCommand:
             f"up to {MAX_SPEECH_MESSAGE_CHARACTERS} are allowed",
             "send text in parts, as it is made",
         )
-    try:
-        sent: Any = msgspec.json.decode(message)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise MalformedRequest(
-            f"a message came that cannot be read: {error}", 'messages are JSON, like {"type":"text","text":"Hello."}'
-        ) from None
+    sent: object = decode_json(
+        message, object, "a message came that cannot be read", 'messages are JSON, like {"type":"text","text":"Hello."}'
+    )
     if not isinstance(sent, dict):
         raise MalformedRequest("a message came that is no object", 'messages are like {"type":"end"}')
     members = JsonMembers(sent)

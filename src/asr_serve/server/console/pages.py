@@ -1,4 +1,4 @@
-"""Pages `/`, `/speak`, `/status` and their assets: files built by `make console`, read once, and sent with the
+"""Pages `/`, `/speak`, `/status`, `/docs` and their assets: files built by `make console`, read once, and sent with the
 headers that they need."""
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
 STATIC = Path(__file__).parent / "static"
 PAGES = {"/": "index.html", "/speak": "speak.html", "/status": "status.html", "/favicon.svg": "favicon.svg"}
 """Path -> file."""
+DOCS_PAGES = {"/docs": "docs.html", "/favicon.svg": "favicon.svg"}
+"""Path -> file of the page that shows the OpenAPI document."""
 ASSETS = "/assets/{name}"
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -80,8 +82,12 @@ class ConsolePage(msgspec.Struct, frozen=True):
         return Response(self.body, headers=self.headers)
 
 
-def routes() -> list[Route]:
-    pages = {path: ConsolePage.load(STATIC / name) for path, name in PAGES.items()}
+def routes(*, console: bool, docs: bool) -> list[Route]:
+    """Routes of the console's pages, and of the page that shows the OpenAPI document."""
+    files = {**(PAGES if console else {}), **(DOCS_PAGES if docs else {})}
+    if not files:
+        return []
+    pages = {path: ConsolePage.load(STATIC / name) for path, name in files.items()}
     assets = {path.name: ConsolePage.load(path) for path in sorted((STATIC / "assets").iterdir())}
 
     @admitted_as(AdmissionClass.PUBLIC)
@@ -98,4 +104,4 @@ def routes() -> list[Route]:
             raise HTTPException(404)
         return file.response(request.headers)
 
-    return [*(Route(path, page) for path in PAGES), Route(ASSETS, asset)]
+    return [*(Route(path, page) for path in files), Route(ASSETS, asset)]

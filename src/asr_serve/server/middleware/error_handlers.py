@@ -68,6 +68,7 @@ ERROR_MAPPINGS = (
     ErrorMapping(errors.ModelNotLoaded, 404),
     ErrorMapping(errors.WeightsMissing, 404),
     ErrorMapping(errors.ProgramMissing, 404),
+    ErrorMapping(errors.CacheNotWritable, 503, "server_error"),
     ErrorMapping(errors.WrongModel, 400),
     ErrorMapping(errors.Draining, 503, "server_error"),
     ErrorMapping(errors.RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
@@ -91,8 +92,7 @@ def error_code(error: AsrServeError) -> str:
 def problem_for(error: Exception, request_id: str) -> Problem:
     """Problem that a client is sent. For an internal failure it holds the request's id, and no details."""
     if isinstance(error, AsrServeError) and ((kind := error_mapping(error)).status != 500 or _is_permanent(error)):
-        param = error.param if isinstance(error, OptionError) else None
-        return Problem(str(error), kind.type, param, error_code(error))
+        return Problem(str(error), kind.type, error.param, error_code(error))
     code = error_code(error) if isinstance(error, AsrServeError) else "internal_error"
     return Problem(
         f"The server failed on this request. Try again; if it stays, report it with request id {request_id}.",

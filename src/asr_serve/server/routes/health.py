@@ -89,7 +89,7 @@ def encoder_only_routes() -> list[BaseRoute]:
 
     def refuse(path: str) -> NoReturn:
         raise NoSuchRoute(
-            f"{path[:100]}: this engine encodes for other engines (role=encode), and hears nobody itself",
+            f"{path[:100]}: this engine encodes for other engines (role=encode), and takes no requests of clients",
             "it answers at /health, /ready and /metrics",
             "ask a server that has it as a --peer",
         )

@@ -22,10 +22,11 @@ from asr_serve.errors import ClientGone, RequestTimeout, TextTooLong
 from asr_serve.pipelines.options import SpeakOptions
 from asr_serve.pipelines.tts.frontend import frontend_for
 from asr_serve.pipelines.tts.speak import TtsSession
-from asr_serve.protocols.form_fields import FormFields
+from asr_serve.protocols.form_fields import FormFields, reject_query_fields
 from asr_serve.protocols.openai.speech import (
     PATH,
     PCM_RATE_HZ,
+    SPEECH_MEMBERS,
     SpeechRequest,
     VoiceList,
     encode_audio_delta,
@@ -236,6 +237,7 @@ def routes(dependencies: SpeechDependencies) -> APIRouter:
     @admitted_as(AdmissionClass.WORK)
     async def speech(request: Request) -> Response:
         """OpenAI's route. The first bytes are sent with the first audio; synthesis waits for slow clients."""
+        reject_query_fields(request.url.query, SPEECH_MEMBERS, "the JSON body")
         parsed = parse_speech_request(
             await _read_body(request, dependencies.config), dependencies.config.max_characters
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -17,7 +17,8 @@ from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError, ClientGone, EngineClosed, ModelNotLoaded, OptionError
 from asr_serve.pipelines.offline.transcribe import SegmentDone
 from asr_serve.pipelines.options import TranscribeOptions
-from asr_serve.protocols.funasr.asr import parse_asr_form, render_asr_answer
+from asr_serve.protocols.form_fields import reject_query_fields
+from asr_serve.protocols.funasr.asr import ASR_FIELDS, parse_asr_form, render_asr_answer
 from asr_serve.protocols.openai import transcription_form, transcription_response
 from asr_serve.protocols.openai.events import TokenTexts
 from asr_serve.protocols.openai.known_speakers import MAX_KNOWN_SPEAKERS, MAX_REFERENCE_BYTES, REFERENCES_FIELD
@@ -33,7 +34,7 @@ from asr_serve.server.uploads.upload import Upload, UploadLimits, read_body
 from asr_serve.types import Transcript
 
 FIELD_LIMITS: dict[str, Any] = {
-    "max_repeats": {"keywords[]": MAX_HOTWORDS + 1},  # one more, so that the parser of hot words refuses it
+    "max_repeats": {"keywords[]": MAX_HOTWORDS + 1},  # one more, so that the parser of hotwords refuses it
     "max_bytes_by_field": {
         "hotwords": 4 * MAX_HOTWORDS_CHARACTERS,
         REFERENCES_FIELD.removesuffix("[]"): MAX_REFERENCE_BYTES,
@@ -125,9 +126,15 @@ class UploadTranscription(Generic[RequestT]):
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls, dependencies: TranscriptionDependencies, request: Request, parse: FormParser[RequestT]
+        cls,
+        dependencies: TranscriptionDependencies,
+        request: Request,
+        parse: FormParser[RequestT],
+        fields: Collection[str],
     ) -> AsyncIterator[UploadTranscription[RequestT]]:
-        """Starts reading the request's body. Raises what `__init__` and `Upload.start` do."""
+        """Starts reading the request's body. `fields`: those of the form. Raises what `__init__` and `Upload.start` do;
+        OptionError for fields in the address."""
+        reject_query_fields(request.url.query, fields, "the form")
         context, headers = request_context(request.scope), request.headers
         length = headers.get("content-length", "")
         async with contextlib.AsyncExitStack() as resources:
@@ -331,7 +338,9 @@ def routes(dependencies: TranscriptionDependencies) -> APIRouter:
         """OpenAI's route. Audio is transcribed while it arrives; with `stream=true` before the file, its text is
         returned meanwhile, too."""
         async with contextlib.AsyncExitStack() as resources:
-            work = await resources.enter_async_context(UploadTranscription.open(dependencies, request, parse))
+            work = await resources.enter_async_context(
+                UploadTranscription.open(dependencies, request, parse, transcription_form.TRANSCRIPTION_FIELDS)
+            )
             if not work.request.stream:
                 await work.wait_form()
             if work.request.stream:
@@ -342,7 +351,8 @@ def routes(dependencies: TranscriptionDependencies) -> APIRouter:
     @admitted_as(AdmissionClass.WORK)
     async def translations(request: Request) -> Response:
         """OpenAI's route, for models that translate. Other models are refused by name."""
-        async with UploadTranscription.open(dependencies, request, parse_translation) as work:
+        fields = transcription_form.TRANSLATION_FIELDS
+        async with UploadTranscription.open(dependencies, request, parse_translation, fields) as work:
             await work.wait_form()
             return await _answer(request, work)
 
@@ -351,7 +361,7 @@ def routes(dependencies: TranscriptionDependencies) -> APIRouter:
     async def asr(request: Request) -> Response:
         """FunASR's route. Its options that no model here supports are refused by name."""
         context = request_context(request.scope)
-        async with UploadTranscription.open(dependencies, request, parse_asr_form) as work:
+        async with UploadTranscription.open(dependencies, request, parse_asr_form, ASR_FIELDS) as work:
             await work.wait_form()
             transcript = await work.transcribe()
             context.mark_first_text()

@@ -39,6 +39,7 @@ def setup(form: LogFormat = "text", level: LogLevel = "info") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
     handler.addFilter(_add_request_id)
+    handler.addFilter(_is_useful)
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
@@ -83,6 +84,11 @@ def log_access(
         "request",
         extra={name: value for name, value in fields.items() if value is not None},
     )
+
+
+def _is_useful(record: logging.LogRecord) -> bool:
+    """False for granian's warning, at every start, that its embedded server is experimental: no user can act on it."""
+    return not (record.name == "_granian" and record.getMessage() == "Embedded server is experimental!")
 
 
 def _add_request_id(record: logging.LogRecord) -> bool:

@@ -153,9 +153,9 @@ class SpeechConversation:
         speech = self._require_open_speech("text")
         if speech.waiting_characters + len(text) > self._most:
             raise TextTooLong(
-                f"{speech.waiting_characters + len(text)} characters would wait to be said",
+                f"{speech.waiting_characters + len(text)} characters would wait for synthesis",
                 f"up to {self._most}; this text is dropped",
-                "send text as it is heard, or have max_characters raised",
+                "send text at the speed of the audio, or have max_characters raised",
                 param="text",
             )
         speech.append_text(text)

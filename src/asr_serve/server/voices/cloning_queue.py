@@ -108,7 +108,10 @@ class CloningQueue:
         for job in (*self._waiting, *([self._running] if self._running else [])):
             if job.order.name == request.name:
                 raise OptionError(
-                    f"the cloning {job.id} makes a voice {request.name!r} already", "another name", param="name"
+                    f"the cloning {job.id} makes a voice {request.name!r} already",
+                    "",
+                    "choose another name",
+                    param="name",
                 )
         job = CloningJob(request, folder, files, removed)
         self._jobs[job.id] = job

@@ -68,7 +68,7 @@ CLONE: OpenApi = {
 }
 VOICES = response_entry(ref("ClonedVoices"), "The voices.", AUTH_ERRORS, {"data": [_VOICE], "object": "list"})
 VOICE = response_entry(ref("ClonedVoice"), "The voice.", {**AUTH_ERRORS, **_NO_VOICE}, _VOICE)
-DELETE = response_entry(ref("ClonedVoice"), "What it was.", {**_ADMIN, **_NO_VOICE}, _VOICE)
+DELETE = response_entry(ref("ClonedVoice"), "The deleted voice.", {**_ADMIN, **_NO_VOICE}, _VOICE)
 RENAME: OpenApi = {
     **response_entry(
         ref("ClonedVoice"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from asr_serve.audio.reader import open_audio
 from asr_serve.config import ServeConfig, voices_dir
 from asr_serve.errors import AudioError, InvalidKey, MalformedRequest, NotAllowed, OptionError, UnsupportedOption
 from asr_serve.protocols import cloned_voices
+from asr_serve.protocols.form_fields import reject_query_fields
 from asr_serve.protocols.openai.events import server_sent_event
 from asr_serve.server.engine_registry import EngineRegistry
 from asr_serve.server.middleware.error_handlers import JSON
@@ -83,6 +84,7 @@ def routes(dependencies: VoiceDependencies) -> APIRouter:
         for those before it, goes on if the client disconnects, and is followed under `/v1/voices/jobs/{id}`. The
         voice can be used as soon as it is done, without a restart. For administrators."""
         admin = expect_admin(request)
+        reject_query_fields(request.url.query, cloned_voices.FIELDS, "the form")
         dependencies.clonings.check_capacity()
         folder, job = UploadFolder(), None
         try:
@@ -180,10 +182,10 @@ def _clone_request(
     if model not in cards:
         dependencies.engines.resolve(model)
         raise UnsupportedOption(
-            f"model={model}, which learns no voices", f"models that do: {', '.join(cards) or 'none'}", param="model"
+            f"model={model}, which cannot clone voices", f"models that can: {', '.join(cards) or 'none'}", param="model"
         )
     dependencies.store.check_name_free(parsed.name, _own_voices(dependencies))
-    _check_audio(list(form.names))
+    _check_audio(form.names)
     return CloneRequest(
         name=parsed.name,
         audio=[str(path) for path in form.names],
@@ -216,15 +218,18 @@ def _texts(source: str, form: MultiFileForm) -> dict[str, str]:
     return {paths[name]: text for name, text in texts.items()}
 
 
-def _check_audio(paths: list[Path]) -> None:
-    """Checks that at least one file is audio; the report lists errors of the others. Raises AudioError."""
+def _check_audio(names: Mapping[Path, str]) -> None:
+    """Checks that at least one file is audio; the report lists errors of the others. `names`: the client's names of
+    the files. Raises AudioError, with the client's name in it."""
     first: AudioError | None = None
-    for path in paths:
+    for path, name in names.items():
         try:
             open_audio(path).close()
             return
         except AudioError as error:
-            first = first or error
+            if first is None:
+                first = type(error)(error.came.replace(str(path), name), error.allowed, error.todo)
+                first.param = cloned_voices.FILES[0]
     assert first is not None
     raise first
 

@@ -137,7 +137,7 @@ def check_text(text: str, *, ssml: bool = False, phonemes: bool = False) -> None
 def _expect_plain(text: str, marked: bool = False) -> None:
     """Raise EmptyText for a blank text, and TextError for SSML unless `marked`: declared as SSML or phonemes."""
     if not text.strip():
-        raise EmptyText("an empty text", "words to be said", param="input")
+        raise EmptyText("the text is empty", "text with at least one word is needed", param="input")
     if not marked and _document.match(text):
         raise TextError(
             "a text that begins with <speak>, as SSML does, and is not said to be SSML",

@@ -6,7 +6,6 @@ file is finished; `--resume` relies on that.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from asr_serve.api.cli.io.output_names import (
 )
 from asr_serve.audio.input_manifest import InputItem
 from asr_serve.errors import OptionError
+from asr_serve.output_file import replaced_file
 from asr_serve.text.formats import text_and_json
 from asr_serve.text.formats.registry import JSON, TRANSCRIPT_FORMATS, TranscriptFormat, render, transcript_format
 from asr_serve.types import Segment, Transcript, suggest_name
@@ -262,16 +262,10 @@ def is_complete(path: Path, form: str) -> bool:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes under another name, then renames: a reader sees all of it or nothing, even after a crash."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
+    with replaced_file(path) as part, part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def append_row(path: Path, line: bytes) -> None:

@@ -119,7 +119,7 @@ class SpecialTokens(NamedTuple):
         if options.language and options.language not in known:
             raise OptionError(f"language={options.language!r}", f"one of {' '.join(known)}", param="language")
         if options.task == "translate" and not self.multilingual:
-            raise UnsupportedOption("task='translate'", "this model hears English only", param="task")
+            raise UnsupportedOption("task='translate'", "this model recognizes English only", param="task")
         wrong = [token for token in options.prompt if not (0 <= token < self.eot or token >= self.timestamp_begin)]
         if wrong:
             raise OptionError(f"prompt has token {wrong[0]}", "text and timestamps", param="prompt")

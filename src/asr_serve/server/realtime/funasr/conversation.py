@@ -217,7 +217,7 @@ class FunAsrConversation:
             if session.received_samples:
                 raise OutOfTurn(
                     f"LANGUAGE:{code} came after audio",
-                    f"this session is heard as {session.language}",
+                    f"the language of this session is {session.language}",
                     "send STOP, then LANGUAGE and START",
                 )
             await self._restart_session(options)

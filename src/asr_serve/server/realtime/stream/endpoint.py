@@ -16,6 +16,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 from fastapi import APIRouter, Request
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
@@ -62,6 +63,8 @@ NORMAL_CLOSURE = 1_000
 SSE_HEADERS = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no"))
 START_TIMEOUT_S = 10.0
 """Time limit for the start message."""
+CONTINUE_TIMEOUT_S = 5.0
+"""Longest wait for the body of a client that asks for `100 Continue`, before the response starts without it."""
 COMMAND_TIMEOUT_S = 10.0
 """Time limit for the body of a command."""
 
@@ -219,10 +222,11 @@ class StreamHttpExchange:
         self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        read = partial(_read, receive)
+        body_started = asyncio.Event()
+        read = partial(_read, receive, body_started)
         async with _connected(self._sessions, scope, read, packets=False) as (session, connection, reader):
-            # The body is read before the response starts, for clients that send it only once it is requested.
-            await asyncio.sleep(0)
+            if Headers(scope=scope).get("expect", "").lower() == "100-continue":
+                await _wait_started(body_started, reader)
             await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
             async with aclosing(_sse_chunks(connection)) as chunks:
                 async for chunk in with_error_event(chunks, scope, live=True):
@@ -236,10 +240,21 @@ class StreamHttpExchange:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _read(receive: Receive, session: StreamSession, connection: StreamConnection) -> None:
+async def _wait_started(body_started: asyncio.Event, reader: asyncio.Task[Any]) -> None:
+    """Waits for the first byte of a body that its client sends only once it is told to continue. The HTTP server says
+    so when the body is read, but no longer once the response has started; both are concurrent."""
+    started: asyncio.Task[Any] = asyncio.create_task(body_started.wait())
+    await asyncio.wait({started, reader}, timeout=CONTINUE_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+    started.cancel()
+
+
+async def _read(
+    receive: Receive, body_started: asyncio.Event, session: StreamSession, connection: StreamConnection
+) -> None:
     """Reads the body, whose end ends the audio. Raises ClientGone when it breaks off."""
     while True:
         message = await receive()
+        body_started.set()
         if message["type"] == "http.disconnect":
             raise ClientGone("the client left while it sent its audio")
         await session.write(connection, message.get("body", b""))
@@ -294,7 +309,7 @@ def commands(sessions: StreamSessionManager) -> APIRouter:
         assert context.client is not None
         return sessions.get(context.client, session_id)
 
-    @router.post(PATH + "/{session_id}/flush", status_code=202, summary="Make final what was said", **openapi.FLUSH)
+    @router.post(PATH + "/{session_id}/flush", status_code=202, summary="Finish the text so far", **openapi.FLUSH)
     async def flush_session(request: Request, session_id: str) -> Response:
         """Finalizes all audio so far: `flushed` comes among the session's events when its words are final."""
         command = parse_flush_body(await _body(request))

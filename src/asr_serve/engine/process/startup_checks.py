@@ -1,0 +1,129 @@
+"""Checks of the names in a configuration, before the server listens.
+
+They run in a process of their own: cards of models, and devices, are known where torch is loaded, which the server does
+not load.
+
+    python -m asr_serve.engine.process.startup_checks < names.json
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+
+import msgspec
+
+from asr_serve.config import ServeConfig, engine_environment
+from asr_serve.engine.process.messages import ErrorMessage
+from asr_serve.errors import AsrServeError, OptionError
+from asr_serve.types import suggest_name
+
+CHECK_TIMEOUT_S = 60.0
+"""Time for the checks; a machine that takes longer learns of a wrong name when the engine loads."""
+
+log = logging.getLogger(__name__)
+
+
+class StartupNames(msgspec.Struct, frozen=True):
+    """Names to check, by setting."""
+
+    model: str
+    more_models: tuple[str, ...]
+    aliases: dict[str, str]
+    voice: str
+    turn_model: str
+    device: str
+    pipeline: str | None
+    """Name of the pipeline, which aliases may stand for; None: none."""
+
+    @classmethod
+    def of(cls, config: ServeConfig, pipeline: str | None) -> StartupNames:
+        return cls(
+            config.model, config.more_models, config.aliases, config.voice, config.turn_model, config.device, pipeline
+        )
+
+    @property
+    def known_to_be_valid(self) -> bool:
+        """Whether all names are defaults, or stand for nothing that may be missing."""
+        default = ServeConfig()
+        models = {self.model, *self.more_models, *self.aliases.values()}
+        return (
+            models == {default.model}
+            and self.voice in ("auto", "none")
+            and self.turn_model in ("auto", "none")
+            and self.device in ("auto", "cpu")
+        )
+
+
+def check_startup(config: ServeConfig, pipeline: str | None) -> None:
+    """Checks a server's configuration. `pipeline`: name of its pipeline; None: none. Raises OptionError for an unknown
+    model, alias, voice or turn model, and for a device that this machine lacks."""
+    names = StartupNames.of(config, pipeline)
+    if names.known_to_be_valid:
+        return
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "asr_serve.engine.process.startup_checks"],
+            input=msgspec.json.encode(names),
+            stdout=subprocess.PIPE,
+            env=engine_environment(None),
+            timeout=CHECK_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as failure:
+        log.warning("the names of models and devices were not checked before the start: %s", failure)
+        return
+    if done.stdout:
+        raise msgspec.json.decode(done.stdout, type=ErrorMessage).to_error()
+
+
+def check_names(names: StartupNames) -> None:
+    """Checks names where torch may be loaded. Raises OptionError."""
+    from asr_serve.devices import check_device
+    from asr_serve.models.registry import asr_cards, tts_cards, turn_cards
+
+    recognizers, voices = asr_cards(), tts_cards()
+    models = [*recognizers, *voices]
+    targets = [*([names.pipeline] if names.pipeline else []), *models]
+    _check_name("model", names.model, models, "model")
+    for name in names.more_models:
+        _check_name("more_models", name, models, "model")
+    for alias, name in names.aliases.items():
+        _check_name("aliases", name, targets, f"model for the alias {alias!r}:")
+    if names.voice in recognizers:
+        raise OptionError(
+            f"voice={names.voice}, which recognizes speech and does not synthesize it",
+            f"one of: auto, none, {', '.join(voices)}",
+            param="voice",
+        )
+    _check_name("voice", names.voice, ["auto", "none", *voices], "speech synthesis model")
+    _check_name("turn_model", names.turn_model, ["auto", "none", *turn_cards()], "turn model")
+    check_device(names.device)
+
+
+def _check_name(setting: str, name: str, known: Iterable[str], what: str) -> None:
+    known = list(known)
+    if name not in known:
+        raise OptionError(
+            f"there is no {what} {name!r}",
+            f"one of: {', '.join(known)}",
+            suggest_name(name, known) or "list them with: asr-serve models list",
+            param=setting,
+        )
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the output of a library is no message
+    try:
+        check_names(msgspec.json.decode(sys.stdin.buffer.read(), type=StartupNames))
+    except AsrServeError as failure:
+        out.write(msgspec.json.encode(ErrorMessage.from_error(failure)))
+    out.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ from asr_serve.text.languages import SCRIPTS, script_of
 from asr_serve.text.tokenizers import Tokenizer, first_unencodable_letter
 from asr_serve.types import LanguageModelChoice, suggest_name
 
-LANGUAGE_MODEL_WEIGHT = 0.3
+LANGUAGE_MODEL_WEIGHT = 0.1
 """Weight of a language model that a request names without one."""
 MAX_PROMPT_CHARACTERS = 16_384
 """Length limit of a prompt: no model reads as much, and tokenizing takes time."""

@@ -73,7 +73,7 @@ LanguageModelWeight = Annotated[
     typer.Option(
         "--language-model-weight",
         metavar="0..4",
-        help="Weight of the language model. Default: 0.3.",
+        help="Weight of the language model. Default: 0.1.",
         show_default=False,
     ),
 ]

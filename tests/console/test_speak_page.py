@@ -134,7 +134,7 @@ def test_what_cannot_be_said_is_told(me):
     me.page.fill("#text", "")
     me.page.uncheck("#ssml")
     me.page.click("#primary")
-    me.until("#banner-text:has-text('An empty text')")
+    me.until("#banner-text:has-text('The text is empty')")
     me.page.click("#banner-close")
     assert me.page.locator("#banner").is_hidden()
     me.expect_calm("400")

@@ -100,7 +100,7 @@ def test_an_engine_gives_the_models_own_answers(client: EngineClient, model: tur
 
 
 def test_invalid_audio_is_refused_at_once(client: EngineClient) -> None:
-    with pytest.raises(EmptyAudio, match="one sample at least"):
+    with pytest.raises(EmptyAudio, match="one sample or more"):
         client.predict_turn_end(SPEECH[:0])
     nan = SPEECH.copy()
     nan[7] = np.nan

@@ -181,7 +181,7 @@ def test_all_that_was_said_is_clustered_on_a_thread_of_its_own(model, talk, monk
 
 def test_a_live_caller_is_told_before_they_speak_that_nobody_can_hear_speakers(model, monkeypatch):
     monkeypatch.setattr(model._client.backend, "speakers", False)
-    with pytest.raises(WeightsMissing, match="who speaks"):
+    with pytest.raises(WeightsMissing, match="models for diarization"):
         LiveSession(model._client, model.tokenizer, ListenOptions(speakers=True), lambda: None)
 
 

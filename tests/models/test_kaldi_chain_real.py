@@ -59,8 +59,8 @@ def test_it_transcribes(model: Any, packaged_speech: Path) -> None:
 
 
 DIFFERENT = {("two_cities.wav", 2): ("spring", "string"), ("two_cities.wav", 3): ("direct", "get")}
-"""Words of Vosk's, by recording and piece, and what is recognized here. Both are about as probable, and the scores of two
-runtimes differ a little: by dither, by blocks, and by what counts as silence in the i-vector."""
+"""Words of Vosk's, by recording and piece, and what is recognized here. Both are about as probable, and the scores of
+two runtimes differ a little: by dither, by blocks, and by what counts as silence in the i-vector."""
 
 
 def test_words_are_those_of_vosk(packaged_speech: Path) -> None:

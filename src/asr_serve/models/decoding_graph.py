@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models.ngram import NgramModel
@@ -122,7 +122,7 @@ class DecodingGraph(NamedTuple):
 
     def save(self, folder: Path) -> None:
         """Write the graph into a checkpoint folder."""
-        save_file(self.to_arrays(), folder / GRAPH_FILE)
+        (folder / GRAPH_FILE).write_bytes(save(self.to_arrays()))  # save_file would let nobody else read it
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Arrays by name, those of the language model included; the inverse of `from_arrays`."""

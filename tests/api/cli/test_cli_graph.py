@@ -190,5 +190,6 @@ def test_what_is_no_graph_is_not_shown(folder: Path) -> None:
 
 def test_help_shows_an_example() -> None:
     text = invoke("graph", "build", "--help").stdout
+    assert "pip install 'asr-serve[build]'" in text
     assert "asr-serve graph build orders.arpa --tokens armspeech-hy" in text
     assert "engine.decoding_graph=orders-graph" in text

@@ -66,6 +66,8 @@ def test_perplexity_is_of_known_words(text: Path) -> None:
     line = f"perplexity {expected.perplexity:.2f}, OOV 16.67% (1 of 6 words)"
     assert line in made.stdout
     assert invoke("lm", "perplexity", output, held_out).stdout.strip() == line
+    (empty := text.parent / "empty.txt").write_text("")
+    assert "no sentence to measure on" in invoke("lm", "perplexity", output, empty).stderr
     found = json.loads(invoke("lm", "perplexity", output, held_out, "--json").stdout)
     assert found == {"perplexity": pytest.approx(expected.perplexity), "words": 6, "unknown": 1}
     assert math.isfinite(found["perplexity"])

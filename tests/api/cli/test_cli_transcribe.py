@@ -168,6 +168,7 @@ def test_help_has_examples_of_prompts() -> None:
         (["one.wav", "--long-form", "sequentail"], "did you mean 'sequential'?"),
         (["one.wav", "--resume"], "add --output DIR"),
         (["one.wav", "--set", "engine.beam"], "NAME=VALUE, like --set engine"),
+        (["one.wav", "--pipeline", "chain-lm", "-m", "whisper-tiny-en"], "--model whisper-tiny-en beside --pipeline"),
         (["one.wav", "--set", "engine.beam=0"], "engine.beam=0 (flag --set). a whole number, 1 to 128"),
         (["one.wav", "--set", "engine.baem=2"], "did you mean 'engine.beam'?"),
         (["one.wav", "--set", "engine.beam=2", "--set", "engine.beam=3"], "engine.beam is given twice"),

@@ -97,7 +97,7 @@ def build_graph(
     lexicon only, and combines acoustic scores with those of the language model. Words of the
     lexicon that the language model lacks have the probability of <unk>. Words
     that the lexicon lacks are not recognised. It needs kaldifst:
-    pip install 'asr-serve[build]'
+    pip install 'asr-serve\\[build]'
 
     \b
     Examples

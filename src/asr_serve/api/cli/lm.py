@@ -150,6 +150,8 @@ def measure_perplexity(model: ModelFile, texts: Texts, tokens: Tokens = None, as
 
     check_stdin_once(texts)
     found = perplexity(read_ngrams(model), read_sentences(texts, splitter(tokens)))
+    if not found.words:
+        raise OptionError("no sentence to measure on", "text with a sentence a line", param="texts")
     if as_json:
         print(as_text(found._asdict()))
     else:

@@ -31,6 +31,9 @@ class Transcriber(Protocol):
     ) -> Generator[SegmentDone | FileDone | FileFailed | Progress, None, None]: ...
 
 
+DEFAULT_MODEL = "moonshine-tiny-en"
+
+
 class TranscribeOutcome(msgspec.Struct):
     """Results of the inputs."""
 
@@ -82,7 +85,7 @@ def transcribe(
             help="Audio or video files, folders, quoted globs, lists (.scp, .jsonl, .txt), or - for stdin.",
         ),
     ],
-    model: shared.Model = "moonshine-tiny-en",
+    model: shared.Model = DEFAULT_MODEL,
     pipeline: Annotated[
         str | None,
         typer.Option(
@@ -203,6 +206,8 @@ def transcribe(
     strategy = choose_long_form(long_form)
     if pipeline is not None and weights is not None:
         raise OptionError("--weights beside --pipeline", "the file names the weights of each stage", param="weights")
+    if pipeline is not None and model != DEFAULT_MODEL:
+        raise OptionError(f"--model {model} beside --pipeline", "the file names the model of each stage", param="model")
     hotword_list = shared.hotwords(hotwords)
     schedule = None if silence_schedule is None else SilenceSchedule.from_text(silence_schedule)
     # Expands all of them, so that a malformed list fails before any work.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.ngram import NgramModel
@@ -105,7 +105,8 @@ class WordNgrams(NamedTuple):
     def save(self, path: Path) -> None:
         """Write the model into one file, which `load` reads without parsing."""
         words = np.frombuffer(msgspec.json.encode(self.words), np.uint8)
-        save_file({**self.model.to_arrays(), "words": words, "counts": np.array(self.counts, np.int64)}, path)
+        arrays = {**self.model.to_arrays(), "words": words, "counts": np.array(self.counts, np.int64)}
+        path.write_bytes(save(arrays))  # save_file would let nobody else read it
 
     @classmethod
     def load(cls, path: Path) -> WordNgrams:

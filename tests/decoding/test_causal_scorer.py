@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asr_serve.decoding.language_model import causal_scorer
-from asr_serve.decoding.language_model.causal_scorer import pack_prefixes, score_rows
+from asr_serve.decoding.language_model.causal_scorer import CONVERSION, CausalSentenceScorer, pack_prefixes, score_rows
+from asr_serve.errors import WeightsCorrupt
+from asr_serve.transfer.checksum import file_checksum
 
 SHAPE = {
     "vocab_size": 50,
@@ -64,3 +73,48 @@ def test_scores_are_those_of_rows_alone(model: Any, monkeypatch: pytest.MonkeyPa
     rows += [rows[2], rows[5][:6]]
     assert score_rows(model, rows) == pytest.approx([one_by_one(model, row) for row in rows], abs=1e-4)
     assert score_rows(model, []) == []
+
+
+@pytest.fixture
+def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Any]:
+    """A model file whose conversion is in the cache, and a function that saves its tokenizer with special tokens."""
+    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path))
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"tiny")
+    folder = tmp_path / "causal" / f"{file_checksum(file):016x}-v{CONVERSION}"
+    torch.manual_seed(5)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder)
+
+    def save_tokenizer(**special: str) -> None:
+        words = WordLevel({"<s>": 0, "i": 1, "know": 2, "</s>": 3, "<unk>": 4}, unk_token="<unk>")
+        tokenizer = Tokenizer(words)
+        tokenizer.pre_tokenizer = Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+        for optional in ("accelerate", "gguf"):  # only the conversion needs them, which is done
+            if importlib.util.find_spec(optional) is None:
+                monkeypatch.setitem(sys.modules, optional, ModuleType(optional))
+
+    return file, save_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("special", "start"), [({"bos_token": "<s>", "eos_token": "</s>"}, 0), ({"eos_token": "</s>"}, 3)]
+)
+def test_sentences_follow_the_start_token_or_else_the_end_token(
+    converted: tuple[Path, Any], special: dict[str, str], start: int
+) -> None:
+    file, save_tokenizer = converted
+    save_tokenizer(**special)
+    scorer = CausalSentenceScorer(file, torch.float32)
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+    rows = [[start, 1, 2], [start, 2], [start]]
+    expected = [one_by_one(model, row) for row in rows]
+    assert scorer.score(["i know", "know", ""]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_tokenizer_without_start_and_end_is_refused_at_load(converted: tuple[Path, Any]) -> None:
+    file, save_tokenizer = converted
+    save_tokenizer()
+    with pytest.raises(WeightsCorrupt, match="neither a start token nor an end token"):
+        CausalSentenceScorer(file, torch.float32)

@@ -22,9 +22,11 @@ from asr_serve.decoding.hypothesis import Recognition, RecognitionHypothesis
 from asr_serve.decoding.language_model.kneser_ney import train
 from asr_serve.decoding.language_model.sentence_scorer import UNKNOWN_LOGPROB, NgramSentenceScorer
 from asr_serve.decoding.search_options import SearchOptions
-from asr_serve.engine.client import Ticket
+from asr_serve.engine.client import EngineClient, Ticket
+from asr_serve.engine.request import RecognitionRequest
 from asr_serve.errors import (
     AsrServeError,
+    AtCapacity,
     Cancelled,
     EngineClosed,
     OptionError,
@@ -188,7 +190,9 @@ class ScriptedClient:
         self.waiting: dict[int, Future[Recognition]] = {}
         self.held = False
 
-    def submit(self, pcm: np.ndarray, options: SearchOptions, priority: str, *, wait: bool, check: Any) -> Ticket:
+    def submit(
+        self, pcm: np.ndarray, options: SearchOptions, priority: str, *, admitted: bool, wait: bool, check: Any
+    ) -> Ticket:
         check()
         number = len(self.requests)
         self.requests.append((int(pcm[0]), options))
@@ -211,6 +215,33 @@ class ScriptedClient:
 
     def wake_waiters(self) -> None:
         pass
+
+
+class HeldBackend:
+    """Backend of a client, which answers nothing but what is cancelled."""
+
+    def __init__(self, config: EngineConfig, done: Callable[[int], None], stopped: Callable[[], None]) -> None:
+        self.card, self._done, self._stopped = asr_card("whisper-tiny-en"), done, stopped
+        self.requests: dict[int, RecognitionRequest] = {}
+        self.state = "ready"
+
+    def submit(self, utterance: RecognitionRequest) -> None:
+        self.requests[utterance.id] = utterance
+
+    def cancel(self, request_id: int) -> None:
+        if (request := self.requests.pop(request_id, None)) is not None:
+            self._done(request.samples)
+            request.future.set_exception(Cancelled("cancelled"))
+
+    def close(self) -> None:
+        self._stopped()
+
+
+def eventually(holds: Callable[[], object]) -> None:
+    limit_s = time.monotonic() + WAIT_S
+    while not holds() and time.monotonic() < limit_s:
+        time.sleep(0.001)
+    assert holds()
 
 
 Start = Callable[..., StagedRecognizer]
@@ -419,15 +450,39 @@ def test_cancelled_segments_raise_and_leave_nothing(start: Start) -> None:
     recognizer = start(CHAIN + WHISPER, first, second)
     second.held = True
     ticket = submit(recognizer)
-    limit_s = time.monotonic() + WAIT_S
-    while not second.waiting and time.monotonic() < limit_s:
-        time.sleep(0.001)
-    assert second.waiting
+    eventually(lambda: second.waiting)
     recognizer.cancel(ticket)
     with pytest.raises(Cancelled):
         ticket.future.result(WAIT_S)
     assert not second.waiting
     recognizer.cancel(ticket)  # once more is allowed
+
+
+def test_a_later_engine_at_its_limit_stops_no_other_segment(start: Start) -> None:
+    first = ScriptedClient("vosk-small-en", lambda n: NBEST if n else recognition(""))
+    backends: list[HeldBackend] = []
+
+    def connect(*args: Any) -> Any:
+        backends.append(HeldBackend(*args))
+        return backends[0]
+
+    second = EngineClient(EngineConfig(max_requests=1), connect)
+    (requests,) = (backend.requests for backend in backends)
+    try:
+        second.submit(np.full(16_000, 9, np.float32))
+        recognizer = start(CHAIN + RESCORE + WHISPER, first, second, s1=ScriptedScorer({"i": 11.0}))
+        unsure = submit(recognizer, 0)
+        assert result(recognizer, 1).tokens == (6,)  # rescored, and sure
+        assert not unsure.future.done()
+        eventually(lambda: [int(each.pcm[0]) for each in requests.values()] == [9, 0])
+        with pytest.raises(AtCapacity):  # callers of the model alone have its limit as before
+            second.submit(np.zeros(16_000, np.float32))
+        recognizer.cancel(unsure)
+        with pytest.raises(Cancelled):
+            unsure.future.result(WAIT_S)
+        assert [int(each.pcm[0]) for each in requests.values()] == [9]
+    finally:
+        second.close()
 
 
 def test_closing_ends_what_is_left(start: Start) -> None:

@@ -129,6 +129,34 @@ async def test_unloading_waits_for_requests(shelf):
     assert shelf.closed == [MODEL]
 
 
+async def test_models_of_a_pipeline_stay_while_it_is_still_loading(shelf, tmp_path):
+    file = tmp_path / "both.toml"
+    stage = '[[stage]]\nkind = "recognize"\nmodel = "{}"\n'
+    file.write_text(stage.format(MODEL) + stage.format(OTHER) + 'when = "confidence < 0.9"\n')
+    go = threading.Event()
+
+    def open_held(name: str, config: ServeConfig) -> EngineParts:
+        assert name == MODEL or go.wait(WAIT_S)
+        return shelf.open(name, config)
+
+    engines = EngineRegistry(ServeConfig(voice="none", pipeline=str(file)), open_held)
+    starting = asyncio.create_task(engines.start())
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while engines.state(OTHER) != "loading":
+                await asyncio.sleep(0.01)
+        assert (engines.state(MODEL), engines.pipeline_state) == ("ready", "loading")
+        with pytest.raises(NotAllowed, match=f"the pipeline both uses {MODEL}"):
+            await engines.unload(MODEL)
+    finally:
+        go.set()
+    await starting
+    assert (engines.pipeline_state, shelf.closed) == ("ready", [])
+    with pytest.raises(NotAllowed, match=f"the pipeline both uses {OTHER}"):
+        await engines.unload(OTHER)
+    await engines.close()
+
+
 async def test_unloading_does_not_wait_for_ever(shelf):
     engines = EngineRegistry(ServeConfig(voice="none", drain_s=0), shelf.open)
     await engines.start()

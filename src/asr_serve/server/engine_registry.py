@@ -482,9 +482,10 @@ class EngineRegistry:
     async def unload(self, name: str) -> None:
         """Waits up to `drain_s` for the model's requests, then closes its engine: requests still in it fail with
         EngineClosed. Raises UnknownModel, ModelNotLoaded, NotAllowed for a model of the pipeline."""
-        own = self.resolve(name)
-        if self.pipeline is not None and any(engine.name == own for engine in self.pipeline.engines):
-            raise NotAllowed(f"the pipeline {self.pipeline.name} uses {own}", "a model of no pipeline")
+        own, spec = self.resolve(name), self.pipeline_spec
+        # By the specification: a model must stay while the pipeline is still loading, too.
+        if spec is not None and any(isinstance(each, RecognizeStage) and each.model == own for each in spec.stages):
+            raise NotAllowed(f"the pipeline {spec.name} uses {own}", "a model of no pipeline")
         if own not in self._unloading:
             if own not in self._engines:
                 raise ModelNotLoaded(f"the model {own} is not loaded", "only what is loaded can be unloaded")

@@ -97,7 +97,8 @@ def pack_prefixes(rows: Sequence[Sequence[int]], max_prefixes: int) -> list[Pref
 class CausalSentenceScorer:
     """SentenceScorer over a causal language model on the CPU: in bfloat16 where the CPU multiplies it, else float32.
 
-    A sentence follows the model's start token; its end is not scored, because a segment may end within a sentence.
+    A sentence follows the tokenizer's start token, or its end token where there is no start token; its end is not
+    scored, because a segment may end within a sentence.
     Prefixes that sentences share are computed once, each attending to its own prefixes alone.
     Source: shallow fusion's offline form, n-best rescoring with neural language models, arXiv:1503.03535; attention
     over a tree of tokens as in SpecInfer, arXiv:2305.09781.
@@ -105,7 +106,7 @@ class CausalSentenceScorer:
 
     def __init__(self, file: Path, dtype: torch.dtype | None = None) -> None:
         """`file`: GGUF. It is converted once, which takes a minute, and read from the cache afterwards. Raises
-        ProgramMissing without transformers and gguf, WeightsCorrupt."""
+        ProgramMissing without transformers and gguf, WeightsCorrupt, also for a tokenizer without start and end."""
         try:
             import accelerate  # noqa: F401
             import gguf  # noqa: F401
@@ -122,8 +123,15 @@ class CausalSentenceScorer:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
         except (OSError, ValueError, KeyError) as failure:
             raise WeightsCorrupt(f"the language model {file} cannot be read: {failure}", "a GGUF file") from failure
-        self._model = model.eval()
-        self._start = self._tokenizer.bos_token_id
+        ids = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
+        start = next((token for token in ids if token is not None), None)
+        if start is None:
+            raise WeightsCorrupt(
+                f"the tokenizer of the language model {file} has neither a start token nor an end token",
+                "a causal model with bos_token_id or eos_token_id, which precedes each sentence",
+                "take another model, or convert it with one of these tokens",
+            )
+        self._model, self._start = model.eval(), start
 
     def score(self, sentences: Sequence[str]) -> list[float]:
         rows = [

@@ -12,7 +12,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -33,7 +32,8 @@ from asr_serve.pipelines.stages.rescoring import rescore
 from asr_serve.types import Priority
 
 MAX_SEGMENTS = 512
-"""Segments in all stages together; more of them wait in `submit`."""
+"""Segments in all stages together; more of them wait in `submit`. As many may be in the engine of a later recognizer
+beyond its own limit."""
 MAX_RESCORED_SEGMENTS = 16
 """Segments whose hypotheses a language model scores in one call, where as many wait."""
 STAGE_OPTIONS = (
@@ -91,7 +91,6 @@ class StagedRecognizer:
         self._models = {
             engine.client.card.name: AnsweringModel(engine.client.card, engine.text) for engine in engines.values()
         }
-        self._first = engines[0].client
         self._jobs: dict[int, _Job] = {}
         self._numbers = itertools.count()
         self._room = threading.Condition()
@@ -231,7 +230,7 @@ class StagedRecognizer:
                 continue
             match stage:
                 case RecognizeStage():
-                    self._submit_stage(job, partial(self._check, job))
+                    self._submit_stage(job, lambda: None)
                     return
                 case RescoreStage():
                     rescored.setdefault(job.stage, []).append(job)
@@ -251,12 +250,9 @@ class StagedRecognizer:
             job.answer = answer
             self._count(job)
 
-    def _check(self, job: _Job) -> None:
-        if job.cancelled:
-            raise Cancelled("the segment was cancelled")
-
     def _submit_stage(self, job: _Job, check: Callable[[], None]) -> None:
-        """Submits a segment to the engine of its stage; waits for room."""
+        """Submits a segment to the engine of its stage. The first stage waits for room, on the caller's thread; later
+        ones skip the engine's limit: if their thread waited, segments that do not need this engine would stop too."""
         client, stage = self._engines[job.stage].client, self._spec.stages[job.stage]
         assert isinstance(stage, RecognizeStage)
         search = msgspec.structs.replace(
@@ -265,7 +261,7 @@ class StagedRecognizer:
             beam=stage.beam,
             hypotheses=self._spec.hypotheses(job.stage),
         )
-        ticket = client.submit(job.pcm, search, job.priority, wait=True, check=check)
+        ticket = client.submit(job.pcm, search, job.priority, admitted=job.stage > 0, wait=True, check=check)
         with self._room:
             job.client, job.ticket = client, ticket
             cancelled = job.cancelled

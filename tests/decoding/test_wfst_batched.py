@@ -15,7 +15,9 @@ from torch import Tensor
 
 from asr_serve import devices
 from asr_serve.decoding.language_model.kneser_ney import train
-from asr_serve.decoding.wfst.batched_search import BatchedWfstSearch, epsilon_rounds
+from asr_serve.decoding.wfst.batched_search import BatchedWfstSearch, epsilon_rounds, words_of_frame
+from asr_serve.decoding.wfst.search import WfstSearch
+from asr_serve.decoding.wfst.search_graph import prepare_graph
 from asr_serve.errors import OptionError
 from asr_serve.models.decoding_graph import DecodingGraph, GraphSearchOptions
 from asr_serve.models.ngram import NgramModel
@@ -27,6 +29,8 @@ EXACT = GraphSearchOptions(beam=math.inf, max_active=200)
 
 class ScoreModel:
     """As much of a model as the search needs: its hidden frames are the scores."""
+
+    heads = ("wfst",)
 
     def graph_scores(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -173,6 +177,28 @@ def test_a_long_session_keeps_a_bounded_tail() -> None:
         assert len(found.tail_tokens) <= 4
     assert [token.frame for token in words + found.tail_tokens] == list(range(60))
     assert [token.id for token in words + found.tail_tokens] == [0] * 60
+
+
+@pytest.mark.parametrize("tail", [8, 64])
+@pytest.mark.parametrize("epsilon", [False, True])
+def test_a_word_in_each_frame_is_never_lost(tail: int, epsilon: bool) -> None:
+    """Chunks of many frames output more words than a tail holds."""
+    if epsilon:  # three words in a frame
+        arcs = [Arc(0, 0, 0, 0.0, 1), Arc(1, -1, 1, 0.0, 2), Arc(2, -1, 2, 0.0, 0), Arc(0, 1, -1, 0.5, 0)]
+        graph = graph_of(3, arcs, {0: 0.0}, None)
+    else:
+        arcs = [Arc(0, column, column % len(WORDS), 0.1 * column, 0) for column in range(COLUMNS)]
+        graph = graph_of(1, arcs, {0: 0.0}, None)
+    assert words_of_frame(graph, epsilon_rounds(graph)) == (3 if epsilon else 1)
+    scores, options = posteriors(2, 96, COLUMNS), GraphSearchOptions(beam=4.0, max_active=50)
+    model: Any = ScoreModel()
+    native = WfstSearch(model, prepare_graph(graph), options)
+    results = [
+        run_search(search, scores, [32] * 3) for search in (search_of(graph, options, max_tail_words=tail), native)
+    ]
+    ours, theirs = ([token.id for token in (*fixed, *guesses[0].tokens)] for fixed, _, guesses in results)
+    assert ours == theirs
+    assert len(ours) > 64
 
 
 def test_a_saved_row_resumes() -> None:

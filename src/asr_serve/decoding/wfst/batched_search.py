@@ -71,6 +71,7 @@ class BatchedWfstSearch:
         self._scorer = None if lm is None else NgramScorer(lm, device.torch_device)
         self._language_states = 1 if lm is None else lm.states
         self._rounds = epsilon_rounds(graph)
+        self._frame_words = words_of_frame(graph, self._rounds)
         self._last_word = int(graph.arc_words.max(initial=-1))
         self._start = graph.start_state, 0 if lm is None else lm.start_state
         self._nodes = 2 * options.max_active + max_tail_words
@@ -96,11 +97,11 @@ class BatchedWfstSearch:
     def step(self, hidden: Tensor, chunk: StreamingChunk, state: State) -> list[SearchResult]:
         """As StreamingSearch.step. Rows that were restored must have passed `validate_row`."""
         numbers, logprobs = self._advance(state, self.model.graph_scores(hidden), chunk)
-        tail = self._tail_words
+        most = logprobs.shape[1]
         results = []
         for row, logs in zip(numbers.tolist(), logprobs.tolist(), strict=True):
             fixed, length = row[:2]
-            words, frames = row[2 : 2 + tail], row[2 + tail :]
+            words, frames = row[2 : 2 + most], row[2 + most :]
             tokens = [SearchToken(*item) for item in zip(words[:length], frames, logs, strict=False)]
             results.append(SearchResult(tokens[:fixed], tokens[fixed:]))
         return results
@@ -163,15 +164,18 @@ class BatchedWfstSearch:
     ) -> tuple[Tensor, ...]:
         """Search a chunk's frames and update the sessions' rows. A ChunkFunction.
 
-        Returns: numbers (n, 2 + 2 * tail) int64: how many words were fixed, how many the best hypothesis has after what
-        was fixed before, those words, their frames; their log-probabilities (n, tail) float32.
+        Returns: numbers (n, 2 + 2 * most) int64: how many words were fixed, how many the best hypothesis has after what
+        was fixed before, those words, their frames; their log-probabilities (n, most) float32. `most`: words that a
+        hypothesis can have then, those that it had before the chunk included.
         """
         tokens, tree = self._load(state, rows)
         for frame in range(scores.shape[1]):
             stepped, grown = self._frame(tokens, tree, scores[:, frame], starts + frame)
             moves = (frame < frames) & torch.isfinite(stepped.costs[:, 0])
             tokens, tree = stepped.where(moves, tokens), grown.where(moves, tree)
-        tokens, tree, (numbers, logprobs) = self._fix(tokens, tree)
+        # Before the first frame of a session there may be words as in a frame.
+        most = self._tail_words + self._frame_words * (scores.shape[1] + 1)
+        tokens, tree, (numbers, logprobs) = self._fix(tokens, tree, most)
         for name, tensor in {**tokens.to_state(), **tree.to_state()}.items():
             state[name][rows] = tensor
         return numbers, logprobs
@@ -279,14 +283,15 @@ class BatchedWfstSearch:
         costs = torch.where(room, costs, NEVER)
         return _Tokens(costs, states.gather(1, index), language.gather(1, index), nodes, total), tree
 
-    def _fix(self, tokens: _Tokens, tree: _WordTree) -> tuple[_Tokens, _WordTree, tuple[Tensor, ...]]:
-        """Output the best hypothesis, fix the words that all tokens share, and drop words of no token."""
+    def _fix(self, tokens: _Tokens, tree: _WordTree, most: int) -> tuple[_Tokens, _WordTree, tuple[Tensor, ...]]:
+        """Output the best hypothesis, fix the words that all tokens share, and drop words of no token, and tokens with
+        more than `max_tail_words` words after the fixed ones. `most`: words that a token can have."""
         tail, live = self._tail_words, torch.isfinite(tokens.costs)
         n, nodes = tree.parents.shape
-        path, chain = tree.trace(tokens.nodes[:, 0], tail)
+        path, chain = tree.trace(tokens.nodes[:, 0], most)
         passes = torch.zeros(n, nodes + 1, dtype=torch.int64, device=live.device)
         at = torch.where(live, tokens.nodes, 0)
-        for _ in range(tail):
+        for _ in range(most):
             passes = passes.scatter_add(1, torch.where(at > 0, at, nodes), torch.ones_like(at))
             at = tree.parents.gather(1, at)
         passes = passes[:, :nodes]
@@ -475,3 +480,16 @@ def epsilon_rounds(graph: DecodingGraph) -> int:
             return rounds
         depth = deeper
     return MOST_EPSILON_ROUNDS
+
+
+def words_of_frame(graph: DecodingGraph, rounds: int) -> int:
+    """Most words that a path outputs in a frame: by one arc that consumes it and at most `rounds` that do not."""
+    spoken, counts = graph.arc_words >= 0, graph.arc_offsets[1:] - graph.epsilon_offsets
+    epsilon, sources = np.flatnonzero(graph.arc_labels < 0), np.repeat(np.arange(graph.states), counts)
+    words = np.zeros(graph.states, np.int64)
+    for _ in range(rounds):
+        more = words.copy()
+        np.maximum.at(more, sources, spoken[epsilon] + words[graph.arc_states[epsilon]])
+        words = more
+    after = words[graph.arc_states] + spoken
+    return int(after[graph.arc_labels >= 0].max(initial=words.max(initial=0)))

@@ -290,9 +290,9 @@ class BatchedWfstSearch:
         n, nodes = tree.parents.shape
         path, chain = tree.trace(tokens.nodes[:, 0], most)
         passes = torch.zeros(n, nodes + 1, dtype=torch.int64, device=live.device)
-        at = torch.where(live, tokens.nodes, 0)
+        at, ones = torch.where(live, tokens.nodes, 0), torch.ones_like(tokens.nodes)
         for _ in range(most):
-            passes = passes.scatter_add(1, torch.where(at > 0, at, nodes), torch.ones_like(at))
+            passes = passes.scatter_add(1, torch.where(at > 0, at, nodes), ones)
             at = tree.parents.gather(1, at)
         passes = passes[:, :nodes]
         shared = (passes.gather(1, path) == live.sum(1, keepdim=True)) & (chain > 0)
@@ -389,11 +389,11 @@ class _WordTree(NamedTuple):
 
     def trace(self, nodes: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Path (n, longest) of nodes that lead to `nodes` (n,), the oldest first, and whether each place holds one."""
-        found, at = [], nodes
+        found, at = [], nodes[:, None]
         for _ in range(longest):
             found.append(at)
-            at = self.parents.gather(1, at[:, None])[:, 0]
-        path = torch.stack(found[::-1], 1)
+            at = self.parents.gather(1, at)
+        path = torch.cat(found[::-1], 1)
         # Those that end early repeat node 0 at the front: moved to the back.
         order = (path == 0).long().sort(dim=1, stable=True).indices
         path = path.gather(1, order)

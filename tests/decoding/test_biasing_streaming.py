@@ -18,7 +18,15 @@ from asr_serve import devices, kernels
 from asr_serve.decoding.biasing_graph import BiasingPhrase, pack_phrases
 from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.decoding.ctc import CtcBeamOptions, CtcGreedy, CtcPrefixBeam
-from asr_serve.decoding.ctc_batched import BIASING_NODE, LANGUAGE_STATE, LAST, LENGTH, BatchedCtcPrefixBeam
+from asr_serve.decoding.ctc_batched import (
+    BIASING_NODE,
+    LANGUAGE_STATE,
+    LAST,
+    LENGTH,
+    TOKEN,
+    TOTAL,
+    BatchedCtcPrefixBeam,
+)
 from asr_serve.decoding.language_model.kneser_ney import train
 from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
 from asr_serve.decoding.language_model.scorer import LanguageModelFusion
@@ -189,27 +197,42 @@ def test_a_corrupt_row_is_refused(name: str):
         search._native = module
         state = state_of(search, 1)
         search.step(hidden[None], chunk_of([0], [0], [4]), state, words, fusion)
+        search.validate_row(0, state, words, fusion)
         state[name][0, 0] = 10_000
         with pytest.raises(ValueError, match="corrupt"):
-            search.step(hidden[None], chunk_of([0], [4], [4]), state, words, fusion)
+            search.validate_row(0, state, words, fusion)
 
 
 @pytest.mark.parametrize("plane", [LAST, LENGTH, BIASING_NODE, LANGUAGE_STATE])
 @pytest.mark.parametrize("value", [10_000_000, -1])
 def test_a_corrupt_row_of_the_batched_search_is_refused(plane: int, value: int):
-    """It is never an index: a device would lose all sessions by that."""
+    """Before a step has it among the rows of others."""
     words, hidden, fusion = words_of("bad"), posteriors(1, 2, 4, VOCAB), LanguageModelFusion(letter_scorer(1), 0.5)
     search = batched_ctc(boost=1.0, fuses=True)
     state = state_of(search, 2)
+    search.validate_row(0, state, words, fusion)
     search.step(hidden, chunk_of([0, 1], [0, 0], [4, 4]), state, words, fusion)
-    whole = {name: tensor.clone() for name, tensor in state.items()}
+    for row in (0, 1):
+        search.validate_row(row, state, words, fusion)
     state["ctc_numbers"][0, plane, 1] = value
     with pytest.raises(ValueError, match="corrupt"):
-        search.finish(0, state, words, fusion)
-    with pytest.raises(ValueError, match="corrupt"):
-        search.step(hidden, chunk_of([0, 1], [4, 4], [4, 4]), state, words, fusion)
-    search.step(hidden, chunk_of([0, 1], [4, 4], [4, 4]), whole, words, fusion)
-    assert torch.equal(state["ctc_numbers"][1], whole["ctc_numbers"][1]), "the other session went on"
+        search.validate_row(0, state, words, fusion)
+    search.validate_row(1, state, words, fusion)
+
+
+def test_rows_that_no_batched_search_left_are_refused():
+    search, hidden = batched_ctc(), posteriors(1, 1, 4, VOCAB)
+    state = state_of(search, 1)
+    search.step(hidden, chunk_of([0], [0], [4]), state)
+    lengths = state["ctc_numbers"][0, LENGTH]
+    assert lengths[0] > 0
+    changes = {"ctc_scores": (TOTAL, float("-inf")), "ctc_tails": (TOKEN, VOCAB), "ctc_started": ((), 2)}
+    for name, (plane, value) in changes.items():
+        changed = {each: tensor.clone() for each, tensor in state.items()}
+        changed[name][0][plane] = value
+        with pytest.raises(ValueError, match="corrupt"):
+            search.validate_row(0, changed)
+    search.validate_row(0, state)
 
 
 # --- transducers ---------------------------------------------------------------------------------------------

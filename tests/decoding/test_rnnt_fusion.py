@@ -17,6 +17,7 @@ from token_language_model import FusedSearch, sentence_logprob, token_model
 from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
 from asr_serve.decoding.language_model.scorer import LanguageModelFusion
+from asr_serve.decoding.rnnt import LENGTH
 from asr_serve.decoding.rnnt_beam import LANGUAGE_STATE, TransducerBeam
 from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, StreamingChunk
 
@@ -144,6 +145,9 @@ def test_a_corrupt_row_is_refused() -> None:
     numbers = [torch.tensor([each]) for each in (0, 0, 2, UNBOUNDED_SAMPLES)]
     chunk = StreamingChunk(torch.zeros(1, 0), *numbers)
     search.step(hidden[None], chunk, state)
-    state[LANGUAGE_STATE][:] = 10**6
-    with pytest.raises(ValueError, match="corrupt"):
-        search.step(hidden[None], chunk, state)
+    beam = search.search
+    beam.validate_row(0, state, None, search.fusion)
+    for name, value in ((LANGUAGE_STATE, 10**6), (LENGTH, 10**6), (LENGTH, -1)):
+        changed = state | {name: torch.full_like(state[name], value)}
+        with pytest.raises(ValueError, match="corrupt"):
+            beam.validate_row(0, changed, None, search.fusion)

@@ -17,6 +17,7 @@ from asr_serve.decoding.language_model.scorer import LanguageModelFusion
 from asr_serve.models.interfaces import (
     NBestHypothesis,
     RescoringModel,
+    RowValidatingSearch,
     SearchResult,
     SearchToken,
     State,
@@ -71,6 +72,10 @@ class AttentionRescoringSearch:
     ) -> None:
         if isinstance(self.search, BiasingSearch):
             self.search.set_biasing(row, words, fusion)
+
+    def validate_row(self, row: int, state: State) -> None:
+        if isinstance(self.search, RowValidatingSearch):
+            self.search.validate_row(row, state)
 
     @torch.inference_mode()
     def finish(self, row: int, state: State) -> list[NBestHypothesis]:

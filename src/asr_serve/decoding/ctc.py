@@ -198,6 +198,16 @@ class CtcPrefixBeam:
         )
         return [NBestHypothesis([SearchToken(*t) for t in tokens], logprob, gain) for tokens, logprob, gain in best]
 
+    def validate_row(
+        self,
+        row: int,
+        state: State,
+        words: StreamingBiasingList | None = None,
+        fusion: LanguageModelFusion | None = None,
+    ) -> None:
+        """Raises ValueError as RowValidatingSearch.validate_row: what a step refuses, `finish` refuses of one row."""
+        self.finish(row, state, words, fusion)
+
     def _bias(self, state: State, words: StreamingBiasingList | None) -> tuple[Any, ...] | None:
         if words is None:
             return None

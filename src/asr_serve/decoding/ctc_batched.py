@@ -109,19 +109,16 @@ class BatchedCtcPrefixBeam:
         fusion: LanguageModelFusion | None = None,
     ) -> list[SearchResult]:
         """`words`, `fusion`: hotwords and language model of all these sessions; a session has the same ones, or none,
-        from its first step on. Raises ValueError for rows that no search has left."""
+        from its first step on. Rows that were restored must have passed `validate_row`."""
         logprobs = self.model.ctc_logprobs(hidden)
         numbers, scores = self._advance(state, logprobs, chunk, words, fusion)
-        # One transfer of each: whether the row is corrupt, counts, tokens and frames of what was fixed and of the best
-        # hypothesis's tail.
+        # One transfer of each: counts, tokens and frames of what was fixed and of the best hypothesis's tail.
         width = logprobs.shape[1] + self.tail
         results = []
         for row, logs in zip(numbers.tolist(), scores.tolist(), strict=True):
-            corrupt, fixed, length = row[:3]
-            if corrupt:
-                raise ValueError("a row of the state is corrupt")
-            tokens, frames = row[3 : 3 + width], row[3 + width : 3 + 2 * width]
-            tail_tokens, tail_frames = row[3 + 2 * width :][: self.tail], row[3 + 2 * width + self.tail :]
+            fixed, length = row[:2]
+            tokens, frames = row[2 : 2 + width], row[2 + width : 2 + 2 * width]
+            tail_tokens, tail_frames = row[2 + 2 * width :][: self.tail], row[2 + 2 * width + self.tail :]
             results.append(
                 SearchResult(
                     [SearchToken(*item) for item in zip(tokens[:fixed], frames, logs, strict=False)],
@@ -137,14 +134,11 @@ class BatchedCtcPrefixBeam:
         words: StreamingBiasingList | None = None,
         fusion: LanguageModelFusion | None = None,
     ) -> list[NBestHypothesis]:
-        """N-best list, as StreamingSearch.finish. Raises ValueError as `step` does."""
+        """N-best list, as StreamingSearch.finish."""
         if not int(state["ctc_started"][row]):
             return [NBestHypothesis([], 0.0, 0.0)]
         scores, saved, tails = (state[name][row].cpu() for name in ("ctc_scores", "ctc_numbers", "ctc_tails"))
         biasing = None if words is None else self._biasing_for(words)
-        nodes = None if biasing is None else len(biasing.arrays.fails)
-        if not torch.equal(saved, self._bounded(saved[None], nodes, None if fusion is None else fusion.scorer)[0]):
-            raise ValueError("a row of the state is corrupt")
         gains, live = scores[GAIN], scores[TOTAL] > NONE
         if biasing is not None:
             gains = gains - biasing.arrays.partial_bonuses.cpu()[saved[BIASING_NODE]]
@@ -160,6 +154,32 @@ class BatchedCtcPrefixBeam:
             tokens = [SearchToken(*item) for item in zip(*items, strict=True)]
             hypotheses.append(NBestHypothesis(tokens, float(scores[TOTAL, i]), float(gains[i])))
         return sorted(hypotheses, key=lambda item: -(item.logprob + item.gain))
+
+    def validate_row(
+        self,
+        row: int,
+        state: State,
+        words: StreamingBiasingList | None = None,
+        fusion: LanguageModelFusion | None = None,
+    ) -> None:
+        """Raises ValueError as RowValidatingSearch.validate_row: for indices out of range, hotwords' and language
+        model's included, and where no hypothesis is left."""
+        started = int(state["ctc_started"][row])
+        if not started:
+            return
+        scores, saved, tails = (state[name][row].cpu() for name in ("ctc_scores", "ctc_numbers", "ctc_tails"))
+        vocab = self.model.vocab_size
+        limits = {LAST: vocab + 1, LENGTH: self.tail}
+        if words is not None:
+            limits[BIASING_NODE] = len(words.arrays.fails)
+        if fusion is not None:
+            limits[LANGUAGE_STATE] = fusion.scorer.state_count
+        within = [bool(((saved[plane] >= 0) & (saved[plane] < most)).all()) for plane, most in limits.items()]
+        inside = torch.arange(self.tail) < saved[LENGTH, :, None]
+        tokens = tails[TOKEN][inside]
+        within.append(bool(((tokens >= 0) & (tokens < vocab)).all()))
+        if started != 1 or not all(within) or not bool((scores[TOTAL] > NONE).any()):
+            raise ValueError("a saved row of the search is corrupt")
 
     # --- one chunk -------------------------------------------------------------------------------------
 
@@ -206,13 +226,13 @@ class BatchedCtcPrefixBeam:
         `contexts`: of the hotwords, 0 without any. `more`: _BiasingArrays, then the language model's weight (1,);
         of what is not there nothing.
 
-        Returns: numbers (n, 3 + 2 * (width + tail) + 2 * tail) int64: whether the row is corrupt, count of fixed
-        tokens, length of the best tail, fixed tokens, their frames, tail's tokens, its frames; log-probabilities
-        (n, width + 2 * tail) float64 of fixed and tail tokens.
+        Returns: numbers (n, 2 + 2 * (width + tail) + 2 * tail) int64: count of fixed tokens, length of the best tail,
+        fixed tokens, their frames, tail's tokens, its frames; log-probabilities (n, width + 2 * tail) float64 of fixed
+        and tail tokens.
         """
         biasing = _BiasingArrays(*more[: len(_BiasingArrays._fields)]) if contexts else None
         fusion = None if scorer is None else (scorer, more[-1])
-        beams, corrupt = self._load(state, rows, biasing, scorer)
+        beams = self._load(state, rows, scorer)
         logprobs = torch.where(torch.isfinite(logprobs), logprobs, NONE).double()
         choices = self._choices(logprobs)
         # A hypothesis without a token reads the log-probability of a column that no token has.
@@ -235,7 +255,6 @@ class BatchedCtcPrefixBeam:
         counts, tokens = self._join(torch.stack([each for each, _ in fixed]), torch.stack([each for _, each in fixed]))
         best, length = beams.tails[:, :, 0, : self.tail], beams.numbers[:, LENGTH, :1]
         numbers = [
-            corrupt.long()[:, None],
             counts[:, None],
             length,
             tokens[:, 0],
@@ -245,31 +264,15 @@ class BatchedCtcPrefixBeam:
         ]
         return torch.cat(numbers, 1), torch.cat([tokens[:, 2], best[:, LOGPROB]], 1).view(torch.float64)
 
-    def _load(
-        self, state: State, rows: Tensor, biasing: _BiasingArrays | None, scorer: TokenScorer | None
-    ) -> tuple[_Beams, Tensor]:
-        """Beams of the sessions, and (n,) whether a row is corrupt: it is searched without a read out of bounds."""
+    def _load(self, state: State, rows: Tensor, scorer: TokenScorer | None) -> _Beams:
+        """Beams of the sessions."""
         started = (state["ctc_started"][rows] > 0)[:, None, None]
-        new_scores, new_numbers = self._tables.new_scores, self._tables.new_numbers
-        scores = torch.where(started, state["ctc_scores"][rows], new_scores)
-        numbers = torch.where(started, state["ctc_numbers"][rows], new_numbers)
+        scores = torch.where(started, state["ctc_scores"][rows], self._tables.new_scores)
+        numbers = torch.where(started, state["ctc_numbers"][rows], self._tables.new_numbers)
         if scorer is not None:
             initial = torch.where(started[:, 0], numbers[:, LANGUAGE_STATE], scorer.initial_state)
             numbers[:, LANGUAGE_STATE] = initial
-        bounded = self._bounded(numbers, None if biasing is None else len(biasing.fails), scorer)
-        tails = F.pad(state["ctc_tails"][rows], (0, 1))
-        return _Beams(scores, bounded, tails), (bounded != numbers).flatten(1).any(1)
-
-    def _bounded(self, numbers: Tensor, biasing_nodes: int | None, scorer: TokenScorer | None) -> Tensor:
-        """Numbers (n, planes, beam) that are indices, within what they index."""
-        bounded = numbers.clone()
-        bounded[:, LAST].clamp_(0, self.model.vocab_size)
-        bounded[:, LENGTH].clamp_(0, self.tail - 1)
-        if biasing_nodes is not None:
-            bounded[:, BIASING_NODE].clamp_(0, biasing_nodes - 1)
-        if scorer is not None:
-            bounded[:, LANGUAGE_STATE].clamp_(0, scorer.state_count - 1)
-        return bounded
+        return _Beams(scores, numbers, F.pad(state["ctc_tails"][rows], (0, 1)))
 
     def _choices(self, logprobs: Tensor) -> _Choices:
         """Tokens that may open new hypotheses in each frame of (n, frames, vocab), the likeliest first and of equals

@@ -165,14 +165,10 @@ class TransducerBeam:
         fusion: LanguageModelFusion | None = None,
     ) -> list[SearchResult]:
         """`words`, `fusion`: hotwords and language model of all these sessions; a session has the same ones, or
-        none, from its first step on."""
+        none, from its first step on. Rows that were restored must have passed `validate_row`."""
         own = load_rows(state, chunk.rows, self._fresh)
-        if words is not None and bool((own[SPOT] >= len(words)).any() or (own[SPOT] < 0).any()):
-            raise ValueError("a row of the state is corrupt")
         if fusion is not None:
             assert LANGUAGE_STATE in own, "a language model for a search that fuses none"
-            if bool((own[LANGUAGE_STATE] >= fusion.scorer.state_count).any() or (own[LANGUAGE_STATE] < -1).any()):
-                raise ValueError("a row of the state is corrupt")
             own[LANGUAGE_STATE] = torch.where(own[LANGUAGE_STATE] < 0, fusion.scorer.initial_state, own[LANGUAGE_STATE])
         work = _BeamStep(self.model.project_encoder(hidden), chunk.start_frames, chunk.frames, own, 0, words, fusion)
         for frame in range(hidden.shape[1]):
@@ -180,6 +176,27 @@ class TransducerBeam:
         self._fix_agreed(work)
         save_rows(state, chunk.rows, work.own)
         return self._read(work.fixed)
+
+    def validate_row(
+        self,
+        row: int,
+        state: State,
+        words: StreamingBiasingList | None = None,
+        fusion: LanguageModelFusion | None = None,
+    ) -> None:
+        """Raises ValueError as RowValidatingSearch.validate_row: for indices out of range, those of hotwords and of a
+        language model included."""
+        if int(state[BEGUN][row]) != 1:
+            return  # as `load_rows`: a session that has not begun
+        limits = {LENGTH: (0, self.tail)}
+        if words is not None:
+            limits[SPOT] = (0, len(words) - 1)
+        if fusion is not None:
+            limits[LANGUAGE_STATE] = (-1, fusion.scorer.state_count - 1)
+        for name, (least, most) in limits.items():
+            saved = state[name][row]
+            if bool(((saved < least) | (saved > most)).any()):
+                raise ValueError("a saved row of the search is corrupt")
 
     def finish(
         self,

@@ -16,8 +16,8 @@ class SessionSnapshot(msgspec.Struct, frozen=True):
     """Snapshot of a stream between two steps: another slot, or another engine of the same model, continues from it
     with identical results.
 
-    The receiver validates sizes and counts, not the contents of rows: forged bytes produce other words at worst,
-    or fail the step that uses them.
+    The receiver validates sizes, counts and the indices in rows of the search's state: forged bytes are refused when
+    the stream is restored, or produce other words.
     """
 
     header: bytes

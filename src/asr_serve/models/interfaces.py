@@ -411,6 +411,15 @@ class StatefulSearch(StreamingSearch, Protocol):
         """Drop that state when the session at `row` is closed."""
 
 
+@runtime_checkable
+class RowValidatingSearch(StreamingSearch, Protocol):
+    """Search whose steps trust the rows of all their sessions: a row from outside is validated before the first."""
+
+    def validate_row(self, row: int, state: State) -> None:
+        """Raises ValueError for a row of the state that no search can have left. Call before a step or `finish` of a
+        session that was restored."""
+
+
 # --- speech synthesis -------------------------------------------------------------------------------------
 
 MELS = 80

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from recording_device import RecordingDevice
@@ -15,7 +17,7 @@ from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention_rescoring import AttentionRescoringSearch
 from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
-from asr_serve.decoding.ctc_batched import BatchedCtcPrefixBeam
+from asr_serve.decoding.ctc_batched import LANGUAGE_STATE, LENGTH, BatchedCtcPrefixBeam
 from asr_serve.decoding.language_model.kneser_ney import train
 from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
 from asr_serve.decoding.language_model.token_models import TokenLanguageModel
@@ -128,6 +130,34 @@ def test_the_batched_search_gives_what_the_native_one_gives(name: str, beam: int
     assert found["hotwords"].places != found["both"].places != found["language model"].places
     if isinstance(device, RecordingDevice):
         assert sum(len(each.graphs) for each in device.recordings) >= 4  # plain, hotwords, language model, both
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_corrupt_snapshot_is_refused_and_others_go_on(biased: bool) -> None:
+    """A step has the rows of many sessions: one that cannot be never gets there."""
+    name = "u2pp 2"
+    options = options_of(model(name).vocab_size)["language model" if biased else "plain"]
+    there, clip = runner(name, 3, model(name).device, batched=True), clips(5, 3)[0]
+    first = there.open_session(**options)
+    there.append_audio(first, clip, 0.0)
+    while ready := there.schedule(1e9):
+        there.step(ready, 0.0)
+    saved = there.save_session(first)
+    part = [*there.states.specs].index(f"search.{'hot' if biased else 'plain'}.ctc_numbers")
+    numbers = np.frombuffer(saved.parts[part], np.int64).copy()
+    assert len(numbers) == there.states.tensors[[*there.states.specs][part]][0].numel()
+    plane = LANGUAGE_STATE if biased else LENGTH
+    numbers.reshape(LANGUAGE_STATE + 1, -1)[plane, 0] = 10**6
+    parts = (*saved.parts[:part], numbers.tobytes(), *saved.parts[part + 1 :])
+    with pytest.raises(ValueError, match="corrupt"):
+        there.load_session(msgspec.structs.replace(saved, parts=parts), live=True, **options)
+    second = there.load_session(saved, live=True, **options)
+    for session in (first, second):
+        there.append_audio(session, clip, 0.0)
+    while ready := there.schedule(1e9):
+        assert len(ready) == 2
+        ours, theirs = there.step(ready, 0.0)
+        assert ours.found == theirs.found
 
 
 def test_the_device_chooses_the_search() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -19,10 +20,18 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.in_flight import MAX_DEATHS
 from asr_serve.engine.process.messages import ErrorMessage, RequestFailed
 from asr_serve.engine.streaming import executor, slot_queue
-from asr_serve.errors import AtCapacity, Cancelled, EngineClosed, EngineCrashed, OptionError, StepFailed
+from asr_serve.errors import (
+    AtCapacity,
+    Cancelled,
+    EngineClosed,
+    EngineCrashed,
+    OptionError,
+    StepFailed,
+    UnsupportedOption,
+)
 from asr_serve.text.tokenizers import SentencePieceTokenizer
 from asr_serve.text.word_timing import token_times_from_frames
-from asr_serve.types import SearchResult
+from asr_serve.types import LanguageModelChoice, SearchResult
 
 CONFIG = {"use_chunked_inference": True, "max_sessions": 6, "chunk_wait_ms": 1.0}
 CLIPS = [clip(seed, 12_000 + 9_001 * seed) for seed in range(6)]
@@ -104,6 +113,52 @@ def test_hot_words_that_cannot_be_spelt_fail_their_own_stream(on_thread, monkeyp
         client.submit(CLIPS[0], SearchOptions(bias="bad\t1")).future.result(WAIT_S)
     other.submit_audio(CLIPS[0], last=True).result(WAIT_S)
     assert client.describe()["slots_used"] == 0
+
+
+def test_hot_words_that_were_not_spelt_before_the_first_piece_fail_it(on_thread, monkeypatch) -> None:
+    monkeypatch.setattr(SentencePieceTokenizer, "encode", lambda *_: 1 / 0)
+    client = on_thread()
+    stream = client.open_stream(live=True, bias="bad\t1")
+    until = time.monotonic() + WAIT_S
+    while on_loop(client, lambda loop: bool(loop.streams._streams)) and time.monotonic() < until:
+        time.sleep(0.01)
+    with pytest.raises(StepFailed, match="spelling hotwords failed: ZeroDivisionError"):
+        stream.submit_audio(CLIPS[0]).result(WAIT_S)
+    with pytest.raises(Cancelled):
+        stream.submit_audio(CLIPS[0]).result(WAIT_S)
+
+
+@pytest.mark.parametrize("settings", [{}, {"host_bytes": 0}])
+def test_the_first_piece_has_the_error_of_a_language_model_that_is_not_loaded(on_thread, settings) -> None:
+    client = on_thread(**settings)
+    chosen = LanguageModelChoice("absent", 0.5)
+    stream = client.open_stream(live=True, language_model=chosen)
+    with pytest.raises(UnsupportedOption, match="language_model=absent"):
+        stream.submit_audio(CLIPS[0][:8_000]).result(WAIT_S)
+    with pytest.raises(Cancelled):
+        stream.submit_audio(CLIPS[0]).result(WAIT_S)
+    with pytest.raises(UnsupportedOption, match="language_model=absent"):
+        client.submit(CLIPS[0], SearchOptions(language_model=chosen)).future.result(WAIT_S)
+    closed = client.open_stream(live=True, language_model=chosen)
+    closed.close()
+    assert not on_loop(client, lambda loop: loop.streams._failures), "of a closed stream nothing is kept"
+    on_loop(client, lambda loop: loop.check())
+
+
+def test_a_stream_does_not_move_to_an_engine_without_its_language_model(on_thread) -> None:
+    client = on_thread()
+    stream = client.open_stream(live=True)
+    stream.submit_audio(CLIPS[0][:8_000]).result(WAIT_S)
+
+    def move(loop: Any) -> None:
+        saved = loop.streams.export_stream(stream._number)
+        assert saved is not None
+        with pytest.raises(UnsupportedOption, match="language_model=absent"):
+            loop.streams.open_stream(1_000, True, saved=saved, language_model=LanguageModelChoice("absent", 0.5))
+        assert not loop.streams._streams
+        loop.check()
+
+    on_loop(client, move)
 
 
 @pytest.mark.slow

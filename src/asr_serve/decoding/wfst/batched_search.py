@@ -71,6 +71,8 @@ class BatchedWfstSearch:
         self._scorer = None if lm is None else NgramScorer(lm, device.torch_device)
         self._language_states = 1 if lm is None else lm.states
         self._rounds = epsilon_rounds(graph)
+        self._frame_words = words_of_frame(graph, self._rounds)
+        self._last_word = int(graph.arc_words.max(initial=-1))
         self._start = graph.start_state, 0 if lm is None else lm.start_state
         self._nodes = 2 * options.max_active + max_tail_words
         """Places for words that are not fixed. A frame adds at most as many as there are tokens, and none is added
@@ -93,25 +95,22 @@ class BatchedWfstSearch:
         }
 
     def step(self, hidden: Tensor, chunk: StreamingChunk, state: State) -> list[SearchResult]:
-        """Raises ValueError for rows that no search has left."""
+        """As StreamingSearch.step. Rows that were restored must have passed `validate_row`."""
         numbers, logprobs = self._advance(state, self.model.graph_scores(hidden), chunk)
-        tail = self._tail_words
+        most = logprobs.shape[1]
         results = []
         for row, logs in zip(numbers.tolist(), logprobs.tolist(), strict=True):
-            corrupt, fixed, length = row[:3]
-            if corrupt:
-                raise ValueError("a row of the state is corrupt")
-            words, frames = row[3 : 3 + tail], row[3 + tail :]
+            fixed, length = row[:2]
+            words, frames = row[2 : 2 + most], row[2 + most :]
             tokens = [SearchToken(*item) for item in zip(words[:length], frames, logs, strict=False)]
             results.append(SearchResult(tokens[:fixed], tokens[fixed:]))
         return results
 
     def finish(self, row: int, state: State) -> list[NBestHypothesis]:
-        """N-best list, as StreamingSearch.finish. Raises ValueError as `step` does."""
+        """N-best list, as StreamingSearch.finish."""
         if not int(state["wfst_started"][row]):
             return [NBestHypothesis([], 0.0)]
         saved = {name: state[name][row].cpu() for name in self.state_specs()}
-        self._validate(saved)
         states, costs = saved["wfst_states"], saved["wfst_costs"].double()
         finals = self._graph.final_costs.cpu()[states.clamp(min=0)].double()
         if self._scorer is not None:
@@ -129,9 +128,14 @@ class BatchedWfstSearch:
             best.setdefault(tuple(token.id for token in path), NBestHypothesis(path, total))
         return list(best.values()) or [NBestHypothesis([], 0.0)]
 
-    def _validate(self, saved: dict[str, Tensor]) -> None:
-        """Raises ValueError for a row with an index out of range, or words whose parents do not come before them."""
-        parents = saved["wfst_parents"]
+    def validate_row(self, row: int, state: State) -> None:
+        """Raises ValueError as RowValidatingSearch.validate_row: for indices out of range, and words whose parents do
+        not come before them."""
+        used = int(state["wfst_started"][row])
+        if not used:
+            return
+        saved = {name: state[name][row].cpu() for name in self.state_specs()}
+        parents, words = saved["wfst_parents"], saved["wfst_words"]
         limits = {
             "wfst_states": len(self._graph.arc_offsets),
             "wfst_language_states": self._language_states,
@@ -139,8 +143,9 @@ class BatchedWfstSearch:
         }
         within = [bool(((saved[name] >= 0) & (saved[name] < most)).all()) for name, most in limits.items()]
         rising = bool(((parents >= 0) & (parents <= torch.arange(len(parents)).sub(1).clamp(min=0))).all())
-        if not (all(within) and rising):
-            raise ValueError("a row of the state is corrupt")
+        known = bool(((words >= -1) & (words <= self._last_word)).all())
+        if not (0 < used <= self._nodes and all(within) and rising and known):
+            raise ValueError("a saved row of the search is corrupt")
 
     @staticmethod
     def _path(saved: dict[str, Tensor], node: int) -> list[SearchToken]:
@@ -159,23 +164,24 @@ class BatchedWfstSearch:
     ) -> tuple[Tensor, ...]:
         """Search a chunk's frames and update the sessions' rows. A ChunkFunction.
 
-        Returns: numbers (n, 3 + 2 * tail) int64: whether the row is corrupt, how many words were fixed, how many the
-        best hypothesis has after what was fixed before, those words, their frames; their log-probabilities (n, tail)
-        float32.
+        Returns: numbers (n, 2 + 2 * most) int64: how many words were fixed, how many the best hypothesis has after what
+        was fixed before, those words, their frames; their log-probabilities (n, most) float32. `most`: words that a
+        hypothesis can have then, those that it had before the chunk included.
         """
-        tokens, tree, corrupt = self._load(state, rows)
+        tokens, tree = self._load(state, rows)
         for frame in range(scores.shape[1]):
             stepped, grown = self._frame(tokens, tree, scores[:, frame], starts + frame)
             moves = (frame < frames) & torch.isfinite(stepped.costs[:, 0])
             tokens, tree = stepped.where(moves, tokens), grown.where(moves, tree)
-        tokens, tree, (numbers, logprobs) = self._fix(tokens, tree)
+        # Before the first frame of a session there may be words as in a frame.
+        most = self._tail_words + self._frame_words * (scores.shape[1] + 1)
+        tokens, tree, (numbers, logprobs) = self._fix(tokens, tree, most)
         for name, tensor in {**tokens.to_state(), **tree.to_state()}.items():
             state[name][rows] = tensor
-        return torch.cat([corrupt.long()[:, None], numbers], 1), logprobs
+        return numbers, logprobs
 
-    def _load(self, state: State, rows: Tensor) -> tuple[_Tokens, _WordTree, Tensor]:
-        """Tokens and words of the sessions, and (n,) whether a row is corrupt: it is searched without a read out of
-        bounds."""
+    def _load(self, state: State, rows: Tensor) -> tuple[_Tokens, _WordTree]:
+        """Tokens and words of the sessions."""
         started = state["wfst_started"][rows] > 0
         n, active = len(rows), self.options.max_active
 
@@ -198,22 +204,8 @@ class BatchedWfstSearch:
             total=torch.where(started, state["wfst_total"][rows], 0.0),
         )
         # A new session follows arcs without a frame from the start state.
-        given = tokens, tree
-        tokens, tree = self._bounded(tokens, tree)
-        pairs = zip((*given[0], *given[1]), (*tokens, *tree), strict=True)
-        changed = [(a != b).view(n, -1).any(1) for a, b in pairs if a is not b]
         closed, grown = self._follow_epsilons(tokens, tree, torch.full((n,), -1, device=rows.device))
-        return closed.where(~started, tokens), grown.where(~started, tree), torch.stack(changed).any(0)
-
-    def _bounded(self, tokens: _Tokens, tree: _WordTree) -> tuple[_Tokens, _WordTree]:
-        """The same with what is an index within what it indexes."""
-        tokens = tokens._replace(
-            states=tokens.states.clamp(0, len(self._graph.arc_offsets) - 1),
-            language_states=tokens.language_states.clamp(0, self._language_states - 1),
-            nodes=tokens.nodes.clamp(0, self._nodes - 1),
-        )
-        parents = tree.parents.clamp(0, self._nodes - 1)
-        return tokens, tree._replace(parents=parents, used=tree.used.clamp(1, self._nodes))
+        return closed.where(~started, tokens), grown.where(~started, tree)
 
     def _frame(self, tokens: _Tokens, tree: _WordTree, scores: Tensor, frame: Tensor) -> tuple[_Tokens, _WordTree]:
         graph = self._graph
@@ -291,15 +283,16 @@ class BatchedWfstSearch:
         costs = torch.where(room, costs, NEVER)
         return _Tokens(costs, states.gather(1, index), language.gather(1, index), nodes, total), tree
 
-    def _fix(self, tokens: _Tokens, tree: _WordTree) -> tuple[_Tokens, _WordTree, tuple[Tensor, ...]]:
-        """Output the best hypothesis, fix the words that all tokens share, and drop words of no token."""
+    def _fix(self, tokens: _Tokens, tree: _WordTree, most: int) -> tuple[_Tokens, _WordTree, tuple[Tensor, ...]]:
+        """Output the best hypothesis, fix the words that all tokens share, and drop words of no token, and tokens with
+        more than `max_tail_words` words after the fixed ones. `most`: words that a token can have."""
         tail, live = self._tail_words, torch.isfinite(tokens.costs)
         n, nodes = tree.parents.shape
-        path, chain = tree.trace(tokens.nodes[:, 0], tail)
+        path, chain = tree.trace(tokens.nodes[:, 0], most)
         passes = torch.zeros(n, nodes + 1, dtype=torch.int64, device=live.device)
-        at = torch.where(live, tokens.nodes, 0)
-        for _ in range(tail):
-            passes = passes.scatter_add(1, torch.where(at > 0, at, nodes), torch.ones_like(at))
+        at, ones = torch.where(live, tokens.nodes, 0), torch.ones_like(tokens.nodes)
+        for _ in range(most):
+            passes = passes.scatter_add(1, torch.where(at > 0, at, nodes), ones)
             at = tree.parents.gather(1, at)
         passes = passes[:, :nodes]
         shared = (passes.gather(1, path) == live.sum(1, keepdim=True)) & (chain > 0)
@@ -396,11 +389,11 @@ class _WordTree(NamedTuple):
 
     def trace(self, nodes: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Path (n, longest) of nodes that lead to `nodes` (n,), the oldest first, and whether each place holds one."""
-        found, at = [], nodes
+        found, at = [], nodes[:, None]
         for _ in range(longest):
             found.append(at)
-            at = self.parents.gather(1, at[:, None])[:, 0]
-        path = torch.stack(found[::-1], 1)
+            at = self.parents.gather(1, at)
+        path = torch.cat(found[::-1], 1)
         # Those that end early repeat node 0 at the front: moved to the back.
         order = (path == 0).long().sort(dim=1, stable=True).indices
         path = path.gather(1, order)
@@ -487,3 +480,16 @@ def epsilon_rounds(graph: DecodingGraph) -> int:
             return rounds
         depth = deeper
     return MOST_EPSILON_ROUNDS
+
+
+def words_of_frame(graph: DecodingGraph, rounds: int) -> int:
+    """Most words that a path outputs in a frame: by one arc that consumes it and at most `rounds` that do not."""
+    spoken, counts = graph.arc_words >= 0, graph.arc_offsets[1:] - graph.epsilon_offsets
+    epsilon, sources = np.flatnonzero(graph.arc_labels < 0), np.repeat(np.arange(graph.states), counts)
+    words = np.zeros(graph.states, np.int64)
+    for _ in range(rounds):
+        more = words.copy()
+        np.maximum.at(more, sources, spoken[epsilon] + words[graph.arc_states[epsilon]])
+        words = more
+    after = words[graph.arc_states] + spoken
+    return int(after[graph.arc_labels >= 0].max(initial=words.max(initial=0)))

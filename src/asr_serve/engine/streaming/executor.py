@@ -49,6 +49,9 @@ class StreamingExecutor:
         self._offloader, self._replays = StreamOffloader(tiers, sleep_after_s), replay
         self._on_done, self._on_start = on_done, on_start
         self._streams: dict[int, StreamRequest] = {}
+        self._failures: dict[int, Exception] = {}
+        """Errors of callers' streams that ended while they had no chunk to reject. Each is for the stream's next chunk;
+        those of closed streams are dropped."""
         self._replay_budget = ReplayAudioBudget(self._streams, self._offloader.offloaded)
         self._stream_by_session: dict[StreamingSession, int] = {}
         self._waiting = SlotQueue(shares)
@@ -98,6 +101,7 @@ class StreamingExecutor:
             for number in list(self._streams):
                 self._remove_stream(number)
         finally:
+            self._failures.clear()
             for stream in remaining:
                 self._reject(stream, error)
             self._biasing.close()
@@ -115,9 +119,14 @@ class StreamingExecutor:
 
     def submit(self, utterance: RecognitionRequest) -> None:
         stream = StreamRequest(utterance.priority, utterance.priority == "live", utterance)
+        try:
+            self._set_language_model(stream)
+        except OptionError as error:
+            self._reject(stream, error)
+            return
         self._streams[utterance.id] = stream
         self._waiting.enqueue(utterance.id, stream.priority)
-        self._prepare_biasing(utterance.id, stream)
+        self._biasing.compile(utterance.id, stream)
 
     def cancel(self, request_id: int) -> None:
         self._fail_stream(request_id, Cancelled("the request was cancelled"))
@@ -136,7 +145,8 @@ class StreamingExecutor:
     ) -> None:
         """Opens a caller's stream. `samples`: the most that will come. `saved`: its snapshot, from here or from
         another engine of the same model. `words`: chunks may be timed. `bias`, `language_model`: as in
-        SearchOptions. Raises ValueError for a snapshot that cannot be continued."""
+        SearchOptions. Raises ValueError for a snapshot that cannot be continued, and UnsupportedOption where it has a
+        language model that is not loaded; without a snapshot the first chunk is rejected with that error."""
         stream = StreamRequest(
             "live",
             live,
@@ -146,6 +156,13 @@ class StreamingExecutor:
             bias=bias,
             language_model=language_model,
         )
+        try:
+            self._set_language_model(stream)
+        except OptionError as error:
+            if saved is not None:
+                raise  # the stream may go on elsewhere
+            self._failures[number] = error
+            return
         if saved is not None and (session_view := stream.load_state(saved)) is not None:
             self._validate_saved(stream, session_view)
             if self._offloader.enabled and self._offloader.offload(number, session_view):
@@ -156,20 +173,17 @@ class StreamingExecutor:
             not self._offloader.enabled
         ):  # without offloading a stream keeps its slot from the start, in order of arrival
             self._waiting.enqueue(number, "live")
-        self._prepare_biasing(number, stream)
+        self._biasing.compile(number, stream)
 
-    def _prepare_biasing(self, number: int, stream: StreamRequest) -> None:
-        """Sets the stream's language model, and compiles its hotwords."""
-        try:
-            stream.language_model = choose_language_model(self._language_models, stream.language_model_choice)
-        except OptionError as error:
-            self._fail_stream(number, error)
-        else:
-            self._biasing.compile(number, stream)
+    def _set_language_model(self, stream: StreamRequest) -> None:
+        """Sets the loaded model of the stream's choice. Raises UnsupportedOption."""
+        stream.language_model = choose_language_model(self._language_models, stream.language_model_choice)
 
     def export_stream(self, number: int) -> SessionSnapshot | None:
         """Exports a stream, all of whose chunks are answered, and removes it. None: it has to be replayed from its
-        start, if it had audio, because it has no state or its state was lost."""
+        start, if it had audio, because it has no state, its state was lost, or it failed before it had a chunk."""
+        if self._failures.pop(number, None) is not None:
+            return None
         session_view = (stream := self._streams[number]).saved_session
         assert not stream.pending_chunks, "a stream that is busy"
         if stream.session is not None and stream.session.audio_buffer.samples:
@@ -183,7 +197,7 @@ class StreamingExecutor:
     def append_audio(self, piece: StreamChunk) -> None:
         stream = self._streams.get(piece.session)
         if stream is None:
-            reject(piece.future, Cancelled("the stream was closed"))
+            reject(piece.future, self._failures.pop(piece.session, Cancelled("the stream was closed")))
             return
         stream.pending_chunks.append(piece)
         if stream.session is not None:
@@ -195,6 +209,7 @@ class StreamingExecutor:
     def close_stream(self, number: int) -> None:
         """Closes a stream at any time; its pending chunks raise Cancelled. Idempotent."""
         self._fail_stream(number, Cancelled("the stream was closed"))
+        self._failures.pop(number, None)
 
     # --- a step ------------------------------------------------------------------------------------------
 
@@ -418,9 +433,13 @@ class StreamingExecutor:
         self.model_runner.close_session(session)
 
     def _fail_stream(self, number: int, error: Exception) -> None:
-        """Removes a stream, if it is still open, and rejects its pending results."""
+        """Removes a stream, if it is still open, and rejects its pending results; of a caller's stream that has none,
+        the next."""
         if number in self._streams:
-            self._reject(self._remove_stream(number), error)
+            stream = self._remove_stream(number)
+            if stream.utterance is None and not stream.pending_chunks:
+                self._failures[number] = error
+            self._reject(stream, error)
 
     def _reject(self, stream: StreamRequest, error: Exception) -> None:
         if stream.utterance is not None:

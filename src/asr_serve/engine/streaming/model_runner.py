@@ -26,6 +26,7 @@ from asr_serve.engine.streaming.token_aligner import SavedAlignment as KeptEvide
 from asr_serve.engine.streaming.token_aligner import StreamTokenAligner, compact_posteriors
 from asr_serve.models.interfaces import (
     NBestHypothesis,
+    RowValidatingSearch,
     SearchResult,
     StatefulSearch,
     StateSpec,
@@ -182,6 +183,7 @@ class ChunkedModelRunner:
         facts = [*names, model.session_layout, self._windows, list(specs.items())]
         self._layout = hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
         self._stateful_search = search if isinstance(search, StatefulSearch) else None
+        self._row_validating_search = search if isinstance(search, RowValidatingSearch) else None
         self._expecting = search if isinstance(search, BiasingSearch) else None
         self._encoder = select_prefix("encoder", self.states.tensors)
         self._search = select_prefix("search", self.states.tensors)
@@ -295,7 +297,7 @@ class ChunkedModelRunner:
 
     def validate_saved(self, saved: SessionSnapshot | SessionSnapshotView) -> ChunkAudioPosition:
         """Validates a snapshot and returns its audio position. Raises ValueError for another model or other sizes;
-        the contents of rows are not checked."""
+        the contents of rows are not checked: `restore_session` does that."""
         numbers, rows = decode_header(_SavedSession, saved.header), len(self.states.specs)
         if numbers.layout != self._layout or len(saved.parts) != self.part_sizes:
             raise ValueError("a session of another model, or of one that was set up in another way")
@@ -340,11 +342,14 @@ class ChunkedModelRunner:
     def restore_session(
         self, session: StreamingSession, saved: SessionSnapshot | SessionSnapshotView, now_ms: float
     ) -> None:
-        """Restores a snapshot into a new session. Raises ValueError; the session must be closed then."""
+        """Restores a snapshot into a new session. Raises ValueError, also for a row of state that its search cannot
+        have left, so that no step of many sessions meets one; the session must be closed then."""
         numbers, rows = decode_header(_SavedSession, saved.header), len(self.states.specs)
         if numbers.biasing != session.biasing_digest:
             raise ValueError("a saved session with other hotwords, or another language model")
         self.states.import_parts(session.slot, saved.parts[:rows])
+        if self._row_validating_search is not None:
+            self._row_validating_search.validate_row(session.slot.row, self._search)
         session.audio_buffer.restore(numbers.position, saved.parts[rows])
         if self._stateful_search is not None:
             search_parts: list[BytesLike] = list(saved.parts[rows + 2 :])

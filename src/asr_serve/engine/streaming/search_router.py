@@ -11,7 +11,15 @@ from torch import Tensor
 
 from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.decoding.language_model.scorer import LanguageModelFusion
-from asr_serve.models.interfaces import NBestHypothesis, SearchResult, State, StateSpec, StreamingChunk, StreamingSearch
+from asr_serve.models.interfaces import (
+    NBestHypothesis,
+    RowValidatingSearch,
+    SearchResult,
+    State,
+    StateSpec,
+    StreamingChunk,
+    StreamingSearch,
+)
 
 
 class BiasedBeamSearch(Protocol):
@@ -30,6 +38,9 @@ class BiasedBeamSearch(Protocol):
     def finish(
         self, row: int, state: State, words: StreamingBiasingList | None, fusion: LanguageModelFusion | None
     ) -> list[NBestHypothesis]: ...
+    def validate_row(
+        self, row: int, state: State, words: StreamingBiasingList | None, fusion: LanguageModelFusion | None
+    ) -> None: ...
 
 
 class _Biasing(NamedTuple):
@@ -92,6 +103,15 @@ class BiasingSearchRouter:
         if biasing is None:
             return self.plain_search.finish(row, select_prefix("plain", state))
         return self.biased_search.finish(row, select_prefix("hot", state), *biasing)
+
+    def validate_row(self, row: int, state: State) -> None:
+        """As RowValidatingSearch.validate_row, of the search that the session runs through. `set_biasing` must have
+        chosen it."""
+        biasing = self._biasing_by_row.get(row)
+        if biasing is not None:
+            self.biased_search.validate_row(row, select_prefix("hot", state), *biasing)
+        elif isinstance(self.plain_search, RowValidatingSearch):
+            self.plain_search.validate_row(row, select_prefix("plain", state))
 
 
 def add_prefix(part: str, specs: Mapping[str, StateSpec]) -> dict[str, StateSpec]:

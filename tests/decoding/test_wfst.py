@@ -22,6 +22,7 @@ from asr_serve.errors import OptionError, WeightsCorrupt
 from asr_serve.models.checkpoints.openfst_files import make_decoding_graph, read_transducer
 from asr_serve.models.decoding_graph import DecodingGraph, GraphSearchOptions
 from asr_serve.models.interfaces import NBestHypothesis, SearchToken
+from asr_serve.models.ngram import NgramModel
 
 FIXTURE = Path(__file__).parent / "fixtures" / "wfst.safetensors"
 
@@ -153,6 +154,42 @@ def test_open_words_of_a_long_session_are_bounded():
     assert fixed > len(result.tail_tokens)
 
 
+def test_links_of_a_session_with_many_likely_words_are_bounded():
+    """Every frame is one of many words, each after any other: some 1,600 links a frame."""
+    words = 40
+    rng = np.random.default_rng(0)
+    graph = DecodingGraph(
+        np.array([0, words], np.int32),
+        np.array([words], np.int32),
+        np.arange(words, dtype=np.int32) % COLUMNS,
+        np.arange(words, dtype=np.int32),
+        np.zeros(words, np.float32),
+        np.zeros(words, np.int32),
+        np.zeros(1, np.float32),
+        np.arange(COLUMNS, dtype=np.int32),
+        np.full(COLUMNS, -1, np.int32),
+        np.zeros(0, np.int8),
+        0,
+        NgramModel(
+            np.arange(0, (words + 2) * words, words, dtype=np.int64),
+            np.tile(np.arange(words, dtype=np.int32), words + 1),
+            -rng.uniform(0.5, 3, (words + 1) * words).astype(np.float32),
+            np.tile(np.arange(1, words + 1, dtype=np.int32), words + 1),
+            np.array([-1] + [0] * words, np.int32),
+            np.zeros(words + 1, np.float32),
+            np.zeros(words + 1, np.float32),
+            0,
+        ),
+    )
+    search = search_of(graph, GraphSearchOptions(30.0, 30.0, 1.0, 7_000, 200), hypotheses=4)
+    fixed = 0
+    for start in range(0, 350, 50):
+        (result,) = search.step(torch.zeros(1, 50, COLUMNS), chunk_of([0], [start], [50]), {})
+        fixed += len(result.fixed_tokens)
+        assert len(search.export_state(0)[0]) < 4.5e6
+    assert fixed > 100
+
+
 def test_words_have_the_spans_of_their_phones():
     """Words a (labels begin, inside, end) and b (a phone of its own), silence between; words are output late or
     early."""
@@ -203,6 +240,16 @@ def test_a_saved_session_continues():
         with pytest.raises(ValueError, match="saved search"):
             other.import_state(6, wrong, b"", seen, torch.device("cpu"))
     other.import_state(6, b"", b"", 0, torch.device("cpu"))
+
+
+def test_a_saved_session_with_more_frames_than_one_keeps_open_is_refused():
+    graph, scores = case_of(frames=1_100)
+    search = search_of(graph, OPTIONS, hypotheses=2)
+    session = search._native.Session()
+    options = (*search._options[:-3], 1 << 30, 1 << 30, 1 << 40)
+    search._native.step(search._graph, [session], torch.from_numpy(scores[None]), torch.tensor([1_100]), options, 1)
+    with pytest.raises(ValueError, match="keeps open 1101 frames"):
+        search.import_state(0, session.export_state(), b"", 1_100, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

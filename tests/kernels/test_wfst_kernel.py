@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 from types import ModuleType
 from typing import Any
 
@@ -268,6 +269,86 @@ def random_ngram_of(words: int) -> NgramModel:
     )
 
 
+# --- ties ---------------------------------------------------------------------------------------------------
+
+
+def homophones(words: int) -> SearchGraph:
+    """Graph in which every two frames are one of `words` words, all as likely."""
+    return prepare_graph(
+        DecodingGraph(
+            np.array([0, words, words + 1], np.int32),
+            np.array([words, words + 1], np.int32),
+            np.array([0] * words + [1], np.int32),
+            np.array([*range(words), -1], np.int32),
+            np.array([0.25] * words + [0.5], np.float32),
+            np.array([1] * words + [0], np.int32),
+            np.full(2, 0.125, np.float32),
+            np.array([0, 1], np.int32),
+            np.full(2, -1, np.int32),
+            np.zeros(0, np.int8),
+            0,
+            None,
+        )
+    )
+
+
+def spoken(words: int) -> np.ndarray:
+    scores = np.zeros((2 * words, 2), np.float32)
+    scores[::2, 1] = scores[1::2, 0] = -30
+    return scores
+
+
+def tied_options(lattice_beam: float) -> tuple[Any, ...]:
+    return (16.0, lattice_beam, 1.0, 7_000, 200, NEVER, NEVER, NEVER)
+
+
+@pytest.mark.parametrize("minimum_risk", [False, True])
+@pytest.mark.parametrize("module", ["native", "reference"])
+def test_tied_words_are_listed(module, minimum_risk):
+    """There are 4 ** 10 paths, each as good as any."""
+    search = built() if module == "native" else wfst_reference
+    _, _, found = run(search, homophones(4), spoken(10), tied_options(6.0), [20], 10, (1.0, minimum_risk))
+    assert len(found) == len({tuple(word for word, *_ in words) for _, words in found}) == 10
+    assert {(cost, len(words)) for cost, words in found} == {(10 * 0.75 + 0.125, 10)}
+
+
+def test_native_and_reference_list_the_same_of_tied_words():
+    for words, risk in ((3, True), (4, False)):
+        graph, options = homophones(words), tied_options(6.0)
+        ours, theirs = (run(m, graph, spoken(9), options, [18], 7, (0.9, risk)) for m in (built(), wfst_reference))
+        assert ours == theirs
+
+
+def test_a_list_has_the_best_path_although_the_bound_of_its_steps_is_reached(monkeypatch):
+    """Of the native search, by a session with more frames than the list may have steps."""
+    monkeypatch.setattr(wfst_reference, "MOST_STEPS", 5)
+    graph = homophones(1)
+    for module, frames in ((built(), 210_000), (wfst_reference, 10)):
+        stays = graph._replace(arc_states=np.array([1, 1], np.int32))
+        scores = np.full((frames, 2), -30, np.float32)
+        scores[0, 0] = scores[1:, 1] = 0
+        options = tied_options(6.0)
+        _, _, found = run(module, stays, scores, options, [frames], 3)
+        assert [word[:3] for word in found[0][1]] == [(0, 0, 1)]
+        assert len(found) == 1
+        assert math.isclose(found[0][0], 0.25 + 0.5 * (frames - 1) + 0.125, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("module", ["native", "reference"])
+def test_a_lattice_of_more_tied_paths_than_fit_has_the_best_path(module, monkeypatch):
+    monkeypatch.setattr(wfst_reference, "MAX_LATTICE_ARCS", 100)
+    search = built() if module == "native" else wfst_reference
+    graph, options = homophones(400 if module == "native" else 10), tied_options(6.0)
+    loaded, session = native_graph(search, graph), search.Session()
+    search.step(loaded, [session], torch.from_numpy(spoken(12)[None]), torch.tensor([24]), options, 1)
+    arcs, finals = search.lattice(loaded, session, options)
+    assert arcs == [(i, i + 1, 0, 0.0, 0.75 if i else 0.25, 2 * i, 2 * i + 1) for i in range(12)]
+    assert finals == [(INF, 0.0)] * 12 + [(0.0, 0.625)]
+    found = search.finish(loaded, session, options, 2, 1.0, True)
+    assert [word for word, *_ in found[0][1]] == [0] * 12
+    assert [logprob for *_, logprob in found[0][1]] == [0.0] * 12
+
+
 # --- long sessions --------------------------------------------------------------------------------------------
 
 NARROW = (4.0, 2.0, 1.0, 12, 2, 0, 60, NEVER)
@@ -451,3 +532,82 @@ def test_native_and_reference_exchange_saved_sessions():
     session = wfst_reference.Session()
     session.import_state(native_graph(wfst_reference, prepared), saved[0])
     assert session.export_state() == saved[0]
+
+
+# --- damaged sessions -----------------------------------------------------------------------------------------
+
+
+def chain() -> SearchGraph:
+    """States 0 to 3: a frame leads from 0 or 3 to 1, and no frame from 1 to 2 and from 2 to 3."""
+    return prepare_graph(
+        DecodingGraph(
+            np.array([0, 1, 2, 3, 4], np.int32),
+            np.array([1, 1, 2, 4], np.int32),
+            np.array([0, -1, -1, 0], np.int32),
+            np.array([0, -1, -1, 1], np.int32),
+            np.zeros(4, np.float32),
+            np.array([1, 2, 3, 1], np.int32),
+            np.zeros(4, np.float32),
+            np.zeros(1, np.int32),
+            np.full(1, -1, np.int32),
+            np.zeros(0, np.int8),
+            0,
+            None,
+        )
+    )
+
+
+def saved_chain(links: list[tuple[int, int, int, float]], extra: float = 0.0) -> bytes:
+    """Session of `chain` after one frame, with the links of that frame: one of the frame, and others of none."""
+    tokens = [(1, 0, 0.0), (2, 0, 0.0), (3, 0, 0.0)]
+    return b"".join(
+        [
+            struct.pack("<8qdff", 1, 0, 0, 0, len(tokens), 2, 1 + len(tokens), len(links), 0.0, 16.0, 0.0),
+            *(struct.pack("<iif", *token) for token in tokens),
+            struct.pack("<6i", 1, 0, 0, len(tokens), 1, len(links) - 1),
+            struct.pack("<4f", extra, -1.0, -1.0, -1.0),
+            *(struct.pack("<iiif", *link) for link in links),
+        ]
+    )
+
+
+@pytest.mark.parametrize("module", ["native", "reference"])
+def test_saved_links_out_of_order_are_refused(module):
+    search = built() if module == "native" else wfst_reference
+    loaded = native_graph(search, chain())
+    frame, first, second = (0, 0, 0, 0.0), (0, 1, 1, 0.0), (1, 2, 2, 0.0)
+    session = search.Session()
+    session.import_state(loaded, saved_chain([frame, first, second]))
+    found = search.finish(loaded, session, tied_options(6.0), 3, 0.9, True)
+    assert [[word for word, *_ in words] for _, words in found] == [[0]]
+    for links in (
+        [frame, second, first],
+        [frame, first, second, (1, 1, 1, 0.5)],
+        [frame, first, second, (2, 0, 2, 0.5)],
+    ):
+        with pytest.raises(ValueError, match="saved search"):
+            search.Session().import_state(loaded, saved_chain(links))
+
+
+@pytest.mark.parametrize("extra", [INF, -INF, math.nan, -0.5])
+@pytest.mark.parametrize("module", ["native", "reference"])
+def test_saved_nodes_out_of_range_are_refused(module, extra):
+    search = built() if module == "native" else wfst_reference
+    links = [(0, 0, 0, 0.0), (0, 1, 1, 0.0), (1, 2, 2, 0.0)]
+    with pytest.raises(ValueError, match="a node of a saved search"):
+        search.Session().import_state(native_graph(search, chain()), saved_chain(links, extra))
+
+
+@pytest.mark.parametrize("module", ["native", "reference"])
+def test_saved_nodes_that_no_path_seems_to_pass_keep_the_best_path(module):
+    """What nodes cost is not computed anew before a level at which it is as saved."""
+    search = built() if module == "native" else wfst_reference
+    loaded, session = native_graph(search, homophones(1)), search.Session()
+    search.step(loaded, [session], torch.from_numpy(spoken(2)[None]), torch.tensor([4]), tied_options(6.0), 1)
+    saved = bytearray(session.export_state())
+    levels, nodes = struct.unpack_from("<8q", saved)[5:7]
+    assert (levels, nodes) == (5, 5)
+    struct.pack_into("<5f", saved, 80 + 12 + 12 * levels, 0.0, 1e30, 0.0, 0.0, -1.0)
+    session.import_state(loaded, bytes(saved))
+    ((cost, words),) = search.finish(loaded, session, tied_options(6.0), 2, 1.0, True)
+    assert (cost, words) == (1.625, [(0, 0, 1, 0.0), (0, 2, 3, 0.0)])

@@ -17,6 +17,7 @@ from asr_serve.kernels.lattice_reference import NO_WORD, BayesRisk, LatticeArc, 
 
 PRUNE_FRAMES, BEAM_DELTA, MOST_STEPS = 10, np.float32(0.5), 200_000
 MAX_LATTICE_ARCS, MAX_LATTICE_TRACES, COST_STEPS = 1 << 12, 1 << 20, 1_024.0
+MAX_NARROWED_BEAM, MIN_NARROWED_BEAM = 16.0, 1e-3
 INF = np.float32(np.inf)
 NONWORD, BEGIN, END, INTERNAL, SINGLETON = range(5)
 
@@ -179,6 +180,8 @@ class Session:
         if (sum(n for n, *_ in sizes), sum(e + x for _, e, x in sizes), sizes[-1][0]) != (nodes, links, tokens):
             raise ValueError("levels of a saved search that do not agree with its numbers")
         extras = [[np.float32(*read("<f")) for _ in range(n)] for n, *_ in sizes]
+        if any(not (extra == -1 or 0 <= extra < INF) for own in extras for extra in own):
+            raise ValueError("a node of a saved search is out of range")
         levels: list[Level] = []
         for own, (size, emitting, epsilon) in zip(extras, sizes, strict=True):
             found = []
@@ -195,6 +198,11 @@ class Session:
                     and (link.arc < 0 or (graph.columns[link.arc] >= 0) == (i < emitting))
                 ):
                     raise ValueError("a link of a saved search is out of range")
+            left: set[int] = set()
+            for link in found[emitting:]:
+                left.add(link.source)
+                if link.target in left:
+                    raise ValueError("a link of a saved search leads back to a node that links left before")
             level = Level(own, found[:emitting], found[emitting:])
             for node in range(size):
                 hops = 0
@@ -486,10 +494,13 @@ class _Search:
         return links[best]
 
     def _best_path(self) -> list[_Step]:
+        costs = [token.cost for token in self.session.frontier]
+        return self._path_to(costs.index(min(costs)))
+
+    def _path_to(self, node: int) -> list[_Step]:
         session = self.session
         path: list[_Step] = []
-        costs = [token.cost for token in session.frontier]
-        position, node = len(session.levels) - 1, costs.index(min(costs))
+        position = len(session.levels) - 1
         while position >= 0:
             level = session.levels[position]
             if (best := level.best[node]) < 0:
@@ -644,8 +655,28 @@ class _Search:
     def _make_lattice(self) -> WordLattice:
         network, beam = _Network(self.graph, self.session), float(self.options.lattice_beam)
         while (lattice := self._determinized(network, beam)) is None:
-            beam = beam / 2 if beam < math.inf else 16.0
+            if beam <= MIN_NARROWED_BEAM:
+                return self._best_path_lattice(network)
+            beam = min(beam / 2, MAX_NARROWED_BEAM)
         return lattice
+
+    def _best_path_lattice(self, network: _Network) -> WordLattice:
+        end = self._best_end()
+        path = self._path_to(end)
+        words = self._to_words(path)
+        graph_costs = dict(zip(network.steps, network.graph_costs, strict=True))
+        arcs: list[LatticeArc] = []
+        spent = 0.0
+        for step in path:
+            spent += graph_costs[step]
+            if self._is_word(self._arc(step)):
+                word, first, last, _ = words[len(arcs)]
+                arcs.append(LatticeArc(len(arcs), len(arcs) + 1, word, 0.0, spent, first, last))
+                spent = 0.0
+        return WordLattice(arcs, [(math.inf, 0.0)] * len(arcs) + [(0.0, spent + self.final_graph[end])])
+
+    def _best_end(self) -> int:
+        return self.final.index(min(self.final))
 
     def _determinized(self, network: _Network, beam: float) -> WordLattice | None:
         graph, last = self.graph, len(self.session.levels) - 1
@@ -713,6 +744,8 @@ class _Search:
                 arcs.append(LatticeArc(state.number, target, word, least.cost, spent, start, end))
             if len(arcs) > MAX_LATTICE_ARCS or len(traces) > MAX_LATTICE_TRACES:
                 return None
+        if not any(cost < math.inf for cost, _ in finals):
+            return None
         return WordLattice([arc._replace(target=states[arc.target].number) for arc in arcs], finals)
 
     def _path_through(self, network: _Network, traces: list[tuple[int, int]], element: _Element) -> list[_Step]:
@@ -798,13 +831,13 @@ class _Search:
     def _nbest(self, most: int) -> list[tuple[float, list[Word]]]:
         levels = self.session.levels
         partials: list[tuple[int, int, int, int, int]] = []
-        queue: list[tuple[float, int]] = []
+        queue: list[tuple[float, int, int]] = []
         suffixes: dict[tuple[int, int], int] = {}
         expanded: set[tuple[int, int, int]] = set()
         out: list[tuple[float, list[Word]]] = []
 
         def push(cost: float, partial: tuple[int, int, int, int, int]) -> None:
-            heapq.heappush(queue, (cost, len(partials)))
+            heapq.heappush(queue, (cost, partial[0], len(partials)))
             partials.append(partial)
 
         for node, cost in enumerate(self.final):
@@ -814,8 +847,8 @@ class _Search:
         for _ in range(MOST_STEPS):
             if not queue or len(out) >= most:
                 break
-            above, index = heapq.heappop(queue)
-            position, node, suffix, _, _ = partials[index]
+            above, position, index = heapq.heappop(queue)
+            _, node, suffix, _, _ = partials[index]
             if (position, node, suffix) in expanded:
                 continue
             expanded.add((position, node, suffix))
@@ -835,6 +868,8 @@ class _Search:
                     longer = suffixes.setdefault((suffix, self.graph.words[link.arc]), len(suffixes) + 1)
                 enters = i < len(levels[position].emitting)
                 push(above + float(link.excess), (position - enters, link.source, longer, i, index))
+        if not out:
+            return [(self.session.offset + float(self.final_best), self._to_words(self._path_to(self._best_end())))]
         return out
 
 

@@ -11,14 +11,17 @@ from asr_serve import kernels
 from asr_serve.decoding.wfst.search_graph import SearchGraph
 from asr_serve.errors import OptionError, WeightsCorrupt
 from asr_serve.kernels.lattice_reference import LatticeArc, WordLattice
+from asr_serve.kernels.wfst_reference import PRUNE_FRAMES
 from asr_serve.models.decoding_graph import GraphSearchOptions
 from asr_serve.models.interfaces import State, StateSpec, StreamingChunk, StreamingModel
 from asr_serve.types import NBestHypothesis, SearchResult, SearchToken
 
 MAX_HISTORY_FRAMES = 1_024
 """Frames of a session that stay open; at half a minute of them words are fixed although others are still likely."""
-MAX_HISTORY_LINKS = 1 << 21
-"""Links between paths of a session's open frames, 20 bytes each, at which the same happens."""
+MAX_HISTORY_LINKS = 1 << 18
+"""Links between paths of a session's open frames, 16 bytes each, at which the same happens: 4 MB, or 256 links a frame
+where MAX_HISTORY_FRAMES stay open. A session also holds 8 bytes for each node, of which there are hardly more than
+links, and, as the search counts links every PRUNE_FRAMES frames, what so many frames add in between."""
 MAX_ACTIVE, LEAST_ACTIVE = 1 << 20, {"max_active": 1, "min_active": 0}
 """Bounds of the limits of paths."""
 
@@ -33,7 +36,7 @@ class WfstSearch:
             so that the list covers them. Results do not depend on chunks or on other sessions. finish: n-best list
             out of the lattice, with the weight of each whole path; with GraphSearchOptions.minimum_risk the words of
             minimum Bayes risk come before it, and are in it once.
-    State   A session's paths and lattice grow with what is open, and lie outside the rows.
+    State   A session's paths and lattice grow with what is open, MAX_HISTORY_LINKS at most, and lie outside the rows.
     Source  Kaldi's lattice-faster-decoder (Povey et al., ICASSP 2012); kernels/src/wfst.hpp describes the search, and
             kernels/src/lattice.hpp minimum risk
     """
@@ -117,6 +120,9 @@ class WfstSearch:
             return
         session = self._native.Session()
         session.import_state(self._graph, numbers)
+        levels, _ = session.history
+        if levels > MAX_HISTORY_FRAMES + PRUNE_FRAMES:
+            raise ValueError(f"a saved search that keeps open {levels} frames, more than {MAX_HISTORY_FRAMES}")
         if session.frames != seen:
             raise ValueError(f"a saved search after {session.frames} frames, of a session after {seen}")
         self._sessions[row] = session

@@ -305,11 +305,16 @@ void import_session(Session& out, const PyGraph& graph, const nb::bytes& data) {
   require(nodes == header.nodes && links == header.links && s.levels.back().nodes == header.tokens,
           "levels of a saved search that do not agree with its numbers");
   s.nodes.resize(size_t(nodes), {0, -1}), s.links.resize(size_t(links));
-  for (Node& node : s.nodes) read(&node.extra, 1, sizeof node.extra);
+  for (Node& node : s.nodes) {
+    read(&node.extra, 1, sizeof node.extra);
+    require(node.extra == -1 || (node.extra >= 0 && node.extra < kInf), "a node of a saved search is out of range");
+  }
   read(s.links.data(), links, sizeof(Link));
   require(at == end, "a saved search with bytes behind it");
+  std::vector<uint8_t> left;  // whether an epsilon link of the level left the node
   for (size_t l = 0; l < s.levels.size(); ++l) {
     const Level& level = s.levels[l];
+    left.assign(size_t(level.nodes), 0);
     Node* own = s.nodes.data() + level.node;
     for (int32_t i = 0; i < level.emitting + level.epsilon; ++i) {
       const Link& link = s.links[size_t(level.link + i)];
@@ -318,6 +323,10 @@ void import_session(Session& out, const PyGraph& graph, const nb::bytes& data) {
                   link.arc >= -1 && link.arc < int32_t(g.arcs.size()) && link.excess >= 0 && link.excess < kInf &&
                   (link.arc < 0 || (g.arcs[size_t(link.arc)].column >= 0) == (i < level.emitting)),
               "a link of a saved search is out of range");
+      if (i >= level.emitting) {
+        left[size_t(link.source)] = 1;
+        require(!left[size_t(link.target)], "a link of a saved search leads back to a node that links left before");
+      }
       if (link.excess == 0 && own[link.target].best < 0) own[link.target].best = i;
     }
     int32_t beginnings = 0;

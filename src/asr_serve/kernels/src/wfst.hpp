@@ -16,6 +16,7 @@
 #include <limits>
 #include <map>
 #include <queue>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -31,6 +32,7 @@ constexpr int32_t kPruneFrames = 10;    // frames between two prunings of the hi
 constexpr float kBeamDelta = 0.5f;      // added to a beam that a limit of tokens made smaller
 constexpr int64_t kMaxSteps = 200'000;  // bound on the work of an n-best list
 constexpr size_t kMaxLatticeArcs = 1 << 12, kMaxLatticeTraces = 1 << 20;  // bounds on a lattice and the work for it
+constexpr double kMaxNarrowedBeam = 16, kMinNarrowedBeam = 1e-3;  // of a lattice that was too large with its own beam
 constexpr double kCostSteps = 1024;     // costs that differ by less than one of so many steps are equal in a lattice
 
 enum Boundary : int8_t { kNonword, kBegin, kEnd, kInternal, kSingleton };
@@ -725,19 +727,41 @@ class Search {
     return n;
   }
 
-  // The history as a lattice, narrower than the lattice beam if it would be too large.
+  // The history as a lattice, narrower than the lattice beam if it would be too large; the best path alone where more
+  // paths are as good as the best one than a lattice may have.
   WordLattice make_lattice(const Session& s) {
     Network network = make_network(s);
     WordLattice lattice;
-    for (double beam = double(options_->lattice_beam); !determinize(s, network, beam, lattice); beam = narrowed(beam)) {
-    }
+    for (double beam = double(options_->lattice_beam); !determinize(s, network, beam, lattice);
+         beam = std::min(beam / 2, kMaxNarrowedBeam))
+      if (beam <= kMinNarrowedBeam) return best_path_lattice(s, network);
     return lattice;
   }
 
-  static double narrowed(double beam) { return beam < double(kInf) ? beam / 2 : 16.0; }
+  // A lattice with a single path, the best one.
+  WordLattice best_path_lattice(const Session& s, const Network& network) {
+    int32_t end = best_end();
+    trace(s, end, path_);
+    to_words(s, path_, words_);
+    WordLattice lattice;
+    double spent = 0;  // the graph's part since the last word
+    for (const Step& step : path_) {
+      int32_t arc = s.links[size_t(step.link)].arc;
+      spent += network.graph_costs[size_t(step.link)];
+      if (arc < 0 || graph_->arcs[size_t(arc)].word < 0) continue;
+      auto state = int32_t(lattice.arcs.size());
+      const Word& word = words_[size_t(state)];
+      lattice.arcs.push_back({state, state + 1, word.word, 0.0, spent, word.start, word.end});
+      spent = 0;
+    }
+    lattice.final_costs.assign(lattice.arcs.size() + 1, double(kInf));
+    lattice.final_graph_costs.assign(lattice.arcs.size() + 1, 0.0);
+    lattice.final_costs.back() = 0, lattice.final_graph_costs.back() = spent + final_graph_[size_t(end)];
+    return lattice;
+  }
 
   // Subset construction over words: a state is a set of nodes that paths with the same words reach, with what each
-  // costs above the cheapest. Returns false for a lattice that would be too large.
+  // costs above the cheapest. Returns false for a lattice that would be too large, and for one in which no path ends.
   // Source: Mohri 1997, Finite-state transducers in language and speech processing.
   bool determinize(const Session& s, const Network& network, double beam, WordLattice& lattice) {
     lattice = {};
@@ -825,7 +849,7 @@ class Search {
       if (lattice.arcs.size() > kMaxLatticeArcs || traces_.size() > kMaxLatticeTraces) return false;
     }
     for (LatticeArc& arc : lattice.arcs) arc.target = states[size_t(arc.target)].number;
-    return true;
+    return std::any_of(lattice.final_costs.begin(), lattice.final_costs.end(), [](double cost) { return cost < kInf; });
   }
 
   // The best path that comes to an element as its trace says.
@@ -880,6 +904,9 @@ class Search {
       if (final_best_ < kInf) return;
     }
   }
+
+  // The token in which the best path ends.
+  int32_t best_end() const { return int32_t(std::min_element(final_.begin(), final_.end()) - final_.begin()); }
 
   // Posterior probabilities of the links that output words, by the forward-backward algorithm over the lattice. The
   // sums of each level are scaled on their own, since only ratios within a level are used. Paths end in any token.
@@ -975,32 +1002,34 @@ class Search {
   }
 
   // Paths from the end to the beginning, cheapest first: the rest of a path costs nothing at best, so the first that
-  // arrives with some words is the best one that has them.
+  // arrives with some words is the best one that has them. Of equally dear ones, those nearest to the beginning are
+  // followed first: so each that is begun arrives before others that may be as many as there are ties. The best path
+  // is found at least.
   void find_nbest(const Session& s, int32_t most, std::vector<Hypothesis>& out) {
     struct Partial {
       int32_t level, node, suffix;
       int64_t link, after;  // the link by which it came to the node, and the partial path behind it; -1: at the end
     };
-    using Entry = std::pair<double, int64_t>;  // cost above the best path's, and the partial path
+    using Entry = std::tuple<double, int32_t, int64_t>;  // cost above the best path's, level, and the partial path
     std::vector<Partial> partials;
     std::priority_queue<Entry, std::vector<Entry>, std::greater<>> queue;
     std::unordered_map<uint64_t, int32_t> suffixes;  // of a suffix and the word before it
     std::unordered_set<uint64_t> expanded;           // of a node and a suffix
     const auto last = int32_t(s.levels.size()) - 1;
     auto push = [&](double cost, const Partial& partial) {
-      queue.push({cost, int64_t(partials.size())});
+      queue.push({cost, partial.level, int64_t(partials.size())});
       partials.push_back(partial);
     };
     for (size_t n = 0; n < s.frontier.size(); ++n)
       if (final_[n] < kInf) push(double(final_[n] - final_best_), {last, int32_t(n), 0, -1, -1});
     int32_t beginning = first_node(s);
     for (int64_t steps = 0; !queue.empty() && int32_t(out.size()) < most && steps < kMaxSteps; ++steps) {
-      auto [cost, index] = queue.top();
+      auto [cost, position, index] = queue.top();
       queue.pop();
       const Partial partial = partials[size_t(index)];
-      const Level& level = s.levels[size_t(partial.level)];
+      const Level& level = s.levels[size_t(position)];
       if (!expanded.insert(uint64_t(level.node + partial.node) << 32 | uint32_t(partial.suffix)).second) continue;
-      if (!partial.level && partial.node == beginning) {
+      if (!position && partial.node == beginning) {
         path_.clear();
         for (int64_t i = index; partials[size_t(i)].link >= 0; i = partials[size_t(i)].after)
           path_.push_back({partials[size_t(partials[size_t(i)].after)].level, partials[size_t(i)].link});
@@ -1016,9 +1045,12 @@ class Search {
           suffix = suffixes.try_emplace(uint64_t(suffix) << 32 | uint32_t(word), int32_t(suffixes.size()) + 1)
                        .first->second;
         push(cost + double(link.excess),
-             {partial.level - (i < level.link + level.emitting), link.source, suffix, i, index});
+             {position - (i < level.link + level.emitting), link.source, suffix, i, index});
       }
     }
+    if (!out.empty()) return;
+    trace(s, best_end(), path_);
+    to_words(s, path_, out.emplace_back(Hypothesis{s.offset + double(final_best_), {}}).words);
   }
 
   struct WordLink {

@@ -85,6 +85,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     language_models: tuple[NamedFile, ...] = ()
     """Language models that requests may name, each with its file, like talks=talks.ngram.safetensors: n-grams of a
     recognizer's tokens, as asr-serve lm build --tokens writes them. All are loaded at start."""
+    graph_epsilon_backoffs: bool = False
+    """Whether a word that is likelier by way of a language model's back-off has that probability, as in Kaldi's
+    decoders: for words equal to theirs. By default every n-gram keeps its own."""
     graph_lattice_beam: PositiveFloat | None = None
     """Lattice beam of a decoding graph: largest difference in cost, a natural log, between the best path and an entry
     of the n-best list. None: the model's own."""

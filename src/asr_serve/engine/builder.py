@@ -470,9 +470,12 @@ def _graph_search(
         options = options._replace(max_active=config.graph_max_active, min_active=fewest)
     if config.graph_lattice_beam is not None:
         options = options._replace(lattice_beam=config.graph_lattice_beam)
+    graph = parts.graph
+    if config.graph_epsilon_backoffs and graph.language_model is not None:
+        graph = graph._replace(language_model=graph.language_model.with_epsilon_backoffs())
     if batched:
-        return BatchedWfstSearch(model, parts.graph, parts.device, options)
-    return WfstSearch(model, prepare_graph(parts.graph), options, config.beam)
+        return BatchedWfstSearch(model, graph, parts.device, options)
+    return WfstSearch(model, prepare_graph(graph), options, config.beam)
 
 
 def _wrapper(

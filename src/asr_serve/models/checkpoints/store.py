@@ -44,7 +44,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 """Root of the weights that ship with this package."""
 SUMS = "sha256.json"
 """File with the sums of the fetched files, beside them."""
-CONVERTER = 3
+CONVERTER = 4
 """Version of the conversion: grows when it gives other tensors, so that cached old ones are not used."""
 
 

@@ -66,9 +66,6 @@ def convert(source: Path, target: Path) -> None:
         phone_boundaries=kaldi_files.read_word_boundaries(source / PHONE_BOUNDARIES),
         silent_labels=kaldi_files.read_integer_list(source / SILENT_LABELS),
     )
-    if graph.language_model is not None:
-        # Its back-offs are epsilon arcs, as Kaldi's decoders search them.
-        graph = graph._replace(language_model=graph.language_model.with_epsilon_backoffs())
     pieces = _pieces(symbols)
     settings |= {"model_type": "kaldi_chain", "vocab_size": len(pieces)}
     (target / "config.json").write_text(json.dumps(settings, indent=1))

@@ -169,7 +169,7 @@ class CtcPrefixBeam:
     ) -> list[SearchResult]:
         """`words`, `fusion`: hotwords and n-gram model of all these sessions; a session has the same ones, or none,
         from its first step on. `weights` (n,) float64: of each session's language model, in place of that of `fusion`;
-        the sessions of each weight are searched by a call of their own, which takes no longer: rows share no work."""
+        the kernel takes one, so that the sessions of each weight are searched by a call of their own."""
         if fusion is not None and weights is not None:
             return self._step_by_weight(hidden, chunk, state, words, fusion, weights)
         results = self._native.step(

@@ -137,6 +137,38 @@ def test_hot_words_and_a_language_model_add_up() -> None:
         assert gain == pytest.approx(expected, abs=1e-9), tokens
 
 
+def test_each_session_has_its_own_weight() -> None:
+    model, language_model, hidden = TinyTransducer.random(1), token_model(1, [0, 1]), noise(1, [9])[0]
+    search, chosen = TransducerBeam(model, 3, fuses=True), [0.0, 0.5, 4.0]
+    fusion = LanguageModelFusion(NgramScorer(language_model), 0.5)
+
+    def chunk(rows: int) -> StreamingChunk:
+        numbers = (torch.arange(rows), *(torch.full((rows,), each) for each in (0, 9, UNBOUNDED_SAMPLES)))
+        return StreamingChunk(torch.zeros(rows, 0), *numbers)
+
+    def rows(count: int) -> dict[str, torch.Tensor]:
+        specs = search.state_specs().items()
+        return {name: torch.zeros(count, *spec.shape, dtype=spec.dtype) for name, spec in specs}
+
+    state, weights = rows(3), torch.tensor(chosen, dtype=torch.float64)
+    together = search.step(hidden.expand(3, -1, -1), chunk(3), state, None, fusion, weights)
+    gains = []
+    for row, weight in enumerate(chosen):
+        alone, one = rows(1), fusion._replace(weight=weight)
+        [found] = search.step(hidden[None], chunk(1), alone, None, one)
+        pairs = [(found.fixed_tokens, together[row].fixed_tokens), (found.tail_tokens, together[row].tail_tokens)]
+        ours, expected = search.finish(row, state, None, one), search.finish(0, alone, None, one)
+        pairs += [(a.tokens, b.tokens) for a, b in zip(ours, expected, strict=True)]
+        for some, same in pairs:
+            assert [token[:2] for token in some] == [token[:2] for token in same]
+        for name in ("logprob", "gain"):
+            sums = [[getattr(guess, name) for guess in each] for each in (ours, expected)]
+            assert sums[0] == pytest.approx(sums[1], abs=1e-4)
+        gains.append(ours[0].gain)
+    assert gains[0] == 0.0
+    assert len(set(gains)) == 3
+
+
 def test_a_corrupt_row_is_refused() -> None:
     model = TinyTransducer.random(1)
     search = FusedSearch.of(TransducerBeam(model, 2, fuses=True), token_model(1, [0, 1]), 0.5)

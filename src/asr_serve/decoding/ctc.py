@@ -165,9 +165,13 @@ class CtcPrefixBeam:
         state: State,
         words: StreamingBiasingList | None = None,
         fusion: LanguageModelFusion | None = None,
+        weights: Tensor | None = None,
     ) -> list[SearchResult]:
         """`words`, `fusion`: hotwords and n-gram model of all these sessions; a session has the same ones, or none,
-        from its first step on."""
+        from its first step on. `weights` (n,) float64: of each session's language model, in place of that of `fusion`;
+        the kernel takes one, so that the sessions of each weight are searched by a call of their own."""
+        if fusion is not None and weights is not None:
+            return self._step_by_weight(hidden, chunk, state, words, fusion, weights)
         results = self._native.step(
             self.model.ctc_logprobs(hidden).cpu(),
             chunk.rows.cpu(),
@@ -185,6 +189,24 @@ class CtcPrefixBeam:
         return [
             SearchResult([SearchToken(*t) for t in fixed], [SearchToken(*t) for t in tail]) for fixed, tail in results
         ]
+
+    def _step_by_weight(
+        self,
+        hidden: Tensor,
+        chunk: StreamingChunk,
+        state: State,
+        words: StreamingBiasingList | None,
+        fusion: LanguageModelFusion,
+        weights: Tensor,
+    ) -> list[SearchResult]:
+        results: list[SearchResult] = [SearchResult([], [])] * len(hidden)
+        for weight in sorted(set(weights.tolist())):
+            at = (weights == weight).nonzero()[:, 0]
+            part = StreamingChunk(*(each[at.to(each.device)] for each in chunk))
+            found = self.step(hidden[at.to(hidden.device)], part, state, words, fusion._replace(weight=weight))
+            for index, result in zip(at.tolist(), found, strict=True):
+                results[index] = result
+        return results
 
     def finish(
         self,

@@ -107,11 +107,13 @@ class BatchedCtcPrefixBeam:
         state: State,
         words: StreamingBiasingList | None = None,
         fusion: LanguageModelFusion | None = None,
+        weights: Tensor | None = None,
     ) -> list[SearchResult]:
         """`words`, `fusion`: hotwords and language model of all these sessions; a session has the same ones, or none,
-        from its first step on. Rows that were restored must have passed `validate_row`."""
+        from its first step on. `weights` (n,) float64: of each session's language model, in place of that of
+        `fusion`. Rows that were restored must have passed `validate_row`."""
         logprobs = self.model.ctc_logprobs(hidden)
-        numbers, scores = self._advance(state, logprobs, chunk, words, fusion)
+        numbers, scores = self._advance(state, logprobs, chunk, words, fusion, weights)
         # One transfer of each: counts, tokens and frames of what was fixed and of the best hypothesis's tail.
         width = logprobs.shape[1] + self.tail
         results = []
@@ -190,13 +192,16 @@ class BatchedCtcPrefixBeam:
         chunk: StreamingChunk,
         words: StreamingBiasingList | None,
         fusion: LanguageModelFusion | None,
+        weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
         assert fusion is None or self.fuses, "a language model for a search that fuses none"
         biasing = None if words is None else self._biasing_for(words)
         scorer, contexts = (None if fusion is None else fusion.scorer), (0 if biasing is None else biasing.contexts)
         more = [] if biasing is None else [*biasing.arrays]
         if fusion is not None:
-            more.append(torch.full((1,), fusion.weight, dtype=torch.float64, device=logprobs.device))
+            by_row = torch.zeros(len(state["ctc_started"]), dtype=torch.float64, device=logprobs.device)
+            by_row[chunk.rows] = fusion.weight if weights is None else weights.to(by_row.device)
+            more.append(by_row)
         function = partial(self._advance_chunk, scorer, contexts)
         if contexts > MAX_CAPTURED_CONTEXTS:
             return function(state, logprobs, chunk.rows, chunk.start_frames, chunk.frames, *more)
@@ -223,15 +228,15 @@ class BatchedCtcPrefixBeam:
     ) -> tuple[Tensor, ...]:
         """Search the frames of a chunk and update the sessions' rows. A ChunkFunction after its first two arguments.
 
-        `contexts`: of the hotwords, 0 without any. `more`: _BiasingArrays, then the language model's weight (1,);
-        of what is not there nothing.
+        `contexts`: of the hotwords, 0 without any. `more`: _BiasingArrays, then the language model's weight by
+        row of the state (slots + 1,); of what is not there nothing.
 
         Returns: numbers (n, 2 + 2 * (width + tail) + 2 * tail) int64: count of fixed tokens, length of the best tail,
         fixed tokens, their frames, tail's tokens, its frames; log-probabilities (n, width + 2 * tail) float64 of fixed
         and tail tokens.
         """
         biasing = _BiasingArrays(*more[: len(_BiasingArrays._fields)]) if contexts else None
-        fusion = None if scorer is None else (scorer, more[-1])
+        fusion = None if scorer is None else (scorer, more[-1][rows][:, None, None])
         beams = self._load(state, rows, scorer)
         logprobs = torch.where(torch.isfinite(logprobs), logprobs, NONE).double()
         choices = self._choices(logprobs)

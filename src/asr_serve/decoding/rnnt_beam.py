@@ -84,6 +84,8 @@ class _BeamStep:
     """Tokens that tails can still grow by, at least."""
     words: StreamingBiasingList | None = None
     fusion: LanguageModelFusion | None = None
+    weights: Tensor | None = None
+    """(n,) float64: of the language model in each session; None without one."""
     fixed: list[Tensor] = field(default_factory=list)
     """Each (n, 3 * tail + 2): tokens, frames and log-probabilities of the best tail, its length, and how many of
     its tokens become fixed."""
@@ -163,14 +165,20 @@ class TransducerBeam:
         state: State,
         words: StreamingBiasingList | None = None,
         fusion: LanguageModelFusion | None = None,
+        weights: Tensor | None = None,
     ) -> list[SearchResult]:
         """`words`, `fusion`: hotwords and language model of all these sessions; a session has the same ones, or
-        none, from its first step on. Rows that were restored must have passed `validate_row`."""
+        none, from its first step on. `weights` (n,) float64: of each session's language model, in place of that of
+        `fusion`. Rows that were restored must have passed `validate_row`."""
         own = load_rows(state, chunk.rows, self._fresh)
         if fusion is not None:
             assert LANGUAGE_STATE in own, "a language model for a search that fuses none"
             own[LANGUAGE_STATE] = torch.where(own[LANGUAGE_STATE] < 0, fusion.scorer.initial_state, own[LANGUAGE_STATE])
-        work = _BeamStep(self.model.project_encoder(hidden), chunk.start_frames, chunk.frames, own, 0, words, fusion)
+        if fusion is not None:
+            by_row = hidden.new_full((len(hidden),), fusion.weight, dtype=torch.float64)
+            weights = by_row if weights is None else weights.to(hidden.device)
+        projected = self.model.project_encoder(hidden)
+        work = _BeamStep(projected, chunk.start_frames, chunk.frames, own, 0, words, fusion, weights)
         for frame in range(hidden.shape[1]):
             self._frame(work, frame)
         self._fix_agreed(work)
@@ -314,7 +322,10 @@ class TransducerBeam:
             before = work.own[LANGUAGE_STATE].flatten()[going][:, None].expand_as(token)
             logprobs, after = work.fusion.scorer.score(before, token)
             fused[LANGUAGE_STATE] = torch.where(token == blank, before, after)
-            bonus = bonus + torch.where(token == blank, 0.0, work.fusion.weight * logprobs)
+            assert work.weights is not None
+            weight = work.weights[going // self.beam][:, None]
+            scaled = torch.where(logprobs == -math.inf, -math.inf, weight * logprobs)  # 0 * -inf is NaN
+            bonus = bonus + torch.where(token == blank, 0.0, scaled)
         fused[GAIN] = work.own[GAIN].flatten()[going][:, None] + bonus
         return fused, bonus
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from recording_device import RecordingDevice
 from tiny_streaming import clips, model
+from torch import Tensor
 
 from asr_serve import devices
 from asr_serve.config import EngineConfig
@@ -158,6 +159,34 @@ def test_a_corrupt_snapshot_is_refused_and_others_go_on(biased: bool) -> None:
         assert len(ready) == 2
         ours, theirs = there.step(ready, 0.0)
         assert ours.found == theirs.found
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_weights_of_a_language_model_make_no_groups(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of sessions with as many weights is one search, and each session has its own weight in it."""
+    name = "fastconformer 8,1"
+    there = runner(name, 4, model(name).device, batched=batched)
+    chosen = options_of(model(name).vocab_size)["language model"]["language_model"]
+    loaded = TokenLanguageModel(chosen.fusion.scorer, b"contents")
+    options = {str(weight): {"language_model": loaded.with_weight(weight)} for weight in (0.0, 0.4, 0.4001, 3.0)}
+    search: Any = there.search
+    calls, step = list[int](), search.biased_search.step
+
+    def count(hidden: Tensor, *more: Any) -> Any:
+        calls.append(len(hidden))
+        return step(hidden, *more)
+
+    monkeypatch.setattr(search.biased_search, "step", count)
+    together = hear(there, options)
+    assert max(calls) == len(options)
+    alone = {
+        case: hear(there, {key: options[case] if key == case else {} for key in options})[case] for case in options
+    }
+    for case in options:
+        assert together[case].places == alone[case].places, case
+        assert together[case].numbers == pytest.approx(alone[case].numbers, abs=1e-5), case
+    gains = [together[case].hypotheses[0].gain for case in options]
+    assert len(set(gains)) == len(gains)
 
 
 def test_the_device_chooses_the_search() -> None:

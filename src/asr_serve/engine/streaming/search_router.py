@@ -1,16 +1,17 @@
 """Streaming search for a batch in which some sessions have hotwords or a language model: those run through a beam
-search with both, grouped by list and model, the others through the configured search, unaffected by them."""
+search with both, grouped by list and model, the others through the configured search, unaffected by them. Weights of a
+model are each session's own and make no groups: a request may choose any."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from asr_serve.decoding.biasing_list import StreamingBiasingList
-from asr_serve.decoding.language_model.scorer import LanguageModelFusion
+from asr_serve.decoding.language_model.scorer import LanguageModelFusion, TokenScorer
 from asr_serve.models.interfaces import (
     NBestHypothesis,
     RowValidatingSearch,
@@ -34,6 +35,7 @@ class BiasedBeamSearch(Protocol):
         state: State,
         words: StreamingBiasingList | None,
         fusion: LanguageModelFusion | None,
+        weights: Tensor | None,
     ) -> list[SearchResult]: ...
     def finish(
         self, row: int, state: State, words: StreamingBiasingList | None, fusion: LanguageModelFusion | None
@@ -51,6 +53,16 @@ class _Biasing(NamedTuple):
 
 
 _NEITHER = _Biasing(None, None)
+
+
+class _Group(NamedTuple):
+    """Sessions that one call searches: the language model's weight may differ."""
+
+    words: StreamingBiasingList | None
+    scorer: TokenScorer | None
+
+
+_UNBIASED = _Group(None, None)
 
 
 class BiasingSearchRouter:
@@ -76,27 +88,28 @@ class BiasingSearchRouter:
             self._biasing_by_row[row] = _Biasing(words, fusion)
 
     def step(self, hidden: Tensor, chunk: StreamingChunk, state: State) -> list[SearchResult]:
-        groups = self._group_by_biasing(chunk.rows.tolist()) if self._biasing_by_row else {}
-        if not groups:
+        # Rows are read from the device only where a session has hotwords or a language model.
+        rows: list[int] = chunk.rows.tolist() if self._biasing_by_row else []
+        sessions = [self._biasing_by_row.get(row, _NEITHER) for row in rows]
+        groups = _group_by_biasing(sessions)
+        if groups.keys() <= {_UNBIASED}:
             return self.plain_search.step(hidden, chunk, select_prefix("plain", state))
         results: list[SearchResult] = [SearchResult([], [])] * len(hidden)
-        for biasing, indices in groups.items():
+        for indices in groups.values():
             selected = torch.tensor(indices, device=hidden.device)
             subset = StreamingChunk(*(result[selected.to(result.device)] for result in chunk))
-            if biasing == _NEITHER:
+            words, fusion = sessions[indices[0]]
+            if words is None and fusion is None:
                 group_results = self.plain_search.step(hidden[selected], subset, select_prefix("plain", state))
             else:
-                group_results = self.biased_search.step(hidden[selected], subset, select_prefix("hot", state), *biasing)
+                fusions = [fusion for index in indices if (fusion := sessions[index].fusion) is not None]
+                weights = torch.tensor([each.weight for each in fusions], dtype=torch.float64) if fusions else None
+                group_results = self.biased_search.step(
+                    hidden[selected], subset, select_prefix("hot", state), words, fusion, weights
+                )
             for index, result in zip(indices, group_results, strict=True):
                 results[index] = result
         return results
-
-    def _group_by_biasing(self, rows: list[int]) -> dict[_Biasing, list[int]]:
-        """Indices in the step by hotwords and language model; empty where no session has any."""
-        groups: dict[_Biasing, list[int]] = {}
-        for index, row in enumerate(rows):
-            groups.setdefault(self._biasing_by_row.get(row, _NEITHER), []).append(index)
-        return groups if groups.keys() != {_NEITHER} else {}
 
     def finish(self, row: int, state: State) -> list[NBestHypothesis]:
         biasing = self._biasing_by_row.get(row)
@@ -112,6 +125,14 @@ class BiasingSearchRouter:
             self.biased_search.validate_row(row, select_prefix("hot", state), *biasing)
         elif isinstance(self.plain_search, RowValidatingSearch):
             self.plain_search.validate_row(row, select_prefix("plain", state))
+
+
+def _group_by_biasing(sessions: Sequence[_Biasing]) -> dict[_Group, list[int]]:
+    """Indices of the sessions by hotwords and language model."""
+    groups: dict[_Group, list[int]] = {}
+    for index, (words, fusion) in enumerate(sessions):
+        groups.setdefault(_Group(words, None if fusion is None else fusion.scorer), []).append(index)
+    return groups
 
 
 def add_prefix(part: str, specs: Mapping[str, StateSpec]) -> dict[str, StateSpec]:

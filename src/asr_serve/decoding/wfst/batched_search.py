@@ -95,7 +95,7 @@ class BatchedWfstSearch:
         }
 
     def step(self, hidden: Tensor, chunk: StreamingChunk, state: State) -> list[SearchResult]:
-        """As StreamingSearch.step. Rows that were restored must have passed `validate_row`."""
+        """Same as StreamingSearch.step. Rows that were restored must have passed `validate_row`."""
         numbers, logprobs = self._advance(state, self.model.graph_scores(hidden), chunk)
         most = logprobs.shape[1]
         results = []

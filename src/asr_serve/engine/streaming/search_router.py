@@ -118,8 +118,8 @@ class BiasingSearchRouter:
         return self.biased_search.finish(row, select_prefix("hot", state), *biasing)
 
     def validate_row(self, row: int, state: State) -> None:
-        """Validates a row, see RowValidatingSearch, by the search that the session runs through. `set_biasing` must have
-        chosen it."""
+        """Validates a row, see RowValidatingSearch, by the search that the session runs through. `set_biasing` must
+        have chosen it."""
         biasing = self._biasing_by_row.get(row)
         if biasing is not None:
             self.biased_search.validate_row(row, select_prefix("hot", state), *biasing)

@@ -174,7 +174,6 @@ class TransducerBeam:
         if fusion is not None:
             assert LANGUAGE_STATE in own, "a language model for a search that fuses none"
             own[LANGUAGE_STATE] = torch.where(own[LANGUAGE_STATE] < 0, fusion.scorer.initial_state, own[LANGUAGE_STATE])
-        if fusion is not None:
             by_row = hidden.new_full((len(hidden),), fusion.weight, dtype=torch.float64)
             weights = by_row if weights is None else weights.to(hidden.device)
         projected = self.model.project_encoder(hidden)

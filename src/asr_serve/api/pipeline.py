@@ -13,7 +13,7 @@ from asr_serve.config import EngineConfig
 from asr_serve.pipelines.offline.transcribe import Event, events
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.stages.language_models import load_scorers
-from asr_serve.pipelines.stages.pipeline_file import RecognizeStage, find_pipeline, read_pipeline
+from asr_serve.pipelines.stages.pipeline_file import find_pipeline, read_pipeline
 from asr_serve.pipelines.stages.staged_recognizer import StagedRecognizer, StageEngine
 
 
@@ -34,17 +34,16 @@ class Pipeline(FileTranscriber):
         scorers = load_scorers(spec)
         with contextlib.ExitStack() as loading:
             models: dict[int, Model] = {}
-            for index, stage in enumerate(spec.stages):
-                if isinstance(stage, RecognizeStage):
-                    model = Model.load(
-                        stage.model,
-                        device=device if stage.device == "auto" else stage.device,
-                        dtype=dtype if stage.dtype == "auto" else stage.dtype,
-                        weights=spec.path(stage.weights) if stage.weights else None,
-                        turn_model="none",
-                        engine=spec.engine_config(index, engine or EngineConfig()),
-                    )
-                    models[index] = loading.enter_context(model)
+            for index, stage in spec.recognizers.items():
+                model = Model.load(
+                    stage.model,
+                    device=device if stage.device == "auto" else stage.device,
+                    dtype=dtype if stage.dtype == "auto" else stage.dtype,
+                    weights=spec.path(stage.weights) if stage.weights else None,
+                    turn_model="none",
+                    engine=spec.engine_config(index, engine or EngineConfig()),
+                )
+                models[index] = loading.enter_context(model)
             engines = {index: StageEngine(model.client, model.tokenizer.decode) for index, model in models.items()}
             recognizer = StagedRecognizer(spec, engines, scorers)
             loading.pop_all()

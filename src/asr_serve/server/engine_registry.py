@@ -36,13 +36,7 @@ from asr_serve.models.registry import AUTO_VOICE, AnyCard, AsrCard, ModelCard, T
 from asr_serve.pipelines.offline import transcribe
 from asr_serve.pipelines.offline.transcribe import Event, TranscribeCanceller
 from asr_serve.pipelines.options import TranscribeOptions
-from asr_serve.pipelines.stages.pipeline_file import (
-    PipelineSpec,
-    RecognizeStage,
-    RescoreStage,
-    find_pipeline,
-    read_pipeline,
-)
+from asr_serve.pipelines.stages.pipeline_file import PipelineSpec, RescoreStage, find_pipeline, read_pipeline
 from asr_serve.pipelines.stages.staged_recognizer import StagedRecognizer, StageEngine
 from asr_serve.pipelines.tts.frontend import preload_frontend
 from asr_serve.text import tokenizers
@@ -304,11 +298,7 @@ class EngineRegistry:
 
     async def _load_pipeline(self, spec: PipelineSpec) -> ServedPipeline:
         """Loads the models of a pipeline. Raises errors of loading, NotAllowed (`max_models`)."""
-        engines = {
-            index: await self.load(stage.model)
-            for index, stage in enumerate(spec.stages)
-            if isinstance(stage, RecognizeStage)
-        }
+        engines = {index: await self.load(stage.model) for index, stage in spec.recognizers.items()}
         if spec.name in self._cards:
             raise OptionError(
                 f"a pipeline of the name of the model {spec.name}",
@@ -327,8 +317,10 @@ class EngineRegistry:
     def _settings(self, name: str) -> ServeConfig:
         """Settings of a model's engine: those of its stage, where the pipeline has it."""
         config, spec = self._config, self.pipeline_spec
-        for index, stage in enumerate(spec.stages if spec is not None else ()):
-            if spec is not None and isinstance(stage, RecognizeStage) and stage.model == name:
+        if spec is None:
+            return config
+        for index, stage in spec.recognizers.items():
+            if stage.model == name:
                 engine = config.engine if name == config.model else _standalone(config.engine)
                 return msgspec.structs.replace(
                     config,
@@ -369,9 +361,9 @@ class EngineRegistry:
             return self._config.model
         own = self._config.aliases.get(name, name)
         if self.pipeline_spec is not None and own == self.pipeline_spec.name:
-            models = [stage.model for stage in self.pipeline_spec.stages if isinstance(stage, RecognizeStage)]
+            first = self.pipeline_spec.recognizers[0].model
             raise WrongModel(
-                f"{own} is a pipeline, which transcribes files alone", "a model", f"its first one is {models[0]}"
+                f"{own} is a pipeline, which transcribes files alone", "a model", f"its first one is {first}"
             )
         known = self.known_models()
         if own in known or own in self._expected:
@@ -484,7 +476,7 @@ class EngineRegistry:
         EngineClosed. Raises UnknownModel, ModelNotLoaded, NotAllowed for a model of the pipeline."""
         own, spec = self.resolve(name), self.pipeline_spec
         # By the specification: a model must stay while the pipeline is still loading, too.
-        if spec is not None and any(isinstance(each, RecognizeStage) and each.model == own for each in spec.stages):
+        if spec is not None and any(stage.model == own for stage in spec.recognizers.values()):
             raise NotAllowed(f"the pipeline {spec.name} uses {own}", "a model of no pipeline")
         if own not in self._unloading:
             if own not in self._engines:

@@ -95,6 +95,11 @@ class PipelineSpec(NamedTuple):
     folder: Path
     """Folder of the file, to which its paths are relative."""
 
+    @property
+    def recognizers(self) -> dict[int, RecognizeStage]:
+        """Recognizers by the index of their stage; the first stage is one."""
+        return {index: stage for index, stage in enumerate(self.stages) if isinstance(stage, RecognizeStage)}
+
     def path(self, written: str) -> Path:
         """Returns the path that a stage names."""
         return self.folder / Path(written).expanduser()
@@ -106,8 +111,7 @@ class PipelineSpec(NamedTuple):
     def engine_config(self, index: int, config: EngineConfig) -> EngineConfig:
         """Returns the settings of the engine of stage `index`, a recognizer, with its decoding graph, whose search
         lists its hypotheses."""
-        stage = self.stages[index]
-        assert isinstance(stage, RecognizeStage)
+        stage = self.recognizers[index]
         beams = [stage.lattice_beam for stage in self._rescoring(index) if stage.lattice_beam is not None]
         return msgspec.structs.replace(
             config,

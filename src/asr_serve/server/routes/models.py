@@ -100,7 +100,7 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
 
     def pipeline_entry(spec: PipelineSpec) -> ModelEntry:
         """Entry of the pipeline: what all of its models can do."""
-        recognizers = [entry(stage.model) for stage in spec.stages if isinstance(stage, RecognizeStage)]
+        recognizers = [entry(stage.model) for stage in spec.recognizers.values()]
         first, *others = recognizers
         return ModelEntry(
             id=spec.name,

@@ -140,6 +140,16 @@ class Word(msgspec.Struct, frozen=True):
         return units.samples_to_s(self.end_samples)
 
 
+class Alternative(msgspec.Struct, frozen=True):
+    """Entry of a segment's n-best list."""
+
+    text: str
+    score: float
+    """Natural log of the weight that the search gives the whole segment: only differences within a list matter."""
+    words: tuple[Word, ...] = ()
+    """Words as in the segment; empty unless requested, and from a search that tells no times of its hypotheses."""
+
+
 class SpeakerTurn(msgspec.Struct, frozen=True):
     """Stretch of one speaker's speech. Turns of two speakers may overlap."""
 
@@ -171,6 +181,8 @@ class Segment(msgspec.Struct, frozen=True):
     """Speaker; empty unless speakers were requested."""
     spoken: str = ""
     """Text as spoken, where the written form was requested and differs from it."""
+    alternatives: tuple[Alternative, ...] = ()
+    """N-best list of different texts, the best first, which is this segment's; empty unless requested."""
 
     @property
     def start_s(self) -> float:
@@ -323,6 +335,7 @@ OPTION_SYNONYMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("word_boost", "phrases", "phrase_hints", "vocabulary", "custom_vocabulary"), _HOTWORDS),
     **dict.fromkeys(("lm", "lm_name", "ngram", "language_model_name"), ("language_model",)),
     **dict.fromkeys(("lm_weight", "lm_alpha", "alpha", "language_model_alpha"), ("language_model_weight",)),
+    **dict.fromkeys(("max_alternatives", "alternatives", "nbest", "num_alternatives", "max_hypotheses"), ("n_best",)),
     **dict.fromkeys(("inverse_text_normalization", "smart_format", "numerals", "format_text"), ("itn",)),
 }
 """Names of options in other programs -> names of the same option here."""

@@ -190,7 +190,7 @@ def test_beams_say_what_is_best_with_the_list_as_a_language_model(boost, said):
     search = BeamSearch(3, end, 4, graph=graph, boost=boost)
     while search.advance([sorted(CHAIN[way.tokens].items(), key=lambda pair: -pair[1]) for way in search.live]):
         pass
-    way, _ = search.best()
+    (way, *_), _ = search.n_best()
     totals = {}
     for first, a in CHAIN[()].items():
         for second, b in CHAIN[first,].items():

@@ -99,6 +99,28 @@ def test_an_nbest_list_is_of_such_words_too(graph: Path, speech: np.ndarray) -> 
     assert all(set(text.split()) <= set(WORDS) for text in texts)
 
 
+def test_files_have_alternatives_where_requested(graph: Path, model: Model, speech: np.ndarray) -> None:
+    with load(graph, beam=6) as wide:
+        (found,) = wide.transcribe(speech, n_best=4, words=True)
+        assert all(segment.alternatives == () for segment in wide.transcribe(speech)[0].segments)
+        with pytest.raises(UnsupportedOption, match=r"n_best=7\. up to 6.* set engine\.beam"):
+            wide.transcribe(speech, n_best=7)
+    assert found.segments
+    for segment in found.segments:
+        best, *others = segment.alternatives
+        assert (best.text, best.words) == (segment.text, segment.words)
+        assert 1 <= len(others) <= 3
+        assert len({each.text for each in segment.alternatives}) == len(segment.alternatives)
+        scores = [each.score for each in others]
+        assert scores == sorted(scores, reverse=True)
+        for each in others:
+            assert [word.text for word in each.words] == each.text.split()
+            assert all(0.0 < word.confidence <= 1.0 for word in each.words)
+            assert all(a.end_samples <= b.start_samples for a, b in itertools.pairwise(each.words))
+    with pytest.raises(UnsupportedOption, match="searches greedily, and has no other hypothesis"):
+        model.transcribe(speech, n_best=2)
+
+
 def test_an_engine_process_tells_the_server_its_words(graph: Path, speech: np.ndarray) -> None:
     engine = EngineConfig(decoding_graph=str(graph), max_sessions=4)
     config = ServeConfig(

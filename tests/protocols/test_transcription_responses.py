@@ -18,7 +18,7 @@ from asr_serve.pipelines.options import KnownSpeaker, TranscribeOptions
 from asr_serve.protocols.funasr import asr as funasr
 from asr_serve.protocols.openai.transcription_form import RESPONSE_FORMATS, TranscriptionRequest
 from asr_serve.protocols.openai.transcription_response import TranscriptEventEncoder, render_transcription
-from asr_serve.types import Segment, SpeakerTurn, Transcript, Word
+from asr_serve.types import Alternative, Segment, SpeakerTurn, Transcript, Word
 
 HELLO = Segment(
     8_000,
@@ -99,6 +99,25 @@ def test_a_segment_without_words_has_none():
     silent = Transcript("audio", "", "en", 32_000, ())
     found = verbose("word", said=silent)
     assert (found["words"], found["segments"], found["text"]) == ([], [], "")
+
+
+def test_alternatives_have_words_where_segments_do():
+    said = HELLO.words
+    other = Word("ewe!", 16_000, 23_200, 0.2)
+    alternatives = (Alternative("Hello, you!", -3.25001, said), Alternative("Hello, ewe!", -4.5, (said[0], other)))
+    listed = msgspec.structs.replace(HELLO, alternatives=alternatives)
+    transcript = msgspec.structs.replace(SAID, segments=(listed, TWENTY))
+    first, second = verbose("segment", "word", said=transcript)["segments"]
+    ewe = {"word": "ewe!", "start": 1.0, "end": 1.45, "confidence": 0.2}
+    assert first["alternatives"] == [
+        {"text": "Hello, you!", "score": -3.25, "words": HELLO_WORDS},
+        {"text": "Hello, ewe!", "score": -4.5, "words": [HELLO_WORDS[0], ewe]},
+    ]
+    assert "alternatives" not in second
+    first, _ = verbose("segment", said=transcript)["segments"]
+    assert first["alternatives"] == [{"text": "Hello, you!", "score": -3.25}, {"text": "Hello, ewe!", "score": -4.5}]
+    row = json.loads(render_transcription(transcript, TranscriptionRequest(None, RICH, "jsonl"), lambda _: ""))
+    assert [each["text"] for each in row["segments"][0]["alternatives"]] == ["Hello, you!", "Hello, ewe!"]
 
 
 # --- diarized_json ------------------------------------------------------------------------------------------

@@ -158,6 +158,7 @@ def test_everything_the_client_can_say(server, cities):
             "hotwords": " , ",
             "keywords": [""],
             "beam": 2,
+            "n_best": 1,
             "long_form": "parallel",
         },
     )
@@ -196,6 +197,30 @@ def test_padding_before_speech(server, beckett):
     assert start_s(prefix_padding_ms=0, threshold=0.95) >= start_s(prefix_padding_ms=0, threshold=0.05)
 
 
+def test_alternatives_of_a_beam(server, beckett):
+    def ask(**data: Any) -> dict[str, Any]:
+        return dict(
+            server.http.post("/v1/audio/transcriptions", files={"file": beckett.read_bytes()}, data=data).json()
+        )
+
+    plain = ask(response_format="verbose_json", beam="4")
+    assert "alternatives" not in plain["segments"][0]
+    found = ask(response_format="verbose_json", beam="4", n_best="3")
+    assert found["text"] == plain["text"]
+    for segment in found["segments"]:
+        best, *others = segment["alternatives"]
+        assert (best["text"], best["words"]) == (segment["text"], segment["words"])
+        assert 1 <= len(others) <= 2
+        assert len({each["text"] for each in segment["alternatives"]}) == len(segment["alternatives"])
+        for each in others:
+            assert " ".join(word["word"] for word in each["words"]) == each["text"]
+            assert all(segment["start"] <= word["start"] <= word["end"] <= segment["end"] for word in each["words"])
+    # The beam may follow the file.
+    form = {"response_format": (None, "verbose_json"), "n_best": (None, "3"), "file": beckett.read_bytes()}
+    late = server.http.post("/v1/audio/transcriptions", files=form | {"beam": (None, "4")}).json()
+    assert [each["alternatives"] for each in late["segments"]] == [each["alternatives"] for each in found["segments"]]
+
+
 def test_temperature_is_used(server, beckett):
     found = server.openai().audio.transcriptions.create(
         model=MODEL, file=beckett, temperature=0.7, response_format="verbose_json"
@@ -231,6 +256,18 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"beam": "2.5"}, "beam", "option_error"),
     ({"beam": "many"}, "beam", "option_error"),
     ({"beam": ["2", "3"]}, "beam", "option_error"),
+    ({"n_best": "51", "response_format": "verbose_json"}, "n_best", "option_error"),
+    ({"n_best": "2", "beam": "2"}, "n_best", "option_error"),
+    ({"n_best": "2", "response_format": "verbose_json", "stream": "true"}, "n_best", "option_error"),
+    ({"n_best": "2", "response_format": "verbose_json"}, "n_best", "unsupported_option"),
+    ({"n_best": "3", "beam": "2", "response_format": "verbose_json"}, "n_best", "unsupported_option"),
+    ({"n_best": "2", "beam": "2", "spk": "true", "response_format": "verbose_json"}, "n_best", "option_error"),
+    (
+        {"n_best": "2", "beam": "2", "hotwords": "Nagg", "response_format": "verbose_json"},
+        "n_best",
+        "unsupported_option",
+    ),
+    ({"max_alternatives": "2"}, "max_alternatives", "option_error"),
     ({"long_form": "parallell"}, "long_form", "option_error"),
     ({"long_form": "sequential"}, "long_form", "unsupported_option"),
     ({"spk": "true"}, "spk", "option_error"),

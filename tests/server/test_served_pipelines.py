@@ -128,6 +128,7 @@ def test_models_are_listed_with_their_stages(running: Running) -> None:
     ("route", "data", "param"),
     [
         (ROUTE, {"beam": "4"}, "beam"),
+        (ROUTE, {"n_best": "2", "response_format": "verbose_json"}, "n_best"),
         (ROUTE, {"prompt": "Dickens"}, "prompt"),
         (ROUTE, {"hotwords": "Dickens"}, "hotwords"),
         (ROUTE, {"temperature": "0.4"}, "temperature"),

@@ -134,13 +134,13 @@ class BeamSearch:
         logprob, after = (end, state) if token == self.eos else (logprob, after)
         return LanguageScore(self.fusion.weight * max(logprob, UNSEEN_LOGPROB), after)
 
-    def best(self) -> tuple[BeamHypothesis, Finish]:
-        """Returns the best ended hypothesis and why it finished; with fewer ended than `width`, the likeliest live
-        ones compete too."""
+    def n_best(self) -> tuple[list[BeamHypothesis], Finish]:
+        """Returns the ended hypotheses, the best first, and why that finished; with fewer ended than `width`, the
+        likeliest live ones compete too."""
         missing = max(0, self.width - len(self.ended))
         rest = sorted(self.live, key=lambda hypothesis: -hypothesis.total)[:missing]
-        hypothesis = max([*self.ended, *rest], key=lambda hypothesis: hypothesis.score)
-        return hypothesis, "stop" if len(hypothesis.logprobs) > len(hypothesis.tokens) else "length"
+        ranked = sorted([*self.ended, *rest], key=lambda hypothesis: -hypothesis.score)
+        return ranked, "stop" if len(ranked[0].logprobs) > len(ranked[0].tokens) else "length"
 
 
 def language_scores(

@@ -61,8 +61,8 @@ class Recognition(msgspec.Struct, frozen=True):
     """Start and end of each token, in samples from the start of the utterance's audio, never running backwards;
     empty unless SearchOptions.words requested it."""
     hypotheses: tuple[RecognitionHypothesis, ...] = ()
-    """N-best list, the best first, up to SearchOptions.hypotheses entries; empty unless more than one was requested
-    of a model that streams."""
+    """N-best list, the best first, up to SearchOptions.hypotheses entries; empty unless more than one was requested,
+    and where the answer was sampled."""
     model: str = ""
     """Model that recognized it, where a pipeline has several; empty where there is one."""
 
@@ -90,6 +90,8 @@ class Hypothesis:
         """Tokens generated in tries that did not pass."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.n_best: list[RecognitionHypothesis] = []
+        """N-best list of this try's beam search."""
         self.hotwords: CompiledBiasingList | None = None
         """Compiled list of `options.bias`."""
         self.language_model: LanguageModelFusion | None = None
@@ -144,6 +146,16 @@ class Hypothesis:
         self.tokens += tokens
         self.logprobs += logprobs
 
+    def append_n_best(self, ranked: Sequence[RecognitionHypothesis]) -> None:
+        """Appends all remaining tokens, those of the first of `ranked`, the n-best list of what follows the tokens so
+        far."""
+        begun, scored = tuple(self.tokens), tuple(self.logprobs)
+        self.n_best = [
+            RecognitionHypothesis((*begun, *each.tokens), each.logprob, (*scored, *each.logprobs[: len(each.tokens)]))
+            for each in ranked
+        ]
+        self.append_rest(ranked[0].tokens, ranked[0].logprobs)
+
     def finalize(self, finish: Finish) -> Recognition | None:
         """Returns the answer, or None when the row must be decoded again at the next temperature."""
         text_tokens = self.tokens if self.words_below is None else [t for t in self.tokens if t < self.words_below]
@@ -157,15 +169,17 @@ class Hypothesis:
             language=self.language,
             language_prob=self.language_prob,
             no_speech_prob=self.no_speech_prob,
+            hypotheses=tuple(self.n_best[: self.options.hypotheses]) if self.options.hypotheses > 1 else (),
         )
         if self._silent(answer):
-            return msgspec.structs.replace(answer, tokens=(), logprobs=(), compression_ratio=1.0)
+            return msgspec.structs.replace(answer, tokens=(), logprobs=(), compression_ratio=1.0, hypotheses=())
         if is_acceptable(answer, self.options):
             return answer
         self.rejected.append(answer)
         self.spent += len(self.tokens) - self.fixed
         if self.attempt + 1 < len(self.options.temperatures) and not self._late:
             self.attempt += 1
+            self.n_best.clear()
             del self.tokens[self.fixed :], self.logprobs[self.fixed :]
             return None
         finished = [r for r in self.rejected if r.finish == "stop"]

@@ -60,7 +60,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     words: bool = False
     """Whether the time of each token is requested."""
     hypotheses: int = 1
-    """Most entries of the n-best list that is requested; 1: none. Only searches of streaming models have one."""
+    """Most entries of the n-best list that is requested; 1: none. Of an attention decoder at most `beam`; a streaming
+    model's search has as many as its own beam."""
     bias: str = ""
     """Hotwords, as decoding/biasing_graph.pack_phrases writes them."""
     language_model: LanguageModelChoice | None = None

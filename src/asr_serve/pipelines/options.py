@@ -31,6 +31,7 @@ MAX_SPEAKERS = 32
 SPEAKER_COUNT_FIELDS = ("num_speakers", "min_speakers", "max_speakers")
 MAX_LIVE_SEGMENT_MS = 16_000
 """Default limit of a segment: an open segment is recognized again for every partial."""
+MAX_N_BEST = 50
 ANCHOR_INTERVAL_MS = 1_920
 """Default interval between two anchors."""
 
@@ -80,6 +81,8 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Language model of beam search, one that is loaded beside the model; empty: none."""
     language_model_weight: float | None = None
     """Factor of its log-probabilities, 0 to 4; None: LANGUAGE_MODEL_WEIGHT."""
+    n_best: int = 1
+    """Most alternatives of a segment, the best first, by searches that have so many hypotheses; 1: none."""
     long_form: LongForm = "parallel"
     """`parallel`: segments cut by voice activity, all at once. `sequential`: windows one after the other, each
     cut where the model's timestamps end a sentence, and decoded with the previous text as context; for models
@@ -119,6 +122,7 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
         check_switches(self, "words", "speakers", "itn", "condition_on_previous_text")
         check_language_model_options(self.language_model, self.language_model_weight)
         normalize_speaker_options(self)
+        check_n_best_options(self)
         if self.known_speakers and not self.speakers:
             raise OptionError("known_speakers came without speakers", "both, or neither", param="known_speakers")
 
@@ -129,6 +133,24 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
         values = validate_option_names(options, cls.__struct_fields__)
         check_speakers_not_disabled(values)
         return cls(**values)
+
+
+def check_n_best_options(options: TranscribeOptions) -> None:
+    """Raises OptionError for a number out of range, and beside options that split a segment after its search: its
+    alternatives have no such parts."""
+    n_best = options.n_best
+    if isinstance(n_best, bool) or not isinstance(n_best, int) or not 1 <= n_best <= MAX_N_BEST:
+        raise OptionError(f"n_best={n_best!r}", f"a whole number from 1 to {MAX_N_BEST}", param="n_best")
+    if n_best == 1:
+        return
+    for split, name in ((options.speakers, "speakers"), (options.long_form == "sequential", "long_form=sequential")):
+        if split:
+            raise OptionError(
+                f"n_best beside {name}",
+                "alternatives are of whole segments, which that splits",
+                "leave one of them out",
+                param="n_best",
+            )
 
 
 LANGUAGE_MODEL_WEIGHTS = (0.0, 4.0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from asr_serve import units
 from asr_serve.audio.endpointing import WINDOW_SAMPLES
 from asr_serve.audio.silence_schedule import SilenceSchedule
-from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.hypothesis import Recognition, RecognitionHypothesis
 from asr_serve.decoding.search_options import SearchOptions, Task
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError, UnsupportedOption, WeightsMissing
@@ -21,7 +22,7 @@ from asr_serve.models.registry import AsrCard
 from asr_serve.text.languages import languages_by_name, requested_language_code
 from asr_serve.text.normalization import inverse
 from asr_serve.text.word_timing import align_words
-from asr_serve.types import Segment, Span, suggest_name, unknown_name_error
+from asr_serve.types import Alternative, Segment, Span, Word, suggest_name, unknown_name_error
 
 PADDING_MS = 200
 """Digital silence added before and after a segment: a decoder drops words that touch the edge of its audio.
@@ -74,14 +75,27 @@ def is_speech(recognition: Recognition, card: AsrCard | None = None, task: Task 
 
 
 def build_segment(
-    span: Span, recognition: Recognition, text: Callable[[list[int]], str], begins: int = 0, quiet: Sequence[Span] = ()
+    span: Span,
+    recognition: Recognition,
+    text: Callable[[list[int]], str],
+    begins: int = 0,
+    quiet: Sequence[Span] = (),
+    n_best: int = 1,
 ) -> Segment | None:
     """Builds the segment of `span`; None if it has no text. It has words where the times of tokens are known:
-    `begins` is the first sample of the audio that was recognized, `quiet` the silences in `span`."""
+    `begins` is the first sample of the audio that was recognized, `quiet` the silences in `span`. `n_best`: most
+    alternatives, different texts of the recognition's hypotheses; 1: none."""
     decoded = text(list(recognition.tokens))
     if not decoded:
         return None
-    times = [(begins + start, begins + end) for start, end in recognition.times]
+
+    def words(spelled: str, answer: Recognition | RecognitionHypothesis) -> tuple[Word, ...]:
+        times = [(begins + start, begins + end) for start, end in answer.times]
+        return align_words(spelled, answer.tokens, answer.logprobs, times, text, span, quiet) if times else ()
+
+    distinct: dict[str, RecognitionHypothesis] = {}
+    for hypothesis in recognition.hypotheses if n_best > 1 else ():
+        distinct.setdefault(text(list(hypothesis.tokens)), hypothesis)
     return Segment(
         span.start_samples,
         span.end_samples,
@@ -92,12 +106,19 @@ def build_segment(
         recognition.finish,
         recognition.logprobs,
         recognition.no_speech_prob,
-        align_words(decoded, recognition.tokens, recognition.logprobs, times, text, span, quiet) if times else (),
+        words(decoded, recognition),
+        alternatives=tuple(
+            Alternative(spelled, hypothesis.logprob, words(spelled, hypothesis))
+            for spelled, hypothesis in islice(distinct.items(), n_best)
+        ),
     )
 
 
-def select_tokens(recognition: Recognition, indices: Sequence[int]) -> Recognition:
-    """Returns the recognition with only the tokens at the indices `indices`."""
+Recognized = TypeVar("Recognized", Recognition, RecognitionHypothesis)
+
+
+def select_tokens(recognition: Recognized, indices: Sequence[int]) -> Recognized:
+    """Returns the recognition with only the tokens at the indices `indices`; its hypotheses have all of theirs."""
     return msgspec.structs.replace(
         recognition,
         tokens=tuple(recognition.tokens[i] for i in indices),
@@ -117,8 +138,16 @@ class SegmentNormalizer:
             inverse.check_inverse_normalization(language)
 
     def normalize(self, segment: Segment, detected_language: str) -> Segment:
-        """Normalizes a segment. `detected_language`: its detected language."""
-        return inverse.inverse_normalize(segment, self._language or detected_language) if self._itn else segment
+        """Normalizes a segment and its alternatives. `detected_language`: its detected language."""
+        if not self._itn:
+            return segment
+        language = self._language or detected_language
+        alternatives = []
+        for each in segment.alternatives:
+            whole = msgspec.structs.replace(segment, text=each.text, words=each.words, spoken="")
+            written = inverse.inverse_normalize(whole, language)
+            alternatives.append(msgspec.structs.replace(each, text=written.text, words=written.words))
+        return msgspec.structs.replace(inverse.inverse_normalize(segment, language), alternatives=tuple(alternatives))
 
 
 def resolve_language(client: EngineClient, wanted: str | None) -> str:
@@ -166,6 +195,32 @@ def check_search(client: EngineClient, task: str, temperatures: Sequence[float],
             f"set engine.{setting} where it is loaded",
             param="beam",
         )
+
+
+def check_n_best(
+    client: EngineClient, n_best: int, beam: int, temperatures: Sequence[float], hotwords: Sequence[str]
+) -> None:
+    """Raises UnsupportedOption for an n-best list that the model's search does not have: its beam is narrower, that of
+    the engine for a streaming model, else that of the request; or hotwords change its answer afterwards."""
+    card = client.card
+    if n_best == 1:
+        return
+    if hotwords and not card.streaming:
+        raise UnsupportedOption(
+            "n_best beside hotwords",
+            f"{card.name} puts hotwords into its best hypothesis only, after the search",
+            "leave one of them out",
+            param="n_best",
+        )
+    width = client.config.beam if card.streaming else beam if temperatures[0] == 0 else 1
+    if n_best <= width:
+        return
+    came, setting = f"n_best={n_best}", "its engine's beam" if card.streaming else "beam"
+    allowed = (
+        f"up to {width}, {setting}" if width > 1 else f"1: {card.name} searches greedily, and has no other hypothesis"
+    )
+    wider = "set engine.beam where it is loaded" if card.streaming else f"ask for beam={n_best}, at temperature 0"
+    raise UnsupportedOption(came, allowed, wider, param="n_best")
 
 
 def check_timestamps(client: EngineClient) -> None:

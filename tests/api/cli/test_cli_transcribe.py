@@ -165,6 +165,11 @@ def test_help_has_examples_of_prompts() -> None:
         (["one.wav", "--model", "moonshine-tiny"], "did you mean 'moonshine-tiny-en'?"),
         (["one.wav", "--silence-schedule", "5000"], "LENGTH_MS:SILENCE_MS"),
         (["one.wav", "--max-duration-s", "0"], "more than 0 seconds"),
+        (
+            ["one.wav", "--n-best", "3"],
+            "--n-best 3 with the format text. a format with a place for alternatives: json,",
+        ),
+        (["one.wav", "--n-best", "51", "-f", "json"], "n_best=51. a whole number from 1 to 50"),
         (["one.wav", "--long-form", "sequentail"], "did you mean 'sequential'?"),
         (["one.wav", "--resume"], "add --output DIR"),
         (["one.wav", "--set", "engine.beam"], "NAME=VALUE, like --set engine"),

@@ -71,17 +71,21 @@ def test_a_row_with_word_times_holds_no_queries_of_other_rows(monkeypatch: pytes
 
 
 def test_the_cache_counts_the_bytes_of_answers_with_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: dict[bool, int] = {}
+    counted: list[int] = []
     put = LruCache.insert
 
     def counting(self: LruCache[Any], name: bytes, value: Any, nbytes: int) -> None:
         if isinstance(value, Recognition):
-            counted[bool(value.times)] = nbytes
+            counted.append(nbytes)
         put(self, name, value, nbytes)
 
     monkeypatch.setattr(LruCache, "insert", counting)
     client = tiny_moonshine.start(prefix_bytes=1 << 20)
-    tokens = [len(ask(client, clip(1, 16_000), each).tokens) for each in (PLAIN, WORDS)]
+    listed = msgspec.structs.replace(PLAIN, beam=3, hypotheses=3)
+    plain, words, several = (ask(client, clip(1, 16_000), each) for each in (PLAIN, WORDS, listed))
     client.close()
-    assert tokens[0] == tokens[1] > 0
-    assert counted[True] - counted[False] == tokens[0] * encoder_cache.TIMES_BYTES
+    assert len(plain.tokens) == len(words.tokens) > 0
+    assert counted[1] - counted[0] == len(plain.tokens) * encoder_cache.TIMES_BYTES
+    tokens = len(several.tokens) + sum(len(each.tokens) for each in several.hypotheses)
+    assert len(several.hypotheses) == 3
+    assert counted[2] == encoder_cache.ANSWER_BYTES + tokens * encoder_cache.TOKEN_BYTES

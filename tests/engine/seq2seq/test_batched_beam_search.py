@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import tiny_moonshine
@@ -27,9 +28,19 @@ from asr_serve.kernels import PAGE
 
 
 @cache
-def searched(index: int, options: SearchOptions) -> tuple[tuple[int, ...], float, str]:
+class Path(NamedTuple):
+    """A path that was searched."""
+
+    tokens: tuple[int, ...]
+    total: float
+    mean: float
+    """Of the log-probabilities, with that of the end."""
+    finish: str
+
+
+def searched(index: int, options: SearchOptions) -> list[Path]:
     """Decoding as openai-whisper does it, without its state: every path that goes on from the best few, all of the
-    vocabulary tried. The tokens, the mean of their log-probabilities with that of the end, and how it ends."""
+    vocabulary tried. The paths that are left, the best first."""
     _, start = initial_tokens(index, options)
     fixed = list(options.prefix)
     most = min(limit(index), CONFIG.max_target_positions - len(start))
@@ -55,17 +66,26 @@ def searched(index: int, options: SearchOptions) -> tuple[tuple[int, ...], float
             break
     closed = len(ended)
     ended += sorted(live, key=lambda path: -path[0])[: options.beam - closed]
-    best = max(range(len(ended)), key=lambda i: ended[i][0] / max(1, len(ended[i][1])))
-    total, said = ended[best]
-    return (*fixed, *said), total / (len(said) + (best < closed)), "stop" if best < closed else "length"
+    order = sorted(range(len(ended)), key=lambda i: -ended[i][0] / max(1, len(ended[i][1])))
+    return [
+        Path((*fixed, *said), total, total / (len(said) + (i < closed)), "stop" if i < closed else "length")
+        for i, (total, said) in ((i, ended[i]) for i in order)
+    ]
 
 
 def expect_searched(result: object, index: int, options: SearchOptions) -> None:
-    tokens, mean, finish = searched(index, options)
+    paths = searched(index, options)
+    best = paths[0]
     assert isinstance(result, Recognition), result
-    assert (result.tokens, result.finish) == (tokens, finish)
-    assert result.avg_logprob == pytest.approx(mean, abs=1e-4)
-    assert len(result.logprobs) == len(tokens)
+    assert (result.tokens, result.finish) == (best.tokens, best.finish)
+    assert result.avg_logprob == pytest.approx(best.mean, abs=1e-4)
+    assert len(result.logprobs) == len(best.tokens)
+    listed = paths[: options.hypotheses] if options.hypotheses > 1 else []
+    assert [each.tokens for each in result.hypotheses] == [path.tokens for path in listed]
+    assert [each.logprob for each in result.hypotheses] == pytest.approx([path.total for path in listed], abs=1e-3)
+    assert all(len(each.logprobs) == len(each.tokens) for each in result.hypotheses)
+    if listed:
+        assert result.hypotheses[0].logprobs == result.logprobs
 
 
 requests = st.tuples(
@@ -76,7 +96,8 @@ requests = st.tuples(
         timestamps=st.booleans(),
         prompt=st.sampled_from([(), (4, 9, 4), tuple(range(20))]),
         prefix=st.sampled_from([(), (8,), (8, 3, 5)]),
-        beam=st.sampled_from([2, 3, 5]),
+        beam=st.sampled_from([3, 5]),
+        hypotheses=st.sampled_from([1, 2, 3]),
         **{name: st.just(value) for name, value in ONCE.items()},
     ),
 )
@@ -88,15 +109,15 @@ requests = st.tuples(
 def test_beam_search_finds_other_answers_than_greedy():
     found = [searched(i, SearchOptions(beam=5, timestamps=t, **ONCE)) for i in range(len(CLIPS)) for t in (0, 1)]
     plain = [expected(i, SearchOptions(timestamps=t, **ONCE)) for i in range(len(CLIPS)) for t in (0, 1)]
-    assert sum(tokens != greedy.tokens for (tokens, _, _), greedy in zip(found, plain, strict=True)) > 3
-    assert {finish for _, _, finish in found} == {"stop", "length"}
+    assert sum(paths[0].tokens != greedy.tokens for paths, greedy in zip(found, plain, strict=True)) > 3
+    assert {paths[0].finish for paths in found} == {"stop", "length"}
 
 
 def test_alone_a_beam_search_equals_the_reference(begin):
     client = begin()
     for beam in (2, 5):
         for i in range(len(CLIPS)):
-            options = SearchOptions(beam=beam, timestamps=i % 2 == 0, **ONCE)
+            options = SearchOptions(beam=beam, hypotheses=beam - i % 2, timestamps=i % 2 == 0, **ONCE)
             expect_searched(client.submit(CLIPS[i], options).future.result(WAIT_S), i, options)
             expect_empty(client)
 
@@ -134,6 +155,22 @@ def test_in_any_batch_a_beam_search_equals_the_reference(client, wanted, seed):
     expect_empty(client)
 
 
+def test_words_of_every_hypothesis_have_times(close_later):
+    client = close_later(tiny_moonshine.start())
+    options = SearchOptions(beam=4, hypotheses=3, words=True, **ONCE)
+    found = client.submit(tiny_moonshine.clip(3, 64_000), options).future.result(WAIT_S)
+    assert len({each.tokens for each in found.hypotheses}) == len(found.hypotheses) == 3
+    best, *others = found.hypotheses
+    assert (best.tokens, best.logprobs, best.times) == (found.tokens, found.logprobs, found.times)
+    for each in others:
+        assert len(each.times) == len(each.tokens)
+        assert all(0 <= start <= end <= 64_000 for start, end in each.times)
+        assert [start for start, _ in each.times] == sorted(start for start, _ in each.times)
+    with pytest.raises(OptionError, match=r"hypotheses=5. up to 4, the beam"):
+        client.submit(CLIPS[0], SearchOptions(beam=4, hypotheses=5, **ONCE)).future.result(WAIT_S)
+    expect_empty(client)
+
+
 def test_any_model_can_be_decoded_by_beam_search(close_later):
     client = close_later(tiny_moonshine.start())
     pcm = tiny_moonshine.clip(3, 64_000)
@@ -160,11 +197,12 @@ def test_a_rejected_answer_is_sampled_by_one_row(begin):
     hard = {"temperatures": (0.0, 0.8), "min_avg_logprob": 0.0, "max_no_speech": 1.0}
     for i in range(len(CLIPS)):
         for extra in ({"prefix": (8, 3, 5)}, {"timestamps": True, "prompt": tuple(range(20))}):
-            result = client.submit(CLIPS[i], SearchOptions(beam=4, **hard, **extra)).future.result(WAIT_S)
+            result = client.submit(CLIPS[i], SearchOptions(beam=4, hypotheses=4, **hard, **extra)).future.result(WAIT_S)
             sampled = SearchOptions(**ONCE | {"temperatures": (0.8,)} | extra)
             other = client.submit(CLIPS[i], sampled).future.result(WAIT_S)
             if result.temperature == 0.8:
                 assert result.tokens == other.tokens
+                assert result.hypotheses == ()
     assert {rows for rows, _ in seen} == {1}, "one row is left"
     assert max(used for _, used in seen) < 4 * runner.token_pages(CONFIG.max_target_positions), "and one row's pages"
     expect_empty(client)
@@ -283,8 +321,9 @@ def test_a_search_without_live_beams_ends():
     search = BeamSearch(3, eos=2, max_tokens=9)
     assert search.advance([[(5, -0.5), (2, -1.0)]]) == [0]
     assert search.advance([[(2, -0.1)]]) == []
-    best, finish = search.best()
-    assert (best.tokens, finish, best.logprobs) == ((5,), "stop", (-0.5, -0.1))
+    ranked, finish = search.n_best()
+    assert [(each.tokens, each.logprobs) for each in ranked] == [((5,), (-0.5, -0.1)), ((), (-1.0,))]
+    assert finish == "stop"
 
 
 @settings(deadline=None, max_examples=100)

@@ -104,6 +104,14 @@ def transcribe(
     beam: Annotated[
         int, typer.Option(min=1, help="Beam width: hypotheses that the decoder keeps. 1 is greedy search, the fastest.")
     ] = 1,
+    n_best: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Alternatives of each segment in the JSON formats, for searches that have so many hypotheses: --beam "
+            "or, for streaming models, --set engine.beam.",
+        ),
+    ] = 1,
     prompt: shared.Prompt = None,
     hotwords: shared.Hotwords = None,
     language_model: shared.LanguageModel = None,
@@ -179,6 +187,7 @@ def transcribe(
       asr-serve transcribe 'calls/**/*.flac' --silence-schedule inf:500
       asr-serve transcribe wav.scp --output results.jsonl
       asr-serve transcribe calls/ -m armspeech-hy --set engine.beam=8
+      asr-serve transcribe calls/ -m vosk-small-en --set engine.beam=5 --n-best 5 -o calls.jsonl
       asr-serve transcribe meeting.m4a --num-speakers 3 -o meeting.vtt
       asr-serve transcribe meeting.m4a --max-speakers 4 --format rttm
       asr-serve transcribe lecture.mp4 --words --itn -o lecture.srt
@@ -194,10 +203,18 @@ def transcribe(
     from asr_serve.api.cli.progress import ProgressBar, ProgressMeter
     from asr_serve.audio import input_manifest
     from asr_serve.audio.silence_schedule import SilenceSchedule
-    from asr_serve.text.formats.registry import transcript_format
+    from asr_serve.text.formats.registry import TRANSCRIPT_FORMATS, transcript_format
 
     form = transcript_outputs.choose_format(form, output)
     wanted = transcript_format(form)
+    if n_best > 1 and not wanted.shows_alternatives:
+        places = [name for name, row in TRANSCRIPT_FORMATS.items() if row.shows_alternatives]
+        raise OptionError(
+            f"--n-best {n_best} with the format {form}",
+            f"a format with a place for alternatives: {', '.join(places)}",
+            "add --format json",
+            param="n_best",
+        )
     if "-" in paths and sys.stdin is not None and sys.stdin.isatty():
         raise OptionError("`-` reads stdin, which is a terminal", "a pipe or a file", "name a file instead")
     if max_duration_s is not None and not max_duration_s > 0:
@@ -233,6 +250,7 @@ def transcribe(
             language=language,
             task="translate" if translate else "transcribe",
             beam=beam,
+            n_best=n_best,
             prompt=prompt or "",
             hotwords=hotword_list,
             language_model=language_model_name,

@@ -418,8 +418,8 @@ class DecoderPrompts:
             for name in ("task", "prompt", "timestamps"):
                 if (value := getattr(options, name)) != getattr(NO_OPTIONS, name):
                     raise UnsupportedOption(f"{name}={value!r}", "this model has no such choice", param=name)
-        if options.hypotheses != 1:
-            allowed = "1: only searches of streaming models have an n-best list"
+        if options.hypotheses > rows_for(options):
+            allowed = f"up to {rows_for(options)}, the beam of the first try at temperature 0"
             raise UnsupportedOption(f"hypotheses={options.hypotheses}", allowed, param="hypotheses")
         for token in options.prefix:
             if not 0 <= token < self.vocab_size or token == self._model.eos:

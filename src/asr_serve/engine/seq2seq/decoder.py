@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asr_serve.decoding.beam_search import language_scores, top_tokens
-from asr_serve.decoding.hypothesis import Finish, Hypothesis
+from asr_serve.decoding.hypothesis import Finish, Hypothesis, RecognitionHypothesis
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.decoding.token_rules import FORCED_TOKEN, PLAIN_TOKEN, SUPPRESS, UNTIMED, TokenRule
 from asr_serve.devices.interface import Device
@@ -297,8 +297,10 @@ class DecodeRunner:
                 self.batch.resize_beams(beams, len(sources))
             else:
                 row = self.batch.collapse_beams(beams)
-                best, row.finish = search.best()
-                row.hypothesis.append_rest(best.tokens, best.logprobs)
+                ranked, row.finish = search.n_best()
+                row.hypothesis.append_n_best(
+                    [RecognitionHypothesis(each.tokens, each.total, each.logprobs) for each in ranked]
+                )
                 ended.append(row)
         if copies:
             pages = torch.tensor(copies, device=passed.logits.device)

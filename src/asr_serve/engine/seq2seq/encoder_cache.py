@@ -22,7 +22,8 @@ from asr_serve.engine.stats import EngineStats
 from asr_serve.kernels import PAGE
 
 ANSWER_BYTES, TOKEN_BYTES, TIMES_BYTES = 600, 72, 128
-"""Bytes counted for an answer, for each token with its score, and for each token's times if it has them."""
+"""Bytes counted for an answer, for each token with its score, and for each token's times if it has them; tokens of its
+hypotheses are counted too."""
 OFFLOAD_PREFIX = b"audio "
 """Prefix of audio keys in the tiered store, which holds offloaded streams too."""
 REUSED_KEYS_BYTES, REUSED_KEY_BYTES = 1 << 16, 100
@@ -66,7 +67,8 @@ class EncoderCache:
 
     def store_answer(self, wanted: bytes, answer: Recognition) -> None:
         plain = msgspec.structs.replace(answer, phases=None, reused="")
-        nbytes = ANSWER_BYTES + TOKEN_BYTES * len(answer.tokens) + TIMES_BYTES * len(answer.times)
+        lists = (answer, *answer.hypotheses)
+        nbytes = ANSWER_BYTES + sum(TOKEN_BYTES * len(each.tokens) + TIMES_BYTES * len(each.times) for each in lists)
         self.answers.insert(wanted, plain, nbytes)
 
     # --- audio ------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asr_serve.decoding.dtw import costs, first_frames
-from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.hypothesis import Recognition, RecognitionHypothesis
 from asr_serve.models.packing import PagedKeyValues, pack_clips
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 MAX_ALIGN_POSITIONS = 512
 """Positions of an alignment pass: enough to fill its products, few enough that nobody waits long for it."""
+
+
+Answer = TypeVar("Answer", Recognition, RecognitionHypothesis)
 
 
 class FinishedRow(NamedTuple):
@@ -39,19 +42,33 @@ class TokenAligner:
 
     @torch.inference_mode()
     def add_times(self, ended: Sequence[FinishedRow]) -> list[FinishedRow]:
-        """Returns the rows, with token times in answers that need them."""
-        wanted = [each for each in ended if each.row.hypothesis.options.words and each.recognition.tokens]
+        """Returns the rows, with token times in answers and hypotheses that need them."""
+        wanted = {
+            (index, tokens): each._replace(recognition=msgspec.structs.replace(each.recognition, tokens=tokens))
+            for index, each in enumerate(ended)
+            if each.row.hypothesis.options.words
+            for tokens in (each.recognition.tokens, *(other.tokens for other in each.recognition.hypotheses))
+            if tokens
+        }
         if not wanted:
             return list(ended)
+        rows = list(wanted.values())
         times = {
-            id(each): self._times(each, scores)
-            for each, scores in zip(wanted, self.attention_scores(wanted), strict=True)
+            key: self._times(row, scores)
+            for (key, row), scores in zip(wanted.items(), self.attention_scores(rows), strict=True)
         }
+
+        def timed(index: int, answer: Answer) -> Answer:
+            return msgspec.structs.replace(answer, times=times.get((index, answer.tokens), ()))
+
         return [
-            each._replace(recognition=msgspec.structs.replace(each.recognition, times=times[id(each)]))
-            if id(each) in times
-            else each
-            for each in ended
+            each._replace(
+                recognition=msgspec.structs.replace(
+                    timed(index, each.recognition),
+                    hypotheses=tuple(timed(index, other) for other in each.recognition.hypotheses),
+                )
+            )
+            for index, each in enumerate(ended)
         ]
 
     def attention_scores(self, ended: Sequence[FinishedRow]) -> list[Tensor]:

@@ -16,6 +16,7 @@ from asr_serve.decoding.language_model.token_models import SessionLanguageModel
 from asr_serve.engine.request import RecognitionRequest, StreamChunk
 from asr_serve.engine.session_snapshot import SessionSnapshot, SessionSnapshotView, decode_header
 from asr_serve.engine.streaming.model_runner import StreamingSession
+from asr_serve.engine.streaming.token_aligner import searched_run
 from asr_serve.errors import StepFailed
 from asr_serve.text.word_timing import token_times_from_frames
 from asr_serve.types import EngineTimestamps, LanguageModelChoice, NBestHypothesis, Priority, SearchResult, SearchToken
@@ -71,7 +72,7 @@ def _nbest_list(
         tokens = [*found.fixed_tokens[:shared], *each.tokens]
         runs = found.token_runs
         if runs and each is not nbest[0]:
-            runs = [*runs[:shared], *((token.frame, token.frame + 1) for token in each.tokens)]
+            runs = [*runs[:shared], *map(searched_run, each.tokens)]
         hypotheses.append(
             RecognitionHypothesis(
                 tuple(token.id for token in tokens),

@@ -100,7 +100,7 @@ class StreamTokenAligner:
         timed = len(self._runs)
         tokens = self._tokens[timed:]
         if tokens:
-            self._runs += self._align(tokens, before) if len(self.frames) else [_searched_run(t) for t in tokens]
+            self._runs += self._align(tokens, before) if len(self.frames) else [searched_run(t) for t in tokens]
             self._drop_before(self._runs[-1][1])
         return self._runs
 
@@ -108,7 +108,7 @@ class StreamTokenAligner:
         dropped = sum(token.frame < self._first_frame for token in tokens)
         latest = self._first_frame + len(self.frames)
         latest = latest if before is None else max(self._first_frame, min(latest, before))
-        return [_searched_run(t) for t in tokens[:dropped]] + self._split_evenly(
+        return [searched_run(t) for t in tokens[:dropped]] + self._split_evenly(
             tokens[dropped:], self._first_frame, latest
         )
 
@@ -129,7 +129,7 @@ class StreamTokenAligner:
         try:
             spans = align_columns(frames[:, BLANK], _token_logprobs(frames, ids), ids).spans
         except ValueError:  # a search may report tokens in frames too few to contain them
-            return [_searched_run(token) for token in tokens]
+            return [searched_run(token) for token in tokens]
         return [(first + start, first + end) for start, end in spans]
 
     def _drop_before(self, frame: int) -> None:
@@ -139,7 +139,7 @@ class StreamTokenAligner:
             self._frames, self._first_frame = self.frames[dropped:].copy(), self._first_frame + dropped
 
 
-def _searched_run(token: SearchToken) -> tuple[int, int]:
+def searched_run(token: SearchToken) -> tuple[int, int]:
     """Frames of a token as its search knows them."""
     return token.frame, token.frame + 1 if token.end_frame is None else max(token.end_frame, token.frame + 1)
 

@@ -116,7 +116,7 @@ class ParallelLongForm:
             span = Span(span.start_samples, follow_up.span.start_samples)
         origin = request.span.start_samples - self._context
         spoken = _without_times(answer, model.card.times)
-        segment = build_segment(span, spoken, model.text, origin, request.silences)
+        segment = build_segment(span, spoken, model.text, origin, request.silences, request.search.hypotheses)
         segments = (segment,) if segment else ()
         return SegmentAnswer(
             segments, span.end_samples, answer.language, answer.phases, follow_up, answer.language_prob
@@ -193,4 +193,11 @@ class ParallelLongForm:
 def _without_times(answer: Recognition, times: TimestampTokens | None) -> Recognition:
     if times is None:
         return answer
-    return select_tokens(answer, [i for i, token in enumerate(answer.tokens) if token < times.words_below])
+
+    def words(tokens: tuple[int, ...]) -> list[int]:
+        return [i for i, token in enumerate(tokens) if token < times.words_below]
+
+    spoken = select_tokens(answer, words(answer.tokens))
+    return msgspec.structs.replace(
+        spoken, hypotheses=tuple(select_tokens(each, words(each.tokens)) for each in answer.hypotheses)
+    )

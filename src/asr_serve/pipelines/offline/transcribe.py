@@ -33,6 +33,7 @@ from asr_serve.pipelines.prompting import check_language_model_beam, hotword_bia
 from asr_serve.pipelines.segment_recognizer import EngineRecognizer, SegmentRecognizer
 from asr_serve.pipelines.segments import (
     SegmentNormalizer,
+    check_n_best,
     check_search,
     check_timestamps,
     endpoint_overrides,
@@ -130,6 +131,7 @@ class _Transcription:
         stop.recognizer = recognizer
         self.language = resolve_language(client, options.language)
         check_search(client, options.task, options.temperatures, options.beam)
+        check_n_best(client, options.n_best, options.beam, options.temperatures, options.hotwords)
         self.sequential = options.long_form == "sequential"
         if self.sequential:
             check_timestamps(client)
@@ -143,6 +145,7 @@ class _Transcription:
             beam=options.beam,
             bias=hotword_bias(client, tokenizer, options.hotwords),
             words=options.words or options.speakers,
+            hypotheses=options.n_best,
             language_model=language_model_choice(client, options.language_model, options.language_model_weight),
         )
         check_language_model_beam(client.card, options.language_model, options.beam)

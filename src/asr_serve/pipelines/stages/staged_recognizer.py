@@ -110,6 +110,13 @@ class StagedRecognizer:
                 raise UnsupportedOption(
                     f"{name}={value!r}", f"the pipeline {self.name} decides that for each stage", param=name
                 )
+        longest = min(map(self._spec.hypotheses, self._engines))
+        if options.n_best > longest:
+            raise UnsupportedOption(
+                f"n_best={options.n_best}",
+                f"up to {longest}: as many hypotheses as a stage that rescores follows each recognizer of {self.name}",
+                param="n_best",
+            )
         for client in self.clients:
             resolve_language(client, options.language)
         itn = options.itn or any(isinstance(stage, ItnStage) for stage in self._spec.stages)

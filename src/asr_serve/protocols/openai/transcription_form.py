@@ -12,7 +12,7 @@ import msgspec
 
 from asr_serve.decoding.search_options import MAX_BEAMS, SearchOptions
 from asr_serve.errors import OptionError, UnsupportedOption
-from asr_serve.pipelines.options import SPEAKER_COUNT_FIELDS, LongForm, TranscribeOptions
+from asr_serve.pipelines.options import MAX_N_BEST, SPEAKER_COUNT_FIELDS, LongForm, TranscribeOptions
 from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS
 from asr_serve.protocols import recognition_fields
 from asr_serve.protocols.form_fields import FormFields, expect_choice
@@ -34,6 +34,8 @@ FORMATS_OF_WORDS = tuple(name for name, row in _ROWS if row.needs_words)
 """Formats that always have words."""
 FORMATS_WITH_WORDS = tuple(name for name, row in _ROWS if row.shows_words and name != "json")
 """Formats that can have words; OpenAI's json is the text alone."""
+FORMATS_WITH_ALTERNATIVES = tuple(name for name, row in _ROWS if row.shows_alternatives and name != "json")
+"""Formats that can have alternatives of segments."""
 GRANULARITIES = "timestamp_granularities[]"
 
 TRANSCRIPTION_FIELDS = (
@@ -52,7 +54,7 @@ TRANSCRIPTION_FIELDS = (
     known_speakers.REFERENCES_FIELD,
     *recognition_fields.FIELDS,
     # ours
-    *("beam", "long_form"),
+    *("beam", "long_form", "n_best"),
     *chunking_strategy.SEGMENTATION_FIELDS,
 )
 """Every field but the file."""
@@ -109,6 +111,7 @@ def parse_transcription_form(
         _options(fields, complete, max_beam),
         words=_words(form, granularities),
         itn=recognition_fields.parse_itn(fields),
+        n_best=_n_best(fields) if complete else 1,  # its beam may follow
         **recognition_fields.parse_language_model(fields, complete=complete),
         **_speakers(fields, form, complete),
     )
@@ -165,6 +168,14 @@ def _expect_together(fields: FormFields, form: str, stream: bool, granularities:
             "ask for response_format=verbose_json",
             param=GRANULARITIES,
         )
+    n_best = _n_best(fields)
+    if n_best > 1 and (stream or form not in FORMATS_WITH_ALTERNATIVES):
+        raise OptionError(
+            f"n_best={n_best} with {'a stream of ' if stream else ''}response_format={form}",
+            f"those that have a place for alternatives: {', '.join(FORMATS_WITH_ALTERNATIVES)}, sent whole",
+            "ask for response_format=verbose_json",
+            param="n_best",
+        )
     field = "spk" if fields.flag("spk") else next((name for name in SPEAKER_COUNT_FIELDS if name in fields), "")
     if field and (form == "json" or (form == "text" and stream)):
         raise OptionError(
@@ -194,6 +205,10 @@ def _beam(fields: FormFields, cap: int) -> int:
     if beam > cap:
         raise OptionError(f"beam={beam}", f"up to {cap} on this server", "see its setting max_beam", param="beam")
     return beam
+
+
+def _n_best(fields: FormFields) -> int:
+    return fields.integer("n_best", 1, MAX_N_BEST) or 1
 
 
 def _hotwords(fields: FormFields) -> tuple[str, ...]:

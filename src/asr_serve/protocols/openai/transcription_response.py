@@ -11,7 +11,7 @@ from asr_serve.protocols.openai.events import Logprob, TokenTexts, server_sent_e
 from asr_serve.protocols.openai.transcription_form import DIARIZED_JSON, TranscriptionRequest
 from asr_serve.protocols.speaker_names import funasr_speaker, openai_speaker
 from asr_serve.text.formats import registry, text_and_json
-from asr_serve.types import Segment, Transcript, Word
+from asr_serve.types import Alternative, Segment, Transcript, Word
 
 PLACES = 4
 """Decimal places of a probability."""
@@ -43,6 +43,15 @@ class TimedWord(msgspec.Struct, frozen=True, omit_defaults=True):
     speaker: str | None = None
     spoken: str | None = None
     """Spoken form, where the written form differs."""
+
+
+class VerboseAlternative(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Entry of a segment's n-best list. Ours."""
+
+    text: str
+    score: float
+    """Natural log of the weight that the search gives the segment: only differences within a list matter."""
+    words: list[TimedWord] | None = None
 
 
 class DiarizedSegment(msgspec.Struct, frozen=True, tag_field="type", tag="transcript.text.segment"):
@@ -100,6 +109,8 @@ def render_verbose_json(transcript: Transcript, request: TranscriptionRequest) -
             entry["spoken"] = segment.spoken
         if nested:
             entry["words"] = timed_words(segment)
+        if segment.alternatives:
+            entry["alternatives"] = [_alternative(each, nested=nested) for each in segment.alternatives]
     if "word" in request.granularities:
         response["words"] = [word for segment in transcript.segments for word in timed_words(segment)]
     if transcript.language_prob:
@@ -107,8 +118,13 @@ def render_verbose_json(transcript: Transcript, request: TranscriptionRequest) -
     return response
 
 
-def timed_words(segment: Segment) -> list[TimedWord]:
-    return [_word(word) for word in segment.words]
+def timed_words(of: Segment | Alternative) -> list[TimedWord]:
+    return [_word(word) for word in of.words]
+
+
+def _alternative(alternative: Alternative, *, nested: bool) -> VerboseAlternative:
+    words = timed_words(alternative) if nested and alternative.words else None
+    return VerboseAlternative(alternative.text, round(alternative.score, PLACES), words)
 
 
 def _word(word: Word) -> TimedWord:

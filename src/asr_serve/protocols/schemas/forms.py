@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from asr_serve.decoding.search_options import MAX_BEAMS
-from asr_serve.pipelines.options import LANGUAGE_MODEL_WEIGHTS, MAX_SPEAKERS, LongForm
+from asr_serve.pipelines.options import LANGUAGE_MODEL_WEIGHTS, MAX_N_BEST, MAX_SPEAKERS, LongForm
 from asr_serve.pipelines.prompting import LANGUAGE_MODEL_WEIGHT, MAX_PROMPT_CHARACTERS
 from asr_serve.protocols import recognition_fields
 from asr_serve.protocols.openai import known_speakers
 from asr_serve.protocols.openai.chunking_strategy import MAX_PREFIX_PADDING_MS, MAX_SILENCE_MS, STRATEGY
 from asr_serve.protocols.openai.transcription_form import (
     FORMATS_OF_WORDS,
+    FORMATS_WITH_ALTERNATIVES,
     FORMATS_WITH_SPEAKERS,
     FORMATS_WITH_WORDS,
     GRANULARITIES,
@@ -134,6 +135,14 @@ def _openai_fields() -> dict[str, Schema]:
             "maximum": MAX_BEAMS,
             "default": 1,
             "description": "Ours. Beam width, up to the server's max_beam; 1 is greedy search.",
+        },
+        "n_best": {
+            **_WHOLE,
+            "minimum": 1,
+            "maximum": MAX_N_BEST,
+            "default": 1,
+            "description": "Ours. Most `alternatives` of a segment, where the search has so many hypotheses. With "
+            f"response_format {', '.join(FORMATS_WITH_ALTERNATIVES)}.",
         },
         "long_form": {
             "type": "string",

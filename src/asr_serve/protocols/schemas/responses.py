@@ -22,6 +22,7 @@ def response_components() -> dict[str, Schema]:
         (
             transcription_response.Transcription,
             transcription_response.Diarized,
+            transcription_response.VerboseAlternative,
             transcription_response.TextDelta,
             transcription_response.TextDone,
             events.ErrorAnswer,
@@ -69,6 +70,11 @@ def _verbose() -> Schema:
     extensions: dict[str, Schema] = {
         "words": {**words, "description": "Unless `segment` alone was asked for."},
         "speaker": {**_TEXT, "description": "With `spk`: SPK0, SPK1 and so on by who spoke first."},
+        "alternatives": {
+            "type": "array",
+            "items": ref("VerboseAlternative"),
+            "description": "With `n_best`: different texts of the segment, the best first, which is its own.",
+        },
         "spoken": {**_TEXT, "description": "With `itn`: the text as it was said, where it is written otherwise."},
     }
     fields: dict[str, Schema] = {

@@ -33,6 +33,7 @@ class TranscriptFormat(msgspec.Struct, frozen=True, kw_only=True):
         shows_words: words with times are part of it, or change it, where the transcript has them.
         needs_words: it has little to show without words, so asking for it asks for word times.
         needs_speakers: the same for speakers.
+        shows_alternatives: alternatives of segments are part of it, where the transcript has them.
         streams: a server can send its segments one after another.
         is_translation: `POST /v1/audio/translations` offers it.
         is_self_delimiting: each result names its recording, so that programs can read several in one stream.
@@ -46,6 +47,7 @@ class TranscriptFormat(msgspec.Struct, frozen=True, kw_only=True):
     shows_words: bool = False
     needs_words: bool = False
     needs_speakers: bool = False
+    shows_alternatives: bool = False
     streams: bool = False
     is_translation: bool = False
     is_self_delimiting: bool = False
@@ -59,6 +61,7 @@ _ROWS = (
         media_type=JSON,
         render=json,
         shows_words=True,
+        shows_alternatives=True,
         streams=True,
         is_translation=True,
         is_self_delimiting=True,
@@ -78,6 +81,7 @@ _ROWS = (
         media_type=JSON,
         render=verbose_json,
         shows_words=True,
+        shows_alternatives=True,
         streams=True,
         is_translation=True,
         is_self_delimiting=True,
@@ -97,6 +101,7 @@ _ROWS = (
         media_type="application/jsonl",
         render=jsonl,
         shows_words=True,
+        shows_alternatives=True,
         is_self_delimiting=True,
     ),
     TranscriptFormat(

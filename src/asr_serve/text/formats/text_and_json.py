@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from asr_serve.types import Segment, Transcript, Word
+from asr_serve.types import Alternative, Segment, Transcript, Word
 from asr_serve.units import samples_to_s
 
 SEEK_SAMPLES = 160
@@ -36,7 +36,8 @@ def speaker_line(segment: Segment, before: str = "") -> str:
 
 def json(transcript: Transcript) -> str:
     """`{key, text, language, duration, model, segments: [{start, end, text}]}`; times in seconds. Where known,
-    segments have `speaker`, `spoken` and `words`, and the transcript `language_probability` and `turns`."""
+    segments have `speaker`, `spoken`, `words` and `alternatives`, and the transcript `language_probability` and
+    `turns`."""
     return indented(_brief(transcript) | {"model": transcript.model})
 
 
@@ -114,7 +115,7 @@ def _brief(transcript: Transcript) -> dict[str, Any]:
 
 
 def optional_fields(segment: Segment, *, words: bool = True) -> dict[str, Any]:
-    """Fields that not every segment has: speaker, spoken form, words."""
+    """Fields that not every segment has: speaker, spoken form, words, alternatives."""
     fields: dict[str, Any] = {}
     if segment.speaker:
         fields["speaker"] = segment.speaker
@@ -122,7 +123,15 @@ def optional_fields(segment: Segment, *, words: bool = True) -> dict[str, Any]:
         fields["spoken"] = segment.spoken
     if words and segment.words:
         fields["words"] = [word_entry(word) for word in segment.words]
+    if segment.alternatives:
+        fields["alternatives"] = [alternative_entry(each) for each in segment.alternatives]
     return fields
+
+
+def alternative_entry(alternative: Alternative) -> dict[str, Any]:
+    """`{text, score}`, with words where known."""
+    entry: dict[str, Any] = {"text": alternative.text, "score": round(alternative.score, 4)}
+    return entry | ({"words": [word_entry(word) for word in alternative.words]} if alternative.words else {})
 
 
 def _of_all(transcript: Transcript) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from asr_serve.decoding.language_model.kneser_ney import train
 from asr_serve.decoding.wfst.batched_search import BatchedWfstSearch, epsilon_rounds, words_of_frame
 from asr_serve.decoding.wfst.search import WfstSearch
 from asr_serve.decoding.wfst.search_graph import prepare_graph
-from asr_serve.errors import OptionError
+from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.models.decoding_graph import DecodingGraph, GraphSearchOptions
 from asr_serve.models.ngram import NgramModel
 
@@ -247,6 +247,11 @@ def test_impossible_frames_are_skipped() -> None:
     ours, clean = run_search(search_of(graph), broken), run_search(search_of(graph), scores)
     assert [t.id for t in ours[0] + ours[2][0].tokens] == [t.id for t in clean[0] + clean[2][0].tokens]
     assert ours[2][0].logprob == pytest.approx(clean[2][0].logprob)
+
+
+def test_an_option_that_needs_a_lattice_is_refused() -> None:
+    with pytest.raises(UnsupportedOption, match=r"minimum_risk=True.*keeps no lattice.*WfstSearch"):
+        search_of(random_graph(0), EXACT._replace(minimum_risk=True))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from asr_serve.api.cli import app
 from asr_serve.audio.reader import read_audio
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.search_options import SearchOptions
+from asr_serve.decoding.wfst.search import WfstSearch
 from asr_serve.engine.builder import AsrCheckpoint, build_chunked
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.streaming.model_runner import ChunkedModelRunner, StreamingSession
@@ -128,6 +129,15 @@ def make_runner(**options: Any) -> tuple[ChunkedModelRunner, Callable[[list[int]
     assert isinstance(parts.model, StreamingModel)
     config = EngineConfig(max_sessions=4, **options)
     return build_chunked(parts.model, found.card, parts, config), parts.decode_text
+
+
+def test_words_of_minimum_risk_come_from_a_lattice_on_every_device() -> None:
+    found = AsrCheckpoint.find(NAME, None)
+    parts = found.build("cpu", "fp32")
+    assert isinstance(parts.model, StreamingModel)
+    assert parts.model.graph_options.minimum_risk
+    runner = build_chunked(parts.model, found.card, parts, EngineConfig(max_sessions=1), batched_search=True)
+    assert isinstance(runner.search, WfstSearch)
 
 
 def advance(runner: ChunkedModelRunner, session: StreamingSession, now_ms: float) -> list[int]:

@@ -20,9 +20,12 @@ from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.decoding.search_options import SearchOptions
-from asr_serve.engine.builder import AsrCheckpoint
+from asr_serve.decoding.wfst.batched_search import BatchedWfstSearch
+from asr_serve.decoding.wfst.search import WfstSearch
+from asr_serve.engine.builder import AsrCheckpoint, build_chunked
 from asr_serve.errors import OptionError, UnsupportedOption, WeightsMissing
 from asr_serve.models.checkpoints import store
+from asr_serve.models.interfaces import StreamingModel
 from asr_serve.models.registry import asr_card
 from asr_serve.server.engine_registry import open_engine
 from asr_serve.units import RATE_HZ
@@ -97,6 +100,33 @@ def test_an_nbest_list_is_of_such_words_too(graph: Path, speech: np.ndarray) -> 
         texts = [wide.tokenizer.decode(each.tokens) for each in hypotheses]
     assert len(set(texts)) == len(texts) > 1
     assert all(set(text.split()) <= set(WORDS) for text in texts)
+
+
+@pytest.mark.parametrize(("beam", "kind"), [(1, BatchedWfstSearch), (5, WfstSearch)])
+def test_lists_come_from_a_lattice_on_every_device(graph: Path, speech: np.ndarray, beam: int, kind: type) -> None:
+    """The search that a GPU would have, here on the CPU: a list is the native search's, to the bit."""
+    config = EngineConfig(use_chunked_inference=True, max_sessions=2, decoding_graph=str(graph), beam=beam)
+    found = AsrCheckpoint.find(NEMO_MODEL, NEMO).with_graph(str(graph))
+    parts = found.build("cpu", "fp32")
+    assert isinstance(parts.model, StreamingModel)
+    lists = []
+    for batched in (True, False):
+        runner = build_chunked(parts.model, found.card, parts, config, batched_search=batched)
+        session = runner.open_session()
+        runner.append_audio(session, speech, 0.0)
+        runner.finish_audio(session, 0.0)
+        fixed = []
+        while ready := runner.schedule(1e9):
+            fixed += [token.id for output in runner.step(ready, 0.0) for token in output.found.fixed_tokens]
+        lists.append((fixed, session.hypotheses))
+        assert isinstance(runner.search, kind if batched else WfstSearch)
+        runner.close_session(session)
+    if beam > 1:
+        assert lists[0] == lists[1]
+        assert len(lists[0][1]) > 1
+    else:
+        words = [[*fixed, *(token.id for token in hypotheses[0].tokens)] for fixed, hypotheses in lists]
+        assert words[0] == words[1]
 
 
 def test_files_have_alternatives_where_requested(graph: Path, model: Model, speech: np.ndarray) -> None:

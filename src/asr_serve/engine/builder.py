@@ -439,8 +439,9 @@ def build_chunked(
     **options: Any,
 ) -> ChunkedModelRunner:
     """Builds a runner for as many sessions as fit in memory, up to `config.max_sessions`. `batched_search`: search as
-    tensor operations on the model's device, where the head has such a search; None: on every device but the CPU, whose
-    native searches are faster. Raises OptionError for a chunk or a head that the model does not have."""
+    tensor operations on the model's device, where the head has such a search with the same results; None: on every
+    device but the CPU, whose native searches are faster. Raises OptionError for a chunk or a head that the model does
+    not have."""
     if batched_search is None:
         batched_search = parts.device.torch_device.type != "cpu"
     heads = model.heads if config.decoding_graph is None else ("wfst",)
@@ -473,7 +474,7 @@ def _graph_search(
     graph = parts.graph
     if config.graph_epsilon_backoffs and graph.language_model is not None:
         graph = graph._replace(language_model=graph.language_model.with_epsilon_backoffs())
-    if batched:
+    if batched and config.beam == 1 and not options.minimum_risk:  # those need a lattice, which the native search has
         return BatchedWfstSearch(model, graph, parts.device, options)
     return WfstSearch(model, prepare_graph(graph), options, config.beam)
 

@@ -18,7 +18,7 @@ from asr_serve.decoding.captured_chunks import CapturedChunks
 from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
 from asr_serve.decoding.wfst.search import validate_options
 from asr_serve.devices.interface import Device
-from asr_serve.errors import OptionError
+from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.models.decoding_graph import DecodingGraph, GraphSearchOptions
 from asr_serve.models.interfaces import State, StateSpec, StreamingChunk, StreamingModel
 from asr_serve.types import NBestHypothesis, SearchResult, SearchToken
@@ -35,9 +35,10 @@ class BatchedWfstSearch:
             the path's weight since the word before it. A word is fixed when all tokens share it, or when a
             hypothesis grows too long (`max_tail_words`), which the ends of chunks decide. finish: different word
             sequences of the last frame's tokens, best first; in final states of the graph, or in any where none is
-            reached.
+            reached. A token has its best path alone: there is no lattice, of which WfstSearch makes longer lists,
+            confidences and words of minimum risk.
     State   Tokens, and the tree of words after the fixed ones, on the model's device.
-    Raises  OptionError for options out of range
+    Raises  OptionError for options out of range, UnsupportedOption for minimum risk
     Source  Young, Russell and Thornton 1989, Token passing; the batching of arcs over threads by prefix sums as in
             Chen et al., Interspeech 2018 (arXiv:1804.03243)
     """
@@ -61,6 +62,13 @@ class BatchedWfstSearch:
                 many, all but a quarter are.
         """
         validate_options(options)
+        if options.minimum_risk:
+            raise UnsupportedOption(
+                "minimum_risk=True",
+                "words of the best path: a batched search keeps no lattice",
+                "use WfstSearch, which keeps one",
+                param="graph_minimum_risk",
+            )
         for name, value in (("arcs_per_token", arcs_per_token), ("max_tail_words", max_tail_words)):
             if not 1 <= value <= 512:
                 raise OptionError(f"{name}={value}", "1 to 512", param=name)

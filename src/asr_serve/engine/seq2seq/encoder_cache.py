@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.decoding.hypothesis import Recognition, RecognitionHypothesis
 from asr_serve.engine.cache import TieredStore
 from asr_serve.engine.cache.lru_cache import LruCache
 from asr_serve.engine.cache.prefix_cache import PrefixCache
@@ -67,8 +67,8 @@ class EncoderCache:
 
     def store_answer(self, wanted: bytes, answer: Recognition) -> None:
         plain = msgspec.structs.replace(answer, phases=None, reused="")
-        lists = (answer, *answer.hypotheses)
-        nbytes = ANSWER_BYTES + sum(TOKEN_BYTES * len(each.tokens) + TIMES_BYTES * len(each.times) for each in lists)
+        found: list[Recognition | RecognitionHypothesis] = [answer, *answer.hypotheses]
+        nbytes = ANSWER_BYTES + sum(TOKEN_BYTES * len(each.tokens) + TIMES_BYTES * len(each.times) for each in found)
         self.answers.insert(wanted, plain, nbytes)
 
     # --- audio ------------------------------------------------------------------------------------------

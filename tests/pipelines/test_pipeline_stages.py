@@ -32,9 +32,11 @@ from asr_serve.errors import (
     OptionError,
     SourceNotFound,
     StepFailed,
+    UnsupportedOption,
     WeightsMissing,
 )
 from asr_serve.models.registry import asr_card
+from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.stages.condition import SegmentMeasures, parse_condition
 from asr_serve.pipelines.stages.language_models import load_scorer
 from asr_serve.pipelines.stages.pipeline_file import (
@@ -398,6 +400,21 @@ def test_a_rescoring_stage_requests_the_list_it_reads(start: Start) -> None:
     client = ScriptedClient("vosk-small-en", lambda _: NBEST)
     assert result(start(CHAIN + RESCORE, client, s1=ScriptedScorer())).tokens == (6, 5)
     assert client.requests[0][1].hypotheses == 7
+
+
+def test_alternatives_are_as_many_as_are_rescored(start: Start) -> None:
+    chain, whisper = (
+        ScriptedClient("vosk-small-en", lambda _: NBEST),
+        ScriptedClient("whisper-tiny-en", lambda _: NBEST),
+    )
+    rescored_all = start(CHAIN + RESCORE, chain, s1=ScriptedScorer())
+    assert rescored_all.transcribe_options(TranscribeOptions(n_best=7)).n_best == 7
+    with pytest.raises(UnsupportedOption, match=r"n_best=8. up to 7"):
+        rescored_all.transcribe_options(TranscribeOptions(n_best=8))
+    with pytest.raises(UnsupportedOption, match=r"n_best=2. up to 1"):
+        start(CHAIN + RESCORE + WHISPER, chain, whisper, s1=ScriptedScorer()).transcribe_options(
+            TranscribeOptions(n_best=2)
+        )
 
 
 def test_rescoring_stages_in_a_row_add_up(start: Start, tmp_path: Path) -> None:

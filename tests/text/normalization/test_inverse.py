@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from asr_serve.pipelines.segments import SegmentNormalizer
 from asr_serve.text.normalization import inverse_cjk, inverse_edits, inverse_numbers, wetext_grammar
 from asr_serve.text.normalization.inverse import check_inverse_normalization, inverse_normalize
 from asr_serve.text.word_timing import locate_words, split_words
-from asr_serve.types import Segment, Word
+from asr_serve.types import Alternative, Segment, Word
 
 CASES = Path(__file__).parents[3] / "bench" / "itn_cases.tsv"
 STILL_WRONG = {
@@ -208,6 +209,16 @@ def test_other_languages_have_none() -> None:
         SegmentNormalizer("hy", itn=True)
     assert SegmentNormalizer("hy", itn=False).normalize(segment("twenty five"), "hy") == segment("twenty five")
     assert SegmentNormalizer("", itn=True).normalize(segment("twenty five"), "en").text == "25"
+
+
+def test_alternatives_are_written_too() -> None:
+    spoken = ("twenty five", "twenty nine")
+    alternatives = tuple(Alternative(text, -float(i), segment(text).words) for i, text in enumerate(spoken))
+    listed = msgspec.structs.replace(segment(spoken[0]), alternatives=alternatives)
+    written = SegmentNormalizer("en", itn=True).normalize(listed, "en")
+    assert (written.text, written.spoken) == ("25", "twenty five")
+    assert [(each.text, each.score) for each in written.alternatives] == [("25", 0.0), ("29", -1.0)]
+    assert [[word.text for word in each.words] for each in written.alternatives] == [["25"], ["29"]]
 
 
 def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from asr_serve.errors import AsrServeError  # a file that imports nothing
+
 if TYPE_CHECKING:
     from asr_serve.api.library import Model
     from asr_serve.api.pipeline import Pipeline
     from asr_serve.config import EngineConfig
 
-__all__ = ["DEFAULT_MODEL", "__version__", "load", "load_pipeline"]
+__all__ = ["DEFAULT_MODEL", "AsrServeError", "__version__", "load", "load_pipeline"]
 __version__ = "0.1.0"
 
 DEFAULT_MODEL = "moonshine-tiny-en"

@@ -76,7 +76,7 @@ def spec_of(tmp_path: Path, text: str) -> PipelineSpec:
         ("[[stage]]\nkind = 'recognize'\nmodel = 'vosk-smal-en'\n", "line 3, model", "vosk-small-en"),
         (CHAIN + "beem = 3\n", "line 4, beem", "did you mean 'beam'"),
         (CHAIN + "beam = 'wide'\n", "line 4, beam", "int"),
-        (CHAIN + "beam = 4\n", "line 4, beam", "vosk-small-en"),
+        (CHAIN + "beam = 4\n", "line 4, beam", "only attention decoders"),
         (CHAIN + 'when = "confidence < 1"\n', "line 4, when", "first stage"),
         (CHAIN + WHISPER.replace("confidence", "confidance"), "line 7, when", "did you mean 'confidence'"),
         (CHAIN + WHISPER.replace('when = "confidence < 0.8"\n', ""), "line 4, when", "says when"),

@@ -253,11 +253,10 @@ class _PipelineReader:
                 except UnknownModel as failure:
                     self._fail(index, "model", failure.came, failure.allowed, failure.todo)
                 if card.streaming and stage.beam != 1:
-                    came, allowed = (
-                        f"beam={stage.beam} of {stage.model}",
-                        "1: its search has no choice for each segment",
-                    )
-                    self._fail(index, "beam", came, allowed)
+                    came = f"beam={stage.beam} of the streaming model {stage.model}"
+                    allowed = "only attention decoders, like Whisper, have a beam for each segment"
+                    todo = "leave it out; a rescore stage widens the search to its hypotheses, and so does engine.beam"
+                    self._fail(index, "beam", came, allowed, todo)
                 if stage.decoding_graph:
                     self._check_graph(index, stage, card)
             elif isinstance(stage, RescoreStage):

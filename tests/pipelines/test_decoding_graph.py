@@ -134,7 +134,7 @@ def test_a_graph_composed_on_the_fly_finds_the_same(
     ("options", "error"),
     [
         ({"hotwords": ["dust"]}, "fixed graph of words"),
-        ({"language_model": "words"}, "has a language model in it"),
+        ({"language_model": "words"}, "none loaded that is made of the words of its decoding graph"),
         ({"beam": 4}, "engine.graph_beam"),
     ],
 )

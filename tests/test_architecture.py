@@ -294,7 +294,14 @@ def test_one_version() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert asr_serve.__version__ == project["version"]
-    assert sorted(asr_serve.__all__) == ["DEFAULT_MODEL", "__version__", "load", "load_pipeline"]
+    assert sorted(asr_serve.__all__) == ["AsrServeError", "DEFAULT_MODEL", "__version__", "load", "load_pipeline"]
+
+
+def test_the_root_of_all_errors_is_public_and_loads_nothing_else() -> None:
+    names = "asr_serve.AsrServeError is errors.AsrServeError, {'numpy', 'torch', 'msgspec'} & set(sys.modules)"
+    code = f"import sys, asr_serve; from asr_serve import errors; print({names})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "True set()"
 
 
 def test_files_are_named_after_what_they_define() -> None:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from asr_serve.errors import AsrServeError  # a file that imports nothing
+
 if TYPE_CHECKING:
     from asr_serve.api.library import Model
     from asr_serve.api.pipeline import Pipeline
     from asr_serve.config import EngineConfig
 
-__all__ = ["DEFAULT_MODEL", "__version__", "load", "load_pipeline"]
+__all__ = ["DEFAULT_MODEL", "AsrServeError", "__version__", "load", "load_pipeline"]
 __version__ = "0.1.0"
 
 DEFAULT_MODEL = "moonshine-tiny-en"
@@ -55,11 +57,12 @@ def load_pipeline(
 ) -> Pipeline:
     """Load a pipeline of stages, which transcribes files like a model.
 
-    name: chain-lm, chain-then-whisper, or the path of a TOML file. device, dtype: for stages that name none. engine:
-    settings of each stage's engine.
+    name: chain-lm, chain-then-whisper, ctc-graph-lm, or the path of a TOML file; behind it the values of its variables,
+    like `ctc-graph-lm,model=armspeech-hy,graph=FOLDER,language_model=FILE`. device, dtype: for stages that name none.
+    engine: settings of each stage's engine.
 
-    Raises OptionError with the line and key of what is wrong in the file; UnknownModel, WeightsMissing, WeightsCorrupt,
-    ProgramMissing.
+    Raises OptionError, UnknownModel, WeightsMissing, WeightsCorrupt, ProgramMissing, with the line and key in the file
+    that is wrong; MissingOption for a variable without a value.
     """
     from asr_serve.config import limit_openmp_spinning
 

@@ -5,6 +5,8 @@ Each message says what came, what is allowed and what to do, in that order, in o
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class AsrServeError(Exception):
     """Root of the tree. `code` is the stable name that clients receive; `param` the name of the option or field that
@@ -22,6 +24,13 @@ class AsrServeError(Exception):
         """Class name in snake case: `AudioTooLong` -> `audio_too_long`."""
         name = type(self).__name__
         return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
+
+    def located(self, place: str) -> Self:
+        """Returns a copy whose message begins with the place of its cause, like a file with a line."""
+        error = type(self).__new__(type(self))
+        error.__dict__.update(self.__dict__)
+        AsrServeError.__init__(error, f"{place}: {self.came}", self.allowed, self.todo)
+        return error
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.__dict__.copy(), self.args)

@@ -7,11 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from random_graphs import COLUMNS, WORDS, all_paths, random_graph, random_ngram
+from random_graphs import COLUMNS, all_paths, random_graph, random_ngram
 from streaming_search import chunk_of
 from torch import Tensor
 
-from asr_serve.decoding.wfst.lattice_rescoring import MAX_COST, LatticeTerm, rescore_lattice
+from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
+from asr_serve.decoding.language_model.scorer import LanguageModelFusion
+from asr_serve.decoding.wfst import search as search_module
+from asr_serve.decoding.wfst.lattice_rescoring import MAX_COST, LatticeTerm, best_paths, rescore_lattice
 from asr_serve.decoding.wfst.search import WfstSearch
 from asr_serve.decoding.wfst.search_graph import prepare_graph
 from asr_serve.kernels.lattice_reference import WordLattice
@@ -38,10 +41,10 @@ def lattice_of(graph: DecodingGraph, scores: np.ndarray) -> WordLattice:
     return search.lattice(0)
 
 
-def cost_of(model: NgramModel, words: list[int | None]) -> float:
+def cost_of(model: NgramModel, words: list[int]) -> float:
     total, state = 0.0, model.start_state
     for word in words:
-        logprob, state = (-math.inf, 0) if word is None else model.step(state, word)
+        logprob, state = model.step(state, word)
         total += min(-logprob, MAX_COST)
     return total + min(-float(model.final_logprobs[state]), MAX_COST)
 
@@ -51,24 +54,27 @@ def test_best_paths_are_those_of_all_paths_with_the_other_model(seed):
     rng = np.random.default_rng(seed)
     graph, other = random_graph(rng, lm=seed % 2 == 1), random_ngram(rng)
     scores = rng.normal(-2, 1.5, (2 + seed % 2, COLUMNS)).astype(np.float32)
-    moved = {word: (word + 1) % WORDS if word else None for word in range(WORDS)}
-    terms = [LatticeTerm(other, 0.7, moved.get)]
+    terms = [LatticeTerm(other, 0.7)]
     if graph.language_model is not None:
         terms.append(LatticeTerm(graph.language_model, -0.5))
     expected: dict[tuple[int, ...], float] = {}
     for path in all_paths(graph, scores):
         words = tuple(word for word, _ in path.words)
-        cost = path.cost + 0.7 * cost_of(other, [moved[word] for word in words])
+        cost = path.cost + 0.7 * cost_of(other, list(words))
         if graph.language_model is not None:
             cost -= 0.5 * cost_of(graph.language_model, list(words))
         expected[words] = min(expected.get(words, math.inf), cost)
-    found = rescore_lattice(lattice_of(graph, scores), terms, 12)
+    rescored = rescore_lattice(lattice_of(graph, scores), terms)
+    assert all(arc.source < arc.target for arc in rescored.arcs)
+    assert len({(arc.source, arc.word) for arc in rescored.arcs}) == len(rescored.arcs)
+    assert rescored.finals[-1][0] < math.inf
+    found = best_paths(rescored, 12)
     ranked = sorted(expected.values())
-    base = found[0][0] - ranked[0]  # a lattice's costs are those above its best path
-    np.testing.assert_allclose([cost - base for cost, _ in found], ranked[:12], atol=5e-3)
-    assert len({tuple(words) for _, words in found}) == len(found) == min(12, len(ranked))
-    for cost, words in found:
-        assert math.isclose(expected[tuple(words)], cost - base, abs_tol=5e-3)
+    base = found[0].cost - ranked[0]  # a lattice's costs are those above its best path
+    np.testing.assert_allclose([path.cost - base for path in found], ranked[:12], atol=5e-3)
+    assert len({tuple(path.words) for path in found}) == len(found) == min(12, len(ranked))
+    for path in found:
+        assert math.isclose(expected[tuple(path.words)], path.cost - base, abs_tol=5e-3)
 
 
 def test_the_graphs_own_model_taken_out_and_put_back_changes_nothing():
@@ -77,7 +83,96 @@ def test_the_graphs_own_model_taken_out_and_put_back_changes_nothing():
     assert graph.language_model is not None
     lattice = lattice_of(graph, rng.normal(-2, 1.5, (3, COLUMNS)).astype(np.float32))
     same = [LatticeTerm(graph.language_model, factor) for factor in (-1.0, 1.0)]
-    plain, again = rescore_lattice(lattice, [], 50), rescore_lattice(lattice, same, 50)
+    plain, again = best_paths(lattice, 50), best_paths(rescore_lattice(lattice, same), 50)
     assert len(plain) > 3
-    np.testing.assert_allclose([cost for cost, _ in again], [cost for cost, _ in plain], atol=1e-5)
-    assert plain[0][0] == pytest.approx(0.0, abs=1e-4)
+    np.testing.assert_allclose([path.cost for path in again], [path.cost for path in plain], atol=1e-5)
+    assert plain[0].cost == pytest.approx(0.0, abs=1e-4)
+    spans = [[(arc.word, arc.start, arc.end) for arc in path.arcs] for path in plain]
+    assert [[(arc.word, arc.start, arc.end) for arc in path.arcs] for path in again] == spans
+
+
+# --- in the search ----------------------------------------------------------------------------------------
+
+
+def searched(
+    graph: DecodingGraph, other: NgramModel, weight: float, options: GraphSearchOptions = WIDE, hypotheses: int = 12
+) -> WfstSearch:
+    """Search of which the session in row 1 has the language model."""
+    search = WfstSearch(ScoreModel(), prepare_graph(graph), options, hypotheses)  # type: ignore[arg-type]
+    search.set_language_model(1, LanguageModelFusion(NgramScorer(other), weight))
+    return search
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("hypotheses", [1, 12])
+def test_a_session_is_rescored_by_its_language_model_as_all_paths_are(seed, hypotheses):
+    rng = np.random.default_rng(seed)
+    graph, other = random_graph(rng, lm=seed % 2 == 1), random_ngram(rng)
+    scores = rng.normal(-2, 1.5, (3, COLUMNS)).astype(np.float32)
+    plain: dict[tuple[int, ...], float] = {}
+    for path in all_paths(graph, scores):
+        words = tuple(word for word, _ in path.words)
+        plain[words] = min(plain.get(words, math.inf), path.cost)
+    expected = {words: cost + 0.7 * cost_of(other, list(words)) for words, cost in plain.items()}
+    search = searched(graph, other, 0.7, hypotheses=hypotheses)
+    for start, piece in enumerate(torch.from_numpy(scores)):
+        hidden = piece[None, None].repeat(2, 1, 1)
+        search.step(hidden, chunk_of([0, 1], [start, start], [1, 1]), {})
+    for row, costs in ((0, plain), (1, expected)):
+        found = search.finish(row, {})
+        ranked = sorted(costs.values())[:hypotheses]
+        np.testing.assert_allclose([-each.logprob for each in found], ranked, atol=5e-3)
+        for each in found:
+            words = tuple(token.id for token in each.tokens)
+            assert math.isclose(costs[words], -each.logprob, abs_tol=5e-3)
+            assert all(token.logprob <= 0 and token.frame < token.end_frame <= len(scores) for token in each.tokens)
+    search.free(1)
+    search.step(torch.from_numpy(scores[None].copy()), chunk_of([1], [0], [len(scores)]), {})
+    assert -search.finish(1, {})[0].logprob == pytest.approx(min(plain.values()), abs=5e-3)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_weight_zero_changes_nothing(seed):
+    rng = np.random.default_rng(seed)
+    graph, other = random_graph(rng, lm=True), random_ngram(rng)
+    scores = torch.from_numpy(rng.normal(-2, 1.5, (4, COLUMNS)).astype(np.float32))
+    for risk in (False, True):
+        search = searched(graph, other, 0.0, WIDE._replace(minimum_risk=risk))
+        search.step(scores[None].repeat(2, 1, 1), chunk_of([0, 1], [0, 0], [4, 4]), {})
+        plain, rescored = search.finish(0, {}), search.finish(1, {})
+        for before, after in zip(plain, rescored, strict=True):
+            assert [token.id for token in before.tokens] == [token.id for token in after.tokens]
+            assert after.logprob == pytest.approx(before.logprob, abs=1e-4)
+            for one, other_token in zip(before.tokens, after.tokens, strict=True):
+                assert other_token.logprob == pytest.approx(one.logprob, abs=1e-4)
+
+
+def test_words_that_were_fixed_are_the_context_of_the_rest(monkeypatch):
+    monkeypatch.setattr(search_module, "MAX_HISTORY_FRAMES", 4)
+    continued = 0
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        graph, other = random_graph(rng, lm=True), random_ngram(rng)
+        scores = torch.from_numpy(rng.normal(-2, 3, (90, COLUMNS)).astype(np.float32))
+        whole, moved = searched(graph, other, 0.7), searched(graph, other, 0.7)
+        fixed: list[int] = []
+        for start in range(0, 90, 10):
+            chunk = scores[None, start : start + 10]
+            (result,) = whole.step(chunk, chunk_of([1], [start], [10]), {})
+            fixed += [token.id for token in result.fixed_tokens]
+            if start == 50:
+                numbers, tensor = moved.export_state(1)
+                moved = searched(graph, other, 0.7)
+                with pytest.raises(ValueError, match="language model"):
+                    moved.import_state(1, numbers, b"", start, torch.device("cpu"))
+                moved.import_state(1, numbers, tensor.numpy().tobytes(), start, torch.device("cpu"))
+            moved.step(chunk, chunk_of([1], [start], [10]), {})
+        context = other.start_state
+        for word in fixed:
+            _, context = other.step(context, word)
+        continued += context != other.start_state
+        rescored = rescore_lattice(whole.lattice(1), [LatticeTerm(other, 0.7)], (context,))
+        best = [path.words for path in best_paths(rescored, 12)]
+        assert [[token.id for token in each.tokens] for each in whole.finish(1, {})] == best
+        assert [[token.id for token in each.tokens] for each in moved.finish(1, {})] == best
+    assert continued >= 3

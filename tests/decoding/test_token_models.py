@@ -76,6 +76,28 @@ def test_models_of_these_tokens_are_loaded_by_name(tmp_path: Path, caplog: pytes
         load_token_models({"x": str(tmp_path / "broken.arpa")}, NAMES, torch.device("cpu"))
 
 
+def test_words_are_no_tokens_although_a_recogniser_has_tokens_that_are_spelled_alike(tmp_path: Path) -> None:
+    path = tmp_path / "words.ngram.safetensors"
+    train([("the", "cat"), ("cat", "s")], 2).to_model().save(path)
+    for mark in ("▁", "Ġ"):
+        names = [f"{mark}the", "the", f"{mark}cat", "cat", "s"]
+        assert load_token_models({"x": str(path)}, names, torch.device("cpu")) == {}
+    assert load_token_models({"x": str(path)}, ["the", "cat", "s"], torch.device("cpu")).keys() == {"x"}
+
+
+def test_a_graph_of_words_takes_models_of_words_alone(tmp_path: Path) -> None:
+    sentences = {"few": [("the", "cat")], "many": [tuple("abcdefgh"), ("the", "cat")], "tokens": [("▁the", "▁cat")]}
+    paths = {name: str(tmp_path / f"{name}.ngram.safetensors") for name in [*sentences, "others"]}
+    for name, text in (sentences | {"others": [("hello", "world")]}).items():
+        train(text, 2).to_model().save(Path(paths[name]))
+    graph = ["<eps>", "▁the", "▁cat", "▁sat"]
+    found = load_token_models(paths, graph, torch.device("cpu"), of_words=True)
+    assert found.keys() == {"few", "many"}
+    own = train(sentences["few"], 2).to_model()
+    logprob, _ = found["few"].scorer.model.step(found["few"].scorer.initial_state, 2)
+    assert logprob == pytest.approx(own.model.step(own.model.start_state, own.words.index("cat"))[0])
+
+
 def test_a_choice_tells_the_model_and_its_weight(tmp_path: Path) -> None:
     for name, order in (("one", 2), ("other", 3)):
         train(TEXT, order).to_model().save(tmp_path / f"{name}.ngram.safetensors")

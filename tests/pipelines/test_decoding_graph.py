@@ -19,6 +19,8 @@ from asr_serve.api.cli import app
 from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig, ServeConfig
+from asr_serve.decoding.language_model.ngram_files import read_ngrams
+from asr_serve.decoding.language_model.sentence_scorer import NgramSentenceScorer
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.decoding.wfst.batched_search import BatchedWfstSearch
 from asr_serve.decoding.wfst.search import WfstSearch
@@ -28,6 +30,7 @@ from asr_serve.models.checkpoints import store
 from asr_serve.models.interfaces import StreamingModel
 from asr_serve.models.registry import asr_card
 from asr_serve.server.engine_registry import open_engine
+from asr_serve.types import LanguageModelChoice
 from asr_serve.units import RATE_HZ
 
 pytest.importorskip("kaldifst", reason="kaldifst is not installed: pip install 'asr-serve[build]'")
@@ -186,7 +189,7 @@ def test_a_graph_composed_on_the_fly_finds_the_same(
     ("options", "error"),
     [
         ({"hotwords": ["dust"]}, "fixed graph of words"),
-        ({"language_model": "words"}, "has a language model in it"),
+        ({"language_model": "words"}, "none loaded that is made of the words of its decoding graph"),
         ({"beam": 4}, "engine.graph_beam"),
     ],
 )
@@ -245,6 +248,48 @@ def test_a_pipeline_rescores_what_a_graph_found(graph: Path, speech: np.ndarray,
     assert set(found.text.split()) <= set(WORDS)
 
 
+def test_a_language_model_rescores_the_lattice_of_a_graph(graph: Path, speech: np.ndarray, tmp_path: Path) -> None:
+    """The engine against all word sequences of the lattice, and a pipeline against the engine."""
+    with load(graph, beam=64, graph_lattice_beam=20.0) as wide:
+        ticket = wide._client.submit(speech, SearchOptions(hypotheses=64), "bulk", wait=True)
+        hypotheses = ticket.future.result(WAIT_S).hypotheses
+        texts = [wide.tokenizer.decode(each.tokens) for each in hypotheses]
+    assert len(texts) > 10
+    (tmp_path / "text.txt").write_text(f"{texts[10]}\n" + "vet soft\n" * 9)
+    path = tmp_path / "other.arpa"
+    made = CliRunner().invoke(app, ["lm", "build", f"{tmp_path}/text.txt", "--order", "3", "-o", f"{path}"])
+    assert made.exit_code == 0, made.output
+    scores = NgramSentenceScorer(read_ngrams(path)).score(texts)
+    chosen = {"language_model": "other", "language_model_weight": 4.0}
+    with load(graph, graph_lattice_beam=20.0, language_models=(f"other={path}",)) as model:
+        best = set()
+        for weight in (0.0, 1.0, 4.0, 50.0):
+            options = SearchOptions(language_model=LanguageModelChoice("other", weight))
+            found = model._client.submit(speech, options, "bulk", wait=True).future.result(WAIT_S)
+            totals = [each.logprob + weight * score for each, score in zip(hypotheses, scores, strict=True)]
+            assert model.tokenizer.decode(found.tokens) == texts[int(np.argmax(totals))]
+            best.add(int(np.argmax(totals)))
+        assert len(best) > 1
+        plain, rescored = model.transcribe(speech)[0].text, model.transcribe(speech, **chosen)[0].text
+        assert rescored != plain
+        assert run_session(model, speech).text == plain
+        live = run_session(model, speech, words=True, **chosen)
+        assert [word.text for segment in live.segments for word in segment.words] == live.text.split()
+        assert live.text == rescored
+    shutil.copytree(graph, tmp_path / "graph")
+    text = PIPELINE.format(model=NEMO_MODEL, weights=NEMO).replace(
+        "hypotheses = 8", "lattice = true\nlattice_beam = 20"
+    )
+    (tmp_path / "mine.toml").write_text(text.replace("50.0", "4.0"))
+    with asr_serve.load_pipeline(str(tmp_path / "mine.toml"), device="cpu") as pipeline:
+        (answer,) = pipeline.transcribe(speech, words=True)
+        assert [stage["segments"] for stage in pipeline.describe()["stages"]] == [1, 1]
+    assert answer.text == rescored
+    words = [word for segment in answer.segments for word in segment.words]
+    assert [word.text for word in words] == answer.text.split()
+    assert all(a.end_samples <= b.start_samples for a, b in itertools.pairwise(words))
+
+
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
@@ -258,6 +303,17 @@ def test_a_pipeline_file_is_checked(graph: Path, tmp_path: Path, stage: str, mes
     (tmp_path / "mine.toml").write_text(f'[[stage]]\nkind = "recognize"\n{stage}')
     with pytest.raises(OptionError, match=message):
         asr_serve.load_pipeline(str(tmp_path / "mine.toml"))
+
+
+def test_a_language_model_of_other_words_is_refused_with_its_line(graph: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("altogether different words\n")
+    arguments = ["lm", "build", f"{tmp_path}/text.txt", "-o", f"{tmp_path}/other.arpa"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    shutil.copytree(graph, tmp_path / "graph")
+    text = PIPELINE.format(model=NEMO_MODEL, weights=NEMO).replace("hypotheses = 8", "lattice = true")
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(OptionError, match=r"mine.toml, line 10, language_model: .*hardly a word in common"):
+        asr_serve.load_pipeline(str(tmp_path / "mine.toml"), device="cpu")
 
 
 # --- real weights -----------------------------------------------------------------------------------------
@@ -295,3 +351,30 @@ def test_an_armenian_model_hears_the_sentences_of_its_graph(tmp_path: Path) -> N
 
     assert right(None) == 0
     assert right(graph) >= 6
+
+
+@pytest.mark.slow
+def test_the_shipped_pipeline_hears_armenian_sentences_by_two_language_models(tmp_path: Path) -> None:
+    """The graph has the words without their order; the n-gram model of the pipeline knows the sentences."""
+    if store.locate(asr_card(ARMENIAN)) is None:
+        pytest.skip("armspeech is not installed: pip install --no-deps --ignore-requires-python armspeech==0.1.4")
+    if shutil.which("espeak-ng") is None:
+        pytest.skip("no espeak-ng, which speaks Armenian")
+    sentences = [f"երեկ մենք տեսանք {name} տանը" for name in NAMES]
+    graph = build(tmp_path, [word for sentence in sentences for word in sentence.split()], ARMENIAN)
+    (tmp_path / "sentences.txt").write_text("\n".join(sentences), encoding="utf-8")
+    arguments = ["lm", "build", f"{tmp_path}/sentences.txt", "--order", "3", "-o", f"{tmp_path}/sentences.arpa"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    clips = []
+    for sentence in sentences:
+        subprocess.run(["espeak-ng", "-v", "hy", "-s", "140", "-w", tmp_path / "a.wav", sentence], check=True)
+        clips.append(np.pad(read_audio(tmp_path / "a.wav"), 4_000))
+    engine = EngineConfig(decoding_graph=str(graph))
+    with asr_serve.load(ARMENIAN, device="cpu", turn_model="none", engine=engine) as model:
+        plain = [each.text for each in model.transcribe(clips)]
+    values = f"model={ARMENIAN},graph={graph},language_model={tmp_path / 'sentences.arpa'}"
+    with asr_serve.load_pipeline(f"ctc-graph-lm,{values}") as pipeline:
+        rescored = [each.text for each in pipeline.transcribe(clips)]
+    right = [sum(a == b for a, b in zip(texts, sentences, strict=True)) for texts in (plain, rescored)]
+    assert right[1] > right[0]
+    assert right[1] >= 6

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,30 +30,39 @@ from asr_serve.errors import (
     AtCapacity,
     Cancelled,
     EngineClosed,
+    MissingOption,
     OptionError,
+    ProgramMissing,
     SourceNotFound,
     StepFailed,
     UnsupportedOption,
+    WeightsCorrupt,
     WeightsMissing,
 )
+from asr_serve.models.checkpoints import store
+from asr_serve.models.decoding_graph import GRAPH_FILE
 from asr_serve.models.registry import asr_card
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.stages.condition import SegmentMeasures, parse_condition
-from asr_serve.pipelines.stages.language_models import load_scorer
+from asr_serve.pipelines.stages.language_models import load_scorer, load_scorers
 from asr_serve.pipelines.stages.pipeline_file import (
     PipelineSpec,
     RecognizeStage,
     RescoreStage,
-    find_pipeline,
+    open_pipeline,
     read_pipeline,
     shipped_pipelines,
 )
 from asr_serve.pipelines.stages.rescoring import rescore
+from asr_serve.pipelines.stages.stage_files import check_files
 from asr_serve.pipelines.stages.staged_recognizer import StagedRecognizer, StageEngine
+from asr_serve.text.normalization import wetext_grammar
+from asr_serve.types import LanguageModelChoice
 
 WAIT_S = 30.0
 CHAIN = '[[stage]]\nkind = "recognize"\nmodel = "vosk-small-en"\n'
 WHISPER = '[[stage]]\nkind = "recognize"\nmodel = "whisper-tiny-en"\nwhen = "confidence < 0.8"\n'
+LATTICE = '[[stage]]\nkind = "rescore"\nlanguage_model = "x"\nlattice = true\n'
 RESCORE = '[[stage]]\nkind = "rescore"\nlanguage_model = "x"\nhypotheses = 7\nweight = 1.0\n'
 
 
@@ -78,7 +88,7 @@ def spec_of(tmp_path: Path, text: str) -> PipelineSpec:
         ("[[stage]]\nkind = 'recognize'\nmodel = 'vosk-smal-en'\n", "line 3, model", "vosk-small-en"),
         (CHAIN + "beem = 3\n", "line 4, beem", "did you mean 'beam'"),
         (CHAIN + "beam = 'wide'\n", "line 4, beam", "int"),
-        (CHAIN + "beam = 4\n", "line 4, beam", "vosk-small-en"),
+        (CHAIN + "beam = 4\n", "line 4, beam", "only attention decoders"),
         (CHAIN + 'when = "confidence < 1"\n', "line 4, when", "first stage"),
         (CHAIN + WHISPER.replace("confidence", "confidance"), "line 7, when", "did you mean 'confidence'"),
         (CHAIN + WHISPER.replace('when = "confidence < 0.8"\n', ""), "line 4, when", "says when"),
@@ -89,6 +99,19 @@ def spec_of(tmp_path: Path, text: str) -> PipelineSpec:
         (CHAIN + "\n[[stage]]\nkind = 'rescore'\nlanguage_model = 'x'\nweight = -1\n", "line 8, weight", ">= 0"),
         (CHAIN + '[[stage]]\nkind = "itn"\n' + WHISPER, "line 5, kind", "last"),
         ('[[stage]]\nkind = "drop"\nwhen = "tokens < 1"\n', "line 2, kind", "recognize"),
+        (CHAIN + 'device = "cuda:x"\n', "line 4, device", "cuda:N"),
+        (CHAIN + 'device = "cdua"\n', "line 4, device", "did you mean 'cuda'"),
+        (CHAIN + 'dtype = "fp16"\n', "line 4, dtype", "auto, fp32, bf16"),
+        (CHAIN + 'weights = "nowhere"\n', "line 4, weights", "check the path"),
+        ("descripton = 'x'\n" + CHAIN, "line 1, descripton", "did you mean 'description'"),
+        (CHAIN + 'weights = "${folder}"\n', "line 4, weights", "the variable folder"),
+        ("variables = 3\n" + CHAIN, "line 1, variables", "a table of texts"),
+        (CHAIN + "[variables]\nx = 3\n", "line 4, variables", "a table of texts"),
+        (CHAIN + RESCORE + "lattice = true\n", "line 7, hypotheses", "beside lattice = true"),
+        (CHAIN + LATTICE + 'when = "tokens > 3"\n', "line 8, when", "beside lattice = true"),
+        (CHAIN + LATTICE.replace('"x"', '"gemma3-270m"'), "line 6, language_model", "n-best list"),
+        (CHAIN + RESCORE + LATTICE, "line 12, lattice", "right after the recognizer"),
+        (CHAIN.replace("vosk-small-en", "armspeech-hy") + LATTICE, "line 7, lattice", "decoding_graph"),
         ('description = """\nmodel = 3\n"""\n' + CHAIN + "model2 = 1\n", "line 7, model2", "model"),
     ],
 )
@@ -100,21 +123,98 @@ def test_errors_are_told_with_their_line_and_key(tmp_path: Path, text: str, plac
 
 
 def test_files_are_found_by_name_or_path(tmp_path: Path) -> None:
-    assert shipped_pipelines() == ["chain-lm", "chain-then-whisper"]
-    for name in shipped_pipelines():
-        spec = read_pipeline(find_pipeline(name))
+    assert shipped_pipelines() == ["chain-lm", "chain-then-whisper", "ctc-graph-lm"]
+    for name in ("chain-lm", "chain-then-whisper"):
+        spec = open_pipeline(name)
         assert spec.name == name
         assert spec.description
     with pytest.raises(OptionError, match="did you mean 'chain-lm'"):
-        find_pipeline("chain-lmm")
+        open_pipeline("chain-lmm")
     with pytest.raises(SourceNotFound):
-        find_pipeline(str(tmp_path / "none.toml"))
+        open_pipeline(str(tmp_path / "none.toml"))
+
+
+def test_a_pipeline_asks_for_the_values_of_its_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / GRAPH_FILE).touch()
+    monkeypatch.chdir(tmp_path)
+    values = ",model=armspeech-hy,graph=made,language_model=a,b=c.arpa"
+    spec = open_pipeline("ctc-graph-lm,model=armspeech-hy,graph=made,language_model=words.arpa")
+    assert spec.name == "ctc-graph-lm"
+    assert spec.recognizers[0].model == "armspeech-hy"
+    assert spec.path(spec.recognizers[0].decoding_graph) == tmp_path / "made"
+    assert spec.language_model_path(spec.stages[1]) == tmp_path / "words.arpa"
+    with pytest.raises(
+        MissingOption, match=r"2 variables.* graph: a folder.*ctc-graph-lm,graph=\.\.\.,language_model="
+    ):
+        open_pipeline("ctc-graph-lm,model=armspeech-hy")
+    with pytest.raises(OptionError, match="did you mean 'graph'"):
+        open_pipeline("ctc-graph-lm,grap=made")
+    with pytest.raises(OptionError, match="the variable b of"):
+        open_pipeline(f"ctc-graph-lm{values}")
+    with pytest.raises(OptionError, match=r"line 10, model: .*did you mean 'armspeech-hy'"):
+        open_pipeline("ctc-graph-lm,model=armspech-hy,graph=made,language_model=words.arpa")
+    with pytest.raises(OptionError, match=r"line 11, decoding_graph: no graph.safetensors in .*nothing"):
+        open_pipeline("ctc-graph-lm,model=armspeech-hy,graph=nothing,language_model=words.arpa")
 
 
 def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
     spec = spec_of(tmp_path, CHAIN + 'weights = "here"\n')
     assert spec.path("here") == tmp_path / "here"
     assert spec.path("/there") == Path("/there")
+
+
+def test_language_models_are_checked_with_their_line(tmp_path: Path) -> None:
+    train([("\u2581the", "\u2581cat")], 2).to_model().save(tmp_path / "tokens.ngram.safetensors")
+    (tmp_path / "broken.arpa").write_text("nothing")
+    (tmp_path / "broken.gguf").write_text("nothing")
+    for name, error, message in (
+        ("gone.arpa", WeightsMissing, "asr-serve lm build"),
+        ("gone.gguf", WeightsMissing, "GGUF"),
+        ("gemma3-270", WeightsMissing, "did you mean 'gemma3-270m'"),
+        ("broken.arpa", WeightsCorrupt, "broken.arpa"),
+        ("broken.gguf", (WeightsCorrupt, ProgramMissing), ""),
+        ("tokens.ngram.safetensors", OptionError, "counts tokens of a recogniser, like \u2581"),
+    ):
+        spec = spec_of(tmp_path, CHAIN + RESCORE.replace('"x"', f'"{name}"'))
+        with pytest.raises(error) as caught:
+            load_scorers(spec)
+        assert str(caught.value).startswith(f"{tmp_path / 'mine.toml'}, line 6, language_model: ")
+        assert message in str(caught.value)
+    spec = spec_of(tmp_path, CHAIN + LATTICE.replace('"x"', '"tokens.ngram.safetensors"'))
+    with pytest.raises(OptionError, match=r"line 6, language_model: .*counts tokens"):
+        load_scorers(spec)
+
+
+def test_files_and_packages_of_stages_are_checked_with_their_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(WeightsMissing, match="line 4, weights: no checkpoint of vosk-small-en"):
+        check_files(spec_of(tmp_path, CHAIN + 'weights = "empty"\n'))
+    monkeypatch.setattr(store, "locate", lambda card: None)
+    with pytest.raises(WeightsMissing, match="line 3, model: the weights of armspeech-hy are not on this machine"):
+        check_files(spec_of(tmp_path, CHAIN.replace("vosk-small-en", "armspeech-hy")))
+    monkeypatch.undo()
+    monkeypatch.setattr(wetext_grammar, "is_wetext_installed", lambda: False)
+    checkpoint = tmp_path / "folder"
+    checkpoint.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (checkpoint / name).touch()
+    with pytest.raises(UnsupportedOption, match=r"line 6, kind: .*wetext"):
+        check_files(spec_of(tmp_path, CHAIN + 'weights = "folder"\n[[stage]]\nkind = "itn"\n'))
+
+
+def test_a_lattice_is_rescored_by_the_engine(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, CHAIN + LATTICE + "weight = 1.5\nlattice_beam = 6\n" + RESCORE)
+    assert spec.lattice_model(0) == LanguageModelChoice("stage-2", 1.5)
+    config = spec.engine_config(0, EngineConfig())
+    assert config.language_model_files == {"stage-2": str(tmp_path / "x")}
+    assert (config.graph_lattice_beam, config.beam) == (6, 7)
+    with pytest.raises(OptionError, match=r"line 6, language_model: .*keeps no lattice"):
+        spec.check_lattice_model(0, asr_card("vosk-small-en"))
+    spec.check_lattice_model(0, msgspec.structs.replace(asr_card("vosk-small-en"), language_models=("stage-2",)))
 
 
 # --- conditions -------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,3 +175,23 @@ def test_what_is_wrong_is_told_before_anything_is_loaded(tmp_path: Path, file: P
         with pytest.raises(OptionError, match="beside pipeline") as caught:
             ServeConfig(pipeline=str(file), **settings)  # type: ignore[arg-type]
         assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "place"),
+    [
+        ("titles.ngram.safetensors", "gone.arpa", "line 11, language_model: there is no language model"),
+        ('device = "cpu"', 'device = "cuda:77"', "line 7, device: device 'cuda:77'"),
+        ('device = "cpu"', 'weights = "empty"', "line 7, weights: no checkpoint of vosk-small-en"),
+    ],
+)
+def test_a_server_tells_it_before_it_listens(tmp_path: Path, file: Path, before: str, after: str, place: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.toml").write_text(TEXT.replace(before, after))
+    (tmp_path / "titles.ngram.safetensors").write_bytes((file.parent / "titles.ngram.safetensors").read_bytes())
+    cli = "from asr_serve.api.cli import app; app()"
+    command = [sys.executable, "-c", cli, "serve", "--pipeline", str(tmp_path / "broken.toml"), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode != 0
+    assert f"broken.toml, {place}" in " ".join((done.stdout + done.stderr).split())
+    assert "listening" not in (done.stdout + done.stderr).lower()

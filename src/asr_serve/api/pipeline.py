@@ -13,7 +13,8 @@ from asr_serve.config import EngineConfig
 from asr_serve.pipelines.offline.transcribe import Event, events
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.stages.language_models import load_scorers
-from asr_serve.pipelines.stages.pipeline_file import find_pipeline, read_pipeline
+from asr_serve.pipelines.stages.pipeline_file import open_pipeline
+from asr_serve.pipelines.stages.stage_files import check_files
 from asr_serve.pipelines.stages.staged_recognizer import StagedRecognizer, StageEngine
 
 
@@ -30,20 +31,23 @@ class Pipeline(FileTranscriber):
         cls, name: str, *, device: str = "auto", dtype: str = "auto", engine: EngineConfig | None = None
     ) -> Pipeline:
         """See asr_serve.load_pipeline."""
-        spec = read_pipeline(find_pipeline(name))
+        spec = open_pipeline(name)
+        check_files(spec)
         scorers = load_scorers(spec)
         with contextlib.ExitStack() as loading:
             models: dict[int, Model] = {}
             for index, stage in spec.recognizers.items():
-                model = Model.load(
-                    stage.model,
-                    device=device if stage.device == "auto" else stage.device,
-                    dtype=dtype if stage.dtype == "auto" else stage.dtype,
-                    weights=spec.path(stage.weights) if stage.weights else None,
-                    turn_model="none",
-                    engine=spec.engine_config(index, engine or EngineConfig()),
-                )
+                with spec.located_loading_errors(index):
+                    model = Model.load(
+                        stage.model,
+                        device=device if stage.device == "auto" else stage.device,
+                        dtype=dtype if stage.dtype == "auto" else stage.dtype,
+                        weights=spec.path(stage.weights) if stage.weights else None,
+                        turn_model="none",
+                        engine=spec.engine_config(index, engine or EngineConfig()),
+                    )
                 models[index] = loading.enter_context(model)
+                spec.check_lattice_model(index, model.client.card)
             engines = {index: StageEngine(model.client, model.tokenizer.decode) for index, model in models.items()}
             recognizer = StagedRecognizer(spec, engines, scorers)
             loading.pop_all()

@@ -19,7 +19,7 @@ from asr_serve.decoding.attention_rescoring import AttentionRescoringSearch
 from asr_serve.decoding.biasing_list import BiasingSearch, StreamingBiasingList
 from asr_serve.decoding.ctc import CtcBeamOptions, CtcGreedy, CtcPrefixBeam
 from asr_serve.decoding.ctc_batched import BatchedCtcPrefixBeam
-from asr_serve.decoding.language_model.token_models import load_token_models
+from asr_serve.decoding.language_model.token_models import TokenLanguageModel, load_token_models
 from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.decoding.wfst.batched_search import BatchedWfstSearch
@@ -162,9 +162,8 @@ class AsrCheckpoint(NamedTuple):
 
     def with_language_models(self, config: EngineConfig) -> AsrCheckpoint:
         """Returns a copy with the configured language models; itself where nothing asks them: an engine that encodes
-        for others, and a head whose decoding graph has a language model of its own."""
-        head = config.head or (self.card.heads[0] if self.card.heads else "")
-        if head == "wfst" or config.decoding_graph is not None or config.role == "encode":
+        for others."""
+        if config.role == "encode":
             return self
         return self._replace(language_models=config.language_model_files)
 
@@ -182,11 +181,17 @@ class AsrCheckpoint(NamedTuple):
             raise WeightsCorrupt(f"{self.folder / 'model.safetensors'} cannot be read: {failure}") from failure
         model, tokenizer = self.file.Model(self.config, tensors, target), self.tokenizer
         graph = None if self.graph_folder is None else DecodingGraph.load(self.graph_folder / GRAPH_FILE)
-        language_models = (
-            load_token_models(self.language_models, tokenizer.token_names(), target.torch_device)
-            if self.language_models
-            else {}
-        )
+        language_models: dict[str, TokenLanguageModel] = {}
+        if graph is not None and self.language_models and target.torch_device.type != "cpu":
+            log.warning(
+                "the language models %s are left out: the search of a decoding graph on %s keeps no lattice to "
+                "rescore; device=cpu has one",
+                ", ".join(self.language_models),
+                target.torch_device,
+            )
+        elif self.language_models:
+            names, of_words = tokenizer.token_names(), graph is not None
+            language_models = load_token_models(self.language_models, names, target.torch_device, of_words=of_words)
         return EngineComponents(
             model,
             silero.load(),

@@ -78,19 +78,15 @@ def language_model_choice(client: EngineClient, name: str, weight: float | None)
     default. Raises UnsupportedOption for a model that has none, OptionError for a name that is not loaded."""
     if not name:
         return None
-    loaded = client.card.language_models
-    if client.card.heads == ("wfst",):
-        raise UnsupportedOption(
-            f"language_model={name[:60]!r}",
-            f"{client.card.name} searches a decoding graph, which has a language model in it",
-            "leave it out",
-            param="language_model",
-        )
+    loaded, model = client.card.language_models, client.card.name
     if not loaded:
+        words = client.card.heads == ("wfst",)
         raise UnsupportedOption(
             f"language_model={name[:60]!r}",
-            f"{client.card.name} has none loaded that is made of its tokens",
-            "make one with asr-serve lm build --tokens, and load it with engine.language_models NAME=FILE",
+            f"{model} has none loaded that is made of "
+            + ("the words of its decoding graph, searched on the CPU" if words else "its tokens"),
+            f"make one with asr-serve lm build{'' if words else f' --tokens {model}'}, and load it with "
+            "engine.language_models NAME=FILE",
             param="language_model",
         )
     if name not in loaded:

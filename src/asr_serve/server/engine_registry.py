@@ -36,7 +36,8 @@ from asr_serve.models.registry import AUTO_VOICE, AnyCard, AsrCard, ModelCard, T
 from asr_serve.pipelines.offline import transcribe
 from asr_serve.pipelines.offline.transcribe import Event, TranscribeCanceller
 from asr_serve.pipelines.options import TranscribeOptions
-from asr_serve.pipelines.stages.pipeline_file import PipelineSpec, RescoreStage, find_pipeline, read_pipeline
+from asr_serve.pipelines.stages.language_models import load_scorers
+from asr_serve.pipelines.stages.pipeline_file import PipelineSpec, open_pipeline
 from asr_serve.pipelines.stages.staged_recognizer import StagedRecognizer, StageEngine
 from asr_serve.pipelines.tts.frontend import preload_frontend
 from asr_serve.text import tokenizers
@@ -257,14 +258,19 @@ class EngineRegistry:
     """Loads, finds and unloads models. Belongs to the event loop's thread."""
 
     def __init__(
-        self, config: ServeConfig, open_engine: Callable[[str, ServeConfig], EngineParts] = open_engine
+        self,
+        config: ServeConfig,
+        open_engine: Callable[[str, ServeConfig], EngineParts] = open_engine,
+        *,
+        scorers: Mapping[int, SentenceScorer] | None = None,
     ) -> None:
-        """Raises OptionError, SourceNotFound for a pipeline file that is wrong."""
-        self._config, self._open = config, open_engine
+        """`scorers`: language models of the pipeline, by the index of their stage; None: they are loaded with it.
+        Raises OptionError, SourceNotFound for a pipeline file that is wrong."""
+        self._config, self._open, self._scorers = config, open_engine, scorers
         self._expected = [config.model, *config.more_models]
         self._cards: dict[str, AnyCard] = {}
         self._engines: dict[str, ModelEngine] = {}
-        self.pipeline_spec = None if config.pipeline is None else read_pipeline(find_pipeline(config.pipeline))
+        self.pipeline_spec = None if config.pipeline is None else open_pipeline(config.pipeline)
         self.pipeline: ServedPipeline | None = None
         """Pipeline of files, once it is loaded."""
         self._default_tts: str | None = None
@@ -298,7 +304,11 @@ class EngineRegistry:
 
     async def _load_pipeline(self, spec: PipelineSpec) -> ServedPipeline:
         """Loads the models of a pipeline. Raises errors of loading, NotAllowed (`max_models`)."""
-        engines = {index: await self.load(stage.model) for index, stage in spec.recognizers.items()}
+        engines: dict[int, ModelEngine] = {}
+        for index, stage in spec.recognizers.items():
+            with spec.located_loading_errors(index):
+                engines[index] = await self.load(stage.model)
+            spec.check_lattice_model(index, engines[index].client.card)
         if spec.name in self._cards:
             raise OptionError(
                 f"a pipeline of the name of the model {spec.name}",
@@ -306,13 +316,10 @@ class EngineRegistry:
                 "rename the file",
                 param="pipeline",
             )
-        scorers: dict[int, SentenceScorer] = {}
-        if any(isinstance(stage, RescoreStage) for stage in spec.stages):
-            from asr_serve.pipelines.stages.language_models import load_scorers  # loads torch, for them alone
-
-            scorers = await asyncio.to_thread(load_scorers, spec)
+        if self._scorers is None:
+            self._scorers = await asyncio.to_thread(load_scorers, spec)
         stages = {index: StageEngine(engine.client, engine.tokenizer.decode) for index, engine in engines.items()}
-        return ServedPipeline(spec, engines, StagedRecognizer(spec, stages, scorers))
+        return ServedPipeline(spec, engines, StagedRecognizer(spec, stages, self._scorers))
 
     def _settings(self, name: str) -> ServeConfig:
         """Settings of a model's engine: those of its stage, where the pipeline has it."""

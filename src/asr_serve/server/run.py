@@ -13,7 +13,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,10 +23,13 @@ from granian.server.embed import Server
 
 from asr_serve import __version__
 from asr_serve.config import ServeConfig
+from asr_serve.decoding.language_model.sentence_scorer import SentenceScorer
 from asr_serve.engine.process.startup_checks import check_startup
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.metrics import ServerMetrics
-from asr_serve.pipelines.stages.pipeline_file import find_pipeline, read_pipeline
+from asr_serve.pipelines.stages.language_models import load_scorers
+from asr_serve.pipelines.stages.pipeline_file import open_pipeline
+from asr_serve.pipelines.stages.stage_files import check_files
 from asr_serve.server import silent_connections
 from asr_serve.server.app import create_app
 from asr_serve.server.engine_registry import EngineRegistry, ServedPipeline
@@ -57,15 +60,21 @@ def serve(config: ServeConfig) -> None:
     OptionError if the address or the certificate cannot be used, and for unknown models, voices and devices."""
     logs.setup(config.log_format, config.log_level)
     _certificate(config)
-    pipeline = None if config.pipeline is None else read_pipeline(find_pipeline(config.pipeline)).name
-    check_startup(config, pipeline)
+    scorers: Mapping[int, SentenceScorer] = {}
+    pipeline = None if config.pipeline is None else open_pipeline(config.pipeline)
+    if pipeline is None:
+        check_startup(config, None)
+    else:
+        check_startup(config, pipeline.name, pipeline.devices)
+        check_files(pipeline)
+        scorers = load_scorers(pipeline)
     config = _with_peer_port(config)
     _tune_malloc()
     connections = _connection_limit(config)
     ports = [_free_port(config.host, config.port)]
     if config.realtime_port is not None:
         ports.append(_free_port(config.host, config.realtime_port, "--realtime-port"))
-    asyncio.run(_serve(config, ports, connections))
+    asyncio.run(_serve(config, ports, connections, scorers))
 
 
 def _with_peer_port(config: ServeConfig) -> ServeConfig:
@@ -157,10 +166,17 @@ def _certificate(config: ServeConfig) -> dict[str, Any]:
     return {"ssl_cert": cert, "ssl_key": key, "ssl_protocol_min": SSLProtocols.tls12}
 
 
-async def _serve(config: ServeConfig, ports: list[int], connections: int) -> None:
-    """Runs until a signal, then exits. `ports`: the server's, and any for FunASR's realtime clients."""
+async def _serve(
+    config: ServeConfig, ports: list[int], connections: int, scorers: Mapping[int, SentenceScorer]
+) -> None:
+    """Runs until a signal, then exits. `ports`: the server's, and any for FunASR's realtime clients. `scorers`: the
+    language models of the pipeline, by the index of their stage."""
     stop_requested = asyncio.Event()
-    metrics, gate, engines = ServerMetrics(__version__), AdmissionController(config), EngineRegistry(config)
+    metrics, gate, engines = (
+        ServerMetrics(__version__),
+        AdmissionController(config),
+        EngineRegistry(config, scorers=scorers),
+    )
     tracer = Tracer.create(config.otel_endpoint, "asr-serve")
     app = create_app(config, engines, metrics, gate, tracer)
     servers = [

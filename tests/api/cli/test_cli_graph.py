@@ -156,6 +156,11 @@ def test_wrong_tokens_are_refused(folder: Path) -> None:
     expect_usage_error(refused("--tokens", "whisper-tiny-en"), "head ctc")
 
 
+def test_a_list_without_words_is_refused(folder: Path) -> None:
+    (folder / "list.txt").write_text("\n")
+    expect_usage_error(build(folder, "--words", folder / "list.txt"), "list.txt has no word")
+
+
 def test_wrong_language_models_are_refused(folder: Path) -> None:
     (folder / "text.txt").write_text("\u2581c a t\n")
     assert invoke("lm", "build", folder / "text.txt", "-o", folder / "words.arpa", "--force").exit_code == 0

@@ -117,6 +117,7 @@ def test_words_may_be_a_recognisers_tokens(text: Path) -> None:
         (("-o", "a.arpa", "--prune", "1"), "0 first"),
         (("-o", "a.arpa", "--tokens", "whisper-tinny-en"), "did you mean 'whisper-tiny-en'"),
         (("-o", "a.arpa", "--tokens", "whisper-tiny-en", "--vocabulary", "v"), "one of them"),
+        (("-o", "a.arpa", "--tokens", "vosk-small-en"), "leave --tokens out"),
         (("-", "-", "-o", "a.arpa"), "read once"),
     ],
 )

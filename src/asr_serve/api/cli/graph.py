@@ -229,14 +229,13 @@ def load_tokens(name: str, weights: str | None, blank: int | None) -> tuple[Toke
 def check_words(ngrams: WordNgrams, path: Path, tokens: CtcTokens) -> None:
     """Raises OptionError for a model without words, or one of tokens."""
     from asr_serve.decoding.wfst.lexicon import NOT_WORDS
-    from asr_serve.text.tokenizers import SPACE
 
     own = [word for word in ngrams.words if word not in NOT_WORDS]
     if not own:
         raise OptionError(f"the language model {path} has no words", "n-grams of words")
-    if any(word.startswith(SPACE.decode()) for word in own):
+    if ngrams.token is not None:
         raise OptionError(
-            f"{path} has n-grams of tokens, like {next(w for w in own if w.startswith(SPACE.decode()))}",
+            f"{path} has n-grams of tokens, like {ngrams.token}",
             "n-grams of words",
             "asr-serve lm build without --tokens makes them",
         )
@@ -261,6 +260,8 @@ def make_lexicon(
                     param="words",
                 )
             lines[word] = number
+        if not lines:
+            raise OptionError(f"{words} has no word", "a word a line", "write the words into it", param="words")
         found, unspelled = speller.lexicon(lines)
         if unspelled:
             raise OptionError(
@@ -290,6 +291,7 @@ def print_coverage(ngrams: WordNgrams, lexicon: DecodingLexicon, missing: Sequen
             f"the language model has none of the {len(lexicon.words):,} words of the lexicon, like "
             f"{some(lexicon.words)}",
             "words that both have, written alike",
+            "build the language model from text with these words: look at capitals and accents",
         )
     if len(missing):
         fate = "are not recognised" if ngrams.unknown is None else "have the probability of <unk>"

@@ -15,7 +15,7 @@ import typer
 
 from asr_serve.api.cli.exit_codes import exit_on_error
 from asr_serve.api.cli.models import as_text, print_table
-from asr_serve.errors import OptionError, SourceNotFound
+from asr_serve.errors import OptionError, SourceNotFound, UnsupportedOption
 
 if TYPE_CHECKING:
     from asr_serve.decoding.language_model.kneser_ney import Perplexity
@@ -202,14 +202,22 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 def splitter(model: str | None) -> Callable[[str], list[str]]:
     """Function that splits a line into words, or into the tokens of a recogniser. Raises UnknownModel,
-    WeightsMissing."""
+    UnsupportedOption for a recogniser of words, WeightsMissing."""
     if model is None:
         return str.split
     from asr_serve.models.checkpoints.store import resolve
     from asr_serve.models.registry import asr_card
     from asr_serve.text.tokenizers import load_tokenizer, sentence_encoder
 
-    return sentence_encoder(load_tokenizer(resolve(asr_card(model), None)))
+    card = asr_card(model)
+    if card.heads == ("wfst",):
+        raise UnsupportedOption(
+            f"--tokens {model}",
+            f"models that return parts of words; {model} searches a decoding graph, which returns words",
+            "leave --tokens out: a model of words is for it",
+            param="tokens",
+        )
+    return sentence_encoder(load_tokenizer(resolve(card, None)))
 
 
 def read_sentences(texts: Sequence[Path], split: Callable[[str], list[str]]) -> Iterator[list[str]]:

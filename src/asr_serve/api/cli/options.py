@@ -64,7 +64,8 @@ LanguageModel = Annotated[
         "--language-model",
         metavar="FILE|NAME",
         help="N-gram language model that scores hypotheses in beam search: a file that asr-serve lm build --tokens "
-        "wrote, or the NAME of one loaded with --set engine.language_models=NAME=FILE.",
+        "wrote, without --tokens for a model that searches a decoding graph; or the NAME of one loaded with --set "
+        "engine.language_models=NAME=FILE.",
         show_default=False,
     ),
 ]

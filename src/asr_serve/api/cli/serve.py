@@ -193,9 +193,9 @@ def with_first_model(given: dict[str, SettingValue]) -> dict[str, SettingValue]:
     pipeline = given.get("pipeline")
     if pipeline is None or not isinstance(pipeline.value, str):  # of another type, it is refused with all settings
         return given
-    from asr_serve.pipelines.stages.pipeline_file import find_pipeline, read_pipeline
+    from asr_serve.pipelines.stages.pipeline_file import open_pipeline
 
-    first = read_pipeline(find_pipeline(pipeline.value)).recognizers[0]
+    first = open_pipeline(pipeline.value).recognizers[0]
     return {"model": SettingValue(first.model, f"the first stage of {pipeline.value}")} | given
 
 

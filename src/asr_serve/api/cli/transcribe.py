@@ -90,7 +90,8 @@ def transcribe(
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="Pipeline of stages to run instead of a model: chain-lm, chain-then-whisper, or a TOML file.",
+            help="Pipeline of stages to run instead of a model: chain-lm, chain-then-whisper, ctc-graph-lm, or a TOML "
+            "file; NAME,VARIABLE=VALUE,... where it has variables.",
         ),
     ] = None,
     device: shared.Device = "auto",

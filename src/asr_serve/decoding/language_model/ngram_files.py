@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asr_serve.decoding.language_model.arpa import read_arpa, write_arpa
 from asr_serve.decoding.language_model.kenlm_binary import is_kenlm_binary, read_kenlm_binary
-from asr_serve.decoding.language_model.kneser_ney import TrainedNgrams
 from asr_serve.decoding.language_model.ngram_tables import NGRAM_SUFFIX, WordNgrams
 from asr_serve.decoding.language_model.sphinx_trie import is_sphinx_trie, read_sphinx_trie
 from asr_serve.errors import OptionError, WeightsMissing
 from asr_serve.output_file import replaced_file
+
+if TYPE_CHECKING:  # it loads torch
+    from asr_serve.decoding.language_model.kneser_ney import TrainedNgrams
 
 ARPA_SUFFIXES = (".arpa", ".arpa.gz")
 SUFFIXES = (NGRAM_SUFFIX, *ARPA_SUFFIXES)

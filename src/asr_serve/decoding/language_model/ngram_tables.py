@@ -23,6 +23,8 @@ LEAST_LOGPROB = -23.0
 """Least natural-log probability in a search, that of one in ten thousand million: a recogniser may have heard nothing
 else than what a model holds to be impossible."""
 NGRAM_SUFFIX = ".ngram.safetensors"
+SPACE_MARKS = ("\u2581", "\u0120")
+"""Symbols for a space at the start of a recogniser's tokens: SentencePiece's, and that of byte-level BPE."""
 
 
 class NgramTable(NamedTuple):
@@ -49,6 +51,12 @@ class WordNgrams(NamedTuple):
     def unknown(self) -> int | None:
         """Id of the word that stands for unknown ones; None where the model has none."""
         return self.words.index(UNKNOWN) if UNKNOWN in self.words else None
+
+    @property
+    def token(self) -> str | None:
+        """A word that begins with the symbol for a space, and so is a token of a recogniser; None where none does: the
+        model counts words."""
+        return next((word for word in self.words if word.startswith(SPACE_MARKS)), None)
 
     @classmethod
     def from_tables(cls, tables: Sequence[NgramTable], words: Sequence[str]) -> WordNgrams:

@@ -6,9 +6,11 @@ Source  the score of a hypothesis is the recogniser's log-probability plus a wei
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
+
+from asr_serve.models.interfaces import StreamingSearch
 
 UNSEEN_LOGPROB = -23.0
 """Least log-probability in a language model of a token that a search cannot do without, or of the end of a sentence,
@@ -39,3 +41,12 @@ class LanguageModelFusion(NamedTuple):
     scorer: TokenScorer
     weight: float
     """Factor of the language model's log-probabilities beside the recogniser's."""
+
+
+@runtime_checkable
+class RescoringSearch(StreamingSearch, Protocol):
+    """Search that rescores what it has found at the end of a session, by a language model of its tokens."""
+
+    def set_language_model(self, row: int, fusion: LanguageModelFusion | None) -> None:
+        """Sets the language model of the session at `row`, before its first step or before its state is restored;
+        None: it has none."""

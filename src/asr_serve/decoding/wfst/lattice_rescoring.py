@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from asr_serve.kernels.lattice_reference import WordLattice
+from asr_serve.kernels.lattice_reference import LatticeArc, WordLattice
 from asr_serve.models.ngram import NgramModel
 
 MAX_CONTEXTS = 64
@@ -22,75 +23,115 @@ class LatticeTerm(NamedTuple):
     model: NgramModel
     factor: float
     """Factor of its costs; -1 with the graph's own model takes those out."""
-    word: Callable[[int], int | None] = lambda word: word
-    """The model's word for a word of the lattice; None where it has none."""
 
 
 Contexts = tuple[int, ...]
 """State of each language model."""
 
 
-class _Reached(NamedTuple):
+class LatticePath(NamedTuple):
+    """Word sequence of a lattice."""
+
     cost: float
-    """Cost of the best path."""
-    arcs: list[tuple[int, Contexts, int, float]]
-    """Arcs that leave: target, contexts there, word and cost."""
+    arcs: list[LatticeArc]
+
+    @property
+    def words(self) -> list[int]:
+        return [arc.word for arc in self.arcs]
 
 
-def rescore_lattice(lattice: WordLattice, terms: Sequence[LatticeTerm], most: int) -> list[tuple[float, list[int]]]:
+def rescore_lattice(
+    lattice: WordLattice, terms: Sequence[LatticeTerm], contexts: Contexts | None = None
+) -> WordLattice:
     """Composes a lattice with language models.
 
     Args:
-        lattice: states in topological order, from the start of a sentence on.
+        lattice: states in topological order; no two arcs of a state have the same word.
         terms: each path costs its own cost and those of its words by each model, times the model's factor.
-        most: word sequences that are returned at most.
+        contexts: states of the models before the first word; None: the start of a sentence.
 
-    Returns: costs and words, the cheapest first. Exact unless a state is reached in more than MAX_CONTEXTS contexts.
+    Returns: a lattice of the same form and of the same word sequences, with those costs, in which the costs of the
+    language models count as the graph's; its last state is final. Exact unless a state is reached in more than
+    MAX_CONTEXTS contexts.
     """
-    leaving: list[list[tuple[int, int, float]]] = [[] for _ in lattice.finals]
-    for source, target, word, cost, *_ in lattice.arcs:
-        leaving[source].append((target, word, cost))
-    start = tuple(term.model.start_state for term in terms)
-    reached: list[dict[Contexts, _Reached]] = [{} for _ in lattice.finals]
-    reached[0][start] = _Reached(0.0, [])
-    for state, arcs in enumerate(leaving):
-        kept = heapq.nsmallest(MAX_CONTEXTS, reached[state].items(), key=lambda item: item[1].cost)
-        reached[state] = dict(kept)
-        for contexts, before in kept:
-            for target, word, cost in arcs:
-                more, after = _step(terms, contexts, word)
-                before.arcs.append((target, after, word, cost + more))
-                there = reached[target].get(after)
-                total = before.cost + cost + more
-                if there is None or total < there.cost:
-                    reached[target][after] = _Reached(total, [])
-    rest: list[dict[Contexts, float]] = [{} for _ in lattice.finals]
-    ends: list[dict[Contexts, float]] = [{} for _ in lattice.finals]
-    for state in range(len(lattice.finals) - 1, -1, -1):
-        for contexts, found in reached[state].items():
-            ends[state][contexts] = lattice.finals[state][0] + _end(terms, contexts)
-            onward = (cost + rest[target].get(after, math.inf) for target, after, _, cost in found.arcs)
-            rest[state][contexts] = min(ends[state][contexts], min(onward, default=math.inf))
-    out: list[tuple[float, list[int]]] = []
-    queue: list[tuple[float, float, list[int], int, Contexts | None]] = [(rest[0][start], 0.0, [], 0, start)]
+    leaving: list[list[LatticeArc]] = [[] for _ in lattice.finals]
+    for arc in lattice.arcs:
+        leaving[arc.source].append(arc)
+    start = tuple(term.model.start_state for term in terms) if contexts is None else contexts
+    steps: dict[tuple[Contexts, int], tuple[float, Contexts]] = {}
+    reached: list[dict[Contexts, float]] = [{} for _ in lattice.finals]
+    reached[0][start] = 0.0
+    arcs: list[tuple[tuple[int, Contexts], tuple[int, Contexts], LatticeArc, float]] = []
+    for state, outgoing in enumerate(leaving):
+        reached[state] = dict(heapq.nsmallest(MAX_CONTEXTS, reached[state].items(), key=lambda item: item[1]))
+        for place, before in reached[state].items():
+            for arc in outgoing:
+                if (found := steps.get((place, arc.word))) is None:
+                    found = steps[place, arc.word] = _step(terms, place, arc.word)
+                more, after = found
+                arcs.append(((state, place), (arc.target, after), arc, more))
+                total = before + arc.cost + more
+                if total < reached[arc.target].get(after, math.inf):
+                    reached[arc.target][after] = total
+    ends = {
+        (state, place): _end(terms, place)
+        for state, (cost, _) in enumerate(lattice.finals)
+        if cost < math.inf
+        for place in reached[state]
+    }
+    useful = set(ends)  # states that lead to an end
+    for source, target, _, _ in reversed(arcs):
+        if target in useful:
+            useful.add(source)
+    states = [(state, place) for state, places in enumerate(reached) for place in places if (state, place) in useful]
+    numbers = {state: number for number, state in enumerate(states)}
+    return WordLattice(
+        [
+            arc._replace(
+                source=numbers[source], target=numbers[target], cost=arc.cost + more, graph_cost=arc.graph_cost + more
+            )
+            for source, target, arc, more in arcs
+            if target in useful
+        ],
+        [
+            (lattice.finals[state[0]][0] + ends[state], lattice.finals[state[0]][1] + ends[state])
+            if state in ends
+            else (math.inf, 0.0)
+            for state in states
+        ],
+    )
+
+
+def best_paths(lattice: WordLattice, most: int) -> list[LatticePath]:
+    """Returns up to `most` paths of a lattice, the cheapest first."""
+    leaving: list[list[LatticeArc]] = [[] for _ in lattice.finals]
+    for arc in lattice.arcs:
+        leaving[arc.source].append(arc)
+    rest = [cost for cost, _ in lattice.finals]
+    for state in range(len(rest) - 1, -1, -1):
+        rest[state] = min([rest[state], *(arc.cost + rest[arc.target] for arc in leaving[state])])
+    out: list[LatticePath] = []
+    numbers = itertools.count()
+    """Order of entries of equal cost: the first that was found."""
+    queue: list[tuple[float, int, LatticePath, int]] = [(rest[0], next(numbers), LatticePath(0.0, []), 0)]
     while queue and len(out) < most:
-        total, cost, words, state, place = heapq.heappop(queue)
-        if place is None:
-            out.append((total, words))
+        _, _, path, state = heapq.heappop(queue)
+        if state < 0:  # it has ended
+            out.append(path)
             continue
-        if (end := cost + ends[state][place]) < math.inf:
-            heapq.heappush(queue, (end, end, words, state, None))
-        for target, after, word, more in reached[state][place].arcs:
-            if (least := cost + more + rest[target].get(after, math.inf)) < math.inf:
-                heapq.heappush(queue, (least, cost + more, [*words, word], target, after))
+        if (end := path.cost + lattice.finals[state][0]) < math.inf:
+            heapq.heappush(queue, (end, next(numbers), path._replace(cost=end), -1))
+        for arc in leaving[state]:
+            longer = LatticePath(path.cost + arc.cost, [*path.arcs, arc])
+            if (least := longer.cost + rest[arc.target]) < math.inf:
+                heapq.heappush(queue, (least, next(numbers), longer, arc.target))
     return out
 
 
 def _step(terms: Sequence[LatticeTerm], contexts: Contexts, word: int) -> tuple[float, Contexts]:
     cost, after = 0.0, []
     for term, context in zip(terms, contexts, strict=True):
-        known = term.word(word)
-        logprob, following = (-math.inf, 0) if known is None else term.model.step(context, known)
+        logprob, following = term.model.step(context, word)
         cost += term.factor * min(-logprob, MAX_COST)
         after.append(following)
     return cost, tuple(after)

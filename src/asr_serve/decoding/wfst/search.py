@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from asr_serve import kernels
+from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
+from asr_serve.decoding.language_model.scorer import LanguageModelFusion
+from asr_serve.decoding.wfst.lattice_rescoring import LatticeTerm, best_paths, rescore_lattice
 from asr_serve.decoding.wfst.search_graph import SearchGraph
 from asr_serve.errors import OptionError, WeightsCorrupt
-from asr_serve.kernels.lattice_reference import LatticeArc, WordLattice
+from asr_serve.kernels.lattice_reference import LatticeArc, WordLattice, cost_of
 from asr_serve.kernels.wfst_reference import PRUNE_FRAMES
 from asr_serve.models.decoding_graph import GraphSearchOptions
 from asr_serve.models.interfaces import State, StateSpec, StreamingChunk, StreamingModel
@@ -26,6 +31,23 @@ MAX_ACTIVE, LEAST_ACTIVE = 1 << 20, {"max_active": 1, "min_active": 0}
 """Bounds of the limits of paths."""
 
 
+class _RescoredSession:
+    """Language model of a session, and its state after the words that are fixed."""
+
+    def __init__(self, term: LatticeTerm) -> None:
+        self.term, self.context = term, term.model.start_state
+
+    def append(self, words: Iterable[int]) -> None:
+        for word in words:
+            _, self.context = self.term.model.step(self.context, word)
+
+    def restore(self, contexts: np.ndarray) -> None:
+        """Restores the state. Raises ValueError for one that the model lacks."""
+        if contexts.shape != (1,) or not 0 <= contexts[0] < self.term.model.states:
+            raise ValueError("a saved search without the state of its language model")
+        self.context = int(contexts[0])
+
+
 class WfstSearch:
     """StatefulSearch (models/interfaces.py) over a decoding graph that is composed with its language model on the way.
 
@@ -35,7 +57,9 @@ class WfstSearch:
             one hypothesis a word is fixed when all paths share it; with more, words stay open for MAX_HISTORY_FRAMES,
             so that the list covers them. Results do not depend on chunks or on other sessions. finish: n-best list
             out of the lattice, with the weight of each whole path; with GraphSearchOptions.minimum_risk the words of
-            minimum Bayes risk come before it, and are in it once.
+            minimum Bayes risk come before it, and are in it once. With a language model of the session, finish composes
+            the lattice with it first, from the state after the fixed words on: times are those of the lattice, and
+            probabilities those of the rescored one.
     State   A session's paths and lattice grow with what is open, MAX_HISTORY_LINKS at most, and lie outside the rows.
     Source  Kaldi's lattice-faster-decoder (Povey et al., ICASSP 2012); kernels/src/wfst.hpp describes the search, and
             kernels/src/lattice.hpp minimum risk
@@ -56,21 +80,23 @@ class WfstSearch:
         self._native = kernels.wfst()
         language = graph.language_model
         self._graph = self._native.Graph(*graph[:-1], None if language is None else tuple(language))
-        self._options = (
-            options.beam,
-            options.lattice_beam,
-            options.acoustic_scale,
-            options.max_active,
-            options.min_active,
-            0 if hypotheses == 1 else MAX_HISTORY_FRAMES,
-            MAX_HISTORY_FRAMES,
-            MAX_HISTORY_LINKS,
-        )
+        limits = (options.beam, options.lattice_beam, options.acoustic_scale, options.max_active, options.min_active)
+        self._open_options = (*limits, MAX_HISTORY_FRAMES, MAX_HISTORY_FRAMES, MAX_HISTORY_LINKS)
+        """Options of a session whose words stay open: it has several hypotheses, or a language model."""
+        self._options = (*limits, 0, *self._open_options[-2:]) if hypotheses == 1 else self._open_options
         self._risk = options.graph_scale, options.minimum_risk
+        self._lattice_beam = options.lattice_beam
         self._sessions: dict[int, Any] = {}
+        self._rescored: dict[int, _RescoredSession] = {}
 
     def state_specs(self) -> dict[str, StateSpec]:
         return {}
+
+    def set_language_model(self, row: int, fusion: LanguageModelFusion | None) -> None:
+        self._rescored.pop(row, None)
+        if fusion is not None:
+            assert isinstance(fusion.scorer, NgramScorer), "lattices are composed with n-gram models"
+            self._rescored[row] = _RescoredSession(LatticeTerm(fusion.scorer.model, fusion.weight))
 
     def step(self, hidden: Tensor, chunk: StreamingChunk, state: State) -> list[SearchResult]:
         scores, counts = self.model.graph_scores(hidden).cpu(), chunk.frames.cpu()
@@ -82,20 +108,33 @@ class WfstSearch:
             if count
         ]
         results = [SearchResult([], [])] * len(scores)
-        sessions = [self._session(row, start) for _, row, start in rows]
-        if len(rows) < len(scores):  # rows that only fill the batch
-            chosen = torch.tensor([index for index, _, _ in rows], dtype=torch.int64)
-            scores, counts = scores[chosen], counts[chosen]
-        if rows:
-            found = self._native.step(self._graph, sessions, scores, counts, self._options, torch.get_num_threads())
-            for (index, _, _), (fixed, tail) in zip(rows, found, strict=True):
+        plain = [each for each in rows if each[1] not in self._rescored]
+        for group, options in (
+            (plain, self._options),
+            ([each for each in rows if each[1] in self._rescored], self._open_options),
+        ):
+            if not group:
+                continue
+            chosen_scores, chosen_counts = scores, counts
+            if len(group) < len(scores):  # other rows only fill the batch, or are of the other group
+                chosen = torch.tensor([index for index, _, _ in group], dtype=torch.int64)
+                chosen_scores, chosen_counts = scores[chosen], counts[chosen]
+            sessions = [self._session(row, start) for _, row, start in group]
+            found = self._native.step(
+                self._graph, sessions, chosen_scores, chosen_counts, options, torch.get_num_threads()
+            )
+            for (index, row, _), (fixed, tail) in zip(group, found, strict=True):
                 results[index] = SearchResult(_tokens(fixed), _tokens(tail))
+                if (rescored := self._rescored.get(row)) is not None:
+                    rescored.append(word for word, *_ in fixed)
         return results
 
     def finish(self, row: int, state: State) -> list[NBestHypothesis]:
         session = self._sessions.get(row)
         if session is None:
             return [NBestHypothesis([], 0.0)]
+        if (rescored := self._rescored.get(row)) is not None:
+            return self._rescore(row, rescored)
         found = self._native.finish(self._graph, session, self._options, self.hypotheses, *self._risk)
         return [NBestHypothesis(_tokens(words), -cost) for cost, words in found] or [NBestHypothesis([], 0.0)]
 
@@ -105,12 +144,37 @@ class WfstSearch:
         session = self._sessions.get(row)
         if session is None:
             return WordLattice([], [(0.0, 0.0)])
-        arcs, finals = self._native.lattice(self._graph, session, self._options)
+        options = self._open_options if row in self._rescored else self._options
+        arcs, finals = self._native.lattice(self._graph, session, options)
         return WordLattice([LatticeArc(*arc) for arc in arcs], finals)
 
+    def _rescore(self, row: int, session: _RescoredSession) -> list[NBestHypothesis]:
+        """N-best list out of a session's lattice together with its language model, in the form of `finish`."""
+        graph_scale, minimum_risk = self._risk
+        least = self._native.finish(self._graph, self._sessions[row], self._open_options, 1, graph_scale, False)[0][0]
+        lattice = rescore_lattice(self.lattice(row), [session.term], (session.context,))
+        paths = best_paths(lattice, self.hypotheses)
+        decoded: list[tuple[int, int, int, float]] = []
+        listed = []
+        for path in paths:
+            _, logprobs, safest = self._native.minimum_risk(lattice.arcs, lattice.finals, graph_scale, path.words)
+            decoded = decoded or safest
+            words = zip(path.arcs, logprobs, strict=True)
+            tokens = [SearchToken(arc.word, arc.start, logprob, arc.end) for arc, logprob in words]
+            listed.append(NBestHypothesis(tokens, -(least + path.cost)))
+        if not minimum_risk:
+            return listed
+        ids = [word for word, *_ in decoded]
+        at = next((at for at, path in enumerate(paths) if path.words == ids), None)
+        if at is not None:
+            return [listed[at], *listed[:at], *listed[at + 1 :]]
+        cost = cost_of(lattice, ids, paths[0].cost + self._lattice_beam)
+        return [NBestHypothesis(_tokens(decoded), -(least + cost)), *listed][: self.hypotheses]
+
     def export_state(self, row: int) -> tuple[bytes, Tensor]:
-        session = self._sessions.get(row)
-        return b"" if session is None else session.export_state(), torch.empty(0, dtype=torch.uint8)
+        session, rescored = self._sessions.get(row), self._rescored.get(row)
+        context = [] if rescored is None else [rescored.context]
+        return b"" if session is None else session.export_state(), torch.tensor(context, dtype=torch.int64)
 
     def import_state(self, row: int, numbers: bytes, tensor: bytes, seen: int, device: torch.device) -> None:
         self._sessions.pop(row, None)
@@ -125,14 +189,19 @@ class WfstSearch:
             raise ValueError(f"a saved search that keeps open {levels} frames, more than {MAX_HISTORY_FRAMES}")
         if session.frames != seen:
             raise ValueError(f"a saved search after {session.frames} frames, of a session after {seen}")
+        if (rescored := self._rescored.get(row)) is not None:
+            rescored.restore(np.frombuffer(tensor, np.int64))
         self._sessions[row] = session
 
     def free(self, row: int) -> None:
         self._sessions.pop(row, None)
+        self._rescored.pop(row, None)
 
     def _session(self, row: int, start_frame: int) -> Any:
         if start_frame == 0 or row not in self._sessions:
             self._sessions[row] = self._native.Session()
+            if (rescored := self._rescored.get(row)) is not None:
+                rescored.context = rescored.term.model.start_state
         return self._sessions[row]
 
 

@@ -38,11 +38,20 @@ class StartupNames(msgspec.Struct, frozen=True):
     device: str
     pipeline: str | None
     """Name of the pipeline, which aliases may stand for; None: none."""
+    stage_devices: tuple[tuple[str, str], ...]
+    """Devices that its stages name, each with its place in the file."""
 
     @classmethod
-    def of(cls, config: ServeConfig, pipeline: str | None) -> StartupNames:
+    def of(cls, config: ServeConfig, pipeline: str | None, stage_devices: tuple[tuple[str, str], ...]) -> StartupNames:
         return cls(
-            config.model, config.more_models, config.aliases, config.voice, config.turn_model, config.device, pipeline
+            config.model,
+            config.more_models,
+            config.aliases,
+            config.voice,
+            config.turn_model,
+            config.device,
+            pipeline,
+            stage_devices,
         )
 
     @property
@@ -55,13 +64,14 @@ class StartupNames(msgspec.Struct, frozen=True):
             and self.voice in ("auto", "none")
             and self.turn_model in ("auto", "none")
             and self.device in ("auto", "cpu")
+            and not self.stage_devices
         )
 
 
-def check_startup(config: ServeConfig, pipeline: str | None) -> None:
-    """Checks a server's configuration. `pipeline`: name of its pipeline; None: none. Raises OptionError for an unknown
+def check_startup(config: ServeConfig, pipeline: str | None, stage_devices: tuple[tuple[str, str], ...] = ()) -> None:
+    """Checks a server's configuration. `pipeline`, `stage_devices`: see StartupNames. Raises OptionError for an unknown
     model, alias, voice or turn model, and for a device that this machine lacks."""
-    names = StartupNames.of(config, pipeline)
+    names = StartupNames.of(config, pipeline, stage_devices)
     if names.known_to_be_valid:
         return
     try:
@@ -102,6 +112,11 @@ def check_names(names: StartupNames) -> None:
     _check_name("voice", names.voice, ["auto", "none", *voices], "speech synthesis model")
     _check_name("turn_model", names.turn_model, ["auto", "none", *turn_cards()], "turn model")
     check_device(names.device)
+    for device, place in names.stage_devices:
+        try:
+            check_device(device)
+        except OptionError as failure:
+            raise failure.located(place) from failure
 
 
 def _check_name(setting: str, name: str, known: Iterable[str], what: str) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from asr_serve.decoding.biasing_list import BiasingSearch, StreamingBiasingList
+from asr_serve.decoding.language_model.scorer import RescoringSearch
 from asr_serve.decoding.language_model.token_models import SessionLanguageModel
 from asr_serve.devices.interface import Device
 from asr_serve.engine.session_snapshot import BytesLike, SessionSnapshot, SessionSnapshotView, decode_header
@@ -185,6 +186,7 @@ class ChunkedModelRunner:
         self._stateful_search = search if isinstance(search, StatefulSearch) else None
         self._row_validating_search = search if isinstance(search, RowValidatingSearch) else None
         self._expecting = search if isinstance(search, BiasingSearch) else None
+        self._rescoring = search if isinstance(search, RescoringSearch) else None
         self._encoder = select_prefix("encoder", self.states.tensors)
         self._search = select_prefix("search", self.states.tensors)
         self._sessions: set[StreamingSession] = set()
@@ -217,7 +219,10 @@ class ChunkedModelRunner:
             self._expecting.set_biasing(slot.row, hot, None if language_model is None else language_model.fusion)
         else:
             assert hot is None, "hotwords for a search that knows none"
-            assert language_model is None, "a language model for a search that fuses none"
+            if self._rescoring is not None:
+                self._rescoring.set_language_model(slot.row, None if language_model is None else language_model.fusion)
+            else:
+                assert language_model is None, "a language model for a search that takes none"
         self._sessions.add(session)
         return session
 

@@ -151,14 +151,31 @@ def is_foreign(card: AsrCard, path: Path) -> bool:
 def resolve(card: AsrCard, weights: str | os.PathLike[str] | None = None, progress: Progress = lambda _: None) -> Path:
     """Returns a checkpoint folder for the card; converts a package's weights once if needed. Raises WeightsMissing,
     with the command that gets them; WeightsCorrupt; CacheNotWritable."""
+    located = find(card, weights)
+    if is_checkpoint(located):
+        return located
+    if weights is not None:
+        into = cache_dir() / card.name / f"from-{folder_fingerprint(located)}-v{CONVERTER}"
+        return convert(card, located, into, progress)
+    if located == hub_cache_folder(card):
+        return convert(card, located, hub_converted_folder(card), progress)
+    assert card.packaged is not None
+    if not card.packaged.also:
+        verify(located, card.packaged.sha256)
+        return convert(card, located, cached_folder(card), progress)
+    with tempfile.TemporaryDirectory(prefix="asr-serve-weights-") as together:
+        link_files(package_folders(card.packaged), card.packaged.sha256, Path(together))
+        verify(Path(together), card.packaged.sha256)
+        return convert(card, Path(together), cached_folder(card), progress)
+
+
+def find(card: AsrCard, weights: str | os.PathLike[str] | None = None) -> Path:
+    """Returns the folder whose weights `resolve` returns or converts. Raises WeightsMissing, with the command that gets
+    them."""
     if weights is not None:
         folder = Path(weights).expanduser()
-        if is_checkpoint(folder):
+        if is_checkpoint(folder) or is_foreign(card, folder):
             return folder
-        if is_foreign(card, folder):
-            return convert(
-                card, folder, cache_dir() / card.name / f"from-{folder_fingerprint(folder)}-v{CONVERTER}", progress
-            )
         if not folder.exists():
             raise WeightsMissing(f"there is nothing at {folder}", todo="check the path")
         raise WeightsMissing(
@@ -174,18 +191,7 @@ def resolve(card: AsrCard, weights: str | os.PathLike[str] | None = None, progre
         raise WeightsMissing(
             f"the weights of {card.name} are not on this machine", todo=f"get them with: {'  or: '.join(ways)}"
         )
-    if is_checkpoint(located):
-        return located
-    if located == hub_cache_folder(card):
-        return convert(card, located, hub_converted_folder(card), progress)
-    assert card.packaged is not None
-    if not card.packaged.also:
-        verify(located, card.packaged.sha256)
-        return convert(card, located, cached_folder(card), progress)
-    with tempfile.TemporaryDirectory(prefix="asr-serve-weights-") as together:
-        link_files(package_folders(card.packaged), card.packaged.sha256, Path(together))
-        verify(Path(together), card.packaged.sha256)
-        return convert(card, Path(together), cached_folder(card), progress)
+    return located
 
 
 def link_files(folders: Iterable[Path], names: Iterable[str], into: Path) -> None:

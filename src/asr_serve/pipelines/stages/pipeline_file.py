@@ -5,8 +5,10 @@ Everything that can be known without loading a model is checked here, and told w
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tomllib
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
@@ -14,18 +16,22 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import msgspec
 
 from asr_serve.config import EngineConfig
+from asr_serve.decoding.language_model.packaged_models import CAUSAL_MODELS, PACKAGED_NGRAMS, packaged_ngram_path
 from asr_serve.decoding.search_options import MAX_BEAMS, MAX_HYPOTHESES
-from asr_serve.errors import OptionError, SourceNotFound, UnknownModel
+from asr_serve.errors import AsrServeError, MissingOption, OptionError, SourceNotFound, UnknownModel
 from asr_serve.models.decoding_graph import GRAPH_FILE
 from asr_serve.models.registry import AsrCard, asr_card
 from asr_serve.pipelines.stages.condition import Condition, parse_condition
-from asr_serve.types import suggest_name
+from asr_serve.types import LanguageModelChoice, suggest_name
 
 SHIPPED = Path(__file__).parent / "shipped"
 """Folder of the pipelines that come with this package."""
 SUFFIX = ".toml"
 MAX_STAGES = 16
 MAX_FILE_BYTES = 1 << 16
+DTYPES = ("auto", "fp32", "bf16")
+PATH_KEYS = ("weights", "decoding_graph", "language_model")
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 class RecognizeStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="recognize"):
@@ -45,8 +51,8 @@ class RecognizeStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 
 
 class RescoreStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="rescore"):
-    """Choice among the n-best list of the recognizer before, by a language model. Several in a row add up: the next
-    one reads the best entries of the one before, with their new scores."""
+    """Choice among the n-best list of the recognizer before, or in its lattice, by a language model. Several in a row
+    add up: the next one reads the best entries of the one before, with their new scores."""
 
     language_model: str
     """N-gram file, or `.gguf` file of a causal model, relative to the pipeline file; or a packaged model's name."""
@@ -60,6 +66,8 @@ class RescoreStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     lattice_beam: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
     """Distance of the last entries of the n-best list from the best, as a natural log: the recognizer's
     `engine.graph_lattice_beam`. None: the recognizer's own."""
+    lattice: bool = False
+    """Whether the engine of the recognizer rescores its whole lattice, by an n-gram model of words."""
 
 
 class DropStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="drop"):
@@ -92,8 +100,43 @@ class PipelineSpec(NamedTuple):
     """Condition of each stage; None: it always runs."""
     cards: tuple[AsrCard | None, ...]
     """Card of each stage's model; None where it has none."""
-    folder: Path
-    """Folder of the file, to which its paths are relative."""
+    file: Path
+    """The file, to whose folder its paths are relative."""
+    lines: Mapping[tuple[int, str], int]
+    """Lines of the keys, see `_key_lines`."""
+
+    @property
+    def folder(self) -> Path:
+        return self.file.parent
+
+    @property
+    def devices(self) -> tuple[tuple[str, str], ...]:
+        """Devices that a machine may lack, each with its place in the file."""
+        return tuple(
+            (stage.device, _place(self.file, self.lines, index, "device"))
+            for index, stage in self.recognizers.items()
+            if stage.device.startswith("cuda")
+        )
+
+    @contextlib.contextmanager
+    def located_errors(self, index: int, key: str) -> Iterator[None]:
+        """Raises errors from inside with the line of a key in stage `index`."""
+        try:
+            yield
+        except AsrServeError as failure:
+            raise failure.located(_place(self.file, self.lines, index, key)) from failure
+
+    @contextlib.contextmanager
+    def located_loading_errors(self, index: int) -> Iterator[None]:
+        """Raises errors of loading the model of stage `index`, with the line of the key that they are about."""
+        stage = self.recognizers[index]
+        try:
+            yield
+        except AsrServeError as failure:
+            paths = {key: value for key in ("weights", "decoding_graph") if (value := getattr(stage, key))}
+            named = next((key for key, value in paths.items() if str(self.path(value)) in failure.came), "model")
+            key = failure.param if failure.param is not None and (index, failure.param) in self.lines else named
+            raise failure.located(_place(self.file, self.lines, index, key)) from failure
 
     @property
     def recognizers(self) -> dict[int, RecognizeStage]:
@@ -106,18 +149,45 @@ class PipelineSpec(NamedTuple):
 
     def hypotheses(self, index: int) -> int:
         """Most entries of the n-best list of stage `index` that the rescoring stages after it read; 1: none."""
-        return max((stage.hypotheses for stage in self._rescoring(index)), default=1)
+        return max((stage.hypotheses for stage in self._rescoring(index) if not stage.lattice), default=1)
+
+    def language_model_path(self, stage: RescoreStage) -> Path:
+        """Returns the file of an n-gram model. Raises WeightsMissing, WeightsCorrupt for a packaged one."""
+        if stage.language_model in PACKAGED_NGRAMS:
+            return packaged_ngram_path(stage.language_model)
+        return self.path(stage.language_model)
+
+    def lattice_model(self, index: int) -> LanguageModelChoice | None:
+        """Language model, under its name in the engine, that rescores the lattices of stage `index`; None: none."""
+        stage = next(iter(self._rescoring(index)), None)
+        return LanguageModelChoice(f"stage-{index + 2}", stage.weight) if stage is not None and stage.lattice else None
+
+    def check_lattice_model(self, index: int, card: AsrCard) -> None:
+        """Raises OptionError where the loaded model of stage `index` cannot rescore its lattices, as the next stage
+        asks."""
+        choice = self.lattice_model(index)
+        if choice is not None and choice.name not in card.language_models:
+            with self.located_errors(index + 1, "language_model"):
+                raise OptionError(
+                    f"a language model that has hardly a word in common with {card.name}, or a search that keeps no "
+                    "lattice",
+                    "a model of words as the decoding graph writes them, and a search on the CPU",
+                    'device = "cpu" for the recognizer; asr-serve lm build makes such a model from text',
+                )
 
     def engine_config(self, index: int, config: EngineConfig) -> EngineConfig:
         """Returns the settings of the engine of stage `index`, a recognizer, with its decoding graph, whose search
         lists its hypotheses."""
-        stage = self.recognizers[index]
+        stage, models = self.recognizers[index], config.language_models
+        if (choice := self.lattice_model(index)) is not None:
+            models = (*models, f"{choice.name}={self.language_model_path(self._rescoring(index)[0])}")
         beams = [stage.lattice_beam for stage in self._rescoring(index) if stage.lattice_beam is not None]
         return msgspec.structs.replace(
             config,
             decoding_graph=str(self.path(stage.decoding_graph)) if stage.decoding_graph else config.decoding_graph,
             beam=max(config.beam, self.hypotheses(index)),
             graph_lattice_beam=max(beams, default=config.graph_lattice_beam),
+            language_models=models,
         )
 
     def _rescoring(self, index: int) -> list[RescoreStage]:
@@ -132,6 +202,13 @@ class PipelineSpec(NamedTuple):
 def shipped_pipelines() -> list[str]:
     """Names of the pipelines that come with this package."""
     return sorted(path.stem for path in SHIPPED.glob(f"*{SUFFIX}"))
+
+
+def open_pipeline(given: str) -> PipelineSpec:
+    """Reads and checks a pipeline that is given by its name or path and the values of its variables:
+    `NAME,VARIABLE=VALUE,...`. Raises as `find_pipeline` and `read_pipeline` do."""
+    name, *pairs = re.split(r",(?=[A-Za-z_]\w*=)", given)
+    return read_pipeline(find_pipeline(name), dict(pair.split("=", 1) for pair in pairs))
 
 
 def find_pipeline(name: str) -> Path:
@@ -151,9 +228,10 @@ def find_pipeline(name: str) -> Path:
     return SHIPPED / f"{name}{SUFFIX}"
 
 
-def read_pipeline(path: Path) -> PipelineSpec:
-    """Reads and checks a pipeline file. Raises OptionError with the line and the key of what is wrong,
-    SourceNotFound."""
+def read_pipeline(path: Path, variables: Mapping[str, str] | None = None) -> PipelineSpec:
+    """Reads and checks a pipeline file. `variables`: values of those that it declares; paths in them are relative to
+    the working directory. Raises OptionError with the line and the key of what is wrong, MissingOption for a variable
+    without a value, SourceNotFound."""
     try:
         data = path.read_bytes()
     except OSError as failure:
@@ -164,12 +242,12 @@ def read_pipeline(path: Path) -> PipelineSpec:
         text = data.decode()
     except UnicodeDecodeError as failure:
         raise OptionError(f"the pipeline file {path}: {failure}", "UTF-8", param="pipeline") from failure
-    return _PipelineReader(path, text).read()
+    return _PipelineReader(path, text, variables or {}).read()
 
 
 class _PipelineReader:
-    def __init__(self, path: Path, text: str) -> None:
-        self._path, self._text = path, text
+    def __init__(self, path: Path, text: str, variables: Mapping[str, str]) -> None:
+        self._path, self._text, self._variables = path, text, variables
         self._lines = _key_lines(text)
 
     def read(self) -> PipelineSpec:
@@ -180,8 +258,11 @@ class _PipelineReader:
             line = int(place.partition(",")[0]) if place else self._text.count("\n") + 1
             raise self._error(line, "", message, "a TOML file") from failure
         for key in content:
-            if key not in ("description", "stage"):
-                self._fail(-1, key, f"the key {key!r}", "description, and tables [[stage]]")
+            if key not in ("description", "variables", "stage"):
+                allowed = "description, a table [variables], and tables [[stage]]"
+                self._fail(
+                    -1, key, f"the key {key!r}", allowed, suggest_name(key, ["description", "variables", "stage"])
+                )
         description, tables = content.get("description", ""), content.get("stage", [])
         if not isinstance(description, str):
             self._fail(-1, "description", f"{description!r}", "text")
@@ -189,11 +270,51 @@ class _PipelineReader:
             self._fail(-1, "stage", f"{str(tables)[:60]}", "tables [[stage]]")
         if not 1 <= len(tables) <= MAX_STAGES:
             raise self._error(1, "stage", f"{len(tables)} stages", f"1 to {MAX_STAGES} tables [[stage]]")
+        self._check_variables(content.get("variables", {}))
+        tables = [self._with_values(index, table) for index, table in enumerate(tables)]
         stages = tuple(self._stage(index, table) for index, table in enumerate(tables))
         self._check_order(stages)
         conditions = tuple(self._condition(index, table.get("when")) for index, table in enumerate(tables))
         cards = self._cards(stages)
-        return PipelineSpec(self._path.stem, description, stages, conditions, cards, self._path.parent)
+        return PipelineSpec(self._path.stem, description, stages, conditions, cards, self._path, self._lines)
+
+    def _check_variables(self, declared: Any) -> None:
+        if not isinstance(declared, dict) or not all(isinstance(text, str) for text in declared.values()):
+            self._fail(-1, "variables", f"{str(declared)[:60]}", 'a table of texts: name = "what it is"')
+        self._declared: dict[str, str] = declared
+        for name in self._variables:
+            if name not in declared:
+                raise OptionError(
+                    f"the variable {name} of the pipeline {self._path.stem}",
+                    f"it has {', '.join(declared) or 'none'}",
+                    suggest_name(name, declared.keys()),
+                    param="pipeline",
+                )
+        if missing := [name for name in declared if not self._variables.get(name)]:
+            values = ",".join(f"{name}=..." for name in missing)
+            raise MissingOption(
+                f"the pipeline {self._path.stem} needs values for {len(missing)} variables",
+                "; ".join(f"{name}: {declared[name]}" for name in missing),
+                f"write them behind its name: {self._path.stem},{values}",
+                param="pipeline",
+            )
+
+    def _with_values(self, index: int, table: dict[str, Any]) -> dict[str, Any]:
+        """Table of a stage with the values of its variables."""
+        return {
+            key: self._value(index, key, value) if isinstance(value, str) else value for key, value in table.items()
+        }
+
+    def _value(self, index: int, key: str, text: str) -> str:
+        for name in _VARIABLE.findall(text):
+            if name not in self._declared:
+                came, allowed = f"the variable {name}", f"those of [variables]: {', '.join(self._declared) or 'none'}"
+                self._fail(index, key, came, allowed, suggest_name(name, self._declared.keys()))
+        value = _VARIABLE.sub(lambda match: self._variables[match[1]], text)
+        packaged = key == "language_model" and value in (*CAUSAL_MODELS, *PACKAGED_NGRAMS)
+        return (
+            str(Path(value).expanduser().absolute()) if value != text and key in PATH_KEYS and not packaged else value
+        )
 
     def _stage(self, index: int, table: dict[str, Any]) -> StageSpec:
         kind = table.get("kind")
@@ -207,12 +328,26 @@ class _PipelineReader:
                 came = f"the key {key!r} of a stage {kind}"
                 self._fail(index, key, came, allowed, suggest_name(key, stage_type.__struct_fields__))
         try:
-            return msgspec.convert(table, stage_type)
+            stage = msgspec.convert(table, stage_type)
+            if isinstance(stage, RescoreStage) and stage.lattice:
+                self._check_lattice(index, table, stage)
+            return stage
         except msgspec.ValidationError as failure:
             message, _, place = str(failure).partition(" - at `$.")
             missing = re.search(r"missing required field `(\w+)`", message)
             key = missing[1] if missing else place.rstrip("`")
             self._fail(index, key, message if missing else f"{table.get(key)!r}", "" if missing else message)
+
+    def _check_lattice(self, index: int, table: dict[str, Any], stage: RescoreStage) -> None:
+        """Checks a stage that the engine of the recognizer before carries out."""
+        for key in ("when", "hypotheses", "word_bonus"):
+            if key in table:
+                allowed = "weight and lattice_beam: the engine rescores the whole lattice of each segment"
+                self._fail(index, key, f"{key} beside lattice = true", allowed, "leave one of them out")
+        if stage.language_model in CAUSAL_MODELS or stage.language_model.endswith(".gguf"):
+            came, allowed = f"{stage.language_model} with lattice = true", "an n-gram model of words"
+            todo = "leave lattice out: a causal model rescores the n-best list"
+            self._fail(index, "language_model", came, allowed, todo)
 
     def _check_order(self, stages: tuple[StageSpec, ...]) -> None:
         for index, stage in enumerate(stages):
@@ -230,6 +365,9 @@ class _PipelineReader:
                 case RescoreStage() if not isinstance(before, RecognizeStage | RescoreStage):
                     allowed = "it comes right after the recognizer whose n-best list it reads, or another rescore"
                     self._fail(index, "kind", "rescore", allowed)
+                case RescoreStage(lattice=True) if not isinstance(before, RecognizeStage):
+                    allowed = "it comes right after the recognizer"
+                    self._fail(index, "lattice", "lattice = true after another rescore", allowed, "put it before that")
                 case ItnStage() if index != len(stages) - 1:
                     self._fail(index, "kind", "itn", "it is the last stage")
                 case DropStage() | ItnStage() if not index:
@@ -253,20 +391,46 @@ class _PipelineReader:
                 except UnknownModel as failure:
                     self._fail(index, "model", failure.came, failure.allowed, failure.todo)
                 if card.streaming and stage.beam != 1:
-                    came, allowed = (
-                        f"beam={stage.beam} of {stage.model}",
-                        "1: its search has no choice for each segment",
-                    )
-                    self._fail(index, "beam", came, allowed)
+                    came = f"beam={stage.beam} of the streaming model {stage.model}"
+                    allowed = "only attention decoders, like Whisper, have a beam for each segment"
+                    todo = "leave it out; a rescore stage widens the search to its hypotheses, and so does engine.beam"
+                    self._fail(index, "beam", came, allowed, todo)
+                self._check_device(index, stage)
                 if stage.decoding_graph:
                     self._check_graph(index, stage, card)
+                if stage.weights and not (folder := self._path.parent / Path(stage.weights).expanduser()).exists():
+                    self._fail(index, "weights", f"there is nothing at {folder}", "", "check the path")
             elif isinstance(stage, RescoreStage):
                 before = next(each for each in reversed(cards) if each is not None)
                 if not before.streaming:
                     allowed = "it comes after a streaming model, whose search has an n-best list"
                     self._fail(index, "kind", f"rescore after {before.name}", allowed)
+                recognizer = stages[index - 1]
+                if (
+                    stage.lattice
+                    and isinstance(recognizer, RecognizeStage)
+                    and not (recognizer.decoding_graph or before.heads == ("wfst",))
+                ):
+                    came = f"lattice = true after {before.name}"
+                    allowed = "a model that searches a decoding graph: its search alone has a lattice of words"
+                    todo = "give the recognizer a decoding_graph, or leave lattice out"
+                    self._fail(index, "lattice", came, allowed, todo)
             cards.append(card)
         return tuple(cards)
+
+    def _check_device(self, index: int, stage: RecognizeStage) -> None:
+        """Checks names; whether this machine has the device is known only where torch is loaded."""
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", stage.device) is None:
+            allowed = "auto, cpu, cuda, or cuda:N"
+            self._fail(
+                index,
+                "device",
+                f"device {stage.device!r}",
+                allowed,
+                suggest_name(stage.device, ["auto", "cpu", "cuda"]),
+            )
+        if stage.dtype not in DTYPES:
+            self._fail(index, "dtype", f"dtype {stage.dtype!r}", ", ".join(DTYPES), suggest_name(stage.dtype, DTYPES))
 
     def _check_graph(self, index: int, stage: RecognizeStage, card: AsrCard) -> None:
         if not card.streaming or "ctc" not in card.heads:
@@ -279,29 +443,36 @@ class _PipelineReader:
 
     def _fail(self, index: int, key: str, came: str, allowed: str, todo: str = "") -> NoReturn:
         """Raises the error of a key in stage `index`, -1: outside of stages."""
-        line = self._lines.get((index, key)) or self._lines.get((index, "")) or 1
-        raise self._error(line, key, came, allowed, todo)
+        place = _place(self._path, self._lines, index, key)
+        raise OptionError(f"{place}: {came}", allowed, todo, param="pipeline")
 
     def _error(self, line: int, key: str, came: str, allowed: str, todo: str = "") -> OptionError:
         place = f"{self._path}, line {line}" + (f", {key}" if key else "")
         return OptionError(f"{place}: {came}", allowed, todo, param="pipeline")
 
 
+def _place(path: Path, lines: Mapping[tuple[int, str], int], index: int, key: str) -> str:
+    """Place of a key in stage `index`, -1: outside of stages, as an error tells it."""
+    line = lines.get((index, key)) or lines.get((index, "")) or 1
+    return f"{path}, line {line}" + (f", {key}" if key else "")
+
+
 def _key_lines(text: str) -> dict[tuple[int, str], int]:
     """Lines, from 1, of the keys of a TOML file: by the index of their table [[stage]], -1 before the first; a
     table's own line has the key ''. Lines inside strings of several lines are skipped."""
     lines: dict[tuple[int, str], int] = {}
-    index, quotes = -1, ""
+    stages, index, quotes = -1, -1, ""
     for number, line in enumerate(text.splitlines(), start=1):
         if quotes:
             quotes = "" if quotes in line else quotes
             continue
         if re.match(r"\s*\[\[\s*\"?stage\"?\s*\]\]", line):
-            index += 1
+            index = stages = stages + 1
             lines[index, ""] = number
         elif match := re.match(r"""\s*["']?([\w-]+)["']?\s*=\s*(?P<value>.*)""", line):
             lines.setdefault((index, match[1]), number)
             quotes = next((q for q in ('"""', "'''") if match["value"].count(q) == 1), "")
         elif match := re.match(r"\s*\[\s*([\w-]+)", line):
-            lines.setdefault((-1, match[1]), number)
+            index = -1
+            lines.setdefault((index, match[1]), number)
     return lines

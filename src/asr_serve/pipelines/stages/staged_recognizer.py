@@ -239,7 +239,7 @@ class StagedRecognizer:
                 case RecognizeStage():
                     self._submit_stage(job, lambda: None)
                     return
-                case RescoreStage():
+                case RescoreStage(lattice=False):
                     rescored.setdefault(job.stage, []).append(job)
                     return
                 case DropStage():
@@ -267,6 +267,7 @@ class StagedRecognizer:
             timestamps=client.card.times is not None,
             beam=stage.beam,
             hypotheses=self._spec.hypotheses(job.stage),
+            language_model=self._spec.lattice_model(job.stage),
         )
         ticket = client.submit(job.pcm, search, job.priority, admitted=job.stage > 0, wait=True, check=check)
         with self._room:

@@ -239,7 +239,8 @@ def _language_model() -> dict[str, Schema]:
             **_TEXT,
             "maxLength": recognition_fields.MAX_NAME_CHARACTERS,
             "description": "Ours. A language model that is loaded beside the model: see its `language_models`. A model "
-            "without streaming takes it with a `beam` of 2 or more.",
+            "without streaming takes it with a `beam` of 2 or more; one that searches a decoding graph rescores "
+            "lattices.",
         },
         "language_model_weight": {
             "type": "number",

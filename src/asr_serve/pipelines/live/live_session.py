@@ -176,9 +176,10 @@ class LiveSession:
             self._recognizer.join_segments(left, right)
         events, self._new_events = self._new_events, []
         events += self._segments_done()
+        position = self._position
         for index, segment in enumerate(self._segments):
             if index < MAX_CONCURRENT_SEGMENTS or not segment.closed:
-                self._recognizer.schedule(segment, self._position)
+                self._recognizer.schedule(segment, position)
         self._release_audio()
         known = self._segments[-1].text_to if self._segments else 0
         events += self._turns.eager_end(self._endpointer, self._scored_samples, known)

@@ -242,6 +242,36 @@ def test_segments_tile_the_speech(case: tuple[list[float], int, EndpointConfig, 
     assert chunked == spans
 
 
+@settings(max_examples=400, deadline=None)
+@given(cases())
+def test_a_segment_stays_open_as_long_as_was_promised(case: tuple[list[float], int, EndpointConfig, list[int]]) -> None:
+    probabilities, _, config, _ = case
+    endpointer, promised = Endpointer(config), 0
+    for number, probability in enumerate(probabilities):
+        start = endpointer.open_from_samples
+        endpointer.append_probabilities(np.array([probability], dtype=np.float32))
+        scored = at(number + 1)
+        if start is not None and endpointer.open_from_samples != start:
+            assert promised <= scored
+        if endpointer.open_from_samples != start:
+            promised = 0
+        assert endpointer.open_until_samples >= scored
+        promised = max(promised, endpointer.open_until_samples)
+
+
+def test_how_long_a_segment_stays_open() -> None:
+    """Speech of a second: a pause of two seconds closes it, unless it grows past five and then pauses for one."""
+    config = EndpointConfig(pad_before_ms=0, schedule=SilenceSchedule.parse([(5_000, 2_000), (inf, 1_000)]))
+    endpointer = Endpointer(config)
+    assert endpointer.open_until_samples == 0
+    endpointer.append_probabilities(np.ones(31, np.float32))
+    assert endpointer.open_until_samples == at(31) + ms_to_samples(2_000)
+    endpointer.append_probabilities(np.zeros(10, np.float32))
+    assert endpointer.open_until_samples == at(31) + ms_to_samples(2_000), "the pause has begun"
+    endpointer.append_probabilities(np.ones(90, np.float32))
+    assert endpointer.open_until_samples == ms_to_samples(6_000), "a pause that begins at five seconds"
+
+
 def assert_only_lone_blips_are_left_out(
     array: np.ndarray, total: int, config: EndpointConfig, spans: list[Span]
 ) -> None:

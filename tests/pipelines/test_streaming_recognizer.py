@@ -17,6 +17,7 @@ from asr_serve.api import library
 from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
+from asr_serve.engine import request as engine_request
 from asr_serve.engine.streaming import executor
 from asr_serve.errors import AtCapacity, UnsupportedOption
 from asr_serve.units import RATE_HZ, s_to_samples
@@ -107,6 +108,33 @@ def test_a_flush_ends_the_open_segment(model: Model, speech: np.ndarray):
         caller.finish()
     assert len(caller.flushed) == 3
     assert len(caller.segments) >= 2
+
+
+def streamed_samples(model: Model) -> int:
+    """Audio that the sessions of all streams have received."""
+    found: list[int] = []
+    on_loop(
+        model._client, lambda loop: found.extend(s.audio_buffer.samples for s in loop.streams.model_runner._sessions)
+    )
+    return sum(found)
+
+
+def test_words_do_not_wait_for_voice_activity(model: Model, speech: np.ndarray, monkeypatch: pytest.MonkeyPatch):
+    """Once a segment is open, audio that no pause can move out of it is recognized as it comes."""
+    with LiveClient(model) as caller:
+        for at in range(0, 2 * RATE_HZ, 1_600):
+            caller.write(speech[at : at + 1_600])
+            caller.settle()
+        before = streamed_samples(model)
+        with monkeypatch.context() as stopped:
+            stopped.setattr(engine_request, "VAD_STEP_INTERVAL_S", 3_600.0)
+            for at in range(2 * RATE_HZ, 3 * RATE_HZ, 1_600):
+                caller.write(speech[at : at + 1_600])
+            while streamed_samples(model) < before + 0.8 * RATE_HZ:
+                caller.answer()
+        on_loop(model._client, lambda loop: None)  # it sleeps until the step that was put off
+        caller.finish()
+    assert caller.spans == run_session(model, speech[: 3 * RATE_HZ]).spans
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ import numpy as np
 import pytest
 from children import Child
 from running_server import PAID, PAID_WRITTEN, WAIT_S, Running, eventually
+from websockets.sync.server import ServerConnection
+from websockets.sync.server import serve as serve_websocket
 
 from asr_serve.api.cli.exit_codes import FAILED, INTERRUPTED
 from asr_serve.api.client.connection import websocket_url
@@ -193,6 +195,35 @@ def test_connections_cut_at_random_change_nothing(proxy: Proxy, speech: bytes, u
     assert flushed in ([], ["now"]), "asked for once, answered once"
     assert transcript.ended
     assert transcript.text == transcript.final == " ".join(each.text for each in segments(events))
+
+
+@pytest.mark.parametrize(("code", "announced"), [(1000, 0), (1001, 1)])
+def test_a_connection_closed_before_its_last_events(code: int, announced: int) -> None:
+    """A normal close says that everything was sent: what this side dropped is fetched again, and nothing was lost."""
+    opened: list[str] = []
+
+    def answer(line: ServerConnection) -> None:
+        assert line.request is not None
+        opened.append(line.request.path)
+        session = SessionEvent("one", len(opened) > 1, "m", "en", "s16le", 16_000, 0, len(opened) - 1, 30.0)
+        line.send(session.encode().json.decode())
+        if len(opened) == 1:
+            line.close(code)
+        else:
+            line.send(EndEvent(seq=1, duration_s=1.0, segments=0).encode().json.decode())
+            line.close()
+
+    with serve_websocket(answer, "127.0.0.1", 0) as scripted:
+        thread = threading.Thread(target=scripted.serve_forever)
+        thread.start()
+        with StreamClient(f"http://127.0.0.1:{scripted.socket.getsockname()[1]}") as stream:
+            events = list(stream)
+        scripted.shutdown()
+        thread.join(WAIT_S)
+    assert [path.partition("?")[2] for path in opened] == ["", "session=one&after=0"]
+    assert sum(isinstance(event, ConnectionLost) for event in events) == announced
+    assert sum(isinstance(event, SessionEvent) and event.resumed for event in events) == announced
+    assert isinstance(events[-1], EndEvent)
 
 
 @contextlib.contextmanager

@@ -152,6 +152,21 @@ class Endpointer:
         return self._enough_at(self._pause) if self._open and self._pause is not None else None
 
     @property
+    def open_until_samples(self) -> int:
+        """Position that the scored audio must reach before the open segment can close or be cut, whatever the windows
+        until then contain. Without an open segment, the end of the scored audio."""
+        if not self._open:
+            return self._now
+        earliest, above = self._start + self._limit, 0
+        if self._pause is not None:
+            earliest = min(earliest, self._enough_at(self._pause))
+        for up_to, silence in self._schedule:  # a pause that begins later, in a segment that is longer by then
+            if self._now - self._start <= up_to:
+                earliest = min(earliest, max(self._now, self._start + above) + silence)
+            above = up_to
+        return max(self._now, earliest)
+
+    @property
     def is_certain(self) -> bool:
         """Whether the open segment can no longer be dropped: it has enough speech, or is not isolated."""
         return self._open and not (self._droppable and self._speech < self._least)

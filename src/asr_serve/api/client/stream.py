@@ -44,7 +44,8 @@ RETRY_S = (0.0, 0.2, 0.5, 1.0, 2.0)
 """Delays before attempts to resume; the last one repeats."""
 RETRYABLE_CODES = {"at_capacity", "rate_limited", "draining"}
 """Codes of refusals after which another attempt is worthwhile."""
-LOST_CODES = {None, 1000, 1001, 1006, 1012, 1014}
+NORMAL_CLOSURE_CODE = 1000
+LOST_CODES = {None, NORMAL_CLOSURE_CODE, 1001, 1006, 1012, 1014}
 """Close codes after which a session may be resumed although an error came before. 1000: websockets drops events
 that came together with the close frame when it cannot send its own any more; the server sends them again."""
 MAX_FRUITLESS_RESUMES = 10
@@ -54,7 +55,8 @@ DUPLICATE_CODE = "out_of_turn"
 
 
 class ConnectionLost(msgspec.Struct, frozen=True):
-    """Event: the connection was lost, and attempts to resume continue; a `Session` follows when one succeeds."""
+    """Event: the connection was lost, and attempts to resume continue; a `Session` follows when one succeeds. Not for a
+    connection that the server closed normally: what did not arrive of its end is requested again without an event."""
 
     reason: str
 
@@ -102,6 +104,7 @@ class StreamClient:
         self._flushing: set[str] = set()
         self._events: deque[ClientEvent] = deque()
         self._last_seq = self._fruitless = 0
+        self._loss_announced = False
         self._ending = self._closed = False
         self._failure: AsrServeError | None = None
         connection = WebSocketConnection(server, {name: str(value) for name, value in query.items()}, api_key)
@@ -239,7 +242,9 @@ class StreamClient:
                 line.close()
                 with self._changed:
                     self._connection = None
-                    self._enqueue_event(ConnectionLost(lost.came))
+                # 1000: the server has sent everything, and some of it was dropped here, see LOST_CODES.
+                if lost.close_code != NORMAL_CLOSURE_CODE:
+                    self._announce_loss(lost.came)
                 line = self._resume(lost)
             error = None
         except AsrServeError as failure:
@@ -264,7 +269,7 @@ class StreamClient:
                     return None
                 if refused is not None and lost.close_code not in LOST_CODES:
                     raise refused from None
-                fruitless = lost.close_code == 1000 and self._last_seq == before_seq
+                fruitless = lost.close_code == NORMAL_CLOSURE_CODE and self._last_seq == before_seq
                 self._fruitless = self._fruitless + 1 if fruitless else 0
                 if self._fruitless > MAX_FRUITLESS_RESUMES:
                     raise
@@ -319,11 +324,19 @@ class StreamClient:
                 retry_after_s, last = (refused.retry_after_ms or 0) / 1_000, str(refused)
             except Unreachable as again:
                 retry_after_s, last = 0.0, again.came
+            self._announce_loss(last)
         raise Unreachable(
             f"the connection was lost, and not found again for {self.session.resume_s:g} s: {last}",
             "",
             "audio since then is lost: start a new session",
         )
+
+    def _announce_loss(self, reason: str) -> None:
+        """Queues a ConnectionLost, once until a connection is there again."""
+        with self._changed:
+            if not (self._loss_announced or self._closed):
+                self._loss_announced = True
+                self._enqueue_event(ConnectionLost(reason))
 
     def _reconnect(self, wait_s: float) -> WebSocketConnection:
         with self._changed:
@@ -336,7 +349,9 @@ class StreamClient:
                 self._acknowledge(connection.session.received_bytes)
                 self._connection, self._sent_count, self.session = connection, 0, connection.session
                 self._sent_bytes = connection.session.received_bytes
-                self._enqueue_event(connection.session)
+                if self._loss_announced:
+                    self._loss_announced = False
+                    self._enqueue_event(connection.session)
                 return connection
         connection.close()
         raise Unreachable("the stream was closed")

@@ -25,7 +25,7 @@ from torch.nn import functional
 from asr_serve import kernels
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models.interfaces import StateSpec
-from asr_serve.models.packing import pack_clips
+from asr_serve.models.packing import PackedBatch
 
 WINDOW_SAMPLES = 512
 CONTEXT_SAMPLES = 64
@@ -35,8 +35,8 @@ BINS = FFT_SAMPLES // 2 + 1
 WIDTH = 128
 BLOCK_WINDOWS = 256
 """Windows of a block: enough to fill matrix products, few enough to stay in cache; one shape to compile."""
-SMALL_BLOCKS = (32, 64, 128)
-"""Smaller blocks for fewer windows: live callers bring a few each."""
+SMALL_BLOCKS = (32, 64, 128, 192)
+"""Smaller last blocks: live callers bring a few windows each, and padding costs as much as they do."""
 
 WEIGHTS = Path(__file__).with_name("silero.safetensors")
 WEIGHTS_SHA256 = "98ad88be41e0e8728f3ac3e66dd927cbf94ff853953f1bc970a4dcae384aafb4"
@@ -95,24 +95,25 @@ class Silero(nn.Module):
         after = SileroState(state.context.clone(), state.h.clone(), state.c.clone())
         if not any(live):
             return probabilities, after
-        block = next((block for block in SMALL_BLOCKS if sum(live) <= block), BLOCK_WINDOWS)
-        packing = pack_clips(live, block)
+        rest = sum(live) % BLOCK_WINDOWS
+        last = next((block for block in SMALL_BLOCKS if rest <= block), BLOCK_WINDOWS) if rest else 0
+        packing = PackedBatch(live, sum(live) - rest + last)
         # Windows of all rows end to end, each preceded by the end of the one before it.
         blocks = pcm.new_empty(packing.total, CONTEXT_SAMPLES + WINDOW_SAMPLES)
         blocks[sum(live) :] = 0
-        for row, (offset, count) in enumerate(zip(packing.offsets, live, strict=True)):
-            if count:
-                with_context = torch.cat([after.context[row], pcm[row, : count * WINDOW_SAMPLES]])
-                blocks[offset : offset + count] = with_context.unfold(0, blocks.shape[1], WINDOW_SAMPLES)
-                after.context[row] = with_context[-CONTEXT_SAMPLES:]
-        gates = torch.cat([self._gates(part) for part in blocks.view(-1, block, blocks.shape[1])])
+        counts = windows.to(pcm.device)[:, None]
+        is_live = torch.arange(samples // WINDOW_SAMPLES, device=pcm.device) < counts
+        with_context = torch.cat([after.context, pcm], 1)
+        blocks[: sum(live)] = with_context.unfold(1, blocks.shape[1], WINDOW_SAMPLES)[is_live]
+        ends = counts * WINDOW_SAMPLES + torch.arange(CONTEXT_SAMPLES, device=pcm.device)
+        after.context.copy_(with_context.gather(1, ends))
+        gates = torch.cat([self._gates(part) for part in blocks.split(BLOCK_WINDOWS)])
         out = torch.zeros(packing.total, WIDTH, device=pcm.device)
         offsets = torch.tensor(packing.offsets, device=pcm.device)
         lstm_kernel = kernels.kernels().lstm if pcm.device.type == "cpu" else kernels.reference.lstm
         lstm_kernel(gates, self.lstm.weight_hh_l0.t().contiguous(), offsets, windows, after.h, after.c, out)
         speech = self.head(out.relu_()).sigmoid_()[:, 0]
-        for row, (offset, count) in enumerate(zip(packing.offsets, live, strict=True)):
-            probabilities[row, :count] = speech[offset : offset + count]
+        probabilities[is_live] = speech[: sum(live)]
         return probabilities, after
 
     def _gates(self, windows: Tensor) -> Tensor:

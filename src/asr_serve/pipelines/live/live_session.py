@@ -176,9 +176,10 @@ class LiveSession:
             self._recognizer.join_segments(left, right)
         events, self._new_events = self._new_events, []
         events += self._segments_done()
+        position = self._position
         for index, segment in enumerate(self._segments):
             if index < MAX_CONCURRENT_SEGMENTS or not segment.closed:
-                self._recognizer.schedule(segment, self._position)
+                self._recognizer.schedule(segment, position)
         self._release_audio()
         known = self._segments[-1].text_to if self._segments else 0
         events += self._turns.eager_end(self._endpointer, self._scored_samples, known)
@@ -272,7 +273,21 @@ class LiveSession:
 
     @property
     def _position(self) -> AudioPosition:
-        return AudioPosition(self._scored_samples, self._decided_samples, self.received_samples, self._input_ended)
+        return AudioPosition(
+            self._scored_samples,
+            self._decided_samples,
+            self.received_samples,
+            self._open_until_samples,
+            self._input_ended,
+        )
+
+    @property
+    def _open_until_samples(self) -> int:
+        """End of the received audio that no pause, cut, flush or turn can move out of the open segment."""
+        scored = self._scored_samples
+        limits = [self._endpointer.open_until_samples, self._turns.earliest_end_samples(self._endpointer, scored)]
+        limits += [flush.position_samples for flush in list(self._flushes)[:1]]
+        return min(max(scored, min(limits)), self.received_samples)
 
     def _segment_at(self, start: int, closed: list[Span]) -> LiveSegment:
         """Returns the segment that starts at `start`: the last one, or a new one. `closed`: spans that closed

@@ -21,6 +21,8 @@ class AudioPosition(NamedTuple):
     decided_samples: int
     """End of the audio that may be in closed segments."""
     received_samples: int
+    open_until_samples: int
+    """End of the received audio that belongs to the open segment whatever voice activity says of it."""
     input_ended: bool
     """Whether no more audio will arrive and all of it was scored."""
 

@@ -364,12 +364,13 @@ class StreamingRecognizer:
 
     def schedule(self, each: LiveSegment, at: AudioPosition) -> None:
         """Sends audio. When the last segment of a stream closes, the stream gets the audio up to where the
-        closing was decided, and no more: so its words depend on the audio alone."""
+        closing was decided, and no more: so its words depend on the audio alone. Audio that cannot be past that
+        position does not wait for its voice activity."""
         assert isinstance(each, StreamedSegment)
         while each.after is not None:
             each = each.after
         live = self._pace.priority(at.received_samples) == "live"
-        end = each.decided_samples if each.closed else min(at.scored_samples, at.received_samples)
+        end = each.decided_samples if each.closed else at.open_until_samples
         each.stream.send_audio(self._audio, end, last=each.closed, live=live, wake=self._wake)
 
     def discard(self, each: LiveSegment) -> None:

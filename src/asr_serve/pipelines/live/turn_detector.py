@@ -13,7 +13,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from asr_serve import units
-from asr_serve.audio.endpointing import WINDOW_SAMPLES, Endpointer
+from asr_serve.audio.endpointing import NEVER, WINDOW_SAMPLES, Endpointer
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import AtCapacity, EngineCrashed, ModelNotLoaded, StepFailed
 from asr_serve.pipelines.live.events import TurnEvent
@@ -94,6 +94,18 @@ class TurnDetector:
         if self._submitted_pause == pause or now - pause < MODEL_PAUSE_SAMPLES:
             return None
         return Span(max(start, now - MODEL_INPUT_SAMPLES), now)
+
+    def earliest_end_samples(self, endpointer: Endpointer, now: int) -> int:
+        """Position before which the model cannot end the turn. `now`: end of the scored audio."""
+        pause = endpointer.pause_from_samples
+        if self._options.model is None:
+            return NEVER
+        if pause is None:
+            return now + MODEL_PAUSE_SAMPLES
+        if pause != self._submitted_pause:
+            return max(now, pause + MODEL_PAUSE_SAMPLES)
+        # Queried once in a pause; speech that resumes leads to another one.
+        return now if self._answer is not None else now + MODEL_PAUSE_SAMPLES
 
     def submit_to_model(self, endpointer: Endpointer, pcm: np.ndarray) -> None:
         self._submitted_pause = endpointer.pause_from_samples

@@ -6,6 +6,8 @@
 #include <limits>
 #include <vector>
 
+#include "huge_pages.hpp"
+
 namespace asr_serve {
 
 struct Ngram {
@@ -72,6 +74,15 @@ class IndexedNgram {
 
   const Ngram& model() const { return model_; }
 
+  // Ask for the memory that a step will read: first what tells of the context, and then, with it, of the word.
+  void prefetch_context(int32_t state) const { __builtin_prefetch(&contexts_[size_t(state)]); }
+  void prefetch_word(int32_t state, int32_t word) const {
+    const Context& context = contexts_[size_t(state)];
+    if (state > 0) __builtin_prefetch(&filters_[filter_at(context, mix(word))]);
+    if (context.backoff_state >= 0) __builtin_prefetch(&contexts_[size_t(context.backoff_state)]);
+    if (size_t(word) < unigrams_.size()) __builtin_prefetch(&unigrams_[size_t(word)]);
+  }
+
   // As Ngram::step, for words from 0 on.
   float step(int32_t state, int32_t word, int32_t& next) const {
     uint64_t hash = mix(word), wanted = bits(hash);
@@ -118,9 +129,9 @@ class IndexedNgram {
   }
 
   Ngram model_{};
-  std::vector<Context> contexts_;
-  std::vector<uint64_t> filters_;
-  std::vector<Unigram> unigrams_;  // by word
+  HugePageVector<Context> contexts_;
+  HugePageVector<uint64_t> filters_;
+  HugePageVector<Unigram> unigrams_;  // by word
 };
 
 }  // namespace asr_serve

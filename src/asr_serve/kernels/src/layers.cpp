@@ -21,6 +21,8 @@ constexpr int LANES = 4, BREADTH = 2;
 constexpr int ROWS = 6;
 // Rows that share a stay of some columns of the weight in the cache.
 constexpr int64_t STRIPE = 96;
+// Multiplications of a product, 100 us of one core, from which threads are worth waking.
+constexpr int64_t SHARED = 1 << 23;
 
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
@@ -110,7 +112,9 @@ void multiply_all(const Product<W>& product, int64_t rows, ParallelFor parallel)
     if (column + WIDE == last) return multiply_rows<BREADTH>(product, row, end, column);
     for (; column < last; column += LANES) multiply_rows<1>(product, row, end, column);
   };
-  run(panels * stripes, parallel, one);
+  if (rows * product.inputs * product.outputs >= SHARED)
+    return run(panels * stripes, parallel, one);
+  for (int64_t item = 0; item < panels * stripes; ++item) one(item);
 }
 
 template <typename T>

@@ -21,7 +21,7 @@ from asr_serve import kernels
 from asr_serve.devices.cpu import CpuDevice
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.asr.kaldi_chain import conversion, kaldi_chain, nnet3
-from asr_serve.models.asr.kaldi_chain.network import ChainNetwork
+from asr_serve.models.asr.kaldi_chain.network import ChainNetwork, LayerSpec
 from asr_serve.models.checkpoints import kaldi_files, store
 from asr_serve.models.interfaces import StreamingChunk
 
@@ -198,6 +198,68 @@ def test_a_native_call_in_bf16_is_as_near_to_float32_as_tensor_operations(isa: s
     native = torch.cat(blocks(network, 2, 2, torch.bfloat16)[0])
     rounded = torch.cat(blocks(network, 2, 0, torch.bfloat16)[0])
     assert 0 < float((native - want).abs().mean()) <= 1.2 * float((rounded - want).abs().mean())
+
+
+FACTORED = (
+    LayerSpec("first", (("input", -2), ("input", 0), ("input", 1)), 70, relu=True, ivector=True),
+    LayerSpec("low", (("first", -1), ("first", 0)), 24),
+    LayerSpec("high", (("low", 0), ("low", 1)), 70, relu=True),
+    LayerSpec("second", (("first", 0), ("high", 0)), 70, scales=(0.75, 1.0)),
+    LayerSpec("lower", (("second", -3), ("second", 0)), 40),
+    LayerSpec("higher", (("lower", 0), ("lower", 3)), 70, relu=True),
+    LayerSpec("third", (("second", 0), ("higher", 0), ("second", -3)), 70, scales=(0.5, 1.0, -0.25), relu=True),
+    LayerSpec("output", (("third", 0),), 45),
+)
+"""A network whose layers of bf16 never read the input, so that it fits matrix tiles; no width is a multiple of one."""
+
+
+def factored(dtype: torch.dtype) -> ChainNetwork:
+    random = torch.Generator().manual_seed(5)
+    widths = {"input": tiny_kaldi.CEPSTRA} | {layer.name: layer.width for layer in FACTORED}
+    tensors = {}
+    for layer in FACTORED:
+        inputs = sum(widths[source] for source, _ in layer.inputs)
+        tensors[f"layers.{layer.name}.weight"] = torch.randn(layer.width, inputs, generator=random) / inputs**0.5
+        tensors[f"layers.{layer.name}.bias"] = torch.randn(layer.width, generator=random)
+        tensors[f"layers.{layer.name}.ivector"] = torch.randn(layer.width, tiny_kaldi.IVECTOR, generator=random)
+    sizes = {"input_width": tiny_kaldi.CEPSTRA, "ivector_width": tiny_kaldi.IVECTOR, "subsampling": 3}
+    return ChainNetwork(FACTORED, tensors, CpuDevice(dtype), **sizes)
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("sessions", [1, 5, 20])
+def test_bf16_is_as_near_to_float32_by_a_native_call(tiles: bool, sessions: int) -> None:
+    core = kernels.core()
+    if core is None or (tiles and not core.has_tiles()):
+        pytest.skip("the native core is not built, or this processor has no matrix tiles")
+    core.use_tiles(tiles)
+    try:
+        network = factored(torch.bfloat16)
+    finally:
+        core.use_tiles(True)
+    assert (network.native_sessions > 1_000) == tiles
+    want, state = blocks(factored(torch.float32), sessions, 0)
+    native, rounded = (blocks(network, sessions, limit, torch.bfloat16) for limit in (sessions, 0))
+    for exact, ours, theirs in zip((*want, state), (*native[0], native[1]), (*rounded[0], rounded[1]), strict=True):
+        assert 0 < float((ours - exact).abs().mean()) <= 1.1 * float((theirs - exact).abs().mean())
+        torch.testing.assert_close(ours, exact, atol=0.06, rtol=0.03)
+
+
+def test_sessions_of_a_native_call_do_not_change_each_other(isa: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        network = factored(dtype)
+        random = torch.Generator().manual_seed(1)
+        frames = torch.randn(network.input_history + 12, 7, tiny_kaldi.CEPSTRA, generator=random)
+        spoken = torch.randn(7, tiny_kaldi.IVECTOR, generator=random)
+        network.native_sessions = 7
+        state = torch.randn(7, network.state_width, generator=random).to(dtype)
+        alone = state.clone()
+        together = network.step(frames, spoken, spoken, state, 12)
+        for i in range(7):
+            row = alone[i : i + 1]
+            scores = network.step(frames[:, i : i + 1], spoken[i : i + 1], spoken[i : i + 1], row, 12)
+            assert torch.equal(scores[:, 0], together[:, i])
+            assert torch.equal(row[0], state[i])
 
 
 def test_a_plan_that_does_not_fit_is_refused(isa: str) -> None:

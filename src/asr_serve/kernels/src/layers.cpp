@@ -3,6 +3,7 @@
 #include "layers.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include "floats.h"
@@ -42,7 +43,7 @@ inline Vec load_vec(const bf16* from) {
 // Numbers of one row that lie together.
 struct Part {
   int64_t width;
-  std::vector<const float*> rows;
+  std::vector<const void*> rows;
 };
 
 template <typename W>
@@ -66,7 +67,7 @@ void multiply(const Product<W>& product, int64_t row, int64_t column) {
   }
   for (const Part& part : *product.parts) {
     const float* x[R];
-    for (int r = 0; r < R; ++r) x[r] = part.rows[size_t(row + r)];
+    for (int r = 0; r < R; ++r) x[r] = static_cast<const float*>(part.rows[size_t(row + r)]);
     for (int64_t k = 0; k < part.width; ++k) {
       Vec w[V];
       for (int v = 0; v < V; ++v) {
@@ -117,27 +118,35 @@ void multiply_all(const Product<W>& product, int64_t rows, ParallelFor parallel)
   for (int64_t item = 0; item < panels * stripes; ++item) one(item);
 }
 
-template <typename T>
-void load_history(const T* state, int64_t state_width, int64_t sessions, int64_t frames, int64_t width, float* to) {
+inline void copy(float* to, float from) { *to = from; }
+inline void copy(float* to, bf16 from) { *to = load(from); }
+inline void copy(bf16* to, float from) { save(to, from); }
+inline void copy(bf16* to, bf16 from) { *to = from; }
+
+template <typename T, typename V>
+void load_history(const T* state, int64_t state_width, int64_t sessions, int64_t frames, int64_t width, V* to) {
   for (int64_t frame = 0; frame < frames; ++frame)
     for (int64_t session = 0; session < sessions; ++session) {
       const T* from = state + session * state_width + frame * width;
-      float* row = to + (frame * sessions + session) * width;
-      for (int64_t i = 0; i < width; ++i) row[i] = load(from[i]);
+      V* row = to + (frame * sessions + session) * width;
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) copy(row + i, from[i]);
     }
 }
 
-template <typename T>
-void save_history(T* state, int64_t state_width, int64_t sessions, int64_t frames, int64_t width, const float* from) {
+template <typename T, typename V>
+void save_history(T* state, int64_t state_width, int64_t sessions, int64_t frames, int64_t width, const V* from) {
   for (int64_t frame = 0; frame < frames; ++frame)
     for (int64_t session = 0; session < sessions; ++session) {
       T* to = state + session * state_width + frame * width;
-      const float* row = from + (frame * sessions + session) * width;
-      for (int64_t i = 0; i < width; ++i) save(to + i, row[i]);
+      const V* row = from + (frame * sessions + session) * width;
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) copy(to + i, row[i]);
     }
 }
 
-template <typename T>
+// State and scores in T, frames of layers in V: float, or bf16 with tiles.
+template <typename T, typename V>
 class Run {
  public:
   Run(const LayersCall& call, ParallelFor parallel) : call_(call), parallel_(parallel) {}
@@ -146,16 +155,13 @@ class Run {
     const auto& layers = *call_.layers;
     values_.resize(layers.size() + 1);
     values_[0] = {call_.frames, call_.input_history + call_.block_frames, call_.input_width};
-    std::vector<std::vector<float>> memory(layers.size());
+    std::vector<std::vector<V>> memory(layers.size());
     for (size_t i = 0; i < layers.size(); ++i) {
       const Layer& layer = layers[i];
       if (call_.prime && !layer.primed) continue;
       const int64_t count = call_.block_frames / layer.stride, history = layer.history * call_.sessions * layer.width;
-      float* whole = call_.out;
-      if (i + 1 < layers.size() || call_.prime) {
-        memory[i] = take(size_t(history + count * call_.sessions * layer.width));
-        whole = memory[i].data();
-      }
+      memory[i] = take(size_t(history + count * call_.sessions * layer.width));
+      V* whole = memory[i].data();
       T* state = static_cast<T*>(call_.state) + layer.state;
       load_history(state, call_.state_width, call_.sessions, layer.history, layer.width, whole);
       if (layer.scales.empty())
@@ -168,23 +174,30 @@ class Run {
       for (size_t j = 0; j <= i; ++j)
         if (layers[j].last_reader == int64_t(i)) give(memory[j]);
     }
+    if (!call_.prime) {
+      T* out = static_cast<T*>(call_.out);
+      const V* scores = memory.back().data();
+      const int64_t numbers = call_.block_frames / layers.back().stride * call_.sessions * layers.back().width;
+#pragma omp simd
+      for (int64_t i = 0; i < numbers; ++i) copy(out + i, scores[i]);
+    }
     for (auto& each : memory) give(each);
   }
 
  private:
   struct Values {
-    const float* data;
+    const void* data;
     int64_t frames, width;
   };
 
   // Memory of layers that nobody reads any more. It outlives a step: fresh pages cost more than what is written there.
-  static std::vector<std::vector<float>>& unused() {
-    thread_local std::vector<std::vector<float>> memory;
+  static std::vector<std::vector<V>>& unused() {
+    thread_local std::vector<std::vector<V>> memory;
     return memory;
   }
 
-  static std::vector<float> take(size_t size) {
-    std::vector<float> found;
+  static std::vector<V> take(size_t size) {
+    std::vector<V> found;
     if (!unused().empty()) {
       found = std::move(unused().back());
       unused().pop_back();
@@ -193,26 +206,34 @@ class Run {
     return found;
   }
 
-  static void give(std::vector<float>& memory) {
+  static void give(std::vector<V>& memory) {
     if (!memory.empty()) unused().push_back(std::move(memory));
     memory.clear();
   }
 
-  // The row of frame `i` of `count`, of the first session.
-  const float* row(const LayerRead& read, int64_t i, int64_t count) const {
+  // Where the numbers of frame `i` of `count` begin.
+  int64_t start(const LayerRead& read, int64_t i, int64_t count) const {
     const Values& from = values_[size_t(read.source)];
     int64_t frame = from.frames - read.lag - 1 - (count - 1 - i) * read.step;
-    return from.data + frame * call_.sessions * from.width;
+    return frame * call_.sessions * from.width;
   }
 
-  void product(const Layer& layer, int64_t count, float* out) {
+  const V* row(const LayerRead& read, int64_t i, int64_t count) const {
+    return static_cast<const V*>(values_[size_t(read.source)].data) + start(read, i, count);
+  }
+
+  void product(const Layer& layer, int64_t count, V* out) {
     std::vector<Part> parts;
     int64_t inputs = 0;
     for (const LayerRead& read : layer.reads) {
-      Part part{values_[size_t(read.source)].width, {}};
+      const Values& from = values_[size_t(read.source)];
+      Part part{from.width, {}};
+      part.rows.reserve(size_t(count * call_.sessions));
+      const int64_t bytes = read.source ? sizeof(V) : sizeof(float);
       for (int64_t i = 0; i < count; ++i)
         for (int64_t session = 0; session < call_.sessions; ++session)
-          part.rows.push_back(row(read, i, count) + session * part.width);
+          part.rows.push_back(static_cast<const char*>(from.data) +
+                              (start(read, i, count) + session * part.width) * bytes);
       inputs += part.width;
       parts.push_back(std::move(part));
     }
@@ -229,43 +250,78 @@ class Run {
       parts.push_back(std::move(part));
     }
     const int64_t rows = count * call_.sessions;
+    if (layer.tiled) return multiply_tiles(layer, parts, rows, out);
+    float* sums;
+    if constexpr (std::is_same_v<V, float>) {
+      sums = out;
+    } else {
+      exact_.resize(size_t(rows * layer.width));
+      sums = exact_.data();
+    }
     if (layer.rounded)
       multiply_all(Product<bf16>{&parts, static_cast<const bf16*>(layer.weight), layer.bias, inputs, layer.width,
-                                 layer.relu, out}, rows, parallel_);
+                                 layer.relu, sums}, rows, parallel_);
     else
       multiply_all(Product<float>{&parts, static_cast<const float*>(layer.weight), layer.bias, inputs, layer.width,
-                                  layer.relu, out}, rows, parallel_);
+                                  layer.relu, sums}, rows, parallel_);
+    if constexpr (!std::is_same_v<V, float>) {
+#pragma omp simd
+      for (int64_t i = 0; i < rows * layer.width; ++i) copy(out + i, sums[i]);
+    }
   }
 
-  void sum(const Layer& layer, int64_t count, float* out) {
+  void multiply_tiles(const Layer& layer, const std::vector<Part>& parts, int64_t rows, V* out) {
+    std::vector<int64_t> widths;
+    std::vector<const void* const*> starts;
+    for (const Part& part : parts) {
+      widths.push_back(part.width);
+      starts.push_back(part.rows.data());
+    }
+    call_.tiles({rows, layer.width, parts.size(), widths.data(), starts.data(), layer.weight, layer.bias, layer.relu,
+                 reinterpret_cast<uint16_t*>(out)},
+                rows * layer.width * 256 >= SHARED ? parallel_ : alone);
+  }
+
+  static void alone(int64_t items, Body body, void* context) {
+    for (int64_t item = 0; item < items; ++item) body(context, item);
+  }
+
+  void sum(const Layer& layer, int64_t count, V* out) {
     const int64_t numbers = call_.sessions * layer.width;
     for (int64_t i = 0; i < count; ++i, out += numbers) {
-      const float *first = row(layer.reads[0], i, count), scale = layer.scales[0];
+      const V* first = row(layer.reads[0], i, count);
+      const float scale = layer.scales[0];
       if (layer.reads.size() == 2) {
-        const float *second = row(layer.reads[1], i, count), other = layer.scales[1];
-        for (int64_t j = 0; j < numbers; ++j) out[j] = scale * first[j] + other * second[j];
+        const V* second = row(layer.reads[1], i, count);
+        const float other = layer.scales[1];
+#pragma omp simd
+        for (int64_t j = 0; j < numbers; ++j) save(out + j, scale * load(first[j]) + other * load(second[j]));
       } else {
-        for (int64_t j = 0; j < numbers; ++j) out[j] = scale * first[j];
+        for (int64_t j = 0; j < numbers; ++j) save(out + j, scale * load(first[j]));
         for (size_t r = 1; r < layer.reads.size(); ++r) {
-          const float *more = row(layer.reads[r], i, count), other = layer.scales[r];
-          for (int64_t j = 0; j < numbers; ++j) out[j] += other * more[j];
+          const V* more = row(layer.reads[r], i, count);
+          const float other = layer.scales[r];
+          for (int64_t j = 0; j < numbers; ++j) save(out + j, load(out[j]) + other * load(more[j]));
         }
       }
       if (layer.relu)
-        for (int64_t j = 0; j < numbers; ++j) out[j] = out[j] < 0.0f ? 0.0f : out[j];
+        for (int64_t j = 0; j < numbers; ++j) save(out + j, load(out[j]) < 0.0f ? 0.0f : load(out[j]));
     }
   }
 
   const LayersCall& call_;
   ParallelFor parallel_;
   std::vector<Values> values_;
+  std::vector<float> exact_;  // sums of a layer before they are rounded
 };
 
 void run_all(const LayersCall& call, ParallelFor parallel) {
-  if (call.state_rounded)
-    Run<bf16>(call, parallel).layers();
+  if (call.tiles)
+    Run<bf16, bf16>(call, parallel).layers();
+  else if (call.state_rounded)
+    Run<bf16, float>(call, parallel).layers();
   else
-    Run<float>(call, parallel).layers();
+    Run<float, float>(call, parallel).layers();
 }
 
 }  // namespace

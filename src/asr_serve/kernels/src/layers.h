@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "tiles.h"
 
 namespace asr_serve {
 
@@ -17,7 +18,7 @@ struct LayerRead {
 struct Layer {
   int64_t width, stride, ahead, history;
   int64_t state;  // where its history begins in a session's state
-  bool relu, ivector, primed, rounded;  // rounded: the weight is bf16
+  bool relu, ivector, primed, rounded, tiled;  // the weight is bf16; it is packed for tiles
   std::vector<LayerRead> reads;
   std::vector<float> scales;  // of a weighted sum; none: a matrix
   const void* weight;
@@ -32,7 +33,8 @@ struct LayersCall {
   void* state;        // (sessions, state_width), float or bf16
   bool state_rounded;
   bool prime;   // only the layers that the state needs
-  float* out;   // (frames, sessions, width) of the last layer; nullptr when priming
+  void* out;    // (frames, sessions, width) of the last layer, in the state's dtype; nullptr when priming
+  TileMultiply tiles;  // where weights are packed for tiles, else nullptr
 };
 
 using RunLayers = void (*)(const LayersCall& call, ParallelFor parallel);

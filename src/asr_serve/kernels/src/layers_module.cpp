@@ -17,6 +17,8 @@ namespace asr_serve {
 namespace {
 
 const RunLayers* run_layers = nullptr;
+TileMultiply tile_multiply = nullptr;
+bool use_tiles = true;
 ParallelFor threads = nullptr;
 
 void require(bool ok, const char* what) {
@@ -49,7 +51,7 @@ class FrameLayers {
     require(width > 0 && history >= 0 && (stride == 1 || stride == subsampling_) && !reads.empty(),
             "a layer has a width, a stride of 1 or subsampling, and inputs");
     Layer layer{.width = width, .stride = stride, .ahead = ahead, .history = history, .state = state_width_,
-                .relu = relu, .ivector = ivector, .primed = primed, .rounded = false, .reads = {}, .scales = scales,
+                .relu = relu, .ivector = ivector, .primed = primed, .rounded = false, .tiled = false, .reads = {}, .scales = scales,
                 .weight = nullptr, .bias = nullptr, .last_reader = -1};
     const int64_t number = int64_t(layers_.size());
     int64_t inputs = ivector ? ivector_width_ : 0;
@@ -69,23 +71,38 @@ class FrameLayers {
     require(history == 0 || primed, "a layer with history is primed");
     if (scales.empty()) {
       const size_t blocks = size_t((width + LAYER_OUTPUTS - 1) / LAYER_OUTPUTS);
-      require(weight && weight->ndim() == 3 && weight->shape(0) == blocks && int64_t(weight->shape(1)) == inputs &&
-                  weight->shape(2) == LAYER_OUTPUTS,
-              "weight must be (outputs / 16, inputs, 16)");
-      require(bias && bias->size() == blocks * LAYER_OUTPUTS, "bias must be padded to whole blocks of 16");
+      require(weight.has_value() && bias.has_value(), "a matrix has a weight and a bias");
       layer.rounded = is_bf16(*weight);
+      layer.tiled = weight->ndim() == 4;
+      if (layer.tiled) {
+        const size_t pairs = size_t((width + 31) / 32);
+        require(tile_multiply && layer.rounded && !ivector && weight->shape(0) == 2 * pairs &&
+                    int64_t(weight->shape(1)) == (inputs + 31) / 32 * 16 && weight->shape(2) == LAYER_OUTPUTS &&
+                    weight->shape(3) == 2 && bias->size() == 32 * pairs,
+                "weight must be (outputs / 16, inputs / 2, 16, 2), padded to 32 outputs and inputs");
+      } else {
+        require(weight->ndim() == 3 && weight->shape(0) == blocks && int64_t(weight->shape(1)) == inputs &&
+                    weight->shape(2) == LAYER_OUTPUTS && bias->size() == blocks * LAYER_OUTPUTS,
+                "weight must be (outputs / 16, inputs, 16), bias padded likewise");
+      }
+      tiled_ = tiled_ || layer.tiled;
+      // Layers that are rounded hold bf16 beside tiles, and others read float32.
+      for (const auto& [source, lag, step] : reads)
+        exact_reads_ = exact_reads_ && (source == 0) == !layer.tiled;
       layer.weight = weight->data();
       layer.bias = bias->data();
       weights_.push_back(*weight);
       biases_.push_back(*bias);
     } else {
+      for (const auto& [source, lag, step] : reads) exact_reads_ = exact_reads_ && source != 0;
       require(scales.size() == reads.size() && !weight && !bias && !ivector, "a sum has a scale for each input");
     }
     state_width_ += history * width;
     layers_.push_back(std::move(layer));
   }
 
-  void run(Floats<3> frames, Floats<2> before, Floats<2> after, Any state, std::optional<Floats<3>> out) const {
+  void run(Floats<3> frames, Floats<2> before, Floats<2> after, Any state, std::optional<Any> out) const {
+    require(!tiled_ || exact_reads_, "beside tiles, float32 matrices read the input alone, and other layers none of it");
     require(!layers_.empty() && layers_.back().history == 0, "the last layer has no history");
     const int64_t sessions = int64_t(frames.shape(1)), block = int64_t(frames.shape(0)) - input_history_;
     require(sessions >= 1 && block >= subsampling_ && block % subsampling_ == 0 &&
@@ -96,12 +113,13 @@ class FrameLayers {
               "i-vectors must be (sessions, width)");
     require(state.ndim() == 2 && int64_t(state.shape(0)) == sessions && int64_t(state.shape(1)) == state_width_,
             "state must be (sessions, state width)");
-    require(!out || (int64_t(out->shape(0)) == block / layers_.back().stride &&
+    require(!out || (out->ndim() == 3 && is_bf16(*out) == is_bf16(state) && int64_t(out->shape(0)) == block / layers_.back().stride &&
                      int64_t(out->shape(1)) == sessions && int64_t(out->shape(2)) == layers_.back().width),
-            "out must be (frames, sessions, width of the last layer)");
+            "out must be (frames, sessions, width of the last layer), in the dtype of state");
     const LayersCall call{&layers_, sessions, block, input_history_, input_width_, ivector_width_, subsampling_,
                           state_width_, frames.data(), before.data(), after.data(), state.data(), is_bf16(state),
-                          !out, out ? out->data() : nullptr};
+                          !out, out ? out->data() : nullptr, tiled_ ? tile_multiply : nullptr};
+    require(!tiled_ || call.state_rounded, "beside tiles, state must be bfloat16");
     nb::gil_scoped_release release;
     (*run_layers)(call, threads);
   }
@@ -109,6 +127,7 @@ class FrameLayers {
   int64_t state_width() const { return state_width_; }
 
  private:
+  bool tiled_ = false, exact_reads_ = true;
   int64_t input_width_, ivector_width_, subsampling_, input_history_, state_width_ = 0;
   std::vector<Layer> layers_;
   std::vector<Any> weights_;  // kept alive
@@ -120,6 +139,9 @@ class FrameLayers {
 void add_layers(nb::module_& m, const RunLayers* run, ParallelFor parallel) {
   run_layers = run;
   threads = parallel;
+  tile_multiply = find_tiles();
+  m.def("has_tiles", [] { return tile_multiply && use_tiles; }, "Whether bf16 weights of layers are to be packed for tiles.");
+  m.def("use_tiles", [](bool use) { use_tiles = use; }, nb::arg("use"), "Whether has_tiles may be true. For tests.");
   nb::class_<FrameLayers>(m, "FrameLayers", "A compiled list of layers over frames of many sessions.")
       .def(nb::init<int64_t, int64_t, int64_t, int64_t>(), nb::arg("input_width"), nb::arg("ivector_width"),
            nb::arg("subsampling"), nb::arg("input_history"))

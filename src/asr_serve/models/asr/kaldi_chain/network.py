@@ -10,6 +10,7 @@ sessions are few: then the start of each operation costs more than the operation
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,9 +25,11 @@ from asr_serve.models.asr.kaldi_chain.nnet3 import INPUT
 
 BLOCK_OUTPUTS = 16
 """Outputs of a block of a packed weight."""
+TILE = 32
+"""Outputs and inputs to whose multiples a weight for matrix tiles is padded."""
 NATIVE_SESSIONS = {torch.float32: 32, torch.bfloat16: 3}
-"""Sessions of a step up to which the native call is faster, by the dtype of weights. It widens bf16 numbers; with many
-rows, the processor's own bf16 products win."""
+"""Sessions of a step up to which the native call is faster, by the dtype of weights. Without matrix tiles it
+widens bf16 numbers; with many rows, oneDNN's products win. With tiles it is faster for any number."""
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
@@ -125,8 +128,11 @@ class ChainNetwork:
         } - {INPUT}
         """Layers that one other reads, in the same step: it may write over them."""
         self._primed = self._needed_for_state()
+        self._tiled = False
         self._native = self._compile(tensors, input_width, ivector_width)
         self.native_sessions = 0 if self._native is None else NATIVE_SESSIONS[device.dtype]
+        if self._tiled:
+            self.native_sessions = sys.maxsize
         """Sessions of a step up to which it is one native call."""
 
     @property
@@ -204,12 +210,13 @@ class ChainNetwork:
         assert self._native is not None
         scores = None
         if scored:
-            scores = torch.empty(block_frames // self.subsampling, frames.shape[1], self.output_width)
+            shape = block_frames // self.subsampling, frames.shape[1], self.output_width
+            scores = torch.empty(shape, dtype=self.device.dtype)
         rows = state.contiguous()
         self._native.run(frames.contiguous(), before.contiguous(), after.contiguous(), rows, scores)
         if rows is not state:
             state.copy_(rows)
-        return None if scores is None else scores.to(self.device.dtype)
+        return scores
 
     def _compile(self, tensors: Mapping[str, Tensor], input_width: int, ivector_width: int) -> Any:
         """Returns the plan for the native call, with its weights; None where there is no such call."""
@@ -217,14 +224,25 @@ class ChainNetwork:
         if kernel is None or self.device.quantize != "none":
             return None
         native = kernel(input_width, ivector_width, self.subsampling, self.input_history)
+        # Beside tiles, frames of layers are bf16: float32 matrices must read the input alone, and others none of it.
+        exact = [not layer.scales and _exact_dtype(layer) is not None for layer in self.layers]
+        apart = all(
+            (source == INPUT) == reads
+            for layer, reads in zip(self.layers, exact, strict=True)
+            for source, _ in layer.inputs
+        )
+        self._tiled = tiles = apart and self.device.dtype == torch.bfloat16 and self.device.kernels.has_tiles()
         numbers = {name: number for number, name in enumerate([INPUT, *(layer.name for layer in self.layers)])}
         for layer in self.layers:
             plan = self._plans[layer.name]
             reads = [(numbers[read.source], read.lag, read.step) for read in plan.reads]
             weight = bias = None
             if not layer.scales:
-                weight = _packed(layer, tensors, _exact_dtype(layer) or self.device.dtype)
-                bias = F.pad(tensors[f"layers.{layer.name}.bias"].float(), (0, -layer.width % BLOCK_OUTPUTS))
+                dtype = _exact_dtype(layer) or self.device.dtype
+                tiled = tiles and dtype == torch.bfloat16
+                weight = _packed(layer, tensors, dtype, tiled)
+                padding = -layer.width % (TILE if tiled else BLOCK_OUTPUTS)
+                bias = F.pad(tensors[f"layers.{layer.name}.bias"].float(), (0, padding))
             places = layer.width, plan.stride, plan.ahead, plan.history, layer.relu, layer.name in self._primed
             native.add(*places, reads, layer.scales, weight, bias, layer.ivector)
         assert native.state_width == self.state_width
@@ -351,11 +369,15 @@ def _exact_dtype(layer: LayerSpec) -> torch.dtype | None:
     return torch.float32 if layer.ivector or any(source == INPUT for source, _ in layer.inputs) else None
 
 
-def _packed(layer: LayerSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Matrix of a layer as the native call reads it: (outputs / 16, inputs, 16), padded with zeros."""
+def _packed(layer: LayerSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype, tiled: bool) -> Tensor:
+    """Matrix of a layer as the native call reads it, padded with zeros: (outputs / 16, inputs, 16), and for matrix
+    tiles (outputs / 16, inputs / 2, 16, 2)."""
     matrix = tensors[f"layers.{layer.name}.weight"].float()
     if layer.ivector:
         matrix = torch.cat([matrix, tensors[f"layers.{layer.name}.ivector"].float()], dim=1)
+    if tiled:
+        matrix = F.pad(matrix, (0, -matrix.shape[1] % TILE, 0, -layer.width % TILE)).to(dtype)
+        return matrix.view(-1, BLOCK_OUTPUTS, matrix.shape[1] // 2, 2).transpose(1, 2).contiguous()
     matrix = F.pad(matrix, (0, 0, 0, -layer.width % BLOCK_OUTPUTS)).to(dtype)
     return matrix.view(-1, BLOCK_OUTPUTS, matrix.shape[1]).transpose(1, 2).contiguous()
 

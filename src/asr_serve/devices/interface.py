@@ -59,10 +59,13 @@ class Device(Protocol):
     """Batches of frames are padded to a multiple of this, so that few shapes occur."""
     encoder_threads: int
     """Encode batches that may run beside the decoder, each on its own thread; 0 where the device does one at a time."""
-    quantize: Quantize
     kernels: ModuleType
     """Module with rope softmax store append attend pick tanh_norm lstm FrameLayers: native, or
     asr_serve.kernels.reference."""
+
+    @property
+    def quantize(self) -> Quantize:
+        """How weights are quantized."""
 
     @property
     def dtype_name(self) -> str:

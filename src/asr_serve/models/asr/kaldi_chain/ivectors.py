@@ -242,11 +242,13 @@ class OnlineIvectors:
         memory["ivector"] = estimate
         return estimate
 
-    def _sums(self, statistics: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    def _sums(self, statistics: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted sums over frames, float64: linear (sessions, width), quadratic (sessions, lower triangle) and
         count (sessions, 1)."""
         scaled = (weights * self.options.posterior_scale)[:, None]
-        return torch.bmm(scaled, statistics)[:, 0].double().split(self._parts, dim=1)
+        sums = torch.bmm(scaled, statistics)[:, 0].double()
+        linear, quadratic, _ = self._parts
+        return sums[:, :linear], sums[:, linear : linear + quadratic], sums[:, -1:]
 
     def _solve(self, linear: Tensor, quadratic: Tensor, counts: Tensor) -> Tensor:
         prior_scale = (counts / self.options.most_counts).clamp(min=1)

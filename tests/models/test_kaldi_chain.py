@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import wave
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ import torch
 from kaldi_reference import Reference, cepstra_of
 from torch import Tensor
 
+from asr_serve import kernels
 from asr_serve.devices.cpu import CpuDevice
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.asr.kaldi_chain import conversion, kaldi_chain, nnet3
+from asr_serve.models.asr.kaldi_chain.network import ChainNetwork, LayerSpec
 from asr_serve.models.checkpoints import kaldi_files, store
 from asr_serve.models.interfaces import StreamingChunk
 
@@ -135,6 +137,146 @@ def test_steps_of_fixed_shape_have_the_same_scores(folder: Path) -> None:
         found.append(outputs)
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(params=["generic", "avx2", "avx512"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """An instruction set that the compiled kernels use during a test."""
+    core = kernels.core()
+    if core is None:
+        pytest.skip("the native core is not built or not wanted: pip install -e . builds it")
+    try:
+        core.choose_isa(request.param)
+    except ValueError as missing:
+        pytest.skip(str(missing))
+    yield request.param
+    core.choose_isa("auto")
+
+
+def blocks(
+    network: ChainNetwork, sessions: int, native_sessions: int, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], Tensor]:
+    """Scores of three blocks of random frames, and the state after them."""
+    network.native_sessions = native_sessions
+    random = torch.Generator().manual_seed(sessions)
+    width, spoken = tiny_kaldi.CEPSTRA, tiny_kaldi.IVECTOR
+    block = 4 * network.subsampling
+    lead = network.input_history + network.priming_frames
+    frames = torch.randn(lead + 3 * block, sessions, width, generator=random)
+    ivectors = torch.randn(4, sessions, spoken, generator=random)
+    with torch.inference_mode():
+        state = network.prime(frames[:lead], ivectors[0])
+        found = []
+        for number in range(3):
+            end = lead + (number + 1) * block
+            part = frames[end - block - network.input_history : end]
+            found.append(network.step(part, ivectors[number], ivectors[number + 1], state, block))
+    assert all(each.dtype == dtype for each in (*found, state))
+    return [each.float() for each in found], state.float()
+
+
+@pytest.mark.parametrize("seed", [1, 7])
+@pytest.mark.parametrize("sessions", [1, 3, 20])
+def test_one_native_call_equals_tensor_operations(isa: str, seed: int, sessions: int, folder: Path) -> None:
+    model, _ = tiny(seed, folder / str(seed))
+    limit = model.network.native_sessions
+    assert limit > 0, "no native call"
+    try:
+        native, tensors = blocks(model.network, sessions, sessions), blocks(model.network, sessions, 0)
+    finally:
+        model.network.native_sessions = limit
+    for ours, theirs in zip((*native[0], native[1]), (*tensors[0], tensors[1]), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
+def test_a_native_call_in_bf16_is_as_near_to_float32_as_tensor_operations(isa: str, folder: Path) -> None:
+    exact, _ = tiny(7, folder / "7")
+    settings, tensors, _ = conversion.read_acoustics(folder / "7")
+    config = kaldi_chain.Config.of(settings | {"vocab_size": 3})
+    network = kaldi_chain.Model(config, tensors, CpuDevice(torch.bfloat16)).network
+    want = torch.cat(blocks(exact.network, 2, exact.network.native_sessions)[0])
+    native = torch.cat(blocks(network, 2, 2, torch.bfloat16)[0])
+    rounded = torch.cat(blocks(network, 2, 0, torch.bfloat16)[0])
+    assert 0 < float((native - want).abs().mean()) <= 1.2 * float((rounded - want).abs().mean())
+
+
+FACTORED = (
+    LayerSpec("first", (("input", -2), ("input", 0), ("input", 1)), 70, relu=True, ivector=True),
+    LayerSpec("low", (("first", -1), ("first", 0)), 24),
+    LayerSpec("high", (("low", 0), ("low", 1)), 70, relu=True),
+    LayerSpec("second", (("first", 0), ("high", 0)), 70, scales=(0.75, 1.0)),
+    LayerSpec("lower", (("second", -3), ("second", 0)), 40),
+    LayerSpec("higher", (("lower", 0), ("lower", 3)), 70, relu=True),
+    LayerSpec("third", (("second", 0), ("higher", 0), ("second", -3)), 70, scales=(0.5, 1.0, -0.25), relu=True),
+    LayerSpec("output", (("third", 0),), 45),
+)
+"""A network whose layers of bf16 never read the input, so that it fits matrix tiles; no width is a multiple of one."""
+
+
+def factored(dtype: torch.dtype) -> ChainNetwork:
+    random = torch.Generator().manual_seed(5)
+    widths = {"input": tiny_kaldi.CEPSTRA} | {layer.name: layer.width for layer in FACTORED}
+    tensors = {}
+    for layer in FACTORED:
+        inputs = sum(widths[source] for source, _ in layer.inputs)
+        tensors[f"layers.{layer.name}.weight"] = torch.randn(layer.width, inputs, generator=random) / inputs**0.5
+        tensors[f"layers.{layer.name}.bias"] = torch.randn(layer.width, generator=random)
+        tensors[f"layers.{layer.name}.ivector"] = torch.randn(layer.width, tiny_kaldi.IVECTOR, generator=random)
+    sizes = {"input_width": tiny_kaldi.CEPSTRA, "ivector_width": tiny_kaldi.IVECTOR, "subsampling": 3}
+    return ChainNetwork(FACTORED, tensors, CpuDevice(dtype), **sizes)
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("sessions", [1, 5, 20])
+def test_bf16_is_as_near_to_float32_by_a_native_call(tiles: bool, sessions: int) -> None:
+    core = kernels.core()
+    if core is None or (tiles and not core.has_tiles()):
+        pytest.skip("the native core is not built, or this processor has no matrix tiles")
+    core.use_tiles(tiles)
+    try:
+        network = factored(torch.bfloat16)
+    finally:
+        core.use_tiles(True)
+    assert (network.native_sessions > 1_000) == tiles
+    want, state = blocks(factored(torch.float32), sessions, 0)
+    native, rounded = (blocks(network, sessions, limit, torch.bfloat16) for limit in (sessions, 0))
+    for exact, ours, theirs in zip((*want, state), (*native[0], native[1]), (*rounded[0], rounded[1]), strict=True):
+        assert 0 < float((ours - exact).abs().mean()) <= 1.1 * float((theirs - exact).abs().mean())
+        torch.testing.assert_close(ours, exact, atol=0.06, rtol=0.03)
+
+
+def test_sessions_of_a_native_call_do_not_change_each_other(isa: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        network = factored(dtype)
+        random = torch.Generator().manual_seed(1)
+        frames = torch.randn(network.input_history + 12, 7, tiny_kaldi.CEPSTRA, generator=random)
+        spoken = torch.randn(7, tiny_kaldi.IVECTOR, generator=random)
+        network.native_sessions = 7
+        state = torch.randn(7, network.state_width, generator=random).to(dtype)
+        alone = state.clone()
+        together = network.step(frames, spoken, spoken, state, 12)
+        for i in range(7):
+            row = alone[i : i + 1]
+            scores = network.step(frames[:, i : i + 1], spoken[i : i + 1], spoken[i : i + 1], row, 12)
+            assert torch.equal(scores[:, 0], together[:, i])
+            assert torch.equal(row[0], state[i])
+
+
+def test_a_plan_that_does_not_fit_is_refused(isa: str) -> None:
+    layers = kernels.kernels().FrameLayers(4, 0, 3, 2)
+    weight, bias = torch.zeros(1, 8, 16), torch.zeros(16)
+    with pytest.raises(ValueError, match="before the history"):
+        layers.add(5, 1, 0, 0, False, False, [(0, 0, 1), (0, 3, 1)], (), weight, bias, False)
+    with pytest.raises(ValueError, match="outputs / 16"):
+        layers.add(5, 1, 0, 0, False, False, [(0, 0, 1)], (), weight, bias, False)
+    with pytest.raises(ValueError, match="reads those before it"):
+        layers.add(5, 1, 0, 0, False, False, [(1, 0, 1)], (), weight, bias, False)
+    layers.add(5, 1, 0, 0, False, False, [(0, 0, 1), (0, 2, 1)], (), weight, bias, False)
+    spoken, state = torch.zeros(2, 0), torch.zeros(2, 0)
+    with pytest.raises(ValueError, match="frames must be"):
+        layers.run(torch.zeros(6, 2, 4), spoken, spoken, state, torch.zeros(4, 2, 5))
+    with pytest.raises(ValueError, match="out must be"):
+        layers.run(torch.zeros(5, 2, 4), spoken, spoken, state, torch.zeros(1, 2, 5))
 
 
 def test_solving_exactly_is_near_kaldis_conjugate_gradients(folder: Path) -> None:

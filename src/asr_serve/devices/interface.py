@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from asr_serve.models.packing import PackedBatch
+from asr_serve.types import Quantize
 
 
 class Linear(Protocol):
@@ -59,7 +60,12 @@ class Device(Protocol):
     encoder_threads: int
     """Encode batches that may run beside the decoder, each on its own thread; 0 where the device does one at a time."""
     kernels: ModuleType
-    """Module with rope softmax store append attend pick tanh_norm lstm: native, or asr_serve.kernels.reference."""
+    """Module with rope softmax store append attend pick tanh_norm lstm FrameLayers: native, or
+    asr_serve.kernels.reference."""
+
+    @property
+    def quantize(self) -> Quantize:
+        """How weights are quantized."""
 
     @property
     def dtype_name(self) -> str:

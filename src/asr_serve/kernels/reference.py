@@ -15,6 +15,9 @@ from asr_serve.kernels.int8_reference import Int8Linear as Int8Linear
 from asr_serve.kernels.streaming_reference import causal_conv as causal_conv
 from asr_serve.kernels.streaming_reference import window_attention as window_attention
 
+FrameLayers: type | None = None
+"""Layers of a network in one call. Models whose networks have one compute them by tensor operations themselves."""
+
 
 def rope(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotates q and k of `qkv` (rows, 3, heads, head_dim) in place, halves apart, in float32.

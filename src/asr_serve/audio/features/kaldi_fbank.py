@@ -60,12 +60,14 @@ class Fbank:
         """Samples by which a frame begins before frame * hop_samples."""
         self.fft_samples = 1 << (self.window_samples - 1).bit_length()
         self.shape = _window(self.options).to(device, torch.float32)
-        self.filters = mel_filters(self.options, self.fft_samples).to(device, torch.float32)
+        # Real and imaginary parts, one after the other, have a row each.
+        filters = mel_filters(self.options, self.fft_samples).repeat_interleave(2, dim=0)
+        self.filters = filters.to(device, torch.float32)
         self.noise: Tensor | None = None
         if self.options.dither:
             # The power of noise is the sum of what its samples have alone.
             impulses = torch.eye(self.window_samples, device=device)
-            self.noise = self._power(impulses).sum(0) @ self.filters * self.options.dither**2
+            self.noise = self._mels(impulses).sum(0) * self.options.dither**2
 
     def count_frames(self, samples: int) -> int:
         """Number of frames of a whole clip of this many samples."""
@@ -94,7 +96,7 @@ class Fbank:
         if self.options.energy:
             centred = framed - framed.mean(-1, keepdim=True) if self.options.remove_dc else framed
             energy = centred.square().sum(-1, keepdim=True)
-        mels = self._power(framed) @ self.filters
+        mels = self._mels(framed)
         if self.noise is not None:
             mels += self.noise
         mels = mels.clamp_(min=FLOOR).log_()
@@ -102,8 +104,8 @@ class Fbank:
             return mels
         return torch.cat([energy.clamp_(min=max(FLOOR, self.options.energy_floor)).log_(), mels], dim=-1)
 
-    def _power(self, framed: Tensor) -> Tensor:
-        """Power spectra of frames (..., window_samples) of scaled samples, which it overwrites."""
+    def _mels(self, framed: Tensor) -> Tensor:
+        """Mel power of frames (..., window_samples) of scaled samples, which it overwrites."""
         if self.options.remove_dc:
             framed -= framed.mean(-1, keepdim=True)
         if self.options.preemphasis:
@@ -111,7 +113,7 @@ class Fbank:
             previous = torch.cat([framed[..., :1], framed[..., :-1]], dim=-1)
             framed.sub_(previous, alpha=self.options.preemphasis)
         spectrum = torch.fft.rfft(framed.mul_(self.shape), n=self.fft_samples)
-        return torch.view_as_real(spectrum).square().sum(-1)
+        return torch.view_as_real(spectrum).flatten(-2).square_() @ self.filters
 
     def mirrored(self, pcm: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
         """Fill the parts of windows that lie outside their streams with the mirror image of the stream, as frames

@@ -16,6 +16,7 @@
 
 #include "int8_module.h"
 #include "kernels.h"
+#include "layers_module.h"
 #include "streaming.h"
 
 namespace nb = nanobind;
@@ -81,9 +82,11 @@ struct Set {
   const StreamingKernels<float>* streaming_f32;
   const StreamingKernels<bf16>* streaming_b16;
   Lstm lstm_f32;
+  RunLayers run_layers;
 };
 #define ASR_SERVE_SET(isa) \
-  Set { #isa, &isa::kernels_f32, &isa::kernels_bf16, &isa::streaming_f32, &isa::streaming_bf16, isa::lstm_f32 }
+  Set { #isa, &isa::kernels_f32, &isa::kernels_bf16, &isa::streaming_f32, &isa::streaming_bf16, isa::lstm_f32, \
+        isa::run_layers }
 
 Set chosen = ASR_SERVE_SET(generic);
 
@@ -429,6 +432,7 @@ NB_MODULE(_core, m) {
         nb::arg("bias").noconvert().none(), nb::arg("tail").noconvert(), nb::arg("rows").noconvert(),
         nb::arg("frames").noconvert(), nb::arg("out").noconvert());
   add_int8(m, parallel_for);
+  add_layers(m, &chosen.run_layers, parallel_for);
   m.def(
       "address", [](Tensor x) { return reinterpret_cast<uintptr_t>(x.data()); }, nb::arg("tensor").noconvert(),
       "Where a tensor's numbers lie, as the kernels see it. For tests: nothing is copied on the way in.");

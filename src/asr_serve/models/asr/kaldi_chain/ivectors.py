@@ -4,8 +4,9 @@ A frame is normalized by the mean of a sliding window (filled up with the traini
 with its neighbours and projected; the universal background model's posteriors of it weigh the same frame, projected
 without normalization, in the statistics of the total-variability model. Frames of silence count little.
 
-Statistics of frames whose weight is known are summed up for good. Newer frames count as much as the last of those,
-and are counted again, with their own weight, when it is known.
+A frame's statistics are computed once, from its few likeliest Gaussians. Those of frames whose weight is known are
+summed up for good. Newer frames count as much as the last of those, and are counted again, with their own weight,
+when it is known.
 
 Source: Kaldi's online2/online-ivector-feature, feat/online-feature (OnlineCmvn), ivector/ivector-extractor; Dehak et
 al. 2011, doi:10.1109/TASL.2010.2064307. Kaldi solves for the i-vector by 15 steps of conjugate gradients from the
@@ -15,7 +16,6 @@ last one; here it is solved exactly.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -49,17 +49,6 @@ class IvectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     most_counts: float = 100.0
     """Scaled count of frames above which the prior grows with them."""
     silence_weight: float = 1e-3
-
-
-class FramePosteriors(NamedTuple):
-    """Frames projected, and the posteriors of their likeliest Gaussians."""
-
-    projected: Tensor
-    """(sessions, frames, width)."""
-    gaussians: Tensor
-    """(sessions, frames, selected) int64."""
-    posteriors: Tensor
-    """(sessions, frames, selected), of sum 1."""
 
 
 TENSORS = ("splice", "cmvn_mean", "ubm.constants", "ubm.weight", "ubm.projections", "ubm.scatters")
@@ -118,7 +107,7 @@ class OnlineIvectors:
         self.newest = newest - options.splice_right_frames
         """Position of the last frame, from a block's first, whose neighbours are known when the block is computed."""
         self.waiting_frames = self.newest + 1
-        """Frames whose posteriors wait for their weight, from a block's first frame on."""
+        """Frames whose statistics wait for their weight, from a block's first frame on."""
         if self.waiting_frames <= 0:
             raise WeightsCorrupt("a network that looks ahead less than i-vectors do", "more frames to the right")
         splice = tensors["splice"].float().to(device)
@@ -126,8 +115,12 @@ class OnlineIvectors:
         self._global_mean = tensors["cmvn_mean"].double().to(device)
         self._constants = tensors["ubm.constants"].float().to(device)
         self._ubm = tensors["ubm.weight"].float().t().contiguous().to(device)
+        # Rows to look up: one for each Gaussian and number of a projected frame; one for each Gaussian.
         self._projections = tensors["ubm.projections"].float().flatten(0, 1).contiguous().to(device)
-        self._scatters = tensors["ubm.scatters"].float().to(device)
+        self._scatters = tensors["ubm.scatters"].float().contiguous().to(device)
+        self._numbers = torch.arange(projected, device=device)
+        self._parts = options.width, options.width * (options.width + 1) // 2, 1
+        """Columns of a frame's statistics: linear term, quadratic term, count."""
         rows, columns = torch.tril_indices(options.width, options.width)
         unpacked = torch.zeros(options.width, options.width, dtype=torch.int64)
         unpacked[rows, columns] = unpacked[columns, rows] = torch.arange(len(rows))
@@ -137,14 +130,12 @@ class OnlineIvectors:
         self._one = torch.eye(options.width, dtype=torch.float64, device=device)
 
     def state_specs(self) -> dict[str, StateSpec]:
-        options, frames = self.options, self.waiting_frames
+        options = self.options
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "window": ((options.window_frames, self.feature_width), torch.float32),
             "window_sum": ((self.feature_width,), torch.float64),
             "normalized": ((self.spliced_frames, self.feature_width), torch.float32),
-            "projected": ((frames, self.projected), torch.float32),
-            "gaussians": ((frames, options.selected_gaussians), torch.int64),
-            "posteriors": ((frames, options.selected_gaussians), torch.float32),
+            "statistics": ((self.waiting_frames, sum(self._parts)), torch.float32),
             "count": ((), torch.float64),
             "linear": ((options.width,), torch.float64),
             "quadratic": ((options.width * (options.width + 1) // 2,), torch.float64),
@@ -195,11 +186,13 @@ class OnlineIvectors:
     def _held(frames: Tensor, last: Tensor, first: Tensor, ends: Tensor) -> Tensor:
         return hold_ends(torch.cat([last, frames], dim=1), first - 1, ends)[:, 1:]
 
-    def measure(self, raw: Tensor, normalized: Tensor) -> FramePosteriors:
-        """Projects frames and finds the Gaussians of each.
+    def measure(self, raw: Tensor, normalized: Tensor) -> Tensor:
+        """Statistics of frames: what each adds to the linear and quadratic terms and to the count.
 
         Args:
             raw, normalized: (sessions, spliced_frames + frames, width).
+
+        Returns: (sessions, frames, linear + quadratic + 1) float32.
         """
         options = self.options
         sessions, frames = raw.shape[0], raw.shape[1] - self.spliced_frames
@@ -217,47 +210,45 @@ class OnlineIvectors:
         least = torch.minimum(least, posteriors[:, :1])
         posteriors = torch.where(posteriors >= least, posteriors, 0.0)
         posteriors /= posteriors.sum(1, keepdim=True)
-        return FramePosteriors(*(each.view(sessions, frames, -1) for each in (projected, gaussians, posteriors)))
+        numbers = (gaussians[:, :, None] * self.projected + self._numbers).flatten(1)
+        shares = (posteriors[:, :, None] * projected[:, None]).flatten(1)
+        linear = F.embedding_bag(numbers, self._projections, mode="sum", per_sample_weights=shares)
+        quadratic = F.embedding_bag(gaussians, self._scatters, mode="sum", per_sample_weights=posteriors)
+        counts = linear.new_ones(len(linear), 1)
+        return torch.cat([linear, quadratic, counts], dim=1).view(sessions, frames, -1)
 
     # --- statistics ----------------------------------------------------------------------------------------
 
-    def update(self, measured: FramePosteriors, weights: Tensor, later: Tensor, memory: Memory) -> Tensor:
+    def update(self, measured: Tensor, weights: Tensor, later: Tensor, memory: Memory) -> Tensor:
         """Counts a block of frames for good, and estimates the i-vectors.
 
         Args:
-            measured: the block's new frames, which end `newest` after its first.
+            measured: statistics of the block's new frames, which end `newest` after its first.
             weights: (sessions, block_frames), weights of the block before.
             later: (sessions, waiting_frames), weights of the frames from the block's first on, as if known.
 
         Returns: (sessions, width) float32, less the prior's mean; also kept in `memory`.
         """
-        frames = FramePosteriors(
-            *(torch.cat([memory[name], new], dim=1) for name, new in zip(measured._fields, measured, strict=True))
-        )
-        for name, values in zip(frames._fields, frames, strict=True):
-            memory[name] = values[:, self.block_frames :]
-        sessions = len(weights)
-        scale = self.options.posterior_scale
-        shares = frames.posteriors * (torch.cat([weights, later], dim=1) * scale)[:, :, None]
-        # Weights of Gaussians by frame, in order to sum frames by a matrix product.
-        by_gaussian = shares.new_zeros(sessions, frames.projected.shape[1], self.gaussians)
-        by_gaussian.scatter_(2, frames.gaussians, shares)
-        # Sums over the block, and over the frames after it: of the frames, and in the last column of the weights.
-        numbered = F.pad(frames.projected, (0, 1), value=1.0)
-        cuts = slice(None, self.block_frames), slice(self.block_frames, None)
-        sums = torch.cat([torch.bmm(by_gaussian[:, cut].transpose(1, 2), numbered[:, cut]) for cut in cuts])
-        counts = sums[:, :, -1]
-        linear = (sums[:, :, :-1].flatten(1) @ self._projections).view(2, sessions, -1).double()
-        quadratic = (counts @ self._scatters).view(2, sessions, -1).double()
-        totals = counts.double().sum(1).view(2, sessions)
-        memory["linear"] = memory["linear"] + linear[0]
-        memory["quadratic"] = memory["quadratic"] + quadratic[0]
-        memory["count"] = memory["count"] + totals[0]
+        frames = torch.cat([memory["statistics"], measured], dim=1)
+        memory["statistics"] = waiting = frames[:, self.block_frames :]
+        linear, quadratic, count = self._sums(frames[:, : self.block_frames], weights)
+        memory["linear"] = memory["linear"] + linear
+        memory["quadratic"] = memory["quadratic"] + quadratic
+        memory["count"] = memory["count"] + count[:, 0]
+        linear, quadratic, count = self._sums(waiting, later)
         estimate = self._solve(
-            memory["linear"] + linear[1], memory["quadratic"] + quadratic[1], memory["count"] + totals[1]
+            memory["linear"] + linear, memory["quadratic"] + quadratic, memory["count"] + count[:, 0]
         )
         memory["ivector"] = estimate
         return estimate
+
+    def _sums(self, statistics: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted sums over frames, float64: linear (sessions, width), quadratic (sessions, lower triangle) and
+        count (sessions, 1)."""
+        scaled = (weights * self.options.posterior_scale)[:, None]
+        sums = torch.bmm(scaled, statistics)[:, 0].double()
+        linear, quadratic, _ = self._parts
+        return sums[:, :linear], sums[:, linear : linear + quadratic], sums[:, -1:]
 
     def _solve(self, linear: Tensor, quadratic: Tensor, counts: Tensor) -> Tensor:
         prior_scale = (counts / self.options.most_counts).clamp(min=1)

@@ -316,8 +316,7 @@ class Model(StreamingModel):
         known = self.lead_frames - self.config.ivector.splice_right_frames
         if known > 0:
             cut = frames - known - spliced
-            for name, tensor in self.ivectors.measure(raw[:, cut:], normalized[:, cut:])._asdict().items():
-                speakers[name][:, -known:] = tensor
+            speakers["statistics"][:, -known:] = self.ivectors.measure(raw[:, cut:], normalized[:, cut:])
         speakers["normalized"] = normalized[:, frames - spliced :]
         return raw, speakers
 

@@ -3,20 +3,33 @@
 Frames are the first dimension and sessions the second, so that the frames at an offset are one slice of memory and
 need no copy. A layer runs only at the frames that the output needs: every one near the input, every third above
 the layer from which offsets are multiples of three. Layers see ahead of the output by their right context.
+
+One plan serves two ways to compute: tensor operations, on every device, and on the CPU one native call a block while
+sessions are few: then the start of each operation costs more than the operation.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from asr_serve.devices.interface import Device, Linear
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.asr.kaldi_chain.nnet3 import INPUT
+
+BLOCK_OUTPUTS = 16
+"""Outputs of a block of a packed weight."""
+TILE = 32
+"""Outputs and inputs to whose multiples a weight for matrix tiles is padded."""
+NATIVE_SESSIONS = {torch.float32: 32, torch.bfloat16: 3}
+"""Sessions of a step up to which the native call is faster, by the dtype of weights. Without matrix tiles it
+widens bf16 numbers; with many rows, oneDNN's products win. With tiles it is faster for any number."""
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
@@ -64,6 +77,8 @@ class _Group(NamedTuple):
     reads: tuple[_Read, ...]
     ivector: bool
     """Whether the i-vector follows them."""
+    dtype: torch.dtype
+    """Of the product."""
 
 
 class ChainNetwork:
@@ -113,6 +128,12 @@ class ChainNetwork:
         } - {INPUT}
         """Layers that one other reads, in the same step: it may write over them."""
         self._primed = self._needed_for_state()
+        self._tiled = False
+        self._native = self._compile(tensors, input_width, ivector_width)
+        self.native_sessions = 0 if self._native is None else NATIVE_SESSIONS[device.dtype]
+        if self._tiled:
+            self.native_sessions = sys.maxsize
+        """Sessions of a step up to which it is one native call."""
 
     @property
     def priming_frames(self) -> int:
@@ -159,6 +180,8 @@ class ChainNetwork:
         self, frames: Tensor, before: Tensor, after: Tensor, state: Tensor, only: frozenset[str] | None
     ) -> Tensor | None:
         block_frames, sessions = len(frames) - self.input_history, frames.shape[1]
+        if 0 < sessions <= self.native_sessions:
+            return self._run_native(frames, before, after, state, block_frames, only is None)
         values = {INPUT: frames}
         made: Tensor | None = None
         for layer in self.layers:
@@ -180,6 +203,50 @@ class ChainNetwork:
             if whole is not None and part is not None:
                 state[:, part].view(sessions, plan.history, -1).copy_(whole[count:].transpose(0, 1))
         return made
+
+    def _run_native(
+        self, frames: Tensor, before: Tensor, after: Tensor, state: Tensor, block_frames: int, scored: bool
+    ) -> Tensor | None:
+        assert self._native is not None
+        scores = None
+        if scored:
+            shape = block_frames // self.subsampling, frames.shape[1], self.output_width
+            scores = torch.empty(shape, dtype=self.device.dtype)
+        rows = state.contiguous()
+        self._native.run(frames.contiguous(), before.contiguous(), after.contiguous(), rows, scores)
+        if rows is not state:
+            state.copy_(rows)
+        return scores
+
+    def _compile(self, tensors: Mapping[str, Tensor], input_width: int, ivector_width: int) -> Any:
+        """Returns the plan for the native call, with its weights; None where there is no such call."""
+        kernel = self.device.kernels.FrameLayers
+        if kernel is None or self.device.quantize != "none":
+            return None
+        native = kernel(input_width, ivector_width, self.subsampling, self.input_history)
+        # Beside tiles, frames of layers are bf16: float32 matrices must read the input alone, and others none of it.
+        exact = [not layer.scales and _exact_dtype(layer) is not None for layer in self.layers]
+        apart = all(
+            (source == INPUT) == reads
+            for layer, reads in zip(self.layers, exact, strict=True)
+            for source, _ in layer.inputs
+        )
+        self._tiled = tiles = apart and self.device.dtype == torch.bfloat16 and self.device.kernels.has_tiles()
+        numbers = {name: number for number, name in enumerate([INPUT, *(layer.name for layer in self.layers)])}
+        for layer in self.layers:
+            plan = self._plans[layer.name]
+            reads = [(numbers[read.source], read.lag, read.step) for read in plan.reads]
+            weight = bias = None
+            if not layer.scales:
+                dtype = _exact_dtype(layer) or self.device.dtype
+                tiled = tiles and dtype == torch.bfloat16
+                weight = _packed(layer, tensors, dtype, tiled)
+                padding = -layer.width % (TILE if tiled else BLOCK_OUTPUTS)
+                bias = F.pad(tensors[f"layers.{layer.name}.bias"].float(), (0, padding))
+            places = layer.width, plan.stride, plan.ahead, plan.history, layer.relu, layer.name in self._primed
+            native.add(*places, reads, layer.scales, weight, bias, layer.ivector)
+        assert native.state_width == self.state_width
+        return native
 
     def _sum(self, layer: LayerSpec, plan: _Plan, values: dict[str, Tensor], count: int, into: Tensor | None) -> Tensor:
         parts = [read.of(values[read.source], count) for read in plan.reads]
@@ -207,14 +274,14 @@ class ChainNetwork:
         into: Tensor | None,
     ) -> Tensor:
         total: Tensor | None = None
-        for linear, reads, ivector in self._groups[layer.name]:
+        for linear, reads, ivector, dtype in self._groups[layer.name]:
             parts = [read.of(values[read.source], count) for read in reads]
             if ivector:
                 newest = block_frames - self.subsampling + plan.ahead
                 early = _frames_before(newest, plan.stride, count, block_frames)
                 spoken = [before.expand(early, -1, -1), after.expand(count - early, -1, -1)]
-                parts.append(torch.cat(spoken).to(parts[0].dtype if parts else before.dtype))
-            x = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=-1)
+                parts.append(torch.cat(spoken))
+            x = (parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=-1)).to(dtype)
             total = linear(x) if total is None else linear(x, add=total)
         assert total is not None
         total = total.to(self.device.dtype)
@@ -280,8 +347,8 @@ def _groups(
     each, which reads them where they are."""
     weight, bias = tensors[f"layers.{layer.name}.weight"], tensors[f"layers.{layer.name}.bias"]
     columns = list(torch.split(weight, [widths[source] for source, _ in layer.inputs], dim=1))
-    # Features and i-vectors are large, and differences between them are small: bf16's 8 bits are too few.
-    exact = torch.float32 if layer.ivector or any(source == INPUT for source, _ in layer.inputs) else None
+    exact = _exact_dtype(layer)
+    dtype = exact or device.dtype
 
     def linear(parts: Iterable[Tensor], bias: Tensor | None) -> Linear:
         matrix = torch.cat(list(parts), dim=1).float().to(device.torch_device)
@@ -289,11 +356,30 @@ def _groups(
 
     if layer.ivector or weight.shape[1] <= layer.width:
         spoken = [tensors[f"layers.{layer.name}.ivector"]] if layer.ivector else []
-        return [_Group(linear([*columns, *spoken], bias), tuple(reads), layer.ivector)]
+        return [_Group(linear([*columns, *spoken], bias), tuple(reads), layer.ivector, dtype)]
     return [
-        _Group(linear([part], None if i else bias), (read,), False)
+        _Group(linear([part], None if i else bias), (read,), False, dtype)
         for i, (part, read) in enumerate(zip(columns, reads, strict=True))
     ]
+
+
+def _exact_dtype(layer: LayerSpec) -> torch.dtype | None:
+    """Returns float32 for a matrix that needs it. Features and i-vectors are large, and differences between them are
+    small: bf16's 8 bits are too few."""
+    return torch.float32 if layer.ivector or any(source == INPUT for source, _ in layer.inputs) else None
+
+
+def _packed(layer: LayerSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype, tiled: bool) -> Tensor:
+    """Matrix of a layer as the native call reads it, padded with zeros: (outputs / 16, inputs, 16), and for matrix
+    tiles (outputs / 16, inputs / 2, 16, 2)."""
+    matrix = tensors[f"layers.{layer.name}.weight"].float()
+    if layer.ivector:
+        matrix = torch.cat([matrix, tensors[f"layers.{layer.name}.ivector"].float()], dim=1)
+    if tiled:
+        matrix = F.pad(matrix, (0, -matrix.shape[1] % TILE, 0, -layer.width % TILE)).to(dtype)
+        return matrix.view(-1, BLOCK_OUTPUTS, matrix.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    matrix = F.pad(matrix, (0, 0, 0, -layer.width % BLOCK_OUTPUTS)).to(dtype)
+    return matrix.view(-1, BLOCK_OUTPUTS, matrix.shape[1]).transpose(1, 2).contiguous()
 
 
 def _validate(

@@ -1,0 +1,117 @@
+// Products of bf16 rows by the matrix tiles of the processor (Intel AMX): compiled for those alone, called where the
+// processor has them and the system lets us.
+#include "tiles.h"
+
+#if defined(__AMX_BF16__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+namespace asr_serve {
+namespace {
+
+constexpr int64_t ROWS = 32, COLUMNS = 32, DEPTH = 32;  // two by two tiles of 16 rows of 64 bytes
+
+struct alignas(64) Config {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+struct alignas(64) Line {
+  uint8_t bytes[64];
+};
+
+void multiply(const TileProduct& product, int64_t row, const uint16_t* x, int64_t depth, int64_t column) {
+  const int64_t block = depth * 16;  // numbers of 16 outputs
+  const uint16_t* weight = reinterpret_cast<const uint16_t*>(product.weight) + column / 16 * block;
+  const int64_t rows = std::min(ROWS, product.rows - row);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < depth; k += DEPTH) {
+    _tile_loadd(4, x + k, depth * 2);
+    _tile_loadd(6, weight + k * 16, 64);
+    _tile_loadd(7, weight + block + k * 16, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (rows > 16) {
+      _tile_loadd(5, x + 16 * depth + k, depth * 2);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  alignas(64) float sums[ROWS * COLUMNS];
+  _tile_stored(0, sums, COLUMNS * 4);
+  _tile_stored(1, sums + 16, COLUMNS * 4);
+  if (rows > 16) {
+    _tile_stored(2, sums + 16 * COLUMNS, COLUMNS * 4);
+    _tile_stored(3, sums + 16 * COLUMNS + 16, COLUMNS * 4);
+  }
+  const __m512 low = product.relu ? _mm512_setzero_ps() : _mm512_set1_ps(-INFINITY);
+  for (int64_t half = 0; half < 2; ++half) {
+    const int64_t first = column + half * 16, count = std::min<int64_t>(16, product.outputs - first);
+    if (count <= 0) break;
+    const __mmask16 mask = __mmask16((1u << count) - 1);
+    const __m512 bias = _mm512_loadu_ps(product.bias + first);
+    for (int64_t r = 0; r < rows; ++r) {
+      // The second operand where one is NaN.
+      __m512 sum = _mm512_max_ps(low, _mm512_add_ps(_mm512_load_ps(sums + r * COLUMNS + half * 16), bias));
+      _mm256_mask_storeu_epi16(product.out + (row + r) * product.outputs + first, mask,
+                               (__m256i)_mm512_cvtneps_pbh(sum));
+    }
+  }
+}
+
+void multiply_all(const TileProduct& product, ParallelFor parallel) {
+  const int64_t stripes = (product.rows + ROWS - 1) / ROWS, columns = (product.outputs + COLUMNS - 1) / COLUMNS;
+  int64_t depth = 0;
+  for (size_t i = 0; i < product.parts; ++i) depth += product.widths[i];
+  depth = (depth + DEPTH - 1) / DEPTH * DEPTH;
+  auto one = [&](int64_t stripe) {
+    thread_local std::vector<Line> buffer;
+    if (buffer.size() < size_t(ROWS * depth) / 32) buffer.resize(size_t(ROWS * depth) / 32);
+    auto* x = reinterpret_cast<uint16_t*>(buffer.data());
+    const int64_t row = stripe * ROWS, rows = std::min(ROWS, product.rows - row);
+    for (int64_t r = 0; r < ROWS; ++r) {
+      uint16_t* to = x + r * depth;
+      int64_t filled = 0;
+      for (size_t i = 0; r < rows && i < product.parts; filled += product.widths[i++])
+        std::memcpy(to + filled, product.starts[i][row + r], size_t(product.widths[i]) * 2);
+      std::memset(to + filled, 0, size_t(depth - filled) * 2);
+    }
+    Config config;
+    for (int i = 0; i < 8; ++i) config.rows[i] = 16, config.bytes[i] = 64;
+    _tile_loadconfig(&config);
+    for (int64_t column = 0; column < columns; ++column) multiply(product, row, x, depth, column * COLUMNS);
+    _tile_release();
+  };
+  if (stripes > 1)
+    return parallel(stripes, [](void* context, int64_t item) { (*static_cast<decltype(one)*>(context))(item); }, &one);
+  one(0);
+}
+
+}  // namespace
+
+TileMultiply find_tiles() {
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("amx-bf16") || !__builtin_cpu_supports("amx-tile") ||
+      !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512vl"))
+    return nullptr;
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? nullptr : multiply_all;
+}
+
+}  // namespace asr_serve
+#else
+namespace asr_serve {
+TileMultiply find_tiles() { return nullptr; }
+}  // namespace asr_serve
+#endif

@@ -1,0 +1,25 @@
+// Products of bf16 rows by matrix tiles (Intel AMX).
+#pragma once
+#include <cstddef>
+
+#include "kernels.h"
+
+namespace asr_serve {
+
+struct TileProduct {
+  int64_t rows, outputs;
+  size_t parts;  // a row's inputs lie in so many places
+  const int64_t* widths;
+  const void* const* const* starts;  // (parts, rows)
+  const void* weight;  // bf16 (outputs / 16, inputs / 2, 16, 2), padded with zeros to multiples of 32
+  const float* bias;   // padded likewise
+  bool relu;
+  uint16_t* out;  // bf16 (rows, outputs)
+};
+
+using TileMultiply = void (*)(const TileProduct& product, ParallelFor parallel);
+
+// nullptr where the processor or the system has none.
+TileMultiply find_tiles();
+
+}  // namespace asr_serve

@@ -157,12 +157,12 @@ class Endpointer:
         until then contain. Without an open segment, the end of the scored audio."""
         if not self._open:
             return self._now
-        earliest, above = self._start + self._limit, 0
+        earliest, above = self._start + self._limit, 0.0
         if self._pause is not None:
             earliest = min(earliest, self._enough_at(self._pause))
         for up_to, silence in self._schedule:  # a pause that begins later, in a segment that is longer by then
             if self._now - self._start <= up_to:
-                earliest = min(earliest, max(self._now, self._start + above) + silence)
+                earliest = min(earliest, max(self._now, self._start + int(above)) + silence)
             above = up_to
         return max(self._now, earliest)
 

@@ -370,7 +370,7 @@ class EngineRegistry:
         if self.pipeline_spec is not None and own == self.pipeline_spec.name:
             first = self.pipeline_spec.recognizers[0].model
             raise WrongModel(
-                f"{own} is a pipeline, which transcribes files alone", "a model", f"its first one is {first}"
+                f"{own} is a pipeline, which transcribes files alone", "a model", f"name its first one, {first}"
             )
         known = self.known_models()
         if own in known or own in self._expected:

@@ -107,7 +107,7 @@ class Silero(nn.Module):
         blocks[: sum(live)] = with_context.unfold(1, blocks.shape[1], WINDOW_SAMPLES)[is_live]
         ends = counts * WINDOW_SAMPLES + torch.arange(CONTEXT_SAMPLES, device=pcm.device)
         after.context.copy_(with_context.gather(1, ends))
-        gates = torch.cat([self._gates(part) for part in blocks.split(BLOCK_WINDOWS)])
+        gates = torch.cat([self._gates(part) for part in torch.split(blocks, BLOCK_WINDOWS)])
         out = torch.zeros(packing.total, WIDTH, device=pcm.device)
         offsets = torch.tensor(packing.offsets, device=pcm.device)
         lstm_kernel = kernels.kernels().lstm if pcm.device.type == "cpu" else kernels.reference.lstm

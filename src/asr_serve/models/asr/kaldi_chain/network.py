@@ -78,7 +78,7 @@ class _Group(NamedTuple):
     ivector: bool
     """Whether the i-vector follows them."""
     dtype: torch.dtype
-    """Of the product."""
+    """Dtype of the product."""
 
 
 class ChainNetwork:

@@ -65,7 +65,7 @@ class Device(Protocol):
 
     @property
     def quantize(self) -> Quantize:
-        """How weights are quantized."""
+        """Quantization of the weights."""
 
     @property
     def dtype_name(self) -> str:

@@ -5,7 +5,8 @@ need no copy. A layer runs only at the frames that the output needs: every one n
 the layer from which offsets are multiples of three. Layers see ahead of the output by their right context.
 
 One plan serves two ways to compute: tensor operations, on every device, and on the CPU one native call a block while
-sessions are few: then the start of each operation costs more than the operation.
+sessions are few: then the start of each operation costs more than the operation. With matrix tiles (Intel AMX) and bf16
+it is one call for any number of sessions.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class _Group(NamedTuple):
     ivector: bool
     """Whether the i-vector follows them."""
     dtype: torch.dtype
-    """Of the product."""
+    """Dtype of the product."""
 
 
 class ChainNetwork:

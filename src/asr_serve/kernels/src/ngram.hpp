@@ -74,12 +74,19 @@ class IndexedNgram {
 
   const Ngram& model() const { return model_; }
 
-  // Ask for the memory that a step will read: first what tells of the context, and then, with it, of the word.
+  // Ask for the memory that a step will read: what tells of the context, then what tells of the next shorter one, and
+  // then what tells of the word in both.
   void prefetch_context(int32_t state) const { __builtin_prefetch(&contexts_[size_t(state)]); }
+  void prefetch_backoff(int32_t state) const {
+    if (state > 0) __builtin_prefetch(&contexts_[size_t(contexts_[size_t(state)].backoff_state)]);
+  }
   void prefetch_word(int32_t state, int32_t word) const {
-    const Context& context = contexts_[size_t(state)];
-    if (state > 0) __builtin_prefetch(&filters_[filter_at(context, mix(word))]);
-    if (context.backoff_state >= 0) __builtin_prefetch(&contexts_[size_t(context.backoff_state)]);
+    uint64_t hash = mix(word);
+    for (int level = 0; level < 2 && state > 0; ++level) {
+      const Context& context = contexts_[size_t(state)];
+      __builtin_prefetch(&filters_[filter_at(context, hash)]);
+      state = context.backoff_state;
+    }
     if (size_t(word) < unigrams_.size()) __builtin_prefetch(&unigrams_[size_t(word)]);
   }
 

@@ -36,7 +36,6 @@ constexpr size_t kMaxLatticeArcs = 1 << 12, kMaxLatticeTraces = 1 << 20;  // bou
 constexpr double kMaxNarrowedBeam = 16, kMinNarrowedBeam = 1e-3;  // of a lattice that was too large with its own beam
 constexpr double kCostSteps = 1024;     // costs that differ by less than one of so many steps are equal in a lattice
 
-constexpr float kRounding = 0.01f;  // more than a sum of costs is wrong
 constexpr size_t kPrefetch = 8;  // tokens or arcs ahead whose memory is asked for
 
 enum Boundary : int8_t { kNonword, kBegin, kEnd, kInternal, kSingleton };
@@ -188,7 +187,7 @@ class Search {
     table_.clear(), tokens_.clear(), links_.clear();
     const State& first = graph_->states[size_t(graph_->start)];
     insert(graph_->start, s.first_lm, 0.0f, first.epsilon < first.end);
-    candidates_count_ = 0, targets_.clear(), useful_ = kInf;
+    candidates_count_ = 0, targets_.clear();
     close(kInf);
     finish_frame(s);
   }
@@ -213,7 +212,6 @@ class Search {
       expand(s.frontier[i], int32_t(i), best, s.adaptive, cutoff);
     }
     targets_.assign(candidates_count_, -1);
-    useful_ = find_useful(s.adaptive, cutoff);
     look_up_words(s, best, cutoff);
     insert_candidates(cutoff);
     ++s.frames;
@@ -347,48 +345,12 @@ class Search {
     cutoff = limit, candidates_count_ = count;
   }
 
-  // Most that a candidate may cost to lead to a token that is kept, or to stay in the lattice beside one: a bound of
-  // the cutoff with which the frame ends, and the lattice beam. Only where few tokens made the beam wider is it of use.
-  float find_useful(float adaptive, float cutoff) {
-    if (!(adaptive > options_->beam + options_->lattice_beam)) return kInf;
-    costs_.clear();
-    float best = kInf;
-    size_t word = 0;
-    for (size_t i = 0; i < candidates_count_; ++i) {
-      if (word < words_ahead_.size() && size_t(words_ahead_[word]) == i) {
-        ++word;
-        continue;
-      }
-      best = std::min(best, candidates_[i].cost), costs_.push_back(candidates_[i].cost);
-    }
-    auto most = size_t(options_->min_active) + size_t(options_->min_active) / 4;  // some lead to the same token
-    if (costs_.size() <= most) return kInf;
-    std::nth_element(costs_.begin(), costs_.begin() + int64_t(most), costs_.end());
-    float enough = std::min(costs_[most], cutoff);
-    word = 0;
-    for (size_t i = 0; i < candidates_count_; ++i) {
-      if (word < words_ahead_.size() && size_t(words_ahead_[word]) == i)
-        ++word;
-      else if (candidates_[i].cost <= enough && !(candidates_[i].target & PackedArc::kEpsilon))
-        insert_candidate(i);  // tokens whose epsilon arcs are followed are made in the order of all candidates
-    }
-    if (int64_t(tokens_.size()) <= options_->min_active) return kInf;
-    return std::max(enough, best + options_->beam) + options_->lattice_beam + kRounding;
-  }
-
   // Sets the costs of candidates that output words; the cutoff falls with the cheapest one.
   void look_up_words(const Session& s, float best, float& cutoff) {
-    size_t count = 0;  // of those that may matter
-    for (int32_t place : words_ahead_) {
-      Candidate& c = candidates_[size_t(place)];
-      bool matters = c.cost <= cutoff && (c.cost <= useful_ || (c.target & PackedArc::kEpsilon));
-      words_ahead_[count] = place, count += matters;
-      if (!matters) c.cost = kInf;
-    }
-    words_ahead_.resize(count);
-    for (size_t i = 0; i < count; ++i) {
+    for (size_t i = 0; i < words_ahead_.size(); ++i) {
       prefetch_word(words_ahead_, i, [&](int32_t place) -> const Candidate& { return candidates_[size_t(place)]; });
       Candidate& c = candidates_[size_t(words_ahead_[i])];
+      if (c.cost > cutoff) continue;
       const Arc& arc = graph_->arcs[size_t(c.arc)];
       float total = s.frontier[size_t(c.source)].cost - best + arc.cost + negated_[size_t(arc.column)];
       if (arc.word >= 0 && graph_->has_lm) total -= graph_->lm.step(c.lm, arc.word, c.lm);
@@ -401,10 +363,11 @@ class Search {
   template <class Places, class At>
   void prefetch_word(const Places& places, size_t i, At at) const {
     if (!graph_->has_lm) return;
-    if (i + 2 * kPrefetch < places.size()) {
-      const Candidate& c = at(places[i + 2 * kPrefetch]);
+    if (i + 3 * kPrefetch < places.size()) {
+      const Candidate& c = at(places[i + 3 * kPrefetch]);
       graph_->lm.prefetch_context(c.lm), prefetch(&graph_->arcs[size_t(c.arc)]);
     }
+    if (i + 2 * kPrefetch < places.size()) graph_->lm.prefetch_backoff(at(places[i + 2 * kPrefetch]).lm);
     if (i + kPrefetch < places.size()) {
       const Candidate& c = at(places[i + kPrefetch]);
       int32_t word = graph_->arcs[size_t(c.arc)].word;
@@ -419,14 +382,9 @@ class Search {
         const Candidate& later = candidates_[i + kPrefetch];
         table_.prefetch(PackedArc::next(later.target), later.lm);
       }
-      if (c.cost > cutoff || targets_[i] >= 0) continue;
-      if (c.cost <= useful_ || (c.target & PackedArc::kEpsilon)) insert_candidate(i);
+      if (c.cost > cutoff || !(c.cost < kInf)) continue;
+      targets_[i] = insert(PackedArc::next(c.target), c.lm, c.cost, c.target & PackedArc::kEpsilon);
     }
-  }
-
-  void insert_candidate(size_t i) {
-    const Candidate& c = candidates_[i];
-    targets_[i] = insert(PackedArc::next(c.target), c.lm, c.cost, c.target & PackedArc::kEpsilon);
   }
 
   static void prefetch(const void* at) { __builtin_prefetch(at); }
@@ -461,8 +419,7 @@ class Search {
           const PackedArc& arc = graph_->packed[size_t(a)];
           float bound = token.cost + arc.bound;
           if (bound > cutoff) break;
-          if (bound <= useful_ || (arc.target & PackedArc::kEpsilon))
-            epsilon_.push_back({token.cost, source, a, token.lm, arc.target});
+          epsilon_.push_back({token.cost, source, a, token.lm, arc.target});
         }
       }
       for (size_t i = 0; i < epsilon_.size(); ++i) {
@@ -473,7 +430,6 @@ class Search {
         int32_t lm = c.lm;
         if (arc.word >= 0 && graph_->has_lm) total -= graph_->lm.step(c.lm, arc.word, lm);
         if (total > cutoff || !(total < kInf)) continue;
-        if (total > useful_ && !(c.target & PackedArc::kEpsilon)) continue;
         links_.push_back({c.source, insert(arc.next, lm, total, c.target & PackedArc::kEpsilon), c.arc, total});
       }
       waiting_[depth].clear();
@@ -1226,7 +1182,6 @@ class Search {
   std::vector<int32_t> words_ahead_;   // candidates that output a word whose cost is not looked up yet
   std::vector<Candidate> epsilon_;     // the same of epsilon arcs, whose sources are tokens
   std::vector<Link> kept_;
-  float useful_ = kInf;  // most that a candidate may cost to matter after the frame, if no epsilon arcs follow it
   TokenTable table_;
   std::vector<Token> tokens_;  // of the frame
   std::vector<Link> links_;    // of the frame's epsilon arcs; `excess` holds the cost of the path

@@ -15,9 +15,10 @@ COLUMNS, WORDS = 4, 5
 
 
 def random_graph(
-    rng: np.random.Generator, states: int = 4, *, lm: bool = False, boundaries: bool = False
+    rng: np.random.Generator, states: int = 4, *, lm: bool = False, boundaries: bool = False, epsilon: float = 0.4
 ) -> DecodingGraph:
-    """Graph whose every state has a consuming arc and a path to an end; epsilon arcs lead to greater states."""
+    """Graph whose every state has a consuming arc and a path to an end; epsilon arcs lead to greater states,
+    a share `epsilon` of them."""
     rows: list[list[tuple[int, int, float, int]]] = []
     for state in range(states):
         arcs = [
@@ -25,7 +26,7 @@ def random_graph(
             for _ in range(rng.integers(1, 4))
         ]
         later = range(state + 1, states)
-        arcs += [(-1, _word(rng), float(rng.uniform(-0.5, 2)), to) for to in later if rng.random() < 0.4]
+        arcs += [(-1, _word(rng), float(rng.uniform(-0.5, 2)), to) for to in later if rng.random() < epsilon]
         rows.append(arcs)
     flat = list(itertools.chain(*rows))
     offsets = np.cumsum([0, *(len(row) for row in rows)])

@@ -371,6 +371,16 @@ def test_native_and_reference_agree_to_the_last_bit(seed, options):
         assert ours == theirs
 
 
+@pytest.mark.parametrize("lattice_beam", [0.1, 1.5])
+@pytest.mark.parametrize("seed", range(12))
+def test_native_and_reference_agree_where_few_paths_make_the_beam_wider(seed, lattice_beam):
+    graph, scores = random_case(seed, 47, states=60, epsilon=0.02)
+    prepared = prepare_graph(graph)
+    options = (0.3, lattice_beam, 1.0, NEVER, 3, NEVER, NEVER, NEVER)
+    ours, theirs = (run(m, prepared, scores, options, [13, 1, 33], 5) for m in (built(), wfst_reference))
+    assert ours == theirs
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_best_path_of_a_long_session_is_that_of_dynamic_programming(seed):
     graph, scores = random_case(seed, 120, states=10)

@@ -345,22 +345,20 @@ class _Search:
         negated = -self.options.scale * scores
         self._clear()
         best = min(token.cost for token in session.frontier)
-        cutoff, adaptive = INF, session.adaptive
-        first = next(i for i, token in enumerate(session.frontier) if token.cost == best)
-        for source in (-1, *range(len(session.frontier))):  # the best token first, for a cutoff
-            token = session.frontier[source if source >= 0 else first]
+        found = []
+        for source, token in enumerate(session.frontier):
             for arc in range(graph.first[token.state], graph.epsilon[token.state]):
                 total = token.cost - best + graph.costs[arc] + negated[graph.columns[arc]]
                 lm = token.lm
                 if graph.words[arc] >= 0 and graph.lm is not None:
                     cost, lm = graph.word_cost(lm, graph.words[arc])
                     total = total + cost
-                if total > cutoff or not total < INF:
-                    continue
-                if total + adaptive < cutoff:
-                    cutoff = total + adaptive
-                if source >= 0:
-                    self.links.append(Link(source, self._insert(graph.states[arc], lm, total), arc, total))
+                if total < INF:
+                    found.append((total, source, arc, lm))
+        cutoff = min((total for total, *_ in found), default=INF) + session.adaptive
+        for total, source, arc, lm in found:
+            if total <= cutoff:
+                self.links.append(Link(source, self._insert(graph.states[arc], lm, total), arc, total))
         session.frames += 1
         if self.tokens:
             emitting = len(self.links)
@@ -415,8 +413,8 @@ class _Search:
         for link in reversed(self.links[emitting:]):
             if kept[link.target] and link.excess == self.tokens[link.target].cost:
                 kept[link.source] = True
-        numbers = np.cumsum(kept) - 1
-        session.frontier = [token for token, keep in zip(self.tokens, kept, strict=True) if keep]
+        order = [0] if not session.levels else []  # by the first links that lead to them
+        numbers = {place: number for number, place in enumerate(order)}
         found: tuple[list[Link], list[Link]] = ([], [])
         for i, link in enumerate(self.links):
             enters = i < emitting
@@ -424,8 +422,12 @@ class _Search:
                 continue
             excess = link.excess - self.tokens[link.target].cost
             if excess <= self.options.lattice_beam:
-                source = link.source if enters else int(numbers[link.source])
-                found[0 if enters else 1].append(Link(source, int(numbers[link.target]), link.arc, excess))
+                if link.target not in numbers:
+                    numbers[link.target] = len(order)
+                    order.append(link.target)
+                source = link.source if enters else numbers[link.source]
+                found[0 if enters else 1].append(Link(source, numbers[link.target], link.arc, excess))
+        session.frontier = [self.tokens[place] for place in order]
         session.levels.append(Level([np.float32(-1)] * len(session.frontier), *found))
 
     # --- history -----------------------------------------------------------------------------------------

@@ -50,13 +50,14 @@ void make_graph(PyGraph* self, Array<int32_t> arc_offsets, Array<int32_t> epsilo
   size_t states = final_costs.size(), arcs = arc_costs.size(), labels = label_columns.size();
   require(arc_offsets.size() == states + 1 && epsilon_offsets.size() == states && depths.size() == states &&
               arc_labels.size() == arcs && arc_words.size() == arcs && arc_bounds.size() == arcs && arc_states.size() == arcs &&
-              label_phones.size() == labels && start >= 0 && size_t(start) < states,
+              label_phones.size() == labels && states < PackedArc::kEpsilon && start >= 0 && size_t(start) < states,
           "arrays of a graph that do not fit each other");
   new (self) PyGraph;
   Graph& g = self->graph;
   g.labels = copied(arc_labels), g.phones = copied(label_phones), g.boundaries = copied(phone_boundaries);
-  g.final_costs = copied(final_costs), g.bounds = copied(arc_bounds);
+  g.final_costs = copied(final_costs);
   g.start = start, g.width = 0, g.has_lm = language_model.has_value();
+  g.arcs.reserve(arcs), g.packed.reserve(arcs), g.states.reserve(states);
   for (size_t i = 0; i < arcs; ++i) {
     int32_t label = arc_labels.data()[i], next = arc_states.data()[i];
     require(label >= -1 && label < int32_t(labels) && next >= 0 && size_t(next) < states, "an arc is out of range");
@@ -70,9 +71,17 @@ void make_graph(PyGraph* self, Array<int32_t> arc_offsets, Array<int32_t> epsilo
     require(0 <= first && first <= epsilon && epsilon <= end && size_t(end) <= arcs, "offsets of arcs out of range");
     for (int32_t a = first; a < end; ++a)
       require((g.arcs[size_t(a)].column < 0) == (a >= epsilon) &&
-                  (a == first || a == epsilon || g.bounds[size_t(a) - 1] <= g.bounds[size_t(a)]),
+                  (a == first || a == epsilon || arc_bounds.data()[a - 1] <= arc_bounds.data()[a]),
               "arcs of a state that are not in order: epsilon arcs behind the others, and bounds that rise");
     g.states.push_back({first, epsilon, end, depths.data()[i]});
+  }
+  for (size_t i = 0; i < arcs; ++i) {
+    const Arc& arc = g.arcs[i];
+    const State& to = g.states[size_t(arc.next)];
+    uint32_t target = uint32_t(arc.next);
+    if ((arc.word >= 0 && g.has_lm) || arc.cost != arc_bounds.data()[i]) target |= PackedArc::kOwnCost;
+    if (to.epsilon < to.end) target |= PackedArc::kEpsilon;
+    g.packed.push_back({arc_bounds.data()[i], arc.column, target});
   }
   for (size_t i = 0; i < states; ++i)
     for (int32_t a = g.states[i].epsilon; a < g.states[i].end; ++a)

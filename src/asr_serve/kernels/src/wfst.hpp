@@ -35,6 +35,8 @@ constexpr size_t kMaxLatticeArcs = 1 << 12, kMaxLatticeTraces = 1 << 20;  // bou
 constexpr double kMaxNarrowedBeam = 16, kMinNarrowedBeam = 1e-3;  // of a lattice that was too large with its own beam
 constexpr double kCostSteps = 1024;     // costs that differ by less than one of so many steps are equal in a lattice
 
+constexpr size_t kPrefetch = 8;  // tokens or arcs ahead whose memory is asked for
+
 enum Boundary : int8_t { kNonword, kBegin, kEnd, kInternal, kSingleton };
 
 struct Arc {
@@ -48,9 +50,20 @@ struct State {
   int32_t depth;                // rank in the order of epsilon arcs
 };
 
+// As much of an arc as decides whether a token follows it, for the loop that reads most arcs.
+struct PackedArc {
+  float bound;      // at most the arc's cost with that of its word; rising among a state's arcs of a kind
+  int32_t column;   // as in Arc
+  uint32_t target;  // next state, and the bits below
+
+  static constexpr uint32_t kOwnCost = 1u << 31;  // the bound is not the whole cost
+  static constexpr uint32_t kEpsilon = 1u << 30;  // epsilon arcs leave the next state
+  static int32_t next(uint32_t target) { return int32_t(target & (kEpsilon - 1)); }
+};
+
 struct Graph {
   std::vector<Arc> arcs;
-  std::vector<float> bounds;  // of each arc: at most its cost with that of its word; rising among a state's arcs of a kind
+  std::vector<PackedArc> packed;  // of each arc
   std::vector<State> states;
   std::vector<float> final_costs;
   std::vector<int32_t> labels, phones;  // of each arc; of each label
@@ -131,11 +144,12 @@ class TokenTable {
   // The place of the key's token; -1 there means that the key is new.
   int32_t& find(int32_t state, int32_t lm) {
     if (2 * used_ >= slots_.size()) grow();
-    uint64_t key = uint64_t(uint32_t(state)) << 32 | uint32_t(lm);
+    uint64_t key = key_of(state, lm);
     Slot& slot = place(key);
     if (slot.stamp != stamp_) slot = {key, stamp_, -1}, ++used_;
     return slot.token;
   }
+  void prefetch(int32_t state, int32_t lm) const { __builtin_prefetch(&slots_[first(key_of(state, lm))]); }
 
  private:
   struct Slot {
@@ -143,8 +157,10 @@ class TokenTable {
     uint32_t stamp;
     int32_t token;
   };
+  static uint64_t key_of(int32_t state, int32_t lm) { return uint64_t(uint32_t(state)) << 32 | uint32_t(lm); }
+  size_t first(uint64_t key) const { return (key * 0x9E3779B97F4A7C15ull >> 32) & (slots_.size() - 1); }
   Slot& place(uint64_t key) {
-    size_t mask = slots_.size() - 1, at = (key * 0x9E3779B97F4A7C15ull >> 32) & mask;
+    size_t mask = slots_.size() - 1, at = first(key);
     while (slots_[at].stamp == stamp_ && slots_[at].key != key) at = (at + 1) & mask;
     return slots_[at];
   }
@@ -168,45 +184,48 @@ class Search {
     s = Session{};
     if (graph_->has_lm) s.first_lm = graph_->lm.model().start_state;
     table_.clear(), tokens_.clear(), links_.clear();
-    insert(graph_->start, s.first_lm, 0.0f);
+    const State& first = graph_->states[size_t(graph_->start)];
+    insert(graph_->start, s.first_lm, 0.0f, first.epsilon < first.end);
+    candidates_count_ = 0, targets_.clear();
     close(kInf);
-    finish_frame(s, 0);
+    finish_frame(s);
   }
 
   // One frame: scores of every column, log-likelihoods. Words that became certain are appended to `fixed`.
   void step(Session& s, const float* scores, std::vector<Word>& fixed) {
-    negated_.resize(size_t(graph_->width));
-    for (int32_t c = 0; c < graph_->width; ++c) negated_[size_t(c)] = -options_->scale * scores[c];
-    least_ = kInf;
-    for (int32_t c = 0; c < graph_->width; ++c) least_ = std::min(least_, negated_[size_t(c)]);
+    negate(scores);
     table_.clear(), tokens_.clear(), links_.clear();
     float best = kInf;
     size_t at = 0;
     for (size_t i = 0; i < s.frontier.size(); ++i)
       if (s.frontier[i].cost < best) best = s.frontier[i].cost, at = i;
-    float cutoff = kInf, adaptive = s.adaptive;
-    const Token& first = s.frontier[at];
-    expand(first, first.cost - best, cutoff, adaptive, [](float, int32_t, int32_t, int32_t) {});
-    for (size_t i = 0; i < s.frontier.size(); ++i) {
-      const Token token = s.frontier[i];
-      expand(token, token.cost - best, cutoff, adaptive, [&](float cost, int32_t state, int32_t lm, int32_t arc) {
-        links_.push_back({int32_t(i), insert(state, lm, cost), arc, cost});
-      });
+    float cutoff = kInf;
+    candidates_count_ = 0, words_ahead_.clear();
+    expand(s.frontier[at], -1, best, s.adaptive, cutoff);
+    candidates_count_ = 0, words_ahead_.clear();  // the best token alone, for a cutoff
+    size_t tokens = s.frontier.size();
+    for (size_t i = 0; i < tokens; ++i) {
+      if (i + 2 * kPrefetch < tokens) prefetch(&graph_->states[size_t(s.frontier[i + 2 * kPrefetch].state)]);
+      if (i + kPrefetch < tokens)
+        prefetch(&graph_->packed[size_t(graph_->states[size_t(s.frontier[i + kPrefetch].state)].first)]);
+      expand(s.frontier[i], int32_t(i), best, s.adaptive, cutoff);
     }
+    targets_.assign(candidates_count_, -1);
+    look_up_words(s, best, cutoff);
+    insert_candidates(cutoff);
     ++s.frames;
-    auto emitting = links_.size();
     if (tokens_.empty()) {  // no arc can consume this frame
-      for (size_t i = 0; i < s.frontier.size(); ++i) {
+      candidates_.resize(std::max(candidates_.size(), tokens)), candidates_count_ = 0, targets_.clear();
+      for (size_t i = 0; i < tokens; ++i) {
         const Token& token = s.frontier[i];
-        links_.push_back({int32_t(i), insert(token.state, token.lm, token.cost - best), -1, token.cost - best});
+        candidates_[candidates_count_++] = {token.cost - best, int32_t(i), -1, token.lm, uint32_t(token.state)};
+        targets_.push_back(insert(token.state, token.lm, token.cost - best, false));
       }
-      emitting = links_.size();
-      for (auto& places : waiting_) places.clear();
     } else {
       close(cutoff);
     }
     s.offset += best;
-    finish_frame(s, emitting);
+    finish_frame(s);
     if (s.frames % kPruneFrames == 0) {
       extras_.assign(s.frontier.size(), 0.0f);
       prune(s);
@@ -270,32 +289,98 @@ class Search {
     int64_t link;  // index into the session's links
   };
 
-  template <class Emit>
-  void expand(const Token& token, float cost, float& cutoff, float adaptive, Emit emit) {
+  // An arc that a token may follow, before the tokens of the frame are told apart.
+  struct Candidate {
+    float cost;
+    int32_t source, arc, lm;
+    uint32_t target;  // as in PackedArc
+  };
+
+  // Costs of the columns: the scores, negated and scaled, and the least of them.
+  void negate(const float* scores) {
+    constexpr size_t kLanes = 16;  // so that the compiler makes vector code of a minimum
+    auto width = size_t(graph_->width);
+    negated_.resize(width);
+    float lanes[kLanes];
+    std::fill_n(lanes, kLanes, kInf);
+    size_t c = 0;
+    for (; c + kLanes <= width; c += kLanes)
+      for (size_t lane = 0; lane < kLanes; ++lane) {
+        float cost = -options_->scale * scores[c + lane];
+        negated_[c + lane] = cost;
+        lanes[lane] = cost < lanes[lane] ? cost : lanes[lane];
+      }
+    least_ = kInf;
+    for (; c < width; ++c) least_ = std::min(least_, negated_[c] = -options_->scale * scores[c]);
+    for (float lane : lanes) least_ = std::min(least_, lane);
+  }
+
+  // Candidates of a token whose cost is counted from `best`; the cutoff falls with the cheapest one. Where the language
+  // model is to tell the cost of a word, the candidate's is the least that it may be.
+  void expand(const Token& token, int32_t source, float best, float adaptive, float& cutoff) {
     const State& s = graph_->states[size_t(token.state)];
+    size_t count = candidates_count_, most = count + size_t(s.epsilon - s.first);
+    if (candidates_.size() < most) candidates_.resize(2 * most);
+    Candidate* out = candidates_.data();
+    const PackedArc* arcs = graph_->packed.data();
+    const float *negated = negated_.data(), cost = token.cost - best, least = least_;
+    float limit = cutoff;
     for (int32_t a = s.first; a < s.epsilon; ++a) {
-      float bound = cost + graph_->bounds[size_t(a)];
-      if (bound + least_ > cutoff) break;
-      const Arc& arc = graph_->arcs[size_t(a)];
-      if (bound + negated_[size_t(arc.column)] > cutoff) continue;
-      float total = cost + arc.cost + negated_[size_t(arc.column)];
-      int32_t lm = token.lm;
-      if (arc.word >= 0 && graph_->has_lm) total -= graph_->lm.step(token.lm, arc.word, lm);
-      if (total > cutoff || !(total < kInf)) continue;
-      if (total + adaptive < cutoff) cutoff = total + adaptive;
-      emit(total, arc.next, lm, a);
+      const PackedArc arc = arcs[a];
+      float bound = cost + arc.bound;
+      if (bound + least > limit) break;
+      float total = bound + negated[arc.column];
+      if (arc.target & PackedArc::kOwnCost) {
+        if (!(total <= limit)) continue;
+        words_ahead_.push_back(int32_t(count));
+        out[count++] = {total, source, a, token.lm, arc.target};
+        continue;
+      }
+      out[count] = {total, source, a, token.lm, arc.target};
+      count += (total <= limit) & (total < kInf);  // without a branch, which would be guessed wrongly
+      float next = total + adaptive;
+      limit = next < limit ? next : limit;
+    }
+    cutoff = limit, candidates_count_ = count;
+  }
+
+  // Sets the costs of candidates that output words; the cutoff falls with the cheapest one.
+  void look_up_words(const Session& s, float best, float& cutoff) {
+    for (size_t i = 0; i < words_ahead_.size(); ++i) {
+      Candidate& c = candidates_[size_t(words_ahead_[i])];
+      if (c.cost > cutoff) continue;
+      const Arc& arc = graph_->arcs[size_t(c.arc)];
+      float total = s.frontier[size_t(c.source)].cost - best + arc.cost + negated_[size_t(arc.column)];
+      if (arc.word >= 0 && graph_->has_lm) total -= graph_->lm.step(c.lm, arc.word, c.lm);
+      c.cost = total < kInf ? total : kInf;
+      cutoff = std::min(cutoff, c.cost + s.adaptive);
     }
   }
 
-  int32_t insert(int32_t state, int32_t lm, float cost) {
+  void insert_candidates(float cutoff) {
+    for (size_t i = 0; i < candidates_count_; ++i) {
+      const Candidate& c = candidates_[i];
+      if (i + kPrefetch < candidates_count_) {
+        const Candidate& later = candidates_[i + kPrefetch];
+        table_.prefetch(PackedArc::next(later.target), later.lm);
+      }
+      if (c.cost > cutoff || !(c.cost < kInf)) continue;
+      targets_[i] = insert(PackedArc::next(c.target), c.lm, c.cost, c.target & PackedArc::kEpsilon);
+    }
+  }
+
+  static void prefetch(const void* at) { __builtin_prefetch(at); }
+
+  // `epsilon`: whether epsilon arcs leave the state, and are to be followed.
+  int32_t insert(int32_t state, int32_t lm, float cost, bool epsilon) {
     int32_t& place = table_.find(state, lm);
     if (place < 0) {
       place = int32_t(tokens_.size());
       tokens_.push_back({state, lm, cost});
-      const State& s = graph_->states[size_t(state)];
-      if (s.epsilon < s.end) {
-        if (waiting_.size() <= size_t(s.depth)) waiting_.resize(size_t(s.depth) + 1);
-        waiting_[size_t(s.depth)].push_back(place);
+      if (epsilon) {
+        auto depth = size_t(graph_->states[size_t(state)].depth);
+        if (waiting_.size() <= depth) waiting_.resize(depth + 1);
+        waiting_[depth].push_back(place);
       }
       return place;
     }
@@ -307,21 +392,26 @@ class Search {
   // Epsilon arcs, by the order of their states: the cost of a token is final when its arcs are followed.
   void close(float cutoff) {
     for (size_t depth = 0; depth < waiting_.size(); ++depth) {
-      for (size_t i = 0; i < waiting_[depth].size(); ++i) {
-        int32_t source = waiting_[depth][i];
-        const Token token = tokens_[size_t(source)];
+      epsilon_.clear();
+      for (int32_t source : waiting_[depth]) {
+        const Token& token = tokens_[size_t(source)];
         if (token.cost > cutoff) continue;
         const State& s = graph_->states[size_t(token.state)];
         for (int32_t a = s.epsilon; a < s.end; ++a) {
-          if (token.cost + graph_->bounds[size_t(a)] > cutoff) break;
-          const Arc& arc = graph_->arcs[size_t(a)];
-          float total = token.cost + arc.cost;
-          int32_t lm = token.lm;
-          if (arc.word >= 0 && graph_->has_lm) total -= graph_->lm.step(token.lm, arc.word, lm);
-          if (total > cutoff || !(total < kInf)) continue;
-          int32_t target = insert(arc.next, lm, total);
-          links_.push_back({source, target, a, total});
+          const PackedArc& arc = graph_->packed[size_t(a)];
+          float bound = token.cost + arc.bound;
+          if (bound > cutoff) break;
+          epsilon_.push_back({token.cost, source, a, token.lm, arc.target});
         }
+      }
+      for (size_t i = 0; i < epsilon_.size(); ++i) {
+        const Candidate& c = epsilon_[i];
+        const Arc& arc = graph_->arcs[size_t(c.arc)];
+        float total = c.cost + arc.cost;
+        int32_t lm = c.lm;
+        if (arc.word >= 0 && graph_->has_lm) total -= graph_->lm.step(c.lm, arc.word, lm);
+        if (total > cutoff || !(total < kInf)) continue;
+        links_.push_back({c.source, insert(arc.next, lm, total, c.target & PackedArc::kEpsilon), c.arc, total});
       }
       waiting_[depth].clear();
     }
@@ -330,14 +420,14 @@ class Search {
   // The dearest token to keep; sets the beam of the next frame. As Kaldi's LatticeFasterDecoder::GetCutoff.
   float choose_cutoff(float& adaptive) {
     const Options& o = *options_;
+    costs_.resize(tokens_.size());
+    for (size_t i = 0; i < tokens_.size(); ++i) costs_[i] = tokens_[i].cost;
     float best = kInf;
-    for (const Token& token : tokens_) best = std::min(best, token.cost);
+    for (float cost : costs_) best = cost < best ? cost : best;
     float by_beam = best + o.beam;
-    int64_t within = 0;
-    for (const Token& token : tokens_) within += token.cost <= by_beam;
+    int32_t within = 0;
+    for (float cost : costs_) within += cost <= by_beam;
     auto nth = [&](int32_t n) {
-      costs_.clear();
-      for (const Token& token : tokens_) costs_.push_back(token.cost);
       std::nth_element(costs_.begin(), costs_.begin() + n, costs_.end());
       return costs_[size_t(n)];
     };
@@ -359,36 +449,44 @@ class Search {
     return by_beam;
   }
 
-  // Keeps the tokens below the cutoff as the frontier, and the links that a lattice may need.
-  void finish_frame(Session& s, size_t emitting) {
+  // Keeps the tokens below the cutoff as the frontier, and the links that a lattice may need. Tokens are in the order
+  // of the first links that lead to them.
+  void finish_frame(Session& s) {
+    constexpr int32_t kDropped = -1, kUnnumbered = -2;
     float cutoff = choose_cutoff(s.adaptive);
-    map_.assign(tokens_.size(), -1);
-    for (size_t i = 0; i < tokens_.size(); ++i)
-      if (tokens_[i].cost <= cutoff) map_[i] = 0;
-    for (size_t i = links_.size(); i-- > emitting;) {  // an epsilon arc of negative cost may lead below the cutoff
+    map_.resize(tokens_.size());
+    for (size_t i = 0; i < tokens_.size(); ++i) map_[i] = tokens_[i].cost <= cutoff ? kUnnumbered : kDropped;
+    for (size_t i = links_.size(); i-- > 0;) {  // an epsilon arc of negative cost may lead below the cutoff
       const Link& link = links_[i];
-      if (map_[size_t(link.target)] == 0 && link.excess == tokens_[size_t(link.target)].cost)
-        map_[size_t(link.source)] = 0;
+      if (map_[size_t(link.target)] == kUnnumbered && link.excess == tokens_[size_t(link.target)].cost)
+        map_[size_t(link.source)] = kUnnumbered;
     }
     Level level{int64_t(s.nodes.size()), int64_t(s.links.size()), 0, 0, 0};
     s.frontier.clear();
-    for (size_t i = 0; i < tokens_.size(); ++i) {
-      if (map_[i] < 0) continue;
-      map_[i] = level.nodes++;
-      s.frontier.push_back(tokens_[i]);
+    auto number = [&](int32_t target) {
+      map_[size_t(target)] = level.nodes++;
+      s.frontier.push_back(tokens_[size_t(target)]);
       s.nodes.push_back({-1.0f, -1});
-    }
-    for (size_t i = 0; i < links_.size(); ++i) {
-      const Link& link = links_[i];
-      int32_t target = map_[size_t(link.target)], source = i < emitting ? link.source : map_[size_t(link.source)];
-      if (target < 0 || source < 0) continue;
-      float excess = link.excess - tokens_[size_t(link.target)].cost;
-      if (excess > options_->lattice_beam) continue;
-      Node& node = s.nodes[size_t(level.node + target)];
-      if (excess == 0 && node.best < 0) node.best = level.emitting + level.epsilon;
-      s.links.push_back({source, target, link.arc, excess});
-      ++(i < emitting ? level.emitting : level.epsilon);
-    }
+    };
+    if (s.levels.empty()) number(0);
+    kept_.resize(std::max(kept_.size(), candidates_count_ + links_.size()));
+    int32_t count = 0;
+    auto add = [&](int32_t source, int32_t target, int32_t arc, float cost) {
+      if (map_[size_t(target)] == kDropped) return;
+      float excess = cost - tokens_[size_t(target)].cost;
+      if (excess > options_->lattice_beam) return;
+      if (map_[size_t(target)] == kUnnumbered) number(target);
+      Node& node = s.nodes[size_t(level.node + map_[size_t(target)])];
+      if (excess == 0 && node.best < 0) node.best = count;
+      kept_[size_t(count++)] = {source, map_[size_t(target)], arc, excess};
+    };
+    for (size_t i = 0; i < candidates_count_; ++i)
+      if (targets_[i] >= 0) add(candidates_[i].source, targets_[i], candidates_[i].arc, candidates_[i].cost);
+    level.emitting = count;
+    for (const Link& link : links_)
+      if (map_[size_t(link.source)] >= 0) add(map_[size_t(link.source)], link.target, link.arc, link.excess);
+    level.epsilon = count - level.emitting;
+    s.links.insert(s.links.end(), kept_.begin(), kept_.begin() + count);
     s.levels.push_back(level);
   }
 
@@ -1060,11 +1158,17 @@ class Search {
 
   const Graph* graph_ = nullptr;
   const Options* options_ = nullptr;
+  std::vector<Candidate> candidates_;  // of the frame; the vector only grows
+  size_t candidates_count_ = 0;
+  std::vector<int32_t> words_ahead_;   // candidates that output a word whose cost is not looked up yet
+  std::vector<Candidate> epsilon_;     // the same of epsilon arcs, whose sources are tokens
+  std::vector<Link> kept_;
   TokenTable table_;
   std::vector<Token> tokens_;  // of the frame
-  std::vector<Link> links_;    // of the frame; `excess` holds the cost of the path
+  std::vector<Link> links_;    // of the frame's epsilon arcs; `excess` holds the cost of the path
   std::vector<std::vector<int32_t>> waiting_;  // tokens with epsilon arcs, by the depth of their states
   std::vector<float> negated_, costs_, extras_, before_, final_;
+  std::vector<int32_t> targets_;  // tokens of the candidates; -1: none
   std::vector<int32_t> map_, before_map_, reached_, outputs_;
   std::vector<uint8_t> seen_;
   std::vector<Step> path_;

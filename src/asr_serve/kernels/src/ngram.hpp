@@ -6,8 +6,6 @@
 #include <limits>
 #include <vector>
 
-#include "huge_pages.hpp"
-
 namespace asr_serve {
 
 struct Ngram {
@@ -74,22 +72,6 @@ class IndexedNgram {
 
   const Ngram& model() const { return model_; }
 
-  // Ask for the memory that a step will read: what tells of the context, then what tells of the next shorter one, and
-  // then what tells of the word in both.
-  void prefetch_context(int32_t state) const { __builtin_prefetch(&contexts_[size_t(state)]); }
-  void prefetch_backoff(int32_t state) const {
-    if (state > 0) __builtin_prefetch(&contexts_[size_t(contexts_[size_t(state)].backoff_state)]);
-  }
-  void prefetch_word(int32_t state, int32_t word) const {
-    uint64_t hash = mix(word);
-    for (int level = 0; level < 2 && state > 0; ++level) {
-      const Context& context = contexts_[size_t(state)];
-      __builtin_prefetch(&filters_[filter_at(context, hash)]);
-      state = context.backoff_state;
-    }
-    if (size_t(word) < unigrams_.size()) __builtin_prefetch(&unigrams_[size_t(word)]);
-  }
-
   // As Ngram::step, for words from 0 on.
   float step(int32_t state, int32_t word, int32_t& next) const {
     uint64_t hash = mix(word), wanted = bits(hash);
@@ -136,9 +118,9 @@ class IndexedNgram {
   }
 
   Ngram model_{};
-  HugePageVector<Context> contexts_;
-  HugePageVector<uint64_t> filters_;
-  HugePageVector<Unigram> unigrams_;  // by word
+  std::vector<Context> contexts_;
+  std::vector<uint64_t> filters_;
+  std::vector<Unigram> unigrams_;  // by word
 };
 
 }  // namespace asr_serve

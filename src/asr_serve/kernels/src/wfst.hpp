@@ -22,7 +22,6 @@
 #include <utility>
 #include <vector>
 
-#include "huge_pages.hpp"
 #include "lattice.hpp"
 #include "ngram.hpp"
 
@@ -63,9 +62,9 @@ struct PackedArc {
 };
 
 struct Graph {
-  HugePageVector<Arc> arcs;
-  HugePageVector<PackedArc> packed;  // of each arc
-  HugePageVector<State> states;
+  std::vector<Arc> arcs;
+  std::vector<PackedArc> packed;  // of each arc
+  std::vector<State> states;
   std::vector<float> final_costs;
   std::vector<int32_t> labels, phones;  // of each arc; of each label
   std::vector<int8_t> boundaries;       // of each phone; none: words are not marked
@@ -348,7 +347,6 @@ class Search {
   // Sets the costs of candidates that output words; the cutoff falls with the cheapest one.
   void look_up_words(const Session& s, float best, float& cutoff) {
     for (size_t i = 0; i < words_ahead_.size(); ++i) {
-      prefetch_word(words_ahead_, i, [&](int32_t place) -> const Candidate& { return candidates_[size_t(place)]; });
       Candidate& c = candidates_[size_t(words_ahead_[i])];
       if (c.cost > cutoff) continue;
       const Arc& arc = graph_->arcs[size_t(c.arc)];
@@ -356,22 +354,6 @@ class Search {
       if (arc.word >= 0 && graph_->has_lm) total -= graph_->lm.step(c.lm, arc.word, c.lm);
       c.cost = total < kInf ? total : kInf;
       cutoff = std::min(cutoff, c.cost + s.adaptive);
-    }
-  }
-
-  // Asks for the memory that the words behind the i-th one need.
-  template <class Places, class At>
-  void prefetch_word(const Places& places, size_t i, At at) const {
-    if (!graph_->has_lm) return;
-    if (i + 3 * kPrefetch < places.size()) {
-      const Candidate& c = at(places[i + 3 * kPrefetch]);
-      graph_->lm.prefetch_context(c.lm), prefetch(&graph_->arcs[size_t(c.arc)]);
-    }
-    if (i + 2 * kPrefetch < places.size()) graph_->lm.prefetch_backoff(at(places[i + 2 * kPrefetch]).lm);
-    if (i + kPrefetch < places.size()) {
-      const Candidate& c = at(places[i + kPrefetch]);
-      int32_t word = graph_->arcs[size_t(c.arc)].word;
-      if (word >= 0) graph_->lm.prefetch_word(c.lm, word);
     }
   }
 
@@ -423,7 +405,6 @@ class Search {
         }
       }
       for (size_t i = 0; i < epsilon_.size(); ++i) {
-        prefetch_word(epsilon_, i, [](const Candidate& c) -> const Candidate& { return c; });
         const Candidate& c = epsilon_[i];
         const Arc& arc = graph_->arcs[size_t(c.arc)];
         float total = c.cost + arc.cost;

@@ -7,17 +7,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from random_graphs import COLUMNS, all_paths, random_graph, random_ngram
+from random_graphs import COLUMNS, WORDS, all_paths, random_graph, random_ngram
 from streaming_search import chunk_of
 from torch import Tensor
 
 from asr_serve.decoding.language_model.ngram_scorer import NgramScorer
 from asr_serve.decoding.language_model.scorer import LanguageModelFusion
+from asr_serve.decoding.wfst import lattice_rescoring
 from asr_serve.decoding.wfst import search as search_module
 from asr_serve.decoding.wfst.lattice_rescoring import MAX_COST, LatticeTerm, best_paths, rescore_lattice
 from asr_serve.decoding.wfst.search import WfstSearch
 from asr_serve.decoding.wfst.search_graph import prepare_graph
-from asr_serve.kernels.lattice_reference import WordLattice
+from asr_serve.kernels.lattice_reference import LatticeArc, WordLattice
 from asr_serve.models.decoding_graph import DecodingGraph, GraphSearchOptions
 from asr_serve.models.ngram import NgramModel
 
@@ -89,6 +90,29 @@ def test_the_graphs_own_model_taken_out_and_put_back_changes_nothing():
     assert plain[0].cost == pytest.approx(0.0, abs=1e-4)
     spans = [[(arc.word, arc.start, arc.end) for arc in path.arcs] for path in plain]
     assert [[(arc.word, arc.start, arc.end) for arc in path.arcs] for path in again] == spans
+
+
+def test_a_rescored_lattice_that_is_too_large_has_fewer_contexts(monkeypatch):
+    """Each word may follow each: as many contexts of a state as words."""
+    rng = np.random.default_rng(3)
+    other, places, words = random_ngram(rng), 8, WORDS
+    arcs = [
+        LatticeArc(place, place + 1, word, float(rng.exponential(2.0)), 0.0, place, place + 1)
+        for place in range(places)
+        for word in range(words)
+    ]
+    lattice = WordLattice(arcs, [*[(math.inf, 0.0)] * places, (0.0, 0.0)])
+    costs = {(arc.source, arc.word): arc.cost for arc in arcs}
+    whole = rescore_lattice(lattice, [LatticeTerm(other, 0.7)])
+    monkeypatch.setattr(lattice_rescoring, "MAX_ARCS", len(whole.arcs) // 2)
+    bounded = rescore_lattice(lattice, [LatticeTerm(other, 0.7)])
+    assert words < len(bounded.arcs) <= len(whole.arcs) // 2
+    (best,), found = best_paths(whole, 1), best_paths(bounded, 20)
+    assert len(found) == 20
+    assert best.cost <= found[0].cost + 1e-6
+    for path in found:
+        cost = sum(costs[place, word] for place, word in enumerate(path.words)) + 0.7 * cost_of(other, path.words)
+        assert path.cost == pytest.approx(cost, abs=1e-4)
 
 
 # --- in the search ----------------------------------------------------------------------------------------

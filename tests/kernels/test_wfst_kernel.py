@@ -186,7 +186,7 @@ def test_words_of_minimum_risk_are_those_of_enumeration(module, scale):
         paths = lattice_paths(lattice, scale)
         candidates = [each for size in range(3) for each in itertools.product(range(WORDS), repeat=size)]
         likeliest = min(paths, key=paths.__getitem__)
-        bound, confidences, words = search.minimum_risk(arcs, finals, scale, likeliest)
+        bound, (confidences,), words = search.minimum_risk(arcs, finals, scale, [likeliest])
         found = tuple(word for word, *_ in words)
         before, after, *every = risks(paths, [likeliest, found, *candidates])
         assert bound >= before - 1e-4
@@ -205,12 +205,12 @@ def test_confidences_are_shares_of_the_paths():
     arcs = [(0, 1, 7, 0.0, 0.0, 0, 3), (0, 1, 8, 1.0, 0.5, 0, 4), (1, 2, 9, 0.0, 0.0, 4, 6), (1, 2, 5, 0.5, 0.0, 4, 8)]
     finals = [(INF, 0.0), (INF, 0.0), (0.0, 0.0)]
     for module in (built(), wfst_reference):
-        distance, confidences, words = module.minimum_risk(arcs, finals, 0.8, [7, 9])
+        distance, confidences, words = module.minimum_risk(arcs, finals, 0.8, [[7, 9], [8, 9]])
         first, second = 1 / (1 + math.exp(-0.9)), 1 / (1 + math.exp(-0.5))
-        np.testing.assert_allclose(np.exp(confidences), [first, second], rtol=1e-9)
+        np.testing.assert_allclose(np.exp(confidences), [[first, second], [1 - first, second]], rtol=1e-9)
         assert math.isclose(distance, 2 - first - second, rel_tol=1e-6)
         assert [word[:3] for word in words] == [(7, 0, 3), (9, 4, 6)]
-        assert module.minimum_risk(arcs, finals, 0.8, [8, 5])[2] == words
+        assert module.minimum_risk(arcs, finals, 0.8, [[8, 5]])[2] == words
 
 
 def test_lattices_that_are_none_are_refused():
@@ -224,7 +224,9 @@ def test_lattices_that_are_none_are_refused():
             ([(0, 1, -1, *good[0][3:])], [(INF, 0.0), (0.0, 0.0)]),
         ):
             with pytest.raises(ValueError, match="lattice"):
-                module.minimum_risk(arcs, finals, 1.0, [7])
+                module.minimum_risk(arcs, finals, 1.0, [[7]])
+        with pytest.raises(ValueError, match="one at least"):
+            module.minimum_risk(good, [(INF, 0.0), (0.0, 0.0)], 1.0, [])
 
 
 def test_a_lattice_too_large_is_narrowed():

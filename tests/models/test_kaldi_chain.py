@@ -189,6 +189,13 @@ def test_one_native_call_equals_tensor_operations(isa: str, seed: int, sessions:
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
+def test_a_native_call_has_the_ivectors_of_frames_far_behind_the_output(isa: str) -> None:
+    network = random_network(PAST, torch.float32)
+    native, tensors = blocks(network, 2, 2), blocks(network, 2, 0)
+    for ours, theirs in zip((*native[0], native[1]), (*tensors[0], tensors[1]), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
 def test_a_native_call_in_bf16_is_as_near_to_float32_as_tensor_operations(isa: str, folder: Path) -> None:
     exact, _ = tiny(7, folder / "7")
     settings, tensors, _ = conversion.read_acoustics(folder / "7")
@@ -213,17 +220,25 @@ FACTORED = (
 """A network whose layers of bf16 never read the input, so that it fits matrix tiles; no width is a multiple of one."""
 
 
-def factored(dtype: torch.dtype) -> ChainNetwork:
+PAST = (
+    LayerSpec("past", (("input", -1), ("input", 0)), 32, relu=True, ivector=True),
+    LayerSpec("ahead", (("input", 3),), 32),
+    LayerSpec("output", (("past", -12), ("ahead", 0)), 16),
+)
+"""A network whose layer with the i-vector lies a whole block behind the output."""
+
+
+def random_network(layers: Sequence[LayerSpec], dtype: torch.dtype) -> ChainNetwork:
     random = torch.Generator().manual_seed(5)
-    widths = {"input": tiny_kaldi.CEPSTRA} | {layer.name: layer.width for layer in FACTORED}
+    widths = {"input": tiny_kaldi.CEPSTRA} | {layer.name: layer.width for layer in layers}
     tensors = {}
-    for layer in FACTORED:
+    for layer in layers:
         inputs = sum(widths[source] for source, _ in layer.inputs)
         tensors[f"layers.{layer.name}.weight"] = torch.randn(layer.width, inputs, generator=random) / inputs**0.5
         tensors[f"layers.{layer.name}.bias"] = torch.randn(layer.width, generator=random)
         tensors[f"layers.{layer.name}.ivector"] = torch.randn(layer.width, tiny_kaldi.IVECTOR, generator=random)
     sizes = {"input_width": tiny_kaldi.CEPSTRA, "ivector_width": tiny_kaldi.IVECTOR, "subsampling": 3}
-    return ChainNetwork(FACTORED, tensors, CpuDevice(dtype), **sizes)
+    return ChainNetwork(layers, tensors, CpuDevice(dtype), **sizes)
 
 
 @pytest.mark.parametrize("tiles", [True, False])
@@ -234,11 +249,11 @@ def test_bf16_is_as_near_to_float32_by_a_native_call(tiles: bool, sessions: int)
         pytest.skip("the native core is not built, or this processor has no matrix tiles")
     core.use_tiles(tiles)
     try:
-        network = factored(torch.bfloat16)
+        network = random_network(FACTORED, torch.bfloat16)
     finally:
         core.use_tiles(True)
     assert (network.native_sessions > 1_000) == tiles
-    want, state = blocks(factored(torch.float32), sessions, 0)
+    want, state = blocks(random_network(FACTORED, torch.float32), sessions, 0)
     native, rounded = (blocks(network, sessions, limit, torch.bfloat16) for limit in (sessions, 0))
     for exact, ours, theirs in zip((*want, state), (*native[0], native[1]), (*rounded[0], rounded[1]), strict=True):
         assert 0 < float((ours - exact).abs().mean()) <= 1.1 * float((theirs - exact).abs().mean())
@@ -247,7 +262,7 @@ def test_bf16_is_as_near_to_float32_by_a_native_call(tiles: bool, sessions: int)
 
 def test_sessions_of_a_native_call_do_not_change_each_other(isa: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        network = factored(dtype)
+        network = random_network(FACTORED, dtype)
         random = torch.Generator().manual_seed(1)
         frames = torch.randn(network.input_history + 12, 7, tiny_kaldi.CEPSTRA, generator=random)
         spoken = torch.randn(7, tiny_kaldi.IVECTOR, generator=random)

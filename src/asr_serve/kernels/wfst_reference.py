@@ -921,9 +921,15 @@ def lattice(
 
 
 def minimum_risk(
-    arcs: Sequence[tuple[Any, ...]], finals: Sequence[tuple[float, float]], graph_scale: float, words: Sequence[int]
-) -> tuple[float, list[float], list[Word]]:
-    """Expected edit distance and confidences of words, and the words of minimum Bayes risk from them on."""
+    arcs: Sequence[tuple[Any, ...]],
+    finals: Sequence[tuple[float, float]],
+    graph_scale: float,
+    sequences: Sequence[Sequence[int]],
+) -> tuple[float, list[list[float]], list[Word]]:
+    """Expected edit distance of the first of some word sequences, the confidences of the words of each, and the words
+    of minimum Bayes risk from the first on."""
+    if not sequences:
+        raise ValueError("sequences: one at least")
     lattice = WordLattice([LatticeArc(*arc) for arc in arcs], list(finals))
     entered = {0, *(arc.target for arc in lattice.arcs)}
     if not finals or not finals[-1][0] < math.inf or len(entered) != len(finals):
@@ -931,5 +937,5 @@ def minimum_risk(
     if any(not 0 <= arc.source < arc.target < len(finals) or arc.word < 0 for arc in lattice.arcs):
         raise ValueError("an arc of a lattice that leads to no later state, or without a word")
     risk = BayesRisk(lattice, graph_scale)
-    distance = risk.evaluate(words)
-    return distance, risk.confidences(words), risk.decode(words)
+    distance = risk.evaluate(sequences[0])
+    return distance, [risk.confidences(words) for words in sequences], risk.decode(sequences[0])

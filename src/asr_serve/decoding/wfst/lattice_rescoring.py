@@ -13,6 +13,9 @@ from asr_serve.models.ngram import NgramModel
 
 MAX_CONTEXTS = 64
 """Contexts of the language models that a state of a lattice is reached in; the dearest ones are dropped."""
+MAX_ARCS = 1 << 14
+"""Arcs of a rescored lattice, four times as many as one may have before: with more, fewer contexts are kept.
+Confidences take time for each arc and word, and other sessions wait for them."""
 MAX_COST = 16.0
 """Cost of a word, or of an end, that a language model lacks, natural log."""
 
@@ -27,6 +30,14 @@ class LatticeTerm(NamedTuple):
 
 Contexts = tuple[int, ...]
 """State of each language model."""
+
+
+_Steps = dict[tuple[Contexts, int], tuple[float, Contexts]]
+"""Cost of a word in each context, and the contexts after it."""
+_ComposedArc = tuple[tuple[int, Contexts], tuple[int, Contexts], LatticeArc, float]
+"""State and contexts at both ends of an arc, the arc, and what the language models add to its cost."""
+_Composed = tuple[list[dict[Contexts, float]], list[_ComposedArc]]
+"""Contexts in which each state is reached, with the least cost, and all arcs."""
 
 
 class LatticePath(NamedTuple):
@@ -52,27 +63,17 @@ def rescore_lattice(
 
     Returns: a lattice of the same form and of the same word sequences, with those costs, in which the costs of the
     language models count as the graph's; its last state is final. Exact unless a state is reached in more than
-    MAX_CONTEXTS contexts.
+    MAX_CONTEXTS contexts, or the lattice would have more than MAX_ARCS arcs.
     """
     leaving: list[list[LatticeArc]] = [[] for _ in lattice.finals]
     for arc in lattice.arcs:
         leaving[arc.source].append(arc)
     start = tuple(term.model.start_state for term in terms) if contexts is None else contexts
-    steps: dict[tuple[Contexts, int], tuple[float, Contexts]] = {}
-    reached: list[dict[Contexts, float]] = [{} for _ in lattice.finals]
-    reached[0][start] = 0.0
-    arcs: list[tuple[tuple[int, Contexts], tuple[int, Contexts], LatticeArc, float]] = []
-    for state, outgoing in enumerate(leaving):
-        reached[state] = dict(heapq.nsmallest(MAX_CONTEXTS, reached[state].items(), key=lambda item: item[1]))
-        for place, before in reached[state].items():
-            for arc in outgoing:
-                if (found := steps.get((place, arc.word))) is None:
-                    found = steps[place, arc.word] = _step(terms, place, arc.word)
-                more, after = found
-                arcs.append(((state, place), (arc.target, after), arc, more))
-                total = before + arc.cost + more
-                if total < reached[arc.target].get(after, math.inf):
-                    reached[arc.target][after] = total
+    steps: _Steps = {}
+    most = MAX_CONTEXTS
+    while (composed := _compose(leaving, terms, start, most, steps)) is None:
+        most //= 2
+    reached, arcs = composed
     ends = {
         (state, place): _end(terms, place)
         for state, (cost, _) in enumerate(lattice.finals)
@@ -100,6 +101,36 @@ def rescore_lattice(
             for state in states
         ],
     )
+
+
+def _compose(
+    leaving: Sequence[Sequence[LatticeArc]], terms: Sequence[LatticeTerm], start: Contexts, most: int, steps: _Steps
+) -> _Composed | None:
+    """Reaches each state of a lattice in `most` contexts at most.
+
+    Args:
+        leaving: arcs that leave each state.
+        steps: costs and contexts after words, to which those that are computed are added.
+
+    Returns: None where there are more than MAX_ARCS arcs, and `most` is above 1.
+    """
+    reached: list[dict[Contexts, float]] = [{} for _ in leaving]
+    reached[0][start] = 0.0
+    arcs: list[_ComposedArc] = []
+    for state, outgoing in enumerate(leaving):
+        reached[state] = dict(heapq.nsmallest(most, reached[state].items(), key=lambda item: item[1]))
+        if most > 1 and len(arcs) + len(outgoing) * len(reached[state]) > MAX_ARCS:
+            return None
+        for place, before in reached[state].items():
+            for arc in outgoing:
+                if (found := steps.get((place, arc.word))) is None:
+                    found = steps[place, arc.word] = _step(terms, place, arc.word)
+                more, after = found
+                arcs.append(((state, place), (arc.target, after), arc, more))
+                total = before + arc.cost + more
+                if total < reached[arc.target].get(after, math.inf):
+                    reached[arc.target][after] = total
+    return reached, arcs
 
 
 def best_paths(lattice: WordLattice, most: int) -> list[LatticePath]:

@@ -154,19 +154,18 @@ class WfstSearch:
         least = self._native.finish(self._graph, self._sessions[row], self._open_options, 1, graph_scale, False)[0][0]
         lattice = rescore_lattice(self.lattice(row), [session.term], (session.context,))
         paths = best_paths(lattice, self.hypotheses)
-        decoded: list[tuple[int, int, int, float]] = []
+        sequences = [path.words for path in paths]
+        _, confidences, decoded = self._native.minimum_risk(lattice.arcs, lattice.finals, graph_scale, sequences)
         listed = []
-        for path in paths:
-            _, logprobs, safest = self._native.minimum_risk(lattice.arcs, lattice.finals, graph_scale, path.words)
-            decoded = decoded or safest
+        for path, logprobs in zip(paths, confidences, strict=True):
             words = zip(path.arcs, logprobs, strict=True)
             tokens = [SearchToken(arc.word, arc.start, logprob, arc.end) for arc, logprob in words]
             listed.append(NBestHypothesis(tokens, -(least + path.cost)))
         if not minimum_risk:
             return listed
         ids = [word for word, *_ in decoded]
-        at = next((at for at, path in enumerate(paths) if path.words == ids), None)
-        if at is not None:
+        if ids in sequences:
+            at = sequences.index(ids)
             return [listed[at], *listed[:at], *listed[at + 1 :]]
         cost = cost_of(lattice, ids, paths[0].cost + self._lattice_beam)
         return [NBestHypothesis(_tokens(decoded), -(least + cost)), *listed][: self.hypotheses]

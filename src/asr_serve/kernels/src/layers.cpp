@@ -240,7 +240,8 @@ class Run {
     if (layer.ivector) {
       Part part{call_.ivector_width, {}};
       const int64_t newest = call_.block_frames - call_.subsampling + layer.ahead;
-      const int64_t boundary = newest / call_.block_frames * call_.block_frames;
+      const int64_t past = newest % call_.block_frames;  // below 0 for a layer far behind the output
+      const int64_t boundary = newest - past - (past < 0 ? call_.block_frames : 0);
       for (int64_t i = 0; i < count; ++i) {
         bool early = newest - (count - 1 - i) * layer.stride < boundary;
         for (int64_t session = 0; session < call_.sessions; ++session)

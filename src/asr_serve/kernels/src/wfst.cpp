@@ -215,7 +215,9 @@ nb::tuple lattice(const PyGraph& graph, Session& session, const nb::tuple& optio
   return nb::make_tuple(arcs, finals);
 }
 
-nb::tuple minimum_risk(const nb::list& arcs, const nb::list& finals, double graph_scale, const std::vector<int32_t>& ids) {
+nb::tuple minimum_risk(const nb::list& arcs, const nb::list& finals, double graph_scale,
+                       const std::vector<std::vector<int32_t>>& sequences) {
+  require(!sequences.empty(), "sequences: one at least");
   WordLattice lattice;
   for (nb::handle each : finals) {
     auto costs = nb::cast<nb::tuple>(each);
@@ -240,9 +242,17 @@ nb::tuple minimum_risk(const nb::list& arcs, const nb::list& finals, double grap
     lattice.arcs.push_back(made);
   }
   require(std::find(entered.begin(), entered.end(), 0) == entered.end(), "a state of a lattice that no arc leads to");
-  BayesRisk risk(lattice, graph_scale);
-  double distance = risk.evaluate(ids);
-  return nb::make_tuple(distance, risk.confidences(ids), listed(risk.decode(ids)));
+  std::vector<std::vector<double>> confidences;
+  std::vector<Word> decoded;
+  double distance;
+  {
+    nb::gil_scoped_release release;
+    BayesRisk risk(lattice, graph_scale);
+    distance = risk.evaluate(sequences.front());
+    for (const std::vector<int32_t>& words : sequences) confidences.push_back(risk.confidences(words));
+    decoded = risk.decode(sequences.front());
+  }
+  return nb::make_tuple(distance, confidences, listed(decoded));
 }
 
 // --- saved sessions ---------------------------------------------------------------------------------------
@@ -377,6 +387,8 @@ NB_MODULE(_wfst, m) {
         nb::arg("graph_scale"), nb::arg("minimum_risk"), "Hypotheses of a session that has ended.");
   m.def("lattice", &lattice, nb::arg("graph"), nb::arg("session"), nb::arg("options"),
         "Arcs and final costs of the word lattice of a session that has ended.");
-  m.def("minimum_risk", &minimum_risk, nb::arg("arcs"), nb::arg("finals"), nb::arg("graph_scale"), nb::arg("words"),
-        "Expected edit distance and confidences of words, and the words of minimum Bayes risk from them on.");
+  m.def("minimum_risk", &minimum_risk, nb::arg("arcs"), nb::arg("finals"), nb::arg("graph_scale"),
+        nb::arg("sequences"),
+        "Expected edit distance of the first of some word sequences, the confidences of the words of each, and the "
+        "words of minimum Bayes risk from the first on.");
 }

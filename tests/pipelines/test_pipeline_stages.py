@@ -122,6 +122,13 @@ def test_errors_are_told_with_their_line_and_key(tmp_path: Path, text: str, plac
     assert message in str(caught.value)
 
 
+def test_the_line_of_bytes_that_are_no_utf_8_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(CHAIN.encode() + b'device = "cp\xff"\n')
+    with pytest.raises(OptionError, match=r"mine\.toml, line 4: .*UTF-8"):
+        read_pipeline(path)
+
+
 def test_files_are_found_by_name_or_path(tmp_path: Path) -> None:
     assert shipped_pipelines() == ["chain-lm", "chain-then-whisper", "ctc-graph-lm"]
     for name in ("chain-lm", "chain-then-whisper"):
@@ -145,11 +152,14 @@ def test_a_pipeline_asks_for_the_values_of_its_variables(tmp_path: Path, monkeyp
     assert spec.path(spec.recognizers[0].decoding_graph) == tmp_path / "made"
     assert spec.language_model_path(spec.stages[1]) == tmp_path / "words.arpa"
     with pytest.raises(
-        MissingOption, match=r"2 variables.* graph: a folder.*ctc-graph-lm,graph=\.\.\.,language_model="
+        MissingOption,
+        match=r"2 variables.* graph: a folder.*ctc-graph-lm,model=armspeech-hy,graph=\.\.\.,language_model=",
     ):
         open_pipeline("ctc-graph-lm,model=armspeech-hy")
     with pytest.raises(OptionError, match="did you mean 'graph'"):
         open_pipeline("ctc-graph-lm,grap=made")
+    with pytest.raises(OptionError, match="two values of the variable model of ctc-graph-lm"):
+        open_pipeline(f"ctc-graph-lm,model=whisper-tiny-en{values}")
     with pytest.raises(OptionError, match="the variable b of"):
         open_pipeline(f"ctc-graph-lm{values}")
     with pytest.raises(OptionError, match=r"line 10, model: .*did you mean 'armspeech-hy'"):

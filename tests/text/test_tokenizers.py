@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asr_serve.errors import WeightsMissing
+from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.text import tokenizers as tokens
 from asr_serve.text.tokenizers import BytePieceTokenizer, HubTokenizer, SentencePieceTokenizer, sentence_encoder
 
@@ -146,3 +146,10 @@ def test_sentences_are_split_as_a_recogniser_emits_them(
     split = sentence_encoder(SentencePieceTokenizer(tmp_path / "pieces.json"))
     assert split("  ab  c \n") == expected
     assert split(" \n") == []
+
+
+@pytest.mark.parametrize("data", [b"", b'["a", "\xd6', b'["a", 3]', b'{"a": 0}'])
+def test_pieces_that_cannot_be_read_are_named(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "pieces.json").write_bytes(data)
+    with pytest.raises(WeightsCorrupt, match=r"pieces\.json cannot be read"):
+        tokens.load_tokenizer(tmp_path)

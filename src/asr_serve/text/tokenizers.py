@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
-from asr_serve.errors import WeightsMissing
+import msgspec
+
+from asr_serve.errors import WeightsCorrupt, WeightsMissing
 
 SPACE = "\u2581".encode()
 """SentencePiece's symbol for a space."""
@@ -105,7 +106,11 @@ class SentencePieceTokenizer:
     `pieces.json` of converted streaming models, which do not include their segmentation rules."""
 
     def __init__(self, path: Path) -> None:
-        self.pieces: list[str] = json.loads(path.read_text(encoding="utf-8"))
+        """Reads the pieces. Raises WeightsCorrupt."""
+        try:
+            self.pieces = msgspec.json.decode(path.read_bytes(), type=list[str])
+        except msgspec.MsgspecError as failure:
+            raise WeightsCorrupt(f"the pieces {path} cannot be read: {failure}", "a list of texts in JSON") from failure
 
     @cached_property
     def _ids(self) -> dict[str, int]:
@@ -258,7 +263,7 @@ TOKENIZER_FILES = ("tokenizer.bin", "pieces.json", "tokenizer.json")
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Tokenizer of a checkpoint folder. Raises WeightsMissing."""
+    """Tokenizer of a checkpoint folder. Raises WeightsMissing, WeightsCorrupt."""
     if (folder / "tokenizer.bin").is_file():
         return BytePieceTokenizer.from_file(folder / "tokenizer.bin")
     if (folder / "pieces.json").is_file():

@@ -92,6 +92,13 @@ def test_a_model_that_is_there_is_replaced_only_by_force(text: Path) -> None:
     assert "\\data\\" in output.read_text()
 
 
+def test_the_perplexity_of_a_model_of_tokens_needs_the_recogniser(text: Path) -> None:
+    (text.parent / "tokens.txt").write_text("\u2581the \u2581c at\n")
+    output = text.parent / "a.arpa"
+    assert invoke("lm", "build", text.parent / "tokens.txt", "-o", output).exit_code == 0
+    expect_usage_error(invoke("lm", "perplexity", output, text), "n-grams of tokens, like \u2581the. --tokens")
+
+
 def test_words_may_be_a_recognisers_tokens(text: Path) -> None:
     card = asr_card("moonshine-tiny-en")
     if (folder := store.locate(card)) is None:

@@ -149,7 +149,15 @@ def measure_perplexity(model: ModelFile, texts: Texts, tokens: Tokens = None, as
     from asr_serve.decoding.language_model.ngram_files import read_ngrams
 
     check_stdin_once(texts)
-    found = perplexity(read_ngrams(model), read_sentences(texts, splitter(tokens)))
+    ngrams = read_ngrams(model)
+    if tokens is None and ngrams.token is not None:
+        raise OptionError(
+            f"{model} has n-grams of tokens, like {ngrams.token}",
+            "--tokens beside it",
+            "name the recogniser whose tokens they are",
+            param="tokens",
+        )
+    found = perplexity(ngrams, read_sentences(texts, splitter(tokens)))
     if not found.words:
         raise OptionError("no sentence to measure on", "text with a sentence a line", param="texts")
     if as_json:

@@ -208,7 +208,14 @@ def open_pipeline(given: str) -> PipelineSpec:
     """Reads and checks a pipeline that is given by its name or path and the values of its variables:
     `NAME,VARIABLE=VALUE,...`. Raises as `find_pipeline` and `read_pipeline` do."""
     name, *pairs = re.split(r",(?=[A-Za-z_]\w*=)", given)
-    return read_pipeline(find_pipeline(name), dict(pair.split("=", 1) for pair in pairs))
+    values: dict[str, str] = {}
+    for variable, value in (pair.split("=", 1) for pair in pairs):
+        if variable in values:
+            raise OptionError(
+                f"two values of the variable {variable} of {name}", "each variable once", param="pipeline"
+            )
+        values[variable] = value
+    return read_pipeline(find_pipeline(name), values)
 
 
 def find_pipeline(name: str) -> Path:
@@ -241,7 +248,8 @@ def read_pipeline(path: Path, variables: Mapping[str, str] | None = None) -> Pip
     try:
         text = data.decode()
     except UnicodeDecodeError as failure:
-        raise OptionError(f"the pipeline file {path}: {failure}", "UTF-8", param="pipeline") from failure
+        line = data.count(b"\n", 0, failure.start) + 1
+        raise OptionError(f"{path}, line {line}: {failure}", "UTF-8", param="pipeline") from failure
     return _PipelineReader(path, text, variables or {}).read()
 
 
@@ -291,7 +299,7 @@ class _PipelineReader:
                     param="pipeline",
                 )
         if missing := [name for name in declared if not self._variables.get(name)]:
-            values = ",".join(f"{name}=..." for name in missing)
+            values = ",".join(f"{name}={self._variables.get(name) or '...'}" for name in declared)
             raise MissingOption(
                 f"the pipeline {self._path.stem} needs values for {len(missing)} variables",
                 "; ".join(f"{name}: {declared[name]}" for name in missing),

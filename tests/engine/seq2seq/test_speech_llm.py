@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 from tiny_moonshine import WAIT_S, clip, expect_empty, held, outcome
 from tiny_speech_llm import CLIPS, CONFIG, EOS, LANGUAGES, SYSTEM, decoder, limit
 
+from asr_serve.config import EngineConfig
 from asr_serve.decoding.beam_search import BeamSearch
 from asr_serve.decoding.biasing_graph import BiasingPhrase, pack_phrases
 from asr_serve.decoding.hypothesis import Recognition, repeated_tokens
 from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens, SearchOptions
+from asr_serve.engine.builder import build_loop
 from asr_serve.engine.client import EngineClient
+from asr_serve.engine.remote.handshake import HandshakeSettings
 from asr_serve.engine.seq2seq.decoder import DecodeRunner
 from asr_serve.engine.seq2seq.prompt_chunks import MIN_CHUNK_POSITIONS
 from asr_serve.errors import Cancelled, OptionError, StepFailed, UnsupportedOption
@@ -329,3 +332,17 @@ def test_audio_takes_pages_of_the_prompt_alone() -> None:
     runner = DecodeRunner(made.model, made.device, 2, 0, 0)
     assert runner.page_pool.pages == 1 + CONFIG.max_position_embeddings // PAGE, "one longest sequence at least"
     assert runner.pages_needed(100, 20) == -(-(len(SYSTEM) + 3 + 100 + 19) // PAGE)
+
+
+@pytest.mark.parametrize("settings", [{"role": "encode"}, {"peers": ("127.0.0.1:9",)}])
+def test_roles_are_refused(settings: dict[str, Any]) -> None:
+    """Peers carry what cross-attention reads."""
+    with pytest.raises(OptionError, match="reads audio in its prompt"):
+        build_loop(
+            tiny_speech_llm.build(),
+            tiny_speech_llm.CARD,
+            EngineConfig(**settings),
+            lambda _: None,
+            lambda: None,
+            meeting=HandshakeSettings("weights"),
+        )

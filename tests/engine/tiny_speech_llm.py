@@ -44,7 +44,8 @@ CONFIG = CausalConfig(
     sliding_window=40,
     rotary={kind: RotaryConfig() for kind in (FULL, SLIDING)},
 )
-EOS = 39
+EOS, STOP = 39, 3
+"""Tokens that end an answer."""
 SYSTEM = tuple(range(1, 36))
 """Tokens before the audio, in any language: two whole pages and three more."""
 LANGUAGES = {"en": 36, "de": 37}
@@ -96,7 +97,7 @@ class TinySpeechLlm(SpeechLlm):
     frame_samples = FRAME_SAMPLES
 
     def __init__(self, device: Device) -> None:
-        super().__init__(CausalLanguageModel(CONFIG, weights(CONFIG), device), EOS)
+        super().__init__(CausalLanguageModel(CONFIG, weights(CONFIG), device), EOS, (STOP,))
         chance = torch.Generator().manual_seed(8)
         self.project = device.linear(torch.randn(CONFIG.hidden_size, FRAME_SAMPLES, generator=chance) * 0.5)
         self.block = device.frame_block

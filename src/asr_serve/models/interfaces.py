@@ -121,6 +121,8 @@ class EncoderDecoderModel(ABC):
     """Token that fills rows of a batch that no request uses."""
     eos: int
     """Token that ends an answer."""
+    stop_tokens: tuple[int, ...] = ()
+    """Other tokens that end an answer too."""
     max_tokens: int
     """Decoder positions of a row, those of its prompt included."""
     layers: int

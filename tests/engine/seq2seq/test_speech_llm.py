@@ -14,7 +14,7 @@ from engine_clients import poison_free_pages, spy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_moonshine import WAIT_S, clip, expect_empty, held, outcome
-from tiny_speech_llm import CLIPS, CONFIG, EOS, LANGUAGES, SYSTEM, decoder, limit
+from tiny_speech_llm import CLIPS, CONFIG, EOS, LANGUAGES, STOP, SYSTEM, decoder, limit
 
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.beam_search import BeamSearch
@@ -45,7 +45,7 @@ def expected(index: int, options: SearchOptions) -> Recognition:
         given = len(tokens) < min(len(options.prefix), most - 1)
         token = options.prefix[len(tokens)] if given else int(logits.argmax())
         scores.append(float(logits.log_softmax(0)[token]))
-        if token == EOS:
+        if token in (EOS, STOP):
             break
         tokens.append(token)
         if (loop := min(repeated_tokens(tokens), len(tokens) - len(options.prefix))) > 0:
@@ -63,7 +63,7 @@ def expected(index: int, options: SearchOptions) -> Recognition:
 def expected_beams(index: int, options: SearchOptions) -> tuple[int, ...]:
     """Tokens of the best of `options.beam` hypotheses, each followed by the decoder alone."""
     alone = decoder(index, options.language, options.prompt)
-    search = BeamSearch(options.beam, EOS, limit(index, options))
+    search = BeamSearch(options.beam, EOS, limit(index, options), stop_tokens=(STOP,))
     while True:
         leading = []
         for hypothesis in search.live:
@@ -83,7 +83,7 @@ def expect_right(index: int, options: SearchOptions, result: object) -> None:
     assert result.avg_logprob == pytest.approx(wanted.avg_logprob, abs=1e-4)
 
 
-token = st.integers(0, EOS - 1)
+token = st.integers(0, EOS - 1).filter(lambda token: token != STOP)
 requests = st.tuples(
     st.integers(0, len(CLIPS) - 1),
     st.builds(
@@ -168,7 +168,7 @@ def test_hotwords_are_scored_over_the_prompt(begin) -> None:
     """Words of great weight take the place of others, with the probability that they have after the audio."""
     client, options = begin(), SearchOptions(**ONCE)
     plain = expected(1, options)
-    words = [BiasingPhrase(f"w{token}", 1e4) for token in range(EOS) if token not in plain.tokens]
+    words = [BiasingPhrase(f"w{token}", 1e4) for token in range(EOS) if token not in (*plain.tokens, STOP)]
     biased = transcribe(client, 1, bias=pack_phrases(words))
     pairs = zip(biased.tokens, plain.tokens, strict=True)
     at = next(place for place, (token, said) in enumerate(pairs) if token != said)
@@ -313,6 +313,7 @@ def test_answers_end_with_the_models_positions(begin) -> None:
         (16_000, {"language": "xx"}, OptionError),
         (16_000, {"task": "translate"}, OptionError),
         (16_000, {"prefix": (-1,)}, OptionError),
+        (16_000, {"prefix": (STOP,)}, OptionError),
         (16_000, {"beam": 13}, OptionError),
     ],
 )

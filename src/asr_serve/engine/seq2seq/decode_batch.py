@@ -149,6 +149,7 @@ class BeamGroup:
             fusion=fusion,
             language_state=language_state_after(fusion, text, device) if fusion else 0,
             text_below=text_below,
+            stop_tokens=hypothesis.stop_tokens,
         )
         self.pages = own + audio
         """Pages of the whole group."""
@@ -457,7 +458,7 @@ class DecoderPrompts:
             allowed = "1: only searches of streaming models have an n-best list"
             raise UnsupportedOption(f"hypotheses={options.hypotheses}", allowed, param="hypotheses")
         for token in options.prefix:
-            if not 0 <= token < self.vocab_size or token == self._model.eos:
+            if not 0 <= token < self.vocab_size or token in (self._model.eos, *self._model.stop_tokens):
                 raise OptionError(f"prefix has token {token}", "tokens that can be said", param="prefix")
         self.prompt_tokens(options)
 

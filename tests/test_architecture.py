@@ -47,7 +47,7 @@ LEAVES = {
     # speaks; reads; and teaches
     "hibari": {"models/tts/hibari.py", "text/hibari_english.py", "asr_serve_tools/train/voice/teacher_voices.py"},
     "huggingface_hub": {"models/checkpoints/store.py"},
-    "tokenizers": {"text/tokenizers.py"},
+    "tokenizers": {"text/tokenizers.py", "models/checkpoints/gguf_causal_lm.py"},  # read; and written
     "jiwer": {"asr_serve_tools/evaluate/wer.py"},
     # what wetext reads its graphs with; graphs that are built
     "kaldifst": {"text/normalization/wetext_grammar.py", "decoding/wfst/graph_builder.py"},
@@ -89,7 +89,6 @@ do is a field of models/interfaces.py."""
 
 UNTYPED_NAMES = {
     # objects of an optional library that has no types
-    ("decoding/language_model/causal_scorer.py", "transformers"),
     ("decoding/language_model/causal_scorer.py", "model"),
     ("decoding/language_model/causal_scorer.py", "self._tokenizer"),
     ("engine/builder.py", "options"),  # keyword arguments handed on

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -90,9 +87,6 @@ def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, An
         tokenizer = Tokenizer(words)
         tokenizer.pre_tokenizer = Whitespace()
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-        for optional in ("accelerate", "gguf"):  # only the conversion needs them, which is done
-            if importlib.util.find_spec(optional) is None:
-                monkeypatch.setitem(sys.modules, optional, ModuleType(optional))
 
     return file, save_tokenizer
 

@@ -70,6 +70,20 @@ def test_the_reference_attention_is_that_of_torch(head_dim):
             torch.testing.assert_close(out[row], expected.flatten(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [0, 1, 5, 16, 33])
+def test_the_reference_attention_of_groups_and_windows_is_that_of_torch(window):
+    head_dim, group = 16, 4
+    pool, tables, held = filled(head_dim, torch.float32, LENGTHS)
+    q = normal(len(LENGTHS), group * HEADS * head_dim)
+    out = torch.full_like(q, NAN)
+    twins.attend(pool, 1, q, out, tables, torch.tensor(LENGTHS), 0.3, window)
+    for row, kv in enumerate(held):
+        k, v = kv[-window:, 1].view(-1, 2, HEADS, head_dim).permute(1, 2, 0, 3)
+        query = q[row].view(1, group * HEADS, 1, head_dim)
+        expected = torch.nn.functional.scaled_dot_product_attention(query, k[None], v[None], scale=0.3, enable_gqa=True)
+        torch.testing.assert_close(out[row], expected.flatten(), rtol=1e-5, atol=1e-5)
+
+
 def test_the_reference_softmax_is_that_of_torch_over_the_live_keys():
     scores = normal(2, HEADS, 5, 7)
     expected = torch.softmax(scores * 0.3, -1), torch.softmax(scores[1, ..., :3] * 0.3, -1)
@@ -197,6 +211,24 @@ def test_attend(core, dtype, head_dim, draw):
         twins.attend(pool, layer, q, theirs, tables, torch.tensor(lengths), head_dim**-0.5)
         assert not ours.isnan().any(), "poison in unused pages or slots got through"
         expect_close(ours, theirs, dtype, fp32=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [20, 64, 128, 256])
+@pytest.mark.parametrize(("group", "window"), [(2, 0), (1, 20), (4, 1), (3, 16), (2, 33), (1, 1_000)])
+def test_attend_with_groups_and_windows(core, dtype, head_dim, group, window):
+    """Pages that lie before the window hold poison."""
+    torch.manual_seed(group)
+    lengths = torch.randint(1, 64, (5,)).tolist()
+    pool, tables, _ = filled(head_dim, dtype, lengths)
+    for row, length in enumerate(lengths):
+        for entry in range(max(0, length - window) // PAGE if window else 0):
+            pool[tables[row, entry]] = NAN
+    q = normal(5, group * HEADS * head_dim, dtype=dtype)
+    ours, theirs = torch.full_like(q, NAN), torch.full_like(q, NAN)
+    for kernels, out in ((core, ours), (twins, theirs)):
+        kernels.attend(pool, 1, q, out, tables, torch.tensor(lengths), head_dim**-0.5, window)
+    assert not ours.isnan().any(), "poison before the window or past the end got through"
+    expect_close(ours, theirs, dtype, fp32=1e-5)
 
 
 def test_rows_may_share_their_pages(core, dtype):
@@ -358,6 +390,11 @@ WRONG = {
     "attend: query without dimensions": (
         "attend", pool_(), 0, torch.tensor(1.0), Q.clone(), TABLE, ints(1), 1.0,
     ),
+    "attend: query of no heads": ("attend", pool_(), 0, Q[:, :0], Q[:, :0].clone(), TABLE, ints(1), 1.0),
+    "attend: query of one head and a half": (
+        "attend", pool_(), 0, torch.cat([Q, Q[:, :8]], 1), torch.cat([Q, Q[:, :8]], 1), TABLE, ints(1), 1.0,
+    ),
+    "attend: negative window": ("attend", pool_(), 0, Q, Q.clone(), TABLE, ints(1), 1.0, -1),
     "attend: integer pool": ("attend", pool_(dtype=I32), 0, Q.int(), Q.int(), TABLE, ints(1), 1.0),
     "pick: mixed dtypes": ("pick", LOGITS, HIDDEN.bfloat16(), HEAD, ints(0), torch.zeros(1)),
     "pick: other vocabulary": ("pick", LOGITS, HIDDEN, torch.zeros(9, 4), ints(0), torch.zeros(1)),

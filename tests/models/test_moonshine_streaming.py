@@ -221,7 +221,7 @@ def test_what_is_collected_frame_by_frame_is_what_the_decoder_hears(reference: R
             for at, to in ((0, 20), (20, len(hidden)))
         ]
     result = EncodeRunner(model, reference.device).encode([clip.numpy()])[0]
-    torch.testing.assert_close(torch.cat(parts), result.cross_kv, atol=SAME, rtol=0)
+    torch.testing.assert_close(torch.cat(parts), result.decoder_input, atol=SAME, rtol=0)
 
 
 def test_bf16_is_near() -> None:

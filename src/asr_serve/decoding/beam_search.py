@@ -6,7 +6,7 @@ Source  openai-whisper: patience 1; the score of a hypothesis is the mean of its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -79,19 +79,21 @@ class BeamSearch:
         fusion: LanguageModelFusion | None = None,
         language_state: int = 0,
         text_below: int | None = None,
+        stop_tokens: Collection[int] = (),
     ) -> None:
         """`graph`: hotwords, at `node` after the tokens that are not searched; `boost`: bonus of a token of a hot
         word of weight 1, natural log. `fusion`: language model, in `language_state` after those tokens; tokens from
-        `text_below` on, None: none, are no text, and it ignores them."""
-        self.width, self.eos, self.max_tokens = width, eos, max_tokens
+        `text_below` on, None: none, are no text, and it ignores them.
+        `stop_tokens`: those that end an answer as `eos` does."""
+        self.width, self.ends, self.max_tokens = width, frozenset((eos, *stop_tokens)), max_tokens
         self.graph, self.boost, self.fusion, self.text_below = graph, boost, fusion, text_below
         self.live = [BeamHypothesis(node=node, language_state=language_state)]
         self.ended: list[BeamHypothesis] = []
 
     @property
     def choices(self) -> int:
-        """Candidate tokens needed of each hypothesis: one of them may be end-of-text."""
-        return self.width + 1 + (0 if self.graph is None and self.fusion is None else NEAR)
+        """Candidate tokens needed of each hypothesis: some of them may end it."""
+        return self.width + len(self.ends) + (0 if self.graph is None and self.fusion is None else NEAR)
 
     def advance(
         self, leading: Sequence[Sequence[tuple[int, float]]], language: Sequence[Sequence[LanguageScore]] | None = None
@@ -99,22 +101,18 @@ class BeamSearch:
         """Extends the beam. `leading[i]`: tokens that may follow `live[i]` and their log-probabilities, likeliest
         first. `language`: the language model's part in each of them; with a `fusion` only, see `language_scores`.
         Returns the source index of each new live hypothesis; empty when the search is over."""
-        candidates = [
-            (
-                hypothesis.extend(
-                    token, logprob, token == self.eos, self.graph, self.boost, language[source][i] if language else None
-                ),
-                source,
-                token == self.eos,
-            )
-            for source, (hypothesis, tokens) in enumerate(zip(self.live, leading, strict=True))
-            for i, (token, logprob) in enumerate(tokens)
-        ]
+        candidates = []
+        for source, (hypothesis, tokens) in enumerate(zip(self.live, leading, strict=True)):
+            for i, (token, logprob) in enumerate(tokens):
+                ended, score = token in self.ends, language[source][i] if language else None
+                extended = hypothesis.extend(token, logprob, ended, self.graph, self.boost, score)
+                candidates.append((extended, source, ended))
         candidates.sort(key=lambda candidate: -candidate[0].total)
         live, sources = [], []
         for hypothesis, source, ended in candidates:
             if ended:
-                if len(self.ended) < self.width:
+                again = any(other.tokens == hypothesis.tokens for other in self.ended)  # by a less likely end
+                if len(self.ended) < self.width and not again:
                     self.ended.append(hypothesis)
                 continue
             live.append(hypothesis)
@@ -129,9 +127,9 @@ class BeamSearch:
         """Returns the language model's part in a candidate. `logprob`, `after`: of the token in `state`, and the
         state after it; `end`: log-probability that the sentence ends in `state`."""
         assert self.fusion is not None
-        if token != self.eos and self.text_below is not None and token >= self.text_below:
+        if token not in self.ends and self.text_below is not None and token >= self.text_below:
             return LanguageScore(0.0, state)
-        logprob, after = (end, state) if token == self.eos else (logprob, after)
+        logprob, after = (end, state) if token in self.ends else (logprob, after)
         return LanguageScore(self.fusion.weight * max(logprob, UNSEEN_LOGPROB), after)
 
     def n_best(self) -> tuple[list[BeamHypothesis], Finish]:

@@ -7,7 +7,7 @@ Source  temperature fall-back, its thresholds and that of silence: Whisper, arXi
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -79,6 +79,10 @@ class Hypothesis:
         draft: DraftTokens = NO_DRAFT,
     ) -> None:
         self.options, self.eos, self.max_tokens, self.text = options, eos, max_tokens, text
+        self.stop_tokens: Collection[int] = ()
+        """Tokens beside `eos` that end the answer."""
+        self.end_token = eos
+        """Token that ended the answer, where it has ended."""
         self.attempt = 0
         self.draft = self._first_try(draft)
         self.fixed = self.draft.accepted_tokens
@@ -131,7 +135,8 @@ class Hypothesis:
     def append_token(self, token: int, logprob: float) -> Finish | None:
         """Appends a token; returns why the row is finished, or None. The first `fixed` must be the draft's."""
         self.logprobs.append(logprob)
-        if token == self.eos:
+        if token == self.eos or token in self.stop_tokens:
+            self.end_token = token
             return "stop"
         self.tokens.append(token)
         if (loop := min(repeated_tokens(self.tokens), len(self.tokens) - self.fixed)) > 0:

@@ -53,6 +53,7 @@ from asr_serve.models.decoding_graph import GRAPH_FILE, DecodingGraph, GraphInfo
 from asr_serve.models.interfaces import (
     EncoderDecoderModel,
     IncrementalEncoderDecoderModel,
+    SpeechLanguageModel,
     StreamingEncoder,
     StreamingModel,
     StreamingSearch,
@@ -262,6 +263,13 @@ def build_loop(
         if meeting is None:
             raise OptionError(f"role={config.role} and {len(config.peers)} peers", "asr-serve serve has them")
         assert isinstance(model, EncoderDecoderModel), "roles are for these alone"
+        if isinstance(model, SpeechLanguageModel):
+            raise OptionError(
+                f"role={config.role} and {len(config.peers)} peers: {chosen.name} reads audio in its prompt",
+                "models with cross-attention",
+                "serve this one with role=both and without peers",
+                param="role",
+            )
         peers = roles.build_peer_pool(model, device, chosen, config, meeting, stats.metrics)
     with contextlib.ExitStack() as on_failure:
         tiers = (
@@ -400,6 +408,8 @@ def build_seq2seq(
 ) -> Seq2SeqExecutor:
     device, text = parts.device, parts.decode_text
     max_frames = model.count_frames(units.ms_to_samples(chosen.max_segment_ms))
+    if isinstance(model, SpeechLanguageModel):
+        max_frames = 0  # its frames are positions of the prompt: they have no pages of their own
     runner = DecodeRunner(model, device, config.max_decode_rows, config.kv_bytes, max_frames)
     encoder_cache: EncoderCache | None = None
     if config.prefix_bytes:

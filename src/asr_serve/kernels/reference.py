@@ -66,24 +66,32 @@ def append(pool: Tensor, layer: int, qkv: Tensor, tables: Tensor, positions: Ten
     _write(pool, layer, qkv[:, 1], qkv[:, 2], pages, positions % PAGE)
 
 
-def attend(pool: Tensor, layer: int, q: Tensor, out: Tensor, tables: Tensor, lengths: Tensor, scale: float) -> None:
+def attend(
+    pool: Tensor, layer: int, q: Tensor, out: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int = 0
+) -> None:
     """out[r] = softmax(scale * q[r] K^T) V over the first `lengths[r]` positions of table r, in float32.
 
-    Source: PagedAttention, arXiv:2309.06180.
+    `q`, `out` (rows, group * heads * head_dim): the query has `group` heads for each head of the pool, side by side.
+    `window`: only the last so many positions are attended to; 0: all.
+
+    Source: PagedAttention, arXiv:2309.06180; grouped queries, arXiv:2305.13245.
     """
     k, v = _split(pool, layer)
     heads, head_dim = k.shape[1:3]
     rows, width = tables.shape
     span = torch.arange(width * PAGE, device=q.device)
-    padding = span[None, :] >= lengths[:, None]
-    # Pages past the end may be any number, and hold anything: point them at page 0 and zero what is read.
-    valid_tables = tables.long().masked_fill(padding[:, ::PAGE], 0)
+    unseen = span[None, :] >= lengths[:, None]
+    if window:
+        unseen |= span[None, :] < lengths[:, None] - window
+    # Pages without a position that is seen may be any number, and hold anything: point them at page 0 and zero what
+    # is read.
+    valid_tables = tables.long().masked_fill(unseen.view(rows, width, PAGE).all(2), 0)
     keys = k[valid_tables].permute(0, 2, 3, 1, 4).reshape(rows, heads, head_dim, width * PAGE).float()
     values = v[valid_tables].permute(0, 2, 1, 3, 4).reshape(rows, heads, width * PAGE, head_dim).float()
-    scores = q.reshape(rows, heads, 1, head_dim).float() @ keys * scale
-    weights = torch.softmax(scores.masked_fill(padding[:, None, None, :], float("-inf")), dim=-1)
-    values = values.masked_fill(padding[:, None, :, None], 0.0)
-    out.copy_((weights @ values).reshape(rows, heads * head_dim))
+    scores = q.reshape(rows, heads, -1, head_dim).float() @ keys * scale
+    weights = torch.softmax(scores.masked_fill(unseen[:, None, None, :], float("-inf")), dim=-1)
+    values = values.masked_fill(unseen[:, None, :, None], 0.0)
+    out.copy_((weights @ values).reshape(out.shape))
 
 
 def pick(logits: Tensor, hidden: Tensor | None, weight: Tensor | None, tokens: Tensor, logprobs: Tensor) -> None:

@@ -121,6 +121,8 @@ class EncoderDecoderModel(ABC):
     """Token that fills rows of a batch that no request uses."""
     eos: int
     """Token that ends an answer."""
+    stop_tokens: tuple[int, ...] = ()
+    """Other tokens that end an answer too."""
     max_tokens: int
     """Decoder positions of a row, those of its prompt included."""
     layers: int
@@ -198,6 +200,57 @@ class EncoderDecoderModel(ABC):
 
         Returns: for each row (alignment heads, packing.frames[row], frames[row]) float32, before the softmax.
         """
+
+
+PROMPT_EMBEDDING = -1
+"""Stands in place of a token at a position whose input is a given embedding."""
+
+
+class SpeechLanguageModel(EncoderDecoderModel):
+    """Audio encoder and causal language model, which reads encoder frames as embeddings inside its prompt (speech
+    LLMs: Fun-ASR-Nano, GLM-ASR, Voxtral).
+
+    There is no cross-attention: `encode` returns frames in the width of the language model, `heads` are its heads of
+    keys and values, `alignment` has no heads, and requests for times of tokens are refused. `max_tokens` bounds all
+    positions of a row, those of audio included. The engine feeds a prompt in parts, beside a position of each row
+    that decodes, and caches what precedes the audio.
+
+    Source: embeddings in the prompt, arXiv:2310.13289.
+    """
+
+    width: int
+    """Numbers of an embedding."""
+    alignment = AlignmentHeads({})
+
+    @abstractmethod
+    def prompt_tokens(self, options: PromptOptions) -> tuple[int, ...]:
+        """Tokens that precede an answer, with PROMPT_EMBEDDING once, where the audio stands: the engine puts as many
+        there as there are encoder frames. The last is a token. Raises OptionError, UnsupportedOption."""
+
+    @abstractmethod
+    def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
+        """Encode clips as EncoderDecoderModel says; `width` of the frames is the language model's."""
+
+    @abstractmethod
+    def decode(
+        self,
+        tokens: Tensor,
+        own: PagedKeyValues,
+        audio: PagedKeyValues,
+        wanted: Tensor | None = None,
+        embeddings: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Decode as EncoderDecoderModel says, without `audio` and without queries.
+
+        Args:
+            tokens: (rows,) int64; PROMPT_EMBEDDING where `embeddings` (rows, width) has the input.
+        """
+
+    def cross_keys_values(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} has no cross-attention")
+
+    def align(self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]) -> list[Tensor]:
+        raise NotImplementedError(f"{type(self).__name__} has no cross-attention")
 
 
 # --- streaming models -------------------------------------------------------------------------------------

@@ -337,6 +337,7 @@ def test_pages_of_beams_hold_what_each_path_wrote(data):
     class Only:
         beam, eos, max_tokens, fixed, draft = width, 2, most, 0, DraftTokens()
         hotwords = language_model = words_below = None
+        stop_tokens: tuple[int, ...] = ()
 
     class First:
         hypothesis, length, beams, pages = Only, begun, None, None

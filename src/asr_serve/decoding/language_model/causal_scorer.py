@@ -3,7 +3,6 @@ loads."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -11,17 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 
 from asr_serve.config import cache_dir
 from asr_serve.devices.cpu import bf16_supported
 from asr_serve.errors import ProgramMissing, WeightsCorrupt
+from asr_serve.models.checkpoints.gguf_causal_lm import convert
 from asr_serve.models.checkpoints.store import make_cache_folder
 from asr_serve.transfer.checksum import file_checksum
 
 MAX_BATCH_LOGITS = 1 << 26
 """Most logits computed at once, 256 tokens of a quarter of a million words; one sentence is always computed whole."""
-CONVERSION = 1
+CONVERSION = 2
 """Version of the conversion."""
 MAX_SENTENCE_TOKENS = 255
 """Tokens of a sentence that are read; the rest is not scored. Half a minute of speech has less than half as many, and
@@ -80,11 +79,9 @@ class CausalSentenceScorer:
     """
 
     def __init__(self, file: Path, dtype: torch.dtype | None = None) -> None:
-        """`file`: GGUF. It is converted once, which takes a minute, and read from the cache afterwards. Raises
-        ProgramMissing without transformers and gguf, WeightsCorrupt, also for a tokenizer without start and end."""
+        """`file`: GGUF. It is converted once, which takes seconds, and read from the cache afterwards. Raises
+        ProgramMissing without transformers, WeightsCorrupt, also for a tokenizer without start and end."""
         try:
-            import accelerate  # noqa: F401
-            import gguf  # noqa: F401
             import transformers
         except ImportError as missing:
             raise ProgramMissing(
@@ -93,7 +90,7 @@ class CausalSentenceScorer:
         if dtype is None:
             dtype = torch.bfloat16 if bf16_supported() else torch.float32
         try:
-            folder = _converted(file, transformers)
+            folder = _converted(file)
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
         except (OSError, ValueError, KeyError) as failure:
@@ -150,25 +147,16 @@ def score_rows(model: Any, rows: Sequence[Sequence[int]]) -> list[float]:
     return scores
 
 
-def _converted(file: Path, transformers: Any) -> Path:
+def _converted(file: Path) -> Path:
     """Folder in the cache with the model as transformers loads it fast, in float16; made on first use. Raises
-    CacheNotWritable."""
+    WeightsCorrupt, CacheNotWritable."""
     folder = cache_dir() / "causal" / f"{file_checksum(file):016x}-v{CONVERSION}"
     if (folder / "config.json").is_file():
         return folder
-    place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name, "local_files_only": True}
     make_cache_folder(folder.parent)
     part = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        transformers.AutoTokenizer.from_pretrained(**place).save_pretrained(part)
-        model = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float16)
-        # transformers refuses to save what came from GGUF, although it is dequantized.
-        config = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
-        tensors = model.state_dict()
-        if config.get("tie_word_embeddings"):
-            tensors.pop("lm_head.weight", None)
-        save_file({n: each.contiguous() for n, each in tensors.items()}, part / "model.safetensors", {"format": "pt"})
-        (part / "config.json").write_text(json.dumps(config, default=str))
+        convert(file, part)
         part.rename(folder)
     except OSError:
         if not folder.is_dir():  # else another process was faster

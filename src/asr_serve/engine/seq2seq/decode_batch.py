@@ -20,9 +20,10 @@ from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.decoding.token_rules import PLAIN_TOKEN, TokenRule, TokenRules
 from asr_serve.devices.interface import Device
 from asr_serve.engine.cache.page_pool import PagePool
+from asr_serve.engine.seq2seq.prompt_chunks import PromptChunk
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.kernels import PAGE
-from asr_serve.models.interfaces import EncoderDecoderModel
+from asr_serve.models.interfaces import PROMPT_EMBEDDING, EncoderDecoderModel, SpeechLanguageModel
 
 DRAFT_RESYNC_TOKENS = 4
 """Draft tokens that are searched for a token that differs from the draft."""
@@ -46,6 +47,10 @@ class DecodeRow:
         """Whether keys and values of the prompt, except its last token, are in its pages."""
         self.cached_positions = 0
         """Positions of the prompt that are cached before the prefill."""
+        self.prompt_positions = 0
+        """Positions of a prompt with audio in it whose keys and values are in its pages."""
+        self.embeddings: Tensor | None = None
+        """Embeddings (frames, width) of the prompt's audio until the prompt has been fed; None: it has none."""
         self.beams: BeamGroup | None = None
         """Group of the beams that it belongs to, and its place there."""
         self.beam_index = 0
@@ -144,6 +149,7 @@ class BeamGroup:
             fusion=fusion,
             language_state=language_state_after(fusion, text, device) if fusion else 0,
             text_below=text_below,
+            stop_tokens=hypothesis.stop_tokens,
         )
         self.pages = own + audio
         """Pages of the whole group."""
@@ -208,6 +214,9 @@ class ForwardInputs:
         self.tokens, self.token_tables, self.token_lengths = tokens, own, own_lengths
         self.audio_tables, self.audio_lengths = audio, audio_lengths
         self.logit_positions: Tensor | None = None
+        self.embeddings: Tensor | None = None
+        """(positions, width): inputs where the token is PROMPT_EMBEDDING. None: there is no such token. Set only with
+        `logit_positions`."""
 
 
 class DecodeBatch:
@@ -323,7 +332,7 @@ class DecodeBatch:
     def rescoring_inputs(
         self, rows: Sequence[DecodeRow], feeds: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> ForwardInputs:
-        """Inputs like those of `prefill_inputs`, for rows that may have left the batch."""
+        """Inputs like those of `prefill_inputs`, for rows that may have left the batch or not yet joined it."""
         own = _pad_tables([row.block_table for row in rows], self.token_tables.shape[1])
         audio = _pad_tables([row.audio_pages for row in rows], self.audio_tables.shape[1])
         return self._multi_token_inputs(feeds, firsts, own, audio, torch.tensor([row.frames for row in rows]))
@@ -347,11 +356,23 @@ class DecodeBatch:
             audio_lengths[row_index],
         )
 
+    @staticmethod
+    def set_embeddings(inputs: ForwardInputs, chunks: Sequence[PromptChunk]) -> None:
+        """Sets the embeddings of the prompt chunks among the inputs, in their order, if they have any."""
+        parts = [part for chunk in chunks if (part := chunk.embeddings) is not None]
+        if not parts:
+            return
+        given = (inputs.tokens == PROMPT_EMBEDDING).nonzero()[:, 0].to(parts[0].device)
+        inputs.embeddings = parts[0].new_zeros(len(inputs.tokens), parts[0].shape[1])
+        inputs.embeddings[given] = torch.cat(parts)
+
     def logit_positions(self, fed: Sequence[int], scored_offsets: Sequence[Sequence[int]]) -> Tensor | None:
         """Logit positions counted over all rows, of which row r is fed `fed[r]` tokens and needs logits at
-        `asked[r]`. None: all."""
-        if sum(fed) == sum(map(len, scored_offsets)):
-            return None
+        `scored_offsets[r]`. None: all."""
+        return None if sum(fed) == sum(map(len, scored_offsets)) else self.scored_positions(fed, scored_offsets)
+
+    def scored_positions(self, fed: Sequence[int], scored_offsets: Sequence[Sequence[int]]) -> Tensor:
+        """Logit positions as in `logit_positions`, also where these are all."""
         starts = accumulate(fed, initial=0)
         positions = [
             start + offset for start, offsets in zip(starts, scored_offsets, strict=False) for offset in offsets
@@ -390,16 +411,21 @@ class DecoderPrompts:
             self.languages = list(self.special.languages)
             self.language_ids = torch.tensor(list(self.special.languages.values()), device=target)
         self._cached_prompt = lru_cache(MAX_CACHED_PROMPTS)(self._build_prompt)
+        self.embeds_audio = isinstance(model, SpeechLanguageModel)
 
     def detects_language(self, options: SearchOptions) -> bool:
         """Whether the model detects the language."""
         return self.special is not None and self.special.multilingual and not options.language
 
-    def prompt_tokens(self, options: SearchOptions) -> tuple[int, ...]:
-        """Prompt of a row; before its language is detected, one of the same length. Raises OptionError."""
-        return self.prompt_in_language(
-            options, self.languages[0] if self.detects_language(options) else options.language
-        )
+    def prompt_tokens(self, options: SearchOptions, frames: int = 0) -> tuple[int, ...]:
+        """Prompt of a row; before its language is detected, one of the same length. `frames`: encoder frames, which
+        stand in the prompt of a model that embeds audio. Raises OptionError."""
+        language = self.languages[0] if self.detects_language(options) else options.language
+        prompt = self.prompt_in_language(options, language)
+        if not self.embeds_audio:
+            return prompt
+        at = prompt.index(PROMPT_EMBEDDING)
+        return (*prompt[:at], *(PROMPT_EMBEDDING,) * frames, *prompt[at + 1 :])
 
     def prompt_in_language(self, options: SearchOptions, language: str) -> tuple[int, ...]:
         return self._cached_prompt(options, language)
@@ -407,14 +433,24 @@ class DecoderPrompts:
     def _build_prompt(self, options: SearchOptions, language: str) -> tuple[int, ...]:
         return self._model.prompt_tokens(msgspec.structs.replace(options, language=language))
 
-    def positions_needed(self, options: SearchOptions, max_tokens: int) -> int:
-        """Positions of a row with an answer of `max_tokens` at most, the last of which is never fed."""
-        prompt_length, max_positions = len(self.prompt_tokens(options)), self._model.max_tokens
+    def positions_needed(self, options: SearchOptions, max_tokens: int, frames: int = 0) -> int:
+        """Positions of a row with an answer of `max_tokens` at most, the last of which is never fed. Raises OptionError
+        for a prompt with audio that leaves no room for an answer."""
+        prompt_length, max_positions = len(self.prompt_tokens(options, frames)), self._model.max_tokens
+        if self.embeds_audio and prompt_length >= max_positions:
+            raise OptionError(
+                f"a prompt of {prompt_length} positions, {frames} of them audio",
+                f"up to {max_positions - 1}",
+                "send less audio at once, or a shorter prompt",
+            )
         return prompt_length - 1 + min(max_tokens, max_positions - prompt_length)
 
     def validate(self, options: SearchOptions) -> None:
         """Raises OptionError for what this model cannot do."""
-        if self.special is None:
+        if self.embeds_audio:
+            if options.words:
+                raise UnsupportedOption("words=True", "this model has no times of words", param="words")
+        elif self.special is None:
             for name in ("task", "prompt", "timestamps"):
                 if (value := getattr(options, name)) != getattr(NO_OPTIONS, name):
                     raise UnsupportedOption(f"{name}={value!r}", "this model has no such choice", param=name)
@@ -422,7 +458,7 @@ class DecoderPrompts:
             allowed = f"up to {rows_for(options)}, the beam of the first try at temperature 0"
             raise UnsupportedOption(f"hypotheses={options.hypotheses}", allowed, param="hypotheses")
         for token in options.prefix:
-            if not 0 <= token < self.vocab_size or token == self._model.eos:
+            if not 0 <= token < self.vocab_size or token in (self._model.eos, *self._model.stop_tokens):
                 raise OptionError(f"prefix has token {token}", "tokens that can be said", param="prefix")
         self.prompt_tokens(options)
 

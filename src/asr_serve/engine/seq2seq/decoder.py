@@ -28,6 +28,7 @@ from asr_serve.engine.seq2seq.decode_batch import (
     rows_for,
 )
 from asr_serve.engine.seq2seq.encoder import BorrowedPages, EncoderResult, OwnedPages
+from asr_serve.engine.seq2seq.prompt_chunks import STEP_POSITIONS, PromptChunk, schedule_chunks
 from asr_serve.errors import OptionError
 from asr_serve.kernels import PAGE
 from asr_serve.models.interfaces import EncoderDecoderModel
@@ -106,6 +107,11 @@ class DecodeRunner:
         self.finished_rows: list[DecodeRow] = []
         """Rows that have ended: without a slot in the batch, with all of their pages."""
         self.prompts = DecoderPrompts(model, device)
+        self.embeds_audio = self.prompts.embeds_audio
+        self.prefilling: list[DecodeRow] = []
+        """Rows whose prompts, with audio in them, are being fed: they join the batch with their last prompt token."""
+        self.step_positions = STEP_POSITIONS
+        """Positions of a step while prompts are fed, those of decoding rows included."""
         self.positions_fed = self.positions_verified = self.positions_accepted = 0
         """Positions in prefill and verification passes: all; those of drafts; and those of drafts that were
         accepted."""
@@ -123,8 +129,10 @@ class DecodeRunner:
         return pages_for(tokens)
 
     def pages_needed(self, frames: int, max_tokens: int, options: SearchOptions = NO_OPTIONS) -> int:
-        """Pages reserved as a row joins, so that a running row is never short of memory."""
-        return pages_for(frames) + pages_for(self.prompts.positions_needed(options, max_tokens)) * rows_for(options)
+        """Pages reserved as a row joins, so that a running row is never short of memory. Raises OptionError for audio
+        that leaves no room for an answer in the prompt that holds it."""
+        own = pages_for(self.prompts.positions_needed(options, max_tokens, frames)) * rows_for(options)
+        return own if self.embeds_audio else pages_for(frames) + own
 
     def validate(self, options: SearchOptions) -> None:
         """Raises OptionError for what this model cannot do."""
@@ -143,11 +151,11 @@ class DecodeRunner:
 
     @property
     def free_rows(self) -> int:
-        return self.batch.free_rows
+        return self.batch.free_rows - sum(row.hypothesis.beam for row in self.prefilling)
 
     @property
     def all_rows(self) -> list[DecodeRow]:
-        return [*self.rows, *self.finished_rows]
+        return [*self.rows, *self.prefilling, *self.finished_rows]
 
     @property
     def request_count(self) -> int:
@@ -164,6 +172,9 @@ class DecodeRunner:
     ) -> DecodeRow:
         """Adds a row, with pages for its longest answer. `root`: cache key of its audio; empty: not cached."""
         options = hypothesis.options
+        if self.embeds_audio:
+            assert isinstance(encoded, EncoderResult), "audio in a prompt has no pages of its own"
+            return self._add_prompt(request_id, encoded, hypothesis)
         audio = self.store_encoder_result(encoded) if isinstance(encoded, EncoderResult) else encoded.pages
         owned_audio = [] if isinstance(encoded, BorrowedPages) else audio
         row = DecodeRow(request_id, [*owned_audio], hypothesis)
@@ -189,13 +200,30 @@ class DecodeRunner:
             self.batch.set_position(row)
         return row
 
+    def _add_prompt(self, request_id: int, encoded: EncoderResult, hypothesis: Hypothesis) -> DecodeRow:
+        """Adds a row whose prompt holds the audio; steps feed the prompt, then the row joins the batch."""
+        row = DecodeRow(request_id, [], hypothesis)
+        self.prefilling.append(row)  # from here on `remove_row` frees the pages, whatever fails below
+        row.prompt = self.prompts.prompt_tokens(hypothesis.options, encoded.frames)
+        row.embeddings = encoded.decoder_input
+        hypothesis.limit_tokens(self.model.max_tokens - len(row.prompt))
+        needed = self.prompts.positions_needed(hypothesis.options, hypothesis.max_tokens, encoded.frames)
+        row.pages = row.block_table = self.page_pool.allocate(pages_for(needed) * hypothesis.beam)
+        if hypothesis.beam > 1:
+            begun = len(row.prompt) + hypothesis.fixed
+            row.block_table = BeamGroup(row, begun, row.pages, [], self.device.torch_device).block_table(0)
+        if self.encoder_cache is not None:
+            self.encoder_cache.attach_prefix(row)
+            row.prompt_positions = row.cached_positions
+        return row
+
     def store_encoder_result(self, result: EncoderResult) -> list[int]:
         """Copies encoded audio into new pages, with a reference to each for the caller."""
         pages = self.page_pool.allocate(pages_for(result.frames))
         table = torch.tensor(pages, dtype=torch.int32, device=self.device.torch_device)
         with contextlib.ExitStack() as unless_stored:
             unless_stored.callback(self.page_pool.free_pages, pages)
-            self.device.kernels.store(self.kv_cache, result.cross_kv, table)
+            self.device.kernels.store(self.kv_cache, result.decoder_input, table)
             unless_stored.pop_all()
         return pages
 
@@ -204,7 +232,9 @@ class DecodeRunner:
         count = len(pages)
         audio = row.pages[len(row.block_table) :]
         self.page_pool.free_pages(row.block_table[:count])
-        self.batch.set_token_pages(row, pages + row.block_table[count:])
+        row.block_table = pages + row.block_table[count:]
+        if row not in self.prefilling:
+            self.batch.set_token_pages(row, row.block_table)
         row.pages, row.cached_positions = row.block_table + audio, count * PAGE
 
     def write_cross_kv(self, cross: Tensor, tables: Tensor, positions: Tensor) -> None:
@@ -223,8 +253,10 @@ class DecodeRunner:
 
     def remove_row(self, row: DecodeRow) -> None:
         """Removes a row and frees its pages; those of beams are freed with the last row."""
-        if row in self.finished_rows:
-            self.finished_rows.remove(row)
+        for waiting in (self.finished_rows, self.prefilling):
+            if row in waiting:
+                waiting.remove(row)
+                break
         else:
             self.batch.remove_row(row)
         if row.beams is None:
@@ -244,7 +276,10 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def step(self) -> list[DecodeRow]:
-        """Decodes one token of every row; returns the rows whose hypothesis has ended, which stay in the batch."""
+        """Decodes one token of every row, and feeds parts of the prompts that are being fed; returns the rows whose
+        hypothesis has ended, which stay in the batch."""
+        if self.prefilling:
+            return self._step_with_prompts()
         rule = self.prompts.rule
         outputs = self._run_forward(
             self.batch.step_inputs(), [rule(row, row.tokens) for row in self.rows] if self.prompts.rules else []
@@ -273,6 +308,25 @@ class DecodeRunner:
         outputs.alignment_queries.flush()
         self.batch.advance(chosen)
         return ended + self._advance_beams(beam_positions, outputs)
+
+    def _step_with_prompts(self) -> list[DecodeRow]:
+        """One pass over a position of every row, its draft included, and over parts of prompts."""
+        chunks = schedule_chunks(self.prefilling, self.step_positions - len(self.rows))
+        for chunk in chunks:
+            chunk.row.prompt_positions = chunk.first + chunk.positions
+        fed = [row for row in self.prefilling if row.prompt_positions == len(row.prompt) - 1]
+        for row in fed:
+            self.prefilling.remove(row)
+            row.prefilled = True
+            self.batch.add_row(row)
+            self.batch.set_token_pages(row, row.block_table)
+            self.batch.set_position(row)
+        ended = self._verify_batch([*self.rows], chunks)
+        for row in fed:
+            row.embeddings = None
+        if self.encoder_cache is not None:
+            self.encoder_cache.store_prefix(fed)
+        return ended
 
     def _advance_beams(self, at: dict[BeamGroup, list[int]], passed: ForwardOutputs) -> list[DecodeRow]:
         """Advances every beam by one token; `at`: logit positions of each group's beams. Returns the rows whose
@@ -351,7 +405,8 @@ class DecodeRunner:
             row.hypothesis.language, row.hypothesis.language_prob = prompts.languages[language], probability
             row.prompt = prompts.prompt_in_language(row.hypothesis.options, row.hypothesis.language)
 
-    def _verify_batch(self, rows: Sequence[DecodeRow]) -> list[DecodeRow]:
+    def _verify_batch(self, rows: Sequence[DecodeRow], chunks: Sequence[PromptChunk] = ()) -> list[DecodeRow]:
+        """One pass over the positions that each row feeds, and over parts of prompts, which yield no tokens."""
         feeds, drafts = [row.prefill_tokens() for row in rows], [row.proposal for row in rows]
         fed = [len(feed) for feed in feeds]
         offsets = [
@@ -364,8 +419,18 @@ class DecodeRunner:
             rules += [FORCED_TOKEN] * (len(positions) - len(free_rules)) + free_rules
         firsts = [row.length if row.prefilled else 1 + row.cached_positions for row in rows]
         new_rows = [row for row in rows if not row.prefilled]
-        inputs = self.batch.prefill_inputs(rows, feeds, firsts)
-        inputs.logit_positions = self.batch.logit_positions(fed, offsets)
+        if chunks:
+            inputs = self.batch.rescoring_inputs(
+                [*rows, *(chunk.row for chunk in chunks)],
+                [*feeds, *(chunk.tokens for chunk in chunks)],
+                [*firsts, *(chunk.first + 1 for chunk in chunks)],
+            )
+            self.batch.set_embeddings(inputs, chunks)
+            # Where no row decodes, the logits of a position that nobody reads: a pass has some.
+            inputs.logit_positions = self.batch.scored_positions(fed or [1], offsets or [[0]])
+        else:
+            inputs = self.batch.prefill_inputs(rows, feeds, firsts)
+            inputs.logit_positions = self.batch.logit_positions(fed, offsets)
         outputs = self._run_forward(inputs, rules)
         chosen, scores = outputs.tokens.tolist(), outputs.logprobs.tolist()
         ended, first = [], 0
@@ -382,10 +447,10 @@ class DecodeRunner:
             elif row.beams is None:
                 self.batch.set_position(row)
             else:
-                beam_positions[row.beams] = [first - 1]
+                beam_positions.setdefault(row.beams, [0] * len(row.beams.rows))[row.beam_index] = first - 1
             self.positions_verified += len(draft)
         outputs.alignment_queries.flush()
-        self.positions_fed += sum(fed)
+        self.positions_fed += sum(fed) + sum(chunk.positions for chunk in chunks)
         if self.encoder_cache is not None:
             self.encoder_cache.store_prefix(new_rows)
         return ended + self._advance_beams(beam_positions, outputs)
@@ -434,7 +499,7 @@ class DecodeRunner:
         audio_width = self.device.padded_pages(pages_for(int(at.audio_lengths.max())), at.audio_tables.shape[1])
         own, audio = at.token_tables[:, :own_width].contiguous(), at.audio_tables[:, :audio_width].contiguous()
         inputs = at.tokens, own, at.token_lengths, audio, at.audio_lengths
-        selected = () if at.logit_positions is None else (at.logit_positions,)
+        selected = tuple(each for each in (at.logit_positions, at.embeddings) if each is not None)
         if self.prompts.rules is None or all(rule == PLAIN_TOKEN for rule in rules):
             return forward_outputs(self.model, at.logit_positions, *self._step_plain(*inputs, *selected))
         count = len(at.tokens if at.logit_positions is None else at.logit_positions)
@@ -478,12 +543,14 @@ class DecodeRunner:
         audio: Tensor,
         audio_lengths: Tensor,
         wanted: Tensor | None = None,
+        *embeddings: Tensor,
     ) -> tuple[Tensor, ...]:
         return self.model.decode(
             tokens,
             PagedKeyValues(self.kv_cache, own, own_lengths),
             PagedKeyValues(self.kv_cache, audio, audio_lengths),
             wanted,
+            *embeddings,
         )
 
     def _argmax(self, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

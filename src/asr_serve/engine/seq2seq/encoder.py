@@ -23,19 +23,21 @@ from asr_serve.devices.interface import Device
 from asr_serve.engine.remote.connection import EncodeClip, EncodedBatch, PeerConnection, RemoteBatch
 from asr_serve.engine.remote.peer_pool import PeerPool
 from asr_serve.errors import AsrServeError, PeerGone, RoadTimeout, Torn
-from asr_serve.models.interfaces import EncoderDecoderModel
+from asr_serve.models.interfaces import EncoderDecoderModel, SpeechLanguageModel
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Priority
 
 
 class EncoderResult(NamedTuple):
-    """All that a decoder needs of one utterance: cross-attention keys and values, (frames, layers, 2, width)."""
+    """All that a decoder needs of one utterance."""
 
-    cross_kv: Tensor
+    decoder_input: Tensor
+    """Cross-attention keys and values (frames, layers, 2, width); of a SpeechLanguageModel embeddings (frames,
+    width)."""
 
     @property
     def frames(self) -> int:
-        return self.cross_kv.shape[0]
+        return self.decoder_input.shape[0]
 
 
 class BorrowedPages(NamedTuple):
@@ -63,9 +65,10 @@ class EncodeRunner:
         """Returns one result for each array of samples, float32 at 16 kHz. `whole`: whether all of its window is
         encoded, for models with one; empty: for none."""
         hidden, packing = self.encode_hidden(batch, whole)
-        cross = self.model.cross_keys_values(hidden)
+        embeds = isinstance(self.model, SpeechLanguageModel)
+        decoder_input = hidden if embeds else self.model.cross_keys_values(hidden)
         return [
-            EncoderResult(cross[offset : offset + frames])
+            EncoderResult(decoder_input[offset : offset + frames])
             for offset, frames in zip(packing.offsets, packing.frames, strict=True)
         ]
 

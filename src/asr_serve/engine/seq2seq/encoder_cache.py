@@ -20,6 +20,7 @@ from asr_serve.engine.seq2seq.decoder import DecodeRunner
 from asr_serve.engine.seq2seq.encoder import EncoderResult, OwnedPages, tensor_from_array
 from asr_serve.engine.stats import EngineStats
 from asr_serve.kernels import PAGE
+from asr_serve.models.interfaces import PROMPT_EMBEDDING
 
 ANSWER_BYTES, TOKEN_BYTES, TIMES_BYTES = 600, 72, 128
 """Bytes counted for an answer, for each token with its score, and for each token's times if it has them; tokens of its
@@ -109,12 +110,16 @@ class EncoderCache:
             self.prefix_cache.insert(root, pages, int.from_bytes(head, "little"))
 
     def store_row_audio(self, row: DecodeRow) -> None:
-        """Adds the audio of a row, which is in the row's pages."""
+        """Adds the audio of a row, which is in the row's pages; that of a prompt is not cached."""
+        if not row.audio_key:
+            return
         self.prefix_cache.insert(row.audio_key, row.audio_pages, row.frames)
 
     def store_encoder_result(self, root: bytes, result: EncoderResult) -> None:
         """Adds encoded audio whose request has left, for others that wait for it. There is room: pages were
-        reserved for that request."""
+        reserved for that request. Audio for a prompt is not cached: it is encoded again."""
+        if self._runner.embeds_audio:
+            return
         pages = self._runner.store_encoder_result(result)
         try:
             self.prefix_cache.insert(root, pages, result.frames)
@@ -124,9 +129,9 @@ class EncoderCache:
     # --- prefixes ---------------------------------------------------------------------------------------
 
     def attach_prefix(self, row: DecodeRow) -> None:
-        """Attaches cached pages for the beginning of the row's prompt, if it was fed over the same audio
-        before."""
-        if not row.audio_key or row.beams is not None or not (prompt := self._shareable_prompt(row)):
+        """Attaches cached pages for the beginning of the row's prompt, if it was fed before, over the same audio or
+        before any."""
+        if not self._shares_prompt(row) or not (prompt := self._shareable_prompt(row)):
             return
         match = self.prefix_cache.match(row.audio_key, prompt)
         if match is None:
@@ -140,13 +145,19 @@ class EncoderCache:
     def store_prefix(self, rows: Sequence[DecodeRow]) -> None:
         """Adds the prompts of rows that have been prefilled. These pages are never written again."""
         for row in rows:
-            if row.audio_key and row.beams is None and len(prompt := self._shareable_prompt(row)) >= PAGE:
+            if self._shares_prompt(row) and len(prompt := self._shareable_prompt(row)) >= PAGE:
                 pages = row.block_table[: len(prompt) // PAGE]
                 self.prefix_cache.insert(row.audio_key, row.audio_pages, row.frames, prompt, pages)
 
+    def _shares_prompt(self, row: DecodeRow) -> bool:
+        return row.beams is None and (bool(row.audio_key) or self._runner.embeds_audio)
+
     def _shareable_prompt(self, row: DecodeRow) -> tuple[int, ...]:
         """Tokens of the row's prompt that others may share: those before start-of-transcript, which each row feeds
-        itself, since its logits tell whether anybody speaks."""
+        itself, since its logits tell whether anybody speaks; or those before the audio that is in the prompt."""
+        if self._runner.embeds_audio:
+            fed = row.prompt[:-1]
+            return fed[: fed.index(PROMPT_EMBEDDING)] if PROMPT_EMBEDDING in fed else fed
         return row.prompt[: self._runner.prompts.tokens_before_sot(row.prompt)]
 
 

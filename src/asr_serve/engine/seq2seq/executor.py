@@ -374,12 +374,13 @@ class Seq2SeqExecutor:
         runner = self.decode_runner
         if drafted := runner.rows_to_prefill():
             self._verify(drafted)
-        if not runner.rows:
+        if not (runner.rows or runner.prefilling):
             return bool(drafted)
         started, rows = time.perf_counter(), len(runner.rows)
         self._decoded_s = time.monotonic()
         ended: list[DecodeRow] | None = None
-        with self._guard("decode", "decoding", list(dict.fromkeys(row.request_id for row in runner.rows))):
+        stepped = [*runner.rows, *runner.prefilling]
+        with self._guard("decode", "decoding", list(dict.fromkeys(row.request_id for row in stepped))):
             ended = runner.step()
         if ended is not None:
             self.finalizer.finalize(ended)

@@ -519,7 +519,7 @@ class HotwordRescorer:
     def _tokens_with_eos(self, each: FinishedRow) -> tuple[int, ...]:
         """Tokens of the answer, with end-of-text if it was recognized."""
         ended = len(each.row.hypothesis.logprobs) > len(each.recognition.tokens)
-        return (*each.recognition.tokens, *[self._runner.model.eos] * ended)
+        return (*each.recognition.tokens, *[each.row.hypothesis.end_token] * ended)
 
     def _upper_bound(self, each: FinishedRow, replacement: Replacement) -> float:
         """Bound of a replacement's margin, from the probability of its first token that differs from the

@@ -143,7 +143,7 @@ class RequestTable:
     def hypothesis(self, utterance: RecognitionRequest) -> Hypothesis:
         limit = self._max_tokens(utterance.samples)
         hypothesis = Hypothesis(utterance.options, self._model.eos, limit, self.text, utterance.draft)
-        hypothesis.hotwords = utterance.hotwords
+        hypothesis.hotwords, hypothesis.stop_tokens = utterance.hotwords, self._model.stop_tokens
         chosen = self.language_model(utterance)
         hypothesis.language_model = None if chosen is None else chosen.fusion
         return hypothesis

@@ -188,58 +188,74 @@ inline void page_values(const float* __restrict weights, const T* __restrict v, 
   for (int d = 0; d < dim; ++d) total[d] = sum[0][d] + sum[1][d];
 }
 
-// One query, heads first .. first + count. Page by page, all heads of a page together: that is the order in
-// which they lie in memory. D is the head's width when the compiler knows it, 0 when it does not.
+// Positions of a row that a query attends to.
+struct Span {
+  int64_t start, end;
+};
+
+// One query, heads first .. first + count of the pool. Page by page, all heads of a page together: that is the order
+// in which they lie in memory. D is the head's width when the compiler knows it, 0 when it does not.
 template <typename T, int D>
-void attend_heads(const Pages& pages, const T* q, T* out, const int32_t* table, int64_t length, int first, int count,
-                  float scale, float* scratch) {
+void attend_heads(const Pages& pages, const T* q, T* out, const int32_t* table, Span span, int first, int count,
+                  int group, float scale, float* scratch) {
   const int dim = D ? D : pages.head_dim;
   const int64_t size = int64_t(dim) * PAGE;  // of K, or V, of one head in one page
-  const int64_t used = (length + PAGE - 1) / PAGE, stride = used * PAGE;
+  const int64_t begin = span.start / PAGE, end = (span.end + PAGE - 1) / PAGE, stride = (end - begin) * PAGE;
+  const int64_t skipped = span.start % PAGE;  // positions of the first page that come before the span
   const T* data = static_cast<const T*>(pages.data) + pages.layer_offset + first * size;
   const int64_t values = pages.heads * size;
-  float *scores = scratch, *queries = scores + count * stride, *totals = queries + count * dim;
-  for (int i = 0; i < count * dim; ++i) queries[i] = load(q[first * dim + i]), totals[i] = 0;
-  for (int64_t page = 0; page < used; ++page) {
+  const int wide = count * group;  // heads of the query
+  float *scores = scratch, *queries = scores + wide * stride, *totals = queries + wide * dim;
+  q += int64_t(first) * group * dim;
+  out += int64_t(first) * group * dim;
+  for (int i = 0; i < wide * dim; ++i) queries[i] = load(q[i]), totals[i] = 0;
+  for (int64_t page = begin; page < end; ++page) {
     const T* k = data + table[page] * pages.page_stride;
-    const T* next = data + table[std::min(page + 1, used - 1)] * pages.page_stride;
+    const T* next = data + table[std::min(page + 1, end - 1)] * pages.page_stride;
     for (int head = 0; head < count; ++head) {
       expect(next + head * size, size * int64_t(sizeof(T)));
-      page_scores(queries + head * dim, k + head * size, dim, scores + head * stride + page * PAGE);
+      for (int i = head * group; i < (head + 1) * group; ++i)
+        page_scores(queries + i * dim, k + head * size, dim, scores + i * stride + (page - begin) * PAGE);
     }
   }
-  expect(data + table[0] * pages.page_stride + values, count * size * int64_t(sizeof(T)));
-  for (int head = 0; head < count; ++head) softmax_floats(scores + head * stride, length, scale);
-  for (int64_t page = 0; page < used; ++page) {
+  expect(data + table[begin] * pages.page_stride + values, count * size * int64_t(sizeof(T)));
+  for (int i = 0; i < wide; ++i) softmax_floats(scores + i * stride + skipped, span.end - span.start, scale);
+  for (int64_t page = begin; page < end; ++page) {
     const T* v = data + table[page] * pages.page_stride + values;
-    const T* next = data + table[std::min(page + 1, used - 1)] * pages.page_stride + values;
-    int filled = int(std::min<int64_t>(PAGE, length - page * PAGE));
+    const T* next = data + table[std::min(page + 1, end - 1)] * pages.page_stride + values;
+    const int from = page == begin ? int(skipped) : 0;
+    const int filled = int(std::min<int64_t>(PAGE, span.end - page * PAGE)) - from;
     for (int head = 0; head < count; ++head) {
       expect(next + head * size, size * int64_t(sizeof(T)));
-      page_values<T, D>(scores + head * stride + page * PAGE, v + head * size, dim, filled, totals + head * dim);
+      for (int i = head * group; i < (head + 1) * group; ++i)
+        page_values<T, D>(scores + i * stride + (page - begin) * PAGE + from, v + head * size + from * dim, dim, filled,
+                          totals + i * dim);
     }
   }
-  for (int i = 0; i < count * dim; ++i) save(out + first * dim + i, totals[i]);
+  for (int i = 0; i < wide * dim; ++i) save(out + i, totals[i]);
 }
 
 template <typename T>
 void attend(Pages pages, const T* q, int64_t q_stride, T* out, const int32_t* tables, int64_t table_stride,
-            const int64_t* lengths, int64_t rows, float scale, ParallelFor parallel) {
-  int64_t width = int64_t(pages.heads) * pages.head_dim;
+            const int64_t* lengths, int64_t rows, int group, int64_t window, float scale, ParallelFor parallel) {
+  int64_t width = int64_t(pages.heads) * group * pages.head_dim;
   // Half the heads of a row is one piece of work: the last row of a batch must not keep one thread alone busy.
-  int group = pages.heads % 2 ? pages.heads : pages.heads / 2, groups = pages.heads / group;
-  auto call = pages.head_dim == 36   ? attend_heads<T, 36>
-              : pages.head_dim == 52 ? attend_heads<T, 52>
-              : pages.head_dim == 64 ? attend_heads<T, 64>
-                                     : attend_heads<T, 0>;
+  int count = pages.heads % 2 ? pages.heads : pages.heads / 2, pieces = pages.heads / count;
+  auto call = pages.head_dim == 36    ? attend_heads<T, 36>
+              : pages.head_dim == 52  ? attend_heads<T, 52>
+              : pages.head_dim == 64  ? attend_heads<T, 64>
+              : pages.head_dim == 128 ? attend_heads<T, 128>
+                                      : attend_heads<T, 0>;
   auto one = [&](int64_t item) {
     thread_local std::vector<float> scratch;
-    int64_t row = item / groups, length = lengths[row], padded = (length + PAGE - 1) / PAGE * PAGE;
-    scratch.resize(size_t(group * (padded + 2 * pages.head_dim)));
-    call(pages, q + row * q_stride, out + row * width, tables + row * table_stride, length, int(item % groups) * group,
-         group, scale, scratch.data());
+    int64_t row = item / pieces, length = lengths[row];
+    Span span{window > 0 ? std::max<int64_t>(0, length - window) : 0, length};
+    int64_t padded = (span.end + PAGE - 1) / PAGE * PAGE - span.start / PAGE * PAGE;
+    scratch.resize(size_t(int64_t(count) * group * (padded + 2 * pages.head_dim)));
+    call(pages, q + row * q_stride, out + row * width, tables + row * table_stride, span, int(item % pieces) * count,
+         count, group, scale, scratch.data());
   };
-  run(rows * groups, parallel, one);
+  run(rows * pieces, parallel, one);
 }
 
 template <typename T>

@@ -41,9 +41,10 @@ struct Kernels {
   // kv: (frames, 2, heads * head_dim) with frame_stride elements between frames.
   void (*store)(Pages pages, const T* kv, int64_t frame_stride, int64_t frames, const int32_t* table,
                 int64_t start);
-  // One query each: out[r] = softmax(scale * q[r] K^T) V over the first lengths[r] positions of table r.
+  // One query each: out[r] = softmax(scale * q[r] K^T) V over the first lengths[r] positions of table r, or the last
+  // `window` of these if window is not 0. A query has `group` heads for each head of the pages, side by side.
   void (*attend)(Pages pages, const T* q, int64_t q_stride, T* out, const int32_t* tables, int64_t table_stride,
-                 const int64_t* lengths, int64_t rows, float scale, ParallelFor parallel);
+                 const int64_t* lengths, int64_t rows, int group, int64_t window, float scale, ParallelFor parallel);
   // tokens[r] = argmax of logits[r], near ties decided by the float32 product hidden[r] . weight[token];
   // logprobs[r] = log softmax of it.
   void (*pick)(const T* logits, const T* hidden, const T* weight, int64_t rows, int64_t vocab, int dim,

@@ -234,11 +234,14 @@ void append(Tensor pool, int64_t layer, Tensor qkv, Array<int32_t> tables, Array
 }
 
 void attend(Tensor pool, int64_t layer, Tensor q, Tensor out, Array<int32_t> tables, Array<int64_t> lengths,
-            float scale) {
+            float scale, int64_t window) {
   Pages pages = pages_of(pool, layer);
-  int64_t width = int64_t(pages.heads) * pages.head_dim, rows = q.ndim() ? int64_t(q.shape(0)) : 0;
+  int64_t paged = int64_t(pages.heads) * pages.head_dim, rows = q.ndim() ? int64_t(q.shape(0)) : 0;
   require(q.dtype() == pool.dtype() && out.dtype() == pool.dtype(), "q, out and pool must have one dtype");
-  require(q.ndim() == 2 && contiguous_from(q, 1) && int64_t(q.shape(1)) == width, "q must be (rows, heads * head_dim)");
+  require(q.ndim() == 2 && contiguous_from(q, 1) && q.shape(1) > 0 && int64_t(q.shape(1)) % paged == 0,
+          "q must be (rows, heads * head_dim), with a multiple of the pool's heads");
+  int64_t width = int64_t(q.shape(1));
+  require(window >= 0, "window must be 0, for all positions, or more");
   require(out.ndim() == 2 && contiguous_from(out, 0) && int64_t(out.shape(0)) == rows && int64_t(out.shape(1)) == width,
           "out must be (rows, heads * head_dim)");
   require(tables.ndim() == 2 && int64_t(tables.shape(0)) == rows && int64_t(lengths.size()) == rows,
@@ -251,7 +254,7 @@ void attend(Tensor pool, int64_t layer, Tensor q, Tensor out, Array<int32_t> tab
   with_type(pool, [&](auto type, const auto& kernels) {
     using T = decltype(type);
     kernels.attend(pages, static_cast<const T*>(q.data()), q.stride(0), static_cast<T*>(out.data()), tables.data(),
-                   int64_t(tables.shape(1)), lengths.data(), rows, scale, parallel_for);
+                   int64_t(tables.shape(1)), lengths.data(), rows, int(width / paged), window, scale, parallel_for);
   });
 }
 
@@ -418,7 +421,7 @@ NB_MODULE(_core, m) {
   m.def("store", &store, nb::arg("pool").noconvert(), nb::arg("kv").noconvert(), nb::arg("table").noconvert());
   m.def("append", &append, nb::arg("pool").noconvert(), nb::arg("layer"), nb::arg("qkv").noconvert(), nb::arg("tables").noconvert(), nb::arg("positions").noconvert());
   m.def("attend", &attend, nb::arg("pool").noconvert(), nb::arg("layer"), nb::arg("q").noconvert(), nb::arg("out").noconvert(), nb::arg("tables").noconvert(),
-        nb::arg("lengths").noconvert(), nb::arg("scale"));
+        nb::arg("lengths").noconvert(), nb::arg("scale"), nb::arg("window") = 0);
   m.def("tanh_norm", &tanh_norm, nb::arg("x").noconvert(), nb::arg("out").noconvert(), nb::arg("eps"));
   m.def("lstm", &lstm, nb::arg("gates").noconvert(), nb::arg("weight").noconvert(), nb::arg("offsets").noconvert(),
         nb::arg("lengths").noconvert(), nb::arg("h").noconvert(), nb::arg("c").noconvert(), nb::arg("out").noconvert());

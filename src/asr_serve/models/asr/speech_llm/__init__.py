@@ -1,0 +1,1 @@
+"""Speech LLMs: an audio encoder, an adaptor and a causal language model."""

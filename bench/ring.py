@@ -1,4 +1,4 @@
-"""PCM from one process to another: the shared-memory ring, its Python twin, and what everybody has.
+"""PCM from one process to another: the shared-memory ring, its Python reference, and what everybody has.
 
     python bench/ring.py --json ring.json
 
@@ -143,7 +143,7 @@ class UnixSocket:
 
 ROADS: dict[str, tuple[type[Any], str]] = {
     "asr-serve": (Ring, "1"),
-    "asr-serve twin": (Ring, "0"),
+    "asr-serve reference": (Ring, "0"),
     "multiprocessing.Queue": (ProcessQueue, "1"),
     "unix socket": (UnixSocket, "1"),
 }
@@ -281,7 +281,7 @@ def main() -> int:
     if unknown := set(names) - set(ROADS):
         parser.error(f"unknown road {sorted(unknown)}: some of {', '.join(ROADS)}")
     rows = []
-    if "asr-serve" in names and kernels.ring().__name__.endswith("ring_twin"):
+    if "asr-serve" in names and kernels.ring().__name__.endswith("ring_reference"):
         names.remove("asr-serve")
         rows = [{"name": "asr-serve", "skipped": "the native ring is not built"}]
     facts = machine.describe(threads=2)

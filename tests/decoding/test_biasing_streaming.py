@@ -1,4 +1,4 @@
-"""Hotwords in the searches of streaming models: the native search and its twin, sums that are taken back, chunks,
+"""Hotwords in the searches of streaming models: the native search and its reference, sums that are taken back, chunks,
 and sessions that are not alone."""
 
 from __future__ import annotations

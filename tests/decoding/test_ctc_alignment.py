@@ -22,9 +22,9 @@ from asr_serve.kernels import ctc_alignment_reference
 FIXTURE = Path(__file__).parent / "fixtures" / "align.npz"
 
 
-@pytest.fixture(params=["native", "twin"])
+@pytest.fixture(params=["native", "reference"])
 def aligner(request: pytest.FixtureRequest) -> ModuleType:
-    if request.param == "twin":
+    if request.param == "reference":
         return ctc_alignment_reference
     if kernels.align() is ctc_alignment_reference:
         pytest.skip("the native alignment is not built or not wanted: pip install -e . builds it")

@@ -54,7 +54,7 @@ def test_auto_takes_bf16_only_where_the_cpu_multiplies_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kernels", ["native", "twins"])
+@pytest.mark.parametrize("kernels", ["native", "reference"])
 def test_attention_of_packed_clips_is_each_clip_alone(
     dtype: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

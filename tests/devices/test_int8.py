@@ -26,7 +26,7 @@ def seeded() -> None:
     torch.manual_seed(7)
 
 
-@pytest.fixture(params=["native", "twins"])
+@pytest.fixture(params=["native", "reference"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "native" and native.core() is None:
         pytest.skip("the native core is not built here")

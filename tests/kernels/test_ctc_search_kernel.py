@@ -1,4 +1,4 @@
-"""The native CTC search and its twin: the same answers and the same bytes, and the posteriors are never copied."""
+"""The native CTC search and its reference: the same answers and the same bytes, and the posteriors are never copied."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def built() -> ModuleType:
     return search
 
 
-@pytest.fixture(params=["native", "twin"])
+@pytest.fixture(params=["native", "reference"])
 def search(request: pytest.FixtureRequest) -> ModuleType:
     return built() if request.param == "native" else ctc_search_reference
 
@@ -67,7 +67,7 @@ def bits(state: tuple[Tensor, ...]) -> bytes:
     return b"".join(tensor.numpy().tobytes() for tensor in state)
 
 
-# --- native against the twin ----------------------------------------------------------------------
+# --- native against the reference ----------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)

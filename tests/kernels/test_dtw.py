@@ -1,4 +1,4 @@
-"""Dynamic time warping: native code and its twin are what trying every way finds."""
+"""Dynamic time warping: native code and its reference are what trying every way finds."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_ties_are_resolved_as_by_the_reference(find: Find) -> None:
         begins = find(cost).tolist()
         same = [way for way in ways(4, 6) if sum(float(cost[place]) for place in way) == least]
         assert begins in [[min(f for r, f in way if r == row) for row in range(4)] for way in same]
-        assert begins == dtw_reference.first_frames(cost).tolist(), "native code decides as its twin does"
+        assert begins == dtw_reference.first_frames(cost).tolist(), "native code decides as its reference does"
 
 
 @pytest.mark.parametrize("find", finders())

@@ -1,4 +1,4 @@
-"""Products of 8-bit weights: every instruction set this CPU has equals the twin, and the twin is what it says."""
+"""Products of 8-bit weights: every instruction set this CPU has equals the reference, which is what it says."""
 
 from __future__ import annotations
 

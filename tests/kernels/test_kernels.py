@@ -1,4 +1,4 @@
-"""Every native kernel equals its twin in torch, on every instruction set this CPU has, and never crashes."""
+"""Every native kernel equals its reference in torch, on every instruction set this CPU has, and never crashes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from asr_serve import kernels as native
-from asr_serve.kernels import PAGE
-from asr_serve.kernels import reference as twins
+from asr_serve.kernels import PAGE, reference
 
 HEAD_DIMS = (8, 36, 52, 64)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -46,14 +45,14 @@ def filled(head_dim: int, dtype: torch.dtype, lengths: list[int]) -> tuple[Tenso
     pool, tables = poisoned_pool(head_dim, dtype), tables_of(lengths)
     held = [normal(n, LAYERS, 2, HEADS * head_dim, dtype=dtype) for n in lengths]
     for row, kv in enumerate(held):
-        twins.store(pool, kv, tables[row])
+        reference.store(pool, kv, tables[row])
     return pool, tables, held
 
 
 LENGTHS = [1, 15, 16, 17, 33, 80, 2]
 
 
-# --- the twins against plain torch ----------------------------------------------------------------
+# --- the reference against plain torch ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -62,7 +61,7 @@ def test_the_reference_attention_is_that_of_torch(head_dim):
     q = normal(len(LENGTHS), HEADS * head_dim)
     for layer in range(LAYERS):
         out = torch.full_like(q, NAN)
-        twins.attend(pool, layer, q, out, tables, torch.tensor(LENGTHS), head_dim**-0.5)
+        reference.attend(pool, layer, q, out, tables, torch.tensor(LENGTHS), head_dim**-0.5)
         for row, kv in enumerate(held):
             k, v = kv[:, layer].view(-1, 2, HEADS, head_dim).permute(1, 2, 0, 3)
             query = q[row].view(HEADS, 1, head_dim)
@@ -76,7 +75,7 @@ def test_the_reference_attention_of_groups_and_windows_is_that_of_torch(window):
     pool, tables, held = filled(head_dim, torch.float32, LENGTHS)
     q = normal(len(LENGTHS), group * HEADS * head_dim)
     out = torch.full_like(q, NAN)
-    twins.attend(pool, 1, q, out, tables, torch.tensor(LENGTHS), 0.3, window)
+    reference.attend(pool, 1, q, out, tables, torch.tensor(LENGTHS), 0.3, window)
     for row, kv in enumerate(held):
         k, v = kv[-window:, 1].view(-1, 2, HEADS, head_dim).permute(1, 2, 0, 3)
         query = q[row].view(1, group * HEADS, 1, head_dim)
@@ -88,7 +87,7 @@ def test_the_reference_softmax_is_that_of_torch_over_the_live_keys():
     scores = normal(2, HEADS, 5, 7)
     expected = torch.softmax(scores * 0.3, -1), torch.softmax(scores[1, ..., :3] * 0.3, -1)
     scores[1, ..., 3:] = 1e30
-    twins.softmax(scores, torch.tensor([7, 3]), 0.3)
+    reference.softmax(scores, torch.tensor([7, 3]), 0.3)
     torch.testing.assert_close(scores[0], expected[0][0])
     torch.testing.assert_close(scores[1, ..., :3], expected[1])
     assert not scores[1, ..., 3:].any()
@@ -98,7 +97,7 @@ def test_the_reference_rope_is_a_rotation():
     qkv, angles = normal(4, 3, HEADS, 8), torch.rand(10, 3) * 6
     before = qkv.clone()
     positions = torch.tensor([0, 3, 9, 3])
-    twins.rope(qkv, positions, angles.cos(), angles.sin())
+    reference.rope(qkv, positions, angles.cos(), angles.sin())
     pairs, old = (torch.complex(x[:, :2, :, :3], x[:, :2, :, 3:6]) for x in (qkv, before))
     turn = torch.polar(torch.ones(4, 3), angles[positions])[:, None, None]
     torch.testing.assert_close(pairs, old * turn)
@@ -107,15 +106,15 @@ def test_the_reference_rope_is_a_rotation():
 
 
 def test_the_reference_lstm_is_that_of_torch():
-    reference = torch.nn.LSTM(8, 12)
+    expected_lstm = torch.nn.LSTM(8, 12)
     x, h, c = normal(9, 8), normal(1, 1, 12), normal(1, 1, 12)
     with torch.no_grad():
-        expected, (last_h, last_c) = reference(x[:, None], (h, c))
-        bias = reference.bias_ih_l0 + reference.bias_hh_l0
-        gates = x @ reference.weight_ih_l0.T + bias
+        expected, (last_h, last_c) = expected_lstm(x[:, None], (h, c))
+        bias = expected_lstm.bias_ih_l0 + expected_lstm.bias_hh_l0
+        gates = x @ expected_lstm.weight_ih_l0.T + bias
         ours_h, ours_c, out = h[0].clone(), c[0].clone(), torch.empty(9, 12)
-        weight = reference.weight_hh_l0.T.contiguous()
-        twins.lstm(gates, weight, torch.tensor([0]), torch.tensor([9]), ours_h, ours_c, out)
+        weight = expected_lstm.weight_hh_l0.T.contiguous()
+        reference.lstm(gates, weight, torch.tensor([0]), torch.tensor([9]), ours_h, ours_c, out)
     torch.testing.assert_close(out, expected[:, 0])
     torch.testing.assert_close(ours_h, last_h[0])
     torch.testing.assert_close(ours_c, last_c[0])
@@ -124,12 +123,12 @@ def test_the_reference_lstm_is_that_of_torch():
 def test_pick_is_the_argmax_and_its_log_probability():
     logits = normal(6, 300) * 3
     tokens, logprobs = torch.empty(6, dtype=torch.int64), torch.empty(6)
-    twins.pick(logits, normal(6, 4), normal(300, 4), tokens, logprobs)
+    reference.pick(logits, normal(6, 4), normal(300, 4), tokens, logprobs)
     assert torch.equal(tokens, logits.argmax(-1))
     torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).amax(-1))
 
 
-# --- native against the twins ---------------------------------------------------------------------
+# --- native against the reference ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -139,7 +138,7 @@ def test_rope(core, dtype, head_dim):
     ours = normal(11, 3, HEADS, head_dim, dtype=dtype)
     theirs, positions = ours.clone(), torch.randint(0, 50, (11,))
     core.rope(ours, positions, angles.cos(), angles.sin())
-    twins.rope(theirs, positions, angles.cos(), angles.sin())
+    reference.rope(theirs, positions, angles.cos(), angles.sin())
     expect_close(ours, theirs, dtype)
     assert torch.equal(ours[:, 2], theirs[:, 2])
 
@@ -153,7 +152,7 @@ def test_softmax(core, dtype, keys, scale):
         ours[row, ..., length:] = NAN
     theirs = ours.clone()
     core.softmax(ours, lengths, scale)
-    twins.softmax(theirs, lengths, scale)
+    reference.softmax(theirs, lengths, scale)
     expect_close(ours, theirs, dtype)
     for row, length in enumerate(lengths):
         assert not ours[row, ..., length:].any()
@@ -172,7 +171,7 @@ def test_store(core, dtype, head_dim):
         ours, table = poisoned_pool(head_dim, dtype), tables_of([frames])[0]
         theirs, kv = ours.clone(), normal(frames, LAYERS, 2, HEADS * head_dim, dtype=dtype)
         core.store(ours, kv, table)
-        twins.store(theirs, kv, table)
+        reference.store(theirs, kv, table)
         assert torch.equal(ours.isnan(), theirs.isnan()), "nothing is written where nothing belongs"
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
@@ -181,7 +180,7 @@ def test_store_reads_a_slice_of_a_batch(core, dtype):
     ours, table = poisoned_pool(8, dtype), tables_of([20])[0]
     theirs, batch = ours.clone(), normal(60, LAYERS, 2, HEADS * 8, dtype=dtype)
     core.store(ours, batch[17:37], table)
-    twins.store(theirs, batch[17:37], table)
+    reference.store(theirs, batch[17:37], table)
     assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
@@ -192,7 +191,7 @@ def test_append(core, dtype, head_dim):
     positions = torch.tensor([n - 1 for n in LENGTHS])
     for layer in range(LAYERS):
         core.append(ours, layer, qkv, tables, positions)
-        twins.append(theirs, layer, qkv, tables.clamp(min=0), positions)
+        reference.append(theirs, layer, qkv, tables.clamp(min=0), positions)
     assert torch.equal(ours.isnan(), theirs.isnan())
     assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
@@ -208,7 +207,7 @@ def test_attend(core, dtype, head_dim, draw):
     for layer in range(LAYERS):
         ours, theirs = (torch.full((5, HEADS * head_dim), NAN, dtype=dtype) for _ in range(2))
         core.attend(pool, layer, q, ours, tables, torch.tensor(lengths), head_dim**-0.5)
-        twins.attend(pool, layer, q, theirs, tables, torch.tensor(lengths), head_dim**-0.5)
+        reference.attend(pool, layer, q, theirs, tables, torch.tensor(lengths), head_dim**-0.5)
         assert not ours.isnan().any(), "poison in unused pages or slots got through"
         expect_close(ours, theirs, dtype, fp32=1e-5)
 
@@ -225,7 +224,7 @@ def test_attend_with_groups_and_windows(core, dtype, head_dim, group, window):
             pool[tables[row, entry]] = NAN
     q = normal(5, group * HEADS * head_dim, dtype=dtype)
     ours, theirs = torch.full_like(q, NAN), torch.full_like(q, NAN)
-    for kernels, out in ((core, ours), (twins, theirs)):
+    for kernels, out in ((core, ours), (reference, theirs)):
         kernels.attend(pool, 1, q, out, tables, torch.tensor(lengths), head_dim**-0.5, window)
     assert not ours.isnan().any(), "poison before the window or past the end got through"
     expect_close(ours, theirs, dtype, fp32=1e-5)
@@ -235,7 +234,7 @@ def test_rows_may_share_their_pages(core, dtype):
     pool, tables, _ = filled(8, dtype, [40])
     q, tables = normal(3, HEADS * 8, dtype=dtype), tables.repeat(3, 1)
     ours, theirs = torch.empty_like(q), torch.empty_like(q)
-    for kernels, out in ((core, ours), (twins, theirs)):
+    for kernels, out in ((core, ours), (reference, theirs)):
         kernels.attend(pool, 1, q, out, tables, torch.tensor([40, 7, 40]), 0.3)
     expect_close(ours, theirs, dtype, fp32=1e-5)
 
@@ -246,7 +245,7 @@ def test_pick(core, dtype, vocab):
     hidden, weight = normal(9, dim, dtype=dtype), normal(vocab, dim, dtype=dtype)
     logits = hidden @ weight.T
     results = []
-    for kernels in (core, twins):
+    for kernels in (core, reference):
         tokens, logprobs = torch.full((9,), -1), torch.full((9,), NAN)
         kernels.pick(logits, hidden, weight, tokens, logprobs)
         results.append((tokens, logprobs))
@@ -262,7 +261,7 @@ def test_near_ties_are_decided_by_the_exact_product(core):
     weight[5], weight[9] = torch.tensor([64.0, 0.125]), torch.tensor([64.0, 0.25])
     logits = hidden @ weight.T
     assert logits[0, 5] == logits[0, 9]
-    for kernels in (core, twins):
+    for kernels in (core, reference):
         tokens, logprobs = torch.empty(1, dtype=torch.int64), torch.empty(1)
         kernels.pick(logits, hidden, weight, tokens, logprobs)
         assert tokens.tolist() == [9]
@@ -277,7 +276,7 @@ def test_lstm(core, width):
     gates, weight = normal(steps, 4 * width), normal(width, 4 * width) / width**0.5
     h, c = normal(4, width), normal(4, width)
     results = []
-    for kernels in (core, twins):
+    for kernels in (core, reference):
         state_h, state_c, out = h.clone(), c.clone(), torch.full((steps, width), 7.0)
         kernels.lstm(gates, weight, offsets, lengths, state_h, state_c, out)
         results.append((state_h, state_c, out))
@@ -295,7 +294,7 @@ def test_tanh_norm(core, dtype, items, offset):
     ours_x, theirs_x = x.clone(), x.clone()
     ours, theirs = (torch.full(items, NAN, dtype=dtype) for _ in range(2))
     core.tanh_norm(ours_x, ours, 1e-5)
-    twins.tanh_norm(theirs_x, theirs, 1e-5)
+    reference.tanh_norm(theirs_x, theirs, 1e-5)
     tight = 2e-4 if offset else 2e-5  # squashed against 1, the spread is small and its digits few
     expect_close(ours, theirs, dtype, fp32=tight)
     plain = torch.tanh(x.double())
@@ -432,16 +431,16 @@ def test_an_unknown_instruction_set_is_refused(core):
 
 
 def test_pages_are_of_one_size_on_both_sides(core):
-    assert core.PAGE == twins.PAGE == native.PAGE
+    assert core.PAGE == reference.PAGE == native.PAGE
 
 
 def test_core_and_reference_have_the_same_kernels(core):
     for name in ("rope", "softmax", "store", "append", "attend", "pick", "tanh_norm", "lstm"):
         assert callable(getattr(core, name))
-        assert callable(getattr(twins, name))
+        assert callable(getattr(reference, name))
 
 
 def test_without_the_core_the_reference_is_used(monkeypatch):
     monkeypatch.setenv("ASR_SERVE_NATIVE", "0")
     assert native.core() is None
-    assert native.kernels() is twins
+    assert native.kernels() is reference

@@ -1,4 +1,4 @@
-"""The ring and its twin: the same answers and the same bytes for any sequence of calls, and what they promise."""
+"""The ring and its reference: the same answers and the same bytes for any sequence of calls, and what they promise."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def built() -> ModuleType:
     return ring
 
 
-@pytest.fixture(params=["native", "twin"])
+@pytest.fixture(params=["native", "reference"])
 def ring(request: pytest.FixtureRequest) -> ModuleType:
     return built() if request.param == "native" else ring_reference
 
@@ -55,7 +55,7 @@ def bytes_of(size: int, seed: int) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-# --- native against the twin ----------------------------------------------------------------------
+# --- native against the reference ----------------------------------------------------------------------
 
 OPS = st.one_of(
     st.tuples(st.just("fill"), st.integers(0, PAYLOAD)),
@@ -147,10 +147,10 @@ def test_what_comes_out_is_what_went_in(calls: list[tuple[bool, int, int]]) -> N
             assert side.depth == len(inside)
 
 
-@pytest.mark.parametrize("producer", ["native", "twin"])
-@pytest.mark.parametrize("consumer", ["native", "twin"])
+@pytest.mark.parametrize("producer", ["native", "reference"])
+@pytest.mark.parametrize("consumer", ["native", "reference"])
 def test_a_producer_and_a_consumer_of_either_kind_on_two_threads(producer: str, consumer: str) -> None:
-    kinds = {"native": built(), "twin": ring_reference}
+    kinds = {"native": built(), "reference": ring_reference}
     memory, rounds = memory_of(ring_reference, 4), 4_000
     bells = {"producer": threading.Semaphore(0), "consumer": threading.Semaphore(0)}
 

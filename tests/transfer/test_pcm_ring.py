@@ -56,7 +56,7 @@ class Pair(NamedTuple):
             asleep.wait(0.001)
 
 
-@pytest.fixture(params=["native", "twin"])
+@pytest.fixture(params=["native", "reference"])
 def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, undo: contextlib.ExitStack) -> Pair:
     """Both ends in this process."""
     choose(request.param, monkeypatch)
@@ -334,8 +334,8 @@ def child(script: str, undo: contextlib.ExitStack, kind: str = "native") -> Chil
     return Child(process, fd, ours)
 
 
-@pytest.mark.parametrize("here", ["native", "twin"])
-@pytest.mark.parametrize("there", ["native", "twin"])
+@pytest.mark.parametrize("here", ["native", "reference"])
+@pytest.mark.parametrize("there", ["native", "reference"])
 def test_every_byte_arrives_there(
     here: str, there: str, monkeypatch: pytest.MonkeyPatch, undo: contextlib.ExitStack
 ) -> None:
@@ -350,8 +350,8 @@ def test_every_byte_arrives_there(
     assert other.line() == said.hexdigest()
 
 
-@pytest.mark.parametrize("here", ["native", "twin"])
-@pytest.mark.parametrize("there", ["native", "twin"])
+@pytest.mark.parametrize("here", ["native", "reference"])
+@pytest.mark.parametrize("there", ["native", "reference"])
 def test_every_byte_arrives_here(
     here: str, there: str, monkeypatch: pytest.MonkeyPatch, undo: contextlib.ExitStack
 ) -> None:

@@ -248,10 +248,10 @@ class CpuDevice:
             "dtype": self.dtype_name,
             "dtype_because": self.chosen_because,
             "threads": self.threads,
-            "native": core.isa() if core else "not built: Python twins",
+            "native": core.isa() if core else "not built: Python reference",
             "native_threads": (self.threads if core.shares_threads() else 1) if core else None,
             "onednn": self.packs,
             "quantize": self.quantize,
             "products": products[self.quantize],
-            "int8": core.int8_isa() if core else "Python twins",
+            "int8": core.int8_isa() if core else "Python reference",
         }

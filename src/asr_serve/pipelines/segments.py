@@ -217,7 +217,7 @@ def check_n_best(
         return
     came, setting = f"n_best={n_best}", "its engine's beam" if card.streaming else "beam"
     allowed = (
-        f"up to {width}, {setting}" if width > 1 else f"1: {card.name} searches greedily, and has no other hypothesis"
+        f"up to {width}, {setting}" if width > 1 else f"1: {setting} is 1, and {card.name} lists no other hypothesis"
     )
     wider = "set engine.beam where it is loaded" if card.streaming else f"ask for beam={n_best}, at temperature 0"
     raise UnsupportedOption(came, allowed, wider, param="n_best")

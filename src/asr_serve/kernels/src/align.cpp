@@ -1,4 +1,4 @@
-// CTC forced alignment: Viterbi through blanks and known tokens. ../align_twin.py does the same in numpy, operation
+// CTC forced alignment: Viterbi through blanks and known tokens. ../ctc_alignment_reference.py does the same in numpy, operation
 // by operation.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

@@ -1,4 +1,4 @@
-// Dynamic time warping through a table of costs. ../dtw_twin.py does the same in numpy, operation by operation.
+// Dynamic time warping through a table of costs. ../dtw_reference.py does the same in numpy, operation by operation.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 

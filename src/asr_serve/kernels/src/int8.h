@@ -1,4 +1,4 @@
-// Products with weights of 8 bits. The twin, and oracle, is ../int8_twins.py.
+// Products with weights of 8 bits. The reference is ../int8_reference.py.
 //
 // y = act(x W^T + b) + add, W (out, in) as int8 with one float scale for each output. Each row of x is rounded to
 // integers by a scale of its own, of 16 bits (weight-only quantisation: finer than bf16 for all that counts in the

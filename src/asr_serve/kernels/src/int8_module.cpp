@@ -165,7 +165,7 @@ void add_int8(nb::module_& m, ParallelFor parallel) {
   }, "Those that this CPU has, the fastest first.");
   m.def("int8_dots", [] { return chosen->dots; }, "Whether it multiplies integers of 8 bits by 8 in one go.");
   m.def("choose_int8_isa", &choose, nb::arg("isa"), "Force an instruction set, or 'auto'. For tests.");
-  nb::class_<Int8Linear>(m, "Int8Linear", "See int8_twins.Int8Linear.")
+  nb::class_<Int8Linear>(m, "Int8Linear", "See int8_reference.Int8Linear.")
       .def(nb::init<Array<int8_t, 4>, Array<float, 1>, std::optional<Array<float, 1>>, int64_t>(),
            nb::arg("packed").noconvert(), nb::arg("scale").noconvert(), nb::arg("bias").noconvert().none(),
            nb::arg("inputs"))

@@ -1,4 +1,4 @@
-// What the native core computes. Every function has a twin in ../twins.py that is its oracle.
+// What the native core computes. ../reference.py has the reference of every function.
 //
 // Pointers are to contiguous row-major arrays. T is float or bf16. A page holds PAGE positions of every
 // layer: page -> layer -> {K, V}; K is (heads, head_dim, PAGE) so that scores of PAGE positions are one

@@ -9,7 +9,7 @@
 //
 // One thread produces and one consumes at any time; which ones may change. Neither ever waits for the other in here:
 // where there is nothing to do, the sleep protocol tells who has to be woken, and the caller owns the bell.
-// Plain C++: no Python, so that ring_stress.cpp runs it under ThreadSanitizer. ring_twin.py is the same in Python.
+// Plain C++: no Python, so that ring_stress.cpp runs it under ThreadSanitizer. ring_reference.py is the same in Python.
 //
 // Source: the sequence per slot is D. Vyukov's bounded queue.
 #pragma once

@@ -1,5 +1,5 @@
 // CTC prefix beam search, frame by frame: Hannun et al. 2014, arXiv:1408.2873. What lies where in a session's row
-// is told in ../search_twin.py, which does the same in Python, operation by operation.
+// is told in ../ctc_search_reference.py, which does the same in Python, operation by operation.
 #pragma once
 #include <algorithm>
 #include <cmath>

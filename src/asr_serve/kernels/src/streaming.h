@@ -1,4 +1,4 @@
-// What streaming encoders compute. Every function has a twin in ../streaming_twins.py that is its oracle.
+// What streaming encoders compute. ../streaming_reference.py has the reference of every function.
 //
 // Strides count elements. The last axis of every view is contiguous, but for `bias`. T is float or bf16.
 #pragma once

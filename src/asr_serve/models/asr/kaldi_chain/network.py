@@ -131,9 +131,8 @@ class ChainNetwork:
         self._primed = self._needed_for_state()
         self._tiled = False
         self._native = self._compile(tensors, input_width, ivector_width)
-        self.native_sessions = 0 if self._native is None else NATIVE_SESSIONS[device.dtype]
-        if self._tiled:
-            self.native_sessions = sys.maxsize
+        limit = sys.maxsize if self._tiled else NATIVE_SESSIONS[device.dtype]
+        self.native_sessions = 0 if self._native is None else limit
         """Sessions of a step up to which it is one native call."""
 
     @property

@@ -1,9 +1,10 @@
 """A cascade of two recognizers: word error rate and processor time of each alone, and of both at several thresholds.
 
-    python bench/cascade.py --data DIR --json cascade.json
+    python bench/cascade.py --data DIR --second whisper-base --json cascade.json
 
 DIR holds transcripts.tsv, lines of relative/path.flac<TAB>text. Rows of other thresholds than the default one,
-chain-then-whisper.toml's, are there to show the trade: none was chosen by them. `--lm` adds the pipeline chain-lm.
+chain-then-whisper.toml's, are there to show the trade: none was chosen by them. `--second` puts another model than
+the file's into the second stage. `--lm` adds the pipeline chain-lm.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from asr_serve.pipelines.stages.pipeline_file import find_pipeline
 from asr_serve_tools.evaluate.wer import normalize, wer
 
 CHAIN, WHISPER, CASCADE, LM = "vosk-small-en", "whisper-tiny-en", "chain-then-whisper", "chain-lm"
-ENGINE = EngineConfig(prefix_bytes=0)
-"""Without a cache: a pass must not find the answers of the one before."""
+ENGINE = EngineConfig(prefix_bytes=0, use_chunked_inference=True)
+"""Without a cache: a pass must not find the answers of the one before. The chain model takes many segments a step."""
 DEFAULT_CONDITION = "confidence < 0.9"
 """As the shipped file has it; replaced for the other rows."""
 
@@ -70,9 +71,9 @@ def segments(model: Any) -> list[float]:
     return [stage["audio_s"] for stage in model.describe().get("stages", [])]
 
 
-def cascade(threshold: float, folder: Path) -> str:
-    """Path of the shipped cascade with another threshold."""
-    text = find_pipeline(CASCADE).read_text()
+def cascade(threshold: float, second: str, folder: Path) -> str:
+    """Path of the shipped cascade with another threshold and another second model."""
+    text = find_pipeline(CASCADE).read_text().replace(WHISPER, second)
     assert text.count(DEFAULT_CONDITION) == 1
     path = folder / f"cascade-{threshold:g}.toml"
     path.write_text(text.replace(DEFAULT_CONDITION, f"confidence < {threshold:g}"))
@@ -85,11 +86,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         turns: list[tuple[dict[str, Any], Callable[[], Any]]] = [
             ({"name": CHAIN}, lambda: asr_serve.load(CHAIN, turn_model="none", engine=ENGINE)),
-            ({"name": WHISPER}, lambda: asr_serve.load(WHISPER, turn_model="none", engine=ENGINE)),
+            ({"name": args.second}, lambda: asr_serve.load(args.second, turn_model="none", engine=ENGINE)),
         ]
         for threshold in args.thresholds:
-            file = cascade(threshold, Path(temporary))
-            row = {"name": CASCADE, "threshold": threshold, "default": f"< {threshold:g}" in DEFAULT_CONDITION}
+            file = cascade(threshold, args.second, Path(temporary))
+            row = {
+                "name": CASCADE,
+                "second": args.second,
+                "threshold": threshold,
+                "default": f"< {threshold:g}" in DEFAULT_CONDITION,
+            }
             turns.append((row, lambda file=file: asr_serve.load_pipeline(file, engine=ENGINE)))  # type: ignore[misc]
         if args.lm:
             turns.append(({"name": LM}, lambda: asr_serve.load_pipeline(LM, engine=ENGINE)))
@@ -106,6 +112,7 @@ def main() -> None:
     parser.add_argument(
         "--thresholds", type=lambda text: [float(each) for each in text.split(",")], default=[0.8, 0.85, 0.9, 0.95]
     )
+    parser.add_argument("--second", default=WHISPER, help="model of the second stage (default: %(default)s)")
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--lm", action="store_true", help=f"the pipeline {LM} too")

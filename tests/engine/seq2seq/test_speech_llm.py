@@ -70,7 +70,7 @@ def expected_beams(index: int, options: SearchOptions) -> tuple[int, ...]:
             best = alone.logits(hypothesis.tokens).log_softmax(0).topk(search.choices)
             leading.append(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
         if not search.advance(leading):
-            return search.best()[0].tokens
+            return search.n_best()[0][0].tokens
 
 
 def expect_right(index: int, options: SearchOptions, result: object) -> None:

@@ -26,6 +26,7 @@ from asr_serve.engine import request as sessions
 from asr_serve.engine.client import EngineClient, Ticket
 from asr_serve.engine.partial_rate import MIN_SAMPLES, OVERLOADED_MS, PartialRateController
 from asr_serve.engine.seq2seq.scheduler import LIVE_RESERVE_FRACTION
+from asr_serve.engine.vad_runner import VadStepOutput
 from asr_serve.errors import AtCapacity, StepFailed
 from asr_serve.models.auxiliary.silero import WINDOW_SAMPLES
 from asr_serve.pipelines.live.live_session import (
@@ -169,7 +170,7 @@ def test_windows_of_all_sessions_share_one_vad_step(begin):
     client = begin(max_sessions=24)
     sessions = [client.open_vad_session(live=True) for _ in range(24)]
     batches: list[int] = []
-    spy(client.backend.loop.vad_runner, "step", lambda batch: batches.append(len(batch)))
+    spy(client.backend.loop.vad_runner, "step", lambda batch, _: batches.append(len(batch)))
     with held(client):
         futures = [session.submit_windows(np.zeros(WINDOW_SAMPLES, np.float32)) for session in sessions]
     assert [len(future.result(WAIT_S)) for future in futures] == [1] * 24
@@ -258,8 +259,9 @@ def test_a_failed_verification_fails_its_drafts_only(begin):
 def scripted() -> Iterator[EngineClient]:
     """Voice activity reads each window's probability from its first sample."""
 
-    def read(batch):
-        return [np.ascontiguousarray(pcm.reshape(-1, WINDOW_SAMPLES)[:, 0]) for _, pcm in batch]
+    def read(batch, state):
+        found = [np.ascontiguousarray(pcm.reshape(-1, WINDOW_SAMPLES)[:, 0]) for pcm in batch]
+        return VadStepOutput(found, state, 0.0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sessions, "VAD_STEP_INTERVAL_S", 0.0)

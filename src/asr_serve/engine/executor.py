@@ -37,7 +37,7 @@ class LoopContext(Protocol):
         """Runs the jobs that arrived in the inbox."""
 
     def step_vad(self) -> bool:
-        """Runs a voice-activity step, if one is due; returns whether it ran."""
+        """Starts a voice-activity step, if one is due and none is in flight; returns whether it did."""
 
     def call(self, job: Callable[[], None]) -> None:
         """Schedules a job that the loop runs between two steps. May be called from any thread."""

@@ -7,20 +7,19 @@ import logging
 import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from asr_serve.engine.cache import TieredStore
 from asr_serve.engine.diarization_runner import DiarizationRunner
 from asr_serve.engine.executor import ModelExecutor, StepGuard
-from asr_serve.engine.request import VadScheduler, reject, resolve
+from asr_serve.engine.request import VadBatch, VadScheduler, reject, resolve
 from asr_serve.engine.state_cache import StateCacheManager
 from asr_serve.engine.stats import EngineStats
 from asr_serve.engine.streaming.executor import StreamingExecutor
 from asr_serve.engine.tts.executor import TtsExecutor
-from asr_serve.engine.vad_runner import VadCache, VadRunner
+from asr_serve.engine.vad_runner import VadCache, VadRunner, VadStepOutput
 from asr_serve.errors import AsrServeError, EngineClosed
 
 LoopJob = Callable[["Loop"], None]
@@ -55,6 +54,7 @@ class Loop:
         self.stats, self.running = stats, True
         self.diarization = DiarizationRunner(work.device, stats)
         """Diarization of audio windows."""
+        self._vad_thread = ThreadPoolExecutor(1, "asr-serve vad", work.device.set_threads, (1,))
         self._on_stop, self._keep_states = on_stop, keep_states
         work.attach(self)
 
@@ -127,34 +127,58 @@ class Loop:
         self.running = False
 
     def step_vad(self) -> bool:
-        """Runs a voice-activity step, if one is due; returns whether it ran."""
+        """Starts a voice-activity step, if one is due and none is in flight; returns whether it did. While live callers
+        are connected, the step runs on a thread of its own, beside the executor's steps."""
         batch = self.vad_scheduler.schedule(time.monotonic())
         if not batch:
             return False
-        runner = self.vad_runner
+        runner, step = self.vad_runner, None
         assert runner is not None, "nobody has a row where there are none"
-        started = time.perf_counter()
+        concurrent = self.vad_scheduler.live_count > 0 and self.executor.device.threads > 1
+        with self._guard_vad(batch):
+            state = runner.gather_states([self.vad_scheduler.restore_slot(session) for session, _ in batch])
+            step = partial(runner.step, [windows.pcm for _, windows in batch], state)
+            if concurrent:
+                self._vad_thread.submit(step).add_done_callback(
+                    lambda done: self.call(lambda: self._complete_vad(batch, done.result))
+                )
+        if step is not None and not concurrent:
+            self._complete_vad(batch, step)
+        return True
+
+    def _guard_vad(self, batch: VadBatch) -> StepGuard:
+        """Context in which an error fails this batch only."""
 
         def fail(error: AsrServeError) -> None:
-            for session, windows in batch:
+            for index in self.vad_scheduler.complete(batch):
+                session, windows = batch[index]
                 if self._vad_cache is not None:
                     self._vad_cache.disable(session)
                 reject(windows.future, error)
 
-        results: list[np.ndarray] = []
-        with StepGuard(self.stats, "vad", "voice activity", fail):
-            results = runner.step([(self.vad_scheduler.restore_slot(session), w.pcm) for session, w in batch])
-        for (session, windows), probabilities in zip(batch, results, strict=False):  # empty after a failed step
-            if self._keep_states or self._vad_cache is not None:
-                windows.state = self.states.export_state(session.slot)
-            if self._vad_cache is not None and windows.state is not None:
-                self._vad_cache.store(session, windows, probabilities, windows.state)
+        return StepGuard(self.stats, "vad", "voice activity", fail)
+
+    def _complete_vad(self, batch: VadBatch, result: Callable[[], VadStepOutput]) -> None:
+        """Answers the chunks of a step. Those of sessions that were closed while it ran are rejected already."""
+        output: VadStepOutput | None = None
+        with self._guard_vad(batch):
+            output = result()
+        if output is None:
+            return
+        assert self.vad_runner is not None
+        indices = self.vad_scheduler.complete(batch)
+        self.vad_runner.scatter_states([batch[index][0].slot for index in indices], output.state, indices)
+        states = output.export_states() if self._keep_states or self._vad_cache is not None else None
+        for index in indices:
+            (session, windows), probabilities = batch[index], output.probabilities[index]
+            if states is not None:
+                windows.state = states[index]
+                if self._vad_cache is not None:
+                    self._vad_cache.store(session, windows, probabilities, states[index])
             resolve(windows.future, probabilities)
             self.vad_scheduler.serve_from_cache(session)
         counts = [windows.window_count for _, windows in batch]
-        used = sum(counts) / (len(batch) * max(counts))
-        self.stats.record_step("vad", time.perf_counter() - started, len(batch), used)
-        return True
+        self.stats.record_step("vad", output.duration_s, len(batch), sum(counts) / (len(batch) * max(counts)))
 
     def _end(self, error: AsrServeError) -> None:
         """Rejects all remaining requests, even in a broken state, so that no caller waits forever."""
@@ -168,6 +192,7 @@ class Loop:
         finally:
             self.diarization.close(error)
             self.vad_scheduler.close_all(error)
+            self._vad_thread.shutdown()
             if self._offload is not None:
                 self._offload.close()
 

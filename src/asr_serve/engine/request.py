@@ -118,12 +118,18 @@ class VadSessionState:
     def __init__(self, listener_id: int, slot: StateSlot, live: bool) -> None:
         self.id, self.slot, self.live = listener_id, slot, live
         self.queue: deque[VadChunk] = deque()
+        self.in_flight: VadChunk | None = None
+        """The chunk in the step that runs now; None once the session is closed."""
         self.history_digest = b""
         """Digest of all chunks so far, where voice activity is cached."""
         self.state: bytes | None = None
         """Cached state after chunks that were served from the cache; restored to the row before the next step."""
         self.cacheable = True
         """Whether the row's state results from all submitted chunks, and from nothing else."""
+
+
+VadBatch = list[tuple[VadSessionState, VadChunk]]
+"""Chunks of one voice-activity step, each of another session."""
 
 
 class VadScheduler:
@@ -137,6 +143,8 @@ class VadScheduler:
         """Open sessions of live callers."""
         self.queued_windows = 0
         """Windows queued in all sessions."""
+        self._step_in_flight = False
+        """Whether a scheduled batch is not completed yet."""
         self._last_step_s = -VAD_STEP_INTERVAL_S
 
     def __len__(self) -> int:
@@ -164,8 +172,10 @@ class VadScheduler:
                 self.serve_from_cache(session)
 
     def serve_from_cache(self, listener: VadSessionState) -> None:
-        """Resolves the first queued chunks whose results are cached."""
-        while self._cache is not None and (cached := self._cache.lookup(listener)) is not None:
+        """Resolves the first queued chunks whose results are cached, after the chunk in flight."""
+        if self._cache is None or listener.in_flight is not None:
+            return
+        while (cached := self._cache.lookup(listener)) is not None:
             windows = listener.queue.popleft()
             self.queued_windows -= windows.window_count
             windows.state = listener.state = cached.state
@@ -182,10 +192,14 @@ class VadScheduler:
         session = self._sessions.pop(listener_id, None)
         if session is None:
             return
+        error = error or Cancelled("the session was closed")
         for windows in session.queue:
             self.queued_windows -= windows.window_count
-            reject(windows.future, error or Cancelled("the session was closed"))
+            reject(windows.future, error)
         session.queue.clear()
+        if session.in_flight is not None:
+            reject(session.in_flight.future, error)
+            session.in_flight = None
         self._states.free(session.slot)
         self.live_count -= session.live
 
@@ -195,18 +209,19 @@ class VadScheduler:
 
     @property
     def due_s(self) -> float | None:
-        """Time of the next step on the monotonic clock; None when nothing is queued. A few windows wait for those
-        of other sessions: a step costs as much for one as for VAD_STEP_WINDOWS."""
-        if not self.queued_windows:
+        """Time of the next step on the monotonic clock; None when nothing is queued, and while a step is in flight. A
+        few windows wait for those of other sessions: a step costs as much for one as for VAD_STEP_WINDOWS."""
+        if self._step_in_flight or not self.queued_windows:
             return None
         return self._last_step_s + (VAD_STEP_INTERVAL_S if self.queued_windows < VAD_STEP_WINDOWS else 0.0)
 
-    def schedule(self, now_s: float) -> list[tuple[VadSessionState, VadChunk]]:
-        """Pops one chunk of each session that has any, within the step's limit; empty before the step is due."""
+    def schedule(self, now_s: float) -> VadBatch:
+        """Pops one chunk of each session that has any, within the step's limit; empty before the step is due. They
+        are in flight until `complete`, which the caller calls before the next step."""
         if self.due_s is None or now_s < self.due_s:
             return []
         self._last_step_s = now_s
-        batch: list[tuple[VadSessionState, VadChunk]] = []
+        batch: VadBatch = []
         longest = 0
         for session in self._sessions.values():
             if not session.queue:
@@ -217,9 +232,19 @@ class VadScheduler:
             longest = padded
             batch.append((session, session.queue.popleft()))
         self.queued_windows -= sum(windows.window_count for _, windows in batch)
-        for session, _ in batch:  # served sessions move to the back
-            self._sessions[session.id] = self._sessions.pop(session.id)
+        for session, windows in batch:
+            self._sessions[session.id] = self._sessions.pop(session.id)  # served sessions move to the back
+            session.in_flight = windows
+        self._step_in_flight = bool(batch)
         return batch
+
+    def complete(self, batch: VadBatch) -> list[int]:
+        """Ends the step of a scheduled batch. Returns the indices in it of the sessions that are still open."""
+        indices = [index for index, (session, windows) in enumerate(batch) if session.in_flight is windows]
+        for index in indices:
+            batch[index][0].in_flight = None
+        self._step_in_flight = False
+        return indices
 
 
 def resolve(future: Future[Any], value: Any) -> None:

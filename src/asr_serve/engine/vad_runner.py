@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -69,24 +70,51 @@ class VadCache:
         listener.cacheable = False
 
 
+class VadStepOutput(NamedTuple):
+    """Output of a step, by its rows."""
+
+    probabilities: list[np.ndarray]
+    """Speech probabilities, one per window of the row."""
+    state: SileroState
+    duration_s: float
+
+    def export_states(self) -> list[bytes]:
+        """Each row's state after the step, as StateCacheManager.export_state returns it."""
+        rows = torch.cat(self.state, 1).numpy()
+        data, row_bytes = rows.tobytes(), rows.strides[0]
+        return [data[start : start + row_bytes] for start in range(0, len(data), row_bytes)]
+
+
 class VadRunner:
-    """Voice-activity network and the states of its sessions."""
+    """Voice-activity network and the states of its sessions. A step works on a copy of the states: sessions may open
+    and close while it runs."""
 
     def __init__(self, model: Silero, rows: int) -> None:
         self.model = model
         self.states = StateCacheManager(model.state_specs(), rows)
 
     @torch.inference_mode()
-    def step(self, batch: Sequence[tuple[StateSlot, np.ndarray]]) -> list[np.ndarray]:
-        """Runs the windows of each session and updates its state. Returns speech probabilities, one per window."""
-        slots = [slot for slot, _ in batch]
-        counts = [len(pcm) // WINDOW_SAMPLES for _, pcm in batch]
-        padded = np.zeros((len(batch), max(counts) * WINDOW_SAMPLES), np.float32)
-        for row, (_, pcm) in enumerate(batch):
-            padded[row, : len(pcm)] = pcm
-        rows, tensors = self.states.prepare_rows(slots), self.states.tensors
-        state = SileroState(**{name: tensor[rows] for name, tensor in tensors.items()})
-        probabilities, state = self.model.step(torch.from_numpy(padded), state, torch.tensor(counts))
+    def gather_states(self, slots: Sequence[StateSlot]) -> SileroState:
+        """Copies the sessions' states."""
+        rows = self.states.prepare_rows(slots)
+        return SileroState(**{name: tensor[rows] for name, tensor in self.states.tensors.items()})
+
+    @torch.inference_mode()
+    def scatter_states(self, slots: Sequence[StateSlot], state: SileroState, indices: Sequence[int]) -> None:
+        """Updates the sessions' states: that of `slots[i]` is row `indices[i]` of `state`."""
+        rows = self.states.prepare_rows(slots)
         for name, updated in state._asdict().items():
-            tensors[name][rows] = updated
-        return [probabilities[row, :count].numpy() for row, count in enumerate(counts)]
+            self.states.tensors[name][rows] = updated[list(indices)]
+
+    @torch.inference_mode()
+    def step(self, batch: Sequence[np.ndarray], state: SileroState) -> VadStepOutput:
+        """Runs the windows of each row on from its state. `batch`: (n,) float32 arrays, whole windows. May be called
+        from any thread."""
+        started_s = time.perf_counter()
+        counts = [len(pcm) // WINDOW_SAMPLES for pcm in batch]
+        padded = np.zeros((len(batch), max(counts) * WINDOW_SAMPLES), np.float32)
+        for row, pcm in enumerate(batch):
+            padded[row, : len(pcm)] = pcm
+        probabilities, state = self.model.step(torch.from_numpy(padded), state, torch.tensor(counts))
+        found = [probabilities[row, :count].numpy() for row, count in enumerate(counts)]
+        return VadStepOutput(found, state, time.perf_counter() - started_s)

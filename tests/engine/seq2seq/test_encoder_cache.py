@@ -470,7 +470,7 @@ def pieces(seed: int, counts: list[int]) -> list[np.ndarray]:
 
 def vad_batches(client: EngineClient) -> list[int]:
     seen: list[int] = []
-    spy(client.backend.loop.vad_runner, "step", lambda batch: seen.append(len(batch)))
+    spy(client.backend.loop.vad_runner, "step", lambda batch, _: seen.append(len(batch)))
     return seen
 
 

@@ -7,38 +7,19 @@
 #include <utility>
 
 #include "floats.h"
+#include "vectors.h"
 
 namespace asr_serve::ASR_SERVE_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16, BREADTH = 4;
-#elif defined(__AVX__)
-constexpr int LANES = 8, BREADTH = 2;
-#else
-constexpr int LANES = 4, BREADTH = 2;
-#endif
+// Vectors of sums that a product keeps side by side for each row.
+constexpr int BREADTH = LANES == 16 ? 4 : 2;
 // Rows by BREADTH vectors of sums fill the registers.
 constexpr int ROWS = 6;
 // Rows that share a stay of some columns of the weight in the cache.
 constexpr int64_t STRIPE = 96;
 // Multiplications of a product, 100 us of one core, from which threads are worth waking.
 constexpr int64_t SHARED = 1 << 23;
-
-typedef float Vec __attribute__((vector_size(LANES * 4)));
-typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
-
-inline Vec load_vec(const float* from) {
-  Vec x;
-  std::memcpy(&x, from, sizeof(x));
-  return x;
-}
-inline Vec load_vec(const bf16* from) {
-  Halves x;
-  std::memcpy(&x, from, sizeof(x));
-  return (Vec)(__builtin_convertvector(x, Words) << 16);
-}
 
 // Numbers of one row that lie together.
 struct Part {

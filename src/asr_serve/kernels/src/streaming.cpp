@@ -7,36 +7,17 @@
 #include <vector>
 
 #include "floats.h"
+#include "vectors.h"
 
 namespace asr_serve::ASR_SERVE_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-#elif defined(__AVX__)
-constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
 // How many registers of numbers a session's values are taken by at a time: with four queries they all fit.
 constexpr int BREADTH = LANES == 4 ? 1 : LANES / 4;
 constexpr int QUERIES = 4;
 
-typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t Lanes __attribute__((vector_size(LANES * 4)));
-typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
-inline Vec load_vec(const float* from) {
-  Vec x;
-  std::memcpy(&x, from, sizeof(x));
-  return x;
-}
-inline Vec load_vec(const bf16* from) {
-  Halves x;
-  std::memcpy(&x, from, sizeof(x));
-  return (Vec)(__builtin_convertvector(x, Words) << 16);
-}
 // `count` of them, fewer than LANES, and zeros.
 template <typename T>
 inline Vec load_part(const T* from, int64_t count) {

@@ -98,7 +98,8 @@ def test_hypotheses_are_those_of_an_exhaustive_search(module, lookahead):
 def lattice_of(module: ModuleType, graph: SearchGraph, scores: np.ndarray) -> tuple[list[Any], list[Any]]:
     loaded, session = native_graph(module, graph), module.Session()
     module.step(loaded, [session], torch.from_numpy(scores[None].copy()), torch.tensor([len(scores)]), EXACT, 1)
-    arcs, finals = module.lattice(loaded, session, EXACT)
+    arcs, finals, least = module.lattice(loaded, session, EXACT)
+    assert least == module.finish(loaded, session, EXACT, 1, 1.0, False)[0][0]
     return arcs, finals
 
 
@@ -251,7 +252,7 @@ def test_a_lattice_too_large_is_narrowed():
     loaded, session = native_graph(search, prepare_graph(graph)), search.Session()
     options = (30.0, 30.0, 1.0, NEVER, 0, NEVER, NEVER, NEVER)
     search.step(loaded, [session], torch.from_numpy(scores[None].copy()), torch.tensor([30]), options, 1)
-    arcs, finals = search.lattice(loaded, session, options)
+    arcs, finals, _ = search.lattice(loaded, session, options)
     assert 30 <= len(arcs) <= 5_000
     assert finals[-1][0] < INF
 
@@ -343,7 +344,7 @@ def test_a_lattice_of_more_tied_paths_than_fit_has_the_best_path(module, monkeyp
     graph, options = homophones(400 if module == "native" else 10), tied_options(6.0)
     loaded, session = native_graph(search, graph), search.Session()
     search.step(loaded, [session], torch.from_numpy(spoken(12)[None]), torch.tensor([24]), options, 1)
-    arcs, finals = search.lattice(loaded, session, options)
+    arcs, finals, _ = search.lattice(loaded, session, options)
     assert arcs == [(i, i + 1, 0, 0.0, 0.75 if i else 0.25, 2 * i, 2 * i + 1) for i in range(12)]
     assert finals == [(INF, 0.0)] * 12 + [(0.0, 0.625)]
     found = search.finish(loaded, session, options, 2, 1.0, True)

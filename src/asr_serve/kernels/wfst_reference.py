@@ -631,13 +631,18 @@ class _Search:
             if [word for word, *_ in words] == ids:
                 return [out[i], *out[:i], *out[i + 1 :]]
         beam = float(self.options.lattice_beam)
-        cost = self.session.offset + float(self.final_best) + cost_of(lattice, ids, beam)
+        cost = self.least_cost + cost_of(lattice, ids, beam)
         return [(cost, decoded), *out][:most]
 
     def lattice(self) -> WordLattice:
         """The session's paths after the fixed words."""
         self._prune_ends()
         return self._make_lattice()
+
+    @property
+    def least_cost(self) -> float:
+        """Cost of the best path of a session that has ended, with what was taken off the frontier's costs."""
+        return self.session.offset + float(self.final_best)
 
     def _prune_ends(self) -> None:
         graph, session = self.graph, self.session
@@ -860,7 +865,7 @@ class _Search:
                     *_, taken, after = partials[index]
                     path.append(_Step(partials[after][0], taken))
                     index = after
-                out.append((self.session.offset + float(self.final_best) + above, self._to_words(path)))
+                out.append((self.least_cost + above, self._to_words(path)))
                 continue
             for i, link in enumerate(levels[position].links):
                 if link.target != node:
@@ -871,7 +876,7 @@ class _Search:
                 enters = i < len(levels[position].emitting)
                 push(above + float(link.excess), (position - enters, link.source, longer, i, index))
         if not out:
-            return [(self.session.offset + float(self.final_best), self._to_words(self._path_to(self._best_end())))]
+            return [(self.least_cost, self._to_words(self._path_to(self._best_end())))]
         return out
 
 
@@ -914,10 +919,11 @@ def finish(
 
 def lattice(
     graph: Graph, session: Session, options: tuple[Any, ...]
-) -> tuple[list[tuple[Any, ...]], list[tuple[float, float]]]:
-    """Arcs and final costs of the word lattice of a session that has ended."""
-    arcs, finals = _Search(graph, _options(options), session).lattice()
-    return [tuple(arc) for arc in arcs], finals
+) -> tuple[list[tuple[Any, ...]], list[tuple[float, float]], float]:
+    """Arcs and final costs of the word lattice of a session that has ended, and the cost of the whole best path."""
+    search = _Search(graph, _options(options), session)
+    arcs, finals = search.lattice()
+    return [tuple(arc) for arc in arcs], finals, search.least_cost
 
 
 def minimum_risk(

@@ -141,18 +141,22 @@ class WfstSearch:
     def lattice(self, row: int) -> WordLattice:
         """Word lattice of a session that has ended, of what follows its fixed words: all of the session where several
         hypotheses were asked for."""
+        return self._lattice(row)[0]
+
+    def _lattice(self, row: int) -> tuple[WordLattice, float]:
+        """`lattice`, whose costs are above the best path's, and the cost of that whole path."""
         session = self._sessions.get(row)
         if session is None:
-            return WordLattice([], [(0.0, 0.0)])
+            return WordLattice([], [(0.0, 0.0)]), 0.0
         options = self._open_options if row in self._rescored else self._options
-        arcs, finals = self._native.lattice(self._graph, session, options)
-        return WordLattice([LatticeArc(*arc) for arc in arcs], finals)
+        arcs, finals, least = self._native.lattice(self._graph, session, options)
+        return WordLattice([LatticeArc(*arc) for arc in arcs], finals), least
 
     def _rescore(self, row: int, session: _RescoredSession) -> list[NBestHypothesis]:
         """N-best list out of a session's lattice together with its language model, in the form of `finish`."""
         graph_scale, minimum_risk = self._risk
-        least = self._native.finish(self._graph, self._sessions[row], self._open_options, 1, graph_scale, False)[0][0]
-        lattice = rescore_lattice(self.lattice(row), [session.term], (session.context,))
+        found, least = self._lattice(row)
+        lattice = rescore_lattice(found, [session.term], (session.context,))
         paths = best_paths(lattice, self.hypotheses)
         sequences = [path.words for path in paths]
         _, confidences, decoded = self._native.minimum_risk(lattice.arcs, lattice.finals, graph_scale, sequences)

@@ -200,19 +200,20 @@ nb::list finish(const PyGraph& graph, Session& session, const nb::tuple& options
 nb::tuple lattice(const PyGraph& graph, Session& session, const nb::tuple& options) {
   Options chosen = read_options(options);
   WordLattice found;
+  double least;
   {
     nb::gil_scoped_release release;
     Search& search = thread_search();
     search.begin(graph.graph, chosen);
     if (session.levels.empty()) search.start(session);
-    found = search.lattice(session);
+    found = search.lattice(session, least);
   }
   nb::list arcs, finals;
   for (const LatticeArc& arc : found.arcs)
     arcs.append(nb::make_tuple(arc.source, arc.target, arc.word, arc.cost, arc.graph_cost, arc.start, arc.end));
   for (size_t i = 0; i < found.final_costs.size(); ++i)
     finals.append(nb::make_tuple(found.final_costs[i], found.final_graph_costs[i]));
-  return nb::make_tuple(arcs, finals);
+  return nb::make_tuple(arcs, finals, least);
 }
 
 nb::tuple minimum_risk(const nb::list& arcs, const nb::list& finals, double graph_scale,
@@ -386,7 +387,7 @@ NB_MODULE(_wfst, m) {
   m.def("finish", &finish, nb::arg("graph"), nb::arg("session"), nb::arg("options"), nb::arg("most"),
         nb::arg("graph_scale"), nb::arg("minimum_risk"), "Hypotheses of a session that has ended.");
   m.def("lattice", &lattice, nb::arg("graph"), nb::arg("session"), nb::arg("options"),
-        "Arcs and final costs of the word lattice of a session that has ended.");
+        "Arcs and final costs of the word lattice of a session that has ended, and the cost of the whole best path.");
   m.def("minimum_risk", &minimum_risk, nb::arg("arcs"), nb::arg("finals"), nb::arg("graph_scale"),
         nb::arg("sequences"),
         "Expected edit distance of the first of some word sequences, the confidences of the words of each, and the "

@@ -272,14 +272,15 @@ class Search {
       std::rotate(out.begin(), known, known + 1);
       return;
     }
-    double cost = s.offset + double(final_best_) + cost_of(lattice, words);
+    double cost = least_cost(s) + cost_of(lattice, words);
     out.insert(out.begin(), Hypothesis{cost, std::move(words)});
     if (int32_t(out.size()) > most) out.pop_back();
   }
 
-  // The session's paths after the fixed words, as a lattice of words.
-  WordLattice lattice(Session& s) {
+  // The session's paths after the fixed words, as a lattice of words. `least`: the cost of the whole best path.
+  WordLattice lattice(Session& s, double& least) {
     prune_ends(s);
+    least = least_cost(s);
     return make_lattice(s);
   }
 
@@ -827,6 +828,9 @@ class Search {
 
   // The history as a lattice, narrower than the lattice beam if it would be too large; the best path alone where more
   // paths are as good as the best one than a lattice may have.
+  // Cost of the best path, with what was taken off the frontier's costs.
+  double least_cost(const Session& s) const { return s.offset + double(final_best_); }
+
   WordLattice make_lattice(const Session& s) {
     Network network = make_network(s);
     WordLattice lattice;
@@ -1131,7 +1135,7 @@ class Search {
         path_.clear();
         for (int64_t i = index; partials[size_t(i)].link >= 0; i = partials[size_t(i)].after)
           path_.push_back({partials[size_t(partials[size_t(i)].after)].level, partials[size_t(i)].link});
-        Hypothesis& found = out.emplace_back(Hypothesis{s.offset + double(final_best_) + cost, {}});
+        Hypothesis& found = out.emplace_back(Hypothesis{least_cost(s) + cost, {}});
         to_words(s, path_, found.words);
         continue;
       }

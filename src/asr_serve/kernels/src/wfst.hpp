@@ -826,11 +826,11 @@ class Search {
     return n;
   }
 
-  // The history as a lattice, narrower than the lattice beam if it would be too large; the best path alone where more
-  // paths are as good as the best one than a lattice may have.
   // Cost of the best path, with what was taken off the frontier's costs.
   double least_cost(const Session& s) const { return s.offset + double(final_best_); }
 
+  // The history as a lattice, narrower than the lattice beam if it would be too large; the best path alone where more
+  // paths are as good as the best one than a lattice may have.
   WordLattice make_lattice(const Session& s) {
     Network network = make_network(s);
     WordLattice lattice;

@@ -479,6 +479,7 @@ def _graph_search(
     if parts.graph is None:
         raise WeightsCorrupt(f"{chosen.name} has no decoding graph", f"a file {GRAPH_FILE} beside its weights")
     options = model.graph_options
+    options = options._replace(min_active=min(options.min_active, config.graph_min_active))
     if config.graph_beam is not None:
         options = options._replace(beam=config.graph_beam)
     if config.graph_max_active is not None:

@@ -48,15 +48,11 @@ def ring() -> ModuleType:
 
 def search() -> ModuleType:
     """CTC search: compiled, or in Python."""
-    import torch  # noqa: F401  # first: it too uses the OpenMP threads that torch loads
-
     return _built("asr_serve.kernels._search") or importlib.import_module("asr_serve.kernels.ctc_search_reference")
 
 
 def wfst() -> ModuleType:
     """Search of decoding graphs: compiled, or in Python."""
-    import torch  # noqa: F401  # first: it too uses the OpenMP threads that torch loads
-
     return _built("asr_serve.kernels._wfst") or importlib.import_module("asr_serve.kernels.wfst_reference")
 
 

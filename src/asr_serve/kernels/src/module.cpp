@@ -5,7 +5,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -18,6 +17,7 @@
 #include "kernels.h"
 #include "layers_module.h"
 #include "streaming.h"
+#include "team.h"
 
 namespace nb = nanobind;
 using namespace asr_serve;
@@ -53,25 +53,10 @@ void parallel_for(int64_t items, Body body, void* context) {
     drain(&work);
 }
 
-struct Pinning {
-  std::atomic<size_t> next{0};
-  const std::vector<int>* cpus;
-};
-
-// The calling thread's team, one thread to a CPU. Left alone, the scheduler wakes a team's threads on one CPU
-// when it looks idle, and half the machine waits for the other half.
-void pin_threads(const std::vector<int>& cpus) {
-  if (!gomp_parallel || cpus.empty()) return;
-  Pinning pinning{.cpus = &cpus};
-  gomp_parallel(
-      [](void* pointer) {
-        auto* pinning = static_cast<Pinning*>(pointer);
-        cpu_set_t set;
-        CPU_ZERO(&set);
-        CPU_SET((*pinning->cpus)[pinning->next++ % pinning->cpus->size()], &set);
-        sched_setaffinity(0, sizeof(set), &set);
-      },
-      &pinning, unsigned(cpus.size()), 0);
+// As parallel_for, by the calling thread's team: for calls of a whole step.
+void team_for(int64_t items, Body body, void* context) {
+  Work work{.items = items, .body = body, .context = context};
+  Team::mine().run(drain, &work, unsigned(std::min<int64_t>(items, thread_count)));
 }
 
 // Everything that was compiled for one instruction set.
@@ -415,7 +400,6 @@ NB_MODULE(_core, m) {
   m.def("choose_isa", &choose, nb::arg("isa"), "Force an instruction set, or 'auto'. For tests.");
   m.def("shares_threads", [] { return gomp_parallel != nullptr; }, "Whether torch's OpenMP pool was found.");
   m.def("set_threads", [](unsigned n) { thread_count = n ? n : 1; }, nb::arg("threads"));
-  m.def("pin_threads", &pin_threads, nb::arg("cpus"), nb::call_guard<nb::gil_scoped_release>());
   m.def("rope", &rope, nb::arg("qkv").noconvert(), nb::arg("positions").noconvert(), nb::arg("cos").noconvert(), nb::arg("sin").noconvert());
   m.def("softmax", &softmax, nb::arg("scores").noconvert(), nb::arg("lengths").noconvert(), nb::arg("scale"));
   m.def("store", &store, nb::arg("pool").noconvert(), nb::arg("kv").noconvert(), nb::arg("table").noconvert());
@@ -435,7 +419,7 @@ NB_MODULE(_core, m) {
         nb::arg("bias").noconvert().none(), nb::arg("tail").noconvert(), nb::arg("rows").noconvert(),
         nb::arg("frames").noconvert(), nb::arg("out").noconvert());
   add_int8(m, parallel_for);
-  add_layers(m, &chosen.run_layers, parallel_for);
+  add_layers(m, &chosen.run_layers, team_for);
   m.def(
       "address", [](Tensor x) { return reinterpret_cast<uintptr_t>(x.data()); }, nb::arg("tensor").noconvert(),
       "Where a tensor's numbers lie, as the kernels see it. For tests: nothing is copied on the way in.");

@@ -1,7 +1,6 @@
-// The Python face of the CTC search: checks shapes, lets go of the GIL, and borrows torch's threads.
+// The Python face of the CTC search: checks shapes, lets go of the GIL, and shares rows out to threads.
 #include "search.hpp"
 
-#include <dlfcn.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -11,6 +10,8 @@
 #include <optional>
 #include <stdexcept>
 #include <vector>
+
+#include "team.h"
 
 namespace nb = nanobind;
 using namespace asr_serve;
@@ -23,10 +24,6 @@ using Array = nb::ndarray<S, nb::c_contig, nb::device::cpu>;
 void require(bool ok, const char* what) {
   if (!ok) throw std::invalid_argument(what);
 }
-
-// As the kernels do: torch's own threads, for a second pool beside it would fight it for the cores.
-using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-GompParallel gomp_parallel = nullptr;
 
 struct Found {
   int64_t fixed, tail;
@@ -193,11 +190,8 @@ nb::list step(Array<const float> logprobs, Array<const int64_t> rows, Array<cons
             .said = said.data(), .found = found.data()};
   {
     nb::gil_scoped_release release;
-    auto team = unsigned(std::clamp<int64_t>(threads, 1, std::max<int64_t>(n, 1)));
-    if (team > 1 && gomp_parallel)
-      gomp_parallel(drain, &work, team, 0);
-    else
-      drain(&work);
+    const auto team = unsigned(std::clamp<int64_t>(threads, 1, std::max<int64_t>(n, 1)));
+    Team::mine().run(drain, &work, team);
   }
   require(work.corrupt < 0, "a row of the state is corrupt");
   nb::list out;
@@ -213,7 +207,6 @@ nb::list step(Array<const float> logprobs, Array<const int64_t> rows, Array<cons
 
 NB_MODULE(_search, m) {
   m.doc() = "CTC prefix beam search; asr_serve.kernels.ctc_search_reference is the same in Python.";
-  gomp_parallel = reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
   m.def("address", [](Array<const float> logprobs) { return reinterpret_cast<uintptr_t>(logprobs.data()); },
         nb::arg("logprobs").noconvert(), "Where `step` reads a tensor: it is never copied.");
   m.def("step", &step, nb::arg("logprobs").noconvert(), nb::arg("rows").noconvert(), nb::arg("seen").noconvert(),

@@ -1,5 +1,5 @@
-// Products of bf16 rows by the matrix tiles of the processor (Intel AMX): compiled for those alone, called where the
-// processor has them and the system lets us.
+// Products of bf16 rows by the processor's own instructions for pairs of bf16 numbers: matrix tiles (Intel AMX) where it
+// has them and the system lets us, else products of vectors (AVX512-BF16). Compiled for those alone.
 #include "tiles.h"
 
 #if defined(__AMX_BF16__)
@@ -15,7 +15,7 @@
 namespace asr_serve {
 namespace {
 
-constexpr int64_t ROWS = 32, COLUMNS = 32, DEPTH = 32;  // two by two tiles of 16 rows of 64 bytes
+constexpr int64_t COLUMNS = 32, DEPTH = 32;  // to whose multiples weights are padded
 
 struct alignas(64) Config {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -27,49 +27,102 @@ struct alignas(64) Line {
   uint8_t bytes[64];
 };
 
-void multiply(const TileProduct& product, int64_t row, const uint16_t* x, int64_t depth, int64_t column) {
-  const int64_t block = depth * 16;  // numbers of 16 outputs
-  const uint16_t* weight = reinterpret_cast<const uint16_t*>(product.weight) + column / 16 * block;
-  const int64_t rows = std::min(ROWS, product.rows - row);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t k = 0; k < depth; k += DEPTH) {
-    _tile_loadd(4, x + k, depth * 2);
-    _tile_loadd(6, weight + k * 16, 64);
-    _tile_loadd(7, weight + block + k * 16, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (rows > 16) {
-      _tile_loadd(5, x + 16 * depth + k, depth * 2);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-  }
-  alignas(64) float sums[ROWS * COLUMNS];
-  _tile_stored(0, sums, COLUMNS * 4);
-  _tile_stored(1, sums + 16, COLUMNS * 4);
-  if (rows > 16) {
-    _tile_stored(2, sums + 16 * COLUMNS, COLUMNS * 4);
-    _tile_stored(3, sums + 16 * COLUMNS + 16, COLUMNS * 4);
-  }
+// Rounds `rows` rows of sums, 16 columns of each, and stores those that there are.
+void store(const TileProduct& product, int64_t row, int64_t rows, const float* sums, int64_t column) {
+  const int64_t count = std::min<int64_t>(16, product.outputs - column);
+  if (count <= 0) return;
+  const __mmask16 mask = __mmask16((1u << count) - 1);
+  const __m512 bias = _mm512_loadu_ps(product.bias + column);
   const __m512 low = product.relu ? _mm512_setzero_ps() : _mm512_set1_ps(-INFINITY);
-  for (int64_t half = 0; half < 2; ++half) {
-    const int64_t first = column + half * 16, count = std::min<int64_t>(16, product.outputs - first);
-    if (count <= 0) break;
-    const __mmask16 mask = __mmask16((1u << count) - 1);
-    const __m512 bias = _mm512_loadu_ps(product.bias + first);
-    for (int64_t r = 0; r < rows; ++r) {
-      // The second operand where one is NaN.
-      __m512 sum = _mm512_max_ps(low, _mm512_add_ps(_mm512_load_ps(sums + r * COLUMNS + half * 16), bias));
-      _mm256_mask_storeu_epi16(product.out + (row + r) * product.outputs + first, mask,
-                               (__m256i)_mm512_cvtneps_pbh(sum));
-    }
+  for (int64_t r = 0; r < rows; ++r) {
+    // The second operand where one is NaN.
+    __m512 sum = _mm512_max_ps(low, _mm512_add_ps(_mm512_load_ps(sums + r * COLUMNS), bias));
+    _mm256_mask_storeu_epi16(product.out + (row + r) * product.outputs + column, mask,
+                             (__m256i)_mm512_cvtneps_pbh(sum));
   }
 }
 
+// Two by two tiles of 16 rows of 64 bytes.
+struct Tiles {
+  static constexpr int64_t ROWS = 32;
+
+  Tiles() {
+    Config config;
+    for (int i = 0; i < 8; ++i) config.rows[i] = 16, config.bytes[i] = 64;
+    _tile_loadconfig(&config);
+  }
+  ~Tiles() { _tile_release(); }
+
+  static void multiply(const TileProduct& product, int64_t row, const uint16_t* x, int64_t depth, int64_t column) {
+    const int64_t block = depth * 16;  // numbers of 16 outputs
+    const uint16_t* weight = reinterpret_cast<const uint16_t*>(product.weight) + column / 16 * block;
+    const int64_t rows = std::min(ROWS, product.rows - row);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < depth; k += DEPTH) {
+      _tile_loadd(4, x + k, depth * 2);
+      _tile_loadd(6, weight + k * 16, 64);
+      _tile_loadd(7, weight + block + k * 16, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if (rows > 16) {
+        _tile_loadd(5, x + 16 * depth + k, depth * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    alignas(64) float sums[ROWS * COLUMNS];
+    _tile_stored(0, sums, COLUMNS * 4);
+    _tile_stored(1, sums + 16, COLUMNS * 4);
+    if (rows > 16) {
+      _tile_stored(2, sums + 16 * COLUMNS, COLUMNS * 4);
+      _tile_stored(3, sums + 16 * COLUMNS + 16, COLUMNS * 4);
+    }
+    store(product, row, rows, sums, column);
+    store(product, row, rows, sums + 16, column + 16);
+  }
+};
+
+// Twelve rows by two vectors of sums fill the registers.
+struct Dots {
+  static constexpr int64_t ROWS = 48, BLOCK = 12;
+
+  template <int R>
+  static void block(const TileProduct& product, int64_t row, const uint16_t* x, int64_t depth, int64_t column) {
+    const uint16_t* weight = reinterpret_cast<const uint16_t*>(product.weight) + column * depth;
+    __m512 totals[R][2];
+    for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < depth; k += 2) {
+      const __m512bh first = (__m512bh)_mm512_loadu_si512(weight + k * 16);
+      const __m512bh second = (__m512bh)_mm512_loadu_si512(weight + depth * 16 + k * 16);
+      for (int r = 0; r < R; ++r) {
+        int32_t pair;
+        std::memcpy(&pair, x + r * depth + k, 4);
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+        totals[r][0] = _mm512_dpbf16_ps(totals[r][0], both, first);
+        totals[r][1] = _mm512_dpbf16_ps(totals[r][1], both, second);
+      }
+    }
+    alignas(64) float sums[R * COLUMNS];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < 2; ++v) _mm512_store_ps(sums + r * COLUMNS + v * 16, totals[r][v]);
+    store(product, row, R, sums, column);
+    store(product, row, R, sums + 16, column + 16);
+  }
+
+  static void multiply(const TileProduct& product, int64_t row, const uint16_t* x, int64_t depth, int64_t column) {
+    const int64_t end = std::min(row + ROWS, product.rows);
+    for (; row + BLOCK <= end; row += BLOCK, x += BLOCK * depth) block<BLOCK>(product, row, x, depth, column);
+    for (; row + 4 <= end; row += 4, x += 4 * depth) block<4>(product, row, x, depth, column);
+    for (; row < end; ++row, x += depth) block<1>(product, row, x, depth, column);
+  }
+};
+
+template <typename Unit>
 void multiply_all(const TileProduct& product, ParallelFor parallel) {
+  constexpr int64_t ROWS = Unit::ROWS;
   const int64_t stripes = (product.rows + ROWS - 1) / ROWS, columns = (product.outputs + COLUMNS - 1) / COLUMNS;
   int64_t depth = 0;
   for (size_t i = 0; i < product.parts; ++i) depth += product.widths[i];
@@ -86,27 +139,28 @@ void multiply_all(const TileProduct& product, ParallelFor parallel) {
         std::memcpy(to + filled, product.starts[i][row + r], size_t(product.widths[i]) * 2);
       std::memset(to + filled, 0, size_t(depth - filled) * 2);
     }
-    Config config;
-    for (int i = 0; i < 8; ++i) config.rows[i] = 16, config.bytes[i] = 64;
-    _tile_loadconfig(&config);
-    for (int64_t column = 0; column < columns; ++column) multiply(product, row, x, depth, column * COLUMNS);
-    _tile_release();
+    [[maybe_unused]] Unit unit;
+    for (int64_t column = 0; column < columns; ++column) Unit::multiply(product, row, x, depth, column * COLUMNS);
   };
   if (stripes > 1)
     return parallel(stripes, [](void* context, int64_t item) { (*static_cast<decltype(one)*>(context))(item); }, &one);
   one(0);
 }
 
+bool may_use_tiles() {
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  return __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-tile") &&
+         !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+}
+
 }  // namespace
 
 TileMultiply find_tiles() {
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("amx-bf16") || !__builtin_cpu_supports("amx-tile") ||
-      !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512bw") ||
+  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512vl"))
     return nullptr;
-  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? nullptr : multiply_all;
+  return may_use_tiles() ? multiply_all<Tiles> : multiply_all<Dots>;
 }
 
 }  // namespace asr_serve

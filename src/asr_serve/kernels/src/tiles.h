@@ -1,4 +1,5 @@
-// Products of bf16 rows by matrix tiles (Intel AMX).
+// Products of bf16 rows by the processor's own instructions: matrix tiles (Intel AMX) or AVX512-BF16. Both read weights
+// that are packed for tiles.
 #pragma once
 #include <cstddef>
 

@@ -1,7 +1,6 @@
-// The Python face of the search of decoding graphs: checks arrays, lets go of the GIL, and borrows torch's threads.
+// The Python face of the search of decoding graphs: checks arrays, lets go of the GIL, and shares rows out to threads.
 #include "wfst.hpp"
 
-#include <dlfcn.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -11,6 +10,8 @@
 #include <cstring>
 #include <optional>
 #include <stdexcept>
+
+#include "team.h"
 
 namespace nb = nanobind;
 using namespace asr_serve;
@@ -24,10 +25,6 @@ using Array = nb::ndarray<const S, nb::c_contig, nb::device::cpu>;
 void require(bool ok, const char* what) {
   if (!ok) throw std::invalid_argument(what);
 }
-
-// As the kernels do: torch's own threads, for a second pool beside it would fight it for the cores.
-using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-GompParallel gomp_parallel = nullptr;
 
 template <typename S>
 std::vector<S> copied(const Array<S>& array) {
@@ -170,11 +167,8 @@ nb::list step(const PyGraph& graph, const nb::list& sessions, Array<float> score
   work.fixed.resize(n), work.tail.resize(n);
   {
     nb::gil_scoped_release release;
-    auto team = unsigned(std::clamp<int64_t>(threads, 1, std::max<int64_t>(int64_t(n), 1)));
-    if (team > 1 && gomp_parallel)
-      gomp_parallel(drain, &work, team, 0);
-    else
-      drain(&work);
+    const auto team = unsigned(std::clamp<int64_t>(threads, 1, std::max<int64_t>(int64_t(n), 1)));
+    Team::mine().run(drain, &work, team);
   }
   nb::list out;
   for (size_t i = 0; i < n; ++i) out.append(nb::make_tuple(listed(work.fixed[i]), listed(work.tail[i])));
@@ -366,7 +360,6 @@ void import_session(Session& out, const PyGraph& graph, const nb::bytes& data) {
 
 NB_MODULE(_wfst, m) {
   m.doc() = "Search of decoding graphs; asr_serve.kernels.wfst_reference is the same in Python.";
-  gomp_parallel = reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
   nb::class_<PyGraph>(m, "Graph")
       .def("__init__", &make_graph, nb::arg("arc_offsets").noconvert(), nb::arg("epsilon_offsets").noconvert(),
            nb::arg("arc_labels").noconvert(), nb::arg("arc_words").noconvert(), nb::arg("arc_costs").noconvert(),

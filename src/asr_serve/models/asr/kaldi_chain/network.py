@@ -5,8 +5,8 @@ need no copy. A layer runs only at the frames that the output needs: every one n
 the layer from which offsets are multiples of three. Layers see ahead of the output by their right context.
 
 One plan serves two ways to compute: tensor operations, on every device, and on the CPU one native call a block while
-sessions are few: then the start of each operation costs more than the operation. With matrix tiles (Intel AMX) and bf16
-it is one call for any number of sessions.
+sessions are few: then the start of each operation costs more than the operation. With bf16, on a processor that
+multiplies it (Intel AMX, AVX512-BF16), it is one call for any number of sessions.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from asr_serve.models.asr.kaldi_chain.nnet3 import INPUT
 BLOCK_OUTPUTS = 16
 """Outputs of a block of a packed weight."""
 TILE = 32
-"""Outputs and inputs to whose multiples a weight for matrix tiles is padded."""
+"""Outputs and inputs to whose multiples a weight for the processor's bf16 products is padded."""
 NATIVE_SESSIONS = {torch.float32: 32, torch.bfloat16: 3}
-"""Sessions of a step up to which the native call is faster, by the dtype of weights. Without matrix tiles it
-widens bf16 numbers; with many rows, oneDNN's products win. With tiles it is faster for any number."""
+"""Sessions of a step up to which the native call is faster, by the dtype of weights. Where the
+processor does not multiply bf16 it widens the numbers, and with many rows oneDNN's products win; where it does, the call
+is faster for any number."""
 
 
 class LayerSpec(msgspec.Struct, frozen=True):

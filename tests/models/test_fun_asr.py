@@ -12,11 +12,14 @@ import yaml
 from fun_asr_folders import MODELS, clips, facts, tensors, weights, write_converted, write_folder
 from safetensors.torch import load_file
 from torch import Tensor
+from typer.testing import CliRunner
 
+import asr_serve
 from asr_serve import devices
+from asr_serve.api import cli
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.builder import AsrCheckpoint
-from asr_serve.errors import OptionError, UnsupportedOption, WeightsCorrupt
+from asr_serve.errors import OptionError, UnsupportedOption, WeightsCorrupt, WeightsMissing
 from asr_serve.models.asr.speech_llm import funasr_folder, llm_asr
 from asr_serve.models.asr.speech_llm.adaptors import Adaptor, AdaptorConfig, low_frame_rate_tokens
 from asr_serve.models.asr.speech_llm.sanm_encoder import EncoderTensors
@@ -291,3 +294,61 @@ def test_a_folder_of_funasr_is_converted_once_when_it_is_loaded(
     pcm = [torch.from_numpy(clips()[0])]
     with torch.inference_mode():
         torch.testing.assert_close(made.encode(pcm)[0], models["nano"].encode(pcm)[0])
+
+
+# --- by folder ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_is_a_models_name(folders: dict[str, Path], name: str) -> None:
+    """And takes the options that stand in its prompt."""
+    told: list[SearchOptions] = []
+    with asr_serve.load(str(folders[name]), device="cpu", dtype="fp32", turn_model="none") as model:
+        assert model.card.name == CARDS[name]
+        submit = model.client.submit
+
+        def note(pcm: Any, options: SearchOptions, *rest: Any, **named: Any) -> Any:
+            told.append(options)
+            return submit(pcm, options, *rest, **named)
+
+        model.client.submit = note  # type: ignore[method-assign]
+        pcm = clips()[0]
+        (found,) = model.transcribe([pcm], language="中文", hotwords=["开放时间", "Ada:2"], itn=False, vad=False)
+        assert isinstance(found.text, str)
+        assert (told[0].language, told[0].itn, told[0].hotwords) == ("zh", False, ("开放时间", "Ada"))
+        assert "Ada" in told[0].bias
+        assert "开放时间" not in told[0].bias
+        model.transcribe([pcm], repetition_penalty=1.3, vad=False)
+        assert (told[-1].repetition_penalty, told[-1].itn, told[-1].hotwords, told[-1].bias) == (1.3, True, (), "")
+        with pytest.raises(OptionError, match="repetition_penalty"):
+            model.transcribe([pcm], repetition_penalty=3)
+        with pytest.raises(OptionError, match="language"):
+            model.transcribe([pcm], language="klingon")
+
+
+def test_folders_that_are_no_model_are_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
+    with pytest.raises(WeightsMissing, match="recognized"):
+        asr_serve.load(str(tmp_path))
+    with pytest.raises(OptionError, match="weights"):
+        asr_serve.load(str(folders["nano"]), weights=folders["nano"])
+
+
+def test_the_command_converts_a_folder(tmp_path: Path) -> None:
+    source, target = write_folder("llmasr", tmp_path / "source"), tmp_path / "made"
+
+    def run(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(cli.app, ["models", "convert", *arguments])
+        return done.exit_code, done.output
+
+    assert run(str(source), str(target)) == (0, f"converting llm-asr once into {target}\n{target}\n")
+    assert (target / "language_model" / "config.json").is_file()
+    for arguments, told in (
+        ((source, target), "already"),
+        ((tmp_path / "gone", tmp_path / "new"), "nothing"),
+        ((target, tmp_path / "new"), "already"),
+        ((tmp_path, tmp_path / "new"), "recognized"),
+    ):
+        code, output = run(*map(str, arguments))
+        assert code != 0
+        assert told in output
+    assert not (tmp_path / "new").exists()

@@ -70,6 +70,7 @@ from asr_serve.models.registry import (
     asr_card,
     asr_model_file,
     engine_card,
+    is_folder_name,
 )
 from asr_serve.text import tokenizers
 from asr_serve.text.tokenizers import Tokenizer
@@ -236,7 +237,13 @@ def find_checkpoint(
     model: str, weights: str | os.PathLike[str] | None, config: EngineConfig
 ) -> AsrCheckpoint | VoiceCheckpoint:
     """Finds the checkpoint of any model that an engine can run; `auto` is a voice
-    (models/checkpoints/store.auto_voice). Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError."""
+    (models/checkpoints/store.auto_voice), and a path is a folder, whose model is recognized. Raises UnknownModel,
+    WeightsMissing, WeightsCorrupt, OptionError."""
+    if is_folder_name(model):
+        if weights is not None:
+            raise OptionError(f"model={model} and weights={weights}", "a folder as one of them", param="weights")
+        weights = model
+        model = model_weights.model_of_folder(Path(model).expanduser())
     card = model_weights.auto_voice() if model == AUTO_VOICE else engine_card(model)
     if isinstance(card, TtsCard):
         return VoiceCheckpoint.find(card, weights, config.codec)

@@ -263,6 +263,15 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
     return modules
 
 
+def is_folder_name(model: str) -> bool:
+    """Whether the name of a model is the path of a folder: names of cards have no slash.
+
+    >>> is_folder_name("./models/fun-asr"), is_folder_name("moonshine-tiny-en")
+    (True, False)
+    """
+    return "/" in model or model.startswith("~")
+
+
 def asr_model_file(kind: str) -> AsrModelFile:
     """The model file of a recogniser's card."""
     return model_modules("asr")[kind]

@@ -15,6 +15,9 @@ MAX_HYPOTHESES = 128
 MAX_PREFIX_TOKENS = 4_096
 """Limit of a prompt and of a prefix; models keep the end of a prompt, and as much of a prefix as fits."""
 
+REPETITION_PENALTIES = (1.0, 2.0)
+"""Least and most."""
+
 
 class DraftTokens(msgspec.Struct, frozen=True):
     """Earlier transcript of the same utterance, from when less of its audio was known. It is verified many tokens
@@ -66,6 +69,13 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Hotwords, as decoding/biasing_graph.pack_phrases writes them."""
     language_model: LanguageModelChoice | None = None
     """Language model of beam search; None: none."""
+    hotwords: tuple[str, ...] = ()
+    """Words that the prompt names, for a model whose card has hotwords among its `prompt_options`."""
+    itn: bool = True
+    """Whether the prompt asks for numbers and dates in written form, for a model whose card has itn there."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that the answer already has, and multiplies negative ones; 1: none. Source:
+    CTRL, arXiv:1909.05858."""
     hurried: bool = False
     """Whether a client is waiting: no higher temperature is tried once the tries together are as long as the
     longest possible answer."""
@@ -85,6 +95,10 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not 0 <= self.max_no_speech <= 1:
             raise OptionError(f"max_no_speech={self.max_no_speech}", "a number from 0 to 1", param="max_no_speech")
+        least, most = REPETITION_PENALTIES
+        if not least <= self.repetition_penalty <= most:
+            came = f"repetition_penalty={self.repetition_penalty}"
+            raise OptionError(came, f"a number from {least:g} to {most:g}", param="repetition_penalty")
         for name, tokens in (("prompt", self.prompt), ("prefix", self.prefix)):
             if len(tokens) > MAX_PREFIX_TOKENS:
                 raise OptionError(f"{name} of {len(tokens)} tokens", f"up to {MAX_PREFIX_TOKENS}", param=name)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from asr_serve import devices, units
 from asr_serve.config import EngineConfig
@@ -69,6 +70,7 @@ from asr_serve.models.registry import (
     asr_card,
     asr_model_file,
     engine_card,
+    is_folder_name,
 )
 from asr_serve.text import tokenizers
 from asr_serve.text.tokenizers import Tokenizer
@@ -120,7 +122,8 @@ class AsrCheckpoint(NamedTuple):
         file = asr_model_file(card.kind)
         config = read_config(folder, card.kind, file.Config.of)
         graph_folder = folder if "wfst" in card.heads else None
-        return cls(card, folder, file, config, tokenizers.load_tokenizer(folder), graph_folder)
+        tokenizer = tokenizers.load_tokenizer(folder)
+        return cls(card, folder, file, config.with_folder(folder, tokenizer), tokenizer, graph_folder)
 
     def with_graph(self, folder: str | None) -> AsrCheckpoint:
         """Returns a copy of a CTC model that searches the decoding graph in a folder, and returns its words; itself for
@@ -176,10 +179,9 @@ class AsrCheckpoint(NamedTuple):
         WeightsMissing.
         """
         target = devices.make_device(device, "fp32" if dtype == "auto" and self.card.streaming else dtype, quantize)
-        try:
-            tensors = load_file(self.folder / "model.safetensors")
-        except SafetensorError as failure:
-            raise WeightsCorrupt(f"{self.folder / 'model.safetensors'} cannot be read: {failure}") from failure
+        tensors: dict[str, Tensor] = {}
+        for name in self.config.weight_files:
+            tensors |= _read_tensors(self.folder / name)
         model, tokenizer = self.file.Model(self.config, tensors, target), self.tokenizer
         graph = None if self.graph_folder is None else DecodingGraph.load(self.graph_folder / GRAPH_FILE)
         language_models: dict[str, TokenLanguageModel] = {}
@@ -206,7 +208,7 @@ class AsrCheckpoint(NamedTuple):
     def fingerprint(self) -> int:
         """Checksum of the files that another engine of the same model must share to take over sessions. Detects
         replaced files, not forged ones."""
-        names = ("config.json", "model.safetensors", *tokenizers.TOKENIZER_FILES)
+        names = ("config.json", *self.config.weight_files, *self.config.other_files, *tokenizers.TOKENIZER_FILES)
         files = [(name, self.folder / name) for name in names if (self.folder / name).is_file()]
         if self.graph_folder is not None:
             words = [path for name in tokenizers.TOKENIZER_FILES if (path := self.graph_folder / name).is_file()]
@@ -222,11 +224,26 @@ class AsrCheckpoint(NamedTuple):
         )
 
 
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise WeightsMissing(f"{path} is not there", "config.json names it", "convert or fetch the checkpoint again")
+    try:
+        return load_file(path)
+    except SafetensorError as failure:
+        raise WeightsCorrupt(f"{path} cannot be read: {failure}") from failure
+
+
 def find_checkpoint(
     model: str, weights: str | os.PathLike[str] | None, config: EngineConfig
 ) -> AsrCheckpoint | VoiceCheckpoint:
     """Finds the checkpoint of any model that an engine can run; `auto` is a voice
-    (models/checkpoints/store.auto_voice). Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError."""
+    (models/checkpoints/store.auto_voice), and a path is a folder, whose model is recognized. Raises UnknownModel,
+    WeightsMissing, WeightsCorrupt, OptionError."""
+    if is_folder_name(model):
+        if weights is not None:
+            raise OptionError(f"model={model} and weights={weights}", "a folder as one of them", param="weights")
+        weights = model
+        model = model_weights.model_of_folder(Path(model).expanduser())
     card = model_weights.auto_voice() if model == AUTO_VOICE else engine_card(model)
     if isinstance(card, TtsCard):
         return VoiceCheckpoint.find(card, weights, config.codec)

@@ -56,6 +56,14 @@ class PromptOptions(Protocol):
     def timestamps(self) -> bool:
         """Whether the answer holds timestamp tokens."""
 
+    @property
+    def hotwords(self) -> tuple[str, ...]:
+        """Words that the prompt names, of a model whose card has them among its `prompt_options`."""
+
+    @property
+    def itn(self) -> bool:
+        """Whether the prompt asks for numbers and dates in written form, of such a model."""
+
 
 class SpecialTokenIds(Protocol):
     """Ids of tokens that are not text, in a vocabulary with languages, tasks and timestamps.

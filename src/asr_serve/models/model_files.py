@@ -24,7 +24,9 @@ from asr_serve.models.interfaces import (
     WholeSentenceTtsModel,
 )
 from asr_serve.models.registry import AsrCard, ModelCard, TtsCard, TurnCard, VocoderCard
+from asr_serve.text.tokenizers import Tokenizer
 
+WEIGHTS = "model.safetensors"
 AsrModel = EncoderDecoderModel | StreamingModel
 SpeechModel = WholeSentenceTtsModel | StreamingTtsModel[Any]
 
@@ -42,6 +44,21 @@ class AsrModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def ctc_blank_id(self) -> int | None:
         """Token that the head ctc emits for none; None for a model without that head."""
         return None
+
+    @property
+    def weight_files(self) -> tuple[str, ...]:
+        """Files of a checkpoint folder that hold the tensors, by their names below it."""
+        return (WEIGHTS,)
+
+    @property
+    def other_files(self) -> tuple[str, ...]:
+        """Further files of a checkpoint folder that `with_folder` reads, by their names below it."""
+        return ()
+
+    def with_folder(self, folder: Path, tokenizer: Tokenizer) -> Self:
+        """Config with what other files of the checkpoint folder say: a speech LLM's has a language model with a
+        config.json of its own, and reads its prompts with the tokenizer. Raises WeightsMissing, WeightsCorrupt."""
+        return self
 
     def with_right_context(self, right: int) -> Self:
         """Config with another look-ahead, in encoder frames, that the model was trained for. Raises OptionError."""
@@ -64,8 +81,8 @@ class AsrModelFile(Protocol):
     CARDS: Sequence[AsrCard]
     Config: type[AsrModelConfig]
     Model: Callable[[Any, dict[str, Tensor], Device], AsrModel]
-    """Model(config, tensors, device): `config` is the module's own Config, `tensors` are those of
-    model.safetensors, on the host."""
+    """Model(config, tensors, device): `config` is the module's own Config, `tensors` are those of its
+    `weight_files`, on the host."""
     CONVERTER: WeightsConverter | None
     """None where weights are published as checkpoint folders only."""
 

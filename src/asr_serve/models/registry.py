@@ -68,6 +68,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         return self.packaged.requirement if self.packaged else None
 
 
+PromptOption = Literal["hotwords", "itn"]
+
+
 class TimestampTokens(msgspec.Struct, frozen=True):
     """Timestamp tokens of a model."""
 
@@ -108,6 +111,8 @@ class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does
     """Detects which of its languages is spoken where none is requested."""
     prompt_tokens: int = 0
     """Most tokens of prompt (previous text, expected words) that it reads; 0: none."""
+    prompt_options: tuple[PromptOption, ...] = ()
+    """Options that stand in its prompt: `hotwords`, and `itn`, the written form of numbers and dates."""
     times: TimestampTokens | None = None
     """Timestamp tokens; None: it predicts no times. The engine fills this in from the model that it has loaded."""
     language_models: tuple[str, ...] = ()
@@ -256,6 +261,15 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
                 )
             modules[kind] = module
     return modules
+
+
+def is_folder_name(model: str) -> bool:
+    """Whether the name of a model is the path of a folder: names of cards have no slash.
+
+    >>> is_folder_name("./models/fun-asr"), is_folder_name("moonshine-tiny-en")
+    (True, False)
+    """
+    return "/" in model or model.startswith("~")
 
 
 def asr_model_file(kind: str) -> AsrModelFile:

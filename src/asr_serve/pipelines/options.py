@@ -13,9 +13,10 @@ from asr_serve.audio.endpointing import EndpointConfig
 from asr_serve.audio.reader import AudioLimits
 from asr_serve.audio.resample import MAX_RATE_HZ, MIN_RATE_HZ
 from asr_serve.audio.silence_schedule import SilenceSchedule
-from asr_serve.decoding.search_options import SearchOptions, Task
+from asr_serve.decoding.search_options import REPETITION_PENALTIES, SearchOptions, Task
 from asr_serve.errors import MissingOption, OptionError
 from asr_serve.pipelines.segments import (
+    check_optional_switch,
     check_switches,
     endpoint_overrides,
     normalize_language_option,
@@ -73,6 +74,8 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`translate`: into English, by models that can."""
     beam: int = 1
     """Beam width; 1: greedy."""
+    repetition_penalty: float = 1.0
+    """Factor from 1 to 2 by which tokens that an answer already has become less likely; 1: none."""
     prompt: str = ""
     """Previous text, for models that read a prompt: names, spelling and style continue from it."""
     hotwords: tuple[str, ...] = ()
@@ -100,8 +103,9 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_speakers: int | None = None
     known_speakers: tuple[KnownSpeaker, ...] = ()
     """Speakers to be identified by name."""
-    itn: bool = False
-    """Whether numbers, dates and money get their written form: inverse text normalization."""
+    itn: bool | None = None
+    """Whether numbers, dates and money get their written form: inverse text normalization. None: as the model writes;
+    False matters to models whose prompt can ask for the spoken form."""
     limits: AudioLimits = AudioLimits()
 
     def __post_init__(self) -> None:
@@ -119,7 +123,9 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
                     param=name,
                 )
 
-        check_switches(self, "words", "speakers", "itn", "condition_on_previous_text")
+        check_switches(self, "words", "speakers", "condition_on_previous_text")
+        check_optional_switch(self, "itn")
+        check_repetition_penalty_range(self.repetition_penalty)
         check_language_model_options(self.language_model, self.language_model_weight)
         normalize_speaker_options(self)
         check_n_best_options(self)
@@ -151,6 +157,14 @@ def check_n_best_options(options: TranscribeOptions) -> None:
                 "leave one of them out",
                 param="n_best",
             )
+
+
+def check_repetition_penalty_range(penalty: object) -> None:
+    """Raises OptionError for what is no number in REPETITION_PENALTIES."""
+    least, most = REPETITION_PENALTIES
+    if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not least <= penalty <= most:
+        came, allowed = f"repetition_penalty={penalty!r}", f"a number from {least:g} to {most:g}"
+        raise OptionError(came, allowed, param="repetition_penalty")
 
 
 LANGUAGE_MODEL_WEIGHTS = (0.0, 4.0)
@@ -281,8 +295,9 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
     Any of the three switches `speakers` on."""
     min_speakers: int | None = None
     max_speakers: int | None = None
-    itn: bool = False
-    """Whether numbers, dates and money get their written form: inverse text normalization."""
+    itn: bool | None = None
+    """Whether numbers, dates and money get their written form: inverse text normalization. None: as the model writes;
+    False matters to models whose prompt can ask for the spoken form."""
 
     def __post_init__(self) -> None:
         normalize_language_option(self)
@@ -290,7 +305,8 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
                 raise OptionError(f"{name}={value!r}", f"{kinds[-1].__name__}, or None", param=name)
-        check_switches(self, "words", "speakers", "itn")
+        check_switches(self, "words", "speakers")
+        check_optional_switch(self, "itn")
         check_language_model_options(self.language_model, self.language_model_weight)
         normalize_speaker_options(self)
         # EndpointConfig raises for values out of range: here, not at the first speech.

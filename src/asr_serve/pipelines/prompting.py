@@ -70,7 +70,33 @@ def hotword_bias(client: EngineClient, tokenizer: Tokenizer, hotwords: Sequence[
         raise OptionError(came, f"up to {MOST_IN_ALL}", "name those that matter most", param="hotwords")
     check_hotword_script(client.card, texts)
     check_hotword_letters(client.card, tokenizer, texts)
-    return pack_phrases(words)
+    if "hotwords" in client.card.prompt_options:
+        if characters > MAX_PROMPT_CHARACTERS:
+            came, allowed = (
+                f"hotwords of {characters} characters together",
+                f"up to {MAX_PROMPT_CHARACTERS} in a prompt",
+            )
+            raise OptionError(came, allowed, "name those that matter most", param="hotwords")
+        words = [word for word in words if word.weight != 1.0]
+    return pack_phrases(words) if words else ""
+
+
+def prompt_hotwords(card: AsrCard, hotwords: Sequence[str]) -> tuple[str, ...]:
+    """Returns SearchOptions.hotwords for hotwords that `hotword_bias` has checked: their texts, of a model whose prompt
+    names them. There only words with another weight than 1 are boosted too."""
+    return tuple(parse_phrase(word).text for word in hotwords) if "hotwords" in card.prompt_options else ()
+
+
+def prompt_itn(card: AsrCard, itn: bool | None) -> bool:
+    """Returns SearchOptions.itn: written form unless it is declined, which only a model whose prompt asks for it
+    hears."""
+    return itn is not False or "itn" not in card.prompt_options
+
+
+def normalizes_text(card: AsrCard, itn: bool | None) -> bool:
+    """Whether inverse text normalization follows recognition: where it is requested of a model that does not do it
+    itself."""
+    return bool(itn) and "itn" not in card.prompt_options
 
 
 def language_model_choice(client: EngineClient, name: str, weight: float | None) -> LanguageModelChoice | None:

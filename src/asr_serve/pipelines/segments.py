@@ -197,6 +197,17 @@ def check_search(client: EngineClient, task: str, temperatures: Sequence[float],
         )
 
 
+def check_repetition_penalty(client: EngineClient, penalty: float) -> None:
+    """Raises UnsupportedOption for a model without a decoder, which does not repeat itself."""
+    if penalty != 1.0 and client.card.streaming:
+        raise UnsupportedOption(
+            f"repetition_penalty={penalty}",
+            f"{client.card.name} has no decoder whose answer could repeat",
+            "leave it out",
+            param="repetition_penalty",
+        )
+
+
 def check_n_best(
     client: EngineClient, n_best: int, beam: int, temperatures: Sequence[float], hotwords: Sequence[str]
 ) -> None:
@@ -282,6 +293,12 @@ def check_switches(options: object, *names: str) -> None:
     for name in names:
         if not isinstance(value := getattr(options, name), bool):
             raise OptionError(f"{name}={value!r}", "True or False", param=name)
+
+
+def check_optional_switch(options: object, name: str) -> None:
+    """Raises OptionError for a switch that is neither a bool nor None."""
+    if getattr(options, name) is not None:
+        check_switches(options, name)
 
 
 def validate_option_names(options: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:

@@ -44,6 +44,6 @@ def parse_speaker_options(fields: FormFields, *, complete: bool, implied: bool =
     return {}
 
 
-def parse_itn(fields: FormFields) -> bool:
-    """Whether numbers, dates and money get their written form."""
-    return fields.flag("itn") or False
+def parse_itn(fields: FormFields) -> bool | None:
+    """Whether numbers, dates and money get their written form; None: as the model writes."""
+    return fields.flag("itn")

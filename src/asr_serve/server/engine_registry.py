@@ -277,6 +277,8 @@ class EngineRegistry:
         """Default synthesis model, once it is loaded."""
         self.tts_expected = config.voice != "none" and config.engine.role != "encode"
         """Whether the default synthesis model may still be loaded."""
+        self._folders: dict[str, str] = {}
+        """Path of a folder that is configured as a model -> the model's name."""
         self._loading: dict[str, asyncio.Task[ModelEngine]] = {}
         self._unloading: dict[str, asyncio.Task[None]] = {}
         self._renewing: set[asyncio.Task[HandoverResult]] = set()
@@ -365,8 +367,9 @@ class EngineRegistry:
         """Resolves an alias to the model's name; None: the default model. `kind`: class of the cards of models that
         an error lists. Raises UnknownModel, EngineClosed, WrongModel for the pipeline."""
         if name is None:
-            return self._config.model
+            name = self._config.model
         own = self._config.aliases.get(name, name)
+        own = self._folders.get(own, own)
         if self.pipeline_spec is not None and own == self.pipeline_spec.name:
             first = self.pipeline_spec.recognizers[0].model
             raise WrongModel(
@@ -471,8 +474,11 @@ class EngineRegistry:
 
     async def _load(self, own: str) -> ModelEngine:
         try:
-            engine = ModelEngine(await asyncio.to_thread(self._open, own, self._settings(own)))
+            place = next((path for path, name in self._folders.items() if name == own), own)
+            engine = ModelEngine(await asyncio.to_thread(self._open, place, self._settings(place)))
             self._engines[engine.name] = engine
+            if place not in engine.cards:
+                self._folders[place] = engine.name
             self._cards.update(engine.cards)
             return engine
         finally:

@@ -191,6 +191,13 @@ class HubTokenizer:
     def encode(self, text: str) -> list[int]:
         return [token for token in self.tokenizer.encode(text, add_special_tokens=False).ids if token not in self.marks]
 
+    def special_token(self, name: str) -> int:
+        """Id of a special token, which `encode` leaves out of any text. Raises WeightsCorrupt where there is none."""
+        token = self.tokenizer.token_to_id(name)
+        if token is None:
+            raise WeightsCorrupt(f"the tokenizer has no token {name}", "the tokenizer.json that came with the weights")
+        return int(token)
+
     def token_names(self) -> list[str]:
         pieces = {token: piece for piece, token in self.tokenizer.get_vocab(with_added_tokens=True).items()}
         return _distinct_names([pieces.get(token, "") for token in range(max(pieces, default=-1) + 1)])

@@ -68,7 +68,7 @@ def listen(
     num_speakers: shared.NumSpeakers = None,
     min_speakers: shared.MinSpeakers = None,
     max_speakers: shared.MaxSpeakers = None,
-    itn: shared.Itn = False,
+    itn: shared.Itn = None,
     chunk_ms: Annotated[
         int | None,
         typer.Option(
@@ -159,7 +159,7 @@ def listen(
     if server is None:
         language_model, config = shared.language_model(language_model, shared.engine(more))
     options |= {"language_model": language_model or None, "language_model_weight": language_model_weight}
-    options |= {"words": words or None, "speakers": speakers or None, "itn": itn or None}
+    options |= {"words": words or None, "speakers": speakers or None, "itn": itn}
     options |= {"num_speakers": num_speakers, "min_speakers": min_speakers, "max_speakers": max_speakers}
     transcript_file = result_file(output, form, path)
     options |= {} if transcript_file is None else transcript_file.wants
@@ -275,7 +275,7 @@ def choose_backend(
         options["partial_ms"] = chunk_ms
     if "hotwords" in options:
         options["hotwords"] = ",".join(options["hotwords"])
-    options |= {name: "true" for name in ("words", "speakers", "itn") if name in options}
+    options |= {name: str(options[name]).lower() for name in ("words", "speakers", "itn") if name in options}
     return RemoteTranscriber(server, api_key or client_key(), options)
 
 

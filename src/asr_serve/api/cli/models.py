@@ -1,7 +1,8 @@
-"""`asr-serve models`: lists models, shows one, fetches weights."""
+"""`asr-serve models`: lists models, shows one, fetches and converts weights."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -13,7 +14,7 @@ from asr_serve.api.cli.options import AsJson
 if TYPE_CHECKING:
     from asr_serve.models.registry import ModelCard
 
-app = typer.Typer(no_args_is_help=True, help="List models, show one, fetch weights.")
+app = typer.Typer(no_args_is_help=True, help="List models, show one, fetch and convert weights.")
 
 SHOWN_LANGUAGES = 4
 """Languages of a model shown in a list; `show` has them all."""
@@ -106,6 +107,28 @@ def fetch_model(name: Name) -> None:
     else:
         print_error(f"{chosen.name} is on this machine already")
     print(folder)
+
+
+@app.command("convert")
+@exit_on_error
+def convert_model(
+    source: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder or file with weights as published.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Checkpoint folder to make; it must not exist.")],
+) -> None:
+    """Convert weights that another toolkit published into a checkpoint folder.
+
+    The model is recognized by its files: one of FunASR by its config.yaml,
+    whose encoder, adaptor and language model are one model.pt. OUT has them
+    apart, the language model as transformers and vLLM read it.
+
+    \b
+    Examples
+      asr-serve models convert Fun-ASR-Nano-2512 ./fun-asr-nano
+      asr-serve transcribe call.wav -m ./fun-asr-nano
+    """
+    from asr_serve.models.checkpoints.store import convert_to
+
+    print(convert_to(source.expanduser(), target.expanduser(), progress=print_error))
 
 
 def fields(card: ModelCard) -> dict[str, object]:

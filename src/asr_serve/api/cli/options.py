@@ -90,11 +90,12 @@ NumSpeakers = Annotated[int | None, typer.Option(help="Number of speakers, if kn
 MinSpeakers = Annotated[int | None, typer.Option(help="Least number of speakers; implies --speakers.")]
 MaxSpeakers = Annotated[int | None, typer.Option(help="Largest number of speakers; implies --speakers.")]
 Itn = Annotated[
-    bool,
+    bool | None,
     typer.Option(
         "--itn/--no-itn",
         help="Inverse text normalization: write numbers, dates and money in figures, as $25.30 for twenty-five "
-        "dollars and thirty cents. English, Chinese, Japanese; needs the extra itn.",
+        "dollars and thirty cents. English, Chinese, Japanese; needs the extra itn. A speech LLM does it itself; "
+        "--no-itn asks it for the spoken form.",
     ),
 ]
 SilenceSchedulePoints = Annotated[

@@ -113,6 +113,10 @@ def transcribe(
             "or, for streaming models, --set engine.beam.",
         ),
     ] = 1,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(help="Factor from 1 to 2 by which tokens that an answer already has become less likely. 1: none."),
+    ] = 1.0,
     prompt: shared.Prompt = None,
     hotwords: shared.Hotwords = None,
     language_model: shared.LanguageModel = None,
@@ -122,7 +126,7 @@ def transcribe(
     num_speakers: shared.NumSpeakers = None,
     min_speakers: shared.MinSpeakers = None,
     max_speakers: shared.MaxSpeakers = None,
-    itn: shared.Itn = False,
+    itn: shared.Itn = None,
     long_form: Annotated[
         str,
         typer.Option(
@@ -252,6 +256,7 @@ def transcribe(
             task="translate" if translate else "transcribe",
             beam=beam,
             n_best=n_best,
+            repetition_penalty=repetition_penalty,
             prompt=prompt or "",
             hotwords=hotword_list,
             language_model=language_model_name,

@@ -93,12 +93,13 @@ def check_startup(config: ServeConfig, pipeline: str | None, stage_devices: tupl
 def check_names(names: StartupNames) -> None:
     """Checks names where torch may be loaded. Raises OptionError."""
     from asr_serve.devices import check_device
-    from asr_serve.models.registry import asr_cards, tts_cards, turn_cards
+    from asr_serve.models.registry import asr_cards, is_folder_name, tts_cards, turn_cards
 
     recognizers, voices = asr_cards(), tts_cards()
     models = [*recognizers, *voices]
     targets = [*([names.pipeline] if names.pipeline else []), *models]
-    _check_name("model", names.model, models, "model")
+    if not is_folder_name(names.model):
+        _check_name("model", names.model, models, "model")
     for name in names.more_models:
         _check_name("more_models", name, models, "model")
     for alias, name in names.aliases.items():

@@ -4,8 +4,9 @@ answer."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from asr_serve.decoding.beam_search import language_scores, top_tokens
 from asr_serve.decoding.hypothesis import Finish, Hypothesis, RecognitionHypothesis
+from asr_serve.decoding.repetition_penalty import PenalizedLogits, PenalizedPosition
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.decoding.token_rules import FORCED_TOKEN, PLAIN_TOKEN, SUPPRESS, UNTIMED, TokenRule
 from asr_serve.devices.interface import Device
@@ -285,6 +287,8 @@ class DecodeRunner:
             self.batch.step_inputs(), [rule(row, row.tokens) for row in self.rows] if self.prompts.rules else []
         )
         chosen, scores = outputs.tokens.tolist()[: len(self.rows)], outputs.logprobs.tolist()
+        penalized = self._penalize(outputs, ((index, row, row.tokens) for index, row in enumerate(self.rows)))
+        penalized.choose(chosen, scores)
         ended = []
         beam_positions: dict[BeamGroup, list[int]] = {}
         for index, row in enumerate(self.rows):
@@ -293,12 +297,11 @@ class DecodeRunner:
                 beam_positions.setdefault(row.beams, [0] * len(row.beams.rows))[row.beam_index] = index
                 continue
             token, score = chosen[index], scores[index]
+            logits = penalized.row(index, outputs.logits)
             if row.hypothesis.temperature > 0:
-                token, score = self._sample(outputs.logits[index], row)
+                token, score = self._sample(logits, row)
             elif row.hotwords is not None:
-                token, score = pick_and_record(
-                    row, outputs.logits[index], outputs.hidden[index], self.model.head_weight
-                )
+                token, score = pick_and_record(row, logits, outputs.hidden[index], self.model.head_weight)
             row.finish = row.hypothesis.append_token(token, score)
             outputs.alignment_queries.record(row, index)
             chosen[index] = token
@@ -307,7 +310,7 @@ class DecodeRunner:
                 ended.append(row)
         outputs.alignment_queries.flush()
         self.batch.advance(chosen)
-        return ended + self._advance_beams(beam_positions, outputs)
+        return ended + self._advance_beams(beam_positions, outputs, penalized)
 
     def _step_with_prompts(self) -> list[DecodeRow]:
         """One pass over a position of every row, its draft included, and over parts of prompts."""
@@ -328,15 +331,43 @@ class DecodeRunner:
             self.encoder_cache.store_prefix(fed)
         return ended
 
-    def _advance_beams(self, at: dict[BeamGroup, list[int]], passed: ForwardOutputs) -> list[DecodeRow]:
+    @staticmethod
+    def _penalize(
+        outputs: ForwardOutputs, positions: Iterable[tuple[int, DecodeRow, Sequence[int]]]
+    ) -> PenalizedLogits:
+        """Logits of those `positions` whose row penalizes repetition; each with its row and the answer before it."""
+        return PenalizedLogits(
+            outputs.logits,
+            {
+                position: PenalizedPosition(tokens, penalty)
+                for position, row, tokens in positions
+                if (penalty := row.hypothesis.options.repetition_penalty) != 1.0
+            },
+        )
+
+    def _leading_tokens(
+        self, positions: Sequence[int], passed: ForwardOutputs, penalized: PenalizedLogits, count: int
+    ) -> list[list[tuple[int, float]]]:
+        """Likeliest tokens at each logit position, as decoding/beam_search.top_tokens returns them."""
+        leading: dict[int, list[tuple[int, float]]] = {}
+        for chosen in ([p for p in positions if p not in penalized], [p for p in positions if p in penalized]):
+            if chosen:
+                index = torch.tensor(chosen, device=passed.logits.device)
+                logits = penalized.rows(chosen) if chosen[0] in penalized else passed.logits[index]
+                best = top_tokens(logits, passed.hidden[index], self.model.head_weight, count)
+                leading |= dict(zip(chosen, best, strict=True))
+        return [leading[position] for position in positions]
+
+    def _advance_beams(
+        self, at: dict[BeamGroup, list[int]], passed: ForwardOutputs, penalized: PenalizedLogits
+    ) -> list[DecodeRow]:
         """Advances every beam by one token; `at`: logit positions of each group's beams. Returns the rows whose
         search is over, now one for each group."""
         if not at:
             return []
-        index = torch.tensor([position for positions in at.values() for position in positions])
-        index = index.to(passed.logits.device)
         max_choices = max(beams.search.choices for beams in at)
-        choices = iter(top_tokens(passed.logits[index], passed.hidden[index], self.model.head_weight, max_choices))
+        positions = [position for positions in at.values() for position in positions]
+        choices = iter(self._leading_tokens(positions, passed, penalized, max_choices))
         leading = {beams: [next(choices)[: beams.search.choices] for _ in positions] for beams, positions in at.items()}
         fused = [beams for beams in at if beams.search.fusion is not None]
         scores = language_scores(
@@ -433,6 +464,16 @@ class DecodeRunner:
             inputs.logit_positions = self.batch.logit_positions(fed, offsets)
         outputs = self._run_forward(inputs, rules)
         chosen, scores = outputs.tokens.tolist(), outputs.logprobs.tolist()
+        ends = [*accumulate(map(len, offsets))]
+        penalized = self._penalize(
+            outputs,
+            (
+                (end - len(draft) - 1 + count, row, [*row.tokens, *draft[:count]])
+                for row, draft, end in zip(rows, drafts, ends, strict=True)
+                for count in range(len(draft) + 1)
+            ),
+        )
+        penalized.choose(chosen, scores)
         ended, first = [], 0
         beam_positions: dict[BeamGroup, list[int]] = {}
         for row, draft, positions in zip(rows, drafts, offsets, strict=True):
@@ -442,7 +483,7 @@ class DecodeRunner:
                     row.hypothesis.no_speech_prob = float(outputs.no_speech_logprobs[first].exp())
             first += len(positions)
             tail = slice(first - len(draft) - 1, first)
-            if self._accept_draft(row, draft, chosen[tail], scores[tail], outputs, tail.start):
+            if self._accept_draft(row, draft, chosen[tail], scores[tail], outputs, penalized, tail.start):
                 ended.append(row)
             elif row.beams is None:
                 self.batch.set_position(row)
@@ -453,7 +494,7 @@ class DecodeRunner:
         self.positions_fed += sum(fed) + sum(chunk.positions for chunk in chunks)
         if self.encoder_cache is not None:
             self.encoder_cache.store_prefix(new_rows)
-        return ended + self._advance_beams(beam_positions, outputs)
+        return ended + self._advance_beams(beam_positions, outputs, penalized)
 
     def _accept_draft(
         self,
@@ -462,26 +503,26 @@ class DecodeRunner:
         chosen: list[int],
         scores: list[float],
         passed: ForwardOutputs,
+        penalized: PenalizedLogits,
         first: int,
     ) -> Finish | None:
         """Appends to the hypothesis the draft tokens that hold, and the first that differs; with beams, only fixed
         tokens. `first`: logit position at which the draft begins."""
-        hypothesis, logits = row.hypothesis, passed.logits[first : first + len(draft) + 1]
+        hypothesis = row.hypothesis
         for position in range(len(draft) + 1):
             token, score = chosen[position], scores[position]
+            logits = penalized.row(first + position, passed.logits)
             if row.forced:
                 if token != draft[position]:
                     token = draft[position]
-                    score = float(torch.log_softmax(logits[position].float(), dim=-1)[token])
+                    score = float(torch.log_softmax(logits.float(), dim=-1)[token])
             elif row.beams is not None:
                 row.draft_remaining = ()
                 break
             elif hypothesis.temperature > 0:
-                token, score = self._sample(logits[position], row)
+                token, score = self._sample(logits, row)
             elif row.hotwords is not None:
-                token, score = pick_and_record(
-                    row, logits[position], passed.hidden[first + position], self.model.head_weight
-                )
+                token, score = pick_and_record(row, logits, passed.hidden[first + position], self.model.head_weight)
             row.finish = hypothesis.append_token(token, score)
             passed.alignment_queries.record(row, first + position)
             if row.finish or position == len(draft) or token != draft[position]:

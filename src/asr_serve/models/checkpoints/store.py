@@ -24,15 +24,17 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from asr_serve.config import cache_dir
-from asr_serve.errors import CacheNotWritable, WeightsCorrupt, WeightsMissing
+from asr_serve.errors import CacheNotWritable, OptionError, WeightsCorrupt, WeightsMissing
 from asr_serve.models.registry import (
     AUTO_VOICES,
     AsrCard,
     ModelCard,
     PackagedWeights,
     TtsCard,
+    asr_card,
     asr_model_file,
     gathered_model_file,
+    model_modules,
     tts_card,
     vocoder_card,
 )
@@ -167,6 +169,27 @@ def resolve(card: AsrCard, weights: str | os.PathLike[str] | None = None, progre
         link_files(package_folders(card.packaged), card.packaged.sha256, Path(together))
         verify(Path(together), card.packaged.sha256)
         return convert(card, Path(together), cached_folder(card), progress)
+
+
+def model_of_folder(folder: Path) -> str:
+    """Name of the card whose model file reads a checkpoint folder, by the `model_type` of its config.json, or converts
+    one of another form. Raises WeightsMissing for a folder that holds no such model."""
+    for kind, module in model_modules("asr").items():
+        if is_foreign(card := module.CARDS[0], folder) or (is_checkpoint(folder) and _model_type(folder) == kind):
+            return str(card.name)
+    raise WeightsMissing(
+        f"{folder} holds no model that is recognized by itself",
+        "a folder whose config.json has the model_type of a model file, or weights in a form that one converts",
+        "name the model, and pass the folder as its weights",
+    )
+
+
+def _model_type(folder: Path) -> str:
+    try:
+        settings = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(settings.get("model_type", "")) if isinstance(settings, dict) else ""
 
 
 def find(card: AsrCard, weights: str | os.PathLike[str] | None = None) -> Path:
@@ -341,6 +364,18 @@ def convert(card: AsrCard, source: Path, target: Path, progress: Progress) -> Pa
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return target
+
+
+def convert_to(source: Path, target: Path, progress: Progress = lambda _: None) -> Path:
+    """Converts weights of another form into a new checkpoint folder, and returns it. Raises WeightsMissing where there
+    is nothing to convert, WeightsCorrupt, CacheNotWritable; OptionError for a folder that is there already."""
+    if target.exists():
+        raise OptionError(f"{target} is there already", "the path of a new folder")
+    if not source.exists():
+        raise WeightsMissing(f"there is nothing at {source}", todo="check the path")
+    if is_checkpoint(source):
+        raise WeightsMissing(f"{source} is a checkpoint folder already", "weights of another form", "load it as it is")
+    return convert(asr_card(model_of_folder(source)), source, target, progress)
 
 
 def fetch(card: ModelCard, progress: Progress = lambda _: None) -> Path:

@@ -44,7 +44,7 @@ from asr_serve.pipelines.live.streaming_recognizer import StreamingRecognizer
 from asr_serve.pipelines.live.turn_detector import TurnDetector
 from asr_serve.pipelines.live.voice_activity import LiveVoiceActivity
 from asr_serve.pipelines.options import ListenOptions
-from asr_serve.pipelines.prompting import hotword_bias, live_language_model, prompt_tokens
+from asr_serve.pipelines.prompting import hotword_bias, live_language_model, normalizes_text, prompt_tokens
 from asr_serve.pipelines.segments import check_diarization, resolve_language
 from asr_serve.pipelines.silence_tracker import SilenceTracker
 from asr_serve.text.tokenizers import Tokenizer
@@ -74,7 +74,8 @@ class LiveSession:
         known, for a fair share of new sessions. Raises OptionError, WeightsMissing, AtCapacity
         (no session is free, or live sessions already wait too long), EngineClosed."""
         self.language = resolve_language(client, options.language)
-        self._normalizer = LiveNormalizer(self.language, wake) if options.itn else None
+        normalizes = normalizes_text(client.card, options.itn)
+        self._normalizer = LiveNormalizer(self.language, wake) if normalizes else None
         how_many = SpeakerCount.of(options.num_speakers, options.min_speakers, options.max_speakers)
         if options.speakers:
             check_diarization(client)

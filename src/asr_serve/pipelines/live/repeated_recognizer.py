@@ -25,6 +25,7 @@ from asr_serve.pipelines.live.repeated_segment import (
 )
 from asr_serve.pipelines.live.segment_encoder import HypothesisInput, IncrementalSegmentEncoder, WholeSegmentEncoder
 from asr_serve.pipelines.options import ListenOptions
+from asr_serve.pipelines.prompting import prompt_hotwords, prompt_itn
 from asr_serve.types import Span
 
 DEADLINE_MS: dict[HypothesisKind, int] = {"final": 100, "anchor": 100, "partial": 2_000, "early": 2_000}
@@ -56,7 +57,12 @@ class RepeatedRecognizer:
         self._endpointer, self._audio, self._wake, self._clock = endpointer, audio, wake, clock
         self._partial = units.ms_to_samples(options.partial_ms)
         self._final_options = SearchOptions(
-            language=client.card.language(options.language), prompt=prompt, bias=bias, hurried=True
+            language=client.card.language(options.language),
+            prompt=prompt,
+            bias=bias,
+            hotwords=prompt_hotwords(client.card, options.hotwords),
+            itn=prompt_itn(client.card, options.itn),
+            hurried=True,
         )
         self._greedy_options = msgspec.structs.replace(self._final_options, temperatures=(0.0,))
         """Search options of hypotheses that are shown and replaced."""

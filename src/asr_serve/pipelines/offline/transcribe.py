@@ -29,11 +29,20 @@ from asr_serve.pipelines.offline.parallel import ParallelLongForm
 from asr_serve.pipelines.offline.sequential import SequentialLongForm
 from asr_serve.pipelines.offline.speech_activity import SpeechActivity
 from asr_serve.pipelines.options import PROMPT_SAMPLES, TranscribeOptions
-from asr_serve.pipelines.prompting import check_language_model_beam, hotword_bias, language_model_choice, prompt_tokens
+from asr_serve.pipelines.prompting import (
+    check_language_model_beam,
+    hotword_bias,
+    language_model_choice,
+    normalizes_text,
+    prompt_hotwords,
+    prompt_itn,
+    prompt_tokens,
+)
 from asr_serve.pipelines.segment_recognizer import EngineRecognizer, SegmentRecognizer
 from asr_serve.pipelines.segments import (
     SegmentNormalizer,
     check_n_best,
+    check_repetition_penalty,
     check_search,
     check_timestamps,
     endpoint_overrides,
@@ -131,6 +140,7 @@ class _Transcription:
         stop.recognizer = recognizer
         self.language = resolve_language(client, options.language)
         check_search(client, options.task, options.temperatures, options.beam)
+        check_repetition_penalty(client, options.repetition_penalty)
         check_n_best(client, options.n_best, options.beam, options.temperatures, options.hotwords)
         self.sequential = options.long_form == "sequential"
         if self.sequential:
@@ -144,12 +154,16 @@ class _Transcription:
             prompt=self.prompt_tokens,
             beam=options.beam,
             bias=hotword_bias(client, tokenizer, options.hotwords),
+            hotwords=prompt_hotwords(client.card, options.hotwords),
+            itn=prompt_itn(client.card, options.itn),
+            repetition_penalty=options.repetition_penalty,
             words=options.words or options.speakers,
             hypotheses=options.n_best,
             language_model=language_model_choice(client, options.language_model, options.language_model_weight),
         )
         check_language_model_beam(client.card, options.language_model, options.beam)
-        self.normalizer = SegmentNormalizer("en" if options.task == "translate" else self.language, itn=options.itn)
+        written = "en" if options.task == "translate" else self.language
+        self.normalizer = SegmentNormalizer(written, itn=normalizes_text(client.card, options.itn))
         self.ahead_samples = 0
         self.done_samples = 0
         self.announced: int | None = 0

@@ -38,6 +38,7 @@ MAX_RESCORED_SEGMENTS = 16
 """Segments whose hypotheses a language model scores in one call, where as many wait."""
 STAGE_OPTIONS = (
     "beam",
+    "repetition_penalty",
     "temperatures",
     "task",
     "prompt",

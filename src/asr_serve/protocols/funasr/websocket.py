@@ -75,7 +75,7 @@ class FunAsrOptions(msgspec.Struct, frozen=True):
     hotwords: tuple[str, ...] = ()
     spk: bool = False
     words: bool = False
-    itn: bool = False
+    itn: bool | None = None
     numbers: tuple[tuple[str, int], ...] = ()
     """Speaker counts, by their names as options; no effect without `spk`."""
 
@@ -87,7 +87,7 @@ class FunAsrOptions(msgspec.Struct, frozen=True):
         check_speakers_not_disabled({"spk": spk, **counts}, "spk")
         check_speaker_counts(**counts)
         numbers = tuple((name, value) for name, value in counts.items() if value is not None)
-        return cls(spk=spk or bool(numbers), words=words or False, itn=itn or False, numbers=numbers)
+        return cls(spk=spk or bool(numbers), words=words or False, itn=itn, numbers=numbers)
 
     def pipeline_options(self) -> dict[str, Any]:
         """Arguments of TranscribeOptions and ListenOptions."""

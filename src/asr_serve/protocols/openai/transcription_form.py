@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from asr_serve.decoding.search_options import MAX_BEAMS, SearchOptions
+from asr_serve.decoding.search_options import MAX_BEAMS, REPETITION_PENALTIES, SearchOptions
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.pipelines.options import MAX_N_BEST, SPEAKER_COUNT_FIELDS, LongForm, TranscribeOptions
 from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS
@@ -54,14 +54,14 @@ TRANSCRIPTION_FIELDS = (
     known_speakers.REFERENCES_FIELD,
     *recognition_fields.FIELDS,
     # ours
-    *("beam", "long_form", "n_best"),
+    *("beam", "long_form", "n_best", "repetition_penalty"),
     *chunking_strategy.SEGMENTATION_FIELDS,
 )
 """Every field but the file."""
 TRANSLATION_FIELDS = (
     *("model", "prompt", "response_format", "temperature"),
     "hotwords",  # FunASR's
-    *("beam", "long_form", *chunking_strategy.SEGMENTATION_FIELDS),  # ours
+    *("beam", "long_form", "repetition_penalty", *chunking_strategy.SEGMENTATION_FIELDS),  # ours
 )
 """Every field of a translation but the file."""
 
@@ -193,6 +193,7 @@ def _options(fields: FormFields, complete: bool, max_beam: int) -> TranscribeOpt
         priority="interactive",
         temperatures=(temperature,) if temperature else SearchOptions().temperatures,
         beam=_beam(fields, max_beam),
+        repetition_penalty=fields.number("repetition_penalty", *REPETITION_PENALTIES) or 1.0,
         prompt=fields.text("prompt", MAX_PROMPT_CHARACTERS) or "",
         hotwords=_hotwords(fields),
         long_form=_long_form(fields),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from asr_serve.decoding.search_options import MAX_BEAMS
+from asr_serve.decoding.search_options import MAX_BEAMS, REPETITION_PENALTIES
 from asr_serve.pipelines.options import LANGUAGE_MODEL_WEIGHTS, MAX_N_BEST, MAX_SPEAKERS, LongForm
 from asr_serve.pipelines.prompting import LANGUAGE_MODEL_WEIGHT, MAX_PROMPT_CHARACTERS
 from asr_serve.protocols import recognition_fields
@@ -136,6 +136,13 @@ def _openai_fields() -> dict[str, Schema]:
             "default": 1,
             "description": "Ours. Beam width, up to the server's max_beam; 1 is greedy search.",
         },
+        "repetition_penalty": {
+            **_NUMBER,
+            "minimum": REPETITION_PENALTIES[0],
+            "maximum": REPETITION_PENALTIES[1],
+            "default": 1,
+            "description": "vLLM's. Tokens that an answer already has become less likely by this factor; 1: none.",
+        },
         "n_best": {
             **_WHOLE,
             "minimum": 1,
@@ -255,8 +262,8 @@ def _language_model() -> dict[str, Schema]:
 def _itn() -> Schema:
     return {
         "type": "boolean",
-        "default": False,
-        "description": "Ours. Write numbers, dates and money as one writes them.",
+        "description": "Ours. Write numbers, dates and money as one writes them. Without it, as the model writes; "
+        "false asks a speech LLM for the spoken form.",
     }
 
 

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from asr_serve.audio.silence_schedule import SilenceSchedule
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.options import SPEAKER_COUNT_FIELDS, ListenOptions
-from asr_serve.pipelines.prompting import hotword_bias
+from asr_serve.pipelines.prompting import hotword_bias, normalizes_text
 from asr_serve.pipelines.segments import SegmentNormalizer, check_diarization, resolve_language
 from asr_serve.protocols.form_fields import FormFields
 from asr_serve.protocols.funasr.websocket import FLAGS, FunAsrOptions
@@ -52,7 +52,10 @@ class EngineFunAsrSessionFactory:
     def validate(self, options: FunAsrOptions) -> None:
         engine = self._engine()
         hotword_bias(engine.client, engine.tokenizer, options.hotwords)
-        SegmentNormalizer(resolve_language(engine.client, options.language or None), itn=options.itn)
+        SegmentNormalizer(
+            resolve_language(engine.client, options.language or None),
+            itn=normalizes_text(engine.client.card, options.itn),
+        )
         if options.spk:
             check_diarization(engine.client)
 

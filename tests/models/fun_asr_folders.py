@@ -1,0 +1,67 @@
+"""Model folders of FunASR with random weights, as the fixture fun_asr.safetensors has them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from safetensors import safe_open
+from torch import Tensor
+
+from asr_serve.models.asr.speech_llm import funasr_folder
+
+FIXTURE = Path(__file__).parent / "fixtures" / "fun_asr.safetensors"
+MODELS = ("nano", "llmasr")
+
+
+@cache
+def facts() -> dict[str, Any]:
+    """`spans`, `tokenizer`, and for each of `models` its settings, prompts and answers."""
+    with safe_open(FIXTURE, "pt") as file:
+        return dict(json.loads(file.metadata()["facts"]))
+
+
+@cache
+def tensors() -> dict[str, Tensor]:
+    with safe_open(FIXTURE, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+@cache
+def clips() -> list[np.ndarray]:
+    """The three clips, float32 in -1..1."""
+    audio = tensors()["audio"].numpy().astype(np.float32) / 32_768
+    return [audio[start:end].copy() for start, end in facts()["spans"]]
+
+
+def weights(name: str) -> dict[str, Tensor]:
+    """Tensors of a model.pt by FunASR's names."""
+    start = f"{name}.weights."
+    return {key[len(start) :]: value.float() for key, value in tensors().items() if key.startswith(start)}
+
+
+def write_folder(name: str, folder: Path) -> Path:
+    """Writes a folder as FunASR has it."""
+    known = facts()["models"][name]
+    language = folder / known["settings"]["llm_conf"]["init_param_path"]
+    language.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(known["settings"], allow_unicode=True), "utf-8")
+    if known["cmvn"]:
+        (folder / "am.mvn").write_text(known["cmvn"])
+    torch.save({"state_dict": weights(name)}, folder / "model.pt")
+    (language / "config.json").write_text(json.dumps(known["language_model"]))
+    (language / "tokenizer.json").write_text(facts()["tokenizer"], "utf-8")
+    return folder
+
+
+def write_converted(name: str, folder: Path) -> Path:
+    """Writes a converted folder, below `folder`."""
+    converted = folder / "converted"
+    converted.mkdir(parents=True)
+    funasr_folder.convert(write_folder(name, folder / "source"), converted)
+    return converted

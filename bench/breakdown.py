@@ -87,7 +87,9 @@ def watch(model: Any) -> dict[str, list[float]]:
     def shape(result: Any, x: Any) -> str:
         return f"product {x.shape[-1]}->{result.shape[-1]} ({'encode' if x.shape[0] > 64 else 'step'})"
 
-    owners = [network.stem, *network.encoder, *network.decoder, network]
+    audio = network if isinstance(network.encoder, list) else network.encoder  # Whisper's is an object of its own
+    layers = network.encoder if audio is network else audio.layers
+    owners = [audio.stem, *layers, *network.decoder, network]
     for owner in owners:
         for name, part in list(vars(owner).items()):
             if type(part).__name__.endswith("Linear"):

@@ -120,7 +120,7 @@ class Heard:
     def answer(self, clip: Audio, variant: Variant, draft: Sequence[int] = ()) -> Answer:
         """`draft`: what it may say, looked at in one pass as far as it holds; the answer is the same without."""
         model = self.model
-        model.window = WhisperWindow(self.positions, *variant)
+        model.encoder.window = WhisperWindow(self.positions, *variant)
         began = time.thread_time()
         hidden, packing = model.encode([torch.from_numpy(clip)])
         frames = packing.frames[0]

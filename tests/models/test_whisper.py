@@ -52,7 +52,7 @@ class Reference:
         """The window is 2 s: so much as in one of 30 s cannot be encoded around what is left out."""
         config = msgspec.structs.replace(self.config, silence_stride=silence_stride)
         made = whisper.Model(config, weights or self.weights, devices.make_device("cpu", "fp32"))
-        made.window = WhisperWindow(config.max_source_positions, silence_stride, AFTER, END)
+        made.encoder.window = WhisperWindow(config.max_source_positions, silence_stride, AFTER, END)
         return made
 
 

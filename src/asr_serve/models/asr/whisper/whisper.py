@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve.audio.features.whisper_log_mel import PackedLogMel
-from asr_serve.devices.interface import Device, Linear
+from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models import alignment_heads as again
 from asr_serve.models.alignment_heads import whisper_alignment
 from asr_serve.models.asr.whisper import checkpoint_formats
-from asr_serve.models.asr.whisper.encoder_window import POSITION_SAMPLES, SILENCE_STRIDE, WhisperWindow
+from asr_serve.models.asr.whisper.encoder import WhisperEncoder, WhisperEncoderConfig, WhisperTensors
+from asr_serve.models.asr.whisper.encoder_window import POSITION_SAMPLES, SILENCE_STRIDE
 from asr_serve.models.asr.whisper.special_tokens import ENGLISH_TEXT, LANGUAGES, SpecialTokens
 from asr_serve.models.interfaces import EncoderDecoderModel, PromptOptions
 from asr_serve.models.model_files import AsrModelConfig, WeightsConverter
-from asr_serve.models.packing import PackedBatch, PagedKeyValues, pack_clips, packed_buffer, tap_matrix
+from asr_serve.models.packing import PackedBatch, PagedKeyValues
 from asr_serve.models.registry import AsrCard, PackagedWeights
 
 PROMPT_TOKENS = 223
@@ -107,6 +107,16 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
         return config
 
     @property
+    def encoder(self) -> WhisperEncoderConfig:
+        return WhisperEncoderConfig(
+            mel_bins=self.num_mel_bins,
+            layers=self.encoder_layers,
+            heads=self.encoder_attention_heads,
+            window_positions=self.max_source_positions,
+            silence_stride=self.silence_stride,
+        )
+
+    @property
     def special(self) -> SpecialTokens:
         # Of the published vocabularies only the smallest is English; their files may hold another eos_token_id.
         text = {51_864: ENGLISH_TEXT, 51_865: ENGLISH_TEXT + 1, 51_866: ENGLISH_TEXT + 1}.get(
@@ -135,13 +145,7 @@ class Model(EncoderDecoderModel):
         take = WhisperTensors(tensors, device)
         self.head_dim = config.d_model // self.heads + take.extra
         self.attention_scale = (config.d_model // self.heads) ** -0.5
-        self.window = WhisperWindow(config.max_source_positions, config.silence_stride)
-        self.stem = _WhisperStem(config, take)
-        self.encoder = [
-            _WhisperEncoderLayer(take, f"encoder.layers.{i}", config.encoder_attention_heads)
-            for i in range(config.encoder_layers)
-        ]
-        self.encoder_norm = take.norm("encoder.layer_norm")
+        self.encoder = WhisperEncoder(config.encoder, take)
         self.cross_kv = take.heads(
             self.heads,
             *[f"decoder.layers.{i}.encoder_attn.{kind}_proj" for i in range(config.decoder_layers) for kind in "kv"],
@@ -166,19 +170,13 @@ class Model(EncoderDecoderModel):
     def count_frames(self, samples: int, whole: bool = False) -> int:
         """Returns the encoder positions of a clip; `whole`: with all of the silence that fills its window. Audio
         longer than the window is cut."""
-        return self.window.count_frames(samples, whole)
+        return self.encoder.window.count_frames(samples, whole)
 
     def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
         """Encodes clips end to end to (packing.total, d_model + 1). The last number of a row is the logarithm of the
         number of positions that it stands for."""
-        whole_clips = whole or [False] * len(batch)
-        real = [
-            self.window.clip_positions(len(pcm), whole_clip) for pcm, whole_clip in zip(batch, whole_clips, strict=True)
-        ]
-        x, counts, packing = self.stem(batch, real, self.window)
-        for layer in self.encoder:
-            x = layer(x, counts, packing, self.device)
-        return torch.cat([F.layer_norm(x, x.shape[-1:], *self.encoder_norm), counts[:, None]], 1), packing
+        hidden, counts, packing = self.encoder.encode(batch, whole)
+        return torch.cat([hidden, counts[:, None]], 1), packing
 
     def cross_keys_values(self, hidden: Tensor) -> Tensor:
         kv = self.cross_kv(hidden[:, :-1].contiguous()).view(-1, self.layers, 2, self.heads, self.head_dim)
@@ -202,146 +200,6 @@ class Model(EncoderDecoderModel):
         positions = packing.positions(tokens.device)
         x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
         return again.alignment_scores(self, x, packing, audio, frames)
-
-
-class WhisperTensors:
-    """Tensors of a checkpoint by name, laid out for the device.
-
-    Heads get `extra` dimensions. In the last one every query is 1, and a key that stands for n positions holds
-    log(n) divided by the scale of the scores: so it weighs as much as n equal keys in any kernel.
-    """
-
-    def __init__(self, tensors: dict[str, Tensor], device: Device) -> None:
-        self.device = device
-        self.extra = 1 if device.torch_device.type == "cpu" else 8  # fused kernels elsewhere need multiples of 8
-        # Some checkpoints omit the prefix.
-        self.tensors = {key.removeprefix("model."): value for key, value in tensors.items()}
-
-    def get(self, name: str) -> Tensor:
-        if name not in self.tensors:
-            raise WeightsCorrupt(f"the checkpoint has no tensor model.{name}", "a Whisper checkpoint has it")
-        return self.tensors[name].float()
-
-    def vector(self, name: str) -> Tensor:
-        return self.get(name).to(self.device.torch_device, self.device.dtype)
-
-    def norm(self, name: str) -> tuple[Tensor, Tensor]:
-        return self.vector(f"{name}.weight"), self.vector(f"{name}.bias")
-
-    def linear(self, name: str) -> Linear:
-        return self.device.linear(self.get(f"{name}.weight"), self.get(f"{name}.bias"))
-
-    def heads(self, heads: int, *names: str, scale: float = 1.0) -> Linear:
-        """Stacks queries, keys and values of the same input into one extended linear layer; queries are multiplied
-        by `scale`. Keys have no bias."""
-        weights, biases = [], []
-        for name in names:
-            weight = self.get(f"{name}.weight")
-            bias = weight.new_zeros(len(weight)) if name.endswith("k_proj") else self.get(f"{name}.bias")
-            factor, extra_bias = (scale, 1.0) if name.endswith("q_proj") else (1.0, 0.0)
-            by_head = (weight * factor).view(heads, -1, weight.shape[1])
-            weights.append(F.pad(by_head, (0, 0, 0, self.extra)).flatten(0, 1))
-            biases.append(F.pad((bias * factor).view(heads, -1), (0, self.extra)))
-            biases[-1][:, -1] = extra_bias
-        return self.device.linear(torch.cat(weights), torch.cat(biases).flatten())
-
-    def out(self, heads: int, name: str) -> Linear:
-        """Returns the projection after attention, extended to ignore the extra dimensions."""
-        weight = self.get(f"{name}.weight")
-        by_head = F.pad(weight.view(len(weight), heads, -1), (0, self.extra))
-        return self.device.linear(by_head.flatten(1), self.get(f"{name}.bias"))
-
-
-class _WhisperStem:
-    """Log-mel frames, 100 a second; two convolutions, as products over windows of three, to 50 positions a second."""
-
-    def __init__(self, config: Config, take: WhisperTensors) -> None:
-        self.device, self.most = take.device, config.max_source_positions
-        self.mel = PackedLogMel(config.num_mel_bins, 2 * self.most, take.device.torch_device)
-        # The spectrogram stays in float32: bf16 has 8 bits.
-        self.first = take.device.linear(
-            tap_matrix(take.get("encoder.conv1.weight")), take.get("encoder.conv1.bias"), dtype=torch.float32
-        )
-        self.second = take.device.linear(tap_matrix(take.get("encoder.conv2.weight")), take.get("encoder.conv2.bias"))
-        self.positions = take.vector("encoder.embed_positions.weight")
-
-    def __call__(
-        self, batch: Sequence[Tensor], real: list[int], window: WhisperWindow
-    ) -> tuple[Tensor, Tensor, PackedBatch]:
-        """Returns positions, the logarithm of how many each stands for (total,), and the packing: the first `real`
-        of each clip one by one, then the silence as `window` encodes it."""
-        x, offsets = self._convolved(batch, real)
-        sources, embeddings, span_sizes = [], [], []
-        for offset, count in zip(offsets, real, strict=True):
-            sources.append(torch.arange(offset, offset + count))
-            embeddings.append(self.positions[:count])
-            span_sizes.append(torch.ones(count))
-            if count < self.most:
-                starts, sizes = window.silence_spans(count)
-                # Silence is the same everywhere, but for the window's last position: both were convolved.
-                silence = torch.full_like(starts, offset + count)
-                silence[-1] += 1
-                sources.append(silence)
-                # Merged positions get the mean of their embeddings: it is nearer to all of them than any single
-                # one.
-                merged = torch.arange(count, self.most, device=x.device)
-                embeddings.append(F.embedding_bag(merged, self.positions, (starts - count).to(x.device), mode="mean"))
-                span_sizes.append(sizes)
-        packing = pack_clips([window.encoded(count) for count in real], self.device.frame_block)
-        filler = packing.total - sum(packing.frames)
-        index = F.pad(torch.cat(sources), (0, filler)).to(x.device)
-        counts = F.pad(torch.cat(span_sizes), (0, filler), value=1.0).log_().to(x.device, self.device.dtype)
-        return x[index] + F.pad(torch.cat(embeddings), (0, 0, 0, filler)), counts, packing
-
-    def _convolved(self, batch: Sequence[Tensor], real: list[int]) -> tuple[Tensor, list[int]]:
-        """Convolves `real` positions of each clip; for clips that do not fill the window two more, silence and the
-        last."""
-        # Two positions after a clip suffice: silence beyond the receptive field, and the window's end with its
-        # zero padding.
-        positions = [count if count == self.most else count + 2 for count in real]
-        mel_frames = [2 * count for count in positions]
-        mels = torch.split(self.mel([clip[: self.mel.window_samples] for clip in batch], mel_frames), mel_frames)
-        counts = [2 * count + 1 for count in positions]
-        windows, mel_packing = self._packed(counts, 3 * mels[0].shape[1], torch.float32)
-        for offset, count, clip in zip(mel_packing.offsets, counts, mels, strict=True):
-            padded = F.pad(clip, (0, 0, 1, count - len(clip)))
-            width = padded.shape[1]
-            windows[offset] = 0
-            windows[offset + 1 : offset + count] = padded.as_strided((count - 1, 3 * width), (width, 1))
-        x = self.first(windows, gelu=True).to(self.device.dtype)
-        x[mel_packing.offsets] = 0  # the second convolution's padding
-        width = x.shape[1]
-        windows, packing = self._packed(positions, 3 * width, x.dtype)
-        for start, offset, count in zip(mel_packing.offsets, packing.offsets, positions, strict=True):
-            view = x.as_strided((count, 3 * width), (2 * width, 1), x.storage_offset() + start * width)
-            windows[offset : offset + count] = view
-        return self.second(windows, gelu=True), packing.offsets
-
-    def _packed(self, counts: list[int], width: int, dtype: torch.dtype) -> tuple[Tensor, PackedBatch]:
-        packing = pack_clips(counts, self.device.frame_block)
-        return packed_buffer(packing, width, dtype, self.device.torch_device), packing
-
-
-class _WhisperEncoderLayer:
-    def __init__(self, take: WhisperTensors, at: str, heads: int) -> None:
-        self.heads = heads
-        self.norm1 = take.norm(f"{at}.self_attn_layer_norm")
-        head_dim = len(self.norm1[0]) // heads
-        self.extended = head_dim + take.extra
-        # The device scales scores by the extended size of a head.
-        self.qkv = take.heads(
-            heads, *[f"{at}.self_attn.{p}_proj" for p in "qkv"], scale=(self.extended / head_dim) ** 0.5
-        )
-        self.out = take.out(heads, f"{at}.self_attn.out_proj")
-        self.norm2 = take.norm(f"{at}.final_layer_norm")
-        self.up, self.down = take.linear(f"{at}.fc1"), take.linear(f"{at}.fc2")
-
-    def __call__(self, x: Tensor, counts: Tensor, packing: PackedBatch, device: Device) -> Tensor:
-        width = x.shape[1]
-        qkv = self.qkv(F.layer_norm(x, (width,), *self.norm1)).view(-1, 3, self.heads, self.extended)
-        qkv[:, 1, :, -1] = counts[:, None] * self.extended**0.5
-        x = self.out(device.attention(qkv, packing), add=x)
-        return self.down(self.up(F.layer_norm(x, (width,), *self.norm2), gelu=True), add=x)
 
 
 class _WhisperDecoderLayer:

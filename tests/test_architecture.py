@@ -93,6 +93,8 @@ UNTYPED_NAMES = {
     # objects of an optional library that has no types
     ("decoding/language_model/causal_scorer.py", "model"),
     ("decoding/language_model/causal_scorer.py", "self._tokenizer"),
+    ("engine/vllm/worker_main.py", "logits"),  # torch is not imported with the file
+    ("engine/vllm/worker_main.py", "params"),
     ("engine/builder.py", "options"),  # keyword arguments handed on
     ("engine/streaming/incremental_encoder.py", "sleep"),
     ("engine/process/in_flight.py", "value"),  # a future's result, whatever was asked

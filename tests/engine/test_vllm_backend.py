@@ -119,6 +119,19 @@ def test_other_families_have_the_answers_of_our_decoder(family: str, one_thread:
         client.close()
 
 
+def test_penalties_count_tokens_of_the_answer(client: EngineClient, one_thread: None) -> None:
+    wanted = [(i, SearchOptions(repetition_penalty=1.8, prefix=p, **ONCE)) for i in range(4) for p in ((), (5, 6))]
+    native = start("qwen3", "native")
+    try:
+        tickets = [[each.submit(CLIPS[i], options) for i, options in wanted] for each in (client, native)]
+        ours, theirs = ([ticket.future.result(WAIT_S).tokens for ticket in each] for each in tickets)
+    finally:
+        native.close()
+    assert ours == theirs
+    plain = [client.submit(CLIPS[i], SearchOptions(**ONCE)).future.result(WAIT_S).tokens for i in range(4)]
+    assert ours[::2] != plain
+
+
 def test_sampled_tries_follow_a_greedy_one(client: EngineClient) -> None:
     hard = SearchOptions(temperatures=(0.0, 0.8), min_avg_logprob=-1e-3, seed=3)
     before = client.describe()["fallbacks"]

@@ -74,9 +74,10 @@ class VllmExecutor:
     """Executor of speech LLMs over a vLLM worker. See engine/executor.ModelExecutor.
 
     A prompt goes to vLLM as tokens and embeddings, answers come back token by token, with their natural-log
-    probabilities before temperature. Temperature fall-back and the end of repetitions are decided here, as with the
-    native decoder. Drafts are not verified: an answer is the same without. Tokens that a request gives, a prefix or the
-    accepted part of a draft, have the natural-log probability 0: vLLM has none for tokens of a prompt with embeddings.
+    probabilities before temperature and repetition penalty. Temperature fall-back and the end of repetitions are
+    decided here, as with the native decoder. Drafts are not verified: an answer is the same without. Tokens that a
+    request gives, a prefix or the accepted part of a draft, have the natural-log probability 0: vLLM has none for
+    tokens of a prompt with embeddings.
     """
 
     def __init__(
@@ -262,6 +263,8 @@ class VllmExecutor:
                 "seed": options.seed,
                 "max_tokens": hypothesis.max_tokens - len(hypothesis.tokens),
                 "stop_tokens": [self.model.eos, *self.model.stop_tokens],
+                "repetition_penalty": options.repetition_penalty,
+                "given_tokens": len(hypothesis.tokens),
             },
             row.embeddings,
         )

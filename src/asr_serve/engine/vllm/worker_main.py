@@ -30,7 +30,16 @@ EMBEDDING = -1
 """Token of a prompt at whose position an embedding is given."""
 METRICS_INTERVAL_S = 1.0
 """Least time between two readings of vLLM's metrics."""
-WARM_UP: Frame = {"id": 0, "tokens": [0, 0], "temperature": 0.0, "seed": 0, "max_tokens": 2, "stop_tokens": []}
+WARM_UP: Frame = {
+    "id": 0,
+    "tokens": [0, 0],
+    "temperature": 0.0,
+    "seed": 0,
+    "max_tokens": 2,
+    "stop_tokens": [],
+    "repetition_penalty": 1.0,
+    "given_tokens": 0,
+}
 """Request that no client made."""
 KV_USAGE_METRIC = "vllm:kv_cache_usage_perc"
 
@@ -69,6 +78,31 @@ def _receive(connection: socket.socket, count: int) -> bytearray | None:
     return data
 
 
+def answer_penalty() -> Any:
+    """Returns vLLM's logits processor of requests with a repetition penalty: for tokens of the answer alone, while
+    vLLM's own counts those of the prompt too. Source: CTRL, arXiv:1909.05858."""
+    import torch
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+    class AnswerPenalty(AdapterLogitsProcessor):  # type: ignore[misc]
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def new_req_logits_processor(self, params: Any) -> Callable[[list[int], Any], Any] | None:
+            given, penalty = params.extra_args["given"], params.extra_args["penalty"]
+
+            def penalize(decoded: list[int], logits: Any) -> Any:
+                if seen := list({*given, *decoded}):
+                    index = torch.tensor(seen)
+                    values = logits[index]
+                    logits[index] = torch.where(values > 0, values / penalty, values * penalty)
+                return logits
+
+            return penalize if penalty != 1.0 else None
+
+    return AnswerPenalty
+
+
 class VllmEngine:
     """vLLM's engine in this process, stepped by hand."""
 
@@ -94,6 +128,7 @@ class VllmEngine:
                 enable_prefix_caching=True,
                 generation_config="vllm",
                 disable_log_stats=False,
+                logits_processors=[answer_penalty()],
             )
         )
         self._kv_usage, self._metrics_read_s = 0.0, 0.0
@@ -134,6 +169,7 @@ class VllmEngine:
             detokenize=False,
             logprobs=0,
             output_kind=self._deltas,
+            extra_args={"penalty": frame["repetition_penalty"], "given": tokens[len(tokens) - frame["given_tokens"] :]},
         )
         prompt = {
             "prompt_embeds": embeddings,

@@ -28,7 +28,7 @@ STRESS   := src/asr_serve/kernels/src/ring_stress.cpp
 .DEFAULT_GOAL := help
 # No two of these at once: they share .venv.
 .NOTPARALLEL:
-.PHONY: help setup bench-setup clients console console-packages serve test test-fast test-slow test-all check bench \
+.PHONY: help setup bench-setup clients vllm console console-packages serve test test-fast test-slow test-all check bench \
   docs clean
 
 help:  ## this list
@@ -64,6 +64,14 @@ clients: .venv-clients/.done  ## build .venv-clients: livekit-agents and pipecat
 	@$(PYTHON) -m venv .venv-clients
 	@PIP_CONSTRAINT=constraints-clients.txt PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-clients/bin/python -m pip install --quiet \
 	  $(PIP_ARGS) livekit-agents livekit-plugins-openai 'pipecat-ai[openai]'
+	@touch $@
+
+vllm: .venv-vllm/.done  ## build .venv-vllm: vLLM for CPUs, for tests of the back end vllm
+
+.venv-vllm/.done: constraints-vllm.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv-vllm
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-vllm/bin/python -m pip install --quiet --no-deps $(PIP_ARGS) -r constraints-vllm.txt
 	@touch $@
 
 console: console/node_modules/.done  ## build the web console anew, into src/asr_serve/server/console/static
@@ -117,5 +125,5 @@ docs: setup  ## check the links and run every example of README, docs and docstr
 	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)
 
 clean:  ## remove .venv, builds and caches (not the weights)
-	rm -rf $(VENV) .venv-clients console/node_modules build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-vllm console/node_modules build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -41,6 +41,7 @@ ALLOWED_SKIPS = {
     "disk_road nixl: *": TRIED,
     "*no nixl*": TRIED,
     "no .venv-clients here: *": TRIED,
+    "no vLLM here: *": TRIED,
     "promtool is not installed": TRIED,
     "the oracle: pip install 'asr-serve[[]bench]'": "a peer, of the extra `bench`",
     "could not import 'matplotlib'*": "a package of the extra `bench`",

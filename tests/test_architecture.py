@@ -25,6 +25,7 @@ BROAD_EXCEPT = {
     "engine/remote/connection.py",
     "engine/process/main.py",
     "engine/process/supervisor.py",
+    "engine/vllm/worker_main.py",
     "server/middleware/error_handlers.py",
     "server/server_sent_events.py",
     "server/transcription_job.py",
@@ -61,6 +62,7 @@ LEAVES = {
     "python_multipart": {"server/uploads/multipart_form.py"},
     "sounddevice": {"api/cli/io/microphone.py", "api/cli/io/loudspeaker.py"},  # what is heard, what is played
     "transformers": {"decoding/language_model/causal_scorer.py"},
+    "vllm": {"engine/vllm/worker_main.py"},
     "websockets": {"api/client/connection.py"},
     "wetext": {"text/normalization/wetext_grammar.py"},
     "xxhash": {"transfer/checksum.py"},
@@ -91,6 +93,8 @@ UNTYPED_NAMES = {
     # objects of an optional library that has no types
     ("decoding/language_model/causal_scorer.py", "model"),
     ("decoding/language_model/causal_scorer.py", "self._tokenizer"),
+    ("engine/vllm/worker_main.py", "logits"),  # torch is not imported with the file
+    ("engine/vllm/worker_main.py", "params"),
     ("engine/builder.py", "options"),  # keyword arguments handed on
     ("engine/streaming/incremental_encoder.py", "sleep"),
     ("engine/process/in_flight.py", "value"),  # a future's result, whatever was asked

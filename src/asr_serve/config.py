@@ -20,6 +20,7 @@ from asr_serve.types import (
     Fraction,
     HandoverPayload,
     Host,
+    LanguageModelBackend,
     Name,
     NamedFile,
     NonEmptyText,
@@ -43,8 +44,8 @@ from asr_serve.types import (
 PREFIX = "ASR_SERVE_"
 MIN_HOST_BYTES = 1 << 20
 """Least host memory for offload to disk: entries are checked in it, this much at a time (engine/cache)."""
-NON_SETTING_VARIABLES = ("CACHE", "CONFIG", "NATIVE", "THREADS", "API_KEY", "DATA", "MOONSHINE_BASE")
-"""Variables with the prefix that are not settings of the server. The last two are for tests."""
+NON_SETTING_VARIABLES = ("CACHE", "CONFIG", "NATIVE", "THREADS", "API_KEY", "DATA", "MOONSHINE_BASE", "VLLM_PYTHON")
+"""Variables with the prefix that are not settings of the server. The last three are for tests."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,6 +102,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantize: Quantize = "none"
     """8-bit quantization: none; int8, of the weights, which takes about half their memory; or dynamic, of the
     activations too, where that is faster on this machine."""
+    backend: LanguageModelBackend = "native"
+    """Engine of a speech LLM's language model: native, this one; or vllm, vLLM in a process of its own under
+    `vllm_python`, which decodes greedily or samples, and has no beams, no biasing and no other language models. For a
+    server, it applies to the default model."""
+    vllm_python: NonEmptyText | None = None
+    """Python interpreter of an environment that has vLLM, for the back end vllm."""
     window: Window = "checked"
     """Padding of a model's fixed-length window with silence. packed: a part of the silence is encoded for all of it;
     checked: the same, but a result that fails its checks is decoded again with the whole window first; whole: all
@@ -178,6 +185,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if len(self.language_model_files) < len(self.language_models):
             raise OptionError(
                 f"language_models={','.join(self.language_models)}", "each name once", param="language_models"
+            )
+        if (self.backend == "vllm") != (self.vllm_python is not None):
+            raise OptionError(
+                f"backend={self.backend} {'without' if self.vllm_python is None else 'with'} vllm_python",
+                "both, or none: vLLM has a Python environment of its own",
+                "set backend to vllm, and vllm_python to the environment's interpreter (docs/vllm.md)",
+                param="backend",
             )
         if self.disk_bytes and self.role == "encode":
             raise OptionError(
@@ -412,6 +426,20 @@ def engine_environment(threads: int | None) -> dict[str, str]:
     limit_openmp_spinning()
     own = {} if threads is None else {"ASR_SERVE_THREADS": str(threads)}
     return {**os.environ, **own}
+
+
+def vllm_environment(threads: int) -> dict[str, str]:
+    """Environment of a vLLM worker: ours, with vLLM's engine in one process and a number of threads. Other variables
+    that the user has set stay."""
+    limit_openmp_spinning()
+    unless_set = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are shared with this engine's encoder
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(threads)}
+    return {**unless_set, **os.environ, **own}
 
 
 def cache_dir() -> Path:

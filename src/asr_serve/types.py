@@ -242,6 +242,7 @@ DeviceName = Annotated[
 ]
 DtypeName = Literal["auto", "fp32", "bf16"]
 Quantize = Literal["none", "int8", "dynamic"]
+LanguageModelBackend = Literal["native", "vllm"]
 Window = Literal["packed", "checked", "whole"]
 Role = Literal["both", "encode", "decode"]
 DiskBackendName = Literal["auto", "uring", "threads", "nixl", "gds"]

@@ -140,6 +140,7 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     encode_frames = 1_280
     frame_block = 128
+    language_models = True
 
     def __init__(self, dtype: torch.dtype | None = None, quantize: Quantize = "none") -> None:
         self.quantize = quantize

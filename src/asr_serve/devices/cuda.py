@@ -122,6 +122,7 @@ class CudaDevice:
     encode_frames = 16_384
     frame_block = 256
     encoder_threads = 0
+    language_models = True
 
     def __init__(self, name: str = "cuda", dtype: torch.dtype | None = None, quantize: Quantize = "none") -> None:
         """Raises OptionError for `dynamic`, which only the CPU supports."""

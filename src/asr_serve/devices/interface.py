@@ -59,6 +59,9 @@ class Device(Protocol):
     """Batches of frames are padded to a multiple of this, so that few shapes occur."""
     encoder_threads: int
     """Encode batches that may run beside the decoder, each on its own thread; 0 where the device does one at a time."""
+    language_models: bool
+    """Whether causal language models are computed on it. False: another engine computes them (engine/vllm), and they
+    keep their tensors for it as they came."""
     kernels: ModuleType
     """Module with rope softmax store append attend pick tanh_norm lstm FrameLayers: native, or
     asr_serve.kernels.reference."""

@@ -46,6 +46,7 @@ from asr_serve.engine.streaming.model_runner import ChunkedModelRunner
 from asr_serve.engine.streaming.search_router import BiasingSearchRouter
 from asr_serve.engine.tts.builder import VoiceCheckpoint, build_tts_executor
 from asr_serve.engine.vad_runner import VadCache, VadRunner
+from asr_serve.engine.vllm.builder import build_vllm_executor, require_language_model
 from asr_serve.errors import ModelError, OptionError, WeightsCorrupt, WeightsMissing
 from asr_serve.models.auxiliary import silero
 from asr_serve.models.checkpoints import store as model_weights
@@ -75,7 +76,7 @@ from asr_serve.models.registry import (
 from asr_serve.text import tokenizers
 from asr_serve.text.tokenizers import Tokenizer
 from asr_serve.transfer.checksum import checksum, file_checksum
-from asr_serve.types import Quantize
+from asr_serve.types import LanguageModelBackend, Quantize
 
 LONGEST_CHUNK_MS = 4_000
 """Maximum length of a chunk. The time until a word appears, and the time that a step takes, grow with it."""
@@ -112,6 +113,8 @@ class AsrCheckpoint(NamedTuple):
     """Folder of the decoding graph that is searched; None: none is."""
     language_models: Mapping[str, str] = {}  # of a tuple, never changed
     """Files of language models by name."""
+    backend: LanguageModelBackend = "native"
+    """See EngineConfig."""
 
     @classmethod
     def find(cls, model: str, weights: str | os.PathLike[str] | None) -> AsrCheckpoint:
@@ -171,6 +174,14 @@ class AsrCheckpoint(NamedTuple):
             return self
         return self._replace(language_models=config.language_model_files)
 
+    def with_backend(self, config: EngineConfig) -> AsrCheckpoint:
+        """Returns a copy whose language model the configured back end computes. Raises OptionError for a model that has
+        none."""
+        if config.backend != "native":
+            model = self.file.Model
+            require_language_model(self.card, isinstance(model, type) and issubclass(model, SpeechLanguageModel))
+        return self._replace(backend=config.backend)
+
     def build(self, device: str, dtype: str, quantize: Quantize = "none") -> EngineComponents:
         """Loads and packs the weights; call it on the thread that will compute (decision 0005).
 
@@ -179,6 +190,7 @@ class AsrCheckpoint(NamedTuple):
         WeightsMissing.
         """
         target = devices.make_device(device, "fp32" if dtype == "auto" and self.card.streaming else dtype, quantize)
+        target.language_models = self.backend == "native"
         tensors: dict[str, Tensor] = {}
         for name in self.config.weight_files:
             tensors |= _read_tensors(self.folder / name)
@@ -246,9 +258,11 @@ def find_checkpoint(
         model = model_weights.model_of_folder(Path(model).expanduser())
     card = model_weights.auto_voice() if model == AUTO_VOICE else engine_card(model)
     if isinstance(card, TtsCard):
+        if config.backend != "native":
+            require_language_model(card, False)
         return VoiceCheckpoint.find(card, weights, config.codec)
     found = AsrCheckpoint.find(model, weights).with_lookahead(config.lookahead_frames)
-    return found.with_graph(config.decoding_graph).with_language_models(config)
+    return found.with_graph(config.decoding_graph).with_language_models(config).with_backend(config)
 
 
 def build_loop(
@@ -304,6 +318,9 @@ def build_loop(
             )
         elif config.role == "encode" and meeting is not None:
             executor = roles.build_encode_worker(model, device, chosen, config, meeting)
+        elif config.backend == "vllm":
+            executor = vllm_executor = build_vllm_executor(model, parts, chosen, config, on_done, on_start)
+            on_failure.callback(vllm_executor.close)
         elif isinstance(model, IncrementalEncoderDecoderModel) and chosen.incremental_encoder:
             executor = build_incremental(model, parts, chosen, config, on_done, on_start, tiers)
         else:

@@ -188,6 +188,13 @@ def _rotary(settings: Mapping[str, Any], gemma: bool) -> dict[str, RotaryConfig]
     return {FULL: RotaryConfig.of(whole), SLIDING: RotaryConfig.of(local)}
 
 
+def is_causal_tensor(name: str) -> bool:
+    """Whether a tensor of a speech LLM's checkpoint is one of its language model, by its name."""
+    return name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight") or name.startswith(
+        "model.layers."
+    )
+
+
 class CausalTensors:
     """Tensors of a checkpoint by name, laid out for the device."""
 
@@ -238,6 +245,11 @@ class CausalLanguageModel:
         take = CausalTensors(config, tensors, device)
         self.config, self.device = config, device
         self.max_positions = min(config.max_position_embeddings, max_positions)
+        self.exported: dict[str, Tensor] = {}
+        """Tensors for the engine that computes the model, where the device does not: there are no layers here then."""
+        if not device.language_models:
+            self.exported = {name: tensor for name, tensor in tensors.items() if is_causal_tensor(name)}
+            return
         self.embedding, self.head = take.vocabulary()
         # Rounded as it was in training.
         self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=device.dtype))
@@ -247,6 +259,11 @@ class CausalLanguageModel:
         }
         self.layers = [CausalLayer(take, i) for i in range(config.num_hidden_layers)]
         self.norm = take.norm("model.norm", config.hidden_size)
+
+    @property
+    def head_weight(self) -> Tensor | None:
+        """See EncoderDecoderModel."""
+        return self.head.weight if self.device.language_models else None
 
     def embed(self, tokens: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Inputs (rows, hidden_size) of positions: tokens (rows,) int64, or `embeddings[i]` where token i is

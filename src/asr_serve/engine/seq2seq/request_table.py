@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -17,9 +17,9 @@ from asr_serve.decoding.language_model.token_models import (
     TokenLanguageModel,
     choose_language_model,
 )
+from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.request import RecognitionRequest, resolve
 from asr_serve.engine.seq2seq.decode_batch import rows_for
-from asr_serve.engine.seq2seq.decoder import DecodeRunner
 from asr_serve.engine.seq2seq.encoder import BorrowedPages
 from asr_serve.engine.seq2seq.scheduler import ScheduledRequest
 from asr_serve.engine.stats import EngineStats
@@ -35,6 +35,16 @@ class ResourceNeed(NamedTuple):
     pages: int
 
 
+class DecoderCapacity(Protocol):
+    """Rows and pages of what decodes: `decoder.DecodeRunner`, or vLLM."""
+
+    def pages_needed(self, frames: int, max_tokens: int, options: SearchOptions) -> int:
+        """Pages that a request needs. Raises OptionError for one that can never be decoded."""
+
+    def validate_capacity(self, rows: int, pages: int) -> None:
+        """Raises OptionError if there will never be so much."""
+
+
 class RequestTable:
     """Open requests of one engine by id; belongs to the loop's thread."""
 
@@ -44,7 +54,7 @@ class RequestTable:
     def __init__(
         self,
         model: EncoderDecoderModel,
-        runner: DecodeRunner,
+        runner: DecoderCapacity,
         window: str,
         text: Callable[[list[int]], str],
         tokens_per_s: float,

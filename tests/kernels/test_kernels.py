@@ -435,7 +435,19 @@ def test_pages_are_of_one_size_on_both_sides(core):
 
 
 def test_core_and_reference_have_the_same_kernels(core):
-    for name in ("rope", "softmax", "store", "append", "attend", "pick", "tanh_norm", "lstm"):
+    for name in (
+        "rope",
+        "softmax",
+        "store",
+        "append",
+        "attend",
+        "rms_norm",
+        "rotate_append",
+        "gate",
+        "pick",
+        "tanh_norm",
+        "lstm",
+    ):
         assert callable(getattr(core, name))
         assert callable(getattr(reference, name))
 

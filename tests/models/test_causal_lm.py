@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from asr_serve import devices
+from asr_serve import kernels as native
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.kernels import PAGE
 from asr_serve.models.causal_lm import FULL, SLIDING, CausalConfig, CausalLanguageModel, RotaryConfig
@@ -143,6 +144,23 @@ def test_lower_precision_is_near(name: str, options: dict[str, Any], error: floa
     known = reference(name)
     logits = Sequences(load(name, **options), 1, len(known.tokens)).feed([(0, 0, *cut(known, 0, len(known.tokens)))])
     assert (logits.float() - known.logits).square().mean().sqrt() < error * known.logits.std()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16_logits_are_the_same_in_any_company(name: str) -> None:
+    """To the last bit: a prompt in one pass, and position by position beside another sequence."""
+    core = native.core()
+    if core is None or not core.bf16_products():
+        pytest.skip("this CPU, or what was compiled for it, has no products of bf16")
+    known, model = reference(name), load(name, dtype="bf16")
+    whole = Sequences(model, 1, len(known.tokens)).feed([(0, 0, *cut(known, 0, len(known.tokens)))])
+    sequences, found = Sequences(model, 2, len(known.tokens)), []
+    for at in range(len(known.tokens)):
+        parts = [(0, at, *cut(known, at, at + 1))]
+        if at % 3 == 0 and at + 3 <= len(known.tokens):
+            parts.append((1, at, *cut(known, at, at + 3)))
+        found.append(sequences.feed(parts)[0])
+    assert torch.equal(torch.stack(found), whole)
 
 
 # --- configs ----------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from torch.nn import functional as F
 
 from asr_serve import kernels
 from asr_serve.config import thread_limit
+from asr_serve.devices import bf16
+from asr_serve.devices.huge_pages import ask_for_huge_pages
 from asr_serve.devices.int8 import CpuInt8Linear, Int8Selector, Int8Vocabulary
-from asr_serve.devices.interface import Linear, VocabularyMatrix
+from asr_serve.devices.interface import Device, GatedLinear, Linear, VocabularyMatrix
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Quantize
 
@@ -28,19 +30,6 @@ def bf16_supported() -> bool:
     except OSError:
         return False
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-
-
-MADV_HUGEPAGE = 14
-HUGE_BYTES = 2 << 20
-
-
-def ask_for_huge_pages(address: int, size_bytes: int) -> None:
-    """Advises the kernel to back a range by pages of 2 MB: touching memory for the first time, 4 kB after 4 kB, is
-    slow, most of all in a virtual machine. If the advice is refused, all works as before."""
-    first = -(-address // HUGE_BYTES) * HUGE_BYTES
-    last = (address + size_bytes) // HUGE_BYTES * HUGE_BYTES
-    if sys.platform == "linux" and first < last:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_HUGEPAGE)
 
 
 def keep_memory() -> None:
@@ -110,6 +99,29 @@ class PlainLinear:
         return out if add is None else out + add
 
 
+class StackedGatedLinear:
+    """GatedLinear as one Linear over both matrices, and the kernel that multiplies its halves."""
+
+    def __init__(self, linear: Linear, activation: str, kernels: ModuleType) -> None:
+        """`linear`: over the gate, then its counterpart."""
+        self.linear, self.activation, self.kernels = linear, activation, kernels
+        self.nbytes = linear.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        both = self.linear(x)
+        out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+        self.kernels.gate(both, out, self.activation)
+        return out
+
+
+def stacked_gated_linear(
+    device: Device, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, activation: str
+) -> GatedLinear:
+    """Returns a GatedLinear of the device's own linear layer."""
+    linear = device.linear(torch.cat([gate, up]), None if biases is None else torch.cat(biases))
+    return StackedGatedLinear(linear, activation, device.kernels)
+
+
 class PlainVocabulary:
     """VocabularyMatrix in one dtype: rows to look up, and the Linear over them."""
 
@@ -175,6 +187,24 @@ class CpuDevice:
             return Int8Vocabulary(weight, self.kernels, self._bits(weight), self.dtype)
         weight = weight.to(self.dtype)
         return PlainVocabulary(weight, self.linear(weight))
+
+    def decoder_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        if self._packs_bf16(weight):
+            return bf16.CpuBf16Linear(weight, bias, self.kernels)
+        return self.linear(weight, bias)
+
+    def gated_linear(
+        self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, activation: str
+    ) -> GatedLinear:
+        if self._packs_bf16(gate):
+            return bf16.CpuBf16GatedLinear(gate, up, biases, activation, self.kernels)
+        return stacked_gated_linear(self, gate, up, biases, activation)
+
+    def decoder_vocabulary(self, weight: Tensor) -> VocabularyMatrix:
+        return bf16.Bf16Vocabulary(weight, self.kernels) if self._packs_bf16(weight) else self.vocabulary(weight)
+
+    def _packs_bf16(self, weight: Tensor) -> bool:
+        return self.quantize == "none" and self.dtype == torch.bfloat16 and bf16.fits(self.kernels, weight)
 
     def _bits(self, weight: Tensor) -> int:
         return self.gate.bits(weight.shape[1], weight.shape[0]) if self.quantize == "dynamic" else 16

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve.devices.cpu import PlainLinear, PlainVocabulary, packed_bytes
+from asr_serve.devices.cpu import PlainLinear, PlainVocabulary, packed_bytes, stacked_gated_linear
 from asr_serve.devices.int8 import outlying
-from asr_serve.devices.interface import Linear, VocabularyMatrix
+from asr_serve.devices.interface import GatedLinear, Linear, VocabularyMatrix
 from asr_serve.errors import OptionError
 from asr_serve.kernels import int8_reference, reference
 from asr_serve.models.packing import PackedBatch
@@ -153,6 +153,17 @@ class CudaDevice:
             return WidenedVocabulary(weight.to(self.torch_device), self.dtype)
         weight = weight.to(self.torch_device, self.dtype)
         return PlainVocabulary(weight, self.linear(weight))
+
+    def decoder_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return self.linear(weight, bias)
+
+    def gated_linear(
+        self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, activation: str
+    ) -> GatedLinear:
+        return stacked_gated_linear(self, gate, up, biases, activation)
+
+    def decoder_vocabulary(self, weight: Tensor) -> VocabularyMatrix:
+        return self.vocabulary(weight)
 
     def attention(self, qkv: Tensor, packing: PackedBatch) -> Tensor:
         return self._attention(qkv, packing)

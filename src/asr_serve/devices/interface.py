@@ -24,6 +24,17 @@ class Linear(Protocol):
         """Bytes of its tensors."""
 
 
+class GatedLinear(Protocol):
+    """y = act(x G^T + b) * (x U^T + c): the first half of a gated feed-forward. Source: arXiv:2002.05202."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (..., in) -> (..., out)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+
+
 class VocabularyMatrix(Protocol):
     """Embedding matrix of a vocabulary, for both ends of a decoder: token lookup and output projection."""
 
@@ -63,8 +74,8 @@ class Device(Protocol):
     """Whether causal language models are computed on it. False: another engine computes them (engine/vllm), and they
     keep their tensors for it as they came."""
     kernels: ModuleType
-    """Module with rope softmax store append attend pick tanh_norm lstm FrameLayers: native, or
-    asr_serve.kernels.reference."""
+    """Module with rope softmax store append attend rms_norm rotate_append gate pick tanh_norm lstm FrameLayers: native,
+    or asr_serve.kernels.reference."""
 
     @property
     def quantize(self) -> Quantize:
@@ -80,6 +91,19 @@ class Device(Protocol):
 
     def vocabulary(self, weight: Tensor) -> VocabularyMatrix:
         """Returns the matrix of `weight` (vocab, dim). Call it once for a tied embedding and output projection."""
+
+    def decoder_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Returns a Linear like `linear`, for a causal language model: laid out for the few rows of its decoding
+        steps."""
+
+    def gated_linear(
+        self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, activation: str
+    ) -> GatedLinear:
+        """Returns the GatedLinear of `gate`, `up` (out, in) and their `biases` (out,), for a causal language model.
+        `activation`: silu or gelu_tanh."""
+
+    def decoder_vocabulary(self, weight: Tensor) -> VocabularyMatrix:
+        """Returns a matrix like `vocabulary`, for a causal language model."""
 
     def attention(self, qkv: Tensor, packing: PackedBatch) -> Tensor:
         """Full self-attention within each clip of qkv (total, 3, heads, head_dim); returns (total, heads *

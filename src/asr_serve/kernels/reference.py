@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from asr_serve.kernels import PAGE
+from asr_serve.kernels.decoder_reference import gate as gate
+from asr_serve.kernels.decoder_reference import rms_norm as rms_norm
+from asr_serve.kernels.decoder_reference import rotate_append as rotate_append
 from asr_serve.kernels.int8_reference import Int8Linear as Int8Linear
+from asr_serve.kernels.paging import split_pool, write, write_positions
 from asr_serve.kernels.streaming_reference import causal_conv as causal_conv
 from asr_serve.kernels.streaming_reference import window_attention as window_attention
 
@@ -38,32 +42,17 @@ def softmax(scores: Tensor, lengths: Tensor, scale: float) -> None:
     scores.copy_(torch.softmax(masked, dim=-1))
 
 
-def _split(pool: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    pages, _, _, heads, width = pool.shape
-    k = pool[:, layer, 0].view(pages, heads, width // PAGE, PAGE)
-    v = pool[:, layer, 1].view(pages, heads, PAGE, width // PAGE)
-    return k, v
-
-
-def _write(pool: Tensor, layer: int, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor) -> None:
-    into_k, into_v = _split(pool, layer)
-    heads, head_dim = into_k.shape[1:3]
-    into_k[pages, :, :, slots] = k.reshape(-1, heads, head_dim)
-    into_v[pages, :, slots, :] = v.reshape(-1, heads, head_dim)
-
-
 def store(pool: Tensor, kv: Tensor, table: Tensor) -> None:
     """Writes K and V of `kv` (frames, layers, 2, heads * head_dim) to positions 0.. of the pages of `table`."""
     at = torch.arange(kv.shape[0], device=pool.device)
     pages = table.long()[at // PAGE]
     for layer in range(kv.shape[1]):
-        _write(pool, layer, kv[:, layer, 0], kv[:, layer, 1], pages, at % PAGE)
+        write(pool, layer, kv[:, layer, 0], kv[:, layer, 1], pages, at % PAGE)
 
 
 def append(pool: Tensor, layer: int, qkv: Tensor, tables: Tensor, positions: Tensor) -> None:
     """Writes K and V of `qkv` (rows, 3, heads * head_dim), row r to position `positions[r]` of table r."""
-    pages = tables.long().gather(1, (positions // PAGE)[:, None])[:, 0]
-    _write(pool, layer, qkv[:, 1], qkv[:, 2], pages, positions % PAGE)
+    write_positions(pool, layer, qkv[:, 1], qkv[:, 2], tables, positions)
 
 
 def attend(
@@ -76,7 +65,7 @@ def attend(
 
     Source: PagedAttention, arXiv:2309.06180; grouped queries, arXiv:2305.13245.
     """
-    k, v = _split(pool, layer)
+    k, v = split_pool(pool, layer)
     heads, head_dim = k.shape[1:3]
     rows, width = tables.shape
     span = torch.arange(width * PAGE, device=q.device)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from asr_serve.devices.interface import Device, Linear, VocabularyMatrix
+from asr_serve.devices.interface import Device, GatedLinear, Linear, VocabularyMatrix
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.interfaces import PROMPT_EMBEDDING
 from asr_serve.models.packing import PagedKeyValues
@@ -216,7 +216,15 @@ class CausalTensors:
         """Stacks matrices with the same input into one linear layer. `outputs`: outputs of each by name."""
         weight = torch.cat([self.get(f"{name}.weight", count, inputs) for name, count in outputs.items()])
         biases = torch.cat([self.get(f"{name}.bias", count) for name, count in outputs.items()]) if bias else None
-        return self.device.linear(weight, biases)
+        return self.device.decoder_linear(weight, biases)
+
+    def gated_linear(
+        self, gate: str, up: str, outputs: int, inputs: int, *, bias: bool, activation: str
+    ) -> GatedLinear:
+        """The gate of a feed-forward and its counterpart, by their names."""
+        weights = self.get(f"{gate}.weight", outputs, inputs), self.get(f"{up}.weight", outputs, inputs)
+        biases = (self.get(f"{gate}.bias", outputs), self.get(f"{up}.bias", outputs)) if bias else None
+        return self.device.gated_linear(*weights, biases, activation)
 
     def norm(self, name: str, width: int) -> Tensor:
         """Weights of a norm, float32 on the device."""
@@ -226,11 +234,11 @@ class CausalTensors:
         """The embedding and the output projection: the same object where their weights are equal."""
         shape = self.config.vocab_size, self.config.hidden_size
         embedding = self.get("model.embed_tokens.weight", *shape)
-        vocabulary = self.device.vocabulary(embedding)
+        vocabulary = self.device.decoder_vocabulary(embedding)
         if "lm_head.weight" not in self.tensors:
             return vocabulary, vocabulary
         head = self.get("lm_head.weight", *shape)
-        return vocabulary, vocabulary if torch.equal(embedding, head) else self.device.vocabulary(head)
+        return vocabulary, vocabulary if torch.equal(embedding, head) else self.device.decoder_vocabulary(head)
 
 
 class CausalLanguageModel:
@@ -288,12 +296,10 @@ class CausalLanguageModel:
         Returns: logits (n, vocab_size), and hidden (n, hidden_size) that they were made from.
         """
         positions = own.lengths - 1
-        x = self.embed(tokens, embeddings)
-        rotations = {kind: (cos[positions, None], sin[positions, None]) for kind, (cos, sin) in self.angles.items()}
+        x, last = self.embed(tokens, embeddings).contiguous(), len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            x = layer(i, x, positions, rotations[layer.kind], own)
-        x = x if wanted is None else x[wanted]
-        x = rms_norm(x, self.norm, self.config.rms_norm_eps)
+            x = layer(i, x, positions, self.angles[layer.kind], own, wanted if i == last else None)
+        x = rms_norm(x, self.norm, self.config.rms_norm_eps, self.device.kernels)
         return self.head(x), x
 
 
@@ -318,8 +324,13 @@ class CausalLayer:
         )
         self.out = take.linear({f"{at}.self_attn.o_proj": width}, inner, bias=config.output_bias)
         hidden = config.intermediate_size
-        self.gate_up = take.linear(
-            {f"{at}.mlp.{name}_proj": hidden for name in ("gate", "up")}, width, bias=config.mlp_bias
+        self.gate_up = take.gated_linear(
+            f"{at}.mlp.gate_proj",
+            f"{at}.mlp.up_proj",
+            hidden,
+            width,
+            bias=config.mlp_bias,
+            activation=config.activation,
         )
         self.down = take.linear({f"{at}.mlp.down_proj": width}, hidden, bias=config.mlp_bias)
         self.input_norm = take.norm(f"{at}.input_layernorm", width)
@@ -339,17 +350,31 @@ class CausalLayer:
             self.head_norms = torch.cat([query.expand(self.heads, -1), key.expand(self.kv_heads, -1)])
 
     def __call__(
-        self, index: int, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], own: PagedKeyValues
+        self,
+        index: int,
+        x: Tensor,
+        positions: Tensor,
+        angles: tuple[Tensor, Tensor],
+        own: PagedKeyValues,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """`rotation`: cosines and sines (rows, 1, head_dim / 2) of the positions (rows,)."""
-        mixed = self._attention(index, self._norm(x, self.input_norm), positions, rotation, own)
+        """`angles`: cosines and sines (max_positions, head_dim / 2). `wanted`: rows to compute to the end; None: all.
+        Keys and values of the others are written too."""
+        kernels, config = self.kernels, self.config
+        qkv = self.qkv(self._norm(x, self.input_norm))
+        kernels.rotate_append(
+            own.pool, index, qkv, self.head_norms, config.rms_norm_eps, *angles, positions, own.block_tables
+        )
+        query, tables, lengths = qkv[:, : self.heads * self.head_dim], own.block_tables, own.lengths
+        if wanted is not None:
+            x, query, tables, lengths = x[wanted], query[wanted], tables[wanted], lengths[wanted]
+        mixed = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        kernels.attend(own.pool, index, query, mixed, tables, lengths, config.attention_scale, self.window)
         x = self._add(x, self.out, mixed, 0)
-        gate, up = self.gate_up(self._norm(x, self.mlp_norm)).chunk(2, dim=-1)
-        gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return self._add(x, self.down, gate.mul_(up), 1)
+        return self._add(x, self.down, self.gate_up(self._norm(x, self.mlp_norm)), 1)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self.config.rms_norm_eps)
+        return rms_norm(x, weight, self.config.rms_norm_eps, self.kernels)
 
     def _add(self, x: Tensor, product: Linear, y: Tensor, which: int) -> Tensor:
         """x + norm(product(y))."""
@@ -357,38 +382,12 @@ class CausalLayer:
             return product(y, add=x)
         return x + self._norm(product(y), self.output_norms[which])
 
-    def _attention(
-        self, index: int, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], own: PagedKeyValues
-    ) -> Tensor:
-        rows, rotated_heads = len(x), self.heads + self.kv_heads
-        qkv = self.qkv(x).view(rows, rotated_heads + self.kv_heads, self.head_dim)
-        turned = qkv[:, :rotated_heads].float()
-        if self.head_norms is not None:
-            turned = F.rms_norm(turned, (self.head_dim,), eps=self.config.rms_norm_eps) * self.head_norms
-        turned = rotate_halves(turned, *rotation).to(qkv.dtype)
-        # Laid out for the kernel: keys and values after a query that it does not read.
-        appended = qkv.new_empty(rows, 3, self.kv_heads * self.head_dim)
-        appended[:, 1] = turned[:, self.heads :].flatten(1)
-        appended[:, 2] = qkv[:, rotated_heads:].flatten(1)
-        self.kernels.append(own.pool, index, appended, own.block_tables, positions)
-        query = turned[:, : self.heads].flatten(1)
-        mixed = torch.empty_like(query)
-        self.kernels.attend(
-            own.pool, index, query, mixed, own.block_tables, own.lengths, self.config.attention_scale, self.window
-        )
-        return mixed
 
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis, computed in float32. Source: arXiv:1910.07467."""
-    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-
-
-def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the halves of each head of x (rows, heads, head_dim) against each other, by cos and sin (rows, 1,
-    head_dim / 2)."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: ModuleType) -> Tensor:
+    """x / rms(x) * weight over the last axis of x (rows, width)."""
+    out = torch.empty_like(x)
+    kernels.rms_norm(x, weight, out, eps)
+    return out
 
 
 def _on_device(angles: tuple[Tensor, Tensor], device: Device) -> tuple[Tensor, Tensor]:

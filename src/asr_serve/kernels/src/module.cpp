@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "bf16_module.h"
+#include "decoder.h"
 #include "int8_module.h"
 #include "kernels.h"
 #include "layers_module.h"
@@ -68,10 +70,12 @@ struct Set {
   const StreamingKernels<bf16>* streaming_b16;
   Lstm lstm_f32;
   RunLayers run_layers;
+  const DecoderKernels<float>* decoder_f32;
+  const DecoderKernels<bf16>* decoder_b16;
 };
 #define ASR_SERVE_SET(isa) \
   Set { #isa, &isa::kernels_f32, &isa::kernels_bf16, &isa::streaming_f32, &isa::streaming_bf16, isa::lstm_f32, \
-        isa::run_layers }
+        isa::run_layers, &isa::decoder_f32, &isa::decoder_bf16 }
 
 Set chosen = ASR_SERVE_SET(generic);
 
@@ -98,6 +102,8 @@ void choose(const std::string& wanted) {
 
 const StreamingKernels<float>& streaming_of(float) { return *chosen.streaming_f32; }
 const StreamingKernels<bf16>& streaming_of(bf16) { return *chosen.streaming_b16; }
+const DecoderKernels<float>& decoder_of(float) { return *chosen.decoder_f32; }
+const DecoderKernels<bf16>& decoder_of(bf16) { return *chosen.decoder_b16; }
 
 using Tensor = nb::ndarray<nb::device::cpu>;
 template <typename S>
@@ -238,8 +244,76 @@ void attend(Tensor pool, int64_t layer, Tensor q, Tensor out, Array<int32_t> tab
   }
   with_type(pool, [&](auto type, const auto& kernels) {
     using T = decltype(type);
+    if (width > paged)
+      return decoder_of(type).attend_grouped({pages, rows, int(width / paged), q.stride(0), tables.data(),
+                                              int64_t(tables.shape(1)), lengths.data(), window, scale},
+                                             static_cast<const T*>(q.data()), static_cast<T*>(out.data()),
+                                             parallel_for);
     kernels.attend(pages, static_cast<const T*>(q.data()), q.stride(0), static_cast<T*>(out.data()), tables.data(),
                    int64_t(tables.shape(1)), lengths.data(), rows, int(width / paged), window, scale, parallel_for);
+  });
+}
+
+// Rows of a matrix: the same number of them, all of one width.
+int64_t rows_of(const Tensor& x, int64_t width, const char* what) {
+  require(x.ndim() == 2 && contiguous_from(x, 0) && int64_t(x.shape(1)) == width, what);
+  return int64_t(x.shape(0));
+}
+
+void rms_norm(Tensor x, Array<float> weight, Tensor out, float eps) {
+  const int64_t width = int64_t(weight.size()), rows = rows_of(x, width, "x must be (rows, width)");
+  require(weight.ndim() == 1 && width > 0, "weight must be (width,)");
+  require(out.dtype() == x.dtype() && rows_of(out, width, "out must be (rows, width)") == rows,
+          "x and out must have one shape and dtype");
+  with_type(x, [&](auto type, const auto&) {
+    using T = decltype(type);
+    decoder_of(type).rms_norm(static_cast<const T*>(x.data()), weight.data(), static_cast<T*>(out.data()), rows, width,
+                              eps, parallel_for);
+  });
+}
+
+void rotate_append(Tensor pool, int64_t layer, Tensor qkv, std::optional<Array<float>> norms, float eps,
+                   Array<float> cos, Array<float> sin, Array<int64_t> positions, Array<int32_t> tables) {
+  Pages pages = pages_of(pool, layer);
+  require(qkv.dtype() == pool.dtype(), "qkv and pool must have one dtype");
+  require(qkv.ndim() == 2 && contiguous_from(qkv, 0) && qkv.shape(1) % pages.head_dim == 0,
+          "qkv must be (rows, heads * head_dim)");
+  const int64_t rows = int64_t(qkv.shape(0)), heads = int64_t(qkv.shape(1)) / pages.head_dim - 2 * pages.heads;
+  require(heads >= 1, "qkv must have queries beside the keys and values of the pool's heads");
+  require(pages.head_dim % 2 == 0, "head_dim must be even");
+  require(!norms || (norms->ndim() == 2 && int64_t(norms->shape(0)) == heads + pages.heads &&
+                     int64_t(norms->shape(1)) == pages.head_dim),
+          "norms must be (heads of queries and keys, head_dim)");
+  require(cos.ndim() == 2 && sin.ndim() == 2 && cos.shape(0) == sin.shape(0) && cos.shape(1) == sin.shape(1) &&
+              2 * int64_t(cos.shape(1)) == pages.head_dim,
+          "cos, sin must be (positions, head_dim / 2)");
+  require(tables.ndim() == 2 && int64_t(tables.shape(0)) == rows && int64_t(positions.size()) == rows,
+          "one table and one position per row");
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t position = positions.data()[i];
+    require(position >= 0 && position < int64_t(cos.shape(0)), "position out of range");
+    require(position / PAGE < int64_t(tables.shape(1)), "table too short");
+    check_table(pool, tables.data() + i * tables.shape(1) + position / PAGE, 1);
+  }
+  const Rotation rotation{int(heads), pages.heads, pages.head_dim, norms ? norms->data() : nullptr, eps,
+                          cos.data(), sin.data(), positions.data()};
+  with_type(pool, [&](auto type, const auto&) {
+    using T = decltype(type);
+    decoder_of(type).rotate_append(static_cast<T*>(qkv.data()), rows, rotation, pages, tables.data(),
+                                   int64_t(tables.shape(1)), parallel_for);
+  });
+}
+
+void gate(Tensor gate_up, Tensor out, const std::string& activation) {
+  require(activation == "silu" || activation == "gelu_tanh", "activation must be silu or gelu_tanh");
+  const int64_t width = out.ndim() == 2 ? int64_t(out.shape(1)) : 0;
+  const int64_t rows = rows_of(out, width, "out must be (rows, width)");
+  require(gate_up.dtype() == out.dtype() && rows_of(gate_up, 2 * width, "gate_up must be (rows, 2 * width)") == rows,
+          "gate_up and out must have as many rows, and one dtype");
+  with_type(out, [&](auto type, const auto&) {
+    using T = decltype(type);
+    decoder_of(type).gate(static_cast<const T*>(gate_up.data()), static_cast<T*>(out.data()), rows, width,
+                          activation == "silu" ? Activation::silu : Activation::gelu_tanh, parallel_for);
   });
 }
 
@@ -406,6 +480,10 @@ NB_MODULE(_core, m) {
   m.def("append", &append, nb::arg("pool").noconvert(), nb::arg("layer"), nb::arg("qkv").noconvert(), nb::arg("tables").noconvert(), nb::arg("positions").noconvert());
   m.def("attend", &attend, nb::arg("pool").noconvert(), nb::arg("layer"), nb::arg("q").noconvert(), nb::arg("out").noconvert(), nb::arg("tables").noconvert(),
         nb::arg("lengths").noconvert(), nb::arg("scale"), nb::arg("window") = 0);
+  m.def("rms_norm", &rms_norm, nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("out").noconvert(), nb::arg("eps"));
+  m.def("rotate_append", &rotate_append, nb::arg("pool").noconvert(), nb::arg("layer"), nb::arg("qkv").noconvert(), nb::arg("norms").noconvert().none(), nb::arg("eps"),
+        nb::arg("cos").noconvert(), nb::arg("sin").noconvert(), nb::arg("positions").noconvert(), nb::arg("tables").noconvert());
+  m.def("gate", &gate, nb::arg("gate_up").noconvert(), nb::arg("out").noconvert(), nb::arg("activation"));
   m.def("tanh_norm", &tanh_norm, nb::arg("x").noconvert(), nb::arg("out").noconvert(), nb::arg("eps"));
   m.def("lstm", &lstm, nb::arg("gates").noconvert(), nb::arg("weight").noconvert(), nb::arg("offsets").noconvert(),
         nb::arg("lengths").noconvert(), nb::arg("h").noconvert(), nb::arg("c").noconvert(), nb::arg("out").noconvert());
@@ -419,6 +497,7 @@ NB_MODULE(_core, m) {
         nb::arg("bias").noconvert().none(), nb::arg("tail").noconvert(), nb::arg("rows").noconvert(),
         nb::arg("frames").noconvert(), nb::arg("out").noconvert());
   add_int8(m, parallel_for);
+  add_bf16(m, parallel_for);
   add_layers(m, &chosen.run_layers, team_for);
   m.def(
       "address", [](Tensor x) { return reinterpret_cast<uintptr_t>(x.data()); }, nb::arg("tensor").noconvert(),

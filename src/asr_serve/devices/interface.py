@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from asr_serve.devices.tensor_parallel import TensorParallelGroup
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Quantize
 
@@ -59,6 +60,8 @@ class Device(Protocol):
     """Batches of frames are padded to a multiple of this, so that few shapes occur."""
     encoder_threads: int
     """Encode batches that may run beside the decoder, each on its own thread; 0 where the device does one at a time."""
+    group: TensorParallelGroup
+    """Ranks that share a decoder's weights, this one among them; a group of one where nothing is split."""
     kernels: ModuleType
     """Module with rope softmax store append attend pick tanh_norm lstm FrameLayers: native, or
     asr_serve.kernels.reference."""

@@ -86,9 +86,9 @@ def open_engine(name: str, config: ServeConfig) -> EngineParts:
 
 
 def _standalone(config: EngineConfig) -> EngineConfig:
-    """Settings of the engine of another model than the default one: peers have only that, and a decoding graph is of
-    its tokens."""
-    return msgspec.structs.replace(config, role="both", peers=(), decoding_graph=None)
+    """Settings of the engine of another model than the default one: peers have only that, a decoding graph is of
+    its tokens, and its decoder alone is split."""
+    return msgspec.structs.replace(config, role="both", peers=(), decoding_graph=None, tensor_parallel_size=1)
 
 
 class FileEngine(Protocol):

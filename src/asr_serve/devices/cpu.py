@@ -256,6 +256,7 @@ class CpuDevice:
             "native_threads": (self.threads if core.shares_threads() else 1) if core else None,
             "onednn": self.packs,
             "quantize": self.quantize,
+            "tensor_parallel_size": self.group.size,
             "products": products[self.quantize],
             "int8": core.int8_isa() if core else "Python reference",
         }

@@ -230,6 +230,7 @@ class CudaDevice:
             "threads": self.threads,
             "native": "not used: torch kernels",
             "quantize": self.quantize,
+            "tensor_parallel_size": self.group.size,
             "products": "8-bit weights, widened in the product" if self.quantize == "int8" else self.dtype_name,
         }
 

@@ -131,17 +131,19 @@ MANNERS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "size"), [(WHISPER, 2), (WHISPER, 4), (SPEECH_LLM, 2)])
 def test_a_split_decoder_answers_as_a_whole_one(start: Start, model: str, size: int) -> None:
     whole, split = start(model, 1), start(model, size)
     assert len(ranks_below(os.getpid())) == size - 1
     answers = set()
-    for pcm in CLIPS[model]:
+    clips = CLIPS[model][: 6 // size]
+    for pcm in clips:
         for options in MANNERS[model]:
             wanted = recognize(whole, pcm, **options)
             expect_same(recognize(split, pcm, **options), wanted)
             answers.add(wanted.tokens)
-    assert len(answers) > len(CLIPS[model]), "answers must tell the clips apart"
+    assert len(answers) > len(clips), "answers must tell the clips apart"
     expect_empty(split)
 
 
@@ -328,7 +330,7 @@ def test_an_engine_process_reports_it_too(start: Start) -> None:
 def test_other_models_are_refused(tmp_path: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
     found = AsrCheckpoint.find("moonshine-tiny-en", save(tmp_path))
-    with pytest.raises(OptionError, match="the network of moonshine-tiny-en cannot be split"):
+    with pytest.raises(OptionError, match=r"the network of moonshine-tiny-en cannot be split"):
         found.build("cpu", "fp32", "none", 2)
     assert set(psutil.Process().children(recursive=True)) <= before
 
@@ -354,5 +356,5 @@ def test_a_rank_that_cannot_load_fails_the_start(
 ) -> None:
     spec_of, nothing = commands.RankSpec, str(tmp_path / "nothing")
     monkeypatch.setattr("asr_serve.engine.builder.RankSpec", lambda **fields: spec_of(**fields | {"weights": nothing}))
-    with pytest.raises(RankLost, match="rank 1 did not load.*nothing"):
+    with pytest.raises(RankLost, match=r"rank 1 did not load.*nothing"):
         start(WHISPER, 2)

@@ -129,7 +129,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
     """No settings: the sizes are CONFIG's."""
 
 
-def Model(config: Config, tensors: dict[str, Tensor], device: Device) -> TinySpeechLlm:  # noqa: N802
+def Model(config: Config, tensors: dict[str, Tensor], device: Device) -> TinySpeechLlm:
     return TinySpeechLlm(device)
 
 

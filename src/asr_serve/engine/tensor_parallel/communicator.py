@@ -45,19 +45,30 @@ class ProcessGroupCommunicator:
             gloo._timeout = timeout
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
             made = dist.ProcessGroupGloo(store, self._rank, self._size, gloo)
-        self._group = cast(_ProcessGroup, made)
+        self._group: _ProcessGroup | None = cast(_ProcessGroup, made)
         # Also connects NCCL, which does so at its first collective.
         self.all_reduce(torch.zeros(1, device=device.torch_device))
 
     def all_reduce(self, x: Tensor) -> None:
-        self._group.allreduce([x]).wait()
+        self._open.allreduce([x]).wait()
 
     def gather(self, x: Tensor) -> list[Tensor]:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self._size)] if self._rank == 0 else []
-        self._group.gather([parts] if parts else [], [x]).wait()
+        self._open.gather([parts] if parts else [], [x]).wait()
         return parts
 
     def abort(self) -> None:
         """Ends collectives that wait for a rank that is gone. May be called from any thread."""
-        self._group.abort()
+        if (group := self._group) is not None:
+            group.abort()
+
+    def close(self) -> None:
+        """Disconnects. Call it before the file of the store is closed: the store opens it once more as it goes, and
+        waits, with the interpreter's lock, for one that is gone."""
+        self._group = None
+
+    @property
+    def _open(self) -> _ProcessGroup:
+        assert self._group is not None, "a collective of a closed group"
+        return self._group

@@ -50,10 +50,14 @@ class RankProcesses:
         self._communicator: ProcessGroupCommunicator | None = None
         self._lost = self._reported = False
         self._on_lost: Callable[[], None] = lambda: None
-        self._wake, self._watched = socket.socketpair()
         self._lock = threading.Lock()
-        self._watcher: threading.Thread | None = None
-        self.close = weakref.finalize(self, _end, ranks, store_fd, self._wake, self._watched)
+        self._wake, self._watched = socket.socketpair()
+        self._resources = contextlib.ExitStack()
+        for end in (self._wake, self._watched):
+            self._resources.callback(end.close)
+        self._resources.callback(os.close, store_fd)
+        self._resources.callback(_end, ranks)
+        self.close = weakref.finalize(self, self._resources.close)
         """Ends the ranks and waits until they are gone. Idempotent; called at exit too."""
 
     @classmethod
@@ -99,11 +103,13 @@ class RankProcesses:
         except RuntimeError as failure:
             raise RankLost(f"the ranks could not be connected: {failure}", todo="see their logs") from failure
         self._communicator = communicator
+        self._resources.callback(communicator.close)
         device.group.connect(communicator)
-        self._watcher = threading.Thread(
+        watcher = threading.Thread(
             target=_watch, args=(weakref.ref(self), self._ranks, self._watched), name="asr-serve ranks", daemon=True
         )
-        self._watcher.start()
+        watcher.start()
+        self._resources.callback(_stop_watching, watcher, self._wake)
 
     def watch(self, on_lost: Callable[[], None]) -> None:
         """Sets the function that is called, on another thread, when a rank has died; at once if one has."""
@@ -189,8 +195,13 @@ def _watch(owner: weakref.ref[RankProcesses], ranks: Sequence[RankProcess], watc
         processes._mark_lost(by_fd[ready[0]])
 
 
-def _end(ranks: Sequence[RankProcess], store_fd: int, wake: socket.socket, watched: socket.socket) -> None:
-    wake.close()
+def _stop_watching(watcher: threading.Thread, wake: socket.socket) -> None:
+    wake.shutdown(socket.SHUT_RDWR)
+    if watcher is not threading.current_thread():
+        watcher.join()
+
+
+def _end(ranks: Sequence[RankProcess]) -> None:
     for each in ranks:
         each.line.end.close()
     deadline_s = time.monotonic() + EXIT_TIMEOUT_S
@@ -199,8 +210,6 @@ def _end(ranks: Sequence[RankProcess], store_fd: int, wake: socket.socket, watch
             each.process.wait(max(0.0, deadline_s - time.monotonic()))
         each.process.kill()
         each.process.wait()
-    os.close(store_fd)
-    watched.close()
 
 
 def _kill(rank: RankProcess) -> None:

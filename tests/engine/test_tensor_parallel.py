@@ -100,7 +100,10 @@ def start(folders: dict[str, Path]) -> Iterator[Start]:
 
 def ranks_below(pid: int) -> list[psutil.Process]:
     """Processes of the other ranks of an engine in process `pid`."""
-    found = [each for each in psutil.Process(pid).children() if "tensor_parallel.worker" in " ".join(each.cmdline())]
+    found = []
+    for each in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie, until it is waited for
+            found += [each] if "asr_serve.engine.tensor_parallel.worker" in each.cmdline() else []
     return sorted(found, key=lambda each: each.pid)
 
 
@@ -147,6 +150,7 @@ def test_a_split_decoder_answers_as_a_whole_one(start: Start, model: str, size: 
     expect_empty(split)
 
 
+@pytest.mark.slow
 def test_heads_that_follow_the_audio_may_lie_on_any_rank(start: Start) -> None:
     """Both align an answer by another pass, as after a beam search."""
     whole, split = start(WHISPER, 1), start(WHISPER, 2)
@@ -161,16 +165,18 @@ def test_heads_that_follow_the_audio_may_lie_on_any_rank(start: Start) -> None:
 @pytest.mark.parametrize("model", [WHISPER, SPEECH_LLM])
 def test_what_is_cached_is_cached_on_every_rank(start: Start, model: str) -> None:
     whole, split = start(model, 1), start(model, 2, prefix_bytes=1 << 20)
-    for _ in range(2):
-        for pcm in CLIPS[model]:
-            for prompt in ((), tuple(range(1, 36))):
-                expect_same(recognize(split, pcm, prompt=prompt), recognize(whole, pcm, prompt=prompt))
+    for more in ({}, {}, {"timestamps": True}):
+        for pcm in CLIPS[model][:3]:
+            for prompt in ((), tuple(range(1, 31))):
+                options = {"prompt": prompt, "language": "en", **more}
+                expect_same(recognize(split, pcm, **options), recognize(whole, pcm, **options))
     stats = on_loop(split, lambda loop: loop.stats)
     assert stats.positions_reused > 0
     assert stats.cache_hits["answer"] > 0
     expect_empty(split)
 
 
+@pytest.mark.slow
 def test_pages_that_were_offloaded_come_back_on_every_rank(start: Start) -> None:
     whole = start(WHISPER, 1)
     split = start(WHISPER, 2, prefix_bytes=60_000, kv_bytes=60_000, host_bytes=4 << 20)
@@ -189,6 +195,7 @@ def test_pages_that_were_offloaded_come_back_on_every_rank(start: Start) -> None
     expect_empty(split)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [WHISPER, SPEECH_LLM])
 def test_many_requests_with_cancellations(start: Start, model: str) -> None:
     whole, split, chance = start(model, 1), start(model, 2, prefix_bytes=1 << 20, max_decode_rows=6), random.Random(5)
@@ -243,8 +250,9 @@ def test_a_rank_killed_under_load_ends_the_engine_of_a_library_and_the_next_one_
     with pytest.raises(EngineClosed):
         split.submit(CLIPS[WHISPER][0], SearchOptions(**ONCE))
     wait_until(lambda: not ranks_below(os.getpid()))
-    for pcm in CLIPS[WHISPER][:2]:
-        expect_same(recognize(start(WHISPER, 2), pcm), recognize(whole, pcm))
+    again = start(WHISPER, 2)
+    for pcm in CLIPS[WHISPER][:3]:
+        expect_same(recognize(again, pcm), recognize(whole, pcm))
 
 
 @pytest.mark.slow
@@ -301,6 +309,7 @@ def test_a_rank_that_hangs_is_given_up(start: Start, monkeypatch: pytest.MonkeyP
     wait_until(lambda: not psutil.pid_exists(rank.pid))
 
 
+@pytest.mark.slow
 def test_a_closed_engine_leaves_no_process_while_requests_run(start: Start) -> None:
     split = start(WHISPER, 4)
     tickets = [split.submit(pcm, SearchOptions(**ONCE)) for pcm in CLIPS[WHISPER] * 4]
@@ -322,6 +331,7 @@ def test_a_size_that_does_not_divide_the_heads_is_refused(start: Start, model: s
     assert caught.value.param == "tensor_parallel_size"
 
 
+@pytest.mark.slow
 def test_an_engine_process_reports_it_too(start: Start) -> None:
     with pytest.raises(OptionError, match="tensor_parallel_size=3"):
         start(WHISPER, 3, process=True)
@@ -339,9 +349,9 @@ def test_every_rank_has_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     assert devices.rank_device("cuda:1", TensorParallelGroup(1, 2)) == "cuda:2"
-    with pytest.raises(OptionError, match=r"tensor_parallel_size=4 from cuda:0 on\. This machine has 3.*up to 3"):
+    with pytest.raises(OptionError, match=r"tensor_parallel_size=4 from cuda:0 on\. this machine has 3.*up to 3"):
         devices.make_device("cuda", "fp32", "none", TensorParallelGroup(0, 4))
-    with pytest.raises(OptionError, match="tensor_parallel_size=2 from cuda:2 on.*up to 1"):
+    with pytest.raises(OptionError, match=r"tensor_parallel_size=2 from cuda:2 on.*up to 1"):
         devices.make_device("cuda:2", "fp32", "none", TensorParallelGroup(0, 2))
 
 
@@ -351,6 +361,7 @@ def test_roles_and_ranks_exclude_each_other(settings: dict[str, Any]) -> None:
         EngineConfig(tensor_parallel_size=2, **settings)
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_load_fails_the_start(
     start: Start, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

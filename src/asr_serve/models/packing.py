@@ -38,7 +38,7 @@ class PagedKeyValues(NamedTuple):
         pages = self.block_tables[row, : -(-positions // PAGE)].long()
         selected = torch.tensor(heads, dtype=torch.int64, device=keys.device)
         paged = keys[pages[:, None], selected].view(len(pages), len(heads), slots, PAGE)
-        return paged.permute(1, 2, 0, 3).reshape(len(heads), slots, -1)[..., :positions]
+        return paged.permute(1, 2, 0, 3).reshape(len(heads), slots, len(pages) * PAGE)[..., :positions]
 
     def attention_scores(
         self,

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 1_800.0
 """Limit of the loading of a rank's weights."""
+STDERR_FD = 2
+"""Standard error of this process, which `sys.stderr` is not in a notebook."""
 EXIT_TIMEOUT_S = 5.0
 """Time for the ranks to end before they are killed."""
 
@@ -175,7 +177,7 @@ def _start_rank(rank: int, store_fd: int, timeout_s: float) -> RankProcess:
                 [*arguments, str(other.fileno()), str(store_fd)],
                 pass_fds=(other.fileno(), store_fd),
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),
+                stdout=STDERR_FD,
                 env=engine_environment(None),
                 process_group=0,  # ctrl-C in a terminal is for rank 0
             )

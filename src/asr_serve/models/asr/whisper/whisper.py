@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from asr_serve.audio.features.whisper_log_mel import PackedLogMel
 from asr_serve.devices.interface import Device, Linear
+from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup, parallel_vocabulary, row_parallel
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models import alignment_heads as again
 from asr_serve.models.alignment_heads import whisper_alignment
@@ -125,37 +126,41 @@ class Model(EncoderDecoderModel):
 
     special_tokens: SpecialTokens
     pads_to_window = True
+    tensor_parallel = True
 
     def __init__(self, config: Config, tensors: dict[str, Tensor], device: Device) -> None:
         self.config, self.device, self.kernels = config, device, device.kernels
         self.special_tokens = config.special
         self.bos, self.eos = config.special.sot, config.special.eot
         self.max_tokens = config.max_target_positions
-        self.layers, self.heads = config.decoder_layers, config.decoder_attention_heads
-        take = WhisperTensors(tensors, device)
-        self.head_dim = config.d_model // self.heads + take.extra
-        self.attention_scale = (config.d_model // self.heads) ** -0.5
+        all_heads, group = config.decoder_attention_heads, device.group
+        group.check_heads(all_heads)
+        self.layers, self.heads = config.decoder_layers, group.count(all_heads)
+        take, take_part = WhisperTensors(tensors, device), WhisperTensors(tensors, device, group)
+        self.own_dim = config.d_model // all_heads
+        """Numbers of a head without the extra dimensions."""
+        self.head_dim, self.attention_scale = self.own_dim + take.extra, self.own_dim**-0.5
         self.window = WhisperWindow(config.max_source_positions, config.silence_stride)
         self.stem = _WhisperStem(config, take)
         self.encoder = [
             _WhisperEncoderLayer(take, f"encoder.layers.{i}", config.encoder_attention_heads)
-            for i in range(config.encoder_layers)
+            for i in range(config.encoder_layers if not group.rank else 0)
         ]
         self.encoder_norm = take.norm("encoder.layer_norm")
-        self.cross_kv = take.heads(
-            self.heads,
+        self.cross_kv = take_part.heads(
+            all_heads,
             *[f"decoder.layers.{i}.encoder_attn.{kind}_proj" for i in range(config.decoder_layers) for kind in "kv"],
         )
         self.decoder = [
-            _WhisperDecoderLayer(take, f"decoder.layers.{i}", self.heads) for i in range(config.decoder_layers)
+            _WhisperDecoderLayer(take_part, f"decoder.layers.{i}", all_heads) for i in range(config.decoder_layers)
         ]
         self.decoder_norm = take.norm("decoder.layer_norm")
         self.positions = take.vector("decoder.embed_positions.weight")
-        self.embedding = self.head = device.vocabulary(take.get("decoder.embed_tokens.weight"))
+        self.embedding = self.head = parallel_vocabulary(device, take.get("decoder.embed_tokens.weight"))
         self.vocab_size, self.head_weight = len(self.embedding), self.head.weight
         self.frame_samples = POSITION_SAMPLES
         self.alignment = whisper_alignment(
-            config.vocab_size, self.layers, self.heads, config.d_model, config.alignment_heads
+            config.vocab_size, self.layers, all_heads, config.d_model, config.alignment_heads
         )
 
     def prompt_tokens(self, options: PromptOptions) -> tuple[int, ...]:
@@ -182,7 +187,7 @@ class Model(EncoderDecoderModel):
 
     def cross_keys_values(self, hidden: Tensor) -> Tensor:
         kv = self.cross_kv(hidden[:, :-1].contiguous()).view(-1, self.layers, 2, self.heads, self.head_dim)
-        kv[:, :, 0, :, -1] = hidden[:, -1, None, None] * (self.config.d_model // self.heads) ** 0.5
+        kv[:, :, 0, :, -1] = hidden[:, -1, None, None] * self.own_dim**0.5
         return kv.flatten(3)
 
     def decode(
@@ -205,14 +210,15 @@ class Model(EncoderDecoderModel):
 
 
 class WhisperTensors:
-    """Tensors of a checkpoint by name, laid out for the device.
+    """Tensors of a checkpoint by name, laid out for the device, and split over a group of ranks.
 
     Heads get `extra` dimensions. In the last one every query is 1, and a key that stands for n positions holds
     log(n) divided by the scale of the scores: so it weighs as much as n equal keys in any kernel.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], device: Device) -> None:
-        self.device = device
+    def __init__(self, tensors: dict[str, Tensor], device: Device, group: TensorParallelGroup = SINGLE_RANK) -> None:
+        """`group`: the device's for layers that are split over it."""
+        self.device, self.group = device, group
         self.extra = 1 if device.torch_device.type == "cpu" else 8  # fused kernels elsewhere need multiples of 8
         # Some checkpoints omit the prefix.
         self.tensors = {key.removeprefix("model."): value for key, value in tensors.items()}
@@ -229,19 +235,27 @@ class WhisperTensors:
         return self.vector(f"{name}.weight"), self.vector(f"{name}.bias")
 
     def linear(self, name: str) -> Linear:
-        return self.device.linear(self.get(f"{name}.weight"), self.get(f"{name}.bias"))
+        """Returns a linear layer, column-parallel in a group."""
+        weight, bias = self.get(f"{name}.weight"), self.get(f"{name}.bias")
+        part = self.group.part(len(weight))
+        return self.device.linear(weight[part], bias[part])
+
+    def row_linear(self, name: str) -> Linear:
+        """Returns a linear layer after a column-parallel one."""
+        return row_parallel(self.device, self.group, self.get(f"{name}.weight"), self.get(f"{name}.bias"))
 
     def heads(self, heads: int, *names: str, scale: float = 1.0) -> Linear:
         """Stacks queries, keys and values of the same input into one extended linear layer; queries are multiplied
-        by `scale`. Keys have no bias."""
+        by `scale`. Keys have no bias. In a group it has this rank's part of the `heads`."""
         weights, biases = [], []
         for name in names:
             weight = self.get(f"{name}.weight")
             bias = weight.new_zeros(len(weight)) if name.endswith("k_proj") else self.get(f"{name}.bias")
             factor, extra_bias = (scale, 1.0) if name.endswith("q_proj") else (1.0, 0.0)
-            by_head = (weight * factor).view(heads, -1, weight.shape[1])
+            part = self.group.part(heads)
+            by_head = (weight * factor).view(heads, -1, weight.shape[1])[part]
             weights.append(F.pad(by_head, (0, 0, 0, self.extra)).flatten(0, 1))
-            biases.append(F.pad((bias * factor).view(heads, -1), (0, self.extra)))
+            biases.append(F.pad((bias * factor).view(heads, -1)[part], (0, self.extra)))
             biases[-1][:, -1] = extra_bias
         return self.device.linear(torch.cat(weights), torch.cat(biases).flatten())
 
@@ -249,7 +263,7 @@ class WhisperTensors:
         """Returns the projection after attention, extended to ignore the extra dimensions."""
         weight = self.get(f"{name}.weight")
         by_head = F.pad(weight.view(len(weight), heads, -1), (0, self.extra))
-        return self.device.linear(by_head.flatten(1), self.get(f"{name}.bias"))
+        return row_parallel(self.device, self.group, by_head.flatten(1), self.get(f"{name}.bias"))
 
 
 class _WhisperStem:
@@ -346,7 +360,7 @@ class _WhisperEncoderLayer:
 
 class _WhisperDecoderLayer:
     def __init__(self, take: WhisperTensors, at: str, heads: int) -> None:
-        self.device, self.heads = take.device, heads
+        self.device, self.heads = take.device, take.group.count(heads)
         self.norm1 = take.norm(f"{at}.self_attn_layer_norm")
         self.scale = (len(self.norm1[0]) // heads) ** -0.5
         self.qkv = take.heads(heads, *[f"{at}.self_attn.{p}_proj" for p in "qkv"])
@@ -355,7 +369,7 @@ class _WhisperDecoderLayer:
         self.query = take.heads(heads, f"{at}.encoder_attn.q_proj")
         self.audio_out = take.out(heads, f"{at}.encoder_attn.out_proj")
         self.norm3 = take.norm(f"{at}.final_layer_norm")
-        self.up, self.down = take.linear(f"{at}.fc1"), take.linear(f"{at}.fc2")
+        self.up, self.down = take.linear(f"{at}.fc1"), take.row_linear(f"{at}.fc2")
 
     def __call__(
         self, index: int, x: Tensor, positions: Tensor, own: PagedKeyValues, audio: PagedKeyValues, kernels: ModuleType

@@ -33,6 +33,7 @@ def load(
     dtype: str = "auto",
     weights: str | os.PathLike[str] | None = None,
     turn_model: str = "auto",
+    tensor_parallel_size: int | None = None,
     engine: EngineConfig | None = None,
 ) -> Model:
     """Load a model that transcribes or speaks; its engine runs on a thread of its own.
@@ -40,7 +41,8 @@ def load(
     model: a name from `asr-serve models list`; auto is the best voice on this machine. device: auto, cpu, cuda,
     cuda:N. dtype: auto, fp32, bf16. weights: a checkpoint folder, instead of the cache, the installed package or
     the hub. turn_model: detects whether a speaker has finished: smart-turn, none, or auto for whichever is on this
-    machine, if any.
+    machine, if any. tensor_parallel_size: processes, each with a GPU of its own, over which the decoder is split; None:
+    as `engine` has it.
 
     Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError.
     """
@@ -49,7 +51,15 @@ def load(
     limit_openmp_spinning()
     from asr_serve.api.library import Model  # torch is loaded here, not by `import asr_serve`
 
-    return Model.load(model, device=device, dtype=dtype, weights=weights, turn_model=turn_model, engine=engine)
+    return Model.load(
+        model,
+        device=device,
+        dtype=dtype,
+        weights=weights,
+        turn_model=turn_model,
+        tensor_parallel_size=tensor_parallel_size,
+        engine=engine,
+    )
 
 
 def load_pipeline(

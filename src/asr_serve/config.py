@@ -62,8 +62,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     encode_padding: Fraction = 0.15
     """Largest share of an encode batch that may be padding."""
     kv_bytes: PositiveInt = 512 << 20
-    """Memory for the decoder's keys and values, self- and cross-attention together; for a streaming model, memory
-    for the state of its sessions, which bounds how many run at once."""
+    """Memory for the decoder's keys and values, self- and cross-attention together, on each rank where the decoder is
+    split; for a streaming model, memory for the state of its sessions, which bounds how many run at once."""
     use_chunked_inference: bool = False
     """Whether a streaming model computes a chunk of many sessions in one step, or one session after another."""
     chunk_frames: PositiveInt | None = None
@@ -108,6 +108,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     server, it applies to the default model."""
     vllm_python: NonEmptyText | None = None
     """Python interpreter of an environment that has vLLM, for the back end vllm."""
+    tensor_parallel_size: PositiveInt = 1
+    """Processes over which the decoder of Whisper or of a speech LLM is split, each with a part of its heads and of its
+    pages: on CUDA one for each device, from `device` on; on a CPU each has its part of the cores. It must divide the
+    decoder's attention heads and its heads of keys and values. For a server, it applies to the default model."""
     window: Window = "checked"
     """Padding of a model's fixed-length window with silence. packed: a part of the silence is encoded for all of it;
     checked: the same, but a result that fails its checks is decoded again with the whole window first; whole: all
@@ -192,6 +196,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "both, or none: vLLM has a Python environment of its own",
                 "set backend to vllm, and vllm_python to the environment's interpreter (docs/vllm.md)",
                 param="backend",
+            )
+        if self.backend == "vllm" and self.tensor_parallel_size > 1:
+            raise OptionError(
+                f"backend=vllm with tensor_parallel_size={self.tensor_parallel_size}",
+                "1: vLLM computes the language model in one process",
+                "leave one of them out",
+                param="tensor_parallel_size",
+            )
+        if self.tensor_parallel_size > 1 and (self.role != "both" or self.peers):
+            raise OptionError(
+                f"tensor_parallel_size={self.tensor_parallel_size} with role={self.role} and {len(self.peers)} peers",
+                "role=both and no peers: an engine that is split over processes encodes for itself",
+                param="tensor_parallel_size",
             )
         if self.disk_bytes and self.role == "encode":
             raise OptionError(

@@ -294,6 +294,10 @@ class ProgramFailed(EngineError):
     """A program beside the engine failed, or did not answer in time."""
 
 
+class RankLost(EngineError):
+    """A process of a tensor-parallel engine died, or did not answer in time. The engine ends, with all its ranks."""
+
+
 class PeerGone(EngineError):
     """The process at the other end of a ring or a transport is gone, or hung up."""
 

@@ -204,6 +204,11 @@ def test_the_back_end_and_its_interpreter_belong_together(settings: dict[str, An
         EngineConfig(**settings)
 
 
+def test_a_split_decoder_is_refused_by_name() -> None:
+    with pytest.raises(OptionError, match="backend=vllm with tensor_parallel_size=2"):
+        EngineConfig(backend="vllm", vllm_python="python", tensor_parallel_size=2)
+
+
 def test_models_without_a_language_model_are_refused_by_name() -> None:
     config = EngineConfig(backend="vllm", vllm_python="python")
     for model in ("moonshine-tiny-en", "hibari"):

@@ -25,6 +25,7 @@ from asr_serve.models.asr.speech_llm.speech_llm import SpeechLlm
 from asr_serve.models.auxiliary import silero
 from asr_serve.models.causal_lm import FULL, SLIDING, CausalConfig, CausalLanguageModel, RotaryConfig
 from asr_serve.models.interfaces import PROMPT_EMBEDDING, PromptOptions
+from asr_serve.models.model_files import AsrModelConfig
 from asr_serve.models.packing import PackedBatch, PagedKeyValues, pack_clips
 
 FRAME_SAMPLES = 640
@@ -117,6 +118,19 @@ class TinySpeechLlm(SpeechLlm):
         for pcm, offset, count in zip(batch, packing.offsets, packing.frames, strict=True):
             frames[offset : offset + count].view(-1)[: len(pcm)] = pcm
         return torch.tanh(self.project(frames)), packing
+
+
+# What a model file defines: as an installed package with an entry point, other processes load it too.
+CARDS = (CARD,)
+CONVERTER = None
+
+
+class Config(AsrModelConfig, frozen=True, kw_only=True):
+    """No settings: the sizes are CONFIG's."""
+
+
+def Model(config: Config, tensors: dict[str, Tensor], device: Device) -> TinySpeechLlm:
+    return TinySpeechLlm(device)
 
 
 def encode(text: str) -> list[int]:

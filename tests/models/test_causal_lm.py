@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +17,8 @@ from torch import Tensor
 
 from asr_serve import devices
 from asr_serve import kernels as native
-from asr_serve.errors import WeightsCorrupt
+from asr_serve.devices.tensor_parallel import TensorParallelGroup
+from asr_serve.errors import OptionError, WeightsCorrupt
 from asr_serve.kernels import PAGE
 from asr_serve.models.causal_lm import FULL, SLIDING, CausalConfig, CausalLanguageModel, RotaryConfig
 from asr_serve.models.interfaces import PROMPT_EMBEDDING
@@ -64,7 +67,7 @@ class Sequences:
 
     def __init__(self, model: CausalLanguageModel, count: int, most: int) -> None:
         self.model, config, width = model, model.config, -(-most // PAGE)
-        shape = (1 + count * width, len(model.layers), 2, config.num_key_value_heads, config.head_dim * PAGE)
+        shape = (1 + count * width, len(model.layers), 2, model.kv_heads, config.head_dim * PAGE)
         self.pool = torch.full(shape, float("nan"), dtype=model.device.dtype)
         order = torch.randperm(count * width, generator=torch.Generator().manual_seed(5)) + 1
         self.tables = order.view(count, width).int()
@@ -120,6 +123,62 @@ def test_parts_and_company_change_nothing(name: str) -> None:
             found[sequence] = torch.cat([found[sequence], logits])
     for logits in found:
         torch.testing.assert_close(logits, known.logits, atol=TOLERANCE, rtol=0)
+
+
+class ThreadCommunicator:
+    """Collectives of ranks that are threads of this process."""
+
+    def __init__(self, rank: int, parts: list[Tensor | None], barrier: threading.Barrier) -> None:
+        self.rank, self.parts, self.barrier = rank, parts, barrier
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        self.parts[self.rank] = x.clone()
+        self.barrier.wait(60)
+        found = [part for part in self.parts if part is not None]
+        self.barrier.wait(60)
+        return found if self.rank == 0 else []
+
+    def all_reduce(self, x: Tensor) -> None:
+        self.parts[self.rank] = x.clone()
+        self.barrier.wait(60)
+        x.copy_(torch.stack([part for part in self.parts if part is not None]).sum(0))
+        self.barrier.wait(60)
+
+
+def split_logits(name: str, size: int, **options: Any) -> Tensor:
+    """Logits of rank 0 of a model that is split over `size` ranks."""
+    known, parts, barrier = reference(name), [None] * size, threading.Barrier(size)
+
+    def run(rank: int) -> Tensor:
+        group = TensorParallelGroup(rank, size)
+        group.connect(ThreadCommunicator(rank, parts, barrier))
+        device = devices.make_device("cpu", options.get("dtype", "fp32"), options.get("quantize", "none"), group)
+        model = CausalLanguageModel(CausalConfig.of(known.settings), known.weights, device)
+        return Sequences(model, 1, len(known.tokens)).feed([(0, 0, *cut(known, 0, len(known.tokens)))])
+
+    with ThreadPoolExecutor(size) as threads:
+        return next(iter(threads.map(run, range(size))))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in NAMES if name != "gemma 3"), ("llama", 4)])
+def test_ranks_together_compute_what_one_does(name: str, size: int) -> None:
+    """61 tokens of a vocabulary and 40 columns are split unevenly or evenly, heads evenly."""
+    torch.testing.assert_close(split_logits(name, size), reference(name).logits, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"quantize": "int8"}])
+def test_ranks_together_are_near_in_less_precision(options: dict[str, str]) -> None:
+    known = reference("qwen3")
+    whole = Sequences(load("qwen3", **options), 1, len(known.tokens))
+    wanted = whole.feed([(0, 0, *cut(known, 0, len(known.tokens)))]).float()
+    difference = (split_logits("qwen3", 2, **options).float() - wanted).abs().mean()
+    assert difference < 0.05 * wanted.abs().mean()
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"tensor_parallel_size=2 for a decoder of 4 and 1 heads.*values: 1"):
+        split_logits("gemma 3", 2)
 
 
 def test_only_wanted_rows_have_logits() -> None:

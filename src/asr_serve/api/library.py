@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, Self
 
+import msgspec
+
 from asr_serve.api.reading import read_in_threads
 from asr_serve.api.speech import Speech, Text
 from asr_serve.api.stream import Chunks, StreamOptions, TranscriptStream, is_single_source
@@ -98,17 +100,22 @@ class Model(FileTranscriber):
         dtype: str = "auto",
         weights: str | os.PathLike[str] | None = None,
         turn_model: str = "auto",
+        tensor_parallel_size: int | None = None,
         engine: EngineConfig | None = None,
     ) -> Model:
         """See asr_serve.load."""
         config = engine or EngineConfig()
+        if tensor_parallel_size is not None:
+            config = msgspec.structs.replace(config, tensor_parallel_size=tensor_parallel_size)
         checkpoint = find_checkpoint(model, weights, config)
         turn = turns.load_turn_model(turn_model) if isinstance(checkpoint, AsrCheckpoint) else None
         if isinstance(checkpoint.card, TtsCard):
             # Loads the resources of the text front end, before the first text.
             next(frontend_for(checkpoint.card).passages("One."))
         keep_memory()
-        link = thread_backend(checkpoint.card, lambda: checkpoint.build(device, dtype, config.quantize), turn)
+        link = thread_backend(
+            checkpoint.card, lambda: checkpoint.build(device, dtype, config.quantize, config.tensor_parallel_size), turn
+        )
         return cls(EngineClient(config, link), checkpoint.tokenizer if isinstance(checkpoint, AsrCheckpoint) else None)
 
     def stream(self, source: Source | Chunks, **options: Any) -> TranscriptStream:

@@ -8,6 +8,7 @@ from typing import get_args
 import torch
 
 from asr_serve.devices.interface import Device
+from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup
 from asr_serve.errors import OptionError
 from asr_serve.types import Quantize, unknown_name_error
 
@@ -32,10 +33,25 @@ def check_device(device: str) -> None:
         )
 
 
-def make_device(device: str = "auto", dtype: str = "auto", quantize: str = "none") -> Device:
+def rank_device(device: str, group: TensorParallelGroup) -> str:
+    """Returns the name of this rank's CUDA device: the ranks of a group have consecutive ones, the first of which is
+    `device`. Raises OptionError where there are too few."""
+    first, there = int(device.partition(":")[2] or 0), torch.cuda.device_count()
+    if first + group.size > there:
+        raise OptionError(
+            f"tensor_parallel_size={group.size} from cuda:{first} on",
+            f"this machine has {there} CUDA devices, one for each rank: up to {max(0, there - first)}",
+            param="tensor_parallel_size",
+        )
+    return f"cuda:{first + group.rank}"
+
+
+def make_device(
+    device: str = "auto", dtype: str = "auto", quantize: str = "none", group: TensorParallelGroup = SINGLE_RANK
+) -> Device:
     """Returns the device of that name: auto, cpu, cuda or cuda:N; dtype: auto, fp32 or bf16; quantize: none, int8 or
-    dynamic. Raises OptionError for an unknown name, or for a device this machine lacks: there is no silent
-    fall-back."""
+    dynamic; group: ranks among which the decoder is split, each with a CUDA device or its share of the cores. Raises
+    OptionError for an unknown name, or for a device this machine lacks: there is no silent fall-back."""
     if dtype not in ("auto", *DTYPES):
         raise unknown_name_error("dtype", dtype, ["auto", *DTYPES])
     if quantize not in QUANTIZE_MODES:
@@ -47,7 +63,8 @@ def make_device(device: str = "auto", dtype: str = "auto", quantize: str = "none
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         from asr_serve.devices.cuda import CudaDevice
 
-        return CudaDevice("cuda" if kind == "auto" else device, torch_dtype, mode)
+        name = "cuda" if kind == "auto" else device
+        return CudaDevice(name if group.size == 1 else rank_device(name, group), torch_dtype, mode, group)
     from asr_serve.devices.cpu import CpuDevice
 
-    return CpuDevice(torch_dtype, mode)
+    return CpuDevice(torch_dtype, mode, group)

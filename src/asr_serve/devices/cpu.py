@@ -18,6 +18,7 @@ from asr_serve.devices import bf16
 from asr_serve.devices.huge_pages import ask_for_huge_pages
 from asr_serve.devices.int8 import CpuInt8Linear, Int8Selector, Int8Vocabulary
 from asr_serve.devices.interface import Device, GatedLinear, Linear, VocabularyMatrix
+from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Quantize
 
@@ -154,8 +155,11 @@ class CpuDevice:
     frame_block = 128
     language_models = True
 
-    def __init__(self, dtype: torch.dtype | None = None, quantize: Quantize = "none") -> None:
-        self.quantize = quantize
+    def __init__(
+        self, dtype: torch.dtype | None = None, quantize: Quantize = "none", group: TensorParallelGroup = SINGLE_RANK
+    ) -> None:
+        """`group`: ranks on this machine, among which its cores are divided."""
+        self.quantize, self.group = quantize, group
         self.chosen_because = "asked for"
         if dtype is None:
             native_bf16 = bf16_supported()
@@ -163,7 +167,7 @@ class CpuDevice:
             self.chosen_because = f"this CPU {'multiplies' if native_bf16 else 'does not multiply'} bf16 itself"
         self.dtype = dtype
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.threads = thread_limit() or cores
+        self.threads = max(1, (thread_limit() or cores) // group.size)
         self.encoder_threads = 0 if self.threads == 1 else self.threads - self.threads // 4
         self.kernels = kernels.kernels()
         self.gate = Int8Selector(self.kernels, self.threads)
@@ -283,6 +287,7 @@ class CpuDevice:
             "native_threads": (self.threads if core.shares_threads() else 1) if core else None,
             "onednn": self.packs,
             "quantize": self.quantize,
+            "tensor_parallel_size": self.group.size,
             "products": products[self.quantize],
             "int8": core.int8_isa() if core else "Python reference",
         }

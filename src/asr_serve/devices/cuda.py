@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from asr_serve.devices.cpu import PlainLinear, PlainVocabulary, packed_bytes, stacked_gated_linear
 from asr_serve.devices.int8 import outlying
 from asr_serve.devices.interface import GatedLinear, Linear, VocabularyMatrix
+from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup
 from asr_serve.errors import OptionError
 from asr_serve.kernels import int8_reference, reference
 from asr_serve.models.packing import PackedBatch
@@ -124,11 +125,17 @@ class CudaDevice:
     encoder_threads = 0
     language_models = True
 
-    def __init__(self, name: str = "cuda", dtype: torch.dtype | None = None, quantize: Quantize = "none") -> None:
+    def __init__(
+        self,
+        name: str = "cuda",
+        dtype: torch.dtype | None = None,
+        quantize: Quantize = "none",
+        group: TensorParallelGroup = SINGLE_RANK,
+    ) -> None:
         """Raises OptionError for `dynamic`, which only the CPU supports."""
         if quantize == "dynamic":
             raise OptionError("quantize=dynamic", "on a CUDA device: none or int8", param="quantize")
-        self.name, self.quantize = name, quantize
+        self.name, self.quantize, self.group = name, quantize, group
         self.torch_device = torch.device(name)
         torch.cuda.set_device(self.torch_device)
         self.dtype = dtype or torch.bfloat16
@@ -235,6 +242,7 @@ class CudaDevice:
             "threads": self.threads,
             "native": "not used: torch kernels",
             "quantize": self.quantize,
+            "tensor_parallel_size": self.group.size,
             "products": "8-bit weights, widened in the product" if self.quantize == "int8" else self.dtype_name,
         }
 

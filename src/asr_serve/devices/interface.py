@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from asr_serve.devices.tensor_parallel import TensorParallelGroup
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Quantize
 
@@ -73,6 +74,8 @@ class Device(Protocol):
     language_models: bool
     """Whether causal language models are computed on it. False: another engine computes them (engine/vllm), and they
     keep their tensors for it as they came."""
+    group: TensorParallelGroup
+    """Ranks that share a decoder's weights, this one among them; a group of one where nothing is split."""
     kernels: ModuleType
     """Module with rope softmax store append attend rms_norm rotate_append gate pick tanh_norm lstm FrameLayers: native,
     or asr_serve.kernels.reference."""

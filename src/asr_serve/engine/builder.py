@@ -27,6 +27,7 @@ from asr_serve.decoding.wfst.batched_search import BatchedWfstSearch
 from asr_serve.decoding.wfst.search import WfstSearch
 from asr_serve.decoding.wfst.search_graph import prepare_graph
 from asr_serve.devices.interface import Device
+from asr_serve.devices.tensor_parallel import TensorParallelGroup
 from asr_serve.engine.cache import TieredStore
 from asr_serve.engine.executor import EngineComponents as EngineComponents
 from asr_serve.engine.executor import ModelExecutor
@@ -44,6 +45,8 @@ from asr_serve.engine.streaming.executor import StreamingExecutor
 from asr_serve.engine.streaming.incremental_encoder import EncoderFrameStore, IncrementalEncoderExecutor
 from asr_serve.engine.streaming.model_runner import ChunkedModelRunner
 from asr_serve.engine.streaming.search_router import BiasingSearchRouter
+from asr_serve.engine.tensor_parallel.commands import RankSpec
+from asr_serve.engine.tensor_parallel.rank_processes import RankProcesses, not_split
 from asr_serve.engine.tts.builder import VoiceCheckpoint, build_tts_executor
 from asr_serve.engine.vad_runner import VadCache, VadRunner
 from asr_serve.engine.vllm.builder import build_vllm_executor, require_language_model
@@ -182,19 +185,51 @@ class AsrCheckpoint(NamedTuple):
             require_language_model(self.card, isinstance(model, type) and issubclass(model, SpeechLanguageModel))
         return self._replace(backend=config.backend)
 
-    def build(self, device: str, dtype: str, quantize: Quantize = "none") -> EngineComponents:
-        """Loads and packs the weights; call it on the thread that will compute (decision 0005).
-
-        A streaming model computes in fp32 unless another dtype is requested: in bf16 its text can depend on the
-        other sessions in the batch, by a letter where two tokens are equally likely. Raises WeightsCorrupt,
-        WeightsMissing.
-        """
-        target = devices.make_device(device, "fp32" if dtype == "auto" and self.card.streaming else dtype, quantize)
-        target.language_models = self.backend == "native"
+    def load_model(self, target: Device) -> AsrModel:
+        """Loads and packs the weights. Raises WeightsMissing, WeightsCorrupt; OptionError where the device's group does
+        not divide the decoder."""
         tensors: dict[str, Tensor] = {}
         for name in self.config.weight_files:
             tensors |= _read_tensors(self.folder / name)
-        model, tokenizer = self.file.Model(self.config, tensors, target), self.tokenizer
+        return self.file.Model(self.config, tensors, target)
+
+    def build(
+        self, device: str, dtype: str, quantize: Quantize = "none", tensor_parallel_size: int = 1
+    ) -> EngineComponents:
+        """Loads and packs the weights; call it on the thread that will compute (decision 0005).
+        `tensor_parallel_size`: processes over which the decoder is split, this one included.
+
+        A streaming model computes in fp32 unless another dtype is requested: in bf16 its text can depend on the
+        other sessions in the batch, by a letter where two tokens are equally likely. Raises WeightsCorrupt,
+        WeightsMissing; OptionError for a decoder that cannot be split so; EngineClosed, RankLost where the other
+        processes do not start.
+        """
+        dtype = "fp32" if dtype == "auto" and self.card.streaming else dtype
+        if tensor_parallel_size > 1:
+            return self._build_split(device, dtype, quantize, tensor_parallel_size)
+        target = devices.make_device(device, dtype, quantize)
+        target.language_models = self.backend == "native"
+        return self._components(self.load_model(target), target)
+
+    def _build_split(self, device: str, dtype: str, quantize: Quantize, size: int) -> EngineComponents:
+        """Builds rank 0 of an engine whose decoder is split over processes, while the others load their parts."""
+        target = devices.make_device(device, dtype, quantize, TensorParallelGroup(0, size))
+        spec = RankSpec(
+            model=self.card.name, weights=str(self.folder), device=device, dtype=dtype, quantize=quantize, size=size
+        )
+        with contextlib.ExitStack() as on_failure:
+            ranks = RankProcesses.start(spec)
+            on_failure.callback(ranks.close)
+            model = self.load_model(target)
+            if not (isinstance(model, EncoderDecoderModel) and model.tensor_parallel):
+                raise not_split(self.card.name, size)
+            ranks.connect(target)
+            parts = self._components(model, target)._replace(ranks=ranks)
+            on_failure.pop_all()
+        return parts
+
+    def _components(self, model: AsrModel, target: Device) -> EngineComponents:
+        tokenizer = self.tokenizer
         graph = None if self.graph_folder is None else DecodingGraph.load(self.graph_folder / GRAPH_FILE)
         language_models: dict[str, TokenLanguageModel] = {}
         if graph is not None and self.language_models and target.torch_device.type != "cpu":
@@ -303,6 +338,8 @@ def build_loop(
             )
         peers = roles.build_peer_pool(model, device, chosen, config, meeting, stats.metrics)
     with contextlib.ExitStack() as on_failure:
+        if parts.ranks is not None:
+            on_failure.callback(parts.ranks.close)
         tiers = (
             None
             if config.role == "encode"
@@ -444,14 +481,14 @@ def build_seq2seq(
     max_frames = model.count_frames(units.ms_to_samples(chosen.max_segment_ms))
     if isinstance(model, SpeechLanguageModel):
         max_frames = 0  # its frames are positions of the prompt: they have no pages of their own
-    runner = DecodeRunner(model, device, config.max_decode_rows, config.kv_bytes, max_frames)
+    runner = DecodeRunner(model, device, config.max_decode_rows, config.kv_bytes, max_frames, parts.ranks)
     encoder_cache: EncoderCache | None = None
     if config.prefix_bytes:
         answer_bytes = config.prefix_bytes // SMALL_CACHE_DIVISOR
         encoder_cache = EncoderCache(runner, answer_bytes, config.prefix_bytes - 2 * answer_bytes, tiers)
         if encoder_cache.prefix_cache.max_pages < pages_for(max_frames):
             needed_bytes = -(
-                -pages_for(max_frames) * runner.kv_cache[0].nbytes * SMALL_CACHE_DIVISOR // (SMALL_CACHE_DIVISOR - 2)
+                -pages_for(max_frames) * runner.decoder.page_bytes * SMALL_CACHE_DIVISOR // (SMALL_CACHE_DIVISOR - 2)
             )
             log.warning(
                 "prefix_bytes=%d keeps no recording of %d ms, the longest that %s hears at once: its audio is "

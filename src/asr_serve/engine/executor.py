@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from asr_serve.errors import StepFailed
+from asr_serve.errors import RankLost, StepFailed
 
 if TYPE_CHECKING:
     from asr_serve.decoding.language_model.token_models import TokenLanguageModel
     from asr_serve.devices.interface import Device
     from asr_serve.engine.request import RecognitionRequest, VadScheduler
     from asr_serve.engine.stats import EngineStats
+    from asr_serve.engine.tensor_parallel.rank_processes import RankProcesses
     from asr_serve.models.auxiliary.silero import Silero
     from asr_serve.models.decoding_graph import DecodingGraph
     from asr_serve.models.interfaces import Vocoder
@@ -59,6 +60,8 @@ class EngineComponents(NamedTuple):
     """Language models of the model's tokens by name."""
     graph: DecodingGraph | None = None
     """Decoding graph of a model whose head is wfst."""
+    ranks: RankProcesses | None = None
+    """Other ranks of a model whose decoder is split over processes."""
 
 
 class ModelExecutor(Protocol):
@@ -118,7 +121,7 @@ class CheckThrottle:
 
 
 class StepGuard:
-    """Context of a step: if it fails, its requests fail and the loop continues.
+    """Context of a step: if it fails, its requests fail and the loop continues. A lost rank ends the loop.
 
     with StepGuard(stats, "encode", "encoding", fail):
         ...
@@ -133,7 +136,7 @@ class StepGuard:
     def __exit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if not isinstance(failure, Exception):
+        if not isinstance(failure, Exception) or isinstance(failure, RankLost):
             return False
         self._stats.record_failed_step(self._stage)
         error = StepFailed(

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.packing import PackedBatch, PagedKeyValues
 from asr_serve.units import ms_to_samples
@@ -122,8 +123,11 @@ class AlignmentDecoder(Protocol):
     """Decoder as `alignment_scores` goes through it."""
 
     heads: int
+    """Heads of a layer on this rank."""
+    device: Device
     kernels: ModuleType
     alignment: AlignmentHeads
+    """Heads of all ranks."""
 
     @property
     def decoder(self) -> Sequence[AlignmentLayer]: ...
@@ -136,19 +140,22 @@ def alignment_scores(
 
     In      x (packing.total, width): embedded tokens of each row end to end, its start before them; audio: pages
             with each row's cross keys; frames: encoder frames of each row
-    Out     for each row (heads, packing.frames[row], frames[row]) float32: scaled products of queries and keys
+    Out     for each row (heads, packing.frames[row], frames[row]) float32: scaled products of queries and keys, of
+            all ranks of the device's group
     """
-    spread, last = audio.expand_rows(packing), max(model.alignment.heads)
+    spread, last, group = audio.expand_rows(packing), max(model.alignment.heads), model.device.group
+    first = group.rank * model.heads
     scores: list[list[Tensor]] = [[] for _ in frames]
     for index, layer in enumerate(model.decoder[: last + 1]):
         x = layer.self_attention(x, packing)
         query = layer.cross_query(x)
         if heads := model.alignment.heads.get(index):
-            layer_scores = audio.attention_scores(
-                index, heads, query.view(len(x), model.heads, -1), packing, frames, layer.scale
-            )
+            own = [place for place, head in enumerate(heads) if first <= head < first + model.heads]
+            own_heads, queries = [heads[place] - first for place in own], query.view(len(x), model.heads, -1)
+            layer_scores = audio.attention_scores(index, own_heads, queries, packing, frames, layer.scale)
             for row, row_scores in zip(scores, layer_scores, strict=True):
-                row.append(row_scores)
+                row.append(row_scores.new_zeros(len(heads), *row_scores.shape[1:]))
+                row[-1][own] = row_scores
         if index < last:
             x = layer.cross_attention(index, x, query, spread, model.kernels)
-    return [torch.cat(row) for row in scores]
+    return [group.all_reduce(torch.cat(row)) for row in scores]

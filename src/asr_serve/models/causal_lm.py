@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from asr_serve.devices.interface import Device, GatedLinear, Linear, VocabularyMatrix
+from asr_serve.devices.tensor_parallel import parallel_vocabulary, row_parallel, stack_parts
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.interfaces import PROMPT_EMBEDDING
 from asr_serve.models.packing import PagedKeyValues
@@ -196,7 +197,7 @@ def is_causal_tensor(name: str) -> bool:
 
 
 class CausalTensors:
-    """Tensors of a checkpoint by name, laid out for the device."""
+    """Tensors of a checkpoint by name, laid out for the device. Linear layers are split over the device's group."""
 
     def __init__(self, config: CausalConfig, tensors: Mapping[str, Tensor], device: Device) -> None:
         """`tensors`: those of transformers' class: `model.layers.0.self_attn.q_proj.weight` and so on. Without
@@ -213,17 +214,27 @@ class CausalTensors:
         return tensor.float()
 
     def linear(self, outputs: Mapping[str, int], inputs: int, *, bias: bool) -> Linear:
-        """Stacks matrices with the same input into one linear layer. `outputs`: outputs of each by name."""
-        weight = torch.cat([self.get(f"{name}.weight", count, inputs) for name, count in outputs.items()])
-        biases = torch.cat([self.get(f"{name}.bias", count) for name, count in outputs.items()]) if bias else None
-        return self.device.decoder_linear(weight, biases)
+        """Stacks matrices with the same input into one linear layer, which is column-parallel. `outputs`: outputs of
+        each by name, on all ranks together."""
+        group = self.device.group
+        weight = stack_parts(group, [self.get(f"{name}.weight", count, inputs) for name, count in outputs.items()])
+        biases = [self.get(f"{name}.bias", count) for name, count in outputs.items()] if bias else None
+        return self.device.decoder_linear(weight, None if biases is None else stack_parts(group, biases))
+
+    def row_linear(self, name: str, outputs: int, inputs: int, *, bias: bool) -> Linear:
+        """Returns a row-parallel linear layer; `inputs` are those of all ranks together."""
+        weight = self.get(f"{name}.weight", outputs, inputs)
+        biases = self.get(f"{name}.bias", outputs) if bias else None
+        return row_parallel(self.device.decoder_linear, self.device.group, weight, biases)
 
     def gated_linear(
         self, gate: str, up: str, outputs: int, inputs: int, *, bias: bool, activation: str
     ) -> GatedLinear:
-        """The gate of a feed-forward and its counterpart, by their names."""
-        weights = self.get(f"{gate}.weight", outputs, inputs), self.get(f"{up}.weight", outputs, inputs)
-        biases = (self.get(f"{gate}.bias", outputs), self.get(f"{up}.bias", outputs)) if bias else None
+        """The gate of a feed-forward and its counterpart, by their names: column-parallel, `outputs` of all ranks
+        together."""
+        part = self.device.group.part(outputs)
+        weights = self.get(f"{gate}.weight", outputs, inputs)[part], self.get(f"{up}.weight", outputs, inputs)[part]
+        biases = (self.get(f"{gate}.bias", outputs)[part], self.get(f"{up}.bias", outputs)[part]) if bias else None
         return self.device.gated_linear(*weights, biases, activation)
 
     def norm(self, name: str, width: int) -> Tensor:
@@ -234,11 +245,15 @@ class CausalTensors:
         """The embedding and the output projection: the same object where their weights are equal."""
         shape = self.config.vocab_size, self.config.hidden_size
         embedding = self.get("model.embed_tokens.weight", *shape)
-        vocabulary = self.device.decoder_vocabulary(embedding)
+        vocabulary = self._matrix(embedding)
         if "lm_head.weight" not in self.tensors:
             return vocabulary, vocabulary
         head = self.get("lm_head.weight", *shape)
-        return vocabulary, vocabulary if torch.equal(embedding, head) else self.device.decoder_vocabulary(head)
+        return vocabulary, vocabulary if torch.equal(embedding, head) else self._matrix(head)
+
+    def _matrix(self, weight: Tensor) -> VocabularyMatrix:
+        one_rank = self.device.group.size == 1
+        return self.device.decoder_vocabulary(weight) if one_rank else parallel_vocabulary(self.device, weight)
 
 
 class CausalLanguageModel:
@@ -249,9 +264,13 @@ class CausalLanguageModel:
         self, config: CausalConfig, tensors: Mapping[str, Tensor], device: Device, max_positions: int = 4_096
     ) -> None:
         """`max_positions`: bound of the positions of a sequence, if below that of the checkpoint. Raises
-        WeightsCorrupt for tensors that do not fit the config."""
+        WeightsCorrupt for tensors that do not fit the config, OptionError where the device's group does not divide
+        the heads."""
+        device.group.check_heads(config.num_attention_heads, config.num_key_value_heads)
         take = CausalTensors(config, tensors, device)
         self.config, self.device = config, device
+        self.kv_heads = device.group.count(config.num_key_value_heads)
+        """Heads of keys and values on this rank."""
         self.max_positions = min(config.max_position_embeddings, max_positions)
         self.exported: dict[str, Tensor] = {}
         """Tensors for the engine that computes the model, where the device does not: there are no layers here then."""
@@ -310,19 +329,16 @@ class CausalLayer:
         config, at = take.config, f"model.layers.{index}"
         self.config, self.kernels, self.kind = config, take.device.kernels, config.layer_types[index]
         self.window = config.sliding_window if self.kind == SLIDING else 0
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        width, inner = config.hidden_size, self.heads * self.head_dim
-        kv = self.kv_heads * self.head_dim
+        group, self.head_dim = take.device.group, config.head_dim
+        self.heads, self.kv_heads = group.count(config.num_attention_heads), group.count(config.num_key_value_heads)
+        width, inner = config.hidden_size, config.num_attention_heads * self.head_dim
+        kv = config.num_key_value_heads * self.head_dim
         self.qkv = take.linear(
             {f"{at}.self_attn.{kind}_proj": inner if kind == "q" else kv for kind in "qkv"},
             width,
             bias=config.input_bias,
         )
-        self.out = take.linear({f"{at}.self_attn.o_proj": width}, inner, bias=config.output_bias)
+        self.out = take.row_linear(f"{at}.self_attn.o_proj", width, inner, bias=config.output_bias)
         hidden = config.intermediate_size
         self.gate_up = take.gated_linear(
             f"{at}.mlp.gate_proj",
@@ -332,7 +348,7 @@ class CausalLayer:
             bias=config.mlp_bias,
             activation=config.activation,
         )
-        self.down = take.linear({f"{at}.mlp.down_proj": width}, hidden, bias=config.mlp_bias)
+        self.down = take.row_linear(f"{at}.mlp.down_proj", width, hidden, bias=config.mlp_bias)
         self.input_norm = take.norm(f"{at}.input_layernorm", width)
         before_mlp = "pre_feedforward_layernorm" if config.norms_outputs else "post_attention_layernorm"
         self.mlp_norm = take.norm(f"{at}.{before_mlp}", width)

@@ -136,7 +136,7 @@ class EncoderDecoderModel(ABC):
     layers: int
     """Decoder layers."""
     heads: int
-    """Attention heads of a decoder layer: its keys, values and cross-attention queries have as many."""
+    """Attention heads of a decoder layer on this rank: its keys, values and cross-attention queries have as many."""
     head_dim: int
     """Numbers of one head's key in a page."""
     attention_scale: float
@@ -149,6 +149,10 @@ class EncoderDecoderModel(ABC):
     special_tokens: SpecialTokenIds | None = None
     """Ids of the tokens that are not text. None: a prompt is one token, and all tokens but `eos` are text;
     requests with a task, a prompt or timestamps are refused."""
+    tensor_parallel: bool = False
+    """Whether the decoder is split over the device's group (devices/tensor_parallel). `decode` and `align` then
+    return all logits and scores on rank 0 alone, `heads` and what `cross_keys_values` returns are this rank's, and
+    ranks other than 0 are never asked to `encode`."""
     pads_to_window: bool = False
     """Whether the encoder fills a window of fixed length with silence (Whisper: 30 s), part of which it leaves out
     unless a clip is `whole`. False: `whole` changes nothing."""

@@ -36,9 +36,9 @@ class PagedKeyValues(NamedTuple):
         """Returns the keys of a row's first `positions` in `heads` of a layer: (heads, head_dim, positions)."""
         keys, slots = self.pool[:, layer, 0], self.pool.shape[-1] // PAGE
         pages = self.block_tables[row, : -(-positions // PAGE)].long()
-        selected = torch.tensor(heads, device=keys.device)
+        selected = torch.tensor(heads, dtype=torch.int64, device=keys.device)
         paged = keys[pages[:, None], selected].view(len(pages), len(heads), slots, PAGE)
-        return paged.permute(1, 2, 0, 3).reshape(len(heads), slots, -1)[..., :positions]
+        return paged.permute(1, 2, 0, 3).reshape(len(heads), slots, len(pages) * PAGE)[..., :positions]
 
     def attention_scores(
         self,

@@ -87,9 +87,9 @@ def open_engine(name: str, config: ServeConfig) -> EngineParts:
 
 def _standalone(config: EngineConfig) -> EngineConfig:
     """Settings of the engine of another model than the default one: peers have only that, a decoding graph is of its
-    tokens, and vLLM has its language model."""
+    tokens, its decoder alone is split, and vLLM has its language model."""
     return msgspec.structs.replace(
-        config, role="both", peers=(), decoding_graph=None, backend="native", vllm_python=None
+        config, role="both", peers=(), decoding_graph=None, tensor_parallel_size=1, backend="native", vllm_python=None
     )
 
 

@@ -24,6 +24,7 @@ FLAGS = {
     "--device": "device",
     "--dtype": "dtype",
     "--quantize": "engine.quantize",
+    "--tensor-parallel-size": "engine.tensor_parallel_size",
     "--weights": "weights",
     "--role": "engine.role",
     "--peer": "engine.peers",
@@ -60,6 +61,7 @@ def serve(
     device: Annotated[str | None, flag("--device", metavar="DEVICE")] = None,
     dtype: Annotated[str | None, flag("--dtype", metavar="DTYPE")] = None,
     quantize: Annotated[str | None, flag("--quantize", metavar="none|int8|dynamic")] = None,
+    tensor_parallel_size: Annotated[str | None, flag("--tensor-parallel-size", metavar="N")] = None,
     weights: Annotated[str | None, flag("--weights", metavar="DIR")] = None,
     role: Annotated[str | None, flag("--role", metavar="both|encode|decode")] = None,
     peer: Annotated[
@@ -143,6 +145,7 @@ def serve(
             "--device": device,
             "--dtype": dtype,
             "--quantize": quantize,
+            "--tensor-parallel-size": tensor_parallel_size,
             "--weights": weights,
             "--role": role,
             "--peer": peer,

@@ -79,7 +79,8 @@ class EngineProcessServer:
             fingerprint = checkpoint.fingerprint()
             turns = load_turn_model(spec.turn_model if isinstance(checkpoint.card, AsrCard) else "none")
             keep_memory()
-            parts = checkpoint.build(spec.device, spec.dtype, spec.config.quantize)
+            config = spec.config
+            parts = checkpoint.build(spec.device, spec.dtype, config.quantize, config.tensor_parallel_size)
             meeting = checkpoint.peer_identity(spec.config, spec.listen, spec.peer_keys)
             self._metrics = EngineMetrics(checkpoint.card.name)
             loop = self._loop = build_loop(

@@ -232,8 +232,6 @@ class DecodeBatch:
         # At least one sequence of the greatest length, and the scratch page.
         pages = max(kv_bytes // page_bytes, 1 + own_width + audio_width)
         self.page_pool = PagePool(pages)
-        self.kv_cache = device.allocate(pages, *shape)
-        self.kv_cache[0].zero_()
         rows = device.padded_rows(max_rows)
         self.rows: list[DecodeRow] = []
         self.tokens = torch.full((rows,), model.bos, dtype=torch.int64)

@@ -30,15 +30,16 @@ from asr_serve.engine.seq2seq.decode_batch import (
     rows_for,
 )
 from asr_serve.engine.seq2seq.encoder import BorrowedPages, EncoderResult, OwnedPages
+from asr_serve.engine.seq2seq.paged_decoder import PagedDecoder, TensorParallelDecoder
 from asr_serve.engine.seq2seq.prompt_chunks import STEP_POSITIONS, PromptChunk, schedule_chunks
 from asr_serve.errors import OptionError
 from asr_serve.kernels import PAGE
 from asr_serve.models.interfaces import EncoderDecoderModel
-from asr_serve.models.packing import PagedKeyValues
 
 if TYPE_CHECKING:
     from asr_serve.engine.seq2seq.decode_batch import DecodeRow
     from asr_serve.engine.seq2seq.encoder_cache import EncoderCache
+    from asr_serve.engine.tensor_parallel.rank_processes import RankProcesses
 
 
 class AlignmentQueries:
@@ -47,14 +48,14 @@ class AlignmentQueries:
     greatest length."""
 
     def __init__(self, model: EncoderDecoderModel, layers: Sequence[Tensor], logit_positions: Tensor | None) -> None:
-        """`layers`: queries (positions, heads * head_dim) of each layer with alignment heads; `logit_positions`:
-        positions with logits; None: all."""
+        """`layers`: queries (positions, heads * head_dim) of each layer with alignment heads; none where a decoder
+        returns no queries. `logit_positions`: positions with logits; None: all."""
         self._model, self._layers, self._logit_positions = model, layers, logit_positions
         self._recorded: list[tuple[DecodeRow, int]] = []
 
     def record(self, row: DecodeRow, logit_position: int) -> None:
         """Records the query of logit position `logit_position` for the row's token that was decided there."""
-        if row.hypothesis.options.words:
+        if row.hypothesis.options.words and self._layers:
             self._recorded.append((row, logit_position))
 
     def flush(self) -> None:
@@ -84,13 +85,14 @@ class ForwardOutputs(NamedTuple):
     no_speech_logprobs: Tensor | None = None
 
 
-def forward_outputs(model: EncoderDecoderModel, wanted: Tensor | None, *made: Tensor) -> ForwardOutputs:
-    """`made`: outputs in order: tokens, logprobs, logits, hidden; queries of each alignment layer; no-speech log
-    probabilities, if any."""
+def forward_outputs(decoder: PagedDecoder, wanted: Tensor | None, *made: Tensor) -> ForwardOutputs:
+    """`made`: outputs in order: tokens, logprobs, logits, hidden; queries of each alignment layer, if the decoder
+    returns any; no-speech log probabilities, if any."""
     tokens, logprobs, logits, hidden, *extra = made
-    layers = len(model.alignment.heads)
+    layers = decoder.query_layers
     no_speech = extra[layers] if len(extra) > layers else None
-    return ForwardOutputs(tokens, logprobs, logits, hidden, AlignmentQueries(model, extra[:layers], wanted), no_speech)
+    queries = AlignmentQueries(decoder.model, extra[:layers], wanted)
+    return ForwardOutputs(tokens, logprobs, logits, hidden, queries, no_speech)
 
 
 MAX_VERIFY_POSITIONS = 256
@@ -101,11 +103,23 @@ class DecodeRunner:
     """Decodes up to `max_rows` sequences, one token each per step; they join and leave between any two steps."""
 
     def __init__(
-        self, model: EncoderDecoderModel, device: Device, max_rows: int, kv_bytes: int, longest_frames: int
+        self,
+        model: EncoderDecoderModel,
+        device: Device,
+        max_rows: int,
+        kv_bytes: int,
+        longest_frames: int,
+        ranks: RankProcesses | None = None,
     ) -> None:
+        """`ranks`: other processes that the decoder is split over. Raises RankLost."""
         self.model, self.device, self.max_rows = model, device, max_rows
         self.batch = DecodeBatch(model, device, max_rows, kv_bytes, longest_frames)
-        self.rows, self.page_pool, self.kv_cache = self.batch.rows, self.batch.page_pool, self.batch.kv_cache
+        self.rows, self.page_pool = self.batch.rows, self.batch.page_pool
+        pages = self.page_pool.pages
+        self.decoder = (
+            PagedDecoder(model, device, pages) if ranks is None else TensorParallelDecoder(model, device, pages, ranks)
+        )
+        self.kv_cache = self.decoder.kv_cache
         self.finished_rows: list[DecodeRow] = []
         """Rows that have ended: without a slot in the batch, with all of their pages."""
         self.prompts = DecoderPrompts(model, device)
@@ -119,10 +133,11 @@ class DecodeRunner:
         accepted."""
         self.encoder_cache: EncoderCache | None = None
         """Cache of audio and prompts, which sets this itself."""
-        self._step_plain = device.capture(self._forward)
-        self._step_ruled = device.capture(partial(self._forward_ruled, begun=True))
-        self._step_timed = device.capture(partial(self._forward_ruled, timed=True))
-        self._step_timed_prefill = device.capture(partial(self._forward_ruled, timed=True, begun=True))
+        capture = self.decoder.capture
+        self._step_plain = capture(self._forward)
+        self._step_ruled = capture(partial(self._forward_ruled, begun=True))
+        self._step_timed = capture(partial(self._forward_ruled, timed=True))
+        self._step_timed_prefill = capture(partial(self._forward_ruled, timed=True, begun=True))
 
     # --- capacity ---------------------------------------------------------------------------------------
 
@@ -222,10 +237,9 @@ class DecodeRunner:
     def store_encoder_result(self, result: EncoderResult) -> list[int]:
         """Copies encoded audio into new pages, with a reference to each for the caller."""
         pages = self.page_pool.allocate(pages_for(result.frames))
-        table = torch.tensor(pages, dtype=torch.int32, device=self.device.torch_device)
         with contextlib.ExitStack() as unless_stored:
             unless_stored.callback(self.page_pool.free_pages, pages)
-            self.device.kernels.store(self.kv_cache, result.decoder_input, table)
+            self.decoder.store(result.decoder_input, pages)
             unless_stored.pop_all()
         return pages
 
@@ -388,8 +402,7 @@ class DecodeRunner:
                 )
                 ended.append(row)
         if copies:
-            pages = torch.tensor(copies, device=passed.logits.device)
-            self.kv_cache[pages[:, 1]] = self.kv_cache[pages[:, 0]]
+            self.decoder.copy_pages(copies)
         return ended
 
     # --- prefill and verification -----------------------------------------------------------------------
@@ -542,13 +555,13 @@ class DecodeRunner:
         inputs = at.tokens, own, at.token_lengths, audio, at.audio_lengths
         selected = tuple(each for each in (at.logit_positions, at.embeddings) if each is not None)
         if self.prompts.rules is None or all(rule == PLAIN_TOKEN for rule in rules):
-            return forward_outputs(self.model, at.logit_positions, *self._step_plain(*inputs, *selected))
+            return forward_outputs(self.decoder, at.logit_positions, *self._step_plain(*inputs, *selected))
         count = len(at.tokens if at.logit_positions is None else at.logit_positions)
         padded_rules = torch.tensor([*rules, *[FORCED_TOKEN] * (count - len(rules))])
         step = self._step_ruled
         if any(rule.text_from != UNTIMED for rule in rules):
             step = self._step_timed if all(rule.level == SUPPRESS for rule in rules) else self._step_timed_prefill
-        return forward_outputs(self.model, at.logit_positions, *step(padded_rules, *inputs, *selected))
+        return forward_outputs(self.decoder, at.logit_positions, *step(padded_rules, *inputs, *selected))
 
     def logits(self, at: ForwardInputs, rules: Sequence[TokenRule]) -> Tensor:
         """Returns logits (positions, vocabulary) of as many positions as there are rules; writes keys and
@@ -556,7 +569,7 @@ class DecodeRunner:
         return self._run_forward(at, rules).logits[: len(rules)]
 
     def _forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        logits, hidden, *queries = self._decode(*inputs)
+        logits, hidden, *queries = self.decoder.decode(*inputs)
         if self.prompts.rules is not None:
             self.prompts.rules.always(logits)
         return (*self._argmax(logits, hidden), logits, hidden, *queries)
@@ -568,31 +581,13 @@ class DecodeRunner:
         may include start-of-transcript."""
         assert self.prompts.rules is not None
         assert self.prompts.special is not None
-        logits, hidden, *queries = self._decode(*inputs)
+        logits, hidden, *queries = self.decoder.decode(*inputs)
         no_speech: tuple[Tensor, ...] = ()
         if begun:
             scores = logits.float()
             no_speech = (scores[:, self.prompts.special.no_speech] - scores.logsumexp(dim=1),)
         self.prompts.rules.apply(logits, rules, timed)
         return (*self._argmax(logits, hidden), logits, hidden, *queries, *no_speech)
-
-    def _decode(
-        self,
-        tokens: Tensor,
-        own: Tensor,
-        own_lengths: Tensor,
-        audio: Tensor,
-        audio_lengths: Tensor,
-        wanted: Tensor | None = None,
-        *embeddings: Tensor,
-    ) -> tuple[Tensor, ...]:
-        return self.model.decode(
-            tokens,
-            PagedKeyValues(self.kv_cache, own, own_lengths),
-            PagedKeyValues(self.kv_cache, audio, audio_lengths),
-            wanted,
-            *embeddings,
-        )
 
     def _argmax(self, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         picked = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

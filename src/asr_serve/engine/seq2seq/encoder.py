@@ -33,7 +33,7 @@ class EncoderResult(NamedTuple):
 
     decoder_input: Tensor
     """Cross-attention keys and values (frames, layers, 2, width); of a SpeechLanguageModel embeddings (frames,
-    width)."""
+    width); for a decoder that is split over ranks the encoder frames (frames, width)."""
 
     @property
     def frames(self) -> int:
@@ -59,14 +59,15 @@ class EncodeRunner:
 
     def __init__(self, model: EncoderDecoderModel, device: Device) -> None:
         self.model, self.device = model, device
+        self.stores_hidden = isinstance(model, SpeechLanguageModel) or device.group.size > 1
+        """Whether the decoder is given encoder frames, and not their keys and values."""
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[np.ndarray], whole: Sequence[bool] = ()) -> list[EncoderResult]:
         """Returns one result for each array of samples, float32 at 16 kHz. `whole`: whether all of its window is
         encoded, for models with one; empty: for none."""
         hidden, packing = self.encode_hidden(batch, whole)
-        embeds = isinstance(self.model, SpeechLanguageModel)
-        decoder_input = hidden if embeds else self.model.cross_keys_values(hidden)
+        decoder_input = hidden if self.stores_hidden else self.model.cross_keys_values(hidden)
         return [
             EncoderResult(decoder_input[offset : offset + frames])
             for offset, frames in zip(packing.offsets, packing.frames, strict=True)

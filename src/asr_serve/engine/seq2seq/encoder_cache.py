@@ -44,7 +44,7 @@ class EncoderCache:
         """`page_bytes`: bound of pages that only this cache references. They are the runner's own, and its rows
         reclaim them when they need them. `tiers`: for evicted audio that was reused before: copying what is never
         requested again costs more than it saves."""
-        self._runner, self._page_bytes, self._offload = runner, runner.kv_cache[0].nbytes, tiers
+        self._runner, self._page_bytes, self._offload = runner, runner.decoder.page_bytes, tiers
         self._reused_keys: LruCache[bool] = LruCache(REUSED_KEYS_BYTES)
         self.answers: LruCache[Recognition] = LruCache(answer_bytes)
         self.prefix_cache = PrefixCache(runner.page_pool, page_bytes // self._page_bytes, self._on_evict)
@@ -59,9 +59,9 @@ class EncoderCache:
         if self.stats is not None:
             self.stats.record_eviction()
         if self._offload is not None and root in self._reused_keys and not self.is_offloaded(root):
-            copy = self._runner.kv_cache[pages]
+            copy = self._runner.decoder.read_pages(pages)
             _zero_tail(copy, frames)
-            data = copy.cpu().reshape(-1).view(torch.uint8).numpy()
+            data = copy.reshape(-1).view(torch.uint8).numpy()
             self._offload.put(OFFLOAD_PREFIX + root, [frames.to_bytes(8, "little"), data.data], pinned=False)
 
     # --- answers ----------------------------------------------------------------------------------------
@@ -97,7 +97,8 @@ class EncoderCache:
     def insert_fetched(self, root: bytes, parts: Sequence[memoryview] | None, room: int) -> None:
         """Copies fetched audio into pages, if `room` pages are enough. `parts`: None if it is lost. Runs as a step
         that may fail."""
-        if parts is None or root in self.prefix_cache or (count := len(parts[1]) // self._page_bytes) > room:
+        decoder = self._runner.decoder
+        if parts is None or root in self.prefix_cache or (count := len(parts[1]) // decoder.saved_page_bytes) > room:
             return
         assert self.stats is not None
         with contextlib.ExitStack() as after, StepGuard(self.stats, "encode", "restoring", lambda _: None):
@@ -106,7 +107,8 @@ class EncoderCache:
             after.callback(runner.page_pool.free_pages, pages)
             # Not copied: the memory is lent until this returns, and by then the pages have it, on a device too.
             source = tensor_from_array(np.frombuffer(data, np.uint8)).view(runner.kv_cache.dtype)
-            runner.kv_cache[pages] = source.view(count, *runner.kv_cache.shape[1:]).to(runner.kv_cache.device)
+            layers, two, _, block = runner.kv_cache.shape[1:]
+            decoder.write_pages(pages, source.view(count, layers, two, -1, block))
             self.prefix_cache.insert(root, pages, int.from_bytes(head, "little"))
 
     def store_row_audio(self, row: DecodeRow) -> None:

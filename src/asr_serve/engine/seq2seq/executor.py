@@ -111,6 +111,7 @@ class Seq2SeqExecutor:
             lambda: context.call(lambda: None),
             alone=self._alone,
         )
+        self.decode_runner.decoder.watch(context.call)
 
     @property
     def due_s(self) -> float | None:
@@ -143,6 +144,7 @@ class Seq2SeqExecutor:
         finally:
             for utterance in self.open_requests.values():
                 reject(utterance.future, error)
+            self.decode_runner.decoder.close()
 
     def report(self) -> dict[str, int]:
         pages = self.decode_runner.page_pool

@@ -167,9 +167,7 @@ class AlternativeScorer:
             own[position:end, page_range.start : page_range.stop] = torch.tensor(assigned, dtype=own.dtype)
             copies.append((feed.finished.row.block_table[page_range.start], assigned[0]))
             position, used = end, used + len(page_range)
-        pool = self._runner.kv_cache
-        sources, into = torch.tensor(copies, device=pool.device).T
-        pool[into] = pool[sources]
+        self._runner.decoder.copy_pages(copies)
 
 
 MAX_SPAN_WORDS = 3

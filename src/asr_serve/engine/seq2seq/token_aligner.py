@@ -118,7 +118,9 @@ class TokenAligner:
         packing.total = device.padded_rows(packing.total)
         tokens = torch.tensor([token for tokens in inputs for token in tokens])
         tokens = F.pad(tokens, (0, packing.total - len(tokens))).to(device.torch_device)
-        scores = model.align(tokens, packing, self._audio(ended), [self._frames(each) for each in ended])
+        audio = self._audio(ended)
+        frames = [self._frames(each) for each in ended]
+        scores = self._runner.decoder.align(tokens, packing, audio.block_tables, audio.lengths, frames)
         return [row_scores[:, len(prompt) - 1 :] for prompt, row_scores in zip(prompts, scores, strict=True)]
 
     def _prompt(self, each: FinishedRow) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from asr_serve import devices
 from asr_serve.config import EngineConfig, voices_dir
 from asr_serve.devices.interface import Device
 from asr_serve.engine.executor import EngineComponents
+from asr_serve.engine.tensor_parallel.rank_processes import not_split
 from asr_serve.engine.tts.chunked_runner import ChunkedTtsRunner
 from asr_serve.engine.tts.custom_voices import CustomVoiceLoader
 from asr_serve.engine.tts.executor import TtsExecutor
@@ -48,9 +49,14 @@ class VoiceCheckpoint(NamedTuple):
             )
         return cls(model, model_weights.published_or_given_folder(model, weights), chosen, vocoder_folder)
 
-    def build(self, device: str, dtype: str, quantize: Quantize = "none") -> EngineComponents:
+    def build(
+        self, device: str, dtype: str, quantize: Quantize = "none", tensor_parallel_size: int = 1
+    ) -> EngineComponents:
         """Loads and packs the weights, on the thread that is to compute (decision 0005). In fp32 by default: the
-        audio of a sentence does not depend on its batch."""
+        audio of a sentence does not depend on its batch. Raises OptionError for a voice that is to be split over
+        processes."""
+        if tensor_parallel_size > 1:
+            raise not_split(self.card.name, tensor_parallel_size)
         target = devices.make_device(device, "fp32" if dtype == "auto" else dtype, quantize)
         vocoder = None
         if self.vocoder is not None and self.vocoder_folder is not None:

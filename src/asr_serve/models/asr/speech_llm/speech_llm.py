@@ -11,7 +11,10 @@ from asr_serve.models.packing import PagedKeyValues
 
 class SpeechLlm(SpeechLanguageModel):
     """Speech LLM around a causal language model. A family adds the audio encoder with its adaptor (`encode`,
-    `count_frames`, `frame_samples`) and the prompt (`prompt_tokens`)."""
+    `count_frames`, `frame_samples`) and the prompt (`prompt_tokens`); it may leave the encoder out on ranks of the
+    device's group other than 0, which only decode."""
+
+    tensor_parallel = True
 
     def __init__(self, language_model: CausalLanguageModel, eos: int, stop_tokens: tuple[int, ...] = ()) -> None:
         """`eos`, `stop_tokens`: tokens that end an answer."""
@@ -20,7 +23,7 @@ class SpeechLlm(SpeechLanguageModel):
         self.vocab_size, self.width = config.vocab_size, config.hidden_size
         self.bos, self.eos, self.stop_tokens = 0, eos, stop_tokens  # any token fills the rows that nobody uses
         self.max_tokens = language_model.max_positions
-        self.layers, self.heads, self.head_dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        self.layers, self.heads, self.head_dim = config.num_hidden_layers, language_model.kv_heads, config.head_dim
         self.attention_scale = config.attention_scale
         self.head_weight = language_model.head_weight
 

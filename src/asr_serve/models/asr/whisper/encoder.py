@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from asr_serve.audio.features.whisper_log_mel import PackedLogMel
 from asr_serve.devices.interface import Device, Linear
+from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup, row_parallel
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.asr.whisper.encoder_window import SILENCE_STRIDE, WhisperWindow
 from asr_serve.models.causal_lm import RotaryConfig, rotate_halves
@@ -85,16 +86,24 @@ class WhisperEncoder:
 
 
 class WhisperTensors:
-    """Tensors of a checkpoint by name, laid out for the device.
+    """Tensors of a checkpoint by name, laid out for the device, and split over a group of ranks.
 
     Heads get `extra` dimensions where positions may stand for several. In the last one every query is 1, and a key
     that stands for n positions holds log(n) divided by the scale of the scores: so it weighs as much as n equal keys
     in any kernel.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: Device, *, weighted: bool = True) -> None:
-        """`weighted`: whether a position may stand for several; without it heads have no extra dimensions."""
-        self.device = device
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        device: Device,
+        *,
+        weighted: bool = True,
+        group: TensorParallelGroup = SINGLE_RANK,
+    ) -> None:
+        """`weighted`: whether a position may stand for several; without it heads have no extra dimensions. `group`: the
+        device's for layers that are split over it."""
+        self.device, self.group = device, group
         # Fused kernels need multiples of 8, but for the processor's.
         self.extra = (1 if device.torch_device.type == "cpu" else 8) if weighted else 0
         # Some checkpoints omit the prefix.
@@ -112,19 +121,27 @@ class WhisperTensors:
         return self.vector(f"{name}.weight"), self.vector(f"{name}.bias")
 
     def linear(self, name: str) -> Linear:
-        return self.device.linear(self.get(f"{name}.weight"), self.get(f"{name}.bias"))
+        """Returns a linear layer, column-parallel in a group."""
+        weight, bias = self.get(f"{name}.weight"), self.get(f"{name}.bias")
+        part = self.group.part(len(weight))
+        return self.device.linear(weight[part], bias[part])
+
+    def row_linear(self, name: str) -> Linear:
+        """Returns a linear layer after a column-parallel one."""
+        return row_parallel(self.device.linear, self.group, self.get(f"{name}.weight"), self.get(f"{name}.bias"))
 
     def heads(self, heads: int, *names: str, scale: float = 1.0) -> Linear:
         """Stacks queries, keys and values of the same input into one extended linear layer; queries are multiplied
-        by `scale`. Keys have no bias."""
+        by `scale`. Keys have no bias. In a group it has this rank's part of the `heads`."""
         weights, biases = [], []
         for name in names:
             weight = self.get(f"{name}.weight")
             bias = weight.new_zeros(len(weight)) if name.endswith("k_proj") else self.get(f"{name}.bias")
             factor, extra_bias = (scale, 1.0) if name.endswith("q_proj") else (1.0, 0.0)
-            by_head = (weight * factor).view(heads, -1, weight.shape[1])
+            part = self.group.part(heads)
+            by_head = (weight * factor).view(heads, -1, weight.shape[1])[part]
             weights.append(F.pad(by_head, (0, 0, 0, self.extra)).flatten(0, 1))
-            biases.append(F.pad((bias * factor).view(heads, -1), (0, self.extra)))
+            biases.append(F.pad((bias * factor).view(heads, -1)[part], (0, self.extra)))
             if self.extra:
                 biases[-1][:, -1] = extra_bias
         return self.device.linear(torch.cat(weights), torch.cat(biases).flatten())
@@ -133,7 +150,7 @@ class WhisperTensors:
         """Returns the projection after attention, extended to ignore the extra dimensions."""
         weight = self.get(f"{name}.weight")
         by_head = F.pad(weight.view(len(weight), heads, -1), (0, self.extra))
-        return self.device.linear(by_head.flatten(1), self.get(f"{name}.bias"))
+        return row_parallel(self.device.linear, self.group, by_head.flatten(1), self.get(f"{name}.bias"))
 
 
 class _WhisperStem:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asr_serve.devices.interface import Device
+from asr_serve.devices.tensor_parallel import parallel_vocabulary
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models import alignment_heads as again
 from asr_serve.models.alignment_heads import whisper_alignment
@@ -135,31 +136,37 @@ class Model(EncoderDecoderModel):
 
     special_tokens: SpecialTokens
     pads_to_window = True
+    tensor_parallel = True
 
     def __init__(self, config: Config, tensors: dict[str, Tensor], device: Device) -> None:
         self.config, self.device, self.kernels = config, device, device.kernels
         self.special_tokens = config.special
         self.bos, self.eos = config.special.sot, config.special.eot
         self.max_tokens = config.max_target_positions
-        self.layers, self.heads = config.decoder_layers, config.decoder_attention_heads
-        take = WhisperTensors(tensors, device)
-        self.head_dim = config.d_model // self.heads + take.extra
-        self.attention_scale = (config.d_model // self.heads) ** -0.5
-        self.encoder = WhisperEncoder(config.encoder, take)
-        self.cross_kv = take.heads(
-            self.heads,
+        all_heads, group = config.decoder_attention_heads, device.group
+        group.check_heads(all_heads)
+        self.layers, self.heads = config.decoder_layers, group.count(all_heads)
+        take, take_part = WhisperTensors(tensors, device), WhisperTensors(tensors, device, group=group)
+        self.own_dim = config.d_model // all_heads
+        """Numbers of a head without the extra dimensions."""
+        self.head_dim, self.attention_scale = self.own_dim + take.extra, self.own_dim**-0.5
+        # The first rank encodes.
+        encoder = msgspec.structs.replace(config.encoder, layers=0) if group.rank else config.encoder
+        self.encoder = WhisperEncoder(encoder, take)
+        self.cross_kv = take_part.heads(
+            all_heads,
             *[f"decoder.layers.{i}.encoder_attn.{kind}_proj" for i in range(config.decoder_layers) for kind in "kv"],
         )
         self.decoder = [
-            _WhisperDecoderLayer(take, f"decoder.layers.{i}", self.heads) for i in range(config.decoder_layers)
+            _WhisperDecoderLayer(take_part, f"decoder.layers.{i}", all_heads) for i in range(config.decoder_layers)
         ]
         self.decoder_norm = take.norm("decoder.layer_norm")
         self.positions = take.vector("decoder.embed_positions.weight")
-        self.embedding = self.head = device.vocabulary(take.get("decoder.embed_tokens.weight"))
+        self.embedding = self.head = parallel_vocabulary(device, take.get("decoder.embed_tokens.weight"))
         self.vocab_size, self.head_weight = len(self.embedding), self.head.weight
         self.frame_samples = POSITION_SAMPLES
         self.alignment = whisper_alignment(
-            config.vocab_size, self.layers, self.heads, config.d_model, config.alignment_heads
+            config.vocab_size, self.layers, all_heads, config.d_model, config.alignment_heads
         )
 
     def prompt_tokens(self, options: PromptOptions) -> tuple[int, ...]:
@@ -180,7 +187,7 @@ class Model(EncoderDecoderModel):
 
     def cross_keys_values(self, hidden: Tensor) -> Tensor:
         kv = self.cross_kv(hidden[:, :-1].contiguous()).view(-1, self.layers, 2, self.heads, self.head_dim)
-        kv[:, :, 0, :, -1] = hidden[:, -1, None, None] * (self.config.d_model // self.heads) ** 0.5
+        kv[:, :, 0, :, -1] = hidden[:, -1, None, None] * self.own_dim**0.5
         return kv.flatten(3)
 
     def decode(
@@ -204,7 +211,7 @@ class Model(EncoderDecoderModel):
 
 class _WhisperDecoderLayer:
     def __init__(self, take: WhisperTensors, at: str, heads: int) -> None:
-        self.device, self.heads = take.device, heads
+        self.device, self.heads = take.device, take.group.count(heads)
         self.norm1 = take.norm(f"{at}.self_attn_layer_norm")
         self.scale = (len(self.norm1[0]) // heads) ** -0.5
         self.qkv = take.heads(heads, *[f"{at}.self_attn.{p}_proj" for p in "qkv"])
@@ -213,7 +220,7 @@ class _WhisperDecoderLayer:
         self.query = take.heads(heads, f"{at}.encoder_attn.q_proj")
         self.audio_out = take.out(heads, f"{at}.encoder_attn.out_proj")
         self.norm3 = take.norm(f"{at}.final_layer_norm")
-        self.up, self.down = take.linear(f"{at}.fc1"), take.linear(f"{at}.fc2")
+        self.up, self.down = take.linear(f"{at}.fc1"), take.row_linear(f"{at}.fc2")
 
     def __call__(
         self, index: int, x: Tensor, positions: Tensor, own: PagedKeyValues, audio: PagedKeyValues, kernels: ModuleType

@@ -1,0 +1,74 @@
+"""Collective operations between the ranks of an engine: gloo on the CPU, NCCL on CUDA devices."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asr_serve.devices.interface import Device
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+LOOPBACK = "127.0.0.1"
+"""Address on which gloo connects the ranks, all of which run on this machine."""
+
+
+class _ProcessGroup(Protocol):
+    """Process groups of torch.distributed, as far as they are used here."""
+
+    def allreduce(self, tensors: list[Tensor]) -> Work: ...
+    def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor]) -> Work: ...
+    def abort(self) -> None: ...
+
+
+class ProcessGroupCommunicator:
+    """Communicator over a process group of its own, beside any other in the process."""
+
+    def __init__(self, store_fd: int, device: Device, timeout_s: float) -> None:
+        """Connects to the other ranks of the device's group, which must do the same within `timeout_s`; so long may a
+        collective take. `store_fd`: file in memory through which the ranks find each other. Raises RuntimeError."""
+        self._rank, self._size, timeout = device.group.rank, device.group.size, timedelta(seconds=timeout_s)
+        store = dist.FileStore(f"/proc/self/fd/{store_fd}", self._size)  # type: ignore[attr-defined]
+        store.set_timeout(timeout)
+        made: object
+        if device.torch_device.type == "cuda":
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = timeout
+            made = dist.ProcessGroupNCCL(store, self._rank, self._size, nccl)
+        else:
+            gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            gloo._timeout = timeout
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+            made = dist.ProcessGroupGloo(store, self._rank, self._size, gloo)
+        self._group: _ProcessGroup | None = cast(_ProcessGroup, made)
+        # Also connects NCCL, which does so at its first collective.
+        self.all_reduce(torch.zeros(1, device=device.torch_device))
+
+    def all_reduce(self, x: Tensor) -> None:
+        self._open.allreduce([x]).wait()
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self._size)] if self._rank == 0 else []
+        self._open.gather([parts] if parts else [], [x]).wait()
+        return parts
+
+    def abort(self) -> None:
+        """Ends collectives that wait for a rank that is gone. May be called from any thread."""
+        if (group := self._group) is not None:
+            group.abort()
+
+    def close(self) -> None:
+        """Disconnects. Call it before the file of the store is closed: the store opens it once more as it goes, and
+        waits, with the interpreter's lock, for one that is gone."""
+        self._group = None
+
+    @property
+    def _open(self) -> _ProcessGroup:
+        assert self._group is not None, "a collective of a closed group"
+        return self._group

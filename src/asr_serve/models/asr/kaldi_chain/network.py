@@ -30,8 +30,8 @@ TILE = 32
 """Outputs and inputs to whose multiples a weight for the processor's bf16 products is padded."""
 NATIVE_SESSIONS = {torch.float32: 32, torch.bfloat16: 3}
 """Sessions of a step up to which the native call is faster, by the dtype of weights. Where the processor does not
-multiply bf16, the call widens the numbers, and with many rows oneDNN's products win; where it does, the call is faster for
-any number of sessions."""
+multiply bf16, the call widens the numbers, and with many rows oneDNN's products win; where it does, the call is faster
+for any number of sessions."""
 
 
 class LayerSpec(msgspec.Struct, frozen=True):

@@ -19,8 +19,9 @@ from asr_serve.audio.features.whisper_log_mel import PackedLogMel
 from asr_serve.devices.interface import Device, Linear
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup, row_parallel
 from asr_serve.errors import WeightsCorrupt
+from asr_serve.kernels.decoder_reference import rotate_halves
 from asr_serve.models.asr.whisper.encoder_window import SILENCE_STRIDE, WhisperWindow
-from asr_serve.models.causal_lm import RotaryConfig, rotate_halves
+from asr_serve.models.causal_lm import RotaryConfig
 from asr_serve.models.packing import PackedBatch, pack_clips, packed_buffer, tap_matrix
 
 

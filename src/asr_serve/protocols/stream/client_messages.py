@@ -104,7 +104,7 @@ def parse_query(query: Mapping[str, Sequence[str]], *, packets: bool) -> NewSess
         words=fields.flag("words") or False,
         speakers=speakers or False,
         **numbers,
-        itn=fields.flag("itn") or False,
+        itn=fields.flag("itn"),
         **parse_language_model(fields, complete=True),
     )
     return NewSessionRequest(fields.text("model"), encoding, rate_hz, options)

@@ -1,6 +1,8 @@
 // Products of bf16 rows by the processor's own instructions for pairs of bf16 numbers: matrix tiles (Intel AMX) where it
-// has them and the system lets us, else products of vectors (AVX512-BF16). Compiled for those alone.
+// has them and the system lets us, else the products of bf16.cpp. Compiled for those alone.
 #include "tiles.h"
+
+#include "bf16.h"
 
 #if defined(__AMX_BF16__)
 #include <immintrin.h>
@@ -46,12 +48,13 @@ void store(const TileProduct& product, int64_t row, int64_t rows, const float* s
 struct Tiles {
   static constexpr int64_t ROWS = 32;
 
-  Tiles() {
+  static void multiply_rows(const TileProduct& product, int64_t row, const uint16_t* x, int64_t depth) {
     Config config;
     for (int i = 0; i < 8; ++i) config.rows[i] = 16, config.bytes[i] = 64;
     _tile_loadconfig(&config);
+    for (int64_t column = 0; column < product.outputs; column += COLUMNS) multiply(product, row, x, depth, column);
+    _tile_release();
   }
-  ~Tiles() { _tile_release(); }
 
   static void multiply(const TileProduct& product, int64_t row, const uint16_t* x, int64_t depth, int64_t column) {
     const int64_t block = depth * 16;  // numbers of 16 outputs
@@ -85,45 +88,31 @@ struct Tiles {
   }
 };
 
-// Twelve rows by two vectors of sums fill the registers.
+// The products of bf16.cpp, over rows that lie together.
 struct Dots {
-  static constexpr int64_t ROWS = 48, BLOCK = 12;
+  static constexpr int64_t ROWS = 48;
 
-  template <int R>
-  static void block(const TileProduct& product, int64_t row, const uint16_t* x, int64_t depth, int64_t column) {
-    const uint16_t* weight = reinterpret_cast<const uint16_t*>(product.weight) + column * depth;
-    __m512 totals[R][2];
-    for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < depth; k += 2) {
-      const __m512bh first = (__m512bh)_mm512_loadu_si512(weight + k * 16);
-      const __m512bh second = (__m512bh)_mm512_loadu_si512(weight + depth * 16 + k * 16);
-      for (int r = 0; r < R; ++r) {
-        int32_t pair;
-        std::memcpy(&pair, x + r * depth + k, 4);
-        const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-        totals[r][0] = _mm512_dpbf16_ps(totals[r][0], both, first);
-        totals[r][1] = _mm512_dpbf16_ps(totals[r][1], both, second);
-      }
-    }
-    alignas(64) float sums[R * COLUMNS];
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2; ++v) _mm512_store_ps(sums + r * COLUMNS + v * 16, totals[r][v]);
-    store(product, row, R, sums, column);
-    store(product, row, R, sums + 16, column + 16);
-  }
-
-  static void multiply(const TileProduct& product, int64_t row, const uint16_t* x, int64_t depth, int64_t column) {
-    const int64_t end = std::min(row + ROWS, product.rows);
-    for (; row + BLOCK <= end; row += BLOCK, x += BLOCK * depth) block<BLOCK>(product, row, x, depth, column);
-    for (; row + 4 <= end; row += 4, x += 4 * depth) block<4>(product, row, x, depth, column);
-    for (; row < end; ++row, x += depth) block<1>(product, row, x, depth, column);
+  static void multiply_rows(const TileProduct& product, int64_t row, const uint16_t* x, int64_t depth) {
+    static const MultiplyBf16 multiply_bf16 = find_bf16();
+    const int64_t rows = std::min(ROWS, product.rows - row), blocks = (product.outputs + COLUMNS - 1) / COLUMNS * 2;
+    uint16_t* out = product.out + row * product.outputs;
+    multiply_bf16({.x = x, .packed = static_cast<const uint16_t*>(product.weight), .bias = product.bias, .add = nullptr,
+                   .out = out, .out_float = false, .activation = Activation::none, .rows = rows, .inputs = depth,
+                   .blocks = blocks, .outputs = product.outputs},
+                  [](int64_t items, Body body, void* context) {
+                    for (int64_t item = 0; item < items; ++item) body(context, item);
+                  });
+    if (!product.relu) return;
+    constexpr uint16_t SIGN = 0x8000, INFINITE = 0x7f80;
+    for (int64_t i = 0; i < rows * product.outputs; ++i)
+      if (out[i] & SIGN && (out[i] & ~SIGN) <= INFINITE) out[i] = 0;  // a NaN stays
   }
 };
 
 template <typename Unit>
 void multiply_all(const TileProduct& product, ParallelFor parallel) {
   constexpr int64_t ROWS = Unit::ROWS;
-  const int64_t stripes = (product.rows + ROWS - 1) / ROWS, columns = (product.outputs + COLUMNS - 1) / COLUMNS;
+  const int64_t stripes = (product.rows + ROWS - 1) / ROWS;
   int64_t depth = 0;
   for (size_t i = 0; i < product.parts; ++i) depth += product.widths[i];
   depth = (depth + DEPTH - 1) / DEPTH * DEPTH;
@@ -139,8 +128,7 @@ void multiply_all(const TileProduct& product, ParallelFor parallel) {
         std::memcpy(to + filled, product.starts[i][row + r], size_t(product.widths[i]) * 2);
       std::memset(to + filled, 0, size_t(depth - filled) * 2);
     }
-    [[maybe_unused]] Unit unit;
-    for (int64_t column = 0; column < columns; ++column) Unit::multiply(product, row, x, depth, column * COLUMNS);
+    Unit::multiply_rows(product, row, x, depth);
   };
   if (stripes > 1)
     return parallel(stripes, [](void* context, int64_t item) { (*static_cast<decltype(one)*>(context))(item); }, &one);
@@ -160,7 +148,8 @@ TileMultiply find_tiles() {
   if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512vl"))
     return nullptr;
-  return may_use_tiles() ? multiply_all<Tiles> : multiply_all<Dots>;
+  if (may_use_tiles()) return multiply_all<Tiles>;
+  return find_bf16() ? multiply_all<Dots> : nullptr;
 }
 
 }  // namespace asr_serve

@@ -66,6 +66,7 @@ STATUS: dict[type[AsrServeError], int] = {
     errors.EngineClosed: 503,
     errors.EngineCrashed: 500,
     errors.StepFailed: 500,
+    errors.RankLost: 500,
     errors.PeerGone: 500,
     errors.PeerRefused: 500,
     errors.OutOfStep: 500,

@@ -137,6 +137,27 @@ def test_words_do_not_wait_for_voice_activity(model: Model, speech: np.ndarray, 
     assert caller.spans == run_session(model, speech[: 3 * RATE_HZ]).spans
 
 
+def test_of_a_pause_only_its_beginning_is_recognized(model: Model, speech: np.ndarray):
+    """A long silence costs no more than a short one; speech that resumes in the same segment is recognized with the
+    silence before it."""
+    pause = np.zeros(s_to_samples(1.2), np.float32)
+    spoken = np.concatenate([speech[: 2 * RATE_HZ], pause])
+    with LiveClient(model, silence_schedule="inf:4000") as caller:
+        counts = []
+        for at in range(0, len(spoken), 1_600):
+            caller.write(spoken[at : at + 1_600])
+            caller.settle()
+            counts.append(streamed_samples(model))
+        assert counts[-1] == counts[-5] < len(spoken) - 0.4 * RATE_HZ, "the pause was recognized"
+        for at in range(0, 2 * RATE_HZ, 1_600):
+            caller.write(speech[at : at + 1_600])
+            caller.settle()
+        assert streamed_samples(model) > counts[-1] + len(pause)
+        caller.finish()
+    resumed = np.concatenate([spoken, speech[: 2 * RATE_HZ]])
+    assert caller.spans == run_session(model, resumed, silence_schedule="inf:4000").spans
+
+
 @pytest.mark.slow
 def test_split_speech_repeats_no_token(model: Model, packaged_speech: Path):
     """The stream goes on over the cuts: together the segments say what the stream says."""

@@ -33,6 +33,15 @@ def bf16_supported() -> bool:
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
+def packed_dtypes() -> frozenset[torch.dtype]:
+    """Types of weights that oneDNN packs on this CPU: bf16 only where it has AVX-512 or more."""
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not available or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return frozenset()
+    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return frozenset({torch.float32, torch.bfloat16} if bf16 else {torch.float32})
+
+
 def keep_memory() -> None:
     """Makes glibc keep the memory of freed tensors, on one heap for all threads, in huge pages.
 
@@ -172,8 +181,7 @@ class CpuDevice:
         self.kernels = kernels.kernels()
         self.gate = Int8Selector(self.kernels, self.threads)
         self.set_threads(self.threads)
-        available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        self.packs = bool(available) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        self.packed_dtypes = packed_dtypes()
 
     @property
     def dtype_name(self) -> str:
@@ -184,7 +192,7 @@ class CpuDevice:
             return CpuInt8Linear(weight, bias, self.kernels, self._bits(weight))
         dtype = dtype or self.dtype
         bias = None if bias is None else bias.to(dtype)
-        return (PackedLinear if self.packs else PlainLinear)(weight.to(dtype), bias)
+        return (PackedLinear if dtype in self.packed_dtypes else PlainLinear)(weight.to(dtype), bias)
 
     def vocabulary(self, weight: Tensor) -> VocabularyMatrix:
         if self.quantize != "none":
@@ -285,7 +293,7 @@ class CpuDevice:
             "threads": self.threads,
             "native": core.isa() if core else "not built: Python reference",
             "native_threads": (self.threads if core.shares_threads() else 1) if core else None,
-            "onednn": self.packs,
+            "onednn": bool(self.packed_dtypes),
             "quantize": self.quantize,
             "tensor_parallel_size": self.group.size,
             "products": products[self.quantize],

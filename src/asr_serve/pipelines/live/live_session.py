@@ -90,7 +90,14 @@ class LiveSession:
         self._audio = AudioHistory()
         if client.card.streaming:
             self._recognizer: LiveRecognizer = StreamingRecognizer(
-                client, tokenizer.decode, self._audio, words, wake, bias, language_model
+                client,
+                tokenizer.decode,
+                self._audio,
+                self._endpointer.config.pad_after_ms,
+                words,
+                wake,
+                bias,
+                language_model,
             )
         else:
             self._recognizer = RepeatedRecognizer(
@@ -279,6 +286,7 @@ class LiveSession:
             self._decided_samples,
             self.received_samples,
             self._open_until_samples,
+            self._endpointer.pause_from_samples,
             self._input_ended,
         )
 

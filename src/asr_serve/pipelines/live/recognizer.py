@@ -23,6 +23,8 @@ class AudioPosition(NamedTuple):
     received_samples: int
     open_until_samples: int
     """End of the received audio that belongs to the open segment whatever voice activity says of it."""
+    silent_from_samples: int | None
+    """Start of the pause in which the scored audio ends; None during speech, or without an open segment."""
     input_ended: bool
     """Whether no more audio will arrive and all of it was scored."""
 

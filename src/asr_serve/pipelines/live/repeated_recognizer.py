@@ -75,7 +75,7 @@ class RepeatedRecognizer:
         self._pad_after = units.ms_to_samples(endpointer.config.pad_after_ms)
         self.due_s: float | None = None
         self._last_submit_s, self._pace = -1e9, PaceEstimator()
-        self._position = AudioPosition(0, 0, 0, 0, False)
+        self._position = AudioPosition(0, 0, 0, 0, None, False)
 
     def open_segment(self, start: int, torn: bool, before: LiveSegment | None) -> RepeatedSegment:
         encoder = (

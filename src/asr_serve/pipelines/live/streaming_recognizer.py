@@ -119,7 +119,7 @@ class _TokenStream:
         """Sends the audio up to `end` if nothing is pending and there is enough of it. `last`: no more follows."""
         if self.pending is not None or self._last:
             return
-        stop = next((at for at in self.stops if self._sent_to < at <= end), None)
+        stop = self.next_stop(end)
         if stop is not None:
             end, last = stop, False
         if end - self._sent_to < MIN_CHUNK_SAMPLES and not last and stop is None:
@@ -138,6 +138,10 @@ class _TokenStream:
         self.pending = self._stream.submit_audio(np.concatenate(parts), last=last, timed=timed)
         self._sent_to, self._last = max(end, self._sent_to), last
         self.pending.add_done_callback(lambda _: wake())
+
+    def next_stop(self, end: int) -> int | None:
+        """Returns the first position up to `end` at which a chunk is yet to end; None: there is none."""
+        return next((at for at in self.stops if self._sent_to < at <= end), None)
 
     def close(self) -> None:
         if self._stream is not None:
@@ -330,13 +334,19 @@ class StreamingRecognizer:
         client: EngineClient,
         text: Detokenize,
         audio: AudioHistory,
+        pad_after_ms: int,
         wants_words: bool,
         wake: Callable[[], None],
         bias: str = "",
         language_model: LanguageModelChoice | None = None,
     ) -> None:
-        """`bias`, `language_model`: as in SearchOptions."""
+        """`pad_after_ms`: as in EndpointConfig; `bias`, `language_model`: as in SearchOptions."""
         self._client, self._text, self._audio, self._wake = client, text, audio, wake
+        self._pad_after = units.ms_to_samples(pad_after_ms)
+        lag = client.card.lag_samples(client.config.chunk_frames or 0)
+        self._pause_samples = max(self._pad_after, lag + 2 * MIN_CHUNK_SAMPLES)
+        """Audio of a pause that is recognized even if no more speech follows: the words before it are complete by
+        then."""
         self._wants_words, self._bias, self._language_model = wants_words, bias, language_model
         self.due_s: float | None = None
         self._pace = PaceEstimator()
@@ -363,14 +373,20 @@ class StreamingRecognizer:
         """Does nothing: neighbours share one stream, or no audio."""
 
     def schedule(self, each: LiveSegment, at: AudioPosition) -> None:
-        """Sends audio. When the last segment of a stream closes, the stream gets the audio up to where the
-        closing was decided, and no more: so its words depend on the audio alone. Audio that cannot be past that
-        position does not wait for its voice activity."""
+        """Sends audio. Audio that cannot be past the end of the open segment does not wait for its voice activity.
+        Of a pause only the beginning is sent, and the rest when speech goes on in the same segment: most callers are
+        silent most of the time, and their silence costs as much as speech. The last segment of a stream gets the
+        same beginning of the pause that closed it, so its words depend on the audio alone."""
         assert isinstance(each, StreamedSegment)
         while each.after is not None:
             each = each.after
         live = self._pace.priority(at.received_samples) == "live"
-        end = each.decided_samples if each.closed else at.open_until_samples
+        if each.end is not None:
+            end = min(each.decided_samples, each.end - self._pad_after + self._pause_samples)
+        else:
+            end = at.open_until_samples
+            if at.silent_from_samples is not None and each.stream.next_stop(end) is None:
+                end = min(end, at.silent_from_samples + self._pause_samples)
         each.stream.send_audio(self._audio, end, last=each.closed, live=live, wake=self._wake)
 
     def discard(self, each: LiveSegment) -> None:

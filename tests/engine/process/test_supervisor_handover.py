@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -723,12 +724,16 @@ def test_a_handover_during_another_is_refused(start, monkeypatch):
 
 @pytest.mark.slow
 def test_repeated_handovers_leak_nothing(start, reference):
-    """No process, descriptor, thread or memory: what each left behind would be counted after the first."""
+    """No process, descriptor, thread or memory: what each of four left behind would be counted four times.
+
+    There may be less than before them: what earlier tests ended is not always gone when this one begins to count.
+    """
     client, me = start("rnnt"), psutil.Process()
     stream, moved = start_stream(client, "rnnt", 4), 0
     backend_of(client).renew()
 
     def held() -> tuple[int, ...]:
+        gc.collect()
         maps = Path("/proc/self/maps")
         ours = maps.read_text().count("asr-serve") if maps.exists() else 0
         return me.num_fds(), len(me.children(recursive=True)), threading.active_count(), ours
@@ -738,7 +743,9 @@ def test_repeated_handovers_leak_nothing(start, reference):
         if not stream.finished:
             stream.send_next()
         moved += backend_of(client).renew().streams
-    wait_until(lambda: held() == before)
+    wait_until(
+        lambda: all(now <= then for now, then in zip(held(), before, strict=True)), lambda: f"{held()} after {before}"
+    )
     assert moved >= 3
     expect_reference([stream], reference, "rnnt")
     expect_empty(client)

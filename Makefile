@@ -88,8 +88,8 @@ serve: setup  ## start the server on 127.0.0.1:8000; ARGS='--port 9000' for more
 	@echo "Starting. A clip to try it with:  $$($(BIN)/python examples/demo_clip.py)"
 	@exec $(BIN)/asr-serve serve $(ARGS)
 
-# A file's tests stay in one process: they share servers.
-PYTEST   := $(BIN)/python -m pytest -n 2 --dist loadfile
+# A file's tests stay in one process: they share servers. Files come in the order of tests/file_order.py.
+PYTEST   := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup  ## every behaviour once, in two processes; ARGS='-k name' for some
 	$(PYTEST) -m 'not slow and not exhaustive' $(ARGS)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from allowed_skips import pytest_configure as pytest_configure
 from children import restore_sigint
+from file_order import pytest_collection_modifyitems as pytest_collection_modifyitems
 
 from asr_serve.config import limit_openmp_spinning
 from asr_serve.engine import executor

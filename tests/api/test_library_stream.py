@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from case_tiers import exhaustive_after
 from loaded_models import expect_idle, load_model
 
 from asr_serve.api.library import Model
@@ -152,7 +153,7 @@ def test_a_result_has_the_fields_of_funasr(results_of_beckett: list[StreamResult
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rollback", "chunk_ms"), [(0, 720), (8, 250), (40, 720)])
+@pytest.mark.parametrize(("rollback", "chunk_ms"), exhaustive_after(2, [(0, 720), (8, 250), (40, 720)]))
 def test_fixed_text_only_grows_over_segments(model: Model, packaged_speech: Path, rollback: int, chunk_ms: int) -> None:
     cities = read_audio(packaged_speech / "two_cities.wav")[: 14 * RATE_HZ]
     results = list(
@@ -192,7 +193,7 @@ SOURCES: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", exhaustive_after(4, SOURCES))
 def test_any_source_gives_the_same_text(
     model: Model, results_of_beckett: list[StreamResult], pcm16: np.ndarray, name: str
 ) -> None:
@@ -215,7 +216,7 @@ async def test_async_gives_the_same_text(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk_ms", [300, 2_000, 30_000])
+@pytest.mark.parametrize("chunk_ms", exhaustive_after(2, [300, 30_000, 2_000]))
 def test_any_chunk_size_ends_in_the_same_text(
     model: Model, results_of_beckett: list[StreamResult], pcm16: np.ndarray, chunk_ms: int
 ) -> None:

@@ -371,7 +371,11 @@ def test_numbers_in_digits(visit, served, told, tmp_path):
 
 @pytest.mark.parametrize(
     "forms",
-    [("vtt", "json"), pytest.param(("srt", "jsonl", "rttm", "ctm", "textgrid"), marks=pytest.mark.slow)],
+    [
+        ("vtt", "json"),
+        pytest.param(("srt", "rttm", "textgrid"), marks=pytest.mark.slow),
+        pytest.param(("jsonl", "ctm"), marks=pytest.mark.exhaustive),
+    ],
     ids=",".join,
 )
 def test_a_file_of_a_recording_is_the_servers(visit, endgame, told, forms):

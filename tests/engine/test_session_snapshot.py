@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from case_tiers import exhaustive_after
 from tiny_streaming import SEARCHES, clips, model
 
 from asr_serve.decoding.attention_rescoring import AttentionRescoringSearch
@@ -86,7 +87,7 @@ class Heard:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "search"), CASES)
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("blocks", exhaustive_after(1, [3, 1]))
 def test_a_restored_session_continues_bit_for_bit(name: str, search: str, blocks: int) -> None:
     said = 0
     for seed in range(3):
@@ -201,7 +202,7 @@ def wrapper_saved(name: str, blocks: int = 1) -> SessionSnapshot:
     return here.save_session(here.open_session())
 
 
-@pytest.mark.parametrize("chosen", ["hotwords", "language model", "both"])
+@pytest.mark.parametrize("chosen", exhaustive_after(1, ["both", "hotwords", "language model"]))
 @pytest.mark.parametrize(("name", "plain"), [("fastconformer 8,1", name) for name in ("ctc", "ctc batched", "rnnt")])
 def test_a_restored_session_keeps_its_hot_words_and_language_model(name: str, plain: str, chosen: str) -> None:
     def made() -> ChunkedModelRunner:

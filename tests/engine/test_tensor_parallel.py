@@ -18,6 +18,7 @@ import psutil
 import pytest
 import tiny_speech_llm
 import tiny_whisper
+from case_tiers import exhaustive_after
 from engine_clients import backend_of, engine_pid, start_engine, wait_until
 from safetensors.torch import save_file
 from tiny_moonshine import WAIT_S, clip, expect_empty, on_loop, outcome, save
@@ -135,7 +136,7 @@ MANNERS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "size"), [(WHISPER, 2), (WHISPER, 4), (SPEECH_LLM, 2)])
+@pytest.mark.parametrize(("model", "size"), exhaustive_after(2, [(WHISPER, 2), (SPEECH_LLM, 2), (WHISPER, 4)]))
 def test_a_split_decoder_answers_as_a_whole_one(start: Start, model: str, size: int) -> None:
     whole, split = start(model, 1), start(model, size)
     assert len(ranks_below(os.getpid())) == size - 1
@@ -323,7 +324,9 @@ def test_a_closed_engine_leaves_no_process_while_requests_run(start: Start) -> N
 
 @pytest.mark.parametrize(
     ("model", "size", "allowed"),
-    [(WHISPER, 3, "of 4 heads.*1, 2, 4"), (WHISPER, 8, "1, 2, 4"), (SPEECH_LLM, 4, "of 4 and 2 heads.*: 1, 2")],
+    exhaustive_after(
+        2, [(WHISPER, 3, "of 4 heads.*1, 2, 4"), (SPEECH_LLM, 4, "of 4 and 2 heads.*: 1, 2"), (WHISPER, 8, "1, 2, 4")]
+    ),
 )
 def test_a_size_that_does_not_divide_the_heads_is_refused(start: Start, model: str, size: int, allowed: str) -> None:
     with pytest.raises(OptionError, match=f"tensor_parallel_size={size}.*{allowed}") as caught:

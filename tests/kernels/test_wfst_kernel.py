@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from case_tiers import exhaustive_after
 from decoding.random_graphs import COLUMNS, WORDS, Path, all_paths, random_graph
 
 from asr_serve import kernels
@@ -78,7 +79,7 @@ def best_by_words(paths: list[Path]) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize("module", ["native", "reference"])
 def test_hypotheses_are_those_of_an_exhaustive_search(module, lookahead):
     search = built() if module == "native" else wfst_reference
-    for seed in range({("native", True): 500, ("native", False): 100}.get((module, lookahead), 40)):
+    for seed in range({("native", True): 200, ("native", False): 60}.get((module, lookahead), 20)):
         graph, scores = random_case(seed, 2 + seed % 3)
         prepared = prepare_graph(graph, lookahead=lookahead)
         paths = all_paths(graph, scores)
@@ -365,7 +366,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", exhaustive_after(2, range(8)))
 def test_native_and_reference_agree_to_the_last_bit(seed, options):
     graph, scores = random_case(seed, 47, states=12)
     prepared = prepare_graph(graph)
@@ -375,7 +376,7 @@ def test_native_and_reference_agree_to_the_last_bit(seed, options):
 
 
 @pytest.mark.parametrize("lattice_beam", [0.1, 1.5])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", exhaustive_after(4, range(12)))
 def test_native_and_reference_agree_where_few_paths_make_the_beam_wider(seed, lattice_beam):
     graph, scores = random_case(seed, 47, states=60, epsilon=0.02)
     prepared = prepare_graph(graph)
@@ -384,7 +385,7 @@ def test_native_and_reference_agree_where_few_paths_make_the_beam_wider(seed, la
     assert ours == theirs
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", exhaustive_after(6, range(16)))
 def test_best_path_of_a_long_session_is_that_of_dynamic_programming(seed):
     graph, scores = random_case(seed, 120, states=10)
     options = (INF, 2.0, 1.0, NEVER, 0, seed % 2 * NEVER, NEVER, NEVER)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from case_tiers import exhaustive_after
 from live_client import (
     RATE_HZ,
     LiveClient,
@@ -26,6 +27,24 @@ from asr_serve.api.library import Model
 from asr_serve.errors import StepFailed
 from asr_serve.pipelines import segments
 from asr_serve.pipelines.live.repeated_segment import MAX_TRIES
+
+MIXED, LONG, WINDOWS = [1_600, 100, 40_000], [200_000, 7_680], [512]
+PACKETS = [
+    (MIXED, fast_clock, True),
+    (LONG, None, True),
+    (MIXED, None, False),
+    (WINDOWS, fast_clock, False),
+    # the same again
+    (MIXED, fast_clock, False),
+    (MIXED, None, True),
+    (LONG, fast_clock, True),
+    (LONG, fast_clock, False),
+    (LONG, None, False),
+    (WINDOWS, fast_clock, True),
+    (WINDOWS, None, True),
+    (WINDOWS, None, False),
+]
+"""Sizes of packets, a clock, and whether each packet waits until all before it is answered."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,9 +82,7 @@ def said(model: Model, talk: np.ndarray) -> SegmentSpans:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [[512], [1_600, 100, 40_000], [200_000, 7_680]])
-@pytest.mark.parametrize("clock", [None, fast_clock])
-@pytest.mark.parametrize("in_step", [True, False])
+@pytest.mark.parametrize(("sizes", "clock", "in_step"), exhaustive_after(4, PACKETS))
 def test_any_packets_any_partials(model, talk, said, sizes, clock, in_step):
     caller = run_session(model, talk, sizes, clock() if clock else None, in_step=in_step)
     assert caller.spans == said

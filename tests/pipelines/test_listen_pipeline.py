@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from case_tiers import exhaustive_after
 from engine_clients import fail_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,7 +82,7 @@ def test_packets_and_partials_change_no_segment(model, talk, spans, sizes, clock
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_segment_ms", [3_000, 6_000])
+@pytest.mark.parametrize("max_segment_ms", exhaustive_after(1, [3_000, 6_000]))
 @pytest.mark.parametrize("lock_ms", [400, 1_920])
 def test_split_segments_are_the_same_too(model, talk, max_segment_ms, lock_ms):
     options = {"max_segment_ms": max_segment_ms, "lock_ms": lock_ms}
@@ -165,7 +166,7 @@ def test_the_first_partial_comes_early(model, cities):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["beckett.wav", "two_cities.wav", "endgame_nagg_nell.wav"])
+@pytest.mark.parametrize("name", exhaustive_after(2, ["beckett.wav", "two_cities.wav", "endgame_nagg_nell.wav"]))
 def test_live_text_is_that_of_a_file(model, packaged_speech, name):
     """But for the few words that the model gets otherwise when a segment ends elsewhere."""
     pcm = read_audio(packaged_speech / name)
@@ -417,7 +418,7 @@ class FailingEncoder:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["partial", "anchor", "early", "final"])
-@pytest.mark.parametrize("times", [1, MAX_TRIES - 1])
+@pytest.mark.parametrize("times", exhaustive_after(1, [MAX_TRIES - 1, 1]))
 def test_a_failed_step_costs_no_word(model, beckett, kind, times):
     pcm = np.concatenate([beckett[: 3 * RATE_HZ], silence(2.5), beckett[3 * RATE_HZ : 6 * RATE_HZ]])
     expected = run_session(model, pcm).spans

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from case_tiers import exhaustive_after
 from live_client import packets
 from streaming_tokens import SPEECH, FakeClient, Script, ScriptedSession, run_script, sample_of, script, tokens_in
 
@@ -42,9 +43,9 @@ def run_all_ways(content: Script, seed: int, held: int = 0, late_ms: int = 200, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("held", [0, 3])
-@pytest.mark.parametrize("late_ms", [200, 900])
-@pytest.mark.parametrize("schedule", ["inf:300", "inf:500", "inf:1000"])
-@pytest.mark.parametrize("pad_before_ms", [250, 300])
+@pytest.mark.parametrize("late_ms", exhaustive_after(1, [900, 200]))
+@pytest.mark.parametrize("schedule", exhaustive_after(2, ["inf:300", "inf:1000", "inf:500"]))
+@pytest.mark.parametrize("pad_before_ms", exhaustive_after(1, [300, 250]))
 def test_every_token_is_in_one_segment(held: int, late_ms: int, schedule: str, pad_before_ms: int):
     content = script(*STRETCHES, chance=random.Random(5))
     options = {"silence_schedule": schedule, "pad_before_ms": pad_before_ms, "max_segment_ms": 4_000}

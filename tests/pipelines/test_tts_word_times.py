@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+from case_tiers import exhaustive_after
 from live_client import run_session
 from loaded_models import load_model
 
@@ -60,7 +61,7 @@ def times(segments: Sequence[Segment]) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pause_s", [0.4, 3.0])
+@pytest.mark.parametrize("pause_s", exhaustive_after(1, [0.4, 3.0]))
 @pytest.mark.parametrize("vad", [True, False])
 def test_words_are_in_order_and_not_in_pauses(model: Model, cities: np.ndarray, vad: bool, pause_s: float) -> None:
     pcm, silent = pauses(cities, pause_s)
@@ -76,7 +77,7 @@ def test_words_are_in_order_and_not_in_pauses(model: Model, cities: np.ndarray, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pause_s", [0.4, 3.0])
+@pytest.mark.parametrize("pause_s", exhaustive_after(1, [0.4, 3.0]))
 def test_live_words_do_not_depend_on_how_the_audio_comes(model: Model, cities: np.ndarray, pause_s: float) -> None:
     pcm, silent = pauses(cities, pause_s)
     want = run_session(model, pcm, [len(pcm)], words=True).segments
@@ -108,7 +109,7 @@ def test_windows_have_words_too(model: Model, cities: np.ndarray) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["silence", "noise", "hum", "a second"])
+@pytest.mark.parametrize("kind", exhaustive_after(2, ["noise", "a second", "silence", "hum"]))
 def test_what_is_no_speech_has_no_words_to_place(
     model: Model, cities: np.ndarray, kind: str, rng: np.random.Generator
 ) -> None:

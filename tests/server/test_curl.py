@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from case_tiers import exhaustive_after
 from children import Child
 from running_server import MODEL, Running
 
@@ -55,7 +56,9 @@ def said(answer: Answer) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "file_first"),
-    [("--http1.1", True), ("--http1.0", False), ("--http2-prior-knowledge", True), ("--http2", False)],
+    exhaustive_after(
+        2, [("--http1.1", True), ("--http2-prior-knowledge", False), ("--http1.0", False), ("--http2", False)]
+    ),
 )
 def test_every_format(server, beckett, version, file_first):
     if version.startswith("--http2") and "HTTP2" not in FEATURES:

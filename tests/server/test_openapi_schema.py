@@ -6,11 +6,12 @@ good and values that are not, wrong methods, missing keys), then random ones. It
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import schemathesis
+from case_tiers import exhaustive_after
 from hypothesis import strategies
 from running_server import Running
 from schemathesis.config import SchemathesisConfig
@@ -44,6 +45,8 @@ PATHS = (
 )
 OPEN = ("/asr", "/v1/audio/speech", "/v1/models/{model}", "/v1/models/{model}/load", "/v1/stream/{session_id}/end")
 """One path of each kind, for which the server without keys is asked in `make test`."""
+OPEN_TOO = (ROUTE, "/v1/voices", "/v1/models/{model}/unload")
+"""Others for which it is asked in `make test-slow`."""
 KEY = "secret-boss"
 """An administrator's, so that load, unload and renew get to their names. Those are random: nothing is unloaded."""
 
@@ -114,10 +117,16 @@ def read(server: Running) -> Document:
     return dict(server.http.get("/openapi.json").json())
 
 
+def tier(path: str, keys: bool) -> Sequence[pytest.MarkDecorator]:
+    if keys or path in OPEN:
+        return ()
+    return [pytest.mark.slow] if path in OPEN_TOO else [pytest.mark.slow, pytest.mark.exhaustive]
+
+
 @pytest.mark.parametrize(
     ("path", "keys"),
     [
-        pytest.param(path, keys, marks=[] if keys or path in OPEN else pytest.mark.slow, id=f"{path}-{name}")
+        pytest.param(path, keys, marks=tier(path, keys), id=f"{path}-{name}")
         for path in PATHS
         for name, keys in (("locked", True), ("open", False))
     ],
@@ -181,7 +190,7 @@ TOGETHER: dict[str, tuple[str, list[str], Document]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", exhaustive_after(4, TOGETHER))
 @pytest.mark.usefixtures("clips_sent")
 def test_good_forms_are_heard_and_bad_ones_refused(locked, name):
     path, needed, narrowed = TOGETHER[name]

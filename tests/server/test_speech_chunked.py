@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import psutil
 import pytest
+from case_tiers import exhaustive_after
 from raw_http import Raw
 from running_server import WAIT_S, Running, eventually
 from test_speech_routes import ROUTE, events, pcm, post, speak, transcribed
@@ -80,7 +81,7 @@ def test_the_text_is_heard(speaker):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", exhaustive_after(3, FORMATS))
 def test_sound_leaves_before_its_sentence_is_made(speaker, form, monkeypatch, tmp_path):
     """The server is kept from taking more than EARLY_S until some of it was decoded here."""
     heard, taken = threading.Event(), SpeechStream._drain_events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ import psutil
 import pytest
 import streaming_moonshine
 import tiny_moonshine
+from case_tiers import exhaustive_after
 from engine_clients import NEMO, NEMO_MODEL, WAIT_S, backend_of, engine_pid, start_engine, wait_until
 from tiny_moonshine import clip
 
@@ -44,11 +46,11 @@ CHUNKS = (20_480, 2_560, 1_280, 10_240)
 """Samples that end where chunks of the models here do, as often as not."""
 KINDS: dict[str, dict[str, Any]] = {
     "ctc": {"head": "ctc"},
-    "ctc beam": {"head": "ctc", "beam": 3},
-    "rnnt": {"head": "rnnt"},
     "rnnt beam": {"head": "rnnt", "beam": 2},
     "growing": {"max_decode_rows": 4},
     "whole": {"max_decode_rows": 4},
+    "rnnt": {"head": "rnnt"},
+    "ctc beam": {"head": "ctc", "beam": 3},
 }
 
 
@@ -339,7 +341,7 @@ def tokens_of(client: EngineClient, pcm: np.ndarray) -> tuple[int, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", exhaustive_after(4, KINDS))
 def test_results_through_a_handover_equal_those_without(start, reference, kind):
     client, roll = start(kind), random.Random(kind)
     active: list[ClipStream] = []
@@ -370,7 +372,7 @@ def test_results_through_a_handover_equal_those_without(start, reference, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", exhaustive_after(4, KINDS))
 def test_handover_in_the_middle_of_an_answer_loses_nothing(start, reference, kind, monkeypatch):
     """The old process has unanswered pieces, hypotheses and requests; more come while it is to end."""
     client = start(kind)
@@ -538,7 +540,7 @@ def test_handover_of_an_encode_worker_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", exhaustive_after(4, KINDS))
 def test_the_old_process_dies_before_all_have_left_it(start, reference, kind, monkeypatch):
     client = start(kind)
     streams, tickets = start_streams(client, kind, 4), []
@@ -723,12 +725,16 @@ def test_a_handover_during_another_is_refused(start, monkeypatch):
 
 @pytest.mark.slow
 def test_repeated_handovers_leak_nothing(start, reference):
-    """No process, descriptor, thread or memory: what each left behind would be counted after the first."""
+    """No process, descriptor, thread or memory: what each of four left behind would be counted four times.
+
+    There may be less than before them: what earlier tests ended is not always gone when this one begins to count.
+    """
     client, me = start("rnnt"), psutil.Process()
     stream, moved = start_stream(client, "rnnt", 4), 0
     backend_of(client).renew()
 
     def held() -> tuple[int, ...]:
+        gc.collect()
         maps = Path("/proc/self/maps")
         ours = maps.read_text().count("asr-serve") if maps.exists() else 0
         return me.num_fds(), len(me.children(recursive=True)), threading.active_count(), ours
@@ -738,7 +744,9 @@ def test_repeated_handovers_leak_nothing(start, reference):
         if not stream.finished:
             stream.send_next()
         moved += backend_of(client).renew().streams
-    wait_until(lambda: held() == before)
+    wait_until(
+        lambda: all(now <= then for now, then in zip(held(), before, strict=True)), lambda: f"{held()} after {before}"
+    )
     assert moved >= 3
     expect_reference([stream], reference, "rnnt")
     expect_empty(client)

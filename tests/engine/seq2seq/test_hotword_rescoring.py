@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from case_tiers import exhaustive_after
 
 import asr_serve
 from asr_serve.api.library import Model
@@ -114,7 +115,7 @@ def test_the_same_words_are_found_without_a_free_page(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("left", [0, 1, 3])
+@pytest.mark.parametrize("left", exhaustive_after(2, [0, 3, 1]))
 def test_the_words_found_do_not_depend_on_other_requests(
     model: Model, left: int, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from case_tiers import exhaustive_after
 from tiny_streaming import Company, Said, clips, model
 
 from asr_serve.engine.streaming.model_runner import ChunkedModelRunner
@@ -29,6 +30,12 @@ MODELS = {
     "moonshine": ("none",),
 }
 CASES = [(name, search) for name, searches in MODELS.items() for search in searches]
+BLOCK_CASES = [(name, search, 5) for name, search in CASES] + [
+    pytest.param(name, search, blocks, marks=marks if search == MODELS[name][0] else pytest.mark.exhaustive)
+    for name, search in CASES
+    for blocks, marks in ((1, ()), (2, pytest.mark.slow))
+]
+"""Chunks of several blocks with every search; of one and of two with one search of each model."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,8 +51,7 @@ def alone(name: str, search: str, seed: int, chunk: int) -> dict[int, Said]:
     return Company(model(name), search, chunk, chunked=False).hear(clips(seed), random.Random(seed))
 
 
-@pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.slow), 5])
-@pytest.mark.parametrize(("name", "search"), CASES)
+@pytest.mark.parametrize(("name", "search", "blocks"), BLOCK_CASES)
 def test_chunked_equals_sequential_and_the_whole_utterance(name: str, search: str, blocks: int):
     network = model(name)
     chunk, seed = blocks * network.frame_block, 10 * blocks + len(name)
@@ -74,7 +80,7 @@ def test_chunked_equals_sequential_and_the_whole_utterance(name: str, search: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", exhaustive_after(2, range(6)))
 def test_batching_changes_nothing(seed: int):
     """More companies, of one model."""
     want = alone("fastconformer 8,1", "rnnt", seed, 2)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from case_tiers import exhaustive_after
 from engine_clients import NEMO, NEMO_MODEL, backend_of, engine_pid, start_engine, wait_until
 from tiny_moonshine import WAIT_S, clip
 
@@ -49,7 +50,7 @@ def tokens_and_runs(client: EngineClient, between: Callable[[int], None] = lambd
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["rnnt", "ctc"])
+@pytest.mark.parametrize("head", exhaustive_after(1, ["rnnt", "ctc"]))
 @pytest.mark.parametrize("how", ["sleep", "sleep in a file", "death", "another engine"])
 def test_token_times_survive_offload_handover_and_death(
     begin: Callable[..., EngineClient], how: str, head: str

@@ -187,6 +187,7 @@ class Supervisor:
             thread = self._threads[handover.old]
         thread.join()
         kill_timer.cancel()
+        kill_timer.join()  # its thread ends a moment after it is cancelled
         with self.lock:
             del self._threads[handover.old]
             self.handover = None

@@ -1,0 +1,52 @@
+"""The order of test files: the longest first, so that neither of two processes ends long before the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+LONGEST = (
+    "engine/process/test_supervisor_handover.py",
+    "clients_js/test_js_client.py",
+    "console/test_words_and_speakers_page.py",
+    "pipelines/test_whisper_listen.py",
+    "pipelines/test_incremental_listen.py",
+    "pipelines/test_listen_seams.py",
+    "pipelines/test_listen_pipeline.py",
+    "pipelines/test_turn_detector.py",
+    "pipelines/test_tts_word_times.py",
+    "pipelines/test_pipeline_hotwords.py",
+    "test_docs.py",
+    "console/test_console.py",
+    "server/test_server_lifecycle.py",
+    "engine/test_vllm_backend.py",
+    "engine/test_tensor_parallel.py",
+    "server/test_encoder_decoder_namespaces.py",
+    "pipelines/test_sequential_long_form.py",
+    "engine/remote/test_remote_encoding.py",
+    "engine/process/test_engine_process.py",
+    "engine/streaming/test_stream_engine.py",
+    "server/test_openai_transcriptions.py",
+    "engine/tts/test_tts_process.py",
+    "api/test_library_stream.py",
+    "server/test_served_pipelines.py",
+    "server/test_openai_realtime.py",
+    "server/test_encoder_decoder_roles.py",
+    "server/test_openapi_schema.py",
+    "server/test_tracing.py",
+    "models/test_kaldi_chain_real.py",
+    "server/test_funasr_websocket.py",
+    "console/test_speak_page.py",
+    "models/test_tts_kokoro.py",
+    "transfer/test_transports.py",
+    "pipelines/test_transcribe_pipeline.py",
+)
+"""Files that take over 15 s on two cores. `make test` and `make test-slow` hand out files in this order."""
+RANKS = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: RANKS.get(item.path, len(RANKS)))

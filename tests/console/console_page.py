@@ -37,9 +37,9 @@ devices_and_schemes = pytest.mark.parametrize(
     ("device", "scheme"),
     [
         pytest.param({}, "light", id="desktop-light"),
-        pytest.param(PHONE, "dark", id="phone-dark"),
-        pytest.param({}, "dark", id="desktop-dark", marks=pytest.mark.slow),
-        pytest.param(PHONE, "light", id="phone-light", marks=pytest.mark.slow),
+        pytest.param(PHONE, "dark", id="phone-dark", marks=pytest.mark.slow),
+        pytest.param({}, "dark", id="desktop-dark", marks=pytest.mark.exhaustive),
+        pytest.param(PHONE, "light", id="phone-light", marks=pytest.mark.exhaustive),
     ],
 )
 ELSEWHERE = "console.test"

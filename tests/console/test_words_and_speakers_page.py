@@ -373,8 +373,8 @@ def test_numbers_in_digits(visit, served, told, tmp_path):
     "forms",
     [
         ("vtt", "json"),
-        pytest.param(("srt", "rttm", "textgrid"), marks=pytest.mark.slow),
-        pytest.param(("jsonl", "ctm"), marks=pytest.mark.exhaustive),
+        pytest.param(("rttm", "textgrid"), marks=pytest.mark.slow),
+        pytest.param(("srt", "jsonl", "ctm"), marks=pytest.mark.exhaustive),
     ],
     ids=",".join,
 )

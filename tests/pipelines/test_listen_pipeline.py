@@ -83,7 +83,7 @@ def test_packets_and_partials_change_no_segment(model, talk, spans, sizes, clock
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_segment_ms", exhaustive_after(1, [3_000, 6_000]))
-@pytest.mark.parametrize("lock_ms", [400, 1_920])
+@pytest.mark.parametrize("lock_ms", exhaustive_after(1, [1_920, 400]))
 def test_split_segments_are_the_same_too(model, talk, max_segment_ms, lock_ms):
     options = {"max_segment_ms": max_segment_ms, "lock_ms": lock_ms}
     once = run_session(model, talk, clock=stopped_clock, **options).spans

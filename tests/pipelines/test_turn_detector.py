@@ -56,7 +56,7 @@ sizes = st.lists(st.sampled_from([160, 512, 1_601, 7_680, 200_000]), min_size=1,
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(positions, sizes)
 def test_flushed_anywhere_it_is_the_same_however_it_comes(model, cities, at, sizes):
     once = flushing(model, cities, at, [200_000])

@@ -68,7 +68,7 @@ def test_speech_without_a_pause_stays_within_the_window(model, cities, monkeypat
         return submit(self, pcm, *given, **named)
 
     monkeypatch.setattr(EngineClient, "submit", seen)
-    caller = run_session(model, spoken, [8_000], stopped_clock, in_step=True, max_segment_ms=30_000, lock_ms=4_000)
+    caller = run_session(model, spoken, [16_000], stopped_clock, in_step=True, max_segment_ms=30_000, lock_ms=4_000)
     assert max(asked) <= 30 * RATE_HZ
     assert len(caller.segments) >= 2
     assert any(p.locked_text for p in caller.partials)

@@ -136,7 +136,7 @@ def test_the_document_is_kept_to(locked, server, path, keys):
     # session: 410. Without keys nobody is an administrator: 401, 403.
     accepted = ["2xx", "400", "404", "410"] + ([] if keys else ["401", "403"])
     asked = locked if keys else server
-    assert ask(asked, path, accepted, 20, read(asked))
+    assert ask(asked, path, accepted, 12, read(asked))
 
 
 def test_these_are_all_paths(server):

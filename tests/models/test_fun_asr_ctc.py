@@ -21,9 +21,11 @@ from fun_asr_folders import (
     write_ctc_folder,
 )
 
+import asr_serve
 from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.engine.seq2seq.ctc_token_aligner import CtcTokenAligner
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
+from asr_serve.models import registry
 from asr_serve.models.asr.speech_llm import byte_level, funasr_folder, llm_asr
 from asr_serve.text.tokenizers import HubTokenizer, token_texts
 
@@ -137,6 +139,28 @@ def test_hypotheses_that_no_frame_can_hold_have_no_times(model: llm_asr.Model) -
     )
     for tokens in (encode("hello world"), ()):
         assert aligner.token_times(tokens, frames[:1], 960) == ()
+
+
+def test_the_card_says_whether_there_are_times(folder: Path, tmp_path: Path) -> None:
+    """That of the family says what is published, and that of a loaded model what it has."""
+    assert registry.asr_card("fun-asr-nano").word_times
+    assert not registry.asr_card("llm-asr").word_times
+    for source, timed in ((folder, True), (write_converted("nano", tmp_path), False)):
+        with asr_serve.load(str(source), device="cpu", dtype="fp32", turn_model="none") as loaded:
+            assert (loaded.card.name, loaded.card.word_times) == ("fun-asr-nano", timed)
+            told = []
+            submit = loaded.client.submit
+
+            def note(pcm: Any, options: Any, *rest: Any, **named: Any) -> Any:
+                told.append(options.words)  # noqa: B023
+                return submit(pcm, options, *rest, **named)  # noqa: B023
+
+            loaded.client.submit = note  # type: ignore[method-assign]
+            for wanted in (None, False):
+                loaded.transcribe([clips()[0]], words=wanted, vad=False)
+            assert told == [timed, False]
+            if timed:
+                loaded.transcribe([clips()[0]], words=True, vad=False)
 
 
 # --- folders --------------------------------------------------------------------------------------

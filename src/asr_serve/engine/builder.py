@@ -428,6 +428,8 @@ def card_of_loaded(chosen: AnyCard, parts: EngineComponents) -> AnyCard:
     if isinstance(model, EncoderDecoderModel):
         special = model.special_tokens
         times = TimestampTokens(special.timestamp_begin, special.eot) if special else None
+        if isinstance(model, SpeechLanguageModel):
+            chosen = msgspec.structs.replace(chosen, word_times=model.ctc_head is not None)
         return msgspec.structs.replace(chosen, times=times)
     return msgspec.structs.replace(
         chosen,

@@ -59,6 +59,7 @@ CARDS = (
         max_segment_ms=30_000,
         min_segment_ms=100,
         tokens_per_s=16.0,
+        word_times=False,
     ),
 )
 

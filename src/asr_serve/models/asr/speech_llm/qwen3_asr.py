@@ -80,6 +80,7 @@ def _card(size: str, parameters: int) -> AsrCard:
         max_segment_ms=MAX_SEGMENT_MS,
         min_segment_ms=100,
         tokens_per_s=16.0,
+        word_times=False,
     )
 
 

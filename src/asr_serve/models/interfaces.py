@@ -236,6 +236,16 @@ class CtcHead(Protocol):
         same number to all tokens of a frame, and so does not change which alignment is the likeliest."""
 
 
+class AnswerHeader(NamedTuple):
+    """What precedes the text of an answer: the language that the model says it heard."""
+
+    language: str
+    """Code of the language; empty where the model names none that it has."""
+    tokens: int
+    """Tokens of the answer that are no text."""
+
+
+NO_HEADER = AnswerHeader("", 0)
 PROMPT_EMBEDDING = -1
 """Stands in place of a token at a position whose input is a given embedding."""
 
@@ -257,6 +267,13 @@ class SpeechLanguageModel(EncoderDecoderModel):
     alignment = AlignmentHeads({})
     ctc_head: CtcHead | None = None
     """Head that aligns answers with their audio; None: the model has no times of tokens."""
+
+    max_header_tokens: int = 0
+    """Most tokens with which an answer names its language, where the request names none; 0: it never does."""
+
+    def read_header(self, tokens: Sequence[int]) -> AnswerHeader:
+        """Read the header of an answer to a request without a language."""
+        return NO_HEADER
 
     def encode_timed(
         self, batch: Sequence[Tensor], timed: Sequence[bool]

@@ -277,7 +277,7 @@ def is_folder_name(model: str) -> bool:
 
 
 REPOSITORY_PREFIX = "hf:"
-"""Before the name of a hub repository, in place of a model's name."""
+"""Prefix of the name of a hub repository in place of a model's."""
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 

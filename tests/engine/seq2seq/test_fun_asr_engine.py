@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from engine_clients import poison_free_pages
@@ -168,6 +169,50 @@ def test_many_requests_with_cancellations(begin: Any, prefix_bytes: int) -> None
         else:
             assert found.tokens == right
     assert 0 < cancelled < 40
+    expect_empty(client)
+
+
+@pytest.mark.parametrize("prefix_bytes", [0, 1 << 20])
+def test_the_longest_requests_beside_short_ones(begin: Any, prefix_bytes: int) -> None:
+    """A minute of audio and as many hotwords as the positions hold, in an engine with pages for one such request: they
+    wait for each other, short ones pass between them, what is longer still is refused, and all pages return."""
+    client = begin("ctc", max_decode_rows=4, kv_bytes=1, prefix_bytes=prefix_bytes)
+    runner = client.backend.loop.executor.decode_runner
+    poison_free_pages(runner)
+    minute = np.tile(clips()[0], 60)
+    model, room = runner.model, 12  # left for the answer
+    frames = model.count_frames(len(minute))
+
+    def hotwords(number: int, beyond: int = 0) -> tuple[str, ...]:
+        """Words that fill the prompt, others for each number; `beyond`: positions that there are not."""
+        least = len(runner.prompts.prompt_tokens(options({"hotwords": ("",)}), frames))
+        letters = model.max_tokens - room - least + beyond
+        words = f"{number}{'wort, ' * letters}"[:letters].split(", ")
+        assert len(words) > 50
+        return tuple(words)
+
+    longest = [options({"hotwords": hotwords(number)}, words=number % 2 == 0) for number in range(4)]
+    assert runner.pages_needed(frames, 10_000, longest[0]) == runner.page_pool.pages - 1
+    shorts = [(clip, options({}, words=clip == 1)) for clip in (0, 1, 2)] * 4
+    alone = {clip: outcome(client.submit(clips()[clip], chosen)) for clip, chosen in shorts[:3]}
+    tickets = []
+    for number, chosen in enumerate(longest):
+        tickets.append(client.submit(minute, chosen, "bulk"))
+        tickets += [client.submit(clips()[clip], each) for clip, each in shorts[3 * number : 3 * number + 3]]
+    refused = client.submit(minute, options({"hotwords": hotwords(9, beyond=room)}))
+    cancelled = client.submit(minute, options({"hotwords": hotwords(8)}), "bulk")
+    client.cancel(cancelled)
+    for at, ticket in enumerate(tickets):
+        found = outcome(ticket)
+        if at % 4:
+            clip = shorts[3 * (at // 4) + at % 4 - 1][0]
+            assert (found.tokens, found.times) == (alone[clip].tokens, alone[clip].times)
+        else:
+            assert 0 < len(found.tokens) <= room
+            assert len(found.times) in ((0,) if at % 8 else (0, len(found.tokens)))
+            assert found.tokens == outcome(client.submit(minute, longest[at // 4])).tokens
+    assert outcome(refused) is OptionError
+    assert outcome(cancelled) is Cancelled
     expect_empty(client)
 
 

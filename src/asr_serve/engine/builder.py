@@ -74,6 +74,7 @@ from asr_serve.models.registry import (
     asr_card,
     asr_model_file,
     engine_card,
+    hub_repository,
     is_folder_name,
 )
 from asr_serve.text import tokenizers
@@ -284,13 +285,14 @@ def find_checkpoint(
     model: str, weights: str | os.PathLike[str] | None, config: EngineConfig
 ) -> AsrCheckpoint | VoiceCheckpoint:
     """Finds the checkpoint of any model that an engine can run; `auto` is a voice
-    (models/checkpoints/store.auto_voice), and a path is a folder, whose model is recognized. Raises UnknownModel,
-    WeightsMissing, WeightsCorrupt, OptionError."""
-    if is_folder_name(model):
+    (models/checkpoints/store.auto_voice), and a path is a folder, or the name of a hub repository, whose model is
+    recognized. Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError."""
+    repository = hub_repository(model)
+    if repository is not None or is_folder_name(model):
         if weights is not None:
             raise OptionError(f"model={model} and weights={weights}", "a folder as one of them", param="weights")
-        weights = model
-        model = model_weights.model_of_folder(Path(model).expanduser())
+        folder = Path(model).expanduser() if repository is None else model_weights.repository_folder(repository)
+        weights, model = folder, model_weights.model_of_folder(folder, repository)
     card = model_weights.auto_voice() if model == AUTO_VOICE else engine_card(model)
     if isinstance(card, TtsCard):
         if config.backend != "native":
@@ -428,6 +430,8 @@ def card_of_loaded(chosen: AnyCard, parts: EngineComponents) -> AnyCard:
     if isinstance(model, EncoderDecoderModel):
         special = model.special_tokens
         times = TimestampTokens(special.timestamp_begin, special.eot) if special else None
+        if isinstance(model, SpeechLanguageModel):
+            chosen = msgspec.structs.replace(chosen, word_times=model.ctc_head is not None)
         return msgspec.structs.replace(chosen, times=times)
     return msgspec.structs.replace(
         chosen,

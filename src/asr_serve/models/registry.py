@@ -12,16 +12,18 @@ import difflib
 import importlib
 import logging
 import pkgutil
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
 from asr_serve import units
-from asr_serve.errors import ModelError, UnknownModel, WrongModel
+from asr_serve.errors import ModelError, OptionError, UnknownModel, WrongModel
 
 if TYPE_CHECKING:
     from asr_serve.models.model_files import AsrModelFile, GatheredModelFile, TtsModelFile, TurnModelFile, VocoderFile
@@ -115,6 +117,8 @@ class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does
     """Options that stand in its prompt: `hotwords`, and `itn`, the written form of numbers and dates."""
     times: TimestampTokens | None = None
     """Timestamp tokens; None: it predicts no times. The engine fills this in from the model that it has loaded."""
+    word_times: bool = True
+    """Whether it has times of words. The engine fills this in for speech LLMs, from the model that it has loaded."""
     language_models: tuple[str, ...] = ()
     """Names of the language models that the engine has loaded for it. The engine fills this in."""
 
@@ -270,6 +274,25 @@ def is_folder_name(model: str) -> bool:
     (True, False)
     """
     return "/" in model or model.startswith("~")
+
+
+REPOSITORY_PREFIX = "hf:"
+"""Prefix of the name of a hub repository in place of a model's."""
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def hub_repository(model: str) -> str | None:
+    """Name of the hub repository that a model's name stands for: `hf:ORG/NAME`, or `ORG/NAME` where there is no such
+    folder. None: it stands for none. Raises OptionError for what follows `hf:` and is no such name.
+
+    >>> hub_repository("hf:Qwen/Qwen3-ASR-0.6B-hf"), hub_repository("./Qwen/asr"), hub_repository("whisper-tiny")
+    ('Qwen/Qwen3-ASR-0.6B-hf', None, None)
+    """
+    name = model.removeprefix(REPOSITORY_PREFIX)
+    named = _REPOSITORY.fullmatch(name) is not None
+    if name != model and not named:
+        raise OptionError(f"model={model[:100]}", f"{REPOSITORY_PREFIX}ORG/NAME", "name a repository", param="model")
+    return name if named and (name != model or not Path(model).exists()) else None
 
 
 def asr_model_file(kind: str) -> AsrModelFile:

@@ -19,6 +19,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -32,12 +33,16 @@ from asr_serve.models.registry import (
     PackagedWeights,
     TtsCard,
     asr_card,
+    asr_cards,
     asr_model_file,
     gathered_model_file,
     model_modules,
     tts_card,
     vocoder_card,
 )
+
+if TYPE_CHECKING:
+    from asr_serve.models.model_files import AsrModelFile
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
@@ -46,7 +51,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 """Root of the weights that ship with this package."""
 SUMS = "sha256.json"
 """File with the sums of the fetched files, beside them."""
-CONVERTER = 4
+CONVERTER = 5
 """Version of the conversion: grows when it gives other tensors, so that cached old ones are not used."""
 
 
@@ -171,17 +176,59 @@ def resolve(card: AsrCard, weights: str | os.PathLike[str] | None = None, progre
         return convert(card, Path(together), cached_folder(card), progress)
 
 
-def model_of_folder(folder: Path) -> str:
+def model_of_folder(folder: Path, repository: str | None = None) -> str:
     """Name of the card whose model file reads a checkpoint folder, by the `model_type` of its config.json, or converts
-    one of another form. Raises WeightsMissing for a folder that holds no such model."""
-    for kind, module in model_modules("asr").items():
-        if is_foreign(card := module.CARDS[0], folder) or (is_checkpoint(folder) and _model_type(folder) == kind):
-            return str(card.name)
+    one of another form. `repository`: hub repository of the folder, where it is known. Of a family's cards it is the
+    one of this repository, or the one that the folder is named after; else the first. Raises WeightsMissing for a
+    folder that holds no such model."""
+    module = _module_of_folder(folder)
+    if module is not None:
+        named = (repository or folder.resolve().name).casefold()
+        own = (card for card in module.CARDS if named in _names(card))
+        return str(next(own, module.CARDS[0]).name)
     raise WeightsMissing(
         f"{folder} holds no model that is recognized by itself",
         "a folder whose config.json has the model_type of a model file, or weights in a form that one converts",
         "name the model, and pass the folder as its weights",
     )
+
+
+def _module_of_folder(folder: Path) -> AsrModelFile | None:
+    """The model file that reads or converts a folder; None: there is none."""
+    for kind, module in model_modules("asr").items():
+        if is_foreign(module.CARDS[0], folder) or (is_checkpoint(folder) and _model_type(folder) == kind):
+            return cast("AsrModelFile", module)
+    return None
+
+
+def _names(card: AsrCard) -> set[str]:
+    """Names of a card's folder, in lower case: that of its repository, with its owner and without, and its own."""
+    return {name.casefold() for name in (card.name, card.hub, card.hub.rpartition("/")[2]) if name}
+
+
+def repository_folder(repository: str) -> Path:
+    """Folder of a hub repository in the hub client's own cache, downloaded once: what `asr-serve models fetch` does not
+    know by a card. Raises WeightsMissing where it is not there and the hub cannot be reached."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(str(snapshot_download(repository, local_files_only=True)))
+        if _module_of_folder(folder) is not None:
+            return folder
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        pass  # it is not there, or not all of it
+    patterns = sorted({pattern for card in asr_cards().values() for pattern in card.files})
+    try:
+        HfApi().model_info(repository, timeout=HUB_TIMEOUT_S)  # the download would wait minutes for a hub that is away
+        return Path(str(snapshot_download(repository, allow_patterns=patterns)))
+    except (HfHubHTTPError, _transport_error(), OSError, ValueError) as failure:
+        reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+        raise WeightsMissing(
+            f"the hub repository {repository} is not in the cache of this machine, and could not be fetched: {reason}",
+            "a repository that was fetched before, or a hub that can be reached",
+            "if it is a folder, check its path; else fetch it elsewhere, and pass its folder",
+        ) from failure
 
 
 def _model_type(folder: Path) -> str:

@@ -46,6 +46,7 @@ from asr_serve.pipelines.segments import (
     check_search,
     check_timestamps,
     endpoint_overrides,
+    requests_words,
     resolve_language,
     segment_limit_ms,
 )
@@ -157,7 +158,7 @@ class _Transcription:
             hotwords=prompt_hotwords(client.card, options.hotwords),
             itn=prompt_itn(client.card, options.itn),
             repetition_penalty=options.repetition_penalty,
-            words=options.words or options.speakers,
+            words=requests_words([each.card for each in recognizer.clients], options.words, speakers=options.speakers),
             hypotheses=options.n_best,
             language_model=language_model_choice(client, options.language_model, options.language_model_weight),
         )

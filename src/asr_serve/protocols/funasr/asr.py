@@ -42,7 +42,7 @@ def parse_asr_form(sent: Mapping[str, Sequence[str]], *, complete: bool) -> AsrR
             language=fields.language("language"),
             priority="interactive",
             hotwords=recognition_fields.parse_hotwords(fields),
-            words=fields.flag("timestamp") is not False,
+            words=fields.flag("timestamp"),
             itn=recognition_fields.parse_itn(fields),
             **recognition_fields.parse_language_model(fields, complete=complete),
             **recognition_fields.parse_speaker_options(fields, complete=complete),
@@ -67,7 +67,7 @@ class AsrSegment(msgspec.Struct, frozen=True, omit_defaults=True):
     speaker: str | None = None
     """SPK0, SPK1 and so on in order of first speech, with `spk`."""
     words: list[AsrWord] | None = None
-    """Words of the segment, unless `timestamp` is false."""
+    """Words of the segment, unless `timestamp` is false or the model has no times of words."""
 
 
 class AsrAnswer(msgspec.Struct, frozen=True):
@@ -86,7 +86,7 @@ def render_asr_answer(transcript: Transcript, request: AsrRequest, processing_s:
     return msgspec.json.encode(
         AsrAnswer(
             transcript.text,
-            [_segment(segment, words=options.words) for segment in transcript.segments],
+            [_segment(segment, options.words) for segment in transcript.segments],
             duration_s,
             round(processing_s, 3),
             round(processing_s / duration_s, 4) if duration_s else 0.0,
@@ -94,11 +94,11 @@ def render_asr_answer(transcript: Transcript, request: AsrRequest, processing_s:
     )
 
 
-def _segment(segment: Segment, *, words: bool) -> AsrSegment:
+def _segment(segment: Segment, words: bool | None) -> AsrSegment:
     return AsrSegment(
         segment.text,
         segment.start_s,
         segment.end_s,
         funasr_speaker(segment.speaker) if segment.speaker else None,
-        [AsrWord(word.text, word.start_s, word.end_s) for word in segment.words] if words else None,
+        [AsrWord(word.text, word.start_s, word.end_s) for word in segment.words] if words or segment.words else None,
     )

@@ -144,9 +144,12 @@ def _speakers(fields: FormFields, form: str, complete: bool) -> dict[str, Any]:
     return {}
 
 
-def _words(form: str, granularities: Sequence[str]) -> bool:
-    """Whether words are requested. FunASR's clients expect those of `verbose_json` without a request."""
-    return "word" in granularities or form in FORMATS_OF_WORDS or (form == "verbose_json" and not granularities)
+def _words(form: str, granularities: Sequence[str]) -> bool | None:
+    """Whether words are requested; None: where the model has them. FunASR's clients expect those of `verbose_json`
+    without a request."""
+    if "word" in granularities:
+        return True
+    return None if form in FORMATS_OF_WORDS or (form == "verbose_json" and not granularities) else False
 
 
 def _expect_together(fields: FormFields, form: str, stream: bool, granularities: Sequence[str]) -> None:

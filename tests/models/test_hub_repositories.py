@@ -1,0 +1,139 @@
+"""A hub repository stands for a model: by `hf:ORG/NAME`, or `ORG/NAME` where there is no such folder. The repositories
+lie in a cache of the hub's client, as it lays them out, and no hub is reached."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fun_asr_folders import clips, write_ctc_folder
+from hub_speech_llm_folders import write_folder
+from huggingface_hub import constants
+
+import asr_serve
+from asr_serve.config import EngineConfig
+from asr_serve.engine.builder import AsrCheckpoint, find_checkpoint
+from asr_serve.errors import OptionError, WeightsMissing
+from asr_serve.models.checkpoints import store
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+Publish = Callable[[str, Path], Path]
+
+
+@pytest.fixture(autouse=True)
+def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of its own, a folder without any other to stand in, and a hub that refuses connections."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+
+
+@pytest.fixture
+def publish(tmp_path: Path) -> Publish:
+    """Puts a folder into the hub's cache under a repository's name; returns its snapshot."""
+
+    def put(repository: str, folder: Path) -> Path:
+        root = tmp_path / "hub" / f"models--{repository.replace('/', '--')}"
+        snapshot = root / "snapshots" / COMMIT
+        for path in (path for path in sorted(folder.rglob("*")) if path.is_file()):
+            blob, link = root / "blobs" / store.sha256_of(path), snapshot / path.relative_to(folder)
+            for parent in (blob.parent, link.parent):
+                parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, blob)
+            link.symlink_to(blob)
+        (root / "refs").mkdir()
+        (root / "refs" / "main").write_text(COMMIT)
+        return snapshot
+
+    return put
+
+
+def find(model: str) -> AsrCheckpoint:
+    found = find_checkpoint(model, None, EngineConfig())
+    assert isinstance(found, AsrCheckpoint)
+    return found
+
+
+@pytest.mark.parametrize("prefix", ["", "hf:"])
+@pytest.mark.parametrize(
+    ("repository", "card"),
+    [
+        ("Qwen/Qwen3-ASR-0.6B-hf", "qwen3-asr-0.6b"),
+        ("Qwen/Qwen3-ASR-1.7B-hf", "qwen3-asr-1.7b"),
+        ("someone/their-own.asr_1", "qwen3-asr-0.6b"),
+    ],
+)
+def test_a_repository_is_read_where_the_hubs_client_put_it(
+    publish: Publish, tmp_path: Path, prefix: str, repository: str, card: str
+) -> None:
+    snapshot = publish(repository, write_folder("qwen3", tmp_path / "source"))
+    found = find(f"{prefix}{repository}")
+    assert (found.card.name, found.folder) == (card, snapshot)
+
+
+def test_a_repository_of_funasr_is_converted_once_and_loads(publish: Publish, tmp_path: Path) -> None:
+    repository = "FunAudioLLM/Fun-ASR-MLT-Nano-2512"
+    snapshot = publish(repository, write_ctc_folder(tmp_path / "source"))
+    first, second = find(repository), find(f"hf:{repository}")
+    assert first.folder == second.folder != snapshot
+    with asr_serve.load(repository, device="cpu", dtype="fp32", turn_model="none") as model:
+        assert (model.card.name, model.card.word_times) == ("fun-asr-mlt-nano", True)
+        model.transcribe([clips()[2]], vad=False)
+
+
+def test_a_folder_comes_before_a_repository_of_its_name(publish: Publish, tmp_path: Path) -> None:
+    publish("org/qwen", write_folder("qwen3", tmp_path / "source"))
+    here = write_folder("glm", tmp_path / "here" / "org" / "qwen")
+    assert find("org/qwen").card.name == "glm-asr-nano"
+    assert find("hf:org/qwen").card.name == "qwen3-asr-0.6b"
+    shutil.rmtree(here)
+    assert find("org/qwen").card.name == "qwen3-asr-0.6b"
+
+
+def test_a_folder_named_after_a_card_is_of_that_card(tmp_path: Path) -> None:
+    for name, card in (
+        ("Qwen3-ASR-1.7B-hf", "qwen3-asr-1.7b"),
+        ("qwen3-asr-1.7b", "qwen3-asr-1.7b"),
+        ("other", "qwen3-asr-0.6b"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        assert find(str(write_folder("qwen3", folder))).card.name == card
+
+
+def test_a_repository_that_is_not_here_is_missing_by_name(publish: Publish, tmp_path: Path) -> None:
+    source = write_folder("qwen3", tmp_path / "source")
+    (source / "model.safetensors").unlink()
+    publish("org/part", source)
+    for model, repository in (("hf:org/gone", "org/gone"), ("org/gone", "org/gone"), ("org/part", "org/part")):
+        with pytest.raises(WeightsMissing, match=repository) as missing:
+            find(model)
+        assert "fetched" in str(missing.value)
+        assert "folder" in missing.value.todo
+
+
+def test_an_offline_client_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(WeightsMissing, match="offline"):
+        find("org/gone")
+
+
+@pytest.mark.parametrize("model", ["hf:", "hf:name", "hf:a/b/c", "hf:../x", "hf:a/b@main"])
+def test_what_is_no_repository_is_refused(model: str) -> None:
+    with pytest.raises(OptionError, match="ORG/NAME"):
+        find(model)
+
+
+@pytest.mark.parametrize("model", ["./org/gone", "/org/gone", "a/b/c", "~/gone/too"])
+def test_other_paths_are_folders(model: str) -> None:
+    with pytest.raises(WeightsMissing, match="recognized"):
+        find(model)
+
+
+def test_weights_beside_a_repository_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="weights"):
+        find_checkpoint("hf:org/name", tmp_path, EngineConfig())

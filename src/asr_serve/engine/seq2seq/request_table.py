@@ -137,7 +137,7 @@ class RequestTable:
     def resources_needed(self, utterance: RecognitionRequest) -> ResourceNeed:
         pcm = utterance.pcm
         frames = 0 if pcm is None else self._model.count_frames(len(pcm), utterance.full_window)
-        limit, options = self._max_tokens(utterance.samples), utterance.options
+        limit, options = self._max_tokens(utterance), utterance.options
         return ResourceNeed(frames, rows_for(options), self._runner.pages_needed(frames, limit, options))
 
     def to_scheduled(self, each: RecognitionRequest, like: RecognitionRequest) -> ScheduledRequest:
@@ -151,7 +151,7 @@ class RequestTable:
         self._runner.validate_capacity(rows, pages)
 
     def hypothesis(self, utterance: RecognitionRequest) -> Hypothesis:
-        limit = self._max_tokens(utterance.samples)
+        limit = self._max_tokens(utterance)
         hypothesis = Hypothesis(utterance.options, self._model.eos, limit, self.text, utterance.draft)
         hypothesis.hotwords, hypothesis.stop_tokens = utterance.hotwords, self._model.stop_tokens
         chosen = self.language_model(utterance)
@@ -168,7 +168,9 @@ class RequestTable:
         count = self._model.count_frames
         return pcm is not None and count(len(pcm)) < count(len(pcm), True)
 
-    def _max_tokens(self, samples: int) -> int:
-        """Bound above what anybody says in that time, within the model's positions, the first being BOS."""
-        bound = 4 + int(units.samples_to_s(samples) * self._tokens_per_s)
-        return min(self._model.max_tokens - 1, bound)
+    def _max_tokens(self, utterance: RecognitionRequest) -> int:
+        """Bound above what anybody says in that time, within the model's positions, the first being BOS; or the
+        request's own, if that is less."""
+        bound = 4 + int(units.samples_to_s(utterance.samples) * self._tokens_per_s)
+        limit = utterance.options.max_new_tokens
+        return min(self._model.max_tokens - 1, bound if limit is None else min(bound, limit))

@@ -80,7 +80,9 @@ class LiveSession:
         if options.speakers:
             check_diarization(client)
         self._diarizer = LiveDiarizer(client, options.words, how_many, wake) if options.speakers else None
-        words = options.words or options.speakers  # a segment is cut between them where the speaker changes
+        words = options.words or (
+            options.speakers and client.card.word_times
+        )  # a segment is cut between them where the speaker changes
         prompt = prompt_tokens(client, tokenizer, options.prompt)
         bias = hotword_bias(client, tokenizer, options.hotwords)
         language_model = live_language_model(client, options)

@@ -66,7 +66,9 @@ class RepeatedRecognizer:
         )
         self._greedy_options = msgspec.structs.replace(self._final_options, temperatures=(0.0,))
         """Search options of hypotheses that are shown and replaced."""
-        self._final_options = msgspec.structs.replace(self._final_options, words=options.words or options.speakers)
+        self._final_options = msgspec.structs.replace(
+            self._final_options, words=options.words or (options.speakers and client.card.word_times)
+        )
         card, chunk = client.card, client.config.chunk_frames or client.card.chunk
         limit_ms = endpointer.config.max_segment_ms or card.max_segment_ms
         self._longest = units.ms_to_samples(limit_ms) + 2 * OVERLAP_SAMPLES

@@ -157,7 +157,8 @@ class _Transcription:
             hotwords=prompt_hotwords(client.card, options.hotwords),
             itn=prompt_itn(client.card, options.itn),
             repetition_penalty=options.repetition_penalty,
-            words=options.words or options.speakers,
+            max_new_tokens=options.max_new_tokens,
+            words=options.words or (options.speakers and client.card.word_times),
             hypotheses=options.n_best,
             language_model=language_model_choice(client, options.language_model, options.language_model_weight),
         )

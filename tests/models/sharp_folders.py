@@ -1,0 +1,23 @@
+"""Model folders of FunASR with random weights that are sure of what they write.
+
+The fixture's answers are all but equally likely, and a pipeline drops such answers as no speech. Greater logits have
+the same order: greedy answers stay the fixture's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from fun_asr_folders import write_folder
+
+FACTOR = 40.0
+
+
+def write_sharp(name: str, folder: Path) -> Path:
+    """Writes a folder as FunASR has it, whose logits are FACTOR times those of the fixture."""
+    write_folder(name, folder)
+    state = torch.load(folder / "model.pt", weights_only=True)
+    state["state_dict"]["llm.model.norm.weight"] *= FACTOR
+    torch.save(state, folder / "model.pt")
+    return folder

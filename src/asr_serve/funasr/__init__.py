@@ -12,5 +12,6 @@ Source: FunASR's vLLM guide; names and defaults of arguments: funasr 1.4.16.
 from __future__ import annotations
 
 from asr_serve.funasr.offline import AutoModelVLLM, FunASRNanoVLLM, GLMASRVLLMEngine
+from asr_serve.funasr.streaming import FunASRNanoStreamingVLLM
 
-__all__ = ["AutoModelVLLM", "FunASRNanoVLLM", "GLMASRVLLMEngine"]
+__all__ = ["AutoModelVLLM", "FunASRNanoStreamingVLLM", "FunASRNanoVLLM", "GLMASRVLLMEngine"]

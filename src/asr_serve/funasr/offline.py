@@ -41,7 +41,7 @@ class AutoModelVLLM:
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, *, spk_model: str | None = None, **arguments: Any) -> None:
-        self._labels_speakers = bool(spk_model)
+        self.labels_speakers = bool(spk_model)
         self.model_dir = model
         self.model: Model = load_model(model, LoadOptions.of(arguments))
         """The model in this library's own interface."""
@@ -100,13 +100,13 @@ class AutoModelVLLM:
                 "words": self.model.client.card.word_times,
                 **options,
                 "language": language,
-                "hotwords": tuple(hotwords.split() if isinstance(hotwords, str) else hotwords or ()),
+                "hotwords": as_words(hotwords),
                 "itn": None if itn else False,
                 "max_new_tokens": max_new_tokens,
                 "temperatures": (temperature,),
                 "repetition_penalty": repetition_penalty,
                 "silence_schedule": silence_schedule,
-                "speakers": self._labels_speakers if spk is None else spk,
+                "speakers": self.labels_speakers if spk is None else spk,
             }
         )
         results = []
@@ -160,6 +160,11 @@ def as_samples(source: Any) -> Any:
     import torch
 
     return source.detach().cpu().numpy() if isinstance(source, torch.Tensor) else source
+
+
+def as_words(hotwords: Sequence[str] | str | None) -> tuple[str, ...]:
+    """Returns hotwords from a list, or from a text with spaces between them."""
+    return tuple(hotwords.split() if isinstance(hotwords, str) else hotwords or ())
 
 
 def render_result(transcript: Transcript, *, words: bool) -> Result:

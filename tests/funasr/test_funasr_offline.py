@@ -15,7 +15,7 @@ import pytest
 import soundfile
 import torch
 from hub_speech_llm_folders import write_folder as write_hub_folder
-from sharp_folders import write_sharp
+from sharp_folders import require_speakers, write_sharp
 
 from asr_serve.api.library import Model
 from asr_serve.audio.reader import read_audio
@@ -173,8 +173,7 @@ def test_results_are_written_as_they_come(model: AutoModelVLLM, here: Path) -> N
 def test_words_and_speakers_where_the_model_has_them(packaged_speech: Path) -> None:
     """A model with times of words tells them, and speakers; one without labels whole segments."""
     whole = AutoModelVLLM("moonshine-tiny-en", spk_model="cam++")
-    if not whole.model.client.has_diarization:
-        pytest.skip("the models for diarization are not on this machine")
+    require_speakers(whole.model)
     [found] = whole.generate(packaged_speech / "beckett.wav")
     [wanted] = whole.model.transcribe(packaged_speech / "beckett.wav", words=True, temperatures=(0.0,))
     whole.close()
@@ -188,8 +187,7 @@ def test_words_and_speakers_where_the_model_has_them(packaged_speech: Path) -> N
 
 
 def test_speakers_of_whole_segments(model: AutoModelVLLM, packaged_speech: Path) -> None:
-    if not model.model.client.has_diarization:
-        pytest.skip("the models for diarization are not on this machine")
+    require_speakers(model.model)
     [found] = model.generate(packaged_speech / "beckett.wav", spk=True)
     assert found["spk"] == [0] * len(found["sentence_info"])
     assert "timestamps" not in found

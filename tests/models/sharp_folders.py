@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from fun_asr_folders import write_folder
+
+from asr_serve.api.library import Model
+from asr_serve.errors import WeightsMissing
+from asr_serve.pipelines.segments import check_diarization
 
 FACTOR = 40.0
 
@@ -21,3 +26,11 @@ def write_sharp(name: str, folder: Path) -> Path:
     state["state_dict"]["llm.model.norm.weight"] *= FACTOR
     torch.save(state, folder / "model.pt")
     return folder
+
+
+def require_speakers(model: Model) -> None:
+    """For tests that want to be told who speaks."""
+    try:
+        check_diarization(model.client)
+    except WeightsMissing as missing:
+        pytest.skip(str(missing))

@@ -26,6 +26,8 @@ class AsrRequest(msgspec.Struct, frozen=True):
     options: TranscribeOptions
     stream: bool = False
     """Always false: the response is sent whole."""
+    words_by_default: bool = False
+    """Whether `timestamp` was not sent: its default asks for words where the model has their times."""
 
     @property
     def option_to_field(self) -> dict[str, str]:
@@ -36,17 +38,19 @@ class AsrRequest(msgspec.Struct, frozen=True):
 def parse_asr_form(sent: Mapping[str, Sequence[str]], *, complete: bool) -> AsrRequest:
     """Parses a form; until it is `complete`, errors that a later field can correct are ignored. Raises OptionError."""
     fields = FormFields(sent, ASR_FIELDS)
+    timestamp = fields.flag("timestamp")
     return AsrRequest(
         fields.text("model"),
         TranscribeOptions(
             language=fields.language("language"),
             priority="interactive",
             hotwords=recognition_fields.parse_hotwords(fields),
-            words=fields.flag("timestamp") is not False,
+            words=timestamp is not False,
             itn=recognition_fields.parse_itn(fields),
             **recognition_fields.parse_language_model(fields, complete=complete),
             **recognition_fields.parse_speaker_options(fields, complete=complete),
         ),
+        words_by_default=timestamp is None,
     )
 
 
@@ -67,7 +71,7 @@ class AsrSegment(msgspec.Struct, frozen=True, omit_defaults=True):
     speaker: str | None = None
     """SPK0, SPK1 and so on in order of first speech, with `spk`."""
     words: list[AsrWord] | None = None
-    """Words of the segment, unless `timestamp` is false."""
+    """Words of the segment, unless `timestamp` is false or the model has no times of words."""
 
 
 class AsrAnswer(msgspec.Struct, frozen=True):
@@ -100,5 +104,5 @@ def _segment(segment: Segment, *, words: bool) -> AsrSegment:
         segment.start_s,
         segment.end_s,
         funasr_speaker(segment.speaker) if segment.speaker else None,
-        [AsrWord(word.text, word.start_s, word.end_s) for word in segment.words] if words else None,
+        [AsrWord(word.text, word.start_s, word.end_s) for word in segment.words] if words and segment.words else None,
     )

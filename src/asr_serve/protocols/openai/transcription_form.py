@@ -80,6 +80,11 @@ class TranscriptionRequest(msgspec.Struct, frozen=True):
     """Whether hotwords came under OpenAI's name."""
 
     @property
+    def words_by_default(self) -> bool:
+        """Whether words are those of `verbose_json` without a request."""
+        return self.options.words and not self.granularities and self.response_format == "verbose_json"
+
+    @property
     def option_to_field(self) -> dict[str, str]:
         """Options to the fields that set them, where the names differ."""
         params = {

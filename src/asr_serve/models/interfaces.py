@@ -237,7 +237,7 @@ class CtcHead(Protocol):
 
 
 class AnswerHeader(NamedTuple):
-    """What precedes the text of an answer: the language that the model says it heard."""
+    """Header of an answer, before its text: the language that the model says it heard."""
 
     language: str
     """Code of the language; empty where the model names none that it has."""

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fun_asr_folders
 import numpy as np
 import pytest
+import torch
 from engine_clients import WAIT_S, wait_until
 from simulated_vllm import EOS, KILLED, REFUSED, SILENT, SLOW, answer, interpreter
 from tiny_moonshine import outcome
@@ -23,8 +25,9 @@ from asr_serve import devices
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.biasing_graph import BiasingPhrase, pack_phrases
 from asr_serve.decoding.search_options import DraftTokens, SearchOptions
-from asr_serve.engine.builder import EngineComponents, find_checkpoint
+from asr_serve.engine.builder import AsrCheckpoint, EngineComponents, find_checkpoint
 from asr_serve.engine.client import EngineClient
+from asr_serve.engine.seq2seq.ctc_token_aligner import CtcTokenAligner
 from asr_serve.engine.thread_backend import thread_backend
 from asr_serve.engine.vllm import executor as vllm_executor
 from asr_serve.engine.vllm import worker_main
@@ -166,6 +169,28 @@ def test_counters_are_those_of_the_worker(begin: Begin, tmp_path: Path) -> None:
     assert (found["backend"], found["backend_version"], found["backend_restarts"]) == ("vllm", "simulated", 0)
     assert found["steps"] > 0
     assert found["pages_used"] == 0
+
+
+def test_times_come_from_the_ctc_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close_later: Any) -> None:
+    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path / "cache"))
+    folder = fun_asr_folders.write_ctc_converted(tmp_path / "ctc")
+    config = EngineConfig(backend="vllm", vllm_python=interpreter(tmp_path), max_sessions=2, prefix_bytes=0)
+    found = AsrCheckpoint.find("fun-asr-nano", folder).with_backend(config)
+    client: EngineClient = close_later(
+        EngineClient(config, thread_backend(found.card, lambda: found.build("cpu", "fp32")))
+    )
+    model: Any = executor_of(client).model
+    aligner = CtcTokenAligner(model.ctc_head, found.tokenizer.decode)
+    prefix = tuple(found.tokenizer.encode("now world now"))
+    wanted = [(pcm, words) for pcm in fun_asr_folders.clips() for words in (True, False)] * 2
+    tickets = [client.submit(pcm, SearchOptions(prefix=prefix, words=words, **ONCE)) for pcm, words in wanted]
+    timed = 0
+    for (pcm, words), ticket in zip(wanted, tickets, strict=True):
+        answer = ticket.future.result(WAIT_S)
+        (frames,) = model.encode_timed([torch.from_numpy(pcm)], [True])[2]
+        assert answer.times == (aligner.token_times(answer.tokens, frames, len(pcm)) if words else ())
+        timed += len(answer.times) == len(answer.tokens)
+    assert timed >= 2
 
 
 # --- refusals ---------------------------------------------------------------------------------------------

@@ -65,3 +65,44 @@ def write_converted(name: str, folder: Path) -> Path:
     converted.mkdir(parents=True)
     funasr_folder.convert(write_folder(name, folder / "source"), converted)
     return converted
+
+
+# --- with a CTC head ------------------------------------------------------------------------------
+
+CTC_FIXTURE = FIXTURE.with_name("fun_asr_ctc.safetensors")
+
+
+@cache
+def ctc_facts() -> dict[str, Any]:
+    """`settings`, `vocabulary`, `blank`, `texts`, their `tokens`, and for each clip the `alignments` of each text."""
+    with safe_open(CTC_FIXTURE, "pt") as file:
+        return dict(json.loads(file.metadata()["facts"]))
+
+
+@cache
+def ctc_tensors() -> dict[str, Tensor]:
+    with safe_open(CTC_FIXTURE, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def ctc_weights() -> dict[str, Tensor]:
+    """Tensors of nano's CTC decoder and head by FunASR's names."""
+    return {name: value.float() for name, value in ctc_tensors().items() if name.startswith(("ctc_decoder.", "ctc."))}
+
+
+def write_ctc_folder(folder: Path) -> Path:
+    """Writes the folder of nano, with a CTC head."""
+    write_folder("nano", folder)
+    settings = yaml.safe_load((folder / "config.yaml").read_text("utf-8")) | ctc_facts()["settings"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings, allow_unicode=True), "utf-8")
+    (folder / "multilingual.tiktoken").write_text(ctc_facts()["vocabulary"])
+    torch.save({"state_dict": weights("nano") | ctc_weights()}, folder / "model.pt")
+    return folder
+
+
+def write_ctc_converted(folder: Path) -> Path:
+    """Writes the converted folder of nano with a CTC head, below `folder`."""
+    converted = folder / "converted"
+    converted.mkdir(parents=True)
+    funasr_folder.convert(write_ctc_folder(folder / "source"), converted)
+    return converted

@@ -320,6 +320,10 @@ def test_a_folder_is_a_models_name(folders: dict[str, Path], name: str) -> None:
         assert "开放时间" not in told[0].bias
         model.transcribe([pcm], repetition_penalty=1.3, vad=False)
         assert (told[-1].repetition_penalty, told[-1].itn, told[-1].hotwords, told[-1].bias) == (1.3, True, (), "")
+        model.transcribe([pcm], words=None, vad=False)
+        assert not told[-1].words
+        with pytest.raises(UnsupportedOption, match=CARDS[name]):
+            model.transcribe([pcm], words=True)
         with pytest.raises(OptionError, match="repetition_penalty"):
             model.transcribe([pcm], repetition_penalty=3)
         with pytest.raises(OptionError, match="language"):

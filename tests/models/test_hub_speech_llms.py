@@ -126,6 +126,49 @@ def test_the_engine_answers_the_same_with_and_without_a_prefix_cache(
         client.close()
 
 
+# --- detected languages ---------------------------------------------------------------------------
+
+
+def test_qwen3_names_the_language_itself_where_none_is_chosen(models: dict[str, Any]) -> None:
+    model = models["qwen3"]
+    tag = model.special["<asr_text>"]
+    detecting, chosen = (model.prompt_tokens(SearchOptions(language=language)) for language in ("", "th"))
+    assert chosen == (*detecting, *model.encode_text("language Thai"), tag)
+    said = model.encode_text("Ada")
+    for header, language in (("language Thai", "th"), ("language THAI ", "th"), ("language None", ""), ("", "")):
+        leading = (*model.encode_text(header), tag)
+        assert model.read_header((*leading, *said)) == (language, len(leading)), header
+    assert model.read_header(said) == ("", 0)
+    assert model.read_header((*said * model.max_header_tokens, tag)) == ("", 0), "too late for a header"
+
+
+def test_a_detected_language_is_reported_and_is_no_text(folders: dict[str, Path], models: dict[str, Any]) -> None:
+    """Alone and together with requests that choose one, greedily and with beams, over and over from the cache."""
+    found, model = AsrCheckpoint.find(CARDS["qwen3"], folders["qwen3"]), models["qwen3"]
+    assert found.card.detects
+    header = (*model.encode_text("language Thai"), model.special["<asr_text>"])
+    card = msgspec.structs.replace(found.card, tokens_per_s=20.0)
+    config = EngineConfig(max_decode_rows=8, kv_bytes=4 << 20, max_sessions=2, prefix_bytes=1 << 20)
+    client = EngineClient(config, thread_backend(card, lambda: found.build("cpu", "fp32")))
+    detecting, chosen = SearchOptions(prefix=header, **ONCE), SearchOptions(language="th", **ONCE)
+    try:
+        for options in (detecting, msgspec.structs.replace(detecting, beam=3, hypotheses=2)):
+            plain = msgspec.structs.replace(options, prefix=(), language="th")
+            tickets = [(client.submit(clips()[i], options), client.submit(clips()[i], plain)) for i in (0, 1, 0, 2, 1)]
+            for named, given in tickets:
+                answer, expected = named.future.result(WAIT_S), given.future.result(WAIT_S)
+                assert answer.language == expected.language == "th"
+                shared = min(len(answer.tokens), len(expected.tokens))
+                if options.beam == 1:  # a search of beams ends at another length
+                    assert answer.tokens[:shared] == expected.tokens[:shared]
+                assert shared or not expected.tokens
+                assert len(answer.logprobs) == len(answer.tokens)
+                assert all(model.special["<asr_text>"] not in each.tokens[:1] for each in answer.hypotheses)
+        assert client.submit(clips()[0], chosen).future.result(WAIT_S).language == "th"
+    finally:
+        client.close()
+
+
 # --- prompts --------------------------------------------------------------------------------------
 
 

@@ -51,15 +51,16 @@ def test_a_letter_is_never_the_name_of_somebody_else():
     ("fields", "words"),
     [
         ({}, False),
-        ({"response_format": "verbose_json"}, True),  # FunASR's clients read them without asking
+        ({"response_format": "verbose_json"}, None),  # FunASR's clients read them without asking
         ({"response_format": "verbose_json", GRANULARITIES: "word"}, True),
         ({"response_format": "verbose_json", GRANULARITIES: "segment"}, False),
         ({"response_format": "verbose_json", "timestamp_granularities": ["segment", "word"]}, True),
         ({"response_format": "srt"}, False),
         ({"response_format": "vtt", GRANULARITIES: "word"}, True),
-        ({"response_format": "karaoke"}, True),
-        ({"response_format": "ctm"}, True),
-        ({"response_format": "textgrid"}, True),
+        ({"response_format": "karaoke"}, None),
+        ({"response_format": "karaoke", GRANULARITIES: "word"}, True),
+        ({"response_format": "ctm"}, None),
+        ({"response_format": "textgrid"}, None),
         ({"response_format": "rttm"}, False),
     ],
 )
@@ -259,7 +260,7 @@ def test_the_written_form_is_asked_for():
 
 
 def test_funasr_times_words_unless_told_otherwise():
-    assert asr.parse_asr_form({}, complete=True).options.words
+    assert asr.parse_asr_form({}, complete=True).options.words is None
     assert asr.parse_asr_form(sent(timestamp="true"), complete=True).options.words
     assert not asr.parse_asr_form(sent(timestamp="false"), complete=True).options.words
     assert not asr.parse_asr_form({}, complete=True).options.speakers

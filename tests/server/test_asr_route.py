@@ -84,4 +84,4 @@ def test_the_model_may_be_named(server, beckett):
 
 def test_who_says_nothing_gets_what_the_protocol_says():
     options = parse_asr_form({}, complete=True).options
-    assert (options.language, options.words, options.speakers, options.itn) == (None, True, False, None)
+    assert (options.language, options.words, options.speakers, options.itn) == (None, None, False, None)

@@ -222,6 +222,8 @@ def test_models(server):
     assert (streams.streaming, streams.heads) == (True, ["rnnt", "ctc"])
     assert (streams.chunk_ms, streams.lag_ms) == (160, 173)
     assert (tiny.hotwords, streams.hotwords) == (True, True)
+    assert (tiny.words, streams.words, by_name["fun-asr-nano"].words) == (True, True, True)
+    assert not by_name["glm-asr-nano"].words, "it has no head that aligns"
     assert not by_name["vosk-small-en"].hotwords, "its graph of words is fixed"
 
 

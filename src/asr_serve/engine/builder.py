@@ -428,7 +428,9 @@ def card_of_loaded(chosen: AnyCard, parts: EngineComponents) -> AnyCard:
     if isinstance(model, EncoderDecoderModel):
         special = model.special_tokens
         times = TimestampTokens(special.timestamp_begin, special.eot) if special else None
-        return msgspec.structs.replace(chosen, times=times, word_times=not isinstance(model, SpeechLanguageModel))
+        if isinstance(model, SpeechLanguageModel):
+            chosen = msgspec.structs.replace(chosen, word_times=model.ctc_head is not None)
+        return msgspec.structs.replace(chosen, times=times)
     return msgspec.structs.replace(
         chosen,
         chunk=_whole_blocks(chosen.chunk, model),

@@ -97,7 +97,7 @@ class AutoModelVLLM:
             silence_schedule = [(math.inf, FIXED_SILENCE_MS)]
         chosen = TranscribeOptions.of(
             {
-                "words": self.model.client.card.word_times,
+                "words": None,
                 **options,
                 "language": language,
                 "hotwords": as_words(hotwords),
@@ -109,6 +109,7 @@ class AutoModelVLLM:
                 "speakers": self.labels_speakers if spk is None else spk,
             }
         )
+        timed = chosen.words is not False and self.model.client.card.word_times
         results = []
         with contextlib.ExitStack() as stack:
             file = None if output is None else stack.enter_context(Path(output).open("wb"))
@@ -117,7 +118,7 @@ class AutoModelVLLM:
                 if isinstance(event, FileFailed):
                     raise event.error
                 if isinstance(event, FileDone):
-                    results.append(render_result(event.transcript, words=chosen.words))
+                    results.append(render_result(event.transcript, words=timed))
                     if file is not None:
                         file.write(msgspec.json.encode(results[-1]) + b"\n")
         return results

@@ -214,6 +214,38 @@ class EncoderDecoderModel(ABC):
         """
 
 
+class CtcHead(Protocol):
+    """CTC head over the audio encoder of a speech LLM, with a vocabulary of its own: it says when text was spoken.
+
+    Source: Graves et al. 2006.
+    """
+
+    blank_id: int
+    frame_samples: int
+    """Samples from one of its frames to the next."""
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text in the head's vocabulary; none where the head has no output for one of them."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of such tokens."""
+
+    def scores(self, frames: Tensor, tokens: list[int]) -> Tensor:
+        """Logits (n, tokens) float32 of some tokens, the blank among them where it is asked for, in frames (n, width)
+        that `SpeechLanguageModel.encode_timed` returned. They are not normalized over the vocabulary: that adds the
+        same number to all tokens of a frame, and so does not change which alignment is the likeliest."""
+
+
+class AnswerHeader(NamedTuple):
+    """Header of an answer, before its text: the language that the model says it heard."""
+
+    language: str
+    """Code of the language; empty where the model names none that it has."""
+    tokens: int
+    """Tokens of the answer that are no text."""
+
+
+NO_HEADER = AnswerHeader("", 0)
 PROMPT_EMBEDDING = -1
 """Stands in place of a token at a position whose input is a given embedding."""
 
@@ -223,9 +255,9 @@ class SpeechLanguageModel(EncoderDecoderModel):
     LLMs: Fun-ASR-Nano, GLM-ASR, Voxtral).
 
     There is no cross-attention: `encode` returns frames in the width of the language model, `heads` are its heads of
-    keys and values, `alignment` has no heads, and requests for times of tokens are refused. `max_tokens` bounds all
-    positions of a row, those of audio included. The engine feeds a prompt in parts, beside a position of each row
-    that decodes, and caches what precedes the audio.
+    keys and values, and `alignment` has no heads. Times of tokens come from `ctc_head`; requests for them are refused
+    where there is none. `max_tokens` bounds all positions of a row, those of audio included. The engine feeds a prompt
+    in parts, beside a position of each row that decodes, and caches what precedes the audio.
 
     Source: embeddings in the prompt, arXiv:2310.13289.
     """
@@ -233,6 +265,28 @@ class SpeechLanguageModel(EncoderDecoderModel):
     width: int
     """Numbers of an embedding."""
     alignment = AlignmentHeads({})
+    ctc_head: CtcHead | None = None
+    """Head that aligns answers with their audio; None: the model has no times of tokens."""
+
+    max_header_tokens: int = 0
+    """Most tokens with which an answer names its language, where the request names none; 0: it never does."""
+
+    def read_header(self, tokens: Sequence[int]) -> AnswerHeader:
+        """Read the header of an answer to a request without a language."""
+        return NO_HEADER
+
+    def encode_timed(
+        self, batch: Sequence[Tensor], timed: Sequence[bool]
+    ) -> tuple[Tensor, PackedBatch, list[Tensor | None]]:
+        """Encode clips as `encode` does, for a model with `ctc_head`.
+
+        Args:
+            timed: for each clip whether its answer is to be aligned.
+
+        Returns: what `encode` does; and for each clip frames (n, width) for `ctc_head.scores`, None where it is not
+            `timed`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no CTC head")
 
     @abstractmethod
     def prompt_tokens(self, options: PromptOptions) -> tuple[int, ...]:

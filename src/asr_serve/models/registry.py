@@ -116,7 +116,7 @@ class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does
     times: TimestampTokens | None = None
     """Timestamp tokens; None: it predicts no times. The engine fills this in from the model that it has loaded."""
     word_times: bool = True
-    """Whether it tells the times of words. The engine fills this in from the model that it has loaded."""
+    """Whether it has times of words. The engine fills this in for speech LLMs, from the model that it has loaded."""
     language_models: tuple[str, ...] = ()
     """Names of the language models that the engine has loaded for it. The engine fills this in."""
 

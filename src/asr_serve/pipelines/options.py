@@ -94,8 +94,9 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     with timestamps. Options of segmentation are refused there."""
     condition_on_previous_text: bool = True
     """False: windows of `sequential` are independent, so that no error carries over."""
-    words: bool = False
-    """Whether segments have words with times and confidences."""
+    words: bool | None = False
+    """Whether segments have words with times and confidences. True is refused by a model without times of words;
+    None: where the model has them."""
     speakers: bool = False
     """Whether segments have speakers. Segments then follow once the whole recording was read."""
     num_speakers: int | None = None
@@ -125,7 +126,8 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
                     param=name,
                 )
 
-        check_switches(self, "words", "speakers", "condition_on_previous_text")
+        check_switches(self, "speakers", "condition_on_previous_text")
+        check_optional_switch(self, "words")
         check_optional_switch(self, "itn")
         check_repetition_penalty_range(self.repetition_penalty)
         check_max_new_tokens(self.max_new_tokens)
@@ -289,8 +291,9 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Language model of beam search, one that is loaded beside the model; empty: none."""
     language_model_weight: float | None = None
     """Factor of its log-probabilities, 0 to 4; None: LANGUAGE_MODEL_WEIGHT."""
-    words: bool = False
-    """Whether segments have words with times and confidences."""
+    words: bool | None = False
+    """Whether segments have words with times and confidences. True is refused by a model without times of words;
+    None: where the model has them."""
     speakers: bool = False
     """Whether segments have speakers; at the end all of them are revised by all audio."""
     num_speakers: int | None = None
@@ -308,7 +311,8 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
                 raise OptionError(f"{name}={value!r}", f"{kinds[-1].__name__}, or None", param=name)
-        check_switches(self, "words", "speakers")
+        check_switches(self, "speakers")
+        check_optional_switch(self, "words")
         check_optional_switch(self, "itn")
         check_language_model_options(self.language_model, self.language_model_weight)
         normalize_speaker_options(self)

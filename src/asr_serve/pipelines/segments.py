@@ -234,6 +234,17 @@ def check_n_best(
     raise UnsupportedOption(came, allowed, wider, param="n_best")
 
 
+def requests_words(cards: Sequence[AsrCard], words: bool | None, *, speakers: bool) -> bool:
+    """Whether times of words are requested of the models of a recognizer: for `words`, where None is where a model has
+    them, and for `speakers`, between which segments are cut at words. Segments of a model without times stay whole.
+    Raises UnsupportedOption."""
+    if words and (without := [card.name for card in cards if not card.word_times]):
+        raise UnsupportedOption(
+            "words=True", f"{without[0]} has no times of words", "leave it out, or take a model that has", param="words"
+        )
+    return (words is not False or speakers) and any(card.word_times for card in cards)
+
+
 def check_timestamps(client: EngineClient) -> None:
     """Raises UnsupportedOption for a model without timestamps, which cannot do sequential long form."""
     if client.card.times is None:

@@ -265,6 +265,13 @@ def token_texts(tokens: Sequence[int], spell: Callable[[list[int]], str]) -> lis
     return texts
 
 
+def read_hub_tokenizer(path: Path) -> HubTokenizer:
+    """Tokenizer of a file in the form of tokenizer.json. Raises WeightsMissing."""
+    if not path.is_file():
+        raise WeightsMissing(f"{path} is not there", "config.json names it", "convert or fetch the checkpoint again")
+    return HubTokenizer(path)
+
+
 TOKENIZER_FILES = ("tokenizer.bin", "pieces.json", "tokenizer.json")
 """Files that may hold a vocabulary; the first that exists is read."""
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from engine_clients import poison_free_pages
-from fun_asr_folders import MODELS, clips, facts, write_converted
+from fun_asr_folders import MODELS, clips, facts, write_converted, write_ctc_converted
 from tiny_moonshine import expect_empty, held, outcome
 
 from asr_serve.config import EngineConfig
@@ -19,6 +20,7 @@ from asr_serve.decoding.hypothesis import Recognition, repeated_tokens
 from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.engine.client import EngineClient
+from asr_serve.engine.seq2seq.ctc_token_aligner import CtcTokenAligner
 from asr_serve.engine.thread_backend import thread_backend
 from asr_serve.errors import Cancelled, OptionError, UnsupportedOption
 from asr_serve.kernels import PAGE
@@ -32,9 +34,11 @@ ONCE: dict[str, Any] = {"temperatures": (0.0,), "min_avg_logprob": -1e9, "max_co
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, AsrCheckpoint]:
-    return {
+    found = {
         name: AsrCheckpoint.find(CARDS[name], write_converted(name, tmp_path_factory.mktemp(name))) for name in MODELS
     }
+    ctc = write_ctc_converted(tmp_path_factory.mktemp("ctc"))
+    return found | {"ctc": AsrCheckpoint.find(CARDS["nano"], ctc)}
 
 
 @pytest.fixture
@@ -164,6 +168,61 @@ def test_many_requests_with_cancellations(begin: Any, prefix_bytes: int) -> None
         else:
             assert found.tokens == right
     assert 0 < cancelled < 40
+    expect_empty(client)
+
+
+TEXTS = ("hello world now now now now", "开放开放 now 开放 hello", "now world now, now hello")
+"""Beginnings of answers, which fill them but for one token."""
+
+
+def test_times_come_from_the_ctc_head_alone_and_together(begin: Any) -> None:
+    """Those of requests that want them, whoever is encoded beside them; answers are the same without."""
+    client = begin("ctc")
+    model = client.backend.loop.executor.model
+    aligner = CtcTokenAligner(model.ctc_head, model.config.tokenizer.decode)
+    wanted = [
+        (clip, tuple(model.config.tokenizer.encode(text)), words)
+        for clip in range(3)
+        for text in TEXTS
+        for words in (True, False)
+    ]
+
+    def submit(clip: int, prefix: tuple[int, ...], words: bool) -> Any:
+        return client.submit(clips()[clip], options({}, prefix=prefix, words=words))
+
+    alone = [outcome(submit(*each)) for each in wanted]
+    with held(client):
+        tickets = [submit(*each) for each in wanted]
+    timed = 0
+    for (clip, prefix, words), first, ticket in zip(wanted, alone, tickets, strict=True):
+        together, pcm = outcome(ticket), clips()[clip]
+        assert (first.tokens, first.times) == (together.tokens, together.times)
+        assert first.tokens[:-1] == prefix[: len(first.tokens) - 1]
+        with torch.inference_mode():
+            (frames,) = model.encode_timed([torch.from_numpy(pcm)], [True])[2]
+        assert first.times == (aligner.token_times(first.tokens, frames, len(pcm)) if words else ())
+        timed += len(first.times) == len(first.tokens)
+    assert timed >= 5
+    expect_empty(client)
+
+
+def test_beams_have_times_for_each_hypothesis(begin: Any) -> None:
+    client = begin("ctc", max_decode_rows=12)
+    prefix = tuple(client.backend.loop.executor.model.config.tokenizer.encode("now"))
+    found = outcome(client.submit(clips()[0], options({}, prefix=prefix, beam=3, hypotheses=3, words=True)))
+    assert len(found.hypotheses) == 3
+    assert found.hypotheses[0].times == found.times
+    for each in (found, *found.hypotheses):
+        assert len(each.times) in (0, len(each.tokens))
+    expect_empty(client)
+
+
+def test_what_nobody_can_say_in_that_time_has_no_times(begin: Any) -> None:
+    client = begin("ctc")
+    prefix = tuple(client.backend.loop.executor.model.config.tokenizer.encode("Ada Babbage Ada"))
+    found = outcome(client.submit(clips()[2][:2_000], options({}, prefix=prefix[:6], words=True)))
+    assert found.tokens[:3] == prefix[:3]
+    assert found.times == ()
     expect_empty(client)
 
 

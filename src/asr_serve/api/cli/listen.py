@@ -162,8 +162,8 @@ def listen(
     options |= {"words": words or None, "speakers": speakers or None, "itn": itn}
     options |= {"num_speakers": num_speakers, "min_speakers": min_speakers, "max_speakers": max_speakers}
     transcript_file = result_file(output, form, path)
-    options |= {} if transcript_file is None else transcript_file.wants
     options = {name: value for name, value in options.items() if value is not None}
+    options = ({} if transcript_file is None else transcript_file.wants) | options
     loading = {"device": device, "dtype": dtype, "weights": weights}
     transcriber = choose_backend(server, api_key, model, chunk_ms, options, more, config, **loading)
     live_source = open_source(path, chosen_input)
@@ -275,7 +275,9 @@ def choose_backend(
         options["partial_ms"] = chunk_ms
     if "hotwords" in options:
         options["hotwords"] = ",".join(options["hotwords"])
-    options |= {name: str(options[name]).lower() for name in ("words", "speakers", "itn") if name in options}
+    options |= {
+        name: str(options[name] is not False).lower() for name in ("words", "speakers", "itn") if name in options
+    }
     return RemoteTranscriber(server, api_key or client_key(), options)
 
 

@@ -261,7 +261,7 @@ def transcribe(
             hotwords=hotword_list,
             language_model=language_model_name,
             language_model_weight=language_model_weight,
-            words=words or wanted.needs_words,
+            words=words or (None if wanted.needs_words else False),
             speakers=speakers or wanted.needs_speakers,
             num_speakers=num_speakers,
             min_speakers=min_speakers,

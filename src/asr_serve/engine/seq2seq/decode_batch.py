@@ -51,6 +51,8 @@ class DecodeRow:
         """Positions of a prompt with audio in it whose keys and values are in its pages."""
         self.embeddings: Tensor | None = None
         """Embeddings (frames, width) of the prompt's audio until the prompt has been fed; None: it has none."""
+        self.ctc_frames: Tensor | None = None
+        """See EncoderResult."""
         self.beams: BeamGroup | None = None
         """Group of the beams that it belongs to, and its place there."""
         self.beam_index = 0
@@ -410,6 +412,7 @@ class DecoderPrompts:
             self.language_ids = torch.tensor(list(self.special.languages.values()), device=target)
         self._cached_prompt = lru_cache(MAX_CACHED_PROMPTS)(self._build_prompt)
         self.embeds_audio = isinstance(model, SpeechLanguageModel)
+        self._times_words = not isinstance(model, SpeechLanguageModel) or model.ctc_head is not None
 
     def detects_language(self, options: SearchOptions) -> bool:
         """Whether the model detects the language."""
@@ -446,8 +449,8 @@ class DecoderPrompts:
     def validate(self, options: SearchOptions) -> None:
         """Raises OptionError for what this model cannot do."""
         if self.embeds_audio:
-            if options.words:
-                raise UnsupportedOption("words=True", "this model has no times of words", param="words")
+            if options.words and not self._times_words:
+                raise UnsupportedOption("words=True", "this model has no times of words", "leave it out", param="words")
         elif self.special is None:
             for name in ("task", "prompt", "timestamps"):
                 if (value := getattr(options, name)) != getattr(NO_OPTIONS, name):

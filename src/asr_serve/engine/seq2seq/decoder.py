@@ -222,7 +222,7 @@ class DecodeRunner:
         row = DecodeRow(request_id, [], hypothesis)
         self.prefilling.append(row)  # from here on `remove_row` frees the pages, whatever fails below
         row.prompt = self.prompts.prompt_tokens(hypothesis.options, encoded.frames)
-        row.embeddings = encoded.decoder_input
+        row.embeddings, row.ctc_frames = encoded.decoder_input, encoded.ctc_frames
         hypothesis.limit_tokens(self.model.max_tokens - len(row.prompt))
         needed = self.prompts.positions_needed(hypothesis.options, hypothesis.max_tokens, encoded.frames)
         row.pages = row.block_table = self.page_pool.allocate(pages_for(needed) * hypothesis.beam)

@@ -34,6 +34,8 @@ class EncoderResult(NamedTuple):
     decoder_input: Tensor
     """Cross-attention keys and values (frames, layers, 2, width); of a SpeechLanguageModel embeddings (frames,
     width); for a decoder that is split over ranks the encoder frames (frames, width)."""
+    ctc_frames: Tensor | None = None
+    """Frames (n, width) of a SpeechLanguageModel's CTC head, from which times of tokens come; None: none are wanted."""
 
     @property
     def frames(self) -> int:
@@ -63,14 +65,21 @@ class EncodeRunner:
         """Whether the decoder is given encoder frames, and not their keys and values."""
 
     @torch.inference_mode()
-    def encode(self, batch: Sequence[np.ndarray], whole: Sequence[bool] = ()) -> list[EncoderResult]:
+    def encode(
+        self, batch: Sequence[np.ndarray], whole: Sequence[bool] = (), timed: Sequence[bool] = ()
+    ) -> list[EncoderResult]:
         """Returns one result for each array of samples, float32 at 16 kHz. `whole`: whether all of its window is
-        encoded, for models with one; empty: for none."""
-        hidden, packing = self.encode_hidden(batch, whole)
+        encoded, for models with one; `timed`: whether times of its tokens are wanted; empty: for none."""
+        ctc_frames: list[Tensor | None] = [None] * len(batch)
+        if any(timed) and isinstance(self.model, SpeechLanguageModel):
+            clips = [tensor_from_array(pcm) for pcm in batch]
+            hidden, packing, ctc_frames = self.model.encode_timed(clips, timed)
+        else:
+            hidden, packing = self.encode_hidden(batch, whole)
         decoder_input = hidden if self.stores_hidden else self.model.cross_keys_values(hidden)
         return [
-            EncoderResult(decoder_input[offset : offset + frames])
-            for offset, frames in zip(packing.offsets, packing.frames, strict=True)
+            EncoderResult(decoder_input[offset : offset + frames], timed_frames)
+            for offset, frames, timed_frames in zip(packing.offsets, packing.frames, ctc_frames, strict=True)
         ]
 
     @torch.inference_mode()
@@ -106,6 +115,8 @@ class EncodeBatch(NamedTuple):
     rows: int
     pages: int
     classes: Sequence[tuple[Priority, int | None]] = ()
+    timed: Sequence[bool] = ()
+    """Whether times of each one's tokens are wanted."""
 
 
 OnEncoded = Callable[[EncodeBatch, Future[list[EncoderResult]], float], None]
@@ -187,7 +198,7 @@ class EncoderPool:
         its requests."""
         self.in_flight.append(batch)
         if not away or not self._submit_to_peer(batch, clips, whole):
-            self._run(batch, lambda: self._runner.encode(clips, whole))
+            self._run(batch, lambda: self._runner.encode(clips, whole, batch.timed))
 
     def complete(self, batch: EncodeBatch) -> None:
         """Forgets a delivered batch, so that its audio and a peer's results are freed."""

@@ -270,7 +270,8 @@ class Seq2SeqExecutor:
         _, rows, pages = map(sum, zip(*map(self.requests.resources_needed, batch), strict=True))
         classes = [(u.priority, u.within_ms) for u in batch]
         pcm, whole = [u.pcm for u in batch if u.pcm is not None], [u.full_window for u in batch]
-        self.encoder_pool.submit(EncodeBatch([u.id for u in batch], rows, pages, classes), pcm, whole, away=away)
+        job = EncodeBatch([u.id for u in batch], rows, pages, classes, [u.options.words for u in batch])
+        self.encoder_pool.submit(job, pcm, whole, away=away)
 
     def _on_encoded(self, batch: EncodeBatch, encoded: Future[list[EncoderResult]], seconds: float) -> None:
         """Joins results that did not come from the loop's thread; results of requests that left meanwhile are
@@ -297,7 +298,7 @@ class Seq2SeqExecutor:
         ids, results = [u.id for u in batch], dict[int, EncoderResult]()
         with self._guard("encode", "encoding", ids):
             pcm = [u.pcm for u in batch if u.pcm is not None]
-            encoded = self.encode_runner.encode(pcm, [u.full_window for u in batch])
+            encoded = self.encode_runner.encode(pcm, [u.full_window for u in batch], [u.options.words for u in batch])
             results = dict(zip(ids, encoded, strict=True))
         self._join(results, time.perf_counter() - started)
         return True

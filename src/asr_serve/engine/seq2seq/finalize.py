@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.engine.executor import StepGuard
+from asr_serve.engine.seq2seq.ctc_token_aligner import CtcTokenAligner
 from asr_serve.engine.seq2seq.token_aligner import FinishedRow, TokenAligner
 from asr_serve.errors import OptionError
+from asr_serve.models.interfaces import SpeechLanguageModel
 
 if TYPE_CHECKING:
     from asr_serve.decoding.hypothesis import Reused
@@ -41,7 +43,9 @@ class Finalizer:
         guard: GuardStep,
     ) -> None:
         self._runner, self._requests, self._coalescer, self._guard = runner, requests, coalescer, guard
-        self._rescorer, self._aligner = rescorer, TokenAligner(runner)
+        self._rescorer = rescorer
+        head = runner.model.ctc_head if isinstance(runner.model, SpeechLanguageModel) else None
+        self._aligner = TokenAligner(runner) if head is None else CtcTokenAligner(head, requests.text)
         self._pending: list[FinishedRow] = []
         """Rows that wait for rescoring."""
         self._oldest_first = True

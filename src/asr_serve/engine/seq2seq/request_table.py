@@ -22,8 +22,9 @@ from asr_serve.engine.request import RecognitionRequest, resolve
 from asr_serve.engine.seq2seq.decode_batch import rows_for
 from asr_serve.engine.seq2seq.encoder import BorrowedPages
 from asr_serve.engine.seq2seq.scheduler import ScheduledRequest
+from asr_serve.engine.seq2seq.token_aligner import Answer
 from asr_serve.engine.stats import EngineStats
-from asr_serve.models.interfaces import EncoderDecoderModel
+from asr_serve.models.interfaces import EncoderDecoderModel, SpeechLanguageModel
 from asr_serve.types import EngineTimestamps, Priority
 
 
@@ -120,6 +121,7 @@ class RequestTable:
     def finish(self, utterance: RecognitionRequest, answer: Recognition, reused: Reused) -> None:
         """Removes the request and resolves its future."""
         self.remove(utterance.id)
+        answer = self._without_header(utterance, answer)
         now_ns = time.time_ns()
         if utterance.answer_digest:
             self.stats.record_cache_lookup(reused or "none")
@@ -131,6 +133,24 @@ class RequestTable:
             decode_end_ns=now_ns,
         )
         resolve(utterance.future, msgspec.structs.replace(answer, phases=phases, reused=reused))
+
+    def _without_header(self, utterance: RecognitionRequest, answer: Recognition) -> Recognition:
+        """Returns the answer with the language that its header names, and with the text that follows it alone. Until
+        here the row and what rescores and aligns it have all tokens."""
+        model = self._model
+        if not isinstance(model, SpeechLanguageModel) or utterance.options.language or not model.max_header_tokens:
+            return answer
+        read_header = model.read_header
+
+        def text(each: Answer) -> Answer:
+            first = read_header(each.tokens).tokens
+            return msgspec.structs.replace(
+                each, tokens=each.tokens[first:], logprobs=each.logprobs[first:], times=each.times[first:]
+            )
+
+        hypotheses = tuple(map(text, answer.hypotheses))
+        language = read_header(answer.tokens).language
+        return msgspec.structs.replace(text(answer), language=language, hypotheses=hypotheses)
 
     # --- resources ----------------------------------------------------------------------------------------
 
@@ -172,5 +192,7 @@ class RequestTable:
         """Bound above what anybody says in that time, within the model's positions, the first being BOS; or the
         request's own, if that is less."""
         bound = 4 + int(units.samples_to_s(utterance.samples) * self._tokens_per_s)
+        if isinstance(self._model, SpeechLanguageModel) and not utterance.options.language:
+            bound += self._model.max_header_tokens
         limit = utterance.options.max_new_tokens
         return min(self._model.max_tokens - 1, bound if limit is None else min(bound, limit))

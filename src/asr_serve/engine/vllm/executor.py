@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.hypothesis import Finish, Hypothesis, Recognition
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.executor import LoopContext, StepGuard
 from asr_serve.engine.request import RecognitionRequest, reject
+from asr_serve.engine.seq2seq.ctc_token_aligner import CtcTokenAligner
 from asr_serve.engine.seq2seq.decode_batch import DecoderPrompts
 from asr_serve.engine.seq2seq.encoder import EncoderResult, EncodeRunner
 from asr_serve.engine.seq2seq.request_table import RequestTable
@@ -61,9 +63,17 @@ class VllmCapacity:
 class VllmRow:
     """Request that vLLM decodes: its prompt and its hypothesis."""
 
-    def __init__(self, request_id: int, prompt: Sequence[int], embeddings: bytes, hypothesis: Hypothesis) -> None:
-        """`embeddings`: those of the audio in `prompt`, in the device's dtype."""
+    def __init__(
+        self,
+        request_id: int,
+        prompt: Sequence[int],
+        embeddings: bytes,
+        hypothesis: Hypothesis,
+        ctc_frames: Tensor | None = None,
+    ) -> None:
+        """`embeddings`: those of the audio in `prompt`, in the device's dtype. `ctc_frames`: see EncoderResult."""
         self.request_id, self.prompt, self.embeddings, self.hypothesis = request_id, prompt, embeddings, hypothesis
+        self.ctc_frames = ctc_frames
         self.deaths = 0
         """Workers that died while they worked on it."""
         self.number = 0
@@ -104,6 +114,7 @@ class VllmExecutor:
             model, VllmCapacity(self.prompts), config.window, text, tokens_per_s, on_done, on_start, {}
         )
         self.open_requests = self.requests.open
+        self._aligner = None if model.ctc_head is None else CtcTokenAligner(model.ctc_head, text)
         self.rows: dict[int, VllmRow] = {}
         """Rows by request."""
         self._rows_by_number: dict[int, VllmRow] = {}
@@ -218,7 +229,8 @@ class VllmExecutor:
         started = time.perf_counter()
         batch, results = self.requests.mark_started(ids), list[EncoderResult]()
         with self._guard("encode", "encoding", ids):
-            results = self.encode_runner.encode([each.pcm for each in batch if each.pcm is not None])
+            clips = [each.pcm for each in batch if each.pcm is not None]
+            results = self.encode_runner.encode(clips, timed=[each.options.words for each in batch])
         for utterance, encoded in zip(batch, results, strict=bool(results)):
             with self._guard("encode", "joining", [utterance.id]):
                 self._add_row(utterance, encoded)
@@ -243,7 +255,9 @@ class VllmExecutor:
         for token in hypothesis.draft.tokens[: hypothesis.fixed]:
             hypothesis.append_token(token, 0.0)
         embeddings = encoded.decoder_input.to(self.device.dtype).cpu().contiguous().view(torch.uint8)
-        row = self.rows[utterance.id] = VllmRow(utterance.id, prompt, embeddings.numpy().tobytes(), hypothesis)
+        row = self.rows[utterance.id] = VllmRow(
+            utterance.id, prompt, embeddings.numpy().tobytes(), hypothesis, encoded.ctc_frames
+        )
         self.requests.mark_encoded(utterance)
         self._send(row)
 
@@ -301,8 +315,11 @@ class VllmExecutor:
             self.loop.stats.record_fallback()
             self._send(row)
             return
+        utterance = self.open_requests[row.request_id]
+        if self._aligner is not None and row.ctc_frames is not None:
+            answer = self._aligner.with_times(answer, row.ctc_frames, utterance.samples)
         del self.rows[row.request_id]
-        self.requests.finish(self.open_requests[row.request_id], answer, "")
+        self.requests.finish(utterance, answer, "")
 
     def _forget(self, row: VllmRow, *, abort: bool) -> None:
         """Ends the try of a row; `abort`: the worker is still at it."""

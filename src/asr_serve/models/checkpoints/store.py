@@ -46,7 +46,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 """Root of the weights that ship with this package."""
 SUMS = "sha256.json"
 """File with the sums of the fetched files, beside them."""
-CONVERTER = 4
+CONVERTER = 5
 """Version of the conversion: grows when it gives other tensors, so that cached old ones are not used."""
 
 

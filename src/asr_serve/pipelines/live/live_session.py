@@ -45,7 +45,7 @@ from asr_serve.pipelines.live.turn_detector import TurnDetector
 from asr_serve.pipelines.live.voice_activity import LiveVoiceActivity
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.pipelines.prompting import hotword_bias, live_language_model, normalizes_text, prompt_tokens
-from asr_serve.pipelines.segments import check_diarization, resolve_language
+from asr_serve.pipelines.segments import check_diarization, requests_words, resolve_language
 from asr_serve.pipelines.silence_tracker import SilenceTracker
 from asr_serve.text.tokenizers import Tokenizer
 from asr_serve.types import Segment, Span
@@ -79,10 +79,8 @@ class LiveSession:
         how_many = SpeakerCount.of(options.num_speakers, options.min_speakers, options.max_speakers)
         if options.speakers:
             check_diarization(client)
-        self._diarizer = LiveDiarizer(client, options.words, how_many, wake) if options.speakers else None
-        words = options.words or (
-            options.speakers and client.card.word_times
-        )  # a segment is cut between them where the speaker changes
+        self._diarizer = LiveDiarizer(client, options.words is not False, how_many, wake) if options.speakers else None
+        words = requests_words([client.card], options.words, speakers=options.speakers)
         prompt = prompt_tokens(client, tokenizer, options.prompt)
         bias = hotword_bias(client, tokenizer, options.hotwords)
         language_model = live_language_model(client, options)
@@ -103,7 +101,7 @@ class LiveSession:
             )
         else:
             self._recognizer = RepeatedRecognizer(
-                client, tokenizer.decode, options, prompt, bias, self._endpointer, self._audio, wake, clock
+                client, tokenizer.decode, options, prompt, bias, self._endpointer, self._audio, wake, clock, words=words
             )
         self._silence = SilenceTracker(self._endpointer.config.neg_threshold)
         self._scored_samples = 0

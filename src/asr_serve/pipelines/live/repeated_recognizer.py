@@ -51,8 +51,11 @@ class RepeatedRecognizer:
         audio: AudioHistory,
         wake: Callable[[], None],
         clock: Callable[[], float],
+        *,
+        words: bool,
     ) -> None:
-        """`prompt`: tokens that the model reads before each segment; `bias`: hotwords."""
+        """`prompt`: tokens that the model reads before each segment; `bias`: hotwords; `words`: whether times of words
+        are requested."""
         self._client, self._text, self._options = client, text, options
         self._endpointer, self._audio, self._wake, self._clock = endpointer, audio, wake, clock
         self._partial = units.ms_to_samples(options.partial_ms)
@@ -66,9 +69,7 @@ class RepeatedRecognizer:
         )
         self._greedy_options = msgspec.structs.replace(self._final_options, temperatures=(0.0,))
         """Search options of hypotheses that are shown and replaced."""
-        self._final_options = msgspec.structs.replace(
-            self._final_options, words=options.words or (options.speakers and client.card.word_times)
-        )
+        self._final_options = msgspec.structs.replace(self._final_options, words=words)
         card, chunk = client.card, client.config.chunk_frames or client.card.chunk
         limit_ms = endpointer.config.max_segment_ms or card.max_segment_ms
         self._longest = units.ms_to_samples(limit_ms) + 2 * OVERLAP_SAMPLES

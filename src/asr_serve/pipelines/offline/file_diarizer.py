@@ -113,7 +113,7 @@ class FileDiarizer:
         self._names: dict[str, np.ndarray] | None = None
         """Embeddings of known speakers, once computed."""
         self._client, self._wake, self._check = client, wake, check
-        self._words = options.words
+        self._words = options.words is not False
         self._how_many = SpeakerCount.of(options.num_speakers, options.min_speakers, options.max_speakers)
         self._chunks: list[np.ndarray] = []
         self._audio_from = self._samples = self._next_start = 0

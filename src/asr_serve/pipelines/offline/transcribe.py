@@ -46,6 +46,7 @@ from asr_serve.pipelines.segments import (
     check_search,
     check_timestamps,
     endpoint_overrides,
+    requests_words,
     resolve_language,
     segment_limit_ms,
 )
@@ -158,7 +159,7 @@ class _Transcription:
             itn=prompt_itn(client.card, options.itn),
             repetition_penalty=options.repetition_penalty,
             max_new_tokens=options.max_new_tokens,
-            words=options.words or (options.speakers and client.card.word_times),
+            words=requests_words([each.card for each in recognizer.clients], options.words, speakers=options.speakers),
             hypotheses=options.n_best,
             language_model=language_model_choice(client, options.language_model, options.language_model_weight),
         )

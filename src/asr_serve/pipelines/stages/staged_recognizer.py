@@ -266,6 +266,7 @@ class StagedRecognizer:
         assert isinstance(stage, RecognizeStage)
         search = msgspec.structs.replace(
             job.search,
+            words=job.search.words and client.card.word_times,
             timestamps=client.card.times is not None,
             beam=stage.beam,
             hypotheses=self._spec.hypotheses(job.stage),

@@ -26,8 +26,6 @@ class AsrRequest(msgspec.Struct, frozen=True):
     options: TranscribeOptions
     stream: bool = False
     """Always false: the response is sent whole."""
-    words_by_default: bool = False
-    """Whether `timestamp` was not sent: its default asks for words where the model has their times."""
 
     @property
     def option_to_field(self) -> dict[str, str]:
@@ -38,19 +36,17 @@ class AsrRequest(msgspec.Struct, frozen=True):
 def parse_asr_form(sent: Mapping[str, Sequence[str]], *, complete: bool) -> AsrRequest:
     """Parses a form; until it is `complete`, errors that a later field can correct are ignored. Raises OptionError."""
     fields = FormFields(sent, ASR_FIELDS)
-    timestamp = fields.flag("timestamp")
     return AsrRequest(
         fields.text("model"),
         TranscribeOptions(
             language=fields.language("language"),
             priority="interactive",
             hotwords=recognition_fields.parse_hotwords(fields),
-            words=timestamp is not False,
+            words=fields.flag("timestamp"),
             itn=recognition_fields.parse_itn(fields),
             **recognition_fields.parse_language_model(fields, complete=complete),
             **recognition_fields.parse_speaker_options(fields, complete=complete),
         ),
-        words_by_default=timestamp is None,
     )
 
 
@@ -90,7 +86,7 @@ def render_asr_answer(transcript: Transcript, request: AsrRequest, processing_s:
     return msgspec.json.encode(
         AsrAnswer(
             transcript.text,
-            [_segment(segment, words=options.words) for segment in transcript.segments],
+            [_segment(segment, options.words) for segment in transcript.segments],
             duration_s,
             round(processing_s, 3),
             round(processing_s / duration_s, 4) if duration_s else 0.0,
@@ -98,11 +94,11 @@ def render_asr_answer(transcript: Transcript, request: AsrRequest, processing_s:
     )
 
 
-def _segment(segment: Segment, *, words: bool) -> AsrSegment:
+def _segment(segment: Segment, words: bool | None) -> AsrSegment:
     return AsrSegment(
         segment.text,
         segment.start_s,
         segment.end_s,
         funasr_speaker(segment.speaker) if segment.speaker else None,
-        [AsrWord(word.text, word.start_s, word.end_s) for word in segment.words] if words and segment.words else None,
+        [AsrWord(word.text, word.start_s, word.end_s) for word in segment.words] if words or segment.words else None,
     )

@@ -80,11 +80,6 @@ class TranscriptionRequest(msgspec.Struct, frozen=True):
     """Whether hotwords came under OpenAI's name."""
 
     @property
-    def words_by_default(self) -> bool:
-        """Whether words are those of `verbose_json` without a request."""
-        return self.options.words and not self.granularities and self.response_format == "verbose_json"
-
-    @property
     def option_to_field(self) -> dict[str, str]:
         """Options to the fields that set them, where the names differ."""
         params = {
@@ -149,9 +144,12 @@ def _speakers(fields: FormFields, form: str, complete: bool) -> dict[str, Any]:
     return {}
 
 
-def _words(form: str, granularities: Sequence[str]) -> bool:
-    """Whether words are requested. FunASR's clients expect those of `verbose_json` without a request."""
-    return "word" in granularities or form in FORMATS_OF_WORDS or (form == "verbose_json" and not granularities)
+def _words(form: str, granularities: Sequence[str]) -> bool | None:
+    """Whether words are requested; None: where the model has them. FunASR's clients expect those of `verbose_json`
+    without a request."""
+    if "word" in granularities:
+        return True
+    return None if form in FORMATS_OF_WORDS or (form == "verbose_json" and not granularities) else False
 
 
 def _expect_together(fields: FormFields, form: str, stream: bool, granularities: Sequence[str]) -> None:

@@ -101,13 +101,13 @@ def render_transcription(transcript: Transcript, request: TranscriptionRequest, 
 def render_verbose_json(transcript: Transcript, request: TranscriptionRequest) -> dict[str, Any]:
     """OpenAI's verbose_json, with FunASR's words in segments unless only `segment` was requested."""
     response = text_and_json.verbose_json_data(transcript)
-    nested = request.options.words and request.granularities != ("segment",)
+    nested = request.options.words is not False and request.granularities != ("segment",)
     for entry, segment in zip(response["segments"], transcript.segments, strict=True):
         if segment.speaker:
             entry["speaker"] = funasr_speaker(segment.speaker)
         if segment.spoken:
             entry["spoken"] = segment.spoken
-        if nested:
+        if nested and (segment.words or request.options.words):
             entry["words"] = timed_words(segment)
         if segment.alternatives:
             entry["alternatives"] = [_alternative(each, nested=nested) for each in segment.alternatives]
@@ -203,7 +203,7 @@ class TranscriptEventEncoder:
                 end=segment.end_s,
                 speaker=funasr_speaker(segment.speaker) if segment.speaker else None,
                 spoken=segment.spoken or None,
-                words=timed_words(segment) if request.options.words else None,
+                words=timed_words(segment) if request.options.words or segment.words else None,
             )
         return server_sent_event(delta)
 

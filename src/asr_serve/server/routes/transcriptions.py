@@ -54,10 +54,6 @@ class ParsedForm(Protocol):
     @property
     def stream(self) -> bool: ...
     @property
-    def words_by_default(self) -> bool:
-        """Whether words are not requested by name, and left out where the model has no times of words."""
-
-    @property
     def option_to_field(self) -> Mapping[str, str]:
         """Option -> name of its field, where they differ."""
 
@@ -205,8 +201,6 @@ class UploadTranscription(Generic[RequestT]):
     def _start_job(self) -> TranscriptionJob:
         self._context.model = self.engine.name
         options = msgspec.structs.replace(self.request.options, limits=self._dependencies.audio)
-        if self.request.words_by_default and not self.engine.card.word_times:
-            options = msgspec.structs.replace(options, words=False)
         return self._dependencies.executor.start(self.engine, self._upload.open_bytes(), options, self._upload.filename)
 
     async def _finish_form(self) -> None:

@@ -226,11 +226,10 @@ class TranscriptFile:
         make_folder(self.path.parent)
 
     @property
-    def wants(self) -> dict[str, bool]:
-        """Options that the format needs."""
+    def wants(self) -> dict[str, bool | None]:
+        """Options that the format needs; None: where the model has it."""
         row = transcript_format(self.form)
-        wanted = {"words": row.needs_words, "speakers": row.needs_speakers}
-        return {name: True for name, needed in wanted.items() if needed}
+        return ({"words": None} if row.needs_words else {}) | ({"speakers": True} if row.needs_speakers else {})
 
     def write(self, last: StreamResult, language: str, model: str) -> None:
         """Writes the transcript of the final result `last`. Raises OSError."""

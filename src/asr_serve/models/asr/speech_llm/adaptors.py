@@ -120,3 +120,14 @@ def truncate(x: Tensor, packing: PackedBatch, kept: list[int], block: int) -> tu
     for offset, start, count in zip(packing.offsets, made.offsets, kept, strict=True):
         out[start : start + count] = x[offset : offset + count]
     return out, made
+
+
+def take_clips(x: Tensor, packing: PackedBatch, clips: list[int], block: int) -> tuple[Tensor, PackedBatch]:
+    """Rows of some of the clips, packed again; the packing as it is where these are all."""
+    if len(clips) == len(packing.frames):
+        return x, packing
+    made = pack_clips([packing.frames[clip] for clip in clips], block)
+    out = torch.zeros(made.total, x.shape[1], dtype=x.dtype, device=x.device)
+    for clip, start, count in zip(clips, made.offsets, made.frames, strict=True):
+        out[start : start + count] = x[packing.offsets[clip] :][:count]
+    return out, made

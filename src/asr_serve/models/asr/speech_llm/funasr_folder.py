@@ -1,8 +1,9 @@
 """Model folders of FunASR's speech LLMs, and their conversion into checkpoint folders.
 
-A folder of FunASR holds `config.yaml`, `model.pt` with all tensors, and the folder of the language model with its
-config.json and tokenizer. A converted one holds config.json, model.safetensors (encoder and adaptor), tokenizer.json,
-and in `language_model` a checkpoint of the language model alone, as transformers and vLLM read it.
+A folder of FunASR holds `config.yaml`, `model.pt` with all tensors, the folder of the language model with its
+config.json and tokenizer, and for a CTC head `multilingual.tiktoken`, its vocabulary. A converted one holds
+config.json, model.safetensors (encoder, adaptor, CTC head), tokenizer.json, ctc_tokenizer.json, and in
+`language_model` a checkpoint of the language model alone, as transformers and vLLM read it.
 
 Source: the layout that funasr 1.4.16's AutoModel and AutoModelVLLM read.
 """
@@ -10,6 +11,7 @@ Source: the layout that funasr 1.4.16's AutoModel and AutoModelVLLM read.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,9 +24,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asr_serve.errors import WeightsCorrupt
+from asr_serve.models.asr.speech_llm import byte_level
 from asr_serve.models.checkpoints.hugging_face import UNREADABLE
 
+log = logging.getLogger(__name__)
+
 SETTINGS, PICKLE = "config.yaml", "model.pt"
+CTC_VOCABULARY, CTC_TOKENIZER = "multilingual.tiktoken", "ctc_tokenizer.json"
+"""Vocabulary of the CTC head in a folder of FunASR, and in a converted one."""
+CTC_TENSORS = ("ctc.ctc_lo.weight", "ctc.ctc_lo.bias", "ctc_decoder.linear1.weight", "ctc_decoder.linear2.weight")
+"""Tensors without which there is no CTC head."""
+CTC_OUTPUTS = 60_515
+"""Outputs of the CTC head where config.yaml says nothing of them."""
 LANGUAGE_MODEL = "language_model"
 """Folder of the language model in a converted folder."""
 KINDS = {
@@ -76,6 +87,10 @@ def convert(source: Path, target: Path) -> None:
     audio = {
         name: tensor for name, tensor in tensors.items() if name.startswith(("audio_encoder.", "audio_adaptor."))
     } | _cmvn(source, settings)
+    if (ctc := _ctc_head(source, settings, tensors)) is not None:
+        config["ctc"], vocabulary, ctc_tensors = ctc
+        audio |= ctc_tensors
+        (target / CTC_TOKENIZER).write_text(vocabulary, "utf-8")
     if not audio:
         raise WeightsCorrupt(f"{source / PICKLE} has no tensors of an encoder", "audio_encoder. and audio_adaptor.")
     into = target / LANGUAGE_MODEL
@@ -121,6 +136,40 @@ def _config(settings: Mapping[str, Any]) -> dict[str, Any]:
         "do_think": bool(chat.get("do_think", True)),
         "sys_prompt": bool(chat.get("sys_prompt", True)),
     }
+
+
+def _ctc_head(
+    source: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], str, dict[str, Tensor]] | None:
+    """Config of the CTC head, the text of its ctc_tokenizer.json, and its tensors. None: there is none, or it is not
+    whole: without it the model recognizes the same, and only has no times of words. Raises WeightsCorrupt for what is
+    not computed."""
+    decoder = settings.get("ctc_decoder")
+    if not decoder:
+        return None
+    if decoder not in ADAPTORS:
+        raise WeightsCorrupt(f"{SETTINGS} says ctc_decoder: {decoder}", f"one of {', '.join(ADAPTORS)}")
+    found = {name: tensor for name, tensor in tensors.items() if name.startswith(("ctc_decoder.", "ctc.ctc_lo."))}
+    missing = [name for name in CTC_TENSORS if name not in found]
+    if not (source / CTC_VOCABULARY).is_file():
+        missing.append(CTC_VOCABULARY)
+    if missing:
+        log.warning("%s has no %s: the model will have no times of words", source, ", ".join(missing))
+        return None
+    outputs = settings.get("ctc_vocab_size") or CTC_OUTPUTS
+    blank = (settings.get("ctc_conf") or {}).get("blank_id")
+    for name, number in (("ctc_vocab_size", outputs), ("ctc_conf.blank_id", 0 if blank is None else blank)):
+        if not isinstance(number, int):
+            raise WeightsCorrupt(f"{SETTINGS} says {name}: {number}", "a whole number")
+    width = (settings.get("audio_encoder_conf") or {}).get("output_size", 256)
+    config = {
+        "decoder": decoder,
+        "decoder_conf": {**(settings.get("ctc_decoder_conf") or {}), "encoder_dim": width},
+        "vocab_size": outputs,
+        "blank_id": outputs - 1 if blank is None else blank,
+    }
+    pieces = byte_level.read_tiktoken(source / CTC_VOCABULARY)
+    return config, byte_level.tokenizer_json(pieces, byte_level.GPT2_PATTERN), found
 
 
 def _language_model_folder(source: Path, settings: Mapping[str, Any]) -> Path:

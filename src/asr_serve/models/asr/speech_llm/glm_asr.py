@@ -38,6 +38,7 @@ CARDS = (
         max_segment_ms=MAX_SEGMENT_MS,
         min_segment_ms=100,
         tokens_per_s=16.0,
+        word_times=False,
     ),
 )
 

@@ -57,7 +57,7 @@ class HubSpeechLlm(SpeechLlm):
         """Raises WeightsCorrupt for tensors that do not fit the config."""
         assert config.tokenizer is not None, "a config without its folder"
         self.config, self.device = config, device
-        self.encode_text = config.tokenizer.encode
+        self.encode_text, self.decode_text = config.tokenizer.encode, config.tokenizer.decode
         self.special = {name: config.tokenizer.special_token(name) for name in self.SPECIAL_TOKENS}
         named = {rename(name): tensor for name, tensor in tensors.items()}
         audio = {name: tensor for name, tensor in named.items() if name.startswith(("encoder.", "projector."))}

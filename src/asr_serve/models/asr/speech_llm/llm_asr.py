@@ -24,9 +24,11 @@ from asr_serve.models.asr.speech_llm.adaptors import (
     AdaptorConfig,
     AdaptorKind,
     low_frame_rate_tokens,
+    take_clips,
     truncate,
 )
 from asr_serve.models.asr.speech_llm.chat_prompt import LANGUAGES, ChatPrompt
+from asr_serve.models.asr.speech_llm.ctc_head import CtcConfig, FunAsrCtcHead
 from asr_serve.models.asr.speech_llm.sanm_encoder import EncoderTensors, FrontendConfig, SanmConfig, SanmEncoder
 from asr_serve.models.asr.speech_llm.speech_llm import SpeechLlm
 from asr_serve.models.causal_lm import CausalConfig, CausalLanguageModel
@@ -35,7 +37,7 @@ from asr_serve.models.interfaces import PromptOptions
 from asr_serve.models.model_files import WEIGHTS, AsrModelConfig, WeightsConverter
 from asr_serve.models.packing import PackedBatch
 from asr_serve.models.registry import AsrCard
-from asr_serve.text.tokenizers import Tokenizer
+from asr_serve.text.tokenizers import Tokenizer, read_hub_tokenizer
 
 ENCODE_CLIPS = 8
 """Most clips that go through encoder and adaptor at once."""
@@ -53,10 +55,11 @@ CARDS = (
         licence="that of its parts",
         source="github.com/modelscope/FunASR, LLMASR",
         hub="",
-        files=("config.yaml", "model.pt", "*/config.json", "*/tokenizer.json"),
+        files=("config.yaml", "model.pt", "*.mvn", funasr_folder.CTC_VOCABULARY, "*/config.json", "*/tokenizer.json"),
         max_segment_ms=30_000,
         min_segment_ms=100,
         tokens_per_s=16.0,
+        word_times=False,
     ),
 )
 
@@ -94,6 +97,10 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
     """Sizes of the language model, from the config.json in its folder."""
     tokenizer: Any = None
     """Tokenizer of the language model."""
+    ctc: CtcConfig | None = None
+    """Sizes of the CTC head; None: there is none."""
+    ctc_tokenizer: Any = None
+    """Vocabulary of the CTC head."""
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Self:
@@ -102,7 +109,8 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
         if not {"audio_encoder", "audio_adaptor"} <= known.keys():
             raise WeightsCorrupt("config.json names no audio_encoder and audio_adaptor", "one that convert wrote")
         try:
-            config = msgspec.convert({**known, "language_model": None, "tokenizer": None}, cls)
+            given = {"language_model": None, "tokenizer": None, "ctc_tokenizer": None}
+            config = msgspec.convert({**known, **given}, cls)
         except msgspec.ValidationError as failure:
             raise WeightsCorrupt(f"config.json: {failure}", "one that `asr-serve models convert` wrote") from failure
         if config.audio_encoder not in funasr_folder.ENCODERS:
@@ -116,7 +124,8 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
     @property
     def other_files(self) -> tuple[str, ...]:
-        return (f"{funasr_folder.LANGUAGE_MODEL}/config.json",)
+        vocabulary = () if self.ctc is None else (funasr_folder.CTC_TOKENIZER,)
+        return (f"{funasr_folder.LANGUAGE_MODEL}/config.json", *vocabulary)
 
     def with_folder(self, folder: Path, tokenizer: Tokenizer) -> Self:
         language_model = read_config(folder / funasr_folder.LANGUAGE_MODEL, "causal language", CausalConfig.of)
@@ -125,7 +134,10 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
                 f"the adaptor makes embeddings of {width} numbers",
                 f"{language_model.hidden_size}, which the language model reads",
             )
-        return msgspec.structs.replace(self, language_model=language_model, tokenizer=tokenizer)
+        vocabulary = None if self.ctc is None else read_hub_tokenizer(folder / funasr_folder.CTC_TOKENIZER)
+        return msgspec.structs.replace(
+            self, language_model=language_model, tokenizer=tokenizer, ctc_tokenizer=vocabulary
+        )
 
 
 class Model(SpeechLlm):
@@ -146,6 +158,11 @@ class Model(SpeechLlm):
             raise WeightsCorrupt(f"the adaptor reads {width} numbers", f"{self.encoder.width}, which the encoder makes")
         self.adaptor = Adaptor(take, "audio_adaptor.", config.audio_adaptor, config.audio_adaptor_conf)
         self.frame_samples = self.encoder.frame_samples * config.audio_adaptor_conf.downsample_rate
+        self.ctc_head: FunAsrCtcHead | None = None
+        if config.ctc is not None and device.group.rank == 0:  # other ranks only decode
+            if (width := config.ctc.decoder_conf.encoder_dim) != self.encoder.width:
+                raise WeightsCorrupt(f"the CTC decoder reads {width} numbers", f"{self.encoder.width} of the encoder")
+            self.ctc_head = FunAsrCtcHead(take, config.ctc, config.ctc_tokenizer, self.encoder.frame_samples)
 
     def prompt_tokens(self, options: PromptOptions) -> tuple[int, ...]:
         if options.task != "transcribe":
@@ -163,14 +180,33 @@ class Model(SpeechLlm):
         return min(made, low_frame_rate_tokens(frames)) if self.config.use_low_frame_rate else made
 
     def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
-        parts, counts = [], []
+        return self.encode_timed(batch, [False] * len(batch))[:2]
+
+    def encode_timed(
+        self, batch: Sequence[Tensor], timed: Sequence[bool]
+    ) -> tuple[Tensor, PackedBatch, list[Tensor | None]]:
+        parts, counts = list[Tensor](), list[int]()
+        ctc_frames: list[Tensor | None] = []
         for first in range(0, len(batch), ENCODE_CLIPS):
             frames, packing = self.encoder(batch[first : first + ENCODE_CLIPS])
+            ctc_frames += self._ctc_frames(frames, packing, timed[first : first + ENCODE_CLIPS])
             kept = [self._kept(count) for count in packing.frames]
             embeddings, packing = truncate(*self.adaptor(frames, packing), kept, 1)
             parts.append(embeddings)
             counts += kept
-        return torch.cat(parts), PackedBatch(counts, sum(counts))
+        return torch.cat(parts), PackedBatch(counts, sum(counts)), ctc_frames
+
+    def _ctc_frames(self, frames: Tensor, packing: PackedBatch, timed: Sequence[bool]) -> list[Tensor | None]:
+        """Frames of the CTC decoder, of those clips alone that are `timed`."""
+        made: list[Tensor | None] = [None] * len(timed)
+        chosen = [clip for clip, wanted in enumerate(timed) if wanted]
+        if not chosen:
+            return made
+        assert self.ctc_head is not None, "only a model with a CTC head is asked for times"
+        ctc_frames, packing = self.ctc_head.decode_frames(*take_clips(frames, packing, chosen, self.device.frame_block))
+        for clip, offset, count in zip(chosen, packing.offsets, packing.frames, strict=True):
+            made[clip] = ctc_frames[offset : offset + count].clone()  # of its own: rows leave one by one
+        return made
 
 
 CONVERTER = WeightsConverter(funasr_folder.holds("LLMASR", "LLMASR2", "LLMASR3", "LLMASR4"), funasr_folder.convert)

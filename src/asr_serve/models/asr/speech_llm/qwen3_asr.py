@@ -20,7 +20,7 @@ from asr_serve.models.asr.speech_llm import hub_folder
 from asr_serve.models.asr.speech_llm.hub_folder import check_shapes, layer_shapes, norm_shapes
 from asr_serve.models.asr.speech_llm.hub_speech_llm import MAX_SEGMENT_MS, HubSpeechLlm, Projector
 from asr_serve.models.asr.whisper.encoder import WhisperEncoderLayer, WhisperTensors
-from asr_serve.models.interfaces import PROMPT_EMBEDDING, PromptOptions
+from asr_serve.models.interfaces import NO_HEADER, PROMPT_EMBEDDING, AnswerHeader, PromptOptions
 from asr_serve.models.packing import PackedBatch, pack_clips
 from asr_serve.models.registry import AsrCard
 
@@ -57,6 +57,8 @@ LANGUAGES = {
     "vi": "Vietnamese",
 }
 """Language codes -> names in the prompt."""
+CODES = {name.casefold(): code for code, name in LANGUAGES.items()}
+"""Names in an answer, in lower case -> language codes."""
 MIN_SAMPLES = 8_000
 """Shorter clips are filled with silence."""
 CONVOLUTIONS = 3
@@ -71,6 +73,7 @@ def _card(size: str, parameters: int) -> AsrCard:
         task="asr",
         kind="qwen3_asr",
         languages=tuple(LANGUAGES),
+        detects=True,
         prompt_options=("hotwords",),
         parameters=parameters,
         licence="Apache-2.0",
@@ -80,6 +83,7 @@ def _card(size: str, parameters: int) -> AsrCard:
         max_segment_ms=MAX_SEGMENT_MS,
         min_segment_ms=100,
         tokens_per_s=16.0,
+        word_times=False,
     )
 
 
@@ -151,6 +155,7 @@ class Model(HubSpeechLlm):
 
     LANGUAGES = tuple(LANGUAGES)
     SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|audio_start|>", "<|audio_end|>", "<asr_text>")
+    max_header_tokens = 16
     config: Config
 
     def load_audio(self, tensors: Mapping[str, Tensor]) -> None:
@@ -231,13 +236,23 @@ class Model(HubSpeechLlm):
         start, end = (self.special[name] for name in ("<|im_start|>", "<|im_end|>"))
         audio = self.special["<|audio_start|>"], PROMPT_EMBEDDING, self.special["<|audio_end|>"]
         newline, context = self.encode_text("\n"), self.encode_text(f"system\n{', '.join(options.hotwords)}")
-        language, tag = LANGUAGES[options.language or "en"], self.special["<asr_text>"]
+        tag = self.special["<asr_text>"]
         context = [token for token in context if token != tag]  # some tokenizers have it as text
+        # Without a language the model begins its answer with one, and the tag.
+        language = (*self.encode_text(f"language {LANGUAGES[options.language]}"), tag) if options.language else ()
         return (
             *(start, *context, end, *newline),
             *(start, *self.encode_text("user\n"), *audio, end, *newline),
-            *(start, *self.encode_text(f"assistant\nlanguage {language}"), tag),
+            *(start, *self.encode_text("assistant\n"), *language),
         )
+
+    def read_header(self, tokens: Sequence[int]) -> AnswerHeader:
+        tag = self.special["<asr_text>"]
+        if tag not in (leading := [*tokens[: self.max_header_tokens]]):
+            return NO_HEADER
+        at = leading.index(tag)
+        name = self.decode_text(leading[:at]).strip().removeprefix("language").strip().casefold()
+        return AnswerHeader(CODES.get(name, ""), at + 1)
 
 
 def _sinusoids(positions: int, width: int) -> Tensor:

@@ -38,6 +38,7 @@ def _card(name: str, parameters: int, hub: str) -> AsrCard:
         max_segment_ms=MAX_SEGMENT_MS,
         min_segment_ms=100,
         tokens_per_s=16.0,
+        word_times=False,
     )
 
 

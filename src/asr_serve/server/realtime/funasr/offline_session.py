@@ -72,7 +72,7 @@ class FunAsrOfflineSession:
         self._audio_started.set()
 
     async def run(self) -> str:
-        sentences = SentenceEncoder(words=self._options.words)
+        sentences = SentenceEncoder(words=self._options.words is not False)
         await self._audio_started.wait()
         if self._job is None:
             return sentences.encode_final(0)

@@ -32,7 +32,7 @@ class FunAsrRealtimeSession:
     ) -> None:
         """Raises as AsyncListener does."""
         self._outbox, self._meter = outbox, meter
-        self._sentences = SentenceEncoder(only_new=only_new, words=options.words, spk=options.speakers)
+        self._sentences = SentenceEncoder(only_new=only_new, words=options.words is not False, spk=options.speakers)
         self._partial: LivePartial | None = None
         self._listener = AsyncListener(client, tokenizer, options, meter, lease, self._on_events, api_client=api_client)
         self.language = self._listener.language

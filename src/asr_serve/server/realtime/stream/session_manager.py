@@ -114,7 +114,9 @@ class StreamSessionManager:
     def _create(self, owner: SessionOwner, request: NewSessionRequest) -> StreamSession:
         decoder = create_live_decoder(request.encoding, request.rate_hz)
         model, start = self._start_session(owner, request)
-        info = StreamSessionInfo(secrets.token_hex(16), model, request.encoding, self._resume_s, request.options.words)
+        info = StreamSessionInfo(
+            secrets.token_hex(16), model, request.encoding, self._resume_s, request.options.words is not False
+        )
         session = StreamSession(info, decoder, self._limits, self._meter, start, self._ended)
         self._sessions[info.session_id], self._owners[info.session_id] = session, owner
         return session

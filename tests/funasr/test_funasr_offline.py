@@ -186,6 +186,21 @@ def test_words_and_speakers_where_the_model_has_them(packaged_speech: Path) -> N
     assert found["spk"] == [0] * len(wanted.segments) == [each["spk"] for each in found["sentence_info"]]
 
 
+def test_times_of_the_ctc_head(tmp_path: Path, here: Path) -> None:
+    """Forced alignment: a model with a CTC head tells when each word was spoken, of text that the head can spell."""
+    timed = AutoModelVLLM(str(write_sharp("ctc", tmp_path / "ctc")))
+    [found] = timed.generate("audio1.wav", max_new_tokens=2)
+    [untimed] = timed.generate("audio1.wav", max_new_tokens=2, words=False)
+    [wanted] = timed.model.transcribe("audio1.wav", temperatures=(0.0,), max_new_tokens=2, words=True)
+    timed.close()
+    words = [word for segment in wanted.segments for word in segment.words]
+    assert words
+    assert found.pop("timestamps") == [
+        {"token": word.text, "start_time": word.start_s, "end_time": word.end_s} for word in words
+    ]
+    assert untimed == found
+
+
 def test_speakers_of_whole_segments(model: AutoModelVLLM, packaged_speech: Path) -> None:
     require_speakers(model.model)
     [found] = model.generate(packaged_speech / "beckett.wav", spk=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fun_asr_folders import write_folder
+from fun_asr_folders import write_ctc_folder, write_folder
 
 from asr_serve.api.library import Model
 from asr_serve.errors import WeightsMissing
@@ -20,8 +20,12 @@ FACTOR = 40.0
 
 
 def write_sharp(name: str, folder: Path) -> Path:
-    """Writes a folder as FunASR has it, whose logits are FACTOR times those of the fixture."""
-    write_folder(name, folder)
+    """Writes a folder as FunASR has it, whose logits are FACTOR times those of the fixture. `name`: one of MODELS, or
+    ctc, which is nano with a CTC head."""
+    if name == "ctc":
+        write_ctc_folder(folder)
+    else:
+        write_folder(name, folder)
     state = torch.load(folder / "model.pt", weights_only=True)
     state["state_dict"]["llm.model.norm.weight"] *= FACTOR
     torch.save(state, folder / "model.pt")

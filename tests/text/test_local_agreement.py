@@ -8,7 +8,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from asr_serve.text.local_agreement import GARBLED_WORDS, SEAM_WORDS, agreed_prefix_tokens, merge_overlap, word_ends
+from asr_serve.text.local_agreement import (
+    GARBLED_WORDS,
+    SEAM_WORDS,
+    agreed_prefix_tokens,
+    merge_overlap,
+    word_ends,
+    words_of,
+)
 
 PIECES = [" the", " be", "st", " of", " times", ",", " it", " was", "n't", ".", " age", "s", " ", "-", "é"]
 
@@ -39,6 +46,30 @@ def test_ends_rise_to_the_last_token_one_per_word(said):
     assert not ends or ends[-1] == len(said)
     for count, end in enumerate(ends, 1):
         assert len(text(said[:end]).split()) == count
+
+
+def letters(tokens: list[int]) -> str:
+    """Text of tokens that are bytes, some of which are only a part of a letter."""
+    return bytes(tokens).decode("utf-8", "replace").strip()
+
+
+@given(st.text("今天，。 abc(3", max_size=12))
+def test_every_letter_of_a_script_without_spaces_is_a_word(said):
+    tokens = list(said.encode())
+    ends = word_ends(tokens, letters)
+    words = words_of(said)
+    assert len(ends) == len(words)
+    assert ends == sorted(set(ends))
+    assert not ends or ends[-1] == len(tokens)
+    assert sum(letter in "今天" for letter in said) <= len(words)
+
+
+def test_words_with_spaces_and_without():
+    assert words_of("今天 the 3rd，好。") == ["今", "天", "the", "3rd，", "好。"]
+    assert words_of("the best - of times") == ["the", "best", "-", "of", "times"]
+    tokens = list("今天a b".encode())
+    assert word_ends(tokens, letters) == [3, 6, 8, 9]
+    assert agreed_prefix_tokens(tokens, list("今天好".encode()), letters) == 6
 
 
 # --- agreement ------------------------------------------------------------------------------------
@@ -91,6 +122,12 @@ def test_an_empty_text_joins_any_other():
     assert merge_overlap([], ["a"]) == (0, 0)
     assert merge_overlap(["a", "b"], []) == (2, 0)
     assert merge_overlap([], []) == (0, 0)
+
+
+def test_two_letters_in_common_are_no_seam():
+    assert merge_overlap([*"天气很好"], [*"很好我们"]) is None
+    assert merge_overlap([*"今天天气很好"], [*"天气很好我们"]) == (6, 4)
+    assert merge_overlap(["it", "is"], ["it", "is", "late"]) == (2, 2)
 
 
 def test_no_common_words_no_seam():

@@ -31,6 +31,7 @@ from asr_serve.pipelines.options import ListenOptions
 from asr_serve.pipelines.prompting import hotword_bias, live_language_model, prompt_tokens
 from asr_serve.pipelines.segments import resolve_language, validate_option_names
 from asr_serve.text.tokenizers import Tokenizer
+from asr_serve.text.word_timing import is_unspaced
 from asr_serve.types import Segment
 
 CHUNK_TYPES = (np.dtype(np.int16), np.dtype(np.float32), np.dtype(np.float64))
@@ -246,12 +247,21 @@ class StreamRun:
         else:
             # A number that is not complete may still be written differently.
             locked = self._locked if self._itn else _joined(self._locked, self._partial.locked_text)
-            end = min(len(locked), len(text) - self._rollback)
-            if end < len(text):
-                end = text.rfind(" ", 0, max(0, end + 1))
-            self._fixed = max(self._fixed, text[: max(0, end)], key=len)
+            end = whole_words(text, max(0, min(len(locked), len(text) - self._rollback)))
+            self._fixed = max(self._fixed, text[:end], key=len)
         duration_ms = units.samples_to_ms(self._samples)
         return StreamResult(text, self._fixed, duration_ms, is_final, self._segments, *self._language_and_prob)
+
+
+def whole_words(text: str, end: int) -> int:
+    """Length of the whole words in the first `end` characters; every letter of a script without spaces is one.
+
+    >>> whole_words("It is late", 5), whole_words("It is late", 4), whole_words("今天很晚", 2)
+    (5, 2, 2)
+    """
+    while 0 < end < len(text) and not (text[end] == " " or is_unspaced(text[end]) or is_unspaced(text[end - 1])):
+        end -= 1
+    return end
 
 
 def with_speaker(segment: Segment, speaker: str) -> Segment:

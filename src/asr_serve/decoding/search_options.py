@@ -76,6 +76,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     """Divides positive logits of tokens that the answer already has, and multiplies negative ones; 1: none. Source:
     CTRL, arXiv:1909.05858."""
+    max_new_tokens: int | None = None
+    """Most tokens of an answer, where that is less than what can be said in the audio; None: no other limit."""
     hurried: bool = False
     """Whether a client is waiting: no higher temperature is tried once the tries together are as long as the
     longest possible answer."""
@@ -99,9 +101,16 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         if not least <= self.repetition_penalty <= most:
             came = f"repetition_penalty={self.repetition_penalty}"
             raise OptionError(came, f"a number from {least:g} to {most:g}", param="repetition_penalty")
+        check_max_new_tokens(self.max_new_tokens)
         for name, tokens in (("prompt", self.prompt), ("prefix", self.prefix)):
             if len(tokens) > MAX_PREFIX_TOKENS:
                 raise OptionError(f"{name} of {len(tokens)} tokens", f"up to {MAX_PREFIX_TOKENS}", param=name)
+
+
+def check_max_new_tokens(limit: object) -> None:
+    """Raises OptionError for what is neither None nor a positive number."""
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise OptionError(f"max_new_tokens={limit!r}", "a whole number, 1 or more; or none", param="max_new_tokens")
 
 
 NO_DRAFT = DraftTokens()

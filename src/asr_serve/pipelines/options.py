@@ -13,7 +13,7 @@ from asr_serve.audio.endpointing import EndpointConfig
 from asr_serve.audio.reader import AudioLimits
 from asr_serve.audio.resample import MAX_RATE_HZ, MIN_RATE_HZ
 from asr_serve.audio.silence_schedule import SilenceSchedule
-from asr_serve.decoding.search_options import REPETITION_PENALTIES, SearchOptions, Task
+from asr_serve.decoding.search_options import REPETITION_PENALTIES, SearchOptions, Task, check_max_new_tokens
 from asr_serve.errors import MissingOption, OptionError
 from asr_serve.pipelines.segments import (
     check_optional_switch,
@@ -76,6 +76,8 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Beam width; 1: greedy."""
     repetition_penalty: float = 1.0
     """Factor from 1 to 2 by which tokens that an answer already has become less likely; 1: none."""
+    max_new_tokens: int | None = None
+    """Most tokens of a segment's text, of models with a decoder; None: as many as can be said in its time."""
     prompt: str = ""
     """Previous text, for models that read a prompt: names, spelling and style continue from it."""
     hotwords: tuple[str, ...] = ()
@@ -128,6 +130,7 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
         check_optional_switch(self, "words")
         check_optional_switch(self, "itn")
         check_repetition_penalty_range(self.repetition_penalty)
+        check_max_new_tokens(self.max_new_tokens)
         check_language_model_options(self.language_model, self.language_model_weight)
         normalize_speaker_options(self)
         check_n_best_options(self)

@@ -10,23 +10,48 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from asr_serve.text.word_timing import is_unspaced, split_words
+
 SEAM_WORDS = 12
 """Words of each hypothesis that are matched; an overlap of 2.4 s holds about seven."""
 GARBLED_WORDS = 3
 """Most words that a hypothesis may get wrong at the edge of its audio."""
 DISTINCTIVE_LETTERS = 4
-"""Least length of a single matching word; shorter words match too often by chance."""
+"""Least length of a single matching word, and least number of words of one letter; fewer match too often by chance."""
 GAP_COST = 0.3
 """Cost of a word that is in only one of the two, in units of a match."""
+
+UNFINISHED = "\ufffd"
+"""Stands for a character of which only some bytes are decoded."""
 
 Text = Callable[[list[int]], str]
 
 
+def words_of(text: str) -> list[str]:
+    """Words of a text: what stands between spaces; where it has letters of a script without spaces, each of those too,
+    with the punctuation after it.
+
+    >>> words_of("It is."), words_of("你好，world 3")
+    (['It', 'is.'], ['你', '好，', 'world', '3'])
+    """
+    return _splitter(text)(text)
+
+
+def _splitter(text: str) -> Callable[[str], list[str]]:
+    if text.isascii() or not any(map(is_unspaced, text)):
+        return str.split
+    return lambda part: [part[first:behind] for first, behind in split_words(part)]
+
+
 def word_ends(tokens: Sequence[int], text: Text) -> list[int]:
     """Number of tokens up to the end of each word; the last is len(tokens)."""
+    split = _splitter(text(list(tokens)))
     ends: list[int] = []
     for count in range(1, len(tokens) + 1):
-        words = len(text(list(tokens[:count])).split())
+        spelled = text(list(tokens[:count]))
+        if spelled.endswith(UNFINISHED) and count < len(tokens):
+            continue  # the first bytes of a character belong to the word in which it is
+        words = len(split(spelled))
         if words > len(ends):
             ends.append(count)
         elif ends:
@@ -74,7 +99,8 @@ def merge_overlap(left: Sequence[str], right: Sequence[str]) -> tuple[int, int] 
             after = len(left_words) - 1 - i
             if after <= GARBLED_WORDS:
                 best = max(best, matches[-1]._replace(score=matches[-1].score - GAP_COST * after))
-    if best.words > 1 or len(best.longest) >= DISTINCTIVE_LETTERS:
+    enough = 2 if len(best.longest) > 1 else DISTINCTIVE_LETTERS
+    if best.words >= enough or len(best.longest) >= DISTINCTIVE_LETTERS:
         return len(left) - len(left_words) + best.i + 1, best.j + 1
     return None
 

@@ -189,8 +189,10 @@ class RequestTable:
         return pcm is not None and count(len(pcm)) < count(len(pcm), True)
 
     def _max_tokens(self, utterance: RecognitionRequest) -> int:
-        """Bound above what anybody says in that time, within the model's positions, the first being BOS."""
+        """Bound above what anybody says in that time, within the model's positions, the first being BOS; or the
+        request's own, if that is less."""
         bound = 4 + int(units.samples_to_s(utterance.samples) * self._tokens_per_s)
         if isinstance(self._model, SpeechLanguageModel) and not utterance.options.language:
             bound += self._model.max_header_tokens
-        return min(self._model.max_tokens - 1, bound)
+        limit = utterance.options.max_new_tokens
+        return min(self._model.max_tokens - 1, bound if limit is None else min(bound, limit))

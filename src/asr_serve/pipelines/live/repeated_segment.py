@@ -26,7 +26,7 @@ from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens
 from asr_serve.pipelines.live.segment_encoder import SegmentEncoder
 from asr_serve.pipelines.segments import PADDING_SAMPLES, build_segment, is_speech, select_tokens
 from asr_serve.pipelines.silence_tracker import SilenceTracker
-from asr_serve.text.local_agreement import Text, agreed_prefix_tokens, merge_overlap, word_ends
+from asr_serve.text.local_agreement import Text, agreed_prefix_tokens, merge_overlap, word_ends, words_of
 from asr_serve.types import Segment, Span
 
 OVERLAP_MS = 1_200
@@ -236,7 +236,7 @@ class RepeatedSegment:
             self.due_anchors.appendleft(self._head)
 
     def _words(self, tokens: tuple[int, ...]) -> list[str]:
-        return self._text(list(tokens)).split()
+        return words_of(self._text(list(tokens)))
 
     # --- text -----------------------------------------------------------------------------------------
 

@@ -158,6 +158,7 @@ class _Transcription:
             hotwords=prompt_hotwords(client.card, options.hotwords),
             itn=prompt_itn(client.card, options.itn),
             repetition_penalty=options.repetition_penalty,
+            max_new_tokens=options.max_new_tokens,
             words=requests_words([each.card for each in recognizer.clients], options.words, speakers=options.speakers),
             hypotheses=options.n_best,
             language_model=language_model_choice(client, options.language_model, options.language_model_weight),

@@ -39,6 +39,7 @@ MAX_RESCORED_SEGMENTS = 16
 STAGE_OPTIONS = (
     "beam",
     "repetition_penalty",
+    "max_new_tokens",
     "temperatures",
     "task",
     "prompt",

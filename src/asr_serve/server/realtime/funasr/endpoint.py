@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
@@ -11,6 +13,7 @@ from starlette.routing import WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from asr_serve.audio.silence_schedule import SilenceSchedule
+from asr_serve.errors import OptionError
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.options import SPEAKER_COUNT_FIELDS, ListenOptions
 from asr_serve.pipelines.prompting import hotword_bias, normalizes_text
@@ -27,6 +30,7 @@ from asr_serve.server.realtime.funasr.offline_session import FunAsrOfflineSessio
 from asr_serve.server.realtime.funasr.realtime_session import FunAsrRealtimeSession
 from asr_serve.server.realtime.lifecycle import SessionLimits
 from asr_serve.server.realtime.outbox import OUTBOX_SEND_TIMEOUT_S, Outbox
+from asr_serve.text.languages import requested_language_code
 
 REALTIME_PATH, OFFLINE_PATH = "/", "/ws"
 QUERY = ("model", "api_key", *FLAGS, *SPEAKER_COUNT_FIELDS)
@@ -118,9 +122,10 @@ class FunAsrEndpoint:
         session_s: float,
         fields: Sequence[str],
         begin: Callable[[LiveDependencies, FormFields, RequestContext, LiveRouteMetrics], StartFunAsrSession],
+        defaults: Mapping[str, Any],
     ) -> None:
-        """`fields`: names that are allowed in the query."""
-        self._dependencies, self._fields, self._begin = dependencies, fields, begin
+        """`fields`: names that are allowed in the query. `defaults`: fields of FunAsrOptions."""
+        self._dependencies, self._fields, self._begin, self._defaults = dependencies, fields, begin, defaults
         self._meter = dependencies.metrics.live_route(path)
         config = dependencies.config
         self._limits = SessionLimits(config.session_idle_s, session_s, config.max_frame_bytes)
@@ -137,18 +142,27 @@ class FunAsrEndpoint:
             factory,
             self._limits,
             partial(live_error_event, request_id=context.request_id),
-            FunAsrOptions.from_query(fields),
+            msgspec.structs.replace(FunAsrOptions.from_query(fields), **self._defaults),
         )
         await run_conversation(conversation, dependencies.admission, context, receive, send)
 
 
 def routes(dependencies: LiveDependencies) -> list[WebSocketRoute]:
+    """Returns the routes. Raises OptionError for a file of hotwords that cannot be read."""
     config = dependencies.config
-    return [
-        WebSocketRoute(
-            REALTIME_PATH, FunAsrEndpoint(dependencies, REALTIME_PATH, config.max_session_s, REALTIME_QUERY, _realtime)
-        ),
-        WebSocketRoute(
-            OFFLINE_PATH, FunAsrEndpoint(dependencies, OFFLINE_PATH, config.max_duration_s, QUERY, _offline)
-        ),
-    ]
+    hotwords = () if config.funasr_hotwords_file is None else read_hotwords(config.funasr_hotwords_file)
+    defaults = {"language": requested_language_code(config.funasr_language), "hotwords": hotwords}
+    realtime = (dependencies, REALTIME_PATH, config.max_session_s, REALTIME_QUERY, _realtime, defaults)
+    offline = (dependencies, OFFLINE_PATH, config.max_duration_s, QUERY, _offline, defaults)
+    return [WebSocketRoute(each[1], FunAsrEndpoint(*each)) for each in (realtime, offline)]
+
+
+def read_hotwords(file: str) -> tuple[str, ...]:
+    """Hotwords of a file, one per line. Raises OptionError."""
+    try:
+        lines = Path(file).expanduser().read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        came = f"funasr_hotwords_file={file!r}: {why}"
+        raise OptionError(came, "a file with a hotword on each line", param="funasr_hotwords_file") from None
+    return tuple(word for line in lines if (word := line.strip()))

@@ -1,0 +1,302 @@
+"""FunASR's guide, sections 3 and 7: its snippets as they are written, over a folder of its form with random weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import soundfile
+import torch
+from hub_speech_llm_folders import write_folder as write_hub_folder
+from sharp_folders import require_speakers, write_sharp
+
+from asr_serve.api.library import Model
+from asr_serve.audio.reader import read_audio
+from asr_serve.config import EngineConfig
+from asr_serve.errors import MissingOption, OptionError, SourceNotFound, UnknownModel, UnsupportedOption
+from asr_serve.funasr import AutoModelVLLM, FunASRNanoVLLM, GLMASRVLLMEngine, loading
+
+NAME = "FunAudioLLM/Fun-ASR-Nano-2512"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sharp("nano", tmp_path_factory.mktemp("hub") / NAME)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Iterator[AutoModelVLLM]:
+    made = AutoModelVLLM(model=str(folder))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def here(folder: Path, packaged_speech: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Working folder with the model and the recordings that the guide names."""
+    (tmp_path / "FunAudioLLM").symlink_to(folder.parent)
+    for name in ("audio.wav", "audio1.wav"):
+        shutil.copy(packaged_speech / "beckett.wav", tmp_path / name)
+    soundfile.write(tmp_path / "audio2.wav", read_audio(packaged_speech / "two_cities.wav")[: 5 * 16_000], 16_000)
+    (tmp_path / "wav.scp").write_text("first audio1.wav\nsecond audio2.wav\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def texts(model: Model, paths: list[Any], **options: Any) -> list[str]:
+    """Texts of the library, decoded greedily."""
+    return [found.text for found in model.transcribe(paths, temperatures=(0.0,), **options)]
+
+
+def run(snippet: str, **names: Any) -> dict[str, Any]:
+    exec(snippet, names)
+    return names
+
+
+# --- the guide's snippets -------------------------------------------------------------------------------------
+
+
+def test_the_universal_interface(here: Path, capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
+    names = run(
+        """
+from asr_serve.funasr import AutoModelVLLM
+
+model = AutoModelVLLM(
+    model="FunAudioLLM/Fun-ASR-Nano-2512",
+    hub="ms",                    # or "hf"
+    tensor_parallel_size=2,      # multi-GPU parallel
+    gpu_memory_utilization=0.8,
+)
+
+results = model.generate(
+    ["audio1.wav", "audio2.wav"],
+    language="中文",
+    hotwords=["张三", "北京"],
+)
+for r in results:
+    print(f"[{r['key']}] {r['text']}")
+"""
+    )
+    with names["model"].model as library:
+        wanted = texts(library, ["audio1.wav", "audio2.wav"], language="zh", hotwords=("张三", "北京"))
+    assert all(wanted)
+    assert capsys.readouterr().out == f"[audio1] {wanted[0]}\n[audio2] {wanted[1]}\n"
+    if torch.cuda.device_count() < 2:
+        assert "tensor_parallel_size=2, and" in caplog.text
+
+
+def test_the_direct_interface(here: Path) -> None:
+    names = run(
+        """
+from asr_serve.funasr import FunASRNanoVLLM
+
+engine = FunASRNanoVLLM.from_pretrained(
+    model="FunAudioLLM/Fun-ASR-Nano-2512",
+    tensor_parallel_size=4,
+)
+
+results = engine.generate(
+    inputs="wav.scp",  # supports scp/jsonl/file lists
+    hotwords=["开放时间"],
+    language="中文",
+    max_new_tokens=512,
+)
+"""
+    )
+    with names["engine"].model as library:
+        wanted = texts(library, ["audio1.wav", "audio2.wav"], language="zh", hotwords=("开放时间",))
+    assert [(found["key"], found["text"]) for found in names["results"]] == list(
+        zip(("first", "second"), wanted, strict=True)
+    )
+
+
+def test_a_silence_schedule(model: AutoModelVLLM, packaged_speech: Path, here: Path) -> None:
+    """Pauses of section 7: the segments are those of the library's schedule, and not those of the default."""
+    shutil.copy(packaged_speech / "two_cities.wav", "audio.wav")
+    names = run(
+        """
+results = model.generate(input="audio.wav", silence_schedule=[(5000,1500), (20000,800), (float('inf'),300)])
+""",
+        model=model,
+    )
+    schedule = [(5000, 1500), (20000, 800), (float("inf"), 300)]
+    [wanted] = model.model.transcribe("audio.wav", temperatures=(0.0,), silence_schedule=schedule)
+    assert [(s["start"], s["end"], s["text"]) for s in names["results"][0]["sentence_info"]] == [
+        (round(s.start_s * 1000), round(s.end_s * 1000), s.text) for s in wanted.segments
+    ]
+    assert len(wanted.segments) > len(model.generate("audio.wav")[0]["sentence_info"])
+
+
+def test_a_fixed_silence(model: AutoModelVLLM, packaged_speech: Path) -> None:
+    path = packaged_speech / "two_cities.wav"
+    fixed = model.generate(path, dynamic_silence=False)
+    assert fixed == model.generate(path, silence_schedule=[(float("inf"), 800)])
+    assert len(fixed[0]["sentence_info"]) > len(model.generate(path)[0]["sentence_info"])
+    with pytest.raises(OptionError, match="dynamic_silence"):
+        model.generate(path, dynamic_silence=False, silence_schedule=[(float("inf"), 800)])
+
+
+# --- inputs and results ---------------------------------------------------------------------------------------
+
+
+def test_inputs_of_every_kind(model: AutoModelVLLM, here: Path) -> None:
+    pcm = read_audio("audio1.wav")
+    (here / "list.jsonl").write_text('{"key": "named", "source": "audio1.wav"}\n{"wav": "audio1.wav"}\n')
+    [wanted] = model.generate("audio1.wav")
+    same = [
+        *model.generate([pcm, torch.from_numpy(pcm), (np.repeat(pcm, 2), 32_000), Path("audio1.wav").read_bytes()][:2]),
+        *model.generate(torch.from_numpy(pcm)[None]),
+        *model.generate(Path("audio1.wav")),
+        *model.generate("list.jsonl"),
+        *model.generate(inputs=["audio1.wav", "audio1.wav"]),
+    ]
+    assert [found["key"] for found in same] == (
+        ["sample_0", "sample_1", "sample_0", "audio1", "named", "audio1.wav", "audio1", "audio1#2"]
+    )
+    assert {found["text"] for found in same} == {wanted["text"]}
+    assert model.generate([]) == []
+
+
+def test_results_are_written_as_they_come(model: AutoModelVLLM, here: Path) -> None:
+    found = model.generate("wav.scp", output="results.jsonl")
+    assert [json.loads(line) for line in Path("results.jsonl").read_text("utf-8").splitlines()] == found
+    assert [set(each) for each in found] == [{"key", "text", "sentence_info"}] * 2
+
+
+def test_words_and_speakers_where_the_model_has_them(packaged_speech: Path) -> None:
+    """A model with times of words tells them, and speakers; one without labels whole segments."""
+    whole = AutoModelVLLM("moonshine-tiny-en", spk_model="cam++")
+    require_speakers(whole.model)
+    [found] = whole.generate(packaged_speech / "beckett.wav")
+    [wanted] = whole.model.transcribe(packaged_speech / "beckett.wav", words=True, temperatures=(0.0,))
+    whole.close()
+    assert found["text"] == wanted.text
+    assert found["timestamps"] == [
+        {"token": word.text, "start_time": word.start_s, "end_time": word.end_s}
+        for segment in wanted.segments
+        for word in segment.words
+    ]
+    assert found["spk"] == [0] * len(wanted.segments) == [each["spk"] for each in found["sentence_info"]]
+
+
+def test_times_of_the_ctc_head(tmp_path: Path, here: Path) -> None:
+    """Forced alignment: a model with a CTC head tells when each word was spoken, of text that the head can spell."""
+    timed = AutoModelVLLM(str(write_sharp("ctc", tmp_path / "ctc")))
+    [found] = timed.generate("audio1.wav", max_new_tokens=2)
+    [untimed] = timed.generate("audio1.wav", max_new_tokens=2, words=False)
+    [wanted] = timed.model.transcribe("audio1.wav", temperatures=(0.0,), max_new_tokens=2, words=True)
+    timed.close()
+    words = [word for segment in wanted.segments for word in segment.words]
+    assert words
+    assert found.pop("timestamps") == [
+        {"token": word.text, "start_time": word.start_s, "end_time": word.end_s} for word in words
+    ]
+    assert untimed == found
+
+
+def test_speakers_of_whole_segments(model: AutoModelVLLM, packaged_speech: Path) -> None:
+    require_speakers(model.model)
+    [found] = model.generate(packaged_speech / "beckett.wav", spk=True)
+    assert found["spk"] == [0] * len(found["sentence_info"])
+    assert "timestamps" not in found
+
+
+def test_the_answer_is_no_longer_than_asked(model: AutoModelVLLM, here: Path) -> None:
+    [limited] = model.model.transcribe("audio1.wav", temperatures=(0.0,), max_new_tokens=5)
+    assert [len(segment.tokens) for segment in limited.segments] == [5] * len(limited.segments)
+    assert model.generate("audio1.wav", max_new_tokens=5)[0]["text"] == limited.text
+    [whole] = model.model.transcribe("audio1.wav", temperatures=(0.0,))
+    assert [s.tokens[:5] for s in whole.segments] == [s.tokens for s in limited.segments]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({}, MissingOption),
+        ({"input": "a.wav", "inputs": "b.wav"}, MissingOption),
+        ({"input": "missing.wav"}, SourceNotFound),
+        ({"input": "audio1.wav", "top_p": 0.9}, UnsupportedOption),
+        ({"input": "audio1.wav", "hotword": "北京"}, OptionError),
+        ({"input": "audio1.wav", "max_new_tokens": 0}, OptionError),
+        ({"input": "audio1.wav", "language": "xx"}, OptionError),
+        ({"input": "audio1.wav", "words": True}, UnsupportedOption),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(
+    model: AutoModelVLLM, here: Path, wrong: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        model.generate(**wrong)
+
+
+# --- loading --------------------------------------------------------------------------------------------------
+
+
+def test_families_are_found_by_their_config(folder: Path, tmp_path: Path) -> None:
+    glm = write_hub_folder("glm", tmp_path / "glm")
+    llmasr = write_sharp("llmasr", tmp_path / "llmasr")
+    for path, card in ((folder, "fun-asr-nano"), (glm, "glm-asr-nano"), (llmasr, "llm-asr")):
+        assert loading.find_model(str(path), "ms") == (card, path)
+    with GLMASRVLLMEngine(str(glm)).model as library:
+        assert library.card.name == "glm-asr-nano"
+    with FunASRNanoVLLM(model_dir=str(folder)).model as library:
+        assert library.card.name == "fun-asr-nano"
+
+
+def test_names_of_hubs_are_those_of_our_models(tmp_path: Path) -> None:
+    assert loading.find_model("UsefulSensors/moonshine-tiny", "hf") == ("moonshine-tiny-en", None)
+    assert loading.find_model("moonshine-tiny-en", "hf") == ("moonshine-tiny-en", None)
+    with pytest.raises(UnknownModel, match="Fun-ASR-Nano-2512"):
+        loading.find_model("FunAudioLLM/Fun-ASR-Nan-2512", "ms")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hub": "xx"},
+        {"dtype": "int4"},
+        {"gpu_memory_utilization": 1.5},
+        {"max_model_len": 0},
+        {"tensor_parallel_size": 0},
+        {"max_num_seqs": 0},
+        {"gpu_memory_utilisation": 0.5},
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range_are_refused(folder: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=next(iter(wrong))):
+        AutoModelVLLM(str(folder), **wrong)
+
+
+def test_a_gpu_holds_what_its_share_leaves() -> None:
+    gib = 1 << 30
+    assert loading.cache_bytes(80 * gib, 0.5, 2 * gib) == 38 * gib
+    with pytest.raises(OptionError, match=r"gpu_memory_utilization=0\.1"):
+        loading.cache_bytes(8 * gib, 0.1, 2 * gib)
+
+
+def test_a_model_is_split_where_there_are_gpus(caplog: pytest.LogCaptureFixture) -> None:
+    gpus = loading.Gpu(1 << 30, devices=2)
+    with caplog.at_level(logging.WARNING):
+        assert [loading.parallel_size(size, "auto", gpus) for size in (1, 2)] == [1, 2]
+        assert loading.parallel_size(2, "cpu", None) == 2
+        assert not caplog.records
+        assert loading.parallel_size(4, "auto", gpus) == 1
+    assert "tensor_parallel_size=4, and 2 GPUs" in caplog.text
+
+
+def test_what_needs_a_gpu_is_said_without_one(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = loading.LoadOptions(device="cpu", gpu_memory_utilization=0.5, max_model_len=8_192, max_num_seqs=7)
+    with caplog.at_level(logging.WARNING):
+        made = loading.engine_config("fun-asr-nano", folder, options)
+    assert made == msgspec.structs.replace(EngineConfig(), max_decode_rows=7)
+    assert "gpu_memory_utilization=0.5 has no effect" in caplog.text
+    assert "max_model_len=8192" in caplog.text

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import msgspec
 import numpy as np
 import pytest
@@ -256,6 +257,26 @@ def test_names_of_hubs_are_those_of_our_models(tmp_path: Path) -> None:
     assert loading.find_model("moonshine-tiny-en", "hf") == ("moonshine-tiny-en", None)
     with pytest.raises(UnknownModel, match="Fun-ASR-Nano-2512"):
         loading.find_model("FunAudioLLM/Fun-ASR-Nan-2512", "ms")
+
+
+def test_missing_weights_are_fetched(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the names of both hubs, once."""
+    fetched = []
+
+    def download(name: str, *, local_dir: Path, **_: Any) -> None:
+        fetched.append(name)
+        shutil.copytree(folder, local_dir, dirs_exist_ok=True)
+
+    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    with FunASRNanoVLLM.from_pretrained().model as library:
+        assert library.card.name == "fun-asr-nano"
+    assert "is fetched from Hugging Face" in caplog.text
+    assert loading.find_model(NAME, "hf") == ("fun-asr-nano", None)
+    assert fetched == [NAME]
 
 
 @pytest.mark.parametrize(

@@ -95,10 +95,11 @@ def render_asr_answer(transcript: Transcript, request: AsrRequest, processing_s:
 
 
 def _segment(segment: Segment, words: bool | None) -> AsrSegment:
+    wanted = bool(segment.words) if words is None else words
     return AsrSegment(
         segment.text,
         segment.start_s,
         segment.end_s,
         funasr_speaker(segment.speaker) if segment.speaker else None,
-        [AsrWord(word.text, word.start_s, word.end_s) for word in segment.words] if words or segment.words else None,
+        [AsrWord(word.text, word.start_s, word.end_s) for word in segment.words] if wanted else None,
     )

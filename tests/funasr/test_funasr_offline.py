@@ -16,6 +16,7 @@ import pytest
 import soundfile
 import torch
 from hub_speech_llm_folders import write_folder as write_hub_folder
+from huggingface_hub.errors import LocalEntryNotFoundError
 from sharp_folders import require_speakers, write_sharp
 
 from asr_serve.api.library import Model
@@ -252,31 +253,26 @@ def test_families_are_found_by_their_config(folder: Path, tmp_path: Path) -> Non
         assert library.card.name == "fun-asr-nano"
 
 
-def test_names_of_hubs_are_those_of_our_models(tmp_path: Path) -> None:
-    assert loading.find_model("UsefulSensors/moonshine-tiny", "hf") == ("moonshine-tiny-en", None)
-    assert loading.find_model("moonshine-tiny-en", "hf") == ("moonshine-tiny-en", None)
-    with pytest.raises(UnknownModel, match="Fun-ASR-Nano-2512"):
-        loading.find_model("FunAudioLLM/Fun-ASR-Nan-2512", "ms")
+def test_names_of_hubs_and_of_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either hub's name is a repository in the cache of the hub's client, fetched where it is missing."""
+    cached: dict[str, Path] = {}
 
+    def download(name: str, *, local_files_only: bool = False, **_: Any) -> str:
+        if local_files_only and name not in cached:
+            raise LocalEntryNotFoundError(name)
+        return str(cached.setdefault(name, folder))
 
-def test_missing_weights_are_fetched(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By the names of both hubs, once."""
-    fetched = []
-
-    def download(name: str, *, local_dir: Path, **_: Any) -> None:
-        fetched.append(name)
-        shutil.copytree(folder, local_dir, dirs_exist_ok=True)
-
-    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    assert [loading.find_model(NAME, hub) for hub in ("ms", "hf")] == [("fun-asr-nano", folder)] * 2
+    loading.find_model("ZhipuAI/GLM-ASR-Nano-2512", "ms")
+    assert list(cached) == [NAME, "zai-org/GLM-ASR-Nano-2512"]
     with FunASRNanoVLLM.from_pretrained().model as library:
         assert library.card.name == "fun-asr-nano"
-    assert "is fetched from Hugging Face" in caplog.text
-    assert loading.find_model(NAME, "hf") == ("fun-asr-nano", None)
-    assert fetched == [NAME]
+    assert loading.find_model("moonshine-tiny-en", "hf") == ("moonshine-tiny-en", None)
+    with pytest.raises(UnknownModel):
+        loading.find_model("moonshine-tinny-en", "ms")
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ def test_the_live_server_is_ours(here: Path) -> None:
     with pytest.raises(OptionError, match="funasr_hotwords_file"):
         read_hotwords("missing")
     with pytest.raises(UnknownModel):
-        serve_realtime_ws.arguments(["--model", "FunAudioLLM/None"])
+        serve_realtime_ws.arguments(["--model", "nothing"])
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_the_client_is_listen(command: str, ours: str) -> None:
 
 
 def test_an_error_is_a_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "asr_serve.funasr.demo_vllm", "--input", "none.wav", "--model", "xx/yy"]
+    command = [sys.executable, "-m", "asr_serve.funasr.demo_vllm", "--input", "none.wav", "--model", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert re.fullmatch(r"error: there is no folder xx/yy, .*\n", done.stderr)
+    assert re.fullmatch(r"error: .*nothing.*\n", done.stderr)

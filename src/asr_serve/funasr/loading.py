@@ -11,8 +11,8 @@ import msgspec
 
 import asr_serve
 from asr_serve.config import EngineConfig
-from asr_serve.errors import OptionError, UnknownModel, WeightsMissing
-from asr_serve.types import suggest_name, unknown_name_error
+from asr_serve.errors import OptionError
+from asr_serve.types import unknown_name_error
 
 if TYPE_CHECKING:
     from asr_serve.api.library import Model
@@ -50,7 +50,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     OptionError for values out of range."""
 
     hub: str = "ms"
-    """Hub of missing weights. For either they are fetched from Hugging Face, which has the same models."""
+    """Hub of the model. Either stands for Hugging Face, which has the same models."""
     device: str = "auto"
     dtype: str = "auto"
     tensor_parallel_size: int = 1
@@ -100,37 +100,25 @@ def load_model(model: str, options: LoadOptions) -> Model:
 
 
 def find_model(model: str, hub: str) -> tuple[str, Path | None]:
-    """Finds a model by FunASR's name for it: returns the name of its card and its folder, None for that of the cache.
+    """Finds a model by FunASR's name for it: returns the name of its card and its folder, None for that of the card.
     A folder's family is the `model` of its config.yaml, or the `model_type` of its config.json; a name is that of a
-    hub's repository, or one of `asr-serve models list`. Missing weights are fetched.
+    repository of a hub, which is fetched where it is missing, or one of `asr-serve models list`.
 
-    Raises UnknownModel, WeightsMissing, WeightsCorrupt.
+    Raises UnknownModel, WeightsMissing.
     """
     from asr_serve.models.checkpoints import store
-    from asr_serve.models.registry import asr_card, asr_cards
+    from asr_serve.models.registry import asr_card, asr_cards, hub_repository
 
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    if (folder := Path(model).expanduser()).is_dir():
         return store.model_of_folder(folder), folder.resolve()
-    published = {card.hub.rpartition("/")[2].casefold(): card for card in asr_cards().values() if card.hub}
-    card = published.get(model.rpartition("/")[2].casefold())
-    if card is None:
-        if "/" in model:
-            raise UnknownModel(
-                f"there is no folder {model}, and no model of that name",
-                f"a folder, or one of: {', '.join(each.hub for each in published.values())}",
-                suggest_name(model, [each.hub for each in published.values()]),
-            )
-        card = asr_card(model)
-    try:
-        store.find(card)
-    except WeightsMissing:
-        if not card.hub:
-            raise
-        if HUBS[hub] == "ModelScope":
-            log.warning("hub=%r: %s is fetched from Hugging Face, which has the same files", hub, card.hub)
-        store.fetch(card, log.info)
-    return card.name, None
+    if (repository := hub_repository(model)) is None:
+        return asr_card(model).name, None
+    # Owners have other names on ModelScope: ZhipuAI/GLM-ASR-Nano-2512 is zai-org's.
+    known = {card.hub.rpartition("/")[2]: card.hub for card in asr_cards().values() if card.hub}
+    repository = known.get(repository.rpartition("/")[2], repository)
+    log.info("hub=%s: %s is looked for in the cache of Hugging Face's client, and there", hub, repository)
+    folder = store.repository_folder(repository)
+    return store.model_of_folder(folder, repository), folder
 
 
 def engine_config(name: str, folder: Path | None, options: LoadOptions) -> EngineConfig:

@@ -317,3 +317,10 @@ def test_what_needs_a_gpu_is_said_without_one(folder: Path, caplog: pytest.LogCa
     assert made == msgspec.structs.replace(EngineConfig(), max_decode_rows=7)
     assert "gpu_memory_utilization=0.5 has no effect" in caplog.text
     assert "max_model_len=8192" in caplog.text
+
+
+def test_vllm_itself_may_decode(folder: Path) -> None:
+    options = loading.LoadOptions(device="cpu", vllm_python="python-of-vllm")
+    made = loading.engine_config("fun-asr-nano", folder, options)
+    assert (made.backend, made.vllm_python) == ("vllm", "python-of-vllm")
+    assert loading.engine_config("fun-asr-nano", folder, loading.LoadOptions(device="cpu")).backend == "native"

@@ -60,6 +60,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = MAX_MODEL_LEN
     max_num_seqs: int | None = None
     """Utterances that are decoded at once, vLLM's name. None: the engine's default."""
+    vllm_python: str | None = None
+    """Python interpreter of an environment that has vLLM, which then decodes. None: this engine decodes."""
 
     def __post_init__(self) -> None:
         for name, known in (("hub", HUBS), ("dtype", DTYPES)):
@@ -126,6 +128,8 @@ def engine_config(name: str, folder: Path | None, options: LoadOptions) -> Engin
     gpu = chosen_gpu(options.device)
     size = parallel_size(options.tensor_parallel_size, options.device, gpu)
     settings: dict[str, Any] = {"tensor_parallel_size": size}
+    if options.vllm_python is not None:
+        settings |= {"backend": "vllm", "vllm_python": options.vllm_python}
     if options.max_num_seqs is not None:
         settings["max_decode_rows"] = options.max_num_seqs
     if options.max_model_len > MAX_MODEL_LEN:

@@ -102,6 +102,8 @@ class _Stream:
         client = self._client
         self.under_way, self.ended = True, last
         self._pcm = np.concatenate([self._pcm, pcm])
+        if last:
+            client.heard_samples.append(len(self._pcm))
         self.failed = client.failures > 0 and client.chance.random() < 0.2
         if self.failed:
             client.failures -= 1
@@ -139,6 +141,8 @@ class FakeClient:
         self.streams: set[_Stream] = set()
         """Streams that are open."""
         self.sessions: set[_VadSession] = set()
+        self.heard_samples: list[int] = []
+        """Length of the audio of each stream that came to its end."""
         self._waiting: deque[tuple[Future[Any], Any, _Stream | None]] = deque()
 
     def open_vad_session(self, *, live: bool, api_client: str | None) -> _VadSession:

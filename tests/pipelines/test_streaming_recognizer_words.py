@@ -29,7 +29,8 @@ def write_and_work(session: ScriptedSession, pcm: np.ndarray) -> None:
 
 
 def run_all_ways(content: Script, seed: int, held: int = 0, late_ms: int = 200, **options: object) -> ScriptedSession:
-    """Run a script in every way of packets and answers: all give the same segments. Returns one session."""
+    """Run a script in every way of packets and answers: all give the same segments, out of streams that hear the same.
+    Returns one session."""
     sessions = [
         run_script(
             FakeClient(random.Random(seed), held=held, late_ms=late_ms), content, sizes, answers=answers, **options
@@ -38,6 +39,7 @@ def run_all_ways(content: Script, seed: int, held: int = 0, late_ms: int = 200, 
         for answers in (1_000, 2)
     ]
     assert all(run.spans == sessions[0].spans for run in sessions)
+    assert all(sorted(run.client.heard_samples) == sorted(sessions[0].client.heard_samples) for run in sessions)
     return sessions[0]
 
 
@@ -60,6 +62,14 @@ def test_speech_right_after_a_segment_end():
         content = script((2.0, pause_ms / 1_000), (2.0, 1.0), chance=random.Random(pause_ms))
         options = {"silence_schedule": "inf:300", "pad_before_ms": 400}
         assert run_all_ways(content, pause_ms, **options).tokens == content.tokens
+
+
+def test_of_pauses_the_same_is_heard_however_audio_comes():
+    content = script((2.0, 2.5), (2.0, 0.9), (1.0, 2.5), chance=random.Random(4))
+    run = run_all_ways(content, 5, silence_schedule="inf:1500")
+    assert run.tokens == content.tokens
+    assert len(run.client.heard_samples) == 2
+    assert sum(run.client.heard_samples) < len(content.pcm) - s_to_samples(2)
 
 
 def test_locked_text_stays_in_its_segment():

@@ -119,7 +119,7 @@ class _TokenStream:
         """Sends the audio up to `end` if nothing is pending and there is enough of it. `last`: no more follows."""
         if self.pending is not None or self._last:
             return
-        stop = self.next_stop(end)
+        stop = next((at for at in self.stops if self._sent_to < at <= end), None)
         if stop is not None:
             end, last = stop, False
         if end - self._sent_to < MIN_CHUNK_SAMPLES and not last and stop is None:
@@ -139,9 +139,9 @@ class _TokenStream:
         self._sent_to, self._last = max(end, self._sent_to), last
         self.pending.add_done_callback(lambda _: wake())
 
-    def next_stop(self, end: int) -> int | None:
-        """Returns the first position up to `end` at which a chunk is yet to end; None: there is none."""
-        return next((at for at in self.stops if self._sent_to < at <= end), None)
+    def last_stop(self, end: int) -> int:
+        """Returns the last position up to `end` at which a chunk ends; 0: there is none."""
+        return max((at for at in self.stops if at <= end), default=0)
 
     def close(self) -> None:
         if self._stream is not None:
@@ -375,18 +375,18 @@ class StreamingRecognizer:
     def schedule(self, each: LiveSegment, at: AudioPosition) -> None:
         """Sends audio. Audio that cannot be past the end of the open segment does not wait for its voice activity.
         Of a pause only the beginning is sent, and the rest when speech goes on in the same segment: most callers are
-        silent most of the time, and their silence costs as much as speech. The last segment of a stream gets the
-        same beginning of the pause that closed it, so its words depend on the audio alone."""
+        silent most of the time, and their silence costs as much as speech. So no audio is sent before it is known
+        not to lie deeper in a pause, and the words depend on the audio alone."""
         assert isinstance(each, StreamedSegment)
         while each.after is not None:
             each = each.after
         live = self._pace.priority(at.received_samples) == "live"
         if each.end is not None:
-            end = min(each.decided_samples, each.end - self._pad_after + self._pause_samples)
+            end, quiet_from = each.decided_samples, each.end - self._pad_after
         else:
             end = at.open_until_samples
-            if at.silent_from_samples is not None and each.stream.next_stop(end) is None:
-                end = min(end, at.silent_from_samples + self._pause_samples)
+            quiet_from = at.scored_samples if at.silent_from_samples is None else at.silent_from_samples
+        end = min(end, max(quiet_from + self._pause_samples, each.stream.last_stop(end)))
         each.stream.send_audio(self._audio, end, last=each.closed, live=live, wake=self._wake)
 
     def discard(self, each: LiveSegment) -> None:

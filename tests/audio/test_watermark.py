@@ -113,8 +113,8 @@ def test_output_lags_by_a_block(speech: np.ndarray) -> None:
 
 @pytest.mark.slow
 def test_another_key_finds_nothing(marked: np.ndarray) -> None:
-    """And so is what chance does: of 60 keys none comes near."""
-    assert max(detect_watermark(marked, 16_000, b"key %d" % number).score for number in range(60)) < 4
+    """And so is what chance does: of 24 keys none comes near."""
+    assert max(detect_watermark(marked, 16_000, b"key %d" % number).score for number in range(24)) < 4
 
 
 @pytest.mark.parametrize("kind", ["tone", "hum", "noise", "clicks", "silence", "constant"])

@@ -224,12 +224,12 @@ def test_the_published_whisper_split_says_the_same(packaged_speech: Path, size: 
     pcm = read_audio(packaged_speech / "beckett.wav")[: 8 * 16_000]
     options: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "turn_model": "none"}
     config = EngineConfig(prefix_bytes=0)
-    for beam in (1, 3):
-        with asr_serve.load(WHISPER, engine=config, **options) as whole:
-            (wanted,) = whole.transcribe([pcm], beam=beam, words=True)
-        with asr_serve.load(WHISPER, tensor_parallel_size=size, engine=config, **options) as split:
-            assert split.device.describe()["tensor_parallel_size"] == size
-            (answer,) = split.transcribe([pcm], beam=beam, words=True)
+    with asr_serve.load(WHISPER, engine=config, **options) as whole:
+        expected = [whole.transcribe([pcm], beam=beam, words=True)[0] for beam in (1, 3)]
+    with asr_serve.load(WHISPER, tensor_parallel_size=size, engine=config, **options) as split:
+        assert split.device.describe()["tensor_parallel_size"] == size
+        answers = [split.transcribe([pcm], beam=beam, words=True)[0] for beam in (1, 3)]
+    for answer, wanted in zip(answers, expected, strict=True):
         assert answer.text == wanted.text
         assert len(answer.text) > 20
         said = [[word.text for segment in each.segments for word in segment.words] for each in (answer, wanted)]
@@ -257,7 +257,7 @@ def test_a_rank_killed_under_load_ends_the_engine_of_a_library_and_the_next_one_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [WHISPER, SPEECH_LLM])
+@pytest.mark.parametrize("model", exhaustive_after(1, [WHISPER, SPEECH_LLM]))
 def test_a_rank_killed_under_load_is_restarted_with_all_others_and_every_request_answered(
     start: Start, model: str
 ) -> None:
@@ -286,7 +286,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed(start: Start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("working", [False, True], ids=["idle", "working"])
+@pytest.mark.parametrize("working", exhaustive_after(1, [True, False]), ids=["working", "idle"])
 def test_ranks_end_with_an_engine_that_is_killed(start: Start, working: bool) -> None:
     split = start(WHISPER, 4, process=True)
     wanted = recognize(split, CLIPS[WHISPER][1])

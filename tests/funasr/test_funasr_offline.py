@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from asr_serve.api.library import Model
 from asr_serve.audio.reader import read_audio
 from asr_serve.config import EngineConfig
 from asr_serve.errors import MissingOption, OptionError, SourceNotFound, UnknownModel, UnsupportedOption
-from asr_serve.funasr import AutoModelVLLM, FunASRNanoVLLM, GLMASRVLLMEngine, loading
+from asr_serve.funasr import AutoModelVLLM, FunASRNanoStreamingVLLM, FunASRNanoVLLM, GLMASRVLLMEngine, loading
 
 NAME = "FunAudioLLM/Fun-ASR-Nano-2512"
 
@@ -251,6 +252,26 @@ def test_families_are_found_by_their_config(folder: Path, tmp_path: Path) -> Non
         assert library.card.name == "glm-asr-nano"
     with FunASRNanoVLLM(model_dir=str(folder)).model as library:
         assert library.card.name == "fun-asr-nano"
+
+
+def test_each_class_has_its_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default is that of the class, in from_pretrained too; the model has either name of FunASR's."""
+    folders = {NAME: folder, "zai-org/GLM-ASR-Nano-2512": write_hub_folder("glm", tmp_path / "glm")}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(folders[name]))
+    for made, card in (
+        (GLMASRVLLMEngine.from_pretrained, "glm-asr-nano"),
+        (GLMASRVLLMEngine, "glm-asr-nano"),
+        (FunASRNanoVLLM.from_pretrained, "fun-asr-nano"),
+        (partial(FunASRNanoVLLM.from_pretrained, model_dir=str(folder)), "fun-asr-nano"),
+        (partial(FunASRNanoVLLM, model=str(folder)), "fun-asr-nano"),
+        (partial(FunASRNanoStreamingVLLM.from_pretrained, model_dir=str(folder)), "fun-asr-nano"),
+        (partial(AutoModelVLLM.from_pretrained, str(folder)), "fun-asr-nano"),
+    ):
+        with made().model as library:
+            assert library.card.name == card
+    with pytest.raises(OptionError, match="model and model_dir"):
+        FunASRNanoVLLM(model=str(folder), model_dir=str(folder))
 
 
 def test_names_of_hubs_and_of_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,23 +33,30 @@ FIXED_SILENCE_MS = 800
 class AutoModelVLLM:
     """Recognizer with FunASR's interface. The model's family is found by its folder or its name.
 
-    model: a folder of FunASR (Fun-ASR-Nano, LLMASR) or of a hub (GLM-ASR-Nano, Qwen3-ASR, Voxtral), a hub's name, or a
-    name of `asr-serve models list`. spk_model: any name labels speakers in every `generate`. Other arguments: the
-    fields of LoadOptions; those for a GPU that is not there are left out with a warning.
+    model, or model_dir: a folder of FunASR (Fun-ASR-Nano, LLMASR) or of a hub (GLM-ASR-Nano, Qwen3-ASR, Voxtral), a
+    hub's name, or a name of `asr-serve models list`; neither: the default of the class. spk_model: any name labels
+    speakers in every `generate`. Other arguments: the fields of LoadOptions; those for a GPU that is not there are left
+    out with a warning.
 
     Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, *, spk_model: str | None = None, **arguments: Any) -> None:
+    default_model = DEFAULT_MODEL
+
+    def __init__(
+        self, model: str | None = None, *, model_dir: str | None = None, spk_model: str | None = None, **arguments: Any
+    ) -> None:
+        if model is not None and model_dir is not None:
+            raise OptionError("model and model_dir", "one of them: they are the same", param="model_dir")
         self.labels_speakers = bool(spk_model)
-        self.model_dir = model
-        self.model: Model = load_model(model, LoadOptions.of(arguments))
+        self.model_dir = model or model_dir or self.default_model
+        self.model: Model = load_model(self.model_dir, LoadOptions.of(arguments))
         """The model in this library's own interface."""
 
     @classmethod
-    def from_pretrained(cls, model: str = DEFAULT_MODEL, **arguments: Any) -> Self:
+    def from_pretrained(cls, *arguments: Any, **named: Any) -> Self:
         """Loads a model. Arguments and errors: those of the class."""
-        return cls(model, **arguments)
+        return cls(*arguments, **named)
 
     def generate(
         self,
@@ -131,17 +138,11 @@ class AutoModelVLLM:
 class FunASRNanoVLLM(AutoModelVLLM):
     """Fun-ASR-Nano under FunASR's name."""
 
-    def __init__(self, model_dir: str = DEFAULT_MODEL, **arguments: Any) -> None:
-        """Raises as AutoModelVLLM does."""
-        super().__init__(model_dir, **arguments)
-
 
 class GLMASRVLLMEngine(AutoModelVLLM):
     """GLM-ASR-Nano under FunASR's name."""
 
-    def __init__(self, model_dir: str = "zai-org/GLM-ASR-Nano-2512", **arguments: Any) -> None:
-        """Raises as AutoModelVLLM does."""
-        super().__init__(model_dir, **arguments)
+    default_model = "zai-org/GLM-ASR-Nano-2512"
 
 
 def _items(given: Any) -> Iterator[Any]:

@@ -288,7 +288,10 @@ def test_names_of_hubs_and_of_models(folder: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
     assert [loading.find_model(NAME, hub) for hub in ("ms", "hf")] == [("fun-asr-nano", folder)] * 2
     loading.find_model("ZhipuAI/GLM-ASR-Nano-2512", "ms")
-    assert list(cached) == [NAME, "zai-org/GLM-ASR-Nano-2512"]
+    others = ["somebody/Fun-ASR-Nano-2512", "fun-audio-llm/GLM-ASR-Nano-2512"]
+    for other in others:  # another's weights, or a folder that is misspelt: not those of a card
+        loading.find_model(other, "ms")
+    assert list(cached) == [NAME, "zai-org/GLM-ASR-Nano-2512", *others]
     with FunASRNanoVLLM.from_pretrained().model as library:
         assert library.card.name == "fun-asr-nano"
     assert loading.find_model("moonshine-tiny-en", "hf") == ("moonshine-tiny-en", None)

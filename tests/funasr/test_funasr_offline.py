@@ -151,20 +151,36 @@ def test_a_fixed_silence(model: AutoModelVLLM, packaged_speech: Path) -> None:
 
 def test_inputs_of_every_kind(model: AutoModelVLLM, here: Path) -> None:
     pcm = read_audio("audio1.wav")
+    tensor = torch.from_numpy(pcm)
     (here / "list.jsonl").write_text('{"key": "named", "source": "audio1.wav"}\n{"wav": "audio1.wav"}\n')
     [wanted] = model.generate("audio1.wav")
     same = [
-        *model.generate([pcm, torch.from_numpy(pcm), (np.repeat(pcm, 2), 32_000), Path("audio1.wav").read_bytes()][:2]),
-        *model.generate(torch.from_numpy(pcm)[None]),
+        *model.generate([pcm, tensor, (pcm, 16_000), (tensor, 16_000), Path("audio1.wav").read_bytes()]),
+        *model.generate(tensor),
+        *model.generate((pcm, 16_000)),
+        *model.generate((tensor, 16_000)),
+        *model.generate((pcm, tensor)),
+        *model.generate(Path("audio1.wav").read_bytes()),
         *model.generate(Path("audio1.wav")),
         *model.generate("list.jsonl"),
         *model.generate(inputs=["audio1.wav", "audio1.wav"]),
     ]
     assert [found["key"] for found in same] == (
-        ["sample_0", "sample_1", "sample_0", "audio1", "named", "audio1.wav", "audio1", "audio1#2"]
+        [
+            *(f"sample_{number}" for number in (*range(5), 0, 0, 0, 0, 1, 0)),
+            "audio1",
+            "named",
+            "audio1.wav",
+            "audio1",
+            "audio1#2",
+        ]
     )
     assert {found["text"] for found in same} == {wanted["text"]}
     assert model.generate([]) == []
+    twice = np.repeat(pcm, 2)  # the rate of a pair counts
+    [slow] = model.model.transcribe((twice, 32_000), temperatures=(0.0,))
+    assert model.generate((torch.from_numpy(twice), 32_000))[0]["text"] == slow.text
+    assert slow.duration_samples == len(pcm)
 
 
 def test_results_are_written_as_they_come(model: AutoModelVLLM, here: Path) -> None:

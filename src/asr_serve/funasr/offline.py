@@ -147,6 +147,7 @@ class GLMASRVLLMEngine(AutoModelVLLM):
 
 def _items(given: Any) -> Iterator[Any]:
     """Yields the recordings of `generate`, a path with its name without the suffix as its key, as in FunASR."""
+    given = as_samples(given)  # a tensor is iterable
     several = isinstance(given, Iterable) and not is_single_source(given)
     for number, each in enumerate(given if several else [given]):
         if not isinstance(each, str | os.PathLike):
@@ -158,9 +159,11 @@ def _items(given: Any) -> Iterator[Any]:
 
 
 def as_samples(source: Any) -> Any:
-    """Returns a tensor as an array, and other sources as they are."""
+    """Returns a tensor as an array, also where it comes with its rate, and other sources as they are."""
     import torch
 
+    if isinstance(source, tuple):
+        return tuple(map(as_samples, source))
     return source.detach().cpu().numpy() if isinstance(source, torch.Tensor) else source
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from engine_clients import NEMO
 from hub_speech_llm_folders import write_folder as write_hub_folder
 from huggingface_hub.errors import LocalEntryNotFoundError
 from sharp_folders import require_speakers, write_sharp
@@ -233,6 +234,19 @@ def test_the_answer_is_no_longer_than_asked(model: AutoModelVLLM, here: Path) ->
     assert model.generate("audio1.wav", max_new_tokens=5)[0]["text"] == limited.text
     [whole] = model.model.transcribe("audio1.wav", temperatures=(0.0,))
     assert [s.tokens[:5] for s in whole.segments] == [s.tokens for s in limited.segments]
+
+
+def test_a_model_without_a_decoder_has_no_limit_of_tokens(tmp_path: Path, packaged_speech: Path) -> None:
+    """The default is for models with a decoder; a limit that another cannot keep is refused."""
+    shutil.copy(NEMO, tmp_path)
+    streaming = AutoModelVLLM(str(tmp_path))
+    source = packaged_speech / "beckett.wav"
+    [found] = streaming.generate(source)
+    [wanted] = streaming.model.transcribe(source)
+    with pytest.raises(UnsupportedOption, match="max_new_tokens=512"):
+        streaming.generate(source, max_new_tokens=512)
+    streaming.close()
+    assert found["text"] == wanted.text
 
 
 @pytest.mark.parametrize(

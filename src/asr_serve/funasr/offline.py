@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Result = dict[str, Any]
 """Result of one recording: `key`, `text`, `sentence_info`, and where the model has them `timestamps` and `spk`."""
+MAX_NEW_TOKENS = 512
+"""Most tokens of a segment, unless `generate` is told another number."""
 FIXED_SILENCE_MS = 800
 """Pause that ends a segment with `dynamic_silence=False`: that of FunASR's voice activity detection."""
 
@@ -66,7 +68,7 @@ class AutoModelVLLM:
         language: str | None = None,
         hotwords: Sequence[str] | str | None = None,
         itn: bool = True,
-        max_new_tokens: int = 512,
+        max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int = -1,
@@ -81,10 +83,11 @@ class AutoModelVLLM:
 
         input, or inputs: one recording or a list: paths, folders, wav.scp, jsonl, bytes, arrays and tensors (samples,)
         at 16 kHz, (array, rate_hz). hotwords: a list, or a text of words. itn: False asks for the spoken form.
-        max_new_tokens: most tokens of a segment. temperature: 0 is greedy. silence_schedule: rows of the length of a
-        segment up to which they hold, and the pause that ends it, in ms. dynamic_silence: False ends segments at pauses
-        of FIXED_SILENCE_MS. spk: whether to label speakers; None: if the model was loaded with spk_model. output: jsonl
-        file, to which each result is written as soon as it is known. options: further fields of TranscribeOptions.
+        max_new_tokens: most tokens of a segment; None: MAX_NEW_TOKENS, where the model has a decoder. temperature: 0 is
+        greedy. silence_schedule: rows of the length of a segment up to which they hold, and the pause that ends it, in
+        ms. dynamic_silence: False ends segments at pauses of FIXED_SILENCE_MS. spk: whether to label speakers; None: if
+        the model was loaded with spk_model. output: jsonl file, to which each result is written as soon as it is known.
+        options: further fields of TranscribeOptions.
 
         Returns: for each recording, in order, `key` and `text`; `sentence_info`, its segments, with times in ms;
         `timestamps`, its words, with times in seconds, where the model tells them; `spk`, the speaker of each segment,
@@ -102,6 +105,9 @@ class AutoModelVLLM:
                 came = "silence_schedule with dynamic_silence=False"
                 raise OptionError(came, "one of them", param="silence_schedule")
             silence_schedule = [(math.inf, FIXED_SILENCE_MS)]
+        card = self.model.client.card
+        if max_new_tokens is None and not card.streaming:
+            max_new_tokens = MAX_NEW_TOKENS
         chosen = TranscribeOptions.of(
             {
                 "words": None,
@@ -116,7 +122,7 @@ class AutoModelVLLM:
                 "speakers": self.labels_speakers if spk is None else spk,
             }
         )
-        timed = chosen.words is not False and self.model.client.card.word_times
+        timed = chosen.words is not False and card.word_times
         results = []
         with contextlib.ExitStack() as stack:
             file = None if output is None else stack.enter_context(Path(output).open("wb"))

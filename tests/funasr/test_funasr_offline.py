@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from engine_clients import NEMO
 from hub_speech_llm_folders import write_folder as write_hub_folder
 from huggingface_hub.errors import LocalEntryNotFoundError
 from sharp_folders import require_speakers, write_sharp
@@ -23,7 +25,7 @@ from asr_serve.api.library import Model
 from asr_serve.audio.reader import read_audio
 from asr_serve.config import EngineConfig
 from asr_serve.errors import MissingOption, OptionError, SourceNotFound, UnknownModel, UnsupportedOption
-from asr_serve.funasr import AutoModelVLLM, FunASRNanoVLLM, GLMASRVLLMEngine, loading
+from asr_serve.funasr import AutoModelVLLM, FunASRNanoStreamingVLLM, FunASRNanoVLLM, GLMASRVLLMEngine, loading
 
 NAME = "FunAudioLLM/Fun-ASR-Nano-2512"
 
@@ -150,20 +152,36 @@ def test_a_fixed_silence(model: AutoModelVLLM, packaged_speech: Path) -> None:
 
 def test_inputs_of_every_kind(model: AutoModelVLLM, here: Path) -> None:
     pcm = read_audio("audio1.wav")
+    tensor = torch.from_numpy(pcm)
     (here / "list.jsonl").write_text('{"key": "named", "source": "audio1.wav"}\n{"wav": "audio1.wav"}\n')
     [wanted] = model.generate("audio1.wav")
     same = [
-        *model.generate([pcm, torch.from_numpy(pcm), (np.repeat(pcm, 2), 32_000), Path("audio1.wav").read_bytes()][:2]),
-        *model.generate(torch.from_numpy(pcm)[None]),
+        *model.generate([pcm, tensor, (pcm, 16_000), (tensor, 16_000), Path("audio1.wav").read_bytes()]),
+        *model.generate(tensor),
+        *model.generate((pcm, 16_000)),
+        *model.generate((tensor, 16_000)),
+        *model.generate((pcm, tensor)),
+        *model.generate(Path("audio1.wav").read_bytes()),
         *model.generate(Path("audio1.wav")),
         *model.generate("list.jsonl"),
         *model.generate(inputs=["audio1.wav", "audio1.wav"]),
     ]
     assert [found["key"] for found in same] == (
-        ["sample_0", "sample_1", "sample_0", "audio1", "named", "audio1.wav", "audio1", "audio1#2"]
+        [
+            *(f"sample_{number}" for number in (*range(5), 0, 0, 0, 0, 1, 0)),
+            "audio1",
+            "named",
+            "audio1.wav",
+            "audio1",
+            "audio1#2",
+        ]
     )
     assert {found["text"] for found in same} == {wanted["text"]}
     assert model.generate([]) == []
+    twice = np.repeat(pcm, 2)  # the rate of a pair counts
+    [slow] = model.model.transcribe((twice, 32_000), temperatures=(0.0,))
+    assert model.generate((torch.from_numpy(twice), 32_000))[0]["text"] == slow.text
+    assert slow.duration_samples == len(pcm)
 
 
 def test_results_are_written_as_they_come(model: AutoModelVLLM, here: Path) -> None:
@@ -218,6 +236,19 @@ def test_the_answer_is_no_longer_than_asked(model: AutoModelVLLM, here: Path) ->
     assert [s.tokens[:5] for s in whole.segments] == [s.tokens for s in limited.segments]
 
 
+def test_a_model_without_a_decoder_has_no_limit_of_tokens(tmp_path: Path, packaged_speech: Path) -> None:
+    """The default is for models with a decoder; a limit that another cannot keep is refused."""
+    shutil.copy(NEMO, tmp_path)
+    streaming = AutoModelVLLM(str(tmp_path))
+    source = packaged_speech / "beckett.wav"
+    [found] = streaming.generate(source)
+    [wanted] = streaming.model.transcribe(source)
+    with pytest.raises(UnsupportedOption, match="max_new_tokens=512"):
+        streaming.generate(source, max_new_tokens=512)
+    streaming.close()
+    assert found["text"] == wanted.text
+
+
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
@@ -253,6 +284,26 @@ def test_families_are_found_by_their_config(folder: Path, tmp_path: Path) -> Non
         assert library.card.name == "fun-asr-nano"
 
 
+def test_each_class_has_its_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default is that of the class, in from_pretrained too; the model has either name of FunASR's."""
+    folders = {NAME: folder, "zai-org/GLM-ASR-Nano-2512": write_hub_folder("glm", tmp_path / "glm")}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(folders[name]))
+    for made, card in (
+        (GLMASRVLLMEngine.from_pretrained, "glm-asr-nano"),
+        (GLMASRVLLMEngine, "glm-asr-nano"),
+        (FunASRNanoVLLM.from_pretrained, "fun-asr-nano"),
+        (partial(FunASRNanoVLLM.from_pretrained, model_dir=str(folder)), "fun-asr-nano"),
+        (partial(FunASRNanoVLLM, model=str(folder)), "fun-asr-nano"),
+        (partial(FunASRNanoStreamingVLLM.from_pretrained, model_dir=str(folder)), "fun-asr-nano"),
+        (partial(AutoModelVLLM.from_pretrained, str(folder)), "fun-asr-nano"),
+    ):
+        with made().model as library:
+            assert library.card.name == card
+    with pytest.raises(OptionError, match="model and model_dir"):
+        FunASRNanoVLLM(model=str(folder), model_dir=str(folder))
+
+
 def test_names_of_hubs_and_of_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either hub's name is a repository in the cache of the hub's client, fetched where it is missing."""
     cached: dict[str, Path] = {}
@@ -267,7 +318,10 @@ def test_names_of_hubs_and_of_models(folder: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
     assert [loading.find_model(NAME, hub) for hub in ("ms", "hf")] == [("fun-asr-nano", folder)] * 2
     loading.find_model("ZhipuAI/GLM-ASR-Nano-2512", "ms")
-    assert list(cached) == [NAME, "zai-org/GLM-ASR-Nano-2512"]
+    others = ["somebody/Fun-ASR-Nano-2512", "fun-audio-llm/GLM-ASR-Nano-2512"]
+    for other in others:  # another's weights, or a folder that is misspelt: not those of a card
+        loading.find_model(other, "ms")
+    assert list(cached) == [NAME, "zai-org/GLM-ASR-Nano-2512", *others]
     with FunASRNanoVLLM.from_pretrained().model as library:
         assert library.card.name == "fun-asr-nano"
     assert loading.find_model("moonshine-tiny-en", "hf") == ("moonshine-tiny-en", None)

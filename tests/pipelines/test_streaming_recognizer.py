@@ -77,6 +77,8 @@ def test_unsupported_options_are_refused(model: Model, speech: np.ndarray):
     """Rather than taken for nothing."""
     for options, param, match in (
         ({"temperatures": (0.4,)}, "temperature", r"temperature=0\.4.*has no decoder to sample from"),
+        ({"repetition_penalty": 1.5}, "repetition_penalty", r"has no decoder whose answer could repeat"),
+        ({"max_new_tokens": 5}, "max_new_tokens", r"max_new_tokens=5\..* has no decoder"),
         ({"beam": 5}, "beam", r"beam=5\..*engine\.beam"),
     ):
         with pytest.raises(UnsupportedOption, match=match) as refused:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from asr_serve.api.cli.exit_codes import print_error
-from asr_serve.funasr.offline import AutoModelVLLM
+from asr_serve.funasr.offline import MAX_NEW_TOKENS, AutoModelVLLM
 from asr_serve.funasr.programs import add_model_flags, load_arguments, run_program
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--language", help="language, as a name or a code (the model detects it)")
     parser.add_argument("--hotwords", nargs="*", default=[], help="hotwords")
     parser.add_argument("--no-itn", action="store_true", help="ask for the spoken form of numbers and dates")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="most tokens of a segment (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, help=f"most tokens of a segment ({MAX_NEW_TOKENS})")
     parser.add_argument("--output", help="jsonl file for the results")
     args = parser.parse_args(argv)
     started_s = time.perf_counter()

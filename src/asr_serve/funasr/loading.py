@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "FunAudioLLM/Fun-ASR-Nano-2512"
 HUBS = {"ms": "ModelScope", "modelscope": "ModelScope", "hf": "Hugging Face", "huggingface": "Hugging Face"}
+OWNERS = {"ZhipuAI": "zai-org"}
+"""Owners of repositories on ModelScope -> their names on Hugging Face, where these differ."""
 DTYPES = {"auto": "auto", "bf16": "bf16", "bfloat16": "bf16", "fp16": "bf16", "float16": "bf16", "fp32": "fp32"}
 """Names of data types -> this engine's. Half precision is bf16 here, which has the range of fp32."""
 DEFAULT_UTILIZATION = 0.8
@@ -109,15 +111,14 @@ def find_model(model: str, hub: str) -> tuple[str, Path | None]:
     Raises UnknownModel, WeightsMissing.
     """
     from asr_serve.models.checkpoints import store
-    from asr_serve.models.registry import asr_card, asr_cards, hub_repository
+    from asr_serve.models.registry import asr_card, hub_repository
 
     if (folder := Path(model).expanduser()).is_dir():
         return store.model_of_folder(folder), folder.resolve()
     if (repository := hub_repository(model)) is None:
         return asr_card(model).name, None
-    # Owners have other names on ModelScope: ZhipuAI/GLM-ASR-Nano-2512 is zai-org's.
-    known = {card.hub.rpartition("/")[2]: card.hub for card in asr_cards().values() if card.hub}
-    repository = known.get(repository.rpartition("/")[2], repository)
+    owner, _, name = repository.partition("/")
+    repository = f"{OWNERS.get(owner, owner)}/{name}"
     log.info("hub=%s: %s is looked for in the cache of Hugging Face's client, and there", hub, repository)
     folder = store.repository_folder(repository)
     return store.model_of_folder(folder, repository), folder

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Result = dict[str, Any]
 """Result of one recording: `key`, `text`, `sentence_info`, and where the model has them `timestamps` and `spk`."""
+MAX_NEW_TOKENS = 512
+"""Most tokens of a segment, unless `generate` is told another number."""
 FIXED_SILENCE_MS = 800
 """Pause that ends a segment with `dynamic_silence=False`: that of FunASR's voice activity detection."""
 
@@ -33,23 +35,30 @@ FIXED_SILENCE_MS = 800
 class AutoModelVLLM:
     """Recognizer with FunASR's interface. The model's family is found by its folder or its name.
 
-    model: a folder of FunASR (Fun-ASR-Nano, LLMASR) or of a hub (GLM-ASR-Nano, Qwen3-ASR, Voxtral), a hub's name, or a
-    name of `asr-serve models list`. spk_model: any name labels speakers in every `generate`. Other arguments: the
-    fields of LoadOptions; those for a GPU that is not there are left out with a warning.
+    model, or model_dir: a folder of FunASR (Fun-ASR-Nano, LLMASR) or of a hub (GLM-ASR-Nano, Qwen3-ASR, Voxtral), a
+    hub's name, or a name of `asr-serve models list`; neither: the default of the class. spk_model: any name labels
+    speakers in every `generate`. Other arguments: the fields of LoadOptions; those for a GPU that is not there are left
+    out with a warning.
 
     Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, *, spk_model: str | None = None, **arguments: Any) -> None:
+    default_model = DEFAULT_MODEL
+
+    def __init__(
+        self, model: str | None = None, *, model_dir: str | None = None, spk_model: str | None = None, **arguments: Any
+    ) -> None:
+        if model is not None and model_dir is not None:
+            raise OptionError("model and model_dir", "one of them: they are the same", param="model_dir")
         self.labels_speakers = bool(spk_model)
-        self.model_dir = model
-        self.model: Model = load_model(model, LoadOptions.of(arguments))
+        self.model_dir = model or model_dir or self.default_model
+        self.model: Model = load_model(self.model_dir, LoadOptions.of(arguments))
         """The model in this library's own interface."""
 
     @classmethod
-    def from_pretrained(cls, model: str = DEFAULT_MODEL, **arguments: Any) -> Self:
+    def from_pretrained(cls, *arguments: Any, **named: Any) -> Self:
         """Loads a model. Arguments and errors: those of the class."""
-        return cls(model, **arguments)
+        return cls(*arguments, **named)
 
     def generate(
         self,
@@ -59,7 +68,7 @@ class AutoModelVLLM:
         language: str | None = None,
         hotwords: Sequence[str] | str | None = None,
         itn: bool = True,
-        max_new_tokens: int = 512,
+        max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int = -1,
@@ -74,10 +83,11 @@ class AutoModelVLLM:
 
         input, or inputs: one recording or a list: paths, folders, wav.scp, jsonl, bytes, arrays and tensors (samples,)
         at 16 kHz, (array, rate_hz). hotwords: a list, or a text of words. itn: False asks for the spoken form.
-        max_new_tokens: most tokens of a segment. temperature: 0 is greedy. silence_schedule: rows of the length of a
-        segment up to which they hold, and the pause that ends it, in ms. dynamic_silence: False ends segments at pauses
-        of FIXED_SILENCE_MS. spk: whether to label speakers; None: if the model was loaded with spk_model. output: jsonl
-        file, to which each result is written as soon as it is known. options: further fields of TranscribeOptions.
+        max_new_tokens: most tokens of a segment; None: MAX_NEW_TOKENS, where the model has a decoder. temperature: 0 is
+        greedy. silence_schedule: rows of the length of a segment up to which they hold, and the pause that ends it, in
+        ms. dynamic_silence: False ends segments at pauses of FIXED_SILENCE_MS. spk: whether to label speakers; None: if
+        the model was loaded with spk_model. output: jsonl file, to which each result is written as soon as it is known.
+        options: further fields of TranscribeOptions.
 
         Returns: for each recording, in order, `key` and `text`; `sentence_info`, its segments, with times in ms;
         `timestamps`, its words, with times in seconds, where the model tells them; `spk`, the speaker of each segment,
@@ -95,6 +105,9 @@ class AutoModelVLLM:
                 came = "silence_schedule with dynamic_silence=False"
                 raise OptionError(came, "one of them", param="silence_schedule")
             silence_schedule = [(math.inf, FIXED_SILENCE_MS)]
+        card = self.model.client.card
+        if max_new_tokens is None and not card.streaming:
+            max_new_tokens = MAX_NEW_TOKENS
         chosen = TranscribeOptions.of(
             {
                 "words": None,
@@ -109,7 +122,7 @@ class AutoModelVLLM:
                 "speakers": self.labels_speakers if spk is None else spk,
             }
         )
-        timed = chosen.words is not False and self.model.client.card.word_times
+        timed = chosen.words is not False and card.word_times
         results = []
         with contextlib.ExitStack() as stack:
             file = None if output is None else stack.enter_context(Path(output).open("wb"))
@@ -131,21 +144,16 @@ class AutoModelVLLM:
 class FunASRNanoVLLM(AutoModelVLLM):
     """Fun-ASR-Nano under FunASR's name."""
 
-    def __init__(self, model_dir: str = DEFAULT_MODEL, **arguments: Any) -> None:
-        """Raises as AutoModelVLLM does."""
-        super().__init__(model_dir, **arguments)
-
 
 class GLMASRVLLMEngine(AutoModelVLLM):
     """GLM-ASR-Nano under FunASR's name."""
 
-    def __init__(self, model_dir: str = "zai-org/GLM-ASR-Nano-2512", **arguments: Any) -> None:
-        """Raises as AutoModelVLLM does."""
-        super().__init__(model_dir, **arguments)
+    default_model = "zai-org/GLM-ASR-Nano-2512"
 
 
 def _items(given: Any) -> Iterator[Any]:
     """Yields the recordings of `generate`, a path with its name without the suffix as its key, as in FunASR."""
+    given = as_samples(given)  # a tensor is iterable
     several = isinstance(given, Iterable) and not is_single_source(given)
     for number, each in enumerate(given if several else [given]):
         if not isinstance(each, str | os.PathLike):
@@ -157,9 +165,11 @@ def _items(given: Any) -> Iterator[Any]:
 
 
 def as_samples(source: Any) -> Any:
-    """Returns a tensor as an array, and other sources as they are."""
+    """Returns a tensor as an array, also where it comes with its rate, and other sources as they are."""
     import torch
 
+    if isinstance(source, tuple):
+        return tuple(map(as_samples, source))
     return source.detach().cpu().numpy() if isinstance(source, torch.Tensor) else source
 
 

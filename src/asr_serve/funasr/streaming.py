@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asr_serve.funasr.loading import DEFAULT_MODEL
 from asr_serve.funasr.offline import AutoModelVLLM, Result, as_samples, as_words
 
 
@@ -17,11 +16,11 @@ class FunASRNanoStreamingVLLM(AutoModelVLLM):
     """
 
     def __init__(
-        self, model_dir: str = DEFAULT_MODEL, *, chunk_ms: int = 720, rollback_chars: int = 8, **arguments: Any
+        self, model: str | None = None, *, chunk_ms: int = 720, rollback_chars: int = 8, **arguments: Any
     ) -> None:
         """`chunk_ms`: audio between two results. `rollback_chars`: least number of characters at the end of the text
         that are not fixed. Other arguments and errors: those of AutoModelVLLM."""
-        super().__init__(model_dir, **arguments)
+        super().__init__(model, **arguments)
         self.chunk_ms, self.rollback_chars = chunk_ms, rollback_chars
 
     def streaming_generate(

@@ -77,7 +77,8 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     """Factor from 1 to 2 by which tokens that an answer already has become less likely; 1: none."""
     max_new_tokens: int | None = None
-    """Most tokens of a segment's text, of models with a decoder; None: as many as can be said in its time."""
+    """Most tokens of a segment's text; None: as many as can be said in its time. Streaming models, which have no
+    decoder, refuse it."""
     prompt: str = ""
     """Previous text, for models that read a prompt: names, spelling and style continue from it."""
     hotwords: tuple[str, ...] = ()

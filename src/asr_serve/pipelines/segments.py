@@ -197,15 +197,15 @@ def check_search(client: EngineClient, task: str, temperatures: Sequence[float],
         )
 
 
-def check_repetition_penalty(client: EngineClient, penalty: float) -> None:
-    """Raises UnsupportedOption for a model without a decoder, which does not repeat itself."""
-    if penalty != 1.0 and client.card.streaming:
-        raise UnsupportedOption(
-            f"repetition_penalty={penalty}",
-            f"{client.card.name} has no decoder whose answer could repeat",
-            "leave it out",
-            param="repetition_penalty",
-        )
+def check_decoder_options(client: EngineClient, repetition_penalty: float, max_new_tokens: int | None) -> None:
+    """Raises UnsupportedOption for options of a decoder where the model has none."""
+    for name, value, none, reason in (
+        ("repetition_penalty", repetition_penalty, 1.0, "whose answer could repeat"),
+        ("max_new_tokens", max_new_tokens, None, "whose answer could go on"),
+    ):
+        if value != none and client.card.streaming:
+            allowed = f"{client.card.name} has no decoder {reason}"
+            raise UnsupportedOption(f"{name}={value}", allowed, "leave it out", param=name)
 
 
 def check_n_best(

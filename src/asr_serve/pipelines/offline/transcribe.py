@@ -41,8 +41,8 @@ from asr_serve.pipelines.prompting import (
 from asr_serve.pipelines.segment_recognizer import EngineRecognizer, SegmentRecognizer
 from asr_serve.pipelines.segments import (
     SegmentNormalizer,
+    check_decoder_options,
     check_n_best,
-    check_repetition_penalty,
     check_search,
     check_timestamps,
     endpoint_overrides,
@@ -141,7 +141,7 @@ class _Transcription:
         stop.recognizer = recognizer
         self.language = resolve_language(client, options.language)
         check_search(client, options.task, options.temperatures, options.beam)
-        check_repetition_penalty(client, options.repetition_penalty)
+        check_decoder_options(client, options.repetition_penalty, options.max_new_tokens)
         check_n_best(client, options.n_best, options.beam, options.temperatures, options.hotwords)
         self.sequential = options.long_form == "sequential"
         if self.sequential:

@@ -396,7 +396,7 @@ class FailingEncoder:
             (ticket,) = each.job.cancel.args  # the client's `cancel`, of this ticket
             self.ours[ticket.id] = kind
 
-        def run(batch, whole=()):
+        def run(batch, *rest):
             for number, utterance in list(loop.executor.open_requests.items()):
                 if any(pcm is utterance.pcm for pcm in batch) and self.left:
                     # the caller's thread may not have written it down yet
@@ -406,7 +406,7 @@ class FailingEncoder:
                         self.left -= 1
                         self.failed += 1
                         raise RuntimeError("the device hiccuped")
-            return self.encode(batch, whole)
+            return self.encode(batch, *rest)
 
         self.words._submit = record
         loop.executor.encode_runner.encode = run

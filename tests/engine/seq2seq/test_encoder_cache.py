@@ -128,7 +128,7 @@ def ask(client: EngineClient, model: str, request: Request, **wanted: Any) -> Ti
 def encoded_batches(client: EngineClient) -> list[int]:
     """Record how many clips each batch has that is encoded from now on."""
     seen: list[int] = []
-    spy(client.backend.loop.executor.encode_runner, "encode", lambda batch, whole=(): seen.append(len(batch)))
+    spy(client.backend.loop.executor.encode_runner, "encode", lambda batch, *_: seen.append(len(batch)))
     return seen
 
 

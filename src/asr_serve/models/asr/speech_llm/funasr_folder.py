@@ -25,6 +25,8 @@ from torch import Tensor
 
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.asr.speech_llm import byte_level
+from asr_serve.models.asr.speech_llm.whisper_windows import WhisperSizes
+from asr_serve.models.asr.whisper import checkpoint_formats
 from asr_serve.models.checkpoints.hugging_face import UNREADABLE
 
 log = logging.getLogger(__name__)
@@ -46,7 +48,9 @@ KINDS = {
     "LLMASR4": "llm_asr",
 }
 """Values of `model` in config.yaml -> the model file that computes them."""
-ENCODERS = {"SenseVoiceEncoderSmall": "WavFrontend"}
+WHISPER = "Whisper"
+"""Audio encoder of a converted folder for any encoder of Whisper."""
+ENCODERS = {"SenseVoiceEncoderSmall": "WavFrontend", WHISPER: "WhisperFrontend"}
 """Audio encoders that can be computed -> the frontend that makes their features."""
 ADAPTORS = ("Linear", "Transformer")
 COPIED = (".json", ".txt", ".jinja", ".model")
@@ -84,10 +88,12 @@ def convert(source: Path, target: Path) -> None:
     language_folder = _language_model_folder(source, settings)
     tensors = read_tensors(source / PICKLE)
     language_tensors = _language_tensors(tensors, settings)
+    if config["audio_encoder"] == WHISPER:
+        _read_whisper(settings, config, tensors)
     audio = {
         name: tensor for name, tensor in tensors.items() if name.startswith(("audio_encoder.", "audio_adaptor."))
     } | _cmvn(source, settings)
-    if (ctc := _ctc_head(source, settings, tensors)) is not None:
+    if (ctc := _ctc_head(source, settings, tensors, config["audio_adaptor_conf"]["encoder_dim"])) is not None:
         config["ctc"], vocabulary, ctc_tensors = ctc
         audio |= ctc_tensors
         (target / CTC_TOKENIZER).write_text(vocabulary, "utf-8")
@@ -110,6 +116,8 @@ def _config(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a converted folder. Raises WeightsCorrupt for what is not computed."""
     model = settings.get("model")
     encoder, adaptor = settings.get("audio_encoder"), settings.get("audio_adaptor")
+    if WHISPER.casefold() in str(encoder).casefold():  # `iic/Whisper-large-v3` and the like
+        encoder = WHISPER
     for name, value, allowed in (
         ("model", model, tuple(KINDS)),
         ("audio_encoder", encoder, tuple(ENCODERS)),
@@ -123,7 +131,7 @@ def _config(settings: Mapping[str, Any]) -> dict[str, Any]:
         name: dict(settings.get(name) or {}) for name in ("audio_encoder_conf", "frontend_conf", "audio_adaptor_conf")
     }
     hub = sections["audio_encoder_conf"].get("hub")
-    if hub:
+    if hub and encoder != WHISPER:  # whose sizes are those of its tensors
         raise WeightsCorrupt(f"{SETTINGS} says audio_encoder_conf.hub: {hub}", "an encoder whose sizes stand there")
     sections["audio_adaptor_conf"]["encoder_dim"] = sections["audio_encoder_conf"].get("output_size", 256)
     chat = settings.get("dataset_conf") or {}
@@ -138,8 +146,41 @@ def _config(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _read_whisper(settings: Mapping[str, Any], config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Gives the tensors of Whisper's encoder, which may have OpenAI's names, those of Hugging Face, and the config the
+    sizes that they have. Raises WeightsCorrupt."""
+    for name in [name for name in tensors if name.startswith("audio_encoder.")]:
+        tail = name.removeprefix("audio_encoder.").removeprefix("encoders.").removeprefix("encoder.")
+        tensor, renamed = tensors.pop(name), checkpoint_formats.rename(f"encoder.{tail}")
+        if renamed is not None:
+            tensors[renamed.replace("model.encoder.", "audio_encoder.", 1)] = tensor
+    frontend = settings.get("frontend_conf") or {}
+    if not frontend.get("do_pad_trim", True):
+        raise WeightsCorrupt(f"{SETTINGS} says frontend_conf.do_pad_trim: false", "true: whole windows are encoded")
+    heads = (settings.get("audio_encoder_conf") or {}).get("n_audio_head")
+    if heads is not None and not isinstance(heads, int):
+        raise WeightsCorrupt(f"{SETTINGS} says audio_encoder_conf.n_audio_head: {heads}", "a whole number")
+    sizes = WhisperSizes.of(whisper_tensors(tensors), heads)
+    bins = LARGE_BINS if frontend.get("whisper_model") in LARGE_MODELS else frontend.get("n_mels", 80)
+    if bins != sizes.mel_bins:
+        raise WeightsCorrupt(f"the frontend makes {bins} mel bins", f"{sizes.mel_bins}, which the encoder reads")
+    config["whisper"] = msgspec.to_builtins(sizes)
+    config["audio_encoder_conf"], config["frontend_conf"] = {}, {}
+    config["audio_adaptor_conf"]["encoder_dim"] = sizes.width
+
+
+def whisper_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of Whisper's encoder under its own names, `encoder.conv1.weight` and so on."""
+    found = {name.removeprefix("audio_"): tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in found.items() if name.startswith("encoder.")}
+
+
+LARGE_MODELS, LARGE_BINS = ("large-v3", "large"), 128
+"""Values of `whisper_model` whose frontend makes so many mel bins whatever `n_mels` says."""
+
+
 def _ctc_head(
-    source: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    source: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], encoder_dim: int
 ) -> tuple[dict[str, Any], str, dict[str, Tensor]] | None:
     """Config of the CTC head, the text of its ctc_tokenizer.json, and its tensors. None: there is none, or it is not
     whole: without it the model recognizes the same, and only has no times of words. Raises WeightsCorrupt for what is
@@ -161,10 +202,9 @@ def _ctc_head(
     for name, number in (("ctc_vocab_size", outputs), ("ctc_conf.blank_id", 0 if blank is None else blank)):
         if not isinstance(number, int):
             raise WeightsCorrupt(f"{SETTINGS} says {name}: {number}", "a whole number")
-    width = (settings.get("audio_encoder_conf") or {}).get("output_size", 256)
     config = {
         "decoder": decoder,
-        "decoder_conf": {**(settings.get("ctc_decoder_conf") or {}), "encoder_dim": width},
+        "decoder_conf": {**(settings.get("ctc_decoder_conf") or {}), "encoder_dim": encoder_dim},
         "vocab_size": outputs,
         "blank_id": outputs - 1 if blank is None else blank,
     }

@@ -29,8 +29,10 @@ from asr_serve.models.asr.speech_llm.adaptors import (
 )
 from asr_serve.models.asr.speech_llm.chat_prompt import LANGUAGES, ChatPrompt
 from asr_serve.models.asr.speech_llm.ctc_head import CtcConfig, FunAsrCtcHead
+from asr_serve.models.asr.speech_llm.funasr_folder import whisper_tensors
 from asr_serve.models.asr.speech_llm.sanm_encoder import EncoderTensors, FrontendConfig, SanmConfig, SanmEncoder
 from asr_serve.models.asr.speech_llm.speech_llm import SpeechLlm
+from asr_serve.models.asr.speech_llm.whisper_windows import WhisperSizes, WhisperWindowsEncoder
 from asr_serve.models.causal_lm import CausalConfig, CausalLanguageModel
 from asr_serve.models.checkpoints.config_file import read_config
 from asr_serve.models.interfaces import PromptOptions
@@ -97,6 +99,8 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
     """Sizes of the language model, from the config.json in its folder."""
     tokenizer: Any = None
     """Tokenizer of the language model."""
+    whisper: WhisperSizes | None = None
+    """Sizes of Whisper's encoder, where that is the audio encoder."""
     ctc: CtcConfig | None = None
     """Sizes of the CTC head; None: there is none."""
     ctc_tokenizer: Any = None
@@ -116,6 +120,8 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
         if config.audio_encoder not in funasr_folder.ENCODERS:
             allowed = f"one of: {', '.join(funasr_folder.ENCODERS)}"
             raise WeightsCorrupt(f"audio_encoder={config.audio_encoder!r}", allowed)
+        if config.audio_encoder == funasr_folder.WHISPER and config.whisper is None:
+            raise WeightsCorrupt("config.json has no sizes of Whisper's encoder", "one that convert wrote")
         return config
 
     @property
@@ -153,7 +159,10 @@ class Model(SpeechLlm):
         language_model = CausalLanguageModel(config.language_model, dict(tensors), device, MAX_POSITIONS)
         super().__init__(language_model, self.prompt.end, config.language_model.eos_tokens)
         take = EncoderTensors(tensors, device)
-        self.encoder = SanmEncoder(take, "audio_encoder.", config.audio_encoder_conf, config.frontend_conf)
+        if config.whisper is not None:
+            self.encoder = WhisperWindowsEncoder(whisper_tensors(tensors), config.whisper, device)
+        else:
+            self.encoder = SanmEncoder(take, "audio_encoder.", config.audio_encoder_conf, config.frontend_conf)
         if (width := config.audio_adaptor_conf.encoder_dim) != self.encoder.width:
             raise WeightsCorrupt(f"the adaptor reads {width} numbers", f"{self.encoder.width}, which the encoder makes")
         self.adaptor = Adaptor(take, "audio_adaptor.", config.audio_adaptor, config.audio_adaptor_conf)

@@ -11,7 +11,6 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from case_tiers import exhaustive_after
 from running_server import eventually
 from server_process import WAIT_S, Serving
 
@@ -114,16 +113,13 @@ def test_killed_in_mid_file_the_others_go_on(door: Serving, encoders: list[Servi
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),
-    exhaustive_after(
-        2,
-        [
-            (["--role", "encode", "--peer", "here:1"], "role=encode with peers"),
-            (["--role", "encode", "--model", MODEL, "--model", "whisper-tiny-en"], "role=encode with 2 models"),
-            (["--role", "decode", "--model", "armspeech-hy"], "models that hear whole utterances: "),
-            (["--role", "half"], "both, decode, encode"),
-            (["--peer", "nowhere"], "host:port"),
-        ],
-    ),
+    [
+        (["--role", "encode", "--peer", "here:1"], "role=encode with peers"),
+        (["--role", "encode", "--model", MODEL, "--model", "whisper-tiny-en"], "role=encode with 2 models"),
+        (["--role", "decode", "--model", "armspeech-hy"], "models that hear whole utterances: "),
+        (["--role", "half"], "both, decode, encode"),
+        (["--peer", "nowhere"], "host:port"),
+    ],
 )
 def test_what_cannot_be_is_said_at_start(tmp_path: Path, flags: list[str], said: str) -> None:
     server = Serving(tmp_path / "log", *flags, "--port", "0", "--encode-port", "0")

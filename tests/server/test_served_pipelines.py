@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from case_tiers import exhaustive_after
 from running_server import WAIT_S, Running
 from websockets.sync.client import connect
 
@@ -180,14 +179,11 @@ def test_what_is_wrong_is_told_before_anything_is_loaded(tmp_path: Path, file: P
 
 @pytest.mark.parametrize(
     ("before", "after", "place"),
-    exhaustive_after(
-        1,
-        [
-            ("titles.ngram.safetensors", "gone.arpa", "line 11, language_model: there is no language model"),
-            ('device = "cpu"', 'device = "cuda:77"', "line 7, device: device 'cuda:77'"),
-            ('device = "cpu"', 'weights = "empty"', "line 7, weights: no checkpoint of vosk-small-en"),
-        ],
-    ),
+    [
+        ("titles.ngram.safetensors", "gone.arpa", "line 11, language_model: there is no language model"),
+        ('device = "cpu"', 'device = "cuda:77"', "line 7, device: device 'cuda:77'"),
+        ('device = "cpu"', 'weights = "empty"', "line 7, weights: no checkpoint of vosk-small-en"),
+    ],
 )
 def test_a_server_tells_it_before_it_listens(tmp_path: Path, file: Path, before: str, after: str, place: str) -> None:
     (tmp_path / "empty").mkdir()

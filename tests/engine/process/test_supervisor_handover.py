@@ -47,8 +47,8 @@ CHUNKS = (20_480, 2_560, 1_280, 10_240)
 KINDS: dict[str, dict[str, Any]] = {
     "rnnt beam": {"head": "rnnt", "beam": 2},
     "growing": {"max_decode_rows": 4},
-    "whole": {"max_decode_rows": 4},
     "ctc": {"head": "ctc"},
+    "whole": {"max_decode_rows": 4},
     "rnnt": {"head": "rnnt"},
     "ctc beam": {"head": "ctc", "beam": 3},
 }

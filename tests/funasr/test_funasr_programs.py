@@ -269,6 +269,19 @@ def test_the_python_client(here: Path, address: str, library: Model) -> None:
     assert letters(done.stdout.decode()) == letters(text) != ""
 
 
+@pytest.mark.slow
+def test_a_format_of_words_without_words(here: Path, address: str, tmp_path: Path) -> None:
+    """A model without times of words writes whole segments; --words itself is refused."""
+    command = [sys.executable, "-c", "from asr_serve.api.cli import main; main()", "listen", "audio.wav"]
+    command += ["--server", f"http://{address}"]
+    written = tmp_path / "talk.ctm"
+    subprocess.run([*command, "-o", str(written)], capture_output=True, check=True, timeout=120)
+    assert written.exists()
+    refused = subprocess.run([*command, "--words"], capture_output=True, check=False, timeout=120)
+    assert refused.returncode == 1
+    assert b"no times of words" in refused.stderr
+
+
 # --- commands -------------------------------------------------------------------------------------------------
 
 

@@ -165,6 +165,12 @@ def test_a_detected_language_is_reported_and_is_no_text(folders: dict[str, Path]
                 assert len(answer.logprobs) == len(answer.tokens)
                 assert all(model.special["<asr_text>"] not in each.tokens[:1] for each in answer.hypotheses)
         assert client.submit(clips()[0], chosen).future.result(WAIT_S).language == "th"
+        whole = client.submit(clips()[0], detecting).future.result(WAIT_S)
+        for limit in (1, 5):  # of tokens of text: a short one leaves no part of the header
+            limited = msgspec.structs.replace(detecting, max_new_tokens=limit)
+            answer = client.submit(clips()[0], limited).future.result(WAIT_S)
+            assert (answer.language, answer.tokens) == ("th", whole.tokens[:limit])
+            assert len(answer.tokens) == len(answer.logprobs) == limit
     finally:
         client.close()
 

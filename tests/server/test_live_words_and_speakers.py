@@ -11,7 +11,9 @@ from running_server import PAID, PAID_WRITTEN, Running
 from stream_client import TRANSPORTS, Event, WebSocket, pcm_of, pour
 from test_funasr_websocket import STARTED, calling, expect_words
 from test_words_and_speakers_routes import needs_speakers
+from typer.testing import CliRunner
 
+from asr_serve.api.cli import app
 from asr_serve.api.client.stream import StreamClient
 from asr_serve.api.client.transcript import SessionTranscript
 from asr_serve.audio.reader import read_audio
@@ -208,3 +210,11 @@ def test_whoever_takes_only_new_sentences_is_told_all_at_the_end(server: Running
         *after, final, _ = caller.until_stopped()
     told = [sentence["text"] for answer in before + after for sentence in answer["sentences"]]
     assert [sentence["text"] for sentence in final["sentences"]][: len(told)] == told
+
+
+def test_a_format_of_words_gets_them_of_a_server(server: Running, packaged_speech: Path, tmp_path: Path) -> None:
+    written = tmp_path / "talk.ctm"
+    path = str(packaged_speech / "beckett.wav")
+    done = CliRunner().invoke(app, ["listen", path, "--server", f"http://127.0.0.1:{server.port}", "-o", str(written)])
+    assert done.exit_code == 0, done.output
+    assert len(written.read_text("utf-8").splitlines()) == len(done.stdout.split())

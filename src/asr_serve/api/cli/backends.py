@@ -20,7 +20,7 @@ from asr_serve.api.client.transcript import SessionTranscript
 from asr_serve.api.stream import StreamOptions, StreamResult, with_speaker
 from asr_serve.audio.pcm import Pcm16Assembler
 from asr_serve.audio.reader import open_audio
-from asr_serve.errors import OutOfTurn, Refused, ServerError, Unreachable
+from asr_serve.errors import OutOfTurn, Refused, ServerError, Unreachable, UnsupportedOption
 from asr_serve.pipelines.options import AudioChunk, SpeakOptions, SpokenWord
 from asr_serve.protocols.openai.speech import PATH
 from asr_serve.protocols.stream.server_events import SegmentEvent as ToldSegment
@@ -65,7 +65,8 @@ class RemoteTranscriber:
     """Transcription by a server; a lost connection is resumed. Raises Refused, Unreachable."""
 
     def __init__(self, server: str, api_key: str | None, query: Mapping[str, Any]) -> None:
-        """Raises OptionError for an invalid address."""
+        """`query`: parameters of /v1/stream; `words` None requests words where the model has them. Raises OptionError
+        for an invalid address."""
         websocket_url(server, {})
         self._server, self._key, self._query = server, api_key, query
         self.model = self.language = ""
@@ -76,9 +77,21 @@ class RemoteTranscriber:
     def __exit__(self, *_: object) -> None:
         """Does nothing: a connection lasts as long as `listen`."""
 
+    def _open(self, **audio: str | int) -> StreamClient:
+        query = {**audio, **self._query}
+        if "words" not in query or query["words"] is not None:
+            return StreamClient(self._server, api_key=self._key, **query)
+        try:
+            return StreamClient(self._server, api_key=self._key, **query | {"words": "true"})
+        except Refused as refused:
+            if refused.code != UnsupportedOption("").code:
+                raise
+        del query["words"]  # if another option was refused, it is refused again
+        return StreamClient(self._server, api_key=self._key, **query)
+
     def listen(self, audio: Audio, rate_hz: int, show: Show, notice: Notice) -> None:
         """Sends from this thread; `show` and `notice` are called by another."""
-        stream = StreamClient(self._server, api_key=self._key, encoding="s16le", rate=rate_hz, **self._query)
+        stream = self._open(encoding="s16le", rate=rate_hz)
         self.model, self.language = stream.session.model, stream.session.language
 
         def read() -> StreamErrorEvent | None:

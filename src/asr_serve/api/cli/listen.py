@@ -276,7 +276,9 @@ def choose_backend(
     if "hotwords" in options:
         options["hotwords"] = ",".join(options["hotwords"])
     options |= {
-        name: str(options[name] is not False).lower() for name in ("words", "speakers", "itn") if name in options
+        name: str(options[name]).lower()
+        for name in ("words", "speakers", "itn")
+        if options.get(name) is not None  # words of a file's format: where the server's model has them
     }
     return RemoteTranscriber(server, api_key or client_key(), options)
 

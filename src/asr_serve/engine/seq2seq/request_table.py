@@ -135,17 +135,18 @@ class RequestTable:
         resolve(utterance.future, msgspec.structs.replace(answer, phases=phases, reused=reused))
 
     def _without_header(self, utterance: RecognitionRequest, answer: Recognition) -> Recognition:
-        """Returns the answer with the language that its header names, and with the text that follows it alone. Until
-        here the row and what rescores and aligns it have all tokens."""
+        """Returns the answer with the language that its header names, and with the text that follows it alone, up to
+        `max_new_tokens`. Until here the row and what rescores and aligns it have all tokens."""
         model = self._model
         if not isinstance(model, SpeechLanguageModel) or utterance.options.language or not model.max_header_tokens:
             return answer
-        read_header = model.read_header
+        read_header, limit = model.read_header, utterance.options.max_new_tokens
 
         def text(each: Answer) -> Answer:
             first = read_header(each.tokens).tokens
+            part = slice(first, None if limit is None else first + limit)
             return msgspec.structs.replace(
-                each, tokens=each.tokens[first:], logprobs=each.logprobs[first:], times=each.times[first:]
+                each, tokens=each.tokens[part], logprobs=each.logprobs[part], times=each.times[part]
             )
 
         hypotheses = tuple(map(text, answer.hypotheses))
@@ -192,7 +193,8 @@ class RequestTable:
         """Bound above what anybody says in that time, within the model's positions, the first being BOS; or the
         request's own, if that is less."""
         bound = 4 + int(units.samples_to_s(utterance.samples) * self._tokens_per_s)
-        if isinstance(self._model, SpeechLanguageModel) and not utterance.options.language:
-            bound += self._model.max_header_tokens
         limit = utterance.options.max_new_tokens
-        return min(self._model.max_tokens - 1, bound if limit is None else min(bound, limit))
+        most = bound if limit is None else min(bound, limit)
+        if isinstance(self._model, SpeechLanguageModel) and not utterance.options.language:
+            most += self._model.max_header_tokens  # of which `_without_header` takes away what the header leaves
+        return min(self._model.max_tokens - 1, most)

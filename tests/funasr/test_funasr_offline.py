@@ -24,7 +24,7 @@ from sharp_folders import require_speakers, write_sharp
 from asr_serve.api.library import Model
 from asr_serve.audio.reader import read_audio
 from asr_serve.config import EngineConfig
-from asr_serve.errors import MissingOption, OptionError, SourceNotFound, UnknownModel, UnsupportedOption
+from asr_serve.errors import AsrServeError, MissingOption, OptionError, SourceNotFound, UnknownModel, UnsupportedOption
 from asr_serve.funasr import AutoModelVLLM, FunASRNanoStreamingVLLM, FunASRNanoVLLM, GLMASRVLLMEngine, loading
 
 NAME = "FunAudioLLM/Fun-ASR-Nano-2512"
@@ -185,9 +185,35 @@ def test_inputs_of_every_kind(model: AutoModelVLLM, here: Path) -> None:
 
 
 def test_results_are_written_as_they_come(model: AutoModelVLLM, here: Path) -> None:
-    found = model.generate("wav.scp", output="results.jsonl")
-    assert [json.loads(line) for line in Path("results.jsonl").read_text("utf-8").splitlines()] == found
-    assert [set(each) for each in found] == [{"key", "text", "sentence_info"}] * 2
+    def written() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in Path("results.jsonl").read_text("utf-8").splitlines()]
+
+    counts = []
+
+    def recordings() -> Iterator[str]:
+        for _ in range(100):
+            yield "audio1.wav"
+            counts.append(len(written()) if Path("results.jsonl").exists() else 0)
+
+    found = model.generate(recordings(), output="results.jsonl")
+    assert written() == found
+    assert 0 < counts[-1] <= len(found) == 100
+    assert [set(each) for each in found] == [{"key", "text", "sentence_info"}] * 100
+
+
+def test_a_mistake_leaves_files_as_they_are(model: AutoModelVLLM, here: Path) -> None:
+    Path("in.jsonl").write_text('{"source": "audio1.wav"}\n')
+    for given, output, match in (
+        ("in.jsonl", "in.jsonl", "is an input"),
+        ("missing.wav", "in.jsonl", "missing.wav"),
+        ("", "in.jsonl", "an empty path"),
+    ):
+        with pytest.raises(AsrServeError, match=match):
+            model.generate(given, output=output)
+        assert Path("in.jsonl").read_text() == '{"source": "audio1.wav"}\n'
+    for options in ({"silence_schedule": 5}, {"temperature": "x"}, {"hotwords": 5}):
+        with pytest.raises(OptionError, match=f"{next(iter(options))}.*(5|x)"):
+            model.generate("audio1.wav", **options)
 
 
 def test_words_and_speakers_where_the_model_has_them(packaged_speech: Path) -> None:

@@ -36,6 +36,10 @@ class DraftTokens(msgspec.Struct, frozen=True):
         return DraftTokens(tokens, min(self.accepted_tokens, len(tokens)))
 
 
+def _is_temperature(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= 2
+
+
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of one recognition. Raises OptionError for values out of range; whether the model supports the
     language, the task and the tokens is checked elsewhere."""
@@ -83,7 +87,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     longest possible answer."""
 
     def __post_init__(self) -> None:
-        if not self.temperatures or any(not 0 <= t <= 2 for t in self.temperatures):
+        if not self.temperatures or any(not _is_temperature(t) for t in self.temperatures):
             raise OptionError(f"temperatures={self.temperatures}", "one or more numbers from 0 to 2")
         if not 0 <= self.seed < 2**63:
             raise OptionError(f"seed={self.seed}", "a whole number from 0 to 2**63 - 1")

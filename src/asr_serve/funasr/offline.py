@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -125,15 +126,19 @@ class AutoModelVLLM:
         timed = chosen.words is not False and card.word_times
         results = []
         with contextlib.ExitStack() as stack:
-            file = None if output is None else stack.enter_context(Path(output).open("wb"))
-            items = expand_inputs(_items(input if inputs is None else inputs))
+            items = expand_inputs(_items(input if inputs is None else inputs, output))
+            file = None
             for event in stack.enter_context(contextlib.closing(self.model.events(items, chosen))):
                 if isinstance(event, FileFailed):
                     raise event.error
                 if isinstance(event, FileDone):
                     results.append(render_result(event.transcript, words=timed))
-                    if file is not None:
+                    if output is not None:
+                        # Not before there is a result: what an earlier run wrote outlives a mistake in this one.
+                        file = file or stack.enter_context(Path(output).open("wb", buffering=0))
                         file.write(msgspec.json.encode(results[-1]) + b"\n")
+        if output is not None and not results:
+            Path(output).write_bytes(b"")
         return results
 
     def close(self) -> None:
@@ -151,14 +156,20 @@ class GLMASRVLLMEngine(AutoModelVLLM):
     default_model = "zai-org/GLM-ASR-Nano-2512"
 
 
-def _items(given: Any) -> Iterator[Any]:
-    """Yields the recordings of `generate`, a path with its name without the suffix as its key, as in FunASR."""
+def _items(given: Any, output: str | os.PathLike[str] | None) -> Iterator[Any]:
+    """Yields the recordings of `generate`, a path with its name without the suffix as its key, as in FunASR. Raises
+    OptionError for an empty path, and for one that `output` would overwrite."""
     given = as_samples(given)  # a tensor is iterable
     several = isinstance(given, Iterable) and not is_single_source(given)
     for number, each in enumerate(given if several else [given]):
         if not isinstance(each, str | os.PathLike):
             yield InputItem(f"sample_{number}", as_samples(each))
-        elif Path(each).is_file() and Path(each).suffix.lower() not in LIST_SUFFIXES:
+            continue
+        if not os.fspath(each):
+            raise OptionError("an empty path", "the path of a recording, a folder or a list", param="input")
+        if output is not None and Path(output).exists() and Path(each).exists() and Path(output).samefile(each):
+            raise OptionError(f"output={os.fspath(output)!r} is an input", "another file", param="output")
+        if Path(each).is_file() and Path(each).suffix.lower() not in LIST_SUFFIXES:
             yield InputItem(Path(each).stem, Path(each))
         else:
             yield each
@@ -174,8 +185,12 @@ def as_samples(source: Any) -> Any:
 
 
 def as_words(hotwords: Sequence[str] | str | None) -> tuple[str, ...]:
-    """Returns hotwords from a list, or from a text with spaces between them."""
-    return tuple(hotwords.split() if isinstance(hotwords, str) else hotwords or ())
+    """Returns hotwords from a list, or from a text with spaces or commas between them. Raises OptionError."""
+    if isinstance(hotwords, str):
+        return tuple(filter(None, re.split(r"[\s,，、]+", hotwords)))
+    if hotwords is not None and not isinstance(hotwords, list | tuple):
+        raise OptionError(f"hotwords={hotwords!r}", "a list of words, or a text of them", param="hotwords")
+    return tuple(hotwords or ())
 
 
 def render_result(transcript: Transcript, *, words: bool) -> Result:

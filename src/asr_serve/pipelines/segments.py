@@ -323,4 +323,7 @@ def validate_option_names(options: dict[str, Any], known: tuple[str, ...]) -> di
         return {**options, "silence_schedule": SilenceSchedule.from_text(schedule)}
     if isinstance(schedule, list | tuple):
         return {**options, "silence_schedule": SilenceSchedule.parse(schedule)}
+    if schedule is not None and not isinstance(schedule, SilenceSchedule):
+        rows = "rows like [(5000, 1500), (inf, 300)], or text like '5000:1500,inf:300'"
+        raise OptionError(f"silence_schedule={schedule!r}", rows, param="silence_schedule")
     return options

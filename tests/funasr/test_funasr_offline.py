@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import shutil
@@ -26,6 +27,7 @@ from asr_serve.audio.reader import read_audio
 from asr_serve.config import EngineConfig
 from asr_serve.errors import MissingOption, OptionError, SourceNotFound, UnknownModel, UnsupportedOption
 from asr_serve.funasr import AutoModelVLLM, FunASRNanoStreamingVLLM, FunASRNanoVLLM, GLMASRVLLMEngine, loading
+from asr_serve.pipelines.offline.transcribe import MAX_OPEN_FILES
 
 NAME = "FunAudioLLM/Fun-ASR-Nano-2512"
 
@@ -70,6 +72,7 @@ def run(snippet: str, **names: Any) -> dict[str, Any]:
 def test_the_universal_interface(here: Path, capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
     names = run(
         """
+from asr_serve.pipelines.offline.transcribe import MAX_OPEN_FILES
 from asr_serve.funasr import AutoModelVLLM
 
 model = AutoModelVLLM(
@@ -188,6 +191,21 @@ def test_results_are_written_as_they_come(model: AutoModelVLLM, here: Path) -> N
     found = model.generate("wav.scp", output="results.jsonl")
     assert [json.loads(line) for line in Path("results.jsonl").read_text("utf-8").splitlines()] == found
     assert [set(each) for each in found] == [{"key", "text", "sentence_info"}] * 2
+
+
+def test_results_are_in_the_file_before_the_last_input(model: AutoModelVLLM, here: Path) -> None:
+    """The last of more inputs than are open at once is not drawn before there are results, which others can read."""
+    written, seen = Path("results.jsonl"), []
+
+    def inputs() -> Iterator[np.ndarray]:
+        for _ in range(MAX_OPEN_FILES + 6):
+            seen.append(written.read_bytes().count(b"\n"))
+            yield np.zeros(1_600, np.float32)
+
+    found = model.generate(inputs(), output=written)
+    assert written.stat().st_size < io.DEFAULT_BUFFER_SIZE, "else a full buffer would be written"
+    assert [json.loads(line) for line in written.read_text("utf-8").splitlines()] == found
+    assert seen[0] == 0 < seen[-1]
 
 
 def test_words_and_speakers_where_the_model_has_them(packaged_speech: Path) -> None:

@@ -134,6 +134,7 @@ class AutoModelVLLM:
                     results.append(render_result(event.transcript, words=timed))
                     if file is not None:
                         file.write(msgspec.json.encode(results[-1]) + b"\n")
+                        file.flush()
         return results
 
     def close(self) -> None:

@@ -262,9 +262,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     realtime_port: Port | None = None
     """Second port, for FunASR's realtime clients, which use 10095 by default. None: they use `port`."""
     funasr_language: NonEmptyText | None = None
-    """Language, a code or a name, of sessions of FunASR's WebSockets that send no LANGUAGE:. None: the model's own."""
+    """Language, a code or a name, of sessions of FunASR's WebSockets that send no LANGUAGE:, where
+    their model has it. None: the model's own."""
     funasr_hotwords_file: NonEmptyText | None = None
-    """File with the hotwords, one per line, of sessions of FunASR's WebSockets that send no HOTWORDS:."""
+    """File with the hotwords, one per line, of sessions of FunASR's WebSockets that send no HOTWORDS:, where
+    their model takes them."""
     tls_cert: NonEmptyText | None = None
     """File with the certificate and its chain in PEM: all ports then use TLS. None: none does."""
     tls_key: NonEmptyText | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import shutil
@@ -26,6 +27,7 @@ from asr_serve.audio.reader import read_audio
 from asr_serve.config import EngineConfig
 from asr_serve.errors import AsrServeError, MissingOption, OptionError, SourceNotFound, UnknownModel, UnsupportedOption
 from asr_serve.funasr import AutoModelVLLM, FunASRNanoStreamingVLLM, FunASRNanoVLLM, GLMASRVLLMEngine, loading
+from asr_serve.pipelines.offline.transcribe import MAX_OPEN_FILES
 
 NAME = "FunAudioLLM/Fun-ASR-Nano-2512"
 
@@ -185,20 +187,9 @@ def test_inputs_of_every_kind(model: AutoModelVLLM, here: Path) -> None:
 
 
 def test_results_are_written_as_they_come(model: AutoModelVLLM, here: Path) -> None:
-    def written() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in Path("results.jsonl").read_text("utf-8").splitlines()]
-
-    counts = []
-
-    def recordings() -> Iterator[str]:
-        for _ in range(100):
-            yield "audio1.wav"
-            counts.append(len(written()) if Path("results.jsonl").exists() else 0)
-
-    found = model.generate(recordings(), output="results.jsonl")
-    assert written() == found
-    assert 0 < counts[-1] <= len(found) == 100
-    assert [set(each) for each in found] == [{"key", "text", "sentence_info"}] * 100
+    found = model.generate("wav.scp", output="results.jsonl")
+    assert [json.loads(line) for line in Path("results.jsonl").read_text("utf-8").splitlines()] == found
+    assert [set(each) for each in found] == [{"key", "text", "sentence_info"}] * 2
 
 
 def test_a_mistake_leaves_files_as_they_are(model: AutoModelVLLM, here: Path) -> None:
@@ -214,6 +205,21 @@ def test_a_mistake_leaves_files_as_they_are(model: AutoModelVLLM, here: Path) ->
     for options in ({"silence_schedule": 5}, {"temperature": "x"}, {"hotwords": 5}):
         with pytest.raises(OptionError, match=f"{next(iter(options))}.*(5|x)"):
             model.generate("audio1.wav", **options)
+
+
+def test_results_are_in_the_file_before_the_last_input(model: AutoModelVLLM, here: Path) -> None:
+    """The last of more inputs than are open at once is not drawn before there are results, which others can read."""
+    written, seen = Path("results.jsonl"), []
+
+    def inputs() -> Iterator[np.ndarray]:
+        for _ in range(MAX_OPEN_FILES + 6):
+            seen.append(written.read_bytes().count(b"\n") if written.exists() else 0)
+            yield np.zeros(1_600, np.float32)
+
+    found = model.generate(inputs(), output=written)
+    assert written.stat().st_size < io.DEFAULT_BUFFER_SIZE, "else a full buffer would be written"
+    assert [json.loads(line) for line in written.read_text("utf-8").splitlines()] == found
+    assert seen[0] == 0 < seen[-1]
 
 
 def test_words_and_speakers_where_the_model_has_them(packaged_speech: Path) -> None:

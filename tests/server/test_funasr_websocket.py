@@ -17,6 +17,8 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from asr_serve.audio.reader import open_audio
+from asr_serve.config import ServeConfig
+from asr_serve.errors import OptionError
 from asr_serve.server.realtime.funasr import endpoint
 
 RATE_BYTES = 32_000
@@ -565,6 +567,34 @@ def test_a_client_that_never_reads_is_dropped_and_holds_up_nobody(server, becket
             assert texts(caller.until_stopped()[-2]) == [BECKETT]
         eventually(lambda: server.counted("asr_serve_live_sessions_total", route="/", end="client_gone") == before + 1)
     server.expect_empty()
+
+
+# --- defaults of the server -------------------------------------------------------------------------------
+
+
+def test_defaults_that_the_model_does_not_take_end_the_start(serve, tmp_path):
+    (tmp_path / "words").write_text("Godot\n")
+    (tmp_path / "weights").write_text("Godot:-1\n")
+    server = serve(funasr_language="English", funasr_hotwords_file=str(tmp_path / "words"))
+    endpoint.check_session_defaults(server.config, server.engines)
+    for settings, said in (
+        ({"funasr_language": "zh"}, "funasr_language=zh: unknown language for moonshine-tiny-en"),
+        ({"funasr_hotwords_file": str(tmp_path / "weights")}, "funasr_hotwords_file=.*Godot"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            endpoint.check_session_defaults(ServeConfig(**settings), server.engines)
+
+
+@pytest.mark.parametrize("path", ["/", "/ws"])
+def test_defaults_of_another_model_are_left_out(serve, tmp_path, beckett_pcm, path):
+    """The server of this socket's model has defaults for another one."""
+    (tmp_path / "weights").write_text("Godot:-1\n")
+    server = serve(funasr_language="zh", funasr_hotwords_file=str(tmp_path / "weights"))
+    with calling(server, path) as caller:
+        assert caller.ask("START") == STARTED
+        caller.pour(beckett_pcm)
+        caller.send("STOP")
+        assert texts(caller.until_stopped()[-2]) == [BECKETT]
 
 
 # --- what is told of it -----------------------------------------------------------------------------------

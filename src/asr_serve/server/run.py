@@ -34,6 +34,7 @@ from asr_serve.server import silent_connections
 from asr_serve.server.app import create_app
 from asr_serve.server.engine_registry import EngineRegistry, ServedPipeline
 from asr_serve.server.middleware.admission import AdmissionController
+from asr_serve.server.realtime.funasr.endpoint import check_session_defaults
 from asr_serve.server.telemetry import logs
 from asr_serve.server.telemetry.tracing import Tracer
 
@@ -204,6 +205,7 @@ async def _serve(
             await asyncio.wait({*listening, stop, loading}, return_when=asyncio.FIRST_COMPLETED)
             if loading.done() and not stop.done() and not any(task.done() for task in listening):
                 loading.result()
+                check_session_defaults(config, engines)
                 _announce(config, ports, time.perf_counter() - started, engines.default_tts_model, engines.pipeline)
                 await asyncio.wait({*listening, stop}, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():

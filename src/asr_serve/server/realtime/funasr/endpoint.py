@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from starlette.routing import WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from asr_serve.audio.silence_schedule import SilenceSchedule
+from asr_serve.config import ServeConfig
 from asr_serve.errors import OptionError
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.options import SPEAKER_COUNT_FIELDS, ListenOptions
@@ -142,16 +144,49 @@ class FunAsrEndpoint:
             factory,
             self._limits,
             partial(live_error_event, request_id=context.request_id),
-            msgspec.structs.replace(FunAsrOptions.from_query(fields), **self._defaults),
+            with_defaults(factory, FunAsrOptions.from_query(fields), self._defaults),
         )
         await run_conversation(conversation, dependencies.admission, context, receive, send)
+
+
+def with_defaults(
+    factory: EngineFunAsrSessionFactory, options: FunAsrOptions, defaults: Mapping[str, Any]
+) -> FunAsrOptions:
+    """Options with those defaults that the socket's model takes: another than the server's own need not."""
+    for name, value in defaults.items():
+        changed = msgspec.structs.replace(options, **{name: value})
+        with contextlib.suppress(OptionError):
+            factory.validate(changed)
+            options = changed
+    return options
+
+
+def session_defaults(config: ServeConfig) -> dict[str, Any]:
+    """Fields of FunAsrOptions from the settings. Raises OptionError for a file of hotwords that cannot be read."""
+    hotwords = () if config.funasr_hotwords_file is None else read_hotwords(config.funasr_hotwords_file)
+    return {"language": requested_language_code(config.funasr_language), "hotwords": hotwords}
+
+
+def check_session_defaults(config: ServeConfig, engines: EngineRegistry) -> None:
+    """Raises OptionError for defaults that the server's own model, which is loaded, does not take."""
+    defaults = session_defaults(config)
+    for name, setting in (("language", "funasr_language"), ("hotwords", "funasr_hotwords_file")):
+        if not defaults[name]:
+            continue
+        engine = engines.get()
+        try:
+            if name == "language":
+                resolve_language(engine.client, defaults[name])
+            else:
+                hotword_bias(engine.client, engine.tokenizer, defaults[name])
+        except OptionError as error:
+            raise error.located(f"{setting}={getattr(config, setting)}") from None
 
 
 def routes(dependencies: LiveDependencies) -> list[WebSocketRoute]:
     """Returns the routes. Raises OptionError for a file of hotwords that cannot be read."""
     config = dependencies.config
-    hotwords = () if config.funasr_hotwords_file is None else read_hotwords(config.funasr_hotwords_file)
-    defaults = {"language": requested_language_code(config.funasr_language), "hotwords": hotwords}
+    defaults = session_defaults(config)
     realtime = (dependencies, REALTIME_PATH, config.max_session_s, REALTIME_QUERY, _realtime, defaults)
     offline = (dependencies, OFFLINE_PATH, config.max_duration_s, QUERY, _offline, defaults)
     return [WebSocketRoute(each[1], FunAsrEndpoint(*each)) for each in (realtime, offline)]

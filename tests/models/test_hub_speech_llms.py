@@ -22,8 +22,10 @@ from asr_serve.engine.thread_backend import thread_backend
 from asr_serve.errors import OptionError, UnsupportedOption, WeightsCorrupt, WeightsMissing
 from asr_serve.models.asr.speech_llm import tekken
 from asr_serve.models.asr.speech_llm.hub_speech_llm import HubSpeechLlm
+from asr_serve.models.checkpoints import store
 from asr_serve.models.interfaces import PROMPT_EMBEDDING
 from asr_serve.models.packing import PagedKeyValues
+from asr_serve.models.registry import asr_card
 from asr_serve.text.tokenizers import HubTokenizer
 
 TOLERANCE = 1e-4
@@ -203,6 +205,14 @@ def test_impossible_prompts_are_refused(
 
 
 # --- folders --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", CARDS)
+def test_a_family_is_recognized_by_its_config_also_in_shards(
+    tmp_path: Path, folders: dict[str, Path], family: str
+) -> None:
+    for folder in (folders[family], write_shards(family, tmp_path / "shards")):
+        assert asr_card(store.model_of_folder(folder)).kind == asr_card(CARDS[family]).kind
 
 
 @pytest.mark.parametrize("family", CARDS)

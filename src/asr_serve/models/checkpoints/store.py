@@ -196,7 +196,7 @@ def model_of_folder(folder: Path, repository: str | None = None) -> str:
 def _module_of_folder(folder: Path) -> AsrModelFile | None:
     """The model file that reads or converts a folder; None: there is none."""
     for kind, module in model_modules("asr").items():
-        if is_foreign(module.CARDS[0], folder) or (is_checkpoint(folder) and _model_type(folder) == kind):
+        if is_foreign(module.CARDS[0], folder) or (is_checkpoint(folder) and model_type(folder) == kind):
             return cast("AsrModelFile", module)
     return None
 
@@ -231,7 +231,7 @@ def repository_folder(repository: str) -> Path:
         ) from failure
 
 
-def _model_type(folder: Path) -> str:
+def model_type(folder: Path) -> str:
     try:
         settings = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError):

@@ -270,7 +270,8 @@ def _apart(name: str, value: Tensor) -> dict[str, Tensor]:
 def _checkpoint(path: Path) -> Path | None:
     """Finds OpenAI's file (the path, or a folder's only one), CTranslate2's folder, or Hugging Face's; else None."""
     if path.is_dir():
-        if binary_files(path) or hugging_face.is_checkpoint_folder(path):
+        is_ours = store.model_type(path) in ("whisper", "")  # other families have shards too
+        if binary_files(path) or (is_ours and hugging_face.is_checkpoint_folder(path)):
             return path
         files = [file for file in path.glob("*.pt") if zipfile.is_zipfile(file)]
         return files[0] if len(files) == 1 else None

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import huggingface_hub
 import msgspec
 import numpy as np
 import pytest
+from fun_asr_folders import write_ctc_folder
+from hub_speech_llm_folders import write_shards
 
 from asr_serve.errors import CacheNotWritable, WeightsCorrupt, WeightsMissing
 from asr_serve.models.asr.moonshine import moonshine
@@ -293,6 +296,41 @@ def test_changed_files_are_refused_and_the_old_ones_stay(hub: Hub) -> None:
     with pytest.raises(WeightsCorrupt, match="changed since they were first fetched"):
         store.fetch(BASE)
     assert (folder / "model.safetensors").read_bytes() == b"tensors"
+
+
+@pytest.mark.parametrize(
+    ("write", "missing"),
+    [
+        (partial(write_shards, "qwen3"), "model-00002-of-00002.safetensors"),
+        (write_ctc_folder, "multilingual.tiktoken"),
+        (write_ctc_folder, "model.pt"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_snapshot_without_all_of_its_files_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path], missing: str
+) -> None:
+    """What a broken download left in the cache of the hub's client is no model yet."""
+    folder = write(tmp_path / "snapshot")
+    kept = (folder / missing).rename(tmp_path / "kept")
+    downloads = []
+
+    def download(name: str, *, local_files_only: bool = False, **_: Any) -> str:
+        if not local_files_only:
+            downloads.append(name)
+            shutil.copy(kept, folder / missing)
+        return str(folder)
+
+    def away(*_: Any, **__: Any) -> None:
+        raise OSError("no route to the hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", away)
+    with pytest.raises(WeightsMissing, match=r"not whole, and .*no route"):
+        store.repository_folder("somebody/model")
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    assert [store.repository_folder("somebody/model") for _ in range(2)] == [folder] * 2
+    assert downloads == ["somebody/model"], "a whole one is not fetched again"
 
 
 def test_a_download_that_breaks_off_is_no_checkpoint(hub: Hub) -> None:

@@ -72,6 +72,8 @@ class WeightsConverter(NamedTuple):
     """Whether a folder or file holds weights in that form."""
     convert: Callable[[Path, Path], None]
     """Write config.json, model.safetensors and a tokenizer from a path into a folder. Raises WeightsCorrupt."""
+    complete: Callable[[Path], bool] = lambda _: True
+    """Whether a folder that is recognized has every file that its own config or index names."""
 
 
 class AsrModelFile(Protocol):

@@ -26,6 +26,16 @@ def is_checkpoint_folder(folder: Path) -> bool:
     return (folder / "config.json").is_file() and _weights(folder) is not None
 
 
+def has_all_shards(folder: Path) -> bool:
+    """Whether every file that a folder's index names is there; true without an index."""
+    index = _weights(folder)
+    if index is None or index.name == PICKLE:
+        return True
+    weight_map = _json(index).get("weight_map")
+    names = weight_map.values() if isinstance(weight_map, dict) else ()
+    return all((folder / str(name)).is_file() for name in set(map(str, names)))
+
+
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns the settings of config.json, and every tensor by its name in the checkpoint. Nothing but tensors is
     unpickled. Raises WeightsCorrupt: names the shard that is missing, cannot be read, or lacks what the index lists."""

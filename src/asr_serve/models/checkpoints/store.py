@@ -214,9 +214,9 @@ def repository_folder(repository: str) -> Path:
 
     try:
         folder = Path(str(snapshot_download(repository, local_files_only=True)))
-        if _module_of_folder(folder) is not None:
+        if _is_whole(folder):
             return folder
-    except (LocalEntryNotFoundError, OSError, ValueError):
+    except (LocalEntryNotFoundError, OSError, ValueError, WeightsCorrupt):
         pass  # it is not there, or not all of it
     patterns = sorted({pattern for card in asr_cards().values() for pattern in card.files})
     try:
@@ -225,13 +225,23 @@ def repository_folder(repository: str) -> Path:
     except (HfHubHTTPError, _transport_error(), OSError, ValueError) as failure:
         reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
         raise WeightsMissing(
-            f"the hub repository {repository} is not in the cache of this machine, and could not be fetched: {reason}",
+            f"the hub repository {repository} is not in the cache of this machine, or not whole, and could not be "
+            f"fetched: {reason}",
             "a repository that was fetched before, or a hub that can be reached",
             "if it is a folder, check its path; else fetch it elsewhere, and pass its folder",
         ) from failure
 
 
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder holds all of a model: a download that was broken off leaves the first files of it."""
+    module = _module_of_folder(folder)
+    if module is None:
+        return False
+    return is_checkpoint(folder) or (module.CONVERTER is not None and module.CONVERTER.complete(folder))
+
+
 def model_type(folder: Path) -> str:
+    """The `model_type` of a folder's config.json; empty where it has none."""
     try:
         settings = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError):

@@ -43,4 +43,4 @@ class Model(llm_asr.Model):
     """Encoder, adaptor and language model."""
 
 
-CONVERTER = WeightsConverter(funasr_folder.holds("FunASRNano"), funasr_folder.convert)
+CONVERTER = WeightsConverter(funasr_folder.holds("FunASRNano"), funasr_folder.convert, funasr_folder.is_complete)

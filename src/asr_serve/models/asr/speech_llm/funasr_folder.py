@@ -81,6 +81,19 @@ def read_settings(folder: Path) -> dict[str, Any]:
         ) from failure
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether the files are there that config.yaml names, and the vocabulary of a CTC head."""
+    settings = read_settings(folder)
+    named = (settings.get("frontend_conf") or {}).get("cmvn_file")
+    files = [PICKLE, *([CTC_VOCABULARY] if settings.get("ctc_decoder") else [])]
+    files += [Path(str(named)).name] if named else []
+    try:
+        _language_model_folder(folder, settings)
+    except WeightsCorrupt:
+        return False
+    return all((folder / name).is_file() for name in files)
+
+
 def convert(source: Path, target: Path) -> None:
     """Converts a folder of FunASR. Raises WeightsCorrupt."""
     settings = read_settings(source)

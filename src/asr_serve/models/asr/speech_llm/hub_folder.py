@@ -143,7 +143,7 @@ def norm_shapes(at: str, width: int) -> dict[str, tuple[int, ...]]:
 
 def converter(model_type: str) -> WeightsConverter:
     """Converter of folders of that model_type whose tensors lie in shards, or whose tokenizer is a tekken.json."""
-    return WeightsConverter(_recognizes(model_type), convert)
+    return WeightsConverter(_recognizes(model_type), convert, hugging_face.has_all_shards)
 
 
 def _recognizes(model_type: str) -> Callable[[Path], bool]:

@@ -218,4 +218,6 @@ class Model(SpeechLlm):
         return made
 
 
-CONVERTER = WeightsConverter(funasr_folder.holds("LLMASR", "LLMASR2", "LLMASR3", "LLMASR4"), funasr_folder.convert)
+CONVERTER = WeightsConverter(
+    funasr_folder.holds("LLMASR", "LLMASR2", "LLMASR3", "LLMASR4"), funasr_folder.convert, funasr_folder.is_complete
+)

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from asr_serve.text.local_agreement import (
     GARBLED_WORDS,
     SEAM_WORDS,
+    Text,
     agreed_prefix_tokens,
     merge_overlap,
     word_ends,
     words_of,
 )
+from asr_serve.text.word_timing import is_unspaced, split_words
 
 PIECES = [" the", " be", "st", " of", " times", ",", " it", " was", "n't", ".", " age", "s", " ", "-", "é"]
 
@@ -62,6 +64,61 @@ def test_every_letter_of_a_script_without_spaces_is_a_word(said):
     assert ends == sorted(set(ends))
     assert not ends or ends[-1] == len(tokens)
     assert sum(letter in "今天" for letter in said) <= len(words)
+
+
+def ends_by_prefixes(tokens: list[int], text: Text) -> list[int]:
+    """The definition of `word_ends`: each prefix is split anew."""
+    unspaced = any(map(is_unspaced, text(tokens)))
+    ends: list[int] = []
+    for count in range(1, len(tokens) + 1):
+        spelled = text(tokens[:count])
+        if spelled.endswith("\ufffd") and count < len(tokens):
+            continue
+        words = len(split_words(spelled)) if unspaced else len(spelled.split())
+        if words > len(ends):
+            ends.append(count)
+        elif ends:
+            ends[-1] = count
+    return ends
+
+
+MIXED = [
+    *(" the", "今天", "。", "（", "好", " ", "ab", "，", "「天", "」"),
+    *("-", "%", " ...", "", "é", "กำ", "3", "\n", "한국", "💡"),
+]
+
+
+def mixed(tokens: list[int]) -> str:
+    return "".join(MIXED[token] for token in tokens).strip()
+
+
+@settings(max_examples=1_000)
+@given(st.lists(st.integers(0, len(MIXED) - 1), max_size=25))
+def test_ends_are_those_of_all_prefixes(said):
+    assert word_ends(said, mixed) == ends_by_prefixes(said, mixed)
+
+
+@settings(max_examples=1_000)
+@given(st.text("今天，。 a（é💡-", max_size=12), st.lists(st.integers(0, 255), max_size=4))
+def test_ends_are_those_of_all_prefixes_where_tokens_are_bytes(said, more):
+    """Characters lie in several tokens, some of which never become one."""
+    tokens = list(said.encode())
+    for part in (tokens, tokens[:-1], tokens[1:], [*tokens, *more], [*more, *tokens]):
+        assert word_ends(part, letters) == ends_by_prefixes(part, letters)
+
+
+def test_a_text_is_decoded_in_short_parts():
+    """The work for each token does not grow with the text before it."""
+    for unit in ("今天", "a b"):
+        decoded = []
+
+        def counted(tokens: list[int], decoded: list[int] = decoded) -> str:
+            decoded.append(len(tokens))
+            return letters(tokens)
+
+        said = list((unit * 300).encode())
+        assert word_ends(said, counted)[-1] == len(said)
+        assert sorted(decoded)[-2] <= 12, "all of it is decoded once"
 
 
 def test_words_with_spaces_and_without():

@@ -7,10 +7,12 @@ Source  stable words as the agreement of consecutive hypotheses: LocalAgreement,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from asr_serve.text.word_timing import is_unspaced, split_words
+from asr_serve.text.tokenizers import token_parts
+from asr_serve.text.word_timing import is_unspaced, split_words, word_openings
 
 SEAM_WORDS = 12
 """Words of each hypothesis that are matched; an overlap of 2.4 s holds about seven."""
@@ -20,9 +22,6 @@ DISTINCTIVE_LETTERS = 4
 """Least length of a single matching word, and least number of words of one letter; fewer match too often by chance."""
 GAP_COST = 0.3
 """Cost of a word that is in only one of the two, in units of a match."""
-
-UNFINISHED = "\ufffd"
-"""Stands for a character of which only some bytes are decoded."""
 
 Text = Callable[[list[int]], str]
 
@@ -45,13 +44,19 @@ def _splitter(text: str) -> Callable[[str], list[str]]:
 
 def word_ends(tokens: Sequence[int], text: Text) -> list[int]:
     """Number of tokens up to the end of each word; the last is len(tokens)."""
-    split = _splitter(text(list(tokens)))
+    whole = text(list(tokens))
+    if _splitter(whole) is str.split:
+        openings = [match.start() for match in re.finditer(r"\S+", whole)]
+    else:
+        openings = word_openings(whole)
     ends: list[int] = []
-    for count in range(1, len(tokens) + 1):
-        spelled = text(list(tokens[:count]))
-        if spelled.endswith(UNFINISHED) and count < len(tokens):
+    words = length = 0
+    for count, (part, unfinished) in enumerate(token_parts(tokens, text), 1):
+        length += len(part)
+        while words < len(openings) and openings[words] < length:
+            words += 1
+        if unfinished:
             continue  # the first bytes of a character belong to the word in which it is
-        words = len(split(spelled))
         if words > len(ends):
             ends.append(count)
         elif ends:

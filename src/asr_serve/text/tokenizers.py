@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -249,20 +249,23 @@ def first_unencodable_letter(tokenizer: Tokenizer, word: str) -> str:
 def token_texts(tokens: Sequence[int], spell: Callable[[list[int]], str]) -> list[str]:
     """Part of the text that each token adds. Bytes of an incomplete character count for the token that completes
     it; at the very end they count as they are."""
-    texts: list[str] = []
+    return [part for part, _ in token_parts(tokens, spell)]
+
+
+def token_parts(tokens: Sequence[int], spell: Callable[[list[int]], str]) -> Iterator[tuple[str, bool]]:
+    """Yields the texts of `token_texts`, each with whether an incomplete character follows it."""
     start = group = emitted = 0
     for count in range(1, len(tokens) + 1):
         # Decoding from the very first token would take quadratic time. One preceding group is enough context, so
         # that the space between two groups is not stripped as the end of a text.
         text = spell(list(tokens[start:count]))
         whole = text if count == len(tokens) else text.rstrip("\ufffd")
-        texts.append(whole[emitted:])
+        yield whole[emitted:], whole != text
         if len(whole) > emitted:
             emitted = len(whole)
             if whole == text:
                 start, group = group, count
                 emitted = len(spell(list(tokens[start:count])))
-    return texts
 
 
 def read_hub_tokenizer(path: Path) -> HubTokenizer:

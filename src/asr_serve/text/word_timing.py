@@ -111,7 +111,7 @@ def split_words(text: str) -> list[tuple[int, int]]:
     """Start of punctuation before the first word."""
     for first, behind in _chunks(text):
         if any(is_spoken_character(letter) for letter in text[first:behind]):
-            cuts = _cuts(text, first, behind)
+            cuts = [first, *(cut for _, cut in _cuts(text, first, behind))]
             if lead is not None:
                 cuts[0], lead = lead, None
             ranges += pairwise([*cuts, behind])
@@ -122,6 +122,19 @@ def split_words(text: str) -> list[tuple[int, int]]:
     if lead is not None:
         ranges.append((lead, len(text.rstrip())))
     return ranges
+
+
+def word_openings(text: str) -> list[int]:
+    """Position of the character with which each word of `text` begins to count: a beginning of `text` has as many
+    words, by `split_words`, as of these positions lie in it."""
+    openings: list[int] = []
+    for first, behind in _chunks(text):
+        spoken = next((at for at in range(first, behind) if is_spoken_character(text[at])), None)
+        if spoken is not None:
+            openings += [spoken, *(at for at, _ in _cuts(text, first, behind))]
+    if text.strip():  # the first word begins with whatever comes first
+        openings[:1] = [len(text) - len(text.lstrip())]
+    return openings
 
 
 def locate_words(text: str, words: Sequence[Word]) -> list[tuple[int, int]]:
@@ -164,9 +177,10 @@ def _chunks(text: str) -> Iterator[tuple[int, int]]:
         yield first, len(text)
 
 
-def _cuts(text: str, first: int, behind: int) -> list[int]:
-    """Starts of words between two spaces: at and after an unspaced character, and after wide punctuation."""
-    cuts = [first]
+def _cuts(text: str, first: int, behind: int) -> list[tuple[int, int]]:
+    """Starts of further words between two spaces: at and after an unspaced character, and after wide punctuation. Each
+    with the spoken character that shows it, before which its opening brackets stand: (spoken, start)."""
+    cuts: list[tuple[int, int]] = []
     last: str | None = None
     """Previous spoken character."""
     behind_last = first
@@ -179,7 +193,7 @@ def _cuts(text: str, first: int, behind: int) -> list[int]:
             cut = at
             while unicodedata.category(text[cut - 1]) in ("Ps", "Pi"):
                 cut -= 1  # an opening bracket or quote belongs to the next word
-            cuts.append(cut)
+            cuts.append((at, cut))
         last, behind_last = letter, at + 1
     return cuts
 

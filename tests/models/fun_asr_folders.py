@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from safetensors import safe_open
+from fixture_files import facts_of, tensors_of
 from torch import Tensor
 
 from asr_serve.models.asr.speech_llm import funasr_folder
@@ -19,17 +19,13 @@ FIXTURE = Path(__file__).parent / "fixtures" / "fun_asr.safetensors"
 MODELS = ("nano", "llmasr")
 
 
-@cache
 def facts() -> dict[str, Any]:
     """`spans`, `tokenizer`, and for each of `models` its settings, prompts and answers."""
-    with safe_open(FIXTURE, "pt") as file:
-        return dict(json.loads(file.metadata()["facts"]))
+    return facts_of(FIXTURE)
 
 
-@cache
 def tensors() -> dict[str, Tensor]:
-    with safe_open(FIXTURE, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors_of(FIXTURE)
 
 
 @cache
@@ -72,17 +68,13 @@ def write_converted(name: str, folder: Path) -> Path:
 CTC_FIXTURE = FIXTURE.with_name("fun_asr_ctc.safetensors")
 
 
-@cache
 def ctc_facts() -> dict[str, Any]:
     """`settings`, `vocabulary`, `blank`, `texts`, their `tokens`, and for each clip the `alignments` of each text."""
-    with safe_open(CTC_FIXTURE, "pt") as file:
-        return dict(json.loads(file.metadata()["facts"]))
+    return facts_of(CTC_FIXTURE)
 
 
-@cache
 def ctc_tensors() -> dict[str, Tensor]:
-    with safe_open(CTC_FIXTURE, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors_of(CTC_FIXTURE)
 
 
 def ctc_weights() -> dict[str, Tensor]:

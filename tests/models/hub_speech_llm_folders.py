@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from fixture_files import facts_of, tensors_of
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -52,17 +52,13 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-@cache
 def facts() -> dict[str, Any]:
     """For each family `config`, and for each clip the prompts, and the answer to each."""
-    with safe_open(FIXTURE, "pt") as file:
-        return dict(json.loads(file.metadata()["facts"]))
+    return facts_of(FIXTURE)
 
 
-@cache
 def tensors() -> dict[str, Tensor]:
-    with safe_open(FIXTURE, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors_of(FIXTURE)
 
 
 def weights(family: str) -> dict[str, Tensor]:

@@ -138,7 +138,7 @@ class RequestTable:
         """Returns the answer with the language that its header names, and with the text that follows it alone, up to
         `max_new_tokens`. Until here the row and what rescores and aligns it have all tokens."""
         model = self._model
-        if not isinstance(model, SpeechLanguageModel) or utterance.options.language or not model.max_header_tokens:
+        if not self._header_tokens(utterance) or not isinstance(model, SpeechLanguageModel):
             return answer
         read_header, limit = model.read_header, utterance.options.max_new_tokens
 
@@ -195,6 +195,12 @@ class RequestTable:
         bound = 4 + int(units.samples_to_s(utterance.samples) * self._tokens_per_s)
         limit = utterance.options.max_new_tokens
         most = bound if limit is None else min(bound, limit)
-        if isinstance(self._model, SpeechLanguageModel) and not utterance.options.language:
-            most += self._model.max_header_tokens  # of which `_without_header` takes away what the header leaves
-        return min(self._model.max_tokens - 1, most)
+        # Of the header's tokens `_without_header` takes away what the header leaves.
+        return min(self._model.max_tokens - 1, most + self._header_tokens(utterance))
+
+    def _header_tokens(self, utterance: RecognitionRequest) -> int:
+        """Most tokens of the header before the answer's text; 0: there is none."""
+        model = self._model
+        if utterance.options.language or not isinstance(model, SpeechLanguageModel):
+            return 0
+        return model.max_header_tokens

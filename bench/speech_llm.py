@@ -9,6 +9,7 @@ their package. README.md says how to read the result.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -180,8 +181,9 @@ class Worker:
 
     def ask(self, job: Row) -> Row:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # an ended one is told by `read`
+            self.process.stdin.write(json.dumps(job) + "\n")
+            self.process.stdin.flush()
         return self.read()
 
     def close(self) -> None:

@@ -2,11 +2,15 @@
 // whatever rows are computed beside it.
 #include "bf16.h"
 
+#include "tiles.h"
+
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 
 #include <algorithm>
 #include <cstring>
+
+#include "bf16_sums.h"
 
 namespace asr_serve {
 namespace ASR_SERVE_ISA {
@@ -50,21 +54,6 @@ inline __attribute__((always_inline)) void multiply(const uint16_t* x, int64_t s
   }
 }
 
-inline __m512 widen(const uint16_t* from, __mmask16 mask) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
-}
-
-inline void save_sums(const Bf16Product& p, int64_t row, int64_t first, __m512 y) {
-  const int64_t count = std::min<int64_t>(BF16_OUTPUTS, p.outputs - first), at = row * p.outputs + first;
-  if (count <= 0) return;
-  const __mmask16 mask = __mmask16((1u << count) - 1);
-  if (p.add) y = _mm512_add_ps(y, widen(p.add + at, mask));
-  if (p.out_float)
-    _mm512_mask_storeu_ps(static_cast<float*>(p.out) + at, mask, y);
-  else
-    _mm256_mask_storeu_epi16(static_cast<uint16_t*>(p.out) + at, mask, (__m256i)_mm512_cvtneps_pbh(y));
-}
-
 template <int R, int V, bool FETCH>
 void tile(const Bf16Product& p, int64_t row, int64_t block) {
   const int64_t block_stride = p.inputs * BF16_OUTPUTS;
@@ -85,11 +74,7 @@ void tile(const Bf16Product& p, int64_t row, int64_t block) {
   }
   if constexpr (V % 2 == 0) {
     ASR_SERVE_UNROLL for (int v = 0; v < V; v += 2) ASR_SERVE_UNROLL for (int r = 0; r < R; ++r) {
-      float gate[BF16_OUTPUTS], up[BF16_OUTPUTS];
-      _mm512_storeu_ps(gate, sums.at[r][v]);
-      _mm512_storeu_ps(up, sums.at[r][v + 1]);
-      gate_numbers(gate, up, gate, BF16_OUTPUTS, p.activation);
-      save_sums(p, row + r, (block + v) / 2 * BF16_OUTPUTS, _mm512_loadu_ps(gate));
+      save_gated(p, row + r, block + v, sums.at[r][v], sums.at[r][v + 1]);
     }
   }
 }
@@ -142,8 +127,9 @@ void product(const Bf16Product& p, ParallelFor parallel) {
 }  // namespace
 }  // namespace ASR_SERVE_ISA
 
-MultiplyBf16 find_bf16() {
+MultiplyBf16 find_bf16(int64_t inputs) {
   __builtin_cpu_init();
+  if (MultiplyBf16 tiles = find_tiles_of_rows(inputs)) return tiles;
   return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
              ? ASR_SERVE_ISA::product
@@ -153,6 +139,6 @@ MultiplyBf16 find_bf16() {
 }  // namespace asr_serve
 #else
 namespace asr_serve {
-MultiplyBf16 find_bf16() { return nullptr; }
+MultiplyBf16 find_bf16(int64_t) { return nullptr; }
 }  // namespace asr_serve
 #endif

@@ -1,5 +1,5 @@
-// Products of bf16 rows with packed bf16 weights by the processor's own instruction (AVX512-BF16). The same in torch
-// stands in ../bf16_reference.py.
+// Products of bf16 rows with packed bf16 weights by the processor's own instructions: matrix tiles (Intel AMX), or
+// AVX512-BF16. The same in torch stands in ../bf16_reference.py.
 #pragma once
 #include "activations.h"
 #include "kernels.h"
@@ -22,7 +22,7 @@ struct Bf16Product {
 
 using MultiplyBf16 = void (*)(const Bf16Product& product, ParallelFor parallel);
 
-// nullptr where the processor has no such instruction.
-MultiplyBf16 find_bf16();
+// For rows of that many inputs; nullptr where the processor has no such instruction.
+MultiplyBf16 find_bf16(int64_t inputs);
 
 }  // namespace asr_serve

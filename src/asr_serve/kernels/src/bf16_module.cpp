@@ -13,7 +13,6 @@
 namespace asr_serve {
 namespace {
 
-MultiplyBf16 multiply_bf16 = nullptr;
 ParallelFor threads = nullptr;
 
 template <typename S, size_t N>
@@ -25,7 +24,8 @@ class Bf16Linear {
   Bf16Linear(Array<int16_t, 4> packed, std::optional<Array<float, 1>> bias, int64_t outputs,
              const std::string& activation)
       : packed_(packed), bias_(bias) {
-    require(multiply_bf16, "this CPU has no products of bf16");
+    multiply_ = find_bf16(int64_t(packed.shape(1)) * BF16_INPUTS);
+    require(multiply_, "this CPU has no products of bf16");
     require(activation.empty() || activation == "silu" || activation == "gelu_tanh",
             "activation must be empty, silu or gelu_tanh");
     const int64_t blocks = int64_t(packed.shape(0)), gates = activation.empty() ? 1 : 2;
@@ -61,7 +61,7 @@ class Bf16Linear {
     call.out_float = !to.bf16;
     call.add = static_cast<const uint16_t*>(more.data);
     nb::gil_scoped_release release;
-    multiply_bf16(call, threads);
+    multiply_(call, threads);
   }
 
   int64_t nbytes() const { return int64_t(packed_.nbytes() + (bias_ ? bias_->nbytes() : 0)); }
@@ -70,14 +70,14 @@ class Bf16Linear {
   Array<int16_t, 4> packed_;
   std::optional<Array<float, 1>> bias_;
   Bf16Product call_{};
+  MultiplyBf16 multiply_ = nullptr;
 };
 
 }  // namespace
 
 void add_bf16(nb::module_& m, ParallelFor parallel) {
   threads = parallel;
-  multiply_bf16 = find_bf16();
-  m.def("bf16_products", [] { return multiply_bf16 != nullptr; }, "Whether this CPU has what Bf16Linear needs.");
+  m.def("bf16_products", [] { return find_bf16(BF16_INPUTS) != nullptr; }, "Whether this CPU has what Bf16Linear needs.");
   nb::class_<Bf16Linear>(m, "Bf16Linear", "See bf16_reference.Bf16Linear.")
       .def(nb::init<Array<int16_t, 4>, std::optional<Array<float, 1>>, int64_t, const std::string&>(),
            nb::arg("packed").noconvert(), nb::arg("bias").noconvert().none(), nb::arg("outputs"),

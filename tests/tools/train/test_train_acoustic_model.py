@@ -25,12 +25,13 @@ from asr_serve.models.checkpoints import store
 from asr_serve.models.tts import fastpitch
 from asr_serve.models.tts.fastpitch_network import FastPitchSizes
 from asr_serve.types import PhonemeSpan, Sentence
+from asr_serve_tools.train.run_folder import lock_run_folder
 from asr_serve_tools.train.voice.acoustic_model import (
     AcousticTrainingOptions,
     learning_rate_factor,
     train_acoustic_model,
 )
-from asr_serve_tools.train.voice.requirements import check_requirements, lock_run_folder
+from asr_serve_tools.train.voice.requirements import check_requirements
 from asr_serve_tools.train.voice.sentences import cut, held_out, random_template_sentence, reading_order, sentences
 from asr_serve_tools.train.voice.synthesize_corpus import SynthesisJob, SynthesisProgress, synthesize_corpus
 from asr_serve_tools.train.voice.teacher_voices import interpolate_f0

@@ -90,7 +90,7 @@ class CausalSentenceScorer:
         if dtype is None:
             dtype = torch.bfloat16 if bf16_supported() else torch.float32
         try:
-            folder = _converted(file)
+            folder = converted_folder(file)
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
         except (OSError, ValueError, KeyError) as failure:
@@ -147,7 +147,7 @@ def score_rows(model: Any, rows: Sequence[Sequence[int]]) -> list[float]:
     return scores
 
 
-def _converted(file: Path) -> Path:
+def converted_folder(file: Path) -> Path:
     """Folder in the cache with the model as transformers loads it fast, in float16; made on first use. Raises
     WeightsCorrupt, CacheNotWritable."""
     folder = cache_dir() / "causal" / f"{file_checksum(file):016x}-v{CONVERSION}"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from asr_serve.errors import OptionError
@@ -17,7 +14,6 @@ from asr_serve_tools.train.voice.sentences import sentences
 from asr_serve_tools.train.voice.synthesize_corpus import SynthesisJob
 from asr_serve_tools.train.voice.teacher_voices import TeacherPhonemizer
 
-LOCK = ".lock"
 CHECKPOINT = ("config.json", "model.safetensors")
 
 
@@ -44,16 +40,3 @@ def _expect_writable(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
-
-
-@contextmanager
-def lock_run_folder(run: Path) -> Iterator[None]:
-    """Lock a run folder against other runs. Raises OptionError if another run holds the lock."""
-    with (run / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OptionError(
-                f"another run writes into {run}", "one at a time", "wait for it, or take another folder", param="run"
-            ) from None
-        yield

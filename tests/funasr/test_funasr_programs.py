@@ -26,7 +26,7 @@ from asr_serve.api.library import Model
 from asr_serve.audio.reader import read_audio
 from asr_serve.errors import OptionError, UnknownModel
 from asr_serve.funasr import client_python, demo_vllm, serve_realtime_ws, serve_vllm
-from asr_serve.server.realtime.funasr.endpoint import read_hotwords
+from asr_serve.server.realtime.funasr.session_defaults import read_hotwords
 
 NAME = "FunAudioLLM/Fun-ASR-Nano-2512"
 HOTWORDS = ("开放时间", "张三")

@@ -30,7 +30,7 @@ Result = dict[str, Any]
 """Result of one recording: `key`, `text`, `sentence_info`, and where the model has them `timestamps` and `spk`; of one
 that failed, `key`, `error` and `error_code`."""
 OnError = Literal["raise", "record"]
-"""What `generate` does with a recording that fails: it raises the error, or makes it that recording's result."""
+"""Treatment of a recording that fails: its error is raised, or is its result."""
 MAX_NEW_TOKENS = 512
 """Most tokens of a segment, unless `generate` is told another number."""
 FIXED_SILENCE_MS = 800

@@ -25,7 +25,15 @@ from sharp_folders import require_speakers, write_sharp
 from asr_serve.api.library import Model
 from asr_serve.audio.reader import read_audio
 from asr_serve.config import EngineConfig
-from asr_serve.errors import AsrServeError, MissingOption, OptionError, SourceNotFound, UnknownModel, UnsupportedOption
+from asr_serve.errors import (
+    AsrServeError,
+    EngineClosed,
+    MissingOption,
+    OptionError,
+    SourceNotFound,
+    UnknownModel,
+    UnsupportedOption,
+)
 from asr_serve.funasr import AutoModelVLLM, FunASRNanoStreamingVLLM, FunASRNanoVLLM, GLMASRVLLMEngine, loading
 from asr_serve.pipelines.offline.transcribe import MAX_OPEN_FILES
 
@@ -205,6 +213,45 @@ def test_a_mistake_leaves_files_as_they_are(model: AutoModelVLLM, here: Path) ->
     for options in ({"silence_schedule": 5}, {"temperature": "x"}, {"hotwords": 5}):
         with pytest.raises(OptionError, match=f"{next(iter(options))}.*(5|x)"):
             model.generate("audio1.wav", **options)
+
+
+def test_a_recording_that_fails_is_recorded(model: AutoModelVLLM, here: Path) -> None:
+    """One bad recording ends `generate` unless its error is asked for in the place of its result."""
+    Path("empty.wav").touch()
+    Path("text.wav").write_text("no audio at all" * 99)
+    wrong = [None, np.zeros((9, 9), np.float32), "", "text.wav", "gone.wav", "empty.wav"]
+    inputs = ["audio1.wav", *wrong, "audio2.wav"]
+    with pytest.raises(AsrServeError) as first:
+        model.generate(inputs[:1] + wrong[:1])
+    found = model.generate(inputs, on_error="record", output="results.jsonl")
+    alone = model.generate(["audio1.wav", "audio2.wav"])
+    assert [found[0], found[-1]] == alone
+    failed = found[1:-1]
+    assert failed[0] == {"key": "sample_1", "error": str(first.value), "error_code": first.value.code}
+    assert [(each["key"], each["error_code"]) for each in failed] == [
+        ("sample_1", "unsupported_audio"),
+        ("sample_2", "unsupported_audio"),
+        ("sample_3", "source_not_found"),
+        ("text", "not_audio"),
+        ("gone", "source_not_found"),
+        ("empty", "empty_audio"),
+    ]
+    assert all(set(each) == {"key", "error", "error_code"} for each in failed)
+    assert [json.loads(line) for line in Path("results.jsonl").read_text("utf-8").splitlines()] == found
+    assert model.generate(["gone.wav"], on_error="record")[0]["key"] == "gone"
+    Path("bad.scp").write_text("first\n")
+    with pytest.raises(OptionError, match="line 1"):
+        model.generate("bad.scp", on_error="record")
+    with pytest.raises(OptionError, match="on_error='skip'") as refused:
+        model.generate("audio1.wav", on_error="skip")  # type: ignore[arg-type]
+    assert refused.value.param == "on_error"
+
+
+def test_an_engine_that_has_ended_is_no_error_of_a_recording(folder: Path, here: Path) -> None:
+    closed = AutoModelVLLM(str(folder))
+    closed.close()
+    with pytest.raises(EngineClosed):
+        closed.generate(["audio1.wav", "audio2.wav"], on_error="record")
 
 
 def test_results_are_in_the_file_before_the_last_input(model: AutoModelVLLM, here: Path) -> None:

@@ -21,11 +21,12 @@ from children import MODULE_LIMIT_S, Child
 from sharp_folders import require_speakers, write_sharp
 
 import asr_serve
+from asr_serve.api.cli import exit_codes
 from asr_serve.api.library import Model
 from asr_serve.audio.reader import read_audio
 from asr_serve.errors import OptionError, UnknownModel
 from asr_serve.funasr import client_python, demo_vllm, serve_realtime_ws, serve_vllm
-from asr_serve.server.realtime.funasr.endpoint import read_hotwords
+from asr_serve.server.realtime.funasr.session_defaults import read_hotwords
 
 NAME = "FunAudioLLM/Fun-ASR-Nano-2512"
 HOTWORDS = ("开放时间", "张三")
@@ -303,6 +304,12 @@ def test_the_demo_transcribes(here: Path, library: Model, tmp_path: Path, capsys
     demo(f"python demo_vllm.py --input audio.wav --hotwords 张三 北京 --output {results}")
     [written] = [json.loads(line) for line in results.read_text("utf-8").splitlines()]
     assert (written["key"], written["text"]) == ("audio", named)
+    command = ["--input", "gone.wav", "audio.wav", "--model", NAME, "--on-error", "record"]
+    assert demo_vllm.main(command) == exit_codes.FAILED
+    printed = capsys.readouterr()
+    assert printed.out == f"[audio] {text}\n"
+    assert "2 recordings, 1 failed" in printed.err
+    assert "failed: gone: " in printed.err
 
 
 def test_the_server_for_recordings_is_ours(here: Path) -> None:

@@ -11,11 +11,15 @@ import pytest
 from fun_asr_folders import clips, write_ctc_folder
 from hub_speech_llm_folders import write_folder
 from huggingface_hub import constants
+from typer.testing import CliRunner
 
 import asr_serve
-from asr_serve.config import EngineConfig
+from asr_serve.api.cli import app
+from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.engine.builder import AsrCheckpoint, find_checkpoint
-from asr_serve.errors import OptionError, WeightsMissing
+from asr_serve.engine.process.startup_checks import StartupNames, check_names
+from asr_serve.errors import OptionError, UnknownModel, WeightsMissing
+from asr_serve.funasr import loading
 from asr_serve.models.checkpoints import store
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -128,10 +132,92 @@ def test_what_is_no_repository_is_refused(model: str) -> None:
         find(model)
 
 
-@pytest.mark.parametrize("model", ["./org/gone", "/org/gone", "a/b/c", "~/gone/too"])
-def test_other_paths_are_folders(model: str) -> None:
-    with pytest.raises(WeightsMissing, match="recognized"):
-        find(model)
+def test_a_repository_with_a_mistake_in_its_name_is_suggested() -> None:
+    for model, meant in (
+        ("FunAudioLLM/Fun-ASR-Nano-2521", "FunAudioLLM/Fun-ASR-Nano-2512"),
+        ("funasr/fun-asr-nano-2512", "FunAudioLLM/Fun-ASR-Nano-2512"),
+        ("hf:qwen/qwen3-asr-1.7b", "Qwen/Qwen3-ASR-1.7B-hf"),
+    ):
+        with pytest.raises(WeightsMissing) as missing:
+            find(model)
+        assert missing.value.todo == f"did you mean {meant!r}?"
+    for model in ("org/gone", "FunAudioLLM/SenseVoiceSmall", "openai/whisper-large-v3"):
+        with pytest.raises(WeightsMissing) as missing:
+            find(model)
+        assert "did you mean" not in str(missing.value)
+
+
+def test_fetch_takes_a_repository_as_models_are_named(publish: Publish, tmp_path: Path) -> None:
+    """It is converted too, so that loading it only reads it."""
+    repository = "FunAudioLLM/Fun-ASR-MLT-Nano-2512"
+    publish(repository, write_ctc_folder(tmp_path / "source"))
+    fetched = CliRunner().invoke(app, ["models", "fetch", repository])
+    assert fetched.exit_code == 0
+    assert Path(fetched.stdout.strip()) == find(repository).folder
+    missing = CliRunner().invoke(app, ["models", "fetch", "FunAudioLLM/Fun-ASR-MLT-Nano"])
+    assert missing.exit_code == 1
+    assert f"did you mean {repository!r}?" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "came"),
+    [
+        ("gone", None, "there is nothing at {}"),
+        ("empty", {}, "{} is an empty folder"),
+        ("notes", {f"{n}.txt": "" for n in range(8)}, "it has 0.txt, 1.txt, 2.txt, 3.txt, 4.txt, 5.txt and 2 more"),
+        ("llama", {"config.json": '{"model_type": "llama"}', "model.safetensors": ""}, "model_type='llama'"),
+        ("part", {"config.json": '{"model_type": "qwen3_asr"}'}, "the config.json of a qwen3_asr, and not all"),
+    ],
+)
+def test_a_folder_without_a_model_says_what_is_in_it(
+    name: str, files: dict[str, str] | None, came: str, tmp_path: Path
+) -> None:
+    """`models convert` and every -m say the same; a folder of the working folder needs no ./ before it."""
+    if files is not None:
+        Path(name).mkdir()
+        for file, text in files.items():
+            (Path(name) / file).write_text(text)
+    for model in (f"./{name}", str(Path(name).absolute()), *([] if files is None else [name])):
+        with pytest.raises(WeightsMissing) as found:
+            find(model)
+        assert came.format(Path(model)) in found.value.came
+        assert "model_type is one of: deepspeech, " in found.value.allowed
+        assert "check the path" in found.value.todo or "download" in found.value.todo
+        with pytest.raises(WeightsMissing) as converted:
+            store.convert_to(Path(model), tmp_path / "out")
+        assert str(converted.value) == str(found.value)
+        with pytest.raises(WeightsMissing) as funasr:
+            loading.find_model(model, "ms")
+        assert str(funasr.value) == str(found.value)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    Path("notes.txt").write_text("no model")
+    with pytest.raises(WeightsMissing, match="is a file, and holds no model"):
+        find("./notes.txt")
+
+
+def test_a_name_is_that_of_a_card_before_a_folder() -> None:
+    Path("qwen3-asr-0.6b").mkdir()
+    with pytest.raises(WeightsMissing, match=r"weights of qwen3-asr-0\.6b are not"):
+        find("qwen3-asr-0.6b")
+    with pytest.raises(UnknownModel, match="or a folder, or ORG/NAME"):
+        find("nomodel")
+
+
+def test_a_server_takes_repositories_and_folders_among_its_models() -> None:
+    Path("folder").mkdir()
+
+    def check(*names: str, aliases: dict[str, str] | None = None) -> None:
+        config = ServeConfig(voice="none", more_models=names, max_models=9, aliases=aliases or {})
+        check_names(StartupNames.of(config, None, ()))
+
+    check("org/name", "hf:org/name", "./folder", "folder", aliases={"whisper-1": "org/name"})
+    with pytest.raises(OptionError, match=r"no model 'foldr'") as refused:
+        check("folder", "foldr")
+    assert refused.value.param == "more_models"
+    with pytest.raises(OptionError, match="alias 'whisper-1'"):
+        check("folder", aliases={"whisper-1": "org/name"})
 
 
 def test_weights_beside_a_repository_are_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import msgspec
 import numpy as np
 import pytest
 from running_server import WAIT_S, Running, eventually
@@ -19,7 +20,9 @@ from websockets.sync.client import ClientConnection, connect
 from asr_serve.audio.reader import open_audio
 from asr_serve.config import ServeConfig
 from asr_serve.errors import OptionError
-from asr_serve.server.realtime.funasr import endpoint
+from asr_serve.protocols.funasr.websocket import FunAsrOptions
+from asr_serve.server.realtime.funasr import endpoint, session_defaults
+from asr_serve.server.realtime.funasr.session_defaults import FunAsrSessionDefaults, validate_options
 
 RATE_BYTES = 32_000
 PACKET_BYTES = 3_200
@@ -576,13 +579,37 @@ def test_defaults_that_the_model_does_not_take_end_the_start(serve, tmp_path):
     (tmp_path / "words").write_text("Godot\n")
     (tmp_path / "weights").write_text("Godot:-1\n")
     server = serve(funasr_language="English", funasr_hotwords_file=str(tmp_path / "words"))
-    endpoint.check_session_defaults(server.config, server.engines)
+    FunAsrSessionDefaults(server.config).check(server.engines.get())
     for settings, said in (
         ({"funasr_language": "zh"}, "funasr_language=zh: unknown language for moonshine-tiny-en"),
         ({"funasr_hotwords_file": str(tmp_path / "weights")}, "funasr_hotwords_file=.*Godot"),
     ):
         with pytest.raises(OptionError, match=said):
-            endpoint.check_session_defaults(ServeConfig(**settings), server.engines)
+            FunAsrSessionDefaults(ServeConfig(**settings)).check(server.engines.get())
+
+
+def test_defaults_are_read_once_and_checked_once_for_each_model(serve, tmp_path, monkeypatch):
+    """Ten thousand hotwords are neither read nor checked again for each socket."""
+    checked = []
+
+    def validate(engine, options):
+        checked.append(options)
+        validate_options(engine, options)
+
+    words = tmp_path / "words"
+    words.write_text("Godot\nPozzo\n")
+    monkeypatch.setattr(session_defaults, "validate_options", validate)
+    engine = serve().engines.get()
+    defaults = FunAsrSessionDefaults(ServeConfig(funasr_language="en", funasr_hotwords_file=str(words)))
+    words.unlink()
+    defaults.check(engine)
+    wanted = FunAsrOptions(language="en", hotwords=("Godot", "Pozzo"))
+    checked.clear()
+    for options in (FunAsrOptions(), FunAsrOptions(words=True), FunAsrOptions()):
+        assert defaults.apply(engine, options) == msgspec.structs.replace(wanted, words=options.words)
+    assert checked == [FunAsrOptions(language="en"), wanted]
+    with pytest.raises(OptionError, match="funasr_hotwords_file"):
+        FunAsrSessionDefaults(ServeConfig(funasr_hotwords_file=str(words)))
 
 
 @pytest.mark.parametrize("path", ["/", "/ws"])

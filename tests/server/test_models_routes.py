@@ -15,7 +15,7 @@ from running_server import MODEL, VOICE, WAIT_S, Running, eventually
 
 from asr_serve import __version__
 from asr_serve.config import EngineConfig, ServeConfig
-from asr_serve.errors import EngineClosed, ModelNotLoaded, NotAllowed, UnknownModel, WeightsMissing
+from asr_serve.errors import EngineClosed, ModelNotLoaded, NotAllowed, OptionError, UnknownModel, WeightsMissing
 from asr_serve.metrics import ServerMetrics, render_exposition
 from asr_serve.models.registry import AsrCard, TtsCard
 from asr_serve.server.engine_registry import EngineParts, EngineRegistry, ModelEngine
@@ -91,6 +91,27 @@ async def test_while_it_loads_it_is_not_ready(shelf):
     await starting
     assert shelf.opened == [MODEL, OTHER]
     assert engines.get(OTHER).name == OTHER
+    await engines.close()
+
+
+async def test_a_folder_may_be_a_further_model(shelf):
+    """A folder of a model that is loaded already is refused: requests name models, not folders."""
+    folders = {"org/base": OTHER, "./tiny": MODEL}
+
+    def open_place(name: str, config: ServeConfig) -> EngineParts:
+        return shelf.open(folders.get(name, name), config)
+
+    engines = EngineRegistry(ServeConfig(voice="none", more_models=("org/base",)), open_place)
+    await engines.start()
+    assert engines.get("org/base") is engines.get(OTHER)
+    assert engines.get().name == MODEL
+    await engines.close()
+    shelf.closed.clear()
+    engines = EngineRegistry(ServeConfig(voice="none", more_models=("./tiny",)), open_place)
+    with pytest.raises(OptionError, match=rf"\./tiny holds the model {MODEL}, which is loaded already"):
+        await engines.start()
+    assert shelf.closed == [MODEL]
+    assert engines.get().state == "ready"
     await engines.close()
 
 

@@ -75,7 +75,7 @@ from asr_serve.models.registry import (
     asr_model_file,
     engine_card,
     hub_repository,
-    is_folder_name,
+    names_folder,
 )
 from asr_serve.text import tokenizers
 from asr_serve.text.tokenizers import Tokenizer
@@ -287,12 +287,10 @@ def find_checkpoint(
     """Finds the checkpoint of any model that an engine can run; `auto` is a voice
     (models/checkpoints/store.auto_voice), and a path is a folder, or the name of a hub repository, whose model is
     recognized. Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError."""
-    repository = hub_repository(model)
-    if repository is not None or is_folder_name(model):
-        if weights is not None:
-            raise OptionError(f"model={model} and weights={weights}", "a folder as one of them", param="weights")
-        folder = Path(model).expanduser() if repository is None else model_weights.repository_folder(repository)
-        weights, model = folder, model_weights.model_of_folder(folder, repository)
+    if weights is not None and (hub_repository(model) is not None or names_folder(model)):
+        raise OptionError(f"model={model} and weights={weights}", "a folder as one of them", param="weights")
+    model, folder = model_weights.find_model(model)
+    weights = weights if folder is None else folder
     card = model_weights.auto_voice() if model == AUTO_VOICE else engine_card(model)
     if isinstance(card, TtsCard):
         if config.backend != "native":

@@ -111,17 +111,17 @@ def find_model(model: str, hub: str) -> tuple[str, Path | None]:
     Raises UnknownModel, WeightsMissing.
     """
     from asr_serve.models.checkpoints import store
-    from asr_serve.models.registry import asr_card, hub_repository
+    from asr_serve.models.registry import REPOSITORY_PREFIX, asr_card, hub_repository
 
-    if (folder := Path(model).expanduser()).is_dir():
+    if (folder := Path(model).expanduser()).is_dir():  # also where a card has its name
         return store.model_of_folder(folder), folder.resolve()
-    if (repository := hub_repository(model)) is None:
-        return asr_card(model).name, None
-    owner, _, name = repository.partition("/")
-    repository = f"{OWNERS.get(owner, owner)}/{name}"
-    log.info("hub=%s: %s is looked for in the cache of Hugging Face's client, and there", hub, repository)
-    folder = store.repository_folder(repository)
-    return store.model_of_folder(folder, repository), folder
+    if (repository := hub_repository(model)) is not None:
+        owner, _, name = repository.partition("/")
+        repository = f"{OWNERS.get(owner, owner)}/{name}"
+        log.info("hub=%s: %s is looked for in the cache of Hugging Face's client, and there", hub, repository)
+        model = f"{REPOSITORY_PREFIX}{repository}"
+    name, found = store.find_model(model)
+    return asr_card(name).name, found
 
 
 def engine_config(name: str, folder: Path | None, options: LoadOptions) -> EngineConfig:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import msgspec
 
 from asr_serve.api.stream import is_single_source
-from asr_serve.audio.input_manifest import LIST_SUFFIXES, InputItem, expand_inputs
-from asr_serve.errors import MissingOption, OptionError, UnsupportedOption
+from asr_serve.audio.input_manifest import AUDIO_SUFFIXES, LIST_SUFFIXES, InputItem, expand_inputs
+from asr_serve.errors import AsrServeError, EngineClosed, MissingOption, OptionError, RankLost, UnsupportedOption
 from asr_serve.funasr.loading import DEFAULT_MODEL, LoadOptions, load_model
 from asr_serve.pipelines.offline.transcribe import FileDone, FileFailed
 from asr_serve.pipelines.options import TranscribeOptions
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from asr_serve.api.library import Model
 
 Result = dict[str, Any]
-"""Result of one recording: `key`, `text`, `sentence_info`, and where the model has them `timestamps` and `spk`."""
+"""Result of one recording: `key`, `text`, `sentence_info`, and where the model has them `timestamps` and `spk`; of one
+that failed, `key`, `error` and `error_code`."""
+OnError = Literal["raise", "record"]
+"""Treatment of a recording that fails: its error is raised, or is its result."""
 MAX_NEW_TOKENS = 512
 """Most tokens of a segment, unless `generate` is told another number."""
 FIXED_SILENCE_MS = 800
@@ -78,6 +82,7 @@ class AutoModelVLLM:
         dynamic_silence: bool = True,
         spk: bool | None = None,
         output: str | os.PathLike[str] | None = None,
+        on_error: OnError = "raise",
         **options: Any,
     ) -> list[Result]:
         """Transcribes recordings, all at once.
@@ -88,11 +93,14 @@ class AutoModelVLLM:
         greedy. silence_schedule: rows of the length of a segment up to which they hold, and the pause that ends it, in
         ms. dynamic_silence: False ends segments at pauses of FIXED_SILENCE_MS. spk: whether to label speakers; None: if
         the model was loaded with spk_model. output: jsonl file, to which each result is written as soon as it is known.
-        options: further fields of TranscribeOptions.
+        on_error: `record` makes the error of a recording that fails its result, and goes on. options: further fields of
+        TranscribeOptions.
 
         Returns: for each recording, in order, `key` and `text`; `sentence_info`, its segments, with times in ms;
         `timestamps`, its words, with times in seconds, where the model tells them; `spk`, the speaker of each segment,
-        where they are labelled. Raises OptionError, and the error of the first recording that fails.
+        where they are labelled. With on_error="record", one that failed has `key`, `error` and `error_code` instead.
+        Raises OptionError, also for a malformed list; the error of the first recording that fails, unless it is
+        recorded; EngineClosed, RankLost where the engine has ended.
         """
         if (input is None) == (inputs is None):
             came = "no input" if input is None else "input and inputs"
@@ -101,6 +109,8 @@ class AutoModelVLLM:
             if value not in none:
                 came, allowed = f"{name}={value}", "tokens are sampled by their temperature alone"
                 raise UnsupportedOption(came, allowed, "leave it out", param=name)
+        if on_error not in get_args(OnError):
+            raise OptionError(f"on_error={on_error!r}", f"one of: {', '.join(get_args(OnError))}", param="on_error")
         if not dynamic_silence:
             if silence_schedule is not None:
                 came = "silence_schedule with dynamic_silence=False"
@@ -124,19 +134,23 @@ class AutoModelVLLM:
             }
         )
         timed = chosen.words is not False and card.word_times
-        results = []
+        results: list[Result] = []
         with contextlib.ExitStack() as stack:
-            items = expand_inputs(_items(input if inputs is None else inputs, output))
+            items = expand_inputs(_items(input if inputs is None else inputs, output, record=on_error == "record"))
             file = None
             for event in stack.enter_context(contextlib.closing(self.model.events(items, chosen))):
                 if isinstance(event, FileFailed):
-                    raise event.error
-                if isinstance(event, FileDone):
+                    if on_error == "raise" or isinstance(event.error, EngineClosed | RankLost):
+                        raise event.error
+                    results.append(render_failure(event.key, event.error))
+                elif isinstance(event, FileDone):
                     results.append(render_result(event.transcript, words=timed))
-                    if output is not None:
-                        # Not before there is a result: what an earlier run wrote outlives a mistake in this one.
-                        file = file or stack.enter_context(Path(output).open("wb", buffering=0))
-                        file.write(msgspec.json.encode(results[-1]) + b"\n")
+                else:
+                    continue
+                if output is not None:
+                    # Not before there is a result: what an earlier run wrote outlives a mistake in this one.
+                    file = file or stack.enter_context(Path(output).open("wb", buffering=0))
+                    file.write(msgspec.json.encode(results[-1]) + b"\n")
         if output is not None and not results:
             Path(output).write_bytes(b"")
         return results
@@ -156,23 +170,33 @@ class GLMASRVLLMEngine(AutoModelVLLM):
     default_model = "zai-org/GLM-ASR-Nano-2512"
 
 
-def _items(given: Any, output: str | os.PathLike[str] | None) -> Iterator[Any]:
-    """Yields the recordings of `generate`, a path with its name without the suffix as its key, as in FunASR. Raises
-    OptionError for an empty path, and for one that `output` would overwrite."""
+def _items(given: Any, output: str | os.PathLike[str] | None, *, record: bool) -> Iterator[Any]:
+    """Yields the recordings of `generate`, a path with its name without the suffix as its key, as in FunASR. `record`:
+    whether an empty path fails as a recording. Raises OptionError for an empty path else, and for one that `output`
+    would overwrite."""
     given = as_samples(given)  # a tensor is iterable
     several = isinstance(given, Iterable) and not is_single_source(given)
     for number, each in enumerate(given if several else [given]):
         if not isinstance(each, str | os.PathLike):
             yield InputItem(f"sample_{number}", as_samples(each))
             continue
+        path = Path(each)
         if not os.fspath(each):
-            raise OptionError("an empty path", "the path of a recording, a folder or a list", param="input")
-        if output is not None and Path(output).exists() and Path(each).exists() and Path(output).samefile(each):
+            if not record:
+                raise OptionError("an empty path", "the path of a recording, a folder or a list", param="input")
+            yield InputItem(f"sample_{number}", each)
+            continue
+        if output is not None and Path(output).exists() and path.exists() and Path(output).samefile(path):
             raise OptionError(f"output={os.fspath(output)!r} is an input", "another file", param="output")
-        if Path(each).is_file() and Path(each).suffix.lower() not in LIST_SUFFIXES:
-            yield InputItem(Path(each).stem, Path(each))
+        if path.suffix.lower() not in LIST_SUFFIXES and (path.is_file() or _is_missing_recording(path)):
+            yield InputItem(path.stem, path)
         else:
             yield each
+
+
+def _is_missing_recording(path: Path) -> bool:
+    """Whether a path that is not there would be that of one recording, and no pattern."""
+    return path.suffix.lower() in AUDIO_SUFFIXES and not path.exists() and not glob.has_magic(str(path))
 
 
 def as_samples(source: Any) -> Any:
@@ -210,6 +234,11 @@ def render_result(transcript: Transcript, *, words: bool) -> Result:
     if any(segment.speaker for segment in segments):
         result["spk"] = [sentence["spk"] for sentence in result["sentence_info"]]
     return result
+
+
+def render_failure(key: str, error: AsrServeError) -> Result:
+    """Returns the result of a recording that failed."""
+    return {"key": key, "error": str(error), "error_code": error.code}
 
 
 def _sentence(segment: Segment) -> dict[str, Any]:

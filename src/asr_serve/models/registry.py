@@ -267,17 +267,21 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
     return modules
 
 
-def is_folder_name(model: str) -> bool:
-    """Whether the name of a model is the path of a folder: names of cards have no slash.
+def names_folder(model: str) -> bool:
+    """Whether a model's name is the path of a folder. Names of cards have no slash; a path without one is that of a
+    folder where it is there, and no card has the name.
 
-    >>> is_folder_name("./models/fun-asr"), is_folder_name("moonshine-tiny-en")
+    >>> names_folder("./models/fun-asr"), names_folder("moonshine-tiny-en")
     (True, False)
     """
-    return "/" in model or model.startswith("~")
+    return "/" in model or model.startswith("~") or (model not in engine_cards() and Path(model).is_dir())
 
 
 REPOSITORY_PREFIX = "hf:"
 """Prefix of the name of a hub repository in place of a model's."""
+NEAR_REPOSITORY = 0.75
+"""Similarity, 0 to 1, from which a repository is suggested: owner and name of those of other models have much in common
+too."""
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -293,6 +297,18 @@ def hub_repository(model: str) -> str | None:
     if name != model and not named:
         raise OptionError(f"model={model[:100]}", f"{REPOSITORY_PREFIX}ORG/NAME", "name a repository", param="model")
     return name if named and (name != model or not Path(model).exists()) else None
+
+
+def suggest_repository(repository: str) -> str:
+    """Suggestion like `did you mean 'ORG/NAME'?`, for a name that is close to a card's hub repository, or has the name
+    of one under another owner; empty where there is none, and for a card's own."""
+    known = {card.hub.casefold(): card.hub for card in engine_cards().values() if card.hub}
+    wanted = repository.casefold()
+    if wanted in known:
+        return ""
+    near = [name for name in known if name.rpartition("/")[2] == wanted.rpartition("/")[2]]
+    near = near or difflib.get_close_matches(wanted, known, n=1, cutoff=NEAR_REPOSITORY)
+    return f"did you mean {known[near[0]]!r}?" if near else ""
 
 
 def asr_model_file(kind: str) -> AsrModelFile:
@@ -373,7 +389,7 @@ def vocoder_card(name: str) -> VocoderCard:
 
 def engine_card(name: str) -> AnyCard:
     """Returns the card of a model that an engine can run. Raises UnknownModel with the nearest name."""
-    return _find_card(name, engine_cards())
+    return _find_card(name, engine_cards(), "; or a folder, or ORG/NAME of a hub repository")
 
 
 def any_card(name: str) -> ModelCard:
@@ -393,13 +409,14 @@ def wrong_model(name: str, kind: type[ModelCard], names: Iterable[str] = ()) -> 
     return WrongModel(f"the model {name} {does}", f"{needed}: {listed}" if listed else f"{needed} is needed")
 
 
-def _find_card(name: str, known: Mapping[str, P]) -> P:
+def _find_card(name: str, known: Mapping[str, P], other_places: str = "") -> P:
+    """`other_places`: what the name may stand for too, for the message."""
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, n=1)
     raise UnknownModel(
         f"there is no model {name!r}",
-        f"models: {', '.join(known)}",
+        f"models: {', '.join(known)}{other_places}",
         f"did you mean {near[0]!r}?" if near else "list them with: asr-serve models list",
     )
 

@@ -29,6 +29,7 @@ from asr_serve.server.middleware.admission import (
 from asr_serve.server.middleware.request_context import RequestContextMiddleware
 from asr_serve.server.realtime.endpoint import LiveDependencies
 from asr_serve.server.realtime.funasr import endpoint as funasr_endpoint
+from asr_serve.server.realtime.funasr.session_defaults import FunAsrSessionDefaults
 from asr_serve.server.realtime.openai import endpoint as openai_endpoint
 from asr_serve.server.realtime.stream import endpoint as stream_endpoint
 from asr_serve.server.routes import health, models, speech, transcriptions
@@ -46,8 +47,10 @@ def create_app(
     metrics: ServerMetrics,
     gate: AdmissionController,
     tracer: Tracer | None = None,
+    funasr_defaults: FunAsrSessionDefaults | None = None,
 ) -> FastAPI:
-    """Builds the application. The caller drains `gate`, and closes `engines` and `tracer` at the end."""
+    """Builds the application. The caller drains `gate`, and closes `engines` and `tracer` at the end.
+    `funasr_defaults`: None: those of `config`. Raises OptionError where these cannot be read."""
     executor = TranscriptionExecutor(config.max_concurrent)
     dependencies = LiveDependencies(config, engines, gate, executor, metrics)
     streams = stream_endpoint.create_session_manager(dependencies)
@@ -92,7 +95,7 @@ def create_app(
             stream_endpoint.commands(streams),
         ]
         live = [
-            *funasr_endpoint.routes(dependencies),
+            *funasr_endpoint.routes(dependencies, funasr_defaults or FunAsrSessionDefaults(config)),
             openai_endpoint.route(dependencies),
             speech.route(speech_dependencies),
             *stream_endpoint.routes(streams, config.max_frame_bytes),

@@ -478,6 +478,14 @@ class EngineRegistry:
         try:
             place = next((path for path, name in self._folders.items() if name == own), own)
             engine = ModelEngine(await asyncio.to_thread(self._open, place, self._settings(place)))
+            if engine.name in self._engines:
+                await asyncio.to_thread(engine.client.close)
+                raise OptionError(
+                    f"{place} holds the model {engine.name}, which is loaded already",
+                    "one set of weights of each model",
+                    "leave one of them out, or serve it by a process of its own",
+                    param="more_models",
+                )
             self._engines[engine.name] = engine
             if place not in engine.cards:
                 self._folders[place] = engine.name

@@ -34,7 +34,7 @@ from asr_serve.server import silent_connections
 from asr_serve.server.app import create_app
 from asr_serve.server.engine_registry import EngineRegistry, ServedPipeline
 from asr_serve.server.middleware.admission import AdmissionController
-from asr_serve.server.realtime.funasr.endpoint import check_session_defaults
+from asr_serve.server.realtime.funasr.session_defaults import FunAsrSessionDefaults
 from asr_serve.server.telemetry import logs
 from asr_serve.server.telemetry.tracing import Tracer
 
@@ -179,7 +179,8 @@ async def _serve(
         EngineRegistry(config, scorers=scorers),
     )
     tracer = Tracer.create(config.otel_endpoint, "asr-serve")
-    app = create_app(config, engines, metrics, gate, tracer)
+    funasr_defaults = FunAsrSessionDefaults(config)
+    app = create_app(config, engines, metrics, gate, tracer, funasr_defaults)
     servers = [
         Server(
             app,
@@ -205,7 +206,8 @@ async def _serve(
             await asyncio.wait({*listening, stop, loading}, return_when=asyncio.FIRST_COMPLETED)
             if loading.done() and not stop.done() and not any(task.done() for task in listening):
                 loading.result()
-                check_session_defaults(config, engines)
+                if not funasr_defaults.empty:
+                    funasr_defaults.check(engines.get())
                 _announce(config, ports, time.perf_counter() - started, engines.default_tts_model, engines.pipeline)
                 await asyncio.wait({*listening, stop}, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():

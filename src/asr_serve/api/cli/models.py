@@ -90,16 +90,22 @@ def show_model(name: Name, as_json: AsJson = False) -> None:
 
 @app.command("fetch")
 @exit_on_error
-def fetch_model(name: Name) -> None:
+def fetch_model(
+    name: Annotated[str, typer.Argument(help="Name of the model, or ORG/NAME of a hub repository, as -m takes them.")],
+) -> None:
     """Download a model's weights from its hub, once, and print their folder.
 
     \b
-    Example
+    Examples
       asr-serve models fetch moonshine-base-en
+      asr-serve models fetch FunAudioLLM/Fun-ASR-Nano-2512
     """
-    from asr_serve.models.checkpoints.store import fetch, locate
-    from asr_serve.models.registry import any_card
+    from asr_serve.models.checkpoints.store import fetch, fetch_repository, locate
+    from asr_serve.models.registry import any_card, hub_repository
 
+    if (repository := hub_repository(name)) is not None:
+        print(fetch_repository(repository, progress=print_error))
+        return
     chosen = any_card(name)
     folder = locate(chosen)
     if folder is None:

@@ -93,15 +93,17 @@ def check_startup(config: ServeConfig, pipeline: str | None, stage_devices: tupl
 def check_names(names: StartupNames) -> None:
     """Checks names where torch may be loaded. Raises OptionError."""
     from asr_serve.devices import check_device
-    from asr_serve.models.registry import asr_cards, is_folder_name, tts_cards, turn_cards
+    from asr_serve.models.registry import asr_cards, hub_repository, names_folder, tts_cards, turn_cards
 
     recognizers, voices = asr_cards(), tts_cards()
     models = [*recognizers, *voices]
-    targets = [*([names.pipeline] if names.pipeline else []), *models]
-    if not is_folder_name(names.model):
-        _check_name("model", names.model, models, "model")
-    for name in names.more_models:
-        _check_name("more_models", name, models, "model")
+    chosen = [("model", names.model), *(("more_models", name) for name in names.more_models)]
+    # What these hold is known once they are loaded.
+    places = [name for _, name in chosen if hub_repository(name) is not None or names_folder(name)]
+    targets = [*([names.pipeline] if names.pipeline else []), *models, *places]
+    for setting, name in chosen:
+        if name not in places:
+            _check_name(setting, name, models, "model")
     for alias, name in names.aliases.items():
         _check_name("aliases", name, targets, f"model for the alias {alias!r}:")
     if names.voice in recognizers:

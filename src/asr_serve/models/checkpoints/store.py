@@ -36,7 +36,10 @@ from asr_serve.models.registry import (
     asr_cards,
     asr_model_file,
     gathered_model_file,
+    hub_repository,
     model_modules,
+    names_folder,
+    suggest_repository,
     tts_card,
     vocoder_card,
 )
@@ -49,6 +52,8 @@ Progress = Callable[[str], None]
 HUB_TIMEOUT_S = 5.0
 PACKAGE = Path(__file__).resolve().parents[2]
 """Root of the weights that ship with this package."""
+LISTED_FILES = 6
+"""Files of a folder that an error names."""
 SUMS = "sha256.json"
 """File with the sums of the fetched files, beside them."""
 CONVERTER = 5
@@ -176,6 +181,17 @@ def resolve(card: AsrCard, weights: str | os.PathLike[str] | None = None, progre
         return convert(card, Path(together), cached_folder(card), progress)
 
 
+def find_model(model: str) -> tuple[str, Path | None]:
+    """Finds what a model's name stands for. Returns the name of its card, and the folder of its weights, that of a path
+    or of a hub repository, which is downloaded where it is missing; None for a name that is no path, whose weights are
+    the card's own. Raises WeightsMissing, OptionError for a malformed repository."""
+    repository = hub_repository(model)
+    if repository is None and not names_folder(model):
+        return model, None
+    folder = Path(model).expanduser() if repository is None else repository_folder(repository)
+    return model_of_folder(folder, repository), folder
+
+
 def model_of_folder(folder: Path, repository: str | None = None) -> str:
     """Name of the card whose model file reads a checkpoint folder, by the `model_type` of its config.json, or converts
     one of another form. `repository`: hub repository of the folder, where it is known. Of a family's cards it is the
@@ -186,11 +202,43 @@ def model_of_folder(folder: Path, repository: str | None = None) -> str:
         named = (repository or folder.resolve().name).casefold()
         own = (card for card in module.CARDS if named in _names(card))
         return str(next(own, module.CARDS[0]).name)
-    raise WeightsMissing(
-        f"{folder} holds no model that is recognized by itself",
-        "a folder whose config.json has the model_type of a model file, or weights in a form that one converts",
-        "name the model, and pass the folder as its weights",
+    raise _no_model(folder, repository)
+
+
+def _no_model(folder: Path, repository: str | None) -> WeightsMissing:
+    """The error for a folder that holds no model: what is there, what could be, and what to do."""
+    place = str(folder) if repository is None else f"the hub repository {repository}, in {folder},"
+    kinds = model_modules("asr")
+    allowed = (
+        f"a folder with config.json, whose model_type is one of: {', '.join(sorted(kinds))}; model.safetensors and a "
+        "tokenizer; or the files that the authors of such a model published"
     )
+    todo = "check the path; or name the model, see asr-serve models list, and pass the folder as its weights"
+    if not folder.exists():
+        return WeightsMissing(f"there is nothing at {place}", allowed, "check the path")
+    try:
+        names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    except OSError as failure:
+        return WeightsMissing(f"{place} cannot be read: {failure.strerror}", allowed, "check its permissions")
+    kind = model_type(folder)
+    if not folder.is_dir():
+        came = f"{place} is a file, and holds no model that is known here"
+    elif not names:
+        came, todo = f"{place} is an empty folder", "check the path, or download the model into it"
+    elif kind in kinds:
+        came = f"{place} has the config.json of a {kind}, and not all of its files: it has {_listed(names)}"
+        todo = "download the model again"
+    elif kind:
+        came = f"{place} holds no model that is known here: its config.json has model_type={kind!r}"
+    else:
+        came = f"{place} holds no model that is known here: it has {_listed(names)}"
+    return WeightsMissing(came, allowed, todo)
+
+
+def _listed(names: list[str]) -> str:
+    """The first few names, for a message."""
+    more = len(names) - LISTED_FILES
+    return ", ".join(names[:LISTED_FILES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _module_of_folder(folder: Path) -> AsrModelFile | None:
@@ -228,8 +276,17 @@ def repository_folder(repository: str) -> Path:
             f"the hub repository {repository} is not in the cache of this machine, or not whole, and could not be "
             f"fetched: {reason}",
             "a repository that was fetched before, or a hub that can be reached",
-            "if it is a folder, check its path; else fetch it elsewhere, and pass its folder",
+            suggest_repository(repository)
+            or "if it is a folder, check its path; else fetch it elsewhere, and pass its folder",
         ) from failure
+
+
+def fetch_repository(repository: str, progress: Progress = lambda _: None) -> Path:
+    """Downloads a hub repository where it is missing, and returns its checkpoint folder; converts files of another form
+    once. Raises WeightsMissing, WeightsCorrupt, CacheNotWritable."""
+    progress(f"{repository} is looked for in the cache of the hub's client, and on the hub")
+    folder = repository_folder(repository)
+    return resolve(asr_card(model_of_folder(folder, repository)), folder, progress)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -428,11 +485,10 @@ def convert_to(source: Path, target: Path, progress: Progress = lambda _: None) 
     is nothing to convert, WeightsCorrupt, CacheNotWritable; OptionError for a folder that is there already."""
     if target.exists():
         raise OptionError(f"{target} is there already", "the path of a new folder")
-    if not source.exists():
-        raise WeightsMissing(f"there is nothing at {source}", todo="check the path")
+    name = model_of_folder(source)
     if is_checkpoint(source):
         raise WeightsMissing(f"{source} is a checkpoint folder already", "weights of another form", "load it as it is")
-    return convert(asr_card(model_of_folder(source)), source, target, progress)
+    return convert(asr_card(name), source, target, progress)
 
 
 def fetch(card: ModelCard, progress: Progress = lambda _: None) -> Path:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
@@ -14,12 +11,9 @@ from starlette.routing import WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from asr_serve.audio.silence_schedule import SilenceSchedule
-from asr_serve.config import ServeConfig
-from asr_serve.errors import OptionError
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.options import SPEAKER_COUNT_FIELDS, ListenOptions
-from asr_serve.pipelines.prompting import hotword_bias, normalizes_text
-from asr_serve.pipelines.segments import SegmentNormalizer, check_diarization, resolve_language
+from asr_serve.pipelines.segments import resolve_language
 from asr_serve.protocols.form_fields import FormFields
 from asr_serve.protocols.funasr.websocket import FLAGS, FunAsrOptions
 from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
@@ -30,9 +24,9 @@ from asr_serve.server.realtime.endpoint import LiveDependencies, run_conversatio
 from asr_serve.server.realtime.funasr.conversation import FunAsrConversation, FunAsrSession
 from asr_serve.server.realtime.funasr.offline_session import FunAsrOfflineSession
 from asr_serve.server.realtime.funasr.realtime_session import FunAsrRealtimeSession
+from asr_serve.server.realtime.funasr.session_defaults import FunAsrSessionDefaults, validate_options
 from asr_serve.server.realtime.lifecycle import SessionLimits
 from asr_serve.server.realtime.outbox import OUTBOX_SEND_TIMEOUT_S, Outbox
-from asr_serve.text.languages import requested_language_code
 
 REALTIME_PATH, OFFLINE_PATH = "/", "/ws"
 QUERY = ("model", "api_key", *FLAGS, *SPEAKER_COUNT_FIELDS)
@@ -50,25 +44,20 @@ class EngineFunAsrSessionFactory:
     ) -> None:
         """Raises UnknownModel, ModelNotLoaded, EngineClosed."""
         self._engines, self._model, self._visit, self._begin = engines, model, context, begin
-        self._engine()
+        _ = self.engine
 
     def resolve_language(self, code: str | None) -> str:
-        return resolve_language(self._engine().client, code)
+        return resolve_language(self.engine.client, code)
 
     def validate(self, options: FunAsrOptions) -> None:
-        engine = self._engine()
-        hotword_bias(engine.client, engine.tokenizer, options.hotwords)
-        SegmentNormalizer(
-            resolve_language(engine.client, options.language or None),
-            itn=normalizes_text(engine.client.card, options.itn),
-        )
-        if options.spk:
-            check_diarization(engine.client)
+        validate_options(self.engine, options)
 
     def start(self, options: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
-        return self._begin(self._engine(), options, outbox)
+        return self._begin(self.engine, options, outbox)
 
-    def _engine(self) -> ModelEngine:
+    @property
+    def engine(self) -> ModelEngine:
+        """Engine of the requested model. Raises UnknownModel, ModelNotLoaded, EngineClosed."""
         engine = self._engines.get(self._model)
         self._visit.model = engine.name
         return engine
@@ -124,9 +113,9 @@ class FunAsrEndpoint:
         session_s: float,
         fields: Sequence[str],
         begin: Callable[[LiveDependencies, FormFields, RequestContext, LiveRouteMetrics], StartFunAsrSession],
-        defaults: Mapping[str, Any],
+        defaults: FunAsrSessionDefaults,
     ) -> None:
-        """`fields`: names that are allowed in the query. `defaults`: fields of FunAsrOptions."""
+        """`fields`: names that are allowed in the query."""
         self._dependencies, self._fields, self._begin, self._defaults = dependencies, fields, begin, defaults
         self._meter = dependencies.metrics.live_route(path)
         config = dependencies.config
@@ -144,60 +133,14 @@ class FunAsrEndpoint:
             factory,
             self._limits,
             partial(live_error_event, request_id=context.request_id),
-            with_defaults(factory, FunAsrOptions.from_query(fields), self._defaults),
+            self._defaults.apply(factory.engine, FunAsrOptions.from_query(fields)),
         )
         await run_conversation(conversation, dependencies.admission, context, receive, send)
 
 
-def with_defaults(
-    factory: EngineFunAsrSessionFactory, options: FunAsrOptions, defaults: Mapping[str, Any]
-) -> FunAsrOptions:
-    """Options with those defaults that the socket's model takes: another than the server's own need not."""
-    for name, value in defaults.items():
-        changed = msgspec.structs.replace(options, **{name: value})
-        with contextlib.suppress(OptionError):
-            factory.validate(changed)
-            options = changed
-    return options
-
-
-def session_defaults(config: ServeConfig) -> dict[str, Any]:
-    """Fields of FunAsrOptions from the settings. Raises OptionError for a file of hotwords that cannot be read."""
-    hotwords = () if config.funasr_hotwords_file is None else read_hotwords(config.funasr_hotwords_file)
-    return {"language": requested_language_code(config.funasr_language), "hotwords": hotwords}
-
-
-def check_session_defaults(config: ServeConfig, engines: EngineRegistry) -> None:
-    """Raises OptionError for defaults that the server's own model, which is loaded, does not take."""
-    defaults = session_defaults(config)
-    for name, setting in (("language", "funasr_language"), ("hotwords", "funasr_hotwords_file")):
-        if not defaults[name]:
-            continue
-        engine = engines.get()
-        try:
-            if name == "language":
-                resolve_language(engine.client, defaults[name])
-            else:
-                hotword_bias(engine.client, engine.tokenizer, defaults[name])
-        except OptionError as error:
-            raise error.located(f"{setting}={getattr(config, setting)}") from None
-
-
-def routes(dependencies: LiveDependencies) -> list[WebSocketRoute]:
-    """Returns the routes. Raises OptionError for a file of hotwords that cannot be read."""
+def routes(dependencies: LiveDependencies, defaults: FunAsrSessionDefaults) -> list[WebSocketRoute]:
+    """Returns the routes."""
     config = dependencies.config
-    defaults = session_defaults(config)
     realtime = (dependencies, REALTIME_PATH, config.max_session_s, REALTIME_QUERY, _realtime, defaults)
     offline = (dependencies, OFFLINE_PATH, config.max_duration_s, QUERY, _offline, defaults)
     return [WebSocketRoute(each[1], FunAsrEndpoint(*each)) for each in (realtime, offline)]
-
-
-def read_hotwords(file: str) -> tuple[str, ...]:
-    """Hotwords of a file, one per line. Raises OptionError."""
-    try:
-        lines = Path(file).expanduser().read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        came = f"funasr_hotwords_file={file!r}: {why}"
-        raise OptionError(came, "a file with a hotword on each line", param="funasr_hotwords_file") from None
-    return tuple(word for line in lines if (word := line.strip()))

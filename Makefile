@@ -28,8 +28,8 @@ STRESS   := src/asr_serve/kernels/src/ring_stress.cpp
 .DEFAULT_GOAL := help
 # No two of these at once: they share .venv.
 .NOTPARALLEL:
-.PHONY: help setup bench-setup clients vllm console console-packages serve test test-fast test-slow test-all check bench \
-  docs clean
+.PHONY: help setup bench-setup clients vllm console console-packages serve test test-fast test-slow test-ci test-all check \
+  bench docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -97,8 +97,11 @@ test: setup  ## every behaviour once, in two processes; ARGS='-k name' for some
 test-fast: setup  ## what needs neither a server nor weights, after every edit
 	$(PYTEST) -m 'not slow and not exhaustive' $(FAST) $(ARGS)
 
-test-slow: setup  ## what `make test` leaves out and CI runs: the same behaviours longer, under load, over more cases
+test-slow: setup  ## what `make test` leaves out: the same behaviours longer, under load, over more cases
 	$(PYTEST) -m 'slow and not exhaustive' $(ARGS)
+
+test-ci: setup  ## `make test` and `make test-slow` in one session, as CI runs them
+	$(PYTEST) -m 'not exhaustive' $(ARGS)
 
 test-all: setup  ## everything, every recording and every weights file too
 	$(PYTEST) $(ARGS)

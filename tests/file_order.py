@@ -46,7 +46,7 @@ LONGEST = (
     "transfer/test_transports.py",
     "pipelines/test_transcribe_pipeline.py",
 )
-"""Files that take over 15 s on two cores. `make test` and `make test-slow` hand out files in this order."""
+"""Files that take over 15 s on two cores. They are handed out in this order."""
 RANKS = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
 
 

@@ -1,7 +1,8 @@
 """Messages between the server and its engine process: msgspec structs over a pipe, PCM over the ring.
 
 Samples are matched to messages by order alone: the ring contains the samples that messages announce, in the order
-of the messages, and nothing else. A sealed buffer (transfer/sealed_buffer) follows its message in the pipe.
+of the messages, and nothing else. A sealed buffer (transfer/sealed_buffer) follows its message in the pipe. Between
+machines, the samples follow their message too (engine/process/connection).
 """
 
 from __future__ import annotations
@@ -22,6 +23,29 @@ from asr_serve.transfer.sealed_buffer import SealedBufferLabel
 from asr_serve.types import LanguageModelChoice, Priority, SearchResult, Sentence, SentenceAudio
 
 
+class ListenSpec(msgspec.Struct, frozen=True):
+    """Where an engine process listens for servers beside the one that started it."""
+
+    folder: str
+    """Folder for its Unix socket, which only this user may read."""
+    host: str | None
+    """Address of this machine for servers on others; None: no other machine connects."""
+    key: bytes
+    """Key that a server must know."""
+
+    def __repr__(self) -> str:
+        return f"ListenSpec(folder={self.folder!r}, host={self.host!r})"
+
+
+class EngineAddress(msgspec.Struct, frozen=True):
+    """Addresses of an engine process."""
+
+    unix_path: str
+    """Path of its Unix socket, for servers on the same machine."""
+    tcp: tuple[str, int] | None
+    """Host and port, for servers on other machines."""
+
+
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Model and settings of an engine process."""
 
@@ -35,6 +59,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     listen: tuple[str, int] = ("127.0.0.1", 0)
     """Address on which an engine that encodes for others listens."""
     peer_keys: tuple[str, ...] = ()
+    servers: ListenSpec | None = None
+    """Where it listens for other servers; None: nowhere."""
     config: EngineConfig = EngineConfig()
 
 
@@ -175,6 +201,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     load_s: float
     speakers: bool = False
     """Whether the diarization models are on this machine."""
+    address: EngineAddress | None = None
+    """Where it listens for other servers."""
 
 
 class RequestsStarted(msgspec.Struct, frozen=True, tag=True):

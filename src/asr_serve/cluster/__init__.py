@@ -18,7 +18,7 @@ def require_ray() -> None:
         import ray.serve  # noqa: F401
     except ImportError as missing:
         raise ProgramMissing(
-            f"a cluster needs the package ray, and {missing.name} is not installed",
+            f"a cluster needs Ray, and the package {str(missing.name).partition('.')[0]} is not installed",
             todo="pip install 'asr-serve[cluster]'",
         ) from None
 

@@ -17,7 +17,7 @@ from asr_serve.models.registry import AUTO_VOICE
 from asr_serve.types import DeviceName, DtypeName, Name, NonEmptyText, PositiveInt
 
 Reach = Literal["machine", "network"]
-"""From where servers connect to a replica: this machine alone, or others too."""
+"""Reach of a replica: servers of its machine alone connect to it, or others too."""
 MAX_REPLICAS = 4_096
 Replicas = Annotated[int, Meta(ge=1, le=MAX_REPLICAS)]
 Share = Annotated[float, Meta(ge=0, le=1_024)]
@@ -58,7 +58,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Models; the first is the default one of requests."""
     ingress: IngressDeployment = IngressDeployment()
     reach: Reach | None = None
-    """From where servers connect to replicas. None: this machine where Ray was started by `cluster up`, else all."""
+    """Reach of all replicas. None: their machine where `cluster up` started Ray, else the network."""
     replica_silent_s: Annotated[float, Meta(ge=0.5, le=600)] = 10.0
     """Seconds without a sign of life after which a replica's work goes to others."""
     serve: dict[str, Any] = {}

@@ -68,9 +68,14 @@ def connect(address: str) -> None:
         ) from None
 
 
-def deploy(config: ClusterConfig, *, local: bool, wait_s: float) -> dict[str, Any]:
+def address() -> str:
+    """Address of the Ray cluster that this process is connected to."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def deploy(config: ClusterConfig, stop: threading.Event, *, local: bool, wait_s: float) -> dict[str, Any]:
     """Deploys the application, or replaces its replicas one by one where it runs, and waits until it serves. Returns
-    the ingress's description. Raises OptionError, EngineClosed."""
+    the ingress's description. Raises OptionError; EngineClosed, also where `stop` is set meanwhile."""
     application = build(config, "machine" if local else "network")
     # The ingress has a listener of its own: Ray Serve's proxy speaks no HTTP/2 (docs/decisions/0038).
     serve.start(proxy_location=ProxyLocation.Disabled)
@@ -96,7 +101,8 @@ def deploy(config: ClusterConfig, *, local: bool, wait_s: float) -> dict[str, An
                 + " ".join(" ".join(text.split()) for text in messages if text)[:2_000],
                 todo="see the logs of Ray: /tmp/ray/session_latest/logs",
             )
-        time.sleep(POLL_S)
+        if stop.wait(POLL_S):
+            raise EngineClosed("the cluster was stopped while it was starting")
 
 
 def describe() -> dict[str, Any]:

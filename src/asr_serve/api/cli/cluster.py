@@ -53,9 +53,9 @@ def up(
     from asr_serve.cluster import cluster_config, control
 
     chosen = cluster_config.read(config)
-    with control.signals() as stop:
-        local = control.start_ray(address, cpus)
-        described = control.deploy(chosen, local=local, wait_s=wait_s)
+    local = control.start_ray(address, cpus)
+    with control.signals() as stop:  # Ray has handlers of its own, which are replaced
+        described = control.deploy(chosen, stop, local=local, wait_s=wait_s)
         names = ", ".join(f"{each.replicas} x {each.model}" for each in chosen.models)
         url = described["url"]
         print_error(f"asr-serve cluster serves {names} on {url} {'(stop with ctrl-C)' if local else ''}")
@@ -64,6 +64,7 @@ def up(
         print_error(f"  try it    curl {url}/v1/audio/transcriptions {upload}")
         print_error(f"  live      ws{url.removeprefix('http')}   (FunASR's; OpenAI's: /v1/realtime; ours: /v1/stream)")
         print_error(f"  health    {url}/ready   metrics   {url}/metrics")
+        print_error(f"  control   asr-serve cluster status   (of Ray at {control.address()})")
         if not local:
             return
         stop.wait()

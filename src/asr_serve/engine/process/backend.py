@@ -67,7 +67,7 @@ class ProcessBackend:
 
     @property
     def address(self) -> messages.EngineAddress | None:
-        """Where the current process listens for other servers."""
+        """Address at which the current process listens for other servers."""
         return self._supervisor.address
 
     def wait_address(self, known: messages.EngineAddress | None, timeout_s: float) -> messages.EngineAddress | None:

@@ -24,7 +24,7 @@ from asr_serve.types import LanguageModelChoice, Priority, SearchResult, Sentenc
 
 
 class ListenSpec(msgspec.Struct, frozen=True):
-    """Where an engine process listens for servers beside the one that started it."""
+    """Addresses to listen at for servers beside the one that started the process."""
 
     folder: str
     """Folder for its Unix socket, which only this user may read."""
@@ -60,7 +60,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Address on which an engine that encodes for others listens."""
     peer_keys: tuple[str, ...] = ()
     servers: ListenSpec | None = None
-    """Where it listens for other servers; None: nowhere."""
+    """Addresses for other servers; None: it listens for none."""
     config: EngineConfig = EngineConfig()
 
 
@@ -202,7 +202,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     speakers: bool = False
     """Whether the diarization models are on this machine."""
     address: EngineAddress | None = None
-    """Where it listens for other servers."""
+    """Address for other servers; None: it listens for none."""
 
 
 class RequestsStarted(msgspec.Struct, frozen=True, tag=True):

@@ -60,7 +60,7 @@ class Supervisor:
         self.state = "loading"
         self.restarts = 0
         self.address: messages.EngineAddress | None = None
-        """Where the process that was started last listens for other servers."""
+        """Address for other servers of the process that was started last."""
         self.moved: Counter[tuple[str, str]] = Counter()
         """Number of sessions and streams that moved between processes, by kind and mode."""
         self.moved_s = 0.0

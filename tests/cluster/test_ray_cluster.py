@@ -112,6 +112,11 @@ class RunningCluster:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    def gauge(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=WAIT_S).text
+        return sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
+
     def close(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -125,10 +130,7 @@ class RunningCluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     running = RunningCluster(tmp_path_factory.mktemp("cluster"))
     yield running
-    before = running.engines
-    assert running.close() == 0, running.log.read_text()
-    _, alive = psutil.wait_procs(before, 30)
-    assert not alive, "engines outlive their cluster"
+    running.close()
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +223,16 @@ def test_replicas_that_go_are_drained_under_load(cluster, audio, texts, packaged
     assert all(set(found) == {texts[number % 2]} for number, found in enumerate(answers))
     assert sum(map(len, answers)) > 4
     wait_until(lambda: len(cluster.engines) == 1)
+
+
+def test_a_cluster_that_is_stopped_finishes_its_callers(cluster, audio, texts, packaged_speech, quiet):
+    engines = cluster.engines
+    with ThreadPoolExecutor(5) as pool:
+        uploads = [pool.submit(cluster.transcribe, audio[1]) for _ in range(4)]
+        listening = pool.submit(cluster.listen, packaged_speech / "two_cities.wav")
+        wait_until(lambda: cluster.gauge("asr_serve_live_open_sessions") == 1)
+        assert cluster.close() == 0, cluster.log.read_text()
+        assert [upload.result(WAIT_S) for upload in uploads] == [texts[1]] * 4
+        assert listening.result(WAIT_S) == quiet
+    _, alive = psutil.wait_procs(engines, 30)
+    assert not alive, "engines outlive their cluster"

@@ -231,6 +231,22 @@ def test_a_drained_replica_hands_its_streams_over_in_the_middle_of_a_word(launch
     wait_until(lambda: nothing_left(owners))
 
 
+def test_the_last_replica_goes_on_until_another_is_there(launch, connect, expected):
+    owners = launch()
+    client, directory = connect(owners[:1])
+    session = client.open_vad_session()
+    draining = threading.Thread(target=directory.backend.drain, args=("replica 0", WAIT_S))
+    draining.start()
+    wait_until(lambda: client.state == "restarting")
+    assert [client.submit(pcm, ONCE).future.result(WAIT_S).tokens for pcm in CLIPS[:3]] == expected[:3]
+    directory.backend.connect("replica 1", address_of(owners[1]), same_machine=True)
+    draining.join(WAIT_S)
+    assert list(directory.backend.loads) == ["replica 1"]
+    assert directory.backend.loads["replica 1"].sessions == 1
+    assert [client.submit(pcm, ONCE).future.result(WAIT_S).tokens for pcm in CLIPS[3:6]] == expected[3:6]
+    session.close()
+
+
 def test_who_does_not_know_the_key_is_turned_away(launch):
     address = address_of(launch()[0])
     for same_machine in (True, False):

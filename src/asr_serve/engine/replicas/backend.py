@@ -196,33 +196,43 @@ class ReplicatedBackend:
             previous.kill()  # of a process before this one
 
     def drain(self, replica_id: str, timeout_s: float) -> None:
-        """Moves the work of a replica that will go, and disconnects. Its requests have `timeout_s` to finish; blocks
-        meanwhile. Nothing happens for an unknown one."""
+        """Moves the work of a replica that will go to others, and disconnects. Its requests have `timeout_s` to finish;
+        blocks meanwhile. While there is no other replica, it goes on with all of its work. Nothing happens for an
+        unknown one."""
+        end_s = time.monotonic() + timeout_s
         with self._lock:
             replica = self._replicas.get(replica_id)
             if replica is None or replica.draining:
                 return
             replica.draining = True
-            handover = self._handovers[replica] = Handover(replica.in_flight, self._target(replica))
-            if replica.in_flight.process_ready:
-                handover.start()
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: handover.finished or self._closing.is_set() or replica not in self._handovers, timeout_s
+                lambda: self._takers or not replica.in_flight.process_ready or self._closing.is_set(), timeout_s
             )
-            if self._handovers.pop(replica, None) is not None:
-                if not self._closing.is_set():
-                    handover.transfer_remaining()
-                self._record(handover)
+            moved: Counter[tuple[str, str]] = Counter()
+            if replica.in_flight.process_ready and not self._closing.is_set():
+                handover = self._handovers[replica] = Handover(replica.in_flight, self._target(replica))
+                handover.start()
+                self._changed.notify_all()
+                self._changed.wait_for(
+                    lambda: handover.finished or self._closing.is_set() or replica not in self._handovers,
+                    max(0.0, end_s - time.monotonic()),
+                )
+                if self._handovers.pop(replica, None) is not None:
+                    if not self._closing.is_set():
+                        handover.transfer_remaining()
+                    self._record(handover)
+                moved = handover.moved
             self._replicas.pop(replica_id, None)
+            self._changed.notify_all()
             process = replica.in_flight.process
         if process is not None:
             process.kill()
-        log.info("replica %s was drained: %s", replica_id, dict(handover.moved))
+        log.info("replica %s was drained: %s", replica_id, {" by ".join(labels): n for labels, n in moved.items()})
 
     def _target(self, leaving: Replica) -> InFlight:
         """Work of the replica that takes over from one that goes."""
-        others = [replica for replica in self._replicas.values() if replica.takes_work and replica is not leaving]
+        others = [replica for replica in self._takers if replica is not leaving]
         return min(others, key=lambda replica: replica.load.for_session).in_flight if others else self._waiting
 
     def _record(self, handover: Handover) -> None:
@@ -366,15 +376,22 @@ class ReplicatedBackend:
         yield from (replica.in_flight for replica in self._replicas.values())
         yield self._waiting
 
+    @property
+    def _takers(self) -> list[Replica]:
+        return [replica for replica in self._replicas.values() if replica.takes_work]
+
+    @property
+    def _candidates(self) -> list[Replica]:
+        """Replicas for new work: those that stay; where there are none, those that go."""
+        return self._takers or [replica for replica in self._replicas.values() if replica.in_flight.process_ready]
+
     def _for_request(self) -> InFlight:
-        replicas = [replica for replica in self._replicas.values() if replica.takes_work]
-        if not replicas:
+        if not (replicas := self._candidates):
             return self._waiting
         return choose(replicas, lambda replica: replica.load.for_request, self._draw).in_flight
 
     def _for_session(self) -> InFlight:
-        replicas = [replica for replica in self._replicas.values() if replica.takes_work]
-        if not replicas:
+        if not (replicas := self._candidates):
             return self._waiting
         return choose(replicas, lambda replica: replica.load.for_session, self._draw).in_flight
 
@@ -487,7 +504,7 @@ class ReplicatedBackend:
                         self._move_work(in_flight, target)
                     else:
                         self._move_work(in_flight)
-                    if not any(other.takes_work for other in self._replicas.values()):
+                    if not self._candidates:
                         self._alone_since_s = time.monotonic()
             self._changed.notify_all()
         self._deliver(answers)

@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -209,7 +209,7 @@ class ReplicatedBackend:
             self._changed.wait_for(
                 lambda: self._takers or not replica.in_flight.process_ready or self._closing.is_set(), timeout_s
             )
-            moved: Counter[tuple[str, str]] = Counter()
+            moved: Mapping[Any, int] = {}
             if replica.in_flight.process_ready and not self._closing.is_set():
                 handover = self._handovers[replica] = Handover(replica.in_flight, self._target(replica))
                 handover.start()

@@ -47,6 +47,7 @@ KEY = b"a key of these tests"
 
 class Settings(NamedTuple):
     key: bytes = KEY
+    digest_key: bytes = KEY
     ring: RingSize = RingSize()
     silent_s: float = 60.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 import shutil
@@ -24,6 +25,11 @@ OWN_RING = RingSize(2, 64)
 log = logging.getLogger(__name__)
 
 
+def digest_key(key: bytes) -> bytes:
+    """Key of the digests of audio in a cluster with that key."""
+    return hmac.digest(key, b"audio", "sha256")
+
+
 class EngineReplica:
     """Supervisor of an engine process that servers connect to. Its methods are control calls."""
 
@@ -34,7 +40,7 @@ class EngineReplica:
         self._folder = tempfile.mkdtemp(prefix="asr-serve-")
         host = ray.util.get_node_ip_address() if reach == "network" else None
         engine = msgspec.structs.replace(
-            messages.decode_spec(spec), servers=messages.ListenSpec(self._folder, host, key)
+            messages.decode_spec(spec), servers=messages.ListenSpec(self._folder, host, key), digest_key=digest_key(key)
         )
         self._node_id = ray.get_runtime_context().get_node_id()
         self._backend = ProcessBackend(engine, OWN_RING, lambda _: None, lambda: None)

@@ -22,6 +22,7 @@ from ray.serve.handle import DeploymentHandle
 
 from asr_serve.cluster import membership
 from asr_serve.cluster.cluster_config import ClusterConfig
+from asr_serve.cluster.engine_replica import digest_key
 from asr_serve.config import ServeConfig
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process import messages
@@ -48,6 +49,7 @@ class ReplicaConnectionSettings(NamedTuple):
     """Settings of the connections to replicas."""
 
     key: bytes
+    digest_key: bytes
     ring: RingSize
     silent_s: float
 
@@ -171,7 +173,7 @@ class Ingress:
             )
         directory = ServeDirectory(handle, name, config.drain_s)
         ring = RingSize(config.ring_slots, config.ring_payload_bytes)
-        settings = ReplicaConnectionSettings(self._key, ring, self._cluster.replica_silent_s)
+        settings = ReplicaConnectionSettings(self._key, digest_key(self._key), ring, self._cluster.replica_silent_s)
         engine = engine_spec(name, config).config
         client = EngineClient(engine, replicated_backend(directory, settings))
         assert isinstance(client.backend, ReplicatedBackend)
@@ -198,6 +200,7 @@ class Ingress:
             models[engine.name] = {
                 "state": engine.state,
                 "lost_connections": backend.restarts,
+                "audio_hits": backend.audio_hits,
                 "moved": {" ".join(labels): count for labels, count in backend.moved.items()},
                 "replicas": {
                     replica_id: {

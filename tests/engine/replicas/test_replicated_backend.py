@@ -18,6 +18,7 @@ from tiny_moonshine import clip, save
 from asr_serve.audio.endpointing import WINDOW_SAMPLES
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.search_options import SearchOptions
+from asr_serve.engine.cache.digest import audio_digest, keyed
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.messages import EngineAddress, ListenSpec
@@ -33,6 +34,7 @@ KEY = b"a key of this test alone"
 
 class Settings(NamedTuple):
     key: bytes = KEY
+    digest_key: bytes = KEY
     ring: RingSize = RING
     silent_s: float = 60.0
 
@@ -84,6 +86,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., l
                     process=True,
                     turn_model="none",
                     servers=listen,
+                    digest_key=KEY,
                 )
                 for _ in range(2)
             ]
@@ -246,6 +249,24 @@ def test_the_last_replica_goes_on_until_another_is_there(launch, connect, expect
     assert directory.backend.loads["replica 1"].sessions == 1
     assert [client.submit(pcm, ONCE).future.result(WAIT_S).tokens for pcm in CLIPS[3:6]] == expected[3:6]
     session.close()
+
+
+def test_repeated_audio_goes_to_who_has_it(launch, connect, expected):
+    owners = launch()
+    client, directory = connect(owners)
+    backend = directory.backend
+    pcm = clip(99, 24_000)
+    digest = audio_digest(pcm, mac=keyed(KEY))
+    first = client.submit(pcm, ONCE).future.result(WAIT_S)
+    wait_until(lambda: len(backend._audio.holders(digest)) == 1)
+    again = [client.submit(pcm, ONCE).future.result(WAIT_S) for _ in range(6)]
+    assert {answer.tokens for answer in again} == {first.tokens}
+    assert all(answer.reused for answer in again), "each went to the replica that had it"
+    assert backend.audio_hits >= 6
+    assert len(backend._audio.holders(digest)) == 1
+    for number in range(40):  # more than the caches hold
+        client.submit(clip(200 + number, 64_000), ONCE).future.result(WAIT_S)
+    wait_until(lambda: not backend._audio.holders(digest))
 
 
 def test_who_does_not_know_the_key_is_turned_away(launch):

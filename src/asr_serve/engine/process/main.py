@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 
 from asr_serve.devices.cpu import keep_memory
 from asr_serve.engine.builder import AsrCheckpoint, build_loop, card_of_loaded, find_checkpoint
+from asr_serve.engine.cache.digest import use_key
 from asr_serve.engine.diarization_runner import models_available
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.server_link import SERVER_BITS, EngineFacts, ServerLink
@@ -59,6 +60,8 @@ class EngineProcessServer:
         try:
             checkpoint = find_checkpoint(spec.model, spec.weights, spec.config)
             fingerprint = checkpoint.fingerprint()
+            if spec.digest_key:
+                use_key(spec.digest_key)
             turns = load_turn_model(spec.turn_model if isinstance(checkpoint.card, AsrCard) else "none")
             keep_memory()
             config = spec.config
@@ -98,6 +101,7 @@ class EngineProcessServer:
         self._owner.send(ready)
         threading.Thread(target=self._owner.read_messages, args=(facts,), name="messages", daemon=True).start()
         if self._listener is not None:
+            loop.executor.watch_audio(self._listener.audio_changed)
             self._listener.start(facts, ready)
         loop.run()
         if turn_runner is not None:

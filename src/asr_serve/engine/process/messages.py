@@ -61,6 +61,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     peer_keys: tuple[str, ...] = ()
     servers: ListenSpec | None = None
     """Addresses for other servers; None: it listens for none."""
+    digest_key: bytes = b""
+    """Key of digests of audio that replicas have in common; empty: one of its own."""
     config: EngineConfig = EngineConfig()
 
 
@@ -312,6 +314,14 @@ class QueryFailed(msgspec.Struct, frozen=True, tag=True):
     failure: ErrorMessage
 
 
+class AudioCached(msgspec.Struct, frozen=True, tag=True):
+    """Reports audio whose encoder results are cached, or no longer, by its digests. For servers that connected: a new
+    one is first told of all there is."""
+
+    inserted: tuple[bytes, ...]
+    evicted: tuple[bytes, ...] = ()
+
+
 class EngineLoadFailed(msgspec.Struct, frozen=True, tag=True):
     """Reports that loading failed; the process ends."""
 
@@ -366,6 +376,7 @@ ToServer = (
     | SpeakersAnswer
     | QueryFailed
     | EngineReport
+    | AudioCached
     | EngineLog
 )
 

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+from functools import partial
 from multiprocessing.connection import Connection
 
 from asr_serve.engine.process import messages
@@ -71,6 +72,14 @@ class ServerListener:
         """Connection of that number, while it is open."""
         return self._links.get(number)
 
+    def audio_changed(self, digest: bytes, cached: bool) -> None:
+        """Tells all servers that audio is cached, or no longer. On the loop's thread."""
+        change = messages.AudioCached((digest,)) if cached else messages.AudioCached((), (digest,))
+        with self._lock:
+            links = tuple(self._links.values())
+        for link in links:
+            link.send(change)
+
     def finish(self) -> None:
         """Sends nothing after what is queued."""
         with self._lock:
@@ -117,6 +126,7 @@ class ServerListener:
             return
         try:
             link.send(ready)
+            facts.loop.call(partial(_tell_cached_audio, link, facts))  # changes from now on follow it
             link.read_messages(facts)
         finally:
             with self._lock:
@@ -142,3 +152,8 @@ class ServerListener:
             pipe = Connection(line.detach())
             undo.pop_all()
         return ServerLink(pipe, pcm or PipePcmReader(pipe), number, f"to server {number}")
+
+
+def _tell_cached_audio(link: ServerLink, facts: EngineFacts) -> None:
+    if cached := facts.loop.executor.cached_audio():
+        link.send(messages.AudioCached(tuple(cached)))

@@ -1,10 +1,10 @@
 """Backend over several replicas of an engine, each in a process that others started.
 
-A request goes to the shorter of two queues, in audio; a session and a stream stay on one replica. Everything is
-retained here until it is answered, as with one engine process (engine/process/backend). If a connection is lost, its
-work goes to the other replicas: utterances from their start, sessions from their last state, streams by replay. A
-replica that is drained gets no new work, and its streams move with their state. Without any replica, work waits for
-the next one.
+A request goes to who has its audio cached, or to the shorter of two queues, in audio; a session and a stream stay on
+one replica. Everything is retained here until it is answered, as with one engine process (engine/process/backend). If a
+connection is lost, its work goes to the other replicas: utterances from their start, sessions from their last state,
+streams by replay. A replica that is drained gets no new work, and its streams move with their state. Without any
+replica, work waits for the next one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 
 from asr_serve.config import EngineConfig
 from asr_serve.diarization.local_speakers import LocalSpeakers
+from asr_serve.engine.cache.digest import audio_digest, keyed
 from asr_serve.engine.client import Connect
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.connection import ExportedStream
@@ -41,7 +42,7 @@ from asr_serve.engine.process.in_flight import (
     unanswered_query,
 )
 from asr_serve.engine.replicas.remote_engine import RemoteEngine
-from asr_serve.engine.replicas.routing import ReplicaLoad, choose
+from asr_serve.engine.replicas.routing import AudioIndex, ReplicaLoad, choose, choose_for_audio
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk, reject
 from asr_serve.engine.tts.request import TtsRequest
 from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, NotAllowed
@@ -62,6 +63,10 @@ class ReplicaSettings(Protocol):
     @property
     def key(self) -> bytes:
         """Key that replicas know."""
+
+    @property
+    def digest_key(self) -> bytes:
+        """Key of the replicas' digests of audio."""
 
     @property
     def ring(self) -> RingSize:
@@ -126,6 +131,10 @@ class ReplicatedBackend:
         self._alone_since_s: float | None = time.monotonic()
         self._failed = False
         self._draw = random.Random()
+        self._mac = keyed(settings.digest_key)
+        self._audio = AudioIndex()
+        self.audio_hits = 0
+        """Requests that went to a replica that had their audio."""
         self.restarts = 0
         """Connections that were lost."""
         self.moved: Counter[tuple[str, str]] = Counter()
@@ -242,9 +251,12 @@ class ReplicatedBackend:
     # --- requests ---------------------------------------------------------------------------------------
 
     def submit(self, utterance: RecognitionRequest) -> None:
+        assert utterance.pcm is not None
+        # The lock is not held while the audio is read. Without any cached audio it need not be.
+        digest = audio_digest(utterance.pcm, mac=self._mac) if self._audio else b""
         with self._lock:
             self._expect_open()
-            self._for_request().submit(InFlightUtterance(utterance))
+            self._for_audio(digest, utterance.samples).submit(InFlightUtterance(utterance))
 
     def synthesize(self, saying: TtsRequest) -> None:
         with self._lock:
@@ -342,7 +354,8 @@ class ReplicatedBackend:
 
     def describe(self) -> dict[str, Any]:
         report = self.report()
-        return {"state": self.state, "restarts": self.restarts, **(report.describe if report else {})}
+        found = {"state": self.state, "restarts": self.restarts, "audio_hits": self.audio_hits}
+        return {**found, **(report.describe if report else {})}
 
     def renew(self, timeout_s: float = 0.0) -> HandoverResult:
         """Raises NotAllowed: the replicas are renewed by who started them."""
@@ -389,6 +402,15 @@ class ReplicatedBackend:
         if not (replicas := self._candidates):
             return self._waiting
         return choose(replicas, lambda replica: replica.load.for_request, self._draw).in_flight
+
+    def _for_audio(self, digest: bytes, samples: int) -> InFlight:
+        if not (replicas := self._candidates):
+            return self._waiting
+        names = self._audio.holders(digest)
+        holders = [replica for replica in replicas if replica.id in names]
+        chosen = choose_for_audio(replicas, holders, samples, lambda replica: replica.load, self._draw)
+        self.audio_hits += chosen in holders
+        return chosen.in_flight
 
     def _for_session(self) -> InFlight:
         if not (replicas := self._candidates):
@@ -478,6 +500,9 @@ class ReplicatedBackend:
 
     def _handle_message(self, replica: Replica, message: messages.ToServer | ExportedStream) -> None:
         with self._lock:
+            if isinstance(message, messages.AudioCached):
+                self._audio.update(replica.id, message.inserted, message.evicted)
+                return
             answers = replica.in_flight.handle_message(message)
             for handover in self._handovers.values():
                 handover.on_message(replica.in_flight, message)
@@ -491,6 +516,7 @@ class ReplicatedBackend:
             answers: list[PendingAnswer] = []
             if in_flight.process is process:
                 in_flight.process_ready, in_flight.process = False, None
+                self._audio.drop(replica.id)
                 if not self._closing.is_set():
                     if in_flight.requests or in_flight.sessions or in_flight.queries:
                         log.warning("replica %s is gone: its work goes to others", replica.id)

@@ -42,6 +42,7 @@ ALLOWED_SKIPS = {
     "*no nixl*": TRIED,
     "no .venv-clients here: *": TRIED,
     "no vLLM here: *": TRIED,
+    "no Ray here: *": TRIED,
     "promtool is not installed": TRIED,
     "the oracle: pip install 'asr-serve[[]bench]'": "a peer, of the extra `bench`",
     "could not import 'matplotlib'*": "a package of the extra `bench`",

@@ -98,6 +98,12 @@ class ModelExecutor(Protocol):
 
     def describe(self) -> dict[str, Any]: ...
 
+    def cached_audio(self) -> list[bytes]:
+        """Digests of the audio whose encoder results are cached."""
+
+    def watch_audio(self, on_change: Callable[[bytes, bool], None]) -> None:
+        """Calls `on_change` with the digest of audio that is cached from now on, or no longer, and which of the two."""
+
 
 class CheckThrottle:
     """Limits the cost of invariant checks at idle moments. Small checks run every time, larger ones at some idle

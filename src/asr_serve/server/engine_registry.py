@@ -19,8 +19,10 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.backend import ProcessBackend, process_backend
 from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.handover import HandoverResult
-from asr_serve.engine.process.messages import EngineSpec
+from asr_serve.engine.process.messages import EngineReady, EngineSpec
+from asr_serve.engine.replicas.backend import ReplicatedBackend
 from asr_serve.errors import (
+    AsrServeError,
     EngineClosed,
     ModelNotLoaded,
     NotAllowed,
@@ -58,9 +60,9 @@ class EngineParts(NamedTuple):
     """Every known model, by name."""
 
 
-def open_engine(name: str, config: ServeConfig) -> EngineParts:
-    """Starts an engine process; blocks until its model is loaded. Raises EngineClosed, and errors of loading."""
-    spec = EngineSpec(
+def engine_spec(name: str, config: ServeConfig) -> EngineSpec:
+    """Specification of a model's engine process."""
+    return EngineSpec(
         model=name,
         device=config.device,
         dtype=config.dtype,
@@ -69,17 +71,27 @@ def open_engine(name: str, config: ServeConfig) -> EngineParts:
         threads=config.engine_threads,
         listen=(config.host, config.encode_port),
         peer_keys=config.peer_keys,
+        config=config.engine if name == config.model else _standalone(config.engine),
     )
-    connect = process_backend(spec, RingSize(config.ring_slots, config.ring_payload_bytes))
-    client = EngineClient(config.engine if name == config.model else _standalone(config.engine), connect)
+
+
+def open_engine(name: str, config: ServeConfig) -> EngineParts:
+    """Starts an engine process; blocks until its model is loaded. Raises EngineClosed, and errors of loading."""
+    spec = engine_spec(name, config)
+    client = EngineClient(spec.config, process_backend(spec, RingSize(config.ring_slots, config.ring_payload_bytes)))
     assert isinstance(client.backend, ProcessBackend)
-    ready = client.backend.ready
+    return engine_parts(client, client.backend.ready, Path(client.backend.ready.tokenizer_folder))
+
+
+def engine_parts(client: EngineClient, ready: EngineReady, tokenizer_folder: Path) -> EngineParts:
+    """Parts of an engine that is loaded; closes `client` for an error. `tokenizer_folder`: on this machine. Raises
+    ProgramMissing, WeightsCorrupt."""
     cards = {card.name: card for card in ready.cards}
-    if isinstance(ready.card, AsrCard):
-        return EngineParts(ready.card, client, tokenizers.load_tokenizer(Path(ready.tokenizer_folder)), cards)
     try:
+        if isinstance(ready.card, AsrCard):
+            return EngineParts(ready.card, client, tokenizers.load_tokenizer(tokenizer_folder), cards)
         preload_frontend(ready.card)
-    except ProgramMissing:
+    except AsrServeError:
         client.close()
         raise
     return EngineParts(ready.card, client, None, cards)
@@ -175,7 +187,7 @@ class ModelEngine:
         backend = self.client.backend
         metrics.engine_up.labels(self.name).set(self.client.state == "ready")
         metrics.live_turnaround.labels(self.name).set(self.client.partial_rate.turnaround_ms / 1_000)
-        if not isinstance(backend, ProcessBackend):
+        if not isinstance(backend, ProcessBackend | ReplicatedBackend):
             return b""
         metrics.ring_slots.labels(self.name).set(backend.ring.slots)
         metrics.ring_depth.labels(self.name).set(backend.ring_depth)
@@ -517,7 +529,7 @@ class EngineRegistry:
         after the new one is ready. Raises UnknownModel, ModelNotLoaded, NotAllowed (a renewal is in progress),
         EngineClosed, and errors of loading; then the old one stays."""
         backend = self.get_any(name).client.backend
-        assert isinstance(backend, ProcessBackend)
+        assert isinstance(backend, ProcessBackend | ReplicatedBackend)
         renewing = asyncio.create_task(asyncio.to_thread(backend.renew, self._config.drain_s))
         self._renewing.add(renewing)
         renewing.add_done_callback(self._finish_renewal)

@@ -13,9 +13,9 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 from granian.constants import Interfaces, SSLProtocols
@@ -32,7 +32,7 @@ from asr_serve.pipelines.stages.pipeline_file import open_pipeline
 from asr_serve.pipelines.stages.stage_files import check_files
 from asr_serve.server import silent_connections
 from asr_serve.server.app import create_app
-from asr_serve.server.engine_registry import EngineRegistry, ServedPipeline
+from asr_serve.server.engine_registry import EngineParts, EngineRegistry, ServedPipeline, open_engine
 from asr_serve.server.middleware.admission import AdmissionController
 from asr_serve.server.realtime.funasr.session_defaults import FunAsrSessionDefaults
 from asr_serve.server.telemetry import logs
@@ -56,17 +56,37 @@ CLOSE_S = 5.0
 """Longest wait for the engines to close. A loading one cannot be stopped; it ends after this process."""
 
 
+class ServerSetup(NamedTuple):
+    """Checked settings of a server, with what they ask of this machine."""
+
+    config: ServeConfig
+    ports: list[int]
+    """The server's port, and any for FunASR's realtime clients."""
+    connections: int
+    """Connections that it accepts."""
+    scorers: Mapping[int, SentenceScorer]
+    """Language models of the pipeline, by the index of their stage."""
+
+
 def serve(config: ServeConfig) -> None:
     """Runs until SIGTERM or SIGINT, then exits: code 0, or 1 if it could not start or ended by itself. Raises
     OptionError if the address or the certificate cannot be used, and for unknown models, voices and devices."""
     logs.setup(config.log_format, config.log_level)
+    asyncio.run(_serve(prepare(config)))
+
+
+def prepare(config: ServeConfig, *, check_models: bool = True) -> ServerSetup:
+    """Checks settings, and chooses ports. `check_models`: whether names of models and devices are checked, which are of
+    this machine. Raises OptionError as `serve` does."""
     _certificate(config)
     scorers: Mapping[int, SentenceScorer] = {}
     pipeline = None if config.pipeline is None else open_pipeline(config.pipeline)
-    if pipeline is None:
-        check_startup(config, None)
-    else:
-        check_startup(config, pipeline.name, pipeline.devices)
+    if check_models:
+        if pipeline is None:
+            check_startup(config, None)
+        else:
+            check_startup(config, pipeline.name, pipeline.devices)
+    if pipeline is not None:
         check_files(pipeline)
         scorers = load_scorers(pipeline)
     config = _with_peer_port(config)
@@ -75,7 +95,7 @@ def serve(config: ServeConfig) -> None:
     ports = [_free_port(config.host, config.port)]
     if config.realtime_port is not None:
         ports.append(_free_port(config.host, config.realtime_port, "--realtime-port"))
-    asyncio.run(_serve(config, ports, connections, scorers))
+    return ServerSetup(config, ports, connections, scorers)
 
 
 def _with_peer_port(config: ServeConfig) -> ServeConfig:
@@ -167,16 +187,33 @@ def _certificate(config: ServeConfig) -> dict[str, Any]:
     return {"ssl_cert": cert, "ssl_key": key, "ssl_protocol_min": SSLProtocols.tls12}
 
 
-async def _serve(
-    config: ServeConfig, ports: list[int], connections: int, scorers: Mapping[int, SentenceScorer]
-) -> None:
-    """Runs until a signal, then exits. `ports`: the server's, and any for FunASR's realtime clients. `scorers`: the
-    language models of the pipeline, by the index of their stage."""
-    stop_requested = asyncio.Event()
+async def _serve(setup: ServerSetup) -> None:
+    """Runs until a signal, then exits."""
+    stop_requested, code = asyncio.Event(), 1
+
+    def announce(engines: EngineRegistry, took_s: float) -> None:
+        _announce(setup.config, setup.ports, took_s, engines.default_tts_model, engines.pipeline)
+
+    with _signals(stop_requested):
+        try:
+            code = await run_server(setup, stop_requested, announce)
+        finally:
+            _exit_now(code)
+
+
+async def run_server(
+    setup: ServerSetup,
+    stop_requested: asyncio.Event,
+    on_ready: Callable[[EngineRegistry, float], None],
+    open_engine: Callable[[str, ServeConfig], EngineParts] = open_engine,
+) -> int:
+    """Runs until `stop_requested` and returns 0, or 1 if it could not start or ended by itself. `on_ready`: called once
+    the models are loaded, with the seconds that took."""
+    config, ports, connections, scorers = setup
     metrics, gate, engines = (
         ServerMetrics(__version__),
         AdmissionController(config),
-        EngineRegistry(config, scorers=scorers),
+        EngineRegistry(config, open_engine, scorers=scorers),
     )
     tracer = Tracer.create(config.otel_endpoint, "asr-serve")
     funasr_defaults = FunAsrSessionDefaults(config)
@@ -195,37 +232,36 @@ async def _serve(
         )
         for number, port in enumerate(ports)
     ]
-    with _signals(stop_requested):
-        listening = {asyncio.create_task(server.serve()) for server in servers}
-        stop = asyncio.create_task(stop_requested.wait())
-        loading = asyncio.create_task(engines.start())
-        watching = asyncio.create_task(silent_connections.watch(ports, connections // len(ports)))
-        code = 1
-        try:
-            started = time.perf_counter()
-            await asyncio.wait({*listening, stop, loading}, return_when=asyncio.FIRST_COMPLETED)
-            if loading.done() and not stop.done() and not any(task.done() for task in listening):
-                loading.result()
-                if not funasr_defaults.empty:
-                    funasr_defaults.check(engines.get())
-                _announce(config, ports, time.perf_counter() - started, engines.default_tts_model, engines.pipeline)
-                await asyncio.wait({*listening, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if stop.done():
-                await _drain(config, gate)
-                code = 0
-        except AsrServeError as error:
-            log.error("the server could not start: %s", error)
-        except Exception:
-            log.exception("the server ended badly")
-        finally:
-            for task in (stop, loading, watching):
-                task.cancel()
-            for server in servers:
-                server.stop()  # type: ignore[no-untyped-call]
-            await _wait_tasks({loading, *listening}, STOP_S)
-            await _wait_tasks({asyncio.create_task(engines.close())}, CLOSE_S)
-            tracer.close()
-            _exit_now(code)
+    listening = {asyncio.create_task(server.serve()) for server in servers}
+    stop = asyncio.create_task(stop_requested.wait())
+    loading = asyncio.create_task(engines.start())
+    watching = asyncio.create_task(silent_connections.watch(ports, connections // len(ports)))
+    code = 1
+    try:
+        started = time.perf_counter()
+        await asyncio.wait({*listening, stop, loading}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done() and not stop.done() and not any(task.done() for task in listening):
+            loading.result()
+            if not funasr_defaults.empty:
+                funasr_defaults.check(engines.get())
+            on_ready(engines, time.perf_counter() - started)
+            await asyncio.wait({*listening, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            await _drain(config, gate)
+            code = 0
+    except AsrServeError as error:
+        log.error("the server could not start: %s", error)
+    except Exception:
+        log.exception("the server ended badly")
+    finally:
+        for task in (stop, loading, watching):
+            task.cancel()
+        for server in servers:
+            server.stop()  # type: ignore[no-untyped-call]
+        await _wait_tasks({loading, *listening}, STOP_S)
+        await _wait_tasks({asyncio.create_task(engines.close())}, CLOSE_S)
+        tracer.close()
+    return code
 
 
 async def _wait_tasks(tasks: set[asyncio.Task[Any]], wait_s: float) -> None:

@@ -67,6 +67,17 @@ class SealedBuffer:
             undo.pop_all()
         return cls(fd, SealedBufferLabel(lengths, total))
 
+    @classmethod
+    def copy(cls, data: bytes, label: SealedBufferLabel) -> SealedBuffer:
+        """Copies the bytes of another machine's buffer into one of this machine. Requires SUPPORTED. Raises OSError."""
+        view, parts, offset = memoryview(data), list[memoryview](), 0
+        for length in label.lengths:
+            parts.append(view[offset : offset + length])
+            offset += length
+        copied = cls.pack(parts)
+        copied.label = label  # its checksum is of what was sent
+        return copied
+
     def read(self) -> list[bytes]:
         """Returns the parts. Raises Torn."""
         label, parts, offset = self.label, list[bytes](), 0

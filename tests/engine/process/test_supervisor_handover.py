@@ -29,8 +29,8 @@ from asr_serve.config import EngineConfig
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine.client import EngineClient
+from asr_serve.engine.process import connection, supervisor
 from asr_serve.engine.process import engine_process as children
-from asr_serve.engine.process import supervisor
 from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.handover import Handover, HandoverResult
 from asr_serve.engine.process.in_flight import InFlight
@@ -482,7 +482,7 @@ def test_a_stream_whose_state_is_lost_is_replayed(start, reference, kind, how, m
     client = start(kind)
     streams = start_streams(client, kind, 3)
     send_next(streams, wait=True)
-    receive = children.receive_buffer
+    receive = connection.receive_buffer
 
     def spoil(pipe: Any, label: SealedBufferLabel) -> SealedBuffer | None:
         buffer = receive(pipe, label)
@@ -492,7 +492,7 @@ def test_a_stream_whose_state_is_lost_is_replayed(start, reference, kind, how, m
         buffer.close()
         return SealedBuffer.pack([b"\x93\x01\x02\x03", b"abc"]) if how == "of another model" else None
 
-    monkeypatch.setattr(children, "receive_buffer", spoil)
+    monkeypatch.setattr(connection, "receive_buffer", spoil)
     found = backend_of(client).renew()
     assert (found.streams, found.replayed) == (0, 3)
     expect_reference(streams, reference, kind)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from asr_serve.api.cli import clone, doctor, graph, listen, lm, models, serve, speak, transcribe, voices
+from asr_serve.api.cli import clone, cluster, doctor, graph, listen, lm, models, serve, speak, transcribe, voices
 from asr_serve.api.cli.exit_codes import INTERRUPTED
 
 app = typer.Typer(
@@ -47,6 +47,7 @@ def top(
       asr-serve label calls/ --out labels        pseudo-labels for training, from two models
       asr-serve train voice --help               train a voice of your own
       asr-serve serve                            serve all of it over HTTP, for OpenAI's clients
+      asr-serve cluster up                       serve on several machines, with Ray
       asr-serve models list                      list models
       asr-serve lm build talks.txt -o talks.arpa build a language model from text
       asr-serve graph --help                     limit a streaming model to a fixed vocabulary
@@ -60,6 +61,7 @@ app.command("speak", no_args_is_help=True)(speak.speak)
 app.command("clone", no_args_is_help=True)(clone.clone)
 app.add_typer(voices.app, name="voices")
 app.command("serve")(serve.serve)
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(models.app, name="models")
 app.add_typer(lm.app, name="lm")
 app.add_typer(graph.app, name="graph")

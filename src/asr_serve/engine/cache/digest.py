@@ -12,23 +12,41 @@ from asr_serve.engine.request import RecognitionRequest, VadChunk
 
 DIGEST_BYTES = 16
 
-_KEYED = hmac.new(secrets.token_bytes(32), digestmod="sha256")
+AudioMac = hmac.HMAC
+
+
+def keyed(key: bytes) -> AudioMac:
+    """Beginning of all digests under a key."""
+    return hmac.new(key, digestmod="sha256")
+
+
+_own = keyed(secrets.token_bytes(32))
+
+
+def use_key(key: bytes) -> None:
+    """Sets the key of this process's digests, before the first: processes with one key have the same digests."""
+    global _own
+    _own = keyed(key)
+
+
 _encode_facts = msgspec.msgpack.Encoder().encode
 
 
-def audio_digest(pcm: np.ndarray, *facts: object) -> bytes:
+def audio_digest(pcm: np.ndarray, *facts: object, mac: AudioMac | None = None) -> bytes:
     """Returns 16 bytes that identify samples and whatever else decides their result, such as whether a model's
-    whole window is encoded. `facts`: numbers, text, bytes, None or tuples of these.
+    whole window is encoded. `facts`: numbers, text, bytes, None or tuples of these. `mac`: of another key than this
+    process's.
 
     HMAC with SHA-256, cut to 128 bits, because requests with equal digests get equal answers: two recordings made
-    to collide would give one client another's text. Every process draws its own key, so that nobody can search for
-    such a pair elsewhere; digests mean nothing to another process. Of Python's cryptographic hashes, SHA-256 is
-    the fastest on processors with instructions for it, as servers have. Python's lock is released while it runs.
+    to collide would give one client another's text. Every process draws its own key, or the replicas of a cluster
+    have one that nobody else knows, so that nobody can search for such a pair elsewhere. Of Python's cryptographic
+    hashes, SHA-256 is the fastest on processors with instructions for it, as servers have. Python's lock is released
+    while it runs.
 
     Source  RFC 2104 (HMAC), FIPS 180-4 (SHA-256)
     """
     samples = np.ascontiguousarray(pcm)
-    mac = _KEYED.copy()
+    mac = (mac or _own).copy()
     head = _encode_facts((samples.dtype.str, samples.shape, facts))
     mac.update(len(head).to_bytes(8, "little") + head)
     mac.update(samples.data.cast("B") if samples.size else b"")

@@ -60,6 +60,9 @@ class PrefixCache:
         assert pool.reclaim is None, "a pool has one cache"
         pool.reclaim = self.reclaim
         self.pool, self.max_pages, self._on_evict = pool, most_pages, on_evict
+        self.on_root: Callable[[bytes, bool], None] | None = None
+        """Called with the key of a root that was added or removed, and whether it is there. It must not call the
+        tree."""
         self._roots: dict[bytes, _RadixNode] = {}
         self._evicting = False
         self._extending: _RadixNode | None = None
@@ -74,6 +77,11 @@ class PrefixCache:
     def __len__(self) -> int:
         """Number of roots."""
         return len(self._roots)
+
+    @property
+    def roots(self) -> list[bytes]:
+        """Keys of all roots."""
+        return [*self._roots]
 
     @property
     def pages(self) -> int:
@@ -138,6 +146,7 @@ class PrefixCache:
             self.pool.add_cache_reference(audio)
             self._link(top, self._lru_ring)
             self._roots[root] = top
+            self._report(root, True)
         return top
 
     def _add_child(self, parent: _RadixNode, data: bytes, pages: Sequence[int]) -> _RadixNode:
@@ -262,11 +271,16 @@ class PrefixCache:
         self._unlink(node)
         if node.parent is None:
             del self._roots[node.data]
+            self._report(node.data, False)
             return len(freed)
         del node.parent.children[node.data[:BLOCK_BYTES]]
         if not (node.parent.pages or node.parent.children):
             del self._roots[node.parent.data]
         return len(freed)
+
+    def _report(self, root: bytes, cached: bool) -> None:
+        if self.on_root is not None:
+            self.on_root(root, cached)
 
     def check(self) -> None:
         """Asserts that every page is in one node, and every node is older than its parent. Run when idle."""

@@ -35,6 +35,7 @@ from asr_serve.engine.process.supervisor import Supervisor
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk, reject
 from asr_serve.engine.tts.request import TtsRequest
 from asr_serve.errors import AsrServeError, Cancelled
+from asr_serve.transfer.ring import PcmWriter
 from asr_serve.types import LanguageModelChoice
 
 REPORT_TIMEOUT_S = 5.0
@@ -65,6 +66,25 @@ class ProcessBackend:
         return self._supervisor.restarts
 
     @property
+    def address(self) -> messages.EngineAddress | None:
+        """Address at which the current process listens for other servers."""
+        return self._supervisor.address
+
+    def wait_address(self, known: messages.EngineAddress | None, timeout_s: float) -> messages.EngineAddress | None:
+        """Address where the current process listens for other servers, once it is another than `known`, or after
+        `timeout_s`."""
+        supervisor = self._supervisor
+        with supervisor.changed:
+            supervisor.changed.wait_for(lambda: supervisor.state == "ready" and supervisor.address != known, timeout_s)
+            return supervisor.address
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the current process."""
+        process = self._current.process
+        return process.pid if isinstance(process, EngineProcess) else None
+
+    @property
     def moved(self) -> Counter[tuple[str, str]]:
         """Number of sessions and streams that moved between processes, by kind and mode."""
         return self._supervisor.moved
@@ -76,20 +96,20 @@ class ProcessBackend:
 
     @property
     def ring_depth(self) -> int:
-        return process.writer.depth if (process := self._ready_process) else 0
+        return writer.depth if (writer := self._ring_writer) else 0
 
     @property
     def ring_full_waits(self) -> int:
-        return process.writer.full_waits if (process := self._ready_process) else 0
+        return writer.full_waits if (writer := self._ring_writer) else 0
 
     @property
     def _current(self) -> InFlight:
         return self._supervisor.current
 
     @property
-    def _ready_process(self) -> EngineProcess | None:
+    def _ring_writer(self) -> PcmWriter | None:
         current = self._current
-        return current.process if current.process_ready else None
+        return current.process.ring_writer if current.process_ready and current.process is not None else None
 
     # --- requests -------------------------------------------------------------------------------------
 

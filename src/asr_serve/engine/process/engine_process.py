@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-import numpy as np
-
 from asr_serve.config import engine_environment
 from asr_serve.engine.process import messages
-from asr_serve.engine.process.message_sender import MessageSender, OutgoingMessage
+from asr_serve.engine.process.connection import EngineConnection, ExportedStream
+from asr_serve.engine.process.message_sender import OutgoingMessage
 from asr_serve.errors import EngineClosed
 from asr_serve.transfer import ring
 from asr_serve.transfer.ring import PcmWriter
-from asr_serve.transfer.sealed_buffer import SealedBuffer, SealedBufferLabel
 
 EXIT_TIMEOUT_S = 10.0
 """Time for a process to stop before it is killed."""
@@ -44,37 +40,12 @@ class RingSize(NamedTuple):
     payload_bytes: int = 16_384
 
 
-class ExportedStream(NamedTuple):
-    """Received messages.StreamExported with its sealed buffer, which the receiver closes."""
-
-    session: int
-    saved: SealedBuffer | None
-
-
-def send_buffer(pipe: Connection, parcel: SealedBuffer) -> None:
-    """Sends a sealed buffer, after the message with its label. Raises OSError."""
-    with socket.socket(fileno=os.dup(pipe.fileno())) as line:
-        parcel.send(line)
-
-
-def receive_buffer(pipe: Connection, label: SealedBufferLabel) -> SealedBuffer:
-    """Receives the sealed buffer that follows a message. Raises EOFError, OSError."""
-    with socket.socket(fileno=os.dup(pipe.fileno())) as line:
-        return SealedBuffer.receive(line, label)
-
-
-class EngineProcess:
-    """Engine process and its connection. Made by `start`. `receive` is for one thread at a time."""
+class EngineProcess(EngineConnection):
+    """Engine process of this server's own, and its connection. Made by `start`."""
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, writer: PcmWriter) -> None:
-        self.process, self.writer = process, writer
-        self._pipe = pipe
-        # Writing waits for room in the ring and the pipe. If it fails, because the process died or only its pipe
-        # broke, the pipe contains half a message: the process is unusable.
-        self._sender = MessageSender(f"asr-serve to {process.pid}", self._write, lost=self.kill)
-        self.last_message_s = time.monotonic()
-        """Time of its last message. After `hang_timeout_s` without one it counts as unresponsive."""
-        self.hang_timeout_s = math.inf
+        self.process = process
+        super().__init__(pipe, writer, f"asr-serve to {process.pid}", lost=self.kill)
 
     @property
     def pid(self) -> int:
@@ -82,8 +53,7 @@ class EngineProcess:
 
     @property
     def unresponsive(self) -> bool:
-        """Whether it runs, and has sent nothing for longer than `hang_timeout_s`."""
-        return self.process.returncode is None and time.monotonic() - self.last_message_s > self.hang_timeout_s
+        return self.process.returncode is None and self.silent_s > self.hang_timeout_s
 
     @classmethod
     def start(cls, spec: messages.EngineSpec, size: RingSize) -> EngineProcess:
@@ -129,54 +99,6 @@ class EngineProcess:
                     others(message)
         raise EngineClosed(f"the engine process ended while it was loading ({self.join_or_kill()})", todo="see its log")
 
-    def send(
-        self,
-        message: messages.ToEngine,
-        pcm: np.ndarray | None = None,
-        number: int = 0,
-        parcel: SealedBuffer | None = None,
-        owner: int | None = None,
-    ) -> None:
-        """Queues a message, with the samples or the sealed buffer that it announces; a thread writes them in the
-        order of calls. `number`: of the samples in the ring. `parcel`: closed here. `owner`: for
-        `withdraw_owner`."""
-        # Admission limits this queue: an utterance counts in EngineClient until it is answered or cancelled, a
-        # recording has two chunks in flight and a live caller one, and queries are limited by MAX_TURN_REQUESTS
-        # and MAX_DIARIZATION_WINDOWS. InFlight holds the same arrays until they are answered, so they take no
-        # more memory here; what it drops is withdrawn. The rest is some bytes for each message.
-        pcm = None if pcm is None else np.ascontiguousarray(pcm)
-        self._sender.enqueue(OutgoingMessage(messages.encode(message), pcm, number, parcel, owner))
-
-    def withdraw_owner(self, owner: int) -> None:
-        """Removes the owner's messages that are not written yet."""
-        self._sender.withdraw_owner(owner)
-
-    def _write(self, letter: OutgoingMessage) -> None:
-        # The samples first, so that the reader of the message finds them and wakes up once. Samples larger than
-        # the ring would wait for a reader that has no message yet.
-        pcm = letter.pcm
-        pcm_first = pcm is not None and pcm.nbytes <= self.writer.capacity_bytes
-        if pcm is not None and pcm_first:
-            self.writer.write_message(letter.number, pcm)
-        self._pipe.send_bytes(letter.message)
-        if pcm is not None and not pcm_first:
-            self.writer.write_message(letter.number, pcm)
-        if letter.parcel is not None:
-            send_buffer(self._pipe, letter.parcel)
-
-    def receive(self) -> messages.ToServer | ExportedStream | None:
-        """Receives the next message; None when the process is gone."""
-        try:
-            message: messages.ToServer = messages.decode_to_server(self._pipe.recv_bytes())
-            self.last_message_s = time.monotonic()
-            if isinstance(message, messages.StreamExported):
-                return ExportedStream(
-                    message.session, receive_buffer(self._pipe, message.saved) if message.saved else None
-                )
-        except (EOFError, OSError):
-            return None
-        return message
-
     def kill(self) -> None:
         self.process.kill()
 
@@ -188,10 +110,3 @@ class EngineProcess:
             self.process.kill()
             code = self.process.wait()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-    def close(self) -> None:
-        """Closes the pipe and the ring after the exit; unwritten messages are dropped."""
-        self._sender.discard()
-        self.writer.close()  # wakes a thread that waits for room
-        self._sender.join()
-        self._pipe.close()

@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 from asr_serve.engine.process import messages
-from asr_serve.engine.process.engine_process import ExportedStream
-from asr_serve.engine.process.in_flight import InFlight, InFlightSession, InFlightStream
+from asr_serve.engine.process.connection import ExportedStream
+from asr_serve.engine.process.in_flight import InFlight, InFlightRequests, InFlightSession, InFlightStream
 from asr_serve.transfer.sealed_buffer import SealedBuffer
 
 MAX_STREAMS_MOVING = 8
@@ -102,7 +102,7 @@ class Handover:
         sessions, self.old.sessions = self.old.sessions, type(self.old.sessions)()
         for number, session in sessions.items():
             self._transfer_session(number, session)
-        work, self.old.requests = self.old.requests, {}
+        work, self.old.requests = self.old.requests, InFlightRequests()
         for request in work.values():
             request.started = False
             self.new.submit(request)

@@ -12,7 +12,7 @@ import numpy as np
 
 from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.engine.process import messages
-from asr_serve.engine.process.engine_process import EngineProcess, ExportedStream
+from asr_serve.engine.process.connection import EngineConnection, ExportedStream
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.engine.tts.request import TtsRequest
 from asr_serve.errors import AsrServeError, EngineCrashed, StepFailed
@@ -94,6 +94,10 @@ class InFlightUtterance(msgspec.Struct):
     def pcm(self) -> np.ndarray | None:
         return self.utterance.pcm
 
+    @property
+    def samples(self) -> int:
+        return self.utterance.samples
+
     def message(self) -> messages.SubmitUtterance:
         utterance = self.utterance
         assert utterance.pcm is not None
@@ -131,6 +135,10 @@ class InFlightSpeech(msgspec.Struct):
     def pcm(self) -> None:
         return None
 
+    @property
+    def samples(self) -> int:
+        return self.request.samples
+
     def message(self) -> messages.SubmitSentence:
         request = self.request
         return messages.SubmitSentence(
@@ -149,6 +157,29 @@ class InFlightSpeech(msgspec.Struct):
 
     def answer(self, value: Any) -> PendingAnswer:
         return PendingAnswer(self.request.future, value, self.request.samples)
+
+
+class InFlightRequests(dict[int, InFlightUtterance | InFlightSpeech]):
+    """Requests by number, and the samples of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = 0
+        """Samples of all requests."""
+
+    def __setitem__(self, number: int, work: InFlightUtterance | InFlightSpeech) -> None:
+        self.samples += work.samples
+        super().__setitem__(number, work)
+
+    def __delitem__(self, number: int) -> None:
+        self.samples -= self[number].samples
+        super().__delitem__(number)
+
+    def remove(self, number: int) -> InFlightUtterance | InFlightSpeech | None:
+        """Removes and returns a request; None if it is not here."""
+        if (work := self.get(number)) is not None:
+            del self[number]
+        return work
 
 
 class InFlightSession:
@@ -328,13 +359,13 @@ class InFlight:
     lock of Supervisor; results for callers are returned and delivered without it."""
 
     def __init__(self) -> None:
-        self.process: EngineProcess | None = None
+        self.process: EngineConnection | None = None
         """The process, also while it loads and after its exit."""
         self.process_ready = False
         """Whether it accepts messages."""
         self.stopped = False
         """Whether it was asked to stop."""
-        self.requests: dict[int, InFlightUtterance | InFlightSpeech] = {}
+        self.requests = InFlightRequests()
         self.sessions = InFlightSessions()
         self.queries = PendingQueries()
 
@@ -359,7 +390,7 @@ class InFlight:
 
     def cancel(self, request_id: int) -> InFlightUtterance | InFlightSpeech | None:
         """Removes and returns a request; None if it is not here."""
-        if (work := self.requests.pop(request_id, None)) is not None:
+        if (work := self.requests.remove(request_id)) is not None:
             self._withdraw(request_id, messages.CancelRequest(request_id))
         return work
 
@@ -449,7 +480,7 @@ class InFlight:
     def handle_message(self, message: messages.ToServer | ExportedStream) -> Sequence[PendingAnswer | SoundAnswer]:
         match message:
             case messages.UtteranceDone(id=request_id, recognition=recognition):
-                return [work.answer(recognition)] if (work := self.requests.pop(request_id, None)) else []
+                return [work.answer(recognition)] if (work := self.requests.remove(request_id)) else []
             case messages.SentenceSound(id=request_id, sound=sound):
                 return self._on_sound(request_id, sound)
             case messages.VadResult(session=number, chunk=chunk_number, probabilities=data, state=state):
@@ -459,7 +490,7 @@ class InFlight:
                 chunk = self.sessions.acknowledge(number, chunk_number, None)
                 return [PendingAnswer(chunk.future, result)] if chunk else []
             case messages.RequestFailed(id=number, failure=failure, chunk=None):
-                return [work.answer(failure.to_error())] if (work := self.requests.pop(number, None)) else []
+                return [work.answer(failure.to_error())] if (work := self.requests.remove(number)) else []
             case messages.RequestFailed(id=number, failure=failure, chunk=int(chunk_number)):
                 return reject_chunks(self.sessions.fail_chunk(number, chunk_number), failure.to_error())
             case messages.RequestsStarted(ids=ids):

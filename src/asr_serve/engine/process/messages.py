@@ -1,7 +1,8 @@
 """Messages between the server and its engine process: msgspec structs over a pipe, PCM over the ring.
 
 Samples are matched to messages by order alone: the ring contains the samples that messages announce, in the order
-of the messages, and nothing else. A sealed buffer (transfer/sealed_buffer) follows its message in the pipe.
+of the messages, and nothing else. A sealed buffer (transfer/sealed_buffer) follows its message in the pipe. Between
+machines, the samples follow their message too (engine/process/connection).
 """
 
 from __future__ import annotations
@@ -22,6 +23,29 @@ from asr_serve.transfer.sealed_buffer import SealedBufferLabel
 from asr_serve.types import LanguageModelChoice, Priority, SearchResult, Sentence, SentenceAudio
 
 
+class ListenSpec(msgspec.Struct, frozen=True):
+    """Addresses to listen at for servers beside the one that started the process."""
+
+    folder: str
+    """Folder for its Unix socket, which only this user may read."""
+    host: str | None
+    """Address of this machine for servers on others; None: no other machine connects."""
+    key: bytes
+    """Key that a server must know."""
+
+    def __repr__(self) -> str:
+        return f"ListenSpec(folder={self.folder!r}, host={self.host!r})"
+
+
+class EngineAddress(msgspec.Struct, frozen=True):
+    """Addresses of an engine process."""
+
+    unix_path: str
+    """Path of its Unix socket, for servers on the same machine."""
+    tcp: tuple[str, int] | None
+    """Host and port, for servers on other machines."""
+
+
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Model and settings of an engine process."""
 
@@ -35,6 +59,10 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     listen: tuple[str, int] = ("127.0.0.1", 0)
     """Address on which an engine that encodes for others listens."""
     peer_keys: tuple[str, ...] = ()
+    servers: ListenSpec | None = None
+    """Addresses for other servers; None: it listens for none."""
+    digest_key: bytes = b""
+    """Key of digests of audio that replicas have in common; empty: one of its own."""
     config: EngineConfig = EngineConfig()
 
 
@@ -175,6 +203,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     load_s: float
     speakers: bool = False
     """Whether the diarization models are on this machine."""
+    address: EngineAddress | None = None
+    """Address for other servers; None: it listens for none."""
 
 
 class RequestsStarted(msgspec.Struct, frozen=True, tag=True):
@@ -284,6 +314,14 @@ class QueryFailed(msgspec.Struct, frozen=True, tag=True):
     failure: ErrorMessage
 
 
+class AudioCached(msgspec.Struct, frozen=True, tag=True):
+    """Reports audio whose encoder results are cached, or no longer, by its digests. For servers that connected: a new
+    one is first told of all there is."""
+
+    inserted: tuple[bytes, ...]
+    evicted: tuple[bytes, ...] = ()
+
+
 class EngineLoadFailed(msgspec.Struct, frozen=True, tag=True):
     """Reports that loading failed; the process ends."""
 
@@ -338,6 +376,7 @@ ToServer = (
     | SpeakersAnswer
     | QueryFailed
     | EngineReport
+    | AudioCached
     | EngineLog
 )
 

@@ -16,13 +16,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from asr_serve.engine.process import messages
-from asr_serve.engine.process.engine_process import (
-    EXIT_TIMEOUT_S,
-    EngineProcess,
-    ExportedStream,
-    RingSize,
-    restart_pause_s,
-)
+from asr_serve.engine.process.connection import EngineConnection, ExportedStream
+from asr_serve.engine.process.engine_process import EXIT_TIMEOUT_S, EngineProcess, RingSize, restart_pause_s
 from asr_serve.engine.process.handover import Handover, HandoverResult
 from asr_serve.engine.process.in_flight import InFlight, PendingAnswer, SoundAnswer, unanswered_query
 from asr_serve.errors import AsrServeError, EngineClosed, NotAllowed
@@ -64,6 +59,8 @@ class Supervisor:
         """Set while an earlier process is still running."""
         self.state = "loading"
         self.restarts = 0
+        self.address: messages.EngineAddress | None = None
+        """Address for other servers of the process that was started last."""
         self.moved: Counter[tuple[str, str]] = Counter()
         """Number of sessions and streams that moved between processes, by kind and mode."""
         self.moved_s = 0.0
@@ -268,6 +265,7 @@ class Supervisor:
             undo.callback(_end_unused, process)
             ready = process.wait_ready(self._forward)
             undo.pop_all()
+        self.address = ready.address
         return ready
 
     def _speed_up_replacement(self) -> None:
@@ -313,8 +311,8 @@ class Supervisor:
             in_flight.replay_all()
             if self.handover is not None:
                 self.handover.on_new_process_restarted()
-                self.changed.notify_all()
             self.state = "ready"
+            self.changed.notify_all()
 
     def _watch(self) -> None:
         """Pings all processes regularly and kills unresponsive ones. Keeps no reference to a process, so that the
@@ -408,7 +406,7 @@ def _comparable_facts(ready: messages.EngineReady) -> tuple[object, ...]:
     return ready.card, ready.turn_card, ready.fingerprint
 
 
-def _end_unused(process: EngineProcess) -> None:
+def _end_unused(process: EngineConnection) -> None:
     """Kills and closes a process without work."""
     process.kill()
     process.join_or_kill()

@@ -13,6 +13,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -296,6 +297,12 @@ class EncodeWorker:
         with self._lock:
             for client in self._clients:
                 client.channel.shut_down()
+
+    def cached_audio(self) -> list[bytes]:
+        return []
+
+    def watch_audio(self, on_change: Callable[[bytes, bool], None]) -> None:
+        """Does nothing: no audio is cached."""
 
     def report(self) -> dict[str, int]:
         return {"waiting": len(self._waiting), "decoding": 0, "pages": 0, "pages_used": 0}

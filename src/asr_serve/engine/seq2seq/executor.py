@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.language_model.token_models import TokenLanguageModel
+from asr_serve.engine.cache.digest import DIGEST_BYTES
 from asr_serve.engine.executor import CheckThrottle, LoopContext, StepGuard
 from asr_serve.engine.request import RecognitionRequest, reject
 from asr_serve.engine.seq2seq.biasing_queue import BiasingQueue
@@ -145,6 +146,18 @@ class Seq2SeqExecutor:
             for utterance in self.open_requests.values():
                 reject(utterance.future, error)
             self.decode_runner.decoder.close()
+
+    def cached_audio(self) -> list[bytes]:
+        cache = self.coalescer.cache
+        return [] if cache is None else [root[:DIGEST_BYTES] for root in cache.prefix_cache.roots if root]
+
+    def watch_audio(self, on_change: Callable[[bytes, bool], None]) -> None:
+        def on_root(root: bytes, cached: bool) -> None:
+            if root:
+                on_change(root[:DIGEST_BYTES], cached)
+
+        if (cache := self.coalescer.cache) is not None:
+            cache.prefix_cache.on_root = on_root
 
     def report(self) -> dict[str, int]:
         pages = self.decode_runner.page_pool

@@ -106,6 +106,12 @@ class StreamingExecutor:
                 self._reject(stream, error)
             self._biasing.close()
 
+    def cached_audio(self) -> list[bytes]:
+        return []
+
+    def watch_audio(self, on_change: Callable[[bytes, bool], None]) -> None:
+        """Does nothing: no audio is cached."""
+
     def report(self) -> dict[str, int]:
         states = self.model_runner.states
         pages = {"pages": states.slots, "pages_used": states.used}

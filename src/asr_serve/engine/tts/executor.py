@@ -90,6 +90,12 @@ class TtsExecutor:
             for request in requests:
                 reject(request.future, error)
 
+    def cached_audio(self) -> list[bytes]:
+        return []
+
+    def watch_audio(self, on_change: Callable[[bytes, bool], None]) -> None:
+        """Does nothing: no audio is cached."""
+
     def report(self) -> dict[str, int]:
         return {
             "waiting": len(self._waiting),

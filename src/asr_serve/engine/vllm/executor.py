@@ -165,6 +165,12 @@ class VllmExecutor:
             for utterance in self.open_requests.values():
                 reject(utterance.future, error)
 
+    def cached_audio(self) -> list[bytes]:
+        return []
+
+    def watch_audio(self, on_change: Callable[[bytes, bool], None]) -> None:
+        """Does nothing: no audio is cached."""
+
     def report(self) -> dict[str, int]:
         pages = int(self._facts["pages"])
         return {

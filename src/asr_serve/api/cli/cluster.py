@@ -1,0 +1,149 @@
+"""`asr-serve cluster`: starts a cluster on Ray, shows it, scales it, drains it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from asr_serve.api.cli.exit_codes import exit_on_error, print_error
+from asr_serve.api.cli.models import print_table
+from asr_serve.api.cli.options import AsJson
+from asr_serve.cluster import require_ray
+
+if TYPE_CHECKING:
+    from asr_serve.cluster.control import ModelStatus
+
+app = typer.Typer(no_args_is_help=True, help="Serve on several machines, with Ray.")
+
+Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="Ray cluster; auto: the one of this machine.")]
+ConfigFile = Annotated[str | None, typer.Option("--config", "-c", metavar="FILE", help="Cluster file, in YAML.")]
+WaitS = Annotated[float, typer.Option("--wait", metavar="SECONDS", help="Longest wait.")]
+
+
+@app.command("up")
+@exit_on_error
+def up(
+    config: ConfigFile = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Ray cluster to deploy to; auto: the one of this machine. Default: start Ray here.",
+        ),
+    ] = None,
+    cpus: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Cores of this machine for Ray. Default: all.")
+    ] = None,
+    wait_s: WaitS = 1_800.0,
+) -> None:
+    """Start a cluster: an ingress, which callers connect to, and replicas of each model.
+
+    It runs until ctrl-C or SIGTERM, and drains then. With --address, it is
+    deployed to Ray and this command returns.
+
+    \b
+    Examples
+      asr-serve cluster up
+      asr-serve cluster up --config cluster.yaml
+      asr-serve cluster up --config cluster.yaml --address auto
+    """
+    require_ray()
+    from asr_serve.cluster import cluster_config, control
+
+    chosen = cluster_config.read(config)
+    local = control.start_ray(address, cpus)
+    with control.signals() as stop:  # Ray has handlers of its own, which are replaced
+        described = control.deploy(chosen, stop, local=local, wait_s=wait_s)
+        names = ", ".join(f"{each.replicas} x {each.model}" for each in chosen.models)
+        url = described["url"]
+        print_error(f"asr-serve cluster serves {names} on {url} {'(stop with ctrl-C)' if local else ''}")
+        print_error("")
+        upload = f"-F model={chosen.models[0].model} -F file=@talk.wav"
+        print_error(f"  try it    curl {url}/v1/audio/transcriptions {upload}")
+        print_error(f"  live      ws{url.removeprefix('http')}   (FunASR's; OpenAI's: /v1/realtime; ours: /v1/stream)")
+        print_error(f"  health    {url}/ready   metrics   {url}/metrics")
+        print_error(f"  control   asr-serve cluster status   (of Ray at {control.address()})")
+        if not local:
+            return
+        stop.wait()
+        print_error("stopping: requests in progress are still answered")
+        control.drain()
+        control.shut_down()
+
+
+@app.command("status")
+@exit_on_error
+def status(address: Address = "auto", as_json: AsJson = False) -> None:
+    """Show the deployments of a cluster, and the load of each replica.
+
+    \b
+    Examples
+      asr-serve cluster status
+      asr-serve cluster status --json | jq '.[].detail'
+    """
+    require_ray()
+    from asr_serve.cluster import control
+
+    control.connect(address)
+    found = control.statuses()
+    if as_json:
+        print(json.dumps([each._asdict() for each in found], indent=2))
+        return
+    print_table(("DEPLOYMENT", "STATE", "RUNNING", "REPLICA", "QUEUED S", "SESSIONS"), list(_rows(found)))
+
+
+@app.command("scale")
+@exit_on_error
+def scale(
+    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    replicas: Annotated[int, typer.Argument(help="Number of replicas.")],
+    address: Address = "auto",
+    wait_s: WaitS = 600.0,
+) -> None:
+    """Set the number of replicas of a model, and wait until it has them.
+
+    Replicas that go are drained: they finish their requests, and live callers
+    move to the others in the middle of their sentence.
+
+    \b
+    Example
+      asr-serve cluster scale moonshine-tiny-en 4
+    """
+    require_ray()
+    from asr_serve.cluster import control
+
+    control.connect(address)
+    control.scale(model, replicas)
+    control.wait_scaled(model, replicas, wait_s)
+    print_error(f"{model} has {replicas} replicas")
+
+
+@app.command("drain")
+@exit_on_error
+def drain(address: Address = "auto") -> None:
+    """Refuse new callers, finish those in progress, and end the ingress and all replicas.
+
+    Ray itself runs on where it was started by another command.
+
+    \b
+    Example
+      asr-serve cluster drain
+    """
+    require_ray()
+    from asr_serve.cluster import control
+
+    control.connect(address)
+    control.drain()
+
+
+def _rows(found: list[ModelStatus]) -> Any:
+    for each in found:
+        head = (each.name, each.state, f"{each.replicas} of {each.wanted}")
+        replicas = each.detail.get("replicas", {})
+        if not replicas:
+            yield (*head, each.detail.get("url", ""), "", "")
+        for replica_id, load in replicas.items():
+            yield (*head, replica_id, f"{load['queued_samples'] / 16_000:.1f}", str(load["sessions"]))
+            head = ("", "", "")

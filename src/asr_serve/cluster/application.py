@@ -1,0 +1,76 @@
+"""The Ray Serve application of a cluster: an ingress, and a deployment for each model."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+import ray
+from ray import serve
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from asr_serve.cluster.cluster_config import ClusterConfig, ModelDeployment
+from asr_serve.cluster.engine_replica import EngineReplica
+from asr_serve.cluster.ingress import Ingress
+from asr_serve.cluster.request_router import AudioRequestRouter
+from asr_serve.server.engine_registry import engine_spec
+
+INGRESS, APPLICATION = "ingress", "asr-serve"
+KEY_NAME = b"asr-serve cluster key"
+MAX_CONTROL_CALLS = 1_024
+"""Control calls of one replica at once: an attached ingress is one."""
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 30.0
+SHUTDOWN_MARGIN_S = 15.0
+"""Time beyond `drain_s` after which Ray Serve ends a replica under callers."""
+
+
+def build(config: ClusterConfig, reach: str = "network") -> Application:
+    """Builds the application. `reach`: where `config` leaves it open. Raises OptionError."""
+    if not ray.is_initialized():
+        ray.init()
+    key = cluster_key()
+    handles = {each.model: _model(config, each, key, config.reach or reach) for each in config.models}
+    settings = config.server()
+    ingress = serve.deployment(
+        Ingress,
+        name=INGRESS,
+        num_replicas=config.ingress.replicas,
+        max_replicas_per_node=1 if config.ingress.replicas > 1 else None,
+        max_ongoing_requests=MAX_CONTROL_CALLS,
+        ray_actor_options={"num_cpus": config.ingress.cpus},
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        graceful_shutdown_timeout_s=settings.drain_s + SHUTDOWN_MARGIN_S,
+    )
+    return ingress.bind(msgspec.msgpack.encode(config), key, handles)
+
+
+def cluster_key() -> bytes:
+    """Key that the servers and engines of this Ray cluster share, made at the first call. It stays when the application
+    is deployed again, so that old and new replicas know each other."""
+    _internal_kv_put(KEY_NAME, secrets.token_bytes(32), overwrite=False)
+    key = _internal_kv_get(KEY_NAME)
+    assert key is not None
+    return bytes(key)
+
+
+def _model(config: ClusterConfig, chosen: ModelDeployment, key: bytes, reach: str) -> Application:
+    settings = config.engine_settings(chosen)
+    spec = engine_spec(chosen.model, settings)
+    spec = msgspec.structs.replace(spec, weights=chosen.weights)
+    deployment = serve.deployment(
+        EngineReplica,
+        name=chosen.model,
+        num_replicas=chosen.replicas,
+        max_ongoing_requests=MAX_CONTROL_CALLS,
+        ray_actor_options={"num_cpus": chosen.cpus, "num_gpus": chosen.gpus},
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        graceful_shutdown_timeout_s=settings.drain_s + SHUTDOWN_MARGIN_S,
+        request_router_config=RequestRouterConfig(
+            request_router_class=f"{AudioRequestRouter.__module__}:{AudioRequestRouter.__name__}"
+        ),
+    )
+    return deployment.bind(msgspec.msgpack.encode(spec), key, reach)

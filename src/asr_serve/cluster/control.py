@@ -1,0 +1,180 @@
+"""Control of a cluster from the command line: start, state, scale, drain, upgrade, stop."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve._private.common import DeploymentID
+from ray.serve.config import ProxyLocation
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
+
+from asr_serve.cluster.application import APPLICATION, INGRESS, build
+from asr_serve.cluster.cluster_config import MAX_REPLICAS, ClusterConfig
+from asr_serve.errors import EngineClosed, OptionError
+
+OBJECT_STORE_BYTES = 100 << 20
+"""Memory of Ray's objects on a machine where `up` starts Ray: control calls need little, and audio none."""
+CONTROL_S = 30.0
+POLL_S = 0.5
+"""Time between two looks at what Ray Serve has done: it offers no event."""
+NAMESPACE = "serve"
+
+
+class ModelStatus(NamedTuple):
+    """Deployment of a model, or of the ingress."""
+
+    name: str
+    state: str
+    replicas: int
+    wanted: int
+    detail: dict[str, Any]
+    """State of its replicas as the ingress sees them; empty without an ingress."""
+
+
+def start_ray(address: str | None, cpus: int | None) -> bool:
+    """Connects to the Ray cluster at `address`, or starts Ray on this machine; returns whether it was started. Raises
+    EngineClosed."""
+    if address is None:
+        ray.init(
+            num_cpus=cpus,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=True,
+            logging_level="warning",
+            namespace=NAMESPACE,
+        )
+        return True
+    connect(address)
+    return False
+
+
+def connect(address: str) -> None:
+    """Connects to a Ray cluster that runs; `auto`: the one of this machine. Raises EngineClosed."""
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="warning", namespace=NAMESPACE)
+    except (ConnectionError, RuntimeError, ValueError) as failure:
+        raise EngineClosed(
+            f"no Ray cluster at {address}: {failure}", todo="start one: asr-serve cluster up, or ray start --head"
+        ) from None
+
+
+def address() -> str:
+    """Address of the Ray cluster that this process is connected to."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def deploy(config: ClusterConfig, stop: threading.Event, *, local: bool, wait_s: float) -> dict[str, Any]:
+    """Deploys the application, or replaces its replicas one by one where it runs, and waits until it serves. Returns
+    the ingress's description. Raises OptionError; EngineClosed, also where `stop` is set meanwhile."""
+    application = build(config, "machine" if local else "network")
+    # The ingress has a listener of its own: Ray Serve's proxy speaks no HTTP/2 (docs/decisions/0038).
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    target = serve.RunTarget(
+        application,
+        name=APPLICATION,
+        route_prefix=None,
+        external_scaler_enabled=True,
+        logging_config={"enable_access_log": False},
+    )
+    serve.run_many([target], wait_for_applications_running=False)
+    end_s = time.monotonic() + wait_s
+    while True:
+        status = serve.status().applications.get(APPLICATION)
+        if status is not None and status.status == ApplicationStatus.RUNNING:
+            return describe()
+        failed = status is not None and status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+        if failed or time.monotonic() > end_s:
+            parts = [] if status is None else [status, *status.deployments.values()]
+            messages = [each.message for each in parts]
+            raise EngineClosed(
+                f"the cluster did not start{'' if failed else f' within {wait_s:g} s'}: "
+                + " ".join(" ".join(text.split()) for text in messages if text)[:2_000],
+                todo="see the logs of Ray: /tmp/ray/session_latest/logs",
+            )
+        if stop.wait(POLL_S):
+            raise EngineClosed("the cluster was stopped while it was starting")
+
+
+def describe() -> dict[str, Any]:
+    """Description of the ingress. Raises EngineClosed where there is none."""
+    try:
+        handle = serve.get_app_handle(APPLICATION)
+        described: dict[str, Any] = handle.describe.remote().result(timeout_s=CONTROL_S)
+    except (RayError, RayServeException, TimeoutError, ValueError) as failure:
+        raise EngineClosed(f"no ingress answers: {failure}", todo="start the cluster: asr-serve cluster up") from None
+    return described
+
+
+def statuses() -> list[ModelStatus]:
+    """State of each deployment. Raises EngineClosed where no application runs."""
+    application = serve.status().applications.get(APPLICATION)
+    if application is None:
+        raise EngineClosed("no asr-serve runs in this Ray cluster", todo="asr-serve cluster up")
+    described: dict[str, Any] = {}
+    with contextlib.suppress(EngineClosed):
+        described = describe()
+    found = []
+    for name, status in application.deployments.items():
+        details = described if name == INGRESS else described.get("models", {}).get(name, {})
+        running = sum(count for state, count in status.replica_states.items() if str(state).endswith("RUNNING"))
+        wanted = sum(status.replica_states.values())
+        found.append(ModelStatus(name, str(status.status.value), running, wanted, details))
+    return found
+
+
+def scale(model: str, replicas: int) -> None:
+    """Sets the number of replicas of a model. Those that go are drained first. Raises OptionError, EngineClosed."""
+    if not 1 <= replicas <= MAX_REPLICAS:
+        raise OptionError(f"{replicas} replicas", f"1 to {MAX_REPLICAS}", "asr-serve cluster down ends a cluster")
+    names = [status.name for status in statuses()]
+    if model not in names:
+        raise OptionError(f"no deployment {model!r}", f"one of: {', '.join(names)}")
+    controller = _get_global_client()._controller
+    ray.get(controller.update_deployment_replicas.remote(DeploymentID(model, APPLICATION), replicas))
+
+
+def wait_scaled(model: str, replicas: int, wait_s: float) -> None:
+    """Waits until a model has that many replicas, all of them running. Raises EngineClosed."""
+    end_s = time.monotonic() + wait_s
+    while True:
+        status = next((each for each in statuses() if each.name == model), None)
+        if status is not None and status.replicas == status.wanted == replicas:
+            return
+        if time.monotonic() > end_s:
+            raise EngineClosed(f"{model} does not have {replicas} replicas after {wait_s:g} s", todo="see its status")
+        time.sleep(POLL_S)
+
+
+def drain() -> None:
+    """Refuses new callers, finishes those in progress, and ends the application. Raises EngineClosed."""
+    if serve.status().applications.get(APPLICATION) is None:
+        raise EngineClosed("no asr-serve runs in this Ray cluster", todo="asr-serve cluster up")
+    serve.delete(APPLICATION)
+
+
+def shut_down() -> None:
+    """Ends Ray Serve, and Ray where this process started it."""
+    serve.shutdown()
+    ray.shutdown()
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[threading.Event]:
+    """Event that is set by SIGTERM and SIGINT."""
+    stop = threading.Event()
+    previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

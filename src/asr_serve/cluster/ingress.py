@@ -1,0 +1,230 @@
+"""Ingress: today's server in a Ray Serve replica, with its own listener, in front of the replicas of all models."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from asr_serve.cluster import membership
+from asr_serve.cluster.cluster_config import ClusterConfig
+from asr_serve.cluster.engine_replica import digest_key
+from asr_serve.config import ServeConfig
+from asr_serve.engine.client import EngineClient
+from asr_serve.engine.process import messages
+from asr_serve.engine.process.engine_process import RingSize
+from asr_serve.engine.replicas.backend import ReplicatedBackend, replicated_backend
+from asr_serve.errors import EngineClosed, NotAllowed
+from asr_serve.server.engine_registry import EngineParts, EngineRegistry, engine_parts, engine_spec
+from asr_serve.server.run import prepare, run_server
+from asr_serve.server.telemetry import logs
+
+log = logging.getLogger(__name__)
+
+CONTROL_S = 30.0
+"""Longest wait for the answer to a control call."""
+ATTACH_AGAIN_S = 1.0
+"""Pause before a replica is attached to again, where the call ended though the replica runs."""
+STOP_S = 10.0
+"""Time for the server's last steps beyond its `drain_s`."""
+
+decode_address = msgspec.msgpack.Decoder(messages.EngineAddress).decode
+
+
+class ReplicaConnectionSettings(NamedTuple):
+    """Settings of the connections to replicas."""
+
+    key: bytes
+    digest_key: bytes
+    ring: RingSize
+    silent_s: float
+
+
+class ServeDirectory:
+    """Replicas of one deployment, as Ray Serve reports them. One long call is attached to each: it tells where the
+    engine process listens, and keeps Ray Serve from ending the replica under callers."""
+
+    def __init__(self, handle: DeploymentHandle, deployment: str, drain_s: float) -> None:
+        self._handle, self._deployment, self._drain_s = handle, deployment, drain_s
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._changes: queue.SimpleQueue[dict[str, str] | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._calls: dict[str, Any] = {}
+        """Call of each replica that is attached."""
+
+    def start(self, backend: ReplicatedBackend) -> None:
+        membership.watch(self._deployment, self._changes.put, lambda: backend.loads)
+        threading.Thread(target=self._follow, args=(backend,), name="replicas", daemon=True).start()
+        # The first call makes the handle's router, which learns of the replicas.
+        threading.Thread(target=self._first_call, name="first call", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+        membership.forget(self._deployment)
+        self._changes.put(None)
+        for call in list(self._calls.values()):
+            call.cancel()
+
+    def _first_call(self) -> None:
+        try:
+            self._handle.describe.remote().result()
+        except (RayError, RayServeException, TimeoutError) as failure:
+            log.warning("%s: %s", self._deployment, failure)
+
+    def _follow(self, backend: ReplicatedBackend) -> None:
+        """Attaches to replicas that come, and drains those that go."""
+        known: set[str] = set()
+        while (members := self._changes.get()) is not None:
+            for replica_id in members.keys() - known:
+                self._in_thread(self._attach, backend, replica_id)
+            for replica_id in known - members.keys():
+                self._in_thread(self._leave, backend, replica_id)
+            known = set(members)
+
+    def _in_thread(self, work: Any, backend: ReplicatedBackend, replica_id: str) -> None:
+        threading.Thread(target=work, args=(backend, replica_id), name=f"replica {replica_id}", daemon=True).start()
+
+    def _attach(self, backend: ReplicatedBackend, replica_id: str) -> None:
+        while not self._closed.is_set():
+            call = self._handle.options(stream=True).attach.remote(replica_id=replica_id)
+            self._calls[replica_id] = call
+            try:
+                for node_id, address in call:
+                    backend.connect(replica_id, decode_address(address), same_machine=node_id == self._node_id)
+            except (RayError, RayServeException, asyncio.CancelledError) as failure:
+                log.info("replica %s of %s: %s", replica_id, self._deployment, type(failure).__name__)
+            if self._calls.get(replica_id) is not call or self._closed.wait(ATTACH_AGAIN_S):
+                return
+            if self._calls.get(replica_id) is not call:
+                return
+
+    def _leave(self, backend: ReplicatedBackend, replica_id: str) -> None:
+        backend.drain(replica_id, self._drain_s)
+        if (call := self._calls.pop(replica_id, None)) is not None:
+            call.cancel()
+
+
+class Ingress:
+    """Server that callers connect to: a Ray Serve deployment. Its methods are control calls."""
+
+    def __init__(self, config: bytes, key: bytes, handles: Mapping[str, DeploymentHandle]) -> None:
+        """Listens, and waits until every model has a replica. `config`: ClusterConfig. Raises EngineClosed."""
+        self._cluster = msgspec.msgpack.decode(config, type=ClusterConfig)
+        self._key, self._handles = key, dict(handles)
+        self._ready: Future[dict[str, Any]] = Future()
+        self._registry: EngineRegistry | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._code: int | None = None
+        settings = self._cluster.server()
+        logs.setup(settings.log_format, settings.log_level)
+        self._setup = prepare(settings, check_models=False)
+        self._thread = threading.Thread(target=self._run, name="asr-serve", daemon=True)
+        self._thread.start()
+        self._ready.result()
+
+    def _run(self) -> None:
+        try:
+            self._code = asyncio.run(self._serve())
+        finally:
+            if not self._ready.done():
+                self._ready.set_exception(EngineClosed("the server could not start", todo="see its log"))
+
+    async def _serve(self) -> int:
+        self._loop = asyncio.get_running_loop()
+
+        def ready(registry: EngineRegistry, took_s: float) -> None:
+            self._registry = registry
+            self._ready.set_result(self._address)
+
+        return await run_server(self._setup, self._stop, ready, self._open_engine)
+
+    @property
+    def _address(self) -> dict[str, Any]:
+        config = self._setup.config
+        host = ray.util.get_node_ip_address() if config.host in ("0.0.0.0", "::") else config.host
+        host = f"[{host}]" if ":" in host else host
+        secure = "s" if config.tls_cert else ""
+        urls = [f"http{secure}://{host}:{port}" for port in self._setup.ports]
+        return {"url": urls[0], "urls": urls, "node": ray.get_runtime_context().get_node_id()}
+
+    def _open_engine(self, name: str, config: ServeConfig) -> EngineParts:
+        """Connects to the replicas of a model. Raises NotAllowed for a model that the cluster does not have."""
+        handle = self._handles.get(name)
+        chosen = next((each for each in self._cluster.models if each.model == name), None)
+        if handle is None or chosen is None:
+            names = ", ".join(each.model for each in self._cluster.models)
+            raise NotAllowed(
+                f"{name} is no model of this cluster", f"its models: {names}", "add it to the cluster file"
+            )
+        directory = ServeDirectory(handle, name, config.drain_s)
+        ring = RingSize(config.ring_slots, config.ring_payload_bytes)
+        settings = ReplicaConnectionSettings(self._key, digest_key(self._key), ring, self._cluster.replica_silent_s)
+        engine = engine_spec(name, config).config
+        client = EngineClient(engine, replicated_backend(directory, settings))
+        assert isinstance(client.backend, ReplicatedBackend)
+        ready = client.backend.ready
+        folder = Path(ready.tokenizer_folder)
+        return engine_parts(client, ready, folder if folder.is_dir() else self._fetch_tokenizer(handle))
+
+    def _fetch_tokenizer(self, handle: DeploymentHandle) -> Path:
+        """Copies the tokenizer's files from a machine that has them."""
+        folder = Path(tempfile.mkdtemp(prefix="asr-serve-tokenizer-"))
+        for name, data in handle.tokenizer_files.remote().result(timeout_s=CONTROL_S).items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        return folder
+
+    async def describe(self) -> dict[str, Any]:
+        """Address of the server, and the replicas of each model with their loads."""
+        models: dict[str, Any] = {}
+        for engine in self._registry or ():
+            backend = engine.client.backend
+            assert isinstance(backend, ReplicatedBackend)
+            reports = await asyncio.to_thread(backend.reports)
+            models[engine.name] = {
+                "state": engine.state,
+                "lost_connections": backend.restarts,
+                "audio_hits": backend.audio_hits,
+                "moved": {" ".join(labels): count for labels, count in backend.moved.items()},
+                "replicas": {
+                    replica_id: {
+                        "queued_samples": load.queued_samples,
+                        "sessions": load.sessions,
+                        "requests": reports[replica_id].describe.get("requests") if replica_id in reports else None,
+                    }
+                    for replica_id, load in backend.loads.items()
+                },
+            }
+        return {**self._address, "models": models}
+
+    async def check_health(self) -> None:
+        """Raises EngineClosed once the server has ended: Ray Serve then replaces this ingress."""
+        if self._code is not None:
+            raise EngineClosed(f"the server ended with code {self._code}")
+
+    def stop(self) -> None:
+        """Refuses new callers and finishes those in progress within `drain_s`; blocks meanwhile."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._stop.set)
+        end_s = time.monotonic() + self._setup.config.drain_s + STOP_S
+        self._thread.join(max(0.0, end_s - time.monotonic()))
+
+    def __del__(self) -> None:
+        self.stop()

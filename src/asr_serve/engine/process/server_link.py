@@ -1,0 +1,340 @@
+"""Connection of an engine process to one server: messages become jobs for the loop, and results become messages."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from concurrent.futures import Future
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from asr_serve.decoding.hypothesis import Recognition
+from asr_serve.diarization.local_speakers import LocalSpeakers
+from asr_serve.engine.cache.digest import set_request_digests, set_window_digest
+from asr_serve.engine.diarization_runner import DiarizationRequest
+from asr_serve.engine.executor import StepGuard
+from asr_serve.engine.loop import Loop
+from asr_serve.engine.process import messages
+from asr_serve.engine.process.connection import PcmSource, receive_buffer, send_buffer
+from asr_serve.engine.process.message_sender import MessageSender, OutgoingMessage
+from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
+from asr_serve.engine.session_snapshot import SessionSnapshot
+from asr_serve.engine.tts.request import TtsRequest
+from asr_serve.engine.turn_runner import TurnRunner
+from asr_serve.errors import AsrServeError, AtCapacity, ModelNotLoaded, OutOfStep, PeerGone
+from asr_serve.metrics import EngineMetrics
+from asr_serve.transfer.sealed_buffer import SUPPORTED, SealedBuffer
+from asr_serve.types import SearchResult, SentenceAudio
+
+log = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 0.5
+"""Minimum age of the metrics text before it is rendered again, however often it is scraped."""
+SERVER_BITS = 40
+"""Bits of a request's number in the loop that its server chose; the bits above are the server's own number."""
+
+
+class EngineFacts:
+    """Parts of the engine that every connection uses, and its metrics as text."""
+
+    def __init__(self, loop: Loop, turns: TurnRunner | None, metrics: EngineMetrics) -> None:
+        self.loop, self.turns, self._metrics = loop, turns, metrics
+        self._text, self._rendered_s = b"", -math.inf
+
+    def metrics_text(self) -> bytes:
+        """Metrics as Prometheus text, cached for REPORT_EVERY_S. Reads only single numbers of the loop, from any
+        thread."""
+        metrics, loop, now = self._metrics, self.loop, time.monotonic()
+        if now - self._rendered_s > REPORT_EVERY_S:
+            counters = loop.executor.report()
+            metrics.pages.set(counters["pages"])
+            metrics.pages_used.set(counters["pages_used"])
+            metrics.sessions.set(loop.states.used)
+            metrics.prefix_bytes.set(loop.cached_bytes)
+            metrics.requests["waiting"].set(counters["waiting"])
+            metrics.requests["decoding"].set(counters["decoding"])
+            metrics.requests["speaking"].set(counters.get("speaking", 0))
+            self._text, self._rendered_s = metrics.render(), now
+        return self._text
+
+
+class ServerLink:
+    """Connection to one server. Numbers that it chose for requests and sessions are its own: in the loop they begin
+    with the number of the connection, so that those of two servers are never the same."""
+
+    def __init__(self, pipe: Connection, pcm: PcmSource, number: int, name: str) -> None:
+        """`pcm`: source of the samples that messages announce. `number`: of this connection, 0 for the process that
+        started the engine. `name`: of its thread."""
+        self._pipe, self._pcm, self.number = pipe, pcm, number
+        self._base = number << SERVER_BITS
+        # The number of requests limits this queue: one result for each admitted request and chunk, some seconds of
+        # audio for a sentence, and callers without results send nothing more; a pong for each ping, which end when
+        # the server gives this process up; and a report for each query that timed out, some KB every few seconds.
+        self._sender = MessageSender(name, self._write)
+        self._requests: set[int] = set()
+        """Requests in the loop, by the loop's numbers."""
+        self._sessions: set[int] = set()
+        """Open sessions and streams, by the loop's numbers."""
+
+    @property
+    def owns_engine(self) -> bool:
+        """Whether its server started the engine: the engine ends with it."""
+        return self.number == 0
+
+    def finish(self) -> None:
+        """Sends what is queued, and nothing more."""
+        self._sender.finish()
+
+    def join(self) -> None:
+        self._sender.join()
+
+    def close(self) -> None:
+        """Drops what is not sent, and closes the connection."""
+        self._sender.discard()
+        self._pcm.close()
+        self._sender.join()
+        self._pipe.close()
+
+    def requests_started(self, ids: tuple[int, ...]) -> None:
+        self.send(messages.RequestsStarted(ids))
+
+    # --- from the server, on a thread of its own ----------------------------------------------------------
+
+    def read_messages(self, facts: EngineFacts) -> None:
+        """Reads messages until the server is gone, and then withdraws what it requested; the engine stops with the
+        server that started it."""
+        try:
+            while True:
+                message = messages.decode_to_engine(self._pipe.recv_bytes())
+                if isinstance(message, messages.OpenStream) and message.saved is not None:
+                    self._restore_stream(facts.loop, message, receive_buffer(self._pipe, message.saved))
+                elif isinstance(message, messages.StopEngine) and not self.owns_engine:
+                    break
+                else:
+                    self._handle_message(facts, message)
+        except (EOFError, OSError, PeerGone, OutOfStep):
+            pass
+        except Exception:
+            log.exception("what the server said cannot be taken")
+        if self.owns_engine:
+            facts.loop.inbox.put(Loop.stop)
+        else:
+            self._withdraw_all(facts.loop)
+
+    def _withdraw_all(self, loop: Loop) -> None:
+        """Ends everything that the server has in the loop."""
+        for request_id in tuple(self._requests):
+            loop.inbox.put(partial(_cancel, request_id))
+        for session in tuple(self._sessions):
+            loop.inbox.put(partial(_close, session))
+
+    def _submitted(self, request_id: int, future: Future[Any]) -> None:
+        """Registers a request until it is answered."""
+        self._requests.add(request_id)
+        future.add_done_callback(lambda _: self._requests.discard(request_id))
+
+    def _handle_message(self, facts: EngineFacts, message: messages.ToEngine) -> None:
+        loop, base = facts.loop, self._base
+        put = loop.inbox.put
+        match message:
+            case messages.SubmitUtterance():
+                utterance = RecognitionRequest(
+                    base + message.id,
+                    self._pcm.read_message(message.id, message.length),
+                    message.samples,
+                    message.options,
+                    message.priority,
+                    Future(),
+                    message.draft,
+                    message.within_ms,
+                    message.submitted_ns,
+                )
+                utterance.future.add_done_callback(partial(self._on_recognized, message.id))
+                self._submitted(utterance.id, utterance.future)
+                if loop.uses_digests:
+                    set_request_digests(utterance)
+                put(lambda loop: loop.executor.submit(utterance))
+            case messages.SubmitSentence(
+                id=request_id, sentence=sentence, priority=priority, slack_ms=slack_ms, skip_samples=skip
+            ):
+                future = Future[int]()
+                future.add_done_callback(partial(self._on_speech_done, request_id))
+                on_sound = partial(self._on_sound, request_id)
+                submitted_ns = message.submitted_ns
+                request = TtsRequest(
+                    base + request_id, sentence, on_sound, priority, future, slack_ms, skip, submitted_ns
+                )
+                self._submitted(request.id, future)
+                put(lambda loop: loop.tts.submit_sentence(request))
+            case messages.AppendVadAudio(session=session, chunk=chunk_number, length=length):
+                windows = VadChunk(base + session, self._pcm.read_message(session, length), Future())
+                windows.future.add_done_callback(partial(self._on_vad, windows, session, chunk_number))
+                if loop.uses_digests:
+                    set_window_digest(windows)
+                put(lambda loop: loop.vad_scheduler.enqueue(windows))
+            case messages.AppendStreamAudio(session=session, chunk=number, length=length, last=last, wanted=hypothesis):
+                pcm = self._pcm.read_message(session, length)
+                chunk = StreamChunk(base + session, pcm, last, Future(), hypothesis, message.timed)
+                if last:
+                    self._sessions.discard(chunk.session)
+                chunk.future.add_done_callback(partial(self._on_stream_result, session, number))
+                put(lambda loop: loop.streams.append_audio(chunk))
+            case messages.CancelRequest(id=request_id):
+                put(partial(_cancel, base + request_id))
+            case messages.OpenVadSession(session=session, live=live, state=state):
+                self._sessions.add(base + session)
+                put(partial(_open_vad_session, base + session, live, state))
+            case messages.OpenStream(session=session, live=live, samples=samples, words=words, bias=bias):
+                chosen = message.language_model
+                self._sessions.add(base + session)
+                put(
+                    lambda loop: loop.streams.open_stream(
+                        base + session, live, samples, words=words, bias=bias, language_model=chosen
+                    )
+                )
+            case messages.ExportStream(session=session):
+                put(lambda loop: self._export_stream(loop, session))
+            case messages.CloseSession(session=session):
+                self._sessions.discard(base + session)
+                put(partial(_close, base + session))
+            case messages.TurnQuery(number=number, length=length):
+                pcm, answer = self._pcm.read_message(number, length), Future[float]()
+                answer.add_done_callback(partial(self._on_turn, number))
+                if facts.turns is not None:
+                    facts.turns.submit(pcm, answer)
+                else:  # an engine before this one had it
+                    answer.set_exception(ModelNotLoaded("this engine has no turn model"))
+            case messages.SpeakersQuery(number=number, length=length, budget_samples=budget, live=live):
+                question = DiarizationRequest(
+                    self._pcm.read_message(number, length), budget, live, Future[LocalSpeakers]()
+                )
+                question.future.add_done_callback(partial(self._on_speakers, number))
+                put(lambda loop: loop.diarization.submit(question))
+            case messages.ReportQuery(number=number):
+                self.send(messages.EngineReport(number, loop.describe(), facts.metrics_text()))
+            case messages.EnginePing():
+                put(lambda _: self.send(messages.EnginePong()))
+            case messages.StopEngine():
+                put(Loop.stop)
+
+    # --- streams that come from another process, and go to one; on the loop's thread ----------------------
+
+    def _restore_stream(self, loop: Loop, message: messages.OpenStream, parcel: SealedBuffer) -> None:
+        def open_saved(loop: Loop) -> None:
+            opened = messages.StreamOpened(message.session)
+
+            def fail(error: AsrServeError) -> None:
+                nonlocal opened
+                opened = messages.StreamOpened(message.session, messages.ErrorMessage.from_error(error))
+
+            with contextlib.closing(parcel), StepGuard(loop.stats, "chunk", "going on with a stream", fail):
+                numbers, *parts = parcel.read()
+                saved = SessionSnapshot(numbers, tuple(parts))
+                loop.streams.open_stream(
+                    self._base + message.session,
+                    message.live,
+                    message.samples,
+                    saved,
+                    message.words,
+                    message.bias,
+                    message.language_model,
+                )
+            self.send(opened)
+
+        self._sessions.add(self._base + message.session)
+        loop.inbox.put(open_saved)
+
+    def _export_stream(self, loop: Loop, session: int) -> None:
+        parcel: SealedBuffer | None = None
+
+        def fail(error: AsrServeError) -> None:
+            log.warning("a stream has to be heard again from its start: %s", error)
+
+        with StepGuard(loop.stats, "chunk", "exporting a stream", fail):
+            if SUPPORTED and (saved := loop.streams.export_stream(self._base + session)) is not None:
+                parcel = SealedBuffer.pack([saved.header, *saved.parts])
+        self.send(messages.StreamExported(session, parcel.label if parcel else None), parcel)
+
+    # --- to the server, mostly on the loop's thread -------------------------------------------------------
+
+    def _on_recognized(self, request_id: int, future: Future[Recognition]) -> None:
+        error = future.exception()
+        if error is None:
+            self.send(messages.UtteranceDone(request_id, future.result()))
+        else:
+            assert isinstance(error, AsrServeError)
+            self.send(messages.RequestFailed(request_id, messages.ErrorMessage.from_error(error)))
+
+    def _on_sound(self, request_id: int, sound: SentenceAudio) -> None:
+        self.send(messages.SentenceSound(request_id, sound))
+
+    def _on_speech_done(self, request_id: int, future: Future[int]) -> None:
+        """Reports a failed sentence; a successful one ended with its last audio."""
+        if (error := future.exception()) is not None:
+            assert isinstance(error, AsrServeError)
+            self.send(messages.RequestFailed(request_id, messages.ErrorMessage.from_error(error)))
+
+    def _on_vad(self, windows: VadChunk, session: int, piece: int, future: Future[np.ndarray]) -> None:
+        error = future.exception()
+        if error is None:
+            assert windows.state is not None
+            self.send(messages.VadResult(session, piece, future.result().tobytes(), windows.state))
+        else:
+            assert isinstance(error, AsrServeError)
+            self.send(messages.RequestFailed(session, messages.ErrorMessage.from_error(error), piece))
+
+    def _on_stream_result(self, session: int, piece: int, future: Future[SearchResult | Recognition]) -> None:
+        error = future.exception()
+        if error is None:
+            self.send(messages.StreamOutput(session, piece, future.result()))
+        else:
+            assert isinstance(error, AsrServeError)
+            self.send(messages.RequestFailed(session, messages.ErrorMessage.from_error(error), piece))
+
+    def _on_turn(self, number: int, answer: Future[float]) -> None:
+        error = answer.exception()
+        if error is None:
+            self.send(messages.TurnAnswer(number, answer.result()))
+        else:
+            assert isinstance(error, AsrServeError)
+            self.send(messages.QueryFailed(number, messages.ErrorMessage.from_error(error)))
+
+    def _on_speakers(self, number: int, answer: Future[LocalSpeakers]) -> None:
+        error = answer.exception()
+        if error is None:
+            self.send(messages.SpeakersAnswer(number, answer.result()))
+        else:
+            assert isinstance(error, AsrServeError)
+            self.send(messages.QueryFailed(number, messages.ErrorMessage.from_error(error)))
+
+    def send(self, message: messages.ToServer, parcel: SealedBuffer | None = None) -> None:
+        """Queues a message without blocking: the reading thread sends too, and must never wait for a writer.
+        `parcel`: announced by the message, and closed here."""
+        self._sender.enqueue(OutgoingMessage(messages.encode(message), parcel=parcel))
+
+    def _write(self, letter: OutgoingMessage) -> None:
+        """Writes a message. Raises OSError when the server is gone; the reading thread notices that too."""
+        self._pipe.send_bytes(letter.message)
+        if letter.parcel is not None:
+            send_buffer(self._pipe, letter.parcel)
+
+
+def _cancel(request_id: int, loop: Loop) -> None:
+    loop.executor.cancel(request_id)
+
+
+def _open_vad_session(session: int, live: bool, state: bytes | None, loop: Loop) -> None:
+    """Opens a session. Where several servers together have more than there is room for, it counts as closed."""
+    try:
+        loop.vad_scheduler.open(session, live, state)
+    except AtCapacity as full:
+        log.warning("a voice-activity session of one of several servers is refused: %s", full)
+
+
+def _close(session: int, loop: Loop) -> None:
+    loop.close(session)

@@ -1,0 +1,159 @@
+"""Listener of an engine process for servers that did not start it: those of a cluster, on this machine or others."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import threading
+from functools import partial
+from multiprocessing.connection import Connection
+
+from asr_serve.engine.process import messages
+from asr_serve.engine.process.connection import PcmSource, PipePcmReader
+from asr_serve.engine.process.server_handshake import greet_server
+from asr_serve.engine.process.server_link import EngineFacts, ServerLink
+from asr_serve.errors import AsrServeError, OptionError
+from asr_serve.transfer.ring import PcmReader
+from asr_serve.transfer.tcp_options import configure_connection
+
+log = logging.getLogger(__name__)
+
+MAX_SERVERS = 64
+"""Servers that may be connected, or connecting, at once."""
+BACKLOG = 16
+
+
+class ServerListener:
+    """Accepts servers, each with a thread that reads its messages."""
+
+    def __init__(self, spec: messages.ListenSpec) -> None:
+        """Binds the sockets; `start` accepts. Raises OptionError where they cannot be bound."""
+        self._key = spec.key
+        path = os.path.join(spec.folder, f"{os.getpid()}.sock")
+        self.address = messages.EngineAddress(path, None)
+        self._sockets: list[socket.socket] = []
+        try:
+            local = socket.socket(socket.AF_UNIX)
+            self._sockets.append(local)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # of an earlier process with this number
+            local.bind(path)
+            port = 0
+            if spec.host is not None:
+                family, kind, protocol, _, address = socket.getaddrinfo(spec.host, 0, type=socket.SOCK_STREAM)[0]
+                remote = socket.socket(family, kind, protocol)
+                self._sockets.append(remote)
+                remote.bind(address)
+                port = int(remote.getsockname()[1])
+            for listener in self._sockets:
+                listener.listen(BACKLOG)
+        except OSError as failure:
+            self.close()
+            raise OptionError(
+                f"servers cannot connect to this engine at {path} and {spec.host}: {failure}",
+                "addresses of its machine",
+            ) from failure
+        if spec.host is not None:
+            self.address = messages.EngineAddress(path, (spec.host, port))
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._links: dict[int, ServerLink] = {}
+        self._connecting = 0
+
+    def start(self, facts: EngineFacts, ready: messages.EngineReady) -> None:
+        """Accepts servers from now on. `ready`: their first message."""
+        for listener in self._sockets:
+            threading.Thread(target=self._accept, args=(listener, facts, ready), name="servers", daemon=True).start()
+
+    def link(self, number: int) -> ServerLink | None:
+        """Connection of that number, while it is open."""
+        return self._links.get(number)
+
+    def audio_changed(self, digest: bytes, cached: bool) -> None:
+        """Tells all servers that audio is cached, or no longer. On the loop's thread."""
+        change = messages.AudioCached((digest,)) if cached else messages.AudioCached((), (digest,))
+        with self._lock:
+            links = tuple(self._links.values())
+        for link in links:
+            link.send(change)
+
+    def finish(self) -> None:
+        """Sends nothing after what is queued."""
+        with self._lock:
+            links = tuple(self._links.values())
+        for link in links:
+            link.finish()
+
+    def close(self) -> None:
+        """Accepts no more servers; connections end with the process."""
+        for listener in self._sockets:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # unblocks `accept`
+            listener.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self.address.unix_path)
+
+    def _accept(self, listener: socket.socket, facts: EngineFacts, ready: messages.EngineReady) -> None:
+        while True:
+            try:
+                line, _ = listener.accept()
+            except OSError:
+                return  # closed
+            with self._lock:
+                full = len(self._links) + self._connecting >= MAX_SERVERS
+                self._connecting += not full
+            if full:
+                log.warning("a server was turned away: %d are connected", MAX_SERVERS)
+                line.close()
+                continue
+            threading.Thread(target=self._serve, args=(line, facts, ready), name="server", daemon=True).start()
+
+    def _serve(self, line: socket.socket, facts: EngineFacts, ready: messages.EngineReady) -> None:
+        link: ServerLink | None = None
+        try:
+            with line:
+                link = self._open(line)
+        except (AsrServeError, OSError, ValueError) as failure:
+            log.warning("a server could not connect: %s", failure)
+        with self._lock:
+            self._connecting -= 1
+            if link is not None:
+                self._links[link.number] = link
+        if link is None:
+            return
+        try:
+            link.send(ready)
+            facts.loop.call(partial(_tell_cached_audio, link, facts))  # changes from now on follow it
+            link.read_messages(facts)
+        finally:
+            with self._lock:
+                del self._links[link.number]
+            link.close()
+
+    def _open(self, line: socket.socket) -> ServerLink:
+        """Greets a server. Raises PeerRefused, PeerGone, OSError, ValueError for a file that is no ring."""
+        if line.family != socket.AF_UNIX:
+            configure_connection(line)
+        descriptors = greet_server(line, self._key)
+        number = next(self._numbers)
+        with contextlib.ExitStack() as undo:
+            pcm: PcmSource | None = None
+            if descriptors is not None:
+                bell, memory = descriptors
+                end = socket.socket(fileno=bell)
+                undo.callback(end.close)
+                try:
+                    pcm = PcmReader(memory, end)
+                finally:
+                    os.close(memory)
+            pipe = Connection(line.detach())
+            undo.pop_all()
+        return ServerLink(pipe, pcm or PipePcmReader(pipe), number, f"to server {number}")
+
+
+def _tell_cached_audio(link: ServerLink, facts: EngineFacts) -> None:
+    if cached := facts.loop.executor.cached_audio():
+        link.send(messages.AudioCached(tuple(cached)))

@@ -1,0 +1,604 @@
+"""Backend over several replicas of an engine, each in a process that others started.
+
+A request goes to who has its audio cached, or to the shorter of two queues, in audio; a session and a stream stay on
+one replica. Everything is retained here until it is answered, as with one engine process (engine/process/backend). If a
+connection is lost, its work goes to the other replicas: utterances from their start, sessions from their last state,
+streams by replay. A replica that is drained gets no new work, and its streams move with their state. Without any
+replica, work waits for the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import numpy as np
+
+from asr_serve.config import EngineConfig
+from asr_serve.diarization.local_speakers import LocalSpeakers
+from asr_serve.engine.cache.digest import audio_digest, keyed
+from asr_serve.engine.client import Connect
+from asr_serve.engine.process import messages
+from asr_serve.engine.process.connection import ExportedStream
+from asr_serve.engine.process.engine_process import RingSize, restart_pause_s
+from asr_serve.engine.process.handover import Handover, HandoverResult
+from asr_serve.engine.process.in_flight import (
+    InFlight,
+    InFlightRequests,
+    InFlightSession,
+    InFlightSessions,
+    InFlightSpeech,
+    InFlightStream,
+    InFlightUtterance,
+    PendingAnswer,
+    SoundAnswer,
+    unanswered_query,
+)
+from asr_serve.engine.replicas.remote_engine import RemoteEngine
+from asr_serve.engine.replicas.routing import AudioIndex, ReplicaLoad, choose, choose_for_audio
+from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk, reject
+from asr_serve.engine.tts.request import TtsRequest
+from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, NotAllowed
+from asr_serve.types import LanguageModelChoice
+
+log = logging.getLogger(__name__)
+
+REPORT_TIMEOUT_S = 5.0
+FIRST_REPLICA_S = 1_800.0
+"""Longest wait for the first replica: weights may come over a slow connection."""
+NO_REPLICA_S = 60.0
+"""Time without a replica after which waiting requests are rejected and new ones refused, until one is there."""
+
+
+class ReplicaSettings(Protocol):
+    """Settings of the connections to replicas."""
+
+    @property
+    def key(self) -> bytes:
+        """Key that replicas know."""
+
+    @property
+    def digest_key(self) -> bytes:
+        """Key of the replicas' digests of audio."""
+
+    @property
+    def ring(self) -> RingSize:
+        """Size of the ring to a replica on this machine."""
+
+    @property
+    def silent_s(self) -> float:
+        """Time without a message after which a replica counts as dead."""
+
+
+class ReplicaDirectory(Protocol):
+    """Source of the replicas of a model."""
+
+    def start(self, backend: ReplicatedBackend) -> None:
+        """Begins to call `connect` and `drain` of the backend, from threads of its own."""
+
+    def close(self) -> None:
+        """Makes no further call. Idempotent."""
+
+
+class Replica:
+    """Replica as its server sees it. Protected by the lock of its backend."""
+
+    def __init__(self, replica_id: str) -> None:
+        self.id = replica_id
+        self.in_flight = InFlight()
+        self.address: messages.EngineAddress | None = None
+        """Address of its current engine process."""
+        self.draining = False
+
+    @property
+    def takes_work(self) -> bool:
+        return self.in_flight.process_ready and not self.draining
+
+    @property
+    def load(self) -> ReplicaLoad:
+        return ReplicaLoad(self.in_flight.requests.samples, len(self.in_flight.sessions))
+
+
+class ReplicatedBackend:
+    """Connections to the replicas of a model. Raises EngineClosed where no replica comes."""
+
+    def __init__(
+        self,
+        directory: ReplicaDirectory,
+        settings: ReplicaSettings,
+        on_done: Callable[[int], None],
+        on_stop: Callable[[], None],
+    ) -> None:
+        self._directory, self._settings = directory, settings
+        self._on_done, self._on_stop = on_done, on_stop
+        self.ring = settings.ring
+        self._lock = threading.Lock()
+        """Lock of all that follows and of the order of messages. No thread may wait for a replica while it holds it."""
+        self._changed = threading.Condition(self._lock)
+        self._replicas: dict[str, Replica] = {}
+        self._waiting = InFlight()
+        """Work without a replica."""
+        self._handovers: dict[Replica, Handover] = {}
+        self._threads: set[threading.Thread] = set()
+        self._closing = threading.Event()
+        self._alone_since_s: float | None = time.monotonic()
+        self._failed = False
+        self._draw = random.Random()
+        self._mac = keyed(settings.digest_key)
+        self._audio = AudioIndex()
+        self.audio_hits = 0
+        """Requests that went to a replica that had their audio."""
+        self.restarts = 0
+        """Connections that were lost."""
+        self.moved: Counter[tuple[str, str]] = Counter()
+        """Number of sessions and streams that moved between replicas, by kind and mode."""
+        self.moved_s = 0.0
+        """Total time that audio of moving streams waited."""
+        self._first: Future[messages.EngineReady] = Future()
+        threading.Thread(target=self._watch, name="asr-serve replicas", daemon=True).start()
+        try:
+            directory.start(self)
+            self.ready = self._first.result(FIRST_REPLICA_S)
+        except TimeoutError:
+            self.close()
+            raise EngineClosed(
+                f"no replica came within {FIRST_REPLICA_S:g} s", todo="see the log of the replicas"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+        self.card, self.turn_card = self.ready.card, self.ready.turn_card
+        self.speakers = self.ready.speakers
+
+    @property
+    def state(self) -> str:
+        if self._closing.is_set():
+            return "closed"
+        if self._failed:
+            return "failed"
+        return "ready" if any(replica.takes_work for replica in tuple(self._replicas.values())) else "restarting"
+
+    @property
+    def ring_depth(self) -> int:
+        """Slots in use of all rings."""
+        return sum(writer.depth for writer in self._ring_writers())
+
+    @property
+    def ring_full_waits(self) -> int:
+        return sum(writer.full_waits for writer in self._ring_writers())
+
+    def _ring_writers(self) -> Iterator[Any]:
+        for replica in tuple(self._replicas.values()):
+            process = replica.in_flight.process
+            if replica.in_flight.process_ready and process is not None and process.ring_writer is not None:
+                yield process.ring_writer
+
+    @property
+    def loads(self) -> dict[str, ReplicaLoad]:
+        """Load of each connected replica, by its id."""
+        with self._lock:
+            return {replica.id: replica.load for replica in self._replicas.values() if replica.in_flight.process_ready}
+
+    # --- replicas, called by the directory -----------------------------------------------------------------
+
+    def connect(self, replica_id: str, address: messages.EngineAddress, *, same_machine: bool) -> None:
+        """Connects to the engine process of a replica, which is new or was restarted. Returns at once."""
+        with self._lock:
+            if self._closing.is_set():
+                return
+            replica = self._replicas.setdefault(replica_id, Replica(replica_id))
+            if replica.address == address:
+                return
+            previous, replica.address = replica.in_flight.process, address
+            name = f"asr-serve from {replica_id}"
+            thread = threading.Thread(target=self._run, args=(replica, address, same_machine), name=name, daemon=True)
+            self._threads.add(thread)
+            thread.start()
+        if previous is not None:
+            previous.kill()  # of a process before this one
+
+    def drain(self, replica_id: str, timeout_s: float) -> None:
+        """Moves the work of a replica that will go to others, and disconnects. Its requests have `timeout_s` to finish;
+        blocks meanwhile. While there is no other replica, it goes on with all of its work. Nothing happens for an
+        unknown one."""
+        end_s = time.monotonic() + timeout_s
+        with self._lock:
+            replica = self._replicas.get(replica_id)
+            if replica is None or replica.draining:
+                return
+            replica.draining = True
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._takers or not replica.in_flight.process_ready or self._closing.is_set(), timeout_s
+            )
+            moved: Mapping[Any, int] = {}
+            if replica.in_flight.process_ready and not self._closing.is_set():
+                handover = self._handovers[replica] = Handover(replica.in_flight, self._target(replica))
+                handover.start()
+                self._changed.notify_all()
+                self._changed.wait_for(
+                    lambda: handover.finished or self._closing.is_set() or replica not in self._handovers,
+                    max(0.0, end_s - time.monotonic()),
+                )
+                if self._handovers.pop(replica, None) is not None:
+                    if not self._closing.is_set():
+                        handover.transfer_remaining()
+                    self._record(handover)
+                moved = handover.moved
+            self._replicas.pop(replica_id, None)
+            self._changed.notify_all()
+            process = replica.in_flight.process
+        if process is not None:
+            process.kill()
+        log.info("replica %s was drained: %s", replica_id, {" by ".join(labels): n for labels, n in moved.items()})
+
+    def _target(self, leaving: Replica) -> InFlight:
+        """Work of the replica that takes over from one that goes."""
+        others = [replica for replica in self._takers if replica is not leaving]
+        return min(others, key=lambda replica: replica.load.for_session).in_flight if others else self._waiting
+
+    def _record(self, handover: Handover) -> None:
+        self.moved += handover.moved
+        self.moved_s += handover.waited_s
+
+    # --- requests ---------------------------------------------------------------------------------------
+
+    def submit(self, utterance: RecognitionRequest) -> None:
+        assert utterance.pcm is not None
+        # The lock is not held while the audio is read. Without any cached audio it need not be.
+        digest = audio_digest(utterance.pcm, mac=self._mac) if self._audio else b""
+        with self._lock:
+            self._expect_open()
+            self._for_audio(digest, utterance.samples).submit(InFlightUtterance(utterance))
+
+    def synthesize(self, saying: TtsRequest) -> None:
+        with self._lock:
+            self._expect_open()
+            self._for_request().submit(InFlightSpeech(saying))
+
+    def cancel(self, request_id: int) -> None:
+        with self._lock:
+            work = next((work for each in self._in_flights if (work := each.cancel(request_id))), None)
+            self._changed.notify_all()
+        if work is not None:
+            self._deliver([work.answer(Cancelled("the request was cancelled"))])
+
+    def open_vad_session(self, session: int, live: bool) -> None:
+        self._open(session, InFlightSession(live))
+
+    def open_stream(
+        self,
+        stream: int,
+        live: bool,
+        samples: int | None,
+        words: bool,
+        bias: str,
+        language_model: LanguageModelChoice | None,
+    ) -> None:
+        self._open(stream, InFlightStream(live, samples, words, bias, language_model))
+
+    def _open(self, number: int, session: InFlightSession) -> None:
+        with self._lock:
+            self._expect_open()
+            self._for_session().open(number, session)
+
+    def submit_vad_chunk(self, windows: VadChunk | StreamChunk) -> None:
+        with self._lock:
+            self._expect_open()
+            owner = next((each for each in self._in_flights if windows.session in each.sessions), None)
+            if owner is not None:
+                owner.append_audio(windows)
+        if owner is None:
+            reject(windows.future, Cancelled("the session was closed"))
+
+    submit_stream_chunk = submit_vad_chunk
+
+    def close_session(self, session: int) -> None:
+        with self._lock:
+            closed = next((closed for each in self._in_flights if (closed := each.close(session))), None)
+            for handover in self._handovers.values():
+                handover.on_closed(session)
+            self._changed.notify_all()
+        for windows in closed.fail_pending() if closed else ():
+            reject(windows.future, Cancelled("the session was closed"))
+
+    close_stream = close_session
+
+    def predict_turn_end(self, pcm: np.ndarray, answer: Future[float]) -> None:
+        with self._lock:
+            self._expect_open()
+            if (in_flight := self._for_request()) is not self._waiting:
+                in_flight.request_turn(pcm, answer)
+        if in_flight is self._waiting:
+            answer.set_exception(unanswered_query("is being started again"))
+
+    def diarize_window(self, pcm: np.ndarray, budget_samples: int, live: bool, answer: Future[LocalSpeakers]) -> None:
+        with self._lock:
+            self._expect_open()
+            if (in_flight := self._for_request()) is not self._waiting:
+                in_flight.request_speakers(pcm, budget_samples, live, answer)
+        if in_flight is self._waiting:
+            answer.set_exception(unanswered_query("is being started again"))
+
+    def reports(self, timeout_s: float = REPORT_TIMEOUT_S) -> dict[str, messages.EngineReport]:
+        """Reports of the replicas that answer in time, by their ids."""
+        answers: dict[str, Future[messages.EngineReport]] = {}
+        with self._lock:
+            for replica in self._replicas.values():
+                if replica.in_flight.process_ready:
+                    answer = answers[replica.id] = Future()
+                    replica.in_flight.request_report(answer)
+        end_s, reports = time.monotonic() + timeout_s, {}
+        for replica_id, answer in answers.items():
+            try:
+                reports[replica_id] = answer.result(max(0.0, end_s - time.monotonic()))
+            except (TimeoutError, AsrServeError):
+                continue
+        return reports
+
+    def report(self, timeout_s: float = REPORT_TIMEOUT_S) -> messages.EngineReport | None:
+        """Report of all replicas as one: counters are sums, and metrics have the label `replica`."""
+        reports = self.reports(timeout_s)
+        totals: Counter[str] = Counter()
+        for report in reports.values():
+            totals.update({name: value for name, value in report.describe.items() if isinstance(value, int)})
+        described = {**totals, "replicas": {name: report.describe for name, report in reports.items()}}
+        return messages.EngineReport(0, described, merge_metrics({name: r.metrics for name, r in reports.items()}))
+
+    def describe(self) -> dict[str, Any]:
+        report = self.report()
+        found = {"state": self.state, "restarts": self.restarts, "audio_hits": self.audio_hits}
+        return {**found, **(report.describe if report else {})}
+
+    def renew(self, timeout_s: float = 0.0) -> HandoverResult:
+        """Raises NotAllowed: the replicas are renewed by who started them."""
+        raise NotAllowed(
+            "a renewal of an engine with replicas", "an engine of this server alone", "run: asr-serve cluster upgrade"
+        )
+
+    def close(self) -> None:
+        self._closing.set()
+        self._directory.close()
+        with self._lock:
+            for replica in self._replicas.values():
+                if replica.in_flight.process is not None:
+                    replica.in_flight.process.kill()
+            self._changed.notify_all()
+            threads = tuple(self._threads)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        with self._lock:
+            answers: list[PendingAnswer] = []
+            for in_flight in self._in_flights:
+                answers += in_flight.fail_all(EngineClosed("the engine was closed"))
+        self._on_stop()
+        self._deliver(answers)
+
+    # --- choices, with the lock -------------------------------------------------------------------------
+
+    @property
+    def _in_flights(self) -> Iterable[InFlight]:
+        yield from (replica.in_flight for replica in self._replicas.values())
+        yield self._waiting
+
+    @property
+    def _takers(self) -> list[Replica]:
+        return [replica for replica in self._replicas.values() if replica.takes_work]
+
+    @property
+    def _candidates(self) -> list[Replica]:
+        """Replicas for new work: those that stay; where there are none, those that go."""
+        return self._takers or [replica for replica in self._replicas.values() if replica.in_flight.process_ready]
+
+    def _for_request(self) -> InFlight:
+        if not (replicas := self._candidates):
+            return self._waiting
+        return choose(replicas, lambda replica: replica.load.for_request, self._draw).in_flight
+
+    def _for_audio(self, digest: bytes, samples: int) -> InFlight:
+        if not (replicas := self._candidates):
+            return self._waiting
+        names = self._audio.holders(digest)
+        holders = [replica for replica in replicas if replica.id in names]
+        chosen = choose_for_audio(replicas, holders, samples, lambda replica: replica.load, self._draw)
+        self.audio_hits += chosen in holders
+        return chosen.in_flight
+
+    def _for_session(self) -> InFlight:
+        if not (replicas := self._candidates):
+            return self._waiting
+        return choose(replicas, lambda replica: replica.load.for_session, self._draw).in_flight
+
+    def _expect_open(self) -> None:
+        if self._closing.is_set():
+            raise EngineClosed("the engine is closed", todo="load the model again")
+        if self._failed:
+            raise EngineClosed("no replica of the engine is running at the moment", todo="try again later")
+
+    def _move_work(self, source: InFlight, target: InFlight | None = None) -> None:
+        """Moves everything to other replicas, or to `target`."""
+        sessions, source.sessions = source.sessions, InFlightSessions()
+        for number, session in sessions.items():
+            if isinstance(session, InFlightStream):
+                session.leaving = session.restoring = False
+            (target or self._for_session()).open(number, session)
+        requests, source.requests = source.requests, InFlightRequests()
+        for work in requests.values():
+            work.started = False
+            (target or self._for_request()).submit(work)
+
+    # --- a connection's life, on a thread of its own ------------------------------------------------------
+
+    def _run(self, replica: Replica, address: messages.EngineAddress, same_machine: bool) -> None:
+        """Connects again and again, until the replica has another address or goes."""
+        settings, failures = self._settings, 0
+        try:
+            while self._wanted(replica, address, restart_pause_s(failures)):
+                try:
+                    process = RemoteEngine.connect(
+                        address, settings.key, settings.ring, same_machine=same_machine, name=replica.id
+                    )
+                    try:
+                        self._serve(replica, process)
+                        failures = 0
+                    finally:
+                        process.close()
+                except AsrServeError as failure:
+                    if not failures:
+                        log.warning("replica %s: %s", replica.id, failure)
+                failures += 1
+        except Exception:
+            log.exception("what replica %s said cannot be taken: it is given up", replica.id)
+        finally:
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+
+    def _wanted(self, replica: Replica, address: messages.EngineAddress, after_s: float) -> bool:
+        """Whether a connection to that address is wanted, after a wait of up to `after_s`."""
+
+        def unwanted() -> bool:
+            current = self._replicas.get(replica.id) is replica and replica.address == address
+            return self._closing.is_set() or not current or replica.draining
+
+        with self._changed:
+            return not self._changed.wait_for(unwanted, after_s)
+
+    def _serve(self, replica: Replica, process: RemoteEngine) -> None:
+        """Gives the replica work until its connection ends, and then its work to others. Raises PeerGone,
+        NotAllowed."""
+        process.hang_timeout_s = self._settings.silent_s
+        ready = process.wait_ready()
+        first = self._first.result() if self._first.done() else ready
+        if (ready.card, ready.fingerprint) != (first.card, first.fingerprint):
+            raise NotAllowed("a replica of another model, or of other weights", "equal replicas: texts would differ")
+        with self._lock:
+            if self._closing.is_set() or replica.draining:
+                return
+            in_flight = replica.in_flight
+            in_flight.process = process
+            in_flight.replay_all()
+            self._move_work(self._waiting, in_flight)
+            self._redirect(self._waiting, in_flight)
+            self._alone_since_s, self._failed = None, False
+            self._changed.notify_all()
+        if not self._first.done():
+            self._first.set_result(ready)
+        log.info("replica %s is connected", replica.id)
+        try:
+            while (message := process.receive()) is not None:
+                self._handle_message(replica, message)
+        finally:
+            self._on_lost(replica, process)
+
+    def _handle_message(self, replica: Replica, message: messages.ToServer | ExportedStream) -> None:
+        with self._lock:
+            if isinstance(message, messages.AudioCached):
+                self._audio.update(replica.id, message.inserted, message.evicted)
+                return
+            answers = replica.in_flight.handle_message(message)
+            for handover in self._handovers.values():
+                handover.on_message(replica.in_flight, message)
+            self._changed.notify_all()
+        self._deliver(answers)
+
+    def _on_lost(self, replica: Replica, process: RemoteEngine) -> None:
+        """Gives the work of a lost connection to the other replicas."""
+        with self._lock:
+            in_flight = replica.in_flight
+            answers: list[PendingAnswer] = []
+            if in_flight.process is process:
+                in_flight.process_ready, in_flight.process = False, None
+                self._audio.drop(replica.id)
+                if not self._closing.is_set():
+                    if in_flight.requests or in_flight.sessions or in_flight.queries:
+                        log.warning("replica %s is gone: its work goes to others", replica.id)
+                    self.restarts += not replica.draining
+                    answers = in_flight.record_death("its connection was lost")
+                    if (handover := self._handovers.pop(replica, None)) is not None:
+                        handover.transfer_remaining()
+                        self._record(handover)
+                    target = self._target(replica)
+                    if self._redirect(in_flight, target):
+                        self._move_work(in_flight, target)
+                    else:
+                        self._move_work(in_flight)
+                    if not self._candidates:
+                        self._alone_since_s = time.monotonic()
+            self._changed.notify_all()
+        self._deliver(answers)
+
+    def _redirect(self, gone: InFlight, target: InFlight) -> bool:
+        """Redirects handovers to a replica that is gone; returns whether there were any."""
+        redirected = False
+        for handover in self._handovers.values():
+            if handover.new is gone:
+                redirected = True
+                if gone.sessions or gone.requests:
+                    self._move_work(gone, target)
+                handover.new = target
+                handover.on_new_process_restarted()
+        return redirected
+
+    def _watch(self) -> None:
+        """Pings all replicas, ends silent connections, and rejects work that no replica will do."""
+        while not self._closing.wait(min(1.0, self._settings.silent_s / 5)):
+            answers: list[PendingAnswer] = []
+            with self._lock:
+                for replica in self._replicas.values():
+                    in_flight = replica.in_flight
+                    in_flight.send(messages.EnginePing())
+                    if in_flight.process_ready and in_flight.process is not None and in_flight.process.unresponsive:
+                        log.error("replica %s was silent for %g s", replica.id, in_flight.process.hang_timeout_s)
+                        in_flight.process.kill()
+                alone_s = self._alone_since_s
+                if alone_s is not None and time.monotonic() - alone_s > NO_REPLICA_S and not self._failed:
+                    self._failed = True
+                    answers = self._waiting.fail_all(
+                        EngineClosed("no replica of the engine is running at the moment", todo="try again later")
+                    )
+            self._deliver(answers)
+
+    def _deliver(self, answers: Iterable[PendingAnswer | SoundAnswer]) -> None:
+        for answer in answers:
+            if answer.samples is not None:
+                self._on_done(answer.samples)
+            answer.deliver()
+
+
+_SAMPLE = re.compile(rb"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (.*)$", re.DOTALL)
+
+
+def merge_metrics(texts: dict[str, bytes]) -> bytes:
+    """Merges Prometheus texts of equal replicas into one, with the label `replica` in each sample."""
+    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}
+    for replica_id, text in texts.items():
+        label = b'replica="%s"' % replica_id.replace("\\", "\\\\").replace('"', '\\"').encode()
+        family = b""
+        for line in text.splitlines():
+            if line.startswith((b"# HELP ", b"# TYPE ")):
+                family = line.split(b" ", 3)[2]
+                heads, _ = families.setdefault(family, ([], []))
+                if line not in heads:
+                    heads.append(line)
+            elif found := _SAMPLE.match(line):
+                name, labels, value = found.groups()
+                labels = label + (b"," + labels if labels else b"")
+                families.setdefault(family, ([], []))[1].append(b"%s{%s} %s" % (name, labels, value))
+    return b"".join(line + b"\n" for heads, samples in families.values() for line in (*heads, *samples))
+
+
+def replicated_backend(directory: ReplicaDirectory, settings: ReplicaSettings) -> Connect:
+    """`Connect` of EngineClient: the replicas of a directory."""
+
+    def connect(config: EngineConfig, on_done: Callable[[int], None], on_stop: Callable[[], None]) -> ReplicatedBackend:
+        return ReplicatedBackend(directory, settings, on_done, on_stop)
+
+    return connect

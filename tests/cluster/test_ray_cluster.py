@@ -1,0 +1,238 @@
+"""A real Ray on this machine: `asr-serve cluster up` with two replicas. Whatever is killed, no caller loses a word."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from children import MODULE_LIMIT_S, Child
+
+pytest.importorskip("ray", reason="no Ray here: pip install 'asr-serve[cluster]'")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+
+WAIT_S = 180.0
+MODEL = "moonshine-tiny-en"
+FILE = f"""
+models:
+  - {{model: {MODEL}, replicas: 2, cpus: 1}}
+replica_silent_s: 5
+serve: {{port: 0, turn_model: none, drain_s: 20, engine: {{prefix_bytes: 0}}}}
+"""
+MAIN = [sys.executable, "-c", "from asr_serve.api.cli import main; main()"]
+
+
+class RunningCluster:
+    """`asr-serve cluster up`, and what an operator does beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "log"
+        (folder / "cluster.yaml").write_text(FILE)
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("ASR_SERVE_", "RAY_"))}
+        # Ray makes a token for a cluster that it starts, and asks for it only where it is told to.
+        environ["RAY_AUTH_MODE"] = "token"
+        self.environ = environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [*MAIN, "cluster", "up", "--config", str(folder / "cluster.yaml"), "--cpus", "2"]
+        with self.log.open("w") as out:
+            self.process = Child(command, stdout=out, stderr=out, env=self.environ, limit_s=MODULE_LIMIT_S)
+        self.url = self.said(r"serves 2 x \S+ on (http://\S+)")
+        self.ray = self.said(r"of Ray at ([^\s)]+)")
+
+    def said(self, pattern: str) -> str:
+        end_s = time.monotonic() + WAIT_S
+        while (found := re.search(pattern, self.log.read_text())) is None:
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < end_s, self.log.read_text()
+            time.sleep(0.1)
+        return found[1]
+
+    def command(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [*MAIN, "cluster", *arguments, "--address", self.ray],
+            capture_output=True,
+            text=True,
+            env=self.environ,
+            timeout=WAIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def status(self) -> dict[str, Any]:
+        return {each["name"]: each for each in json.loads(self.command("status", "--json"))}
+
+    def processes(self, what: str) -> list[psutil.Process]:
+        """Processes of this cluster whose command line has that."""
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if what in " ".join(child.cmdline()):
+                    found.append(child)
+            except psutil.Error:
+                continue
+        return found
+
+    @property
+    def engines(self) -> list[psutil.Process]:
+        return self.processes("asr_serve.engine.process.main")
+
+    def transcribe(self, audio: bytes) -> str:
+        answer = httpx.post(
+            f"{self.url}/v1/audio/transcriptions",
+            files={"file": ("talk.wav", audio)},
+            data={"model": MODEL},
+            timeout=WAIT_S,
+        )
+        assert answer.status_code == 200, answer.text
+        text: str = answer.json()["text"]
+        return text
+
+    def listen(self, file: Path) -> str:
+        """The text of a live caller, sent as fast as it is spoken twice over."""
+        done = subprocess.run(
+            [*MAIN, "listen", str(file), "--server", self.url],
+            capture_output=True,
+            text=True,
+            env=self.environ,
+            timeout=WAIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def gauge(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=WAIT_S).text
+        return sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
+
+    def close(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(60)
+        finally:
+            for each in (*self.processes(""), psutil.Process(self.process.pid)) if self.process.poll() is None else ():
+                each.kill()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    running = RunningCluster(tmp_path_factory.mktemp("cluster"))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def audio(packaged_speech: Path) -> list[bytes]:
+    return [(packaged_speech / name).read_bytes() for name in ("beckett.wav", "two_cities.wav")]
+
+
+@pytest.fixture(scope="module")
+def texts(cluster: RunningCluster, audio: list[bytes]) -> list[str]:
+    found = [cluster.transcribe(each) for each in audio]
+    assert "fail better" in found[0].lower()
+    assert "worst of times" in found[1].lower()
+    return found
+
+
+@pytest.fixture(scope="module")
+def quiet(cluster: RunningCluster, packaged_speech: Path) -> str:
+    """The text of a live caller while nothing else happens."""
+    heard = cluster.listen(packaged_speech / "two_cities.wav")
+    assert "worst of times" in heard.lower()
+    return heard
+
+
+def wait_until(true: Any, what: Any = "it never came true") -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.1)
+
+
+def kill_under_load(cluster: RunningCluster, audio: list[bytes], live: Path, victims: Any) -> tuple[list[str], str]:
+    """Texts of twelve uploads and of a live caller, while processes are killed."""
+    with ThreadPoolExecutor(13) as pool:
+        listening = pool.submit(cluster.listen, live)
+        uploads = [pool.submit(cluster.transcribe, audio[number % 2]) for number in range(12)]
+        while not any(upload.done() for upload in uploads):
+            time.sleep(0.01)
+        for process in victims():
+            process.kill()
+        return [upload.result(WAIT_S) for upload in uploads], listening.result(WAIT_S)
+
+
+def test_status_shows_replicas_and_metrics_tell_them_apart(cluster, texts):
+    found = cluster.status()
+    assert (found[MODEL]["replicas"], found[MODEL]["wanted"], found["ingress"]["replicas"]) == (2, 2, 1)
+    replicas = found[MODEL]["detail"]["replicas"]
+    assert len(replicas) == 2
+    assert found["ingress"]["detail"]["url"] == cluster.url
+    metrics = httpx.get(f"{cluster.url}/metrics", timeout=WAIT_S).text
+    assert {name for name in replicas if f'replica="{name}"' in metrics} == set(replicas)
+
+
+@pytest.mark.parametrize("what", ["an engine", "a replica with its engine"])
+def test_a_killed_replica_loses_nothing(cluster, audio, texts, packaged_speech, quiet, what):
+    live = packaged_speech / "two_cities.wav"
+    before = {process.pid for process in cluster.engines}
+    assert len(before) == 2
+
+    def victims() -> list[psutil.Process]:
+        engine = cluster.engines[0]
+        owner = engine.parent()
+        return [engine] if what == "an engine" or owner is None else [owner, engine]
+
+    uploads, heard = kill_under_load(cluster, audio, live, victims)
+    assert uploads == [texts[number % 2] for number in range(12)]
+    assert heard == quiet
+    wait_until(lambda: len(cluster.engines) == 2)
+    wait_until(lambda: len(cluster.status()[MODEL]["detail"].get("replicas", {})) == 2)
+    assert {process.pid for process in cluster.engines} != before
+
+
+def test_replicas_that_go_are_drained_under_load(cluster, audio, texts, packaged_speech, quiet):
+    live = packaged_speech / "two_cities.wav"
+    with ThreadPoolExecutor(9) as pool:
+        scaling = pool.submit(cluster.command, "scale", MODEL, "1")
+        listening = pool.submit(cluster.listen, live)
+        stop = threading.Event()
+
+        def keep_asking(number: int) -> list[str]:
+            found = []
+            while not stop.is_set():
+                found.append(cluster.transcribe(audio[number % 2]))
+            return found
+
+        asking = [pool.submit(keep_asking, number) for number in range(4)]
+        scaling.result(WAIT_S)
+        stop.set()
+        answers = [each.result(WAIT_S) for each in asking]
+        assert listening.result(WAIT_S) == quiet
+    assert all(set(found) == {texts[number % 2]} for number, found in enumerate(answers))
+    assert sum(map(len, answers)) > 4
+    wait_until(lambda: len(cluster.engines) == 1)
+
+
+def test_a_cluster_that_is_stopped_finishes_its_callers(cluster, audio, texts, packaged_speech, quiet):
+    engines = cluster.engines
+    with ThreadPoolExecutor(5) as pool:
+        uploads = [pool.submit(cluster.transcribe, audio[1]) for _ in range(4)]
+        listening = pool.submit(cluster.listen, packaged_speech / "two_cities.wav")
+        wait_until(lambda: cluster.gauge("asr_serve_live_open_sessions") == 1)
+        assert cluster.close() == 0, cluster.log.read_text()
+        assert [upload.result(WAIT_S) for upload in uploads] == [texts[1]] * 4
+        assert listening.result(WAIT_S) == quiet
+    _, alive = psutil.wait_procs(engines, 30)
+    assert not alive, "engines outlive their cluster"

@@ -1,0 +1,295 @@
+"""One client of two engine processes: answers of one on a thread, also when a process dies, hangs or is drained."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from engine_clients import NEMO, NEMO_MODEL, RING, WAIT_S, backend_of, engine_pid, start_engine, wait_until
+from tiny_moonshine import clip, save
+
+from asr_serve.audio.endpointing import WINDOW_SAMPLES
+from asr_serve.config import EngineConfig
+from asr_serve.decoding.search_options import SearchOptions
+from asr_serve.engine.cache.digest import audio_digest, keyed
+from asr_serve.engine.client import EngineClient
+from asr_serve.engine.process.engine_process import RingSize
+from asr_serve.engine.process.messages import EngineAddress, ListenSpec
+from asr_serve.engine.replicas.backend import ReplicatedBackend, merge_metrics, replicated_backend
+from asr_serve.engine.replicas.remote_engine import RemoteEngine
+from asr_serve.errors import PeerGone, PeerRefused
+
+MODEL = "moonshine-tiny-en"
+ONCE = SearchOptions(temperatures=(0.0,))
+CLIPS = [clip(seed, 16_000 + 7_919 * seed) for seed in range(12)]
+KEY = b"a key of this test alone"
+
+
+class Settings(NamedTuple):
+    key: bytes = KEY
+    digest_key: bytes = KEY
+    ring: RingSize = RING
+    silent_s: float = 60.0
+
+
+class Processes:
+    """Engine processes of their own owners, as a directory of replicas."""
+
+    def __init__(self, owners: list[EngineClient], same_machine: bool) -> None:
+        self.owners, self.same_machine = owners, same_machine
+        self.backend: ReplicatedBackend
+
+    def start(self, backend: ReplicatedBackend) -> None:
+        self.backend = backend
+        for number, owner in enumerate(self.owners):
+            backend.connect(f"replica {number}", address_of(owner), same_machine=self.same_machine)
+
+    def close(self) -> None:
+        pass
+
+
+def address_of(owner: EngineClient) -> EngineAddress:
+    address = backend_of(owner).ready.address
+    assert address is not None
+    return address
+
+
+def config_of(model: str) -> EngineConfig:
+    return EngineConfig(max_decode_rows=8, kv_bytes=1 << (24 if model == NEMO_MODEL else 20), max_sessions=6)
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[EngineClient]]]:
+    """Owners of engine processes; those that no test kills are shared."""
+    shared: dict[str, list[EngineClient]] = {}
+    own: list[EngineClient] = []
+    folders = {MODEL: save(tmp_path_factory.mktemp("tiny")), NEMO_MODEL: NEMO}
+
+    def start(model: str = MODEL, fresh: bool = False) -> list[EngineClient]:
+        if model in shared and not fresh:
+            return shared[model]
+        listen = ListenSpec(str(tmp_path_factory.mktemp("sockets")), "127.0.0.1", KEY)
+        with ThreadPoolExecutor() as pool:
+            owners = [
+                pool.submit(
+                    start_engine,
+                    model,
+                    folders[model],
+                    config_of(model),
+                    process=True,
+                    turn_model="none",
+                    servers=listen,
+                    digest_key=KEY,
+                )
+                for _ in range(2)
+            ]
+        (own if fresh else shared.setdefault(model, [])).extend(owner.result() for owner in owners)
+        return [owner.result() for owner in owners]
+
+    start.folders = folders  # type: ignore[attr-defined]
+    yield start
+    for owner in [*own, *(each for owners in shared.values() for each in owners)]:
+        owner.close()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., tuple[EngineClient, Processes]]]:
+    """A client of replicas."""
+    clients: list[EngineClient] = []
+
+    def make(owners: list[EngineClient], same_machine: bool = True, **settings: Any) -> tuple[EngineClient, Processes]:
+        directory = Processes(owners, same_machine)
+        client = EngineClient(config_of(MODEL), replicated_backend(directory, Settings(**settings)))
+        clients.append(client)
+        wait_until(lambda: len(directory.backend.loads) == len(owners))
+        return client, directory
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def expected(launch: Any) -> list[Any]:
+    """Tokens of all clips, from an engine on a thread."""
+    client = start_engine(MODEL, launch.folders[MODEL], config_of(MODEL))
+    tokens = [client.submit(pcm, ONCE).future.result(WAIT_S).tokens for pcm in CLIPS]
+    client.close()
+    assert len(set(tokens)) > len(CLIPS) // 2, "answers must tell the clips apart"
+    return tokens
+
+
+def nothing_left(owners: list[EngineClient]) -> bool:
+    found = [owner.describe() for owner in owners]
+    # An engine that does not answer in time has said nothing yet.
+    return not any(each.get("pages_used", each.get("slots_used", 1)) or each["sessions_used"] for each in found)
+
+
+@pytest.mark.parametrize("same_machine", [True, False], ids=["ring", "tcp"])
+def test_replicas_share_the_work_and_answer_as_one_engine(launch, connect, expected, same_machine):
+    owners = launch()
+    client, directory = connect(owners, same_machine)
+    tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
+    loads = directory.backend.loads
+    assert [ticket.future.result(WAIT_S).tokens for ticket in tickets] == expected
+    assert all(load.queued_samples for load in loads.values()), "each replica has some"
+    assert all(load.queued_samples == 0 for load in directory.backend.loads.values())
+    assert client.describe()["requests"] == 0
+
+
+def test_two_servers_may_use_the_same_numbers_and_one_that_goes_leaves_nothing(launch, connect, expected):
+    owners = launch()
+    first, _ = connect(owners[:1])
+    second, _ = connect(owners[:1])
+    session = second.open_vad_session()
+    tickets = [client.submit(pcm, ONCE) for pcm in CLIPS for client in (first, second)]
+    assert [ticket.future.result(WAIT_S).tokens for ticket in tickets] == [t for t in expected for _ in range(2)]
+    session.submit_windows(clip(5, 8 * WINDOW_SAMPLES)).result(WAIT_S)
+    assert not nothing_left(owners[:1])
+    second.close()  # with its session
+    wait_until(lambda: nothing_left(owners[:1]))
+
+
+@pytest.mark.parametrize("same_machine", [True, False], ids=["ring", "tcp"])
+def test_a_killed_replica_loses_nothing_and_comes_back(launch, connect, expected, same_machine):
+    owners = launch(fresh=True)
+    client, directory = connect(owners, same_machine)
+    session = client.open_vad_session()
+    pieces = np.split(clip(5, 64 * WINDOW_SAMPLES), 8)
+    answers = [session.submit_windows(piece).result(WAIT_S) for piece in pieces[:3]]
+    tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
+    holder = max(directory.backend.loads, key=lambda name: directory.backend.loads[name].sessions)
+    victim = owners[int(holder[-1])]
+    os.kill(engine_pid(victim), signal.SIGKILL)
+    answers += [session.submit_windows(piece).result(WAIT_S) for piece in pieces[3:]]
+    assert [ticket.future.result(WAIT_S).tokens for ticket in tickets] == expected
+    reference = owners[1 - int(holder[-1])].open_vad_session()
+    assert np.array_equal(
+        np.concatenate(answers), np.concatenate([reference.submit_windows(piece).result(WAIT_S) for piece in pieces])
+    )
+    reference.close()
+    session.close()
+    wait_until(lambda: victim.state == "ready" and backend_of(victim).restarts == 1)
+    directory.backend.connect(holder, backend_of(victim).address, same_machine=same_machine)
+    wait_until(lambda: len(directory.backend.loads) == 2)
+    assert directory.backend.restarts == 1
+
+
+def test_without_a_replica_work_waits_for_the_next(launch, connect, expected):
+    owners = launch(fresh=True)[:1]
+    client, directory = connect(owners)
+    os.kill(engine_pid(owners[0]), signal.SIGKILL)
+    wait_until(lambda: client.state == "restarting")
+    tickets = [client.submit(pcm, ONCE) for pcm in CLIPS[:4]]
+    wait_until(lambda: backend_of(owners[0]).restarts == 1)
+    directory.backend.connect("replica 0", backend_of(owners[0]).address, same_machine=True)
+    assert [ticket.future.result(WAIT_S).tokens for ticket in tickets] == expected[:4]
+
+
+def test_a_paused_replica_counts_as_dead(launch, connect, expected):
+    owners = launch(fresh=True)
+    client, _ = connect(owners, silent_s=1.0)
+    os.kill(engine_pid(owners[0]), signal.SIGSTOP)
+    try:
+        tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
+        assert [ticket.future.result(WAIT_S).tokens for ticket in tickets] == expected
+    finally:
+        os.kill(engine_pid(owners[0]), signal.SIGCONT)
+
+
+@pytest.mark.parametrize("same_machine", [True, False], ids=["ring", "tcp"])
+def test_a_drained_replica_hands_its_streams_over_in_the_middle_of_a_word(launch, connect, same_machine):
+    owners = launch(NEMO_MODEL)
+    client, directory = connect(owners, same_machine)
+    pcm = clip(3, 40_960)
+    pieces = np.split(pcm, 8)
+
+    def tokens(*, drain: bool) -> tuple[list[Any], list[Any]]:
+        streams = [client.open_stream(live=True, samples=len(pcm)) for _ in range(4)]
+        found: list[list[Any]] = [[] for _ in streams]
+        thread = threading.Thread(target=directory.backend.drain, args=("replica 0", WAIT_S))
+        for at, piece in enumerate(pieces):
+            if at == 4 and drain:
+                thread.start()
+            for stream, results in zip(streams, found, strict=True):
+                results.append(stream.submit_audio(piece, last=at == len(pieces) - 1))
+        if drain:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+        results = [[future.result(WAIT_S) for future in each] for each in found]
+        return [[token.id for each in one for token in each.fixed_tokens] for one in results], found
+
+    before, _ = tokens(drain=False)
+    after, _ = tokens(drain=True)
+    assert after == before
+    assert len(before[0]) > 0
+    assert list(directory.backend.loads) == ["replica 1"]
+    assert directory.backend.moved["stream", "state"] >= 1
+    wait_until(lambda: nothing_left(owners))
+
+
+def test_the_last_replica_goes_on_until_another_is_there(launch, connect, expected):
+    owners = launch()
+    client, directory = connect(owners[:1])
+    session = client.open_vad_session()
+    draining = threading.Thread(target=directory.backend.drain, args=("replica 0", WAIT_S))
+    draining.start()
+    wait_until(lambda: client.state == "restarting")
+    assert [client.submit(pcm, ONCE).future.result(WAIT_S).tokens for pcm in CLIPS[:3]] == expected[:3]
+    directory.backend.connect("replica 1", address_of(owners[1]), same_machine=True)
+    draining.join(WAIT_S)
+    assert list(directory.backend.loads) == ["replica 1"]
+    assert directory.backend.loads["replica 1"].sessions == 1
+    assert [client.submit(pcm, ONCE).future.result(WAIT_S).tokens for pcm in CLIPS[3:6]] == expected[3:6]
+    session.close()
+
+
+def test_repeated_audio_goes_to_who_has_it(launch, connect, expected):
+    owners = launch()
+    client, directory = connect(owners)
+    backend = directory.backend
+    pcm = clip(99, 24_000)
+    digest = audio_digest(pcm, mac=keyed(KEY))
+    first = client.submit(pcm, ONCE).future.result(WAIT_S)
+    wait_until(lambda: len(backend._audio.holders(digest)) == 1)
+    again = [client.submit(pcm, ONCE).future.result(WAIT_S) for _ in range(6)]
+    assert {answer.tokens for answer in again} == {first.tokens}
+    assert all(answer.reused for answer in again), "each went to the replica that had it"
+    assert backend.audio_hits >= 6
+    assert len(backend._audio.holders(digest)) == 1
+    for number in range(40):  # more than the caches hold
+        client.submit(clip(200 + number, 64_000), ONCE).future.result(WAIT_S)
+    wait_until(lambda: not backend._audio.holders(digest))
+
+
+def test_who_does_not_know_the_key_is_turned_away(launch):
+    address = address_of(launch()[0])
+    for same_machine in (True, False):
+        with pytest.raises(PeerRefused, match="does not know the key"):
+            RemoteEngine.connect(address, b"another key", RING, same_machine=same_machine, name="it")
+
+
+def test_nobody_there_is_an_error_that_says_so(tmp_path: Path):
+    with pytest.raises(PeerGone, match="cannot be reached"):
+        RemoteEngine.connect(EngineAddress(str(tmp_path / "no"), None), KEY, RING, same_machine=True, name="it")
+
+
+def test_merged_metrics_have_each_family_once():
+    text = b'# HELP a_total A.\n# TYPE a_total counter\na_total{model="m"} 1.0\n# HELP b B.\n# TYPE b gauge\nb 2.0\n'
+    assert merge_metrics({"x": text, 'y"': text}).decode().splitlines() == [
+        "# HELP a_total A.",
+        "# TYPE a_total counter",
+        'a_total{replica="x",model="m"} 1.0',
+        'a_total{replica="y\\"",model="m"} 1.0',
+        "# HELP b B.",
+        "# TYPE b gauge",
+        'b{replica="x"} 2.0',
+        'b{replica="y\\""} 2.0',
+    ]

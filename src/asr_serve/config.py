@@ -259,7 +259,7 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     redis_url: RedisUrl | None = None
     """Redis, or MemoryDB, that stores the sessions of /v1/stream, like redis://host:6379/0, or rediss:// with TLS: any
-    server with the same Redis, models and keys continues a session. None: sessions are in the memory of their server."""
+    server with the same Redis, models and keys continues a session. None: a session is in the memory of its server."""
     key_file: NonEmptyText | None = None
     """File with keys that encrypt text and audio in Redis, each 32 bytes in hexadecimal on its own line. The first
     encrypts, and all decrypt, so that keys can be replaced. None: no encryption."""

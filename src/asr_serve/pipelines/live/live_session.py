@@ -74,8 +74,9 @@ class LiveSession:
         saved: SavedLiveSession | None = None,
     ) -> None:
         """`clock`: time in seconds by which partials are spaced. `api_client`: whose session it is, where that is
-        known, for a fair share of new sessions. `saved`: the session to continue, of the same options. Raises OptionError, WeightsMissing, AtCapacity
-        (no session is free, or live sessions already wait too long), EngineClosed."""
+        known, for a fair share of new sessions. `saved`: the session to continue, of the same options. Raises
+        OptionError, WeightsMissing, AtCapacity (no session is free, or live sessions already wait too long),
+        EngineClosed."""
         self.language = resolve_language(client, options.language)
         normalizes = normalizes_text(client.card, options.itn)
         self._normalizer = LiveNormalizer(self.language, wake) if normalizes else None

@@ -53,10 +53,10 @@ class RedisServer:
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
-    def contents(self) -> bytes:
-        """Every byte that it has, of keys and of values."""
+    def contents(self, keys: str) -> bytes:
+        """Every byte of these keys and of their values."""
         dumped = []
-        for key in self.client.scan_iter("*"):
+        for key in self.client.scan_iter(keys):
             kind = self.client.type(key)
             value = self.client.hgetall(key) if kind == b"hash" else self.client.xrange(key)
             dumped.append(key + b"".join(_flatten(value)))

@@ -159,6 +159,11 @@ class LiveSession:
             input_ended=self._input_ended,
         )
 
+    @property
+    def needed_from_samples(self) -> int:
+        """Start of the audio that may still be needed."""
+        return self._audio.start
+
     def received_audio(self, from_samples: int) -> tuple[int, np.ndarray]:
         """Returns the audio from there on that may still be needed, and its first position."""
         start = max(from_samples, self._audio.start)

@@ -96,6 +96,11 @@ class AsyncListener:
         return self._session.received_audio(from_samples)
 
     @property
+    def needed_from_samples(self) -> int:
+        """Start of the audio that may still be needed."""
+        return self._session.needed_from_samples
+
+    @property
     def full(self) -> bool:
         """Whether to write no more before `wait_writable` has returned."""
         return self._session.full

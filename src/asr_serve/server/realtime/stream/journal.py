@@ -35,7 +35,16 @@ BLOCKED_S = 2.0
 class JournalSource(Protocol):
     """Session, as its journal sees it."""
 
-    received_samples: int
+    @property
+    def received_samples(self) -> int: ...
+
+    @property
+    def last_seq(self) -> int:
+        """Number of the last event."""
+
+    @property
+    def needed_from_samples(self) -> int:
+        """Start of the audio that may still be needed."""
 
     def export_checkpoint(self) -> SessionCheckpoint | None:
         """Returns the state after all events; None: not now."""
@@ -83,7 +92,7 @@ class SessionJournal:
         self._checkpoint_at = self._samples
         self._entries = deque(() if stored is None else ((a.start_samples, a.samples) for a in stored.audio))
         """First sample and length of each entry of audio in the store."""
-        self._first_samples = 0
+        self._first_samples = self._entries[0][0] if self._entries else self._samples
         self._waiters: list[asyncio.Future[bool]] = []
         self._served: list[asyncio.Future[bool]] = []
         """Waiters whose write is in flight."""
@@ -106,9 +115,15 @@ class SessionJournal:
             self._whole
             or self._command
             or bool(self._waiters)
-            or bool(source.events_after(self._seq))
+            or source.last_seq > self._seq
             or source.received_samples - self._samples >= RATE_HZ
+            or self._holds_too_much
         )
+
+    @property
+    def _holds_too_much(self) -> bool:
+        """Whether much of the stored audio is needed no more."""
+        return self._source.needed_from_samples - self._first_samples >= max(RATE_HZ, self._checkpoint_samples)
 
     def on_change(self) -> None:
         """Looks whether something is to be written. Without a store, releases it."""
@@ -147,12 +162,12 @@ class SessionJournal:
             return None
         source = self._source
         events = source.events_after(0 if self._whole else self._seq)
-        unsent = bool(source.events_after(self._seq))
+        unsent = source.last_seq > self._seq
         start, pcm = source.stored_audio(self._samples)
         stale = source.received_samples - self._checkpoint_at >= self._checkpoint_samples
         # Audio that is not stored yet and is needed no more: the stored state would need it.
         required = self._whole or self._command or unsent or start > self._samples
-        checkpoint = source.export_checkpoint() if required or stale else None
+        checkpoint = source.export_checkpoint() if required or stale or self._holds_too_much else None
         if required and checkpoint is None:
             self._count_blocked()
             return None
@@ -207,10 +222,9 @@ class SessionJournal:
         self._answer(True)
 
     def _release_all(self) -> None:
-        source, events = self._source, self._source.events_after(self._seq)
+        source = self._source
         position = source.export_position()
-        last_seq = events[-1].seq or 0 if events else self._seq
-        source.release(last_seq, position.received_bytes, position.received_samples, durable=False)
+        source.release(source.last_seq, position.received_bytes, position.received_samples, durable=False)
 
     def _count_blocked(self) -> None:
         now_s = time.monotonic()

@@ -173,6 +173,15 @@ class StreamSession:
             return max(from_samples, self.received_samples), np.zeros(0, np.float32)
         return self._listener.received_audio(from_samples)
 
+    @property
+    def last_seq(self) -> int:
+        return self.log.last_seq
+
+    @property
+    def needed_from_samples(self) -> int:
+        ended = self._listener is None or self.closed
+        return self.received_samples if ended else self._listener.needed_from_samples
+
     def events_after(self, seq: int) -> list[EncodedEvent]:
         return self.log.after(seq)
 

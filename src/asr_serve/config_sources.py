@@ -127,9 +127,10 @@ def build_config(given: Mapping[str, SettingValue]) -> ServeConfig:
     for table, struct in TABLES.items():
         prefix = f"{table}."
         with with_source(given, prefix):
-            values[table] = struct(
-                **{name.removeprefix(prefix): value for name, (value, _) in given.items() if name.startswith(prefix)}
-            )
+            fields: dict[str, Any] = {
+                name.removeprefix(prefix): value for name, (value, _) in given.items() if name.startswith(prefix)
+            }
+            values[table] = struct(**fields)
     with with_source(given, ""):
         made = ServeConfig(**values)
         for name in SECRETS:

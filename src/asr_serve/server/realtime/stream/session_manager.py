@@ -137,8 +137,10 @@ class StreamSessionManager:
         try:
             async with lock:
                 session = self._sessions.get(session_id)
-                known = session is not None and self._owners[session_id] == owner
-                if known and session.journal is not None and not await session.journal.settle():
+                journal = None
+                if session is not None and self._owners[session_id] == owner:
+                    journal = session.journal
+                if session is not None and journal is not None and not await journal.settle():
                     self.abort(session, "was continued by another server", keep_stored=True)
                 if session_id not in self._sessions:
                     await self._take_over(owner, session_id, self._storage)

@@ -33,12 +33,14 @@ from asr_serve.types import (
     PositiveInt,
     Priority,
     Quantize,
+    RedisUrl,
     Role,
     Url,
     Window,
     coerce_fields,
     is_loopback,
     unknown_name_error,
+    without_password,
 )
 
 PREFIX = "ASR_SERVE_"
@@ -249,6 +251,34 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return cls(**settings)
 
 
+class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Storage of the sessions of /v1/stream outside the server.
+
+    Raises OptionError for a value of the wrong type or out of range.
+    """
+
+    redis_url: RedisUrl | None = None
+    """Redis, or MemoryDB, that stores the sessions of /v1/stream, like redis://host:6379/0, or rediss:// with TLS: any
+    server with the same Redis, models and keys continues a session. None: a session is in the memory of its server."""
+    key_file: NonEmptyText | None = None
+    """File with keys that encrypt text and audio in Redis, each 32 bytes in hexadecimal on its own line. The first
+    encrypts, and all decrypt, so that keys can be replaced. None: no encryption."""
+    timeout_ms: Annotated[int, Meta(ge=10, le=60_000)] = 500
+    """Milliseconds without an answer after which Redis counts as away, and sessions continue in memory."""
+    checkpoint_ms: Annotated[int, Meta(ge=100, le=60_000)] = 2_000
+    """Milliseconds of audio after which a session's state is stored though it has reported no words: longer intervals
+    cost less, and more audio is recognized again after a failure."""
+    prefix: Name = "asr-serve"
+    """Start of the names of all keys in Redis, for several installations that share one."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        if self.redis_url is None and self.key_file is not None:
+            raise OptionError(
+                f"key_file={self.key_file!r} without redis_url", "both, or none", "set redis_url", param="key_file"
+            )
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a server. `config_sources.load_serve_config` reads them from a file, the environment and flags.
 
@@ -373,9 +403,15 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Threads the engine computes on. None: ASR_SERVE_THREADS, else every core this process may use."""
     engine: EngineConfig = EngineConfig()
     """Limits and modes of the engine."""
+    sessions: SessionsConfig = SessionsConfig()
+    """Storage of live sessions outside the server."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
+        if self.sessions.redis_url is not None and not self.resume_s:
+            raise OptionError(
+                "resume_s=0 with sessions.redis_url", "above 0: Redis stores sessions to be resumed", param="resume_s"
+            )
         if self.ring_slots & (self.ring_slots - 1):
             raise OptionError(f"ring_slots={self.ring_slots}", "a power of two", param="ring_slots")
         for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
@@ -407,6 +443,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
         shown |= {name: f"<{len(shown[name])} keys>" for name in SECRETS}
+        if self.sessions.redis_url is not None:  # it may hold a password
+            shown["sessions"] = msgspec.structs.replace(
+                self.sessions, redis_url=without_password(self.sessions.redis_url)
+            )
         return f"ServeConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property

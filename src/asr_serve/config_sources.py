@@ -23,12 +23,16 @@ import msgspec
 from msgspec import inspect
 
 from asr_serve import config
-from asr_serve.config import NON_SETTING_VARIABLES, PREFIX, EngineConfig, ServeConfig
+from asr_serve.config import NON_SETTING_VARIABLES, PREFIX, EngineConfig, ServeConfig, SessionsConfig
 from asr_serve.errors import OptionError
-from asr_serve.types import SECRETS, ApiKey, PeerKey, describe_allowed, suggest_name
+from asr_serve.types import SECRETS, ApiKey, PeerKey, describe_allowed, suggest_name, without_password
 
 SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 """Suffixes after the prefix of variables that Kubernetes sets in pods beside a service called asr-serve."""
+
+
+TABLES: dict[str, type[EngineConfig] | type[SessionsConfig]] = {"engine": EngineConfig, "sessions": SessionsConfig}
+"""Settings of ServeConfig that are tables of settings."""
 
 
 class Setting(NamedTuple):
@@ -59,12 +63,13 @@ class SettingValue(NamedTuple):
 
 @cache
 def all_settings() -> dict[str, Setting]:
-    """Every setting by name, in the order of config.py; the engine's last."""
+    """Every setting by name, in the order of config.py; those in tables last."""
     helps = setting_docstrings()
     found = {}
-    for prefix, struct in (("", ServeConfig), ("engine.", EngineConfig)):
+    structs = {"": ServeConfig, **{f"{table}.": struct for table, struct in TABLES.items()}}
+    for prefix, struct in structs.items():
         for field in msgspec.structs.fields(struct):
-            if field.type is EngineConfig:
+            if field.type in TABLES.values():
                 continue
             factory = field.default is msgspec.NODEFAULT
             default = field.default_factory() if factory else field.default
@@ -119,9 +124,13 @@ def collect_values(
 def build_config(given: Mapping[str, SettingValue]) -> ServeConfig:
     """Build the ServeConfig of collected values; keys from key files are added to their settings."""
     values: dict[str, Any] = {name: value for name, (value, _) in given.items() if "." not in name}
-    engine: dict[str, Any] = {name.partition(".")[2]: value for name, (value, _) in given.items() if "." in name}
-    with with_source(given, "engine."):
-        values["engine"] = EngineConfig(**engine)
+    for table, struct in TABLES.items():
+        prefix = f"{table}."
+        with with_source(given, prefix):
+            fields: dict[str, Any] = {
+                name.removeprefix(prefix): value for name, (value, _) in given.items() if name.startswith(prefix)
+            }
+            values[table] = struct(**fields)
     with with_source(given, ""):
         made = ServeConfig(**values)
         for name in SECRETS:
@@ -163,11 +172,14 @@ def values_from_file(file: str) -> dict[str, SettingValue]:
         raise OptionError(f"config file {file}: {error.strerror}", "a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OptionError(f"config file {file}: {error}", "a TOML file") from None
-    engine = tables.pop("engine", {})
-    if not isinstance(engine, dict):
-        raise OptionError(f"engine={engine!r} (file {file}{toml_line('engine', text)})", "a table, [engine]")
+    settings = list[tuple[str, object]]()
+    for table in TABLES:
+        found = tables.pop(table, {})
+        if not isinstance(found, dict):
+            raise OptionError(f"{table}={found!r} (file {file}{toml_line(table, text)})", f"a table, [{table}]")
+        settings += [(f"{table}.{name}", value) for name, value in found.items()]
     values = {}
-    for name, value in [*tables.items(), *((f"engine.{name}", value) for name, value in engine.items())]:
+    for name, value in [*tables.items(), *settings]:
         source = f"file {file}{toml_line(name, text)}"
         if name not in all_settings():
             raise unknown_setting_error(name, source)
@@ -275,7 +287,7 @@ def config_to_toml(made: ServeConfig, given: Mapping[str, SettingValue]) -> str:
         section, _, field = name.rpartition(".")
         if section and f"[{section}]" not in lines:
             lines += ["", f"[{section}]"]
-        value = getattr(made.engine if section else made, field)
+        value = getattr(getattr(made, section) if section else made, field)
         source = given[name].source if name in given else "default"
         source = source if source.isprintable() else ascii(source)
         lines += ["", *textwrap.wrap(setting.help, 100, initial_indent="# ", subsequent_indent="# ")]
@@ -285,6 +297,8 @@ def config_to_toml(made: ServeConfig, given: Mapping[str, SettingValue]) -> str:
         elif value is None:
             lines.append(f"# {field} is not set  # {source}")
         else:
+            if name == "sessions.redis_url":
+                value = without_password(str(value))
             lines.append(f"{field} = {toml_value(value)}  # {source}")
     return "\n".join(lines) + "\n"
 

@@ -282,6 +282,10 @@ class Draining(AtCapacity):
     """The server is shutting down: try another, or this one when it is back."""
 
 
+class StoreUnavailable(AtCapacity):
+    """The store of live sessions does not answer."""
+
+
 class Cancelled(EngineError):
     """The caller cancelled the request."""
 

@@ -197,6 +197,15 @@ class LiveRouteMetrics(NamedTuple):
     dropped: Counter
 
 
+class SessionStoreMetrics(NamedTuple):
+    """Metrics of the store of live sessions."""
+
+    up: Gauge
+    write: Histogram
+    refused: Counter
+    rewritten: Counter
+
+
 class ServerMetrics:
     """Metrics of the server. `route` is the template that a request matched, never its path: clients must not be
     able to add labels. Series with the label `model` exist while the model is loaded."""
@@ -252,8 +261,24 @@ class ServerMetrics:
             "Connections that asked to go on with a session: resumed, or the code of the error.",
             ("outcome",),
         )
-        for outcome in ("resumed", "session_expired", "events_expired"):
+        for outcome in ("resumed", "taken_over", "session_expired", "events_expired"):
             self.resumes.labels(outcome)
+        self._session_store_up = gauge(
+            "asr_serve_session_store_up", "1 while Redis answers; 0 also where sessions.redis_url is not set."
+        )
+        self._session_store_write = histogram(
+            "asr_serve_session_store_write_seconds",
+            "Time of one batch of writes of live sessions to Redis.",
+            buckets=STEP_BUCKETS_S,
+        )
+        self._session_store_refused = counter(
+            "asr_serve_session_store_refused_total",
+            "Live sessions that ended here since another server had claimed them.",
+        )
+        self._session_store_rewritten = counter(
+            "asr_serve_session_store_rewritten_total",
+            "Live sessions that Redis did not have any more, and that were written whole.",
+        )
         self.live_partial_interval = histogram(
             "asr_serve_live_partial_interval_seconds",
             "Time between two partials of one sentence.",
@@ -304,6 +329,15 @@ class ServerMetrics:
             self.live_partial_interval.labels(route),
             self.live_final.labels(route),
             self.live_dropped.labels(route),
+        )
+
+    @property
+    def session_store(self) -> SessionStoreMetrics:
+        return SessionStoreMetrics(
+            self._session_store_up,
+            self._session_store_write,
+            self._session_store_refused,
+            self._session_store_rewritten,
         )
 
     def remove_model(self, model: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, NamedTuple
 
@@ -258,6 +259,9 @@ Peer = Annotated[
 ]
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 Url = Annotated[str, Meta(pattern=r"\Ahttps?://[^\s/]\S*\Z", description="a URL, http:// or https://")]
+RedisUrl = Annotated[
+    str, Meta(pattern=r"\A(rediss?|unix)://\S+\Z", description="a URL, redis://, rediss:// or unix://")
+]
 Origin = Annotated[
     str, Meta(pattern=r"\A(\*|https?://[^\s/,]+)\Z", description="an origin like https://example.org, or *")
 ]
@@ -286,6 +290,11 @@ def coerce_fields(config: msgspec.Struct) -> None:
             kind = inspect.type_info(field.type)
             near = suggest_name(value, map(str, kind.values)) if isinstance(kind, inspect.LiteralType) else ""
             raise OptionError(f"{field.name}={shown}", describe_allowed(kind), near, param=field.name) from None
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be printed: without user and password."""
+    return re.sub(r"//[^/@]*@", "//***@", url)
 
 
 def describe_allowed(kind: inspect.Type) -> str:

@@ -69,6 +69,8 @@ def script(*stretches: tuple[float, float], chance: random.Random, unspaced: boo
 class _VadSession:
     """Voice activity by loudness."""
 
+    state = b"none: each window is judged by itself"
+
     def __init__(self, client: FakeClient) -> None:
         self._client = client
         self.tokenizer = self
@@ -145,7 +147,7 @@ class FakeClient:
         """Length of the audio of each stream that came to its end."""
         self._waiting: deque[tuple[Future[Any], Any, _Stream | None]] = deque()
 
-    def open_vad_session(self, *, live: bool, api_client: str | None) -> _VadSession:
+    def open_vad_session(self, *, live: bool, api_client: str | None, state: bytes | None = None) -> _VadSession:
         return _VadSession(self)
 
     def open_stream(self, *, live: bool, words: bool = False, bias: str = "", language_model: None = None) -> _Stream:

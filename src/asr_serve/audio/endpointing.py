@@ -92,6 +92,26 @@ class EndpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
+class EndpointerState(msgspec.Struct, frozen=True):
+    """State of an Endpointer between two windows, from which another one of the same configuration continues. The
+    fields are those of Endpointer."""
+
+    now: int
+    floor: int
+    alone_from: int
+    flushed_at: int
+    finished: bool
+    open: bool
+    split_mid_speech: bool
+    start: int
+    pause: int | None
+    speech: int
+    droppable: bool
+    least: int
+    pauses: list[Span]
+    recent: list[float]
+
+
 class Endpointer:
     """Endpointing of one caller: `append_probabilities` as they come, `finish` once.
 
@@ -135,6 +155,33 @@ class Endpointer:
         self._pauses: list[Span] = []
         """Pauses that have ended, at which the segment could still be cut."""
         self._recent: deque[float] = deque(maxlen=look_back)
+
+    def export_state(self) -> EndpointerState:
+        return EndpointerState(
+            self._now,
+            self._floor,
+            self._alone_from,
+            self._flushed_at,
+            self._finished,
+            self._open,
+            self.split_mid_speech,
+            self._start,
+            self._pause,
+            self._speech,
+            self._droppable,
+            self._least,
+            list(self._pauses),
+            list(self._recent),
+        )
+
+    def import_state(self, state: EndpointerState) -> None:
+        self._now, self._floor, self._alone_from = state.now, state.floor, state.alone_from
+        self._flushed_at, self._finished, self._open = state.flushed_at, state.finished, state.open
+        self.split_mid_speech, self._start, self._pause = state.split_mid_speech, state.start, state.pause
+        self._speech, self._droppable, self._least = state.speech, state.droppable, state.least
+        self._pauses = list(state.pauses)
+        self._recent.clear()
+        self._recent.extend(state.recent)
 
     @property
     def open_from_samples(self) -> int | None:

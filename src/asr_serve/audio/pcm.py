@@ -78,6 +78,15 @@ class Pcm16Assembler:
         self._pending_byte = b""
 
     @property
+    def pending_byte(self) -> bytes:
+        """The buffered half of a sample, or nothing."""
+        return self._pending_byte
+
+    @pending_byte.setter
+    def pending_byte(self, value: bytes) -> None:
+        self._pending_byte = value
+
+    @property
     def has_pending_byte(self) -> bool:
         """Whether half a sample is buffered."""
         return bool(self._pending_byte)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
 import numpy as np
 
 from asr_serve.audio.ogg_opus import OggOpusDecoder, OggPageReader
 from asr_serve.audio.opus_decoder import OPUS_RATE_HZ, OpusPacketDecoder
 from asr_serve.audio.pcm import Pcm16Assembler, alaw_table, clipped, decode_pcm16, mulaw_table
-from asr_serve.audio.resample import Resampler
+from asr_serve.audio.resample import Resampler, ResamplerState
 from asr_serve.errors import OptionError
 from asr_serve.types import suggest_name
 from asr_serve.units import RATE_HZ
@@ -18,6 +19,17 @@ MIN_RATE_HZ, MAX_RATE_HZ = 8_000, 48_000
 DEFAULT_RATES_HZ = {"s16le": RATE_HZ, "mulaw": 8_000, "alaw": 8_000}
 """Default rate of each encoding that does not carry its rate."""
 ENCODINGS = (*DEFAULT_RATES_HZ, "opus", "ogg")
+
+
+STATEFUL_ENCODINGS = ("opus", "ogg")
+"""Encodings whose decoders have a state that cannot be exported."""
+
+
+class LiveDecoderState(msgspec.Struct, frozen=True):
+    """State of a decoder between two calls, from which another one of the same encoding and rate continues."""
+
+    pending_byte: bytes
+    resampler: ResamplerState
 
 
 class LiveAudioDecoder:
@@ -35,17 +47,34 @@ class LiveAudioDecoder:
         *,
         rest: Callable[[], np.ndarray] | None = None,
         has_pending_bytes: Callable[[], bool] = lambda: False,
+        assembler: Pcm16Assembler | None = None,
+        exports_state: bool = False,
     ) -> None:
         """`read`: bytes to samples at `rate_hz`, which do not share memory with them; `rest`: the samples it still
-        buffers at the end; `has_pending_bytes`: whether it waits for more bytes."""
+        buffers at the end; `has_pending_bytes`: whether it waits for more bytes; `assembler`: what buffers half a
+        sample; `exports_state`: whether `read` and `assembler` have no other state."""
         self.rate_hz = rate_hz
         """Rate of the decoded samples, before they are resampled to 16 kHz."""
         self._read, self._flush, self._has_pending, self._resampler = (
             read,
             rest,
             has_pending_bytes,
-            Resampler(rate_hz),
+            Resampler(rate_hz, exports_state=exports_state),
         )
+        self._assembler = assembler
+        self.is_pcm16 = exports_state and rate_hz == RATE_HZ
+        """Whether all samples are 16-bit integers over 32768."""
+
+    def export_state(self) -> LiveDecoderState:
+        """Returns the state; not for STATEFUL_ENCODINGS."""
+        pending = b"" if self._assembler is None else self._assembler.pending_byte
+        return LiveDecoderState(pending, self._resampler.export_state())
+
+    def import_state(self, state: LiveDecoderState) -> None:
+        """Continues there. Call before the first bytes."""
+        if self._assembler is not None:
+            self._assembler.pending_byte = state.pending_byte
+        self._resampler.import_state(state.resampler)
 
     @property
     def has_pending_bytes(self) -> bool:
@@ -104,13 +133,15 @@ def _linear(rate_hz: int) -> LiveAudioDecoder:
         rate_hz,
         lambda data: (decode_pcm16(pcm.take_whole_samples(data)),),
         has_pending_bytes=lambda: pcm.has_pending_byte,
+        assembler=pcm,
+        exports_state=True,
     )
 
 
 def _companded(encoding: str, rate_hz: int) -> LiveAudioDecoder:
     """Decoder of G.711: one byte per sample, by table."""
     table = mulaw_table() if encoding == "mulaw" else alaw_table()
-    return LiveAudioDecoder(rate_hz, lambda data: (table[np.frombuffer(data, np.uint8)],))
+    return LiveAudioDecoder(rate_hz, lambda data: (table[np.frombuffer(data, np.uint8)],), exports_state=True)
 
 
 def _opus() -> LiveAudioDecoder:

@@ -103,6 +103,13 @@ class VadSession:
 
     def __init__(self, client: EngineClient, session_id: int, live: bool) -> None:
         self._client, self._id, self._live, self._open = client, session_id, live, True
+        self._last_chunk: VadChunk | None = None
+
+    @property
+    def state(self) -> bytes | None:
+        """State after the last chunk, once it is answered, from which another engine continues; None where the
+        engine does not report states, and before the first chunk."""
+        return None if self._last_chunk is None else self._last_chunk.state
 
     def submit_windows(self, pcm: np.ndarray) -> Future[np.ndarray]:
         """Submits `pcm` float32 at 16 kHz, whole windows of 512 samples, at most EngineConfig.vad_windows of them.
@@ -118,6 +125,7 @@ class VadSession:
             )
         chunk = VadChunk(self._id, pcm, Future())
         submitted_s = self._client.clock()
+        self._last_chunk = chunk
         self._client.backend.submit_vad_chunk(chunk)
         if self._live:
             self._client._measure_vad(chunk.future, self._id, submitted_s)
@@ -212,7 +220,9 @@ class EngineBackend(Protocol):
         """Submits a sentence; only for speech synthesis models."""
 
     def cancel(self, request_id: int) -> None: ...
-    def open_vad_session(self, session: int, live: bool) -> None: ...
+    def open_vad_session(self, session: int, live: bool, state: bytes | None = None) -> None:
+        """Opens a voice-activity session. `state`: its state from another engine."""
+
     def submit_vad_chunk(self, windows: VadChunk) -> None: ...
     def close_session(self, session: int) -> None: ...
     def open_stream(
@@ -392,12 +402,14 @@ class EngineClient:
         *,
         live: bool = False,
         api_client: str | None = None,
+        state: bytes | None = None,
         wait: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> VadSession:
         """Opens a voice-activity session. Full: raises AtCapacity, or waits for a place with `wait`, as `submit`.
         `live` and overloaded, or one of more new callers than are known to fit (`LiveAdmission`): raises
-        AtCapacity. `api_client`: whose live session it is, where that is known. Raises WrongModel, EngineClosed."""
+        AtCapacity. `api_client`: whose live session it is, where that is known. `state`: the session's state in another
+        engine. Raises WrongModel, EngineClosed."""
         _ = self.card  # raises WrongModel
         session_id = next(self._ids)
         with self._room:
@@ -417,7 +429,7 @@ class EngineClient:
             self._sessions += 1
             self._live += live
         try:
-            self.backend.open_vad_session(session_id, live)
+            self.backend.open_vad_session(session_id, live, state)
         except EngineClosed:
             self._session_ended(session_id, live)
             raise

@@ -77,8 +77,8 @@ class ThreadBackend:
     def cancel(self, request_id: int) -> None:
         self.call(lambda loop: loop.executor.cancel(request_id))
 
-    def open_vad_session(self, session: int, live: bool) -> None:
-        self.call(lambda loop: loop.vad_scheduler.open(session, live, None))
+    def open_vad_session(self, session: int, live: bool, state: bytes | None = None) -> None:
+        self.call(lambda loop: loop.vad_scheduler.open(session, live, state))
 
     def submit_vad_chunk(self, windows: VadChunk) -> None:
         if self.loop.uses_digests:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+import msgspec
 import numpy as np
 
 from asr_serve.audio.endpointing import WINDOW_SAMPLES
@@ -22,6 +23,14 @@ SILENT_DB, MIN_CONTRAST_DB, SILENCE_SHARE = -70.0, 15.0, 0.2
 than MIN_CONTRAST_DB, nothing else is. Otherwise the lowest SILENCE_SHARE of the range between them is silent."""
 
 
+class SilenceState(msgspec.Struct, frozen=True):
+    """State of a SilenceTracker."""
+
+    first_window: int
+    speech: bytes
+    """One byte for each window from `first_window` on: whether it holds speech."""
+
+
 class SilenceTracker:
     """Collects the speech probabilities of consecutive windows and returns the silences among them."""
 
@@ -31,6 +40,12 @@ class SilenceTracker:
         self._first_window = 0
         self._speech: deque[bool] = deque()
         """Whether each window holds speech, from `_first_window` on."""
+
+    def export_state(self) -> SilenceState:
+        return SilenceState(self._first_window, bytes(self._speech))
+
+    def import_state(self, state: SilenceState) -> None:
+        self._first_window, self._speech = state.first_window, deque(map(bool, state.speech))
 
     def append_scores(self, probabilities: np.ndarray) -> None:
         """Appends the probabilities of the next windows, (n,)."""

@@ -57,6 +57,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await streams.start()
         with gate.on_drain(streams.drain), gate.on_drain(voice_dependencies.clonings.drain):
             yield
         await voice_dependencies.clonings.close()
@@ -84,7 +85,9 @@ def create_app(
     for route in app.routes:  # FastAPI's own: the document
         if isinstance(route, Route):
             admitted_as(AdmissionClass.PUBLIC)(route.endpoint)
-    health_routes = health.routes(engines, gate, metrics, with_metrics=config.metrics)
+    health_routes = health.routes(
+        engines, gate, metrics, with_metrics=config.metrics, store_state=lambda: streams.store_state
+    )
     if full_server:
         routers = [
             transcriptions.routes(transcriptions.TranscriptionDependencies.create(config, engines, executor)),

@@ -42,7 +42,7 @@ MAX_QUEUED_EVENTS = 10_000
 """Limit of unread events; at it no more are received, and in the end `send` waits."""
 RETRY_S = (0.0, 0.2, 0.5, 1.0, 2.0)
 """Delays before attempts to resume; the last one repeats."""
-RETRYABLE_CODES = {"at_capacity", "rate_limited", "draining"}
+RETRYABLE_CODES = {"at_capacity", "rate_limited", "draining", "store_unavailable"}
 """Codes of refusals after which another attempt is worthwhile."""
 NORMAL_CLOSURE_CODE = 1000
 LOST_CODES = {None, NORMAL_CLOSURE_CODE, 1001, 1006, 1012, 1014}

@@ -185,9 +185,10 @@ class InFlightRequests(dict[int, InFlightUtterance | InFlightSpeech]):
 class InFlightSession:
     """Voice-activity session: the state after the last answered chunk, and the chunks in flight."""
 
-    def __init__(self, live: bool) -> None:
+    def __init__(self, live: bool, state: bytes | None = None) -> None:
+        """`state`: its state from another engine."""
         self.live = live
-        self.state: bytes | None = None
+        self.state = state
         self.next_chunk = 0
         self.pending_chunks: deque[tuple[int, VadChunk | StreamChunk]] = deque()
         """Numbered chunks that are not answered."""
@@ -485,7 +486,11 @@ class InFlight:
                 return self._on_sound(request_id, sound)
             case messages.VadResult(session=number, chunk=chunk_number, probabilities=data, state=state):
                 windows = self.sessions.acknowledge(number, chunk_number, state)
-                return [PendingAnswer(windows.future, np.frombuffer(data, np.float32))] if windows else []
+                if windows is None:
+                    return []
+                assert isinstance(windows, VadChunk)
+                windows.state = state  # before the answer, whose callbacks may export the session
+                return [PendingAnswer(windows.future, np.frombuffer(data, np.float32))]
             case messages.StreamOutput(session=number, chunk=chunk_number, found=result):
                 chunk = self.sessions.acknowledge(number, chunk_number, None)
                 return [PendingAnswer(chunk.future, result)] if chunk else []

@@ -60,7 +60,7 @@ def endpoint_config(client: EngineClient, options: ListenOptions) -> EndpointCon
 TurnState = Literal["started", "eager_end", "resumed", "stopped", "ended"]
 
 
-class TurnEvent(msgspec.Struct, frozen=True):
+class TurnEvent(msgspec.Struct, frozen=True, tag=True):
     """Event of a turn: speech between two pauses that are long enough, or that a turn model accepts as the end.
 
     started     speech began; position: where its audio begins
@@ -77,7 +77,7 @@ class TurnEvent(msgspec.Struct, frozen=True):
     """Cause of the decision: `silence`, or the name of the turn model."""
 
 
-class FlushDone(msgspec.Struct, frozen=True):
+class FlushDone(msgspec.Struct, frozen=True, tag=True):
     """All speech before that position is in segments that are out."""
 
     name: str

@@ -34,12 +34,14 @@ from asr_serve.pipelines.live.events import (
     LivePartial,
     LiveSegmentDone,
     SessionFinished,
+    TurnEvent,
     endpoint_config,
 )
 from asr_serve.pipelines.live.live_diarizer import LiveDiarizer
 from asr_serve.pipelines.live.live_normalizer import LiveNormalizer
 from asr_serve.pipelines.live.recognizer import AudioPosition, LiveRecognizer, LiveSegment
 from asr_serve.pipelines.live.repeated_recognizer import RepeatedRecognizer
+from asr_serve.pipelines.live.session_state import LiveSessionState, SavedLiveSession
 from asr_serve.pipelines.live.streaming_recognizer import StreamingRecognizer
 from asr_serve.pipelines.live.turn_detector import TurnDetector
 from asr_serve.pipelines.live.voice_activity import LiveVoiceActivity
@@ -69,10 +71,12 @@ class LiveSession:
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         api_client: str | None = None,
+        saved: SavedLiveSession | None = None,
     ) -> None:
         """`clock`: time in seconds by which partials are spaced. `api_client`: whose session it is, where that is
-        known, for a fair share of new sessions. Raises OptionError, WeightsMissing, AtCapacity
-        (no session is free, or live sessions already wait too long), EngineClosed."""
+        known, for a fair share of new sessions. `saved`: the session to continue, of the same options. Raises
+        OptionError, WeightsMissing, AtCapacity (no session is free, or live sessions already wait too long),
+        EngineClosed."""
         self.language = resolve_language(client, options.language)
         normalizes = normalizes_text(client.card, options.itn)
         self._normalizer = LiveNormalizer(self.language, wake) if normalizes else None
@@ -118,8 +122,74 @@ class LiveSession:
         """Events that follow the segments before their position."""
         self._last_partial = LivePartial(0, 0)
         self._finishing = self._input_ended = self._finished_all = False
-        self._session = client.open_vad_session(live=True, api_client=api_client)
+        network = None if saved is None else saved.state.voice_activity.network
+        self._session = client.open_vad_session(live=True, api_client=api_client, state=network)
         self._voice_activity = LiveVoiceActivity(self._session, client.config.vad_windows - 32, wake)
+        if saved is not None:
+            self._import(saved)
+
+    # --- state -----------------------------------------------------------------------------------------
+
+    def export_state(self) -> LiveSessionState | None:
+        """Returns the state after the events that were returned, from which another session continues with the audio
+        from `audio_from` on. None while an event waits for a stage after recognition or for the turn model: try again
+        after the next `advance`. Always None with speakers, once the session is closed, and where the engine does not
+        report the state of voice activity."""
+        turns, voice_activity = self._turns.export_state(), self._voice_activity.export_state()
+        normalizing = self._normalizer is not None and self._normalizer.busy
+        if turns is None or voice_activity is None or normalizing or self._diarizer is not None or self._finished_all:
+            return None
+        deferred: list[tuple[int, TurnEvent | FlushDone]] = []
+        for position, event in self._deferred_events:
+            assert isinstance(event, TurnEvent | FlushDone)
+            deferred.append((position, event))
+        return LiveSessionState(
+            audio_from=min(self._oldest_needed, voice_activity.scored_samples, self.received_samples),
+            scored_samples=self._scored_samples,
+            flushed=self._flushed,
+            flushes=list(self._flushes),
+            deferred_events=deferred,
+            last_partial=self._last_partial,
+            endpointer=self._endpointer.export_state(),
+            silence=self._silence.export_state(),
+            turns=turns,
+            voice_activity=voice_activity,
+            segments=self._recognizer.export_segments(self._segments),
+            finishing=self._finishing,
+            input_ended=self._input_ended,
+        )
+
+    @property
+    def needed_from_samples(self) -> int:
+        """Start of the audio that may still be needed."""
+        return self._audio.start
+
+    def received_audio(self, from_samples: int) -> tuple[int, np.ndarray]:
+        """Returns the audio from there on that may still be needed, and its first position."""
+        start = max(from_samples, self._audio.start)
+        if start >= self._audio.end:
+            return start, np.zeros(0, np.float32)
+        return start, self._audio.slice(Span(start, self._audio.end))
+
+    def _import(self, saved: SavedLiveSession) -> None:
+        state = saved.state
+        self._audio.start = self._audio.end = state.audio_from
+        self._audio.append(saved.pcm)
+        self.received_samples = self._audio.end
+        self._scored_samples, self._flushed = state.scored_samples, state.flushed
+        self._flushes.extend(state.flushes)
+        self._deferred_events.extend(state.deferred_events)
+        self._last_partial = state.last_partial
+        self._endpointer.import_state(state.endpointer)
+        self._silence.import_state(state.silence)
+        self._turns.import_state(state.turns)
+        self._voice_activity.import_state(state.voice_activity)
+        if len(unscored := saved.pcm[max(0, state.voice_activity.scored_samples - state.audio_from) :]):
+            self._voice_activity.append_audio(unscored)
+        self._segments.extend(self._recognizer.import_segments(state.segments, self.received_samples))
+        self._input_ended = state.input_ended
+        if state.finishing:
+            self.finish()
 
     # --- client ----------------------------------------------------------------------------------------
 
@@ -310,10 +380,14 @@ class LiveSession:
 
     def _release_audio(self) -> None:
         """Drops the audio that nothing can need any more."""
-        oldest = min((segment.audio_from for segment in self._segments), default=self._scored_samples)
-        oldest = min(oldest, self._endpointer.keep_from_samples)
+        oldest = self._oldest_needed
         self._audio.drop_before(oldest)
         self._silence.forget_before(oldest)
+
+    @property
+    def _oldest_needed(self) -> int:
+        oldest = min((segment.audio_from for segment in self._segments), default=self._scored_samples)
+        return min(oldest, self._endpointer.keep_from_samples)
 
     # --- events ----------------------------------------------------------------------------------------
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from asr_serve import units
+from asr_serve.pipelines.live.segment_state import LiveSegmentStates
 from asr_serve.pipelines.silence_tracker import SilenceTracker
 from asr_serve.types import Priority, Segment
 
@@ -116,12 +118,19 @@ class LiveRecognizer(Protocol):
     def discard(self, each: LiveSegment) -> None:
         """Cancels it."""
 
+    def export_segments(self, segments: Sequence[LiveSegment]) -> LiveSegmentStates:
+        """Returns the state of all segments of the session, in order."""
+
+    def import_segments(self, states: LiveSegmentStates, received: int) -> list[LiveSegment]:
+        """Returns the segments of these states. `received`: samples that have arrived."""
+
 
 class PaceEstimator:
     """Estimate of whether a session's audio arrives at the pace of speech."""
 
-    def __init__(self) -> None:
-        self._began_s = time.monotonic()
+    def __init__(self, received: int = 0) -> None:
+        """`received`: samples that arrived before, at the pace of speech."""
+        self._began_s = time.monotonic() - units.samples_to_s(received)
 
     def priority(self, received: int) -> Priority:
         ahead_s = units.samples_to_s(received) - (time.monotonic() - self._began_s)

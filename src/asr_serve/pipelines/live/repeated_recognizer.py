@@ -5,7 +5,7 @@ The `RepeatedSegment` of each segment knows which hypothesis is due, an anchor o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -23,7 +23,13 @@ from asr_serve.pipelines.live.repeated_segment import (
     PendingHypothesis,
     RepeatedSegment,
 )
-from asr_serve.pipelines.live.segment_encoder import HypothesisInput, IncrementalSegmentEncoder, WholeSegmentEncoder
+from asr_serve.pipelines.live.segment_encoder import (
+    HypothesisInput,
+    IncrementalSegmentEncoder,
+    SegmentEncoder,
+    WholeSegmentEncoder,
+)
+from asr_serve.pipelines.live.segment_state import LiveSegmentStates
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.pipelines.prompting import prompt_hotwords, prompt_itn
 from asr_serve.types import Span
@@ -81,12 +87,23 @@ class RepeatedRecognizer:
         self._position = AudioPosition(0, 0, 0, 0, None, False)
 
     def open_segment(self, start: int, torn: bool, before: LiveSegment | None) -> RepeatedSegment:
-        encoder = (
-            IncrementalSegmentEncoder(self._client, self._audio, self._longest)
-            if self._lag
-            else WholeSegmentEncoder(self._client, self._audio)
-        )
-        return RepeatedSegment(start, torn, self._text, encoder, start if before is None else before.start)
+        return RepeatedSegment(start, torn, self._text, self._encoder(), start if before is None else before.start)
+
+    def _encoder(self) -> SegmentEncoder:
+        if self._lag:
+            return IncrementalSegmentEncoder(self._client, self._audio, self._longest)
+        return WholeSegmentEncoder(self._client, self._audio)
+
+    def export_segments(self, segments: Sequence[LiveSegment]) -> LiveSegmentStates:
+        states = []
+        for segment in segments:
+            assert isinstance(segment, RepeatedSegment)
+            states.append(segment.export_state())
+        return LiveSegmentStates(repeated=states)
+
+    def import_segments(self, states: LiveSegmentStates, received: int) -> list[LiveSegment]:
+        self._pace = PaceEstimator(received)
+        return [RepeatedSegment.from_state(state, self._text, self._encoder()) for state in states.repeated]
 
     def collect_results(self, each: LiveSegment) -> None:
         assert isinstance(each, RepeatedSegment)

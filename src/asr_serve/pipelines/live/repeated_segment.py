@@ -24,6 +24,7 @@ from asr_serve import units
 from asr_serve.decoding.hypothesis import Recognition, is_acceptable
 from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens
 from asr_serve.pipelines.live.segment_encoder import SegmentEncoder
+from asr_serve.pipelines.live.segment_state import RepeatedSegmentState
 from asr_serve.pipelines.segments import PADDING_SAMPLES, build_segment, is_speech, select_tokens
 from asr_serve.pipelines.silence_tracker import SilenceTracker
 from asr_serve.text.local_agreement import Text, agreed_prefix_tokens, merge_overlap, word_ends, words_of
@@ -106,6 +107,53 @@ class RepeatedSegment:
         """End of the anchor that shows how a segment begins that starts in the middle of speech."""
         self._anchors: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=AGREEING_ANCHORS - 1)
         """End and tokens of the last anchors."""
+
+    # --- state ----------------------------------------------------------------------------------------
+
+    def export_state(self) -> RepeatedSegmentState:
+        """Returns the state without the hypothesis in flight. An early final is not part of it: it is made again."""
+        pending = [self.job.span.end_samples] if self.job is not None and self.job.kind == "anchor" else []
+        return RepeatedSegmentState(
+            start=self.start,
+            starts_mid_speech=self.starts_mid_speech,
+            audio_from=self.audio_from,
+            end=self.end,
+            decided_samples=self.decided_samples,
+            cut_off=self.cut_off,
+            reach=self.reach,
+            due_anchors=[*pending, *self.due_anchors],
+            anchored=self.anchored,
+            submitted=self.submitted,
+            tokens=self.tokens,
+            shown=self._shown,
+            language=self.language,
+            language_probs=dict(self._language_probs),
+            recognized_to=self.recognized_to,
+            final=self.final,
+            output_from=self.output_from,
+            output_to=self.output_to,
+            start_resolved=self.start_resolved,
+            skipped_tokens=self.skipped_tokens,
+            locked_tokens=self.locked_tokens,
+            locked_to=self.locked_to,
+            head=self._head,
+            anchors=list(self._anchors),
+        )
+
+    @classmethod
+    def from_state(cls, state: RepeatedSegmentState, text: Text, encoder: SegmentEncoder) -> RepeatedSegment:
+        segment = cls(state.start, state.starts_mid_speech, text, encoder)
+        segment.audio_from, segment.end, segment.decided_samples = state.audio_from, state.end, state.decided_samples
+        segment.cut_off, segment.reach = state.cut_off, state.reach
+        segment.due_anchors, segment.anchored = deque(state.due_anchors), state.anchored
+        segment.submitted, segment.tokens, segment._shown = state.submitted, state.tokens, state.shown
+        segment.language, segment._language_probs = state.language, dict(state.language_probs)
+        segment.recognized_to, segment.final = state.recognized_to, state.final
+        segment.output_from, segment.output_to = state.output_from, state.output_to
+        segment.start_resolved, segment.skipped_tokens = state.start_resolved, state.skipped_tokens
+        segment.locked_tokens, segment.locked_to, segment._head = state.locked_tokens, state.locked_to, state.head
+        segment._anchors.extend(state.anchors)
+        return segment
 
     # --- due ------------------------------------------------------------------------------------------
 

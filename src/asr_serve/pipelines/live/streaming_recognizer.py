@@ -10,7 +10,7 @@ from __future__ import annotations
 import unicodedata
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -23,6 +23,7 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.engine.client import RecognitionStream as EngineStream
 from asr_serve.errors import Cancelled, EngineCrashed, StepFailed
 from asr_serve.pipelines.live.recognizer import AudioPosition, LiveSegment, PaceEstimator
+from asr_serve.pipelines.live.segment_state import LiveSegmentStates, StreamedSegmentState, TokenStreamState
 from asr_serve.pipelines.segments import PADDING_SAMPLES, build_segment
 from asr_serve.pipelines.silence_tracker import SilenceTracker
 from asr_serve.text.word_timing import token_times_from_frames
@@ -74,9 +75,31 @@ class _TokenStream:
         self.stops: deque[int] = deque()
         """Positions at which chunks end, so that what is known there does not depend on how the audio arrived."""
         self._sent_to = start
-        self._received_tokens = self._tries = 0
+        self._received_tokens = self._received_runs = self._tries = 0
         self._stream: EngineStream | None = None
         self._last = self.finished = False
+
+    def export_state(self) -> TokenStreamState:
+        return TokenStreamState(
+            start=self._start,
+            tokens=list(self.tokens),
+            logprobs=list(self.logprobs),
+            token_samples=list(self.token_samples),
+            word_starts=list(self.word_starts),
+            runs=list(self.runs),
+            tail=self.tail,
+            recognized_to=self.recognized_to,
+            stops=list(self.stops),
+            finished=self.finished,
+        )
+
+    def import_state(self, state: TokenStreamState) -> None:
+        """Continues with these tokens. The audio is sent from its start again, unless all of it was recognized."""
+        self.tokens, self.logprobs = list(state.tokens), list(state.logprobs)
+        self.token_samples, self.word_starts = list(state.token_samples), list(state.word_starts)
+        self.runs, self.tail, self.stops = list(state.runs), state.tail, deque(state.stops)
+        self.recognized_to = state.recognized_to
+        self.finished = self._last = state.finished
 
     @property
     def start(self) -> int:
@@ -102,7 +125,7 @@ class _TokenStream:
             self._tries += 1
             if self._tries == MAX_STREAM_TRIES or isinstance(failure, EngineCrashed):
                 raise
-            self._sent_to, self._received_tokens, self._last = self._start, 0, False
+            self._sent_to, self._received_tokens, self._received_runs, self._last = self._start, 0, 0, False
             self.runs.clear()
             return
         self.recognized_to, self.finished = max(self.recognized_to, self._sent_to), self._last
@@ -112,7 +135,10 @@ class _TokenStream:
             self._received_tokens += 1
             if self._received_tokens > len(self.tokens):  # else known from before a failed step
                 self._append_token(token)
-        self.runs += result.token_runs
+        for run in result.token_runs:
+            self._received_runs += 1
+            if self._received_runs > len(self.runs):  # else known from another engine
+                self.runs.append(run)
         self.tail = tuple(token.id for token in result.tail_tokens)
 
     def send_audio(self, audio: AudioHistory, end: int, *, last: bool, live: bool, wake: Callable[[], None]) -> None:
@@ -204,6 +230,33 @@ class StreamedSegment:
         self._count = -1
         """Number of the stream's tokens up to this segment's last one; -1: not known yet."""
         self._texts: dict[tuple[int, int, tuple[int, ...]], str] = {}
+
+    def export_state(
+        self, streams: Sequence[_TokenStream], segments: Sequence[StreamedSegment]
+    ) -> StreamedSegmentState:
+        """Returns the state, with indices into these."""
+        before = None if self.start_resolved or self.before is None else segments.index(self.before)
+        return StreamedSegmentState(
+            stream=streams.index(self.stream),
+            before=before,
+            after=None if self.after is None else segments.index(self.after),
+            start=self.start,
+            end=self.end,
+            decided_samples=self.decided_samples,
+            cut_off=self.cut_off,
+            until=self.until,
+            settle_at=self._settle_at,
+            confirmed_to=self._confirmed_to,
+            first=self._first,
+            count=self._count,
+        )
+
+    def import_state(self, state: StreamedSegmentState, segments: Sequence[StreamedSegment]) -> None:
+        self.before = None if state.before is None else segments[state.before]
+        self.after = None if state.after is None else segments[state.after]
+        self.end, self.decided_samples, self.cut_off = state.end, state.decided_samples, state.cut_off
+        self.until, self._settle_at, self._confirmed_to = state.until, state.settle_at, state.confirmed_to
+        self._first, self._count = state.first, state.count
 
     def continue_in(self, after: StreamedSegment) -> None:
         assert self.end is not None
@@ -353,8 +406,7 @@ class StreamingRecognizer:
 
     def open_segment(self, start: int, torn: bool, before: LiveSegment | None) -> StreamedSegment:
         if before is None:
-            stream = _TokenStream(self._client, self._text, start, self._wants_words, self._bias, self._language_model)
-            return StreamedSegment(start, stream, self._text, None)
+            return StreamedSegment(start, self._new_stream(start), self._text, None)
         assert isinstance(before, StreamedSegment)
         if start - before.stream.start >= (MAX_STREAM_SAMPLES if torn else MAX_CARRY_AT_PAUSE_SAMPLES):
             before.until = start if torn else start + PAUSE_MARGIN_SAMPLES
@@ -363,6 +415,9 @@ class StreamingRecognizer:
         segment = StreamedSegment(start, before.stream, self._text, before)
         before.continue_in(segment)
         return segment
+
+    def _new_stream(self, start: int) -> _TokenStream:
+        return _TokenStream(self._client, self._text, start, self._wants_words, self._bias, self._language_model)
 
     def collect_results(self, each: LiveSegment) -> None:
         assert isinstance(each, StreamedSegment)
@@ -388,6 +443,30 @@ class StreamingRecognizer:
             quiet_from = at.scored_samples if at.silent_from_samples is None else at.silent_from_samples
         end = min(end, max(quiet_from + self._pause_samples, each.stream.last_stop(end)))
         each.stream.send_audio(self._audio, end, last=each.closed, live=live, wake=self._wake)
+
+    def export_segments(self, segments: Sequence[LiveSegment]) -> LiveSegmentStates:
+        own: list[StreamedSegment] = []
+        streams: list[_TokenStream] = []
+        for segment in segments:
+            assert isinstance(segment, StreamedSegment)
+            own.append(segment)
+            if segment.stream not in streams:
+                streams.append(segment.stream)
+        return LiveSegmentStates(
+            streamed=[segment.export_state(streams, own) for segment in own],
+            streams=[stream.export_state() for stream in streams],
+        )
+
+    def import_segments(self, states: LiveSegmentStates, received: int) -> list[LiveSegment]:
+        self._pace = PaceEstimator(received)
+        streams = []
+        for state in states.streams:
+            streams.append(self._new_stream(state.start))
+            streams[-1].import_state(state)
+        segments = [StreamedSegment(each.start, streams[each.stream], self._text, None) for each in states.streamed]
+        for segment, each in zip(segments, states.streamed, strict=True):
+            segment.import_state(each, segments)
+        return list(segments)
 
     def discard(self, each: LiveSegment) -> None:
         assert isinstance(each, StreamedSegment)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import msgspec
 import numpy as np
 
 from asr_serve import units
@@ -23,6 +24,16 @@ from asr_serve.types import Span
 MODEL_PAUSE_SAMPLES = 7 * WINDOW_SAMPLES
 """Length of a pause before the model is queried: it is trained on speech that ends in some 200 ms of silence."""
 MODEL_INPUT_SAMPLES = units.s_to_samples(8)
+
+
+class TurnState(msgspec.Struct, frozen=True):
+    """State of a TurnDetector whose model has nothing to answer. The fields are those of TurnDetector."""
+
+    open: bool
+    eager: bool
+    submitted_pause: int | None
+    probability: float | None
+    decided: bool
 
 
 class TurnDetector:
@@ -44,6 +55,16 @@ class TurnDetector:
         self._probability: float | None = None
         """Probability from the model in this pause."""
         self._decided = False
+
+    def export_state(self) -> TurnState | None:
+        """Returns the state; None while an answer of the model has not been processed."""
+        if self._answer is not None:
+            return None
+        return TurnState(self._open, self._eager, self._submitted_pause, self._probability, self._decided)
+
+    def import_state(self, state: TurnState) -> None:
+        self._open, self._eager, self._decided = state.open, state.eager, state.decided
+        self._submitted_pause, self._probability = state.submitted_pause, state.probability
 
     @property
     def waiting(self) -> bool:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import msgspec
 import numpy as np
 
 from asr_serve.audio.audio_buffers import WindowAlignedBuffer
@@ -14,6 +15,17 @@ from asr_serve.audio.endpointing import WINDOW_SAMPLES
 from asr_serve.engine.client import VadSession
 from asr_serve.errors import StepFailed
 from asr_serve.pipelines.live.repeated_segment import MAX_TRIES
+
+
+class VoiceActivityState(msgspec.Struct, frozen=True):
+    """State of a LiveVoiceActivity after the last chunk that was answered."""
+
+    scored_samples: int
+    """End of the windows whose probabilities are known."""
+    ready: list[float]
+    """Probabilities that were not returned yet, of the last of these windows."""
+    network: bytes | None
+    """State of the network after them; None before the first."""
 
 
 class LiveVoiceActivity:
@@ -27,6 +39,20 @@ class LiveVoiceActivity:
         self._tries = 0
         self._finishing = False
         self._ready: deque[np.ndarray] = deque()
+        self._scored_samples = 0
+        self._network: bytes | None = None
+
+    def export_state(self) -> VoiceActivityState | None:
+        """Returns the state; None where the engine does not report it."""
+        if self._scored_samples and self._network is None:
+            return None
+        return VoiceActivityState(self._scored_samples, [float(score[0]) for score in self._ready], self._network)
+
+    def import_state(self, state: VoiceActivityState) -> None:
+        """Continues after `state.scored_samples`, with a session that was opened with `state.network`. Call before the
+        first audio, which begins there."""
+        self._scored_samples, self._network = state.scored_samples, state.network
+        self._ready.extend(np.array([[score] for score in state.ready], np.float32).reshape(-1, 1))
 
     def append_audio(self, pcm: np.ndarray) -> None:
         self._unscored.append(pcm)
@@ -57,6 +83,8 @@ class LiveVoiceActivity:
             (pcm, future), self._pending = self._pending, None
             try:
                 self._ready.extend(future.result()[:, None])
+                self._scored_samples += len(pcm)
+                self._network = self._session.state
                 self._tries = 0
             except StepFailed:
                 self._tries += 1

@@ -40,7 +40,7 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
         return EncodedEvent(self.type, None, msgspec.json.encode(self))
 
 
-class SessionEvent(StreamEvent, frozen=True, tag="session"):
+class SessionEvent(StreamEvent, frozen=True, omit_defaults=True, tag="session"):
     """First event of every connection."""
 
     session_id: str
@@ -52,6 +52,8 @@ class SessionEvent(StreamEvent, frozen=True, tag="session"):
     received_bytes: int
     last_seq: int
     resume_s: float
+    durable: bool = False
+    """Whether the session is stored outside the server, and another server can resume it."""
 
 
 class PartialEvent(StreamEvent, frozen=True, tag="partial"):
@@ -63,11 +65,13 @@ class PartialEvent(StreamEvent, frozen=True, tag="partial"):
     text: str
 
 
-class AckEvent(StreamEvent, frozen=True, tag="ack"):
+class AckEvent(StreamEvent, frozen=True, omit_defaults=True, tag="ack"):
     """Audio received so far, which the client need not keep for a resume."""
 
     received_bytes: int
     received_s: float
+    durable: bool = True
+    """False: the session is durable, and its store is away: this server has the audio, and no other."""
 
 
 class StreamErrorEvent(StreamEvent, frozen=True, omit_defaults=True, tag="error"):
@@ -176,6 +180,13 @@ class StreamEventEncoder:
         self._segments = 0
         self._segment_speakers: list[str] = []
         """Speaker that was sent with each segment."""
+
+    def import_state(self, locked: str, segments: int) -> None:
+        """Continues after so many segments, with that locked text; not for sessions with speakers."""
+        self._locked, self._segments = locked, segments
+
+    def export_state(self) -> tuple[str, int]:
+        return self._locked, self._segments
 
     def encode_events(self, event: events.LiveEvent) -> Iterator[NumberedEvent | PartialEvent]:
         match event:

@@ -71,6 +71,7 @@ ERROR_MAPPINGS = (
     ErrorMapping(errors.CacheNotWritable, 503, "server_error"),
     ErrorMapping(errors.WrongModel, 400),
     ErrorMapping(errors.Draining, 503, "server_error"),
+    ErrorMapping(errors.StoreUnavailable, 503, "server_error"),
     ErrorMapping(errors.RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     ErrorMapping(errors.AtCapacity, 429, "rate_limit_error"),
     ErrorMapping(errors.EngineClosed, 503, "server_error"),

@@ -18,6 +18,7 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.live.events import LiveEvent, LivePartial, LiveSegmentDone, SessionFinished
 from asr_serve.pipelines.live.live_session import LiveSession
+from asr_serve.pipelines.live.session_state import LiveSessionState, SavedLiveSession
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.text.tokenizers import Tokenizer
 
@@ -91,10 +92,13 @@ class AsyncListener:
         on_events: Callable[[list[LiveEvent]], None],
         *,
         api_client: str | None = None,
+        saved: SavedLiveSession | None = None,
     ) -> None:
         """`on_events` receives new events. `lease` holds the engine until `close`. `api_client`: whose session it is,
-        where that is known. Raises as LiveSession does."""
+        where that is known. `saved`: the session to continue. Raises as LiveSession does."""
         self.language = client.card.language(options.language)
+        self.after_advance: Callable[[], None] = lambda: None
+        """Called after every step of the session, with or without events."""
         self._loop = asyncio.get_running_loop()
         self._waker = _Waker.of(self._loop)
         self._awake, self._changed = asyncio.Event(), asyncio.Event()
@@ -106,12 +110,27 @@ class AsyncListener:
         self._partial_s: float | None = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(lease)
-            self._session = LiveSession(client, tokenizer, options, self._wake, api_client=api_client)
+            self._session = LiveSession(client, tokenizer, options, self._wake, api_client=api_client, saved=saved)
             self._resources = stack.pop_all()
+        if saved is not None:
+            self._awake.set()
 
     @property
     def received_samples(self) -> int:
         return self._session.received_samples
+
+    def export_state(self) -> LiveSessionState | None:
+        """Returns the state after the events that were passed on; None: not now."""
+        return self._session.export_state()
+
+    def received_audio(self, from_samples: int) -> tuple[int, np.ndarray]:
+        """Returns the audio from there on that may still be needed, and its first position."""
+        return self._session.received_audio(from_samples)
+
+    @property
+    def needed_from_samples(self) -> int:
+        """Start of the audio that may still be needed."""
+        return self._session.needed_from_samples
 
     @property
     def full(self) -> bool:
@@ -173,6 +192,7 @@ class AsyncListener:
                     self._awake.set()
         if events:
             self._on_events(events)
+        self.after_advance()
         self._changed.set()
         due_s = self._session.due_s
         if due_s is not None and self._timer is None:

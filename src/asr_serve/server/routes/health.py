@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import msgspec
@@ -25,17 +26,27 @@ _TEXT = {"type": "string"}
 
 
 def routes(
-    engines: EngineRegistry, gate: AdmissionController, metrics: ServerMetrics, *, with_metrics: bool
+    engines: EngineRegistry,
+    gate: AdmissionController,
+    metrics: ServerMetrics,
+    *,
+    with_metrics: bool,
+    store_state: Callable[[], str | None],
 ) -> APIRouter:
+    """`store_state`: state of the store of live sessions, if there is one."""
     router = APIRouter(tags=["Server"])
     started_s = time.monotonic()
+
+    def sessions() -> dict[str, str]:
+        state = store_state()
+        return {} if state is None else {"session_store": state}
 
     @router.get("/health", summary="Is the process alive?", **openapi.response_entry(_status("uptime_s"), "It is.", {}))
     @admitted_as(AdmissionClass.PUBLIC)
     async def health() -> Response:
         """Returns 200 while the process can answer at all: restart it when it does not."""
         uptime_s = round(time.monotonic() - started_s, 1)
-        return _health_response(200, {"status": "ok", "version": __version__, "uptime_s": uptime_s})
+        return _health_response(200, {"status": "ok", "version": __version__, "uptime_s": uptime_s} | sessions())
 
     @router.get(
         "/ready",
@@ -50,7 +61,7 @@ def routes(
     async def ready() -> Response:
         """Returns 200 when the default model is ready, the voice is loaded or known to be missing, and the server
         is not draining; otherwise 503: send no work then."""
-        report: dict[str, Any] = {"models": engines.describe()}
+        report: dict[str, Any] = {"models": engines.describe()} | sessions()
         if gate.draining:
             report |= {"status": "draining", "reason": "the server is going down"}
             return _health_response(503, report, DRAIN_RETRY_MS)
@@ -119,6 +130,11 @@ def _status(*more: str) -> dict[str, Any]:
         "uptime_s": {"type": "number"},
         "models": {"type": "object", "additionalProperties": _TEXT, "description": "Name -> state, where loaded."},
         "reason": _TEXT,
+        "session_store": {"enum": ["connected", "away"], "description": "Redis, where live sessions are stored in it."},
     }
     names = ["status", *(["version"] if "uptime_s" in more else []), *more]
-    return {"type": "object", "properties": {name: kinds[name] for name in names}, "required": names}
+    return {
+        "type": "object",
+        "properties": {name: kinds[name] for name in (*names, "session_store")},
+        "required": names,
+    }

@@ -111,7 +111,7 @@ class StreamConnection:
             event = self._next()
             if event is not None:
                 yield event
-            elif self._finished:
+            elif self._finished and self._sent_seq >= self._log.last_seq:
                 break
             else:
                 self._changed.clear()
@@ -129,8 +129,10 @@ class StreamConnection:
         if (event := self._log.next(self._sent_seq)) is not None:
             self._sent_seq += 1
             return event
-        self._caught_up.set()
-        if self._partial is not None:
+        held = self._sent_seq < self._log.last_seq
+        if not held:
+            self._caught_up.set()
+        if self._partial is not None and not held:  # it is the text after those events
             partial, self._partial = self._partial, None
             return partial
         if self._ack is not None:

@@ -22,8 +22,11 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
+from asr_serve.config import ServeConfig
 from asr_serve.errors import AtCapacity, AudioTooLarge, ClientGone, MalformedRequest, OptionError, RequestTimeout
+from asr_serve.metrics import ServerMetrics
 from asr_serve.pipelines.live.events import LiveEvent
+from asr_serve.pipelines.live.session_state import SavedLiveSession
 from asr_serve.protocols.stream.client_messages import (
     EXAMPLE,
     MAX_MESSAGE_CHARACTERS,
@@ -54,8 +57,11 @@ from asr_serve.server.realtime.lifecycle import SessionLimits
 from asr_serve.server.realtime.outbox import OUTBOX_SEND_TIMEOUT_S
 from asr_serve.server.realtime.stream.connection import StreamConnection
 from asr_serve.server.realtime.stream.session import StartListener, StreamSession
-from asr_serve.server.realtime.stream.session_manager import SessionOwner, StreamSessionManager
+from asr_serve.server.realtime.stream.session_manager import SessionOwner, SessionStorage, StreamSessionManager
 from asr_serve.server.server_sent_events import KEEP_ALIVE, KEEP_ALIVE_S, with_error_event
+from asr_serve.server.sessions.cipher import record_cipher
+from asr_serve.server.sessions.redis_store import RedisSessionStore
+from asr_serve.server.sessions.writer import SessionWriter
 from asr_serve.units import samples_to_s
 
 NORMAL_CLOSURE = 1_000
@@ -65,6 +71,8 @@ START_TIMEOUT_S = 10.0
 """Time limit for the start message."""
 CONTINUE_TIMEOUT_S = 5.0
 """Longest wait for the body of a client that asks for `100 Continue`, before the response starts without it."""
+MIN_TTL_S = 10.0
+"""Least time limit of a session's keys in the store."""
 COMMAND_TIMEOUT_S = 10.0
 """Time limit for the body of a command."""
 
@@ -81,7 +89,9 @@ def create_session_manager(dependencies: LiveDependencies) -> StreamSessionManag
             with dependencies.admission.reserve_session(cast(Key, owner)), engine.in_use():
                 yield
 
-        def start_listener(on_events: Callable[[list[LiveEvent]], None]) -> AsyncListener:
+        def start_listener(
+            on_events: Callable[[list[LiveEvent]], None], saved: SavedLiveSession | None
+        ) -> AsyncListener:
             return AsyncListener(
                 engine.client,
                 engine.tokenizer,
@@ -90,12 +100,33 @@ def create_session_manager(dependencies: LiveDependencies) -> StreamSessionManag
                 lease(),
                 on_events,
                 api_client=cast(Key, owner).name,
+                saved=saved,
             )
 
         return engine.name, start_listener
 
     limits = SessionLimits(config.session_idle_s, config.max_session_s, config.max_frame_bytes)
-    return StreamSessionManager(limits, config.resume_s, config.max_live_sessions, dependencies.metrics, begin)
+    return StreamSessionManager(
+        limits,
+        config.resume_s,
+        config.max_live_sessions,
+        dependencies.metrics,
+        begin,
+        _create_storage(config, dependencies.metrics),
+    )
+
+
+def _create_storage(config: ServeConfig, metrics: ServerMetrics) -> SessionStorage | None:
+    """Creates what stores sessions outside the server. Raises OptionError, UnsupportedOption."""
+    sessions = config.sessions
+    if sessions.redis_url is None:
+        return None
+    store = RedisSessionStore(
+        sessions.redis_url, sessions.prefix, sessions.timeout_ms / 1_000, record_cipher(sessions.key_file)
+    )
+    ttl_ms = int(1_000 * max(MIN_TTL_S, 2 * config.resume_s))
+    writer = SessionWriter(store, ttl_ms, metrics.session_store)
+    return SessionStorage(writer, lambda owner: cast(Key, owner).name, sessions.checkpoint_ms)
 
 
 @asynccontextmanager
@@ -112,7 +143,7 @@ async def _connected(
     assert context.client is not None
     query = _query(scope) if query is None else query
     to_event = partial(live_error_event, request_id=context.request_id, path=PATH)
-    with sessions.connect(context.client, parse_query(query, packets=packets), to_event) as (session, connection):
+    async with sessions.connect(context.client, parse_query(query, packets=packets), to_event) as (session, connection):
         context.model, before_samples = session.info.model, session.received_samples
         reader = asyncio.create_task(read(session, connection))
         reader.add_done_callback(connection.stop_if_failed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import msgspec
 import numpy as np
 
 from asr_serve.audio.stream_decoder import LiveAudioDecoder
+from asr_serve.engine.process.messages import ErrorMessage
 from asr_serve.errors import (
     AsrServeError,
     AudioError,
@@ -23,6 +25,7 @@ from asr_serve.errors import (
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.live.events import LiveEvent
 from asr_serve.pipelines.live.live_session import MAX_PENDING_FLUSHES
+from asr_serve.pipelines.live.session_state import SavedLiveSession
 from asr_serve.protocols.stream.client_messages import PACKETS
 from asr_serve.protocols.stream.server_events import (
     AckEvent,
@@ -37,6 +40,8 @@ from asr_serve.server.realtime.async_listener import AsyncListener
 from asr_serve.server.realtime.lifecycle import SessionLimits
 from asr_serve.server.realtime.stream.connection import FormatStreamError, StreamConnection
 from asr_serve.server.realtime.stream.event_log import EventLog
+from asr_serve.server.realtime.stream.journal import SessionJournal
+from asr_serve.server.sessions.records import SessionCheckpoint, SessionPosition, StoredSession
 from asr_serve.units import RATE_HZ, samples_to_s
 
 log = logging.getLogger(__name__)
@@ -44,8 +49,10 @@ log = logging.getLogger(__name__)
 SLICE_BYTES = 4_096
 """Bytes of audio, up to some seconds of it, that are decoded before `full` is checked again."""
 
-StartListener = Callable[[Callable[[list[LiveEvent]], None]], AsyncListener]
-"""Creates a listener that passes its events to that callback."""
+StartListener = Callable[[Callable[[list[LiveEvent]], None], SavedLiveSession | None], AsyncListener]
+"""Creates a listener that passes its events to that callback; with a saved session, one that continues it."""
+OpenJournal = Callable[["StreamSession", str], SessionJournal]
+"""Opens the journal of a session whose language is known."""
 
 
 class StreamSessionInfo(msgspec.Struct, frozen=True):
@@ -73,13 +80,19 @@ class StreamSession:
         meter: LiveRouteMetrics,
         begin: StartListener,
         on_closed: Callable[[StreamSession], None],
+        on_claimed: Callable[[StreamSession], None] = lambda _: None,
+        open_journal: OpenJournal | None = None,
+        stored: StoredSession | None = None,
     ) -> None:
-        """`on_closed` is called once the session is closed. Raises as `begin` does."""
-        self.info, self.log = info, EventLog()
+        """`on_closed` is called once the session is closed, `on_claimed` once another server has claimed it.
+        `open_journal`: for a session that is stored; `stored`: the
+        session to continue. Raises as `begin` does, and ValueError for a stored session that is incomplete."""
+        self.info, self.log = info, EventLog(holds=open_journal is not None)
         self._decoder, self._limits, self._meter, self._on_closed = decoder, limits, meter, on_closed
+        self._on_claimed = on_claimed
         self._encoder = StreamEventEncoder(words=info.words)
         self._partial: EncodedEvent | None = None
-        self.received_bytes = self._acked_samples = 0
+        self.received_bytes = self._acked_samples = self._acked_bytes = 0
         self.finishing = self.closed = False
         """No more audio is accepted; no more events come."""
         self.ending: AsrServeError | None = None
@@ -91,14 +104,114 @@ class StreamSession:
         self.connection: StreamConnection | None = None
         self._loop = asyncio.get_running_loop()
         self._watch: asyncio.TimerHandle | None = None
-        self._listener = begin(self._on_events)
-        self._length = self._loop.call_later(limits.session_s, lambda: self.end(self._too_long()))
+        self._leaving = False
+        """Whether the session is handed over: no more audio is accepted here."""
+        self._language = ""
+        self._ended_samples = 0
+        saved, started_s = None, 0.0
+        if stored is not None:
+            saved, started_s = self._import(stored), max(0.0, time.time() - stored.header.started_unix_s)
+        self._listener: AsyncListener | None = None
+        """None: all was reported before the session was stored, and it continues here as a log only."""
+        if stored is None or saved is not None:
+            self._listener = begin(self._on_events, saved)
+            self._language = self._listener.language
+            self._listener.after_advance = self._on_change
+        self.journal = None if open_journal is None else open_journal(self, self._language)
+        self._length = self._loop.call_later(max(0.0, limits.session_s - started_s), lambda: self.end(self._too_long()))
         self._work = self._loop.create_task(self._run())
         self._work.add_done_callback(self._on_task_done)
 
     @property
     def received_samples(self) -> int:
-        return self._listener.received_samples
+        return self._ended_samples if self._listener is None else self._listener.received_samples
+
+    # --- journal ---------------------------------------------------------------------------------------
+
+    def _import(self, stored: StoredSession) -> SavedLiveSession | None:
+        """Continues a stored session. Returns the live session in it; None: it has ended."""
+        checkpoint = stored.checkpoint
+        for event in stored.events:
+            if event.seq <= checkpoint.last_seq:
+                self.log.append_encoded(EncodedEvent(event.type, event.seq, event.json))
+        self.log.release(checkpoint.last_seq)
+        self._encoder.import_state(checkpoint.locked, checkpoint.segments)
+        self._partial = None if checkpoint.partial is None else EncodedEvent("partial", None, checkpoint.partial)
+        self._flushes.extend(checkpoint.flushes)
+        self.ending = None if checkpoint.ending is None else checkpoint.ending.to_error()
+        self.received_bytes, self._acked_samples = stored.position.received_bytes, stored.position.received_samples
+        self.finishing, self._language = checkpoint.finishing, stored.header.language
+        self._ended_samples = stored.position.received_samples
+        self._decoder.import_state(stored.position.decoder)
+        if checkpoint.live is None:
+            return None
+        return SavedLiveSession(checkpoint.live, stored.audio_from(checkpoint.live.audio_from))
+
+    def export_checkpoint(self) -> SessionCheckpoint | None:
+        live = None
+        if not self.closed:
+            live = None if self._listener is None else self._listener.export_state()
+            if live is None:
+                return None
+        locked, segments = self._encoder.export_state()
+        return SessionCheckpoint(
+            live,
+            self.log.last_seq,
+            locked,
+            segments,
+            None if self._partial is None else self._partial.json,
+            list(self._flushes),
+            self.finishing,
+            None if self.ending is None else ErrorMessage.from_error(self.ending),
+        )
+
+    def export_position(self) -> SessionPosition:
+        return SessionPosition(self.received_bytes, self.received_samples, self._decoder.export_state())
+
+    def stored_audio(self, from_samples: int) -> tuple[int, np.ndarray]:
+        if self._listener is None or self.closed:
+            return max(from_samples, self.received_samples), np.zeros(0, np.float32)
+        return self._listener.received_audio(from_samples)
+
+    @property
+    def last_seq(self) -> int:
+        return self.log.last_seq
+
+    @property
+    def needed_from_samples(self) -> int:
+        ended = self._listener is None or self.closed
+        return self.received_samples if ended else self._listener.needed_from_samples
+
+    def events_after(self, seq: int) -> list[EncodedEvent]:
+        return self.log.after(seq)
+
+    def release(self, seq: int, received_bytes: int, received_samples: int, *, durable: bool) -> None:
+        released_seq = self.log.released_seq
+        self.log.release(seq)
+        connection = self.connection
+        if connection is None:
+            return
+        if self.log.released_seq > released_seq:
+            connection.notify()
+        if received_samples - self._acked_samples >= RATE_HZ or (self.finishing and received_bytes > self._acked_bytes):
+            self._acked_samples, self._acked_bytes = received_samples, received_bytes
+            received_s = samples_to_s(received_samples)
+            connection.acknowledge(AckEvent(received_bytes=received_bytes, received_s=received_s, durable=durable))
+
+    def on_claimed_elsewhere(self) -> None:
+        self._on_claimed(self)
+
+    def _on_change(self) -> None:
+        if self.journal is not None:
+            self.journal.on_change()
+
+    async def leave(self, reason: AsrServeError) -> None:
+        """Hands the session over: nothing more is accepted, and its client is told to continue elsewhere."""
+        assert self.journal is not None
+        self._leaving = True
+        await self.journal.settle()
+        if self.connection is not None:
+            self.connection.stop(reason)
 
     # --- connections -----------------------------------------------------------------------------------
 
@@ -137,12 +250,13 @@ class StreamSession:
             session_id=self.info.session_id,
             resumed=resumed,
             model=self.info.model,
-            language=self._listener.language,
+            language=self._language,
             encoding=self.info.encoding,
             rate_hz=self._decoder.rate_hz,
             received_bytes=self.received_bytes,
-            last_seq=self.log.last_seq,
+            last_seq=self.log.released_seq,
             resume_s=self.info.resume_s,
+            durable=self.journal is not None,
         )
 
     # --- audio and commands ----------------------------------------------------------------------------
@@ -155,7 +269,8 @@ class StreamSession:
             connection.send_error(OutOfTurn("audio came after the end", "it is dropped; this is said once"))
         remaining = memoryview(audio)
         size = len(remaining) if self.info.encoding == PACKETS else SLICE_BYTES
-        while remaining and not self.finishing and connection is self.connection:
+        while remaining and not (self.finishing or self._leaving) and connection is self.connection:
+            assert self._listener is not None, "a session that is not ended has one"
             if self._listener.full:
                 await connection.pause_reading(self._listener.wait_writable())
             elif connection.congested:
@@ -173,7 +288,9 @@ class StreamSession:
             return
         if not self._write_pcm(pcm):
             return
-        if self.received_samples - self._acked_samples >= RATE_HZ:
+        if self.journal is not None:
+            self.journal.on_change()
+        elif self.received_samples - self._acked_samples >= RATE_HZ:
             self._acknowledge()
         if samples_to_s(self.received_samples) > self._limits.session_s:
             self.end(self._too_long())
@@ -186,13 +303,18 @@ class StreamSession:
             return
         if self.finishing:
             raise OutOfTurn("a flush came after the end", "everything will be final")
+        if self._leaving:
+            return  # it comes again elsewhere
         if self._write_pcm(self._decoder.drain_resampler()):
+            assert self._listener is not None
             self._listener.flush(name)
             self._flushes.append(flush)
+            if self.journal is not None:
+                self.journal.write_now()
 
     def end(self, reason: AsrServeError | None = None) -> None:
         """Ends the audio: the rest of the text follows, and the end. `reason`: the reason if not the client's."""
-        if self.finishing:
+        if self.finishing or self._leaving:
             return
         if self._decoder.has_pending_bytes and self.connection is not None:
             warning = MalformedRequest("the audio ends in the middle of a sample or page", "that piece is dropped")
@@ -207,6 +329,7 @@ class StreamSession:
 
     def _write_pcm(self, pcm: np.ndarray) -> bool:
         """Passes samples to the listener. False: it failed, and the session ends."""
+        assert self._listener is not None
         try:
             self._listener.write(pcm)
         except AsrServeError as error:
@@ -219,9 +342,13 @@ class StreamSession:
         self.finishing, self.ending = True, reason
         if reason is not None and self.connection is not None:
             self.connection.send_error(reason)
-        self._acknowledge()
         self._length.cancel()
+        assert self._listener is not None
         self._listener.finish()
+        if self.journal is not None:
+            self.journal.write_now()
+        else:
+            self._acknowledge()
 
     def _acknowledge(self) -> None:
         self._acked_samples = self.received_samples
@@ -263,6 +390,7 @@ class StreamSession:
                 else:
                     self.log.append(message)
                     self._partial = None if isinstance(message, SegmentEvent | EndEvent) else self._partial
+        self._on_change()
         connection = self.connection
         if connection is None:
             return
@@ -277,6 +405,8 @@ class StreamSession:
             self._partial = encoded
 
     async def _run(self) -> None:
+        if self._listener is None:
+            return
         try:
             await self._listener.run()
         finally:
@@ -290,6 +420,8 @@ class StreamSession:
         self._partial = None
         if not work.cancelled():
             self.failure = work.exception()
+        if self.journal is not None and not work.cancelled():
+            self.journal.write_now()
         if self.connection is not None:
             self.connection.finish(self.failure)
         elif self.failure is not None:

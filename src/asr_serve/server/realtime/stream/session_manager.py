@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import secrets
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
 
-from asr_serve.audio.stream_decoder import create_live_decoder
-from asr_serve.errors import AsrServeError, Draining, SessionExpired
+import msgspec
+
+from asr_serve.audio.stream_decoder import STATEFUL_ENCODINGS, LiveAudioDecoder, create_live_decoder
+from asr_serve.errors import AsrServeError, Draining, SessionExpired, StoreUnavailable, TakenOver
 from asr_serve.metrics import ServerMetrics
 from asr_serve.protocols.stream.client_messages import PATH, NewSessionRequest, StreamResume
 from asr_serve.server.realtime.lifecycle import DRAIN_RETRY_MS, SessionLimits
 from asr_serve.server.realtime.stream.connection import FormatStreamError, StreamConnection
+from asr_serve.server.realtime.stream.journal import SessionJournal
 from asr_serve.server.realtime.stream.session import StartListener, StreamSession, StreamSessionInfo
+from asr_serve.server.sessions.cipher import Unreadable
+from asr_serve.server.sessions.records import SessionHeader, StoredSession
+from asr_serve.server.sessions.writer import SessionWriter
 
+log = logging.getLogger(__name__)
+
+RESUME_RETRY_MS = 200
+"""Retry time for the client of a session that was handed over."""
 MAX_TOMBSTONES = 4_096
 """Removed sessions whose reason for removal is kept."""
 
 SessionOwner = Hashable
 """Owner of a session: nobody else may resume it."""
+
+
+class SessionStorage(NamedTuple):
+    """Where sessions are stored outside the server."""
+
+    writer: SessionWriter
+    client_id: Callable[[SessionOwner], str]
+    """Returns what identifies a session's owner to all servers."""
+    checkpoint_ms: int
+
+
+def is_storable(request: NewSessionRequest) -> bool:
+    """Whether a session can be stored: its decoder and its recognition have a state that can be exported."""
+    return request.encoding not in STATEFUL_ENCODINGS and not request.options.speakers
 
 
 class StreamSessionManager:
@@ -33,9 +61,11 @@ class StreamSessionManager:
         max_ended: int,
         metrics: ServerMetrics,
         begin: Callable[[SessionOwner, NewSessionRequest], tuple[str, StartListener]],
+        storage: SessionStorage | None = None,
     ) -> None:
         """`resume_s`: how long a session waits for a connection. `max_ended`: ended sessions to keep. `begin`
-        returns a model's name and how to start its listener; raises UnknownModel, ModelNotLoaded, EngineClosed."""
+        returns a model's name and how to start its listener; raises UnknownModel, ModelNotLoaded, EngineClosed.
+        `storage`: where sessions are stored outside the server."""
         self._limits, self._resume_s, self._most, self._start_session = limits, resume_s, max_ended, begin
         self._meter, self._resumes = metrics.live_route(PATH), metrics.resumes
         self._waiting = metrics.live_waiting
@@ -44,20 +74,34 @@ class StreamSessionManager:
         self._expiries: dict[str, asyncio.TimerHandle] = {}
         self._closed: dict[str, StreamSession] = {}
         self._tombstones: dict[str, tuple[SessionOwner, str]] = {}
+        self._storage = storage
+        self._claims: dict[str, asyncio.Lock] = {}
+        """Locks of sessions that are being found for a connection."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    @contextmanager
-    def connect(
+    async def start(self) -> None:
+        if self._storage is not None:
+            await self._storage.writer.start()
+
+    @property
+    def store_state(self) -> str | None:
+        """State of the store: connected, or away; None: there is none."""
+        return None if self._storage is None else "connected" if self._storage.writer.up else "away"
+
+    @asynccontextmanager
+    async def connect(
         self, owner: SessionOwner, request: NewSessionRequest | StreamResume, format_error: FormatStreamError
-    ) -> Iterator[tuple[StreamSession, StreamConnection]]:
+    ) -> AsyncIterator[tuple[StreamSession, StreamConnection]]:
         """Opens or resumes a session for one connection. When that closes, the session waits for another.
 
-        Raises SessionExpired, EventsExpired, OptionError, UnknownModel, ModelNotLoaded, AtCapacity, EngineClosed.
+        Raises SessionExpired, EventsExpired, OptionError, UnknownModel, ModelNotLoaded, AtCapacity, EngineClosed,
+        StoreUnavailable.
         """
         if isinstance(request, NewSessionRequest):
             session = self._create(owner, request)
             connection = session.attach(0, format_error, resumed=False)
         else:
-            session = self.get(owner, request.session_id)
+            session = await self._find(owner, request.session_id)
             connection = self._resume(session, request.after, format_error)
         try:
             yield session, connection
@@ -84,41 +128,159 @@ class StreamSessionManager:
             )
         return session
 
-    def abort(self, session: StreamSession, reason: str) -> None:
-        """Removes and cancels a session. `reason` is the predicate of a later error message."""
+    async def _find(self, owner: SessionOwner, session_id: str) -> StreamSession:
+        """Session of that id, from the store if it is not here, or not here any more. Everything that its client has
+        sent is stored when this returns. Raises as `connect` does."""
+        if self._storage is None:
+            return self.get(owner, session_id)
+        lock = self._claims.setdefault(session_id, asyncio.Lock())
+        try:
+            async with lock:
+                session = self._sessions.get(session_id)
+                journal = None
+                if session is not None and self._owners[session_id] == owner:
+                    journal = session.journal
+                if session is not None and journal is not None and not await journal.settle():
+                    self.abort(session, "was continued by another server", keep_stored=True)
+                if session_id not in self._sessions:
+                    await self._take_over(owner, session_id, self._storage)
+                return self.get(owner, session_id)
+        finally:
+            if not lock.locked():
+                self._claims.pop(session_id, None)
+
+    async def _take_over(self, owner: SessionOwner, session_id: str, storage: SessionStorage) -> None:
+        """Claims a session that is in the store and continues it here."""
+        try:
+            stored = await storage.writer.store.claim(session_id, storage.client_id(owner), storage.writer.ttl_ms)
+            if stored is None:
+                return
+            if isinstance(stored, str):
+                self._bury(session_id, owner, stored)
+                return
+            request = stored.header.request
+            decoder = create_live_decoder(request.encoding, request.rate_hz)
+            model, start = self._start_session(owner, request)
+            self._add(owner, session_id, model, request, decoder, start, stored)
+        except (Unreadable, ValueError, msgspec.MsgspecError) as failure:
+            log.error("a stored session cannot be continued: %s", failure)
+            self._bury(session_id, owner, "is stored in a way that this server cannot read")
+            return
+        except AsrServeError as error:
+            self._resumes.labels(error.code).inc()
+            raise
+        self._resumes.labels("taken_over").inc()
+
+    def abort(self, session: StreamSession, reason: str, *, keep_stored: bool = False) -> None:
+        """Removes and cancels a session. `reason` is the predicate of a later error message. `keep_stored`: another
+        server may continue it."""
         session_id = session.info.session_id
         if self._sessions.pop(session_id, None) is None:
             return
+        if session.journal is not None and self._storage is not None:
+            session.journal.close()
+            if not keep_stored:
+                self._start(self._end_stored(session.journal.lease, reason, self._storage))
         self._cancel_expiry(session)
         self._closed.pop(session_id, None)
-        self._tombstones[session_id] = self._owners.pop(session_id), reason
-        if len(self._tombstones) > MAX_TOMBSTONES:
-            del self._tombstones[next(iter(self._tombstones))]
+        self._bury(session_id, self._owners.pop(session_id), reason)
         session.abort()
 
+    def _bury(self, session_id: str, owner: SessionOwner, reason: str) -> None:
+        self._tombstones[session_id] = owner, reason
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            del self._tombstones[next(iter(self._tombstones))]
+
+    async def _end_stored(self, lease: tuple[str, int], reason: str, storage: SessionStorage) -> None:
+        with contextlib.suppress(StoreUnavailable):  # its keys have time limits
+            await storage.writer.store.end(*lease, reason, storage.writer.ttl_ms)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _claimed_elsewhere(self, session: StreamSession) -> None:
+        if session.connection is not None:
+            session.connection.stop(
+                TakenOver(
+                    "another server goes on with this session", "one at a time", "go on there, or begin a new session"
+                )
+            )
+        self.abort(session, "was continued by another server", keep_stored=True)
+
+    async def _hand_over(self, session: StreamSession) -> None:
+        await session.leave(Draining("the server is going down", "another one continues the session", RESUME_RETRY_MS))
+        self.abort(session, "was handed over, for the server goes down", keep_stored=True)
+
     def drain(self) -> None:
-        """Ends sessions that have a connection and drops the others, for the server goes down."""
+        """Hands over what is stored outside the server. Ends other sessions that have a connection and drops the
+        rest, for the server goes down."""
         for session in list(self._sessions.values()):
-            if session.connection is None:
+            if session.journal is not None and session.journal.up:
+                self._start(self._hand_over(session))
+            elif session.connection is None:
                 self.abort(session, "was dropped, for the server goes down")
             else:
                 session.end(Draining("the server is going down", "it ends every session", DRAIN_RETRY_MS))
 
     async def close(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         sessions = list(self._sessions.values())
         for session in sessions:
-            self.abort(session, "was dropped, for the server goes down")
+            self.abort(session, "was dropped, for the server goes down", keep_stored=True)
         for session in sessions:
             await session.wait_aborted()
+        if self._storage is not None:
+            await self._storage.writer.close()
 
     def _create(self, owner: SessionOwner, request: NewSessionRequest) -> StreamSession:
         decoder = create_live_decoder(request.encoding, request.rate_hz)
         model, start = self._start_session(owner, request)
+        return self._add(owner, secrets.token_hex(16), model, request, decoder, start, None)
+
+    def _add(
+        self,
+        owner: SessionOwner,
+        session_id: str,
+        model: str,
+        request: NewSessionRequest,
+        decoder: LiveAudioDecoder,
+        start: StartListener,
+        stored: StoredSession | None,
+    ) -> StreamSession:
         info = StreamSessionInfo(
-            secrets.token_hex(16), model, request.encoding, self._resume_s, request.options.words is not False
+            session_id, model, request.encoding, self._resume_s, request.options.words is not False
         )
-        session = StreamSession(info, decoder, self._limits, self._meter, start, self._ended)
-        self._sessions[info.session_id], self._owners[info.session_id] = session, owner
+        storage = self._storage if is_storable(request) else None
+
+        def open_journal(session: StreamSession, language: str) -> SessionJournal:
+            assert storage is not None
+            header = SessionHeader(model, language, request, time.time()) if stored is None else stored.header
+            return SessionJournal(
+                storage.writer,
+                session,
+                session_id,
+                storage.client_id(owner),
+                header,
+                storage.checkpoint_ms,
+                pcm16=decoder.is_pcm16,
+                stored=stored,
+            )
+
+        session = StreamSession(
+            info,
+            decoder,
+            self._limits,
+            self._meter,
+            start,
+            self._ended,
+            self._claimed_elsewhere,
+            None if storage is None else open_journal,
+            stored,
+        )
+        self._sessions[session_id], self._owners[session_id] = session, owner
         return session
 
     def _resume(self, session: StreamSession, after: int, format_error: FormatStreamError) -> StreamConnection:

@@ -1,0 +1,243 @@
+"""What of a session is stored, and what is still to be written.
+
+A numbered event is stored with the state of the session after it, in one write, and is sent once that is stored: so
+no event that a client has received can be told again, or otherwise, by a server that takes the session over. Audio
+is acknowledged once it is stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from asr_serve.protocols.stream.server_events import EncodedEvent
+from asr_serve.server.sessions.records import (
+    SessionCheckpoint,
+    SessionHeader,
+    SessionPosition,
+    SessionWrite,
+    StoredAudio,
+    StoredEvent,
+    StoredSession,
+)
+from asr_serve.server.sessions.writer import SessionWriter
+from asr_serve.units import RATE_HZ, ms_to_samples
+
+BLOCKED_S = 2.0
+"""Time after which events are sent though the session's state could not be exported."""
+
+
+class JournalSource(Protocol):
+    """Session, as its journal sees it."""
+
+    @property
+    def received_samples(self) -> int: ...
+
+    @property
+    def last_seq(self) -> int:
+        """Number of the last event."""
+
+    @property
+    def needed_from_samples(self) -> int:
+        """Start of the audio that may still be needed."""
+
+    def export_checkpoint(self) -> SessionCheckpoint | None:
+        """Returns the state after all events; None: not now."""
+
+    def export_position(self) -> SessionPosition: ...
+
+    def stored_audio(self, from_samples: int) -> tuple[int, np.ndarray]:
+        """Returns the audio from there on that is still needed, and its first position."""
+
+    def events_after(self, seq: int) -> Sequence[EncodedEvent]:
+        """Returns the numbered events after `seq` that the log has."""
+
+    def release(self, seq: int, received_bytes: int, received_samples: int, *, durable: bool) -> None:
+        """Events up to `seq` may be sent, and audio may be acknowledged. `durable`: whether it is stored."""
+
+    def on_claimed_elsewhere(self) -> None: ...
+
+
+class SessionJournal:
+    """Journal of one session. See JournaledSession."""
+
+    def __init__(
+        self,
+        writer: SessionWriter,
+        source: JournalSource,
+        session_id: str,
+        client: str,
+        header: SessionHeader,
+        checkpoint_ms: int,
+        *,
+        pcm16: bool,
+        stored: StoredSession | None = None,
+    ) -> None:
+        """`pcm16`: whether the audio is of 16-bit integers. `stored`: what the store has of it."""
+        self._writer, self._source, self._pcm16 = writer, source, pcm16
+        self._id, self._client, self._header = session_id, client, header
+        self._checkpoint_samples = ms_to_samples(checkpoint_ms)
+        self._epoch = 1 if stored is None else stored.epoch
+        self._whole = stored is None
+        """Whether it must be written whole."""
+        self._command = stored is None
+        """Whether the state must be written though there are no events."""
+        self._seq = 0 if stored is None else stored.checkpoint.last_seq
+        self._samples = 0 if stored is None else stored.position.received_samples
+        self._checkpoint_at = self._samples
+        self._entries = deque(() if stored is None else ((a.start_samples, a.samples) for a in stored.audio))
+        """First sample and length of each entry of audio in the store."""
+        self._first_samples = self._entries[0][0] if self._entries else self._samples
+        self._waiters: list[asyncio.Future[bool]] = []
+        self._served: list[asyncio.Future[bool]] = []
+        """Waiters whose write is in flight."""
+        self._blocked_since_s: float | None = None
+        writer.register(self)
+        writer.wake(self)
+
+    @property
+    def lease(self) -> tuple[str, int]:
+        return self._id, self._epoch
+
+    @property
+    def up(self) -> bool:
+        return self._writer.up
+
+    @property
+    def is_due(self) -> bool:
+        source = self._source
+        return (
+            self._whole
+            or self._command
+            or bool(self._waiters)
+            or source.last_seq > self._seq
+            or source.received_samples - self._samples >= RATE_HZ
+            or self._holds_too_much
+        )
+
+    @property
+    def _holds_too_much(self) -> bool:
+        """Whether much of the stored audio is needed no more."""
+        return self._source.needed_from_samples - self._first_samples >= max(RATE_HZ, self._checkpoint_samples)
+
+    def on_change(self) -> None:
+        """Looks whether something is to be written. Without a store, releases it."""
+        if not self._writer.up:
+            self._release_all()
+        elif self.is_due:
+            self._writer.wake(self)
+
+    def write_now(self) -> None:
+        """Writes the state, though it has reported nothing: a command was accepted."""
+        self._command = True
+        self.on_change()
+
+    async def settle(self) -> bool:
+        """Waits until everything up to now is stored, or the store is away. False: another server has the session."""
+        if not self._writer.up:
+            return True
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiters.append(done)
+        self.write_now()
+        try:
+            async with asyncio.timeout(BLOCKED_S):
+                return await done
+        except TimeoutError:
+            return True  # it could not be exported; what it was given since may have to come again
+
+    def close(self) -> None:
+        """Writes nothing more. Idempotent."""
+        self._writer.unregister(self)
+        self._answer(False)
+
+    # --- from the writer -------------------------------------------------------------------------------
+
+    def next_write(self) -> SessionWrite | None:
+        if not self.is_due:
+            return None
+        source = self._source
+        events = source.events_after(0 if self._whole else self._seq)
+        unsent = source.last_seq > self._seq
+        start, pcm = source.stored_audio(self._samples)
+        stale = source.received_samples - self._checkpoint_at >= self._checkpoint_samples
+        # Audio that is not stored yet and is needed no more: the stored state would need it.
+        required = self._whole or self._command or unsent or start > self._samples
+        checkpoint = source.export_checkpoint() if required or stale or self._holds_too_much else None
+        if required and checkpoint is None:
+            self._count_blocked()
+            return None
+        self._blocked_since_s = None
+        if checkpoint is not None:
+            first = source.received_samples if checkpoint.live is None else checkpoint.live.audio_from
+            if self._whole:
+                self._entries.clear()
+                start, pcm = source.stored_audio(first)
+            while self._entries and sum(self._entries[0]) <= first:
+                self._entries.popleft()
+            self._checkpoint_at = source.received_samples
+        if len(pcm):
+            self._entries.append((start, len(pcm)))
+        self._first_samples = self._entries[0][0] if self._entries else source.received_samples
+        first_seq = source.events_after(0)[:1]
+        write = SessionWrite(
+            session_id=self._id,
+            client=self._client,
+            epoch=self._epoch,
+            ttl_ms=self._writer.ttl_ms,
+            header=self._header if self._whole else None,
+            position=source.export_position(),
+            checkpoint=checkpoint,
+            events=[StoredEvent(event.seq or 0, event.type, event.json) for event in events],
+            audio=[StoredAudio.of(start, pcm, pcm16=self._pcm16)] if len(pcm) else [],
+            first_seq=first_seq[0].seq or 1 if first_seq else 1,
+            first_samples=self._first_samples,
+        )
+        self._seq = events[-1].seq or 0 if events else self._seq
+        self._samples = source.received_samples
+        self._whole = self._command = False
+        self._served, self._waiters = [*self._served, *self._waiters], []
+        return write
+
+    def on_written(self, write: SessionWrite) -> None:
+        position = write.position
+        last_seq = write.events[-1].seq if write.events else 0
+        self._source.release(last_seq, position.received_bytes, position.received_samples, durable=True)
+        self._answer(True, waiting=False)
+
+    def on_missing(self) -> None:
+        self._whole = True
+
+    def on_refused(self) -> None:
+        self.close()
+        self._source.on_claimed_elsewhere()
+
+    def on_store_lost(self) -> None:
+        self._whole = True
+        self._release_all()
+        self._answer(True)
+
+    def _release_all(self) -> None:
+        source = self._source
+        position = source.export_position()
+        source.release(source.last_seq, position.received_bytes, position.received_samples, durable=False)
+
+    def _count_blocked(self) -> None:
+        now_s = time.monotonic()
+        if self._blocked_since_s is None:
+            self._blocked_since_s = now_s
+        elif now_s - self._blocked_since_s > BLOCKED_S:
+            self._release_all()
+
+    def _answer(self, held: bool, *, waiting: bool = True) -> None:
+        """Answers those whose write is in flight and, with `waiting`, those whose write is not."""
+        waiters, self._served = self._served, []
+        if waiting:
+            waiters, self._waiters = [*waiters, *self._waiters], []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(held)

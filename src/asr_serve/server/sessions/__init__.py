@@ -1,0 +1,1 @@
+"""Live sessions outside the server: records, encryption, Redis, and the writer behind the sessions."""

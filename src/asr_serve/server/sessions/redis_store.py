@@ -1,0 +1,231 @@
+"""Sessions in Redis: a hash, a stream of audio and a stream of events for each.
+
+`PREFIX:{ID}`         hash: client, epoch, header, position, checkpoint; `gone` for one that was ended
+`PREFIX:{ID}:audio`   stream of audio; the id of an entry is its first sample, plus 1
+`PREFIX:{ID}:events`  stream of numbered events; the id is the number
+
+The braces put the keys of a session in one slot. Every change of a session is one script, so that it is atomic, and
+the owner's epoch is compared in it. All keys have time limits. Only commands that MemoryDB has are used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from asr_serve.errors import StoreUnavailable, UnsupportedOption
+from asr_serve.server.sessions.cipher import RecordCipher
+from asr_serve.server.sessions.records import (
+    SessionCheckpoint,
+    SessionHeader,
+    SessionPosition,
+    SessionWrite,
+    StoredAudio,
+    StoredEvent,
+    StoredSession,
+    WriteOutcome,
+)
+from asr_serve.types import without_password
+
+T = TypeVar("T")
+RETRY_MS = 1_000
+OUTCOMES = {1: WriteOutcome.WRITTEN, 0: WriteOutcome.REFUSED, -1: WriteOutcome.MISSING}
+
+WRITE = """
+local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1')
+local mine, whole = tonumber(ARGV[1]), ARGV[2] ~= ''
+if redis.call('HEXISTS', KEYS[1], 'gone') == 1 or epoch > mine then return 0 end
+if not whole and epoch < mine then return -1 end
+if whole then
+  redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
+  redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'header', ARGV[2], 'client', ARGV[4])
+end
+redis.call('HSET', KEYS[1], 'position', ARGV[5])
+if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'checkpoint', ARGV[6]) end
+local at = 10
+for stream = 2, 3 do
+  local count = tonumber(ARGV[5 + stream])
+  for _ = 1, count do
+    redis.call('XADD', KEYS[stream], ARGV[at] .. '-0', 'd', ARGV[at + 1])
+    at = at + 2
+  end
+end
+local first_samples, first_seq = ARGV[9], ARGV[at]
+redis.call('XTRIM', KEYS[2], 'MINID', first_samples)
+redis.call('XTRIM', KEYS[3], 'MINID', first_seq)
+for key = 1, 3 do redis.call('PEXPIRE', KEYS[key], ARGV[3]) end
+return 1
+"""
+RENEW = """
+local epoch = redis.call('HGET', KEYS[1], 'epoch')
+if not epoch then return -1 end
+if tonumber(epoch) ~= tonumber(ARGV[1]) or redis.call('HEXISTS', KEYS[1], 'gone') == 1 then return 0 end
+for key = 1, 3 do redis.call('PEXPIRE', KEYS[key], ARGV[2]) end
+return 1
+"""
+CLAIM = """
+local found = redis.call('HMGET', KEYS[1], 'client', 'gone', 'checkpoint')
+if found[1] ~= ARGV[1] then return {0} end
+if found[2] then return {1, found[2]} end
+if not found[3] then return {0} end
+local epoch = redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+for key = 1, 3 do redis.call('PEXPIRE', KEYS[key], ARGV[2]) end
+return {2, epoch, redis.call('HMGET', KEYS[1], 'header', 'position', 'checkpoint'),
+  redis.call('XRANGE', KEYS[2], '-', '+'), redis.call('XRANGE', KEYS[3], '-', '+')}
+"""
+END = """
+if tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1') ~= tonumber(ARGV[1]) then return 0 end
+redis.call('DEL', KEYS[2], KEYS[3])
+redis.call('HDEL', KEYS[1], 'header', 'position', 'checkpoint')
+redis.call('HSET', KEYS[1], 'gone', ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return 1
+"""
+
+
+class RedisSessionStore:
+    """SessionStore in one Redis."""
+
+    def __init__(self, url: str, prefix: str, timeout_s: float, cipher: RecordCipher) -> None:
+        """`timeout_s`: time without an answer after which Redis counts as away. Raises UnsupportedOption if the package
+        redis is not installed."""
+        try:
+            import redis.asyncio as client
+            from redis import exceptions
+        except ImportError:
+            raise UnsupportedOption(
+                "sessions.redis_url, and the package redis is not installed",
+                "it needs the extra redis",
+                "pip install 'asr-serve[redis]'",
+                param="sessions.redis_url",
+            ) from None
+        self._errors = (exceptions.RedisError, OSError, TimeoutError)
+        self._no_script = exceptions.NoScriptError
+        self._where, self._prefix, self._timeout_s, self._cipher = without_password(url), prefix, timeout_s, cipher
+        self._redis = client.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+        self._hashes: dict[str, str] = {}
+        """SHA-1 of each script that the server has."""
+
+    async def ping(self) -> None:
+        await self._within(self._redis.ping())
+
+    async def write(self, writes: Sequence[SessionWrite]) -> list[WriteOutcome]:
+        answers = await self._run(WRITE, [(write.session_id, self._arguments(write)) for write in writes])
+        return [OUTCOMES[answer] for answer in answers]
+
+    def _arguments(self, write: SessionWrite) -> list[Any]:
+        seal = self._sealer(write.session_id)
+        audio = [
+            argument
+            for each in write.audio
+            for argument in (each.start_samples + 1, seal("audio", each, each.start_samples))
+        ]
+        events = [argument for each in write.events for argument in (each.seq, seal("event", each, each.seq))]
+        return [
+            write.epoch,
+            b"" if write.header is None else seal("header", write.header),
+            write.ttl_ms,
+            write.client,
+            seal("position", write.position),
+            b"" if write.checkpoint is None else seal("checkpoint", write.checkpoint),
+            len(write.audio),
+            len(write.events),
+            write.first_samples + 1,
+            *audio,
+            *events,
+            write.first_seq,
+        ]
+
+    async def renew(self, session_ids: Sequence[tuple[str, int]], ttl_ms: int) -> list[WriteOutcome]:
+        answers = await self._run(RENEW, [(session_id, [epoch, ttl_ms]) for session_id, epoch in session_ids])
+        return [OUTCOMES[answer] for answer in answers]
+
+    async def claim(self, session_id: str, client: str, ttl_ms: int) -> StoredSession | str | None:
+        [answer] = await self._run(CLAIM, [(session_id, [client, ttl_ms])])
+        if answer[0] == 0:
+            return None
+        if answer[0] == 1:
+            return str(answer[1].decode())
+        _, epoch, (header, position, checkpoint), audio, events = answer
+        opened = self._opener(session_id)
+        return StoredSession(
+            session_id,
+            epoch,
+            opened("header", header, SessionHeader),
+            opened("position", position, SessionPosition),
+            opened("checkpoint", checkpoint, SessionCheckpoint),
+            [opened("event", fields[b"d"], StoredEvent, number) for number, fields in _entries(events)],
+            [opened("audio", fields[b"d"], StoredAudio, number - 1) for number, fields in _entries(audio)],
+        )
+
+    async def end(self, session_id: str, epoch: int, reason: str, ttl_ms: int) -> None:
+        await self._run(END, [(session_id, [epoch, reason, ttl_ms])])
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    # --- scripts ---------------------------------------------------------------------------------------
+
+    def _keys(self, session_id: str) -> list[str]:
+        name = f"{self._prefix}:{{{session_id}}}"
+        return [name, f"{name}:audio", f"{name}:events"]
+
+    async def _run(self, script: str, calls: Sequence[tuple[str, list[Any]]]) -> list[Any]:
+        """Runs a script for each session, in one round trip."""
+        return await self._within(self._pipeline(script, calls))
+
+    async def _pipeline(self, script: str, calls: Sequence[tuple[str, list[Any]]]) -> list[Any]:
+        if script not in self._hashes:
+            self._hashes[script] = await self._redis.script_load(script)
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for session_id, arguments in calls:
+                pipeline.evalsha(self._hashes[script], 3, *self._keys(session_id), *arguments)
+            answers: list[Any] = await pipeline.execute(raise_on_error=False)
+        if any(isinstance(answer, self._no_script) for answer in answers):  # Redis was restarted: none of them ran
+            del self._hashes[script]
+            return await self._pipeline(script, calls)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    async def _within(self, work: Awaitable[T]) -> T:
+        """Awaits an answer of Redis. Raises StoreUnavailable."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await work
+        except self._errors as error:
+            raise StoreUnavailable(
+                f"Redis at {self._where} does not answer: {type(error).__name__} {error}".strip(),
+                "sessions of /v1/stream continue at their own server only",
+                RETRY_MS,
+            ) from None
+
+    # --- records ---------------------------------------------------------------------------------------
+
+    def _sealer(self, session_id: str) -> Any:
+        def seal(kind: str, record: msgspec.Struct, number: int = 0) -> bytes:
+            return self._cipher.seal(msgspec.msgpack.encode(record), _place(session_id, kind, number))
+
+        return seal
+
+    def _opener(self, session_id: str) -> Any:
+        def opened(kind: str, data: bytes, type: type[T], number: int = 0) -> T:
+            return msgspec.msgpack.decode(self._cipher.open(data, _place(session_id, kind, number)), type=type)
+
+        return opened
+
+
+def _place(session_id: str, kind: str, number: int) -> bytes:
+    return f"{session_id}/{kind}/{number}".encode()
+
+
+def _entries(entries: Any) -> list[tuple[int, dict[bytes, bytes]]]:
+    """Number and fields of each entry of a stream, as a script returns them."""
+    return [
+        (int(number.partition(b"-")[0]), dict(zip(fields[::2], fields[1::2], strict=True)))
+        for number, fields in entries
+    ]

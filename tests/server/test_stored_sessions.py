@@ -1,0 +1,341 @@
+"""/v1/stream with sessions in Redis: a client goes on at another server, and no word, byte or event is lost, changed
+or told twice. The servers of most tests share an engine process and, like two hosts, nothing else but Redis."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from redis_server import RedisServer
+from running_server import Running, eventually
+from server_process import Serving
+from stream_client import Event, Http2, Line, WebSocket, expect_sound, numbered, pcm_of, pour, segments, whole
+
+from asr_serve.config import SessionsConfig
+
+RESUME_S = 5.0
+KEYS = ["00" * 32, "ab" * 32]
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def pair(serve: Callable[..., Running], redis: RedisServer) -> list[Running]:
+    """Two servers with the same Redis."""
+    settings = SessionsConfig(redis_url=redis.url, checkpoint_ms=500)
+    servers = [serve(sessions=settings, resume_s=RESUME_S) for _ in range(2)]
+    for server in servers:
+        assert server.http.get("/health").json()["session_store"] == "connected"
+        assert server.counted("asr_serve_session_store_up") == 1
+    return servers
+
+
+@pytest.fixture(scope="module")
+def pcm(cities: Path) -> bytes:
+    return pcm_of(cities, 12)
+
+
+@pytest.fixture(scope="module")
+def uncut(shared_server: Running, pcm: bytes) -> list[Event]:
+    """The session's events without Redis, and on one server."""
+    with WebSocket(shared_server.port) as line:
+        events = whole(line, pcm)
+        assert "durable" not in events[0]
+        return numbered(events)
+
+
+class Caller:
+    """A client that goes from one server to another. `ports`: where it connects, in turns."""
+
+    def __init__(self, pcm: bytes, **query: object) -> None:
+        self.pcm, self.query = pcm, query
+        self.told: list[Event] = []
+        """Numbered events, as its user has seen them."""
+        self.acknowledged = self.at = 0
+        self.session, self._given = "", False
+        self.line: Line
+
+    def continue_as(self, other: Caller) -> None:
+        """The session of another client, as far as that has it."""
+        self.session, self._given, self.told = other.session, True, list(other.told)
+        self.at, self.acknowledged = other.at, other.acknowledged
+
+    def connect(self, kind: type[Line], port: int) -> Line:
+        query = {"session": self.session, "after": len(self.told)} if self.session else self.query
+        line = kind(port, **query)
+        if self.session and not self._given:
+            self.line.socket.close()
+        self.line, self._given = line, False
+        opened = line.hear("session")
+        assert opened["durable"] is True
+        assert opened["last_seq"] >= len(self.told)
+        # Every byte that was acknowledged is there, and none that was not sent.
+        assert self.acknowledged <= opened["received_bytes"] <= self.at
+        self.session, self.at = opened["session_id"], opened["received_bytes"]
+        self._seen = 0
+        return line
+
+    def say(self, until: float, wait_s: float = 0.0) -> None:
+        """Send up to that share of the audio."""
+        end = int(until * len(self.pcm)) // 2 * 2
+        while self.at < end:
+            size = min(3_200, end - self.at)
+            self.line.send(self.pcm[self.at : self.at + size])
+            self.at += size
+            while self.line.poll(wait_s):
+                pass
+            self.listen()
+
+    def listen(self) -> None:
+        for event in self.line.events[self._seen :]:
+            if "seq" in event:
+                self.told.append(event)
+            elif event["type"] == "ack":
+                assert event["received_bytes"] >= self.acknowledged
+                self.acknowledged = event["received_bytes"]
+        self._seen = len(self.line.events)
+
+    def hear_more(self, count: int = 1) -> None:
+        """Wait for so many numbered events more."""
+        wanted = len(self.told) + count
+        self.line.until(lambda: len(numbered(self.line.events)) >= wanted - len(self.told))
+        self.listen()
+
+    def leave(self) -> None:
+        while self.line.poll():
+            pass
+        self.listen()
+        self.line.cut(reset=True)
+
+    def end(self) -> None:
+        self.line.end()
+        self.line.rest()
+        self.listen()
+        self.line.socket.close()
+
+    def expect(self, uncut: list[Event]) -> None:
+        expect_sound(self.told)
+        assert segments(self.told) == segments(uncut)
+        assert self.told[-1]["duration_s"] == uncut[-1]["duration_s"]
+
+
+@pytest.mark.parametrize("kinds", [(WebSocket, Http2), (Http2, WebSocket)], ids=["websocket", "http2"])
+def test_a_caller_who_goes_to_and_fro(pair, pcm: bytes, uncut: list[Event], kinds):
+    caller = Caller(pcm)
+    for step, until in enumerate((0.1, 0.25, 0.5, 0.6, 0.85, 1.0)):
+        caller.connect(kinds[step % 2], pair[step % 2].port)
+        caller.say(until)
+        if step == 3:
+            time.sleep(0.3)  # words that are locked meanwhile are told by the other server
+        if until < 1:
+            caller.leave()
+    caller.end()
+    caller.expect(uncut)
+    assert pair[1].counted("asr_serve_live_resumes_total", outcome="taken_over") >= 2
+    # Everything is told again by the server that never had the end, and commands reach the one that has it.
+    with WebSocket(pair[0].port, session=caller.session, after=0) as line:
+        assert numbered(line.rest()) == caller.told
+    for server in pair:
+        server.expect_empty()
+
+
+def test_flushes_telephony_and_words_go_along(pair, shared_server: Running, pcm: bytes):
+    """A rate that is resampled, and words with times, and a sentence that is flushed where it moves."""
+    samples = np.frombuffer(pcm, "<i2")[::2].tobytes()  # half as many: 8 kHz
+    query: dict[str, Any] = {"rate": 8_000, "words": "true", "max_segment_ms": 4_000}
+    cut = len(samples) // 2 // 2 * 2
+
+    def flushed(line: Line) -> list[Event]:
+        line.until(lambda: any(event["type"] == "flushed" for event in line.events))
+        return line.events
+
+    with WebSocket(shared_server.port, **query) as line:
+        pour(line, samples[:cut])
+        line.flush("f")
+        flushed(line)
+        alone = numbered(whole(line, samples[cut:]))
+    caller = Caller(samples, **query)
+    caller.connect(WebSocket, pair[0].port)
+    caller.say(0.5)
+    caller.line.flush("f")
+    caller.leave()
+    caller.connect(WebSocket, pair[1].port)
+    caller.say(0.5)
+    caller.line.flush("f")  # whether it arrived is not known; it is one flush
+    flushed(caller.line)
+    caller.say(1.0)
+    caller.end()
+    expect_sound(caller.told)
+    assert segments(caller.told) == segments(alone)
+    assert sum(event["type"] == "flushed" for event in caller.told) == 1
+    assert [w["text"] for e in caller.told for w in e.get("words", [])] == [
+        w["text"] for e in alone for w in e.get("words", [])
+    ]
+
+
+def test_an_owner_that_is_still_there_stops(pair, pcm: bytes, uncut: list[Event]):
+    """The network between client and server is lost, and not the server."""
+    old = Caller(pcm)
+    old.connect(WebSocket, pair[0].port)
+    old.say(0.4)
+    old.hear_more()
+    caller = Caller(pcm)
+    caller.continue_as(old)
+    caller.connect(Http2, pair[1].port)
+    refused = pair[0].counted("asr_serve_session_store_refused_total")
+    told = len(numbered(old.line.events))
+    old.line.send(pcm[old.at : old.at + 64_000])  # what it does with this is refused
+    old.line.flush("never")
+    last = old.line.rest()[-1]
+    assert (last["type"], last["code"]) == ("error", "taken_over")
+    old.line.socket.close()
+    assert len(numbered(old.line.events)) == told
+    assert pair[0].counted("asr_serve_session_store_refused_total") == refused + 1
+    caller.say(1.0)
+    caller.end()
+    caller.expect(uncut)
+
+
+def test_redis_dies_and_comes_back_under_a_caller(pair, redis: RedisServer, pcm: bytes, uncut: list[Event]):
+    caller = Caller(pcm)
+    caller.connect(WebSocket, pair[0].port)
+    caller.say(0.3)
+    redis.kill()
+    caller.say(0.6)
+    caller.line.flush("in memory")
+    caller.line.until(lambda: any(event["type"] == "flushed" for event in caller.line.events))
+    eventually(lambda: pair[0].counted("asr_serve_session_store_up") == 0)
+    assert pair[0].http.get("/ready").json()["session_store"] == "away"
+    assert [e for e in caller.line.events if e["type"] == "ack"][-1]["durable"] is False
+    refused = pair[1].http.post(f"/v1/stream?session={caller.session}", content=b"")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+    assert refused.headers["retry-after-ms"]
+    caller.say(0.7)
+    redis.start()  # it has lost everything
+    for server in pair:
+        eventually(lambda server=server: server.counted("asr_serve_session_store_up") == 1)
+    caller.say(0.8)
+    eventually(lambda: redis.client.exists(f"asr-serve:{{{caller.session}}}"))
+    caller.leave()
+    caller.connect(Http2, pair[1].port)
+    caller.say(1.0)
+    caller.end()
+    expect_sound(caller.told)
+    assert [e["type"] for e in caller.told].count("flushed") == 1
+    assert caller.told[-1]["duration_s"] == uncut[-1]["duration_s"]
+
+
+def test_redis_hangs_and_loses_a_key(pair, redis: RedisServer, pcm: bytes, uncut: list[Event]):
+    caller = Caller(pcm)
+    caller.connect(WebSocket, pair[0].port)
+    caller.say(0.3)
+    redis.client.flushall()  # as an eviction or a failover may
+    caller.say(0.5)
+    eventually(lambda: redis.client.exists(f"asr-serve:{{{caller.session}}}"))
+    redis.pause()
+    caller.say(0.7)
+    eventually(lambda: pair[0].counted("asr_serve_session_store_up") == 0)
+    redis.resume()
+    eventually(lambda: pair[0].counted("asr_serve_session_store_up") == 1)
+    caller.leave()
+    caller.connect(WebSocket, pair[1].port)
+    caller.say(1.0)
+    caller.end()
+    caller.expect(uncut)
+
+
+def test_what_is_stored_is_bounded_and_expires(pair, redis: RedisServer, pcm: bytes):
+    redis.client.flushall()
+    caller = Caller(pcm + bytes(32_000 * 8))
+    caller.connect(WebSocket, pair[0].port)
+    caller.say(1.0)
+    caller.line.until(lambda: any(e.get("received_bytes", 0) >= len(caller.pcm) - 32_000 for e in caller.line.events))
+    names = {key.decode().rpartition("}")[2] for key in redis.client.scan_iter("*")}
+    assert names == {"", ":audio", ":events"}
+    for key in redis.client.scan_iter("*"):
+        assert 0 < redis.client.pttl(key) <= 2_000 * RESUME_S
+    # Eight seconds of silence behind twelve of speech: what is locked is gone.
+    audio = f"asr-serve:{{{caller.session}}}:audio"
+    eventually(lambda: sum(len(fields[b"d"]) for _, fields in redis.client.xrange(audio)) < 32_000 * 5)
+    caller.line.close(1_000)
+    caller.line.socket.close()
+    eventually(lambda: redis.client.hexists(f"asr-serve:{{{caller.session}}}", "gone"))
+    assert [key.decode() for key in redis.client.scan_iter("*")] == [f"asr-serve:{{{caller.session}}}"]
+    with WebSocket(pair[1].port, session=caller.session) as line:
+        [told] = line.rest()
+    assert told["code"] == "session_expired"
+    assert "ended by its client" in told["message"]
+
+
+def test_encrypted_sessions(serve: Callable[..., Running], redis: RedisServer, pcm: bytes, uncut, tmp_path: Path):
+    """Neither words nor audio can be read in Redis, and keys can be replaced. A server without the key refuses."""
+    servers = []
+    for number, keys in enumerate((KEYS[:1], KEYS[::-1], KEYS[1:])):
+        file = tmp_path / f"keys-{number}"
+        file.write_text("\n".join(keys) + "\n")
+        settings = SessionsConfig(redis_url=redis.url, key_file=str(file), prefix="sealed", checkpoint_ms=500)
+        servers.append(serve(sessions=settings, resume_s=RESUME_S))
+    old, both, new = servers
+    caller = Caller(pcm)
+    caller.connect(WebSocket, old.port)
+    caller.say(0.7)
+    caller.line.until(lambda: any(e["type"] == "segment" for e in caller.line.events) or len(caller.line.events) > 8)
+    caller.leave()
+    eventually(lambda: redis.client.exists(f"sealed:{{{caller.session}}}:audio"))
+    contents = redis.contents("sealed:*")
+    assert len(contents) > 20_000
+    for text in (b"best of times", b"worst", b"text", b"s16le", b"moonshine"):
+        assert text not in contents
+    audio = np.frombuffer(pcm, "<i2")
+    for at in range(0, len(audio) - 16, 997):
+        if np.abs(audio[at : at + 16]).max() > 50:
+            assert audio[at : at + 16].tobytes() not in contents
+    refused = new.http.post(f"/v1/stream?session={caller.session}", content=b"")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (410, "session_expired")
+    assert "cannot read" in refused.json()["error"]["message"]
+    caller.connect(Http2, both.port)
+    caller.say(1.0)
+    caller.end()
+    caller.expect(uncut)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_paused_and_one_that_is_killed(
+    redis: RedisServer, pcm: bytes, uncut: list[Event], tmp_path: Path
+):
+    flags = [f"--set=sessions.redis_url={redis.url}", "--port=0", f"--set=resume_s={RESUME_S}"]
+    paused, killed = servers = [Serving(tmp_path / f"{name}.log", *flags) for name in ("paused", "killed")]
+    try:
+        ports = [int(server.url.rpartition(":")[2]) for server in servers]
+        caller = Caller(pcm)
+        caller.connect(WebSocket, ports[0])
+        caller.say(0.35)
+        caller.hear_more()
+        paused.process.send_signal(signal.SIGSTOP)
+        caller.leave()
+        caller.connect(Http2, ports[1])
+        caller.say(0.6)
+        paused.process.send_signal(signal.SIGCONT)
+        caller.say(0.7)
+        killed.kill()
+        caller.line.rest()
+        caller.listen()
+        caller.connect(WebSocket, ports[0])
+        caller.say(1.0)
+        caller.end()
+        caller.expect(uncut)
+    finally:
+        for server in servers:
+            if server.process.poll() is None:
+                server.process.send_signal(signal.SIGCONT)
+                server.kill()

@@ -270,8 +270,8 @@ class ReplicatedBackend:
         if work is not None:
             self._deliver([work.answer(Cancelled("the request was cancelled"))])
 
-    def open_vad_session(self, session: int, live: bool) -> None:
-        self._open(session, InFlightSession(live))
+    def open_vad_session(self, session: int, live: bool, state: bytes | None = None) -> None:
+        self._open(session, InFlightSession(live, state))
 
     def open_stream(
         self,

@@ -200,6 +200,7 @@ def test_a_closed_session_leaves_nothing(model: Model, speech: np.ndarray):
             caller.write(speech[: s_to_samples(seconds)])
 
 
+@pytest.mark.repeats(model=1)
 def test_a_failed_step_is_repeated(model: Model, speech: np.ndarray, monkeypatch: pytest.MonkeyPatch):
     want = run_session(model, speech)
     fail_calls(model._client.backend.loop.streams.model_runner, "step", 4, 10, patch=monkeypatch)

@@ -6,6 +6,7 @@ PYTHON   ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3
               $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
               && echo $$p && break; done)
 PIP_ARGS ?=#   for example: PIP_ARGS='--extra-index-url URL' for a CPU build of torch
+WORKERS  ?= 2#  processes of tests
 ARGS     ?=#   more arguments for pytest, the benches or the server
 PEERS    ?= moonshine-voice,onnx,faster-whisper
 JSON     ?= bench/results/offline.json
@@ -88,8 +89,8 @@ serve: setup  ## start the server on 127.0.0.1:8000; ARGS='--port 9000' for more
 	@echo "Starting. A clip to try it with:  $$($(BIN)/python examples/demo_clip.py)"
 	@exec $(BIN)/asr-serve serve $(ARGS)
 
-# A file's tests stay in one process: they share servers. Files come in the order of tests/file_order.py.
-PYTEST   := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A file's tests stay in one process, of WORKERS: they share servers. Files come in the order of tests/file_order.py.
+PYTEST   := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup  ## every behaviour once, in two processes; ARGS='-k name' for some
 	$(PYTEST) -m 'not slow and not exhaustive' $(ARGS)

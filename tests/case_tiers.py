@@ -7,6 +7,28 @@ from typing import Any
 
 import pytest
 
+REPEATS = "repeats"
+"""Marker of a test: its cases with all of these parameters (or values of fixtures that have some) show again what
+other cases show. They are `exhaustive`: `@pytest.mark.repeats(model="whisper-tiny-en", vad=True)`."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    callspec = getattr(item, "callspec", None)
+    chosen = callspec.params if callspec is not None else {}
+    for mark in item.iter_markers(REPEATS):
+        unknown = sorted(set(mark.kwargs) - set(chosen))
+        if unknown or not mark.kwargs:
+            raise pytest.UsageError(f"{item.nodeid}: repeats names {unknown}; its parameters are {sorted(chosen)}")
+        if all(_is_case(chosen[name], value) for name, value in mark.kwargs.items()):
+            item.add_marker(pytest.mark.exhaustive)
+
+
+def _is_case(value: object, wanted: object) -> bool:
+    """Whether a parameter is the wanted one, or one of a set of them."""
+    if isinstance(wanted, set):
+        return any(_is_case(value, each) for each in wanted)
+    return type(value) is type(wanted) and value == wanted
+
 
 def exhaustive_after(count: int, cases: Iterable[Any]) -> list[Any]:
     """Cases for `parametrize`: the first `count` as they are, the others with the marker `exhaustive`.

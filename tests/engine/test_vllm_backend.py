@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine_clients import wait_until
+from other_environments import python_of
 from tiny_language_models import FAMILIES, TinyFamilySpeechLlm
 from tiny_speech_llm import CARD, CLIPS, LANGUAGES, encode, text
 
@@ -27,8 +28,6 @@ from asr_serve.metrics import EngineMetrics
 from asr_serve.models.auxiliary import silero
 from asr_serve.types import LanguageModelBackend
 
-ROOT = Path(__file__).parents[2]
-PYTHON = Path(os.environ.get("ASR_SERVE_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 WAIT_S = 240.0
 """Longer than anything here takes: vLLM starts in half a minute, in two where others use the cores."""
 ONCE: dict[str, Any] = {"temperatures": (0.0,), "min_avg_logprob": -1e9, "max_compression_ratio": 1e9}
@@ -39,7 +38,17 @@ WANTED = [
     for prompt in ((), (5, 6, 7))
 ]
 
-pytestmark = pytest.mark.skipif(not PYTHON.is_file(), reason="no vLLM here: make vllm, or set ASR_SERVE_VLLM_PYTHON")
+
+def vllm_python() -> Path:
+    if chosen := os.environ.get("ASR_SERVE_VLLM_PYTHON"):
+        return Path(chosen)
+    return python_of(".venv-vllm", "no vLLM here: make vllm, or set ASR_SERVE_VLLM_PYTHON")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    """Before any engine is built."""
+    vllm_python()
 
 
 def build(family: str, backend: LanguageModelBackend) -> EngineComponents:
@@ -49,7 +58,7 @@ def build(family: str, backend: LanguageModelBackend) -> EngineComponents:
 
 
 def start(family: str, backend: LanguageModelBackend) -> EngineClient:
-    own = {"vllm_python": str(PYTHON)} if backend == "vllm" else {}
+    own = {"vllm_python": str(vllm_python())} if backend == "vllm" else {}
     config = EngineConfig(backend=backend, max_decode_rows=16, kv_bytes=16 << 20, max_sessions=2, prefix_bytes=0, **own)
     return EngineClient(config, thread_backend(CARD, partial(build, family, backend)))
 

@@ -166,7 +166,7 @@ def test_the_first_partial_comes_early(model, cities):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", exhaustive_after(2, ["beckett.wav", "two_cities.wav", "endgame_nagg_nell.wav"]))
+@pytest.mark.parametrize("name", exhaustive_after(1, ["beckett.wav", "two_cities.wav", "endgame_nagg_nell.wav"]))
 def test_live_text_is_that_of_a_file(model, packaged_speech, name):
     """But for the few words that the model gets otherwise when a segment ends elsewhere."""
     pcm = read_audio(packaged_speech / name)
@@ -178,6 +178,7 @@ def test_live_text_is_that_of_a_file(model, packaged_speech, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("max_segment_ms", "most"), [(12_000, 4), (6_000, 7)])
+@pytest.mark.repeats(max_segment_ms=12_000)
 def test_split_speech_loses_and_repeats_nothing(model, cities, max_segment_ms, most):
     offline = plain_words(model.transcribe(cities)[0].text)
     client = run_session(model, cities, max_segment_ms=max_segment_ms)

@@ -60,6 +60,8 @@ def test_a_word_that_was_misheard_is_found(model: Model, packaged_speech: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.repeats(model="moonshine-tiny-en", beam=3)
+@pytest.mark.repeats(model="whisper-tiny-en", beam=1)
 def test_a_word_is_written_as_the_caller_writes_it(model: Model, packaged_speech: Path, beam: int):
     clip = packaged_speech / "beckett.wav"
     plain = model.transcribe(clip, beam=beam)[0].text
@@ -78,6 +80,7 @@ def test_words_come_with_times_and_one_probability_for_each_token(model: Model, 
 
 
 @pytest.mark.slow
+@pytest.mark.repeats(model="whisper-tiny-en")
 def test_while_somebody_speaks_the_last_text_has_it(model: Model, packaged_speech: Path):
     audio = read_audio(packaged_speech / "endgame_nagg_nell.wav")
     *_, last = model.stream(audio, hotwords=["heartily"])
@@ -102,6 +105,7 @@ def noises() -> dict[str, np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", exhaustive_after(2, ["silence", "chords", "room", "white", "hum"]))
 @pytest.mark.parametrize("vad", [True, False])
+@pytest.mark.repeats(model="whisper-tiny-en", vad=True)
 def test_nobody_speaks_and_no_hot_word_is_said(model: Model, kind: str, vad: bool):
     audio = noises()[kind].astype(np.float32)
     plain = model.transcribe(audio, vad=vad)[0].text
@@ -114,6 +118,7 @@ def test_nobody_speaks_and_no_hot_word_is_said(model: Model, kind: str, vad: boo
 
 
 @pytest.mark.slow
+@pytest.mark.repeats(model="whisper-tiny-en")
 def test_what_is_not_spoken_of_is_not_said(model: Model, packaged_speech: Path):
     clip = packaged_speech / "two_cities.wav"
     assert model.transcribe(clip, hotwords=names(3_000))[0].text == model.transcribe(clip)[0].text

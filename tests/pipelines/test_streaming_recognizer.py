@@ -53,6 +53,7 @@ def idle_afterwards(model: Model) -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.repeats(model=1)
 def test_packets_change_no_segment(model: Model, speech: np.ndarray):
     want = run_session(model, speech)
     assert len(want.segments) >= 2
@@ -161,6 +162,7 @@ def test_of_a_pause_only_its_beginning_is_recognized(model: Model, speech: np.nd
 
 
 @pytest.mark.slow
+@pytest.mark.repeats(model=1)
 def test_split_speech_repeats_no_token(model: Model, packaged_speech: Path):
     """The stream goes on over the cuts: together the segments say what the stream says."""
     pcm = read_audio(packaged_speech / "two_cities.wav")[: 14 * RATE_HZ]
@@ -176,6 +178,7 @@ def test_split_speech_repeats_no_token(model: Model, packaged_speech: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.repeats(model=4)
 def test_sessions_at_once_do_not_mix(model: Model, speech: np.ndarray):
     cuts = [speech[RATE_HZ * k // 2 :] for k in range(6)]
     want = [run_session(model, cut).spans for cut in cuts]
@@ -197,6 +200,7 @@ def test_a_closed_session_leaves_nothing(model: Model, speech: np.ndarray):
             caller.write(speech[: s_to_samples(seconds)])
 
 
+@pytest.mark.repeats(model=1)
 def test_a_failed_step_is_repeated(model: Model, speech: np.ndarray, monkeypatch: pytest.MonkeyPatch):
     want = run_session(model, speech)
     fail_calls(model._client.backend.loop.streams.model_runner, "step", 4, 10, patch=monkeypatch)

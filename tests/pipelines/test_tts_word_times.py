@@ -63,6 +63,7 @@ def times(segments: Sequence[Segment]) -> list[tuple[str, int, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("pause_s", exhaustive_after(1, [0.4, 3.0]))
 @pytest.mark.parametrize("vad", [True, False])
+@pytest.mark.repeats(model="armspeech-hy", vad=False)
 def test_words_are_in_order_and_not_in_pauses(model: Model, cities: np.ndarray, vad: bool, pause_s: float) -> None:
     pcm, silent = pauses(cities, pause_s)
     (found,) = model.transcribe(pcm, words=True, vad=vad)
@@ -78,6 +79,7 @@ def test_words_are_in_order_and_not_in_pauses(model: Model, cities: np.ndarray, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pause_s", exhaustive_after(1, [0.4, 3.0]))
+@pytest.mark.repeats(model="whisper-tiny-en")
 def test_live_words_do_not_depend_on_how_the_audio_comes(model: Model, cities: np.ndarray, pause_s: float) -> None:
     pcm, silent = pauses(cities, pause_s)
     want = run_session(model, pcm, [len(pcm)], words=True).segments
@@ -89,6 +91,7 @@ def test_live_words_do_not_depend_on_how_the_audio_comes(model: Model, cities: n
 
 
 @pytest.mark.slow
+@pytest.mark.repeats(model="whisper-tiny-en")
 def test_live_words_where_a_segment_is_cut_in_speech(model: Model, cities: np.ndarray) -> None:
     """Twelve seconds of which little is a pause, cut every few."""
     cities = cities[: s_to_samples(12.0)]
@@ -111,6 +114,7 @@ def test_windows_have_words_too(model: Model, cities: np.ndarray) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", exhaustive_after(2, ["noise", "a second", "silence", "hum"]))
+@pytest.mark.repeats(kind="a second", model={"whisper-tiny-en", "armspeech-hy"})
 def test_what_is_no_speech_has_no_words_to_place(
     model: Model, cities: np.ndarray, kind: str, rng: np.random.Generator
 ) -> None:

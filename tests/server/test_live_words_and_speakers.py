@@ -43,6 +43,7 @@ def expect_words_of(segment: Event) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TRANSPORTS, ids=lambda kind: kind.__name__)
+@pytest.mark.repeats(kind={*TRANSPORTS[1:]})
 def test_words_of_our_stream(server: Running, endgame_pcm: bytes, kind: Any) -> None:
     with kind(server.port, words="true") as line:
         pour(line, endgame_pcm)

@@ -9,16 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from other_environments import python_of
 from running_server import WAIT_S, Running
 
 from asr_serve_tools.evaluate.wer import wer
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON, SCRIPTS = ROOT / ".venv-clients/bin/python", ROOT / "tests/clients"
+SCRIPTS = ROOT / "tests/clients"
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
 ALIASES = dict.fromkeys(("gpt-4o-transcribe", "gpt-realtime-whisper"), "moonshine-tiny-en")
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-clients here: `make clients` builds it")
+
+@pytest.fixture(scope="session")
+def python() -> Path:
+    return python_of(".venv-clients", "no .venv-clients here: `make clients` builds it")
 
 
 @pytest.fixture(scope="session")
@@ -26,9 +30,9 @@ def agents_server(serve: Callable[..., Running]) -> Running:
     return serve(aliases=ALIASES)
 
 
-def told(script: str, *arguments: object) -> list[tuple[str, str | None]]:
+def told(python: Path, script: str, *arguments: object) -> list[tuple[str, str | None]]:
     """(event, text), as the plugin tells them."""
-    command = [str(PYTHON), str(SCRIPTS / script), *map(str, arguments)]
+    command = [str(python), str(SCRIPTS / script), *map(str, arguments)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
     assert ran.returncode == 0, ran.stderr[-2_000:]
     found = [json.loads(line) for line in ran.stdout.splitlines()]
@@ -42,9 +46,9 @@ def expect_beckett(texts: list[str | None]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ALIASES)
-def test_livekit(agents_server, beckett, model):
+def test_livekit(python, agents_server, beckett, model):
     """With the first model the server says when a turn is over; with the second the plugin's own Silero does."""
-    events = told("livekit_stt.py", f"{agents_server.url}/v1", beckett, model)
+    events = told(python, "livekit_stt.py", f"{agents_server.url}/v1", beckett, model)
     expect_beckett([text for event, text in events if event == "final_transcript"])
     kinds = [event for event, _ in events]
     assert kinds.count("start_of_speech") == kinds.count("end_of_speech") >= 4
@@ -54,9 +58,9 @@ def test_livekit(agents_server, beckett, model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turns", ["server", "local"])
-def test_pipecat(agents_server, beckett, turns):
+def test_pipecat(python, agents_server, beckett, turns):
     url = agents_server.url.replace("http", "ws", 1)
-    events = told("pipecat_stt.py", f"{url}/v1/realtime", beckett, "gpt-realtime-whisper", turns)
+    events = told(python, "pipecat_stt.py", f"{url}/v1/realtime", beckett, "gpt-realtime-whisper", turns)
     expect_beckett([text for event, text in events if event == "TranscriptionFrame"])
     kinds = [event for event, _ in events]
     assert "error" not in kinds

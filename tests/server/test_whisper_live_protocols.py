@@ -67,6 +67,7 @@ def said(whisper: EngineParts, beckett_pcm: bytes) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packet_bytes", [PACKET_BYTES, 31_001])
+@pytest.mark.repeats(packet_bytes=PACKET_BYTES)
 def test_our_own_stream(server: Running, beckett_pcm: bytes, said: list[str], packet_bytes: int):
     with WebSocket(server.port) as line:
         pour(line, beckett_pcm[:HALF_BYTES], packet_bytes)

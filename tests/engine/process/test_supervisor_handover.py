@@ -373,6 +373,7 @@ def test_results_through_a_handover_equal_those_without(start, reference, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", exhaustive_after(3, KINDS))
+@pytest.mark.repeats(kind="ctc")
 def test_handover_in_the_middle_of_an_answer_loses_nothing(start, reference, kind, monkeypatch):
     """The old process has unanswered pieces, hypotheses and requests; more come while it is to end."""
     client = start(kind)
@@ -478,6 +479,7 @@ def test_more_streams_move_than_may_at_once(start, reference, monkeypatch):
         ("growing", "nothing was saved"),
     ],
 )
+@pytest.mark.repeats(kind="growing", how="of another model")
 def test_a_stream_whose_state_is_lost_is_replayed(start, reference, kind, how, monkeypatch):
     client = start(kind)
     streams = start_streams(client, kind, 3)
@@ -541,6 +543,7 @@ def test_handover_of_an_encode_worker_is_refused(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", exhaustive_after(3, KINDS))
+@pytest.mark.repeats(kind="ctc")
 def test_the_old_process_dies_before_all_have_left_it(start, reference, kind, monkeypatch):
     client = start(kind)
     streams, tickets = start_streams(client, kind, 4), []

@@ -185,6 +185,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[tuple[str, EngineClient]]
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data())
+@pytest.mark.repeats(engine={("moonshine", 2), ("whisper", 0), ("whisper", 3)})
 def test_any_mix_is_answered_as_without_a_cache(engine, data):
     model, client = engine
     mix = data.draw(mixes(model))

@@ -97,6 +97,7 @@ def test_the_text_itself_has_its_own_probability(
 
 
 @pytest.mark.slow
+@pytest.mark.repeats(model="whisper-tiny-en")
 def test_the_same_words_are_found_without_a_free_page(
     model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -116,6 +117,7 @@ def test_the_same_words_are_found_without_a_free_page(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left", exhaustive_after(2, [0, 3, 1]))
+@pytest.mark.repeats(model="whisper-tiny-en", left=0)
 def test_the_words_found_do_not_depend_on_other_requests(
     model: Model, left: int, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -175,6 +177,7 @@ def asked_together(model: Model, packaged_speech: Path, count: int) -> list[Tick
 
 
 @pytest.mark.slow
+@pytest.mark.repeats(model="whisper-tiny-en")
 def test_rescoring_is_spread_over_steps(model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch):
     """Eight that end at once let one that goes on have its steps between their looks."""
     (alone,) = (ticket.future.result(60).tokens for ticket in asked_together(model, packaged_speech, 1))
@@ -204,6 +207,7 @@ def test_rescoring_is_spread_over_steps(model: Model, packaged_speech: Path, mon
 
 
 @pytest.mark.slow
+@pytest.mark.repeats(model="whisper-tiny-en")
 def test_a_request_cancelled_before_rescoring_frees_its_pages(
     model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -257,6 +261,7 @@ def test_a_failed_rescoring_fails_its_own_request_only(
 
 
 @pytest.mark.slow
+@pytest.mark.repeats(model="whisper-tiny-en")
 def test_live_requests_are_rescored_before_files(model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch):
     looked = HotwordRescorer.rescore
     order, first = list[int](), list[int]()

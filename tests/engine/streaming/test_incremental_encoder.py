@@ -158,6 +158,7 @@ def test_hypotheses_are_those_of_the_audio_so_far(begin: Begin, reference: Refer
     expect_empty(client)
 
 
+@pytest.mark.repeats(begin="process")
 def test_hypotheses_are_the_same_without_chunked_inference(begin: Begin, reference: Reference) -> None:
     client = begin(use_chunked_inference=False)
     streams = [ClipStream(client, index, index) for index in range(3)]
@@ -166,6 +167,7 @@ def test_hypotheses_are_the_same_without_chunked_inference(begin: Begin, referen
 
 
 @pytest.mark.parametrize("drafted", [False, True], ids=["", "drafted"])
+@pytest.mark.repeats(begin="process", drafted=False)
 def test_a_finished_stream_has_the_tokens_and_times_of_an_utterance(begin: Begin, drafted: bool) -> None:
     client, options = begin(), SearchOptions(temperatures=(0.0,), words=drafted)
     utterances = [client.submit(pcm, options) for pcm in CLIPS]
@@ -185,6 +187,7 @@ def test_a_finished_stream_has_the_tokens_and_times_of_an_utterance(begin: Begin
     expect_empty(client)
 
 
+@pytest.mark.repeats(begin="process")
 def test_no_tokens_before_the_first_frame(begin: Begin) -> None:
     client = begin()
     stream = client.open_stream(live=True)
@@ -216,6 +219,7 @@ def test_closed_streams_and_cancelled_requests_leave_nothing_behind(begin: Begin
     expect_empty(client)
 
 
+@pytest.mark.repeats(begin="process")
 def test_few_pages_bound_concurrency_and_nobody_starves(begin: Begin, reference: Reference) -> None:
     client = begin(kv_bytes=1, max_sessions=4)  # as few pages as one utterance needs
     futures = [
@@ -231,6 +235,7 @@ def test_few_pages_bound_concurrency_and_nobody_starves(begin: Begin, reference:
     expect_empty(client)
 
 
+@pytest.mark.repeats(begin="process")
 def test_audio_past_the_announced_length_is_ignored(begin: Begin) -> None:
     client = begin()
     stream = client.open_stream(live=True, samples=16_000)

@@ -86,6 +86,8 @@ def test_streams_have_the_tokens_of_utterances(begin: Begin, want: list[tuple[in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["rnnt", "ctc"])
+@pytest.mark.repeats(begin="thread", head="rnnt")
+@pytest.mark.repeats(begin="process", head="ctc")
 def test_hot_words_change_their_own_streams_only(begin: Begin, head: str) -> None:
     """A stream and an utterance give the same tokens with them; others give those without."""
     client = begin(head=head)
@@ -163,6 +165,8 @@ def test_a_stream_does_not_move_to_an_engine_without_its_language_model(on_threa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["rnnt", "ctc"])
+@pytest.mark.repeats(begin="thread", head="rnnt")
+@pytest.mark.repeats(begin="process", head="ctc")
 def test_a_stream_has_a_time_for_each_token(begin: Begin, head: str) -> None:
     """Whenever it is asked; and an utterance has the times of the stream."""
     client = begin(head=head)
@@ -184,6 +188,7 @@ def test_a_stream_has_a_time_for_each_token(begin: Begin, head: str) -> None:
     assert client.submit(pcm).future.result(WAIT_S).times == ()
 
 
+@pytest.mark.repeats(begin="process")
 def test_more_streams_than_slots_wait(begin: Begin, want: list[tuple[int, ...]]):
     client = begin(max_sessions=2)
     tickets = [client.submit(pcm) for pcm in CLIPS]
@@ -224,6 +229,7 @@ def test_a_closing_engine_leaves_nobody_waiting(begin: Begin):
         client.open_stream(live=True)
 
 
+@pytest.mark.repeats(begin="process")
 def test_any_number_of_pieces_may_wait(begin: Begin, want: list[tuple[int, ...]]):
     client = begin(max_sessions=1)
     first, second = client.open_stream(live=True), client.open_stream(live=True)

@@ -83,6 +83,7 @@ def resident(name: str, search: str, pcm: np.ndarray, cuts: list[int], **options
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["memory", "disk", "lost"])
 @pytest.mark.parametrize(("name", "search"), CASES)
+@pytest.mark.repeats(how={"memory", "lost"}, search={"ctc", "ctc batched", "rnnt", "rnnt beam"})
 def test_offloaded_streams_equal_resident_ones_to_the_bit(now: Clock, name: str, search: str, how: str) -> None:
     token_count = 0
     for seed in range(2):
@@ -156,6 +157,8 @@ def schedules(draw: Any) -> tuple[int, int, list[Op]]:
 @pytest.mark.parametrize("disk", [False, True])
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules(), room=st.sampled_from((1 << 30, 60_000, 0)), kept=st.sampled_from((1 << 30, 4 * 15_000)))
+@pytest.mark.repeats(search="ctc", disk=True)
+@pytest.mark.repeats(search="ctc beam", disk=False)
 def test_any_schedule_gives_the_results_of_streams_alone(
     search: str, disk: bool, schedule: tuple[int, int, list[Op]], room: int, kept: int
 ) -> None:
@@ -762,6 +765,7 @@ def test_replay_audio_from_another_engine_is_counted(now: Clock, monkeypatch: py
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["awake", "asleep", "never begun there", "lost"])
 @pytest.mark.parametrize(("name", "search"), CASES)
+@pytest.mark.repeats(state={"awake", "never begun there", "lost"}, search={"ctc", "ctc batched", "rnnt", "rnnt beam"})
 def test_a_stream_moves_to_another_engine(now: Clock, name: str, search: str, state: str) -> None:
     shelf, other = FakeOffloadStore(), FakeOffloadStore()
     here = bench(now, name, search, tiers=shelf, replay=True)

@@ -97,6 +97,7 @@ def tokens_of_clips(
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["memory", "file", "process"])
 @pytest.mark.parametrize("name", [NEMO_MODEL, MOONSHINE])
+@pytest.mark.repeats(name=MOONSHINE, how="file")
 def test_offloaded_streams_have_the_tokens_of_resident_ones(begin: Begin, awake: Any, name: str, how: str) -> None:
     cuts = [5_000, 8_001, 1, 3_000, 0]
     if name not in awake:

@@ -7,6 +7,7 @@ import re
 import threading
 
 import pytest
+from case_tiers import exhaustive_after
 
 from asr_serve.text.normalization import wetext_grammar
 from asr_serve.text.normalization.inverse import inverse_normalize
@@ -128,6 +129,7 @@ def worth(text: str) -> float:
     ],
 )
 @pytest.mark.parametrize("joined", ["", "and"])
+@pytest.mark.repeats(joined="and", before={"it cost", "minus"})
 def test_every_english_number_has_the_spoken_value(before: str, behind: str, joined: str) -> None:
     for number in NUMBERS:
         made = as_written(f"{before} {' '.join(english(number, joined))} {behind}")
@@ -135,7 +137,7 @@ def test_every_english_number_has_the_spoken_value(before: str, behind: str, joi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("behind", ["", "円", "人", "年"])
+@pytest.mark.parametrize("behind", exhaustive_after(2, ["", "円", "人", "年"]))
 def test_every_japanese_number_has_the_spoken_value(behind: str) -> None:
     changed = 0
     for number in NUMBERS:

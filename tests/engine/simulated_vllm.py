@@ -60,6 +60,7 @@ class SimulatedEngine:
         assert len(self.requests) < self.settings["max_rows"]
         following = answer(frame["tokens"], sum(payload), frame["seed"])[: frame["max_tokens"]]
         self.requests[frame["id"]] = {**frame, "following": following}
+        (self.folder / "sampling").write_text(" ".join(f"{frame[name]}" for name in ("temperature", "top_k", "top_p")))
         self._tell()
 
     def abort(self, numbers: list[int]) -> None:

@@ -160,6 +160,16 @@ def test_answers_that_fail_their_checks_are_decoded_again(begin: Begin) -> None:
     assert client.describe()["fallbacks"] == 2
 
 
+def test_the_worker_samples_from_the_likeliest_too(begin: Begin, tmp_path: Path) -> None:
+    client = begin()
+    client.submit(CLIPS[0], SearchOptions(**{**ONCE, "temperatures": (0.5,)}, top_k=7, top_p=0.25)).future.result(
+        WAIT_S
+    )
+    assert (tmp_path / "sampling").read_text() == "0.5 7 0.25"
+    client.submit(CLIPS[1], SearchOptions(**ONCE)).future.result(WAIT_S)
+    assert (tmp_path / "sampling").read_text() == "0.0 0 1.0"
+
+
 def test_counters_are_those_of_the_worker(begin: Begin, tmp_path: Path) -> None:
     client = begin()
     ticket = client.submit(CLIPS[0], SearchOptions(seed=SLOW, **ONCE))

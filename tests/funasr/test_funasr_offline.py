@@ -35,6 +35,7 @@ from asr_serve.errors import (
     UnsupportedOption,
 )
 from asr_serve.funasr import AutoModelVLLM, FunASRNanoStreamingVLLM, FunASRNanoVLLM, GLMASRVLLMEngine, loading
+from asr_serve.funasr.option_names import ARGUMENTS, renamed_options
 from asr_serve.pipelines.offline.transcribe import MAX_OPEN_FILES
 
 NAME = "FunAudioLLM/Fun-ASR-Nano-2512"
@@ -315,6 +316,32 @@ def test_the_answer_is_no_longer_than_asked(model: AutoModelVLLM, here: Path) ->
     assert [s.tokens[:5] for s in whole.segments] == [s.tokens for s in limited.segments]
 
 
+def test_errors_name_the_arguments_that_were_typed(model: AutoModelVLLM) -> None:
+    for options in (
+        {"temperature": 3},
+        {"temperature": "x"},
+        {"temperature": True},
+        {"top_k": 1.5},
+        {"top_p": 0},
+        {"spk": "yes"},
+        {"itn": None},
+        {"dynamic_silence": 1},
+        {"max_new_tokens": 0},
+        {"repetition_penalty": 0.5},
+    ):
+        [name] = options
+        with pytest.raises(OptionError, match=rf"^{name}=") as refused:
+            model.generate("audio1.wav", **options)
+        assert refused.value.param == name
+    with pytest.raises(OptionError, match="num_speakers with spk=false"):
+        model.generate("audio1.wav", spk=False, num_speakers=2)
+    wrong = OptionError("max_decode_rows=0", "1 or more", "set max_decode_rows=1", param="max_decode_rows")
+    with pytest.raises(OptionError) as renamed, renamed_options(ARGUMENTS):
+        raise wrong
+    assert str(renamed.value) == "max_num_seqs=0. 1 or more. set max_num_seqs=1."
+    assert renamed.value.param == "max_num_seqs"
+
+
 def test_a_model_without_a_decoder_has_no_limit_of_tokens(tmp_path: Path, packaged_speech: Path) -> None:
     """The default is for models with a decoder; a limit that another cannot keep is refused."""
     shutil.copy(NEMO, tmp_path)
@@ -322,8 +349,10 @@ def test_a_model_without_a_decoder_has_no_limit_of_tokens(tmp_path: Path, packag
     source = packaged_speech / "beckett.wav"
     [found] = streaming.generate(source)
     [wanted] = streaming.model.transcribe(source)
-    with pytest.raises(UnsupportedOption, match="max_new_tokens=512"):
-        streaming.generate(source, max_new_tokens=512)
+    for options in ({"max_new_tokens": 512}, {"top_k": 5}, {"top_p": 0.5}, {"temperature": 0.5}):
+        [(name, value)] = options.items()
+        with pytest.raises(UnsupportedOption, match=f"{name}={value}"):
+            streaming.generate(source, **options)
     streaming.close()
     assert found["text"] == wanted.text
 
@@ -334,7 +363,8 @@ def test_a_model_without_a_decoder_has_no_limit_of_tokens(tmp_path: Path, packag
         ({}, MissingOption),
         ({"input": "a.wav", "inputs": "b.wav"}, MissingOption),
         ({"input": "missing.wav"}, SourceNotFound),
-        ({"input": "audio1.wav", "top_p": 0.9}, UnsupportedOption),
+        ({"input": "audio1.wav", "top_p": 1.5}, OptionError),
+        ({"input": "audio1.wav", "top_k": -2}, OptionError),
         ({"input": "audio1.wav", "hotword": "北京"}, OptionError),
         ({"input": "audio1.wav", "max_new_tokens": 0}, OptionError),
         ({"input": "audio1.wav", "language": "xx"}, OptionError),
@@ -418,6 +448,7 @@ def test_names_of_hubs_and_of_models(folder: Path, tmp_path: Path, monkeypatch: 
         {"tensor_parallel_size": 0},
         {"max_num_seqs": 0},
         {"gpu_memory_utilisation": 0.5},
+        {"device": "gpu"},
     ],
     ids=str,
 )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import runpy
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ import asr_serve
 from asr_serve.api.cli import exit_codes
 from asr_serve.api.library import Model
 from asr_serve.audio.reader import read_audio
-from asr_serve.errors import OptionError, UnknownModel
+from asr_serve.errors import OptionError, UnknownModel, WeightsMissing
 from asr_serve.funasr import client_python, demo_vllm, serve_realtime_ws, serve_vllm
+from asr_serve.funasr.programs import run_program
 from asr_serve.server.realtime.funasr.session_defaults import read_hotwords
 
 NAME = "FunAudioLLM/Fun-ASR-Nano-2512"
@@ -353,6 +355,67 @@ def test_the_live_server_is_ours(here: Path) -> None:
 )
 def test_the_client_is_listen(command: str, ours: str) -> None:
     assert client_python.arguments(shlex.split(command)) == shlex.split(ours)
+
+
+@pytest.mark.parametrize(
+    ("main", "command", "said"),
+    [
+        (demo_vllm.main, "--input a.wav --batch-size 0", "--batch-size 0"),
+        (demo_vllm.main, "--input a.wav --dtype int4", "--dtype 'int4'"),
+        (serve_vllm.arguments, "--gpu-memory-utilization 2", "--gpu-memory-utilization 2.0"),
+        (serve_vllm.arguments, "--max-model-len 0", "--max-model-len 0"),
+        (serve_realtime_ws.arguments, "--hotword-file gone", "--hotword-file 'gone'"),
+        (serve_realtime_ws.arguments, "--model moonshine-tiny-en --language 中文", "unknown language"),
+    ],
+)
+def test_errors_name_the_flags_that_were_typed(main: Callable[[list[str]], object], command: str, said: str) -> None:
+    with pytest.raises(OptionError, match=f"^{said}") as refused:
+        main(shlex.split(command))
+    assert refused.value.param in command
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OptionError("hub='xx'", param="hub"), exit_codes.USAGE),
+        (UnknownModel("no model"), exit_codes.USAGE),
+        (WeightsMissing("no weights"), exit_codes.FAILED),
+        (KeyboardInterrupt(), exit_codes.INTERRUPTED),
+        (None, 0),
+        (SystemExit(2), exit_codes.USAGE),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_programs_end_as_asr_serve_does(
+    error: BaseException | None, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> None:
+        if error is not None:
+            raise error
+
+    with pytest.raises(SystemExit) as end:
+        run_program(main)
+    assert end.value.code == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("module", ["demo_vllm", "serve_vllm", "serve_realtime_ws", "client_python"])
+def test_a_wrong_flag_is_wrong_usage(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [module, "--no-such-flag"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(f"asr_serve.funasr.{module}", run_name="__main__")
+    assert end.value.code == exit_codes.USAGE
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_the_client_ends_as_listen_does(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody listens there."""
+    monkeypatch.setattr(sys, "argv", ["client_python", "--server", "ws://127.0.0.1:9", "--file", "gone.wav"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("asr_serve.funasr.client_python", run_name="__main__")
+    assert end.value.code == exit_codes.FAILED
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_an_error_is_a_line(tmp_path: Path) -> None:

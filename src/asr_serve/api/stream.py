@@ -29,7 +29,7 @@ from asr_serve.pipelines.live.events import LiveEvent, LivePartial, LiveSegmentD
 from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.pipelines.prompting import hotword_bias, live_language_model, prompt_tokens
-from asr_serve.pipelines.segments import resolve_language, validate_option_names
+from asr_serve.pipelines.segments import check_decoder_options, check_search, resolve_language, validate_option_names
 from asr_serve.text.tokenizers import Tokenizer
 from asr_serve.text.word_timing import is_unspaced
 from asr_serve.types import Segment
@@ -111,7 +111,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
             ("rollback_chars", self.rollback_chars, 0, sys.maxsize),
             ("rate_hz", units.RATE_HZ if self.rate_hz is None else self.rate_hz, MIN_RATE_HZ, MAX_RATE_HZ),
         ):
-            if not isinstance(value, int) or not least <= value <= most:
+            if type(value) is not int or not least <= value <= most:
                 upper = "or more" if most == sys.maxsize else f"to {most}"
                 raise OptionError(f"{name}={value!r}", f"a whole number, {least} {upper}", param=name)
 
@@ -294,6 +294,8 @@ class TranscriptStream(Closeable):
         prompt_tokens(client, tokenizer, options.listen.prompt)
         hotword_bias(client, tokenizer, options.listen.hotwords)
         live_language_model(client, options.listen)
+        check_search(client, "transcribe", options.listen.temperatures, beam=1)
+        check_decoder_options(client, options.listen)
         self._whole = is_single_source(source)
         if self._whole and options.rate_hz is not None:
             raise OptionError(

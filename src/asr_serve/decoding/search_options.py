@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from asr_serve.decoding.sampling import check_truncation
 from asr_serve.errors import OptionError
 from asr_serve.types import LanguageModelChoice
 
@@ -37,7 +38,7 @@ class DraftTokens(msgspec.Struct, frozen=True):
 
 
 def _is_temperature(value: object) -> bool:
-    return isinstance(value, int | float) and 0 <= value <= 2
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 2
 
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +81,10 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     """Divides positive logits of tokens that the answer already has, and multiplies negative ones; 1: none. Source:
     CTRL, arXiv:1909.05858."""
+    top_k: int = 0
+    """Likeliest tokens that are sampled from at a temperature above 0; 0: all."""
+    top_p: float = 1.0
+    """Share of probability whose likeliest tokens are sampled from, of the `top_k`; 1: all."""
     max_new_tokens: int | None = None
     """Most tokens of an answer, where that is less than what can be said in the audio; None: no other limit."""
     hurried: bool = False
@@ -87,8 +92,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     longest possible answer."""
 
     def __post_init__(self) -> None:
-        if not self.temperatures or any(not _is_temperature(t) for t in self.temperatures):
-            raise OptionError(f"temperatures={self.temperatures}", "one or more numbers from 0 to 2")
+        check_temperatures(self.temperatures)
         if not 0 <= self.seed < 2**63:
             raise OptionError(f"seed={self.seed}", "a whole number from 0 to 2**63 - 1")
         if self.task not in get_args(Task):
@@ -105,10 +109,17 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         if not least <= self.repetition_penalty <= most:
             came = f"repetition_penalty={self.repetition_penalty}"
             raise OptionError(came, f"a number from {least:g} to {most:g}", param="repetition_penalty")
+        check_truncation(self.top_k, self.top_p)
         check_max_new_tokens(self.max_new_tokens)
         for name, tokens in (("prompt", self.prompt), ("prefix", self.prefix)):
             if len(tokens) > MAX_PREFIX_TOKENS:
                 raise OptionError(f"{name} of {len(tokens)} tokens", f"up to {MAX_PREFIX_TOKENS}", param=name)
+
+
+def check_temperatures(temperatures: object) -> None:
+    """Raises OptionError for what is no sequence of temperatures."""
+    if not isinstance(temperatures, tuple | list) or not temperatures or not all(map(_is_temperature, temperatures)):
+        raise OptionError(f"temperatures={temperatures!r}", "one or more numbers from 0 to 2", param="temperatures")
 
 
 def check_max_new_tokens(limit: object) -> None:

@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Sequence
 
 from asr_serve.api.cli import app
+from asr_serve.funasr.programs import run_program
 
 
 def arguments(argv: Sequence[str] | None = None) -> list[str]:
@@ -32,4 +33,4 @@ def arguments(argv: Sequence[str] | None = None) -> list[str]:
 
 
 if __name__ == "__main__":
-    app(arguments())
+    run_program(lambda: app(arguments()))

@@ -13,6 +13,7 @@ from typing import get_args
 
 from asr_serve.api.cli.exit_codes import FAILED, print_error
 from asr_serve.funasr.offline import MAX_NEW_TOKENS, AutoModelVLLM, OnError
+from asr_serve.funasr.option_names import flag_names, renamed_options
 from asr_serve.funasr.programs import add_model_flags, load_arguments, run_program
 
 
@@ -33,22 +34,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--on-error", default="raise", choices=get_args(OnError), help="record: go on after a recording that fails"
     )
     args = parser.parse_args(argv)
-    started_s = time.perf_counter()
-    model = AutoModelVLLM(
-        args.model, **load_arguments(args), tensor_parallel_size=args.tensor_parallel_size, max_num_seqs=args.batch_size
-    )
-    loaded_s = time.perf_counter()
-    with contextlib.closing(model):
-        results = model.generate(
-            args.input,
-            language=args.language,
-            hotwords=args.hotwords,
-            itn=not args.no_itn,
-            max_new_tokens=args.max_new_tokens,
-            output=args.output,
-            on_error=args.on_error,
+    with renamed_options(flag_names(parser, max_num_seqs="batch_size")):
+        started_s = time.perf_counter()
+        model = AutoModelVLLM(
+            args.model,
+            **load_arguments(args),
+            tensor_parallel_size=args.tensor_parallel_size,
+            max_num_seqs=args.batch_size,
         )
-        done_s = time.perf_counter()
+        loaded_s = time.perf_counter()
+        with contextlib.closing(model):
+            results = model.generate(
+                args.input,
+                language=args.language,
+                hotwords=args.hotwords,
+                itn=not args.no_itn,
+                max_new_tokens=args.max_new_tokens,
+                output=args.output,
+                on_error=args.on_error,
+            )
+            done_s = time.perf_counter()
     failed = [found for found in results if "error" in found]
     for found in results:
         if "error" not in found:

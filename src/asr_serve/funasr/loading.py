@@ -11,6 +11,7 @@ import msgspec
 
 import asr_serve
 from asr_serve.config import EngineConfig
+from asr_serve.devices import check_device
 from asr_serve.errors import OptionError
 from asr_serve.types import unknown_name_error
 
@@ -125,7 +126,9 @@ def find_model(model: str, hub: str) -> tuple[str, Path | None]:
 
 
 def engine_config(name: str, folder: Path | None, options: LoadOptions) -> EngineConfig:
-    """Settings of the engine. Raises OptionError where the weights leave no memory for keys and values."""
+    """Settings of the engine. Raises OptionError for a device that is not there, and where the weights leave no memory
+    for keys and values."""
+    check_device(options.device)
     gpu = chosen_gpu(options.device)
     size = parallel_size(options.tensor_parallel_size, options.device, gpu)
     settings: dict[str, Any] = {"tensor_parallel_size": size}

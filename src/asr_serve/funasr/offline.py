@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import msgspec
+import numpy as np
 
 from asr_serve.api.stream import is_single_source
 from asr_serve.audio.input_manifest import AUDIO_SUFFIXES, LIST_SUFFIXES, InputItem, expand_inputs
-from asr_serve.errors import AsrServeError, EngineClosed, MissingOption, OptionError, RankLost, UnsupportedOption
+from asr_serve.decoding.search_options import check_temperatures
+from asr_serve.errors import AsrServeError, EngineClosed, MissingOption, OptionError, RankLost, UnsupportedAudio
 from asr_serve.funasr.loading import DEFAULT_MODEL, LoadOptions, load_model
+from asr_serve.funasr.option_names import ARGUMENTS, renamed_options
 from asr_serve.pipelines.offline.transcribe import FileDone, FileFailed
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.protocols.speaker_names import speaker_number
@@ -57,7 +60,8 @@ class AutoModelVLLM:
             raise OptionError("model and model_dir", "one of them: they are the same", param="model_dir")
         self.labels_speakers = bool(spk_model)
         self.model_dir = model or model_dir or self.default_model
-        self.model: Model = load_model(self.model_dir, LoadOptions.of(arguments))
+        with renamed_options(ARGUMENTS):
+            self.model: Model = load_model(self.model_dir, LoadOptions.of(arguments))
         """The model in this library's own interface."""
 
     @classmethod
@@ -90,11 +94,12 @@ class AutoModelVLLM:
         input, or inputs: one recording or a list: paths, folders, wav.scp, jsonl, bytes, arrays and tensors (samples,)
         at 16 kHz, (array, rate_hz). hotwords: a list, or a text of words. itn: False asks for the spoken form.
         max_new_tokens: most tokens of a segment; None: MAX_NEW_TOKENS, where the model has a decoder. temperature: 0 is
-        greedy. silence_schedule: rows of the length of a segment up to which they hold, and the pause that ends it, in
-        ms. dynamic_silence: False ends segments at pauses of FIXED_SILENCE_MS. spk: whether to label speakers; None: if
-        the model was loaded with spk_model. output: jsonl file, to which each result is written as soon as it is known.
-        on_error: `record` makes the error of a recording that fails its result, and goes on. options: further fields of
-        TranscribeOptions.
+        greedy; above it, tokens are sampled, of the `top_k` likeliest (-1: all) and the likeliest with `top_p` of their
+        probability. silence_schedule: rows of the length of a segment up to which they hold, and the pause that ends
+        it, in ms. dynamic_silence: False ends segments at pauses of FIXED_SILENCE_MS. spk: whether to label speakers;
+        None: if the model was loaded with spk_model. output: jsonl file, to which each result is written as soon as it
+        is known. on_error: `record` makes the error of a recording that fails its result, and goes on. options: further
+        fields of TranscribeOptions.
 
         Returns: for each recording, in order, `key` and `text`; `sentence_info`, its segments, with times in ms;
         `timestamps`, its words, with times in seconds, where the model tells them; `spk`, the speaker of each segment,
@@ -105,10 +110,10 @@ class AutoModelVLLM:
         if (input is None) == (inputs is None):
             came = "no input" if input is None else "input and inputs"
             raise MissingOption(f"{came} came", "one of them", "like generate('audio.wav')", param="input")
-        for name, value, none in (("top_p", top_p, (1.0,)), ("top_k", top_k, (-1, 0))):
-            if value not in none:
-                came, allowed = f"{name}={value}", "tokens are sampled by their temperature alone"
-                raise UnsupportedOption(came, allowed, "leave it out", param=name)
+        for name, switch in (("itn", itn), ("dynamic_silence", dynamic_silence), ("spk", spk)):
+            if not isinstance(switch, bool) and not (name == "spk" and switch is None):
+                raise OptionError(f"{name}={switch!r}", "True or False", param=name)
+        check_temperature(temperature)
         if on_error not in get_args(OnError):
             raise OptionError(f"on_error={on_error!r}", f"one of: {', '.join(get_args(OnError))}", param="on_error")
         if not dynamic_silence:
@@ -119,25 +124,29 @@ class AutoModelVLLM:
         card = self.model.client.card
         if max_new_tokens is None and not card.streaming:
             max_new_tokens = MAX_NEW_TOKENS
-        chosen = TranscribeOptions.of(
-            {
-                "words": None,
-                **options,
-                "language": language,
-                "hotwords": as_words(hotwords),
-                "itn": None if itn else False,
-                "max_new_tokens": max_new_tokens,
-                "temperatures": (temperature,),
-                "repetition_penalty": repetition_penalty,
-                "silence_schedule": silence_schedule,
-                "speakers": self.labels_speakers if spk is None else spk,
-            }
-        )
+        with renamed_options(ARGUMENTS):
+            chosen = TranscribeOptions.of(
+                {
+                    "words": None,
+                    **options,
+                    "language": language,
+                    "hotwords": as_words(hotwords),
+                    "itn": None if itn else False,
+                    "max_new_tokens": max_new_tokens,
+                    "temperatures": (temperature,),
+                    "top_p": top_p,
+                    "top_k": 0 if top_k == -1 else top_k,
+                    "repetition_penalty": repetition_penalty,
+                    "silence_schedule": silence_schedule,
+                    "speakers": self.labels_speakers if spk is None else spk,
+                }
+            )
         timed = chosen.words is not False and card.word_times
         results: list[Result] = []
         with contextlib.ExitStack() as stack:
             items = expand_inputs(_items(input if inputs is None else inputs, output, record=on_error == "record"))
             file = None
+            stack.enter_context(renamed_options(ARGUMENTS))
             for event in stack.enter_context(contextlib.closing(self.model.events(items, chosen))):
                 if isinstance(event, FileFailed):
                     if on_error == "raise" or isinstance(event.error, EngineClosed | RankLost):
@@ -199,13 +208,42 @@ def _is_missing_recording(path: Path) -> bool:
     return path.suffix.lower() in AUDIO_SUFFIXES and not path.exists() and not glob.has_magic(str(path))
 
 
+def check_temperature(temperature: object) -> None:
+    """Raises OptionError for what is no temperature."""
+    try:
+        check_temperatures((temperature,))
+    except OptionError:
+        raise OptionError(f"temperature={temperature!r}", "a number from 0 to 2", param="temperature") from None
+
+
 def as_samples(source: Any) -> Any:
     """Returns a tensor as an array, also where it comes with its rate, and other sources as they are."""
     import torch
 
     if isinstance(source, tuple):
         return tuple(map(as_samples, source))
-    return source.detach().cpu().numpy() if isinstance(source, torch.Tensor) else source
+    if not isinstance(source, torch.Tensor):
+        return source
+    source = source.detach().cpu()
+    return (source.float() if source.dtype in (torch.float16, torch.bfloat16) else source).numpy()
+
+
+def as_chunk(chunk: Any) -> Any:
+    """Returns a chunk of a stream as an array where it is a tensor or a list of numbers: int16 if all are whole. Raises
+    UnsupportedAudio for whole numbers that are no int16."""
+    if not isinstance(chunk, list | tuple):
+        return as_samples(chunk)
+    try:
+        samples = np.asarray(chunk)
+    except ValueError:  # lists of different lengths
+        return chunk
+    if samples.dtype.kind not in "iu":
+        return samples if len(samples) else samples.astype(np.float32)
+    limits = np.iinfo(np.int16)
+    if samples.min() < limits.min or samples.max() > limits.max:
+        came = f"a list of whole numbers from {samples.min()} to {samples.max()}"
+        raise UnsupportedAudio(came, f"{limits.min} to {limits.max}, or numbers with a point from -1 to 1")
+    return samples.astype(np.int16)
 
 
 def as_words(hotwords: Sequence[str] | str | None) -> tuple[str, ...]:

@@ -54,14 +54,18 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
         parser.add_argument(part, help="no effect: the server has its own")
 
 
-def server_command(args: argparse.Namespace, more: Sequence[str] = ()) -> list[str]:
-    """Arguments of `asr-serve` for the flags of `add_server_flags`. Missing weights are fetched. Raises OptionError,
-    UnknownModel, WeightsMissing, WeightsCorrupt."""
+def server_command(args: argparse.Namespace, more: Sequence[str] = (), language: str | None = None) -> list[str]:
+    """Arguments of `asr-serve` for the flags of `add_server_flags`. `language`: that of its sessions. Missing weights
+    are fetched. Raises OptionError, UnknownModel, WeightsMissing, WeightsCorrupt."""
     from asr_serve.config import EngineConfig
     from asr_serve.funasr.loading import DTYPES, engine_config, find_model
+    from asr_serve.models.registry import asr_card
+    from asr_serve.pipelines.segments import check_language
+    from asr_serve.text.languages import requested_language_code
 
     options = LoadOptions(**load_arguments(args))
     name, folder = find_model(args.model, args.hub)
+    check_language(asr_card(name), requested_language_code(language))
     engine = engine_config(name, folder, options)
     command = ["serve", "--host", args.host, "--port", str(args.port), "--model", name]
     command += ["--weights", str(folder)] if folder is not None else []

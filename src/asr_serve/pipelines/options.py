@@ -13,7 +13,14 @@ from asr_serve.audio.endpointing import EndpointConfig
 from asr_serve.audio.reader import AudioLimits
 from asr_serve.audio.resample import MAX_RATE_HZ, MIN_RATE_HZ
 from asr_serve.audio.silence_schedule import SilenceSchedule
-from asr_serve.decoding.search_options import REPETITION_PENALTIES, SearchOptions, Task, check_max_new_tokens
+from asr_serve.decoding.sampling import check_truncation
+from asr_serve.decoding.search_options import (
+    REPETITION_PENALTIES,
+    SearchOptions,
+    Task,
+    check_max_new_tokens,
+    check_temperatures,
+)
 from asr_serve.errors import MissingOption, OptionError
 from asr_serve.pipelines.segments import (
     check_optional_switch,
@@ -70,6 +77,10 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     pad_before_ms: int | None = None
     """Audio before the first window of speech that belongs to a segment."""
     temperatures: tuple[float, ...] = SearchOptions().temperatures
+    top_k: int = 0
+    """Likeliest tokens that are sampled from at a temperature above 0; 0: all."""
+    top_p: float = 1.0
+    """Share of probability whose likeliest tokens are sampled from, of the `top_k`; 1: all."""
     task: Task = "transcribe"
     """`translate`: into English, by models that can."""
     beam: int = 1
@@ -130,6 +141,8 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
         check_switches(self, "speakers", "condition_on_previous_text")
         check_optional_switch(self, "words")
         check_optional_switch(self, "itn")
+        check_temperatures(self.temperatures)
+        check_truncation(self.top_k, self.top_p)
         check_repetition_penalty_range(self.repetition_penalty)
         check_max_new_tokens(self.max_new_tokens)
         check_language_model_options(self.language_model, self.language_model_weight)
@@ -286,6 +299,17 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
     turn: TurnOptions = TurnOptions()
     prompt: str = ""
     """Previous text, for models that read a prompt: names, spelling and style continue from it."""
+    temperatures: tuple[float, ...] = SearchOptions().temperatures
+    """Temperatures of a segment's last hypothesis, tried in order until an answer passes. Others are greedy, and words
+    that they have locked stay."""
+    top_k: int = 0
+    """Likeliest tokens that are sampled from at a temperature above 0; 0: all."""
+    top_p: float = 1.0
+    """Share of probability whose likeliest tokens are sampled from, of the `top_k`; 1: all."""
+    repetition_penalty: float = 1.0
+    """Factor from 1 to 2 by which tokens that a hypothesis already has become less likely; 1: none."""
+    max_new_tokens: int | None = None
+    """Most tokens of a segment's text; None: as many as can be said in its time."""
     hotwords: tuple[str, ...] = ()
     """Words that are likely, for models that take hotwords."""
     language_model: str = ""
@@ -315,6 +339,10 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
         check_switches(self, "speakers")
         check_optional_switch(self, "words")
         check_optional_switch(self, "itn")
+        check_temperatures(self.temperatures)
+        check_truncation(self.top_k, self.top_p)
+        check_repetition_penalty_range(self.repetition_penalty)
+        check_max_new_tokens(self.max_new_tokens)
         check_language_model_options(self.language_model, self.language_model_weight)
         normalize_speaker_options(self)
         # EndpointConfig raises for values out of range: here, not at the first speech.

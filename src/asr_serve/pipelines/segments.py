@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -152,15 +152,19 @@ class SegmentNormalizer:
 
 def resolve_language(client: EngineClient, wanted: str | None) -> str:
     """Returns the model's code for the chosen language; empty: detect it. Raises OptionError."""
-    languages = client.card.languages
-    if wanted is not None and wanted not in languages:
+    check_language(client.card, wanted)
+    return client.card.language(wanted)
+
+
+def check_language(card: AsrCard, wanted: str | None) -> None:
+    """Raises OptionError for the code of a language that a model does not have."""
+    if wanted is not None and wanted not in card.languages:
         raise OptionError(
-            f"unknown language for {client.card.name}: {str(wanted)[:20]!r}",
-            f"languages that it recognizes: {', '.join(languages)}",
-            suggest_name(wanted, languages_by_name(languages)),
+            f"unknown language for {card.name}: {str(wanted)[:20]!r}",
+            f"languages that it recognizes: {', '.join(card.languages)}",
+            suggest_name(wanted, languages_by_name(card.languages)),
             param="language",
         )
-    return client.card.language(wanted)
 
 
 def check_task(client: EngineClient, task: str) -> None:
@@ -197,13 +201,28 @@ def check_search(client: EngineClient, task: str, temperatures: Sequence[float],
         )
 
 
-def check_decoder_options(client: EngineClient, repetition_penalty: float, max_new_tokens: int | None) -> None:
+class DecoderOptions(Protocol):
+    """Options that only models with a decoder have, of transcription and of live sessions."""
+
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def max_new_tokens(self) -> int | None: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+
+
+def check_decoder_options(client: EngineClient, options: DecoderOptions) -> None:
     """Raises UnsupportedOption for options of a decoder where the model has none."""
-    for name, value, none, reason in (
-        ("repetition_penalty", repetition_penalty, 1.0, "whose answer could repeat"),
-        ("max_new_tokens", max_new_tokens, None, "whose answer could go on"),
+    for name, none, reason in (
+        ("repetition_penalty", 1.0, "whose answer could repeat"),
+        ("max_new_tokens", None, "whose answer could go on"),
+        ("top_k", 0, "to sample from"),
+        ("top_p", 1.0, "to sample from"),
     ):
-        if value != none and client.card.streaming:
+        if (value := getattr(options, name)) != none and client.card.streaming:
             allowed = f"{client.card.name} has no decoder {reason}"
             raise UnsupportedOption(f"{name}={value}", allowed, "leave it out", param=name)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from asr_serve.decoding.beam_search import language_scores, top_tokens
 from asr_serve.decoding.hypothesis import Finish, Hypothesis, RecognitionHypothesis
 from asr_serve.decoding.repetition_penalty import PenalizedLogits, PenalizedPosition
+from asr_serve.decoding.sampling import sample_token
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.decoding.token_rules import FORCED_TOKEN, PLAIN_TOKEN, SUPPRESS, UNTIMED, TokenRule
 from asr_serve.devices.interface import Device
@@ -595,9 +596,8 @@ class DecodeRunner:
         self.device.kernels.pick(logits, hidden, self.model.head_weight, picked, logprobs)
         return picked, logprobs
 
-    def _sample(self, logits: Tensor, row: DecodeRow) -> tuple[int, float]:
-        scores = torch.log_softmax(logits.double().cpu(), dim=-1)
-        # Relative to the best and in double precision: divided by however low a temperature, that one stays 0.
-        weights = torch.softmax((scores - scores.max()) / row.hypothesis.temperature, dim=-1)
-        token = int(torch.multinomial(weights, 1, generator=row.generator))
-        return token, float(scores[token])
+    @staticmethod
+    def _sample(logits: Tensor, row: DecodeRow) -> tuple[int, float]:
+        hypothesis = row.hypothesis
+        options = hypothesis.options
+        return sample_token(logits, hypothesis.temperature, options.top_k, options.top_p, row.generator)

@@ -280,6 +280,8 @@ class VllmExecutor:
                 "tokens": [*row.prompt, *hypothesis.tokens],
                 "width": self.model.width,
                 "temperature": hypothesis.temperature,
+                "top_k": options.top_k,
+                "top_p": options.top_p,
                 "seed": options.seed,
                 "max_tokens": hypothesis.max_tokens - len(hypothesis.tokens),
                 "stop_tokens": [self.model.eos, *self.model.stop_tokens],

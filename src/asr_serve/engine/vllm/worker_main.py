@@ -34,6 +34,8 @@ WARM_UP: Frame = {
     "id": 0,
     "tokens": [0, 0],
     "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
     "seed": 0,
     "max_tokens": 2,
     "stop_tokens": [],
@@ -162,6 +164,8 @@ class VllmEngine:
             embeddings[given] = torch.frombuffer(payload, dtype=self._dtype).view(-1, frame["width"])
         sampling = self._sampling(
             temperature=frame["temperature"],
+            top_k=frame["top_k"],
+            top_p=frame["top_p"],
             seed=frame["seed"],
             max_tokens=frame["max_tokens"],
             stop_token_ids=frame["stop_tokens"],

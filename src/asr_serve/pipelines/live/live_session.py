@@ -47,7 +47,13 @@ from asr_serve.pipelines.live.turn_detector import TurnDetector
 from asr_serve.pipelines.live.voice_activity import LiveVoiceActivity
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.pipelines.prompting import hotword_bias, live_language_model, normalizes_text, prompt_tokens
-from asr_serve.pipelines.segments import check_diarization, requests_words, resolve_language
+from asr_serve.pipelines.segments import (
+    check_decoder_options,
+    check_diarization,
+    check_search,
+    requests_words,
+    resolve_language,
+)
 from asr_serve.pipelines.silence_tracker import SilenceTracker
 from asr_serve.text.tokenizers import Tokenizer
 from asr_serve.types import Segment, Span
@@ -88,6 +94,8 @@ class LiveSession:
         prompt = prompt_tokens(client, tokenizer, options.prompt)
         bias = hotword_bias(client, tokenizer, options.hotwords)
         language_model = live_language_model(client, options)
+        check_search(client, "transcribe", options.temperatures, beam=1)
+        check_decoder_options(client, options)
         self._endpointer = Endpointer(endpoint_config(client, options))
         self._anchor_interval_samples = units.ms_to_samples(options.lock_ms)
         self.received_samples = 0

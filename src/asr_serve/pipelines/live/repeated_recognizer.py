@@ -71,6 +71,11 @@ class RepeatedRecognizer:
             bias=bias,
             hotwords=prompt_hotwords(client.card, options.hotwords),
             itn=prompt_itn(client.card, options.itn),
+            temperatures=tuple(options.temperatures),
+            top_k=options.top_k,
+            top_p=options.top_p,
+            repetition_penalty=options.repetition_penalty,
+            max_new_tokens=options.max_new_tokens,
             hurried=True,
         )
         self._greedy_options = msgspec.structs.replace(self._final_options, temperatures=(0.0,))
@@ -87,7 +92,8 @@ class RepeatedRecognizer:
         self._position = AudioPosition(0, 0, 0, 0, None, False)
 
     def open_segment(self, start: int, torn: bool, before: LiveSegment | None) -> RepeatedSegment:
-        return RepeatedSegment(start, torn, self._text, self._encoder(), start if before is None else before.start)
+        earliest = start if before is None else before.start
+        return RepeatedSegment(start, torn, self._text, self._encoder(), earliest, self._options.max_new_tokens)
 
     def _encoder(self) -> SegmentEncoder:
         if self._lag:
@@ -103,7 +109,8 @@ class RepeatedRecognizer:
 
     def import_segments(self, states: LiveSegmentStates, received: int) -> list[LiveSegment]:
         self._pace = PaceEstimator(received)
-        return [RepeatedSegment.from_state(state, self._text, self._encoder()) for state in states.repeated]
+        limit = self._options.max_new_tokens
+        return [RepeatedSegment.from_state(state, self._text, self._encoder(), limit) for state in states.repeated]
 
     def collect_results(self, each: LiveSegment) -> None:
         assert isinstance(each, RepeatedSegment)

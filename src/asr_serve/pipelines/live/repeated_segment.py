@@ -58,10 +58,18 @@ class RepeatedSegment:
     """Segment recognized by repeated hypotheses. See LiveSegment."""
 
     def __init__(
-        self, start: int, starts_mid_speech: bool, text: Text, encoder: SegmentEncoder, earliest: int = 0
+        self,
+        start: int,
+        starts_mid_speech: bool,
+        text: Text,
+        encoder: SegmentEncoder,
+        earliest: int = 0,
+        max_new_tokens: int | None = None,
     ) -> None:
         """`starts_mid_speech`: it begins in the middle of speech, where the segment before was cut off.
-        `earliest`: first sample of audio that this segment may use."""
+        `earliest`: first sample of audio that this segment may use. `max_new_tokens`: limit of each hypothesis, whose
+        last token is never locked: every pass decodes one."""
+        self._max_new_tokens = max_new_tokens
         self.start, self.starts_mid_speech = start, starts_mid_speech
         self._text, self.encoder = text, encoder
         self.audio_from = max(earliest, start - OVERLAP_SAMPLES) if starts_mid_speech else start
@@ -141,8 +149,10 @@ class RepeatedSegment:
         )
 
     @classmethod
-    def from_state(cls, state: RepeatedSegmentState, text: Text, encoder: SegmentEncoder) -> RepeatedSegment:
-        segment = cls(state.start, state.starts_mid_speech, text, encoder)
+    def from_state(
+        cls, state: RepeatedSegmentState, text: Text, encoder: SegmentEncoder, max_new_tokens: int | None = None
+    ) -> RepeatedSegment:
+        segment = cls(state.start, state.starts_mid_speech, text, encoder, max_new_tokens=max_new_tokens)
         segment.audio_from, segment.end, segment.decided_samples = state.audio_from, state.end, state.decided_samples
         segment.cut_off, segment.reach = state.cut_off, state.reach
         segment.due_anchors, segment.anchored = deque(state.due_anchors), state.anchored
@@ -233,6 +243,9 @@ class RepeatedSegment:
         self.language = result.language
         if self.start_resolved and len(self._anchors) == AGREEING_ANCHORS - 1:
             agreed = min(agreed_prefix_tokens(tokens, result.tokens, self._text) for _, tokens in self._anchors)
+            if self._max_new_tokens is not None and agreed >= self._max_new_tokens:
+                ends = word_ends(result.tokens, self._text)
+                agreed = max((end for end in ends if end < self._max_new_tokens), default=0)
             if agreed > self.locked_tokens:
                 self.locked_tokens, self.locked_to = agreed, self._anchors[0][0]
         self._anchors.append((job.span.end_samples, result.tokens))

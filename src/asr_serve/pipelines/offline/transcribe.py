@@ -141,7 +141,7 @@ class _Transcription:
         stop.recognizer = recognizer
         self.language = resolve_language(client, options.language)
         check_search(client, options.task, options.temperatures, options.beam)
-        check_decoder_options(client, options.repetition_penalty, options.max_new_tokens)
+        check_decoder_options(client, options)
         check_n_best(client, options.n_best, options.beam, options.temperatures, options.hotwords)
         self.sequential = options.long_form == "sequential"
         if self.sequential:
@@ -158,6 +158,8 @@ class _Transcription:
             hotwords=prompt_hotwords(client.card, options.hotwords),
             itn=prompt_itn(client.card, options.itn),
             repetition_penalty=options.repetition_penalty,
+            top_k=options.top_k,
+            top_p=options.top_p,
             max_new_tokens=options.max_new_tokens,
             words=requests_words([each.card for each in recognizer.clients], options.words, speakers=options.speakers),
             hypotheses=options.n_best,

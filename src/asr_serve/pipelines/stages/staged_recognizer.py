@@ -41,6 +41,8 @@ STAGE_OPTIONS = (
     "repetition_penalty",
     "max_new_tokens",
     "temperatures",
+    "top_k",
+    "top_p",
     "task",
     "prompt",
     "hotwords",

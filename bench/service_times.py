@@ -4,8 +4,9 @@
 
 Each model runs in an engine in a process of its own, on one thread pinned to one core, under bursts of several sizes
 and lengths. A step counts with the processor time of the engine's thread since the step before, so that the loop's own
-work counts and other work on the machine does not; of equal steps the median. A line (fixed, per row, per second of audio) is fitted by least squares of the relative
-error, with no negative part. The work of the server is processor time of real servers. README.md says more.
+work counts and other work on the machine does not; of equal steps the median. A line (fixed, per row, per second of
+audio) is fitted by least squares of the relative error, with no negative part. The work of the server is processor
+time of real servers. README.md says more.
 """
 
 from __future__ import annotations
@@ -392,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "gpus_per_replica": 0,
         "price_per_hour": args.price,
         "price_source": args.price_source,
-        "measured": f"{time.strftime('%Y-%m-%d')}, processor time of one thread on one core, load average {about['load_1m']}",
+        "measured": f"{time.strftime('%Y-%m-%d')}, processor time on one core, load average {about['load_1m']}",
         "server": server_found,
         "models": models,
     }

@@ -103,6 +103,10 @@ class UnsupportedOption(OptionError):
     """A known option that this model or server does not support."""
 
 
+class NotMeasured(OptionError):
+    """Capacity planning for a machine kind or a model whose service times were not measured."""
+
+
 class UnknownVoice(OptionError):
     """No voice of that name in this model."""
 

@@ -32,6 +32,7 @@ STATUS: dict[type[AsrServeError], int] = {
     errors.MissingOption: 400,
     errors.UnsupportedOption: 400,
     errors.TextTooLong: 400,
+    errors.NotMeasured: 400,
     errors.UnknownVoice: 400,
     errors.NoSuchVoice: 404,
     errors.EmptyText: 400,

@@ -11,6 +11,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Table
 
 from asr_serve.units import samples_to_s
 
@@ -168,3 +169,17 @@ class WorkProgress:
         elif part != self._part:
             self._say(f"{part} ...")
         self._part = part
+
+
+def print_ruled_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], caption: str = "") -> None:
+    """Prints a table on stdout: the first column is text, the others are figures. A pipe gets it whole, without
+    colours."""
+    table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(file=sys.stdout, highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 160
+    console.print(table)

@@ -254,6 +254,31 @@ def test_redis_hangs_and_loses_a_key(pair, redis: RedisServer, pcm: bytes, uncut
     caller.expect(uncut)
 
 
+def test_a_server_that_goes_down_hands_its_sessions_over(
+    serve: Callable[..., Running], pair: list[Running], redis: RedisServer, pcm: bytes, uncut: list[Event]
+):
+    """In the middle of a sentence, with all that it has received; one session has a connection, and one has none."""
+    leaving = serve(sessions=pair[0].config.sessions, resume_s=RESUME_S)
+    callers = [Caller(pcm), Caller(pcm)]
+    for caller in callers:
+        caller.connect(WebSocket, leaving.port)
+        caller.say(0.4)
+    callers[1].leave()
+    leaving.loop.call_soon_threadsafe(leaving.gate.drain)
+    last = callers[0].line.rest()[-1]
+    callers[0].listen()
+    assert (last["type"], last["code"]) == ("error", "draining")
+    assert isinstance(callers[0].line, WebSocket)
+    assert callers[0].line.code == 1_012
+    assert not any(event["type"] == "end" for event in callers[0].told)
+    leaving.expect_empty()
+    for caller in callers:
+        caller.connect(WebSocket, pair[1].port)
+        caller.say(1.0)
+        caller.end()
+        caller.expect(uncut)
+
+
 def test_what_is_stored_is_bounded_and_expires(pair, redis: RedisServer, pcm: bytes):
     redis.client.flushall()
     caller = Caller(pcm + bytes(32_000 * 8))

@@ -179,8 +179,9 @@ class StreamSession:
 
     @property
     def needed_from_samples(self) -> int:
-        ended = self._listener is None or self.closed
-        return self.received_samples if ended else self._listener.needed_from_samples
+        if self._listener is None or self.closed:
+            return self.received_samples
+        return self._listener.needed_from_samples
 
     def events_after(self, seq: int) -> list[EncodedEvent]:
         return self.log.after(seq)

@@ -192,7 +192,7 @@ def test_an_owner_that_is_still_there_stops(pair, pcm: bytes, uncut: list[Event]
     caller = Caller(pcm)
     caller.continue_as(old)
     caller.connect(Http2, pair[1].port)
-    refused = pair[0].counted("asr_serve_session_store_refused_total")
+    refused = pair[0].counted("asr_serve_session_store_refused_writes_total")
     told = len(numbered(old.line.events))
     old.line.send(pcm[old.at : old.at + 64_000])  # what it does with this is refused
     old.line.flush("never")
@@ -200,7 +200,7 @@ def test_an_owner_that_is_still_there_stops(pair, pcm: bytes, uncut: list[Event]
     assert (last["type"], last["code"]) == ("error", "taken_over")
     old.line.socket.close()
     assert len(numbered(old.line.events)) == told
-    assert pair[0].counted("asr_serve_session_store_refused_total") == refused + 1
+    assert pair[0].counted("asr_serve_session_store_refused_writes_total") == refused + 1
     caller.say(1.0)
     caller.end()
     caller.expect(uncut)

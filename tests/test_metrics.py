@@ -29,6 +29,7 @@ SPOKEN_FOR = {
     "asr_serve_pages_used",
     "asr_serve_ring_depth",
     "asr_serve_engine_up",
+    "asr_serve_session_store_up",
     "asr_serve_build_info",
     "asr_serve_real_time_factor",
     "asr_serve_streams_asleep",

@@ -272,11 +272,11 @@ class ServerMetrics:
             buckets=STEP_BUCKETS_S,
         )
         self._session_store_refused = counter(
-            "asr_serve_session_store_refused_total",
-            "Live sessions that ended here since another server had claimed them.",
+            "asr_serve_session_store_refused_writes_total",
+            "Writes that Redis refused since another server had claimed their session, which ended here.",
         )
         self._session_store_rewritten = counter(
-            "asr_serve_session_store_rewritten_total",
+            "asr_serve_session_store_rewritten_sessions_total",
             "Live sessions that Redis did not have any more, and that were written whole.",
         )
         self.live_partial_interval = histogram(

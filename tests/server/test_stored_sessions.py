@@ -192,7 +192,7 @@ def test_an_owner_that_is_still_there_stops(pair, pcm: bytes, uncut: list[Event]
     caller = Caller(pcm)
     caller.continue_as(old)
     caller.connect(Http2, pair[1].port)
-    refused = pair[0].counted("asr_serve_session_store_refused_total")
+    refused = pair[0].counted("asr_serve_session_store_refused_writes_total")
     told = len(numbered(old.line.events))
     old.line.send(pcm[old.at : old.at + 64_000])  # what it does with this is refused
     old.line.flush("never")
@@ -200,7 +200,7 @@ def test_an_owner_that_is_still_there_stops(pair, pcm: bytes, uncut: list[Event]
     assert (last["type"], last["code"]) == ("error", "taken_over")
     old.line.socket.close()
     assert len(numbered(old.line.events)) == told
-    assert pair[0].counted("asr_serve_session_store_refused_total") == refused + 1
+    assert pair[0].counted("asr_serve_session_store_refused_writes_total") == refused + 1
     caller.say(1.0)
     caller.end()
     caller.expect(uncut)
@@ -252,6 +252,31 @@ def test_redis_hangs_and_loses_a_key(pair, redis: RedisServer, pcm: bytes, uncut
     caller.say(1.0)
     caller.end()
     caller.expect(uncut)
+
+
+def test_a_server_that_goes_down_hands_its_sessions_over(
+    serve: Callable[..., Running], pair: list[Running], redis: RedisServer, pcm: bytes, uncut: list[Event]
+):
+    """In the middle of a sentence, with all that it has received; one session has a connection, and one has none."""
+    leaving = serve(sessions=pair[0].config.sessions, resume_s=RESUME_S)
+    callers = [Caller(pcm), Caller(pcm)]
+    for caller in callers:
+        caller.connect(WebSocket, leaving.port)
+        caller.say(0.4)
+    callers[1].leave()
+    leaving.loop.call_soon_threadsafe(leaving.gate.drain)
+    last = callers[0].line.rest()[-1]
+    callers[0].listen()
+    assert (last["type"], last["code"]) == ("error", "draining")
+    assert isinstance(callers[0].line, WebSocket)
+    assert callers[0].line.code == 1_012
+    assert not any(event["type"] == "end" for event in callers[0].told)
+    leaving.expect_empty()
+    for caller in callers:
+        caller.connect(WebSocket, pair[1].port)
+        caller.say(1.0)
+        caller.end()
+        caller.expect(uncut)
 
 
 def test_what_is_stored_is_bounded_and_expires(pair, redis: RedisServer, pcm: bytes):

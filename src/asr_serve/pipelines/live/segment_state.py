@@ -42,7 +42,7 @@ class RepeatedSegmentState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenStreamState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stream through a streaming model has returned. It is replayed from its start, and tokens that are known
+    """Results so far of a stream through a streaming model. It is replayed from its start, and tokens that are known
     are not taken again."""
 
     start: int

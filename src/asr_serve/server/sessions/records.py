@@ -80,7 +80,7 @@ class StoredAudio(msgspec.Struct, frozen=True):
 
 
 class SessionWrite(msgspec.Struct, frozen=True, kw_only=True):
-    """What to add to a stored session, all of it or nothing."""
+    """Addition to a stored session, made as a whole or not at all."""
 
     session_id: str
     client: str

@@ -1,4 +1,4 @@
-"""What of a session is stored, and what is still to be written.
+"""Journal of a session: which part of it is stored, and what is still to be written.
 
 A numbered event is stored with the state of the session after it, in one write, and is sent once that is stored: so
 no event that a client has received can be told again, or otherwise, by a server that takes the session over. Audio

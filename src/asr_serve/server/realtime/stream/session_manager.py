@@ -37,7 +37,7 @@ SessionOwner = Hashable
 
 
 class SessionStorage(NamedTuple):
-    """Where sessions are stored outside the server."""
+    """Storage of sessions outside the server, and its settings."""
 
     writer: SessionWriter
     client_id: Callable[[SessionOwner], str]
@@ -158,7 +158,7 @@ class StreamSessionManager:
             if isinstance(stored, str):
                 self._bury(session_id, owner, stored)
                 return
-            request = stored.header.request
+            request = msgspec.structs.replace(stored.header.request, model=stored.header.model)
             decoder = create_live_decoder(request.encoding, request.rate_hz)
             model, start = self._start_session(owner, request)
             self._add(owner, session_id, model, request, decoder, start, stored)

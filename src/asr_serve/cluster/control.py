@@ -135,7 +135,7 @@ def statuses() -> list[ModelStatus]:
 def scale(model: str, replicas: int) -> None:
     """Sets the number of replicas of a model. Those that go are drained first. Raises OptionError, EngineClosed."""
     if not 1 <= replicas <= MAX_REPLICAS:
-        raise OptionError(f"{replicas} replicas", f"1 to {MAX_REPLICAS}", "asr-serve cluster down ends a cluster")
+        raise OptionError(f"{replicas} replicas", f"1 to {MAX_REPLICAS}", "asr-serve cluster drain ends them all")
     names = [status.name for status in statuses()]
     if model not in names:
         raise OptionError(f"no deployment {model!r}", f"one of: {', '.join(names)}")

@@ -52,6 +52,7 @@ def start_ray(address: str | None, cpus: int | None) -> bool:
             log_to_driver=True,
             logging_level="warning",
             namespace=NAMESPACE,
+            _system_config={"worker_niceness": 0},  # by default 15: live audio would wait for all other programs
         )
         return True
     connect(address)

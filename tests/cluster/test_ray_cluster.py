@@ -29,7 +29,7 @@ FILE = f"""
 models:
   - {{model: {MODEL}, replicas: 2, cpus: 1}}
 replica_silent_s: 5
-serve: {{port: 0, turn_model: none, drain_s: 20, engine: {{prefix_bytes: 0}}}}
+serve: {{port: 0, turn_model: none, drain_s: 100, engine: {{prefix_bytes: 0}}}}
 """
 MAIN = [sys.executable, "-c", "from asr_serve.api.cli import main; main()"]
 
@@ -39,12 +39,13 @@ class RunningCluster:
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "log"
-        (folder / "cluster.yaml").write_text(FILE)
+        self.file = folder / "cluster.yaml"
+        self.file.write_text(FILE)
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("ASR_SERVE_", "RAY_"))}
         # Ray makes a token for a cluster that it starts, and asks for it only where it is told to.
         environ["RAY_AUTH_MODE"] = "token"
         self.environ = environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        command = [*MAIN, "cluster", "up", "--config", str(folder / "cluster.yaml"), "--cpus", "2"]
+        command = [*MAIN, "cluster", "up", "--config", str(self.file), "--cpus", "2"]
         with self.log.open("w") as out:
             self.process = Child(command, stdout=out, stderr=out, env=self.environ, limit_s=MODULE_LIMIT_S)
         self.url = self.said(r"serves 2 x \S+ on (http://\S+)")
@@ -120,7 +121,7 @@ class RunningCluster:
     def close(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(60)
+            return self.process.wait(WAIT_S)
         finally:
             for each in (*self.processes(""), psutil.Process(self.process.pid)) if self.process.poll() is None else ():
                 each.kill()
@@ -202,6 +203,36 @@ def test_a_killed_replica_loses_nothing(cluster, audio, texts, packaged_speech, 
     assert {process.pid for process in cluster.engines} != before
 
 
+def test_an_upgrade_replaces_all_replicas_under_their_callers(cluster, audio, texts, packaged_speech, quiet):
+    engines = {process.pid for process in cluster.engines}
+    ingress = cluster.status()["ingress"]["detail"]["pid"]
+    with ThreadPoolExecutor(6) as pool:
+        upgrading = pool.submit(cluster.command, "upgrade", "--config", str(cluster.file))
+        stop = threading.Event()
+
+        def keep_asking(number: int) -> list[str]:
+            found = []
+            while not stop.is_set():
+                found.append(cluster.transcribe(audio[number % 2]))
+            return found
+
+        def keep_talking() -> list[str]:
+            found = []
+            while not stop.is_set():
+                found.append(cluster.listen(packaged_speech / "two_cities.wav"))
+            return found
+
+        asking = [pool.submit(keep_asking, number) for number in range(2)]
+        talking = pool.submit(keep_talking)
+        upgrading.result(WAIT_S)
+        stop.set()
+        assert all(set(each.result(WAIT_S)) == {texts[number]} for number, each in enumerate(asking))
+        assert set(talking.result(WAIT_S)) == {quiet}
+    wait_until(lambda: len(cluster.engines) == 2)
+    assert not engines & {process.pid for process in cluster.engines}
+    assert cluster.status()["ingress"]["detail"]["pid"] == ingress
+
+
 def test_replicas_that_go_are_drained_under_load(cluster, audio, texts, packaged_speech, quiet):
     live = packaged_speech / "two_cities.wav"
     with ThreadPoolExecutor(9) as pool:
@@ -228,11 +259,11 @@ def test_replicas_that_go_are_drained_under_load(cluster, audio, texts, packaged
 def test_a_cluster_that_is_stopped_finishes_its_callers(cluster, audio, texts, packaged_speech, quiet):
     engines = cluster.engines
     with ThreadPoolExecutor(5) as pool:
-        uploads = [pool.submit(cluster.transcribe, audio[1]) for _ in range(4)]
+        uploads = [pool.submit(cluster.transcribe, audio[number]) for number in range(2)]
         listening = pool.submit(cluster.listen, packaged_speech / "two_cities.wav")
         wait_until(lambda: cluster.gauge("asr_serve_live_open_sessions") == 1)
         assert cluster.close() == 0, cluster.log.read_text()
-        assert [upload.result(WAIT_S) for upload in uploads] == [texts[1]] * 4
+        assert [upload.result(WAIT_S) for upload in uploads] == texts
         assert listening.result(WAIT_S) == quiet
     _, alive = psutil.wait_procs(engines, 30)
     assert not alive, "engines outlive their cluster"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 
 import msgspec
@@ -11,6 +12,7 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
+from asr_serve import __version__
 from asr_serve.cluster.cluster_config import ClusterConfig, ModelDeployment
 from asr_serve.cluster.engine_replica import EngineReplica
 from asr_serve.cluster.ingress import Ingress
@@ -27,12 +29,17 @@ SHUTDOWN_MARGIN_S = 15.0
 
 
 def build(config: ClusterConfig, reach: str = "network") -> Application:
-    """Builds the application. `reach`: where `config` leaves it open. Raises OptionError."""
+    """Builds the application. `reach`: where `config` leaves it open. Where the application runs, Ray Serve replaces
+    the replicas of models, one after another, and the ingress if its settings or this release are others than before.
+    Raises OptionError."""
     if not ray.is_initialized():
         ray.init()
     key = cluster_key()
-    handles = {each.model: _model(config, each, key, config.reach or reach) for each in config.models}
+    reach = config.reach or reach
+    handles = {each.model: _model(config, each, key, reach) for each in config.models}
     settings = config.server()
+    own = msgspec.structs.replace(config, reach=reach, models=tuple(_without_numbers(each) for each in config.models))
+    encoded = msgspec.msgpack.encode(own)
     ingress = serve.deployment(
         Ingress,
         name=INGRESS,
@@ -44,7 +51,14 @@ def build(config: ClusterConfig, reach: str = "network") -> Application:
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=settings.drain_s + SHUTDOWN_MARGIN_S,
     )
-    return ingress.bind(msgspec.msgpack.encode(config), key, handles)
+    version = hashlib.sha256(__version__.encode() + b"\0" + encoded).hexdigest()[:16]
+    # An ingress that need not be replaced keeps its callers.
+    return ingress.options(version=version, _internal=True).bind(encoded, key, handles)
+
+
+def _without_numbers(chosen: ModelDeployment) -> ModelDeployment:
+    """Settings of a model that concern an ingress."""
+    return ModelDeployment(model=chosen.model)
 
 
 def cluster_key() -> bytes:

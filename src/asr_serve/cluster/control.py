@@ -52,6 +52,7 @@ def start_ray(address: str | None, cpus: int | None) -> bool:
             log_to_driver=True,
             logging_level="warning",
             namespace=NAMESPACE,
+            _system_config={"worker_niceness": 0},  # by default 15: live audio would wait for all other programs
         )
         return True
     connect(address)
@@ -135,7 +136,7 @@ def statuses() -> list[ModelStatus]:
 def scale(model: str, replicas: int) -> None:
     """Sets the number of replicas of a model. Those that go are drained first. Raises OptionError, EngineClosed."""
     if not 1 <= replicas <= MAX_REPLICAS:
-        raise OptionError(f"{replicas} replicas", f"1 to {MAX_REPLICAS}", "asr-serve cluster down ends a cluster")
+        raise OptionError(f"{replicas} replicas", f"1 to {MAX_REPLICAS}", "asr-serve cluster drain ends them all")
     names = [status.name for status in statuses()]
     if model not in names:
         raise OptionError(f"no deployment {model!r}", f"one of: {', '.join(names)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import queue
 import tempfile
 import threading
@@ -125,15 +126,16 @@ class Ingress:
         """Listens, and waits until every model has a replica. `config`: ClusterConfig. Raises EngineClosed."""
         self._cluster = msgspec.msgpack.decode(config, type=ClusterConfig)
         self._key, self._handles = key, dict(handles)
+        self._node_id = ray.get_runtime_context().get_node_id()
         self._ready: Future[dict[str, Any]] = Future()
         self._registry: EngineRegistry | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._code: int | None = None
+        self._thread = threading.Thread(target=self._run, name="asr-serve", daemon=True)
         settings = self._cluster.server()
         logs.setup(settings.log_format, settings.log_level)
         self._setup = prepare(settings, check_models=False)
-        self._thread = threading.Thread(target=self._run, name="asr-serve", daemon=True)
         self._thread.start()
         self._ready.result()
 
@@ -160,7 +162,7 @@ class Ingress:
         host = f"[{host}]" if ":" in host else host
         secure = "s" if config.tls_cert else ""
         urls = [f"http{secure}://{host}:{port}" for port in self._setup.ports]
-        return {"url": urls[0], "urls": urls, "node": ray.get_runtime_context().get_node_id()}
+        return {"url": urls[0], "urls": urls, "reach": self._cluster.reach, "node": self._node_id, "pid": os.getpid()}
 
     def _open_engine(self, name: str, config: ServeConfig) -> EngineParts:
         """Connects to the replicas of a model. Raises NotAllowed for a model that the cluster does not have."""
@@ -220,9 +222,10 @@ class Ingress:
 
     def stop(self) -> None:
         """Refuses new callers and finishes those in progress within `drain_s`; blocks meanwhile."""
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
-                self._loop.call_soon_threadsafe(self._stop.set)
+        if self._loop is None:
+            return  # it has not begun
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._stop.set)
         end_s = time.monotonic() + self._setup.config.drain_s + STOP_S
         self._thread.join(max(0.0, end_s - time.monotonic()))
 

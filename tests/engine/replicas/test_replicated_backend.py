@@ -24,7 +24,7 @@ from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.messages import EngineAddress, ListenSpec
 from asr_serve.engine.replicas.backend import ReplicatedBackend, merge_metrics, replicated_backend
 from asr_serve.engine.replicas.remote_engine import RemoteEngine
-from asr_serve.errors import PeerGone, PeerRefused
+from asr_serve.errors import EngineClosed, PeerGone, PeerRefused
 
 MODEL = "moonshine-tiny-en"
 ONCE = SearchOptions(temperatures=(0.0,))
@@ -157,6 +157,7 @@ def test_two_servers_may_use_the_same_numbers_and_one_that_goes_leaves_nothing(l
     wait_until(lambda: nothing_left(owners[:1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same_machine", [True, False], ids=["ring", "tcp"])
 def test_a_killed_replica_loses_nothing_and_comes_back(launch, connect, expected, same_machine):
     owners = launch(fresh=True)
@@ -182,6 +183,7 @@ def test_a_killed_replica_loses_nothing_and_comes_back(launch, connect, expected
     assert directory.backend.restarts == 1
 
 
+@pytest.mark.slow
 def test_without_a_replica_work_waits_for_the_next(launch, connect, expected):
     owners = launch(fresh=True)[:1]
     client, directory = connect(owners)
@@ -193,6 +195,7 @@ def test_without_a_replica_work_waits_for_the_next(launch, connect, expected):
     assert [ticket.future.result(WAIT_S).tokens for ticket in tickets] == expected[:4]
 
 
+@pytest.mark.slow
 def test_a_paused_replica_counts_as_dead(launch, connect, expected):
     owners = launch(fresh=True)
     client, _ = connect(owners, silent_s=1.0)
@@ -204,6 +207,7 @@ def test_a_paused_replica_counts_as_dead(launch, connect, expected):
         os.kill(engine_pid(owners[0]), signal.SIGCONT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same_machine", [True, False], ids=["ring", "tcp"])
 def test_a_drained_replica_hands_its_streams_over_in_the_middle_of_a_word(launch, connect, same_machine):
     owners = launch(NEMO_MODEL)
@@ -235,6 +239,7 @@ def test_a_drained_replica_hands_its_streams_over_in_the_middle_of_a_word(launch
     wait_until(lambda: nothing_left(owners))
 
 
+@pytest.mark.slow
 def test_the_last_replica_goes_on_until_another_is_there(launch, connect, expected):
     owners = launch()
     client, directory = connect(owners[:1])
@@ -267,6 +272,22 @@ def test_repeated_audio_goes_to_who_has_it(launch, connect, expected):
     for number in range(40):  # more than the caches hold
         client.submit(clip(200 + number, 64_000), ONCE).future.result(WAIT_S)
     wait_until(lambda: not backend._audio.holders(digest))
+
+
+def test_without_any_replica_for_long_requests_are_refused_until_one_is_there(launch, connect, expected, monkeypatch):
+    monkeypatch.setattr("asr_serve.engine.replicas.backend.NO_REPLICA_S", 0.5)
+    owners = launch()
+    client, directory = connect(owners[:1])
+    directory.backend.drain("replica 0", 0.0)
+    waiting = client.submit(CLIPS[0], ONCE).future
+    with pytest.raises(EngineClosed, match="no replica"):
+        waiting.result(WAIT_S)
+    assert client.state == "failed"
+    with pytest.raises(EngineClosed, match="no replica"):
+        client.submit(CLIPS[0], ONCE)
+    directory.backend.connect("replica 0", address_of(owners[0]), same_machine=True)
+    wait_until(lambda: client.state == "ready")
+    assert client.submit(CLIPS[0], ONCE).future.result(WAIT_S).tokens == expected[0]
 
 
 def test_who_does_not_know_the_key_is_turned_away(launch):

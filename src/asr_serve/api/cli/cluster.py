@@ -120,6 +120,35 @@ def scale(
     print_error(f"{model} has {replicas} replicas")
 
 
+@app.command("upgrade")
+@exit_on_error
+def upgrade(
+    config: Annotated[str, typer.Option("--config", "-c", metavar="FILE", help="Cluster file, in YAML.")],
+    address: Address = "auto",
+    wait_s: WaitS = 1_800.0,
+) -> None:
+    """Replace the replicas of all models, one after another, under their callers.
+
+    New replicas have the settings of the file, and the release that is
+    installed now. Live callers move in the middle of their sentence. The
+    ingress stays unless its own settings, or the release, have changed; then
+    it is replaced too, and connections to it end.
+
+    \b
+    Example
+      asr-serve cluster upgrade --config cluster.yaml
+    """
+    require_ray()
+    from asr_serve.cluster import cluster_config, control
+
+    chosen = cluster_config.read(config)
+    control.connect(address)
+    before = control.describe()
+    with control.signals() as stop:
+        control.deploy(chosen, stop, local=before["reach"] == "machine", wait_s=wait_s)
+    print_error("all replicas were replaced")
+
+
 @app.command("drain")
 @exit_on_error
 def drain(address: Address = "auto") -> None:

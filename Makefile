@@ -29,7 +29,7 @@ STRESS   := src/asr_serve/kernels/src/ring_stress.cpp
 .DEFAULT_GOAL := help
 # No two of these at once: they share .venv.
 .NOTPARALLEL:
-.PHONY: help setup bench-setup clients vllm console console-packages serve test test-fast test-slow test-ci test-all check \
+.PHONY: help setup bench-setup clients vllm console console-packages serve test test-fast test-slow test-all check \
   bench docs clean
 
 help:  ## this list
@@ -92,17 +92,16 @@ serve: setup  ## start the server on 127.0.0.1:8000; ARGS='--port 9000' for more
 # A file's tests stay in one process, of WORKERS: they share servers. Files come in the order of tests/file_order.py.
 PYTEST   := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+CASES    := not slow and not exhaustive
+
 test: setup  ## every behaviour once, in two processes; ARGS='-k name' for some
-	$(PYTEST) -m 'not slow and not exhaustive' $(ARGS)
+	$(PYTEST) -m '$(CASES)' $(ARGS)
 
 test-fast: setup  ## what needs neither a server nor weights, after every edit
 	$(PYTEST) -m 'not slow and not exhaustive' $(FAST) $(ARGS)
 
-test-slow: setup  ## what `make test` leaves out: the same behaviours longer, under load, over more cases
+test-slow: setup  ## what `make test` leaves out and CI runs too: the same behaviours longer, under load, over more cases
 	$(PYTEST) -m 'slow and not exhaustive' $(ARGS)
-
-test-ci: setup  ## `make test` and `make test-slow` in one session, as CI runs them
-	$(PYTEST) -m 'not exhaustive' $(ARGS)
 
 test-all: setup  ## everything, every recording and every weights file too
 	$(PYTEST) $(ARGS)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
@@ -76,24 +77,28 @@ def melody() -> np.ndarray:
 
 
 CHORDS = [[110 * 2 ** ((root + step) / 12) for step in (0, 4, 7, 12)] for root in (0, 5, 7, 0)] * 2
-SOUNDS = {
-    "digital silence": np.zeros(len(T)),
-    "constant offset": np.full(len(T), 0.1),
-    **{f"white {db} dB": noise(db, pink=False) for db in (-70, -40, -20, -8)},
-    **{f"pink {db} dB": noise(db, pink=True) for db in (-70, -40, -20, -8)},
-    "mains hum": 0.1 * sum(np.sin(2 * np.pi * 50 * k * T) / k for k in (1, 2, 3, 5)),
-    "clicks": clicks(),
-    "telephone keys": keys(),
-    "ring": tones(440, 480, on_s=2, off_s=4),
-    "engaged": tones(480, 620, on_s=0.5, off_s=0.5),
-    "sweep": 0.3 * np.sin(2 * np.pi * (200 * T + 100 * T**2)),
-    "chords": notes(1.0, CHORDS),
-    "arpeggio": notes(0.15, [[float(SCALE[i % 8])] for i in range(53)]),
-    "melody": melody(),
-    "drums": drums(),
-    "band": 0.6 * (melody() + drums() + notes(1.0, CHORDS)),
+SOUNDS: dict[str, Callable[[], np.ndarray]] = {
+    "digital silence": lambda: np.zeros(len(T)),
+    "constant offset": lambda: np.full(len(T), 0.1),
+    **{f"white {db} dB": partial(noise, db, pink=False) for db in (-70, -40, -20, -8)},
+    **{f"pink {db} dB": partial(noise, db, pink=True) for db in (-70, -40, -20, -8)},
+    "mains hum": lambda: 0.1 * sum(np.sin(2 * np.pi * 50 * k * T) / k for k in (1, 2, 3, 5)),
+    "clicks": clicks,
+    "telephone keys": keys,
+    "ring": lambda: tones(440, 480, on_s=2, off_s=4),
+    "engaged": lambda: tones(480, 620, on_s=0.5, off_s=0.5),
+    "sweep": lambda: 0.3 * np.sin(2 * np.pi * (200 * T + 100 * T**2)),
+    "chords": lambda: notes(1.0, CHORDS),
+    "arpeggio": lambda: notes(0.15, [[float(SCALE[i % 8])] for i in range(53)]),
+    "melody": melody,
+    "drums": drums,
+    "band": lambda: 0.6 * (melody() + drums() + notes(1.0, CHORDS)),
 }
-PCM = {name: np.clip(made, -1, 1).astype(np.float32) for name, made in SOUNDS.items()}
+
+
+@cache
+def pcm(name: str) -> np.ndarray:
+    return np.clip(SOUNDS[name](), -1, 1).astype(np.float32)
 
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -120,10 +125,10 @@ def bench() -> Iterator[ModuleType]:
 @pytest.fixture(scope="module")
 def heard(model: asr_serve.Model) -> dict[str, str]:
     """All of them in one call."""
-    return dict(zip(PCM, (t.text for t in model.transcribe(list(PCM.values()))), strict=True))
+    return dict(zip(SOUNDS, (t.text for t in model.transcribe([*map(pcm, SOUNDS)])), strict=True))
 
 
-@pytest.mark.parametrize("sound", PCM)
+@pytest.mark.parametrize("sound", SOUNDS)
 def test_no_text(heard: dict[str, str], sound: str) -> None:
     assert heard[sound] == ""
 
@@ -174,8 +179,8 @@ def test_the_empty_meeting(model: asr_serve.Model, speech_data: Path) -> None:
 def test_speech_between_noise_is_all_that_is_written(model: asr_serve.Model, packaged_speech: Path) -> None:
     [alone] = model.transcribe(packaged_speech / "beckett.wav")
     said = read_audio(packaged_speech / "beckett.wav")
-    quiet = PCM["pink -70 dB"]
-    [among] = model.transcribe(np.concatenate([quiet, said, quiet, PCM["melody"], quiet]))
+    quiet = pcm("pink -70 dB")
+    [among] = model.transcribe(np.concatenate([quiet, said, quiet, pcm("melody"), quiet]))
     assert len(among.segments) == len(alone.segments)
     words = [text.lower().replace(",", "").replace(".", "").split() for text in (among.text, alone.text)]
     assert words[0][:4] == words[1][:4] == ["ever", "tried", "ever", "failed"]

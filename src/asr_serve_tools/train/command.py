@@ -226,7 +226,7 @@ def speech_llm(
     ] = 150.0,
     steps: Annotated[
         int, typer.Option("--steps", metavar="N", help="Training steps; the learning rate falls towards it.", min=1)
-    ] = 3_000,
+    ] = 2_000,
     ctc_steps: Annotated[
         int,
         typer.Option("--ctc-steps", metavar="N", help="First steps, for the adaptor alone, which are cheaper.", min=0),

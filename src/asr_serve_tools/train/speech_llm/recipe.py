@@ -71,7 +71,7 @@ class SpeechLlmTrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     sources: SpeechSources
     encoder: str = "whisper-base"
     language_model: str = "gemma3-270m"
-    steps: int = 3_000
+    steps: int = 2_000
     ctc_steps: int = 1_500
     """First steps, in which the adaptor is trained without the language model."""
     minutes: float = 180.0

@@ -87,7 +87,7 @@ class ReplicaDirectory(Protocol):
         """Makes no further call. Idempotent."""
 
 
-class Replica:
+class ConnectedReplica:
     """Replica as its server sees it. Protected by the lock of its backend."""
 
     def __init__(self, replica_id: str) -> None:
@@ -122,10 +122,10 @@ class ReplicatedBackend:
         self._lock = threading.Lock()
         """Lock of all that follows and of the order of messages. No thread may wait for a replica while it holds it."""
         self._changed = threading.Condition(self._lock)
-        self._replicas: dict[str, Replica] = {}
+        self._replicas: dict[str, ConnectedReplica] = {}
         self._waiting = InFlight()
         """Work without a replica."""
-        self._handovers: dict[Replica, Handover] = {}
+        self._handovers: dict[ConnectedReplica, Handover] = {}
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
         self._alone_since_s: float | None = time.monotonic()
@@ -193,7 +193,7 @@ class ReplicatedBackend:
         with self._lock:
             if self._closing.is_set():
                 return
-            replica = self._replicas.setdefault(replica_id, Replica(replica_id))
+            replica = self._replicas.setdefault(replica_id, ConnectedReplica(replica_id))
             if replica.address == address:
                 return
             previous, replica.address = replica.in_flight.process, address
@@ -239,7 +239,7 @@ class ReplicatedBackend:
             process.kill()
         log.info("replica %s was drained: %s", replica_id, {" by ".join(labels): n for labels, n in moved.items()})
 
-    def _target(self, leaving: Replica) -> InFlight:
+    def _target(self, leaving: ConnectedReplica) -> InFlight:
         """Work of the replica that takes over from one that goes."""
         others = [replica for replica in self._takers if replica is not leaving]
         return min(others, key=lambda replica: replica.load.for_session).in_flight if others else self._waiting
@@ -390,11 +390,11 @@ class ReplicatedBackend:
         yield self._waiting
 
     @property
-    def _takers(self) -> list[Replica]:
+    def _takers(self) -> list[ConnectedReplica]:
         return [replica for replica in self._replicas.values() if replica.takes_work]
 
     @property
-    def _candidates(self) -> list[Replica]:
+    def _candidates(self) -> list[ConnectedReplica]:
         """Replicas for new work: those that stay; where there are none, those that go."""
         return self._takers or [replica for replica in self._replicas.values() if replica.in_flight.process_ready]
 
@@ -437,7 +437,7 @@ class ReplicatedBackend:
 
     # --- a connection's life, on a thread of its own ------------------------------------------------------
 
-    def _run(self, replica: Replica, address: messages.EngineAddress, same_machine: bool) -> None:
+    def _run(self, replica: ConnectedReplica, address: messages.EngineAddress, same_machine: bool) -> None:
         """Connects again and again, until the replica has another address or goes."""
         settings, failures = self._settings, 0
         try:
@@ -461,7 +461,7 @@ class ReplicatedBackend:
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
-    def _wanted(self, replica: Replica, address: messages.EngineAddress, after_s: float) -> bool:
+    def _wanted(self, replica: ConnectedReplica, address: messages.EngineAddress, after_s: float) -> bool:
         """Whether a connection to that address is wanted, after a wait of up to `after_s`."""
 
         def unwanted() -> bool:
@@ -471,7 +471,7 @@ class ReplicatedBackend:
         with self._changed:
             return not self._changed.wait_for(unwanted, after_s)
 
-    def _serve(self, replica: Replica, process: RemoteEngine) -> None:
+    def _serve(self, replica: ConnectedReplica, process: RemoteEngine) -> None:
         """Gives the replica work until its connection ends, and then its work to others. Raises PeerGone,
         NotAllowed."""
         process.hang_timeout_s = self._settings.silent_s
@@ -498,7 +498,7 @@ class ReplicatedBackend:
         finally:
             self._on_lost(replica, process)
 
-    def _handle_message(self, replica: Replica, message: messages.ToServer | ExportedStream) -> None:
+    def _handle_message(self, replica: ConnectedReplica, message: messages.ToServer | ExportedStream) -> None:
         with self._lock:
             if isinstance(message, messages.AudioCached):
                 self._audio.update(replica.id, message.inserted, message.evicted)
@@ -509,7 +509,7 @@ class ReplicatedBackend:
             self._changed.notify_all()
         self._deliver(answers)
 
-    def _on_lost(self, replica: Replica, process: RemoteEngine) -> None:
+    def _on_lost(self, replica: ConnectedReplica, process: RemoteEngine) -> None:
         """Gives the work of a lost connection to the other replicas."""
         with self._lock:
             in_flight = replica.in_flight

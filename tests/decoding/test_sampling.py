@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from asr_serve.decoding.sampling import check_truncation, sample_token, truncated
+from asr_serve.decoding.sampling import sample_token, truncated
+from asr_serve.decoding.search_options import check_truncation
 from asr_serve.errors import OptionError
 
 VOCAB = 50

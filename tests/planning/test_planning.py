@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from asr_serve.api.cli import app
 from asr_serve.errors import NotMeasured, OptionError, SourceNotFound
-from asr_serve.planning.mix import Files, LiveCallers, Mix, Speech, read_mix
+from asr_serve.planning.mix import Files, LiveCallers, Mix, SynthesizedTexts, read_mix
 from asr_serve.planning.planner import Planner, Variant, describe
 from asr_serve.planning.replicas import SpeechReplica, StreamingReplica, UtteranceReplica, VirtualClock, Work
 from asr_serve.planning.service_times import (
@@ -135,7 +135,9 @@ def test_a_cancelled_request_is_not_answered_and_leaves_nothing_behind() -> None
         assert replica.queued_audio_s == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("mix", [STREAMING_MIX, UTTERANCE_MIX, Mix("mix", "", speech=(Speech("voice", 600),))])
+@pytest.mark.parametrize(
+    "mix", [STREAMING_MIX, UTTERANCE_MIX, Mix("mix", "", speech=(SynthesizedTexts("voice", 600),))]
+)
 @pytest.mark.parametrize("encoders", [0, 1])
 def test_every_arrival_ends(mix: Mix, encoders: int) -> None:
     found = simulate(mix, TABLE, Layout(2, encoders * (mix is UTTERANCE_MIX)), 20, 60)
@@ -146,7 +148,7 @@ def test_every_arrival_ends(mix: Mix, encoders: int) -> None:
 
 def test_utilisation_is_the_load() -> None:
     """Sentences: rate times mean work, server work included."""
-    mix = Mix("mix", "", speech=(Speech("voice", 3_600, length_s=2.0, length_spread=0.0),))
+    mix = Mix("mix", "", speech=(SynthesizedTexts("voice", 3_600, length_s=2.0, length_spread=0.0),))
     found = simulate(mix, TABLE, Layout(4), 12, 300)
     assert found.utilisation == pytest.approx(12 * (0.02 + 0.05 * 2 + 0.005) / 4, rel=0.05)
     shared = simulate(mix, TABLE, Layout(4, speed=0.5), 12, 300)
@@ -214,7 +216,7 @@ def test_one_machine_is_full_and_no_fuller() -> None:
     assert plan.machines == 1
     assert planner.plan(int(1.2 * plan.callers), TOGETHER).machines == 2
     small = msgspec.structs.replace(TABLE, cores=1)
-    both = STREAMING_MIX._replace(speech=(Speech("voice", 10),))
+    both = STREAMING_MIX._replace(speech=(SynthesizedTexts("voice", 10),))
     assert Planner(both, small, 500).one_machine(TOGETHER) is None
 
 

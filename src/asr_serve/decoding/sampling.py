@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asr_serve.errors import OptionError
-
 
 def sample_token(
     logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
@@ -39,11 +37,3 @@ def truncated(weights: Tensor, top_k: int, top_p: float) -> Tensor:
         kept = int((before < top_p * likeliest.sum()).sum())
         likeliest, tokens = likeliest[: max(1, kept)], tokens[: max(1, kept)]
     return torch.zeros_like(weights).scatter(0, tokens, likeliest)
-
-
-def check_truncation(top_k: object, top_p: object) -> None:
-    """Raises OptionError for what is no number of tokens, and no share of their probability."""
-    if type(top_k) is not int or top_k < 0:
-        raise OptionError(f"top_k={top_k!r}", "a whole number, 1 or more; or 0, for all tokens", param="top_k")
-    if isinstance(top_p, bool) or not isinstance(top_p, int | float) or not 0 < top_p <= 1:
-        raise OptionError(f"top_p={top_p!r}", "a number above 0, at most 1", param="top_p")

@@ -6,7 +6,6 @@ from typing import Literal, get_args
 
 import msgspec
 
-from asr_serve.decoding.sampling import check_truncation
 from asr_serve.errors import OptionError
 from asr_serve.types import LanguageModelChoice
 
@@ -129,3 +128,11 @@ def check_max_new_tokens(limit: object) -> None:
 
 
 NO_DRAFT = DraftTokens()
+
+
+def check_truncation(top_k: object, top_p: object) -> None:
+    """Raises OptionError for what is no number of tokens, and no share of their probability."""
+    if type(top_k) is not int or top_k < 0:
+        raise OptionError(f"top_k={top_k!r}", "a whole number, 1 or more; or 0, for all tokens", param="top_k")
+    if isinstance(top_p, bool) or not isinstance(top_p, int | float) or not 0 < top_p <= 1:
+        raise OptionError(f"top_p={top_p!r}", "a number above 0, at most 1", param="top_p")

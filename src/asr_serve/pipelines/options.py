@@ -13,13 +13,13 @@ from asr_serve.audio.endpointing import EndpointConfig
 from asr_serve.audio.reader import AudioLimits
 from asr_serve.audio.resample import MAX_RATE_HZ, MIN_RATE_HZ
 from asr_serve.audio.silence_schedule import SilenceSchedule
-from asr_serve.decoding.sampling import check_truncation
 from asr_serve.decoding.search_options import (
     REPETITION_PENALTIES,
     SearchOptions,
     Task,
     check_max_new_tokens,
     check_temperatures,
+    check_truncation,
 )
 from asr_serve.errors import MissingOption, OptionError
 from asr_serve.pipelines.segments import (

@@ -64,7 +64,7 @@ class Files(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     p95_ms: Annotated[float, Meta(gt=0)] | None = None
 
 
-class Speech(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SynthesizedTexts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sentences that are synthesized."""
 
     voice: ModelName
@@ -79,8 +79,8 @@ class Speech(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.voice
 
 
-MixEntry = LiveCallers | Files | Speech
-ENTRY_TYPES: dict[str, type[MixEntry]] = {"live": LiveCallers, "files": Files, "speech": Speech}
+MixEntry = LiveCallers | Files | SynthesizedTexts
+ENTRY_TYPES: dict[str, type[MixEntry]] = {"live": LiveCallers, "files": Files, "speech": SynthesizedTexts}
 
 
 class Mix(NamedTuple):
@@ -90,7 +90,7 @@ class Mix(NamedTuple):
     description: str
     live: tuple[LiveCallers, ...] = ()
     files: tuple[Files, ...] = ()
-    speech: tuple[Speech, ...] = ()
+    speech: tuple[SynthesizedTexts, ...] = ()
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ class _MixReader:
             if entry.max_length_s < entry.length_s:
                 came = f"max_length_s = {entry.max_length_s:g} below length_s = {entry.length_s:g}"
                 self._fail("files", index, "max_length_s", came, "at least the mean")
-        speech = tuple(entry for entry in entries["speech"] if isinstance(entry, Speech))
+        speech = tuple(entry for entry in entries["speech"] if isinstance(entry, SynthesizedTexts))
         return Mix(self._path.stem, description, live, files, speech)
 
     def _entries(self, kind: str, tables: Any) -> list[MixEntry]:

@@ -11,7 +11,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from asr_serve.errors import OptionError
-from asr_serve.planning.mix import Files, Mix, Speech
+from asr_serve.planning.mix import Files, Mix, SynthesizedTexts
 from asr_serve.planning.service_times import ServiceTimes, UtteranceModelTimes
 from asr_serve.planning.simulation import CLASSES, Layout, RequestClass, SimulationResult, simulate
 
@@ -72,7 +72,7 @@ class Deployment(NamedTuple):
     cells: int
     """Cells of which it is made; 1: it was simulated as it is."""
     result: SimulationResult
-    """Of one cell."""
+    """Result of one cell."""
 
     @property
     def total(self) -> int:
@@ -289,7 +289,7 @@ class Planner:
         live = sum(
             entry.share * entry.duty * entry.segment_s / (entry.segment_s + entry.pause_s) for entry in part.live
         )
-        timed: list[Files | Speech] = [*part.files, *part.speech]
+        timed: list[Files | SynthesizedTexts] = [*part.files, *part.speech]
         hourly = sum(entry.per_caller_per_hour * entry.length_s for entry in timed)
         return live + hourly / 3_600
 

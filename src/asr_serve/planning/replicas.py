@@ -18,7 +18,7 @@ from asr_serve.planning.service_times import SpeechModelTimes, StepCost, Streami
 from asr_serve.types import Priority
 
 LIVE_DECODE_STEPS, MAX_BULK_ENCODES = 6, 8
-"""Those of engine/seq2seq/executor.py."""
+"""Limits of a step of engine/seq2seq/executor.py."""
 FILE_HANDICAP_S = 1.0
 """Delay of files in the order of ready streams (MAX_BATCH_WAIT_MS of engine/streaming/model_runner.py)."""
 MAX_BACKGROUND = 0.95

@@ -20,7 +20,7 @@ from asr_serve.audio.silence_schedule import STREAMING_SCHEDULE
 from asr_serve.engine.partial_rate import PartialRateController
 from asr_serve.engine.request import VAD_STEP_INTERVAL_S
 from asr_serve.pipelines.options import ANCHOR_INTERVAL_MS, ListenOptions
-from asr_serve.planning.mix import Files, LiveCallers, Mix, Speech
+from asr_serve.planning.mix import Files, LiveCallers, Mix, SynthesizedTexts
 from asr_serve.planning.replicas import (
     Replica,
     SpeechReplica,
@@ -274,7 +274,7 @@ class _Simulation:
         server_s = replica.take_server_work()
         self.clock.at(max(self.clock.now_s, replica.step_end_s) + server_s, done)
 
-    def _arrive_speech(self, entry: Speech) -> None:
+    def _arrive_speech(self, entry: SynthesizedTexts) -> None:
         times_s = self._arrivals(entry.per_caller_per_hour)
         for at_s, length_s in zip(
             times_s, self.lengths(entry.length_s, entry.length_spread, len(times_s)), strict=True
@@ -377,7 +377,7 @@ class _UtteranceCaller:
         self._job: Work | None = None
         self._kind = ""
         self._final: Callable[[], None] | None = None
-        """What is told of the segment's final, once it is closed."""
+        """Function that is called with the segment's final, once it is closed."""
         self._generation = 0
         """Number of the segment: events of earlier ones are void."""
 

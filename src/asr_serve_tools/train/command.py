@@ -246,8 +246,8 @@ def speech_llm(
     """Train a speech LLM: a Whisper's encoder, an adaptor, a language model.
 
     The encoder is frozen, so its frames are computed once and kept on disk
-    (184 MB an hour for whisper-base). First the adaptor learns alone, by CTC,
-    to write pieces of words as the language model embeds them; then it learns
+    (184 MB an hour for whisper-base). First the adaptor is trained alone, by CTC,
+    to write pieces of words as the language model embeds them; then it is trained
     with the language model, whose weights get low-rank changes. Texts are in
     spoken form: lower-case words. A text with digits is left out.
 

@@ -108,7 +108,7 @@ def _with_cores(table: ServiceTimes, cores: int) -> ServiceTimes:
 
 
 def _plans(planner: Planner, callers: int, *, scale: bool) -> list[tuple[str, Plan | None, str]]:
-    """What was asked, its plan, and the name of the variant; None: nothing fits on one machine."""
+    """Returns, for each variant, what was asked, its plan (None: nothing fits on one machine) and its name."""
     from asr_serve.planning.planner import SCALES
 
     found: list[tuple[str, Plan | None, str]] = []

@@ -108,13 +108,18 @@ def recorder(loaded: Any) -> Steps:
     return steps
 
 
+def executor_of(client: Any) -> Any:
+    """Returns the executor of an EngineClient whose engine is on a thread of this process."""
+    return client.backend.loop.executor
+
+
 def utterance_times(name: str, speech: Sequence[Audio], rounds: int) -> dict[str, Any]:
     import asr_serve
     from asr_serve.config import EngineConfig
     from asr_serve.decoding.search_options import DraftTokens
 
     with asr_serve.load(name, engine=EngineConfig(prefix_bytes=0)) as loaded:
-        client, executor = loaded.client, loaded.client.backend.loop.executor
+        client, executor = loaded.client, executor_of(loaded.client)
         cuts = {length_s: clips.cut(speech, length_s) for length_s in LENGTHS_S}
         for length_s in LENGTHS_S:  # warm
             client.submit(cuts[length_s][0]).future.result()
@@ -160,8 +165,8 @@ def streaming_times(name: str, speech: Sequence[Audio], rounds: int) -> dict[str
 
     config = EngineConfig(prefix_bytes=0, use_chunked_inference=True)
     with asr_serve.load(name, engine=config) as loaded:
-        client, runner = loaded.client, loaded.client.backend.loop.executor.model_runner
-        card, frame_s = loaded.card, runner.model.frame_samples / RATE_HZ
+        client, runner = loaded.client, executor_of(loaded.client).model_runner
+        card, frame_s = client.card, runner.model.frame_samples / RATE_HZ
         short, bulk = runner.sizes
         chunk = short * runner.model.frame_samples
         cuts = clips.cut(speech, 6.0)

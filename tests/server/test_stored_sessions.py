@@ -288,9 +288,10 @@ def test_what_is_stored_is_bounded_and_expires(pair, redis: RedisServer, pcm: by
     caller.say(1.0)
     caller.line.until(lambda: any(e.get("received_bytes", 0) >= len(caller.pcm) - 32_000 for e in caller.line.events))
     own = f"asr-serve:{{{caller.session}}}*"
+    caller.line.until(lambda: any(e["type"] == "segment" for e in caller.line.events))
     names = {key.decode().rpartition("}")[2] for key in redis.client.scan_iter(own)}
     assert names == {"", ":audio", ":events"}
-    for key in redis.client.scan_iter("*"):
+    for key in redis.client.scan_iter("asr-serve:{*"):
         assert 0 < redis.client.pttl(key) <= 2_000 * RESUME_S
     # Eight seconds of silence behind twelve of speech: what is locked is gone.
     audio = f"asr-serve:{{{caller.session}}}:audio"
@@ -320,7 +321,7 @@ def test_encrypted_sessions(serve: Callable[..., Running], redis: RedisServer, p
     caller.line.until(lambda: any(e["type"] == "segment" for e in caller.line.events) or len(caller.line.events) > 8)
     caller.leave()
     eventually(lambda: redis.client.exists(f"sealed:{{{caller.session}}}:audio"))
-    contents = redis.contents("sealed:*")
+    contents = redis.contents("sealed:{*")
     assert len(contents) > 20_000
     for text in (b"best of times", b"worst", b"text", b"s16le", b"moonshine"):
         assert text not in contents

@@ -98,6 +98,11 @@ class SessionWrite(msgspec.Struct, frozen=True, kw_only=True):
     first_samples: int = 0
     """Audio that starts before this is dropped."""
 
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of audio and events."""
+        return sum(len(each.data) for each in self.audio) + sum(len(each.json) for each in self.events)
+
 
 class StoredSession(NamedTuple):
     """A session that was claimed: it belongs to the claimant, by `epoch`, until another one claims it."""
@@ -130,13 +135,16 @@ class WriteOutcome(Enum):
     """Another server has claimed the session, or it was ended."""
     MISSING = "missing"
     """The store does not have the session: it must be written whole."""
+    FAILED = "failed"
+    """The store refuses this write, and not those of other sessions."""
 
 
 class SessionStore(Protocol):
     """Storage of sessions outside the server. Every method raises StoreUnavailable. Belongs to the event loop's
     thread."""
 
-    async def ping(self) -> None: ...
+    async def ping(self) -> None:
+        """Checks that the store accepts writes."""
 
     async def write(self, writes: Sequence[SessionWrite]) -> list[WriteOutcome]:
         """Writes a batch; each write is atomic."""

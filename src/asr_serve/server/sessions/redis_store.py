@@ -11,13 +11,15 @@ the owner's epoch is compared in it. All keys have time limits. Only commands th
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from asr_serve.errors import StoreUnavailable, UnsupportedOption
-from asr_serve.server.sessions.cipher import RecordCipher
+from asr_serve.server.sessions.cipher import RecordCipher, Unreadable
 from asr_serve.server.sessions.records import (
     SessionCheckpoint,
     SessionHeader,
@@ -30,8 +32,14 @@ from asr_serve.server.sessions.records import (
 )
 from asr_serve.types import without_password
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 RETRY_MS = 1_000
+PING_TTL_MS = 1_000
+WRONG_TYPE = "WRONGTYPE"
+ERROR_CODE = re.compile(r"[A-Z]{3,}\b")
+"""Start of the errors that concern Redis as a whole, like OOM, READONLY and MISCONF; that of a script has none."""
 OUTCOMES = {1: WriteOutcome.WRITTEN, 0: WriteOutcome.REFUSED, -1: WriteOutcome.MISSING}
 
 WRITE = """
@@ -95,6 +103,8 @@ class RedisSessionStore:
         try:
             import redis.asyncio as client
             from redis import exceptions
+            from redis.asyncio.retry import Retry
+            from redis.backoff import NoBackoff
         except ImportError:
             raise UnsupportedOption(
                 "sessions.redis_url, and the package redis is not installed",
@@ -103,18 +113,26 @@ class RedisSessionStore:
                 param="sessions.redis_url",
             ) from None
         self._errors = (exceptions.RedisError, OSError, TimeoutError)
-        self._no_script = exceptions.NoScriptError
+        self._no_script, self._refused = exceptions.NoScriptError, exceptions.ResponseError
         self._where, self._prefix, self._timeout_s, self._cipher = without_password(url), prefix, timeout_s, cipher
-        self._redis = client.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+        # No retries: the client cannot know whether a write was made, and the writer writes the session whole.
+        self._redis = client.Redis.from_url(
+            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
+        )
         self._hashes: dict[str, str] = {}
         """SHA-1 of each script that the server has."""
 
     async def ping(self) -> None:
-        await self._within(self._redis.ping())
+        await self._within(self._redis.set(f"{self._prefix}:ping", b"", px=PING_TTL_MS))
 
     async def write(self, writes: Sequence[SessionWrite]) -> list[WriteOutcome]:
         answers = await self._run(WRITE, [(write.session_id, self._arguments(write)) for write in writes])
-        return [OUTCOMES[answer] for answer in answers]
+        outcomes = []
+        for write, answer in zip(writes, answers, strict=True):
+            if isinstance(answer, Exception):
+                log.error("Redis refuses to store the session %s: %s", write.session_id, answer)
+            outcomes.append(WriteOutcome.FAILED if isinstance(answer, Exception) else OUTCOMES[answer])
+        return outcomes
 
     def _arguments(self, write: SessionWrite) -> list[Any]:
         seal = self._sealer(write.session_id)
@@ -141,10 +159,12 @@ class RedisSessionStore:
 
     async def renew(self, session_ids: Sequence[tuple[str, int]], ttl_ms: int) -> list[WriteOutcome]:
         answers = await self._run(RENEW, [(session_id, [epoch, ttl_ms]) for session_id, epoch in session_ids])
-        return [OUTCOMES[answer] for answer in answers]
+        return [WriteOutcome.FAILED if isinstance(answer, Exception) else OUTCOMES[answer] for answer in answers]
 
     async def claim(self, session_id: str, client: str, ttl_ms: int) -> StoredSession | str | None:
         [answer] = await self._run(CLAIM, [(session_id, [client, ttl_ms])])
+        if isinstance(answer, Exception):
+            raise Unreadable(str(answer))
         if answer[0] == 0:
             return None
         if answer[0] == 1:
@@ -174,23 +194,35 @@ class RedisSessionStore:
         return [name, f"{name}:audio", f"{name}:events"]
 
     async def _run(self, script: str, calls: Sequence[tuple[str, list[Any]]]) -> list[Any]:
-        """Runs a script for each session, in one round trip."""
+        """Runs a script for each session, in one round trip. Returns its answer, or its error if it concerns only that
+        session. Raises StoreUnavailable."""
         return await self._within(self._pipeline(script, calls))
 
-    async def _pipeline(self, script: str, calls: Sequence[tuple[str, list[Any]]]) -> list[Any]:
+    async def _pipeline(self, script: str, calls: Sequence[tuple[str, list[Any]]], *, again: bool = True) -> list[Any]:
         if script not in self._hashes:
             self._hashes[script] = await self._redis.script_load(script)
         async with self._redis.pipeline(transaction=False) as pipeline:
             for session_id, arguments in calls:
                 pipeline.evalsha(self._hashes[script], 3, *self._keys(session_id), *arguments)
             answers: list[Any] = await pipeline.execute(raise_on_error=False)
-        if any(isinstance(answer, self._no_script) for answer in answers):  # Redis was restarted: none of them ran
-            del self._hashes[script]
-            return await self._pipeline(script, calls)
+        # Redis was restarted, or its scripts were flushed: those did not run.
+        missed = [index for index, answer in enumerate(answers) if isinstance(answer, self._no_script)]
+        if missed:
+            self._hashes.pop(script, None)
+            if not again:
+                raise answers[missed[0]]
+            more = await self._pipeline(script, [calls[index] for index in missed], again=False)
+            for index, answer in zip(missed, more, strict=True):
+                answers[index] = answer
         for answer in answers:
-            if isinstance(answer, Exception):
+            if isinstance(answer, Exception) and not self._concerns_session(answer):
                 raise answer
         return answers
+
+    def _concerns_session(self, error: Exception) -> bool:
+        if type(error) is not self._refused:  # its subclasses are for states of the whole server
+            return False
+        return str(error).startswith(WRONG_TYPE) or ERROR_CODE.match(str(error)) is None
 
     async def _within(self, work: Awaitable[T]) -> T:
         """Awaits an answer of Redis. Raises StoreUnavailable."""

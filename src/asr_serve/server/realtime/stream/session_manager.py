@@ -19,16 +19,14 @@ from asr_serve.metrics import ServerMetrics
 from asr_serve.protocols.stream.client_messages import PATH, NewSessionRequest, StreamResume
 from asr_serve.server.realtime.lifecycle import DRAIN_RETRY_MS, SessionLimits
 from asr_serve.server.realtime.stream.connection import FormatStreamError, StreamConnection
-from asr_serve.server.realtime.stream.journal import SessionJournal
-from asr_serve.server.realtime.stream.session import StartListener, StreamSession, StreamSessionInfo
+from asr_serve.server.realtime.stream.journal import SessionJournal, Settled
+from asr_serve.server.realtime.stream.session import RESUME_RETRY_MS, StartListener, StreamSession, StreamSessionInfo
 from asr_serve.server.sessions.cipher import Unreadable
 from asr_serve.server.sessions.records import SessionHeader, StoredSession
 from asr_serve.server.sessions.writer import SessionWriter
 
 log = logging.getLogger(__name__)
 
-RESUME_RETRY_MS = 200
-"""Retry time for the client of a session that was handed over."""
 MAX_TOMBSTONES = 4_096
 """Removed sessions whose reason for removal is kept."""
 
@@ -75,8 +73,8 @@ class StreamSessionManager:
         self._closed: dict[str, StreamSession] = {}
         self._tombstones: dict[str, tuple[SessionOwner, str]] = {}
         self._storage = storage
-        self._claims: dict[str, asyncio.Lock] = {}
-        """Locks of sessions that are being found for a connection."""
+        self._claims: dict[str, tuple[asyncio.Lock, int]] = {}
+        """Locks of sessions that are being found for a connection, and how many hold or await each."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -98,7 +96,7 @@ class StreamSessionManager:
         StoreUnavailable.
         """
         if isinstance(request, NewSessionRequest):
-            session = self._create(owner, request)
+            session = await self._create_stored(owner, request)
             connection = session.attach(0, format_error, resumed=False)
         else:
             session = await self._find(owner, request.session_id)
@@ -106,7 +104,7 @@ class StreamSessionManager:
         try:
             yield session, connection
         finally:
-            if session.detach(connection) and session.info.session_id in self._sessions:
+            if session.detach(connection) and self._has(session):
                 if session.closed and session.info.session_id not in self._closed:
                     self.abort(session, "has ended")  # enough have ended since
                 else:
@@ -133,21 +131,33 @@ class StreamSessionManager:
         sent is stored when this returns. Raises as `connect` does."""
         if self._storage is None:
             return self.get(owner, session_id)
-        lock = self._claims.setdefault(session_id, asyncio.Lock())
+        async with self._claiming(session_id):
+            session = self._sessions.get(session_id)
+            own = session is not None and self._owners[session_id] == owner
+            journal = session.journal if session is not None and own else None
+            if session is not None and journal is not None and await journal.settle() is Settled.LOST:
+                self.abort(session, "was continued by another server", keep_stored=True)
+            if session_id not in self._sessions:
+                await self._take_over(owner, session_id, self._storage)
+            return self.get(owner, session_id)
+
+    @asynccontextmanager
+    async def _claiming(self, session_id: str) -> AsyncIterator[None]:
+        """Holds the lock of a session that is being found, one at a time."""
+        lock, users = self._claims.get(session_id) or (asyncio.Lock(), 0)
+        self._claims[session_id] = lock, users + 1
         try:
             async with lock:
-                session = self._sessions.get(session_id)
-                journal = None
-                if session is not None and self._owners[session_id] == owner:
-                    journal = session.journal
-                if session is not None and journal is not None and not await journal.settle():
-                    self.abort(session, "was continued by another server", keep_stored=True)
-                if session_id not in self._sessions:
-                    await self._take_over(owner, session_id, self._storage)
-                return self.get(owner, session_id)
+                yield
         finally:
-            if not lock.locked():
-                self._claims.pop(session_id, None)
+            users = self._claims[session_id][1] - 1
+            self._claims[session_id] = lock, users
+            if not users:
+                del self._claims[session_id]
+
+    def _has(self, session: StreamSession) -> bool:
+        """Whether that session, and no later one of the same id, is live here."""
+        return self._sessions.get(session.info.session_id) is session
 
     async def _take_over(self, owner: SessionOwner, session_id: str, storage: SessionStorage) -> None:
         """Claims a session that is in the store and continues it here."""
@@ -175,8 +185,9 @@ class StreamSessionManager:
         """Removes and cancels a session. `reason` is the predicate of a later error message. `keep_stored`: another
         server may continue it."""
         session_id = session.info.session_id
-        if self._sessions.pop(session_id, None) is None:
+        if not self._has(session):
             return
+        del self._sessions[session_id]
         if session.journal is not None and self._storage is not None:
             session.journal.close()
             if not keep_stored:
@@ -209,9 +220,21 @@ class StreamSessionManager:
             )
         self.abort(session, "was continued by another server", keep_stored=True)
 
+    def _failed(self, session: StreamSession) -> None:
+        self.abort(session, "has failed here", keep_stored=True)
+
     async def _hand_over(self, session: StreamSession) -> None:
-        await session.leave(Draining("the server is going down", "another one continues the session", RESUME_RETRY_MS))
-        self.abort(session, "was handed over, for the server goes down", keep_stored=True)
+        reason = Draining("the server is going down", "another one continues the session", RESUME_RETRY_MS)
+        if await session.leave(reason) is Settled.STORED:
+            self.abort(session, "was handed over, for the server goes down", keep_stored=True)
+        elif self._has(session):
+            self._end_drained(session)
+
+    def _end_drained(self, session: StreamSession) -> None:
+        if session.connection is None:
+            self.abort(session, "was dropped, for the server goes down")
+        else:
+            session.end(Draining("the server is going down", "it ends every session", DRAIN_RETRY_MS))
 
     def drain(self) -> None:
         """Hands over what is stored outside the server. Ends other sessions that have a connection and drops the
@@ -219,10 +242,8 @@ class StreamSessionManager:
         for session in list(self._sessions.values()):
             if session.journal is not None and session.journal.up:
                 self._start(self._hand_over(session))
-            elif session.connection is None:
-                self.abort(session, "was dropped, for the server goes down")
             else:
-                session.end(Draining("the server is going down", "it ends every session", DRAIN_RETRY_MS))
+                self._end_drained(session)
 
     async def close(self) -> None:
         if self._tasks:
@@ -234,6 +255,21 @@ class StreamSessionManager:
             await session.wait_aborted()
         if self._storage is not None:
             await self._storage.writer.close()
+
+    async def _create_stored(self, owner: SessionOwner, request: NewSessionRequest) -> StreamSession:
+        """Creates a session and stores it, if it can be. Raises as `connect` does."""
+        session = self._create(owner, request)
+        if session.journal is None:
+            return session
+        settled = None
+        try:
+            settled = await session.journal.settle()
+        finally:
+            if settled is None:  # the client left
+                self.abort(session, "was ended by its client")
+        if not self._has(session):
+            raise Draining("the server is going down", "no session was begun", RESUME_RETRY_MS)
+        return session
 
     def _create(self, owner: SessionOwner, request: NewSessionRequest) -> StreamSession:
         decoder = create_live_decoder(request.encoding, request.rate_hz)
@@ -277,6 +313,7 @@ class StreamSessionManager:
             start,
             self._ended,
             self._claimed_elsewhere,
+            self._failed,
             None if storage is None else open_journal,
             stored,
         )
@@ -314,7 +351,7 @@ class StreamSessionManager:
 
     def _ended(self, session: StreamSession) -> None:
         """Keeps an ended session, and drops the oldest ones beyond the limit."""
-        if session.info.session_id not in self._sessions:
+        if not self._has(session):
             return
         self._count()
         self._closed[session.info.session_id] = session

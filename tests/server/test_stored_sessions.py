@@ -6,10 +6,12 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from redis_server import RedisServer
 from running_server import Running, eventually
@@ -336,6 +338,37 @@ def test_encrypted_sessions(serve: Callable[..., Running], redis: RedisServer, p
     caller.say(1.0)
     caller.end()
     caller.expect(uncut)
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_again_and_again_under_a_session(
+    pair, redis: RedisServer, pcm: bytes, uncut: list[Event], tmp_path: Path
+):
+    """Its last state is stored, and not its end: another server goes on with it."""
+    flags = [f"--set=sessions.redis_url={redis.url}", "--port=0", f"--set=resume_s={RESUME_S}"]
+    server = Serving(tmp_path / "failing.log", *flags)
+    try:
+        caller = Caller(pcm)
+        caller.connect(WebSocket, int(server.url.rpartition(":")[2]))
+        caller.say(0.35)
+        caller.hear_more()
+        parent = psutil.Process(server.process.pid)
+        while not any(event["type"] == "error" for event in caller.line.events):
+            for engine in parent.children():
+                with suppress(psutil.NoSuchProcess):
+                    engine.kill()
+            caller.line.poll(0.3)
+            if caller.at < len(pcm) * 0.5:
+                caller.say(caller.at / len(pcm) + 0.01)
+        caller.line.rest()
+        caller.listen()
+        assert not any(event["type"] == "end" for event in caller.told)
+        caller.connect(WebSocket, pair[1].port)
+        caller.say(1.0)
+        caller.end()
+        caller.expect(uncut)
+    finally:
+        server.kill()
 
 
 @pytest.mark.slow

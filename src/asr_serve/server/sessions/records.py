@@ -105,10 +105,11 @@ class SessionWrite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredSession(NamedTuple):
-    """A session that was claimed: it belongs to the claimant, by `epoch`, until another one claims it."""
+    """A session as it is stored."""
 
     session_id: str
     epoch: int
+    """Epoch of its owner: the last one who claimed it."""
     header: SessionHeader
     position: SessionPosition
     checkpoint: SessionCheckpoint
@@ -152,9 +153,13 @@ class SessionStore(Protocol):
     async def renew(self, session_ids: Sequence[tuple[str, int]], ttl_ms: int) -> list[WriteOutcome]:
         """Prolongs the time limits of sessions, given by id and epoch."""
 
-    async def claim(self, session_id: str, client: str, ttl_ms: int) -> StoredSession | str | None:
-        """Makes the caller the owner of a session. None: there is none, or it is another client's. A text: it was
-        ended, and that is why. Raises Unreadable."""
+    async def read(self, session_id: str, client: str) -> StoredSession | str | None:
+        """Returns a session, whose owner keeps it. None: there is none, or it is another client's. A text: it was
+        ended, and that is why. Raises Unreadable, and ValueError for records of another shape."""
+
+    async def claim(self, session_id: str, client: str, epoch: int, ttl_ms: int) -> StoredSession | str | None:
+        """Makes the caller the owner of a session that was read, if its epoch is still that one. Returns as `read`
+        does, and None also for another epoch."""
 
     async def end(self, session_id: str, epoch: int, reason: str, ttl_ms: int) -> None:
         """Replaces a session by the reason of its end, unless another server has claimed it."""

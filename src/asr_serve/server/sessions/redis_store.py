@@ -74,14 +74,18 @@ if tonumber(epoch) ~= tonumber(ARGV[1]) or redis.call('HEXISTS', KEYS[1], 'gone'
 for key = 1, 3 do redis.call('PEXPIRE', KEYS[key], ARGV[2]) end
 return 1
 """
-CLAIM = """
+READ = """
 local found = redis.call('HMGET', KEYS[1], 'client', 'gone', 'checkpoint')
 if found[1] ~= ARGV[1] then return {0} end
 if found[2] then return {1, found[2]} end
 if not found[3] then return {0} end
-local epoch = redis.call('HINCRBY', KEYS[1], 'epoch', 1)
-for key = 1, 3 do redis.call('PEXPIRE', KEYS[key], ARGV[2]) end
-return {2, epoch, redis.call('HMGET', KEYS[1], 'header', 'position', 'checkpoint'),
+local epoch = redis.call('HGET', KEYS[1], 'epoch')
+if ARGV[2] ~= '' then
+  if epoch ~= ARGV[2] then return {0} end
+  epoch = redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+  for key = 1, 3 do redis.call('PEXPIRE', KEYS[key], ARGV[3]) end
+end
+return {2, tostring(epoch), redis.call('HMGET', KEYS[1], 'header', 'position', 'checkpoint'),
   redis.call('XRANGE', KEYS[2], '-', '+'), redis.call('XRANGE', KEYS[3], '-', '+')}
 """
 END = """
@@ -161,8 +165,14 @@ class RedisSessionStore:
         answers = await self._run(RENEW, [(session_id, [epoch, ttl_ms]) for session_id, epoch in session_ids])
         return [WriteOutcome.FAILED if isinstance(answer, Exception) else OUTCOMES[answer] for answer in answers]
 
-    async def claim(self, session_id: str, client: str, ttl_ms: int) -> StoredSession | str | None:
-        [answer] = await self._run(CLAIM, [(session_id, [client, ttl_ms])])
+    async def read(self, session_id: str, client: str) -> StoredSession | str | None:
+        return await self._read(session_id, [client, b"", 0])
+
+    async def claim(self, session_id: str, client: str, epoch: int, ttl_ms: int) -> StoredSession | str | None:
+        return await self._read(session_id, [client, epoch, ttl_ms])
+
+    async def _read(self, session_id: str, arguments: list[Any]) -> StoredSession | str | None:
+        [answer] = await self._run(READ, [(session_id, arguments)])
         if isinstance(answer, Exception):
             raise Unreadable(str(answer))
         if answer[0] == 0:
@@ -173,7 +183,7 @@ class RedisSessionStore:
         opened = self._opener(session_id)
         return StoredSession(
             session_id,
-            epoch,
+            int(epoch),
             opened("header", header, SessionHeader),
             opened("position", position, SessionPosition),
             opened("checkpoint", checkpoint, SessionCheckpoint),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, cast
 from urllib.parse import parse_qs
@@ -81,12 +81,15 @@ def create_session_manager(dependencies: LiveDependencies) -> StreamSessionManag
     """Creates the session manager of a server."""
     config, meter = dependencies.config, dependencies.metrics.live_route(PATH)
 
-    def begin(owner: SessionOwner, request: NewSessionRequest) -> tuple[str, StartListener]:
+    def begin(owner: SessionOwner, request: NewSessionRequest, reserved: ExitStack) -> tuple[str, StartListener]:
         engine = dependencies.engines.get(request.model)
+
+        reserved.enter_context(dependencies.admission.reserve_session(cast(Key, owner)))
+        reserved.enter_context(engine.in_use())
 
         @contextmanager
         def lease() -> Iterator[None]:
-            with dependencies.admission.reserve_session(cast(Key, owner)), engine.in_use():
+            with reserved.pop_all():
                 yield
 
         def start_listener(

@@ -82,7 +82,7 @@ class StreamSession:
         decoder: LiveAudioDecoder,
         limits: SessionLimits,
         meter: LiveRouteMetrics,
-        begin: StartListener,
+        begin: StartListener | None,
         on_closed: Callable[[StreamSession], None],
         on_claimed: Callable[[StreamSession], None] = lambda _: None,
         on_failed: Callable[[StreamSession], None] = lambda _: None,
@@ -91,8 +91,8 @@ class StreamSession:
     ) -> None:
         """`on_closed` is called once the session is closed, `on_claimed` once another server has claimed it, and
         `on_failed` once it has failed and can be continued from what is stored. `open_journal`: for a session that is
-        stored; `stored`: the session to continue. Raises as `begin` does, and ValueError for a stored session that is
-        incomplete."""
+        stored; `stored`: the session to continue; one that has ended needs no `begin`. Raises as that does, and
+        ValueError for a stored session that is incomplete."""
         self.info, self.log = info, EventLog(holds=open_journal is not None)
         self._decoder, self._limits, self._meter, self._on_closed = decoder, limits, meter, on_closed
         self._on_claimed, self._on_failed = on_claimed, on_failed
@@ -120,6 +120,7 @@ class StreamSession:
         self._listener: AsyncListener | None = None
         """None: all was reported before the session was stored, and it continues here as a log only."""
         if stored is None or saved is not None:
+            assert begin is not None
             self._listener = begin(self._on_events, saved)
             self._language = self._listener.language
             self._listener.after_advance = self._on_change

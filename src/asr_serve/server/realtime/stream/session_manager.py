@@ -27,6 +27,8 @@ from asr_serve.server.sessions.writer import SessionWriter
 
 log = logging.getLogger(__name__)
 
+MAX_CLAIMS = 3
+"""Attempts to claim a session that others claim at the same time."""
 MAX_TOMBSTONES = 4_096
 """Removed sessions whose reason for removal is kept."""
 
@@ -58,12 +60,13 @@ class StreamSessionManager:
         resume_s: float,
         max_ended: int,
         metrics: ServerMetrics,
-        begin: Callable[[SessionOwner, NewSessionRequest], tuple[str, StartListener]],
+        begin: Callable[[SessionOwner, NewSessionRequest, contextlib.ExitStack], tuple[str, StartListener]],
         storage: SessionStorage | None = None,
     ) -> None:
         """`resume_s`: how long a session waits for a connection. `max_ended`: ended sessions to keep. `begin`
-        returns a model's name and how to start its listener; raises UnknownModel, ModelNotLoaded, EngineClosed.
-        `storage`: where sessions are stored outside the server."""
+        reserves, on a stack, what a session needs, and returns a model's name and how to start its listener, which
+        takes the reservation over; raises UnknownModel, ModelNotLoaded, AtCapacity, EngineClosed. `storage`: where
+        sessions are stored outside the server."""
         self._limits, self._resume_s, self._most, self._start_session = limits, resume_s, max_ended, begin
         self._meter, self._resumes = metrics.live_route(PATH), metrics.resumes
         self._waiting = metrics.live_waiting
@@ -162,16 +165,17 @@ class StreamSessionManager:
     async def _take_over(self, owner: SessionOwner, session_id: str, storage: SessionStorage) -> None:
         """Claims a session that is in the store and continues it here."""
         try:
-            stored = await storage.writer.store.claim(session_id, storage.client_id(owner), storage.writer.ttl_ms)
-            if stored is None:
-                return
-            if isinstance(stored, str):
-                self._bury(session_id, owner, stored)
-                return
-            request = msgspec.structs.replace(stored.header.request, model=stored.header.model)
-            decoder = create_live_decoder(request.encoding, request.rate_hz)
-            model, start = self._start_session(owner, request)
-            self._add(owner, session_id, model, request, decoder, start, stored)
+            for _ in range(MAX_CLAIMS):
+                stored = await storage.writer.store.read(session_id, storage.client_id(owner))
+                if stored is None:
+                    return
+                if isinstance(stored, str):
+                    self._bury(session_id, owner, stored)
+                    return
+                if await self._claim(owner, stored, storage):
+                    break
+            else:
+                raise StoreUnavailable("other servers claim this session", "one connection at a time", RESUME_RETRY_MS)
         except (Unreadable, ValueError, msgspec.MsgspecError) as failure:
             log.error("a stored session cannot be continued: %s", failure)
             self._bury(session_id, owner, "is stored in a way that this server cannot read")
@@ -180,6 +184,23 @@ class StreamSessionManager:
             self._resumes.labels(error.code).inc()
             raise
         self._resumes.labels("taken_over").inc()
+
+    async def _claim(self, owner: SessionOwner, read: StoredSession, storage: SessionStorage) -> bool:
+        """Claims a session and continues it, once it is certain that this server can: until then its owner keeps it.
+        False: it was claimed or ended meanwhile."""
+        header, start = read.header, None
+        request = msgspec.structs.replace(header.request, model=header.model)
+        decoder, model = create_live_decoder(request.encoding, request.rate_hz), header.model
+        with contextlib.ExitStack() as reserved:
+            if read.checkpoint.live is not None:
+                read.audio_from(read.checkpoint.live.audio_from)
+                model, start = self._start_session(owner, request, reserved)
+            client, ttl_ms = storage.client_id(owner), storage.writer.ttl_ms
+            stored = await storage.writer.store.claim(read.session_id, client, read.epoch, ttl_ms)
+            if not isinstance(stored, StoredSession):
+                return False
+            self._add(owner, read.session_id, model, request, decoder, start, stored)
+        return True
 
     def abort(self, session: StreamSession, reason: str, *, keep_stored: bool = False) -> None:
         """Removes and cancels a session. `reason` is the predicate of a later error message. `keep_stored`: another
@@ -273,8 +294,9 @@ class StreamSessionManager:
 
     def _create(self, owner: SessionOwner, request: NewSessionRequest) -> StreamSession:
         decoder = create_live_decoder(request.encoding, request.rate_hz)
-        model, start = self._start_session(owner, request)
-        return self._add(owner, secrets.token_hex(16), model, request, decoder, start, None)
+        with contextlib.ExitStack() as reserved:
+            model, start = self._start_session(owner, request, reserved)
+            return self._add(owner, secrets.token_hex(16), model, request, decoder, start, None)
 
     def _add(
         self,
@@ -283,7 +305,7 @@ class StreamSessionManager:
         model: str,
         request: NewSessionRequest,
         decoder: LiveAudioDecoder,
-        start: StartListener,
+        start: StartListener | None,
         stored: StoredSession | None,
     ) -> StreamSession:
         info = StreamSessionInfo(

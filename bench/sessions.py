@@ -38,7 +38,7 @@ from asr_serve.errors import StoreUnavailable
 from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.protocols.stream.client_messages import NewSessionRequest
-from asr_serve.server.sessions.cipher import AesGcmCipher, NoCipher, RecordCipher
+from asr_serve.server.sessions.cipher import AesGcmCipher, NoCipher, SessionCipher
 from asr_serve.server.sessions.records import (
     SessionCheckpoint,
     SessionHeader,
@@ -153,7 +153,7 @@ async def timed(work: Awaitable[Any], times_s: list[float]) -> Any:
 async def bench_redis(
     url: str, checkpoint: SessionCheckpoint, audio: np.ndarray, rows: list[dict[str, object]], repeats: int
 ) -> None:
-    ciphers: dict[bool, RecordCipher] = {False: NoCipher(), True: AesGcmCipher([os.urandom(32)])}
+    ciphers: dict[bool, SessionCipher] = {False: NoCipher(), True: AesGcmCipher([os.urandom(32)])}
     for encrypted, cipher in ciphers.items():
         store = RedisSessionStore(url, f"bench-{encrypted}", TIMEOUT_S, cipher)
         end_s = time.monotonic() + TIMEOUT_S

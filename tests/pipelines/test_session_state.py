@@ -128,3 +128,17 @@ def test_the_state_after_a_segment_of_a_shared_stream_was_withdrawn(resolved: bo
     recognizer.discard(second)
     [state] = recognizer.export_segments([first]).streamed
     assert state.after is None
+
+
+def test_a_state_that_does_not_fit_leaves_nothing_open(model: Model):
+    with LiveClient(model) as client:
+        client.write(np.zeros(RATE_HZ, np.float32))
+        client.settle()
+        state = client.session.export_state()
+        assert state is not None
+        _, pcm = client.session.received_audio(state.audio_from)
+        saved = SavedLiveSession(msgspec.structs.replace(state, endpointer=None), pcm)
+        before = model._client.describe()["sessions"]
+        with pytest.raises(ValueError, match="does not fit"):
+            LiveSession(model._client, model.tokenizer, ListenOptions(), client.changed.set, saved=saved)
+        assert model._client.describe()["sessions"] == before

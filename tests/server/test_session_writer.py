@@ -17,8 +17,16 @@ from asr_serve.pipelines.options import ListenOptions
 from asr_serve.protocols.stream.client_messages import NewSessionRequest
 from asr_serve.protocols.stream.server_events import EncodedEvent
 from asr_serve.server.realtime.stream.journal import SessionJournal, Settled
-from asr_serve.server.sessions.cipher import NoCipher
-from asr_serve.server.sessions.records import SessionCheckpoint, SessionHeader, SessionPosition
+from asr_serve.server.sessions.cipher import AesGcmCipher, NoCipher, Unreadable
+from asr_serve.server.sessions.records import (
+    SessionCheckpoint,
+    SessionHeader,
+    SessionPosition,
+    SessionWrite,
+    StoredEvent,
+    StoredSession,
+    WriteOutcome,
+)
 from asr_serve.server.sessions.redis_store import RedisSessionStore
 from asr_serve.server.sessions.writer import SessionWriter
 from asr_serve.units import RATE_HZ
@@ -173,3 +181,69 @@ async def test_a_writer_that_fails_lets_its_sessions_continue_in_memory(redis):
         assert await journal.settle() is Settled.AWAY
         assert not writer.up
         assert source.released[-1] == (2 * RATE_HZ, RATE_HZ, False)
+
+
+def write_of(session_id: str, last_seq: int, *, whole: bool = False) -> SessionWrite:
+    source = Source()
+    source.last_seq = last_seq
+    return SessionWrite(
+        session_id=session_id,
+        client="client of mine",
+        epoch=1,
+        ttl_ms=TTL_MS,
+        header=HEADER if whole else None,
+        position=source.export_position(),
+        checkpoint=SessionCheckpoint(None, last_seq, "", 0, None, [], False, None),
+        events=[StoredEvent(last_seq, "segment", b"{}")],
+        last_seq=last_seq,
+    )
+
+
+@asynccontextmanager
+async def encrypted(redis: RedisServer) -> AsyncIterator[RedisSessionStore]:
+    redis.client.flushall()
+    store = RedisSessionStore(redis.url, "test", 5.0, AesGcmCipher([bytes(range(32))]))
+    yield store
+    await store.close()
+
+
+async def test_records_are_of_their_session_and_their_time(redis):
+    async with encrypted(redis) as store:
+        await store.write([write_of(name, 1, whole=True) for name in "ab"])
+        first, other = redis.client.hgetall("test:{a}"), redis.client.hgetall("test:{b}")
+        await store.write([write_of("a", 2)])
+        stored = await store.read("a", "client of mine")
+        assert isinstance(stored, StoredSession)
+        assert [event.seq for event in stored.events] == [1, 2]
+        assert await store.read("a", "another client") is None
+        newest = redis.client.hgetall("test:{a}")
+        for field, value in ((b"checkpoint", first), (b"position", first), (b"header", other), (b"client", other)):
+            redis.client.hset("test:{a}", field, value[field])
+            with pytest.raises(Unreadable):
+                await store.read("a", "client of mine")
+            redis.client.hset("test:{a}", field, newest[field])
+        assert await store.read("a", "client of mine") == stored
+
+
+async def test_a_session_that_ends_before_it_is_stored_stays_ended(redis):
+    async with encrypted(redis) as store:
+        await store.end("a", "client of mine", 1, "was ended by its client", TTL_MS)
+        assert await store.write([write_of("a", 1, whole=True)]) == [WriteOutcome.REFUSED]
+        assert await store.read("a", "client of mine") == "was ended by its client"
+        contents = redis.contents("test:{*")
+        assert b"client of mine" not in contents
+        assert b"ended" not in contents
+        assert 0 < redis.client.pttl("test:{a}") <= TTL_MS
+
+
+async def test_a_claim_holds_for_the_epoch_that_was_read(redis):
+    async with encrypted(redis) as store:
+        await store.write([write_of("a", 1, whole=True)])
+        read = await store.read("a", "client of mine")
+        assert isinstance(read, StoredSession)
+        assert await store.write([write_of("a", 2)]) == [WriteOutcome.WRITTEN]  # its owner still has it
+        claimed = await store.claim("a", "client of mine", read.epoch, TTL_MS)
+        assert isinstance(claimed, StoredSession)
+        assert (claimed.epoch, claimed.checkpoint.last_seq) == (2, 2)
+        assert await store.claim("a", "client of mine", read.epoch, TTL_MS) is None
+        assert await store.write([write_of("a", 3)]) == [WriteOutcome.REFUSED]

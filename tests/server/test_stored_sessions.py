@@ -284,6 +284,29 @@ def test_a_server_that_goes_down_hands_its_sessions_over(
         caller.expect(uncut)
 
 
+def test_a_server_that_goes_down_while_redis_hangs_ends_its_sessions(
+    serve: Callable[..., Running], pair: list[Running], redis: RedisServer, pcm: bytes
+):
+    """Nobody could continue them: their words are told here."""
+    leaving = serve(sessions=pair[0].config.sessions, resume_s=RESUME_S)
+    caller = Caller(pcm)
+    caller.connect(WebSocket, leaving.port)
+    caller.say(0.4)
+    caller.hear_more()
+    redis.pause()
+    try:
+        leaving.loop.call_soon_threadsafe(leaving.gate.drain)
+        events = caller.line.rest()
+    finally:
+        redis.resume()
+    caller.listen()
+    assert [event["code"] for event in events if event["type"] == "error"] == ["draining"]
+    assert caller.told[-1]["type"] == "end"
+    leaving.expect_empty()
+    for server in pair:
+        eventually(lambda server=server: server.counted("asr_serve_session_store_up") == 1)
+
+
 def test_what_is_stored_is_bounded_and_expires(pair, redis: RedisServer, pcm: bytes):
     caller = Caller(pcm + bytes(32_000 * 8))
     caller.connect(WebSocket, pair[0].port)

@@ -93,6 +93,8 @@ class SessionWrite(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: SessionCheckpoint | None
     events: Sequence[StoredEvent] = ()
     audio: Sequence[StoredAudio] = ()
+    last_seq: int = 0
+    """Number of the last event, stored with this write or before."""
     first_seq: int = 1
     """Events before this one are dropped."""
     first_samples: int = 0
@@ -161,7 +163,8 @@ class SessionStore(Protocol):
         """Makes the caller the owner of a session that was read, if its epoch is still that one. Returns as `read`
         does, and None also for another epoch."""
 
-    async def end(self, session_id: str, epoch: int, reason: str, ttl_ms: int) -> None:
-        """Replaces a session by the reason of its end, unless another server has claimed it."""
+    async def end(self, session_id: str, client: str, epoch: int, reason: str, ttl_ms: int) -> None:
+        """Replaces a session by the reason of its end, unless another server has claimed it. One that is not stored
+        yet will not be."""
 
     async def close(self) -> None: ...

@@ -59,7 +59,7 @@ from asr_serve.server.realtime.stream.connection import StreamConnection
 from asr_serve.server.realtime.stream.session import StartListener, StreamSession
 from asr_serve.server.realtime.stream.session_manager import SessionOwner, SessionStorage, StreamSessionManager
 from asr_serve.server.server_sent_events import KEEP_ALIVE, KEEP_ALIVE_S, with_error_event
-from asr_serve.server.sessions.cipher import record_cipher
+from asr_serve.server.sessions.cipher import session_cipher
 from asr_serve.server.sessions.redis_store import RedisSessionStore
 from asr_serve.server.sessions.writer import SessionWriter
 from asr_serve.units import samples_to_s
@@ -125,7 +125,7 @@ def _create_storage(config: ServeConfig, metrics: ServerMetrics) -> SessionStora
     if sessions.redis_url is None:
         return None
     store = RedisSessionStore(
-        sessions.redis_url, sessions.prefix, sessions.timeout_ms / 1_000, record_cipher(sessions.key_file)
+        sessions.redis_url, sessions.prefix, sessions.timeout_ms / 1_000, session_cipher(sessions.key_file)
     )
     ttl_ms = int(1_000 * max(MIN_TTL_S, 2 * config.resume_s))
     writer = SessionWriter(store, ttl_ms, metrics.session_store)

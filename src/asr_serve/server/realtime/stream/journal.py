@@ -129,6 +129,11 @@ class SessionJournal:
         return self._id, self._epoch
 
     @property
+    def client(self) -> str:
+        """Identifies the session's owner to all servers."""
+        return self._client
+
+    @property
     def up(self) -> bool:
         """Whether the store accepts what is written."""
         return self._writer.serves(self)
@@ -233,6 +238,7 @@ class SessionJournal:
             checkpoint=checkpoint,
             events=[StoredEvent(event.seq or 0, event.type, event.json) for event in events],
             audio=audio,
+            last_seq=source.last_seq,
             first_seq=first_seq[0].seq or 1 if first_seq else 1,
             first_samples=self._entries[0][0] if self._entries else source.received_samples,
         )

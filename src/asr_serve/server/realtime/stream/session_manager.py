@@ -212,7 +212,7 @@ class StreamSessionManager:
         if session.journal is not None and self._storage is not None:
             session.journal.close()
             if not keep_stored:
-                self._start(self._end_stored(session.journal.lease, reason, self._storage))
+                self._start(self._end_stored(session.journal, reason, self._storage))
         self._cancel_expiry(session)
         self._closed.pop(session_id, None)
         self._bury(session_id, self._owners.pop(session_id), reason)
@@ -223,9 +223,10 @@ class StreamSessionManager:
         if len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
 
-    async def _end_stored(self, lease: tuple[str, int], reason: str, storage: SessionStorage) -> None:
+    async def _end_stored(self, journal: SessionJournal, reason: str, storage: SessionStorage) -> None:
         with contextlib.suppress(StoreUnavailable):  # its keys have time limits
-            await storage.writer.store.end(*lease, reason, storage.writer.ttl_ms)
+            session_id, epoch = journal.lease
+            await storage.writer.store.end(session_id, journal.client, epoch, reason, storage.writer.ttl_ms)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

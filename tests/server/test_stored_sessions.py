@@ -300,6 +300,7 @@ def test_a_server_that_goes_down_while_redis_hangs_ends_its_sessions(
     finally:
         redis.resume()
     caller.listen()
+    caller.line.socket.close()
     assert [event["code"] for event in events if event["type"] == "error"] == ["draining"]
     assert caller.told[-1]["type"] == "end"
     leaving.expect_empty()

@@ -211,6 +211,27 @@ def test_an_owner_that_is_still_there_stops(pair, pcm: bytes, uncut: list[Event]
     caller.expect(uncut)
 
 
+def test_several_connections_claim_a_session_at_once(pair, pcm: bytes, uncut: list[Event]):
+    """It is taken over once, and the last one has it."""
+    caller = Caller(pcm)
+    caller.connect(WebSocket, pair[0].port)
+    caller.say(0.4)
+    caller.leave()
+    before = pair[1].counted("asr_serve_live_resumes_total", outcome="taken_over")
+    query = {"session": caller.session, "after": len(caller.told)}
+    lines = [WebSocket(pair[1].port, **query) for _ in range(4)]
+    for line in lines:
+        line.hear("session")
+    caller.connect(Http2, pair[1].port)
+    for line in lines:
+        assert line.rest()[-1]["code"] == "taken_over"
+        line.socket.close()
+    assert pair[1].counted("asr_serve_live_resumes_total", outcome="taken_over") == before + 1
+    caller.say(1.0)
+    caller.end()
+    caller.expect(uncut)
+
+
 def test_redis_dies_and_comes_back_under_a_caller(pair, redis: RedisServer, pcm: bytes, uncut: list[Event]):
     caller = Caller(pcm)
     caller.connect(WebSocket, pair[0].port)

@@ -38,7 +38,7 @@ from asr_serve.errors import StoreUnavailable
 from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.protocols.stream.client_messages import NewSessionRequest
-from asr_serve.server.sessions.cipher import AesGcmCipher, NoCipher, RecordCipher
+from asr_serve.server.sessions.cipher import AesGcmCipher, NoCipher, SessionCipher
 from asr_serve.server.sessions.records import (
     SessionCheckpoint,
     SessionHeader,
@@ -46,6 +46,7 @@ from asr_serve.server.sessions.records import (
     SessionWrite,
     StoredAudio,
     StoredEvent,
+    StoredSession,
 )
 from asr_serve.server.sessions.redis_store import RedisSessionStore
 
@@ -152,7 +153,7 @@ async def timed(work: Awaitable[Any], times_s: list[float]) -> Any:
 async def bench_redis(
     url: str, checkpoint: SessionCheckpoint, audio: np.ndarray, rows: list[dict[str, object]], repeats: int
 ) -> None:
-    ciphers: dict[bool, RecordCipher] = {False: NoCipher(), True: AesGcmCipher([os.urandom(32)])}
+    ciphers: dict[bool, SessionCipher] = {False: NoCipher(), True: AesGcmCipher([os.urandom(32)])}
     for encrypted, cipher in ciphers.items():
         store = RedisSessionStore(url, f"bench-{encrypted}", TIMEOUT_S, cipher)
         end_s = time.monotonic() + TIMEOUT_S
@@ -180,8 +181,8 @@ async def bench_redis(
         times_s = []
         for at in range(repeats):
             name = writes.ids[at % len(writes.ids)]
-            stored = await timed(store.claim(name, "anonymous", TTL_MS), times_s)
-            assert stored is not None
+            stored = await timed(store.read(name, "anonymous"), times_s)
+            assert isinstance(stored, StoredSession)
         stored_bytes = sum(len(each.data) for each in stored.audio)
         rows.append(
             measure(times_s, store="redis", operation="fetch", sessions=1, encrypted=encrypted, bytes=stored_bytes)

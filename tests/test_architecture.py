@@ -29,6 +29,7 @@ BROAD_EXCEPT = {
     "engine/vllm/worker_main.py",
     "server/middleware/error_handlers.py",
     "server/server_sent_events.py",
+    "server/sessions/writer.py",  # a session's error is that session's
     "server/transcription_job.py",
     "server/run.py",
     "models/registry.py",

@@ -264,7 +264,7 @@ class ServerMetrics:
         for outcome in ("resumed", "taken_over", "session_expired", "events_expired"):
             self.resumes.labels(outcome)
         self._session_store_up = gauge(
-            "asr_serve_session_store_up", "1 while Redis answers; 0 also where sessions.redis_url is not set."
+            "asr_serve_session_store_up", "1 while Redis accepts writes; 0 also where sessions.redis_url is not set."
         )
         self._session_store_write = histogram(
             "asr_serve_session_store_write_seconds",

@@ -13,10 +13,12 @@ from loaded_models import expect_idle, load_model
 from streaming_tokens import FakeClient, ScriptedSession, run_script, script
 
 from asr_serve.api.library import Model
+from asr_serve.audio.audio_buffers import AudioHistory
 from asr_serve.config import EngineConfig
 from asr_serve.pipelines.live.events import TurnEvent
 from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.live.session_state import LiveSessionState, SavedLiveSession
+from asr_serve.pipelines.live.streaming_recognizer import StreamingRecognizer
 from asr_serve.pipelines.options import ListenOptions
 
 
@@ -112,3 +114,31 @@ def test_words_of_a_streaming_session_that_moves(seed: int):
     assert not client.streams | client.sessions
     assert moves > 3
     assert session.segments == stays.segments
+
+
+@pytest.mark.parametrize("resolved", [False, True])
+def test_the_state_after_a_segment_of_a_shared_stream_was_withdrawn(resolved: bool):
+    recognizer = StreamingRecognizer(FakeClient(random.Random(0)), lambda _: "", AudioHistory(), 0, False, lambda: None)
+    first = recognizer.open_segment(0, False, None)
+    first.end = first.decided_samples = RATE_HZ
+    second = recognizer.open_segment(RATE_HZ, False, first)
+    first.stream.finished = resolved
+    first.resolve_end()
+    assert second.start_resolved is resolved
+    recognizer.discard(second)
+    [state] = recognizer.export_segments([first]).streamed
+    assert state.after is None
+
+
+def test_a_state_that_does_not_fit_leaves_nothing_open(model: Model):
+    with LiveClient(model) as client:
+        client.write(np.zeros(RATE_HZ, np.float32))
+        client.settle()
+        state = client.session.export_state()
+        assert state is not None
+        _, pcm = client.session.received_audio(state.audio_from)
+        saved = SavedLiveSession(msgspec.structs.replace(state, endpointer=None), pcm)
+        before = model._client.describe()["sessions"]
+        with pytest.raises(ValueError, match="does not fit"):
+            LiveSession(model._client, model.tokenizer, ListenOptions(), client.changed.set, saved=saved)
+        assert model._client.describe()["sessions"] == before

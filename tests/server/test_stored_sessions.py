@@ -6,10 +6,12 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from redis_server import RedisServer
 from running_server import Running, eventually
@@ -209,6 +211,27 @@ def test_an_owner_that_is_still_there_stops(pair, pcm: bytes, uncut: list[Event]
     caller.expect(uncut)
 
 
+def test_several_connections_claim_a_session_at_once(pair, pcm: bytes, uncut: list[Event]):
+    """It is taken over once, and the last one has it."""
+    caller = Caller(pcm)
+    caller.connect(WebSocket, pair[0].port)
+    caller.say(0.4)
+    caller.leave()
+    before = pair[1].counted("asr_serve_live_resumes_total", outcome="taken_over")
+    query = {"session": caller.session, "after": len(caller.told)}
+    lines = [WebSocket(pair[1].port, **query) for _ in range(4)]
+    for line in lines:
+        line.hear("session")
+    caller.connect(Http2, pair[1].port)
+    for line in lines:
+        assert line.rest()[-1]["code"] == "taken_over"
+        line.socket.close()
+    assert pair[1].counted("asr_serve_live_resumes_total", outcome="taken_over") == before + 1
+    caller.say(1.0)
+    caller.end()
+    caller.expect(uncut)
+
+
 def test_redis_dies_and_comes_back_under_a_caller(pair, redis: RedisServer, pcm: bytes, uncut: list[Event]):
     caller = Caller(pcm)
     caller.connect(WebSocket, pair[0].port)
@@ -282,15 +305,40 @@ def test_a_server_that_goes_down_hands_its_sessions_over(
         caller.expect(uncut)
 
 
+def test_a_server_that_goes_down_while_redis_hangs_ends_its_sessions(
+    serve: Callable[..., Running], pair: list[Running], redis: RedisServer, pcm: bytes
+):
+    """Nobody could continue them: their words are told here."""
+    leaving = serve(sessions=pair[0].config.sessions, resume_s=RESUME_S)
+    caller = Caller(pcm)
+    caller.connect(WebSocket, leaving.port)
+    caller.say(0.4)
+    caller.hear_more()
+    redis.pause()
+    try:
+        leaving.loop.call_soon_threadsafe(leaving.gate.drain)
+        events = caller.line.rest()
+    finally:
+        redis.resume()
+    caller.listen()
+    caller.line.socket.close()
+    assert [event["code"] for event in events if event["type"] == "error"] == ["draining"]
+    assert caller.told[-1]["type"] == "end"
+    leaving.expect_empty()
+    for server in pair:
+        eventually(lambda server=server: server.counted("asr_serve_session_store_up") == 1)
+
+
 def test_what_is_stored_is_bounded_and_expires(pair, redis: RedisServer, pcm: bytes):
     caller = Caller(pcm + bytes(32_000 * 8))
     caller.connect(WebSocket, pair[0].port)
     caller.say(1.0)
     caller.line.until(lambda: any(e.get("received_bytes", 0) >= len(caller.pcm) - 32_000 for e in caller.line.events))
     own = f"asr-serve:{{{caller.session}}}*"
+    caller.line.until(lambda: any(e["type"] == "segment" for e in caller.line.events))
     names = {key.decode().rpartition("}")[2] for key in redis.client.scan_iter(own)}
     assert names == {"", ":audio", ":events"}
-    for key in redis.client.scan_iter("*"):
+    for key in redis.client.scan_iter("asr-serve:{*"):
         assert 0 < redis.client.pttl(key) <= 2_000 * RESUME_S
     # Eight seconds of silence behind twelve of speech: what is locked is gone.
     audio = f"asr-serve:{{{caller.session}}}:audio"
@@ -320,7 +368,7 @@ def test_encrypted_sessions(serve: Callable[..., Running], redis: RedisServer, p
     caller.line.until(lambda: any(e["type"] == "segment" for e in caller.line.events) or len(caller.line.events) > 8)
     caller.leave()
     eventually(lambda: redis.client.exists(f"sealed:{{{caller.session}}}:audio"))
-    contents = redis.contents("sealed:*")
+    contents = redis.contents("sealed:{*")
     assert len(contents) > 20_000
     for text in (b"best of times", b"worst", b"text", b"s16le", b"moonshine"):
         assert text not in contents
@@ -335,6 +383,37 @@ def test_encrypted_sessions(serve: Callable[..., Running], redis: RedisServer, p
     caller.say(1.0)
     caller.end()
     caller.expect(uncut)
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_again_and_again_under_a_session(
+    pair, redis: RedisServer, pcm: bytes, uncut: list[Event], tmp_path: Path
+):
+    """Its last state is stored, and not its end: another server goes on with it."""
+    flags = [f"--set=sessions.redis_url={redis.url}", "--port=0", f"--set=resume_s={RESUME_S}"]
+    server = Serving(tmp_path / "failing.log", *flags)
+    try:
+        caller = Caller(pcm)
+        caller.connect(WebSocket, int(server.url.rpartition(":")[2]))
+        caller.say(0.35)
+        caller.hear_more()
+        parent = psutil.Process(server.process.pid)
+        while not any(event["type"] == "error" for event in caller.line.events):
+            for engine in parent.children():
+                with suppress(psutil.NoSuchProcess):
+                    engine.kill()
+            caller.line.poll(0.3)
+            if caller.at < len(pcm) * 0.5:
+                caller.say(caller.at / len(pcm) + 0.01)
+        caller.line.rest()
+        caller.listen()
+        assert not any(event["type"] == "end" for event in caller.told)
+        caller.connect(WebSocket, pair[1].port)
+        caller.say(1.0)
+        caller.end()
+        caller.expect(uncut)
+    finally:
+        server.kill()
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ server's socket drive it alike. Positions are samples since the start of the ses
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -82,7 +83,7 @@ class LiveSession:
         """`clock`: time in seconds by which partials are spaced. `api_client`: whose session it is, where that is
         known, for a fair share of new sessions. `saved`: the session to continue, of the same options. Raises
         OptionError, WeightsMissing, AtCapacity (no session is free, or live sessions already wait too long),
-        EngineClosed."""
+        EngineClosed, ValueError (a state that does not fit)."""
         self.language = resolve_language(client, options.language)
         normalizes = normalizes_text(client.card, options.itn)
         self._normalizer = LiveNormalizer(self.language, wake) if normalizes else None
@@ -134,7 +135,13 @@ class LiveSession:
         self._session = client.open_vad_session(live=True, api_client=api_client, state=network)
         self._voice_activity = LiveVoiceActivity(self._session, client.config.vad_windows - 32, wake)
         if saved is not None:
-            self._import(saved)
+            with contextlib.ExitStack() as failed:
+                failed.callback(self.close)
+                try:
+                    self._import(saved)
+                except (LookupError, TypeError, AttributeError, AssertionError) as failure:
+                    raise ValueError(f"the state does not fit: {type(failure).__name__} {failure}") from failure
+                failed.pop_all()
 
     # --- state -----------------------------------------------------------------------------------------
 

@@ -217,6 +217,8 @@ class StreamedSegment:
         self.stream, self._text, self.before = stream, text, before
         self.after: StreamedSegment | None = None
         """Next segment of the same stream."""
+        self.previous = before
+        """Segment whose `after` is this one, resolved or not."""
         self.end: int | None = None
         self.decided_samples = 0
         self.cut_off = False
@@ -254,6 +256,8 @@ class StreamedSegment:
     def import_state(self, state: StreamedSegmentState, segments: Sequence[StreamedSegment]) -> None:
         self.before = None if state.before is None else segments[state.before]
         self.after = None if state.after is None else segments[state.after]
+        if self.after is not None:
+            self.after.previous = self
         self.end, self.decided_samples, self.cut_off = state.end, state.decided_samples, state.cut_off
         self.until, self._settle_at, self._confirmed_to = state.until, state.settle_at, state.confirmed_to
         self._first, self._count = state.first, state.count
@@ -271,7 +275,7 @@ class StreamedSegment:
     @property
     def start_resolved(self) -> bool:
         if self._first < 0 and self.before is not None and self.before.finished:
-            self._first, self.before = self.before.last, None
+            self._first, self.before.previous, self.before = self.before.last, None, None
         return self._first >= 0
 
     @property
@@ -435,6 +439,8 @@ class StreamingRecognizer:
         assert isinstance(each, StreamedSegment)
         while each.after is not None:
             each = each.after
+        if each.finished:
+            return
         live = self._pace.priority(at.received_samples) == "live"
         if each.end is not None:
             end, quiet_from = each.decided_samples, each.end - self._pad_after
@@ -470,7 +476,9 @@ class StreamingRecognizer:
 
     def discard(self, each: LiveSegment) -> None:
         assert isinstance(each, StreamedSegment)
+        if each.previous is not None:
+            each.previous.after = None
         if each.start_resolved:
             each.stream.close()
         elif each.before is not None:  # the stream and all its words still belong to the segment before
-            each.before.after = each.before.until = None
+            each.before.until = None

@@ -5,11 +5,14 @@ from __future__ import annotations
 import binascii
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from asr_serve.errors import OptionError, UnsupportedOption
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 KEY_BYTES, KEY_ID_BYTES, NONCE_BYTES = 32, 4, 12
 
@@ -19,6 +22,8 @@ class Unreadable(Exception):
 
 
 class RecordCipher(Protocol):
+    """Cipher of the records of one session."""
+
     def seal(self, data: bytes, place: bytes) -> bytes:
         """Returns what to store at `place`, the name of the record."""
 
@@ -26,8 +31,18 @@ class RecordCipher(Protocol):
         """Returns what was sealed for `place`. Raises Unreadable."""
 
 
+class SessionCipher(Protocol):
+    """Cipher of stored sessions."""
+
+    def of_session(self, session_id: str) -> RecordCipher:
+        """Returns the cipher of a session's records."""
+
+
 class NoCipher:
     """Stores records as they are."""
+
+    def of_session(self, session_id: str) -> RecordCipher:
+        return self
 
     def seal(self, data: bytes, place: bytes) -> bytes:
         return bytes(KEY_ID_BYTES) + data
@@ -39,17 +54,16 @@ class NoCipher:
 
 
 class AesGcmCipher:
-    """Encrypts with the first key and decrypts with all. A record is the key's id, a random nonce and the encrypted
-    bytes with their tag; its place is associated data, so that no record can stand for another.
+    """Encrypts with the first key and decrypts with all. Each session has keys of its own, derived from these, so that
+    the random nonces of one key are few.
 
-    Source: NIST SP 800-38D, 8.2.2.
+    Source: NIST SP 800-38D, 8.2.2 and 8.3; RFC 5869.
     """
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         """Raises UnsupportedOption if the package cryptography is not installed."""
         try:
-            from cryptography.exceptions import InvalidTag
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+            import cryptography  # noqa: F401
         except ImportError:
             raise UnsupportedOption(
                 "sessions.key_file, and cryptography is not installed",
@@ -57,22 +71,46 @@ class AesGcmCipher:
                 "pip install 'asr-serve[encryption]'",
                 param="sessions.key_file",
             ) from None
-        self._invalid = InvalidTag
-        self._ciphers = {_key_id(key): AESGCM(key) for key in keys}
-        self._first = _key_id(keys[0])
+        self._keys = {_key_id(key): key for key in keys}
+
+    def of_session(self, session_id: str) -> RecordCipher:
+        return _AesGcmRecordCipher(self._keys, session_id)
+
+
+class _AesGcmRecordCipher:
+    """Cipher of one session. A record is the key's id, a random nonce and the encrypted bytes with their tag; its place
+    is associated data, so that no record can stand for another."""
+
+    def __init__(self, keys: Mapping[bytes, bytes], session_id: str) -> None:
+        """`keys`: by id; the first encrypts."""
+        self._keys, self._info = keys, b"asr-serve session " + session_id.encode()
+        self._first = next(iter(keys))
+        self._ciphers: dict[bytes, AESGCM] = {}
 
     def seal(self, data: bytes, place: bytes) -> bytes:
         nonce = os.urandom(NONCE_BYTES)
-        return self._first + nonce + self._ciphers[self._first].encrypt(nonce, data, place)
+        return self._first + nonce + self._cipher(self._first).encrypt(nonce, data, place)
 
     def open(self, data: bytes, place: bytes) -> bytes:
+        from cryptography.exceptions import InvalidTag
+
         key, at = data[:KEY_ID_BYTES], KEY_ID_BYTES + NONCE_BYTES
-        if (cipher := self._ciphers.get(key)) is None:
+        if key not in self._keys:
             raise Unreadable(f"its key {key.hex()} is not in sessions.key_file")
         try:
-            return cipher.decrypt(data[KEY_ID_BYTES:at], data[at:], place)
-        except self._invalid:
+            return self._cipher(key).decrypt(data[KEY_ID_BYTES:at], data[at:], place)
+        except InvalidTag:
             raise Unreadable("it is not what was written") from None
+
+    def _cipher(self, key: bytes) -> AESGCM:
+        if key not in self._ciphers:
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+            from cryptography.hazmat.primitives.hashes import SHA256
+            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+            derived = HKDF(SHA256(), KEY_BYTES, salt=None, info=self._info).derive(self._keys[key])
+            self._ciphers[key] = AESGCM(derived)
+        return self._ciphers[key]
 
 
 def _key_id(key: bytes) -> bytes:
@@ -81,7 +119,7 @@ def _key_id(key: bytes) -> bytes:
     return found if any(found) else b"\1" + found[1:]
 
 
-def record_cipher(key_file: str | None) -> RecordCipher:
+def session_cipher(key_file: str | None) -> SessionCipher:
     """Returns the cipher of a key file. Raises OptionError, which never shows the content of the file, and
     UnsupportedOption."""
     if key_file is None:

@@ -93,17 +93,25 @@ class SessionWrite(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: SessionCheckpoint | None
     events: Sequence[StoredEvent] = ()
     audio: Sequence[StoredAudio] = ()
+    last_seq: int = 0
+    """Number of the last event, stored with this write or before."""
     first_seq: int = 1
     """Events before this one are dropped."""
     first_samples: int = 0
     """Audio that starts before this is dropped."""
 
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of audio and events."""
+        return sum(len(each.data) for each in self.audio) + sum(len(each.json) for each in self.events)
+
 
 class StoredSession(NamedTuple):
-    """A session that was claimed: it belongs to the claimant, by `epoch`, until another one claims it."""
+    """A session as it is stored."""
 
     session_id: str
     epoch: int
+    """Epoch of its owner: the last one who claimed it."""
     header: SessionHeader
     position: SessionPosition
     checkpoint: SessionCheckpoint
@@ -130,13 +138,16 @@ class WriteOutcome(Enum):
     """Another server has claimed the session, or it was ended."""
     MISSING = "missing"
     """The store does not have the session: it must be written whole."""
+    FAILED = "failed"
+    """The store refuses this write, and not those of other sessions."""
 
 
 class SessionStore(Protocol):
     """Storage of sessions outside the server. Every method raises StoreUnavailable. Belongs to the event loop's
     thread."""
 
-    async def ping(self) -> None: ...
+    async def ping(self) -> None:
+        """Checks that the store accepts writes."""
 
     async def write(self, writes: Sequence[SessionWrite]) -> list[WriteOutcome]:
         """Writes a batch; each write is atomic."""
@@ -144,11 +155,16 @@ class SessionStore(Protocol):
     async def renew(self, session_ids: Sequence[tuple[str, int]], ttl_ms: int) -> list[WriteOutcome]:
         """Prolongs the time limits of sessions, given by id and epoch."""
 
-    async def claim(self, session_id: str, client: str, ttl_ms: int) -> StoredSession | str | None:
-        """Makes the caller the owner of a session. None: there is none, or it is another client's. A text: it was
-        ended, and that is why. Raises Unreadable."""
+    async def read(self, session_id: str, client: str) -> StoredSession | str | None:
+        """Returns a session, whose owner keeps it. None: there is none, or it is another client's. A text: it was
+        ended, and that is why. Raises Unreadable, and ValueError for records of another shape."""
 
-    async def end(self, session_id: str, epoch: int, reason: str, ttl_ms: int) -> None:
-        """Replaces a session by the reason of its end, unless another server has claimed it."""
+    async def claim(self, session_id: str, client: str, epoch: int, ttl_ms: int) -> StoredSession | str | None:
+        """Makes the caller the owner of a session that was read, if its epoch is still that one. Returns as `read`
+        does, and None also for another epoch."""
+
+    async def end(self, session_id: str, client: str, epoch: int, reason: str, ttl_ms: int) -> None:
+        """Replaces a session by the reason of its end, unless another server has claimed it. One that is not stored
+        yet will not be."""
 
     async def close(self) -> None: ...

@@ -11,13 +11,16 @@ the owner's epoch is compared in it. All keys have time limits. Only commands th
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
+import struct
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from asr_serve.errors import StoreUnavailable, UnsupportedOption
-from asr_serve.server.sessions.cipher import RecordCipher
+from asr_serve.server.sessions.cipher import SessionCipher, Unreadable
 from asr_serve.server.sessions.records import (
     SessionCheckpoint,
     SessionHeader,
@@ -30,8 +33,16 @@ from asr_serve.server.sessions.records import (
 )
 from asr_serve.types import without_password
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 RETRY_MS = 1_000
+PING_TTL_MS = 1_000
+AGE = struct.Struct(">QQ")
+"""Epoch and last event of the write that a record is of."""
+WRONG_TYPE = "WRONGTYPE"
+ERROR_CODE = re.compile(r"[A-Z]{3,}\b")
+"""Start of the errors that concern Redis as a whole, like OOM, READONLY and MISCONF; that of a script has none."""
 OUTCOMES = {1: WriteOutcome.WRITTEN, 0: WriteOutcome.REFUSED, -1: WriteOutcome.MISSING}
 
 WRITE = """
@@ -44,12 +55,14 @@ if whole then
   redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'header', ARGV[2], 'client', ARGV[4])
 end
 redis.call('HSET', KEYS[1], 'position', ARGV[5])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'checkpoint', ARGV[6]) end
 local at = 10
 for stream = 2, 3 do
   local count = tonumber(ARGV[5 + stream])
   for _ = 1, count do
     redis.call('XADD', KEYS[stream], ARGV[at] .. '-0', 'd', ARGV[at + 1])
+    redis.call('PEXPIRE', KEYS[stream], ARGV[3])
     at = at + 2
   end
 end
@@ -66,21 +79,23 @@ if tonumber(epoch) ~= tonumber(ARGV[1]) or redis.call('HEXISTS', KEYS[1], 'gone'
 for key = 1, 3 do redis.call('PEXPIRE', KEYS[key], ARGV[2]) end
 return 1
 """
-CLAIM = """
-local found = redis.call('HMGET', KEYS[1], 'client', 'gone', 'checkpoint')
-if found[1] ~= ARGV[1] then return {0} end
-if found[2] then return {1, found[2]} end
-if not found[3] then return {0} end
-local epoch = redis.call('HINCRBY', KEYS[1], 'epoch', 1)
-for key = 1, 3 do redis.call('PEXPIRE', KEYS[key], ARGV[2]) end
-return {2, epoch, redis.call('HMGET', KEYS[1], 'header', 'position', 'checkpoint'),
+READ = """
+local found = redis.call('HMGET', KEYS[1], 'client', 'epoch', 'gone', 'checkpoint')
+if not found[1] or not found[2] then return {0} end
+if found[3] then return {1, found[1], found[2], found[3]} end
+if not found[4] then return {0} end
+if ARGV[1] ~= '' then
+  if found[2] ~= ARGV[1] then return {0} end
+  found[2] = tostring(redis.call('HINCRBY', KEYS[1], 'epoch', 1))
+  for key = 1, 3 do redis.call('PEXPIRE', KEYS[key], ARGV[2]) end
+end
+return {2, found[1], found[2], redis.call('HMGET', KEYS[1], 'header', 'position', 'checkpoint'),
   redis.call('XRANGE', KEYS[2], '-', '+'), redis.call('XRANGE', KEYS[3], '-', '+')}
 """
 END = """
-if tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1') ~= tonumber(ARGV[1]) then return 0 end
-redis.call('DEL', KEYS[2], KEYS[3])
-redis.call('HDEL', KEYS[1], 'header', 'position', 'checkpoint')
-redis.call('HSET', KEYS[1], 'gone', ARGV[2])
+if tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1') > tonumber(ARGV[1]) then return 0 end
+redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'client', ARGV[4], 'gone', ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1
 """
@@ -89,12 +104,14 @@ return 1
 class RedisSessionStore:
     """SessionStore in one Redis."""
 
-    def __init__(self, url: str, prefix: str, timeout_s: float, cipher: RecordCipher) -> None:
+    def __init__(self, url: str, prefix: str, timeout_s: float, cipher: SessionCipher) -> None:
         """`timeout_s`: time without an answer after which Redis counts as away. Raises UnsupportedOption if the package
         redis is not installed."""
         try:
             import redis.asyncio as client
             from redis import exceptions
+            from redis.asyncio.retry import Retry
+            from redis.backoff import NoBackoff
         except ImportError:
             raise UnsupportedOption(
                 "sessions.redis_url, and the package redis is not installed",
@@ -103,21 +120,29 @@ class RedisSessionStore:
                 param="sessions.redis_url",
             ) from None
         self._errors = (exceptions.RedisError, OSError, TimeoutError)
-        self._no_script = exceptions.NoScriptError
+        self._no_script, self._refused = exceptions.NoScriptError, exceptions.ResponseError
         self._where, self._prefix, self._timeout_s, self._cipher = without_password(url), prefix, timeout_s, cipher
-        self._redis = client.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+        # No retries: the client cannot know whether a write was made, and the writer writes the session whole.
+        self._redis = client.Redis.from_url(
+            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
+        )
         self._hashes: dict[str, str] = {}
         """SHA-1 of each script that the server has."""
 
     async def ping(self) -> None:
-        await self._within(self._redis.ping())
+        await self._within(self._redis.set(f"{self._prefix}:ping", b"", px=PING_TTL_MS))
 
     async def write(self, writes: Sequence[SessionWrite]) -> list[WriteOutcome]:
         answers = await self._run(WRITE, [(write.session_id, self._arguments(write)) for write in writes])
-        return [OUTCOMES[answer] for answer in answers]
+        outcomes = []
+        for write, answer in zip(writes, answers, strict=True):
+            if isinstance(answer, Exception):
+                log.error("Redis refuses to store the session %s: %s", write.session_id, answer)
+            outcomes.append(WriteOutcome.FAILED if isinstance(answer, Exception) else OUTCOMES[answer])
+        return outcomes
 
     def _arguments(self, write: SessionWrite) -> list[Any]:
-        seal = self._sealer(write.session_id)
+        seal = _Sealer(self._cipher, write.session_id, write.epoch, write.last_seq)
         audio = [
             argument
             for each in write.audio
@@ -128,7 +153,7 @@ class RedisSessionStore:
             write.epoch,
             b"" if write.header is None else seal("header", write.header),
             write.ttl_ms,
-            write.client,
+            b"" if write.header is None else seal("client", write.client),
             seal("position", write.position),
             b"" if write.checkpoint is None else seal("checkpoint", write.checkpoint),
             len(write.audio),
@@ -141,28 +166,43 @@ class RedisSessionStore:
 
     async def renew(self, session_ids: Sequence[tuple[str, int]], ttl_ms: int) -> list[WriteOutcome]:
         answers = await self._run(RENEW, [(session_id, [epoch, ttl_ms]) for session_id, epoch in session_ids])
-        return [OUTCOMES[answer] for answer in answers]
+        return [WriteOutcome.FAILED if isinstance(answer, Exception) else OUTCOMES[answer] for answer in answers]
 
-    async def claim(self, session_id: str, client: str, ttl_ms: int) -> StoredSession | str | None:
-        [answer] = await self._run(CLAIM, [(session_id, [client, ttl_ms])])
-        if answer[0] == 0:
+    async def read(self, session_id: str, client: str) -> StoredSession | str | None:
+        return await self._read(session_id, client, [b"", 0])
+
+    async def claim(self, session_id: str, client: str, epoch: int, ttl_ms: int) -> StoredSession | str | None:
+        return await self._read(session_id, client, [epoch, ttl_ms])
+
+    async def _read(self, session_id: str, client: str, arguments: list[Any]) -> StoredSession | str | None:
+        [answer] = await self._run(READ, [(session_id, arguments)])
+        if isinstance(answer, Exception):
+            raise Unreadable(str(answer))
+        found, *fields = answer
+        if found == 0:
             return None
-        if answer[0] == 1:
-            return str(answer[1].decode())
-        _, epoch, (header, position, checkpoint), audio, events = answer
-        opened = self._opener(session_id)
-        return StoredSession(
+        owner, epoch, *content = fields
+        opened = _Opener(self._cipher, session_id, int(epoch))
+        if opened("client", owner, str) != client:
+            return None
+        if found == 1:
+            return opened("gone", content[0], str)
+        (header, position, checkpoint), audio, events = content
+        stored = StoredSession(
             session_id,
-            epoch,
+            int(epoch),
             opened("header", header, SessionHeader),
             opened("position", position, SessionPosition),
             opened("checkpoint", checkpoint, SessionCheckpoint),
             [opened("event", fields[b"d"], StoredEvent, number) for number, fields in _entries(events)],
             [opened("audio", fields[b"d"], StoredAudio, number - 1) for number, fields in _entries(audio)],
         )
+        opened.check_age()
+        return stored
 
-    async def end(self, session_id: str, epoch: int, reason: str, ttl_ms: int) -> None:
-        await self._run(END, [(session_id, [epoch, reason, ttl_ms])])
+    async def end(self, session_id: str, client: str, epoch: int, reason: str, ttl_ms: int) -> None:
+        seal = _Sealer(self._cipher, session_id, epoch, 0)
+        await self._run(END, [(session_id, [epoch, seal("gone", reason), ttl_ms, seal("client", client)])])
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -174,23 +214,35 @@ class RedisSessionStore:
         return [name, f"{name}:audio", f"{name}:events"]
 
     async def _run(self, script: str, calls: Sequence[tuple[str, list[Any]]]) -> list[Any]:
-        """Runs a script for each session, in one round trip."""
+        """Runs a script for each session, in one round trip. Returns its answer, or its error if it concerns only that
+        session. Raises StoreUnavailable."""
         return await self._within(self._pipeline(script, calls))
 
-    async def _pipeline(self, script: str, calls: Sequence[tuple[str, list[Any]]]) -> list[Any]:
+    async def _pipeline(self, script: str, calls: Sequence[tuple[str, list[Any]]], *, again: bool = True) -> list[Any]:
         if script not in self._hashes:
             self._hashes[script] = await self._redis.script_load(script)
         async with self._redis.pipeline(transaction=False) as pipeline:
             for session_id, arguments in calls:
                 pipeline.evalsha(self._hashes[script], 3, *self._keys(session_id), *arguments)
             answers: list[Any] = await pipeline.execute(raise_on_error=False)
-        if any(isinstance(answer, self._no_script) for answer in answers):  # Redis was restarted: none of them ran
-            del self._hashes[script]
-            return await self._pipeline(script, calls)
+        # Redis was restarted, or its scripts were flushed: those did not run.
+        missed = [index for index, answer in enumerate(answers) if isinstance(answer, self._no_script)]
+        if missed:
+            self._hashes.pop(script, None)
+            if not again:
+                raise answers[missed[0]]
+            more = await self._pipeline(script, [calls[index] for index in missed], again=False)
+            for index, answer in zip(missed, more, strict=True):
+                answers[index] = answer
         for answer in answers:
-            if isinstance(answer, Exception):
+            if isinstance(answer, Exception) and not self._concerns_session(answer):
                 raise answer
         return answers
+
+    def _concerns_session(self, error: Exception) -> bool:
+        if type(error) is not self._refused:  # its subclasses are for states of the whole server
+            return False
+        return str(error).startswith(WRONG_TYPE) or ERROR_CODE.match(str(error)) is None
 
     async def _within(self, work: Awaitable[T]) -> T:
         """Awaits an answer of Redis. Raises StoreUnavailable."""
@@ -204,23 +256,42 @@ class RedisSessionStore:
                 RETRY_MS,
             ) from None
 
-    # --- records ---------------------------------------------------------------------------------------
 
-    def _sealer(self, session_id: str) -> Any:
-        def seal(kind: str, record: msgspec.Struct, number: int = 0) -> bytes:
-            return self._cipher.seal(msgspec.msgpack.encode(record), _place(session_id, kind, number))
+class _Sealer:
+    """Seals records of one write. Its epoch and last event are before each record and in its associated data."""
 
-        return seal
+    def __init__(self, cipher: SessionCipher, session_id: str, epoch: int, last_seq: int) -> None:
+        self._cipher, self._age = cipher.of_session(session_id), AGE.pack(epoch, last_seq)
 
-    def _opener(self, session_id: str) -> Any:
-        def opened(kind: str, data: bytes, type: type[T], number: int = 0) -> T:
-            return msgspec.msgpack.decode(self._cipher.open(data, _place(session_id, kind, number)), type=type)
-
-        return opened
+    def __call__(self, kind: str, record: msgspec.Struct | str, number: int = 0) -> bytes:
+        place = self._age + f"{kind}/{number}".encode()
+        return self._age + self._cipher.seal(msgspec.msgpack.encode(record), place)
 
 
-def _place(session_id: str, kind: str, number: int) -> bytes:
-    return f"{session_id}/{kind}/{number}".encode()
+class _Opener:
+    """Opens records of one session."""
+
+    def __init__(self, cipher: SessionCipher, session_id: str, epoch: int) -> None:
+        """`epoch`: that of its owner."""
+        self._cipher, self._epoch = cipher.of_session(session_id), epoch
+        self._last_seqs: dict[str, int] = {}
+        """Last event when the newest record of each kind was written."""
+
+    def __call__(self, kind: str, data: bytes, type: type[T], number: int = 0) -> T:
+        if len(data) < AGE.size:
+            raise Unreadable("it is cut short")
+        age = data[: AGE.size]
+        epoch, self._last_seqs[kind] = AGE.unpack(age)
+        if epoch > self._epoch:
+            raise Unreadable("its owner is of a later epoch than the session's")
+        opened = self._cipher.open(data[AGE.size :], age + f"{kind}/{number}".encode())
+        return msgspec.msgpack.decode(opened, type=type)
+
+    def check_age(self) -> None:
+        """Raises Unreadable where state, position and events are not those of one time."""
+        found = {self._last_seqs[kind] for kind in ("position", "checkpoint", "event") if kind in self._last_seqs}
+        if len(found) > 1:
+            raise Unreadable(f"its state, position and events are of different times: after the events {sorted(found)}")
 
 
 def _entries(entries: Any) -> list[tuple[int, dict[bytes, bytes]]]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from asr_serve.errors import StoreUnavailable
 from asr_serve.metrics import SessionStoreMetrics
@@ -16,8 +17,12 @@ log = logging.getLogger(__name__)
 
 MAX_BATCH = 64
 """Sessions in one batch."""
+MAX_BATCH_BYTES = 1 << 20
+"""Audio and events in one batch, up to the last session in it."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-"""Delays before attempts to reach the store; the last one repeats."""
+"""Delays before attempts to write to the store; the last one repeats. The first is next once a session was written."""
+FAILED_RETRY_S = 1.0
+"""Delay before a session whose write the store refused is written whole."""
 BUSY_RETRY_S = 0.02
 """Delay before a session that could not be written is asked again, unless it reports a change before."""
 
@@ -45,7 +50,11 @@ class JournaledSession(Protocol):
         """Another server has claimed the session."""
 
     def on_store_lost(self) -> None:
-        """The store is away: nothing waits for it, and the session must be written whole when it is back."""
+        """The store is away, or refuses this session: nothing waits for it, and the session must be written whole
+        later."""
+
+    def on_failed(self) -> None:
+        """The session raised an error: it is written no more, and ends here."""
 
 
 class SessionWriter:
@@ -55,9 +64,13 @@ class SessionWriter:
         """`ttl_ms`: time limit of the keys of a session that nobody writes or renews."""
         self.store, self.ttl_ms, self._meter = store, ttl_ms, meter
         self.up = False
-        """Whether the store answers."""
+        """Whether the store accepts writes."""
         self._sessions: set[JournaledSession] = set()
         self._dirty: dict[JournaledSession, None] = {}
+        self._resting: set[JournaledSession] = set()
+        """Sessions that the store has refused, for now."""
+        self._failures = 0
+        """Attempts to write since the last one that succeeded."""
         self._awake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -69,6 +82,8 @@ class SessionWriter:
         else:
             self._set_up(True)
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._renew())]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_done)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -84,10 +99,15 @@ class SessionWriter:
     def unregister(self, session: JournaledSession) -> None:
         self._sessions.discard(session)
         self._dirty.pop(session, None)
+        self._resting.discard(session)
+
+    def serves(self, session: JournaledSession) -> bool:
+        """Whether the session is written."""
+        return self.up and session in self._sessions and session not in self._resting
 
     def wake(self, session: JournaledSession) -> None:
         """Reports that a session has something to write."""
-        if session in self._sessions and session not in self._dirty:
+        if session in self._sessions and session not in self._dirty and session not in self._resting:
             self._dirty[session] = None
             self._awake.set()
 
@@ -101,26 +121,46 @@ class SessionWriter:
                 await self._write_batch()
 
     async def _write_batch(self) -> None:
-        batch = list(self._dirty)[:MAX_BATCH]
-        for session in batch:
-            del self._dirty[session]
-        writes = [(session, write) for session in batch if (write := session.next_write()) is not None]
-        for session in set(batch) - {session for session, _ in writes}:
-            if session.is_due:
-                asyncio.get_running_loop().call_later(BUSY_RETRY_S, self.wake, session)
+        writes: list[tuple[JournaledSession, SessionWrite]] = []
+        for session in list(self._dirty)[:MAX_BATCH]:
+            self._dirty.pop(session, None)
+            self._guard(session, self._collect, session, writes)
+            if sum(write.payload_bytes for _, write in writes) >= MAX_BATCH_BYTES:
+                break
         if not writes:
             return
         started_s = time.perf_counter()
         try:
             outcomes = await self.store.write([write for _, write in writes])
         except StoreUnavailable as error:
-            log.warning("%s; sessions continue in memory", error)
+            if not self._failures:
+                log.warning("%s; sessions continue in memory", error)
             self._lose()
             return
+        self._failures = 0
         self._meter.write.observe(time.perf_counter() - started_s)
         for (session, write), outcome in zip(writes, outcomes, strict=True):
             if session in self._sessions:
-                self._deliver(session, write, outcome)
+                self._guard(session, self._deliver, session, write, outcome)
+
+    def _collect(self, session: JournaledSession, writes: list[tuple[JournaledSession, SessionWrite]]) -> None:
+        """Appends what a session has to write."""
+        if (write := session.next_write()) is not None:
+            writes.append((session, write))
+        elif session.is_due:
+            asyncio.get_running_loop().call_later(BUSY_RETRY_S, self.wake, session)
+
+    def _guard(self, session: JournaledSession, call: Callable[..., None], *arguments: Any) -> None:
+        """Calls a method of a session. An error ends that session, and no other."""
+        try:
+            call(*arguments)
+        except Exception:
+            log.exception("the session %s cannot be stored", session.lease[0])
+            self.unregister(session)
+            try:
+                session.on_failed()
+            except Exception:
+                log.exception("the session %s cannot be ended", session.lease[0])
 
     def _deliver(self, session: JournaledSession, write: SessionWrite, outcome: WriteOutcome) -> None:
         match outcome:
@@ -132,8 +172,16 @@ class SessionWriter:
             case WriteOutcome.REFUSED:
                 self._meter.refused.inc()
                 session.on_refused()
+            case WriteOutcome.FAILED:
+                self._resting.add(session)
+                session.on_store_lost()
+                asyncio.get_running_loop().call_later(FAILED_RETRY_S, self._end_rest, session)
         if session in self._sessions and session.is_due:
             self.wake(session)
+
+    def _end_rest(self, session: JournaledSession) -> None:
+        self._resting.discard(session)
+        self.wake(session)
 
     async def _renew(self) -> None:
         """Prolongs the time limits of all sessions, for those that write nothing."""
@@ -153,21 +201,20 @@ class SessionWriter:
                         continue
                     if outcome is WriteOutcome.REFUSED:
                         self._meter.refused.inc()
-                        session.on_refused()
+                        self._guard(session, session.on_refused)
                     elif outcome is WriteOutcome.MISSING:
-                        session.on_missing()
+                        self._guard(session, session.on_missing)
                         self.wake(session)
 
     async def _find_store(self) -> None:
-        attempt = 0
         while not self.up:
-            await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
-            attempt += 1
+            await asyncio.sleep(RETRY_S[min(self._failures, len(RETRY_S) - 1)])
+            self._failures += 1
             try:
                 await self.store.ping()
             except StoreUnavailable:
                 continue
-            log.warning("the store of sessions answers again; %d sessions are written whole", len(self._sessions))
+            log.warning("the store of sessions accepts writes; %d sessions are written whole", len(self._sessions))
             self._set_up(True)
             for session in self._sessions:
                 self.wake(session)
@@ -175,8 +222,17 @@ class SessionWriter:
     def _lose(self) -> None:
         self._set_up(False)
         for session in list(self._sessions):
-            session.on_store_lost()
+            self._guard(session, session.on_store_lost)
         self._awake.set()
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """A task that ended by an error takes the other one along: sessions continue in memory."""
+        if task.cancelled() or (failure := task.exception()) is None:
+            return
+        log.error("sessions are stored no more, for their writer failed", exc_info=failure)
+        for other in self._tasks:
+            other.cancel()
+        self._lose()
 
     def _set_up(self, up: bool) -> None:
         self.up = up

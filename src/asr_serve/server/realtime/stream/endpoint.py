@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, cast
 from urllib.parse import parse_qs
@@ -59,7 +59,7 @@ from asr_serve.server.realtime.stream.connection import StreamConnection
 from asr_serve.server.realtime.stream.session import StartListener, StreamSession
 from asr_serve.server.realtime.stream.session_manager import SessionOwner, SessionStorage, StreamSessionManager
 from asr_serve.server.server_sent_events import KEEP_ALIVE, KEEP_ALIVE_S, with_error_event
-from asr_serve.server.sessions.cipher import record_cipher
+from asr_serve.server.sessions.cipher import session_cipher
 from asr_serve.server.sessions.redis_store import RedisSessionStore
 from asr_serve.server.sessions.writer import SessionWriter
 from asr_serve.units import samples_to_s
@@ -81,12 +81,15 @@ def create_session_manager(dependencies: LiveDependencies) -> StreamSessionManag
     """Creates the session manager of a server."""
     config, meter = dependencies.config, dependencies.metrics.live_route(PATH)
 
-    def begin(owner: SessionOwner, request: NewSessionRequest) -> tuple[str, StartListener]:
+    def begin(owner: SessionOwner, request: NewSessionRequest, reserved: ExitStack) -> tuple[str, StartListener]:
         engine = dependencies.engines.get(request.model)
+
+        reserved.enter_context(dependencies.admission.reserve_session(cast(Key, owner)))
+        reserved.enter_context(engine.in_use())
 
         @contextmanager
         def lease() -> Iterator[None]:
-            with dependencies.admission.reserve_session(cast(Key, owner)), engine.in_use():
+            with reserved.pop_all():
                 yield
 
         def start_listener(
@@ -122,7 +125,7 @@ def _create_storage(config: ServeConfig, metrics: ServerMetrics) -> SessionStora
     if sessions.redis_url is None:
         return None
     store = RedisSessionStore(
-        sessions.redis_url, sessions.prefix, sessions.timeout_ms / 1_000, record_cipher(sessions.key_file)
+        sessions.redis_url, sessions.prefix, sessions.timeout_ms / 1_000, session_cipher(sessions.key_file)
     )
     ttl_ms = int(1_000 * max(MIN_TTL_S, 2 * config.resume_s))
     writer = SessionWriter(store, ttl_ms, metrics.session_store)

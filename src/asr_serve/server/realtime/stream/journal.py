@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -28,8 +29,22 @@ from asr_serve.server.sessions.records import (
 from asr_serve.server.sessions.writer import SessionWriter
 from asr_serve.units import RATE_HZ, ms_to_samples
 
+MAX_ENTRY_SAMPLES = RATE_HZ
+"""Audio in one entry, which is dropped as a whole."""
 BLOCKED_S = 2.0
 """Time after which events are sent though the session's state could not be exported."""
+
+
+class Settled(Enum):
+    """Outcome of waiting until a session is stored."""
+
+    STORED = "stored"
+    AWAY = "away"
+    """The store is away: the session is in memory only."""
+    BLOCKED = "blocked"
+    """The state could not be exported in time: what is stored is an older one."""
+    LOST = "lost"
+    """Another server has the session, or it was closed."""
 
 
 class JournalSource(Protocol):
@@ -62,6 +77,9 @@ class JournalSource(Protocol):
 
     def on_claimed_elsewhere(self) -> None: ...
 
+    def on_journal_failed(self) -> None:
+        """The session cannot be stored any more, by an error of its own."""
+
 
 class SessionJournal:
     """Journal of one session. See JournaledSession."""
@@ -92,11 +110,17 @@ class SessionJournal:
         self._checkpoint_at = self._samples
         self._entries = deque(() if stored is None else ((a.start_samples, a.samples) for a in stored.audio))
         """First sample and length of each entry of audio in the store."""
-        self._first_samples = self._entries[0][0] if self._entries else self._samples
-        self._waiters: list[asyncio.Future[bool]] = []
-        self._served: list[asyncio.Future[bool]] = []
+        self._trimmed_at = 0
+        """Start of the needed audio when the state was written last."""
+        self._stored_at = (0, 0) if stored is None else (stored.position.received_bytes, self._samples)
+        """Bytes and samples of audio that are stored."""
+        self.stored = stored is not None
+        """Whether the store has the session."""
+        self._waiters: list[asyncio.Future[Settled]] = []
+        self._served: list[asyncio.Future[Settled]] = []
         """Waiters whose write is in flight."""
         self._blocked_since_s: float | None = None
+        self._closed = False
         writer.register(self)
         writer.wake(self)
 
@@ -105,8 +129,19 @@ class SessionJournal:
         return self._id, self._epoch
 
     @property
+    def client(self) -> str:
+        """Identifies the session's owner to all servers."""
+        return self._client
+
+    @property
     def up(self) -> bool:
-        return self._writer.up
+        """Whether the store accepts what is written."""
+        return self._writer.serves(self)
+
+    @property
+    def durable(self) -> bool:
+        """Whether another server can continue the session now."""
+        return self.stored and self.up
 
     @property
     def is_due(self) -> bool:
@@ -122,13 +157,16 @@ class SessionJournal:
 
     @property
     def _holds_too_much(self) -> bool:
-        """Whether much of the stored audio is needed no more."""
-        return self._source.needed_from_samples - self._first_samples >= max(RATE_HZ, self._checkpoint_samples)
+        """Whether a checkpoint would free much of the stored audio."""
+        needed_from, much = self._source.needed_from_samples, max(RATE_HZ, self._checkpoint_samples)
+        if needed_from - self._trimmed_at < much:  # what the last checkpoint could not free, the next one cannot
+            return False
+        return sum(samples for start, samples in self._entries if start + samples <= needed_from) >= much
 
     def on_change(self) -> None:
         """Looks whether something is to be written. Without a store, releases it."""
-        if not self._writer.up:
-            self._release_all()
+        if not self.up:
+            self.release_all()
         elif self.is_due:
             self._writer.wake(self)
 
@@ -137,23 +175,26 @@ class SessionJournal:
         self._command = True
         self.on_change()
 
-    async def settle(self) -> bool:
-        """Waits until everything up to now is stored, or the store is away. False: another server has the session."""
-        if not self._writer.up:
-            return True
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    async def settle(self) -> Settled:
+        """Waits until everything up to now is stored, or cannot be."""
+        if self._closed:
+            return Settled.LOST
+        if not self.up:
+            return Settled.AWAY
+        done: asyncio.Future[Settled] = asyncio.get_running_loop().create_future()
         self._waiters.append(done)
         self.write_now()
         try:
             async with asyncio.timeout(BLOCKED_S):
                 return await done
         except TimeoutError:
-            return True  # it could not be exported; what it was given since may have to come again
+            return Settled.BLOCKED
 
     def close(self) -> None:
         """Writes nothing more. Idempotent."""
+        self._closed = True
         self._writer.unregister(self)
-        self._answer(False)
+        self._answer(Settled.LOST)
 
     # --- from the writer -------------------------------------------------------------------------------
 
@@ -168,8 +209,9 @@ class SessionJournal:
         # Audio that is not stored yet and is needed no more: the stored state would need it.
         required = self._whole or self._command or unsent or start > self._samples
         checkpoint = source.export_checkpoint() if required or stale or self._holds_too_much else None
-        if required and checkpoint is None:
-            self._count_blocked()
+        if checkpoint is None and (required or not len(pcm)):
+            if required:
+                self._count_blocked()
             return None
         self._blocked_since_s = None
         if checkpoint is not None:
@@ -179,10 +221,12 @@ class SessionJournal:
                 start, pcm = source.stored_audio(first)
             while self._entries and sum(self._entries[0]) <= first:
                 self._entries.popleft()
-            self._checkpoint_at = source.received_samples
-        if len(pcm):
-            self._entries.append((start, len(pcm)))
-        self._first_samples = self._entries[0][0] if self._entries else source.received_samples
+            self._checkpoint_at, self._trimmed_at = source.received_samples, source.needed_from_samples
+        audio = [
+            StoredAudio.of(start + at, pcm[at : at + MAX_ENTRY_SAMPLES], pcm16=self._pcm16)
+            for at in range(0, len(pcm), MAX_ENTRY_SAMPLES)
+        ]
+        self._entries.extend((each.start_samples, each.samples) for each in audio)
         first_seq = source.events_after(0)[:1]
         write = SessionWrite(
             session_id=self._id,
@@ -193,9 +237,10 @@ class SessionJournal:
             position=source.export_position(),
             checkpoint=checkpoint,
             events=[StoredEvent(event.seq or 0, event.type, event.json) for event in events],
-            audio=[StoredAudio.of(start, pcm, pcm16=self._pcm16)] if len(pcm) else [],
+            audio=audio,
+            last_seq=source.last_seq,
             first_seq=first_seq[0].seq or 1 if first_seq else 1,
-            first_samples=self._first_samples,
+            first_samples=self._entries[0][0] if self._entries else source.received_samples,
         )
         self._seq = events[-1].seq or 0 if events else self._seq
         self._samples = source.received_samples
@@ -206,22 +251,28 @@ class SessionJournal:
     def on_written(self, write: SessionWrite) -> None:
         position = write.position
         last_seq = write.events[-1].seq if write.events else 0
-        self._source.release(last_seq, position.received_bytes, position.received_samples, durable=True)
-        self._answer(True, waiting=False)
+        self.stored, self._stored_at = True, (position.received_bytes, position.received_samples)
+        self._source.release(last_seq, *self._stored_at, durable=self.up)
+        self._answer(Settled.STORED, waiting=False)
 
     def on_missing(self) -> None:
-        self._whole = True
+        self._whole, self.stored = True, False
 
     def on_refused(self) -> None:
         self.close()
         self._source.on_claimed_elsewhere()
 
     def on_store_lost(self) -> None:
-        self._whole = True
-        self._release_all()
-        self._answer(True)
+        self._whole, self.stored = True, False
+        self.release_all()
+        self._answer(Settled.AWAY)
 
-    def _release_all(self) -> None:
+    def on_failed(self) -> None:
+        self.close()
+        self._source.on_journal_failed()
+
+    def release_all(self) -> None:
+        """Continues in memory only."""
         source = self._source
         position = source.export_position()
         source.release(source.last_seq, position.received_bytes, position.received_samples, durable=False)
@@ -230,14 +281,14 @@ class SessionJournal:
         now_s = time.monotonic()
         if self._blocked_since_s is None:
             self._blocked_since_s = now_s
-        elif now_s - self._blocked_since_s > BLOCKED_S:
-            self._release_all()
+        elif now_s - self._blocked_since_s > BLOCKED_S:  # words wait no longer; audio is acknowledged as it is stored
+            self._source.release(self._source.last_seq, *self._stored_at, durable=False)
 
-    def _answer(self, held: bool, *, waiting: bool = True) -> None:
+    def _answer(self, outcome: Settled, *, waiting: bool = True) -> None:
         """Answers those whose write is in flight and, with `waiting`, those whose write is not."""
         waiters, self._served = self._served, []
         if waiting:
             waiters, self._waiters = [*waiters, *self._waiters], []
         for waiter in waiters:
             if not waiter.done():
-                waiter.set_result(held)
+                waiter.set_result(outcome)

@@ -20,6 +20,7 @@ from asr_serve.errors import (
     IdleTimeout,
     MalformedRequest,
     OutOfTurn,
+    StoreUnavailable,
     TakenOver,
 )
 from asr_serve.metrics import LiveRouteMetrics
@@ -40,7 +41,7 @@ from asr_serve.server.realtime.async_listener import AsyncListener
 from asr_serve.server.realtime.lifecycle import SessionLimits
 from asr_serve.server.realtime.stream.connection import FormatStreamError, StreamConnection
 from asr_serve.server.realtime.stream.event_log import EventLog
-from asr_serve.server.realtime.stream.journal import SessionJournal
+from asr_serve.server.realtime.stream.journal import SessionJournal, Settled
 from asr_serve.server.sessions.records import SessionCheckpoint, SessionPosition, StoredSession
 from asr_serve.units import RATE_HZ, samples_to_s
 
@@ -48,6 +49,9 @@ log = logging.getLogger(__name__)
 
 SLICE_BYTES = 4_096
 """Bytes of audio, up to some seconds of it, that are decoded before `full` is checked again."""
+
+RESUME_RETRY_MS = 200
+"""Retry time for the client of a session that goes on elsewhere, or here from what is stored."""
 
 StartListener = Callable[[Callable[[list[LiveEvent]], None], SavedLiveSession | None], AsyncListener]
 """Creates a listener that passes its events to that callback; with a saved session, one that continues it."""
@@ -78,18 +82,20 @@ class StreamSession:
         decoder: LiveAudioDecoder,
         limits: SessionLimits,
         meter: LiveRouteMetrics,
-        begin: StartListener,
+        begin: StartListener | None,
         on_closed: Callable[[StreamSession], None],
         on_claimed: Callable[[StreamSession], None] = lambda _: None,
+        on_failed: Callable[[StreamSession], None] = lambda _: None,
         open_journal: OpenJournal | None = None,
         stored: StoredSession | None = None,
     ) -> None:
-        """`on_closed` is called once the session is closed, `on_claimed` once another server has claimed it.
-        `open_journal`: for a session that is stored; `stored`: the
-        session to continue. Raises as `begin` does, and ValueError for a stored session that is incomplete."""
+        """`on_closed` is called once the session is closed, `on_claimed` once another server has claimed it, and
+        `on_failed` once it has failed and can be continued from what is stored. `open_journal`: for a session that is
+        stored; `stored`: the session to continue; one that has ended needs no `begin`. Raises as that does, and
+        ValueError for a stored session that is incomplete."""
         self.info, self.log = info, EventLog(holds=open_journal is not None)
         self._decoder, self._limits, self._meter, self._on_closed = decoder, limits, meter, on_closed
-        self._on_claimed = on_claimed
+        self._on_claimed, self._on_failed = on_claimed, on_failed
         self._encoder = StreamEventEncoder(words=info.words)
         self._partial: EncodedEvent | None = None
         self.received_bytes = self._acked_samples = self._acked_bytes = 0
@@ -114,6 +120,7 @@ class StreamSession:
         self._listener: AsyncListener | None = None
         """None: all was reported before the session was stored, and it continues here as a log only."""
         if stored is None or saved is not None:
+            assert begin is not None
             self._listener = begin(self._on_events, saved)
             self._language = self._listener.language
             self._listener.after_advance = self._on_change
@@ -148,6 +155,8 @@ class StreamSession:
         return SavedLiveSession(checkpoint.live, stored.audio_from(checkpoint.live.audio_from))
 
     def export_checkpoint(self) -> SessionCheckpoint | None:
+        if self.failure is not None:
+            return None  # the last state that is stored is still good, for another server too
         live = None
         if not self.closed:
             live = None if self._listener is None else self._listener.export_state()
@@ -202,17 +211,27 @@ class StreamSession:
     def on_claimed_elsewhere(self) -> None:
         self._on_claimed(self)
 
+    def on_journal_failed(self) -> None:
+        if self.connection is not None:
+            self.connection.stop(
+                StoreUnavailable("the session cannot be stored any more", "resume it", RESUME_RETRY_MS)
+            )
+        self._on_failed(self)
+
     def _on_change(self) -> None:
         if self.journal is not None:
             self.journal.on_change()
 
-    async def leave(self, reason: AsrServeError) -> None:
-        """Hands the session over: nothing more is accepted, and its client is told to continue elsewhere."""
+    async def leave(self, reason: AsrServeError) -> Settled:
+        """Hands the session over: nothing more is accepted, and its client is told to continue elsewhere. Does nothing
+        but wait if the session could not be stored."""
         assert self.journal is not None
         self._leaving = True
-        await self.journal.settle()
-        if self.connection is not None:
+        outcome = await self.journal.settle()
+        self._leaving = outcome is Settled.STORED
+        if self._leaving and self.connection is not None:
             self.connection.stop(reason)
+        return outcome
 
     # --- connections -----------------------------------------------------------------------------------
 
@@ -257,7 +276,7 @@ class StreamSession:
             received_bytes=self.received_bytes,
             last_seq=self.log.released_seq,
             resume_s=self.info.resume_s,
-            durable=self.journal is not None,
+            durable=self.journal is not None and self.journal.durable,
         )
 
     # --- audio and commands ----------------------------------------------------------------------------
@@ -421,13 +440,26 @@ class StreamSession:
         self._partial = None
         if not work.cancelled():
             self.failure = work.exception()
-        if self.journal is not None and not work.cancelled():
+        if self.journal is not None and self.failure is not None:
+            if self.journal.durable:
+                self._fail_stored(self.journal, self.failure)
+                return
+            self.journal.release_all()
+        elif self.journal is not None and not work.cancelled():
             self.journal.write_now()
         if self.connection is not None:
             self.connection.finish(self.failure)
         elif self.failure is not None:
             log.error("a session failed while no client was there", exc_info=self.failure)
         self._on_closed(self)
+
+    def _fail_stored(self, journal: SessionJournal, failure: BaseException) -> None:
+        """Ends here, and leaves the last stored state for the server that the client resumes at, this one too."""
+        journal.close()
+        log.error("a session failed; its last state is stored", exc_info=failure)
+        if self.connection is not None:
+            self.connection.stop(failure)
+        self._on_failed(self)
 
     def abort(self) -> None:
         """Cancels the session: no client will resume it."""

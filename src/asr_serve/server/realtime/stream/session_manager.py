@@ -19,16 +19,16 @@ from asr_serve.metrics import ServerMetrics
 from asr_serve.protocols.stream.client_messages import PATH, NewSessionRequest, StreamResume
 from asr_serve.server.realtime.lifecycle import DRAIN_RETRY_MS, SessionLimits
 from asr_serve.server.realtime.stream.connection import FormatStreamError, StreamConnection
-from asr_serve.server.realtime.stream.journal import SessionJournal
-from asr_serve.server.realtime.stream.session import StartListener, StreamSession, StreamSessionInfo
+from asr_serve.server.realtime.stream.journal import SessionJournal, Settled
+from asr_serve.server.realtime.stream.session import RESUME_RETRY_MS, StartListener, StreamSession, StreamSessionInfo
 from asr_serve.server.sessions.cipher import Unreadable
 from asr_serve.server.sessions.records import SessionHeader, StoredSession
 from asr_serve.server.sessions.writer import SessionWriter
 
 log = logging.getLogger(__name__)
 
-RESUME_RETRY_MS = 200
-"""Retry time for the client of a session that was handed over."""
+MAX_CLAIMS = 3
+"""Attempts to claim a session that others claim at the same time."""
 MAX_TOMBSTONES = 4_096
 """Removed sessions whose reason for removal is kept."""
 
@@ -60,12 +60,13 @@ class StreamSessionManager:
         resume_s: float,
         max_ended: int,
         metrics: ServerMetrics,
-        begin: Callable[[SessionOwner, NewSessionRequest], tuple[str, StartListener]],
+        begin: Callable[[SessionOwner, NewSessionRequest, contextlib.ExitStack], tuple[str, StartListener]],
         storage: SessionStorage | None = None,
     ) -> None:
         """`resume_s`: how long a session waits for a connection. `max_ended`: ended sessions to keep. `begin`
-        returns a model's name and how to start its listener; raises UnknownModel, ModelNotLoaded, EngineClosed.
-        `storage`: where sessions are stored outside the server."""
+        reserves, on a stack, what a session needs, and returns a model's name and how to start its listener, which
+        takes the reservation over; raises UnknownModel, ModelNotLoaded, AtCapacity, EngineClosed. `storage`: where
+        sessions are stored outside the server."""
         self._limits, self._resume_s, self._most, self._start_session = limits, resume_s, max_ended, begin
         self._meter, self._resumes = metrics.live_route(PATH), metrics.resumes
         self._waiting = metrics.live_waiting
@@ -75,8 +76,8 @@ class StreamSessionManager:
         self._closed: dict[str, StreamSession] = {}
         self._tombstones: dict[str, tuple[SessionOwner, str]] = {}
         self._storage = storage
-        self._claims: dict[str, asyncio.Lock] = {}
-        """Locks of sessions that are being found for a connection."""
+        self._claims: dict[str, tuple[asyncio.Lock, int]] = {}
+        """Locks of sessions that are being found for a connection, and how many hold or await each."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -98,7 +99,7 @@ class StreamSessionManager:
         StoreUnavailable.
         """
         if isinstance(request, NewSessionRequest):
-            session = self._create(owner, request)
+            session = await self._create_stored(owner, request)
             connection = session.attach(0, format_error, resumed=False)
         else:
             session = await self._find(owner, request.session_id)
@@ -106,7 +107,7 @@ class StreamSessionManager:
         try:
             yield session, connection
         finally:
-            if session.detach(connection) and session.info.session_id in self._sessions:
+            if session.detach(connection) and self._has(session):
                 if session.closed and session.info.session_id not in self._closed:
                     self.abort(session, "has ended")  # enough have ended since
                 else:
@@ -133,35 +134,48 @@ class StreamSessionManager:
         sent is stored when this returns. Raises as `connect` does."""
         if self._storage is None:
             return self.get(owner, session_id)
-        lock = self._claims.setdefault(session_id, asyncio.Lock())
+        async with self._claiming(session_id):
+            session = self._sessions.get(session_id)
+            own = session is not None and self._owners[session_id] == owner
+            journal = session.journal if session is not None and own else None
+            if session is not None and journal is not None and await journal.settle() is Settled.LOST:
+                self.abort(session, "was continued by another server", keep_stored=True)
+            if session_id not in self._sessions:
+                await self._take_over(owner, session_id, self._storage)
+            return self.get(owner, session_id)
+
+    @asynccontextmanager
+    async def _claiming(self, session_id: str) -> AsyncIterator[None]:
+        """Holds the lock of a session that is being found, one at a time."""
+        lock, users = self._claims.get(session_id) or (asyncio.Lock(), 0)
+        self._claims[session_id] = lock, users + 1
         try:
             async with lock:
-                session = self._sessions.get(session_id)
-                journal = None
-                if session is not None and self._owners[session_id] == owner:
-                    journal = session.journal
-                if session is not None and journal is not None and not await journal.settle():
-                    self.abort(session, "was continued by another server", keep_stored=True)
-                if session_id not in self._sessions:
-                    await self._take_over(owner, session_id, self._storage)
-                return self.get(owner, session_id)
+                yield
         finally:
-            if not lock.locked():
-                self._claims.pop(session_id, None)
+            users = self._claims[session_id][1] - 1
+            self._claims[session_id] = lock, users
+            if not users:
+                del self._claims[session_id]
+
+    def _has(self, session: StreamSession) -> bool:
+        """Whether that session, and no later one of the same id, is live here."""
+        return self._sessions.get(session.info.session_id) is session
 
     async def _take_over(self, owner: SessionOwner, session_id: str, storage: SessionStorage) -> None:
         """Claims a session that is in the store and continues it here."""
         try:
-            stored = await storage.writer.store.claim(session_id, storage.client_id(owner), storage.writer.ttl_ms)
-            if stored is None:
-                return
-            if isinstance(stored, str):
-                self._bury(session_id, owner, stored)
-                return
-            request = msgspec.structs.replace(stored.header.request, model=stored.header.model)
-            decoder = create_live_decoder(request.encoding, request.rate_hz)
-            model, start = self._start_session(owner, request)
-            self._add(owner, session_id, model, request, decoder, start, stored)
+            for _ in range(MAX_CLAIMS):
+                stored = await storage.writer.store.read(session_id, storage.client_id(owner))
+                if stored is None:
+                    return
+                if isinstance(stored, str):
+                    self._bury(session_id, owner, stored)
+                    return
+                if await self._claim(owner, stored, storage):
+                    break
+            else:
+                raise StoreUnavailable("other servers claim this session", "one connection at a time", RESUME_RETRY_MS)
         except (Unreadable, ValueError, msgspec.MsgspecError) as failure:
             log.error("a stored session cannot be continued: %s", failure)
             self._bury(session_id, owner, "is stored in a way that this server cannot read")
@@ -171,16 +185,34 @@ class StreamSessionManager:
             raise
         self._resumes.labels("taken_over").inc()
 
+    async def _claim(self, owner: SessionOwner, read: StoredSession, storage: SessionStorage) -> bool:
+        """Claims a session and continues it, once it is certain that this server can: until then its owner keeps it.
+        False: it was claimed or ended meanwhile."""
+        header, start = read.header, None
+        request = msgspec.structs.replace(header.request, model=header.model)
+        decoder, model = create_live_decoder(request.encoding, request.rate_hz), header.model
+        with contextlib.ExitStack() as reserved:
+            if read.checkpoint.live is not None:
+                read.audio_from(read.checkpoint.live.audio_from)
+                model, start = self._start_session(owner, request, reserved)
+            client, ttl_ms = storage.client_id(owner), storage.writer.ttl_ms
+            stored = await storage.writer.store.claim(read.session_id, client, read.epoch, ttl_ms)
+            if not isinstance(stored, StoredSession):
+                return False
+            self._add(owner, read.session_id, model, request, decoder, start, stored)
+        return True
+
     def abort(self, session: StreamSession, reason: str, *, keep_stored: bool = False) -> None:
         """Removes and cancels a session. `reason` is the predicate of a later error message. `keep_stored`: another
         server may continue it."""
         session_id = session.info.session_id
-        if self._sessions.pop(session_id, None) is None:
+        if not self._has(session):
             return
+        del self._sessions[session_id]
         if session.journal is not None and self._storage is not None:
             session.journal.close()
             if not keep_stored:
-                self._start(self._end_stored(session.journal.lease, reason, self._storage))
+                self._start(self._end_stored(session.journal, reason, self._storage))
         self._cancel_expiry(session)
         self._closed.pop(session_id, None)
         self._bury(session_id, self._owners.pop(session_id), reason)
@@ -191,9 +223,10 @@ class StreamSessionManager:
         if len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
 
-    async def _end_stored(self, lease: tuple[str, int], reason: str, storage: SessionStorage) -> None:
+    async def _end_stored(self, journal: SessionJournal, reason: str, storage: SessionStorage) -> None:
         with contextlib.suppress(StoreUnavailable):  # its keys have time limits
-            await storage.writer.store.end(*lease, reason, storage.writer.ttl_ms)
+            session_id, epoch = journal.lease
+            await storage.writer.store.end(session_id, journal.client, epoch, reason, storage.writer.ttl_ms)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -209,9 +242,21 @@ class StreamSessionManager:
             )
         self.abort(session, "was continued by another server", keep_stored=True)
 
+    def _failed(self, session: StreamSession) -> None:
+        self.abort(session, "has failed here", keep_stored=True)
+
     async def _hand_over(self, session: StreamSession) -> None:
-        await session.leave(Draining("the server is going down", "another one continues the session", RESUME_RETRY_MS))
-        self.abort(session, "was handed over, for the server goes down", keep_stored=True)
+        reason = Draining("the server is going down", "another one continues the session", RESUME_RETRY_MS)
+        if await session.leave(reason) is Settled.STORED:
+            self.abort(session, "was handed over, for the server goes down", keep_stored=True)
+        elif self._has(session):
+            self._end_drained(session)
+
+    def _end_drained(self, session: StreamSession) -> None:
+        if session.connection is None:
+            self.abort(session, "was dropped, for the server goes down")
+        else:
+            session.end(Draining("the server is going down", "it ends every session", DRAIN_RETRY_MS))
 
     def drain(self) -> None:
         """Hands over what is stored outside the server. Ends other sessions that have a connection and drops the
@@ -219,10 +264,8 @@ class StreamSessionManager:
         for session in list(self._sessions.values()):
             if session.journal is not None and session.journal.up:
                 self._start(self._hand_over(session))
-            elif session.connection is None:
-                self.abort(session, "was dropped, for the server goes down")
             else:
-                session.end(Draining("the server is going down", "it ends every session", DRAIN_RETRY_MS))
+                self._end_drained(session)
 
     async def close(self) -> None:
         if self._tasks:
@@ -235,10 +278,26 @@ class StreamSessionManager:
         if self._storage is not None:
             await self._storage.writer.close()
 
+    async def _create_stored(self, owner: SessionOwner, request: NewSessionRequest) -> StreamSession:
+        """Creates a session and stores it, if it can be. Raises as `connect` does."""
+        session = self._create(owner, request)
+        if session.journal is None:
+            return session
+        settled = None
+        try:
+            settled = await session.journal.settle()
+        finally:
+            if settled is None:  # the client left
+                self.abort(session, "was ended by its client")
+        if not self._has(session):
+            raise Draining("the server is going down", "no session was begun", RESUME_RETRY_MS)
+        return session
+
     def _create(self, owner: SessionOwner, request: NewSessionRequest) -> StreamSession:
         decoder = create_live_decoder(request.encoding, request.rate_hz)
-        model, start = self._start_session(owner, request)
-        return self._add(owner, secrets.token_hex(16), model, request, decoder, start, None)
+        with contextlib.ExitStack() as reserved:
+            model, start = self._start_session(owner, request, reserved)
+            return self._add(owner, secrets.token_hex(16), model, request, decoder, start, None)
 
     def _add(
         self,
@@ -247,7 +306,7 @@ class StreamSessionManager:
         model: str,
         request: NewSessionRequest,
         decoder: LiveAudioDecoder,
-        start: StartListener,
+        start: StartListener | None,
         stored: StoredSession | None,
     ) -> StreamSession:
         info = StreamSessionInfo(
@@ -277,6 +336,7 @@ class StreamSessionManager:
             start,
             self._ended,
             self._claimed_elsewhere,
+            self._failed,
             None if storage is None else open_journal,
             stored,
         )
@@ -314,7 +374,7 @@ class StreamSessionManager:
 
     def _ended(self, session: StreamSession) -> None:
         """Keeps an ended session, and drops the oldest ones beyond the limit."""
-        if session.info.session_id not in self._sessions:
+        if not self._has(session):
             return
         self._count()
         self._closed[session.info.session_id] = session

@@ -538,15 +538,24 @@ class InFlight:
 
     def record_death(self, code: str) -> list[PendingAnswer]:
         """Rejects queries, and work during which too many processes died."""
-        for work in self.requests.values():
-            work.deaths += work.started
+        suspects, answers = self.record_loss(f"died ({code})")
+        for work in suspects:
+            work.deaths += 1
+        return [*answers, *self.reject_repeated(code)]
+
+    def record_loss(
+        self, how: str
+    ) -> tuple[list[InFlightUtterance | InFlightSpeech | InFlightSession], list[PendingAnswer]]:
+        """Rejects queries, and returns the work in progress too: where the process died, that may be the cause."""
+        started = [work for work in self.requests.values() if work.started]
+        for work in started:
             work.started = False
-        for session in self.sessions.values():
-            session.deaths += bool(session.pending_chunks)
-        return [
-            *self.queries.fail_all(unanswered_query(f"died ({code})")),
-            *self._reject_repeated(MAX_DEATHS, crash_error(code)),
-        ]
+        sessions = [session for session in self.sessions.values() if session.pending_chunks]
+        return [*started, *sessions], self.queries.fail_all(unanswered_query(how))
+
+    def reject_repeated(self, code: str) -> list[PendingAnswer]:
+        """Rejects work during which too many processes died."""
+        return self._reject_repeated(MAX_DEATHS, crash_error(code))
 
     def fail_all(self, error: AsrServeError) -> list[PendingAnswer]:
         """Rejects everything."""

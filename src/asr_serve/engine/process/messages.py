@@ -178,7 +178,8 @@ class ReportQuery(msgspec.Struct, frozen=True, tag=True):
 
 
 class EnginePing(msgspec.Struct, frozen=True, tag=True):
-    """Requests an EnginePong, answered by the loop between two steps."""
+    """Requests an EnginePong, answered by the loop between two steps; for a server that did not start the engine, by
+    the thread that reads its messages."""
 
 
 class StopEngine(msgspec.Struct, frozen=True, tag=True):

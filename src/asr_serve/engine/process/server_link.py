@@ -218,7 +218,10 @@ class ServerLink:
             case messages.ReportQuery(number=number):
                 self.send(messages.EngineReport(number, loop.describe(), facts.metrics_text()))
             case messages.EnginePing():
-                put(lambda _: self.send(messages.EnginePong()))
+                if self.owns_engine:  # which kills it where the loop hangs
+                    put(lambda _: self.send(messages.EnginePong()))
+                else:  # a long step is no lost connection
+                    self.send(messages.EnginePong())
             case messages.StopEngine():
                 put(Loop.stop)
 

@@ -26,7 +26,7 @@ from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.engine.cache.digest import audio_digest, keyed
 from asr_serve.engine.client import Connect
 from asr_serve.engine.process import messages
-from asr_serve.engine.process.connection import ExportedStream
+from asr_serve.engine.process.connection import EngineConnection, ExportedStream
 from asr_serve.engine.process.engine_process import RingSize, restart_pause_s
 from asr_serve.engine.process.handover import Handover, HandoverResult
 from asr_serve.engine.process.in_flight import (
@@ -96,6 +96,11 @@ class Replica:
         self.address: messages.EngineAddress | None = None
         """Address of its current engine process."""
         self.draining = False
+        self.differs = False
+        """Whether it was refused because its model or weights are others than this backend's."""
+        self.suspects: list[InFlightUtterance | InFlightSpeech | InFlightSession] = []
+        """Work that was in progress when the connection was lost. It counts as a death once it is known that the engine
+        process has ended: a lost connection is none."""
 
     @property
     def takes_work(self) -> bool:
@@ -186,10 +191,19 @@ class ReplicatedBackend:
         with self._lock:
             return {replica.id: replica.load for replica in self._replicas.values() if replica.in_flight.process_ready}
 
+    @property
+    def outdated(self) -> bool:
+        """Whether only replicas of another model, or of other weights, are left to take work: what this backend told
+        its callers of the model is wrong for them, so its server has to be replaced."""
+        with self._lock:
+            others = any(replica.differs and not replica.draining for replica in self._replicas.values())
+            return others and not self._takers
+
     # --- replicas, called by the directory -----------------------------------------------------------------
 
     def connect(self, replica_id: str, address: messages.EngineAddress, *, same_machine: bool) -> None:
         """Connects to the engine process of a replica, which is new or was restarted. Returns at once."""
+        answers: list[PendingAnswer] = []
         with self._lock:
             if self._closing.is_set():
                 return
@@ -197,12 +211,18 @@ class ReplicatedBackend:
             if replica.address == address:
                 return
             previous, replica.address = replica.in_flight.process, address
+            replica.differs = False
+            if previous is not None:
+                answers = self._disconnect(replica, previous)
+            answers += self._count_deaths(replica)
             name = f"asr-serve from {replica_id}"
             thread = threading.Thread(target=self._run, args=(replica, address, same_machine), name=name, daemon=True)
             self._threads.add(thread)
             thread.start()
+            self._changed.notify_all()
         if previous is not None:
             previous.kill()  # of a process before this one
+        self._deliver(answers)
 
     def drain(self, replica_id: str, timeout_s: float) -> None:
         """Moves the work of a replica that will go to others, and disconnects. Its requests have `timeout_s` to finish;
@@ -233,10 +253,12 @@ class ReplicatedBackend:
                     self._record(handover)
                 moved = handover.moved
             self._replicas.pop(replica_id, None)
+            answers = self._count_deaths(replica)
             self._changed.notify_all()
             process = replica.in_flight.process
         if process is not None:
             process.kill()
+        self._deliver(answers)
         log.info("replica %s was drained: %s", replica_id, {" by ".join(labels): n for labels, n in moved.items()})
 
     def _target(self, leaving: Replica) -> InFlight:
@@ -447,18 +469,20 @@ class ReplicatedBackend:
                         address, settings.key, settings.ring, same_machine=same_machine, name=replica.id
                     )
                     try:
-                        self._serve(replica, process)
+                        self._serve(replica, address, process)
                         failures = 0
                     finally:
                         process.close()
                 except AsrServeError as failure:
                     if not failures:
                         log.warning("replica %s: %s", replica.id, failure)
+                except Exception:
+                    log.exception("what replica %s said cannot be taken: it is connected to again", replica.id)
                 failures += 1
-        except Exception:
-            log.exception("what replica %s said cannot be taken: it is given up", replica.id)
         finally:
             with self._lock:
+                if replica.address == address:
+                    replica.address = None  # so that the directory may name it again
                 self._threads.discard(threading.current_thread())
 
     def _wanted(self, replica: Replica, address: messages.EngineAddress, after_s: float) -> bool:
@@ -471,35 +495,51 @@ class ReplicatedBackend:
         with self._changed:
             return not self._changed.wait_for(unwanted, after_s)
 
-    def _serve(self, replica: Replica, process: RemoteEngine) -> None:
+    def _serve(self, replica: Replica, address: messages.EngineAddress, process: RemoteEngine) -> None:
         """Gives the replica work until its connection ends, and then its work to others. Raises PeerGone,
         NotAllowed."""
         process.hang_timeout_s = self._settings.silent_s
-        ready = process.wait_ready()
-        first = self._first.result() if self._first.done() else ready
-        if (ready.card, ready.fingerprint) != (first.card, first.fingerprint):
-            raise NotAllowed("a replica of another model, or of other weights", "equal replicas: texts would differ")
         with self._lock:
-            if self._closing.is_set() or replica.draining:
+            if self._closing.is_set() or replica.draining or replica.address != address:
                 return
-            in_flight = replica.in_flight
-            in_flight.process = process
-            in_flight.replay_all()
-            self._move_work(self._waiting, in_flight)
-            self._redirect(self._waiting, in_flight)
-            self._alone_since_s, self._failed = None, False
-            self._changed.notify_all()
-        if not self._first.done():
-            self._first.set_result(ready)
-        log.info("replica %s is connected", replica.id)
+            # From here on `_watch`, `drain` and `close` end it, also while it has sent nothing.
+            replica.in_flight.process = process
         try:
+            ready = process.wait_ready()
+            with self._lock:
+                if self._closing.is_set() or replica.draining or replica.in_flight.process is not process:
+                    return
+                self._attach(replica, ready)
+            log.info("replica %s is connected", replica.id)
             while (message := process.receive()) is not None:
-                self._handle_message(replica, message)
+                self._handle_message(replica, process, message)
         finally:
             self._on_lost(replica, process)
 
-    def _handle_message(self, replica: Replica, message: messages.ToServer | ExportedStream) -> None:
+    def _attach(self, replica: Replica, ready: messages.EngineReady) -> None:
+        """Gives a connected replica the work that waits. Raises NotAllowed for one that is not like the first."""
+        first = self._first.result() if self._first.done() else ready
+        replica.differs = (ready.card, ready.fingerprint) != (first.card, first.fingerprint)
+        if replica.differs:
+            self._changed.notify_all()
+            raise NotAllowed("a replica of another model, or of other weights", "equal replicas: texts would differ")
+        if not self._first.done():
+            self._first.set_result(ready)
+        in_flight, replica.suspects = replica.in_flight, []
+        in_flight.replay_all()
+        self._move_work(self._waiting, in_flight)
+        self._redirect(self._waiting, in_flight)
+        self._alone_since_s, self._failed = None, False
+        self._changed.notify_all()
+
+    def _handle_message(
+        self, replica: Replica, process: RemoteEngine, message: messages.ToServer | ExportedStream
+    ) -> None:
         with self._lock:
+            if replica.in_flight.process is not process:  # replaced: its work is done elsewhere
+                if isinstance(message, ExportedStream) and message.saved is not None:
+                    message.saved.close()
+                return
             if isinstance(message, messages.AudioCached):
                 self._audio.update(replica.id, message.inserted, message.evicted)
                 return
@@ -512,28 +552,42 @@ class ReplicatedBackend:
     def _on_lost(self, replica: Replica, process: RemoteEngine) -> None:
         """Gives the work of a lost connection to the other replicas."""
         with self._lock:
-            in_flight = replica.in_flight
-            answers: list[PendingAnswer] = []
-            if in_flight.process is process:
-                in_flight.process_ready, in_flight.process = False, None
-                self._audio.drop(replica.id)
-                if not self._closing.is_set():
-                    if in_flight.requests or in_flight.sessions or in_flight.queries:
-                        log.warning("replica %s is gone: its work goes to others", replica.id)
-                    self.restarts += not replica.draining
-                    answers = in_flight.record_death("its connection was lost")
-                    if (handover := self._handovers.pop(replica, None)) is not None:
-                        handover.transfer_remaining()
-                        self._record(handover)
-                    target = self._target(replica)
-                    if self._redirect(in_flight, target):
-                        self._move_work(in_flight, target)
-                    else:
-                        self._move_work(in_flight)
-                    if not self._candidates:
-                        self._alone_since_s = time.monotonic()
+            answers = self._disconnect(replica, process) if replica.in_flight.process is process else []
             self._changed.notify_all()
         self._deliver(answers)
+
+    def _disconnect(self, replica: Replica, process: EngineConnection) -> list[PendingAnswer]:
+        """Ends the connection that a replica has, with the lock."""
+        in_flight = replica.in_flight
+        connected, in_flight.process_ready, in_flight.process = in_flight.process_ready, False, None
+        self._audio.drop(replica.id)
+        if self._closing.is_set() or not connected:
+            return []
+        if in_flight.requests or in_flight.sessions or in_flight.queries:
+            log.warning("replica %s is gone: its work goes to others", replica.id)
+        self.restarts += not replica.draining
+        replica.suspects, answers = in_flight.record_loss("was lost: its connection ended")
+        if (handover := self._handovers.pop(replica, None)) is not None:
+            handover.transfer_remaining()
+            self._record(handover)
+        target = self._target(replica)
+        if self._redirect(in_flight, target):
+            self._move_work(in_flight, target)
+        else:
+            self._move_work(in_flight)
+        if not self._candidates:
+            self._alone_since_s = time.monotonic()
+        return answers
+
+    def _count_deaths(self, replica: Replica) -> list[PendingAnswer]:
+        """Counts the death of a replica's engine process against the work that it had then, with the lock. Returns the
+        rejections of work that had too many."""
+        suspects, replica.suspects = replica.suspects, []
+        for work in suspects:
+            work.deaths += 1
+        if not suspects:
+            return []
+        return [answer for each in self._in_flights for answer in each.reject_repeated("its connection was lost")]
 
     def _redirect(self, gone: InFlight, target: InFlight) -> bool:
         """Redirects handovers to a replica that is gone; returns whether there were any."""
@@ -555,7 +609,7 @@ class ReplicatedBackend:
                 for replica in self._replicas.values():
                     in_flight = replica.in_flight
                     in_flight.send(messages.EnginePing())
-                    if in_flight.process_ready and in_flight.process is not None and in_flight.process.unresponsive:
+                    if in_flight.process is not None and in_flight.process.unresponsive:
                         log.error("replica %s was silent for %g s", replica.id, in_flight.process.hang_timeout_s)
                         in_flight.process.kill()
                 alone_s = self._alone_since_s

@@ -179,6 +179,7 @@ class Ingress:
         engine = engine_spec(name, config).config
         client = EngineClient(engine, replicated_backend(directory, settings))
         assert isinstance(client.backend, ReplicatedBackend)
+        client.backend.watch_places(client.set_max_sessions)
         ready = client.backend.ready
         folder = Path(ready.tokenizer_folder)
         return engine_parts(client, ready, folder if folder.is_dir() else self._fetch_tokenizer(handle))

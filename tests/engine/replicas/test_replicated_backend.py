@@ -25,12 +25,12 @@ from asr_serve.engine.cache.digest import audio_digest, keyed
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.in_flight import InFlight, InFlightSession
-from asr_serve.engine.process.messages import EngineAddress, ListenSpec
+from asr_serve.engine.process.messages import EngineAddress, EnginePing, EnginePong, ListenSpec, OpenVadSession
 from asr_serve.engine.process.server_handshake import greet_server
 from asr_serve.engine.replicas.backend import ReplicatedBackend, merge_metrics, replicated_backend
 from asr_serve.engine.replicas.remote_engine import RemoteEngine
 from asr_serve.engine.request import VadChunk
-from asr_serve.errors import EngineClosed, PeerGone, PeerRefused
+from asr_serve.errors import AtCapacity, EngineClosed, PeerGone, PeerRefused
 
 MODEL = "moonshine-tiny-en"
 ONCE = SearchOptions(temperatures=(0.0,))
@@ -114,6 +114,7 @@ def connect() -> Iterator[Callable[..., tuple[EngineClient, Processes]]]:
         directory = Processes(owners, same_machine)
         client = EngineClient(config_of(MODEL), replicated_backend(directory, Settings(**settings)))
         clients.append(client)
+        directory.backend.watch_places(client.set_max_sessions)
         wait_until(lambda: len(directory.backend.loads) == len(owners))
         return client, directory
 
@@ -363,6 +364,67 @@ def test_a_replica_that_says_nothing_of_use_is_tried_again(launch, connect, expe
             pipe.close()
     assert list(directory.backend.loads) == ["replica 0"]
     assert client.submit(CLIPS[0], ONCE).future.result(WAIT_S).tokens == expected[0]
+
+
+def answer_of(session: Any) -> Any:
+    return session.submit_windows(clip(5, 2 * WINDOW_SAMPLES)).result(WAIT_S)
+
+
+def test_sessions_fill_all_replicas_and_one_more_is_refused(launch, connect):
+    owners = launch()
+    wait_until(lambda: nothing_left(owners))
+    client, directory = connect(owners)
+    assert client.max_sessions == 12
+    sessions = [client.open_vad_session() for _ in range(12)]
+    first = answer_of(sessions[0])
+    assert all(np.array_equal(answer_of(session), first) for session in sessions[1:])
+    assert [load.sessions for load in directory.backend.loads.values()] == [6, 6]
+    wait_until(lambda: client.max_sessions == 12)
+    with pytest.raises(AtCapacity, match="12 sessions are open"):
+        client.open_vad_session()
+    for session in sessions:
+        session.close()
+
+
+def test_a_replica_that_others_fill_sends_sessions_on_and_is_at_capacity_last(launch, connect):
+    owners = launch()
+    wait_until(lambda: nothing_left(owners))
+    (first, _), (second, directory) = connect(owners[:1]), connect(owners)
+    held = [first.open_vad_session() for _ in range(6)]
+    expected = answer_of(held[0])
+    mine = [second.open_vad_session() for _ in range(6)]  # before it can know
+    assert all(np.array_equal(answer_of(session), expected) for session in mine)
+    assert [load.sessions for load in directory.backend.loads.values()] == [0, 6]
+
+    def one_more() -> None:
+        mine.append(second.open_vad_session())
+        answer_of(mine[-1])
+
+    for _ in range(3):
+        with pytest.raises(AtCapacity):
+            one_more()
+    for session in [*held, *mine]:
+        session.close()
+    wait_until(lambda: second.max_sessions == 12)
+    wait_until(lambda: nothing_left(owners))
+
+
+@pytest.mark.parametrize("same_machine", [True, False], ids=["ring", "tcp"])
+def test_a_silent_server_is_disconnected_and_leaves_nothing(launch, same_machine):
+    owners = launch()
+    wait_until(lambda: nothing_left(owners))
+    engine = RemoteEngine.connect(address_of(owners[0]), KEY, RING, same_machine=same_machine, name="it")
+    try:
+        assert engine.wait_ready().free_sessions == 6
+        engine.send(OpenVadSession(1, False, None))
+        engine.send(EnginePing(1.0))
+        pongs = []
+        while (message := engine.receive()) is not None:
+            pongs.append(message)
+        assert EnginePong in map(type, pongs), "it was connected"
+    finally:
+        engine.close()
+    wait_until(lambda: nothing_left(owners))
 
 
 def test_who_does_not_know_the_key_is_turned_away(launch):

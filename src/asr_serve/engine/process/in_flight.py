@@ -195,6 +195,8 @@ class InFlightSession:
         self.deaths = 0
         self.finished = False
         """Whether the session has ended."""
+        self.refused_by: set[str] = set()
+        """Replicas that had no room for it, since a chunk was answered last."""
 
     @property
     def in_transit(self) -> bool:
@@ -226,6 +228,7 @@ class InFlightSession:
             return None
         self.state = state if state is not None else self.state
         self.deaths = 0
+        self.refused_by.clear()
         return self.pending_chunks.popleft()[1]
 
     def fail_chunk(self, number: int) -> list[VadChunk | StreamChunk]:
@@ -494,6 +497,9 @@ class InFlight:
             case messages.StreamOutput(session=number, chunk=chunk_number, found=result):
                 chunk = self.sessions.acknowledge(number, chunk_number, None)
                 return [PendingAnswer(chunk.future, result)] if chunk else []
+            case messages.SessionRefused(session=number, failure=failure):
+                refused = self.close(number)
+                return reject_chunks(refused.fail_pending() if refused else (), failure.to_error())
             case messages.RequestFailed(id=number, failure=failure, chunk=None):
                 return [work.answer(failure.to_error())] if (work := self.requests.remove(number)) else []
             case messages.RequestFailed(id=number, failure=failure, chunk=int(chunk_number)):

@@ -39,6 +39,7 @@ from asr_serve.engine.process.in_flight import (
     InFlightUtterance,
     PendingAnswer,
     SoundAnswer,
+    reject_chunks,
     unanswered_query,
 )
 from asr_serve.engine.replicas.remote_engine import RemoteEngine
@@ -98,6 +99,10 @@ class Replica:
         self.draining = False
         self.differs = False
         """Whether it was refused because its model or weights are others than this backend's."""
+        self.places = 0
+        """Voice-activity sessions of this server for which there is room, open ones included, as it reported last."""
+        self.free_places = 0
+        """Sessions for which there was room when it reported last, less those that were opened since."""
         self.suspects: list[InFlightUtterance | InFlightSpeech | InFlightSession] = []
         """Work that was in progress when the connection was lost. It counts as a death once it is known that the engine
         process has ended: a lost connection is none."""
@@ -138,6 +143,12 @@ class ReplicatedBackend:
         self._draw = random.Random()
         self._mac = keyed(settings.digest_key)
         self._audio = AudioIndex()
+        self._owners: dict[int, InFlight] = {}
+        """Replica that had each session when it was looked up last."""
+        self._refused: dict[int, AsrServeError] = {}
+        """Open sessions for which no replica has room."""
+        self._on_places: Callable[[int], None] = lambda places: None
+        """See `watch_places`. Called without the lock."""
         self.audio_hits = 0
         """Requests that went to a replica that had their audio."""
         self.restarts = 0
@@ -198,6 +209,12 @@ class ReplicatedBackend:
         with self._lock:
             others = any(replica.differs and not replica.draining for replica in self._replicas.values())
             return others and not self._takers
+
+    def watch_places(self, on_places: Callable[[int], None]) -> None:
+        """Calls `on_places` with the number of voice-activity sessions for which all replicas together have room, open
+        ones included: now, and whenever a replica reports."""
+        self._on_places = on_places
+        self._report_places()
 
     # --- replicas, called by the directory -----------------------------------------------------------------
 
@@ -274,8 +291,10 @@ class ReplicatedBackend:
 
     def submit(self, utterance: RecognitionRequest) -> None:
         assert utterance.pcm is not None
-        # The lock is not held while the audio is read. Without any cached audio it need not be.
-        digest = audio_digest(utterance.pcm, mac=self._mac) if self._audio else b""
+        # The lock is not held while the audio is read. Without any cached audio it need not be, and a live caller's
+        # audio has not come before.
+        cacheable = bool(self._audio) and utterance.priority != "live"
+        digest = audio_digest(utterance.pcm, mac=self._mac) if cacheable else b""
         with self._lock:
             self._expect_open()
             self._for_audio(digest, utterance.samples).submit(InFlightUtterance(utterance))
@@ -309,22 +328,28 @@ class ReplicatedBackend:
     def _open(self, number: int, session: InFlightSession) -> None:
         with self._lock:
             self._expect_open()
-            self._for_session().open(number, session)
+            self._place(number, session)
 
     def submit_vad_chunk(self, windows: VadChunk | StreamChunk) -> None:
         with self._lock:
             self._expect_open()
-            owner = next((each for each in self._in_flights if windows.session in each.sessions), None)
+            owner = self._owner(windows.session)
             if owner is not None:
                 owner.append_audio(windows)
+                if isinstance(windows, StreamChunk) and windows.last:
+                    self._owners.pop(windows.session, None)
+            refusal = self._refused.get(windows.session)
         if owner is None:
-            reject(windows.future, Cancelled("the session was closed"))
+            reject(windows.future, refusal or Cancelled("the session was closed"))
 
     submit_stream_chunk = submit_vad_chunk
 
     def close_session(self, session: int) -> None:
         with self._lock:
-            closed = next((closed for each in self._in_flights if (closed := each.close(session))), None)
+            owner = self._owner(session)
+            closed = owner.close(session) if owner is not None else None
+            self._owners.pop(session, None)
+            self._refused.pop(session, None)
             for handover in self._handovers.values():
                 handover.on_closed(session)
             self._changed.notify_all()
@@ -434,10 +459,46 @@ class ReplicatedBackend:
         self.audio_hits += chosen in holders
         return chosen.in_flight
 
-    def _for_session(self) -> InFlight:
+    def _for_session(self, session: InFlightSession) -> InFlight:
         if not (replicas := self._candidates):
             return self._waiting
-        return choose(replicas, lambda replica: replica.load.for_session, self._draw).in_flight
+        if isinstance(session, InFlightStream):  # streams wait for their slots in the engine
+            return choose(replicas, lambda replica: replica.load.for_session, self._draw).in_flight
+        replicas = [replica for replica in replicas if replica.free_places > 0] or replicas
+        chosen = choose(replicas, lambda replica: replica.load.for_session, self._draw)
+        chosen.free_places -= 1
+        return chosen.in_flight
+
+    def _place(self, number: int, session: InFlightSession) -> None:
+        """Opens a session at a replica."""
+        owner = self._owners[number] = self._for_session(session)
+        owner.open(number, session)
+
+    def _owner(self, number: int) -> InFlight | None:
+        """Replica that has a session; None where none has it. Sessions move, so that what was found last is checked."""
+        owner = self._owners.get(number)
+        if owner is None or number not in owner.sessions:
+            owner = next((each for each in self._in_flights if number in each.sessions), None)
+            if owner is None:
+                self._owners.pop(number, None)
+            else:
+                self._owners[number] = owner
+        return owner
+
+    def _on_refused(self, replica: Replica, message: messages.SessionRefused) -> list[PendingAnswer]:
+        """Opens a session for which a replica had no room at another, or rejects it where none has."""
+        replica.free_places = 0
+        number = message.session
+        if (session := replica.in_flight.close(number)) is None:
+            return []
+        session.refused_by.add(replica.id)
+        others = [other for other in self._takers if other.id not in session.refused_by]
+        if others:
+            chosen = choose(others, lambda other: (-other.free_places, len(other.in_flight.sessions)), self._draw)
+            chosen.in_flight.open(number, session)
+            return []
+        error = self._refused[number] = message.failure.to_error()
+        return reject_chunks(session.fail_pending(), error)
 
     def _expect_open(self) -> None:
         if self._closing.is_set():
@@ -451,7 +512,10 @@ class ReplicatedBackend:
         for number, session in sessions.items():
             if isinstance(session, InFlightStream):
                 session.leaving = session.restoring = False
-            (target or self._for_session()).open(number, session)
+            if target is None:
+                self._place(number, session)
+            else:
+                target.open(number, session)
         requests, source.requests = source.requests, InFlightRequests()
         for work in requests.values():
             work.started = False
@@ -510,6 +574,7 @@ class ReplicatedBackend:
                 if self._closing.is_set() or replica.draining or replica.in_flight.process is not process:
                     return
                 self._attach(replica, ready)
+            self._report_places()
             log.info("replica %s is connected", replica.id)
             while (message := process.receive()) is not None:
                 self._handle_message(replica, process, message)
@@ -526,6 +591,7 @@ class ReplicatedBackend:
         if not self._first.done():
             self._first.set_result(ready)
         in_flight, replica.suspects = replica.in_flight, []
+        replica.places = replica.free_places = ready.free_sessions
         in_flight.replay_all()
         self._move_work(self._waiting, in_flight)
         self._redirect(self._waiting, in_flight)
@@ -543,11 +609,27 @@ class ReplicatedBackend:
             if isinstance(message, messages.AudioCached):
                 self._audio.update(replica.id, message.inserted, message.evicted)
                 return
-            answers = replica.in_flight.handle_message(message)
+            if isinstance(message, messages.EnginePong):
+                sessions = replica.in_flight.sessions.values()
+                own = sum(not isinstance(session, InFlightStream) for session in sessions)
+                replica.places, replica.free_places = own + message.free_sessions, message.free_sessions
+            if isinstance(message, messages.SessionRefused):
+                answers: Iterable[PendingAnswer | SoundAnswer] = self._on_refused(replica, message)
+            else:
+                answers = replica.in_flight.handle_message(message)
             for handover in self._handovers.values():
                 handover.on_message(replica.in_flight, message)
             self._changed.notify_all()
         self._deliver(answers)
+        if isinstance(message, messages.EnginePong):
+            self._report_places()
+
+    def _report_places(self) -> None:
+        """Reports the number of sessions for which there is room. Without a replica it stays: work waits for one."""
+        with self._lock:
+            places = [replica.places for replica in self._takers]
+        if places:
+            self._on_places(sum(places))
 
     def _on_lost(self, replica: Replica, process: RemoteEngine) -> None:
         """Gives the work of a lost connection to the other replicas."""
@@ -608,7 +690,7 @@ class ReplicatedBackend:
             with self._lock:
                 for replica in self._replicas.values():
                     in_flight = replica.in_flight
-                    in_flight.send(messages.EnginePing())
+                    in_flight.send(messages.EnginePing(self._settings.silent_s))
                     if in_flight.process is not None and in_flight.process.unresponsive:
                         log.error("replica %s was silent for %g s", replica.id, in_flight.process.hang_timeout_s)
                         in_flight.process.kill()

@@ -158,6 +158,9 @@ class ReplicatedBackend:
         self.moved_s = 0.0
         """Total time that audio of moving streams waited."""
         self._first: Future[messages.EngineReady] = Future()
+        self.first_replica = ""
+        """Replica that `ready` is from."""
+        self.first_on_this_machine = False
         threading.Thread(target=self._watch, name="asr-serve replicas", daemon=True).start()
         try:
             directory.start(self)
@@ -533,7 +536,7 @@ class ReplicatedBackend:
                         address, settings.key, settings.ring, same_machine=same_machine, name=replica.id
                     )
                     try:
-                        self._serve(replica, address, process)
+                        self._serve(replica, address, process, same_machine)
                         failures = 0
                     finally:
                         process.close()
@@ -559,7 +562,9 @@ class ReplicatedBackend:
         with self._changed:
             return not self._changed.wait_for(unwanted, after_s)
 
-    def _serve(self, replica: Replica, address: messages.EngineAddress, process: RemoteEngine) -> None:
+    def _serve(
+        self, replica: Replica, address: messages.EngineAddress, process: RemoteEngine, same_machine: bool
+    ) -> None:
         """Gives the replica work until its connection ends, and then its work to others. Raises PeerGone,
         NotAllowed."""
         process.hang_timeout_s = self._settings.silent_s
@@ -573,7 +578,7 @@ class ReplicatedBackend:
             with self._lock:
                 if self._closing.is_set() or replica.draining or replica.in_flight.process is not process:
                     return
-                self._attach(replica, ready)
+                self._attach(replica, ready, same_machine)
             self._report_places()
             log.info("replica %s is connected", replica.id)
             while (message := process.receive()) is not None:
@@ -581,7 +586,7 @@ class ReplicatedBackend:
         finally:
             self._on_lost(replica, process)
 
-    def _attach(self, replica: Replica, ready: messages.EngineReady) -> None:
+    def _attach(self, replica: Replica, ready: messages.EngineReady, same_machine: bool) -> None:
         """Gives a connected replica the work that waits. Raises NotAllowed for one that is not like the first."""
         first = self._first.result() if self._first.done() else ready
         replica.differs = (ready.card, ready.fingerprint) != (first.card, first.fingerprint)
@@ -589,6 +594,7 @@ class ReplicatedBackend:
             self._changed.notify_all()
             raise NotAllowed("a replica of another model, or of other weights", "equal replicas: texts would differ")
         if not self._first.done():
+            self.first_replica, self.first_on_this_machine = replica.id, same_machine
             self._first.set_result(ready)
         in_flight, replica.suspects = replica.in_flight, []
         replica.places = replica.free_places = ready.free_sessions

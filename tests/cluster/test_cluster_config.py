@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asr_serve.cluster.cluster_config import ClusterConfig, from_mapping, read
+from asr_serve.engine.process.server_handshake import MAX_SERVERS
 from asr_serve.errors import OptionError
 
 FILE = """
@@ -63,6 +64,7 @@ def test_nothing_given_is_the_embedded_model_once():
         ({"serve": {"voice": "hibari"}}, "add it to models"),
         ({"serve": {"engine": 1}}, "a table of settings"),
         ({"replica_silent_s": 0}, "replica_silent_s"),
+        ({"ingress": {"replicas": MAX_SERVERS // 2 + 1}}, "replicas"),
         ([], "file"),
     ],
 )

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from asr_serve.config import ServeConfig
 from asr_serve.config_sources import SettingValue, all_settings, build_config, unknown_setting_error
+from asr_serve.engine.process.server_handshake import MAX_SERVERS
 from asr_serve.errors import OptionError
 from asr_serve.models.registry import AUTO_VOICE
 from asr_serve.types import DeviceName, DtypeName, Name, NonEmptyText, PositiveInt
@@ -20,6 +21,9 @@ Reach = Literal["machine", "network"]
 """Reach of a replica: servers of its machine alone connect to it, or others too."""
 MAX_REPLICAS = 4_096
 Replicas = Annotated[int, Meta(ge=1, le=MAX_REPLICAS)]
+MAX_INGRESSES = MAX_SERVERS // 2
+"""Every ingress is connected to every engine; while a release replaces them, there may be two of each."""
+Ingresses = Annotated[int, Meta(ge=1, le=MAX_INGRESSES)]
 Share = Annotated[float, Meta(ge=0, le=1_024)]
 
 
@@ -45,7 +49,7 @@ class ModelDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class IngressDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Deployment of the ingress: the server that callers connect to."""
 
-    replicas: Replicas = 1
+    replicas: Ingresses = 1
     """Servers, at most one on each machine: they have the same port."""
     cpus: Share = 0.0
     """Cores that Ray reserves for each."""

@@ -19,7 +19,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from asr_serve.cluster.application import APPLICATION, INGRESS, build
-from asr_serve.cluster.cluster_config import MAX_REPLICAS, ClusterConfig
+from asr_serve.cluster.cluster_config import MAX_INGRESSES, MAX_REPLICAS, ClusterConfig
 from asr_serve.errors import EngineClosed, OptionError
 
 OBJECT_STORE_BYTES = 100 << 20
@@ -135,8 +135,9 @@ def statuses() -> list[ModelStatus]:
 
 def scale(model: str, replicas: int) -> None:
     """Sets the number of replicas of a model. Those that go are drained first. Raises OptionError, EngineClosed."""
-    if not 1 <= replicas <= MAX_REPLICAS:
-        raise OptionError(f"{replicas} replicas", f"1 to {MAX_REPLICAS}", "asr-serve cluster drain ends them all")
+    most = MAX_INGRESSES if model == INGRESS else MAX_REPLICAS
+    if not 1 <= replicas <= most:
+        raise OptionError(f"{replicas} replicas", f"1 to {most}", "asr-serve cluster drain ends them all")
     names = [status.name for status in statuses()]
     if model not in names:
         raise OptionError(f"no deployment {model!r}", f"one of: {', '.join(names)}")

@@ -8,7 +8,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ import ray
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.backend import ProcessBackend
 from asr_serve.engine.process.engine_process import RingSize
-from asr_serve.errors import EngineClosed
+from asr_serve.errors import EngineClosed, PeerRefused
 
 OWN_RING = RingSize(2, 64)
 """Ring of the process that supervises: no audio goes through it."""
@@ -97,3 +98,16 @@ def read_small_files(folder: str) -> dict[str, bytes]:
                 with open(path, "rb") as file:
                     found[os.path.relpath(path, folder)] = file.read()
     return found
+
+
+def write_small_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes what `read_small_files` of another machine returned. Raises PeerRefused, before it writes anything, for a
+    name that is not one of a file below the folder."""
+    for name in files:
+        parts = PurePosixPath(name).parts
+        if not parts or "\0" in name or name.startswith("/") or ".." in parts:
+            raise PeerRefused(f"a file of a tokenizer named {name!r}", "names of files below its folder")
+    for name, data in files.items():
+        path = folder.joinpath(*PurePosixPath(name).parts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)

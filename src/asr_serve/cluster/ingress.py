@@ -23,7 +23,7 @@ from ray.serve.handle import DeploymentHandle
 
 from asr_serve.cluster import membership
 from asr_serve.cluster.cluster_config import ClusterConfig
-from asr_serve.cluster.engine_replica import digest_key
+from asr_serve.cluster.engine_replica import digest_key, write_small_files
 from asr_serve.config import ServeConfig
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process import messages
@@ -132,6 +132,8 @@ class Ingress:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._code: int | None = None
+        self._folders = contextlib.ExitStack()
+        """Folders of tokenizers from other machines, removed when the server has ended."""
         self._thread = threading.Thread(target=self._run, name="asr-serve", daemon=True)
         settings = self._cluster.server()
         logs.setup(settings.log_format, settings.log_level)
@@ -141,7 +143,8 @@ class Ingress:
 
     def _run(self) -> None:
         try:
-            self._code = asyncio.run(self._serve())
+            with self._folders:
+                self._code = asyncio.run(self._serve())
         finally:
             if not self._ready.done():
                 self._ready.set_exception(EngineClosed("the server could not start", todo="see its log"))
@@ -179,18 +182,26 @@ class Ingress:
         engine = engine_spec(name, config).config
         client = EngineClient(engine, replicated_backend(directory, settings))
         assert isinstance(client.backend, ReplicatedBackend)
+        client.backend.watch_places(client.set_max_sessions)
         ready = client.backend.ready
-        folder = Path(ready.tokenizer_folder)
-        return engine_parts(client, ready, folder if folder.is_dir() else self._fetch_tokenizer(handle))
+        # A path of another machine may exist here too, with other files.
+        local = client.backend.first_on_this_machine
+        folder = Path(ready.tokenizer_folder) if local else self._fetch_tokenizer(handle, client.backend)
+        return engine_parts(client, ready, folder)
 
-    def _fetch_tokenizer(self, handle: DeploymentHandle) -> Path:
-        """Copies the tokenizer's files from a machine that has them."""
-        folder = Path(tempfile.mkdtemp(prefix="asr-serve-tokenizer-"))
-        for name, data in handle.tokenizer_files.remote().result(timeout_s=CONTROL_S).items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-        return folder
+    def _fetch_tokenizer(self, handle: DeploymentHandle, backend: ReplicatedBackend) -> Path:
+        """Copies the tokenizer's files from the first replica, or from another where that one is gone: all have equal
+        ones. Raises EngineClosed, PeerRefused."""
+        folder = Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix="asr-serve-tokenizer-")))
+        for replica_id in dict.fromkeys((backend.first_replica, *backend.loads)):
+            try:
+                files = handle.tokenizer_files.remote(replica_id=replica_id).result(timeout_s=CONTROL_S)
+            except (RayError, RayServeException, TimeoutError) as failure:
+                log.warning("replica %s sent no tokenizer: %s", replica_id, type(failure).__name__)
+                continue
+            write_small_files(folder, files)
+            return folder
+        raise EngineClosed("no replica sent the files of its tokenizer", todo="see the log of the replicas")
 
     async def describe(self) -> dict[str, Any]:
         """Address of the server, and the replicas of each model with their loads."""
@@ -216,7 +227,14 @@ class Ingress:
         return {**self._address, "models": models}
 
     async def check_health(self) -> None:
-        """Raises EngineClosed once the server has ended: Ray Serve then replaces this ingress."""
+        """Raises EngineClosed once the server has ended: Ray Serve then replaces this ingress. It is ended where an
+        upgrade left only replicas with other weights: their tokenizer and card may be others too."""
+        backends = [engine.client.backend for engine in self._registry or ()]
+        outdated = any(isinstance(backend, ReplicatedBackend) and backend.outdated for backend in backends)
+        if outdated and self._loop is not None and not self._stop.is_set():
+            log.warning("only replicas of other weights are left: this ingress finishes its callers and is replaced")
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._stop.set)
         if self._code is not None:
             raise EngineClosed(f"the server ended with code {self._code}")
 

@@ -269,6 +269,8 @@ class EngineClient:
         self._done_samples, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self._closed = False
         self.partial_rate, self._admission = PartialRateController(), LiveAdmission(config.new_live_callers)
+        self.max_sessions = config.max_sessions
+        """Voice-activity sessions that may be open."""
         self.backend = connect(config, self._done, self._stopped)
         card = self.backend.card if isinstance(self.backend.card, AsrCard) else None
         self.max_samples = units.ms_to_samples(card.max_segment_ms) if card else 0
@@ -415,12 +417,12 @@ class EngineClient:
         with self._room:
             if live and self._live and not self._closed:  # without live callers no live request is waiting
                 self.partial_rate.check_overload(1_000 * self.clock())
-            while wait and not self._closed and self._sessions >= self.config.max_sessions:
+            while wait and not self._closed and self._sessions >= self.max_sessions:
                 check()
                 self._room.wait()
-            if self._sessions >= self.config.max_sessions and not self._closed:
+            if self._sessions >= self.max_sessions and not self._closed:
                 raise AtCapacity(
-                    f"{self._sessions} sessions are open", f"up to {self.config.max_sessions}", self.retry_after_ms()
+                    f"{self._sessions} sessions are open", f"up to {self.max_sessions}", self.retry_after_ms()
                 )
             if live and not self._closed:
                 now_ms = 1_000 * self.clock()
@@ -518,6 +520,13 @@ class EngineClient:
             check=check,
             closed=lambda: self._closed,
         )
+
+    def set_max_sessions(self, sessions: int) -> None:
+        """Sets how many voice-activity sessions may be open: several engines have room for more than one."""
+        with self._room:
+            more, self.max_sessions = sessions > self.max_sessions, sessions
+            if more:
+                self._room.notify_all()
 
     def wake_waiters(self) -> None:
         """Notifies all threads that wait for room, so that they call their `check`."""

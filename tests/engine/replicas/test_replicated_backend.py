@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from engine_clients import NEMO, NEMO_MODEL, RING, WAIT_S, backend_of, engine_pid, start_engine, wait_until
+from safetensors.torch import load_file, save_file
 from tiny_moonshine import clip, save
 
 from asr_serve.audio.endpointing import WINDOW_SAMPLES
@@ -21,10 +24,13 @@ from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.cache.digest import audio_digest, keyed
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.engine_process import RingSize
-from asr_serve.engine.process.messages import EngineAddress, ListenSpec
+from asr_serve.engine.process.in_flight import InFlight, InFlightSession
+from asr_serve.engine.process.messages import EngineAddress, EnginePing, EnginePong, ListenSpec, OpenVadSession
+from asr_serve.engine.process.server_handshake import greet_server
 from asr_serve.engine.replicas.backend import ReplicatedBackend, merge_metrics, replicated_backend
 from asr_serve.engine.replicas.remote_engine import RemoteEngine
-from asr_serve.errors import EngineClosed, PeerGone, PeerRefused
+from asr_serve.engine.request import VadChunk
+from asr_serve.errors import AtCapacity, EngineClosed, PeerGone, PeerRefused
 
 MODEL = "moonshine-tiny-en"
 ONCE = SearchOptions(temperatures=(0.0,))
@@ -108,6 +114,7 @@ def connect() -> Iterator[Callable[..., tuple[EngineClient, Processes]]]:
         directory = Processes(owners, same_machine)
         client = EngineClient(config_of(MODEL), replicated_backend(directory, Settings(**settings)))
         clients.append(client)
+        directory.backend.watch_places(client.set_max_sessions)
         wait_until(lambda: len(directory.backend.loads) == len(owners))
         return client, directory
 
@@ -288,6 +295,136 @@ def test_without_any_replica_for_long_requests_are_refused_until_one_is_there(la
     directory.backend.connect("replica 0", address_of(owners[0]), same_machine=True)
     wait_until(lambda: client.state == "ready")
     assert client.submit(CLIPS[0], ONCE).future.result(WAIT_S).tokens == expected[0]
+
+
+def test_a_replica_of_other_weights_takes_no_work_and_the_server_is_to_be_replaced(launch, connect, expected, tmp_path):
+    folder = save(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in weights.items()}, folder / "model.safetensors")
+    listen = ListenSpec(str(tmp_path), None, KEY)
+    other = start_engine(MODEL, folder, config_of(MODEL), process=True, turn_model="none", servers=listen)
+    try:
+        client, directory = connect(launch()[:1])
+        backend = directory.backend
+        backend.connect("other", address_of(other), same_machine=True)
+        wait_until(lambda: backend._replicas["other"].differs)
+        assert not backend.outdated, "the first replica takes work"
+        assert list(backend.loads) == ["replica 0"]
+        draining = threading.Thread(target=backend.drain, args=("replica 0", 2.0))
+        draining.start()
+        wait_until(lambda: backend.outdated)
+        assert client.submit(CLIPS[0], ONCE).future.result(WAIT_S).tokens == expected[0], "the first one finishes"
+        draining.join(WAIT_S)
+        assert not backend.loads
+        backend.drain("other", 0.0)
+        assert not backend.outdated
+    finally:
+        other.close()
+
+
+def test_a_lost_connection_is_no_death_of_its_engine(launch, connect, expected):
+    client, directory = connect(launch()[:1])
+    backend = directory.backend
+    session = client.open_vad_session()
+    for cut in range(5):
+        tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
+        answer = session.submit_windows(clip(cut, 8 * WINDOW_SAMPLES))
+        process = backend._replicas["replica 0"].in_flight.process
+        process.kill()
+        answer.result(WAIT_S)
+        assert [ticket.future.result(WAIT_S).tokens for ticket in tickets] == expected
+    work = InFlightSession(True)
+    work.append_chunk(VadChunk(0, clip(0, WINDOW_SAMPLES), Future()))
+    in_flight = InFlight()
+    in_flight.open(0, work)
+    suspects, _ = in_flight.record_loss("was lost")
+    assert (suspects, work.deaths) == ([work], 0)
+    session.close()
+
+
+@pytest.mark.parametrize("first", [b"\xc1", None], ids=["garbage", "silence"])
+def test_a_replica_that_says_nothing_of_use_is_tried_again(launch, connect, expected, tmp_path, first):
+    client, directory = connect(launch()[:1], silent_s=0.5)
+    path = str(tmp_path / "it.sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        listener.settimeout(WAIT_S)
+        directory.backend.connect("liar", EngineAddress(path, None), same_machine=True)
+        for _ in range(3):
+            line, _ = listener.accept()
+            for descriptor in greet_server(line, KEY) or ():
+                os.close(descriptor)
+            pipe = Connection(line.detach())
+            if first is not None:
+                pipe.send_bytes(first)
+            assert pipe.poll(WAIT_S)
+            with pytest.raises((EOFError, OSError)):
+                pipe.recv_bytes()
+            pipe.close()
+    assert list(directory.backend.loads) == ["replica 0"]
+    assert client.submit(CLIPS[0], ONCE).future.result(WAIT_S).tokens == expected[0]
+
+
+def answer_of(session: Any) -> Any:
+    return session.submit_windows(clip(5, 2 * WINDOW_SAMPLES)).result(WAIT_S)
+
+
+def test_sessions_fill_all_replicas_and_one_more_is_refused(launch, connect):
+    owners = launch()
+    wait_until(lambda: nothing_left(owners))
+    client, directory = connect(owners)
+    assert client.max_sessions == 12
+    sessions = [client.open_vad_session() for _ in range(12)]
+    first = answer_of(sessions[0])
+    assert all(np.array_equal(answer_of(session), first) for session in sessions[1:])
+    assert [load.sessions for load in directory.backend.loads.values()] == [6, 6]
+    wait_until(lambda: client.max_sessions == 12)
+    with pytest.raises(AtCapacity, match="12 sessions are open"):
+        client.open_vad_session()
+    for session in sessions:
+        session.close()
+
+
+def test_a_replica_that_others_fill_sends_sessions_on_and_is_at_capacity_last(launch, connect):
+    owners = launch()
+    wait_until(lambda: nothing_left(owners))
+    (first, _), (second, directory) = connect(owners[:1]), connect(owners)
+    held = [first.open_vad_session() for _ in range(6)]
+    expected = answer_of(held[0])
+    mine = [second.open_vad_session() for _ in range(6)]  # before it can know
+    assert all(np.array_equal(answer_of(session), expected) for session in mine)
+    assert [load.sessions for load in directory.backend.loads.values()] == [0, 6]
+
+    def one_more() -> None:
+        mine.append(second.open_vad_session())
+        answer_of(mine[-1])
+
+    for _ in range(3):
+        with pytest.raises(AtCapacity):
+            one_more()
+    for session in [*held, *mine]:
+        session.close()
+    wait_until(lambda: second.max_sessions == 12)
+    wait_until(lambda: nothing_left(owners))
+
+
+@pytest.mark.parametrize("same_machine", [True, False], ids=["ring", "tcp"])
+def test_a_silent_server_is_disconnected_and_leaves_nothing(launch, same_machine):
+    owners = launch()
+    wait_until(lambda: nothing_left(owners))
+    engine = RemoteEngine.connect(address_of(owners[0]), KEY, RING, same_machine=same_machine, name="it")
+    try:
+        assert engine.wait_ready().free_sessions == 6
+        engine.send(OpenVadSession(1, False, None))
+        engine.send(EnginePing(1.0))
+        pongs = []
+        while (message := engine.receive()) is not None:
+            pongs.append(message)
+        assert EnginePong in map(type, pongs), "it was connected"
+    finally:
+        engine.close()
+    wait_until(lambda: nothing_left(owners))
 
 
 def test_who_does_not_know_the_key_is_turned_away(launch):

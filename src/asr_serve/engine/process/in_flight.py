@@ -195,6 +195,8 @@ class InFlightSession:
         self.deaths = 0
         self.finished = False
         """Whether the session has ended."""
+        self.refused_by: set[str] = set()
+        """Replicas that had no room for it, since a chunk was answered last."""
 
     @property
     def in_transit(self) -> bool:
@@ -226,6 +228,7 @@ class InFlightSession:
             return None
         self.state = state if state is not None else self.state
         self.deaths = 0
+        self.refused_by.clear()
         return self.pending_chunks.popleft()[1]
 
     def fail_chunk(self, number: int) -> list[VadChunk | StreamChunk]:
@@ -494,6 +497,9 @@ class InFlight:
             case messages.StreamOutput(session=number, chunk=chunk_number, found=result):
                 chunk = self.sessions.acknowledge(number, chunk_number, None)
                 return [PendingAnswer(chunk.future, result)] if chunk else []
+            case messages.SessionRefused(session=number, failure=failure):
+                refused = self.close(number)
+                return reject_chunks(refused.fail_pending() if refused else (), failure.to_error())
             case messages.RequestFailed(id=number, failure=failure, chunk=None):
                 return [work.answer(failure.to_error())] if (work := self.requests.remove(number)) else []
             case messages.RequestFailed(id=number, failure=failure, chunk=int(chunk_number)):
@@ -538,15 +544,24 @@ class InFlight:
 
     def record_death(self, code: str) -> list[PendingAnswer]:
         """Rejects queries, and work during which too many processes died."""
-        for work in self.requests.values():
-            work.deaths += work.started
+        suspects, answers = self.record_loss(f"died ({code})")
+        for work in suspects:
+            work.deaths += 1
+        return [*answers, *self.reject_repeated(code)]
+
+    def record_loss(
+        self, how: str
+    ) -> tuple[list[InFlightUtterance | InFlightSpeech | InFlightSession], list[PendingAnswer]]:
+        """Rejects queries, and returns the work in progress too: where the process died, that may be the cause."""
+        started = [work for work in self.requests.values() if work.started]
+        for work in started:
             work.started = False
-        for session in self.sessions.values():
-            session.deaths += bool(session.pending_chunks)
-        return [
-            *self.queries.fail_all(unanswered_query(f"died ({code})")),
-            *self._reject_repeated(MAX_DEATHS, crash_error(code)),
-        ]
+        sessions = [session for session in self.sessions.values() if session.pending_chunks]
+        return [*started, *sessions], self.queries.fail_all(unanswered_query(how))
+
+    def reject_repeated(self, code: str) -> list[PendingAnswer]:
+        """Rejects work during which too many processes died."""
+        return self._reject_repeated(MAX_DEATHS, crash_error(code))
 
     def fail_all(self, error: AsrServeError) -> list[PendingAnswer]:
         """Rejects everything."""

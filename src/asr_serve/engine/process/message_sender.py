@@ -40,24 +40,43 @@ class MessageSender:
     side."""
 
     def __init__(
-        self, name: str, write: Callable[[OutgoingMessage], None], lost: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        write: Callable[[OutgoingMessage], None],
+        lost: Callable[[], None] = lambda: None,
+        max_messages: int | None = None,
+        max_bytes: int | None = None,
     ) -> None:
-        """`write` may raise OSError and PeerGone: then `lost` is called, and nothing more is written."""
+        """`write` may raise OSError and PeerGone: then `lost` is called, and nothing more is written. `max_messages`
+        and `max_bytes`, without samples and buffers: of the queue; None: whoever sends limits it."""
         self._changed = threading.Condition()
+        self._max_messages, self._max_bytes, self._bytes = max_messages, max_bytes, 0
         self._queue: deque[OutgoingMessage] = deque()
         self._ended = False
         # Only the thread references the callbacks, so that their owner can be freed when it ends.
         self._thread = threading.Thread(target=self._run, args=(write, lost), name=name, daemon=True)
         self._thread.start()
 
-    def enqueue(self, letter: OutgoingMessage) -> None:
-        """Queues a message; dropped after `finish` or `discard`."""
+    def enqueue(self, letter: OutgoingMessage) -> bool:
+        """Queues a message; dropped after `finish` or `discard`. Returns False where the queue is full: then all of it
+        is dropped, and nothing more is written."""
         with self._changed:
-            if not self._ended:
+            full = not self._ended and self._full(letter)
+            if not self._ended and not full:
                 self._queue.append(letter)
+                self._bytes += len(letter.message)
                 self._changed.notify()
-                return
+                return True
         letter.close()
+        if full:
+            self.discard()
+        return not full
+
+    def _full(self, letter: OutgoingMessage) -> bool:
+        too_many = self._max_messages is not None and len(self._queue) >= self._max_messages
+        return too_many or (
+            self._max_bytes is not None and bool(self._queue) and self._bytes + len(letter.message) > self._max_bytes
+        )
 
     def withdraw_owner(self, owner: int) -> None:
         """Removes the owner's messages whose writing has not begun."""
@@ -65,6 +84,7 @@ class MessageSender:
             withdrawn = [letter for letter in self._queue if letter.owner == owner]
             if withdrawn:
                 self._queue = deque(letter for letter in self._queue if letter.owner != owner)
+                self._bytes -= sum(len(letter.message) for letter in withdrawn)
         for letter in withdrawn:
             letter.close()
 
@@ -78,7 +98,7 @@ class MessageSender:
         """Accepts no more messages and drops the queue."""
         with self._changed:
             self._ended = True
-            dropped, self._queue = self._queue, deque()
+            dropped, self._queue, self._bytes = self._queue, deque(), 0
             self._changed.notify()
         for letter in dropped:
             letter.close()
@@ -103,6 +123,7 @@ class MessageSender:
             if not self._queue:
                 return False
             letter = self._queue.popleft()
+            self._bytes -= len(letter.message)
         with contextlib.closing(letter):
             write(letter)
         return True

@@ -178,7 +178,10 @@ class ReportQuery(msgspec.Struct, frozen=True, tag=True):
 
 
 class EnginePing(msgspec.Struct, frozen=True, tag=True):
-    """Requests an EnginePong, answered by the loop between two steps."""
+    """Requests an EnginePong, answered by the loop between two steps; for a server that did not start the engine, by
+    the thread that reads its messages. `silent_s`: time without a message after which this server counts as dead."""
+
+    silent_s: float | None = None
 
 
 class StopEngine(msgspec.Struct, frozen=True, tag=True):
@@ -205,6 +208,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """Whether the diarization models are on this machine."""
     address: EngineAddress | None = None
     """Address for other servers; None: it listens for none."""
+    free_sessions: int = 0
+    """Voice-activity sessions for which there is room, for a server that did not start the engine."""
 
 
 class RequestsStarted(msgspec.Struct, frozen=True, tag=True):
@@ -214,7 +219,16 @@ class RequestsStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class EnginePong(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """Answer to EnginePing. `free_sessions`: voice-activity sessions for which there is room."""
+
+    free_sessions: int = 0
+
+
+class SessionRefused(msgspec.Struct, frozen=True, tag=True):
+    """Reports that there is no room for a voice-activity session: several servers have more than their engine."""
+
+    session: int
+    failure: ErrorMessage
 
 
 class UtteranceDone(msgspec.Struct, frozen=True, tag=True):
@@ -365,6 +379,7 @@ ToServer = (
     | EngineLoadFailed
     | RequestsStarted
     | EnginePong
+    | SessionRefused
     | UtteranceDone
     | SentenceSound
     | VadResult

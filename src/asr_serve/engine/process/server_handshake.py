@@ -16,6 +16,7 @@ import hmac
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from typing import Literal
 
@@ -24,7 +25,9 @@ from asr_serve.errors import PeerGone, PeerRefused
 VERSION = 1
 """Version of the messages. A server and an engine of different versions do not work together."""
 HANDSHAKE_S = 10.0
-"""Time limit of each part."""
+"""Time limit of a handshake, and of a connection's first message."""
+MAX_SERVERS = 128
+"""Servers that may be connected to an engine, or connecting, at once."""
 NONCE_BYTES, PROOF_BYTES = 32, 32
 SERVER, ENGINE = b"server", b"engine"
 PcmTransport = Literal["ring", "inline"]
@@ -39,10 +42,11 @@ def greet_engine(line: socket.socket, key: bytes, descriptors: tuple[int, int] |
     """Server's side. `descriptors`: bell and memory of the ring; None: samples follow their messages. Raises
     PeerRefused, PeerGone."""
     with _failures():
+        end_s = time.monotonic() + HANDSHAKE_S
         line.settimeout(HANDSHAKE_S)
         nonce, transport = os.urandom(NONCE_BYTES), int(descriptors is None)
         line.sendall(_HELLO.pack(_MAGIC, VERSION, transport, nonce))
-        magic, version, engine_nonce, proof = _REPLY.unpack(_receive_exactly(line, _REPLY.size))
+        magic, version, engine_nonce, proof = _REPLY.unpack(_receive_exactly(line, _REPLY.size, end_s))
         if (magic, version) != (_MAGIC, VERSION):
             raise PeerRefused(f"an engine of version {version}", f"version {VERSION}", "the same release on both sides")
         nonces = bytes([transport]) + nonce + engine_nonce
@@ -60,8 +64,8 @@ def greet_server(line: socket.socket, key: bytes) -> tuple[int, int] | None:
     """Engine's side. Returns the descriptors of bell and memory, which the caller closes; None where samples follow
     their messages. Raises PeerRefused, PeerGone."""
     with _failures():
-        line.settimeout(HANDSHAKE_S)
-        magic, version, transport, nonce = _HELLO.unpack(_receive_exactly(line, _HELLO.size))
+        end_s = time.monotonic() + HANDSHAKE_S
+        magic, version, transport, nonce = _HELLO.unpack(_receive_exactly(line, _HELLO.size, end_s))
         own = os.urandom(NONCE_BYTES)
         if magic != _MAGIC or transport >= len(_TRANSPORTS):
             raise PeerRefused("bytes that are no greeting", "a server of this cluster")
@@ -74,9 +78,10 @@ def greet_server(line: socket.socket, key: bytes) -> tuple[int, int] | None:
         descriptors: list[int] = []
         if _TRANSPORTS[transport] == "ring":
             # One message: a proof in parts would come without the descriptors.
+            line.settimeout(_left_s(end_s))
             proof, descriptors, _, _ = socket.recv_fds(line, PROOF_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
         else:
-            proof = _receive_exactly(line, PROOF_BYTES)
+            proof = _receive_exactly(line, PROOF_BYTES, end_s)
         try:
             if not hmac.compare_digest(proof, _proof(key, SERVER, nonces)):
                 raise PeerRefused("a server that does not know the key", "the key of this cluster")
@@ -94,9 +99,17 @@ def _proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
     return hmac.digest(key, side + b"\0" + nonces, "sha256")
 
 
-def _receive_exactly(line: socket.socket, count: int) -> bytes:
+def _left_s(end_s: float) -> float:
+    """Time until `end_s`, as a time limit of one call. Raises TimeoutError."""
+    if (left_s := end_s - time.monotonic()) <= 0:
+        raise TimeoutError(f"it took longer than {HANDSHAKE_S:g} s")
+    return left_s
+
+
+def _receive_exactly(line: socket.socket, count: int, end_s: float) -> bytes:
     data = b""
     while len(data) < count:
+        line.settimeout(_left_s(end_s))
         received = line.recv(count - len(data))
         if not received:
             raise PeerGone(f"the other side hung up after {len(data)} of {count} bytes of a greeting")

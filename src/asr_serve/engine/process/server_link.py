@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
+import socket
 import time
 from concurrent.futures import Future
 from functools import partial
@@ -22,6 +24,7 @@ from asr_serve.engine.loop import Loop
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.connection import PcmSource, receive_buffer, send_buffer
 from asr_serve.engine.process.message_sender import MessageSender, OutgoingMessage
+from asr_serve.engine.process.server_handshake import HANDSHAKE_S
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.engine.session_snapshot import SessionSnapshot
 from asr_serve.engine.tts.request import TtsRequest
@@ -35,6 +38,9 @@ log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 0.5
 """Minimum age of the metrics text before it is rendered again, however often it is scraped."""
+MAX_QUEUED_MESSAGES, MAX_QUEUED_BYTES = 1 << 16, 64 << 20
+"""Messages that may wait for a server that did not start the engine. One that takes no more is disconnected: it
+connects again, and submits its work again."""
 SERVER_BITS = 40
 """Bits of a request's number in the loop that its server chose; the bits above are the server's own number."""
 
@@ -45,6 +51,11 @@ class EngineFacts:
     def __init__(self, loop: Loop, turns: TurnRunner | None, metrics: EngineMetrics) -> None:
         self.loop, self.turns, self._metrics = loop, turns, metrics
         self._text, self._rendered_s = b"", -math.inf
+
+    @property
+    def free_sessions(self) -> int:
+        """Voice-activity sessions for which there is room. Reads single numbers of the loop, from any thread."""
+        return self.loop.states.slots - self.loop.states.used
 
     def metrics_text(self) -> bytes:
         """Metrics as Prometheus text, cached for REPORT_EVERY_S. Reads only single numbers of the loop, from any
@@ -72,10 +83,14 @@ class ServerLink:
         started the engine. `name`: of its thread."""
         self._pipe, self._pcm, self.number = pipe, pcm, number
         self._base = number << SERVER_BITS
-        # The number of requests limits this queue: one result for each admitted request and chunk, some seconds of
-        # audio for a sentence, and callers without results send nothing more; a pong for each ping, which end when
-        # the server gives this process up; and a report for each query that timed out, some KB every few seconds.
-        self._sender = MessageSender(name, self._write)
+        # The number of requests limits the queue to the process that started the engine: one result for each admitted
+        # request and chunk, some seconds of audio for a sentence, and callers without results send nothing more; a pong
+        # for each ping, which end when the server gives this process up; and a report for each query that timed out,
+        # some KB every few seconds. Other servers are told of cached audio too, so that their queues have a limit.
+        limits = (MAX_QUEUED_MESSAGES, MAX_QUEUED_BYTES) if number else (None, None)
+        self._sender = MessageSender(name, self._write, max_messages=limits[0], max_bytes=limits[1])
+        self._line = socket.socket(fileno=os.dup(pipe.fileno())) if number else None
+        self._last_message_s, self._silent_s = time.monotonic(), HANDSHAKE_S
         self._requests: set[int] = set()
         """Requests in the loop, by the loop's numbers."""
         self._sessions: set[int] = set()
@@ -93,12 +108,27 @@ class ServerLink:
     def join(self) -> None:
         self._sender.join()
 
+    @property
+    def silent(self) -> bool:
+        """Whether a server that did not start the engine has sent nothing for as long as it said."""
+        return not self.owns_engine and time.monotonic() - self._last_message_s > self._silent_s
+
+    def drop(self) -> None:
+        """Ends the connection to a server that did not start the engine: `read_messages` returns."""
+        if self._line is not None:
+            with contextlib.suppress(OSError):
+                self._line.shutdown(socket.SHUT_RDWR)
+            self._pcm.close()
+
     def close(self) -> None:
         """Drops what is not sent, and closes the connection."""
         self._sender.discard()
+        self.drop()
         self._pcm.close()
         self._sender.join()
         self._pipe.close()
+        if self._line is not None:
+            self._line.close()
 
     def requests_started(self, ids: tuple[int, ...]) -> None:
         self.send(messages.RequestsStarted(ids))
@@ -111,6 +141,7 @@ class ServerLink:
         try:
             while True:
                 message = messages.decode_to_engine(self._pipe.recv_bytes())
+                self._last_message_s = time.monotonic()
                 if isinstance(message, messages.OpenStream) and message.saved is not None:
                     self._restore_stream(facts.loop, message, receive_buffer(self._pipe, message.saved))
                 elif isinstance(message, messages.StopEngine) and not self.owns_engine:
@@ -188,7 +219,7 @@ class ServerLink:
                 put(partial(_cancel, base + request_id))
             case messages.OpenVadSession(session=session, live=live, state=state):
                 self._sessions.add(base + session)
-                put(partial(_open_vad_session, base + session, live, state))
+                put(partial(self._open_vad_session, session, live, state))
             case messages.OpenStream(session=session, live=live, samples=samples, words=words, bias=bias):
                 chosen = message.language_model
                 self._sessions.add(base + session)
@@ -217,10 +248,23 @@ class ServerLink:
                 put(lambda loop: loop.diarization.submit(question))
             case messages.ReportQuery(number=number):
                 self.send(messages.EngineReport(number, loop.describe(), facts.metrics_text()))
-            case messages.EnginePing():
-                put(lambda _: self.send(messages.EnginePong()))
+            case messages.EnginePing(silent_s=silent_s):
+                if self.owns_engine:  # which kills it where the loop hangs
+                    put(lambda _: self.send(messages.EnginePong(facts.free_sessions)))
+                else:  # a long step is no lost connection
+                    self._silent_s = self._silent_s if silent_s is None else silent_s
+                    self.send(messages.EnginePong(facts.free_sessions))
             case messages.StopEngine():
                 put(Loop.stop)
+
+    def _open_vad_session(self, session: int, live: bool, state: bytes | None, loop: Loop) -> None:
+        """Opens a session on the loop's thread. Where several servers together have more than there is room for, the
+        server is told, and tries another engine."""
+        try:
+            loop.vad_scheduler.open(self._base + session, live, state)
+        except AtCapacity as full:
+            self._sessions.discard(self._base + session)
+            self.send(messages.SessionRefused(session, messages.ErrorMessage.from_error(full)))
 
     # --- streams that come from another process, and go to one; on the loop's thread ----------------------
 
@@ -315,7 +359,13 @@ class ServerLink:
     def send(self, message: messages.ToServer, parcel: SealedBuffer | None = None) -> None:
         """Queues a message without blocking: the reading thread sends too, and must never wait for a writer.
         `parcel`: announced by the message, and closed here."""
-        self._sender.enqueue(OutgoingMessage(messages.encode(message), parcel=parcel))
+        self.send_encoded(messages.encode(message), parcel)
+
+    def send_encoded(self, message: bytes, parcel: SealedBuffer | None = None) -> None:
+        """Queues an encoded message, as `send`."""
+        if not self._sender.enqueue(OutgoingMessage(message, parcel=parcel)):
+            log.warning("server %d takes no messages: it is disconnected", self.number)
+            self.drop()
 
     def _write(self, letter: OutgoingMessage) -> None:
         """Writes a message. Raises OSError when the server is gone; the reading thread notices that too."""
@@ -326,14 +376,6 @@ class ServerLink:
 
 def _cancel(request_id: int, loop: Loop) -> None:
     loop.executor.cancel(request_id)
-
-
-def _open_vad_session(session: int, live: bool, state: bytes | None, loop: Loop) -> None:
-    """Opens a session. Where several servers together have more than there is room for, it counts as closed."""
-    try:
-        loop.vad_scheduler.open(session, live, state)
-    except AtCapacity as full:
-        log.warning("a voice-activity session of one of several servers is refused: %s", full)
 
 
 def _close(session: int, loop: Loop) -> None:

@@ -11,9 +11,11 @@ import threading
 from functools import partial
 from multiprocessing.connection import Connection
 
+import msgspec
+
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.connection import PcmSource, PipePcmReader
-from asr_serve.engine.process.server_handshake import greet_server
+from asr_serve.engine.process.server_handshake import MAX_SERVERS, greet_server
 from asr_serve.engine.process.server_link import EngineFacts, ServerLink
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.transfer.ring import PcmReader
@@ -21,9 +23,11 @@ from asr_serve.transfer.tcp_options import configure_connection
 
 log = logging.getLogger(__name__)
 
-MAX_SERVERS = 64
-"""Servers that may be connected, or connecting, at once."""
 BACKLOG = 16
+WATCH_S = 0.5
+"""Time between two looks at which servers are silent."""
+ACCEPT_AGAIN_S = 0.2
+"""Pause after a connection that could not be accepted, as where there are no descriptors left."""
 
 
 class ServerListener:
@@ -35,6 +39,7 @@ class ServerListener:
         path = os.path.join(spec.folder, f"{os.getpid()}.sock")
         self.address = messages.EngineAddress(path, None)
         self._sockets: list[socket.socket] = []
+        self._closed = threading.Event()
         try:
             local = socket.socket(socket.AF_UNIX)
             self._sockets.append(local)
@@ -67,6 +72,7 @@ class ServerListener:
         """Accepts servers from now on. `ready`: their first message."""
         for listener in self._sockets:
             threading.Thread(target=self._accept, args=(listener, facts, ready), name="servers", daemon=True).start()
+        threading.Thread(target=self._watch, name="servers watch", daemon=True).start()
 
     def link(self, number: int) -> ServerLink | None:
         """Connection of that number, while it is open."""
@@ -77,8 +83,11 @@ class ServerListener:
         change = messages.AudioCached((digest,)) if cached else messages.AudioCached((), (digest,))
         with self._lock:
             links = tuple(self._links.values())
+        if not links:
+            return
+        encoded = messages.encode(change)
         for link in links:
-            link.send(change)
+            link.send_encoded(encoded)
 
     def finish(self) -> None:
         """Sends nothing after what is queued."""
@@ -89,6 +98,7 @@ class ServerListener:
 
     def close(self) -> None:
         """Accepts no more servers; connections end with the process."""
+        self._closed.set()
         for listener in self._sockets:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # unblocks `accept`
@@ -100,8 +110,13 @@ class ServerListener:
         while True:
             try:
                 line, _ = listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as failure:
+                if self._closed.is_set():
+                    return
+                log.warning("a server could not be accepted: %s", failure)
+                if self._closed.wait(ACCEPT_AGAIN_S):
+                    return
+                continue
             with self._lock:
                 full = len(self._links) + self._connecting >= MAX_SERVERS
                 self._connecting += not full
@@ -118,20 +133,31 @@ class ServerListener:
                 link = self._open(line)
         except (AsrServeError, OSError, ValueError) as failure:
             log.warning("a server could not connect: %s", failure)
+        if link is None:
+            with self._lock:
+                self._connecting -= 1
+            return
+        # It is the first message, so that it is sent before any other thread knows the link.
+        link.send(msgspec.structs.replace(ready, free_sessions=facts.free_sessions))
         with self._lock:
             self._connecting -= 1
-            if link is not None:
-                self._links[link.number] = link
-        if link is None:
-            return
+            self._links[link.number] = link
         try:
-            link.send(ready)
             facts.loop.call(partial(_tell_cached_audio, link, facts))  # changes from now on follow it
             link.read_messages(facts)
         finally:
             with self._lock:
                 del self._links[link.number]
             link.close()
+
+    def _watch(self) -> None:
+        """Disconnects servers that are silent: what they have here would stay for ever."""
+        while not self._closed.wait(WATCH_S):
+            with self._lock:
+                silent = [link for link in self._links.values() if link.silent]
+            for link in silent:
+                log.warning("server %d was silent for too long: it is disconnected", link.number)
+                link.drop()
 
     def _open(self, line: socket.socket) -> ServerLink:
         """Greets a server. Raises PeerRefused, PeerGone, OSError, ValueError for a file that is no ring."""

@@ -26,7 +26,7 @@ from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.engine.cache.digest import audio_digest, keyed
 from asr_serve.engine.client import Connect
 from asr_serve.engine.process import messages
-from asr_serve.engine.process.connection import ExportedStream
+from asr_serve.engine.process.connection import EngineConnection, ExportedStream
 from asr_serve.engine.process.engine_process import RingSize, restart_pause_s
 from asr_serve.engine.process.handover import Handover, HandoverResult
 from asr_serve.engine.process.in_flight import (
@@ -39,6 +39,7 @@ from asr_serve.engine.process.in_flight import (
     InFlightUtterance,
     PendingAnswer,
     SoundAnswer,
+    reject_chunks,
     unanswered_query,
 )
 from asr_serve.engine.replicas.remote_engine import RemoteEngine
@@ -96,6 +97,15 @@ class ConnectedReplica:
         self.address: messages.EngineAddress | None = None
         """Address of its current engine process."""
         self.draining = False
+        self.differs = False
+        """Whether it was refused because its model or weights are others than this backend's."""
+        self.places = 0
+        """Voice-activity sessions of this server for which there is room, open ones included, as it reported last."""
+        self.free_places = 0
+        """Sessions for which there was room when it reported last, less those that were opened since."""
+        self.suspects: list[InFlightUtterance | InFlightSpeech | InFlightSession] = []
+        """Work that was in progress when the connection was lost. It counts as a death once it is known that the engine
+        process has ended: a lost connection is none."""
 
     @property
     def takes_work(self) -> bool:
@@ -133,6 +143,12 @@ class ReplicatedBackend:
         self._draw = random.Random()
         self._mac = keyed(settings.digest_key)
         self._audio = AudioIndex()
+        self._owners: dict[int, InFlight] = {}
+        """Replica that had each session when it was looked up last."""
+        self._refused: dict[int, AsrServeError] = {}
+        """Open sessions for which no replica has room."""
+        self._on_places: Callable[[int], None] = lambda places: None
+        """See `watch_places`. Called without the lock."""
         self.audio_hits = 0
         """Requests that went to a replica that had their audio."""
         self.restarts = 0
@@ -142,6 +158,9 @@ class ReplicatedBackend:
         self.moved_s = 0.0
         """Total time that audio of moving streams waited."""
         self._first: Future[messages.EngineReady] = Future()
+        self.first_replica = ""
+        """Replica that `ready` is from."""
+        self.first_on_this_machine = False
         threading.Thread(target=self._watch, name="asr-serve replicas", daemon=True).start()
         try:
             directory.start(self)
@@ -186,10 +205,25 @@ class ReplicatedBackend:
         with self._lock:
             return {replica.id: replica.load for replica in self._replicas.values() if replica.in_flight.process_ready}
 
+    @property
+    def outdated(self) -> bool:
+        """Whether only replicas of another model, or of other weights, are left to take work: what this backend told
+        its callers of the model is wrong for them, so its server has to be replaced."""
+        with self._lock:
+            others = any(replica.differs and not replica.draining for replica in self._replicas.values())
+            return others and not self._takers
+
+    def watch_places(self, on_places: Callable[[int], None]) -> None:
+        """Calls `on_places` with the number of voice-activity sessions for which all replicas together have room, open
+        ones included: now, and whenever a replica reports."""
+        self._on_places = on_places
+        self._report_places()
+
     # --- replicas, called by the directory -----------------------------------------------------------------
 
     def connect(self, replica_id: str, address: messages.EngineAddress, *, same_machine: bool) -> None:
         """Connects to the engine process of a replica, which is new or was restarted. Returns at once."""
+        answers: list[PendingAnswer] = []
         with self._lock:
             if self._closing.is_set():
                 return
@@ -197,12 +231,18 @@ class ReplicatedBackend:
             if replica.address == address:
                 return
             previous, replica.address = replica.in_flight.process, address
+            replica.differs = False
+            if previous is not None:
+                answers = self._disconnect(replica, previous)
+            answers += self._count_deaths(replica)
             name = f"asr-serve from {replica_id}"
             thread = threading.Thread(target=self._run, args=(replica, address, same_machine), name=name, daemon=True)
             self._threads.add(thread)
             thread.start()
+            self._changed.notify_all()
         if previous is not None:
             previous.kill()  # of a process before this one
+        self._deliver(answers)
 
     def drain(self, replica_id: str, timeout_s: float) -> None:
         """Moves the work of a replica that will go to others, and disconnects. Its requests have `timeout_s` to finish;
@@ -233,10 +273,12 @@ class ReplicatedBackend:
                     self._record(handover)
                 moved = handover.moved
             self._replicas.pop(replica_id, None)
+            answers = self._count_deaths(replica)
             self._changed.notify_all()
             process = replica.in_flight.process
         if process is not None:
             process.kill()
+        self._deliver(answers)
         log.info("replica %s was drained: %s", replica_id, {" by ".join(labels): n for labels, n in moved.items()})
 
     def _target(self, leaving: ConnectedReplica) -> InFlight:
@@ -252,8 +294,10 @@ class ReplicatedBackend:
 
     def submit(self, utterance: RecognitionRequest) -> None:
         assert utterance.pcm is not None
-        # The lock is not held while the audio is read. Without any cached audio it need not be.
-        digest = audio_digest(utterance.pcm, mac=self._mac) if self._audio else b""
+        # The lock is not held while the audio is read. Without any cached audio it need not be, and a live caller's
+        # audio has not come before.
+        cacheable = bool(self._audio) and utterance.priority != "live"
+        digest = audio_digest(utterance.pcm, mac=self._mac) if cacheable else b""
         with self._lock:
             self._expect_open()
             self._for_audio(digest, utterance.samples).submit(InFlightUtterance(utterance))
@@ -287,22 +331,28 @@ class ReplicatedBackend:
     def _open(self, number: int, session: InFlightSession) -> None:
         with self._lock:
             self._expect_open()
-            self._for_session().open(number, session)
+            self._place(number, session)
 
     def submit_vad_chunk(self, windows: VadChunk | StreamChunk) -> None:
         with self._lock:
             self._expect_open()
-            owner = next((each for each in self._in_flights if windows.session in each.sessions), None)
+            owner = self._owner(windows.session)
             if owner is not None:
                 owner.append_audio(windows)
+                if isinstance(windows, StreamChunk) and windows.last:
+                    self._owners.pop(windows.session, None)
+            refusal = self._refused.get(windows.session)
         if owner is None:
-            reject(windows.future, Cancelled("the session was closed"))
+            reject(windows.future, refusal or Cancelled("the session was closed"))
 
     submit_stream_chunk = submit_vad_chunk
 
     def close_session(self, session: int) -> None:
         with self._lock:
-            closed = next((closed for each in self._in_flights if (closed := each.close(session))), None)
+            owner = self._owner(session)
+            closed = owner.close(session) if owner is not None else None
+            self._owners.pop(session, None)
+            self._refused.pop(session, None)
             for handover in self._handovers.values():
                 handover.on_closed(session)
             self._changed.notify_all()
@@ -412,10 +462,46 @@ class ReplicatedBackend:
         self.audio_hits += chosen in holders
         return chosen.in_flight
 
-    def _for_session(self) -> InFlight:
+    def _for_session(self, session: InFlightSession) -> InFlight:
         if not (replicas := self._candidates):
             return self._waiting
-        return choose(replicas, lambda replica: replica.load.for_session, self._draw).in_flight
+        if isinstance(session, InFlightStream):  # streams wait for their slots in the engine
+            return choose(replicas, lambda replica: replica.load.for_session, self._draw).in_flight
+        replicas = [replica for replica in replicas if replica.free_places > 0] or replicas
+        chosen = choose(replicas, lambda replica: replica.load.for_session, self._draw)
+        chosen.free_places -= 1
+        return chosen.in_flight
+
+    def _place(self, number: int, session: InFlightSession) -> None:
+        """Opens a session at a replica."""
+        owner = self._owners[number] = self._for_session(session)
+        owner.open(number, session)
+
+    def _owner(self, number: int) -> InFlight | None:
+        """Replica that has a session; None where none has it. Sessions move, so that what was found last is checked."""
+        owner = self._owners.get(number)
+        if owner is None or number not in owner.sessions:
+            owner = next((each for each in self._in_flights if number in each.sessions), None)
+            if owner is None:
+                self._owners.pop(number, None)
+            else:
+                self._owners[number] = owner
+        return owner
+
+    def _on_refused(self, replica: ConnectedReplica, message: messages.SessionRefused) -> list[PendingAnswer]:
+        """Opens a session for which a replica had no room at another, or rejects it where none has."""
+        replica.free_places = 0
+        number = message.session
+        if (session := replica.in_flight.close(number)) is None:
+            return []
+        session.refused_by.add(replica.id)
+        others = [other for other in self._takers if other.id not in session.refused_by]
+        if others:
+            chosen = choose(others, lambda other: (-other.free_places, len(other.in_flight.sessions)), self._draw)
+            chosen.in_flight.open(number, session)
+            return []
+        error = self._refused[number] = message.failure.to_error()
+        return reject_chunks(session.fail_pending(), error)
 
     def _expect_open(self) -> None:
         if self._closing.is_set():
@@ -429,7 +515,10 @@ class ReplicatedBackend:
         for number, session in sessions.items():
             if isinstance(session, InFlightStream):
                 session.leaving = session.restoring = False
-            (target or self._for_session()).open(number, session)
+            if target is None:
+                self._place(number, session)
+            else:
+                target.open(number, session)
         requests, source.requests = source.requests, InFlightRequests()
         for work in requests.values():
             work.started = False
@@ -447,18 +536,20 @@ class ReplicatedBackend:
                         address, settings.key, settings.ring, same_machine=same_machine, name=replica.id
                     )
                     try:
-                        self._serve(replica, process)
+                        self._serve(replica, address, process, same_machine)
                         failures = 0
                     finally:
                         process.close()
                 except AsrServeError as failure:
                     if not failures:
                         log.warning("replica %s: %s", replica.id, failure)
+                except Exception:
+                    log.exception("what replica %s said cannot be taken: it is connected to again", replica.id)
                 failures += 1
-        except Exception:
-            log.exception("what replica %s said cannot be taken: it is given up", replica.id)
         finally:
             with self._lock:
+                if replica.address == address:
+                    replica.address = None  # so that the directory may name it again
                 self._threads.discard(threading.current_thread())
 
     def _wanted(self, replica: ConnectedReplica, address: messages.EngineAddress, after_s: float) -> bool:
@@ -471,69 +562,120 @@ class ReplicatedBackend:
         with self._changed:
             return not self._changed.wait_for(unwanted, after_s)
 
-    def _serve(self, replica: ConnectedReplica, process: RemoteEngine) -> None:
+    def _serve(
+        self, replica: ConnectedReplica, address: messages.EngineAddress, process: RemoteEngine, same_machine: bool
+    ) -> None:
         """Gives the replica work until its connection ends, and then its work to others. Raises PeerGone,
         NotAllowed."""
         process.hang_timeout_s = self._settings.silent_s
-        ready = process.wait_ready()
-        first = self._first.result() if self._first.done() else ready
-        if (ready.card, ready.fingerprint) != (first.card, first.fingerprint):
-            raise NotAllowed("a replica of another model, or of other weights", "equal replicas: texts would differ")
         with self._lock:
-            if self._closing.is_set() or replica.draining:
+            if self._closing.is_set() or replica.draining or replica.address != address:
                 return
-            in_flight = replica.in_flight
-            in_flight.process = process
-            in_flight.replay_all()
-            self._move_work(self._waiting, in_flight)
-            self._redirect(self._waiting, in_flight)
-            self._alone_since_s, self._failed = None, False
-            self._changed.notify_all()
-        if not self._first.done():
-            self._first.set_result(ready)
-        log.info("replica %s is connected", replica.id)
+            # From here on `_watch`, `drain` and `close` end it, also while it has sent nothing.
+            replica.in_flight.process = process
         try:
+            ready = process.wait_ready()
+            with self._lock:
+                if self._closing.is_set() or replica.draining or replica.in_flight.process is not process:
+                    return
+                self._attach(replica, ready, same_machine)
+            self._report_places()
+            log.info("replica %s is connected", replica.id)
             while (message := process.receive()) is not None:
-                self._handle_message(replica, message)
+                self._handle_message(replica, process, message)
         finally:
             self._on_lost(replica, process)
 
-    def _handle_message(self, replica: ConnectedReplica, message: messages.ToServer | ExportedStream) -> None:
+    def _attach(self, replica: ConnectedReplica, ready: messages.EngineReady, same_machine: bool) -> None:
+        """Gives a connected replica the work that waits. Raises NotAllowed for one that is not like the first."""
+        first = self._first.result() if self._first.done() else ready
+        replica.differs = (ready.card, ready.fingerprint) != (first.card, first.fingerprint)
+        if replica.differs:
+            self._changed.notify_all()
+            raise NotAllowed("a replica of another model, or of other weights", "equal replicas: texts would differ")
+        if not self._first.done():
+            self.first_replica, self.first_on_this_machine = replica.id, same_machine
+            self._first.set_result(ready)
+        in_flight, replica.suspects = replica.in_flight, []
+        replica.places = replica.free_places = ready.free_sessions
+        in_flight.replay_all()
+        self._move_work(self._waiting, in_flight)
+        self._redirect(self._waiting, in_flight)
+        self._alone_since_s, self._failed = None, False
+        self._changed.notify_all()
+
+    def _handle_message(
+        self, replica: ConnectedReplica, process: RemoteEngine, message: messages.ToServer | ExportedStream
+    ) -> None:
         with self._lock:
+            if replica.in_flight.process is not process:  # replaced: its work is done elsewhere
+                if isinstance(message, ExportedStream) and message.saved is not None:
+                    message.saved.close()
+                return
             if isinstance(message, messages.AudioCached):
                 self._audio.update(replica.id, message.inserted, message.evicted)
                 return
-            answers = replica.in_flight.handle_message(message)
+            if isinstance(message, messages.EnginePong):
+                sessions = replica.in_flight.sessions.values()
+                own = sum(not isinstance(session, InFlightStream) for session in sessions)
+                replica.places, replica.free_places = own + message.free_sessions, message.free_sessions
+            if isinstance(message, messages.SessionRefused):
+                answers: Iterable[PendingAnswer | SoundAnswer] = self._on_refused(replica, message)
+            else:
+                answers = replica.in_flight.handle_message(message)
             for handover in self._handovers.values():
                 handover.on_message(replica.in_flight, message)
             self._changed.notify_all()
         self._deliver(answers)
+        if isinstance(message, messages.EnginePong):
+            self._report_places()
+
+    def _report_places(self) -> None:
+        """Reports the number of sessions for which there is room. Without a replica it stays: work waits for one."""
+        with self._lock:
+            places = [replica.places for replica in self._takers]
+        if places:
+            self._on_places(sum(places))
 
     def _on_lost(self, replica: ConnectedReplica, process: RemoteEngine) -> None:
         """Gives the work of a lost connection to the other replicas."""
         with self._lock:
-            in_flight = replica.in_flight
-            answers: list[PendingAnswer] = []
-            if in_flight.process is process:
-                in_flight.process_ready, in_flight.process = False, None
-                self._audio.drop(replica.id)
-                if not self._closing.is_set():
-                    if in_flight.requests or in_flight.sessions or in_flight.queries:
-                        log.warning("replica %s is gone: its work goes to others", replica.id)
-                    self.restarts += not replica.draining
-                    answers = in_flight.record_death("its connection was lost")
-                    if (handover := self._handovers.pop(replica, None)) is not None:
-                        handover.transfer_remaining()
-                        self._record(handover)
-                    target = self._target(replica)
-                    if self._redirect(in_flight, target):
-                        self._move_work(in_flight, target)
-                    else:
-                        self._move_work(in_flight)
-                    if not self._candidates:
-                        self._alone_since_s = time.monotonic()
+            answers = self._disconnect(replica, process) if replica.in_flight.process is process else []
             self._changed.notify_all()
         self._deliver(answers)
+
+    def _disconnect(self, replica: ConnectedReplica, process: EngineConnection) -> list[PendingAnswer]:
+        """Ends the connection that a replica has, with the lock."""
+        in_flight = replica.in_flight
+        connected, in_flight.process_ready, in_flight.process = in_flight.process_ready, False, None
+        self._audio.drop(replica.id)
+        if self._closing.is_set() or not connected:
+            return []
+        if in_flight.requests or in_flight.sessions or in_flight.queries:
+            log.warning("replica %s is gone: its work goes to others", replica.id)
+        self.restarts += not replica.draining
+        replica.suspects, answers = in_flight.record_loss("was lost: its connection ended")
+        if (handover := self._handovers.pop(replica, None)) is not None:
+            handover.transfer_remaining()
+            self._record(handover)
+        target = self._target(replica)
+        if self._redirect(in_flight, target):
+            self._move_work(in_flight, target)
+        else:
+            self._move_work(in_flight)
+        if not self._candidates:
+            self._alone_since_s = time.monotonic()
+        return answers
+
+    def _count_deaths(self, replica: ConnectedReplica) -> list[PendingAnswer]:
+        """Counts the death of a replica's engine process against the work that it had then, with the lock. Returns the
+        rejections of work that had too many."""
+        suspects, replica.suspects = replica.suspects, []
+        for work in suspects:
+            work.deaths += 1
+        if not suspects:
+            return []
+        return [answer for each in self._in_flights for answer in each.reject_repeated("its connection was lost")]
 
     def _redirect(self, gone: InFlight, target: InFlight) -> bool:
         """Redirects handovers to a replica that is gone; returns whether there were any."""
@@ -554,8 +696,8 @@ class ReplicatedBackend:
             with self._lock:
                 for replica in self._replicas.values():
                     in_flight = replica.in_flight
-                    in_flight.send(messages.EnginePing())
-                    if in_flight.process_ready and in_flight.process is not None and in_flight.process.unresponsive:
+                    in_flight.send(messages.EnginePing(self._settings.silent_s))
+                    if in_flight.process is not None and in_flight.process.unresponsive:
                         log.error("replica %s was silent for %g s", replica.id, in_flight.process.hang_timeout_s)
                         in_flight.process.kill()
                 alone_s = self._alone_since_s

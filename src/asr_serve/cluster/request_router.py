@@ -7,6 +7,7 @@ that calls a replica, so that state is elsewhere (`membership`).
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -16,6 +17,8 @@ from asr_serve.cluster import membership
 from asr_serve.engine.replicas.routing import ReplicaLoad, choose
 
 IDLE = ReplicaLoad(0, 0)
+GONE_S = 0.1
+"""Pause before a call that names a replica that does not run is routed again. It ends when its caller cancels it."""
 
 
 class AudioRequestRouter(RequestRouter):  # type: ignore[misc]
@@ -33,7 +36,12 @@ class AudioRequestRouter(RequestRouter):  # type: ignore[misc]
         """Returns the replica that the call names, or the less loaded one of two."""
         wanted: Any = None if pending_request is None else pending_request.kwargs.get("replica_id")
         if wanted is not None:
-            return [[each for each in candidate_replicas if each.replica_id.unique_id == wanted]]
+            found = [each for each in candidate_replicas if each.replica_id.unique_id == wanted]
+            if not found:
+                # Ray Serve asks again at once, for ever: without a pause, a call to a replica that has died would
+                # keep this loop from learning of any other.
+                await asyncio.sleep(GONE_S)
+            return [found]
         if not candidate_replicas:
             return []
         loads = membership.loads_of(self._deployment_id.name)

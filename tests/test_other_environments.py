@@ -33,7 +33,7 @@ def test_one_that_is_being_built_is_waited_for(building: Path, tmp_path: Path) -
     later = threading.Timer(0.1, finish)
     later.start()
     assert python_of(NAME, "none") == tmp_path / NAME / "bin" / "python"
-    later.join()
+    later.join(30)
 
 
 @pytest.mark.parametrize("half", [False, True])

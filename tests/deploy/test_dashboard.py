@@ -145,6 +145,7 @@ def test_the_dashboard_is_one_that_grafana_imports() -> None:
         "Peers",
         "Below the device",
         "Speech",
+        "Stored sessions",
     ]
     datasource, model = DASHBOARD["templating"]["list"]
     assert (datasource["name"], datasource["type"], datasource["query"]) == ("datasource", "datasource", "prometheus")

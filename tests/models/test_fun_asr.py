@@ -331,7 +331,7 @@ def test_a_folder_is_a_models_name(folders: dict[str, Path], name: str) -> None:
 
 
 def test_folders_that_are_no_model_are_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
-    with pytest.raises(WeightsMissing, match="recognized"):
+    with pytest.raises(WeightsMissing, match="empty folder"):
         asr_serve.load(str(tmp_path))
     with pytest.raises(OptionError, match="weights"):
         asr_serve.load(str(folders["nano"]), weights=folders["nano"])
@@ -350,7 +350,7 @@ def test_the_command_converts_a_folder(tmp_path: Path) -> None:
         ((source, target), "already"),
         ((tmp_path / "gone", tmp_path / "new"), "nothing"),
         ((target, tmp_path / "new"), "already"),
-        ((tmp_path, tmp_path / "new"), "recognized"),
+        ((tmp_path, tmp_path / "new"), "no model that is known"),
     ):
         code, output = run(*map(str, arguments))
         assert code != 0

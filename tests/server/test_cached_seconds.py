@@ -23,7 +23,7 @@ from asr_serve.types import Segment, Transcript
 def server() -> Iterator[Running]:
     """With an engine of its own, which remembers."""
     parts = open_engine(MODEL, ServeConfig(engine_threads=1))
-    running = Running(ServeConfig(), lambda name, config: parts)
+    running = Running(ServeConfig(voice="none"), lambda name, config: parts)
     yield running
     running.stop()
     parts.client.close()

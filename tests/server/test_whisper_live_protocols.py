@@ -37,7 +37,7 @@ def whisper() -> Iterator[EngineParts]:
 
 @pytest.fixture(scope="module")
 def whisper_server(whisper: EngineParts) -> Iterator[Running]:
-    config = ServeConfig(model=WHISPER.name, aliases={"gpt-4o-transcribe": WHISPER.name})
+    config = ServeConfig(model=WHISPER.name, voice="none", aliases={"gpt-4o-transcribe": WHISPER.name})
     running = Running(config, lambda name, config: whisper)
     yield running
     running.stop()

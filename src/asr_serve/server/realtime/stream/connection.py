@@ -128,6 +128,8 @@ class StreamConnection:
             return self._notices.popleft()
         if (event := self._log.next(self._sent_seq)) is not None:
             self._sent_seq += 1
+            if event.type == "end":
+                self._ack = None  # nothing follows the end
             return event
         held = self._sent_seq < self._log.last_seq
         if not held:

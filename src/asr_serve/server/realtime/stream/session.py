@@ -362,13 +362,13 @@ class StreamSession:
         self.finishing, self.ending = True, reason
         if reason is not None and self.connection is not None:
             self.connection.send_error(reason)
+        if self.journal is None:
+            self._acknowledge()
         self._length.cancel()
         assert self._listener is not None
         self._listener.finish()
         if self.journal is not None:
             self.journal.write_now()
-        else:
-            self._acknowledge()
 
     def _acknowledge(self) -> None:
         self._acked_samples = self.received_samples

@@ -4,18 +4,17 @@ with its line and key."""
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
 from msgspec import Meta
 
-from asr_serve.errors import OptionError, SourceNotFound
+from asr_serve.errors import OptionError
+from asr_serve.toml_file import describe_invalid, read_toml
 from asr_serve.types import suggest_name
 
 MAX_ENTRIES = 16
-MAX_FILE_BYTES = 1 << 16
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 Duty = Annotated[float, Meta(gt=0, le=1)]
@@ -109,32 +108,16 @@ class Mix(NamedTuple):
 
 def read_mix(path: Path) -> Mix:
     """Reads and checks a mix file. Raises OptionError with the line and the key of what is wrong, SourceNotFound."""
-    try:
-        data = path.read_bytes()
-    except OSError as failure:
-        raise SourceNotFound(f"the mix file {path} cannot be read: {failure}") from failure
-    if len(data) > MAX_FILE_BYTES:
-        raise OptionError(f"a mix file of {len(data)} bytes: {path}", f"up to {MAX_FILE_BYTES}", param="mix")
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as failure:
-        line = data.count(b"\n", 0, failure.start) + 1
-        raise OptionError(f"{path}, line {line}: {failure}", "UTF-8", param="mix") from failure
-    return _MixReader(path, text).read()
+    return _MixReader(path, *read_toml(path, "mix", "mix")).read()
 
 
 class _MixReader:
-    def __init__(self, path: Path, text: str) -> None:
-        self._path, self._text = path, text
+    def __init__(self, path: Path, text: str, content: dict[str, Any]) -> None:
+        self._path, self._content = path, content
         self._lines = _key_lines(text)
 
     def read(self) -> Mix:
-        try:
-            content = tomllib.loads(self._text)
-        except tomllib.TOMLDecodeError as failure:
-            message, _, place = str(failure).partition(" (at line ")
-            line = int(place.partition(",")[0]) if place else self._text.count("\n") + 1
-            raise OptionError(f"{self._path}, line {line}: {message}", "a TOML file", param="mix") from failure
+        content = self._content
         names = ["description", *ENTRY_TYPES]
         for key in content:
             if key not in names:
@@ -175,10 +158,7 @@ class _MixReader:
         try:
             return msgspec.convert(table, entry_type)
         except msgspec.ValidationError as failure:
-            message, _, place = str(failure).partition(" - at `$.")
-            missing = re.search(r"missing required field `(\w+)`", message)
-            key = missing[1] if missing else place.rstrip("`")
-            self._fail(kind, index, key, message if missing else f"{table.get(key)!r}", "" if missing else message)
+            self._fail(kind, index, *describe_invalid(failure, table))
 
     def _fail(self, kind: str, index: int, key: str, came: str, allowed: str, todo: str = "") -> NoReturn:
         """Raises the error of a key in table `index` of a kind; kind '': outside of tables."""

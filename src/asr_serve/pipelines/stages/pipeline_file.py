@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -22,13 +21,13 @@ from asr_serve.errors import AsrServeError, MissingOption, OptionError, SourceNo
 from asr_serve.models.decoding_graph import GRAPH_FILE
 from asr_serve.models.registry import AsrCard, asr_card
 from asr_serve.pipelines.stages.condition import Condition, parse_condition
+from asr_serve.toml_file import describe_invalid, read_toml
 from asr_serve.types import LanguageModelChoice, suggest_name
 
 SHIPPED = Path(__file__).parent / "shipped"
 """Folder of the pipelines that come with this package."""
 SUFFIX = ".toml"
 MAX_STAGES = 16
-MAX_FILE_BYTES = 1 << 16
 DTYPES = ("auto", "fp32", "bf16")
 PATH_KEYS = ("weights", "decoding_graph", "language_model")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -239,32 +238,16 @@ def read_pipeline(path: Path, variables: Mapping[str, str] | None = None) -> Pip
     """Reads and checks a pipeline file. `variables`: values of those that it declares; paths in them are relative to
     the working directory. Raises OptionError with the line and the key of what is wrong, MissingOption for a variable
     without a value, SourceNotFound."""
-    try:
-        data = path.read_bytes()
-    except OSError as failure:
-        raise SourceNotFound(f"the pipeline file {path} cannot be read: {failure}") from failure
-    if len(data) > MAX_FILE_BYTES:
-        raise OptionError(f"a pipeline file of {len(data)} bytes: {path}", f"up to {MAX_FILE_BYTES}", param="pipeline")
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as failure:
-        line = data.count(b"\n", 0, failure.start) + 1
-        raise OptionError(f"{path}, line {line}: {failure}", "UTF-8", param="pipeline") from failure
-    return _PipelineReader(path, text, variables or {}).read()
+    return _PipelineReader(path, *read_toml(path, "pipeline", "pipeline"), variables or {}).read()
 
 
 class _PipelineReader:
-    def __init__(self, path: Path, text: str, variables: Mapping[str, str]) -> None:
-        self._path, self._text, self._variables = path, text, variables
+    def __init__(self, path: Path, text: str, content: dict[str, Any], variables: Mapping[str, str]) -> None:
+        self._path, self._content, self._variables = path, content, variables
         self._lines = _key_lines(text)
 
     def read(self) -> PipelineSpec:
-        try:
-            content = tomllib.loads(self._text)
-        except tomllib.TOMLDecodeError as failure:
-            message, _, place = str(failure).partition(" (at line ")
-            line = int(place.partition(",")[0]) if place else self._text.count("\n") + 1
-            raise self._error(line, "", message, "a TOML file") from failure
+        content = self._content
         for key in content:
             if key not in ("description", "variables", "stage"):
                 allowed = "description, a table [variables], and tables [[stage]]"
@@ -341,10 +324,7 @@ class _PipelineReader:
                 self._check_lattice(index, table, stage)
             return stage
         except msgspec.ValidationError as failure:
-            message, _, place = str(failure).partition(" - at `$.")
-            missing = re.search(r"missing required field `(\w+)`", message)
-            key = missing[1] if missing else place.rstrip("`")
-            self._fail(index, key, message if missing else f"{table.get(key)!r}", "" if missing else message)
+            self._fail(index, *describe_invalid(failure, table))
 
     def _check_lattice(self, index: int, table: dict[str, Any], stage: RescoreStage) -> None:
         """Checks a stage that the engine of the recognizer before carries out."""

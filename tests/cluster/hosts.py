@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,37 +224,45 @@ class RayHosts:
         # Ray makes a token for a cluster that it starts; other nodes have to be given it.
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self._environ = clean | {"PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"} | token | dict(environ)
-        self._children: dict[Host, Child[bytes]] = {}
+        self._children: dict[Host, Child[Any]] = {}
         self._cpus = cpus
         self.head = network.add("head")
         self.nodes = [network.add(f"node{number}") for number in range(1, nodes + 1)]
         self.address = f"{self.head.address}:{RAY_PORT}"
         options = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--num-cpus=0"]
         self._start(self.head, *options, f"--system-config={json.dumps(QUICK)}", f"--temp-dir={self._ray_folder}")
-        wait_until(lambda: "Ray runtime started" in self._log(self.head), lambda: self._log(self.head))
         for node in self.nodes:
             self.start(node)
 
     def start(self, node: Host) -> None:
         """Starts Ray on a node, for the first time or after it was killed."""
         self.network.heal(node)
-        self._start(node, f"--address={self.address}", f"--resources={json.dumps({node.name: 1})}", node=True)
-        wait_until(lambda: "Ray runtime started" in self._log(node), lambda: self._log(node))
+        resources = json.dumps({node.name: 1})
+        self._start(node, f"--address={self.address}", f"--num-cpus={self._cpus}", f"--resources={resources}")
 
-    def _start(self, host: Host, *options: str, node: bool = False) -> None:
+    def _start(self, host: Host, *options: str) -> None:
+        """Starts Ray's processes on a machine. Ray gives them 30 s, which is too short while other programs want all
+        cores: then once more."""
         command = [*host.within, sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
         common = ["--block", f"--node-ip-address={host.address}", f"--object-store-memory={80 << 20}"]
         common += ["--disable-usage-stats", "--include-log-monitor=false", "--log-color=false"]
-        cores = [f"--num-cpus={self._cpus}"] if node else []
-        with (self._folder / f"{host.name}.log").open("wb") as log:
-            self._children[host] = Child(
-                [*command, *common, *cores, *options], stdout=log, stderr=log, env=self._environ, limit_s=MODULE_LIMIT_S
-            )
-
-    def _log(self, host: Host) -> str:
-        text = (self._folder / f"{host.name}.log").read_text("utf-8", "replace")
-        assert self._children[host].poll() is None, text
-        return text
+        file = self._folder / f"{host.name}.log"
+        for last in (False, False, True):
+            with file.open("wb") as log:
+                self._children[host] = child = Child(
+                    [*command, *common, *options], stdout=log, stderr=log, env=self._environ, limit_s=MODULE_LIMIT_S
+                )
+            while b"Ray runtime started" not in file.read_bytes():
+                if child.poll() is not None:
+                    break
+                time.sleep(0.1)
+            else:
+                return
+            text = file.read_text("utf-8", "replace")
+            assert "timed out during startup" in text, text
+            assert not last, text
+            host.kill()
+            self.network.heal(host)
 
     def up(self, settings: Mapping[str, Any]) -> None:
         """Deploys a cluster file with these settings, and waits until every ingress and replica is there."""
@@ -263,7 +272,7 @@ class RayHosts:
         ingresses = settings.get("ingress", {}).get("replicas", 1)
         wait_until(lambda: len(self.ingresses()) == ingresses, self.logs)
         for host in self.ingresses():
-            wait_until(lambda host=host: ready(host), self.logs)
+            wait_until(partial(ready, host), self.logs)
 
     def command(self, *arguments: str) -> str:
         """Output of `asr-serve cluster ...` on the head."""

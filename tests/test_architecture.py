@@ -72,6 +72,7 @@ LEAVES = {
     "transformers": {"decoding/language_model/causal_scorer.py"},
     "vllm": {"engine/vllm/worker_main.py"},
     "websockets": {"api/client/connection.py"},
+    "wasmtime": {"edge/voice_activity.py"},
     "wetext": {"text/normalization/wetext_grammar.py"},
     "xxhash": {"transfer/checksum.py"},
     "yaml": {"models/asr/nemo/archive.py", "cluster/cluster_config.py"},  # archives of NeMo; cluster files

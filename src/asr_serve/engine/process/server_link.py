@@ -248,6 +248,10 @@ class ServerLink:
                 put(lambda loop: loop.diarization.submit(question))
             case messages.ReportQuery(number=number):
                 self.send(messages.EngineReport(number, loop.describe(), facts.metrics_text()))
+            case messages.SetPeers(number=number, addresses=addresses):
+                if not self.owns_engine:
+                    raise OutOfStep("peers", "from who started the engine alone")
+                put(lambda loop: loop.peers.set_addresses(addresses, lambda: self.send(messages.PeersSet(number))))
             case messages.EnginePing(silent_s=silent_s):
                 if self.owns_engine:  # which kills it where the loop hangs
                     put(lambda _: self.send(messages.EnginePong(facts.free_sessions)))

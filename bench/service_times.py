@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import clips
+import live_finals
 import live_speech
 import machine
 import numpy as np
@@ -45,6 +46,7 @@ SENTENCES = (
     "will be with you in a moment.",
 )
 LIVE_CALLERS, LIVE_S, FILES = 10, 8.0, 12
+PATH_CLIPS, SILENCE_MS = 6, 800
 Steps = dict[str, list[tuple[float, float, float]]]
 """Stage -> (rows, seconds of audio, seconds) of each step."""
 
@@ -303,6 +305,7 @@ def server_times(model: str, speech: Sequence[Audio], vad: float, folder: Path) 
             answer.read()
 
     with server(model, folder) as (port, pid):
+        path_s = asyncio.run(live_path_s(port, speech))
         asyncio.run(callers(port))  # warm
         before_s = serve_load.tree_cpu_s(pid)
         asyncio.run(callers(port))
@@ -327,7 +330,18 @@ def server_times(model: str, speech: Sequence[Audio], vad: float, folder: Path) 
         "file_s": float(f"{max(0.0, costs[0] - 2 * factor):.3g}"),
         "file_audio_factor": float(f"{factor + vad:.3g}"),
         "packet_s": live_speech.PACKET_SAMPLES / RATE_HZ,
+        "live_path_s": float(f"{path_s:.3g}"),
     }
+
+
+async def live_path_s(port: int, speech: Sequence[Audio]) -> float:
+    """Median time of finals of a caller who is alone."""
+    short = [clip for clip in speech if 1.0 < len(clip) / RATE_HZ < 4.0][:PATH_CLIPS]
+    pause = np.zeros(round(2.5 * SILENCE_MS / 1_000 * RATE_HZ), np.float32)
+    sound = np.concatenate([part for clip in short for part in (clip, pause)])
+    pcm = np.clip(np.rint(32_768 * sound), -32_768, 32_767).astype(np.int16)
+    finals = await live_finals.speak(HOST, port, pcm, SILENCE_MS)
+    return float(np.median([ms for ms, _ in finals[1:]])) / 1_000  # the first is of code that runs the first time
 
 
 def write_wav(path: Path, pcm: Audio) -> None:

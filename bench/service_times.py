@@ -119,6 +119,7 @@ def utterance_times(name: str, speech: Sequence[Audio], rounds: int) -> dict[str
     import asr_serve
     from asr_serve.config import EngineConfig
     from asr_serve.decoding.search_options import DraftTokens
+    from asr_serve.pipelines.options import ListenOptions
 
     with asr_serve.load(name, engine=EngineConfig(prefix_bytes=0)) as loaded:
         client, executor = loaded.client, executor_of(loaded.client)
@@ -138,10 +139,11 @@ def utterance_times(name: str, speech: Sequence[Audio], rounds: int) -> dict[str
                     tickets = [client.submit(pcm, priority="bulk") for pcm in chosen]
                     tokens += [(length_s, len(ticket.future.result().tokens)) for ticket in tickets]
         drafted, accepted = executor.loop.stats.draft_tokens, executor.loop.stats.accepted_tokens
-        for pcm in cuts[LENGTHS_S[-1]][: 4 * rounds]:  # a growing segment: the last hypothesis is the next one's draft
+        grown = round(ListenOptions().partial_ms / 1_000 * RATE_HZ)
+        for pcm in cuts[LENGTHS_S[-1]][: 2 * rounds]:  # a growing segment: the last hypothesis is the next one's draft
             draft = DraftTokens()
-            for part in (0.5, 0.7, 0.85, 1.0):
-                ticket = client.submit(pcm[: int(part * len(pcm))], priority="live", draft=draft)
+            for end in range(grown, len(pcm) + 1, grown):
+                ticket = client.submit(pcm[:end], priority="live", draft=draft)
                 draft = DraftTokens(ticket.future.result().tokens)
         drafted = executor.loop.stats.draft_tokens - drafted
         accepted = executor.loop.stats.accepted_tokens - accepted

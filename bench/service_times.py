@@ -118,8 +118,6 @@ def executor_of(client: Any) -> Any:
 def utterance_times(name: str, speech: Sequence[Audio], rounds: int) -> dict[str, Any]:
     import asr_serve
     from asr_serve.config import EngineConfig
-    from asr_serve.decoding.search_options import DraftTokens
-    from asr_serve.pipelines.options import ListenOptions
 
     with asr_serve.load(name, engine=EngineConfig(prefix_bytes=0)) as loaded:
         client, executor = loaded.client, executor_of(loaded.client)
@@ -139,12 +137,7 @@ def utterance_times(name: str, speech: Sequence[Audio], rounds: int) -> dict[str
                     tickets = [client.submit(pcm, priority="bulk") for pcm in chosen]
                     tokens += [(length_s, len(ticket.future.result().tokens)) for ticket in tickets]
         drafted, accepted = executor.loop.stats.draft_tokens, executor.loop.stats.accepted_tokens
-        grown = round(ListenOptions().partial_ms / 1_000 * RATE_HZ)
-        for pcm in cuts[LENGTHS_S[-1]][: 2 * rounds]:  # a growing segment: the last hypothesis is the next one's draft
-            draft = DraftTokens()
-            for end in range(grown, len(pcm) + 1, grown):
-                ticket = client.submit(pcm[:end], priority="live", draft=draft)
-                draft = DraftTokens(ticket.future.result().tokens)
+        listen(loaded, [clip for clip in speech if 3.0 < len(clip) / RATE_HZ < 9.0][: 2 * rounds])
         drafted = executor.loop.stats.draft_tokens - drafted
         accepted = executor.loop.stats.accepted_tokens - accepted
         lengths, counts = (np.array(column, float) for column in zip(*tokens, strict=True))
@@ -161,6 +154,24 @@ def utterance_times(name: str, speech: Sequence[Audio], rounds: int) -> dict[str
             "max_rows": executor.decode_runner.max_rows,
             "encode_audio_s": round(executor.scheduler.encode_frames / frames_per_s, 1),
         }
+
+
+def listen(loaded: Any, speech: Sequence[Audio]) -> None:
+    """Sends clips as a live caller does, in real time: hypotheses of growing segments, with the last one as a draft."""
+    from asr_serve.pipelines.live.live_session import LiveSession
+    from asr_serve.pipelines.options import ListenOptions
+
+    pause = np.zeros(RATE_HZ, np.float32)
+    sound = np.concatenate([part for clip in speech for part in (clip, pause)])
+    session = LiveSession(loaded.client, loaded.tokenizer, ListenOptions(), lambda: None)
+    begun_s = time.monotonic()
+    for first, end in live_speech.packets(len(sound)):
+        while (left_s := begun_s + end / RATE_HZ - time.monotonic()) > 0:
+            time.sleep(min(0.01, left_s))
+            session.advance()
+        session.append_audio(sound[first:end])
+        session.advance()
+    session.close()
 
 
 def streaming_times(name: str, speech: Sequence[Audio], rounds: int) -> dict[str, Any]:

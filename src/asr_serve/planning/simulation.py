@@ -372,6 +372,9 @@ class _UtteranceCaller:
         self._simulation, self._replica, self._clock = simulation, replica, simulation.clock
         assert isinstance(simulation.times, UtteranceModelTimes)
         self._times = simulation.times
+        # Audio comes in packets, and counts once voice activity has seen it.
+        packet_s = simulation.table.server.packet_s
+        self._partial_s = packet_s * ceil(PARTIAL_MS / 1_000 / packet_s - 1e-9) + VAD_STEP_INTERVAL_S / 2
         self._rates = simulation.partial_rate(replica)
         self._entry_replica = simulation.router.shorter_queue(simulation.encoders) if simulation.encoders else replica
         self._segments = _Segments(simulation, entry, number)
@@ -394,7 +397,7 @@ class _UtteranceCaller:
         self._submit_s = -inf
         self._generation += 1
         number = self._generation
-        clock.at(self._start_s + PARTIAL_MS / 1_000, lambda: self._partial(number))
+        clock.at(self._start_s + self._partial_s, lambda: self._partial(number))
         anchor_s = self._start_s + ANCHOR_INTERVAL_MS / 1_000
         while anchor_s < self._segments.speech_end_s:
             clock.at(anchor_s, lambda: self._anchor(number))
@@ -409,7 +412,7 @@ class _UtteranceCaller:
         if self._void(number) or self._job is not None or self._clock.now_s >= self._segments.speech_end_s:
             return
         now_s = self._clock.now_s
-        audio_due_s = self._start_s + self._known_s + PARTIAL_MS / 1_000
+        audio_due_s = self._start_s + self._known_s + self._partial_s
         interval_s = self._rates.interval_ms(PARTIAL_MS, 1_000 * now_s) / 1_000
         due_s = max(audio_due_s, self._submit_s + interval_s)
         if self._submitted and due_s > now_s + 1e-9:

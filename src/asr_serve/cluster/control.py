@@ -55,6 +55,7 @@ def start_ray(address: str | None, cpus: int | None) -> bool:
     EngineClosed."""
     if address is None:
         ray.init(
+            address="local",  # by default it would join a Ray that somebody started on this machine
             num_cpus=cpus,
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,

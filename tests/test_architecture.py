@@ -66,13 +66,13 @@ LEAVES = {
     # one package of Ray's own: the application, its replicas, the router, control
     "ray": {
         f"cluster/{name}.py"
-        for name in ("__init__", "application", "control", "engine_replica", "ingress", "request_router")
+        for name in ("__init__", "application", "attachments", "control", "engine_replica", "ingress", "request_router")
     },
     "sounddevice": {"api/cli/io/microphone.py", "api/cli/io/loudspeaker.py"},  # what is heard, what is played
     "transformers": {"decoding/language_model/causal_scorer.py"},
     "vllm": {"engine/vllm/worker_main.py"},
-    "websockets": {"api/client/connection.py"},
     "wasmtime": {"edge/voice_activity.py"},
+    "websockets": {"api/client/connection.py"},
     "wetext": {"text/normalization/wetext_grammar.py"},
     "xxhash": {"transfer/checksum.py"},
     "yaml": {"models/asr/nemo/archive.py", "cluster/cluster_config.py"},  # archives of NeMo; cluster files

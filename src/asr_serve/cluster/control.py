@@ -156,8 +156,9 @@ def _describe_deployment(name: str, names: Collection[str], models: Mapping[str,
             for address, state in (decoder["peers"] or {}).items():
                 states.setdefault(address, []).append(state)
         return "encode", {"peers": {address: dict(Counter(found)) for address, found in states.items()}}
-    details = models.get(name, {})
-    return "decode" if f"{name}{ENCODE_SUFFIX}" in names else details.get("role", ""), details
+    details = dict(models.get(name, {}))
+    role: str = details.pop("role", "")
+    return "decode" if f"{name}{ENCODE_SUFFIX}" in names else role, details
 
 
 def scale(name: str, replicas: int) -> str:

@@ -1,1 +1,1 @@
-"""The edge of the server: what is done with callers' audio before an engine hears it."""
+"""The edge: RTP from browsers and telephone networks, and voice activity, before an engine hears the audio."""

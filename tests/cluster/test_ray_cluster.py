@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -48,8 +49,12 @@ class RunningCluster:
         command = [*MAIN, "cluster", "up", "--config", str(self.file), "--cpus", "2"]
         with self.log.open("w") as out:
             self.process = Child(command, stdout=out, stderr=out, env=self.environ, limit_s=MODULE_LIMIT_S)
-        self.url = self.said(r"serves \d+ x .* on (http://\S+)")
-        self.ray = self.said(r"of Ray at ([^\s)]+)")
+        try:
+            self.url = self.said(r"serves \d+ x .* on (http://\S+)")
+            self.ray = self.said(r"of Ray at ([^\s)]+)")
+        except BaseException:  # who made it has nothing to close
+            self.kill()
+            raise
 
     def said(self, pattern: str) -> str:
         end_s = time.monotonic() + WAIT_S
@@ -123,8 +128,14 @@ class RunningCluster:
         try:
             return self.process.wait(WAIT_S)
         finally:
-            for each in (*self.processes(""), psutil.Process(self.process.pid)) if self.process.poll() is None else ():
-                each.kill()
+            self.kill()
+
+    def kill(self) -> None:
+        """Kills what still runs."""
+        if self.process.poll() is None:
+            for each in (*self.processes(""), psutil.Process(self.process.pid)):
+                with contextlib.suppress(psutil.Error):  # it has ended
+                    each.kill()
 
 
 @pytest.fixture(scope="module")

@@ -92,6 +92,11 @@ end
 return {2, found[1], found[2], redis.call('HMGET', KEYS[1], 'header', 'position', 'checkpoint'),
   redis.call('XRANGE', KEYS[2], '-', '+'), redis.call('XRANGE', KEYS[3], '-', '+')}
 """
+UNCLAIM = """
+if tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1') ~= tonumber(ARGV[1]) then return 0 end
+redis.call('HINCRBY', KEYS[1], 'epoch', -1)
+return 1
+"""
 END = """
 if tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1') > tonumber(ARGV[1]) then return 0 end
 redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
@@ -199,6 +204,9 @@ class RedisSessionStore:
         )
         opened.check_age()
         return stored
+
+    async def unclaim(self, session_id: str, epoch: int) -> None:
+        await self._run(UNCLAIM, [(session_id, [epoch])])
 
     async def end(self, session_id: str, client: str, epoch: int, reason: str, ttl_ms: int) -> None:
         seal = _Sealer(self._cipher, session_id, epoch, 0)

@@ -24,7 +24,7 @@ from test_funasr_websocket import STARTED, calling
 from test_openai_realtime import talking
 
 pytest.importorskip("ray", reason="no Ray here: pip install 'asr-serve[cluster]'")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(1_800)]
 
 MODEL = "moonshine-tiny-en"
 PLACES = 4

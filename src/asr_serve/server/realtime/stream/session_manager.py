@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asr_serve.audio.stream_decoder import STATEFUL_ENCODINGS, LiveAudioDecoder, create_live_decoder
+from asr_serve.audio.stream_decoder import LiveAudioDecoder, create_live_decoder
 from asr_serve.errors import AsrServeError, Draining, SessionExpired, StoreUnavailable, TakenOver
 from asr_serve.metrics import ServerMetrics
 from asr_serve.protocols.stream.client_messages import PATH, NewSessionRequest, StreamResume
@@ -46,8 +46,8 @@ class SessionStorage(NamedTuple):
 
 
 def is_storable(request: NewSessionRequest) -> bool:
-    """Whether a session can be stored: its decoder and its recognition have a state that can be exported."""
-    return request.encoding not in STATEFUL_ENCODINGS and not request.options.speakers
+    """Whether a session can be stored: the state of its recognition can be exported."""
+    return not request.options.speakers
 
 
 class StreamSessionManager:

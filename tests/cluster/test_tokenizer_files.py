@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray", reason="no Ray here: pip install 'asr-serve[cluster]'")
 
-from asr_serve.cluster.engine_replica import read_small_files, write_small_files
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray Serve's own, when it is imported
+    from asr_serve.cluster.engine_replica import read_small_files, write_small_files
 from asr_serve.errors import PeerRefused
 
 

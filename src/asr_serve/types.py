@@ -260,7 +260,11 @@ Peer = Annotated[
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 Url = Annotated[str, Meta(pattern=r"\Ahttps?://[^\s/]\S*\Z", description="a URL, http:// or https://")]
 RedisUrl = Annotated[
-    str, Meta(pattern=r"\A(rediss?|unix)://\S+\Z", description="a URL, redis://, rediss:// or unix://")
+    str,
+    Meta(
+        pattern=r"\A(rediss?(\+cluster)?|unix)://\S+\Z",
+        description="a URL, redis://, rediss://, redis+cluster://, rediss+cluster:// or unix://",
+    ),
 ]
 Origin = Annotated[
     str, Meta(pattern=r"\A(\*|https?://[^\s/,]+)\Z", description="an origin like https://example.org, or *")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from children import Child
+from children import MODULE_LIMIT_S, Child
 
 WAIT_S = 30.0
 
@@ -36,7 +36,7 @@ class RedisServer:
         command = [*self._within, "redis-server", "--port", str(self.port), "--bind", self._host]
         command += ["--save", "", "--appendonly", "no", "--protected-mode", "no"]
         with (self._folder / "redis.log").open("ab") as log:
-            self.process = Child([*command, "--dir", str(self._folder)], stdout=log, stderr=log)
+            self.process = Child([*command, "--dir", str(self._folder)], stdout=log, stderr=log, limit_s=MODULE_LIMIT_S)
         end_s = time.monotonic() + WAIT_S
         while True:
             try:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from asr_serve.audio import container_headers
-from asr_serve.audio.opus_decoder import MAX_PACKET_BYTES, OpusPacketDecoder
+from asr_serve.audio.opus_decoder import MAX_PACKET_BYTES, OpusDecoderState, OpusPacketDecoder
 from asr_serve.errors import AudioError, CorruptAudio, UnsupportedAudio
 
 HEAD_BYTES = 27
@@ -59,6 +59,14 @@ class OggPage(msgspec.Struct, frozen=True):
         return bool(self.flags & CONTINUED)
 
 
+class OggPageReaderState(msgspec.Struct, frozen=True):
+    """State of an OggPageReader."""
+
+    buffer: bytes
+    """Beginning of a page."""
+    past_bytes: int
+
+
 class OggPageReader:
     """Bytes to pages. Buffers less than one page, 65,307 bytes. Raises CorruptAudio, UnsupportedAudio."""
 
@@ -66,6 +74,13 @@ class OggPageReader:
         self._buffer = bytearray()
         self._past_bytes = 0
         """Length of all pages returned so far."""
+
+    def export_state(self) -> OggPageReaderState:
+        return OggPageReaderState(bytes(self._buffer), self._past_bytes)
+
+    def import_state(self, state: OggPageReaderState) -> None:
+        """Continues there. Call before the first bytes."""
+        self._buffer[:], self._past_bytes = state.buffer, state.past_bytes
 
     @property
     def has_pending_bytes(self) -> bool:
@@ -137,6 +152,19 @@ class OggOpusState(Enum):
     AUDIO = "audio"
 
 
+class OggOpusDecoderState(msgspec.Struct, frozen=True):
+    """State of an OggOpusDecoder, whose fields these are."""
+
+    expects: OggOpusState
+    stream: int
+    next: int | None
+    packet: bytes
+    opus: OpusDecoderState
+    skip: int
+    past: int
+    base: int | None
+
+
 class OggOpusDecoder:
     """Pages of one Opus stream after another to samples.
 
@@ -156,6 +184,24 @@ class OggOpusDecoder:
         """Samples still to skip; samples decoded."""
         self._base: int | None = None
         """Position of the first decoded sample, from the first page of audio."""
+
+    def export_state(self) -> OggOpusDecoderState:
+        return OggOpusDecoderState(
+            self._expects,
+            self._stream,
+            self._next,
+            self._packet,
+            self._opus.export_state(),
+            self._skip,
+            self._past,
+            self._base,
+        )
+
+    def import_state(self, state: OggOpusDecoderState) -> None:
+        """Continues there. Call before the first page. Raises CorruptAudio."""
+        self._expects, self._stream, self._next, self._packet = state.expects, state.stream, state.next, state.packet
+        self._opus = OpusPacketDecoder.of(state.opus)
+        self._skip, self._past, self._base = state.skip, state.past, state.base
 
     @property
     def has_pending_packet(self) -> bool:

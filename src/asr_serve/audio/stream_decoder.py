@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from asr_serve.audio.ogg_opus import OggOpusDecoder, OggPageReader
-from asr_serve.audio.opus_decoder import OPUS_RATE_HZ, OpusPacketDecoder
+from asr_serve.audio.ogg_opus import OggOpusDecoder, OggOpusDecoderState, OggPageReader, OggPageReaderState
+from asr_serve.audio.opus_decoder import OPUS_RATE_HZ, OpusDecoderState, OpusPacketDecoder
 from asr_serve.audio.pcm import Pcm16Assembler, alaw_table, clipped, decode_pcm16, mulaw_table
 from asr_serve.audio.resample import Resampler, ResamplerState
 from asr_serve.errors import OptionError
@@ -21,15 +22,47 @@ DEFAULT_RATES_HZ = {"s16le": RATE_HZ, "mulaw": 8_000, "alaw": 8_000}
 ENCODINGS = (*DEFAULT_RATES_HZ, "opus", "ogg")
 
 
-STATEFUL_ENCODINGS = ("opus", "ogg")
-"""Encodings whose decoders have a state that cannot be exported."""
+class OggState(msgspec.Struct, frozen=True):
+    """State of the decoder of `ogg`."""
+
+    pages: OggPageReaderState
+    opus: OggOpusDecoderState
+
+
+class CodecState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """State of what makes samples of bytes: the field of the decoder's encoding is set."""
+
+    pending_byte: bytes = b""
+    """First half of a sample, of `s16le`."""
+    opus: OpusDecoderState | None = None
+    ogg: OggState | None = None
 
 
 class LiveDecoderState(msgspec.Struct, frozen=True):
     """State of a decoder between two calls, from which another one of the same encoding and rate continues."""
 
-    pending_byte: bytes
+    codec: CodecState
     resampler: ResamplerState
+
+
+class Codec(Protocol):
+    """Bytes of one encoding to samples, at a rate of its own."""
+
+    def read(self, data: bytes | memoryview) -> Iterable[np.ndarray]:
+        """Samples (n,) float32 of all bytes so far that were not returned; they do not share memory with `data`.
+        Raises CorruptAudio, UnsupportedAudio."""
+
+    def rest(self) -> np.ndarray | None:
+        """Returns the samples that it still buffers at the end; None: it never buffers any."""
+
+    @property
+    def has_pending_bytes(self) -> bool:
+        """Whether it waits for more bytes."""
+
+    def export_state(self) -> CodecState: ...
+
+    def import_state(self, state: CodecState) -> None:
+        """Continues there. Call before the first bytes. Raises ValueError for a state of another codec."""
 
 
 class LiveAudioDecoder:
@@ -40,50 +73,31 @@ class LiveAudioDecoder:
     Raises  CorruptAudio, UnsupportedAudio; it must not be used afterwards
     """
 
-    def __init__(
-        self,
-        rate_hz: int,
-        read: Callable[[bytes | memoryview], Iterable[np.ndarray]],
-        *,
-        rest: Callable[[], np.ndarray] | None = None,
-        has_pending_bytes: Callable[[], bool] = lambda: False,
-        assembler: Pcm16Assembler | None = None,
-        exports_state: bool = False,
-    ) -> None:
-        """`read`: bytes to samples at `rate_hz`, which do not share memory with them; `rest`: the samples it still
-        buffers at the end; `has_pending_bytes`: whether it waits for more bytes; `assembler`: what buffers half a
-        sample; `exports_state`: whether `read` and `assembler` have no other state."""
+    def __init__(self, rate_hz: int, codec: Codec) -> None:
+        """`rate_hz`: rate of the codec's samples."""
         self.rate_hz = rate_hz
         """Rate of the decoded samples, before they are resampled to 16 kHz."""
-        self._read, self._flush, self._has_pending, self._resampler = (
-            read,
-            rest,
-            has_pending_bytes,
-            Resampler(rate_hz, exports_state=exports_state),
-        )
-        self._assembler = assembler
-        self.is_pcm16 = exports_state and rate_hz == RATE_HZ
-        """Whether all samples are 16-bit integers over 32768."""
+        self._codec, self._resampler = codec, Resampler(rate_hz, exports_state=True)
+        self.is_pcm16 = rate_hz == RATE_HZ
+        """Whether all samples are 16-bit integers over 32768: no codec at 16 kHz has others."""
 
     def export_state(self) -> LiveDecoderState:
-        """Returns the state; not for STATEFUL_ENCODINGS."""
-        pending = b"" if self._assembler is None else self._assembler.pending_byte
-        return LiveDecoderState(pending, self._resampler.export_state())
+        return LiveDecoderState(self._codec.export_state(), self._resampler.export_state())
 
     def import_state(self, state: LiveDecoderState) -> None:
-        """Continues there. Call before the first bytes."""
-        if self._assembler is not None:
-            self._assembler.pending_byte = state.pending_byte
+        """Continues there. Call before the first bytes. Raises CorruptAudio, and ValueError for a state of another
+        encoding."""
+        self._codec.import_state(state.codec)
         self._resampler.import_state(state.resampler)
 
     @property
     def has_pending_bytes(self) -> bool:
         """Whether some bytes wait for more: half a sample, part of a page. At the end they are dropped."""
-        return self._has_pending()
+        return self._codec.has_pending_bytes
 
     def decode(self, data: bytes | memoryview) -> np.ndarray:
         """Decode bytes, cut anywhere; `opus`: one packet. The samples never share memory with `data`."""
-        return _joined([self._resampler.resample(pcm) for pcm in self._read(data)])
+        return _joined([self._resampler.resample(pcm) for pcm in self._codec.read(data)])
 
     def drain_resampler(self) -> np.ndarray:
         """Remaining samples of the resampler for all bytes so far, as if silence followed. More bytes may follow."""
@@ -91,11 +105,10 @@ class LiveAudioDecoder:
 
     def finish(self) -> np.ndarray:
         """Remaining samples of resampler and codec."""
-        return (
-            self.drain_resampler()
-            if self._flush is None
-            else _joined([self._resampler.resample(self._flush()), self.drain_resampler()])
-        )
+        rest = self._codec.rest()
+        if rest is None:
+            return self.drain_resampler()
+        return _joined([self._resampler.resample(rest), self.drain_resampler()])
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
@@ -118,44 +131,103 @@ def create_live_decoder(encoding: str, rate_hz: int | None = None) -> LiveAudioD
         rate_hz = DEFAULT_RATES_HZ[encoding] if rate_hz is None else rate_hz
         if not MIN_RATE_HZ <= rate_hz <= MAX_RATE_HZ:
             raise OptionError(f"rate={rate_hz}", f"a whole number, {MIN_RATE_HZ} to {MAX_RATE_HZ}", param="rate")
-        return _linear(rate_hz) if encoding == "s16le" else _companded(encoding, rate_hz)
+        linear = encoding == "s16le"
+        return LiveAudioDecoder(rate_hz, LinearCodec() if linear else CompandedCodec(encoding))
     if rate_hz is not None:
         raise OptionError(
             f"rate={rate_hz} with encoding={encoding}", "Opus tells its rate itself", "leave it out", param="rate"
         )
-    return _opus() if encoding == "opus" else _ogg()
+    return LiveAudioDecoder(OPUS_RATE_HZ, OpusCodec() if encoding == "opus" else OggCodec())
 
 
-def _linear(rate_hz: int) -> LiveAudioDecoder:
-    """Decoder of 16-bit little-endian samples."""
-    pcm = Pcm16Assembler()
-    return LiveAudioDecoder(
-        rate_hz,
-        lambda data: (decode_pcm16(pcm.take_whole_samples(data)),),
-        has_pending_bytes=lambda: pcm.has_pending_byte,
-        assembler=pcm,
-        exports_state=True,
-    )
+class LinearCodec:
+    """16-bit little-endian samples."""
+
+    def __init__(self) -> None:
+        self._pcm = Pcm16Assembler()
+
+    def read(self, data: bytes | memoryview) -> Iterable[np.ndarray]:
+        return (decode_pcm16(self._pcm.take_whole_samples(data)),)
+
+    def rest(self) -> None:
+        return None
+
+    @property
+    def has_pending_bytes(self) -> bool:
+        return self._pcm.has_pending_byte
+
+    def export_state(self) -> CodecState:
+        return CodecState(pending_byte=self._pcm.pending_byte)
+
+    def import_state(self, state: CodecState) -> None:
+        self._pcm.pending_byte = state.pending_byte
 
 
-def _companded(encoding: str, rate_hz: int) -> LiveAudioDecoder:
-    """Decoder of G.711: one byte per sample, by table."""
-    table = mulaw_table() if encoding == "mulaw" else alaw_table()
-    return LiveAudioDecoder(rate_hz, lambda data: (table[np.frombuffer(data, np.uint8)],), exports_state=True)
+class CompandedCodec:
+    """G.711: one byte per sample, by table."""
+
+    has_pending_bytes = False
+
+    def __init__(self, encoding: str) -> None:
+        self._table = mulaw_table() if encoding == "mulaw" else alaw_table()
+
+    def read(self, data: bytes | memoryview) -> Iterable[np.ndarray]:
+        return (self._table[np.frombuffer(data, np.uint8)],)
+
+    def rest(self) -> None:
+        return None
+
+    def export_state(self) -> CodecState:
+        return CodecState()
+
+    def import_state(self, state: CodecState) -> None:
+        """Does nothing: there is no state."""
 
 
-def _opus() -> LiveAudioDecoder:
-    """Decoder of one Opus packet a call."""
-    packets = OpusPacketDecoder()
-    return LiveAudioDecoder(OPUS_RATE_HZ, lambda data: (packets.decode(bytes(data)),), rest=packets.finish)
+class OpusCodec:
+    """One Opus packet a call."""
+
+    has_pending_bytes = False
+
+    def __init__(self) -> None:
+        self._packets = OpusPacketDecoder()
+
+    def read(self, data: bytes | memoryview) -> Iterable[np.ndarray]:
+        return (self._packets.decode(bytes(data)),)
+
+    def rest(self) -> np.ndarray:
+        return self._packets.finish()
+
+    def export_state(self) -> CodecState:
+        return CodecState(opus=self._packets.export_state())
+
+    def import_state(self, state: CodecState) -> None:
+        if state.opus is None:
+            raise ValueError("the state is of another encoding than opus")
+        self._packets = OpusPacketDecoder.of(state.opus)
 
 
-def _ogg() -> LiveAudioDecoder:
-    """Decoder of Opus in Ogg; one stream may follow another."""
-    pages, opus = OggPageReader(), OggOpusDecoder()
-    return LiveAudioDecoder(
-        OPUS_RATE_HZ,
-        lambda data: (opus.decode_page(page) for page in pages.append_bytes(data)),
-        rest=opus.finish,
-        has_pending_bytes=lambda: pages.has_pending_bytes or opus.has_pending_packet,
-    )
+class OggCodec:
+    """Opus in Ogg; one stream may follow another."""
+
+    def __init__(self) -> None:
+        self._pages, self._opus = OggPageReader(), OggOpusDecoder()
+
+    def read(self, data: bytes | memoryview) -> Iterable[np.ndarray]:
+        return (self._opus.decode_page(page) for page in self._pages.append_bytes(data))
+
+    def rest(self) -> np.ndarray:
+        return self._opus.finish()
+
+    @property
+    def has_pending_bytes(self) -> bool:
+        return self._pages.has_pending_bytes or self._opus.has_pending_packet
+
+    def export_state(self) -> CodecState:
+        return CodecState(ogg=OggState(self._pages.export_state(), self._opus.export_state()))
+
+    def import_state(self, state: CodecState) -> None:
+        if state.ogg is None:
+            raise ValueError("the state is of another encoding than ogg")
+        self._pages.import_state(state.ogg.pages)
+        self._opus.import_state(state.ogg.opus)

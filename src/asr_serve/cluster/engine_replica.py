@@ -24,6 +24,7 @@ from asr_serve.engine.process import messages
 from asr_serve.engine.process.backend import ProcessBackend
 from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.errors import EngineClosed, PeerRefused
+from asr_serve.text.tokenizers import TOKENIZER_FILES
 
 OWN_RING = RingSize(2, 64)
 """Ring of the process that supervises: no audio goes through it."""
@@ -125,12 +126,13 @@ _WEIGHTS = (".safetensors", ".pt", ".bin", ".onnx", ".ort", ".nemo", ".gguf", ".
 
 
 def read_small_files(folder: str) -> dict[str, bytes]:
-    """Contents of the files in a folder, and below, that are no weights."""
+    """Contents of the files in a folder, and below, that are no weights. A tokenizer may end as weights do."""
     found: dict[str, bytes] = {}
     for place, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(place, name)
-            if not name.endswith(_WEIGHTS) and os.path.getsize(path) <= MAX_FILE_BYTES:
+            is_weights = name.endswith(_WEIGHTS) and name not in TOKENIZER_FILES
+            if not is_weights and os.path.getsize(path) <= MAX_FILE_BYTES:
                 with open(path, "rb") as file:
                     found[os.path.relpath(path, folder)] = file.read()
     return found

@@ -149,7 +149,7 @@ class Ingress:
         engine = engine_spec(name, config).config
         client = EngineClient(engine, replicated_backend(directory, settings))
         assert isinstance(client.backend, ReplicatedBackend)
-        client.backend.watch_places(client.set_max_sessions)
+        client.backend.watch_room(client.set_room)
         ready = client.backend.ready
         # A path of another machine may exist here too, with other files.
         local = client.backend.first_on_this_machine

@@ -521,10 +521,13 @@ class EngineClient:
             closed=lambda: self._closed,
         )
 
-    def set_max_sessions(self, sessions: int) -> None:
-        """Sets how many voice-activity sessions may be open: several engines have room for more than one."""
+    def set_room(self, sessions: int, engines: float) -> None:
+        """Sets how many voice-activity sessions may be open, and how many engines `new_live_callers` is meant for:
+        several engines have room for more than one, and one that other servers use too for less."""
         with self._room:
             more, self.max_sessions = sessions > self.max_sessions, sessions
+            # Rounded down, so that all servers together admit no more than their engines take.
+            self._admission.min_reservations = max(1, int(self.config.new_live_callers * engines + 1e-6))
             if more:
                 self._room.notify_all()
 

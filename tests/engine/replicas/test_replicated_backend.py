@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 from engine_clients import NEMO, NEMO_MODEL, RING, WAIT_S, backend_of, engine_pid, start_engine, wait_until
@@ -110,11 +111,14 @@ def connect() -> Iterator[Callable[..., tuple[EngineClient, Processes]]]:
     """A client of replicas."""
     clients: list[EngineClient] = []
 
-    def make(owners: list[EngineClient], same_machine: bool = True, **settings: Any) -> tuple[EngineClient, Processes]:
+    def make(
+        owners: list[EngineClient], same_machine: bool = True, new_live_callers: int = 32, **settings: Any
+    ) -> tuple[EngineClient, Processes]:
         directory = Processes(owners, same_machine)
-        client = EngineClient(config_of(MODEL), replicated_backend(directory, Settings(**settings)))
+        config = msgspec.structs.replace(config_of(MODEL), new_live_callers=new_live_callers)
+        client = EngineClient(config, replicated_backend(directory, Settings(**settings)))
         clients.append(client)
-        directory.backend.watch_places(client.set_max_sessions)
+        directory.backend.watch_room(client.set_room)
         wait_until(lambda: len(directory.backend.loads) == len(owners))
         return client, directory
 
@@ -407,6 +411,34 @@ def test_a_replica_that_others_fill_sends_sessions_on_and_is_at_capacity_last(la
         session.close()
     wait_until(lambda: second.max_sessions == 12)
     wait_until(lambda: nothing_left(owners))
+
+
+def test_several_servers_share_the_slow_start_of_live_callers(launch, connect):
+    """What one engine takes of new callers is for all its servers together; what two engines take, for both."""
+    owners = launch()
+
+    def admitted(client: EngineClient) -> int:
+        opened = []
+
+        def open_all() -> None:
+            while True:
+                opened.append(client.open_vad_session(live=True))
+
+        with pytest.raises(AtCapacity, match="just connected"):
+            open_all()
+        for session in opened:
+            session.close()
+        return len(opened)
+
+    first, one = connect(owners[:1], new_live_callers=4)
+    wait_until(lambda: one.backend.share == 1)
+    assert admitted(first) == 4
+    second, both = connect(owners, new_live_callers=4)
+    wait_until(lambda: one.backend.share == 0.5 and both.backend.share == 1.5)
+    assert (admitted(first), admitted(second)) == (2, 6)
+    second.close()
+    wait_until(lambda: one.backend.share == 1)
+    assert admitted(first) == 4
 
 
 @pytest.mark.parametrize("same_machine", [True, False], ids=["ring", "tcp"])

@@ -229,6 +229,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """Address for other servers, or for engines that this one encodes for; None: it listens for none."""
     free_sessions: int = 0
     """Voice-activity sessions for which there is room, for a server that did not start the engine."""
+    servers: int = 1
+    """Connected servers that did not start the engine, for one of them; it is counted."""
 
 
 class RequestsStarted(msgspec.Struct, frozen=True, tag=True):
@@ -238,9 +240,11 @@ class RequestsStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class EnginePong(msgspec.Struct, frozen=True, tag=True):
-    """Answer to EnginePing. `free_sessions`: voice-activity sessions for which there is room."""
+    """Answer to EnginePing. `free_sessions`: voice-activity sessions for which there is room. `servers`: servers that
+    did not start the engine and are connected to it."""
 
     free_sessions: int = 0
+    servers: int = 1
 
 
 class SessionRefused(msgspec.Struct, frozen=True, tag=True):

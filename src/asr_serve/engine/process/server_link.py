@@ -51,6 +51,8 @@ class EngineFacts:
     def __init__(self, loop: Loop, turns: TurnRunner | None, metrics: EngineMetrics) -> None:
         self.loop, self.turns, self._metrics = loop, turns, metrics
         self._text, self._rendered_s = b"", -math.inf
+        self.servers = 0
+        """Servers that did not start the engine and are connected to it."""
 
     @property
     def free_sessions(self) -> int:
@@ -254,10 +256,10 @@ class ServerLink:
                 put(lambda loop: loop.peers.set_addresses(addresses, lambda: self.send(messages.PeersSet(number))))
             case messages.EnginePing(silent_s=silent_s):
                 if self.owns_engine:  # which kills it where the loop hangs
-                    put(lambda _: self.send(messages.EnginePong(facts.free_sessions)))
+                    put(lambda _: self.send(messages.EnginePong(facts.free_sessions, facts.servers)))
                 else:  # a long step is no lost connection
                     self._silent_s = self._silent_s if silent_s is None else silent_s
-                    self.send(messages.EnginePong(facts.free_sessions))
+                    self.send(messages.EnginePong(facts.free_sessions, facts.servers))
             case messages.StopEngine():
                 put(Loop.stop)
 

@@ -138,16 +138,19 @@ class ServerListener:
                 self._connecting -= 1
             return
         # It is the first message, so that it is sent before any other thread knows the link.
-        link.send(msgspec.structs.replace(ready, free_sessions=facts.free_sessions))
+        servers = len(self._links) + 1
+        link.send(msgspec.structs.replace(ready, free_sessions=facts.free_sessions, servers=servers))
         with self._lock:
             self._connecting -= 1
             self._links[link.number] = link
+            facts.servers = len(self._links)
         try:
             facts.loop.call(partial(_tell_cached_audio, link, facts))  # changes from now on follow it
             link.read_messages(facts)
         finally:
             with self._lock:
                 del self._links[link.number]
+                facts.servers = len(self._links)
             link.close()
 
     def _watch(self) -> None:

@@ -103,6 +103,8 @@ class ConnectedReplica:
         """Voice-activity sessions of this server for which there is room, open ones included, as it reported last."""
         self.free_places = 0
         """Sessions for which there was room when it reported last, less those that were opened since."""
+        self.servers = 1
+        """Servers that are connected to it, this one included, as it reported last."""
         self.suspects: list[InFlightUtterance | InFlightSpeech | InFlightSession] = []
         """Work that was in progress when the connection was lost. It counts as a death once it is known that the engine
         process has ended: a lost connection is none."""
@@ -147,8 +149,8 @@ class ReplicatedBackend:
         """Replica that had each session when it was looked up last."""
         self._refused: dict[int, AsrServeError] = {}
         """Open sessions for which no replica has room."""
-        self._on_places: Callable[[int], None] = lambda places: None
-        """See `watch_places`. Called without the lock."""
+        self._on_room: Callable[[int, float], None] = lambda places, share: None
+        """See `watch_room`. Called without the lock."""
         self.audio_hits = 0
         """Requests that went to a replica that had their audio."""
         self.restarts = 0
@@ -213,11 +215,17 @@ class ReplicatedBackend:
             others = any(replica.differs and not replica.draining for replica in self._replicas.values())
             return others and not self._takers
 
-    def watch_places(self, on_places: Callable[[int], None]) -> None:
-        """Calls `on_places` with the number of voice-activity sessions for which all replicas together have room, open
-        ones included: now, and whenever a replica reports."""
-        self._on_places = on_places
-        self._report_places()
+    @property
+    def share(self) -> float:
+        """Number of replicas that take work; one that other servers use too counts as a part."""
+        with self._lock:
+            return sum(1 / replica.servers for replica in self._takers)
+
+    def watch_room(self, on_room: Callable[[int, float], None]) -> None:
+        """Calls `on_room` now and whenever a replica reports: with the number of voice-activity sessions for which all
+        replicas together have room, open ones of this server included; and with `share`."""
+        self._on_room = on_room
+        self._report_room()
 
     # --- replicas, called by the directory -----------------------------------------------------------------
 
@@ -579,7 +587,7 @@ class ReplicatedBackend:
                 if self._closing.is_set() or replica.draining or replica.in_flight.process is not process:
                     return
                 self._attach(replica, ready, same_machine)
-            self._report_places()
+            self._report_room()
             log.info("replica %s is connected", replica.id)
             while (message := process.receive()) is not None:
                 self._handle_message(replica, process, message)
@@ -598,6 +606,7 @@ class ReplicatedBackend:
             self._first.set_result(ready)
         in_flight, replica.suspects = replica.in_flight, []
         replica.places = replica.free_places = ready.free_sessions
+        replica.servers = max(1, ready.servers)
         in_flight.replay_all()
         self._move_work(self._waiting, in_flight)
         self._redirect(self._waiting, in_flight)
@@ -619,6 +628,7 @@ class ReplicatedBackend:
                 sessions = replica.in_flight.sessions.values()
                 own = sum(not isinstance(session, InFlightStream) for session in sessions)
                 replica.places, replica.free_places = own + message.free_sessions, message.free_sessions
+                replica.servers = max(1, message.servers)
             if isinstance(message, messages.SessionRefused):
                 answers: Iterable[PendingAnswer | SoundAnswer] = self._on_refused(replica, message)
             else:
@@ -628,14 +638,14 @@ class ReplicatedBackend:
             self._changed.notify_all()
         self._deliver(answers)
         if isinstance(message, messages.EnginePong):
-            self._report_places()
+            self._report_room()
 
-    def _report_places(self) -> None:
-        """Reports the number of sessions for which there is room. Without a replica it stays: work waits for one."""
+    def _report_room(self) -> None:
+        """Reports what there is room for. Without a replica it stays: work waits for one."""
         with self._lock:
             places = [replica.places for replica in self._takers]
         if places:
-            self._on_places(sum(places))
+            self._on_room(sum(places), self.share)
 
     def _on_lost(self, replica: ConnectedReplica, process: RemoteEngine) -> None:
         """Gives the work of a lost connection to the other replicas."""

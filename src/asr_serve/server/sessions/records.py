@@ -163,6 +163,10 @@ class SessionStore(Protocol):
         """Makes the caller the owner of a session that was read, if its epoch is still that one. Returns as `read`
         does, and None also for another epoch."""
 
+    async def unclaim(self, session_id: str, epoch: int) -> None:
+        """Gives a session that was claimed, and not written since, back to its owner before. `epoch`: that of the
+        claim. Does nothing if another server has claimed it since."""
+
     async def end(self, session_id: str, client: str, epoch: int, reason: str, ttl_ms: int) -> None:
         """Replaces a session by the reason of its end, unless another server has claimed it. One that is not stored
         yet will not be."""

@@ -1,11 +1,12 @@
-"""Sessions in Redis: a hash, a stream of audio and a stream of events for each.
+"""Sessions in Redis, or in a Redis Cluster: a hash, a stream of audio and a stream of events for each.
 
 `PREFIX:{ID}`         hash: client, epoch, header, position, checkpoint; `gone` for one that was ended
 `PREFIX:{ID}:audio`   stream of audio; the id of an entry is its first sample, plus 1
 `PREFIX:{ID}:events`  stream of numbered events; the id is the number
 
-The braces put the keys of a session in one slot. Every change of a session is one script, so that it is atomic, and
-the owner's epoch is compared in it. All keys have time limits. Only commands that MemoryDB has are used.
+The braces put the keys of a session in one slot, as a cluster wants it of the keys of one script. Every change of a
+session is one script, so that it is atomic, and the owner's epoch is compared in it. All keys have time limits. Only
+commands that MemoryDB has are used.
 """
 
 from __future__ import annotations
@@ -92,6 +93,11 @@ end
 return {2, found[1], found[2], redis.call('HMGET', KEYS[1], 'header', 'position', 'checkpoint'),
   redis.call('XRANGE', KEYS[2], '-', '+'), redis.call('XRANGE', KEYS[3], '-', '+')}
 """
+UNCLAIM = """
+if tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1') ~= tonumber(ARGV[1]) then return 0 end
+redis.call('HINCRBY', KEYS[1], 'epoch', -1)
+return 1
+"""
 END = """
 if tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1') > tonumber(ARGV[1]) then return 0 end
 redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
@@ -101,8 +107,13 @@ return 1
 """
 
 
+CLUSTER = "+cluster://"
+"""Part of a URL that names a node of a Redis Cluster."""
+
+
 class RedisSessionStore:
-    """SessionStore in one Redis."""
+    """SessionStore in one Redis, or in a Redis Cluster. A cluster counts as away as a whole while one of its masters
+    does not answer."""
 
     def __init__(self, url: str, prefix: str, timeout_s: float, cipher: SessionCipher) -> None:
         """`timeout_s`: time without an answer after which Redis counts as away. Raises UnsupportedOption if the package
@@ -110,6 +121,7 @@ class RedisSessionStore:
         try:
             import redis.asyncio as client
             from redis import exceptions
+            from redis.asyncio.cluster import RedisCluster
             from redis.asyncio.retry import Retry
             from redis.backoff import NoBackoff
         except ImportError:
@@ -119,18 +131,30 @@ class RedisSessionStore:
                 "pip install 'asr-serve[redis]'",
                 param="sessions.redis_url",
             ) from None
-        self._errors = (exceptions.RedisError, OSError, TimeoutError)
+        self._errors = (exceptions.RedisError, exceptions.RedisClusterException, OSError, TimeoutError)
         self._no_script, self._refused = exceptions.NoScriptError, exceptions.ResponseError
+        self._moved = exceptions.MovedError
         self._where, self._prefix, self._timeout_s, self._cipher = without_password(url), prefix, timeout_s, cipher
         # No retries: the client cannot know whether a write was made, and the writer writes the session whole.
-        self._redis = client.Redis.from_url(
-            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
+        self._is_cluster = CLUSTER in url
+        kind: Any = RedisCluster if self._is_cluster else client.Redis
+        self._redis: Any = kind.from_url(
+            url.replace(CLUSTER, "://"),
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
         )
         self._hashes: dict[str, str] = {}
         """SHA-1 of each script that the server has."""
 
     async def ping(self) -> None:
-        await self._within(self._redis.set(f"{self._prefix}:ping", b"", px=PING_TTL_MS))
+        await self._within(self._ping())
+
+    async def _ping(self) -> None:
+        if self._is_cluster:
+            await self._redis.aclose()  # its masters may be others now: they are asked for again
+            await self._redis.ping(target_nodes=self._redis.PRIMARIES)
+        await self._redis.set(f"{self._prefix}:ping", b"", px=PING_TTL_MS)
 
     async def write(self, writes: Sequence[SessionWrite]) -> list[WriteOutcome]:
         answers = await self._run(WRITE, [(write.session_id, self._arguments(write)) for write in writes])
@@ -200,6 +224,9 @@ class RedisSessionStore:
         opened.check_age()
         return stored
 
+    async def unclaim(self, session_id: str, epoch: int) -> None:
+        await self._run(UNCLAIM, [(session_id, [epoch])])
+
     async def end(self, session_id: str, client: str, epoch: int, reason: str, ttl_ms: int) -> None:
         seal = _Sealer(self._cipher, session_id, epoch, 0)
         await self._run(END, [(session_id, [epoch, seal("gone", reason), ttl_ms, seal("client", client)])])
@@ -223,7 +250,8 @@ class RedisSessionStore:
             self._hashes[script] = await self._redis.script_load(script)
         async with self._redis.pipeline(transaction=False) as pipeline:
             for session_id, arguments in calls:
-                pipeline.evalsha(self._hashes[script], 3, *self._keys(session_id), *arguments)
+                # By this name a cluster's pipeline takes it too: it goes to the master of the keys' slot.
+                pipeline.execute_command("EVALSHA", self._hashes[script], 3, *self._keys(session_id), *arguments)
             answers: list[Any] = await pipeline.execute(raise_on_error=False)
         # Redis was restarted, or its scripts were flushed: those did not run.
         missed = [index for index, answer in enumerate(answers) if isinstance(answer, self._no_script)]
@@ -250,6 +278,13 @@ class RedisSessionStore:
             async with asyncio.timeout(self._timeout_s):
                 return await work
         except self._errors as error:
+            if isinstance(error, self._moved) and not self._is_cluster:
+                raise StoreUnavailable(
+                    f"Redis at {self._where} is a node of a cluster",
+                    "sessions of /v1/stream continue at their own server only; "
+                    "set sessions.redis_url to redis+cluster://...",
+                    RETRY_MS,
+                ) from None
             raise StoreUnavailable(
                 f"Redis at {self._where} does not answer: {type(error).__name__} {error}".strip(),
                 "sessions of /v1/stream continue at their own server only",

@@ -32,7 +32,11 @@ from asr_serve.units import RATE_HZ, ms_to_samples
 MAX_ENTRY_SAMPLES = RATE_HZ
 """Audio in one entry, which is dropped as a whole."""
 BLOCKED_S = 2.0
-"""Time after which events are sent though the session's state could not be exported."""
+"""Longest wait of a command until the session is stored; and time after which the events of a session that is not
+stored yet are sent though its state could not be exported: no other server has an older state of it."""
+UNEXPORTABLE_S = 10.0
+"""Time for which the events of a stored session wait for its state. After it, the session ends here and continues from
+what is stored: events that are sent and not stored could be told otherwise by the server that continues it."""
 
 
 class Settled(Enum):
@@ -281,8 +285,11 @@ class SessionJournal:
         now_s = time.monotonic()
         if self._blocked_since_s is None:
             self._blocked_since_s = now_s
-        elif now_s - self._blocked_since_s > BLOCKED_S:  # words wait no longer; audio is acknowledged as it is stored
+        elif not self.stored and now_s - self._blocked_since_s > BLOCKED_S:
+            # Words wait no longer; audio is acknowledged as it is stored.
             self._source.release(self._source.last_seq, *self._stored_at, durable=False)
+        elif self.stored and now_s - self._blocked_since_s > UNEXPORTABLE_S:
+            raise RuntimeError(f"the state of the session could not be exported for {UNEXPORTABLE_S:g} s")
 
     def _answer(self, outcome: Settled, *, waiting: bool = True) -> None:
         """Answers those whose write is in flight and, with `waiting`, those whose write is not."""

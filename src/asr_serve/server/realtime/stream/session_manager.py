@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asr_serve.audio.stream_decoder import STATEFUL_ENCODINGS, LiveAudioDecoder, create_live_decoder
+from asr_serve.audio.stream_decoder import LiveAudioDecoder, create_live_decoder
 from asr_serve.errors import AsrServeError, Draining, SessionExpired, StoreUnavailable, TakenOver
 from asr_serve.metrics import ServerMetrics
 from asr_serve.protocols.stream.client_messages import PATH, NewSessionRequest, StreamResume
@@ -46,8 +46,8 @@ class SessionStorage(NamedTuple):
 
 
 def is_storable(request: NewSessionRequest) -> bool:
-    """Whether a session can be stored: its decoder and its recognition have a state that can be exported."""
-    return request.encoding not in STATEFUL_ENCODINGS and not request.options.speakers
+    """Whether a session can be stored: the state of its recognition can be exported."""
+    return not request.options.speakers
 
 
 class StreamSessionManager:
@@ -102,7 +102,7 @@ class StreamSessionManager:
             session = await self._create_stored(owner, request)
             connection = session.attach(0, format_error, resumed=False)
         else:
-            session = await self._find(owner, request.session_id)
+            session = await self._find(owner, request.session_id, request.after)
             connection = self._resume(session, request.after, format_error)
         try:
             yield session, connection
@@ -129,9 +129,9 @@ class StreamSessionManager:
             )
         return session
 
-    async def _find(self, owner: SessionOwner, session_id: str) -> StreamSession:
+    async def _find(self, owner: SessionOwner, session_id: str, after: int) -> StreamSession:
         """Session of that id, from the store if it is not here, or not here any more. Everything that its client has
-        sent is stored when this returns. Raises as `connect` does."""
+        sent is stored when this returns. `after`: last event that the client has. Raises as `connect` does."""
         if self._storage is None:
             return self.get(owner, session_id)
         async with self._claiming(session_id):
@@ -141,7 +141,7 @@ class StreamSessionManager:
             if session is not None and journal is not None and await journal.settle() is Settled.LOST:
                 self.abort(session, "was continued by another server", keep_stored=True)
             if session_id not in self._sessions:
-                await self._take_over(owner, session_id, self._storage)
+                await self._take_over(owner, session_id, after, self._storage)
             return self.get(owner, session_id)
 
     @asynccontextmanager
@@ -162,8 +162,9 @@ class StreamSessionManager:
         """Whether that session, and no later one of the same id, is live here."""
         return self._sessions.get(session.info.session_id) is session
 
-    async def _take_over(self, owner: SessionOwner, session_id: str, storage: SessionStorage) -> None:
-        """Claims a session that is in the store and continues it here."""
+    async def _take_over(self, owner: SessionOwner, session_id: str, after: int, storage: SessionStorage) -> None:
+        """Claims a session that is in the store and continues it here, unless its client was told more than is stored:
+        its server continues it in memory, cut off from the store, and would lose it. Raises StoreUnavailable."""
         try:
             for _ in range(MAX_CLAIMS):
                 stored = await storage.writer.store.read(session_id, storage.client_id(owner))
@@ -172,6 +173,12 @@ class StreamSessionManager:
                 if isinstance(stored, str):
                     self._bury(session_id, owner, stored)
                     return
+                if after > stored.checkpoint.last_seq:
+                    raise StoreUnavailable(
+                        f"after={after}, and of this session events up to {stored.checkpoint.last_seq} are stored",
+                        "its own server has the others, and stores them when it can",
+                        RESUME_RETRY_MS,
+                    )
                 if await self._claim(owner, stored, storage):
                     break
             else:
@@ -195,11 +202,17 @@ class StreamSessionManager:
             if read.checkpoint.live is not None:
                 read.audio_from(read.checkpoint.live.audio_from)
                 model, start = self._start_session(owner, request, reserved)
-            client, ttl_ms = storage.client_id(owner), storage.writer.ttl_ms
-            stored = await storage.writer.store.claim(read.session_id, client, read.epoch, ttl_ms)
+            client, store = storage.client_id(owner), storage.writer.store
+            stored = await store.claim(read.session_id, client, read.epoch, storage.writer.ttl_ms)
             if not isinstance(stored, StoredSession):
                 return False
-            self._add(owner, read.session_id, model, request, decoder, start, stored)
+            try:
+                self._add(owner, read.session_id, model, request, decoder, start, stored)
+            except BaseException:
+                # The engine has no room after all, say: its owner, if it is still there, has not been refused yet.
+                with contextlib.suppress(StoreUnavailable):
+                    await store.unclaim(read.session_id, stored.epoch)
+                raise
         return True
 
     def abort(self, session: StreamSession, reason: str, *, keep_stored: bool = False) -> None:

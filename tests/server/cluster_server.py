@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,8 +30,9 @@ SETTINGS: dict[str, Any] = {"port": 0, "drain_s": 5, "engine": {"prefix_bytes": 
 class ClusterServer:
     """An ingress, and the way into it."""
 
-    def __init__(self, url: str, config: ServeConfig) -> None:
-        self.url, self.config = url, config
+    def __init__(self, url: str, config: ServeConfig, end: Callable[[], None]) -> None:
+        """`end`: ends the ingress."""
+        self.url, self.config, self.end = url, config, end
         self.port = int(url.rpartition(":")[2])
         self.http = httpx.Client(base_url=url, timeout=WAIT_S)
         self._clients: list[OpenAI] = []
@@ -98,6 +100,7 @@ class IngressHost:
             self._process: Child[str] = Child(
                 command, stdin=-1, stdout=-1, stderr=log, text=True, env=environ, limit_s=MODULE_LIMIT_S
             )
+        self._started = 0
         self.first_url = self._url()
 
     def _url(self) -> str:
@@ -111,15 +114,20 @@ class IngressHost:
         """An ingress with these settings."""
         config = ServeConfig(**{"voice": "none"} | settings)
         if settings == {"voice": VOICE}:
-            return ClusterServer(self.first_url, config)
+            return ClusterServer(self.first_url, config, lambda: None)
         names = [MODEL] if config.voice == "none" else [MODEL, VOICE]
         plain = msgspec.to_builtins(ServeConfig())
         changed = {name: value for name, value in msgspec.to_builtins(config).items() if value != plain[name]}
         asked = {"models": [{"model": name} for name in names], "serve": SETTINGS | changed}
+        self._started += 1
+        name = f"ingress-{self._started}"
+        self._send({"start": name, "settings": asked})
+        return ClusterServer(self._url(), config, lambda: self._send({"end": name}))
+
+    def _send(self, request: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return ClusterServer(self._url(), config)
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -1,5 +1,5 @@
-"""Ray on this machine with replicas of models, and an ingress for each line that this program reads: JSON with the
-models and settings of a server. It answers each with a line, `ready URL`."""
+"""Ray on this machine with replicas of models, and an ingress for each line that this program reads: JSON with its name
+and the settings of a server. It answers each with a line, `ready URL`. `{"end": NAME}` ends one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ def main() -> None:
         config = cluster_config.from_mapping(models, "models")
         described = control.deploy(config, threading.Event(), local=True, wait_s=WAIT_S)
         print("ready", described["url"], flush=True)
-        for number, line in enumerate(sys.stdin):
-            config = cluster_config.from_mapping(json.loads(line), "settings")
-            handles = {
-                each.model: serve.get_deployment_handle(each.model, application.APPLICATION) for each in config.models
-            }
+        for line in sys.stdin:
+            request = json.loads(line)
+            if "end" in request:
+                serve.delete(request["end"], _blocking=False)
+                continue
+            config = cluster_config.from_mapping(request["settings"], "settings")
+            names = [each.model for each in config.models]
+            handles = {name: serve.get_deployment_handle(name, application.APPLICATION) for name in names}
             made = application.ingress(config, "machine", application.cluster_key(), handles)
-            name = f"ingress-{number}"
-            handle = serve.run(made, name=name, route_prefix=None, external_scaler_enabled=True)
+            handle = serve.run(made, name=request["start"], route_prefix=None, external_scaler_enabled=True)
             print("ready", handle.describe.remote().result(timeout_s=WAIT_S)["url"], flush=True)
     finally:
         control.shut_down()

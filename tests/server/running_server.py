@@ -18,7 +18,7 @@ from cluster_server import IngressHost
 from granian.constants import Interfaces
 from granian.server.embed import Server
 from openai import OpenAI
-from through_cluster import THROUGH_CLUSTER
+from through_cluster import STARTED, THROUGH_CLUSTER
 
 from asr_serve import __version__
 from asr_serve.config import EngineConfig, ServeConfig
@@ -148,6 +148,8 @@ def serve(request: pytest.FixtureRequest) -> Iterator[Callable[..., Running]]:
     def start(**settings: Any) -> Running:
         if through_cluster:
             running.append(request.getfixturevalue("ingress_host").ingress(**settings))
+            if STARTED.calling:
+                STARTED.servers.append(running[-1])
         else:
             parts = request.getfixturevalue("parts")
             running.append(Running(ServeConfig(**{"voice": "none"} | settings), lambda name, config: parts))

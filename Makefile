@@ -24,13 +24,19 @@ STAMP    := $(VENV)/.setup-$(if $(COMPILER),native,plain)
 # Folders whose tests start no server and load no weights.
 FAST     := $(addprefix tests/, audio decoding deploy devices diarization engine/cache engine/seq2seq kernels) \
               $(addprefix tests/, protocols text) tests/test_architecture.py tests/test_config.py tests/test_metrics.py
+# Tests of protocols, whose servers may be anywhere.
+THROUGH  := $(addprefix tests/server/test_, asr_route.py curl.py funasr_websocket.py live_words_and_speakers.py \
+              malformed_bodies.py malformed_headers.py malformed_messages.py openai_plugins.py openai_realtime.py \
+              openai_transcriptions.py openapi_schema.py origins.py parallel_streams.py prompts_and_hotwords.py \
+              request_context.py speech_routes.py speech_socket.py stream_many.py stream_python_client.py \
+              stream_resume.py stream_start.py stream_transports.py translations.py words_and_speakers_routes.py)
 STRESS   := src/asr_serve/kernels/src/ring_stress.cpp
 
 .DEFAULT_GOAL := help
 # No two of these at once: they share .venv.
 .NOTPARALLEL:
-.PHONY: help setup bench-setup clients vllm console console-packages vad-wasm serve test test-fast test-slow test-all \
-  check bench docs clean
+.PHONY: help setup bench-setup clients vllm console console-packages vad-wasm serve test test-fast test-slow test-cluster \
+  test-all check bench docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -105,6 +111,9 @@ test-fast: setup  ## what needs neither a server nor weights, after every edit
 
 test-slow: setup  ## what `make test` leaves out and CI runs too: the same behaviours longer, under load, over more cases
 	$(PYTEST) -m 'slow and not exhaustive' $(ARGS)
+
+test-cluster: setup  ## tests of the server, against the ingress of a Ray cluster; they need Ray
+	$(BIN)/python -m pytest -n 0 --through-cluster -m 'not exhaustive' $(THROUGH) $(ARGS)
 
 test-all: setup  ## everything, every recording and every weights file too
 	$(PYTEST) $(ARGS)

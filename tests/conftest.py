@@ -12,6 +12,9 @@ from allowed_skips import pytest_configure as pytest_configure
 from case_tiers import pytest_itemcollected as pytest_itemcollected
 from children import restore_sigint
 from file_order import pytest_collection_modifyitems as pytest_collection_modifyitems
+from through_cluster import pytest_addoption as pytest_addoption
+from through_cluster import pytest_runtest_call as pytest_runtest_call
+from through_cluster import pytest_runtest_setup as pytest_runtest_setup
 
 from asr_serve.config import limit_openmp_spinning
 from asr_serve.engine import executor

@@ -214,8 +214,16 @@ class RayHosts:
     ingress. Clients of the test reach an ingress at `host.url`."""
 
     def __init__(
-        self, network: Network, folder: Path, *, nodes: int = 2, cpus: int = NODE_CPUS, environ: Mapping[str, str] = {}
+        self,
+        network: Network,
+        folder: Path,
+        *,
+        nodes: int = 2,
+        cpus: int = NODE_CPUS,
+        environ: Mapping[str, str] = {},
+        system: Mapping[str, int] = QUICK,
     ) -> None:
+        """`environ`: variables of Ray's processes; `system`: settings of Ray itself."""
         self.network, self._folder = network, folder
         # Ray's sockets are below it, and the path of a socket has 107 bytes at most.
         self._ray_folder = tempfile.mkdtemp(prefix="asr", dir="/tmp")
@@ -230,7 +238,9 @@ class RayHosts:
         self.nodes = [network.add(f"node{number}") for number in range(1, nodes + 1)]
         self.address = f"{self.head.address}:{RAY_PORT}"
         options = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--num-cpus=0"]
-        self._start(self.head, *options, f"--system-config={json.dumps(QUICK)}", f"--temp-dir={self._ray_folder}")
+        self._start(
+            self.head, *options, f"--system-config={json.dumps(dict(system))}", f"--temp-dir={self._ray_folder}"
+        )
         for node in self.nodes:
             self.start(node)
 
@@ -239,6 +249,10 @@ class RayHosts:
         self.network.heal(node)
         resources = json.dumps({node.name: 1})
         self._start(node, f"--address={self.address}", f"--num-cpus={self._cpus}", f"--resources={resources}")
+
+    def ended(self, node: Host) -> bool:
+        """Whether Ray has ended on a node by itself, as it does where the head had given the node up."""
+        return self._children[node].poll() is not None
 
     def _start(self, host: Host, *options: str) -> None:
         """Starts Ray's processes on a machine. Ray gives them 30 s, which is too short while other programs want all

@@ -31,6 +31,7 @@ serve:
   voice: hibari
   api_keys: [a-key-of-some-length]
   engine: {max_decode_rows: 32}
+  sessions: {redis_url: "redis://127.0.0.1:6379/0", prefix: calls}
 """
 
 
@@ -64,6 +65,7 @@ def test_a_file_says_all(tmp_path: Path):
     )
     assert server.api_keys == ("a-key-of-some-length",)
     assert server.engine.max_decode_rows == 32
+    assert (server.sessions.redis_url, server.sessions.prefix) == ("redis://127.0.0.1:6379/0", "calls")
     assert [config.engine_settings(each).engine_threads for each in config.models] == [2, 3]
     assert config.replica_silent_s == 4
 

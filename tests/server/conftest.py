@@ -4,6 +4,7 @@ from running_server import (  # noqa: F401
     beckett,
     cities,
     hears_speakers,
+    ingress_host,
     paid_wav,
     parts,
     serve,

@@ -14,9 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
+from cluster_server import IngressHost
 from granian.constants import Interfaces
 from granian.server.embed import Server
 from openai import OpenAI
+from through_cluster import STARTED, THROUGH_CLUSTER
 
 from asr_serve import __version__
 from asr_serve.config import EngineConfig, ServeConfig
@@ -129,13 +131,30 @@ def parts(packaged_speech: Path) -> Iterator[EngineParts]:
 
 
 @pytest.fixture(scope="session")
-def serve(parts: EngineParts) -> Iterator[Callable[..., Running]]:
+def ingress_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[IngressHost]:
+    """One Ray for all servers of the session that are ingresses."""
+    pytest.importorskip("ray", reason="no Ray here: pip install 'asr-serve[cluster]'")
+    host = IngressHost(tmp_path_factory.mktemp("ray"))
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def serve(request: pytest.FixtureRequest) -> Iterator[Callable[..., Running]]:
     """`serve(api_keys=(...,))`: a server with these settings. It is stopped at the end."""
-    running: list[Running] = []
+    through_cluster = request.config.getoption(THROUGH_CLUSTER)
+    running: list[Any] = []
 
     def start(**settings: Any) -> Running:
-        running.append(Running(ServeConfig(**{"voice": "none"} | settings), lambda name, config: parts))
-        return running[-1]
+        if through_cluster:
+            running.append(request.getfixturevalue("ingress_host").ingress(**settings))
+            if STARTED.calling:
+                STARTED.servers.append(running[-1])
+        else:
+            parts = request.getfixturevalue("parts")
+            running.append(Running(ServeConfig(**{"voice": "none"} | settings), lambda name, config: parts))
+        made: Running = running[-1]
+        return made
 
     yield start
     for server in running:
@@ -152,11 +171,15 @@ def voice_parts() -> Iterator[EngineParts]:
 
 
 @pytest.fixture(scope="session")
-def serve_voice(parts: EngineParts, voice_parts: EngineParts) -> Iterator[Callable[..., Running]]:
+def serve_voice(request: pytest.FixtureRequest, serve: Callable[..., Running]) -> Iterator[Callable[..., Running]]:
     """As `serve`, of servers that speak."""
+    through_cluster = request.config.getoption(THROUGH_CLUSTER)
     running: list[Running] = []
 
     def start(**settings: Any) -> Running:
+        if through_cluster:
+            return serve(**{"voice": VOICE} | settings)
+        voice_parts, parts = request.getfixturevalue("voice_parts"), request.getfixturevalue("parts")
         config = ServeConfig(**{"voice": VOICE} | settings)
         running.append(Running(config, lambda name, config: voice_parts if name == VOICE else parts))
         return running[-1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import ray
@@ -40,10 +42,16 @@ def build(config: ClusterConfig, reach: str = "network") -> Application:
     key = cluster_key()
     reach = config.reach or reach
     handles = {each.model: _served(config, each, key, reach) for each in config.served}
+    return ingress(config, reach, key, handles)
+
+
+def ingress(config: ClusterConfig, reach: str, key: bytes, handles: Mapping[str, Any]) -> Application:
+    """Builds an ingress in front of deployments of models: applications of `build`, or handles of those that run.
+    Raises OptionError."""
     settings = config.server()
     own = msgspec.structs.replace(config, reach=reach, models=tuple(_without_numbers(each) for each in config.served))
     encoded = msgspec.msgpack.encode(own)
-    ingress = serve.deployment(
+    deployment = serve.deployment(
         Ingress,
         name=INGRESS,
         num_replicas=config.ingress.replicas,
@@ -56,7 +64,7 @@ def build(config: ClusterConfig, reach: str = "network") -> Application:
     )
     version = hashlib.sha256(__version__.encode() + b"\0" + encoded).hexdigest()[:16]
     # An ingress that need not be replaced keeps its callers.
-    return ingress.options(version=version, _internal=True).bind(encoded, key, handles)
+    return deployment.options(version=version, _internal=True).bind(encoded, key, handles)
 
 
 def _without_numbers(chosen: ModelDeployment) -> ModelDeployment:

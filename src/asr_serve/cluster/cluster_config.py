@@ -11,7 +11,7 @@ import yaml
 from msgspec import Meta
 
 from asr_serve.config import EngineConfig, ServeConfig
-from asr_serve.config_sources import SettingValue, all_settings, build_config, unknown_setting_error
+from asr_serve.config_sources import TABLES, SettingValue, all_settings, build_config, unknown_setting_error
 from asr_serve.engine.process.server_handshake import MAX_SERVERS
 from asr_serve.engine.remote.handshake import MAX_CLIENTS
 from asr_serve.errors import OptionError
@@ -199,13 +199,15 @@ def engine_config(chosen: ModelDeployment, engine: EngineConfig) -> EngineConfig
     return msgspec.structs.replace(engine, role=chosen.role, disk_bytes=disk_bytes)
 
 
-def _flat(tables: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Settings by name; those of the table `engine` as `engine.NAME`."""
-    engine = tables.get("engine", {})
-    if not isinstance(engine, Mapping):
-        raise OptionError(f"serve: engine={engine!r}", "a table of settings")
-    plain = [(str(name), value) for name, value in tables.items() if name != "engine"]
-    return [*plain, *((f"engine.{name}", value) for name, value in engine.items())]
+def _flat(settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Settings by name; those of a table as `TABLE.NAME`."""
+    plain = [(str(name), value) for name, value in settings.items() if name not in TABLES]
+    for table in TABLES:
+        found = settings.get(table, {})
+        if not isinstance(found, Mapping):
+            raise OptionError(f"serve: {table}={found!r}", "a table of settings")
+        plain += [(f"{table}.{name}", value) for name, value in found.items()]
+    return plain
 
 
 def read(file: str | None) -> ClusterConfig:

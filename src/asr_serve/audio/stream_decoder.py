@@ -21,6 +21,8 @@ DEFAULT_RATES_HZ = {"s16le": RATE_HZ, "mulaw": 8_000, "alaw": 8_000}
 ENCODINGS = (*DEFAULT_RATES_HZ, "opus", "ogg")
 
 
+MAX_SILENT_SAMPLES = MAX_RATE_HZ
+"""Samples that `decode_silence` takes at once."""
 STATEFUL_ENCODINGS = ("opus", "ogg")
 """Encodings whose decoders have a state that cannot be exported."""
 
@@ -49,10 +51,14 @@ class LiveAudioDecoder:
         has_pending_bytes: Callable[[], bool] = lambda: False,
         assembler: Pcm16Assembler | None = None,
         exports_state: bool = False,
+        sample_bytes: int | None = None,
     ) -> None:
         """`read`: bytes to samples at `rate_hz`, which do not share memory with them; `rest`: the samples it still
         buffers at the end; `has_pending_bytes`: whether it waits for more bytes; `assembler`: what buffers half a
-        sample; `exports_state`: whether `read` and `assembler` have no other state."""
+        sample; `exports_state`: whether `read` and `assembler` have no other state; `sample_bytes`: bytes of a
+        sample, in encodings where all have the same size."""
+        self.sample_bytes = sample_bytes
+        """Bytes of a sample. None: `decode_silence` cannot be used, since the codec has its own silence."""
         self.rate_hz = rate_hz
         """Rate of the decoded samples, before they are resampled to 16 kHz."""
         self._read, self._flush, self._has_pending, self._resampler = (
@@ -84,6 +90,13 @@ class LiveAudioDecoder:
     def decode(self, data: bytes | memoryview) -> np.ndarray:
         """Decode bytes, cut anywhere; `opus`: one packet. The samples never share memory with `data`."""
         return _joined([self._resampler.resample(pcm) for pcm in self._read(data)])
+
+    def decode_silence(self, samples: int) -> np.ndarray:
+        """Decode so many samples of silence at `rate_hz`, as `decode` would their bytes. Call where no bytes are
+        pending, with at most MAX_SILENT_SAMPLES."""
+        assert self.sample_bytes is not None
+        assert not self.has_pending_bytes
+        return clipped(self._resampler.resample(np.zeros(samples, np.float32)))
 
     def drain_resampler(self) -> np.ndarray:
         """Remaining samples of the resampler for all bytes so far, as if silence followed. More bytes may follow."""
@@ -135,13 +148,16 @@ def _linear(rate_hz: int) -> LiveAudioDecoder:
         has_pending_bytes=lambda: pcm.has_pending_byte,
         assembler=pcm,
         exports_state=True,
+        sample_bytes=2,
     )
 
 
 def _companded(encoding: str, rate_hz: int) -> LiveAudioDecoder:
     """Decoder of G.711: one byte per sample, by table."""
     table = mulaw_table() if encoding == "mulaw" else alaw_table()
-    return LiveAudioDecoder(rate_hz, lambda data: (table[np.frombuffer(data, np.uint8)],), exports_state=True)
+    return LiveAudioDecoder(
+        rate_hz, lambda data: (table[np.frombuffer(data, np.uint8)],), exports_state=True, sample_bytes=1
+    )
 
 
 def _opus() -> LiveAudioDecoder:

@@ -463,3 +463,26 @@ def test_drain_anywhere_returns_all_samples_and_adds_none(kind, sizes):
         taken += size
         assert given == -(-taken * 16_000 // rate_hz)
     assert len(decoding.finish()) == 0
+
+
+@pytest.mark.parametrize(("encoding", "rate_hz"), [("s16le", 16_000), ("s16le", 44_100), ("alaw", 8_000)])
+@settings(max_examples=25, deadline=None)
+@given(parts=st.lists(st.tuples(st.integers(0, 3_000), st.integers(0, 3_000)), max_size=6))
+def test_silence_is_what_its_samples_would_be(encoding: str, rate_hz: int, parts: list[tuple[int, int]]) -> None:
+    told, sent = create_live_decoder(encoding, rate_hz), create_live_decoder(encoding, rate_hz)
+    assert told.sample_bytes
+    rng = np.random.default_rng(3)
+    zeros = np.zeros(3_000, np.int16).tobytes()
+    ours, theirs = [], []
+    for speech_samples, silent in parts:
+        audio = rng.bytes(speech_samples * told.sample_bytes)
+        ours += [told.decode(audio), told.decode_silence(silent)]
+        theirs += [sent.decode(audio)]
+        if encoding == "s16le":
+            theirs += [sent.decode(zeros[: 2 * silent])]
+    ours.append(told.finish())
+    theirs.append(sent.finish())
+    lengths = sum(speech_samples + silent for speech_samples, silent in parts)
+    assert len(np.concatenate(ours)) == resampled_samples(lengths, rate_hz)
+    if encoding == "s16le":
+        assert np.array_equal(np.concatenate(ours), np.concatenate(theirs))

@@ -453,3 +453,57 @@ def test_why_a_session_was_ended_is_told_again(serve, beckett_pcm):
         events = line.rest()
     assert [event["code"] for event in events if event["type"] == "error"] == ["audio_too_long"]
     assert events[-1]["type"] == "end"
+
+
+def test_silence_as_a_count_is_heard_as_zeros(server: Running, beckett_pcm):
+    """Audio, a count, the same audio at an odd position, a count: once told, once as bytes."""
+    half, pause, tail = beckett_pcm[: 2 * 80_000], 2 * 47_777, 2 * 16_000 * 3
+    with WebSocket(server.port) as line:
+        whole_events = whole(line, half + bytes(pause) + half + bytes(tail), 16_000)
+    with WebSocket(server.port) as line:
+        pour(line, half)
+        line.say(json.dumps({"type": "silence", "samples": pause // 2}))
+        pour(line, half)
+        line.say(json.dumps({"type": "silence", "samples": tail // 2}))
+        line.end()
+        events = line.rest()
+    expect_sound(events)
+    assert not [event for event in events if event["type"] == "error"]
+    assert segments(events) == segments(whole_events)
+    assert len(segments(events)) == 2
+    assert received(events) == 2 * len(half) + pause + tail
+    assert events[-1]["duration_s"] == whole_events[-1]["duration_s"] == received(events) / 32_000
+
+
+def test_a_silence_that_cannot_be_is_refused_and_the_session_goes_on(server: Running, beckett_pcm):
+    with WebSocket(server.port) as line:
+        line.send(beckett_pcm[:101])
+        line.say('{"type":"silence","samples":160}')  # in the middle of a sample
+        line.send(beckett_pcm[101:102])
+        line.say('{"type":"silence","samples":960001}')  # a minute, and a sample
+        line.say('{"type":"silence","samples":949}')
+        line.end()
+        events = line.rest()
+    errors = [(event["code"], event.get("param")) for event in events if event["type"] == "error"]
+    assert errors == [("malformed_request", None), ("option_error", "samples")]
+    assert events[-1]["duration_s"] == 1_000 / 16_000
+    with WebSocket(server.port, encoding="opus") as line:
+        line.say('{"type":"silence","samples":160}')
+        line.end()
+        (error,) = [event for event in line.rest() if event["type"] == "error"]
+    assert error["code"] == "unsupported_option"
+    assert "DTX" in error["message"]
+
+
+def test_a_session_resumes_in_the_middle_of_a_silence(server: Running, beckett_pcm):
+    """The position counts the bytes that a silence stands for."""
+    with WebSocket(server.port) as line:
+        session = line.hear("session")["session_id"]
+        pour(line, beckett_pcm[:64_000])
+        line.say('{"type":"silence","samples":40000}')
+        line.until(lambda: acknowledged_s(line) >= 4)
+        line.cut(reset=False)
+    with WebSocket(server.port, session=session, after=0) as line:
+        assert line.hear("session")["received_bytes"] == 64_000 + 80_000
+        line.end()
+        assert line.rest()[-1]["duration_s"] == 4.5

@@ -13,7 +13,7 @@ export type {
   TurnEvent,
   WordEvent,
 } from "./events.js";
-export { microphone, type Level, type Microphone, type MicrophoneEvents, type MicrophoneOptions } from "./microphone.js";
+export { microphone, type Level, type Microphone, type MicrophoneEvents, type MicrophoneOptions, type SpeechOnlyOptions } from "./microphone.js";
 export type { ReconnectOptions, Socket, SocketConstructor, StreamOptions } from "./options.js";
 export { Resampler } from "./resample.js";
 export { SpeechStream, type Restart, type StateDetail, type StreamEvents, type StreamState } from "./stream.js";

@@ -15,6 +15,21 @@ export interface MicrophoneOptions {
   rate?: number;
   /** Length of a frame. Default 100. */
   frameMs?: number;
+  /** Find speech on the audio thread, and give frames of it alone; `silence` tells how much was between. */
+  speechOnly?: SpeechOnlyOptions;
+}
+
+export interface SpeechOnlyOptions {
+  /** Where vad.wasm is (this package has it as `asr-serve/vad.wasm`), or its bytes. */
+  module: string | URL | ArrayBuffer;
+  /** Probability at which speech starts. Default 0.3. */
+  threshold?: number;
+  /** Probability from which on speech goes on. Default 0.2. */
+  negThreshold?: number;
+  /** Sound before speech that goes with it. Default 320. */
+  preRollMs?: number;
+  /** Sound after speech that goes with it. Default 480. */
+  hangoverMs?: number;
 }
 
 /** Of 20 ms; 1 is full scale. */
@@ -24,19 +39,26 @@ export interface Level {
 }
 
 export interface MicrophoneEvents {
-  /** Mono, at the rate asked for; the listener may keep it. */
+  /** Mono, at the rate asked for; the listener may keep it. With `speechOnly`, of any length. */
   frame: [Int16Array<ArrayBuffer>];
+  /** With `speechOnly`: so many samples of silence in place of a frame. */
+  silence: [number];
   level: [Level];
   /** It was unplugged, or the permission was withdrawn. */
   ended: [SpeechError];
 }
 
 const BLOCK_MS = 20;
+/** Of what vad.wasm hears. */
+const VOICE_HZ = 16_000;
+/** An audio thread that was interrupted is not waited for. */
+const FINISH_MS = 500;
 
 /** The microphone, once the browser and whoever sits before it agree. In browsers only.
  *
  * Rejects with SpeechError: `insecure-context` (the page came over plain http), `no-permission`, `no-microphone`,
- * `in-use` (another program holds it).
+ * `in-use` (another program holds it); with `speechOnly`, `no-voice-activity` (the module cannot be had, or the browser
+ * records at a rate of its own).
  */
 export async function microphone(options: MicrophoneOptions = {}): Promise<Microphone> {
   const stream = await ask(options);
@@ -59,9 +81,16 @@ export class Microphone extends Emitter<MicrophoneEvents> {
   readonly #frame: Int16Array<ArrayBuffer>;
   #filled = 0;
   #closing: Promise<void> | undefined;
+  #finished: (() => void) | undefined;
 
   /** Use `microphone()`. */
-  constructor(track: MediaStreamTrack, context: AudioContext, rate: number, frameMs: number) {
+  constructor(
+    track: MediaStreamTrack,
+    context: AudioContext,
+    rate: number,
+    frameMs: number,
+    private readonly gated?: MessagePort,
+  ) {
     super();
     [this.#track, this.#context, this.rate, this.label] = [track, context, rate, track.label];
     this.#resampler = context.sampleRate === rate ? undefined : new Resampler(context.sampleRate, rate);
@@ -76,6 +105,19 @@ export class Microphone extends Emitter<MicrophoneEvents> {
     });
   }
 
+  /** The audio thread has failed. */
+  fail(): void {
+    void this.stop();
+    this.emit("ended", new SpeechError("no-voice-activity", "This browser cannot run vad.wasm on its audio thread."));
+  }
+
+  /** What the gate on the audio thread lets through. */
+  pass({ speech, silence, finished }: Gated): void {
+    if (speech) this.emit("frame", speech);
+    if (silence) this.emit("silence", silence);
+    if (finished) this.#finished?.();
+  }
+
   /** A block from the audio thread, at the context's rate. */
   put(block: Float32Array): void {
     if (this.#closing) return;
@@ -85,6 +127,7 @@ export class Microphone extends Emitter<MicrophoneEvents> {
       power += sample * sample;
     }
     this.emit("level", { rms: Math.sqrt(power / block.length), peak });
+    if (this.gated) return;
     let pcm = toInt16(this.#resampler ? this.#resampler.push(block) : block);
     while (pcm.length) {
       const taken = pcm.subarray(0, this.#frame.length - this.#filled);
@@ -99,10 +142,18 @@ export class Microphone extends Emitter<MicrophoneEvents> {
   stop(): Promise<void> {
     if (!this.#closing) {
       this.#track.stop();
-      this.#closing = this.#context.close(); // twice would be an error, and an unplugged one stops by itself
+      this.#closing = this.#rest().then(() => this.#context.close()); // twice would be an error, and an unplugged one stops by itself
       if (this.#filled) this.#give();
     }
     return this.#closing;
+  }
+
+  /** The gate tells what it holds back. */
+  async #rest(): Promise<void> {
+    if (!this.gated) return;
+    const finished = new Promise<void>((resolve) => (this.#finished = resolve));
+    this.gated.postMessage("finish");
+    await Promise.race([finished, new Promise((resolve) => setTimeout(resolve, FINISH_MS))]);
   }
 
   #give(): void {
@@ -112,6 +163,13 @@ export class Microphone extends Emitter<MicrophoneEvents> {
   }
 }
 
+/** From the gate on the audio thread. */
+interface Gated {
+  speech?: Int16Array<ArrayBuffer>;
+  silence?: number;
+  finished?: true;
+}
+
 const OPTIONS = {
   deviceId: true,
   echoCancellation: true,
@@ -119,6 +177,7 @@ const OPTIONS = {
   autoGainControl: true,
   rate: true,
   frameMs: true,
+  speechOnly: true,
 } as const satisfies Record<keyof MicrophoneOptions, true>;
 
 async function ask(options: MicrophoneOptions): Promise<MediaStream> {
@@ -156,15 +215,42 @@ function refused(cause: unknown): unknown {
   }
 }
 
-async function capture(stream: MediaStream, { rate = 16_000, frameMs = 100 }: MicrophoneOptions): Promise<Microphone> {
+const GATE = { module: true, threshold: true, negThreshold: true, preRollMs: true, hangoverMs: true } as const;
+
+/** Bytes of vad.wasm. */
+async function fetched(module: string | URL | ArrayBuffer): Promise<ArrayBuffer> {
+  if (module instanceof ArrayBuffer) return module;
+  try {
+    const answer = await fetch(module);
+    if (!answer.ok) throw new Error(`status ${answer.status}`);
+    return await answer.arrayBuffer();
+  } catch (cause) {
+    throw new SpeechError("no-voice-activity", `vad.wasm cannot be fetched from ${String(module)}.`, { cause });
+  }
+}
+
+async function capture(stream: MediaStream, options: MicrophoneOptions): Promise<Microphone> {
+  const { rate = 16_000, frameMs = 100, speechOnly } = options;
+  expectNames(speechOnly ?? {}, GATE, "speechOnly.");
+  const { module, ...gate } = speechOnly ?? {};
+  const voiceActivity = module && (await fetched(module));
   const [context, source] = connect(stream, rate);
   try {
+    if (speechOnly && (context.sampleRate !== VOICE_HZ || rate !== VOICE_HZ)) {
+      const why = `It hears 16 kHz, and this browser records at ${context.sampleRate} Hz`;
+      throw new SpeechError("no-voice-activity", `Speech cannot be found here. ${why}. Ask without speechOnly.`);
+    }
     await context.audioWorklet.addModule(new URL("./capture-worklet.js", import.meta.url));
     const node = new AudioWorkletNode(context, "asr-serve-capture", {
-      processorOptions: { blockFrames: Math.round((context.sampleRate * BLOCK_MS) / 1_000) },
+      processorOptions: { blockFrames: Math.round((context.sampleRate * BLOCK_MS) / 1_000), voiceActivity, gate },
     });
-    const made = new Microphone(stream.getAudioTracks()[0]!, context, rate, frameMs);
-    node.port.onmessage = ({ data }: MessageEvent<Float32Array>) => made.put(data);
+    const track = stream.getAudioTracks()[0]!;
+    const made = new Microphone(track, context, rate, frameMs, speechOnly && node.port);
+    node.onprocessorerror = () => made.fail();
+    node.port.onmessage = ({ data }: MessageEvent<Float32Array | Gated>) => {
+      if (data instanceof Float32Array) made.put(data);
+      else made.pass(data);
+    };
     source.connect(node).connect(context.destination); // silence: it only keeps the node running, in Safari too
     await context.resume();
     return made;

@@ -11,7 +11,19 @@ export interface Command {
   again: boolean;
 }
 
-type Item = { at: number; bytes: Uint8Array<ArrayBuffer> } | Command;
+/** Silence, which is told as its length: it stands for so many bytes of audio. */
+interface Silence {
+  at: number;
+  silentBytes: number;
+}
+
+type Item = { at: number; bytes: Uint8Array<ArrayBuffer> } | Silence | Command;
+
+/** Bytes of audio that an item is, or stands for; undefined for a command. */
+function bytesOf(item: Item): number | undefined {
+  if ("bytes" in item) return item.bytes.length;
+  return "silentBytes" in item ? item.silentBytes : undefined;
+}
 
 /** What goes to the server, in order: audio until it is acknowledged, commands until they are answered. */
 export class Outgoing {
@@ -24,7 +36,11 @@ export class Outgoing {
   #next = 0;
   #sent = 0;
 
-  constructor(private readonly cuttable: boolean) {}
+  /** `sampleBytes`: of a sample, where all have as many. */
+  constructor(
+    private readonly cuttable: boolean,
+    private readonly sampleBytes = 1,
+  ) {}
 
   /** Bytes of audio that are kept. */
   get bytes(): number {
@@ -46,6 +62,16 @@ export class Outgoing {
     }
   }
 
+  /** So many samples of silence, after whole samples. */
+  silence(samples: number): void {
+    const step = Math.floor(MESSAGE_BYTES / this.sampleBytes);
+    for (let left = samples; left > 0; left -= step) {
+      const silentBytes = Math.min(left, step) * this.sampleBytes;
+      this.#items.push({ at: this.written, silentBytes });
+      this.written += silentBytes;
+    }
+  }
+
   command(body: object): Command {
     const command = { at: this.written, json: JSON.stringify(body), again: false };
     this.#items.push(command);
@@ -55,11 +81,12 @@ export class Outgoing {
   /** The next thing to send on this connection; undefined: nothing now. */
   take(): Uint8Array<ArrayBuffer> | string | undefined {
     const item = this.#items[this.#next];
-    if (!item || (this.full && "bytes" in item)) return undefined;
+    if (!item || (this.full && !("json" in item))) return undefined;
     this.#next++;
-    if (!("bytes" in item)) return item.json;
-    this.#sent = item.at + item.bytes.length;
-    return item.bytes;
+    if ("json" in item) return item.json;
+    this.#sent = item.at + bytesOf(item)!;
+    if ("bytes" in item) return item.bytes;
+    return JSON.stringify({ type: "silence", samples: item.silentBytes / this.sampleBytes });
   }
 
   /** The command has been answered. */
@@ -76,14 +103,16 @@ export class Outgoing {
     this.received = received;
     let gone = 0;
     for (const item of this.#items) {
-      if ("bytes" in item ? item.at + item.bytes.length > received : item.at >= received) break;
+      const length = bytesOf(item);
+      if (length === undefined ? item.at >= received : item.at + length > received) break;
       gone++;
     }
     this.#items.splice(0, gone);
     this.#next = Math.max(0, this.#next - gone);
-    const first = this.#items.find((item) => "bytes" in item);
-    if (first && "bytes" in first && first.at < received) {
-      first.bytes = first.bytes.subarray(received - first.at);
+    const first = this.#items.find((item) => !("json" in item));
+    if (first && !("json" in first) && first.at < received) {
+      if ("bytes" in first) first.bytes = first.bytes.subarray(received - first.at);
+      else first.silentBytes -= received - first.at;
       first.at = received;
     }
     return true;
@@ -104,7 +133,7 @@ export class Outgoing {
 
   /** A new connection: everything that is left goes out again. */
   rewind(): void {
-    for (const item of this.#items.slice(0, this.#next)) if (!("bytes" in item)) item.again = true;
+    for (const item of this.#items.slice(0, this.#next)) if ("json" in item) item.again = true;
     this.#next = 0;
     this.#sent = this.received;
   }

@@ -97,7 +97,7 @@ export class SpeechStream extends Emitter<StreamEvents> {
     if (!(this.#maxBytes >= LEAST_BUFFERED_BYTES)) {
       throw new SpeechError("bad_option", `maxBufferedBytes ${this.#maxBytes}: ${LEAST_BUFFERED_BYTES} or more.`);
     }
-    this.#out = new Outgoing(options.encoding !== "opus");
+    this.#out = new Outgoing(options.encoding !== "opus", SAMPLE_BYTES[options.encoding ?? "s16le"]);
     this.#retry = new Retry(options.reconnect?.maxDelayMs, () => this.#connect());
   }
 
@@ -131,6 +131,22 @@ export class SpeechStream extends Emitter<StreamEvents> {
     if (bytes.length > most) throw new SpeechError("bad_audio", `${bytes.length} bytes at once: at most ${most}.`);
     if (!this.#active || this.#ending || this.#out.bytes + bytes.length > this.#maxBytes) return false;
     this.#out.put(bytes);
+    this.#pump();
+    return true;
+  }
+
+  /** So many samples of silence, at the stream's rate, in place of audio: a few bytes are sent, and times stay as they
+   * are. False, and SpeechError, as of `send`; not of `opus` and `ogg`, which have silence of their own. */
+  sendSilence(samples: number): boolean {
+    const sampleBytes = SAMPLE_BYTES[this.options.encoding ?? "s16le"];
+    if (!sampleBytes) throw new SpeechError("bad_audio", `Silence is no count in ${this.options.encoding}: send its packets.`);
+    const most = Math.floor(this.#maxBytes / 2 / sampleBytes);
+    if (!Number.isInteger(samples) || samples < 0 || samples > most) {
+      throw new SpeechError("bad_audio", `${samples} samples of silence: a whole number up to ${most}.`);
+    }
+    if (this.#out.written % sampleBytes) throw new SpeechError("bad_audio", "Silence came in the middle of a sample.");
+    if (!this.#active || this.#ending || this.#out.bytes + samples * sampleBytes > this.#maxBytes) return false;
+    this.#out.silence(samples);
     this.#pump();
     return true;
   }

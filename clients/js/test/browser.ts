@@ -10,7 +10,7 @@ import { delimiter, join } from "node:path";
 const NAMES = ["chromium", "chromium-browser", "google-chrome", "chrome"];
 const DIST = join(import.meta.dirname, "../dist");
 const WAIT_MS = 120_000;
-const POLICY = "default-src 'none'; script-src 'self'; connect-src 'self' ws:";
+const POLICY = "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; connect-src 'self' ws:";
 const PAGE = "<!doctype html><title>test</title><script type=module src=/page.js></script>";
 
 export const chromium =

@@ -94,6 +94,42 @@ for (const [where, before] of [["where the browser resamples", ""], ["where it d
   });
 }
 
+const SPEECH_ONLY = `
+  import { microphone } from "/dist/index.js";
+  const mic = await microphone({ speechOnly: { module: "/dist/vad.wasm", preRollMs: 64, hangoverMs: 64 } });
+  const pcm = [], told = [];
+  let over = false;
+  mic.on("silence", (samples) => { told.push(samples); pcm.push(...new Array(samples).fill(0)); void look(); });
+  mic.on("frame", (frame) => { told.push(-frame.length); pcm.push(...frame); void look(); });
+  async function look() {
+    if (over || pcm.length < 16000 * 12) return;
+    over = true;
+    const before = pcm.length;
+    await mic.stop();
+    tell({ told, before, pcm });
+  }
+`;
+
+test("speech only: what is silence is told as a count, on the audio thread", { skip: noBrowser || skip }, async () => {
+  const flags = [...FAKE, `--use-file-for-fake-audio-capture=${clip}`];
+  const { told, before, pcm } = (await inPage(SPEECH_ONLY, flags)) as { told: number[]; before: number; pcm: number[] };
+  const silent = told.filter((count) => count > 0).reduce((sum, count) => sum + count, 0);
+  assert.ok(silent > 8_000 && silent < 0.9 * pcm.length, `${silent} of ${pcm.length}`);
+  assert.ok(pcm.length > before, "what was held back comes at the end");
+  const recorded = readWav(clip);
+  const best = likeness(envelope(pcm.slice(0, 3 * 16_000), 16_000), new Int16Array(recorded.pcm.buffer), recorded.rate);
+  assert.ok(best > 0.95, `like the recording: ${best.toFixed(3)}`);
+});
+
+const NO_MODULE = `
+  import { microphone } from "/dist/index.js";
+  microphone({ speechOnly: { module: "/dist/vad.wasm" } }).then(() => tell("given"), (error) => tell(error.code));
+`;
+
+test("a browser that records at a rate of its own says so", { skip: noBrowser }, async () => {
+  assert.equal(await inPage(OWN_RATE_ONLY + NO_MODULE, FAKE), "no-voice-activity");
+});
+
 const REFUSED = `
   import { microphone } from "/dist/index.js";
   microphone().then(() => tell("given"), (error) => tell([error.name, error.code]));

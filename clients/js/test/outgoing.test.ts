@@ -25,11 +25,12 @@ test("whatever is lost and when, every byte arrives once and commands stand wher
         if (data === undefined) return;
         if (!reading) continue; // the connection is lost, and nobody knows yet
         if (typeof data !== "string") received.push(...data);
+        else if (data.includes("silence")) received.push(...new Uint8Array((JSON.parse(data) as { samples: number }).samples));
         else heard.set(data, (heard.get(data) ?? new Set()).add(received.length));
       }
     };
     for (let n = 0; n < 120; n++) {
-      switch (roll(7)) {
+      switch (roll(8)) {
         case 0:
         case 1: {
           const audio = Uint8Array.from({ length: roll(2_000) }, () => roll(256));
@@ -53,7 +54,13 @@ test("whatever is lost and when, every byte arrives once and commands stand wher
         case 5:
           if (reading) assert.ok(out.acknowledge(Math.max(out.received, received.length - roll(500))));
           break;
-        case 6: // found out, and connected again; an answer may have come
+        case 6: {
+          const samples = roll(3_000);
+          bytes.push(...new Uint8Array(samples));
+          out.silence(samples);
+          break;
+        }
+        case 7: // found out, and connected again; an answer may have come
           reading = true;
           if (open.length && roll(2)) {
             const command = open.shift()!;
@@ -82,6 +89,22 @@ test("no more is on its way than a window, and commands do not overtake audio", 
   assert.ok(out.acknowledge(100_000));
   assert.equal(out.bytes, 900_000);
   assert.ok(out.take() instanceof Uint8Array);
+});
+
+test("silence is told in samples, waits for acknowledgements as audio does, and is cut where the server has part of it", () => {
+  const out = new Outgoing(true, 2);
+  out.put(new Uint8Array(10));
+  out.silence(400_000);
+  let told = 0;
+  assert.ok(out.take() instanceof Uint8Array);
+  for (let data = out.take(); data !== undefined; data = out.take()) {
+    told += (JSON.parse(data as string) as { samples: number }).samples;
+  }
+  assert.ok(2 * told >= 256 * 1_024 && 2 * told < 300 * 1_024, `${told} samples`);
+  assert.ok(out.acknowledge(10 + 2 * 1_000));
+  out.rewind();
+  assert.deepEqual(JSON.parse(out.take() as string), { type: "silence", samples: 16_384 - 1_000 });
+  assert.equal(out.bytes, 2 * 399_000);
 });
 
 test("packets are not cut; a server cannot have what was never sent", () => {

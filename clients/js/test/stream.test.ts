@@ -66,6 +66,29 @@ describe("with a server", { skip, timeout: 240_000 }, () => {
     return found;
   }
 
+  test("silence as a count is heard as zeros: the same words and times, also over a connection that was cut", async () => {
+    const half = frames.slice(0, 50);
+    const said = async (pause: (made: SpeechStream) => void, cut: boolean): Promise<Segment[]> => {
+      const made = stream();
+      await made.open();
+      for (const part of [0, 1]) {
+        for (const frame of half) while (!made.send(frame)) await made.room();
+        pause(made);
+        if (cut && !part) network.cut();
+      }
+      const { segments, duration } = await made.end();
+      assert.equal(duration, 2 * (5 + 3));
+      return segments;
+    };
+    const zeros = await said((made) => assert.ok(made.send(new Int16Array(48_000))), false);
+    assert.ok(zeros.length >= 2);
+    assert.deepEqual(await said((made) => assert.ok(made.sendSilence(48_000)), false), zeros);
+    assert.deepEqual(await said((made) => assert.ok(made.sendSilence(48_000)), true), zeros);
+    const opus = stream({ encoding: "opus" });
+    assert.throws(() => opus.sendSilence(160), (error) => (error as SpeechError).code === "bad_audio");
+    assert.throws(() => stream().sendSilence(1.5), (error) => (error as SpeechError).code === "bad_audio");
+  });
+
   /** The same words and times, and every event once, in order. */
   function same(found: Run): void {
     assert.deepEqual(found.segments, whole.segments);

@@ -20,6 +20,8 @@ MIN_RATE_HZ, MAX_RATE_HZ = 8_000, 48_000
 DEFAULT_RATES_HZ = {"s16le": RATE_HZ, "mulaw": 8_000, "alaw": 8_000}
 """Default rate of each encoding that does not carry its rate."""
 ENCODINGS = (*DEFAULT_RATES_HZ, "opus", "ogg")
+MAX_SILENT_SAMPLES = MAX_RATE_HZ
+"""Samples that `decode_silence` takes at once."""
 
 
 class OggState(msgspec.Struct, frozen=True):
@@ -47,6 +49,10 @@ class LiveDecoderState(msgspec.Struct, frozen=True):
 
 class Codec(Protocol):
     """Bytes of one encoding to samples, at a rate of its own."""
+
+    @property
+    def sample_bytes(self) -> int | None:
+        """Bytes of a sample, in encodings where all have the same size."""
 
     def read(self, data: bytes | memoryview) -> Iterable[np.ndarray]:
         """Samples (n,) float32 of all bytes so far that were not returned; they do not share memory with `data`.
@@ -99,6 +105,18 @@ class LiveAudioDecoder:
         """Decode bytes, cut anywhere; `opus`: one packet. The samples never share memory with `data`."""
         return _joined([self._resampler.resample(pcm) for pcm in self._codec.read(data)])
 
+    @property
+    def sample_bytes(self) -> int | None:
+        """Bytes of a sample. None: `decode_silence` cannot be used, since the codec has its own silence."""
+        return self._codec.sample_bytes
+
+    def decode_silence(self, samples: int) -> np.ndarray:
+        """Decode so many samples of silence at `rate_hz`, as `decode` would their bytes. Call where no bytes are
+        pending, with at most MAX_SILENT_SAMPLES."""
+        assert self.sample_bytes is not None
+        assert not self.has_pending_bytes
+        return clipped(self._resampler.resample(np.zeros(samples, np.float32)))
+
     def drain_resampler(self) -> np.ndarray:
         """Remaining samples of the resampler for all bytes so far, as if silence followed. More bytes may follow."""
         return clipped(self._resampler.finish())
@@ -143,6 +161,8 @@ def create_live_decoder(encoding: str, rate_hz: int | None = None) -> LiveAudioD
 class LinearCodec:
     """16-bit little-endian samples."""
 
+    sample_bytes = 2
+
     def __init__(self) -> None:
         self._pcm = Pcm16Assembler()
 
@@ -166,6 +186,7 @@ class LinearCodec:
 class CompandedCodec:
     """G.711: one byte per sample, by table."""
 
+    sample_bytes = 1
     has_pending_bytes = False
 
     def __init__(self, encoding: str) -> None:
@@ -187,6 +208,7 @@ class CompandedCodec:
 class OpusCodec:
     """One Opus packet a call."""
 
+    sample_bytes = None
     has_pending_bytes = False
 
     def __init__(self) -> None:
@@ -209,6 +231,8 @@ class OpusCodec:
 
 class OggCodec:
     """Opus in Ogg; one stream may follow another."""
+
+    sample_bytes = None
 
     def __init__(self) -> None:
         self._pages, self._opus = OggPageReader(), OggOpusDecoder()

@@ -45,7 +45,10 @@ MAX_ID_CHARACTERS = 200
 MAX_MESSAGE_CHARACTERS = 4_096
 """Limit of a command."""
 EXAMPLE = 'like {"type":"start","hotwords":["Ada","Babbage:2"]}'
-COMMANDS = ("flush", "end")
+COMMANDS = ("silence", "flush", "end")
+MAX_SILENCE_S = 60
+"""Limit of a silence message."""
+MAX_SILENCE_SAMPLES = MAX_SILENCE_S * MAX_RATE_HZ
 
 
 class NewSessionRequest(msgspec.Struct, frozen=True):
@@ -186,15 +189,25 @@ class EndCommand(msgspec.Struct, frozen=True):
     """Ends the audio."""
 
 
+class SilenceCommand(msgspec.Struct, frozen=True):
+    """Stands for audio: so many samples of silence at the session's rate."""
+
+    samples: int
+
+
 class _CommandMessage(msgspec.Struct, frozen=True):
     type: str = ""
     id: str = ""
+    samples: int | None = None
 
 
-def parse_command(text: str | bytes) -> FlushCommand | EndCommand:
-    """Parses a text message. Raises MalformedRequest, UnknownCommand; OptionError for a flush's id."""
+def parse_command(text: str | bytes) -> FlushCommand | EndCommand | SilenceCommand:
+    """Parses a text message. Raises MalformedRequest, UnknownCommand; OptionError for a flush's id and for the length
+    of a silence."""
     sent = _read(text)
     match sent.type:
+        case "silence":
+            return _silence(sent)
         case "flush":
             return _flush(sent)
         case "end":
@@ -221,6 +234,23 @@ def _read(text: str | bytes) -> _CommandMessage:
     return decode_json(
         text, _CommandMessage, "a command came that cannot be read", 'commands are JSON, like {"type":"flush","id":"1"}'
     )
+
+
+def _silence(sent: _CommandMessage) -> SilenceCommand:
+    if sent.samples is None:
+        raise OptionError(
+            "a silence without samples",
+            'it says how long it is, like {"type":"silence","samples":1600}',
+            param="samples",
+        )
+    if not 1 <= sent.samples <= MAX_SILENCE_SAMPLES:
+        raise OptionError(
+            f"a silence of {sent.samples} samples",
+            f"from 1 to {MAX_SILENCE_SAMPLES}, and up to {MAX_SILENCE_S} s",
+            "send a longer one in parts",
+            param="samples",
+        )
+    return SilenceCommand(sent.samples)
 
 
 def _flush(sent: _CommandMessage) -> FlushCommand:

@@ -31,8 +31,10 @@ from asr_serve.protocols.stream.client_messages import (
     EXAMPLE,
     MAX_MESSAGE_CHARACTERS,
     PATH,
+    EndCommand,
     FlushCommand,
     NewSessionRequest,
+    SilenceCommand,
     expects_start_message,
     merge_start_message,
     parse_command,
@@ -215,7 +217,7 @@ class StreamWebSocket:
                 else:
                     if connection.congested:
                         await connection.pause_reading(connection.wait_caught_up())
-                    _command(message.get("text") or "", session, connection)
+                    await _command(message.get("text") or "", session, connection)
             except (MalformedRequest, OptionError, AtCapacity) as error:
                 connection.send_error(error)
         connection.stop()
@@ -231,12 +233,14 @@ class StreamWebSocket:
         await session.write(connection, frame)
 
 
-def _command(text: str, session: StreamSession, connection: StreamConnection) -> None:
-    command = parse_command(text)
-    if isinstance(command, FlushCommand):
-        session.flush(command.id)
-    else:
-        session.end()
+async def _command(text: str, session: StreamSession, connection: StreamConnection) -> None:
+    match parse_command(text):
+        case SilenceCommand(samples):
+            await session.write_silence(connection, samples)
+        case FlushCommand(id=name):
+            session.flush(name)
+        case EndCommand():
+            session.end()
 
 
 async def _write(send: Send, connection: StreamConnection) -> None:

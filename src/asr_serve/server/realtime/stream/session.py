@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from asr_serve.audio.stream_decoder import LiveAudioDecoder
+from asr_serve.audio.stream_decoder import MAX_SILENT_SAMPLES, LiveAudioDecoder
 from asr_serve.engine.process.messages import ErrorMessage
 from asr_serve.errors import (
     AsrServeError,
@@ -19,15 +19,17 @@ from asr_serve.errors import (
     AudioTooLong,
     IdleTimeout,
     MalformedRequest,
+    OptionError,
     OutOfTurn,
     StoreUnavailable,
     TakenOver,
+    UnsupportedOption,
 )
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.live.events import LiveEvent
 from asr_serve.pipelines.live.live_session import MAX_PENDING_FLUSHES
 from asr_serve.pipelines.live.session_state import SavedLiveSession
-from asr_serve.protocols.stream.client_messages import PACKETS
+from asr_serve.protocols.stream.client_messages import MAX_SILENCE_S, PACKETS
 from asr_serve.protocols.stream.server_events import (
     AckEvent,
     EncodedEvent,
@@ -283,21 +285,57 @@ class StreamSession:
 
     async def write(self, connection: StreamConnection, audio: bytes) -> None:
         """Decodes audio as there is room. Audio of a connection that was replaced meanwhile is dropped."""
-        connection.last_received_s = self._loop.time()
-        if self.finishing and audio and self.ending is None and not self._stopped_listening:
-            self._stopped_listening = True
-            connection.send_error(OutOfTurn("audio came after the end", "it is dropped; this is said once"))
+        self._note_audio(connection, any_audio=bool(audio))
         remaining = memoryview(audio)
         size = len(remaining) if self.info.encoding == PACKETS else SLICE_BYTES
-        while remaining and not (self.finishing or self._leaving) and connection is self.connection:
+        while remaining and await self._wait_room(connection):
+            self._decode(remaining[:size])
+            remaining = remaining[size:]
+
+    async def write_silence(self, connection: StreamConnection, samples: int) -> None:
+        """Writes silence in place of audio, as there is room: positions count the bytes that it stands for. Raises
+        UnsupportedOption, OptionError, MalformedRequest."""
+        sample_bytes, rate_hz = self._decoder.sample_bytes, self._decoder.rate_hz
+        if sample_bytes is None:
+            raise UnsupportedOption(
+                f"a silence with encoding={self.info.encoding}",
+                "Opus has its own, DTX",
+                "send the packets that the encoder makes",
+                param="type",
+            )
+        if samples > MAX_SILENCE_S * rate_hz:
+            raise OptionError(
+                f"a silence of {samples} samples at {rate_hz} Hz",
+                f"up to {MAX_SILENCE_S} s, {MAX_SILENCE_S * rate_hz} samples",
+                "send a longer one in parts",
+                param="samples",
+            )
+        if self._decoder.has_pending_bytes:
+            raise MalformedRequest("a silence came in the middle of a sample", "send the rest of the sample before it")
+        self._note_audio(connection, any_audio=True)
+        while samples and await self._wait_room(connection):
+            count = min(samples, MAX_SILENT_SAMPLES)
+            samples -= count
+            self.received_bytes += count * sample_bytes
+            self._accept(self._decoder.decode_silence(count))
+
+    def _note_audio(self, connection: StreamConnection, *, any_audio: bool) -> None:
+        connection.last_received_s = self._loop.time()
+        if self.finishing and any_audio and self.ending is None and not self._stopped_listening:
+            self._stopped_listening = True
+            connection.send_error(OutOfTurn("audio came after the end", "it is dropped; this is said once"))
+
+    async def _wait_room(self, connection: StreamConnection) -> bool:
+        """Waits until audio of this connection may be taken. False: no more of it is."""
+        while not (self.finishing or self._leaving) and connection is self.connection:
             assert self._listener is not None, "a session that is not ended has one"
             if self._listener.full:
                 await connection.pause_reading(self._listener.wait_writable())
             elif connection.congested:
                 await connection.pause_reading(connection.wait_caught_up())
             else:
-                self._decode(remaining[:size])
-                remaining = remaining[size:]
+                return True
+        return False
 
     def _decode(self, audio: memoryview) -> None:
         self.received_bytes += len(audio)
@@ -306,6 +344,10 @@ class StreamSession:
         except AudioError as error:
             self._close(error)
             return
+        self._accept(pcm)
+
+    def _accept(self, pcm: np.ndarray) -> None:
+        """Passes decoded audio on, and acknowledges it when that is due."""
         if not self._write_pcm(pcm):
             return
         if self.journal is not None:

@@ -28,6 +28,7 @@ BROAD_EXCEPT = {
     "engine/replicas/backend.py",
     "engine/vllm/worker_main.py",
     "server/middleware/error_handlers.py",
+    "server/realtime/stream/session_manager.py",  # a claimed session that cannot go on here is given back
     "server/server_sent_events.py",
     "server/sessions/writer.py",  # a session's error is that session's
     "server/transcription_job.py",

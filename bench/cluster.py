@@ -445,13 +445,13 @@ def measure(args: argparse.Namespace, folder: Path) -> Row:
     about: dict[str, Any] = machine.describe(args.threads)
     about["packages"] |= {name: version for name in PACKAGES if (version := machine.installed(name))}
     work = {"overhead": overhead, "replicas": replicas, "affinity": affinity, "sessions": sessions}
-    rows: list[Row] = []
-    for part in args.parts:
-        rows += work[part](bench)
-    names = ("replicas", "callers", "rtfx", "p95_ms", "lost")
-    rows = [{"name": "asr-serve", **dict.fromkeys(names), **row} for row in rows]
     chosen = {key: getattr(args, key) for key in ("model", "clients", "callers", "seconds", "live_seconds", "repeats")}
-    return {"bench": "cluster", "machine": about, "settings": chosen, "rows": rows}
+    found: Row = {"bench": "cluster", "machine": about, "settings": chosen, "rows": []}
+    names = ("replicas", "callers", "rtfx", "p95_ms", "lost")
+    for part in args.parts:
+        found["rows"] += [{"name": "asr-serve", **dict.fromkeys(names), **row} for row in work[part](bench)]
+        machine.write(args.json, found)  # a later part may be cut short
+    return found
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -484,7 +484,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         except AsrServeError as missing:
             print(f"{missing}", file=sys.stderr)
             return 2
-    machine.write(args.json, found)
     print(table(found["rows"]))
     return int(any("failed" in row for row in found["rows"]))
 

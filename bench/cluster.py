@@ -69,7 +69,8 @@ class Bench:
         self.speech = clips.load(args.data, args.clips)
         self.files = [serve.write_wav(folder / f"{place:04d}.wav", clip) for place, clip in enumerate(self.speech)]
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("ASR_SERVE_", "RAY_"))}
-        self.env = {**environ, **thread_counts(args.threads), "RAY_AUTH_MODE": "token", "RAY_TMPDIR": args.ray_folder}
+        ray = {"RAY_AUTH_MODE": "token", "RAY_TMPDIR": args.ray_folder, "RAY_raylet_start_wait_time_s": "120"}
+        self.env = {**environ, **thread_counts(args.threads), **ray}
         self.run = serve.Run(args, self.speech, self.files, self.env, folder)
 
     @contextmanager
@@ -141,7 +142,7 @@ class Bench:
             "pid": running.pid,
         }
         warm_up = {"clients": WARM_UP_CLIENTS, "seconds": 1, "requests": 1, "per_client": 1}
-        enough = {"clients": clients, "seconds": self.args.seconds, "requests": 1, "per_client": 1}
+        enough = {"clients": clients, "seconds": self.args.seconds, "requests": self.args.requests, "per_client": 1}
         found = serve.generate({**load, **warm_up}, self.folder)
         if "failed" not in found:
             watch = Watch(running.pid)
@@ -155,6 +156,7 @@ class Bench:
         return {
             "callers": clients,
             "rtfx": made["rtfx"],
+            "cpu_ms_per_audio_s": round(1_000 * found["server_cpu_s"] / found["wall_s"] / max(made["rtfx"], 1e-9), 2),
             "p50_ms": made["p50_ms"],
             "p95_ms": made["p95_ms"],
             "lost": sum(made["errors"].values()),
@@ -445,13 +447,13 @@ def measure(args: argparse.Namespace, folder: Path) -> Row:
     about: dict[str, Any] = machine.describe(args.threads)
     about["packages"] |= {name: version for name in PACKAGES if (version := machine.installed(name))}
     work = {"overhead": overhead, "replicas": replicas, "affinity": affinity, "sessions": sessions}
-    rows: list[Row] = []
-    for part in args.parts:
-        rows += work[part](bench)
-    names = ("replicas", "callers", "rtfx", "p95_ms", "lost")
-    rows = [{"name": "asr-serve", **dict.fromkeys(names), **row} for row in rows]
     chosen = {key: getattr(args, key) for key in ("model", "clients", "callers", "seconds", "live_seconds", "repeats")}
-    return {"bench": "cluster", "machine": about, "settings": chosen, "rows": rows}
+    found: Row = {"bench": "cluster", "machine": about, "settings": chosen, "rows": []}
+    names = ("replicas", "callers", "rtfx", "p95_ms", "lost")
+    for part in args.parts:
+        found["rows"] += [{"name": "asr-serve", **dict.fromkeys(names), **row} for row in work[part](bench)]
+        machine.write(args.json, found)  # a later part may be cut short
+    return found
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -484,7 +486,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         except AsrServeError as missing:
             print(f"{missing}", file=sys.stderr)
             return 2
-    machine.write(args.json, found)
     print(table(found["rows"]))
     return int(any("failed" in row for row in found["rows"]))
 
@@ -498,6 +499,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--clients", type=int, default=8, metavar="N", help="uploads at once for each replica (8)")
     add("--callers", type=int, default=8, metavar="N", help="live callers (8)")
     add("--seconds", type=float, default=10.0, metavar="S", help="length of a level of uploads (10)")
+    add("--requests", type=int, default=100, metavar="N", help="and at least so many answers (100)")
     add("--live-seconds", type=float, default=20.0, metavar="S", help="how long each caller speaks, about (20)")
     add("--idle-seconds", type=float, default=2.0, metavar="S", help="an idle server is watched for so long (2)")
     add("--silence-ms", type=int, default=800, metavar="MS", help="the pause that ends a live sentence (800)")
@@ -509,7 +511,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--limit-s", type=float, default=600, metavar="S", help="longest a level may take (600)")
     add("--json", type=Path, metavar="FILE", help="where the result goes; without it only the table is printed")
     args = parser.parse_args(argv)
-    for name in ("clients", "callers", "seconds", "live_seconds", "repeats", "session_repeats", "variants", "threads"):
+    for name in (
+        "clients",
+        "callers",
+        "seconds",
+        "live_seconds",
+        "repeats",
+        "session_repeats",
+        "variants",
+        "threads",
+        "requests",
+    ):
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0")
     return args

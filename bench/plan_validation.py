@@ -178,6 +178,28 @@ def predict(args: argparse.Namespace, job: dict[str, Any], replicas: int, load_c
     return row
 
 
+def predict_again(args: argparse.Namespace, job: dict[str, Any], replicas: int, rows: Sequence[Row]) -> Row:
+    """Row of an earlier run, with a prediction of today's simulation and service times."""
+    row = next((each for each in rows if each["replicas"] == replicas), None)
+    if row is None or (row["callers"], row["files_per_s"]) != (job["callers"], job["files_per_s"]):
+        raise SystemExit(f"{args.measured}: no run of {replicas} replicas with {job['callers']} callers")
+    return compare(dict(row), predict(args, job, replicas, row["load_cores"]))
+
+
+def compare(row: Row, predicted: Row) -> Row:
+    """Adds predictions and their errors to what was measured."""
+    for key, value in predicted.items():
+        row[f"predicted_{key}"] = value
+        row[f"error_{key}"] = None if not row[key] else round(value / row[key] - 1, 3)
+    return row
+
+
+def measured_when(args: argparse.Namespace) -> str:
+    from asr_serve.planning.service_times import read_service_times
+
+    return read_service_times(args.service_times).measured
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.child:
@@ -194,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             np.save(folder / f"{number}.npy", np.clip(np.rint(audio * 32_768), -32_768, 32_767).astype(np.int16))
             files.append(str(folder / f"{number}.wav"))
             pcm.append(str(folder / f"{number}.npy"))
+        earlier = json.loads(args.measured.read_text()) if args.measured else {"rows": []}
         for replicas in args.replicas:
             share = min(1.0, machine.cores() / replicas) * replicas
             job = {
@@ -205,8 +228,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "callers": round(args.callers * share),
                 "files_per_s": args.files_per_s * share,
             }
+            if args.measured:
+                rows.append(predict_again(args, job, replicas, earlier["rows"]))
+                continue
             found = measure(replicas, job, args.load_prefix, folder)
-            predicted = predict(args, job, replicas, found["load_cores"])
             live = percentiles([ms for ms, at_s in found["finals"] if at_s >= WARM_S])
             answered = percentiles([ms for ms, at_s, _ in found["answers"] if at_s >= WARM_S])
             row: Row = {
@@ -227,13 +252,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "files_audio_s_per_s": round(sum(audio_s for _, _, audio_s in found["answers"]) / args.seconds, 2),
                 "cpu": round(found["cpu"], 3),
             }
-            for key, value in measured.items():
-                row[key] = value
-                row[f"predicted_{key}"] = predicted[key]
-                row[f"error_{key}"] = None if not value else round(predicted[key] / value - 1, 3)
-            rows.append(row)
-            print(json.dumps(row), file=sys.stderr, flush=True)
-    machine.tell(args.json, {"bench": "plan-validation", "machine": machine.describe(1), "rows": rows})
+            rows.append(compare({**row, **measured}, predict(args, job, replicas, found["load_cores"])))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    about = earlier["machine"] if args.measured else machine.describe(1)
+    settings = {"seconds": args.seconds, "service_times": measured_when(args)}
+    machine.tell(args.json, {"bench": "plan-validation", "machine": about, "settings": settings, "rows": rows})
     return int(any(row["failed"] for row in rows))
 
 
@@ -247,6 +270,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--files-per-s", type=float, default=2.0, metavar="X", help="files a second for each replica (2)")
     add("--seconds", type=float, default=25.0, metavar="S", help="length of a run (25)")
     add("--load-prefix", type=shlex.split, default=[], metavar="CMD", help="command that runs the load generator")
+    add("--measured", type=Path, metavar="FILE", help="predict an earlier run anew instead of measuring")
     add("--json", type=Path, metavar="FILE", help="where the result goes")
     add("--child", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args(argv)

@@ -413,7 +413,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for model in args.models.split(","):
             models[model] = child("model", model, args, folder)
             print(f"{model}: {json.dumps(models[model])}", file=sys.stderr)
-        server_found = child("server", args.models.split(",")[0], args, folder)
+        # A final of a streaming model has a step in it, which is the model's.
+        utterance = [model for model, times in models.items() if times["kind"] == "utterance"]
+        server_found = child("server", (utterance or list(models))[0], args, folder)
         print(f"server: {json.dumps(server_found)}", file=sys.stderr)
     about = machine.describe(1)
     table = {

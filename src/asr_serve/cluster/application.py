@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import warnings
+from typing import Any
 
 import msgspec
 import ray
 from ray import serve
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from asr_serve import __version__
+from asr_serve.cluster.autoscaling_policy import EngineAutoscalingPolicy
 from asr_serve.cluster.cluster_config import ClusterConfig, ModelDeployment
 from asr_serve.cluster.engine_replica import EngineReplica
 from asr_serve.cluster.ingress import Ingress
@@ -24,6 +27,8 @@ KEY_NAME = b"asr-serve cluster key"
 MAX_CONTROL_CALLS = 1_024
 """Control calls of one replica at once: an attached ingress is one."""
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 30.0
+LOOK_BACK_REPORTS = 3
+"""Reports that Ray Serve keeps of a replica; the policy reads the last one."""
 SHUTDOWN_MARGIN_S = 15.0
 """Time beyond `drain_s` after which Ray Serve ends a replica under callers."""
 
@@ -70,6 +75,30 @@ def cluster_key() -> bytes:
     return bytes(key)
 
 
+def _replicas(chosen: ModelDeployment) -> dict[str, Any]:
+    """Options of a deployment: the number of its replicas, or the policy that decides it."""
+    if (settings := chosen.autoscale) is None:
+        return {"num_replicas": chosen.replicas}
+    policy = AutoscalingPolicy(
+        policy_function=f"{EngineAutoscalingPolicy.__module__}:{EngineAutoscalingPolicy.__name__}",
+        policy_kwargs=msgspec.to_builtins(settings),
+    )
+    with warnings.catch_warnings():
+        # Without metrics_interval_s, replicas report every 10 s, or as the environment of each process says.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        config = AutoscalingConfig(
+            min_replicas=settings.min_replicas,
+            max_replicas=settings.max_replicas,
+            policy=policy,
+            metrics_interval_s=settings.report_s,
+            look_back_period_s=LOOK_BACK_REPORTS * settings.report_s,
+            # Delays are the policy's own.
+            upscale_delay_s=0,
+            downscale_delay_s=0,
+        )
+    return {"autoscaling_config": config}
+
+
 def _model(config: ClusterConfig, chosen: ModelDeployment, key: bytes, reach: str) -> Application:
     settings = config.engine_settings(chosen)
     spec = engine_spec(chosen.model, settings)
@@ -77,7 +106,7 @@ def _model(config: ClusterConfig, chosen: ModelDeployment, key: bytes, reach: st
     deployment = serve.deployment(
         EngineReplica,
         name=chosen.model,
-        num_replicas=chosen.replicas,
+        **_replicas(chosen),
         max_ongoing_requests=MAX_CONTROL_CALLS,
         ray_actor_options={"num_cpus": chosen.cpus, "num_gpus": chosen.gpus},
         health_check_period_s=HEALTH_PERIOD_S,

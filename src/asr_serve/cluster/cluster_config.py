@@ -10,6 +10,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from asr_serve.cluster.autoscaling import AutoscaleSettings, Replicas
 from asr_serve.config import ServeConfig
 from asr_serve.config_sources import SettingValue, all_settings, build_config, unknown_setting_error
 from asr_serve.engine.process.server_handshake import MAX_SERVERS
@@ -19,8 +20,6 @@ from asr_serve.types import DeviceName, DtypeName, Name, NonEmptyText, PositiveI
 
 Reach = Literal["machine", "network"]
 """Reach of a replica: servers of its machine alone connect to it, or others too."""
-MAX_REPLICAS = 4_096
-Replicas = Annotated[int, Meta(ge=1, le=MAX_REPLICAS)]
 MAX_INGRESSES = MAX_SERVERS // 2
 """Every ingress is connected to every engine; while a release replaces them, there may be two of each."""
 Ingresses = Annotated[int, Meta(ge=1, le=MAX_INGRESSES)]
@@ -44,6 +43,22 @@ class ModelDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Data type. None: that of `serve`."""
     weights: NonEmptyText | None = None
     """Checkpoint folder, on every machine where a replica may run. None: the model's own weights."""
+    autoscale: AutoscaleSettings | None = None
+    """Autoscaling. None: `replicas`, or as many as `cluster scale` sets."""
+
+    def __post_init__(self) -> None:
+        if self.autoscale is not None and self.replicas != 1:
+            raise OptionError(
+                f"models: {self.model} with replicas={self.replicas} and autoscale",
+                "one of the two",
+                "set autoscale.min_replicas: it begins with that many",
+                param="models",
+            )
+
+    @property
+    def first_replicas(self) -> int:
+        """Replicas at the start."""
+        return self.replicas if self.autoscale is None else self.autoscale.min_replicas
 
 
 class IngressDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +88,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in names:
             if names.count(name) > 1:
                 raise OptionError(f"models: {name} comes {names.count(name)} times", "each model once", param="models")
+
+    @property
+    def autoscales(self) -> bool:
+        """Whether a policy scales a model."""
+        return any(each.autoscale is not None for each in self.models)
 
     def server(self) -> ServeConfig:
         """Settings of the server. Raises OptionError."""

@@ -19,8 +19,9 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from asr_serve.cluster.application import APPLICATION, INGRESS, build
-from asr_serve.cluster.cluster_config import MAX_INGRESSES, MAX_REPLICAS, ClusterConfig
-from asr_serve.errors import EngineClosed, OptionError
+from asr_serve.cluster.autoscaling import MAX_REPLICAS
+from asr_serve.cluster.cluster_config import MAX_INGRESSES, ClusterConfig
+from asr_serve.errors import EngineClosed, NotAllowed, OptionError
 
 OBJECT_STORE_BYTES = 100 << 20
 """Memory of Ray's objects on a machine where `up` starts Ray: control calls need little, and audio none."""
@@ -39,6 +40,8 @@ class ModelStatus(NamedTuple):
     wanted: int
     detail: dict[str, Any]
     """State of its replicas as the ingress sees them; empty without an ingress."""
+    limits: tuple[int, int] | None = None
+    """Fewest and most replicas of a model that a policy scales."""
 
 
 def start_ray(address: str | None, cpus: int | None) -> bool:
@@ -84,7 +87,8 @@ def deploy(config: ClusterConfig, stop: threading.Event, *, local: bool, wait_s:
         application,
         name=APPLICATION,
         route_prefix=None,
-        external_scaler_enabled=True,
+        # Ray Serve has one or the other: `scale`, or policies.
+        external_scaler_enabled=not config.autoscales,
         logging_config={"enable_access_log": False},
     )
     serve.run_many([target], wait_for_applications_running=False)
@@ -129,7 +133,7 @@ def statuses() -> list[ModelStatus]:
         details = described if name == INGRESS else described.get("models", {}).get(name, {})
         running = sum(count for state, count in status.replica_states.items() if str(state).endswith("RUNNING"))
         wanted = sum(status.replica_states.values())
-        found.append(ModelStatus(name, str(status.status.value), running, wanted, details))
+        found.append(ModelStatus(name, str(status.status.value), running, wanted, details, _limits(name)))
     return found
 
 
@@ -142,7 +146,21 @@ def scale(model: str, replicas: int) -> None:
     if model not in names:
         raise OptionError(f"no deployment {model!r}", f"one of: {', '.join(names)}")
     controller = _get_global_client()._controller
+    if not ray.get(controller.get_external_scaler_enabled.remote(APPLICATION)) or _limits(model) is not None:
+        raise NotAllowed(
+            f"scaling {model} by hand: a policy scales models of this cluster",
+            "one of both in a cluster, since Ray Serve has no mixture",
+            "change replicas or autoscale in the cluster file, then: asr-serve cluster upgrade",
+        )
     ray.get(controller.update_deployment_replicas.remote(DeploymentID(model, APPLICATION), replicas))
+
+
+def _limits(deployment: str) -> tuple[int, int] | None:
+    """Fewest and most replicas of a deployment that a policy scales; None for another."""
+    controller = _get_global_client()._controller
+    config = ray.get(controller.get_deployment_config.remote(DeploymentID(deployment, APPLICATION)))
+    scaled = None if config is None else config.autoscaling_config
+    return None if scaled is None else (scaled.min_replicas, scaled.max_replicas)
 
 
 def wait_scaled(model: str, replicas: int, wait_s: float) -> None:

@@ -37,10 +37,10 @@ MAIN = [sys.executable, "-c", "from asr_serve.api.cli import main; main()"]
 class RunningCluster:
     """`asr-serve cluster up`, and what an operator does beside it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: str = FILE) -> None:
         self.log = folder / "log"
         self.file = folder / "cluster.yaml"
-        self.file.write_text(FILE)
+        self.file.write_text(settings)
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("ASR_SERVE_", "RAY_"))}
         # Ray makes a token for a cluster that it starts, and asks for it only where it is told to.
         environ["RAY_AUTH_MODE"] = "token"
@@ -48,7 +48,7 @@ class RunningCluster:
         command = [*MAIN, "cluster", "up", "--config", str(self.file), "--cpus", "2"]
         with self.log.open("w") as out:
             self.process = Child(command, stdout=out, stderr=out, env=self.environ, limit_s=MODULE_LIMIT_S)
-        self.url = self.said(r"serves 2 x \S+ on (http://\S+)")
+        self.url = self.said(r"serves \d+ x .* on (http://\S+)")
         self.ray = self.said(r"of Ray at ([^\s)]+)")
 
     def said(self, pattern: str) -> str:

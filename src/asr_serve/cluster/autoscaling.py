@@ -52,8 +52,8 @@ class ScaleOutRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class ScaleInRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rule that removes replicas: all of its conditions hold for the replicas that would be left."""
 
-    occupancy_below: Share = 0.4
-    """Used share of the capacity of steps."""
+    occupancy_below: Share | None = 0.4
+    """Used share of the capacity of steps; None: it does not matter."""
     sessions_below: Share = 0.4
     """Used share of the places for live sessions and streams."""
     accelerator_below: Share | None = 0.2
@@ -109,7 +109,7 @@ class AutoscaleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             ("queue_s", self.scale_in.queue_s_below),
         ):
             rule: ScaleOutRule | None = getattr(out, name)
-            if rule is not None and below >= rule.above:
+            if rule is not None and below is not None and below >= rule.above:
                 raise OptionError(
                     f"autoscale: scale_in.{name}_below={below:g} and scale_out.{name}.above={rule.above:g}",
                     "less than scale_out's: replicas would be added and removed in turn",
@@ -222,7 +222,7 @@ def _idle(settings: AutoscaleSettings, now: Situation, fresh: Mapping[SignalName
     more = now.running / left
     backlog = settings.scale_out.backlog_s
     return (
-        more * fmean(fresh["occupancy"]) < rule.occupancy_below
+        (rule.occupancy_below is None or more * fmean(fresh["occupancy"]) < rule.occupancy_below)
         and more * fmean(fresh["sessions"]) < rule.sessions_below
         and fmean(fresh["queue_s"]) <= rule.queue_s_below
         and (backlog is None or more * fmean(fresh["backlog_s"]) < backlog.above / 2)

@@ -104,8 +104,10 @@ def test_what_still_starts_is_not_added_again():
 
 
 def test_replicas_without_room_go_when_nobody_needs_them():
-    replicas = Replicas(4, room=2, in_after_s=10, scale_in={"remove": 2})
-    assert replicas.run(11)[-1] == 2
+    replicas = Replicas(2, room=2, out_after_s=0, in_after_s=10, start_s=60, scale_in={"remove": 2})
+    assert replicas.run(1, ingress_queue=1.0) == [4]
+    assert set(replicas.run(59)) == {4}, "they may be starting"
+    assert replicas.run(20)[-1] == 2
     assert replicas.running == 2
 
 

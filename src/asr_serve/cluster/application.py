@@ -75,7 +75,7 @@ def cluster_key() -> bytes:
     return bytes(key)
 
 
-def _replicas(chosen: ModelDeployment) -> dict[str, Any]:
+def replica_options(chosen: ModelDeployment) -> dict[str, Any]:
     """Options of a deployment: the number of its replicas, or the policy that decides it."""
     if (settings := chosen.autoscale) is None:
         return {"num_replicas": chosen.replicas}
@@ -106,7 +106,7 @@ def _model(config: ClusterConfig, chosen: ModelDeployment, key: bytes, reach: st
     deployment = serve.deployment(
         EngineReplica,
         name=chosen.model,
-        **_replicas(chosen),
+        **replica_options(chosen),
         max_ongoing_requests=MAX_CONTROL_CALLS,
         ray_actor_options={"num_cpus": chosen.cpus, "num_gpus": chosen.gpus},
         health_check_period_s=HEALTH_PERIOD_S,

@@ -81,6 +81,9 @@ class AutoscaleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Time for which the rule must hold before replicas are removed."""
     cool_down_s: Seconds = 30.0
     """Least time between a change, or the start of its last replica, and the next addition."""
+    start_s: Seconds = 600.0
+    """Time that a new replica has to start. Until then none is removed; after it, those for which there is no room go
+    first."""
     report_s: Annotated[float, Meta(ge=0.5, le=60)] = 5.0
     """Time between two reports of a replica."""
     stale_s: Annotated[float, Meta(ge=1, le=3_600)] = 30.0
@@ -145,6 +148,8 @@ class ScalingMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Time since when the rule of `scale_in` holds."""
     unsettled_s: float | None = None
     """Last time when replicas were changed, started or stopped."""
+    changed_s: float | None = None
+    """Time of the last change."""
 
 
 class ScalingDecision(NamedTuple):
@@ -161,7 +166,7 @@ def decide(settings: AutoscaleSettings, now: Situation, memory: ScalingMemory) -
     target = min(max(now.target, settings.min_replicas), settings.max_replicas)
     if target != now.target:
         reason = f"limits: {settings.min_replicas} to {settings.max_replicas} replicas"
-        return ScalingDecision(target, reason, ScalingMemory(unsettled_s=now.now_s))
+        return ScalingDecision(target, reason, _changed(now))
     fresh = {
         name: values
         for name, samples in now.signals.items()
@@ -180,19 +185,23 @@ def decide(settings: AutoscaleSettings, now: Situation, memory: ScalingMemory) -
             wanted = min(settings.max_replicas, target + max(rule.add for _, rule, _ in hot))
             if wanted > target:
                 reason = ", ".join(f"{name} {value:.3g} > {rule.above:g}" for name, rule, value in hot)
-                return ScalingDecision(wanted, reason, ScalingMemory(unsettled_s=now.now_s))
+                return ScalingDecision(wanted, reason, _changed(now))
         return ScalingDecision(target, "", memory)
     memory = msgspec.structs.replace(memory, hot_since_s=None)
     left = max(settings.min_replicas, target - settings.scale_in.remove) if settings.scale_in else target
-    # Where there is no room for all that are wanted, those that do not run go first.
-    unchanged = left == target or not 0 < now.running <= target
+    starting = now.running < target and memory.changed_s is not None and now.now_s - memory.changed_s < settings.start_s
+    unchanged = left == target or starting or not 0 < now.running <= target
     if settings.scale_in is None or unchanged or not _idle(settings, now, fresh, min(left, now.running)):
         return ScalingDecision(target, "", msgspec.structs.replace(memory, idle_since_s=None))
     idle_since_s = now.now_s if memory.idle_since_s is None else memory.idle_since_s
     if now.now_s - idle_since_s < settings.in_after_s:
         return ScalingDecision(target, "", msgspec.structs.replace(memory, idle_since_s=idle_since_s))
     reason = f"idle for {settings.in_after_s:g} s: occupancy {fmean(fresh['occupancy']):.3g}"
-    return ScalingDecision(left, reason, ScalingMemory(unsettled_s=now.now_s))
+    return ScalingDecision(left, reason, _changed(now))
+
+
+def _changed(now: Situation) -> ScalingMemory:
+    return ScalingMemory(unsettled_s=now.now_s, changed_s=now.now_s)
 
 
 def _hot_rules(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -238,3 +240,17 @@ def test_a_number_of_replicas_and_a_policy_exclude_each_other():
     assert config.models[0].first_replicas == 2
     with pytest.raises(OptionError, match=r"autoscale\.min_replicas"):
         from_mapping({"models": [model | {"replicas": 3}]}, "the file")
+
+
+def test_the_page_has_the_defaults():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text()
+    settings = AutoscaleSettings(max_replicas=2)
+    rules = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+ \| \d+) \|", page, re.MULTILINE))
+    defaults = {name: getattr(settings.scale_out, name) for name in settings.scale_out.__struct_fields__}
+    assert rules == {name: f"{rule.above:g} | {rule.add}" for name, rule in defaults.items()}
+    described = dict(re.findall(r"^\| `(?:scale_in\.)?(\w+)`[^|]*\| [^|]* \| ([\d.]+) \|$", page, re.MULTILINE))
+    for name in settings.scale_in.__struct_fields__:
+        assert float(described[name]) == getattr(settings.scale_in, name)
+    for name in ("out_after_s", "in_after_s", "cool_down_s", "start_s"):
+        assert float(described[name]) == getattr(settings, name)
+    assert f"| {settings.report_s:g}, {settings.stale_s:g} |" in page

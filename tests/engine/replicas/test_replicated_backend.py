@@ -450,6 +450,8 @@ def test_an_engine_reports_the_queues_of_its_servers(launch, connect):
     load = backend.report().load
     assert (load.ingress_queue, load.sessions, load.accelerator, load.collectives) == (0.0, 0.0, None, None)
     wait_until(lambda: backend.report().load.occupancy is not None)
+    for name in (b"accelerator_utilization_ratio", b"collective_seconds_total"):
+        assert b"asr_serve_%s{" % name not in backend.report().metrics, "what there is not has no sample"
     session = client.open_vad_session()
     answer_of(session)
     assert max(backend_of(owner).report().load.sessions for owner in owners) == pytest.approx(1 / 6)

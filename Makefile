@@ -29,8 +29,8 @@ STRESS   := src/asr_serve/kernels/src/ring_stress.cpp
 .DEFAULT_GOAL := help
 # No two of these at once: they share .venv.
 .NOTPARALLEL:
-.PHONY: help setup bench-setup clients vllm console console-packages serve test test-fast test-slow test-all check \
-  bench docs clean
+.PHONY: help setup bench-setup clients vllm console console-packages vad-wasm serve test test-fast test-slow test-all \
+  check bench docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -84,6 +84,9 @@ console/node_modules/.done: console/package-lock.json
 	@command -v npm >/dev/null || { echo "Node 20 or newer, with npm, is needed" >&2; exit 1; }
 	@npm --prefix console ci --silent
 	@touch $@
+
+vad-wasm: setup  ## build voice activity for WebAssembly anew; clang and lld are needed
+	@$(BIN)/python -m asr_serve.edge.wasm.build_vad
 
 serve: setup  ## start the server on 127.0.0.1:8000; ARGS='--port 9000' for more
 	@echo "Starting. A clip to try it with:  $$($(BIN)/python examples/demo_clip.py)"

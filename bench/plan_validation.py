@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import random
 import shlex
@@ -27,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import clips
-import live_calls
-import live_speech
+import live_finals
 import machine
 import numpy as np
 import serve_load
@@ -63,37 +61,16 @@ async def load(job: dict[str, Any]) -> dict[str, Any]:
             failed.append(f"caller {number}: {failure!r}"[:200])
 
     async def talk(number: int, port: int) -> None:
-        from websockets.asyncio.client import connect
-
         mine = random.Random(f"{SEED}/{number}")
-        url = f"ws://{HOST}:{port}/v1/stream?silence_schedule=inf:{SILENCE_MS}"
         parts: list[np.ndarray] = []
+        clips_in_turn = serve_load.order(number, len(pcm), SEED)
         while sum(map(len, parts)) < job["seconds"] * RATE_HZ:
             pause_s = max(SILENCE_MS / 1_000, mine.expovariate(1 / PAUSE_S))
-            parts += [mine.choice(pcm), np.zeros(round(pause_s * RATE_HZ), np.int16)]
+            parts += [pcm[next(clips_in_turn)], np.zeros(round(pause_s * RATE_HZ), np.int16)]
         sound = np.concatenate(parts)[: round(job["seconds"] * RATE_HZ)]
         await asyncio.sleep(mine.uniform(0, WARM_S))
-        async with connect(url, proxy=None, compression=None, ping_interval=None) as line:
-            sent_s: list[float] = []
-
-            async def read() -> None:
-                async for text in line:
-                    event = json.loads(text)
-                    if event.get("type") == "segment":
-                        now_s = time.monotonic()
-                        decided = live_calls.endpoint(1_000 * event["start_s"], 1_000 * event["end_s"], SILENCE_MS)
-                        packet = math.ceil(decided.decided_ms / 1_000 * RATE_HZ / live_speech.PACKET_SAMPLES) - 1
-                        if packet < len(sent_s):
-                            finals.append((1_000 * (now_s - sent_s[packet]), sent_s[packet] - began_s))
-
-            reading = asyncio.create_task(read())
-            start_s = time.monotonic()
-            for first, end in live_speech.packets(len(sound)):
-                await asyncio.sleep(start_s + end / RATE_HZ - time.monotonic())
-                sent_s.append(time.monotonic())
-                await line.send(sound[first:end].tobytes())
-            await asyncio.sleep(1.0)
-            reading.cancel()
+        heard = await live_finals.speak(HOST, port, sound, SILENCE_MS)
+        finals.extend((ms, sent_s - began_s) for ms, sent_s in heard)
 
     async def file(at_s: float, which: int) -> None:
         await asyncio.sleep(began_s + at_s - time.monotonic())
@@ -110,17 +87,20 @@ async def load(job: dict[str, Any]) -> dict[str, Any]:
         else:
             failed.append(f"file: {status} {body[:100]!r}")
 
-    arrivals, at_s = [], chance.expovariate(job["files_per_s"])
-    while at_s < job["seconds"]:
-        arrivals.append(at_s)
-        at_s += chance.expovariate(job["files_per_s"])
-    before_s, wall_s = serve_load_cpu(job["pids"]), time.monotonic()
+    # As many as the rate says, at random times, and each clip as often as another: of so few, a random number of random
+    # lengths would be another load than the one that is simulated.
+    count = round(job["files_per_s"] * job["seconds"])
+    arrivals = sorted(chance.uniform(0, job["seconds"]) for _ in range(count))
+    in_turn = serve_load.order(-1, len(job["files"]), SEED)
+    before_s, own_s, wall_s = serve_load_cpu(job["pids"]), time.process_time(), time.monotonic()
     work = [caller(number) for number in range(job["callers"])]
-    work += [file(at_s, chance.randrange(len(job["files"]))) for at_s in arrivals]
+    work += [file(at_s, next(in_turn)) for at_s in arrivals]
     await asyncio.gather(*work)
     wall_s = time.monotonic() - wall_s
     used = (serve_load_cpu(job["pids"]) - before_s) / wall_s
-    return {"finals": finals, "answers": answers, "cpu": used, "failed": failed, "arrived": len(arrivals)}
+    load_cores = (time.process_time() - own_s) / wall_s
+    found = {"finals": finals, "answers": answers, "cpu": used, "failed": failed, "arrived": count}
+    return {**found, "load_cores": load_cores}
 
 
 def serve_load_cpu(pids: Sequence[int]) -> float:
@@ -174,8 +154,9 @@ def percentiles(values: Sequence[float]) -> tuple[float, float] | tuple[None, No
     return round(float(p50), 1), round(float(p95), 1)
 
 
-def predict(args: argparse.Namespace, job: dict[str, Any], replicas: int) -> Row:
-    """The same load, simulated: ten times as long, so that it is the simulation's mean that is compared."""
+def predict(args: argparse.Namespace, job: dict[str, Any], replicas: int, load_cores: float) -> Row:
+    """The same load, simulated: ten times as long, so that it is the simulation's mean that is compared. `load_cores`:
+    cores that the load generator takes from the replicas of this machine."""
     from asr_serve.planning.mix import Files, LiveCallers, Mix
     from asr_serve.planning.service_times import read_service_times
     from asr_serve.planning.simulation import Layout, simulate
@@ -186,10 +167,10 @@ def predict(args: argparse.Namespace, job: dict[str, Any], replicas: int) -> Row
     live = LiveCallers(MODEL, 1.0, 1.0, mean, spread, PAUSE_S, SILENCE_MS)
     per_hour = 3_600 * job["files_per_s"] / job["callers"]
     mix = Mix("validation", "", (live,), (Files(MODEL, per_hour, mean, spread),))
-    speed = min(1.0, machine.cores() / replicas)
     table = read_service_times(args.service_times)
-    found = simulate(mix, table, Layout(replicas, speed=speed), job["callers"], 10 * job["seconds"], seed=1)
-    row = {"cpu": round(found.utilisation * replicas * speed, 3)}
+    layout = Layout(replicas, cores=machine.cores() - load_cores)
+    found = simulate(mix, table, layout, job["callers"], 10 * job["seconds"], seed=1)
+    row = {"cpu": round(found.utilisation * replicas, 3)}
     for name in ("live", "files"):
         result = found.classes[name]  # type: ignore[index]
         row |= {f"{name}_p50_ms": round(result.p50_ms, 1), f"{name}_p95_ms": round(result.p95_ms, 1)}
@@ -224,8 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "callers": round(args.callers * share),
                 "files_per_s": args.files_per_s * share,
             }
-            predicted = predict(args, job, replicas)
             found = measure(replicas, job, args.load_prefix, folder)
+            predicted = predict(args, job, replicas, found["load_cores"])
             live = percentiles([ms for ms, at_s in found["finals"] if at_s >= WARM_S])
             answered = percentiles([ms for ms, at_s, _ in found["answers"] if at_s >= WARM_S])
             row: Row = {
@@ -236,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "finals": len(found["finals"]),
                 "files": len(found["answers"]),
                 "failed": found["failed"],
+                "load_cores": round(found["load_cores"], 3),
             }
             measured = {
                 "live_p50_ms": live[0],

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import clips
+import live_finals
 import live_speech
 import machine
 import numpy as np
@@ -45,6 +46,7 @@ SENTENCES = (
     "will be with you in a moment.",
 )
 LIVE_CALLERS, LIVE_S, FILES = 10, 8.0, 12
+PATH_CLIPS, SILENCE_MS = 6, 800
 Steps = dict[str, list[tuple[float, float, float]]]
 """Stage -> (rows, seconds of audio, seconds) of each step."""
 
@@ -116,7 +118,6 @@ def executor_of(client: Any) -> Any:
 def utterance_times(name: str, speech: Sequence[Audio], rounds: int) -> dict[str, Any]:
     import asr_serve
     from asr_serve.config import EngineConfig
-    from asr_serve.decoding.search_options import DraftTokens
 
     with asr_serve.load(name, engine=EngineConfig(prefix_bytes=0)) as loaded:
         client, executor = loaded.client, executor_of(loaded.client)
@@ -136,11 +137,7 @@ def utterance_times(name: str, speech: Sequence[Audio], rounds: int) -> dict[str
                     tickets = [client.submit(pcm, priority="bulk") for pcm in chosen]
                     tokens += [(length_s, len(ticket.future.result().tokens)) for ticket in tickets]
         drafted, accepted = executor.loop.stats.draft_tokens, executor.loop.stats.accepted_tokens
-        for pcm in cuts[LENGTHS_S[-1]][: 4 * rounds]:  # a growing segment: the last hypothesis is the next one's draft
-            draft = DraftTokens()
-            for part in (0.5, 0.7, 0.85, 1.0):
-                ticket = client.submit(pcm[: int(part * len(pcm))], priority="live", draft=draft)
-                draft = DraftTokens(ticket.future.result().tokens)
+        listen(loaded, [clip for clip in speech if 3.0 < len(clip) / RATE_HZ < 9.0][: 2 * rounds])
         drafted = executor.loop.stats.draft_tokens - drafted
         accepted = executor.loop.stats.accepted_tokens - accepted
         lengths, counts = (np.array(column, float) for column in zip(*tokens, strict=True))
@@ -157,6 +154,24 @@ def utterance_times(name: str, speech: Sequence[Audio], rounds: int) -> dict[str
             "max_rows": executor.decode_runner.max_rows,
             "encode_audio_s": round(executor.scheduler.encode_frames / frames_per_s, 1),
         }
+
+
+def listen(loaded: Any, speech: Sequence[Audio]) -> None:
+    """Sends clips as a live caller does, in real time: hypotheses of growing segments, with the last one as a draft."""
+    from asr_serve.pipelines.live.live_session import LiveSession
+    from asr_serve.pipelines.options import ListenOptions
+
+    pause = np.zeros(RATE_HZ, np.float32)
+    sound = np.concatenate([part for clip in speech for part in (clip, pause)])
+    session = LiveSession(loaded.client, loaded.tokenizer, ListenOptions(), lambda: None)
+    begun_s = time.monotonic()
+    for first, end in live_speech.packets(len(sound)):
+        while (left_s := begun_s + end / RATE_HZ - time.monotonic()) > 0:
+            time.sleep(min(0.01, left_s))
+            session.advance()
+        session.append_audio(sound[first:end])
+        session.advance()
+    session.close()
 
 
 def streaming_times(name: str, speech: Sequence[Audio], rounds: int) -> dict[str, Any]:
@@ -303,6 +318,7 @@ def server_times(model: str, speech: Sequence[Audio], vad: float, folder: Path) 
             answer.read()
 
     with server(model, folder) as (port, pid):
+        path_s = asyncio.run(live_path_s(port, speech))
         asyncio.run(callers(port))  # warm
         before_s = serve_load.tree_cpu_s(pid)
         asyncio.run(callers(port))
@@ -327,7 +343,18 @@ def server_times(model: str, speech: Sequence[Audio], vad: float, folder: Path) 
         "file_s": float(f"{max(0.0, costs[0] - 2 * factor):.3g}"),
         "file_audio_factor": float(f"{factor + vad:.3g}"),
         "packet_s": live_speech.PACKET_SAMPLES / RATE_HZ,
+        "live_path_s": float(f"{path_s:.3g}"),
     }
+
+
+async def live_path_s(port: int, speech: Sequence[Audio]) -> float:
+    """Median time of finals of a caller who is alone."""
+    short = [clip for clip in speech if 1.0 < len(clip) / RATE_HZ < 4.0][:PATH_CLIPS]
+    pause = np.zeros(round(2.5 * SILENCE_MS / 1_000 * RATE_HZ), np.float32)
+    sound = np.concatenate([part for clip in short for part in (clip, pause)])
+    pcm = np.clip(np.rint(32_768 * sound), -32_768, 32_767).astype(np.int16)
+    finals = await live_finals.speak(HOST, port, pcm, SILENCE_MS)
+    return float(np.median([ms for ms, _ in finals[1:]])) / 1_000  # the first is of code that runs the first time
 
 
 def write_wav(path: Path, pcm: Audio) -> None:

@@ -34,7 +34,7 @@ from asr_serve.audio import read_audio
 from asr_serve.audio.resample import ResamplerState
 from asr_serve.audio.stream_decoder import LiveDecoderState
 from asr_serve.config import EngineConfig
-from asr_serve.errors import StoreUnavailable
+from asr_serve.errors import ProgramMissing, StoreUnavailable
 from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.protocols.stream.client_messages import NewSessionRequest
@@ -203,14 +203,12 @@ def bench_local(rows: list[dict[str, object]], repeats: int) -> None:
     rows.append(measure(times_s, store="local", operation="fetch", sessions=1, encrypted=False, bytes=0))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file for the result")
-    parser.add_argument("--repeats", type=int, default=1_000)
-    chosen = parser.parse_args()
+def measure_all(repeats: int) -> list[dict[str, object]]:
+    """Every row, with a redis-server of its own. Raises ProgramMissing."""
     if shutil.which("redis-server") is None:
-        sys.exit("no redis-server: apt install redis-server")
-    about = machine.describe(1, ["redis", "cryptography"])
+        raise ProgramMissing(
+            "sessions are stored by redis-server, which is not installed", todo="apt install redis-server"
+        )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -218,12 +216,25 @@ def main() -> None:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     rows: list[dict[str, object]] = []
     try:
-        bench_local(rows, chosen.repeats)
-        checkpoint, audio = real_checkpoint(rows, chosen.repeats)
-        asyncio.run(bench_redis(f"redis://127.0.0.1:{port}/0", checkpoint, audio, rows, chosen.repeats))
+        bench_local(rows, repeats)
+        checkpoint, audio = real_checkpoint(rows, repeats)
+        asyncio.run(bench_redis(f"redis://127.0.0.1:{port}/0", checkpoint, audio, rows, repeats))
     finally:
         process.kill()
         process.wait(TIMEOUT_S)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="file for the result")
+    parser.add_argument("--repeats", type=int, default=1_000)
+    chosen = parser.parse_args()
+    about = machine.describe(1, ["redis", "cryptography"])
+    try:
+        rows = measure_all(chosen.repeats)
+    except ProgramMissing as missing:
+        sys.exit(str(missing))
     for row in rows:
         print(row)
     if chosen.json is not None:

@@ -40,7 +40,10 @@ process. A step that fails its own requests only is guarded by StepGuard (engine
 
 LEAVES = {
     # files, packets, what is written; the doctor lists its codecs
-    "av": {"audio/media_reader.py", "audio/opus_decoder.py", "audio/encode/packet_encoder.py", "api/cli/doctor.py"},
+    "av": {
+        *("audio/media_reader.py", "audio/opus_decoder.py", "audio/g722_decoder.py"),
+        *("audio/encode/packet_encoder.py", "api/cli/doctor.py"),
+    },
     "soxr": {"audio/resample.py"},
     "onnx": {
         "models/checkpoints/onnx_graph.py",
@@ -69,6 +72,7 @@ LEAVES = {
         for name in (
             "__init__",
             "application",
+            "attachments",
             "autoscaling_policy",
             "control",
             "engine_replica",
@@ -79,6 +83,7 @@ LEAVES = {
     "sounddevice": {"api/cli/io/microphone.py", "api/cli/io/loudspeaker.py"},  # what is heard, what is played
     "transformers": {"decoding/language_model/causal_scorer.py"},
     "vllm": {"engine/vllm/worker_main.py"},
+    "wasmtime": {"edge/voice_activity.py"},
     "websockets": {"api/client/connection.py"},
     "wetext": {"text/normalization/wetext_grammar.py"},
     "xxhash": {"transfer/checksum.py"},

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save
+from cloned_twin import NAME, twin
 
 import asr_serve
 from asr_serve.api.library import Model
@@ -18,32 +15,9 @@ from asr_serve.config import EngineConfig
 from asr_serve.errors import UnknownVoice
 from asr_serve.models.checkpoints import store as weights
 from asr_serve.models.registry import tts_card, vocoder_card
-from asr_serve.models.tts.fastpitch import Config
-from asr_serve.voices.cloned_voice import EXAMPLE, ClonedVoiceCard, validated_consent
 from asr_serve.voices.voice_store import VoiceStore
 
-NAME, TEXT = "fastpitch-en", "The last tomato can be dancing after half past four."
-
-
-def twin(store: VoiceStore, name: str, marks: dict[str, str]) -> None:
-    """A voice that is heart's, in every number."""
-    folder = weights.verified_published_folder(tts_card(NAME))
-    config = Config.of(json.loads((folder / "config.json").read_text("utf-8")))
-    tables, at = load_file(folder / "model.safetensors"), config.voices.index("heart")
-    tensors = save(
-        {
-            "speaker": tables["speakers"][at].float(),
-            "speaker_decoder": tables["speakers_decoder"][at].float(),
-            "pitch": torch.tensor(config.norms.pitch["heart"]),
-        },
-        marks,
-    )
-    card = ClonedVoiceCard(
-        name=name, created=1, model=NAME, fingerprint="", consent=validated_consent(EXAMPLE, "tester"), clips=20,
-        seconds=60.0, start="heart", similarity=None, ceiling=1.0, steps=1, seed=0,
-        sha256=hashlib.sha256(tensors).hexdigest(), release="0.1.0",
-    )  # fmt: skip
-    store.add(card, tensors)
+TEXT = "The last tomato can be dancing after half past four."
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from asr_serve.cluster.autoscaling import AutoscaleSettings, Sample, ScalingMemory, Situation, decide
+from asr_serve.cluster.autoscaling import (
+    NEEDED,
+    NEEDED_WITHOUT_INGRESS,
+    AutoscaleSettings,
+    Sample,
+    ScalingMemory,
+    Situation,
+    decide,
+)
 from asr_serve.cluster.cluster_config import from_mapping
 from asr_serve.errors import OptionError
 
@@ -159,6 +167,13 @@ def test_nothing_goes_on_a_signal_that_is_missing(name: str):
     replicas = Replicas(3, in_after_s=10)
     replicas.unreported = {name}
     assert set(replicas.run(100)) == {3}
+
+
+def test_replicas_that_encode_for_others_need_no_ingress():
+    for needed, left in ((NEEDED, 2), (NEEDED_WITHOUT_INGRESS, 1)):
+        signals = {name: [Sample(0.0, 0.0)] * 2 for name in ("occupancy", "queue_s")}
+        settings = AutoscaleSettings(max_replicas=2, in_after_s=0)
+        assert decide(settings, Situation(0.0, 2, 2, signals, needed), ScalingMemory()).replicas == left
 
 
 def test_nothing_goes_while_one_replica_is_silent():

@@ -89,6 +89,16 @@ def test_reports_come_as_often_as_the_file_says_and_ray_serve_delays_nothing():
     assert "num_replicas" not in controller.options
 
 
+def test_a_policy_of_encoders_waits_for_no_ingress():
+    from asr_serve.cluster.application import replica_options
+    from asr_serve.cluster.autoscaling import AutoscaleSettings
+    from asr_serve.cluster.cluster_config import ModelDeployment
+
+    for role, connected in (("encode", False), ("decode", True), (None, True)):
+        model = ModelDeployment(model="a", role=role, autoscale=AutoscaleSettings(max_replicas=2))
+        assert replica_options(model)["autoscaling_config"].policy.policy_kwargs["has_ingress"] is connected
+
+
 def test_a_load_has_no_value_for_what_is_not_measured():
     import asyncio
 

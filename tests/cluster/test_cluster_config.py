@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from asr_serve.cluster.cluster_config import ClusterConfig, from_mapping, read
+from asr_serve.cluster.cluster_config import (
+    MAX_DECODERS,
+    ClusterConfig,
+    engine_config,
+    find_deployment,
+    from_mapping,
+    read,
+)
 from asr_serve.engine.process.server_handshake import MAX_SERVERS
 from asr_serve.errors import OptionError
 
@@ -25,6 +32,24 @@ serve:
   api_keys: [a-key-of-some-length]
   engine: {max_decode_rows: 32}
 """
+
+
+SPLIT = [{"model": "a", "role": "encode"}, {"model": "a", "role": "decode", "replicas": 2}]
+
+
+def test_a_model_is_split_in_two_deployments():
+    settings = {"models": [*SPLIT, {"model": "b"}], "serve": {"engine": {"disk_bytes": 1 << 30, "host_bytes": 1 << 30}}}
+    config = from_mapping(settings, "the file")
+    assert [each.deployment for each in config.models] == ["a:encode", "a", "b"]
+    assert [(each.model, each.replicas) for each in config.served] == [("a", 2), ("b", 1)]
+    assert config.encoders("a") == config.models[0]
+    assert config.encoders("b") is None
+    server = config.server()
+    assert (server.model, server.more_models, server.max_models) == ("a", ("b",), 2)
+    engines = [engine_config(each, server.engine) for each in config.models]
+    assert [each.role for each in engines] == ["encode", "decode", "both"]
+    assert [each.disk_bytes for each in engines] == [0, 1 << 30, 1 << 30], "an encoder has nothing to offload"
+    assert list(map(find_deployment, ("a", "a:decode", "a:encode"))) == ["a", "a", "a:encode"]
 
 
 def test_a_file_says_all(tmp_path: Path):
@@ -66,6 +91,19 @@ def test_nothing_given_is_the_embedded_model_once():
         ({"replica_silent_s": 0}, "replica_silent_s"),
         ({"ingress": {"replicas": MAX_SERVERS // 2 + 1}}, "replicas"),
         ([], "file"),
+        ({"models": [{"model": "a", "role": "both"}]}, "role"),
+        ({"models": [{"model": "a", "role": "encode"}]}, "add the other one"),
+        ({"models": [{"model": "a", "role": "decode"}]}, "add the other one"),
+        ({"models": [{"model": "a"}, {"model": "a", "role": "encode"}]}, "a with no role and role=encode"),
+        ({"models": [*SPLIT, {"model": "a", "role": "decode"}]}, "a with role=decode comes 2 times"),
+        ({"models": [{"model": "a", "role": "encode", "weights": "/w"}, SPLIT[1]]}, "weights=/w for role=encode"),
+        ({"models": [SPLIT[0], {"model": "a", "role": "decode", "dtype": "bf16"}]}, "the same for both"),
+        ({"models": [SPLIT[0], {**SPLIT[1], "replicas": MAX_DECODERS + 1}]}, f"1 to {MAX_DECODERS}"),
+        ({"models": [{"model": "a:encode"}]}, "model=a and role=encode"),
+        ({"models": SPLIT, "serve": {"engine": {"tensor_parallel_size": 2}}}, "role=both and no peers"),
+        ({"serve": {"engine": {"peers": ["h:1"]}}}, "give models the roles"),
+        ({"serve": {"engine": {"role": "decode"}}}, "set it in models"),
+        ({"serve": {"peer_keys": ["sixteen-or-more-letters"]}}, "no such setting in a cluster"),
     ],
 )
 def test_what_is_wrong_is_named(settings, told):

@@ -89,11 +89,11 @@ class RunningCluster:
     def engines(self) -> list[psutil.Process]:
         return self.processes("asr_serve.engine.process.main")
 
-    def transcribe(self, audio: bytes) -> str:
+    def transcribe(self, audio: bytes, model: str = MODEL) -> str:
         answer = httpx.post(
             f"{self.url}/v1/audio/transcriptions",
             files={"file": ("talk.wav", audio)},
-            data={"model": MODEL},
+            data={"model": model},
             timeout=WAIT_S,
         )
         assert answer.status_code == 200, answer.text

@@ -18,7 +18,14 @@ from asr_serve.api.cli import app
 from asr_serve.errors import NotMeasured, OptionError, SourceNotFound
 from asr_serve.planning.mix import Files, LiveCallers, Mix, SynthesizedTexts, read_mix
 from asr_serve.planning.planner import Planner, Variant, describe
-from asr_serve.planning.replicas import SpeechReplica, StreamingReplica, UtteranceReplica, VirtualClock, Work
+from asr_serve.planning.replicas import (
+    SharedCores,
+    SpeechReplica,
+    StreamingReplica,
+    UtteranceReplica,
+    VirtualClock,
+    Work,
+)
 from asr_serve.planning.service_times import (
     ServerTimes,
     ServiceTimes,
@@ -73,9 +80,9 @@ def test_waiting_times_are_those_of_an_m_d_1_queue(load: float, kind: str) -> No
     clock, service_s, count = VirtualClock(), 0.01, 12_000
     one = msgspec.structs.replace(STREAMING, chunk=StepCost(service_s), max_rows=1)
     replica = (
-        StreamingReplica(clock, one)
+        StreamingReplica(clock, SharedCores(), one)
         if kind == "streaming"
-        else SpeechReplica(clock, SpeechModelTimes(speak=StepCost(service_s)))
+        else SpeechReplica(clock, SharedCores(), SpeechModelTimes(speak=StepCost(service_s)))
     )
     arrivals = np.cumsum(np.random.default_rng(3).exponential(service_s / load, count)).tolist()
     waits: list[float] = []
@@ -94,7 +101,7 @@ def test_waiting_times_are_those_of_an_m_d_1_queue(load: float, kind: str) -> No
 
 def test_one_utterance_takes_its_encoding_and_one_step_for_each_token() -> None:
     clock = VirtualClock()
-    replica, ends = UtteranceReplica(clock, UTTERANCE), []
+    replica, ends = UtteranceReplica(clock, SharedCores(), UTTERANCE), []
     replica.submit(Work(4.0, lambda: ends.append(clock.now_s)))
     clock.run(10)
     assert ends == [pytest.approx(0.004 + 0.002 * 4.0 + (2 + 3 * 4) * 0.0042)]
@@ -103,7 +110,7 @@ def test_one_utterance_takes_its_encoding_and_one_step_for_each_token() -> None:
 
 def test_utterances_that_come_together_are_one_batch_and_decode_in_one_step() -> None:
     clock = VirtualClock()
-    replica, ends = UtteranceReplica(clock, UTTERANCE), []
+    replica, ends = UtteranceReplica(clock, SharedCores(), UTTERANCE), []
     replica.running = True  # both are there before anything runs
     for _ in range(2):
         replica.submit(Work(4.0, lambda: ends.append(clock.now_s), "bulk"))
@@ -115,7 +122,7 @@ def test_utterances_that_come_together_are_one_batch_and_decode_in_one_step() ->
 
 def test_a_request_that_comes_while_rows_decode_waits_for_one_step_only() -> None:
     clock = VirtualClock()
-    replica, ends = UtteranceReplica(clock, UTTERANCE), []
+    replica, ends = UtteranceReplica(clock, SharedCores(), UTTERANCE), []
     replica.submit(Work(10.0, lambda: ends.append("long")))
     clock.at(0.0251, lambda: replica.submit(Work(1.0, lambda: ends.append("short"), "live", 100)))
     clock.run(10)
@@ -125,7 +132,7 @@ def test_a_request_that_comes_while_rows_decode_waits_for_one_step_only() -> Non
 def test_a_cancelled_request_is_not_answered_and_leaves_nothing_behind() -> None:
     clock = VirtualClock()
     for cancel_s in (0.0, 0.005, 0.03):  # it waits; it is encoded; it decodes
-        replica, ends = UtteranceReplica(clock, UTTERANCE), list[int]()
+        replica, ends = UtteranceReplica(clock, SharedCores(), UTTERANCE), list[int]()
         first, second = Work(4.0, partial(ends.append, 1)), Work(4.0, partial(ends.append, 2))
         replica.submit(first)
         replica.submit(second)
@@ -151,8 +158,38 @@ def test_utilisation_is_the_load() -> None:
     mix = Mix("mix", "", speech=(SynthesizedTexts("voice", 3_600, length_s=2.0, length_spread=0.0),))
     found = simulate(mix, TABLE, Layout(4), 12, 300)
     assert found.utilisation == pytest.approx(12 * (0.02 + 0.05 * 2 + 0.005) / 4, rel=0.05)
-    shared = simulate(mix, TABLE, Layout(4, speed=0.5), 12, 300)
-    assert shared.utilisation == pytest.approx(2 * found.utilisation, rel=0.01)
+
+
+def test_replicas_that_share_cores_slow_each_other_down() -> None:
+    clock, cores, ends = VirtualClock(), SharedCores(1), list[float]()
+    times = SpeechModelTimes(speak=StepCost(1.0))
+    replicas = [SpeechReplica(clock, cores, times) for _ in range(2)]
+
+    def submit(replica: SpeechReplica) -> None:
+        replica.submit(Work(1.0, lambda: ends.append(clock.now_s)))
+
+    clock.at(0.0, lambda: submit(replicas[0]))
+    clock.at(0.5, lambda: submit(replicas[1]))
+    clock.at(5.0, lambda: submit(replicas[1]))
+    clock.run(10)
+    assert ends == [1.0, 2.5, 6.0]  # the second had half a core, the third a whole one
+    assert (cores.running, cores.share) == (0, 1.0)
+
+
+def test_shared_cores_cost_time_and_no_work() -> None:
+    own, shared = (simulate(UTTERANCE_MIX, TABLE, Layout(4, cores=cores), 40, 120) for cores in (4, 1))
+    assert shared.arrived == own.arrived
+    assert shared.classes["files"].p95_ms > own.classes["files"].p95_ms
+    assert simulate(UTTERANCE_MIX, TABLE, Layout(4), 40, 120) == own
+
+
+def test_the_path_of_a_final_is_added() -> None:
+    server = msgspec.structs.replace(TABLE.server, live_path_s=0.05)
+    mix = Mix("mix", "", live=(LiveCallers("streaming", 1.0),))
+    before = simulate(mix, TABLE, Layout(1), 1, 300).classes["live"]
+    after = simulate(mix, msgspec.structs.replace(TABLE, server=server), Layout(1), 1, 300).classes["live"]
+    assert after.requests == before.requests
+    assert after.p50_ms == pytest.approx(before.p50_ms + 50, abs=15)
 
 
 def test_the_simulation_is_deterministic_and_has_a_seed() -> None:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,21 +18,23 @@ WAIT_S = 30.0
 class RedisServer:
     """`redis-server` on a port of its own. It can be killed, paused and started again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: str = "127.0.0.1", within: Sequence[str] = ()) -> None:
+        """`host`: its address. `within`: a command that runs a command, like `ip netns exec NAME`."""
         if shutil.which("redis-server") is None:
             pytest.skip("no redis-server: apt install redis-server")
         redis = pytest.importorskip("redis", reason="redis is not installed: pip install 'asr-serve[redis]'")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._folder = folder
+        self.url = f"redis://{host}:{self.port}/0"
+        self._folder, self._host, self._within = folder, host, within
         self.client = redis.Redis.from_url(self.url, socket_timeout=WAIT_S)
         self._unavailable = redis.exceptions.ConnectionError
         self.start()
 
     def start(self) -> None:
-        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command = [*self._within, "redis-server", "--port", str(self.port), "--bind", self._host]
+        command += ["--save", "", "--appendonly", "no", "--protected-mode", "no"]
         with (self._folder / "redis.log").open("ab") as log:
             self.process = Child([*command, "--dir", str(self._folder)], stdout=log, stderr=log)
         end_s = time.monotonic() + WAIT_S

@@ -37,15 +37,17 @@ def pcm_of(path: Path, seconds: float | None = None) -> bytes:
 class Line:
     """One connection. `events` has all that came over it; `over`: the server has ended it."""
 
-    def __init__(self, port: int, headers: dict[str, str] | None = None, **query: object) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), WAIT_S)
+    def __init__(
+        self, port: int, headers: dict[str, str] | None = None, host: str = "127.0.0.1", **query: object
+    ) -> None:
+        self.socket = socket.create_connection((host, port), WAIT_S)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.target = "/v1/stream" + (f"?{urlencode(query)}" if query else "")
         self.headers = headers or {}
         self.events: list[Event] = []
         self.over = False
         try:
-            self.open(f"127.0.0.1:{port}")
+            self.open(f"{host}:{port}")
         except BaseException:
             self.socket.close()
             raise

@@ -1,4 +1,4 @@
-"""The Ray Serve application of a cluster: an ingress, and a deployment for each model."""
+"""The Ray Serve application of a cluster: an ingress, and a deployment for each model, or for each of its roles."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from asr_serve import __version__
 from asr_serve.cluster.autoscaling_policy import EngineAutoscalingPolicy
-from asr_serve.cluster.cluster_config import ClusterConfig, ModelDeployment
+from asr_serve.cluster.cluster_config import ClusterConfig, ModelDeployment, engine_config
 from asr_serve.cluster.engine_replica import EngineReplica
 from asr_serve.cluster.ingress import Ingress
 from asr_serve.cluster.request_router import AudioRequestRouter
+from asr_serve.engine.process.startup_checks import check_split
 from asr_serve.server.engine_registry import engine_spec
 
 INGRESS, APPLICATION = "ingress", "asr-serve"
@@ -37,13 +38,15 @@ def build(config: ClusterConfig, reach: str = "network") -> Application:
     """Builds the application. `reach`: where `config` leaves it open. Where the application runs, Ray Serve replaces
     the replicas of models, one after another, and the ingress if its settings or this release are others than before.
     Raises OptionError."""
+    if split := tuple(each.model for each in config.served if each.role == "decode"):
+        check_split(split)
     if not ray.is_initialized():
         ray.init()
     key = cluster_key()
     reach = config.reach or reach
-    handles = {each.model: _model(config, each, key, reach) for each in config.models}
+    handles = {each.model: _served(config, each, key, reach) for each in config.served}
     settings = config.server()
-    own = msgspec.structs.replace(config, reach=reach, models=tuple(_without_numbers(each) for each in config.models))
+    own = msgspec.structs.replace(config, reach=reach, models=tuple(_without_numbers(each) for each in config.served))
     encoded = msgspec.msgpack.encode(own)
     ingress = serve.deployment(
         Ingress,
@@ -81,7 +84,7 @@ def replica_options(chosen: ModelDeployment) -> dict[str, Any]:
         return {"num_replicas": chosen.replicas}
     policy = AutoscalingPolicy(
         policy_function=f"{EngineAutoscalingPolicy.__module__}:{EngineAutoscalingPolicy.__name__}",
-        policy_kwargs=msgspec.to_builtins(settings),
+        policy_kwargs={"settings": msgspec.to_builtins(settings), "has_ingress": chosen.role != "encode"},
     )
     with warnings.catch_warnings():
         # Without metrics_interval_s, replicas report every 10 s, or as the environment of each process says.
@@ -99,13 +102,26 @@ def replica_options(chosen: ModelDeployment) -> dict[str, Any]:
     return {"autoscaling_config": config}
 
 
-def _model(config: ClusterConfig, chosen: ModelDeployment, key: bytes, reach: str) -> Application:
+def _served(config: ClusterConfig, chosen: ModelDeployment, key: bytes, reach: str) -> Application:
+    """Deployment that requests go to, with the one that encodes for it where the model is split."""
+    encoders = config.encoders(chosen.model)
+    return _model(config, chosen, key, reach, None if encoders is None else _model(config, encoders, key, reach))
+
+
+def _model(
+    config: ClusterConfig, chosen: ModelDeployment, key: bytes, reach: str, encoders: Application | None = None
+) -> Application:
     settings = config.engine_settings(chosen)
     spec = engine_spec(chosen.model, settings)
-    spec = msgspec.structs.replace(spec, weights=chosen.weights)
+    spec = msgspec.structs.replace(
+        spec,
+        weights=chosen.weights,
+        config=engine_config(chosen, spec.config),
+        turn_model="none" if chosen.role == "encode" else spec.turn_model,
+    )
     deployment = serve.deployment(
         EngineReplica,
-        name=chosen.model,
+        name=chosen.deployment,
         **replica_options(chosen),
         max_ongoing_requests=MAX_CONTROL_CALLS,
         ray_actor_options={"num_cpus": chosen.cpus, "num_gpus": chosen.gpus},
@@ -116,4 +132,4 @@ def _model(config: ClusterConfig, chosen: ModelDeployment, key: bytes, reach: st
             request_router_class=f"{AudioRequestRouter.__module__}:{AudioRequestRouter.__name__}"
         ),
     )
-    return deployment.bind(msgspec.msgpack.encode(spec), key, reach)
+    return deployment.bind(msgspec.msgpack.encode(spec), key, reach, encoders)

@@ -21,6 +21,10 @@ Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
 SignalName = Literal["ingress_queue", "queue_s", "backlog_s", "occupancy", "sessions", "accelerator", "collectives"]
+NEEDED: tuple[SignalName, ...] = ("occupancy", "queue_s", "sessions", "backlog_s", "ingress_queue")
+"""Signals without which no replica is removed: an unknown load is not a low one."""
+NEEDED_WITHOUT_INGRESS: tuple[SignalName, ...] = ("occupancy", "queue_s")
+"""The same, for replicas that encode for others: no ingress is connected to them."""
 
 
 class ScaleOutRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,6 +141,8 @@ class Situation(NamedTuple):
     """Wanted replicas: those that start and stop included."""
     signals: Mapping[SignalName, Sequence[Sample]]
     """Last value of each running replica that reported one, by signal."""
+    needed: Sequence[SignalName] = NEEDED
+    """Signals that every replica must report before one is removed."""
 
 
 class ScalingMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,19 +231,16 @@ def _idle(settings: AutoscaleSettings, now: Situation, fresh: Mapping[SignalName
     reported, and have an ingress."""
     rule = settings.scale_in
     assert rule is not None
-    needed: tuple[SignalName, ...] = ("occupancy", "queue_s", "sessions", "backlog_s", "ingress_queue")
-    if any(len(fresh.get(name, ())) < now.running for name in needed):
+    if any(len(fresh.get(name, ())) < now.running for name in now.needed):
         return False
+    mean = {name: fmean(values) for name, values in fresh.items()}
     more = now.running / left
-    backlog = settings.scale_out.backlog_s
-    return (
-        (rule.occupancy_below is None or more * fmean(fresh["occupancy"]) < rule.occupancy_below)
-        and more * fmean(fresh["sessions"]) < rule.sessions_below
-        and fmean(fresh["queue_s"]) <= rule.queue_s_below
-        and (backlog is None or more * fmean(fresh["backlog_s"]) < backlog.above / 2)
-        and (
-            rule.accelerator_below is None
-            or "accelerator" not in fresh
-            or fmean(fresh["accelerator"]) < rule.accelerator_below
-        )
-    )
+    below: list[tuple[float, float | None]] = [
+        (more * mean["occupancy"], rule.occupancy_below),
+        (more * mean.get("sessions", 0.0), rule.sessions_below),
+        (mean.get("accelerator", 0.0), rule.accelerator_below),
+    ]
+    if (backlog := settings.scale_out.backlog_s) is not None:
+        below.append((more * mean.get("backlog_s", 0.0), backlog.above / 2))
+    quick = mean["queue_s"] <= rule.queue_s_below
+    return quick and all(limit is None or value < limit for value, limit in below)

@@ -12,7 +12,16 @@ from typing import Any, get_args
 import msgspec
 from ray.serve.config import AutoscalingContext
 
-from asr_serve.cluster.autoscaling import AutoscaleSettings, Sample, ScalingMemory, SignalName, Situation, decide
+from asr_serve.cluster.autoscaling import (
+    NEEDED,
+    NEEDED_WITHOUT_INGRESS,
+    AutoscaleSettings,
+    Sample,
+    ScalingMemory,
+    SignalName,
+    Situation,
+    decide,
+)
 
 log = logging.getLogger("ray.serve")
 SIGNALS: tuple[SignalName, ...] = get_args(SignalName)
@@ -23,9 +32,10 @@ MEMORY = "asr_serve"
 class EngineAutoscalingPolicy:
     """Policy of one deployment."""
 
-    def __init__(self, **settings: Any) -> None:
-        """`settings`: AutoscaleSettings as plain data."""
+    def __init__(self, settings: dict[str, Any], has_ingress: bool = True) -> None:
+        """`settings`: AutoscaleSettings as plain data. `has_ingress`: whether ingresses connect to its replicas."""
         self._settings = msgspec.convert(settings, AutoscaleSettings)
+        self._needed = NEEDED if has_ingress else NEEDED_WITHOUT_INGRESS
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """Returns the number of replicas, and the state for the next call."""
@@ -37,6 +47,7 @@ class EngineAutoscalingPolicy:
             running=context.current_num_replicas,
             target=context.target_num_replicas,
             signals=signals,
+            needed=self._needed,
         )
         memory = msgspec.convert(context.policy_state.get(MEMORY, {}), ScalingMemory)
         decision = decide(self._settings, situation, memory)

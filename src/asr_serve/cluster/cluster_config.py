@@ -10,10 +10,11 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from asr_serve.cluster.autoscaling import AutoscaleSettings, Replicas
-from asr_serve.config import ServeConfig
+from asr_serve.cluster.autoscaling import MAX_REPLICAS, AutoscaleSettings, Replicas
+from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.config_sources import SettingValue, all_settings, build_config, unknown_setting_error
 from asr_serve.engine.process.server_handshake import MAX_SERVERS
+from asr_serve.engine.remote.handshake import MAX_CLIENTS
 from asr_serve.errors import OptionError
 from asr_serve.models.registry import AUTO_VOICE
 from asr_serve.types import DeviceName, DtypeName, Name, NonEmptyText, PositiveInt
@@ -23,13 +24,24 @@ Reach = Literal["machine", "network"]
 MAX_INGRESSES = MAX_SERVERS // 2
 """Every ingress is connected to every engine; while a release replaces them, there may be two of each."""
 Ingresses = Annotated[int, Meta(ge=1, le=MAX_INGRESSES)]
+SplitRole = Literal["encode", "decode"]
+SPLIT_ROLES: tuple[SplitRole, ...] = ("encode", "decode")
+ENCODE_SUFFIX = ":encode"
+"""Suffix of the deployment of a model's encoder. That of its decoder has the model's name, so that a model is split, or
+joined again, without another ingress."""
+MAX_DECODERS = MAX_CLIENTS // 2
+"""Decode replicas of a model: each may be connected to every encode replica, and an upgrade doubles them."""
+CLUSTER_HAS = ("engine.peers", "encode_port", "peer_keys", "peer_keys_file")
+"""Settings of the server that a cluster chooses by itself."""
 Share = Annotated[float, Meta(ge=0, le=1_024)]
 
 
 class ModelDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Deployment of a model: equal replicas, each with an engine process."""
+    """Deployment of a model, or of its encoder or its decoder: equal replicas, each with an engine process."""
 
     model: Name
+    role: SplitRole | None = None
+    """Work of a model that is split: `encode`, or `decode`, which callers' requests go to. None: all of it."""
     replicas: Replicas = 1
     cpus: Share = 1.0
     """Cores that Ray reserves for each replica."""
@@ -47,9 +59,14 @@ class ModelDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Autoscaling. None: `replicas`, or as many as `cluster scale` sets."""
 
     def __post_init__(self) -> None:
+        for role in SPLIT_ROLES:
+            if self.model.endswith(f":{role}"):
+                model = self.model.removesuffix(f":{role}")
+                raise OptionError(f"model={self.model}", f"model={model} and role={role}", param="models")
+        check_replicas(self.deployment, self.role, self.autoscale.max_replicas if self.autoscale else self.replicas)
         if self.autoscale is not None and self.replicas != 1:
             raise OptionError(
-                f"models: {self.model} with replicas={self.replicas} and autoscale",
+                f"models: {self.deployment} with replicas={self.replicas} and autoscale",
                 "one of the two",
                 "set autoscale.min_replicas: it begins with that many",
                 param="models",
@@ -59,6 +76,33 @@ class ModelDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def first_replicas(self) -> int:
         """Replicas at the start."""
         return self.replicas if self.autoscale is None else self.autoscale.min_replicas
+
+    @property
+    def deployment(self) -> str:
+        """Name of the deployment."""
+        return deployment_name(self.model, self.role)
+
+
+def deployment_name(model: str, role: SplitRole | None) -> str:
+    """Name of the deployment of a model, or of a role of it."""
+    return f"{model}{ENCODE_SUFFIX}" if role == "encode" else model
+
+
+def find_deployment(name: str) -> str:
+    """Name of the deployment that MODEL, MODEL:encode or MODEL:decode names."""
+    return name.removesuffix(":decode")
+
+
+def check_replicas(deployment: str, role: SplitRole | None, replicas: int) -> None:
+    """Raises OptionError for more replicas than a deployment may have."""
+    most = MAX_DECODERS if role == "decode" else MAX_REPLICAS
+    if not 1 <= replicas <= most:
+        raise OptionError(
+            f"{replicas} replicas of {deployment}" + (f" with role={role}" if role else ""),
+            f"1 to {most}",
+            "for more, deploy another cluster" if role == "decode" else "asr-serve cluster drain ends them all",
+            param="replicas",
+        )
 
 
 class IngressDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,10 +128,42 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Settings of the server, as in asr-serve serve, but for those of its models."""
 
     def __post_init__(self) -> None:
-        names = [each.model for each in self.models]
-        for name in names:
-            if names.count(name) > 1:
-                raise OptionError(f"models: {name} comes {names.count(name)} times", "each model once", param="models")
+        for name in dict.fromkeys(each.model for each in self.models):
+            self._check_model(name, [each for each in self.models if each.model == name])
+
+    def _check_model(self, name: str, deployments: list[ModelDeployment]) -> None:
+        """Raises OptionError for deployments of one model that do not fit together."""
+        roles = [each.role for each in deployments]
+        if roles == [None]:
+            return
+        for role in roles:
+            if (count := roles.count(role)) > 1:
+                what = f"{name} with role={role}" if role else name
+                raise OptionError(f"models: {what} comes {count} times", "each model and role once", param="models")
+        if set(roles) != set(SPLIT_ROLES):
+            raise OptionError(
+                f"models: {name} with {' and '.join(f'role={role}' if role else 'no role' for role in roles)}",
+                "both role=encode and role=decode, or no role, which is all of its work",
+                "add the other one, or leave role out",
+                param="models",
+            )
+        for setting in ("weights", "dtype"):
+            values = [getattr(each, setting) for each in deployments]
+            if values[0] != values[1]:
+                raise OptionError(
+                    f"models: {name} with {setting}={values[0]} for role={roles[0]} and {values[1]} for {roles[1]}",
+                    "the same for both: one decodes what the other has encoded",
+                    param="models",
+                )
+
+    @property
+    def served(self) -> tuple[ModelDeployment, ...]:
+        """Deployments that callers' requests go to, one for each model."""
+        return tuple(each for each in self.models if each.role != "encode")
+
+    def encoders(self, model: str) -> ModelDeployment | None:
+        """Deployment that encodes for that model's decode replicas; None for a model that is not split."""
+        return next((each for each in self.models if each.model == model and each.role == "encode"), None)
 
     @property
     def autoscales(self) -> bool:
@@ -102,8 +178,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise unknown_setting_error(name, "serve")
             if name in ("model", "more_models", "max_models", "weights", "engine_threads", "engine.role"):
                 raise OptionError(f"serve: {name}", "settings other than those of models", "set it in models")
+            if name in CLUSTER_HAS:
+                raise OptionError(
+                    f"serve: {name}", "no such setting in a cluster", "give models the roles encode, decode"
+                )
             values[name] = SettingValue(tuple(value) if isinstance(value, list) else value, "serve")
-        names = [each.model for each in self.models]
+        names = [each.model for each in self.served]
         values["model"] = SettingValue(names[0], "models")
         values["more_models"] = SettingValue(tuple(names[1:]), "models")
         values["max_models"] = SettingValue(len(names), "models")
@@ -117,7 +197,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return config
 
     def engine_settings(self, chosen: ModelDeployment) -> ServeConfig:
-        """Settings of the server as they are for the engines of one model."""
+        """Settings of the server as they are for the engines of one deployment, but for its role."""
         config = self.server()
         return msgspec.structs.replace(
             config,
@@ -126,6 +206,15 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             weights=None,
             engine_threads=chosen.threads or max(1, int(chosen.cpus)),
         )
+
+
+def engine_config(chosen: ModelDeployment, engine: EngineConfig) -> EngineConfig:
+    """Settings of the engines of one deployment. Raises OptionError for some that its role does not allow."""
+    if chosen.role is None:
+        return engine
+    # An engine that only encodes has no streams to offload.
+    disk_bytes = 0 if chosen.role == "encode" else engine.disk_bytes
+    return msgspec.structs.replace(engine, role=chosen.role, disk_bytes=disk_bytes)
 
 
 def _flat(tables: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -154,7 +243,9 @@ def from_mapping(settings: object, source: str) -> ClusterConfig:
     """Settings of a cluster from plain data; the server's are checked too. Raises OptionError, with `source`."""
     try:
         config = msgspec.convert(settings, ClusterConfig)
-        config.server()
+        engine = config.server().engine
+        for each in config.models:
+            engine_config(each, engine)
     except msgspec.ValidationError as failure:
         allowed = "see docs/cluster.md for the settings and what they may be"
         raise OptionError(f"{source}: {failure}", allowed) from None

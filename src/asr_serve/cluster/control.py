@@ -6,7 +6,8 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ray
@@ -19,8 +20,13 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from asr_serve.cluster.application import APPLICATION, INGRESS, build
-from asr_serve.cluster.autoscaling import MAX_REPLICAS
-from asr_serve.cluster.cluster_config import MAX_INGRESSES, ClusterConfig
+from asr_serve.cluster.cluster_config import (
+    ENCODE_SUFFIX,
+    MAX_INGRESSES,
+    ClusterConfig,
+    check_replicas,
+    find_deployment,
+)
 from asr_serve.errors import EngineClosed, NotAllowed, OptionError
 
 OBJECT_STORE_BYTES = 100 << 20
@@ -35,6 +41,8 @@ class ModelStatus(NamedTuple):
     """Deployment of a model, or of the ingress."""
 
     name: str
+    role: str
+    """ingress; recognise, stream or speak; encode or decode. Empty while no ingress tells it."""
     state: str
     replicas: int
     wanted: int
@@ -49,6 +57,7 @@ def start_ray(address: str | None, cpus: int | None) -> bool:
     EngineClosed."""
     if address is None:
         ray.init(
+            address="local",  # by default it would join a Ray that somebody started on this machine
             num_cpus=cpus,
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
@@ -129,30 +138,51 @@ def statuses() -> list[ModelStatus]:
     with contextlib.suppress(EngineClosed):
         described = describe()
     found = []
+    models = described.get("models", {})
     for name, status in application.deployments.items():
-        details = described if name == INGRESS else described.get("models", {}).get(name, {})
+        role, details = _describe_deployment(name, application.deployments.keys(), models)
+        if name == INGRESS:
+            role, details = INGRESS, described
         running = sum(count for state, count in status.replica_states.items() if str(state).endswith("RUNNING"))
         wanted = sum(status.replica_states.values())
-        found.append(ModelStatus(name, str(status.status.value), running, wanted, details, _limits(name)))
+        found.append(ModelStatus(name, role, str(status.status.value), running, wanted, details, _limits(name)))
     return found
 
 
-def scale(model: str, replicas: int) -> None:
-    """Sets the number of replicas of a model. Those that go are drained first. Raises OptionError, EngineClosed."""
-    most = MAX_INGRESSES if model == INGRESS else MAX_REPLICAS
-    if not 1 <= replicas <= most:
-        raise OptionError(f"{replicas} replicas", f"1 to {most}", "asr-serve cluster drain ends them all")
-    names = [status.name for status in statuses()]
-    if model not in names:
-        raise OptionError(f"no deployment {model!r}", f"one of: {', '.join(names)}")
+def _describe_deployment(name: str, names: Collection[str], models: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Role of a model's deployment, and the state of its replicas as far as an ingress knows it."""
+    if name.endswith(ENCODE_SUFFIX):
+        # No ingress is connected to it: decode replicas are.
+        decoders = models.get(name.removesuffix(ENCODE_SUFFIX), {}).get("replicas", {}).values()
+        states: dict[str, list[str]] = {}
+        for decoder in decoders:
+            for address, state in (decoder["peers"] or {}).items():
+                states.setdefault(address, []).append(state)
+        return "encode", {"peers": {address: dict(Counter(found)) for address, found in states.items()}}
+    details = dict(models.get(name, {}))
+    role: str = details.pop("role", "")
+    return "decode" if f"{name}{ENCODE_SUFFIX}" in names else role, details
+
+
+def scale(name: str, replicas: int) -> str:
+    """Sets the number of replicas of a deployment: a model, MODEL:encode or MODEL:decode. Those that go are drained
+    first. Returns the deployment's name. Raises OptionError, EngineClosed."""
+    found = {status.name: status.role for status in statuses()}
+    deployment = find_deployment(name)
+    if deployment not in found or (deployment != name and found[deployment] != "decode"):
+        raise OptionError(f"no deployment {name!r}", f"one of: {', '.join(found)}")
+    if deployment == INGRESS and replicas > MAX_INGRESSES:
+        raise OptionError(f"{replicas} ingresses", f"1 to {MAX_INGRESSES}")
+    check_replicas(deployment, "decode" if found[deployment] == "decode" else None, replicas)
     controller = _get_global_client()._controller
-    if not ray.get(controller.get_external_scaler_enabled.remote(APPLICATION)) or _limits(model) is not None:
+    if not ray.get(controller.get_external_scaler_enabled.remote(APPLICATION)) or _limits(deployment) is not None:
         raise NotAllowed(
-            f"scaling {model} by hand: a policy scales models of this cluster",
+            f"scaling {deployment} by hand: a policy scales models of this cluster",
             "one of both in a cluster, since Ray Serve has no mixture",
             "change replicas or autoscale in the cluster file, then: asr-serve cluster upgrade",
         )
-    ray.get(controller.update_deployment_replicas.remote(DeploymentID(model, APPLICATION), replicas))
+    ray.get(controller.update_deployment_replicas.remote(DeploymentID(deployment, APPLICATION), replicas))
+    return deployment
 
 
 def _limits(deployment: str) -> tuple[int, int] | None:

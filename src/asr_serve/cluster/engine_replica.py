@@ -8,13 +8,18 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
 import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
 
+from asr_serve.cluster.attachments import ReplicaAttachments
+from asr_serve.cluster.encode_peers import EncodePeers, peer_key
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.backend import ProcessBackend
 from asr_serve.engine.process.engine_process import RingSize
@@ -22,6 +27,7 @@ from asr_serve.errors import EngineClosed, PeerRefused
 
 OWN_RING = RingSize(2, 64)
 """Ring of the process that supervises: no audio goes through it."""
+LOOPBACK = "127.0.0.1"
 
 log = logging.getLogger(__name__)
 
@@ -32,29 +38,56 @@ def digest_key(key: bytes) -> bytes:
 
 
 class EngineReplica:
-    """Supervisor of an engine process that servers connect to. Its methods are control calls."""
+    """Supervisor of an engine process that servers connect to, or other engines. Its methods are control calls."""
 
-    def __init__(self, spec: bytes, key: bytes, reach: str) -> None:
-        """Loads the model; blocks meanwhile. `spec`: encoded EngineSpec. Raises the errors of loading."""
+    def __init__(self, spec: bytes, key: bytes, reach: str, encoders: DeploymentHandle | None = None) -> None:
+        """Loads the model; blocks meanwhile. `spec`: encoded EngineSpec. `encoders`: replicas that encode for this one.
+        Raises the errors of loading."""
+        self._closed = threading.Event()
         self._backend: ProcessBackend | None = None
+        self._encoders: ReplicaAttachments | None = None
         # Servers of this machine find the socket here; nobody else may read the folder.
         self._folder = tempfile.mkdtemp(prefix="asr-serve-")
-        host = ray.util.get_node_ip_address() if reach == "network" else None
-        engine = msgspec.structs.replace(
-            messages.decode_spec(spec), servers=messages.ListenSpec(self._folder, host, key), digest_key=digest_key(key)
-        )
         self._node_id = ray.get_runtime_context().get_node_id()
+        host = ray.util.get_node_ip_address() if reach == "network" else None
+        engine = msgspec.structs.replace(messages.decode_spec(spec), digest_key=digest_key(key))
+        if engine.config.role != "both":
+            engine = msgspec.structs.replace(engine, peer_keys=(peer_key(key),), listen=(host or LOOPBACK, 0))
+        if engine.config.role != "encode":
+            engine = msgspec.structs.replace(engine, servers=messages.ListenSpec(self._folder, host, key))
         self._backend = ProcessBackend(engine, OWN_RING, lambda _: None, lambda: None)
+        self._address = self._backend.address
+        self._attached: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        """Calls of `attach`, each with an event of a new address."""
+        threading.Thread(target=self._watch_address, args=(self._backend,), name="address", daemon=True).start()
+        if encoders is not None:
+            peers = EncodePeers(self._backend, serve.get_replica_context().replica_id.unique_id)
+            name = encoders.deployment_name
+            self._encoders = ReplicaAttachments(encoders, name, peers.on_address, peers.on_gone)
+            self._encoders.start()
+
+    def _watch_address(self, backend: ProcessBackend) -> None:
+        while not self._closed.is_set():
+            if (address := backend.wait_address(self._address, WAIT_S)) != self._address:
+                self._address = address
+                for loop, changed in tuple(self._attached):
+                    loop.call_soon_threadsafe(changed.set)
 
     async def attach(self, replica_id: str) -> AsyncIterator[tuple[str, bytes]]:
         """Yields node and address of the engine process, now and after each restart, until the caller ends the call.
-        While a server is attached, Ray Serve does not end this replica, up to its limit."""
-        known: messages.EngineAddress | None = None
-        while True:
-            address = await asyncio.to_thread(self._engine.wait_address, known, WAIT_S)
-            if address is not None and address != known:
-                known = address
-                yield self._node_id, msgspec.msgpack.encode(address)
+        While anybody is attached, Ray Serve does not end this replica, up to its limit."""
+        changed, known = asyncio.Event(), None
+        attached = asyncio.get_running_loop(), changed
+        self._attached.add(attached)
+        try:
+            while True:
+                changed.clear()
+                if (address := self._address) != known:
+                    known = address
+                    yield self._node_id, msgspec.msgpack.encode(address)
+                await changed.wait()
+        finally:
+            self._attached.discard(attached)
 
     async def describe(self, replica_id: str | None = None) -> dict[str, Any]:
         """State and counters of the engine."""
@@ -84,13 +117,16 @@ class EngineReplica:
         return self._backend
 
     def __del__(self) -> None:
+        self._closed.set()
+        if self._encoders is not None:
+            self._encoders.close()
         if self._backend is not None:
             self._backend.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 WAIT_S = 1.0
-"""Longest wait of a thread for a restart, so that it ends soon after the call."""
+"""Longest wait of a thread for a restart, so that it ends soon after the replica."""
 MAX_FILE_BYTES = 32 << 20
 """Size of a file beside the weights up to which it is sent: weights are larger than any tokenizer."""
 _WEIGHTS = (".safetensors", ".pt", ".bin", ".onnx", ".ort", ".nemo", ".gguf", ".ckpt")

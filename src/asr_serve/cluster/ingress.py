@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import queue
 import tempfile
 import threading
 import time
@@ -21,7 +20,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from asr_serve.cluster import membership
+from asr_serve.cluster.attachments import ReplicaAttachments
 from asr_serve.cluster.cluster_config import ClusterConfig
 from asr_serve.cluster.engine_replica import digest_key, write_small_files
 from asr_serve.config import ServeConfig
@@ -30,6 +29,7 @@ from asr_serve.engine.process import messages
 from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.replicas.backend import ReplicatedBackend, replicated_backend
 from asr_serve.errors import EngineClosed, NotAllowed
+from asr_serve.models.registry import AnyCard, TtsCard
 from asr_serve.server.engine_registry import EngineParts, EngineRegistry, engine_parts, engine_spec
 from asr_serve.server.run import prepare, run_server
 from asr_serve.server.telemetry import logs
@@ -38,12 +38,17 @@ log = logging.getLogger(__name__)
 
 CONTROL_S = 30.0
 """Longest wait for the answer to a control call."""
-ATTACH_AGAIN_S = 1.0
-"""Pause before a replica is attached to again, where the call ended though the replica runs."""
 STOP_S = 10.0
 """Time for the server's last steps beyond its `drain_s`."""
 
 decode_address = msgspec.msgpack.Decoder(messages.EngineAddress).decode
+
+
+def engine_role(card: AnyCard) -> str:
+    """Work of a model's engine, which its kind decides."""
+    if isinstance(card, TtsCard):
+        return "speak"
+    return "stream" if card.streaming or card.incremental_encoder else "recognise"
 
 
 class ReplicaConnectionSettings(NamedTuple):
@@ -56,67 +61,29 @@ class ReplicaConnectionSettings(NamedTuple):
 
 
 class ServeDirectory:
-    """Replicas of one deployment, as Ray Serve reports them. One long call is attached to each: it tells where the
-    engine process listens, and keeps Ray Serve from ending the replica under callers."""
+    """Replicas of one deployment, as Ray Serve reports them."""
 
     def __init__(self, handle: DeploymentHandle, deployment: str, drain_s: float) -> None:
         self._handle, self._deployment, self._drain_s = handle, deployment, drain_s
         self._node_id = ray.get_runtime_context().get_node_id()
-        self._changes: queue.SimpleQueue[dict[str, str] | None] = queue.SimpleQueue()
-        self._closed = threading.Event()
-        self._calls: dict[str, Any] = {}
-        """Call of each replica that is attached."""
+        self._attachments: ReplicaAttachments | None = None
 
     def start(self, backend: ReplicatedBackend) -> None:
-        membership.watch(self._deployment, self._changes.put, lambda: backend.loads)
-        threading.Thread(target=self._follow, args=(backend,), name="replicas", daemon=True).start()
-        # The first call makes the handle's router, which learns of the replicas.
-        threading.Thread(target=self._first_call, name="first call", daemon=True).start()
+        def connect(replica_id: str, node_id: str, address: bytes) -> None:
+            backend.connect(replica_id, decode_address(address), same_machine=node_id == self._node_id)
+
+        self._attachments = ReplicaAttachments(
+            self._handle,
+            self._deployment,
+            connect,
+            lambda replica_id: backend.drain(replica_id, self._drain_s),
+            lambda: backend.loads,
+        )
+        self._attachments.start()
 
     def close(self) -> None:
-        self._closed.set()
-        membership.forget(self._deployment)
-        self._changes.put(None)
-        for call in list(self._calls.values()):
-            call.cancel()
-
-    def _first_call(self) -> None:
-        try:
-            self._handle.describe.remote().result()
-        except (RayError, RayServeException, TimeoutError) as failure:
-            log.warning("%s: %s", self._deployment, failure)
-
-    def _follow(self, backend: ReplicatedBackend) -> None:
-        """Attaches to replicas that come, and drains those that go."""
-        known: set[str] = set()
-        while (members := self._changes.get()) is not None:
-            for replica_id in members.keys() - known:
-                self._in_thread(self._attach, backend, replica_id)
-            for replica_id in known - members.keys():
-                self._in_thread(self._leave, backend, replica_id)
-            known = set(members)
-
-    def _in_thread(self, work: Any, backend: ReplicatedBackend, replica_id: str) -> None:
-        threading.Thread(target=work, args=(backend, replica_id), name=f"replica {replica_id}", daemon=True).start()
-
-    def _attach(self, backend: ReplicatedBackend, replica_id: str) -> None:
-        while not self._closed.is_set():
-            call = self._handle.options(stream=True).attach.remote(replica_id=replica_id)
-            self._calls[replica_id] = call
-            try:
-                for node_id, address in call:
-                    backend.connect(replica_id, decode_address(address), same_machine=node_id == self._node_id)
-            except (RayError, RayServeException, asyncio.CancelledError) as failure:
-                log.info("replica %s of %s: %s", replica_id, self._deployment, type(failure).__name__)
-            if self._calls.get(replica_id) is not call or self._closed.wait(ATTACH_AGAIN_S):
-                return
-            if self._calls.get(replica_id) is not call:
-                return
-
-    def _leave(self, backend: ReplicatedBackend, replica_id: str) -> None:
-        backend.drain(replica_id, self._drain_s)
-        if (call := self._calls.pop(replica_id, None)) is not None:
-            call.cancel()
+        if self._attachments is not None:
+            self._attachments.close()
 
 
 class Ingress:
@@ -212,6 +179,7 @@ class Ingress:
             reports = await asyncio.to_thread(backend.reports)
             queue = backend.queue_state
             models[engine.name] = {
+                "role": engine_role(engine.card_of_any_kind),
                 "state": engine.state,
                 "lost_connections": backend.restarts,
                 "audio_hits": backend.audio_hits,
@@ -223,6 +191,7 @@ class Ingress:
                         "sessions": load.sessions,
                         "requests": reports[replica_id].describe.get("requests") if replica_id in reports else None,
                         "load": msgspec.structs.asdict(reports[replica_id].load) if replica_id in reports else {},
+                        "peers": reports[replica_id].describe.get("peers") if replica_id in reports else None,
                     }
                     for replica_id, load in backend.loads.items()
                 },

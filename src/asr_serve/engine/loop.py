@@ -14,7 +14,9 @@ from typing import Any
 from asr_serve.engine.cache import TieredStore
 from asr_serve.engine.diarization_runner import DiarizationRunner
 from asr_serve.engine.executor import ModelExecutor, StepGuard
+from asr_serve.engine.remote.peer_pool import PeerPool
 from asr_serve.engine.request import VadBatch, VadScheduler, reject, resolve
+from asr_serve.engine.seq2seq.executor import Seq2SeqExecutor
 from asr_serve.engine.state_cache import StateCacheManager
 from asr_serve.engine.stats import EngineStats
 from asr_serve.engine.streaming.executor import StreamingExecutor
@@ -115,6 +117,13 @@ class Loop:
         """Executor of a streaming model."""
         assert isinstance(self.executor, StreamingExecutor), "this model hears whole utterances"
         return self.executor
+
+    @property
+    def peers(self) -> PeerPool:
+        """Engines that encode for this one."""
+        assert isinstance(self.executor, Seq2SeqExecutor), "this engine decodes nothing that others encode"
+        assert self.executor.peers is not None, "this engine has not the role decode"
+        return self.executor.peers
 
     @property
     def tts(self) -> TtsExecutor:

@@ -122,7 +122,9 @@ class Planner:
         self._bounds = {model: Bounds.of_mix(part, p95_ms) for model, part in self._parts.items()}
         self._cells: dict[tuple[str, Variant], tuple[Layout, float]] = {}
         self._results: dict[tuple[str, Layout, float], SimulationResult] = {}
-        self._deployments: dict[tuple[str, int, Variant], Deployment] = {}
+        self._sizes: dict[tuple[str, int, Variant], tuple[Layout, float]] = {}
+        self._limits: dict[tuple[str, Layout], tuple[float, float]] = {}
+        """Most callers with whom a layout met its bounds, and fewest with whom it did not, so far."""
         for model, part in self._parts.items():
             speaks = table.model(model).__struct_config__.tag == "speech"
             if speaks != bool(part.speech) or (speaks and (part.live or part.files)):
@@ -141,7 +143,7 @@ class Planner:
         """Returns the smallest plan. Raises OptionError where no number of replicas meets a bound."""
         deployments = tuple(self._deployment(model, callers, variant) for model in self._parts)
         replicas = sum(each.total for each in deployments)
-        machines = ceil(replicas / self.table.replicas_per_machine)
+        machines = self._machines(replicas)
         audio = sum(self._audio_rate(model) for model in self._parts) * callers
         return Plan(
             callers,
@@ -158,35 +160,40 @@ class Planner:
         """Returns the plan for the most callers whose replicas fit on one machine; None where not even one caller's
         do."""
 
-        def fits(callers: int) -> Plan | None:
-            plan = self.plan(callers, variant)
-            return plan if plan.machines <= 1 else None
+        def fits(callers: int) -> bool:
+            return self._machines(self._replicas(callers, variant)) <= 1
 
-        best = fits(1)
-        if best is None:
+        if not fits(1):
             return None
         cells = [self._cell(model, self._own_variant(model, variant)) for model in self._parts]
         a_replica = 1 / sum(cell.total / most for cell, most in cells)
         low, high = 1, max(2, round(a_replica * self.table.replicas_per_machine))
-        while (found := fits(high)) is not None and high < MAX_CALLERS:
-            best, low, high = found, high, ceil(high * 1.1)
+        while fits(high) and high < MAX_CALLERS:
+            low, high = high, ceil(high * 1.1)
         while high - low > max(1, low // 20):
             middle = max(low + 1, round(high * 0.9)) if low == 1 else (low + high) // 2
-            found = fits(middle)
-            if found is None:
-                high = middle
+            if fits(middle):
+                low = middle
             else:
-                best, low = found, middle
-        return best
+                high = middle
+        return self.plan(low, variant)
+
+    def _machines(self, replicas: int) -> int:
+        return ceil(replicas / self.table.replicas_per_machine)
+
+    def _replicas(self, callers: int, variant: Variant) -> int:
+        """Replicas of all models."""
+        sizes = [self._size(model, callers, self._own_variant(model, variant)) for model in self._parts]
+        return sum(_cells_of(layout, cells).total for layout, cells in sizes)
 
     # --- one model -------------------------------------------------------------------------------------
 
     def _deployment(self, model: str, callers: int, variant: Variant) -> Deployment:
-        variant = self._own_variant(model, variant)
-        key = model, callers, variant
-        if key not in self._deployments:
-            self._deployments[key] = self._new_deployment(model, callers, variant)
-        return self._deployments[key]
+        layout, cells = self._size(model, callers, self._own_variant(model, variant))
+        whole = _cells_of(layout, cells)
+        share = callers * layout.total / whole.total
+        result = self._simulate(model, layout, share if cells > 1 else callers)
+        return Deployment(model, whole.replicas, whole.encoders, ceil(cells), result)
 
     def _own_variant(self, model: str, variant: Variant) -> Variant:
         """The variant without what changes nothing for this model."""
@@ -194,17 +201,20 @@ class Planner:
         splits = isinstance(self.table.model(model), UtteranceModelTimes)
         return Variant(variant.prefix_affinity or not repeats, variant.disaggregated and splits)
 
-    def _new_deployment(self, model: str, callers: int, variant: Variant) -> Deployment:
+    def _size(self, model: str, callers: int, variant: Variant) -> tuple[Layout, float]:
+        """Smallest layout that is simulated, and the number of such cells."""
+        key = model, callers, variant
+        if key not in self._sizes:
+            self._sizes[key] = self._new_size(model, callers, variant)
+        return self._sizes[key]
+
+    def _new_size(self, model: str, callers: int, variant: Variant) -> tuple[Layout, float]:
         full = self._layout(model, variant, CELL_REPLICAS)
         direct = callers <= DIRECT_CALLERS and self._meets(model, full, callers)
         if direct or callers <= self._cell(model, variant)[1]:
-            layout = self._smallest(model, callers, variant)
-            return Deployment(model, layout.replicas, layout.encoders, 1, self._simulate(model, layout, callers))
+            return self._smallest(model, callers, variant), 1.0
         cell, most = self._cell(model, variant)
-        cells = callers / most
-        replicas, encoders = ceil(cells * cell.replicas), ceil(cells * cell.encoders)
-        share = callers * cell.total / (replicas + encoders)
-        return Deployment(model, replicas, encoders, ceil(cells), self._simulate(model, cell, share))
+        return cell, callers / most
 
     def _smallest(self, model: str, callers: int, variant: Variant) -> Layout:
         """The smallest layout for callers whom one cell serves."""
@@ -226,15 +236,22 @@ class Planner:
         if (known := self._cells.get((model, variant))) is not None:
             return known
         layout = self._layout(model, variant, CELL_REPLICAS)
-        low, high = 0.0, 1.0
         if not self._meets(model, layout, 1):
             raise self._unreachable(model, layout)
-        while self._meets(model, layout, high) and high < MAX_CALLERS:
-            result = self._simulate(model, layout, high)
-            used = max(0.01, result.utilisation, result.encoder_utilisation)
-            low, high = high, high * min(16.0, max(1.25, MAX_UTILISATION / used))
+        low, high = 0.0, 1.0
+        if variant.prefix_affinity:
+            while self._meets(model, layout, high) and high < MAX_CALLERS:
+                low, high = high, high * min(16.0, max(1.06, MAX_UTILISATION / self._utilisation(model, layout, high)))
+        else:  # it serves no more callers
+            low = high = self._cell(model, variant._replace(prefix_affinity=True))[1]
+            while low > 1 and not self._meets(model, layout, low):
+                low, high = max(1.0, 0.94 * low), low
         while high - low > max(0.5, low / 40):
             middle = (low + high) / 2
+            under, over = self._utilisation(model, layout, low), self._utilisation(model, layout, high)
+            if low and under < MAX_UTILISATION < over:  # where the line between both meets the limit
+                share = (MAX_UTILISATION - under) / (over - under)
+                middle = low + (high - low) * min(0.9, max(0.1, share))
             if self._meets(model, layout, middle):
                 low = middle
             else:
@@ -268,11 +285,28 @@ class Planner:
         return Layout(total - encoders, encoders, variant.prefix_affinity)
 
     def _meets(self, model: str, layout: Layout, callers: float) -> bool:
+        """Whether a layout serves so many callers. What fewer callers missed is not tried with more."""
+        met, missed = self._limits.get((model, layout), (0.0, inf))
+        if met < callers < missed:
+            if self._simulated_meets(model, layout, callers):
+                met = callers
+            else:
+                missed = callers
+            self._limits[model, layout] = met, missed
+        return callers <= met
+
+    def _simulated_meets(self, model: str, layout: Layout, callers: float) -> bool:
         result = self._simulate(model, layout, callers)
         if max(result.utilisation, result.encoder_utilisation) > MAX_UTILISATION:
             return False
         bounds = self._bounds[model]
         return all(each.p95_ms <= bounds.of(name) for name, each in result.classes.items())
+
+    def _utilisation(self, model: str, layout: Layout, callers: float) -> float:
+        if not callers:
+            return 0.0
+        result = self._simulate(model, layout, callers)
+        return max(0.01, result.utilisation, result.encoder_utilisation)
 
     def _simulate(self, model: str, layout: Layout, callers: float) -> SimulationResult:
         key = model, layout, callers
@@ -292,6 +326,13 @@ class Planner:
         timed: list[Files | SynthesizedTexts] = [*part.files, *part.speech]
         hourly = sum(entry.per_caller_per_hour * entry.length_s for entry in timed)
         return live + hourly / 3_600
+
+
+def _cells_of(cell: Layout, cells: float) -> Layout:
+    """Replicas of so many cells."""
+    if cells <= 1:
+        return cell
+    return cell._replace(replicas=ceil(cells * cell.replicas), encoders=ceil(cells * cell.encoders))
 
 
 def worst_latency(plan: Plan, name: RequestClass) -> tuple[float, float] | None:

@@ -67,11 +67,25 @@ class Work:
         self.draft_tokens, self.live, self.tokens_left = draft_tokens, priority == "live", 1
 
 
+class SharedCores:
+    """Cores that the replicas of a machine share, each of which uses one."""
+
+    def __init__(self, cores: float = inf) -> None:
+        self.cores = cores
+        self.running = 0
+        """Replicas that run a step."""
+
+    @property
+    def share(self) -> float:
+        """Share of a core that each running replica has."""
+        return min(1.0, self.cores / self.running) if self.running else 1.0
+
+
 class Replica(ABC):
     """One engine with its server: runs one step at a time."""
 
-    def __init__(self, clock: VirtualClock) -> None:
-        self.clock = clock
+    def __init__(self, clock: VirtualClock, machine: SharedCores) -> None:
+        self.clock, self.machine = clock, machine
         self.queued_audio_s = 0.0
         """Audio of requests that are here: the length of its queue for the router."""
         self.live_callers = 0
@@ -105,7 +119,11 @@ class Replica(ABC):
         """Returns the time of the server work that waits, which is done now."""
         seconds, self._debt_s = self._debt_s, 0.0
         self.work_s += seconds
-        return seconds / (1 - min(MAX_BACKGROUND, self.background))
+        return seconds * self._slowdown()
+
+    def _slowdown(self) -> float:
+        """Time that a second of work takes, as long as no other replica begins or ends a step."""
+        return 1 / ((1 - min(MAX_BACKGROUND, self.background)) * self.machine.share)
 
     def _start(self, seconds: float, then: Action) -> None:
         """Runs a step of that much work."""
@@ -113,10 +131,12 @@ class Replica(ABC):
         self._debt_s = 0.0
         self.work_s += seconds
         self.running = True
-        self.step_end_s = self.clock.now_s + seconds / (1 - min(MAX_BACKGROUND, self.background))
+        self.machine.running += 1
+        self.step_end_s = self.clock.now_s + seconds * self._slowdown()
 
         def end() -> None:
             self.running = False
+            self.machine.running -= 1
             then()
 
         self.clock.at(self.step_end_s, end)
@@ -128,9 +148,13 @@ class UtteranceReplica(Replica):
     `deliver`: sends an encoded request to a decode replica; None: it is decoded here."""
 
     def __init__(
-        self, clock: VirtualClock, times: UtteranceModelTimes, deliver: Callable[[Work], None] | None = None
+        self,
+        clock: VirtualClock,
+        machine: SharedCores,
+        times: UtteranceModelTimes,
+        deliver: Callable[[Work], None] | None = None,
     ) -> None:
-        super().__init__(clock)
+        super().__init__(clock, machine)
         self._times, self._deliver = times, deliver
         config = EngineConfig(max_decode_rows=times.max_rows)
         self._scheduler = Seq2SeqScheduler(config, round(FRAMES_PER_S * times.encode_audio_s))
@@ -229,7 +253,8 @@ class UtteranceReplica(Replica):
         steps = max(1, min(row.tokens_left for row in rows))
         if len(self._scheduler) and len(rows) < self._times.max_rows:
             steps = min(steps, max(1, self._owed_steps))
-        slow = 1 / (1 - min(MAX_BACKGROUND, self.background))
+        self.machine.running += 1
+        slow = self._slowdown()
         step_s = self._times.decode.seconds(len(rows)) * slow
         debt_s, self._debt_s = self._debt_s, 0.0
         self.work_s += debt_s
@@ -263,6 +288,7 @@ class UtteranceReplica(Replica):
         assert self._block is not None
         _, _, steps = self._block
         self._block = None
+        self.machine.running -= 1
         self._owed_steps -= steps
         self.work_s += steps * self._times.decode.seconds(len(self._rows))
         left: list[Work] = []
@@ -296,8 +322,8 @@ class Stream:
 class StreamingReplica(Replica):
     """Replica of a streaming model: a chunk of each ready stream in one step."""
 
-    def __init__(self, clock: VirtualClock, times: StreamingModelTimes) -> None:
-        super().__init__(clock)
+    def __init__(self, clock: VirtualClock, machine: SharedCores, times: StreamingModelTimes) -> None:
+        super().__init__(clock, machine)
         self._times = times
         self._live: deque[Stream] = deque()
         self._files: deque[tuple[Stream, Work]] = deque()
@@ -387,8 +413,8 @@ class StreamingReplica(Replica):
 class SpeechReplica(Replica):
     """Replica of a voice model: one sentence after another."""
 
-    def __init__(self, clock: VirtualClock, times: SpeechModelTimes) -> None:
-        super().__init__(clock)
+    def __init__(self, clock: VirtualClock, machine: SharedCores, times: SpeechModelTimes) -> None:
+        super().__init__(clock, machine)
         self._cost: StepCost = times.speak
         self._queue: deque[Work] = deque()
 

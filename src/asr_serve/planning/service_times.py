@@ -104,6 +104,8 @@ class ServerTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Server and voice activity, for each second of a file."""
     packet_s: Annotated[float, Meta(gt=0, le=10)] = 0.1
     """Audio in a packet."""
+    live_path_s: Seconds = 0.0
+    """Time from a live caller's packet to the final that it decides, with nobody else on the server."""
 
 
 class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

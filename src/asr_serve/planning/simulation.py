@@ -23,6 +23,7 @@ from asr_serve.pipelines.options import ANCHOR_INTERVAL_MS, ListenOptions
 from asr_serve.planning.mix import Files, LiveCallers, Mix, SynthesizedTexts
 from asr_serve.planning.replicas import (
     Replica,
+    SharedCores,
     SpeechReplica,
     Stream,
     StreamingReplica,
@@ -53,8 +54,8 @@ class Layout(NamedTuple):
     """Replicas that only encode; 0: encoding is not apart."""
     prefix_affinity: bool = True
     """Whether repeated audio goes to the replica that has its answer."""
-    speed: float = 1.0
-    """Share of its cores that a replica has: less than 1 where more replicas than cores share a machine."""
+    cores: float = inf
+    """Cores that all replicas share, a step of each on one; infinite: each has its own."""
 
     @property
     def total(self) -> int:
@@ -100,6 +101,7 @@ class _Simulation:
         self.clock, self.seconds, self.layout, self.mix, self.table = VirtualClock(), seconds, layout, mix, table
         self.times = table.model(model)
         self.warm_s = seconds / 6
+        self.path_s = table.server.live_path_s
         seeds = seed, zlib.crc32(model.encode())
         self.random = np.random.default_rng(seeds)
         self.choice = random.Random(repr(seeds))
@@ -108,30 +110,30 @@ class _Simulation:
         self.arrived = self.ended = 0
         self.encoders: list[UtteranceReplica] = []
         self.replicas: list[Replica] = []
+        self.machine = SharedCores(layout.cores)
         match self.times:
             case StreamingModelTimes() as streaming:
-                self.replicas += [StreamingReplica(self.clock, streaming) for _ in range(layout.replicas)]
+                self.replicas += [StreamingReplica(self.clock, self.machine, streaming) for _ in range(layout.replicas)]
             case UtteranceModelTimes() as utterance:
                 self.replicas += self._utterance_replicas(utterance)
             case speech:
-                self.replicas += [SpeechReplica(self.clock, speech) for _ in range(layout.replicas)]
-        for replica in (*self.replicas, *self.encoders):
-            replica.background = 1 - layout.speed
+                self.replicas += [SpeechReplica(self.clock, self.machine, speech) for _ in range(layout.replicas)]
         self.router = _Router(self.entries, layout.prefix_affinity, self.choice)
         self.callers = callers
         self._partial_rates: dict[int, PartialRateController] = {}
 
     def _utterance_replicas(self, times: UtteranceModelTimes) -> list[UtteranceReplica]:
         if not self.layout.encoders:
-            return [UtteranceReplica(self.clock, times) for _ in range(self.layout.replicas)]
-        decoders = [UtteranceReplica(self.clock, times) for _ in range(self.layout.replicas)]
+            return [UtteranceReplica(self.clock, self.machine, times) for _ in range(self.layout.replicas)]
+        decoders = [UtteranceReplica(self.clock, self.machine, times) for _ in range(self.layout.replicas)]
 
         def deliver(work: Work) -> None:
             best = min(decoders, key=lambda replica: replica.queued_audio_s)
             handover_s = times.handover.seconds(1, work.audio_s)
             self.clock.at(self.clock.now_s + handover_s, lambda: best.submit_encoded(work))
 
-        self.encoders = [UtteranceReplica(self.clock, times, deliver) for _ in range(self.layout.encoders)]
+        encoders = range(self.layout.encoders)
+        self.encoders = [UtteranceReplica(self.clock, self.machine, times, deliver) for _ in encoders]
         return decoders
 
     def partial_rate(self, replica: Replica) -> PartialRateController:
@@ -159,11 +161,10 @@ class _Simulation:
         )
 
     def _utilisation(self, group: Sequence[Replica]) -> float:
-        """Busy share of what a replica has."""
+        """Cores in use of a replica."""
         if not group:
             return 0.0
-        speed, seconds = self.layout.speed, self.seconds
-        return float(np.mean([(each.work_s / seconds + each.background - (1 - speed)) / speed for each in group]))
+        return float(np.mean([each.work_s / self.seconds + each.background for each in group]))
 
     def _class_result(self, name: RequestClass) -> ClassResult:
         found = 1_000 * np.array(self.latencies[name]) if self.latencies[name] else np.zeros(0)
@@ -358,7 +359,7 @@ class _StreamingCaller:
         """The pause has lasted long enough: what remains is one chunk more, once voice activity has told so."""
         clock, segments = self._clock, self._segments
         stream.on_done = self._simulation.begin("live", self._length_s)
-        told_s = max(clock.now_s + segments.delay_s, self._replica.step_end_s)
+        told_s = max(clock.now_s + segments.delay_s, self._replica.step_end_s) + self._simulation.path_s
         clock.at(told_s, lambda: self._replica.append_chunk(stream, last=True))
         clock.at(segments.next_s, self.open_segment)
 
@@ -371,6 +372,9 @@ class _UtteranceCaller:
         self._simulation, self._replica, self._clock = simulation, replica, simulation.clock
         assert isinstance(simulation.times, UtteranceModelTimes)
         self._times = simulation.times
+        # Audio comes in packets, and counts once voice activity has seen it.
+        packet_s = simulation.table.server.packet_s
+        self._partial_s = packet_s * ceil(PARTIAL_MS / 1_000 / packet_s - 1e-9) + VAD_STEP_INTERVAL_S / 2
         self._rates = simulation.partial_rate(replica)
         self._entry_replica = simulation.router.shorter_queue(simulation.encoders) if simulation.encoders else replica
         self._segments = _Segments(simulation, entry, number)
@@ -393,7 +397,7 @@ class _UtteranceCaller:
         self._submit_s = -inf
         self._generation += 1
         number = self._generation
-        clock.at(self._start_s + PARTIAL_MS / 1_000, lambda: self._partial(number))
+        clock.at(self._start_s + self._partial_s, lambda: self._partial(number))
         anchor_s = self._start_s + ANCHOR_INTERVAL_MS / 1_000
         while anchor_s < self._segments.speech_end_s:
             clock.at(anchor_s, lambda: self._anchor(number))
@@ -408,7 +412,7 @@ class _UtteranceCaller:
         if self._void(number) or self._job is not None or self._clock.now_s >= self._segments.speech_end_s:
             return
         now_s = self._clock.now_s
-        audio_due_s = self._start_s + self._known_s + PARTIAL_MS / 1_000
+        audio_due_s = self._start_s + self._known_s + self._partial_s
         interval_s = self._rates.interval_ms(PARTIAL_MS, 1_000 * now_s) / 1_000
         due_s = max(audio_due_s, self._submit_s + interval_s)
         if self._submitted and due_s > now_s + 1e-9:
@@ -428,7 +432,7 @@ class _UtteranceCaller:
 
     def _close(self, number: int) -> None:
         self._final = self._simulation.begin("live", self._length_s)
-        told_s = max(self._clock.now_s + self._segments.delay_s, self._replica.step_end_s)
+        told_s = max(self._clock.now_s + self._segments.delay_s, self._replica.step_end_s) + self._simulation.path_s
         self._clock.at(told_s, self._finish)
         self._clock.at(max(self._segments.next_s, told_s), self._reopen)
 

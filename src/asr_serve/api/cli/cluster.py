@@ -56,11 +56,11 @@ def up(
     local = control.start_ray(address, cpus)
     with control.signals() as stop:  # Ray has handlers of its own, which are replaced
         described = control.deploy(chosen, stop, local=local, wait_s=wait_s)
-        names = ", ".join(f"{each.first_replicas} x {each.model}" for each in chosen.models)
+        names = ", ".join(f"{each.first_replicas} x {each.deployment}" for each in chosen.models)
         url = described["url"]
         print_error(f"asr-serve cluster serves {names} on {url} {'(stop with ctrl-C)' if local else ''}")
         print_error("")
-        upload = f"-F model={chosen.models[0].model} -F file=@talk.wav"
+        upload = f"-F model={chosen.served[0].model} -F file=@talk.wav"
         print_error(f"  try it    curl {url}/v1/audio/transcriptions {upload}")
         print_error(f"  live      ws{url.removeprefix('http')}   (FunASR's; OpenAI's: /v1/realtime; ours: /v1/stream)")
         print_error(f"  health    {url}/ready   metrics   {url}/metrics")
@@ -92,33 +92,34 @@ def status(address: Address = "auto", as_json: AsJson = False) -> None:
         print(json.dumps([each._asdict() for each in found], indent=2))
         return
     loads = ("QUEUED S", "SESSIONS", "WAIT S", "BUSY", "GPU", "COLLECTIVES")
-    print_table(("DEPLOYMENT", "STATE", "RUNNING", "REPLICA", *loads), list(_rows(found)))
+    print_table(("DEPLOYMENT", "ROLE", "STATE", "RUNNING", "REPLICA", *loads), list(_rows(found)))
 
 
 @app.command("scale")
 @exit_on_error
 def scale(
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    name: Annotated[str, typer.Argument(help="A model; one that is split: MODEL:encode or MODEL:decode; or ingress.")],
     replicas: Annotated[int, typer.Argument(help="Number of replicas.")],
     address: Address = "auto",
     wait_s: WaitS = 600.0,
 ) -> None:
-    """Set the number of replicas of a model, and wait until it has them.
+    """Set the number of replicas of a deployment, and wait until it has them.
 
     Replicas that go are drained: they finish their requests, and live callers
     move to the others in the middle of their sentence.
 
     \b
-    Example
+    Examples
       asr-serve cluster scale moonshine-tiny-en 4
+      asr-serve cluster scale whisper-tiny-en:encode 2
     """
     require_ray()
     from asr_serve.cluster import control
 
     control.connect(address)
-    control.scale(model, replicas)
-    control.wait_scaled(model, replicas, wait_s)
-    print_error(f"{model} has {replicas} replicas")
+    deployment = control.scale(name, replicas)
+    control.wait_scaled(deployment, replicas, wait_s)
+    print_error(f"{deployment} has {replicas} replicas")
 
 
 @app.command("upgrade")
@@ -171,10 +172,12 @@ def drain(address: Address = "auto") -> None:
 def _rows(found: list[ModelStatus]) -> Any:
     for each in found:
         limits = "" if each.limits is None else " ({} to {})".format(*each.limits)
-        head = (each.name, each.state, f"{each.replicas} of {each.wanted}{limits}")
+        head = (each.name, each.role, each.state, f"{each.replicas} of {each.wanted}{limits}")
         replicas = each.detail.get("replicas", {})
         if not replicas:
-            yield (*head, each.detail.get("url", ""), *6 * ("",))
+            peers = each.detail.get("peers")
+            connected = [f"{address}: {counts.get('ready', 0)} connected" for address, counts in (peers or {}).items()]
+            yield (*head, each.detail.get("url", ", ".join(connected)), *6 * ("",))
         for replica_id, replica in replicas.items():
             load = replica["load"]
             backlog_s = load.get("backlog_s")  # of all ingresses
@@ -189,4 +192,4 @@ def _rows(found: list[ModelStatus]) -> Any:
                 "" if load.get("queue_s") is None else f"{load['queue_s']:.2f}",
                 *("" if share is None else f"{share:.0%}" for share in shares),
             )
-            head = ("", "", "")
+            head = ("", "", "", "")

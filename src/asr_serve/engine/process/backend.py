@@ -9,7 +9,7 @@ because it may be the cause. Queries are not retained: an answer a second later 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -68,17 +68,32 @@ class ProcessBackend:
         return self._supervisor.restarts
 
     @property
-    def address(self) -> messages.EngineAddress | None:
-        """Address at which the current process listens for other servers."""
+    def address(self) -> messages.EngineAddress | messages.EncoderAddress | None:
+        """Address at which the current process listens for others."""
         return self._supervisor.address
 
-    def wait_address(self, known: messages.EngineAddress | None, timeout_s: float) -> messages.EngineAddress | None:
-        """Address where the current process listens for other servers, once it is another than `known`, or after
+    def wait_address(
+        self, known: messages.EngineAddress | messages.EncoderAddress | None, timeout_s: float
+    ) -> messages.EngineAddress | messages.EncoderAddress | None:
+        """Address where the current process listens for others, once it is another than `known`, or after
         `timeout_s`."""
         supervisor = self._supervisor
         with supervisor.changed:
             supervisor.changed.wait_for(lambda: supervisor.state == "ready" and supervisor.address != known, timeout_s)
             return supervisor.address
+
+    def set_peers(self, addresses: Sequence[str]) -> Future[messages.PeersSet]:
+        """Sets the engines that encode for this one, also for processes that are started later. The future is done once
+        those that are no longer peers have nothing in flight; it fails where the process ends before. For an engine
+        with the role decode."""
+        done: Future[messages.PeersSet] = Future()
+        with self._lock:
+            self._supervisor.peers = tuple(addresses)
+            if running := self._current.process_ready:
+                self._current.set_peers(addresses, done)
+        if not running:
+            done.set_exception(unanswered_query("is being started again"))
+        return done
 
     @property
     def pid(self) -> int | None:

@@ -460,6 +460,9 @@ class InFlight:
     def request_report(self, answer: Future[messages.EngineReport]) -> None:
         self.send(messages.ReportQuery(self.queries.add(answer)))
 
+    def set_peers(self, addresses: Sequence[str], answer: Future[messages.PeersSet]) -> None:
+        self.send(messages.SetPeers(self.queries.add(answer), tuple(addresses)))
+
     def request_stop(self) -> None:
         """Asks the process to stop; kills one that is loading. Unanswered work fails unless it was transferred
         before."""
@@ -544,7 +547,7 @@ class InFlight:
                         work.started = True
             case messages.StreamOpened(session=number, failure=failure):
                 self._on_opened(number, failure)
-            case messages.EngineReport(number=number):
+            case messages.EngineReport(number=number) | messages.PeersSet(number=number):
                 return [PendingAnswer(self.queries.pop_answered(number), message)]
             case messages.TurnAnswer(number=number, probability=probability):
                 return [PendingAnswer(self.queries.pop_answered(number), probability)]

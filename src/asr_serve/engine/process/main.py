@@ -19,9 +19,11 @@ from asr_serve.devices.cpu import keep_memory
 from asr_serve.engine.builder import AsrCheckpoint, build_loop, card_of_loaded, find_checkpoint
 from asr_serve.engine.cache.digest import use_key
 from asr_serve.engine.diarization_runner import models_available
+from asr_serve.engine.loop import Loop
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.server_link import SERVER_BITS, EngineFacts, ServerLink
 from asr_serve.engine.process.server_listener import ServerListener
+from asr_serve.engine.remote.encode_worker import EncodeWorker
 from asr_serve.engine.stats import EngineStats
 from asr_serve.engine.turn_runner import TurnRunner, load_turn_model
 from asr_serve.errors import AsrServeError
@@ -98,7 +100,7 @@ class EngineProcessServer:
             parts.device.describe(),
             round(time.perf_counter() - started, 3),
             models_available(),
-            self._listener.address if self._listener else None,
+            self._address(loop, spec),
         )
         self._owner.send(ready)
         threading.Thread(target=self._owner.read_messages, args=(facts,), name="messages", daemon=True).start()
@@ -109,6 +111,14 @@ class EngineProcessServer:
         if turn_runner is not None:
             turn_runner.close()
         return 0
+
+    def _address(
+        self, loop: Loop, spec: messages.EngineSpec
+    ) -> messages.EngineAddress | messages.EncoderAddress | None:
+        """Address at which others reach this process."""
+        if isinstance(loop.executor, EncodeWorker):
+            return messages.EncoderAddress(spec.listen[0], loop.executor.port)
+        return self._listener.address if self._listener else None
 
     def _requests_started(self, ids: list[int]) -> None:
         """Tells each server which of its requests have begun."""

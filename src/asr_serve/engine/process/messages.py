@@ -20,7 +20,7 @@ from asr_serve.engine.request import HypothesisRequest
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.models.registry import AnyCard, TurnCard
 from asr_serve.transfer.sealed_buffer import SealedBufferLabel
-from asr_serve.types import LanguageModelChoice, Priority, SearchResult, Sentence, SentenceAudio
+from asr_serve.types import LanguageModelChoice, Peer, Priority, SearchResult, Sentence, SentenceAudio
 
 
 class ListenSpec(msgspec.Struct, frozen=True):
@@ -37,13 +37,25 @@ class ListenSpec(msgspec.Struct, frozen=True):
         return f"ListenSpec(folder={self.folder!r}, host={self.host!r})"
 
 
-class EngineAddress(msgspec.Struct, frozen=True):
+class EngineAddress(msgspec.Struct, frozen=True, tag=True):
     """Addresses of an engine process."""
 
     unix_path: str
     """Path of its Unix socket, for servers on the same machine."""
     tcp: tuple[str, int] | None
     """Host and port, for servers on other machines."""
+
+
+class EncoderAddress(msgspec.Struct, frozen=True, tag=True):
+    """Address of an engine that encodes for others."""
+
+    host: str
+    port: int
+
+    @property
+    def peer(self) -> str:
+        """The address as `EngineConfig.peers` has it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +189,13 @@ class ReportQuery(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class SetPeers(msgspec.Struct, frozen=True, tag=True):
+    """Sets the engines that encode for this one, which has the role decode. Answered by PeersSet."""
+
+    number: int
+    addresses: tuple[Peer, ...]
+
+
 class EnginePing(msgspec.Struct, frozen=True, tag=True):
     """Requests an EnginePong, answered by the loop between two steps; for a server that did not start the engine, by
     the thread that reads its messages. `silent_s`: time without a message after which this server counts as dead.
@@ -210,8 +229,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     load_s: float
     speakers: bool = False
     """Whether the diarization models are on this machine."""
-    address: EngineAddress | None = None
-    """Address for other servers; None: it listens for none."""
+    address: EngineAddress | EncoderAddress | None = None
+    """Address for other servers, or for engines that this one encodes for; None: it listens for none."""
     free_sessions: int = 0
     """Voice-activity sessions for which there is room, for a server that did not start the engine."""
 
@@ -332,6 +351,12 @@ class QueryFailed(msgspec.Struct, frozen=True, tag=True):
     failure: ErrorMessage
 
 
+class PeersSet(msgspec.Struct, frozen=True, tag=True):
+    """Answer to SetPeers, once engines that are no longer peers have nothing of this one in flight."""
+
+    number: int
+
+
 class AudioCached(msgspec.Struct, frozen=True, tag=True):
     """Reports audio whose encoder results are cached, or no longer, by its digests. For servers that connected: a new
     one is first told of all there is."""
@@ -395,6 +420,7 @@ ToEngine = (
     | TurnQuery
     | SpeakersQuery
     | ReportQuery
+    | SetPeers
     | EnginePing
     | StopEngine
 )
@@ -415,6 +441,7 @@ ToServer = (
     | SpeakersAnswer
     | QueryFailed
     | EngineReport
+    | PeersSet
     | AudioCached
     | EngineLog
 )

@@ -325,6 +325,10 @@ class ServerLink:
                 put(lambda loop: loop.diarization.submit(question))
             case messages.ReportQuery(number=number):
                 self.send(messages.EngineReport(number, loop.describe(), facts.metrics_text(), facts.load()))
+            case messages.SetPeers(number=number, addresses=addresses):
+                if not self.owns_engine:
+                    raise OutOfStep("peers", "from who started the engine alone")
+                put(lambda loop: loop.peers.set_addresses(addresses, lambda: self.send(messages.PeersSet(number))))
             case messages.EnginePing(silent_s=silent_s):
                 self.queue = ServerQueue(message.backlog_samples, message.queue_fill)
                 facts.sample_load()

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from asr_serve.config import ServeConfig, engine_environment
+from asr_serve.config import EngineConfig, ServeConfig, engine_environment
 from asr_serve.engine.process.messages import ErrorMessage
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.types import suggest_name
@@ -40,6 +40,8 @@ class StartupNames(msgspec.Struct, frozen=True):
     """Name of the pipeline, which aliases may stand for; None: none."""
     stage_devices: tuple[tuple[str, str], ...]
     """Devices that its stages name, each with its place in the file."""
+    split: tuple[str, ...] = ()
+    """Models whose encoder and decoder run in different engines."""
 
     @classmethod
     def of(cls, config: ServeConfig, pipeline: str | None, stage_devices: tuple[tuple[str, str], ...]) -> StartupNames:
@@ -68,12 +70,23 @@ class StartupNames(msgspec.Struct, frozen=True):
         )
 
 
+def check_split(models: tuple[str, ...]) -> None:
+    """Checks that the encoder and the decoder of these models may run in different engines. Those of hub repositories
+    and folders are known once they are loaded. Raises OptionError."""
+    default = ServeConfig()
+    _run_checks(msgspec.structs.replace(StartupNames.of(default, None, ()), split=models))
+
+
 def check_startup(config: ServeConfig, pipeline: str | None, stage_devices: tuple[tuple[str, str], ...] = ()) -> None:
     """Checks a server's configuration. `pipeline`, `stage_devices`: see StartupNames. Raises OptionError for an unknown
     model, alias, voice or turn model, and for a device that this machine lacks."""
     names = StartupNames.of(config, pipeline, stage_devices)
-    if names.known_to_be_valid:
-        return
+    if not names.known_to_be_valid:
+        _run_checks(names)
+
+
+def _run_checks(names: StartupNames) -> None:
+    """Runs `check_names` in a process of its own. Raises OptionError."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "asr_serve.engine.process.startup_checks"],
@@ -93,7 +106,8 @@ def check_startup(config: ServeConfig, pipeline: str | None, stage_devices: tupl
 def check_names(names: StartupNames) -> None:
     """Checks names where torch may be loaded. Raises OptionError."""
     from asr_serve.devices import check_device
-    from asr_serve.models.registry import asr_cards, hub_repository, names_folder, tts_cards, turn_cards
+    from asr_serve.engine.remote.roles import validate_roles
+    from asr_serve.models.registry import asr_cards, engine_card, hub_repository, names_folder, tts_cards, turn_cards
 
     recognizers, voices = asr_cards(), tts_cards()
     models = [*recognizers, *voices]
@@ -114,6 +128,10 @@ def check_names(names: StartupNames) -> None:
         )
     _check_name("voice", names.voice, ["auto", "none", *voices], "speech synthesis model")
     _check_name("turn_model", names.turn_model, ["auto", "none", *turn_cards()], "turn model")
+    for name in names.split:
+        if hub_repository(name) is None and not names_folder(name):
+            _check_name("models", name, models, "model")
+            validate_roles(engine_card(name), EngineConfig(role="decode"))
     check_device(names.device)
     for device, place in names.stage_devices:
         try:

@@ -59,8 +59,10 @@ class Supervisor:
         """Set while an earlier process is still running."""
         self.state = "loading"
         self.restarts = 0
-        self.address: messages.EngineAddress | None = None
-        """Address for other servers of the process that was started last."""
+        self.address: messages.EngineAddress | messages.EncoderAddress | None = None
+        """Address for others of the process that was started last."""
+        self.peers: tuple[str, ...] | None = None
+        """Addresses of engines that encode for this one; None: those of its specification."""
         self.moved: Counter[tuple[str, str]] = Counter()
         """Number of sessions and streams that moved between processes, by kind and mode."""
         self.moved_s = 0.0
@@ -149,7 +151,7 @@ class Supervisor:
                     assert replacement.process is not None
                     replacement.process.hang_timeout_s = HANG_TIMEOUT_S
                     self.current, self.state = replacement, "ready"
-                    replacement.replay_all()
+                    self._replay(replacement)
                     self._start_thread(replacement)
                     handover.start()
                     self.changed.notify_all()
@@ -308,11 +310,18 @@ class Supervisor:
         with self.lock:
             assert in_flight.process is not None
             in_flight.process.hang_timeout_s = HANG_TIMEOUT_S
-            in_flight.replay_all()
+            self._replay(in_flight)
             if self.handover is not None:
                 self.handover.on_new_process_restarted()
             self.state = "ready"
             self.changed.notify_all()
+
+    def _replay(self, in_flight: InFlight) -> None:
+        """Sends a new process its peers, and all work."""
+        in_flight.process_ready = True
+        if self.peers is not None:
+            in_flight.set_peers(self.peers, Future())
+        in_flight.replay_all()
 
     def _watch(self) -> None:
         """Pings all processes regularly and kills unresponsive ones. Keeps no reference to a process, so that the

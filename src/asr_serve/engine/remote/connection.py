@@ -111,6 +111,7 @@ class PeerConnection:
         """Batches in a row that the peer could not encode, and its last reason."""
         self._numbers = itertools.count()
         self._over: AsrServeError | None = None
+        self._finishing = False
         self._last_message_s = self._progress_s = self._last_ping_s = time.monotonic()
 
     @property
@@ -120,7 +121,24 @@ class PeerConnection:
 
     @property
     def has_room(self) -> bool:
-        return self._over is None and len(self._batches) < MAX_BATCHES_IN_FLIGHT and self.failing < MAX_FAILED_BATCHES
+        return (
+            self._over is None
+            and not self._finishing
+            and len(self._batches) < MAX_BATCHES_IN_FLIGHT
+            and self.failing < MAX_FAILED_BATCHES
+        )
+
+    def finish(self) -> None:
+        """Takes no more batches, and ends `run` once those in flight are answered."""
+        with self._condition:
+            self._finishing = True
+            finished = self._finished
+        if finished:
+            self.channel.shut_down()
+
+    @property
+    def _finished(self) -> bool:
+        return self._finishing and not self._batches
 
     def submit_batch(self, clips: Sequence[EncodeClip], done: Done) -> RemoteBatch | None:
         """Submits a batch; returns None where there is no room."""
@@ -158,7 +176,7 @@ class PeerConnection:
         writer = threading.Thread(target=self._send_loop, name="peer writer", daemon=True)
         writer.start()
         try:
-            while True:
+            while not self._finished:
                 message = self.channel.receive(min(LONGEST_TICK_S, self._timeout_s / 4))
                 self._check_health(message)
                 match message:

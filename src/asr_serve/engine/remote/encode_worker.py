@@ -22,7 +22,7 @@ from torch import Tensor
 from asr_serve.config import EngineConfig
 from asr_serve.engine.executor import LoopContext, StepGuard
 from asr_serve.engine.remote.encode_client import EncodeClient, EncodeReply, EncodeRequest, EncodeService
-from asr_serve.engine.remote.handshake import HandshakeSettings, PeerDescription, reject_client
+from asr_serve.engine.remote.handshake import MAX_CLIENTS, HandshakeSettings, PeerDescription, reject_client
 from asr_serve.engine.remote.messages import EncoderIdentity, PeerChannel, decode_to_worker
 from asr_serve.engine.request import RecognitionRequest, reject
 from asr_serve.engine.seq2seq.encoder import EncodeRunner
@@ -30,7 +30,6 @@ from asr_serve.engine.seq2seq.scheduler import ScheduledRequest, Seq2SeqSchedule
 from asr_serve.errors import AsrServeError, MalformedRequest, OptionError
 from asr_serve.transfer import transports
 
-MAX_CLIENTS = 16
 MAX_REJECTING = 4
 """Surplus clients that are refused with a message at once; further ones are disconnected."""
 MAX_REQUESTS = 256

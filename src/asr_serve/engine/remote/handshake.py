@@ -22,6 +22,8 @@ from asr_serve.errors import MalformedRequest, PeerRefused, RoadTimeout
 
 HELLO_S = 5.0
 """Time limit of each message of a handshake."""
+MAX_CLIENTS = 64
+"""Engines that one which encodes works for at once; each has three threads there."""
 NONCE_BYTES = 32
 CLIENT_ROLE, WORKER_ROLE = b"asks", b"encodes"
 _facts = msgspec.msgpack.Encoder().encode

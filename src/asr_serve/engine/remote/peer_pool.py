@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from asr_serve.engine.remote import handshake, messages
@@ -78,10 +79,13 @@ class PeerPool:
                 f"peer_road={settings.transport}", f"here there are {', '.join(available)}", param="peer_road"
             )
         self._settings, self.identity = settings, settings.identity
-        self.peers = [EncodePeer(address, settings, self._notify_change) for address in addresses]
         self._wake: Callable[[], None] = lambda: None
+        self.peers = [self._make_peer(address) for address in addresses]
+        """Peers that get batches. The list is replaced and never changed: other threads read it."""
+        self._leaving: set[EncodePeer] = set()
+        """Peers that finish their batches."""
         self._turn = 0
-        self._counting = threading.Lock()
+        self._lock = threading.Lock()  # guards `_leaving` and the counters of states
 
     def connect(self, wake: Callable[[], None]) -> None:
         """Connects to the peers. `wake` is called, from any thread, when a peer was connected or lost."""
@@ -89,6 +93,37 @@ class PeerPool:
         self._notify_change()
         for peer in self.peers:
             peer.start_thread()
+
+    def set_addresses(self, addresses: Sequence[str], on_left: Callable[[], None]) -> None:
+        """Connects to peers at other addresses. Those that are not among them get no more batches, and are left once
+        they have answered those in flight; then `on_left` is called, from any thread. Called by the loop's thread."""
+        wanted = dict.fromkeys(addresses)
+        stay = [peer for peer in self.peers if peer.address in wanted]
+        leaving = [peer for peer in self.peers if peer.address not in wanted]
+        come = [self._make_peer(address) for address in wanted.keys() - {peer.address for peer in stay}]
+        self.peers = stay + come
+        with self._lock:
+            self._leaving.update(leaving)
+        remaining = set(leaving)
+
+        def left(peer: EncodePeer) -> None:
+            with self._lock:
+                self._leaving.discard(peer)
+                remaining.discard(peer)
+                last = not remaining
+            if last:
+                on_left()
+
+        for peer in leaving:
+            peer.leave(partial(left, peer))
+        for peer in come:
+            peer.start_thread()
+        self._notify_change()
+        if not leaving:
+            on_left()
+
+    def _make_peer(self, address: str) -> EncodePeer:
+        return EncodePeer(address, self._settings, self._notify_change)
 
     @property
     def alive(self) -> bool:
@@ -103,7 +138,7 @@ class PeerPool:
         """Submits a batch to the peer with the fewest in flight, peers that failed their last batch last, ties in
         turn. Returns None where none has room."""
         self._turn += 1
-        turn = self._turn % len(self.peers)
+        turn = self._turn % max(1, len(self.peers))
         connections = [c for peer in self.peers[turn:] + self.peers[:turn] if (c := peer.connection) is not None]
         for connection in sorted(connections, key=lambda c: (c.failing, c.batches_in_flight)):
             if (batch := connection.submit_batch(clips, done)) is not None:
@@ -116,14 +151,16 @@ class PeerPool:
 
     def close(self) -> None:
         """Closes all connections; batches in flight fail."""
-        for peer in self.peers:
+        with self._lock:
+            peers = [*self.peers, *self._leaving]
+        for peer in peers:
             peer.close()
-        for peer in self.peers:
+        for peer in peers:
             peer.join()
 
     def _notify_change(self) -> None:
         if (metrics := self._settings.metrics) is not None:
-            with self._counting:
+            with self._lock:
                 states = [peer.state for peer in self.peers]
                 for state in PEER_STATES:
                     metrics.peers[state].set(states.count(state))
@@ -141,6 +178,7 @@ class EncodePeer:
         self._lock = threading.Lock()  # guards `_channel` against `close`
         self._channel: PeerChannel | None = None
         self._last_logged = ""
+        self._on_left: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._reconnect_loop, name=f"peer {address}", daemon=True)
 
     @property
@@ -150,6 +188,15 @@ class EncodePeer:
 
     def start_thread(self) -> None:
         self._thread.start()
+
+    def leave(self, on_left: Callable[[], None]) -> None:
+        """Ends the connection once its batches are answered. `on_left`: called at the end, on the peer's thread."""
+        self._on_left = on_left
+        self._closing.set()
+        if (connection := self.connection) is not None:
+            connection.finish()
+        else:
+            self.close()
 
     def close(self) -> None:
         self._closing.set()
@@ -162,6 +209,12 @@ class EncodePeer:
             self._thread.join()
 
     def _reconnect_loop(self) -> None:
+        try:
+            self._keep_connected()
+        finally:
+            self._on_left()
+
+    def _keep_connected(self) -> None:
         """Connects again after any failure, errors of this engine included."""
         pause_s, failures = 0.0, 0
         while not self._closing.wait(pause_s):

@@ -20,7 +20,7 @@ from asr_serve.engine.seq2seq.encoder import EncodeRunner
 from asr_serve.errors import OptionError
 from asr_serve.metrics import EngineMetrics
 from asr_serve.models.interfaces import EncoderDecoderModel
-from asr_serve.models.registry import AsrCard, asr_cards
+from asr_serve.models.registry import AnyCard, AsrCard, asr_cards
 
 
 def uses_peers(config: EngineConfig) -> bool:
@@ -28,7 +28,7 @@ def uses_peers(config: EngineConfig) -> bool:
     return config.role != "both" or bool(config.peers)
 
 
-def validate_roles(chosen: AsrCard, config: EngineConfig) -> None:
+def validate_roles(chosen: AnyCard, config: EngineConfig) -> None:
     """Raises OptionError for a model that cannot be split between engines, and for peers of one that only
     encodes."""
     if config.role == "encode" and config.peers:
@@ -37,15 +37,22 @@ def validate_roles(chosen: AsrCard, config: EngineConfig) -> None:
         role = f"role={config.role}" + (" with peers" if config.peers else "")
         names = ", ".join(card.name for card in asr_cards().values() if _can_split(card))
         raise OptionError(
-            f"{role}: {chosen.name} is a streaming model, whose encoder and decoder run in the same engine",
+            f"{role}: {chosen.name} {_why_whole(chosen)}",
             f"models that hear whole utterances: {names}",
             "serve this one with role=both and without peers",
             param="role",
         )
 
 
-def _can_split(chosen: AsrCard) -> bool:
-    return not chosen.streaming and not chosen.incremental_encoder
+def _can_split(chosen: AnyCard) -> bool:
+    return isinstance(chosen, AsrCard) and not chosen.streaming and not chosen.incremental_encoder
+
+
+def _why_whole(chosen: AnyCard) -> str:
+    """Reason why a model cannot be split, as a predicate."""
+    if isinstance(chosen, AsrCard):
+        return "is a streaming model, whose encoder and decoder run in the same engine"
+    return "synthesizes speech, and has no encoder of speech"
 
 
 def checkpoint_digest(folder: Path) -> str:
@@ -105,8 +112,9 @@ def build_peer_pool(
     meeting: HandshakeSettings,
     metrics: EngineMetrics | None,
 ) -> PeerPool | None:
-    """Builds the pool of peers that encode for this engine; None without peers. Raises OptionError."""
-    if not config.peers:
+    """Builds the pool of peers that encode for this engine; None where it has none, and cannot be told of any later,
+    as one with the role decode is. Raises OptionError."""
+    if not config.peers and config.role != "decode":
         return None
     encoder = measure_encoder(model, device, chosen, config, meeting.weights)
     settings = PeerPoolSettings(

@@ -98,7 +98,7 @@ class Seq2SeqExecutor:
         self.finalizer = Finalizer(decode, self.requests, self.coalescer, rescorer, self._guard)
         self._encoded_elsewhere: deque[int] = deque()
         """Requests with borrowed pages that wait for a row."""
-        self._peers, self._alone, self._decoded_s = peers, config.role == "both", -DECODE_PACE_S
+        self.peers, self._alone, self._decoded_s = peers, config.role == "both", -DECODE_PACE_S
         self._check_throttle = CheckThrottle()
 
     def attach(self, context: LoopContext) -> None:
@@ -108,7 +108,7 @@ class Seq2SeqExecutor:
         self.encoder_pool = EncoderPool(
             self.encode_runner,
             lambda *encoded: context.call(lambda: self._on_encoded(*encoded)),
-            self._peers,
+            self.peers,
             lambda: context.call(lambda: None),
             alone=self._alone,
         )
@@ -170,7 +170,9 @@ class Seq2SeqExecutor:
         }
 
     def describe(self) -> dict[str, Any]:
-        return {"pages": self.decode_runner.page_pool.pages, "pages_used": self.decode_runner.page_pool.used_count}
+        pool = self.decode_runner.page_pool
+        peers = {} if self.peers is None else {"peers": self.peers.describe()}
+        return {"pages": pool.pages, "pages_used": pool.used_count, **peers}
 
     # --- messages --------------------------------------------------------------------------------------
 

@@ -1,0 +1,264 @@
+"""Voice activity at the edge: vad.wasm beside torch and ONNX, and what its gate leaves out of calls.
+
+    python bench/edge_vad.py --data DIR --json edge-vad.json
+
+Speed is CPU time of one thread. The contenders take turns, so that a slow moment of the machine hits all of them.
+README.md says how to read the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import clips
+import machine
+import numpy as np
+import soxr
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+
+import asr_serve
+from asr_serve.edge.speech_gate import WINDOW_SAMPLES, GateConfig, GatedSpeech
+from asr_serve.edge.voice_activity import VoiceActivityInstance, VoiceActivityModule, VoiceActivityPool
+from asr_serve.models.auxiliary import silero
+
+Step = Callable[[np.ndarray], np.ndarray]
+"""Takes the next window of each row, (rows, 512) int16, and returns their probabilities (rows,)."""
+RATE_HZ, TELEPHONE_HZ = 16_000, 8_000
+PACKET_SAMPLES = 320
+NOISE_DBFS = -60.0
+
+
+def wasm(rows: int) -> Step:
+    instance = VoiceActivityInstance(VoiceActivityModule())
+    instance.slot_numbers[:rows] = [instance.acquire() for _ in range(rows)]
+
+    def step(windows: np.ndarray) -> np.ndarray:
+        instance.input[:rows] = windows
+        instance.step(rows)
+        return instance.probabilities[:rows].copy()
+
+    return step
+
+
+def torch_model(rows: int) -> Step:
+    model = silero.load()
+    state, counts = model.state(rows), torch.ones(rows, dtype=torch.int64)
+
+    def step(windows: np.ndarray) -> np.ndarray:
+        nonlocal state
+        scores, state = model.step(torch.from_numpy(windows.astype(np.float32) / 32_768), state, counts)
+        return scores[:, 0].numpy()
+
+    return step
+
+
+def package_file(name: str) -> Path | None:
+    spec = importlib.util.find_spec("silero_vad")
+    folder = spec.submodule_search_locations if spec is not None else None
+    return Path(folder[0]) / "data" / name if folder else None
+
+
+def jit(rows: int) -> Step:
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        model = torch.jit.load(str(package_file("silero_vad.jit")))
+    model.reset_states()
+
+    def step(windows: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            scores: np.ndarray = model(torch.from_numpy(windows.astype(np.float32) / 32_768), RATE_HZ)[:, 0].numpy()
+        return scores
+
+    return step
+
+
+def onnx(rows: int) -> Step:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(
+        str(package_file("silero_vad.onnx")), options, providers=["CPUExecutionProvider"]
+    )
+    state, context, rate = np.zeros((2, rows, 128), np.float32), np.zeros((rows, 64), np.float32), np.array(RATE_HZ)
+
+    def step(windows: np.ndarray) -> np.ndarray:
+        nonlocal state, context
+        audio = np.concatenate([context, windows.astype(np.float32) / 32_768], 1)
+        context = audio[:, -64:]
+        scores, state = session.run(None, {"input": audio, "state": state, "sr": rate})
+        found: np.ndarray = scores[:, 0]
+        return found
+
+    return step
+
+
+CONTENDERS: dict[str, Callable[[int], Step]] = {
+    "asr-serve vad.wasm": wasm,
+    "asr-serve torch": torch_model,
+    "silero-vad jit": jit,
+    "silero-vad onnx": onnx,
+}
+
+
+def speed(speech: np.ndarray, batches: Sequence[int], rounds: int, least_s: float) -> list[dict[str, Any]]:
+    """Rows of the contenders. Every one steps the same windows, and its probabilities are compared with torch's."""
+    windows = speech[: len(speech) // WINDOW_SAMPLES * WINDOW_SAMPLES].reshape(-1, WINDOW_SAMPLES)
+    rows = []
+    for batch in batches:
+        steps = {name: make(batch) for name, make in CONTENDERS.items()}
+        # Row r begins r windows later, so that the rows differ.
+        inputs = [
+            np.stack([windows[(at + row) % len(windows)] for row in range(batch)])
+            for at in range(min(300, len(windows)))
+        ]
+        answers = {name: np.concatenate([step(window) for window in inputs]) for name, step in steps.items()}
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for number in range(rounds):
+            for name, step in steps.items():
+                done, begin = 0, time.thread_time()
+                while (spent := time.thread_time() - begin) < least_s:
+                    step(inputs[done % len(inputs)])
+                    done += 1
+                times[name].append(spent / done / batch * 1e6)
+                print(f"round {number + 1}/{rounds}  batch {batch}  {name}: {times[name][-1]:.1f} us", file=sys.stderr)
+        ours = times["asr-serve vad.wasm"]
+        rows += [
+            {
+                "name": f"{name} batch {batch}",
+                "batch": batch,
+                "us_per_window": round(statistics.median(found), 1),
+                "us_per_window_rounds": [round(each, 1) for each in found],
+                "callers_per_core": round(WINDOW_SAMPLES / RATE_HZ * 1e6 / statistics.median(found)),
+                "wasm_speed_over_this": round(
+                    statistics.median(each / mine for each, mine in zip(found, ours, strict=True)), 2
+                ),
+                "max_difference": float(np.abs(answers[name] - answers["asr-serve torch"]).max()),
+            }
+            for name, found in times.items()
+        ]
+    return rows
+
+
+def telephone(audio: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The audio as a call has it: 8 kHz, quiet noise on the line, G.711 u-law; then int16 at 16 kHz again."""
+    narrow = soxr.resample(audio, RATE_HZ, TELEPHONE_HZ)
+    narrow = narrow + 10 ** (NOISE_DBFS / 20) * rng.standard_normal(len(narrow))
+    # u-law as its continuous formula, in 255 steps
+    mu = 255.0
+    coded = np.sign(narrow) * np.log1p(mu * np.minimum(1.0, np.abs(narrow))) / np.log1p(mu)
+    coded = np.round(coded * 127) / 127
+    decoded = np.sign(coded) * np.expm1(np.abs(coded) * np.log1p(mu)) / mu
+    return to_int16(soxr.resample(decoded, TELEPHONE_HZ, RATE_HZ))
+
+
+def to_int16(audio: np.ndarray) -> np.ndarray:
+    return np.clip(np.rint(audio * 32_767), -32_768, 32_767).astype(np.int16)
+
+
+def call(speech: Sequence[np.ndarray], duty: float, rng: np.random.Generator) -> np.ndarray:
+    """A caller who speaks the clips, and is silent in between for as long as gives that share of speech."""
+    total = sum(map(len, speech))
+    pauses = rng.dirichlet(np.full(len(speech) + 1, 4.0)) * total * (1 / duty - 1)
+    parts = [np.zeros(int(pauses[0]), np.float32)]
+    for clip, pause in zip(speech, pauses[1:], strict=True):
+        parts += [clip, np.zeros(int(pause), np.float32)]
+    return telephone(np.concatenate(parts), rng)
+
+
+def gated(pcm: np.ndarray, pool: VoiceActivityPool, config: GateConfig) -> tuple[np.ndarray, int]:
+    """The call as an engine behind the gate hears it, with zeros for counts; and the samples that were sent."""
+    parts, sent = [], 0
+    with pool.open(config) as caller:
+        outputs = [
+            out for at in range(0, len(pcm), PACKET_SAMPLES) for out in caller.feed(pcm[at : at + PACKET_SAMPLES])
+        ]
+        for output in outputs + caller.finish():
+            if isinstance(output, GatedSpeech):
+                parts.append(output.samples)
+                sent += len(output.samples)
+            else:
+                parts.append(np.zeros(output.count, np.int16))
+    found = np.concatenate(parts)
+    assert len(found) == len(pcm), "samples in are not samples out"
+    return found, sent
+
+
+def transcript(model: Any, pcm: np.ndarray) -> list[str]:
+    def packets() -> Iterator[np.ndarray]:
+        for at in range(0, len(pcm), 16_000):
+            yield pcm[at : at + 16_000]
+
+    text = ""
+    for result in model.stream(packets()):
+        text = result.text if result.is_final else text
+    return text.lower().split()
+
+
+def changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    return [
+        f"{' '.join(before[a:b]) or '-'} > {' '.join(after[c:d]) or '-'}"
+        for kind, a, b, c, d in matcher.get_opcodes()
+        if kind != "equal"
+    ]
+
+
+def calls(speech: Sequence[np.ndarray], duties: Sequence[float], model_name: str) -> list[dict[str, Any]]:
+    pool, config, rows = VoiceActivityPool(), GateConfig(), []
+    with asr_serve.load(model_name) as model:
+        for duty in duties:
+            pcm = call(speech, duty, np.random.default_rng(7))
+            heard, sent = gated(pcm, pool, config)
+            without, behind = transcript(model, pcm), transcript(model, heard)
+            differ = changes(without, behind)
+            rows.append(
+                {
+                    "name": f"asr-serve gate duty {duty:g}",
+                    "duty": duty,
+                    "call_s": round(len(pcm) / RATE_HZ, 1),
+                    "dropped_share": round(1 - sent / len(pcm), 4),
+                    "words": len(without),
+                    "words_changed": sum(max(len(s.split()) for s in each.split(" > ")) for each in differ),
+                    "changes": differ,
+                }
+            )
+            print({key: rows[-1][key] for key in ("name", "dropped_share", "words", "changes")}, file=sys.stderr)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with transcripts.tsv")
+    parser.add_argument("--json", type=Path, help="write the result here too")
+    parser.add_argument("--batches", default="1,64", help="callers of a step (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.4, help="CPU time of a contender in a round")
+    parser.add_argument("--clips", type=int, default=16, help="of each call")
+    parser.add_argument("--duties", default="0.6,0.35,0.15,0.05,0.02", help="shares of speech; none: speed alone")
+    parser.add_argument("--model", default="moonshine-tiny-en")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    speech = [clip.audio for clip in clips.load(args.data, args.clips)]
+    facts = machine.describe(threads=1, packages=("wasmtime", "silero-vad"))
+    rows = speed(
+        to_int16(np.concatenate(speech)), [int(each) for each in args.batches.split(",")], args.rounds, args.seconds
+    )
+    duties = [float(each) for each in args.duties.split(",") if each != "none"]
+    rows += calls(speech, duties, args.model) if duties else []
+    machine.tell(args.json, {"bench": "edge_vad", "machine": facts, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The edge: RTP from browsers and telephone networks, and voice activity, before an engine hears the audio."""

@@ -1,0 +1,1 @@
+"""WebAssembly modules: vad.wasm with its source and its builder."""

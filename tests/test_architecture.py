@@ -70,7 +70,16 @@ LEAVES = {
     # one package of Ray's own: the application, its replicas, the router, control
     "ray": {
         f"cluster/{name}.py"
-        for name in ("__init__", "application", "attachments", "control", "engine_replica", "ingress", "request_router")
+        for name in (
+            "__init__",
+            "application",
+            "attachments",
+            "autoscaling_policy",
+            "control",
+            "engine_replica",
+            "ingress",
+            "request_router",
+        )
     },
     "sounddevice": {"api/cli/io/microphone.py", "api/cli/io/loudspeaker.py"},  # what is heard, what is played
     "transformers": {"decoding/language_model/causal_scorer.py"},

@@ -75,6 +75,24 @@ class EngineMetrics:
         failed = counter("asr_serve_failed_steps_total", "Steps that raised an error.", ("model", "stage"))
         self.failed_steps = {stage: failed.labels(model, stage) for stage in STAGES}
 
+        self.occupied_seconds = counter(
+            "asr_serve_occupied_seconds_total",
+            "Time of steps, each times the used share of its capacity: its rate is the occupancy of the device.",
+            ("model",),
+        ).labels(model)
+        self._model = model
+        # What an engine cannot measure has no sample: 0 would mean that an accelerator is idle.
+        self._accelerator = gauge(
+            "asr_serve_accelerator_utilization_ratio",
+            "Share of the last moments in which the accelerator computed anything.",
+            ("model",),
+        )
+        self._collectives = counter(
+            "asr_serve_collective_seconds_total",
+            "Time in collectives of a decoder that is split over processes, as rank 0 sees it.",
+            ("model",),
+        )
+
         self.pages = gauge("asr_serve_pages", "Pages of decoder memory there are.", ("model",)).labels(model)
         self.pages_used = gauge(
             "asr_serve_pages_used", "Pages of decoder memory that are lent out.", ("model",)
@@ -182,6 +200,14 @@ class EngineMetrics:
             "Streams whose state was lost while they slept, and that were heard again or given up.",
             ("model",),
         ).labels(model)
+
+    def set_accelerator(self, utilization: float) -> None:
+        """Sets the utilization, 0..1, of the accelerator of an engine that has one."""
+        self._accelerator.labels(self._model).set(utilization)
+
+    def add_collectives(self, seconds: float) -> None:
+        """Adds time in collectives, for an engine that has some."""
+        self._collectives.labels(self._model).inc(max(0.0, seconds))
 
     def render(self) -> bytes:
         """Render the registry as Prometheus text, for `render_exposition` in the server."""
@@ -315,6 +341,17 @@ class ServerMetrics:
             "Time that streams' audio waited on their way to another engine process, all together.",
             ("model",),
         )
+        self.queue_requests = gauge(
+            "asr_serve_ingress_queue_requests",
+            "Utterances and sentences that this server has admitted and no engine has begun.",
+            ("model",),
+        )
+        self.queue_capacity = gauge(
+            "asr_serve_ingress_queue_capacity_requests", "Requests that this server admits at once.", ("model",)
+        )
+        self.backlog_seconds = gauge(
+            "asr_serve_backlog_seconds", "Audio that this server has admitted and not answered.", ("model",)
+        )
         self.ring_slots = gauge("asr_serve_ring_slots", "Slots of the ring of audio to the engine.", ("model",))
         self.ring_depth = gauge("asr_serve_ring_depth", "Slots written and not yet read.", ("model",))
         self.ring_full_waits = counter(
@@ -347,6 +384,9 @@ class ServerMetrics:
             self.live_turnaround,
             self.engine_restarts,
             self.migration_seconds,
+            self.queue_requests,
+            self.queue_capacity,
+            self.backlog_seconds,
             self.ring_slots,
             self.ring_depth,
             self.ring_full_waits,

@@ -146,6 +146,7 @@ def test_the_dashboard_is_one_that_grafana_imports() -> None:
         "Below the device",
         "Speech",
         "Stored sessions",
+        "Scaling",
     ]
     datasource, model = DASHBOARD["templating"]["list"]
     assert (datasource["name"], datasource["type"], datasource["query"]) == ("datasource", "datasource", "prometheus")

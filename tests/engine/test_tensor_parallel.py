@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -282,6 +283,9 @@ def test_a_rank_killed_under_load_is_restarted_with_all_others_and_every_request
 def test_a_rank_that_dies_while_nothing_runs_is_noticed(start: Start) -> None:
     split = start(WHISPER, 2, process=True)
     wanted = recognize(split, CLIPS[WHISPER][1])
+    totals = dict(re.findall(rb"^asr_serve_(\w+)_seconds_total{.*} (\S+)$", backend_of(split).report().metrics, re.M))
+    assert 0 < float(totals[b"collective"]) < float(totals[b"occupied"])
+    wait_until(lambda: backend_of(split).report().load.collectives is not None)
     ranks_below(engine_pid(split))[0].kill()
     wait_until(lambda: backend_of(split).restarts == 1)
     expect_same(recognize(split, CLIPS[WHISPER][1]), wanted)

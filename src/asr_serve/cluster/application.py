@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +13,10 @@ import ray
 from ray import serve
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from asr_serve import __version__
+from asr_serve.cluster.autoscaling_policy import EngineAutoscalingPolicy
 from asr_serve.cluster.cluster_config import ClusterConfig, ModelDeployment, engine_config
 from asr_serve.cluster.engine_replica import EngineReplica
 from asr_serve.cluster.ingress import Ingress
@@ -27,6 +29,8 @@ KEY_NAME = b"asr-serve cluster key"
 MAX_CONTROL_CALLS = 1_024
 """Control calls of one replica at once: an attached ingress is one."""
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 30.0
+LOOK_BACK_REPORTS = 3
+"""Reports that Ray Serve keeps of a replica; the policy reads the last one."""
 SHUTDOWN_MARGIN_S = 15.0
 """Time beyond `drain_s` after which Ray Serve ends a replica under callers."""
 
@@ -81,6 +85,30 @@ def cluster_key() -> bytes:
     return bytes(key)
 
 
+def replica_options(chosen: ModelDeployment) -> dict[str, Any]:
+    """Options of a deployment: the number of its replicas, or the policy that decides it."""
+    if (settings := chosen.autoscale) is None:
+        return {"num_replicas": chosen.replicas}
+    policy = AutoscalingPolicy(
+        policy_function=f"{EngineAutoscalingPolicy.__module__}:{EngineAutoscalingPolicy.__name__}",
+        policy_kwargs={"settings": msgspec.to_builtins(settings), "has_ingress": chosen.role != "encode"},
+    )
+    with warnings.catch_warnings():
+        # Without metrics_interval_s, replicas report every 10 s, or as the environment of each process says.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        config = AutoscalingConfig(
+            min_replicas=settings.min_replicas,
+            max_replicas=settings.max_replicas,
+            policy=policy,
+            metrics_interval_s=settings.report_s,
+            look_back_period_s=LOOK_BACK_REPORTS * settings.report_s,
+            # Delays are the policy's own.
+            upscale_delay_s=0,
+            downscale_delay_s=0,
+        )
+    return {"autoscaling_config": config}
+
+
 def _served(config: ClusterConfig, chosen: ModelDeployment, key: bytes, reach: str) -> Application:
     """Deployment that requests go to, with the one that encodes for it where the model is split."""
     encoders = config.encoders(chosen.model)
@@ -101,7 +129,7 @@ def _model(
     deployment = serve.deployment(
         EngineReplica,
         name=chosen.deployment,
-        num_replicas=chosen.replicas,
+        **replica_options(chosen),
         max_ongoing_requests=MAX_CONTROL_CALLS,
         ray_actor_options={"num_cpus": chosen.cpus, "num_gpus": chosen.gpus},
         health_check_period_s=HEALTH_PERIOD_S,

@@ -10,6 +10,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from asr_serve.cluster.autoscaling import MAX_REPLICAS, AutoscaleSettings, Replicas
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.config_sources import TABLES, SettingValue, all_settings, build_config, unknown_setting_error
 from asr_serve.engine.process.server_handshake import MAX_SERVERS
@@ -20,8 +21,6 @@ from asr_serve.types import DeviceName, DtypeName, Name, NonEmptyText, PositiveI
 
 Reach = Literal["machine", "network"]
 """Reach of a replica: servers of its machine alone connect to it, or others too."""
-MAX_REPLICAS = 4_096
-Replicas = Annotated[int, Meta(ge=1, le=MAX_REPLICAS)]
 MAX_INGRESSES = MAX_SERVERS // 2
 """Every ingress is connected to every engine; while a release replaces them, there may be two of each."""
 Ingresses = Annotated[int, Meta(ge=1, le=MAX_INGRESSES)]
@@ -56,13 +55,27 @@ class ModelDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Data type. None: that of `serve`."""
     weights: NonEmptyText | None = None
     """Checkpoint folder, on every machine where a replica may run. None: the model's own weights."""
+    autoscale: AutoscaleSettings | None = None
+    """Autoscaling. None: `replicas`, or as many as `cluster scale` sets."""
 
     def __post_init__(self) -> None:
         for role in SPLIT_ROLES:
             if self.model.endswith(f":{role}"):
                 model = self.model.removesuffix(f":{role}")
                 raise OptionError(f"model={self.model}", f"model={model} and role={role}", param="models")
-        check_replicas(self.deployment, self.role, self.replicas)
+        check_replicas(self.deployment, self.role, self.autoscale.max_replicas if self.autoscale else self.replicas)
+        if self.autoscale is not None and self.replicas != 1:
+            raise OptionError(
+                f"models: {self.deployment} with replicas={self.replicas} and autoscale",
+                "one of the two",
+                "set autoscale.min_replicas: it begins with that many",
+                param="models",
+            )
+
+    @property
+    def first_replicas(self) -> int:
+        """Replicas at the start."""
+        return self.replicas if self.autoscale is None else self.autoscale.min_replicas
 
     @property
     def deployment(self) -> str:
@@ -151,6 +164,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def encoders(self, model: str) -> ModelDeployment | None:
         """Deployment that encodes for that model's decode replicas; None for a model that is not split."""
         return next((each for each in self.models if each.model == model and each.role == "encode"), None)
+
+    @property
+    def autoscales(self) -> bool:
+        """Whether a policy scales a model."""
+        return any(each.autoscale is not None for each in self.models)
 
     def server(self) -> ServeConfig:
         """Settings of the server. Raises OptionError."""

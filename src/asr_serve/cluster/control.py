@@ -27,7 +27,7 @@ from asr_serve.cluster.cluster_config import (
     check_replicas,
     find_deployment,
 )
-from asr_serve.errors import EngineClosed, OptionError
+from asr_serve.errors import EngineClosed, NotAllowed, OptionError
 
 OBJECT_STORE_BYTES = 100 << 20
 """Memory of Ray's objects on a machine where `up` starts Ray: control calls need little, and audio none."""
@@ -48,6 +48,8 @@ class ModelStatus(NamedTuple):
     wanted: int
     detail: dict[str, Any]
     """State of its replicas as the ingress sees them; empty without an ingress."""
+    limits: tuple[int, int] | None = None
+    """Fewest and most replicas of a model that a policy scales."""
 
 
 def start_ray(address: str | None, cpus: int | None) -> bool:
@@ -94,7 +96,8 @@ def deploy(config: ClusterConfig, stop: threading.Event, *, local: bool, wait_s:
         application,
         name=APPLICATION,
         route_prefix=None,
-        external_scaler_enabled=True,
+        # Ray Serve has one or the other: `scale`, or policies.
+        external_scaler_enabled=not config.autoscales,
         logging_config={"enable_access_log": False},
     )
     serve.run_many([target], wait_for_applications_running=False)
@@ -142,7 +145,7 @@ def statuses() -> list[ModelStatus]:
             role, details = INGRESS, described
         running = sum(count for state, count in status.replica_states.items() if str(state).endswith("RUNNING"))
         wanted = sum(status.replica_states.values())
-        found.append(ModelStatus(name, role, str(status.status.value), running, wanted, details))
+        found.append(ModelStatus(name, role, str(status.status.value), running, wanted, details, _limits(name)))
     return found
 
 
@@ -172,8 +175,22 @@ def scale(name: str, replicas: int) -> str:
         raise OptionError(f"{replicas} ingresses", f"1 to {MAX_INGRESSES}")
     check_replicas(deployment, "decode" if found[deployment] == "decode" else None, replicas)
     controller = _get_global_client()._controller
+    if not ray.get(controller.get_external_scaler_enabled.remote(APPLICATION)) or _limits(deployment) is not None:
+        raise NotAllowed(
+            f"scaling {deployment} by hand: a policy scales models of this cluster",
+            "one of both in a cluster, since Ray Serve has no mixture",
+            "change replicas or autoscale in the cluster file, then: asr-serve cluster upgrade",
+        )
     ray.get(controller.update_deployment_replicas.remote(DeploymentID(deployment, APPLICATION), replicas))
     return deployment
+
+
+def _limits(deployment: str) -> tuple[int, int] | None:
+    """Fewest and most replicas of a deployment that a policy scales; None for another."""
+    controller = _get_global_client()._controller
+    config = ray.get(controller.get_deployment_config.remote(DeploymentID(deployment, APPLICATION)))
+    scaled = None if config is None else config.autoscaling_config
+    return None if scaled is None else (scaled.min_replicas, scaled.max_replicas)
 
 
 def wait_scaled(model: str, replicas: int, wait_s: float) -> None:

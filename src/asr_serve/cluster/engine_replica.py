@@ -95,6 +95,14 @@ class EngineReplica:
         described = await asyncio.to_thread(self._engine.describe)
         return {"pid": os.getpid(), "engine_pid": self._engine.pid, "node": self._node_id, **described}
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Load of the engine, for Ray Serve, which calls this on replicas of deployments that are autoscaled. What is
+        not measured is absent."""
+        report = await asyncio.to_thread(self._engine.report)
+        if report is None:
+            return {}
+        return {name: value for name, value in msgspec.structs.asdict(report.load).items() if value is not None}
+
     async def tokenizer_files(self, replica_id: str | None = None) -> dict[str, bytes]:
         """Files beside the model's weights that a server on another machine needs for text."""
         return await asyncio.to_thread(read_small_files, self._engine.ready.tokenizer_folder)

@@ -177,17 +177,20 @@ class Ingress:
             backend = engine.client.backend
             assert isinstance(backend, ReplicatedBackend)
             reports = await asyncio.to_thread(backend.reports)
+            queue = backend.queue_state
             models[engine.name] = {
                 "role": engine_role(engine.card_of_any_kind),
                 "state": engine.state,
                 "lost_connections": backend.restarts,
                 "audio_hits": backend.audio_hits,
+                "queue": {"waiting": queue.waiting, "capacity": engine.client.config.max_requests},
                 "moved": {" ".join(labels): count for labels, count in backend.moved.items()},
                 "replicas": {
                     replica_id: {
                         "queued_samples": load.queued_samples,
                         "sessions": load.sessions,
                         "requests": reports[replica_id].describe.get("requests") if replica_id in reports else None,
+                        "load": msgspec.structs.asdict(reports[replica_id].load) if replica_id in reports else {},
                         "peers": reports[replica_id].describe.get("peers") if replica_id in reports else None,
                     }
                     for replica_id, load in backend.loads.items()

@@ -162,6 +162,7 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     encode_frames = 1_280
     frame_block = 128
+    rows_cost_time = True
     language_models = True
 
     def __init__(
@@ -282,6 +283,9 @@ class CpuDevice:
 
     def capture(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         return function
+
+    def utilization(self) -> None:
+        return None
 
     def describe(self) -> dict[str, Any]:
         core = kernels.core()

@@ -123,6 +123,7 @@ class CudaDevice:
     encode_frames = 16_384
     frame_block = 256
     encoder_threads = 0
+    rows_cost_time = False
     language_models = True
 
     def __init__(
@@ -232,6 +233,9 @@ class CudaDevice:
     def capture(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         return CudaGraphFunction(function)
 
+    def utilization(self) -> float | None:
+        return _utilization(self.torch_device)
+
     def describe(self) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(self.torch_device)
         return {
@@ -245,6 +249,19 @@ class CudaDevice:
             "tensor_parallel_size": self.group.size,
             "products": "8-bit weights, widened in the product" if self.quantize == "int8" else self.dtype_name,
         }
+
+
+def _utilization(device: torch.device) -> float | None:
+    """Utilization of a device by NVML; None without pynvml (nvidia-ml-py), which is optional, and where NVML does not
+    measure, as of a part of a device (MIG)."""
+    try:
+        from pynvml import NVMLError  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError:
+        return None
+    try:
+        return torch.cuda.utilization(device) / 100
+    except (NVMLError, RuntimeError):
+        return None
 
 
 @cache

@@ -71,6 +71,8 @@ class Device(Protocol):
     """Batches of frames are padded to a multiple of this, so that few shapes occur."""
     encoder_threads: int
     """Encode batches that may run beside the decoder, each on its own thread; 0 where the device does one at a time."""
+    rows_cost_time: bool
+    """Whether a step takes the time that its rows need. False: about as long with one row as with all of them."""
     language_models: bool
     """Whether causal language models are computed on it. False: another engine computes them (engine/vllm), and they
     keep their tensors for it as they came."""
@@ -136,6 +138,10 @@ class Device(Protocol):
 
     def capture(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         """Returns the same function, recorded for each shape of its arguments where the device can replay it."""
+
+    def utilization(self) -> float | None:
+        """Share of the last moments, 0..1, in which an accelerator computed anything; None where there is none, or
+        nothing that measures it. Any thread may call it."""
 
     def describe(self) -> dict[str, Any]:
         """Description for `doctor` and logs."""

@@ -64,6 +64,7 @@ class Loop:
         error: AsrServeError = EngineClosed("the engine was closed")
         try:
             while self.running:
+                self.stats.begin_work()
                 self.drain()
                 if self.running and not self._step():
                     self._sleep()
@@ -87,8 +88,12 @@ class Loop:
         if not due_s and self.executor.idle:
             self.check()
         wait_s = max(0.0, min(due_s) - time.monotonic()) if due_s else None
+        if self.executor.idle and not self.vad_scheduler.step_in_flight:  # no other thread computes
+            self.stats.end_work()
         with contextlib.suppress(queue.Empty):
-            self.inbox.get(timeout=wait_s)(self)
+            job = self.inbox.get(timeout=wait_s)
+            self.stats.begin_work()
+            job(self)
 
     def drain(self) -> None:
         while True:

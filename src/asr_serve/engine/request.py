@@ -143,7 +143,7 @@ class VadScheduler:
         """Open sessions of live callers."""
         self.queued_windows = 0
         """Windows queued in all sessions."""
-        self._step_in_flight = False
+        self.step_in_flight = False
         """Whether a scheduled batch is not completed yet."""
         self._last_step_s = -VAD_STEP_INTERVAL_S
 
@@ -211,7 +211,7 @@ class VadScheduler:
     def due_s(self) -> float | None:
         """Time of the next step on the monotonic clock; None when nothing is queued, and while a step is in flight. A
         few windows wait for those of other sessions: a step costs as much for one as for VAD_STEP_WINDOWS."""
-        if self._step_in_flight or not self.queued_windows:
+        if self.step_in_flight or not self.queued_windows:
             return None
         return self._last_step_s + (VAD_STEP_INTERVAL_S if self.queued_windows < VAD_STEP_WINDOWS else 0.0)
 
@@ -235,7 +235,7 @@ class VadScheduler:
         for session, windows in batch:
             self._sessions[session.id] = self._sessions.pop(session.id)  # served sessions move to the back
             session.in_flight = windows
-        self._step_in_flight = bool(batch)
+        self.step_in_flight = bool(batch)
         return batch
 
     def complete(self, batch: VadBatch) -> list[int]:
@@ -243,7 +243,7 @@ class VadScheduler:
         indices = [index for index, (session, windows) in enumerate(batch) if session.in_flight is windows]
         for index in indices:
             batch[index][0].in_flight = None
-        self._step_in_flight = False
+        self.step_in_flight = False
         return indices
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from asr_serve import units
@@ -21,12 +22,20 @@ class EngineStats:
         self.cache_hits = {"answer": 0, "audio": 0, "none": 0}
         self.positions_reused = self.evictions = 0
         self.spoken_s = 0.0
+        self.waited_s, self.waited = 0.0, 0
+        """Total queue time of requests that somebody waits for, and their number: all but bulk ones."""
+        self.filled_s = 0.0
+        """Total time of steps, each times the used share of its capacity."""
+        self._work: tuple[float, float | None] = (0.0, None)
+        """Total time with work until the loop waited last, and since when it has had some: one attribute, for other
+        threads."""
         stages = ("vad", "chunk", "encode", "verify", "decode", "hotwords", "speak", "turn", "speakers")
         self.spent_s = dict.fromkeys(stages, 0.0)
 
     def record_step(self, stage: str, seconds: float, rows: int, fill: float) -> None:
         """Records one step of a stage: its rows, and the used share of its capacity."""
         self.spent_s[stage] += seconds
+        self.filled_s += seconds * fill
         if stage == "decode":
             self.steps += 1
             self.step_rows += rows
@@ -35,11 +44,30 @@ class EngineStats:
             self.metrics.batch_rows[stage].observe(rows)
             self.metrics.batch_fill[stage].observe(fill)
 
+    def begin_work(self) -> None:
+        """Records that the loop has work from now on. Idempotent."""
+        worked_s, since_s = self._work
+        if since_s is None:
+            self._work = worked_s, time.monotonic()
+
+    def end_work(self) -> None:
+        """Records that the loop has no work from now on, and waits. Idempotent."""
+        self._work = self.worked_s, None
+
+    @property
+    def worked_s(self) -> float:
+        """Total time in which the loop had work, up to now: a step may take seconds."""
+        worked_s, since_s = self._work
+        return worked_s if since_s is None else worked_s + time.monotonic() - since_s
+
     def record_failed_step(self, stage: str) -> None:
         if self.metrics is not None:
             self.metrics.failed_steps[stage].inc()
 
     def record_queue_time(self, priority: str, seconds: float) -> None:
+        if priority != "bulk":
+            self.waited_s += seconds
+            self.waited += 1
         if self.metrics is not None:
             self.metrics.queue[priority].observe(seconds)
 

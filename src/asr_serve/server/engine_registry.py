@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from asr_serve import units
 from asr_serve.audio.input_manifest import InputItem
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.decoding.language_model.sentence_scorer import SentenceScorer
@@ -189,6 +190,10 @@ class ModelEngine:
         metrics.live_turnaround.labels(self.name).set(self.client.partial_rate.turnaround_ms / 1_000)
         if not isinstance(backend, ProcessBackend | ReplicatedBackend):
             return b""
+        queue = backend.queue_state
+        metrics.queue_requests.labels(self.name).set(queue.waiting)
+        metrics.queue_capacity.labels(self.name).set(self.client.config.max_requests)
+        metrics.backlog_seconds.labels(self.name).set(units.samples_to_s(queue.backlog_samples))
         metrics.ring_slots.labels(self.name).set(backend.ring.slots)
         metrics.ring_depth.labels(self.name).set(backend.ring_depth)
         counters = {labels: metrics.migrations.labels(self.name, *labels) for labels in MIGRATIONS}

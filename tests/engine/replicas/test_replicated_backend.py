@@ -25,12 +25,12 @@ from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.cache.digest import audio_digest, keyed
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.engine_process import RingSize
-from asr_serve.engine.process.in_flight import InFlight, InFlightSession
+from asr_serve.engine.process.in_flight import InFlight, InFlightSession, InFlightStream, InFlightUtterance, queue_state
 from asr_serve.engine.process.messages import EngineAddress, EnginePing, EnginePong, ListenSpec, OpenVadSession
 from asr_serve.engine.process.server_handshake import greet_server
 from asr_serve.engine.replicas.backend import ReplicatedBackend, merge_metrics, replicated_backend
 from asr_serve.engine.replicas.remote_engine import RemoteEngine
-from asr_serve.engine.request import VadChunk
+from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.errors import AtCapacity, EngineClosed, PeerGone, PeerRefused
 
 MODEL = "moonshine-tiny-en"
@@ -457,6 +457,52 @@ def test_a_silent_server_is_disconnected_and_leaves_nothing(launch, same_machine
     finally:
         engine.close()
     wait_until(lambda: nothing_left(owners))
+
+
+def test_an_engine_reports_the_queues_of_its_servers(launch, connect):
+    owners = launch()
+    backend = backend_of(owners[0])
+    assert (backend.report().load.backlog_s, backend.report().load.ingress_queue) == (None, None)
+    servers = [
+        RemoteEngine.connect(address_of(owners[0]), KEY, RING, same_machine=True, name=f"server {number}")
+        for number in range(2)
+    ]
+    try:
+        for server, samples, fill in zip(servers, (16_000, 40_000), (0.25, 0.75), strict=True):
+            server.wait_ready()
+            server.send(EnginePing(60.0, samples, fill))
+        wait_until(lambda: backend.report().load.backlog_s == 3.5)
+        assert backend.report().load.ingress_queue == 0.75, "of the fullest one"
+    finally:
+        for server in servers:
+            server.close()
+    wait_until(lambda: backend.report().load.backlog_s is None)
+    client, _ = connect(owners, silent_s=2.5)
+    wait_until(lambda: backend.report().load.backlog_s == 0.0)
+    load = backend.report().load
+    assert (load.ingress_queue, load.sessions, load.accelerator, load.collectives) == (0.0, 0.0, None, None)
+    wait_until(lambda: backend.report().load.occupancy is not None)
+    for name in (b"accelerator_utilization_ratio", b"collective_seconds_total"):
+        assert b"asr_serve_%s{" % name not in backend.report().metrics, "what there is not has no sample"
+    session = client.open_vad_session()
+    answer_of(session)
+    assert max(backend_of(owner).report().load.sessions for owner in owners) == pytest.approx(1 / 6)
+    session.close()
+
+
+def test_work_that_no_engine_has_begun_fills_the_queue():
+    backlog = InFlight()
+    for number, pcm in enumerate(CLIPS[:4]):
+        backlog.submit(InFlightUtterance(RecognitionRequest(number, pcm, len(pcm), ONCE, "bulk", Future())))
+    backlog.requests[0].started = True
+    backlog.open(9, stream := InFlightStream(True, None, False))
+    stream.append_chunk(StreamChunk(9, CLIPS[5], False, Future()))
+    state = queue_state([backlog, InFlight()])
+    waiting_samples = sum(map(len, CLIPS[1:4]))
+    assert state == (3, waiting_samples, sum(map(len, CLIPS[:4])) + len(CLIPS[5]))
+    assert state.fill(4, 1 << 30) == 0.75
+    assert state.fill(4_000, 2 * waiting_samples) == 0.5, "a queue is as full as its fuller measure"
+    assert state.fill(1, 1) == 1.0
 
 
 def test_who_does_not_know_the_key_is_turned_away(launch):

@@ -56,7 +56,7 @@ def up(
     local = control.start_ray(address, cpus)
     with control.signals() as stop:  # Ray has handlers of its own, which are replaced
         described = control.deploy(chosen, stop, local=local, wait_s=wait_s)
-        names = ", ".join(f"{each.replicas} x {each.deployment}" for each in chosen.models)
+        names = ", ".join(f"{each.first_replicas} x {each.deployment}" for each in chosen.models)
         url = described["url"]
         print_error(f"asr-serve cluster serves {names} on {url} {'(stop with ctrl-C)' if local else ''}")
         print_error("")
@@ -91,7 +91,8 @@ def status(address: Address = "auto", as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps([each._asdict() for each in found], indent=2))
         return
-    print_table(("DEPLOYMENT", "ROLE", "STATE", "RUNNING", "REPLICA", "QUEUED S", "SESSIONS"), list(_rows(found)))
+    loads = ("QUEUED S", "SESSIONS", "WAIT S", "BUSY", "GPU", "COLLECTIVES")
+    print_table(("DEPLOYMENT", "ROLE", "STATE", "RUNNING", "REPLICA", *loads), list(_rows(found)))
 
 
 @app.command("scale")
@@ -170,12 +171,25 @@ def drain(address: Address = "auto") -> None:
 
 def _rows(found: list[ModelStatus]) -> Any:
     for each in found:
-        head = (each.name, each.role, each.state, f"{each.replicas} of {each.wanted}")
+        limits = "" if each.limits is None else " ({} to {})".format(*each.limits)
+        head = (each.name, each.role, each.state, f"{each.replicas} of {each.wanted}{limits}")
         replicas = each.detail.get("replicas", {})
         if not replicas:
             peers = each.detail.get("peers")
             connected = [f"{address}: {counts.get('ready', 0)} connected" for address, counts in (peers or {}).items()]
-            yield (*head, each.detail.get("url", ", ".join(connected)), "", "")
-        for replica_id, load in replicas.items():
-            yield (*head, replica_id, f"{load['queued_samples'] / 16_000:.1f}", str(load["sessions"]))
+            yield (*head, each.detail.get("url", ", ".join(connected)), *6 * ("",))
+        for replica_id, replica in replicas.items():
+            load = replica["load"]
+            backlog_s = load.get("backlog_s")  # of all ingresses
+            if backlog_s is None:
+                backlog_s = replica["queued_samples"] / 16_000
+            shares = (load.get(name) for name in ("occupancy", "accelerator", "collectives"))
+            yield (
+                *head,
+                replica_id,
+                f"{backlog_s:.1f}",
+                str(replica["sessions"]),
+                "" if load.get("queue_s") is None else f"{load['queue_s']:.2f}",
+                *("" if share is None else f"{share:.0%}" for share in shares),
+            )
             head = ("", "", "", "")

@@ -28,7 +28,9 @@ from asr_serve.engine.process.in_flight import (
     InFlightStream,
     InFlightUtterance,
     PendingAnswer,
+    QueueState,
     SoundAnswer,
+    queue_state,
     unanswered_query,
 )
 from asr_serve.engine.process.supervisor import Supervisor
@@ -116,6 +118,12 @@ class ProcessBackend:
     @property
     def ring_full_waits(self) -> int:
         return writer.full_waits if (writer := self._ring_writer) else 0
+
+    @property
+    def queue_state(self) -> QueueState:
+        """Work that is not answered."""
+        with self._lock:
+            return queue_state(self._supervisor.in_flights)
 
     @property
     def _current(self) -> InFlight:

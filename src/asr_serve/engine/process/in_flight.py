@@ -354,6 +354,33 @@ def chunk_message(number: int, piece: VadChunk | StreamChunk) -> messages.ToEngi
     return messages.AppendVadAudio(piece.session, number, len(piece.pcm))
 
 
+class QueueState(NamedTuple):
+    """Work that is not answered."""
+
+    waiting: int
+    """Requests that no engine has begun."""
+    waiting_samples: int
+    """Audio of these."""
+    backlog_samples: int
+    """Audio of all requests and of the chunks of streams."""
+
+    def fill(self, max_requests: int, max_samples: int) -> float:
+        """Used share, 0..1, of a queue of that many requests and that much audio."""
+        return min(1.0, max(self.waiting / max_requests, self.waiting_samples / max_samples))
+
+
+def queue_state(in_flights: Iterable[InFlight]) -> QueueState:
+    """Work of these processes that is not answered. Call it with their lock."""
+    waiting = waiting_samples = backlog_samples = 0
+    for in_flight in in_flights:
+        backlog_samples += in_flight.backlog_samples
+        for work in in_flight.requests.values():
+            if not work.started:
+                waiting += 1
+                waiting_samples += work.samples
+    return QueueState(waiting, waiting_samples, backlog_samples)
+
+
 MAX_DEATHS = 3
 """Deaths of processes that worked on a request after which it is rejected."""
 
@@ -377,6 +404,13 @@ class InFlight:
     def idle(self) -> bool:
         """Whether nothing is in flight."""
         return not (self.requests or self.sessions or self.queries)
+
+    @property
+    def backlog_samples(self) -> int:
+        """Audio of requests, and of chunks of streams, that is not answered."""
+        streams = [session for session in self.sessions.values() if isinstance(session, InFlightStream)]
+        chunks = sum(len(chunk.pcm) for stream in streams for _, chunk in stream.pending_chunks)
+        return self.requests.samples + chunks
 
     # --- to the process ---------------------------------------------------------------------------------
 

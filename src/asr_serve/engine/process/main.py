@@ -83,7 +83,9 @@ class EngineProcessServer:
                 meeting=meeting,
             )
             turn_runner = TurnRunner(turns, parts.device, loop.stats) if turns else None
-            facts = EngineFacts(loop, turn_runner, metrics)
+            ranks = parts.ranks
+            collectives_s = None if ranks is None else lambda: ranks.collectives_s
+            facts = EngineFacts(loop, turn_runner, metrics, collectives_s)
             if spec.servers is not None:
                 self._listener = ServerListener(spec.servers)
         except AsrServeError as failure:

@@ -198,9 +198,13 @@ class SetPeers(msgspec.Struct, frozen=True, tag=True):
 
 class EnginePing(msgspec.Struct, frozen=True, tag=True):
     """Requests an EnginePong, answered by the loop between two steps; for a server that did not start the engine, by
-    the thread that reads its messages. `silent_s`: time without a message after which this server counts as dead."""
+    the thread that reads its messages. `silent_s`: time without a message after which this server counts as dead.
+    `backlog_samples`: audio that this server has for this engine and that is not answered. `queue_fill`: used share,
+    0..1, of this server's queue for all engines of the model."""
 
     silent_s: float | None = None
+    backlog_samples: int = 0
+    queue_fill: float = 0.0
 
 
 class StopEngine(msgspec.Struct, frozen=True, tag=True):
@@ -371,12 +375,32 @@ class EngineLoadFailed(msgspec.Struct, frozen=True, tag=True):
     failure: ErrorMessage
 
 
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Load of an engine over its last seconds: what scaling decides by. None: not measured, or there is none."""
+
+    occupancy: float | None = None
+    """Used share of the capacity of its steps, 0..1."""
+    queue_s: float | None = None
+    """Mean queue time of requests that somebody waits for."""
+    backlog_s: float | None = None
+    """Audio that its servers have for it and that is not answered. None without a server."""
+    ingress_queue: float | None = None
+    """Used share, 0..1, of the fullest queue among its servers. None without a server."""
+    sessions: float | None = None
+    """Used share, 0..1, of its places for sessions or streams."""
+    accelerator: float | None = None
+    """Share of time, 0..1, in which its accelerator computes."""
+    collectives: float | None = None
+    """Share of time, 0..1, in collectives of a decoder that is split over processes."""
+
+
 class EngineReport(msgspec.Struct, frozen=True, tag=True):
-    """Counters of the engine, and its metrics as Prometheus text."""
+    """Counters of the engine, its metrics as Prometheus text, and its load."""
 
     number: int
     describe: dict[str, Any]
     metrics: bytes
+    load: EngineLoad = EngineLoad()
 
 
 class EngineLog(msgspec.Struct, frozen=True, tag=True):

@@ -7,14 +7,17 @@ import logging
 import math
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from asr_serve import units
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.engine.cache.digest import set_request_digests, set_window_digest
@@ -23,10 +26,13 @@ from asr_serve.engine.executor import StepGuard
 from asr_serve.engine.loop import Loop
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.connection import PcmSource, receive_buffer, send_buffer
+from asr_serve.engine.process.load_window import LoadTotals, LoadWindow
 from asr_serve.engine.process.message_sender import MessageSender, OutgoingMessage
 from asr_serve.engine.process.server_handshake import HANDSHAKE_S
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.engine.session_snapshot import SessionSnapshot
+from asr_serve.engine.streaming.executor import StreamingExecutor
+from asr_serve.engine.tts.executor import TtsExecutor
 from asr_serve.engine.tts.request import TtsRequest
 from asr_serve.engine.turn_runner import TurnRunner
 from asr_serve.errors import AsrServeError, AtCapacity, ModelNotLoaded, OutOfStep, PeerGone
@@ -45,19 +51,87 @@ SERVER_BITS = 40
 """Bits of a request's number in the loop that its server chose; the bits above are the server's own number."""
 
 
-class EngineFacts:
-    """Parts of the engine that every connection uses, and its metrics as text."""
+class ServerQueue(NamedTuple):
+    """Work of a server as it reported it last."""
 
-    def __init__(self, loop: Loop, turns: TurnRunner | None, metrics: EngineMetrics) -> None:
-        self.loop, self.turns, self._metrics = loop, turns, metrics
+    backlog_samples: int
+    """Audio for this engine that is not answered."""
+    fill: float
+    """Used share, 0..1, of its queue."""
+
+
+class EngineFacts:
+    """Parts of the engine that every connection uses, its load, and its metrics as text."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        turns: TurnRunner | None,
+        metrics: EngineMetrics,
+        collectives_s: Callable[[], float] | None = None,
+    ) -> None:
+        """`collectives_s`: total time of collectives, for a decoder that is split over processes."""
+        self.loop, self.turns, self._metrics, self._collectives_s = loop, turns, metrics, collectives_s
         self._text, self._rendered_s = b"", -math.inf
         self.servers = 0
         """Servers that did not start the engine and are connected to it."""
+        self._window = LoadWindow()
+        self._lock = threading.Lock()
+        """Lock of the window and of the counters: every connection has a thread."""
+        self._exported = LoadTotals(0.0, 0.0, 0)
+        """Totals that the counters of the metrics have."""
+        self.server_queues: Callable[[], list[ServerQueue]] = list
+        """Returns the work of the servers that did not start this engine."""
 
     @property
     def free_sessions(self) -> int:
         """Voice-activity sessions for which there is room. Reads single numbers of the loop, from any thread."""
         return self.loop.states.slots - self.loop.states.used
+
+    @property
+    def _totals(self) -> LoadTotals:
+        stats = self.loop.stats
+        occupied_s = stats.worked_s if self.loop.executor.device.rows_cost_time else stats.filled_s
+        collectives_s = None if self._collectives_s is None else self._collectives_s()
+        return LoadTotals(occupied_s, stats.waited_s, stats.waited, collectives_s)
+
+    def sample_load(self) -> None:
+        """Samples the load. Called with every ping: rates are over the last seconds."""
+        with self._lock:
+            self._window.sample(time.monotonic(), self._totals)
+
+    def load(self) -> messages.EngineLoad:
+        """Load over the last seconds. Reads only single numbers of the loop, from any thread."""
+        counters, states = self.loop.executor.report(), self.loop.states
+        with self._lock:
+            now_s, totals = time.monotonic(), self._totals
+            rates = self._window.rates(now_s, totals, counters["waiting"])
+            self._window.sample(now_s, totals)
+        servers = self.server_queues()
+        places = [(states.used, states.slots)]
+        if isinstance(self.loop.executor, StreamingExecutor | TtsExecutor):
+            places.append((counters["pages_used"], counters["pages"]))
+        shares = [used / total for used, total in places if total]
+        return messages.EngineLoad(
+            occupancy=None if rates is None else rates.occupancy,
+            queue_s=None if rates is None else rates.queue_s,
+            backlog_s=units.samples_to_s(sum(each.backlog_samples for each in servers)) if servers else None,
+            ingress_queue=max(each.fill for each in servers) if servers else None,
+            sessions=max(shares) if shares else None,
+            accelerator=self.loop.executor.device.utilization(),
+            collectives=None if rates is None else rates.collectives,
+        )
+
+    def _export_load(self) -> None:
+        """Updates the metrics of the load. What is not measured has no sample."""
+        with self._lock:
+            before, now = self._exported, self._totals
+            self._exported = now
+        self._metrics.occupied_seconds.inc(max(0.0, now.occupied_s - before.occupied_s))
+        if now.collectives_s is not None:
+            self._metrics.add_collectives(now.collectives_s - (before.collectives_s or 0.0))
+        if (utilization := self.loop.executor.device.utilization()) is not None:
+            self._metrics.set_accelerator(utilization)
 
     def metrics_text(self) -> bytes:
         """Metrics as Prometheus text, cached for REPORT_EVERY_S. Reads only single numbers of the loop, from any
@@ -72,6 +146,7 @@ class EngineFacts:
             metrics.requests["waiting"].set(counters["waiting"])
             metrics.requests["decoding"].set(counters["decoding"])
             metrics.requests["speaking"].set(counters.get("speaking", 0))
+            self._export_load()
             self._text, self._rendered_s = metrics.render(), now
         return self._text
 
@@ -93,6 +168,8 @@ class ServerLink:
         self._sender = MessageSender(name, self._write, max_messages=limits[0], max_bytes=limits[1])
         self._line = socket.socket(fileno=os.dup(pipe.fileno())) if number else None
         self._last_message_s, self._silent_s = time.monotonic(), HANDSHAKE_S
+        self.queue = ServerQueue(0, 0.0)
+        """Work of the server as it reported it last."""
         self._requests: set[int] = set()
         """Requests in the loop, by the loop's numbers."""
         self._sessions: set[int] = set()
@@ -249,12 +326,14 @@ class ServerLink:
                 question.future.add_done_callback(partial(self._on_speakers, number))
                 put(lambda loop: loop.diarization.submit(question))
             case messages.ReportQuery(number=number):
-                self.send(messages.EngineReport(number, loop.describe(), facts.metrics_text()))
+                self.send(messages.EngineReport(number, loop.describe(), facts.metrics_text(), facts.load()))
             case messages.SetPeers(number=number, addresses=addresses):
                 if not self.owns_engine:
                     raise OutOfStep("peers", "from who started the engine alone")
                 put(lambda loop: loop.peers.set_addresses(addresses, lambda: self.send(messages.PeersSet(number))))
             case messages.EnginePing(silent_s=silent_s):
+                self.queue = ServerQueue(message.backlog_samples, message.queue_fill)
+                facts.sample_load()
                 if self.owns_engine:  # which kills it where the loop hangs
                     put(lambda _: self.send(messages.EnginePong(facts.free_sessions, facts.servers)))
                 else:  # a long step is no lost connection

@@ -16,7 +16,7 @@ import msgspec
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.connection import PcmSource, PipePcmReader
 from asr_serve.engine.process.server_handshake import MAX_SERVERS, greet_server
-from asr_serve.engine.process.server_link import EngineFacts, ServerLink
+from asr_serve.engine.process.server_link import EngineFacts, ServerLink, ServerQueue
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.transfer.ring import PcmReader
 from asr_serve.transfer.tcp_options import configure_connection
@@ -70,6 +70,7 @@ class ServerListener:
 
     def start(self, facts: EngineFacts, ready: messages.EngineReady) -> None:
         """Accepts servers from now on. `ready`: their first message."""
+        facts.server_queues = self._queues
         for listener in self._sockets:
             threading.Thread(target=self._accept, args=(listener, facts, ready), name="servers", daemon=True).start()
         threading.Thread(target=self._watch, name="servers watch", daemon=True).start()
@@ -77,6 +78,11 @@ class ServerListener:
     def link(self, number: int) -> ServerLink | None:
         """Connection of that number, while it is open."""
         return self._links.get(number)
+
+    def _queues(self) -> list[ServerQueue]:
+        """Work of all connected servers."""
+        with self._lock:
+            return [link.queue for link in self._links.values()]
 
     def audio_changed(self, digest: bytes, cached: bool) -> None:
         """Tells all servers that audio is cached, or no longer. On the loop's thread."""

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from asr_serve import units
 from asr_serve.config import EngineConfig
 from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.engine.cache.digest import audio_digest, keyed
@@ -38,7 +39,9 @@ from asr_serve.engine.process.in_flight import (
     InFlightStream,
     InFlightUtterance,
     PendingAnswer,
+    QueueState,
     SoundAnswer,
+    queue_state,
     reject_chunks,
     unanswered_query,
 )
@@ -51,6 +54,7 @@ from asr_serve.types import LanguageModelChoice
 
 log = logging.getLogger(__name__)
 
+DEFAULT_CONFIG = EngineConfig()
 REPORT_TIMEOUT_S = 5.0
 FIRST_REPLICA_S = 1_800.0
 """Longest wait for the first replica: weights may come over a slow connection."""
@@ -127,8 +131,10 @@ class ReplicatedBackend:
         settings: ReplicaSettings,
         on_done: Callable[[int], None],
         on_stop: Callable[[], None],
+        config: EngineConfig = DEFAULT_CONFIG,
     ) -> None:
-        self._directory, self._settings = directory, settings
+        """`config`: limits of the queue, of which replicas are told the used share."""
+        self._directory, self._settings, self._config = directory, settings, config
         self._on_done, self._on_stop = on_done, on_stop
         self.ring = settings.ring
         self._lock = threading.Lock()
@@ -214,6 +220,12 @@ class ReplicatedBackend:
         with self._lock:
             others = any(replica.differs and not replica.draining for replica in self._replicas.values())
             return others and not self._takers
+
+    @property
+    def queue_state(self) -> QueueState:
+        """Work that is not answered."""
+        with self._lock:
+            return queue_state(self._in_flights)
 
     @property
     def share(self) -> float:
@@ -703,10 +715,12 @@ class ReplicatedBackend:
         """Pings all replicas, ends silent connections, and rejects work that no replica will do."""
         while not self._closing.wait(min(1.0, self._settings.silent_s / 5)):
             answers: list[PendingAnswer] = []
+            max_samples = units.s_to_samples(self._config.max_audio_s)
             with self._lock:
+                fill = queue_state(self._in_flights).fill(self._config.max_requests, max_samples)
                 for replica in self._replicas.values():
                     in_flight = replica.in_flight
-                    in_flight.send(messages.EnginePing(self._settings.silent_s))
+                    in_flight.send(messages.EnginePing(self._settings.silent_s, in_flight.backlog_samples, fill))
                     if in_flight.process is not None and in_flight.process.unresponsive:
                         log.error("replica %s was silent for %g s", replica.id, in_flight.process.hang_timeout_s)
                         in_flight.process.kill()
@@ -751,6 +765,6 @@ def replicated_backend(directory: ReplicaDirectory, settings: ReplicaSettings) -
     """`Connect` of EngineClient: the replicas of a directory."""
 
     def connect(config: EngineConfig, on_done: Callable[[int], None], on_stop: Callable[[], None]) -> ReplicatedBackend:
-        return ReplicatedBackend(directory, settings, on_done, on_stop)
+        return ReplicatedBackend(directory, settings, on_done, on_stop, config)
 
     return connect

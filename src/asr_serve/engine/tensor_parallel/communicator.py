@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -26,6 +28,53 @@ class _ProcessGroup(Protocol):
     def abort(self) -> None: ...
 
 
+class _HostClock:
+    """Context manager that measures collectives which the host waits for."""
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+        self._began_s = 0.0
+
+    def __enter__(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.spent_s += time.perf_counter() - self._began_s
+
+
+MAX_PENDING_EVENTS = 1_024
+"""Collectives that may be enqueued on a CUDA device beyond the last that is known to have ended; more are not
+measured."""
+
+
+class _CudaClock:
+    """Context manager that measures collectives on a CUDA device, by events in the stream that waits for them: the host
+    does not wait.
+
+    Not yet run on a CUDA device.
+    """
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._began: torch.cuda.Event | None = None
+
+    def __enter__(self) -> None:
+        while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
+            began, ended = self._pending.popleft()
+            self.spent_s += began.elapsed_time(ended) / 1_000
+        self._began = self._record() if len(self._pending) < MAX_PENDING_EVENTS else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._began is not None:
+            self._pending.append((self._began, self._record()))
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
 class ProcessGroupCommunicator:
     """Communicator over a process group of its own, beside any other in the process."""
 
@@ -46,16 +95,24 @@ class ProcessGroupCommunicator:
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
             made = dist.ProcessGroupGloo(store, self._rank, self._size, gloo)
         self._group: _ProcessGroup | None = cast(_ProcessGroup, made)
+        self._clock = _CudaClock() if device.torch_device.type == "cuda" else _HostClock()
         # Also connects NCCL, which does so at its first collective.
         self.all_reduce(torch.zeros(1, device=device.torch_device))
 
+    @property
+    def spent_s(self) -> float:
+        """Total time of collectives, waiting for other ranks included."""
+        return self._clock.spent_s
+
     def all_reduce(self, x: Tensor) -> None:
-        self._open.allreduce([x]).wait()
+        with self._clock:
+            self._open.allreduce([x]).wait()
 
     def gather(self, x: Tensor) -> list[Tensor]:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self._size)] if self._rank == 0 else []
-        self._open.gather([parts] if parts else [], [x]).wait()
+        with self._clock:
+            self._open.gather([parts] if parts else [], [x]).wait()
         return parts
 
     def abort(self) -> None:

@@ -86,6 +86,11 @@ class RankProcesses:
         """Ids of the processes, rank 1 first."""
         return [each.process.pid for each in self._ranks]
 
+    @property
+    def collectives_s(self) -> float:
+        """Total time of collectives as rank 0 sees them, waiting for other ranks included. Any thread may read it."""
+        return 0.0 if self._communicator is None else self._communicator.spent_s
+
     def connect(self, device: Device) -> None:
         """Waits until all ranks have loaded their weights, and connects the device's group. Raises RankLost."""
         deadline_s = time.monotonic() + LOAD_TIMEOUT_S

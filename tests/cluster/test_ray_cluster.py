@@ -45,6 +45,8 @@ class RunningCluster:
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("ASR_SERVE_", "RAY_"))}
         # Ray makes a token for a cluster that it starts, and asks for it only where it is told to.
         environ["RAY_AUTH_MODE"] = "token"
+        # Memory that other programs take would have Ray kill replicas.
+        environ["RAY_memory_monitor_refresh_ms"] = "0"
         self.environ = environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [*MAIN, "cluster", "up", "--config", str(self.file), "--cpus", "2"]
         with self.log.open("w") as out:

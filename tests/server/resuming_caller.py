@@ -38,7 +38,7 @@ class Caller:
 
     def say(self, until: float, wait_s: float = 0.0) -> None:
         """Send up to that share of the audio."""
-        end = int(until * len(self.pcm)) // 2 * 2
+        end = len(self.pcm) if until >= 1 else int(until * len(self.pcm)) // 2 * 2
         while self.at < end:
             size = min(3_200, end - self.at)
             self.line.send(self.pcm[self.at : self.at + size])

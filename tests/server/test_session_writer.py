@@ -16,6 +16,7 @@ from asr_serve.pipelines.live.session_state import LiveSessionState
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.protocols.stream.client_messages import NewSessionRequest
 from asr_serve.protocols.stream.server_events import EncodedEvent
+from asr_serve.server.realtime.stream import journal as stream_journal
 from asr_serve.server.realtime.stream.journal import SessionJournal, Settled
 from asr_serve.server.sessions.cipher import AesGcmCipher, NoCipher, Unreadable
 from asr_serve.server.sessions.records import (
@@ -41,12 +42,15 @@ class Source:
     def __init__(self) -> None:
         self.received_samples = self.needed_from_samples = self.last_seq = 0
         self.released: list[tuple[int, int, bool]] = []
-        self.broken = self.claimed = self.failed = False
+        self.broken = self.claimed = self.failed = self.busy = False
         self.exports = 0
 
     def export_checkpoint(self) -> SessionCheckpoint | None:
+        """None while it is busy."""
         if self.broken:
             raise RuntimeError("it is broken")
+        if self.busy:
+            return None
         self.exports += 1
         fields = dict.fromkeys(LiveSessionState.__struct_fields__) | {"audio_from": self.needed_from_samples}
         return SessionCheckpoint(LiveSessionState(**fields), self.last_seq, "", 0, None, [], False, None)
@@ -183,6 +187,30 @@ async def test_a_writer_that_fails_lets_its_sessions_continue_in_memory(redis):
         assert source.released[-1] == (2 * RATE_HZ, RATE_HZ, False)
 
 
+async def test_events_of_a_stored_session_wait_for_its_state_and_it_continues_from_what_is_stored(redis, monkeypatch):
+    monkeypatch.setattr(stream_journal, "BLOCKED_S", 0.2)
+    monkeypatch.setattr(stream_journal, "UNEXPORTABLE_S", 1.0)
+    async with writing(redis) as writer:
+        stored, new = Source(), Source()
+        journal = journal_of(writer, stored, "a")
+        assert await journal.settle() is Settled.STORED
+        told = len(stored.released)
+        stored.busy = new.busy = True
+        stored.last_seq = 1
+        journal.on_change()
+        journal_of(writer, new, "b")  # nobody has an older state of that one
+        await until(lambda: bool(new.released))
+        assert await journal.settle() is Settled.BLOCKED
+        assert len(stored.released) == told
+        assert not stored.failed
+        await until(lambda: stored.failed)
+        assert len(stored.released) == told
+        assert not new.failed
+        new.busy = False
+        await until(lambda: new.released[-1][2])
+        assert redis.client.exists("test:{a}")  # as it was: a server may continue it
+
+
 def write_of(session_id: str, last_seq: int, *, whole: bool = False) -> SessionWrite:
     source = Source()
     source.last_seq = last_seq
@@ -246,4 +274,17 @@ async def test_a_claim_holds_for_the_epoch_that_was_read(redis):
         assert isinstance(claimed, StoredSession)
         assert (claimed.epoch, claimed.checkpoint.last_seq) == (2, 2)
         assert await store.claim("a", "client of mine", read.epoch, TTL_MS) is None
+        assert await store.write([write_of("a", 3)]) == [WriteOutcome.REFUSED]
+
+
+async def test_a_claim_that_is_given_back_leaves_its_owner_the_session(redis):
+    async with encrypted(redis) as store:
+        await store.write([write_of("a", 1, whole=True)])
+        claimed = await store.claim("a", "client of mine", 1, TTL_MS)
+        assert isinstance(claimed, StoredSession)
+        await store.unclaim("a", claimed.epoch)
+        assert await store.write([write_of("a", 2)]) == [WriteOutcome.WRITTEN]
+        assert isinstance(await store.claim("a", "client of mine", 1, TTL_MS), StoredSession)
+        assert isinstance(await store.claim("a", "client of mine", 2, TTL_MS), StoredSession)
+        await store.unclaim("a", 2)  # another server has it since
         assert await store.write([write_of("a", 3)]) == [WriteOutcome.REFUSED]

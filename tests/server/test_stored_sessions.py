@@ -19,6 +19,7 @@ from running_server import Running, eventually
 from server_process import Serving
 from stream_client import Event, Http2, Line, WebSocket, expect_sound, numbered, pcm_of, pour, segments, whole
 
+from asr_serve.audio.encode.stream_encoder import AudioEncoder
 from asr_serve.config import SessionsConfig
 
 RESUME_S = 5.0
@@ -112,6 +113,56 @@ def test_flushes_telephony_and_words_go_along(pair, shared_server: Running, pcm:
     assert sum(event["type"] == "flushed" for event in caller.told) == 1
     heard, expected = ([w["text"] for e in told for w in e.get("words", [])] for told in (caller.told, alone))
     assert heard[:-1] == expected[:-1]
+
+
+def test_opus_in_ogg_goes_along(pair, shared_server: Running, pcm: bytes):
+    """In the middle of pages, and of the sounds that its packets predict."""
+    encoder = AudioEncoder("opus", 16_000)
+    ogg = b"".join([encoder.encode(np.frombuffer(pcm, "<i2").astype(np.float32) / 32_768), encoder.finish()])
+    with WebSocket(shared_server.port, encoding="ogg") as line:
+        alone = numbered(whole(line, ogg))
+    caller = Caller(ogg, encoding="ogg")
+    for step, until in enumerate((0.15, 0.4, 0.55, 0.8, 1.0)):
+        caller.connect((WebSocket, Http2)[step % 2], pair[step % 2].port)
+        caller.say(until)
+        if until < 1:
+            caller.leave()
+    caller.end()
+    caller.expect(alone)
+
+
+def test_a_session_that_must_be_durable(pair, shared_server: Running, redis: RedisServer):
+    def refused(server: Running, **query: str) -> tuple[int, str]:
+        answer = server.http.post("/v1/stream", params={"durable": "true"} | query, content=b"")
+        return answer.status_code, answer.json()["error"]["code"]
+
+    with WebSocket(pair[0].port, durable="true") as line:
+        assert line.hear("session")["durable"] is True
+        line.end()
+        line.rest()
+    assert refused(shared_server) == (400, "unsupported_option")
+    assert refused(pair[0], speakers="true") == (400, "unsupported_option")
+    redis.pause()
+    try:
+        assert refused(pair[0]) == (503, "store_unavailable")
+    finally:
+        redis.resume()
+    for server in pair:
+        eventually(lambda server=server: server.counted("asr_serve_session_store_up") == 1)
+        server.expect_empty()
+
+
+def test_a_client_that_was_told_more_than_is_stored_is_left_with_its_server(pair, pcm: bytes, uncut: list[Event]):
+    """That one has the rest in memory, cut off from Redis."""
+    caller = Caller(pcm)
+    caller.connect(WebSocket, pair[0].port)
+    caller.say(0.4)
+    caller.hear_more()
+    refused = pair[1].http.post(f"/v1/stream?session={caller.session}&after=1000", content=b"")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+    caller.say(1.0)
+    caller.end()
+    caller.expect(uncut)
 
 
 def test_an_owner_that_is_still_there_stops(pair, pcm: bytes, uncut: list[Event]):

@@ -30,7 +30,7 @@ QUERY = (
     *("turn", "eager_threshold", "turn_threshold", "prompt", "hotwords", "words", "speakers", "itn"),
     *("language_model", "language_model_weight"),
     *SPEAKER_COUNT_FIELDS,
-    *("api_key", "session", "after", "start"),
+    *("durable", "api_key", "session", "after", "start"),
 )
 RESUME = ("session", "after", "api_key")
 START = "start"
@@ -58,6 +58,8 @@ class NewSessionRequest(msgspec.Struct, frozen=True):
     encoding: str
     rate_hz: int | None
     options: ListenOptions
+    durable: bool = False
+    """Whether the session must be one that any server can continue."""
 
 
 class StreamResume(msgspec.Struct, frozen=True):
@@ -110,7 +112,15 @@ def parse_query(query: Mapping[str, Sequence[str]], *, packets: bool) -> NewSess
         itn=fields.flag("itn"),
         **parse_language_model(fields, complete=True),
     )
-    return NewSessionRequest(fields.text("model"), encoding, rate_hz, options)
+    durable = fields.flag("durable") or False
+    if durable and speakers:
+        raise UnsupportedOption(
+            "durable=true with speakers=true",
+            "the state of speakers is all audio of the session, and is not stored",
+            "leave one of them out",
+            param="durable",
+        )
+    return NewSessionRequest(fields.text("model"), encoding, rate_hz, options, durable)
 
 
 def expects_start_message(query: Mapping[str, Sequence[str]]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asr_serve.audio.stream_decoder import LiveAudioDecoder, create_live_decoder
-from asr_serve.errors import AsrServeError, Draining, SessionExpired, StoreUnavailable, TakenOver
+from asr_serve.errors import AsrServeError, Draining, SessionExpired, StoreUnavailable, TakenOver, UnsupportedOption
 from asr_serve.metrics import ServerMetrics
 from asr_serve.protocols.stream.client_messages import PATH, NewSessionRequest, StreamResume
 from asr_serve.server.realtime.lifecycle import DRAIN_RETRY_MS, SessionLimits
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 MAX_CLAIMS = 3
 """Attempts to claim a session that others claim at the same time."""
+STORE_RETRY_MS = 1_000
 MAX_TOMBSTONES = 4_096
 """Removed sessions whose reason for removal is kept."""
 
@@ -293,6 +294,8 @@ class StreamSessionManager:
 
     async def _create_stored(self, owner: SessionOwner, request: NewSessionRequest) -> StreamSession:
         """Creates a session and stores it, if it can be. Raises as `connect` does."""
+        if request.durable:
+            self._expect_store()
         session = self._create(owner, request)
         if session.journal is None:
             return session
@@ -304,7 +307,28 @@ class StreamSessionManager:
                 self.abort(session, "was ended by its client")
         if not self._has(session):
             raise Draining("the server is going down", "no session was begun", RESUME_RETRY_MS)
+        if request.durable and settled is not Settled.STORED:
+            self.abort(session, "could not be stored")
+            self._expect_store()
+            raise self._store_away()
         return session
+
+    def _expect_store(self) -> None:
+        """Raises UnsupportedOption where sessions are not stored, StoreUnavailable where the store is away."""
+        if self._storage is None:
+            raise UnsupportedOption(
+                "durable=true, and this server stores no sessions",
+                "it is for servers with sessions.redis_url",
+                "leave it out",
+                param="durable",
+            )
+        if not self._storage.writer.up:
+            raise self._store_away()
+
+    def _store_away(self) -> StoreUnavailable:
+        return StoreUnavailable(
+            "durable=true, and the store of sessions is away", "without it, a session is in memory", STORE_RETRY_MS
+        )
 
     def _create(self, owner: SessionOwner, request: NewSessionRequest) -> StreamSession:
         decoder = create_live_decoder(request.encoding, request.rate_hz)

@@ -260,6 +260,8 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     redis_url: RedisUrl | None = None
     """Redis, or MemoryDB, that stores the sessions of /v1/stream, like redis://host:6379/0, or rediss:// with TLS: any
     server with the same Redis, models and keys continues a session. None: a session is in the memory of its server."""
+    redis_password_file: NonEmptyText | None = None
+    """File with the password of Redis, so that redis_url need not have it. None: that of redis_url, or none."""
     key_file: NonEmptyText | None = None
     """File with keys that encrypt text and audio in Redis, each 32 bytes in hexadecimal on its own line. The first
     encrypts, and all decrypt, so that keys can be replaced. None: no encryption."""
@@ -273,10 +275,9 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        if self.redis_url is None and self.key_file is not None:
-            raise OptionError(
-                f"key_file={self.key_file!r} without redis_url", "both, or none", "set redis_url", param="key_file"
-            )
+        for name in ("key_file", "redis_password_file"):
+            if self.redis_url is None and (file := getattr(self, name)) is not None:
+                raise OptionError(f"{name}={file!r} without redis_url", "both, or none", "set redis_url", param=name)
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):

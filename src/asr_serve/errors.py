@@ -229,6 +229,10 @@ class WeightsMissing(ModelError):
     """A known model whose weights are not on this machine."""
 
 
+class NoCheckpoint(WeightsMissing):
+    """A path or a hub repository that was named as a model or as its weights, and holds none."""
+
+
 class WeightsCorrupt(ModelError):
     """Bytes that differ from those the card names."""
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from asr_serve.api.cli import app
+from asr_serve.api.cli.exit_codes import FAILED, USAGE
 from asr_serve.cluster.cluster_config import (
     MAX_DECODERS,
     ClusterConfig,
@@ -90,6 +94,7 @@ def test_nothing_given_is_the_embedded_model_once():
         ({"serve": {"model": "a"}}, "set it in models"),
         ({"serve": {"voice": "hibari"}}, "add it to models"),
         ({"serve": {"engine": 1}}, "a table of settings"),
+        ({"serve": {"sessions": {"redis": "x"}}}, "did you mean 'sessions.redis_url'"),
         ({"replica_silent_s": 0}, "replica_silent_s"),
         ({"ingress": {"replicas": MAX_SERVERS // 2 + 1}}, "replicas"),
         ([], "file"),
@@ -133,3 +138,68 @@ def test_without_ray_an_error_says_what_to_install():
         assert done.stderr.strip() == (
             "error: a cluster needs Ray, and the package ray is not installed. pip install 'asr-serve[cluster]'."
         )
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    """Exit code, and the line on stderr. Nothing here starts Ray."""
+    pytest.importorskip("ray", reason="no Ray here: pip install 'asr-serve[cluster]'")
+    done = CliRunner().invoke(app, ["cluster", *arguments])
+    assert done.stdout == ""
+    return done.exit_code, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray Serve's own, when it is imported
+def test_up_says_what_is_wrong_before_it_starts_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("ray", reason="no Ray here: pip install 'asr-serve[cluster]'")
+    from asr_serve.cluster import control
+
+    monkeypatch.setattr(control, "start_ray", lambda *_: pytest.fail("Ray was to be started"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for text, said in (
+            ("models: [", "a YAML file"),
+            ("models: [{model: moonshine-tini-en}]", "did you mean 'moonshine-tiny-en'"),
+            (f"serve: {{port: {port}}}", f"127.0.0.1:{port} cannot be listened on: Address already in use"),
+        ):
+            (tmp_path / "cluster.yaml").write_text(text)
+            code, line = invoke("up", "--config", str(tmp_path / "cluster.yaml"))
+            assert (code, line.count("\n")) == (USAGE, 1), line
+            assert line.startswith("error: ")
+            assert said in line
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("running", "arguments", "code", "said"),
+    [
+        ([], ["status"], FAILED, "no Ray runs on this machine. start one: asr-serve cluster up"),
+        (
+            [],
+            ["drain", "--address", "127.0.0.1:{free}"],
+            FAILED,
+            "no Ray answers at 127.0.0.1:{free}: Connection refused",
+        ),
+        ([], ["scale", "m", "2", "--address", "nowhere"], USAGE, "--address nowhere. HOST:PORT, or auto"),
+        (
+            ["10.0.0.1:1", "10.0.0.1:2"],
+            ["status"],
+            USAGE,
+            "2 Ray clusters run on this machine. one of: 10.0.0.1:1, 10.0.0.1:2",
+        ),
+    ],
+)
+def test_without_a_ray_to_talk_to_commands_say_which_there_are(monkeypatch, running, arguments, code, said):
+    pytest.importorskip("ray", reason="no Ray here: pip install 'asr-serve[cluster]'")
+    from asr_serve.cluster import control
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(control.services, "find_gcs_addresses", lambda: set(running))  # others may run Ray here
+    monkeypatch.setattr(control.services, "find_bootstrap_address", lambda folder: None)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        free = closed.getsockname()[1]
+        found, line = invoke(*(each.format(free=free) for each in arguments))
+    assert found == code
+    assert said.format(free=free) in line

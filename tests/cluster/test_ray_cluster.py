@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ import httpx
 import psutil
 import pytest
 from children import MODULE_LIMIT_S, Child
+from safetensors.torch import load_file, save_file
+
+from asr_serve.models.checkpoints.store import resolve
+from asr_serve.models.registry import asr_card
+from asr_serve.text.tokenizers import load_tokenizer
 
 pytest.importorskip("ray", reason="no Ray here: pip install 'asr-serve[cluster]'")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -35,11 +41,41 @@ serve: {{port: 0, turn_model: none, drain_s: 100, engine: {{prefix_bytes: 0}}}}
 MAIN = [sys.executable, "-c", "from asr_serve.api.cli import main; main()"]
 
 
+SWAPPED = {"better": "worse", "best": "good"}
+"""Words that the other weights exchange, each a token of the model."""
+SWAPS = SWAPPED | {after: before for before, after in SWAPPED.items()}
+
+
+def swap(text: str) -> str:
+    """What the other weights make of the audio of a text."""
+    return re.sub(rf"\b(?:{'|'.join(SWAPS)})\b", lambda word: SWAPS[word[0]], text)
+
+
+def either(text: str) -> str:
+    """A text in which it shows no more which weights each word is from."""
+    return re.sub(rf"\b(?:{'|'.join(SWAPS)})\b", lambda word: min(word[0], SWAPS[word[0]]), text)
+
+
+def write_other_weights(folder: Path) -> Path:
+    """A checkpoint that differs by these words alone: their rows of the vocabulary are exchanged."""
+    known = resolve(asr_card(MODEL))
+    shutil.copytree(known, folder)
+    tokenizer, tensors = load_tokenizer(known), load_file(folder / "model.safetensors")
+    for before, after in SWAPPED.items():
+        [first], [second] = (tokenizer.encode(f" {word}") for word in (before, after))
+        for name in ("model.decoder.embed_tokens.weight", "proj_out.weight"):
+            tensors[name][[first, second]] = tensors[name][[second, first]]
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 class RunningCluster:
     """`asr-serve cluster up`, and what an operator does beside it."""
 
     def __init__(self, folder: Path, settings: str = FILE) -> None:
         self.log = folder / "log"
+        self.told: Callable[[str], str] = str
+        """What its weights make of the audio of a text."""
         self.file = folder / "cluster.yaml"
         self.file.write_text(settings)
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("ASR_SERVE_", "RAY_"))}
@@ -269,6 +305,45 @@ def test_replicas_that_go_are_drained_under_load(cluster, audio, texts, packaged
     wait_until(lambda: len(cluster.engines) == 1)
 
 
+def test_an_upgrade_to_other_weights_keeps_the_ingress_and_its_callers(
+    cluster, audio, texts, packaged_speech, quiet, tmp_path
+):
+    """While both weights serve, each word is of either. No request is lost, and nothing that was said changes."""
+    ingress = cluster.status()["ingress"]["detail"]["pid"]
+    weights = write_other_weights(tmp_path / "other")
+    cluster.file.write_text(FILE.replace("replicas: 2", f"replicas: 1, weights: {weights}"))
+    assert swap(texts[0]) != texts[0]
+    assert swap(quiet) != quiet
+    with ThreadPoolExecutor(4) as pool:
+        stop = threading.Event()
+
+        def keep_asking(number: int) -> list[str]:
+            found = []
+            while not stop.is_set():
+                found.append(cluster.transcribe(audio[number]))
+            return found
+
+        def keep_talking() -> list[str]:
+            found = []
+            while not stop.is_set():
+                found.append(cluster.listen(packaged_speech / "two_cities.wav"))
+            return found
+
+        asking = [pool.submit(keep_asking, number) for number in range(2)]
+        talking = pool.submit(keep_talking)
+        try:
+            cluster.command("upgrade", "--config", str(cluster.file))
+            wait_until(lambda: cluster.transcribe(audio[0]) == swap(texts[0]))
+        finally:
+            stop.set()
+        for number, each in enumerate(asking):
+            assert {either(text) for text in each.result(WAIT_S)} == {either(texts[number])}
+        assert {either(text) for text in talking.result(WAIT_S)} == {either(quiet)}
+    cluster.told = swap
+    assert [cluster.transcribe(each) for each in audio] == [swap(text) for text in texts]
+    assert cluster.status()["ingress"]["detail"]["pid"] == ingress
+
+
 def test_a_cluster_that_is_stopped_finishes_its_callers(cluster, audio, texts, packaged_speech, quiet):
     engines = cluster.engines
     with ThreadPoolExecutor(5) as pool:
@@ -276,7 +351,7 @@ def test_a_cluster_that_is_stopped_finishes_its_callers(cluster, audio, texts, p
         listening = pool.submit(cluster.listen, packaged_speech / "two_cities.wav")
         wait_until(lambda: cluster.gauge("asr_serve_live_open_sessions") == 1)
         assert cluster.close() == 0, cluster.log.read_text()
-        assert [upload.result(WAIT_S) for upload in uploads] == texts
-        assert listening.result(WAIT_S) == quiet
+        assert [upload.result(WAIT_S) for upload in uploads] == [cluster.told(text) for text in texts]
+        assert listening.result(WAIT_S) == cluster.told(quiet)
     _, alive = psutil.wait_procs(engines, 30)
     assert not alive, "engines outlive their cluster"

@@ -25,7 +25,7 @@ import asr_serve
 from asr_serve.api.cli import exit_codes
 from asr_serve.api.library import Model
 from asr_serve.audio.reader import read_audio
-from asr_serve.errors import OptionError, UnknownModel, WeightsMissing
+from asr_serve.errors import NoCheckpoint, OptionError, UnknownModel, WeightsMissing
 from asr_serve.funasr import client_python, demo_vllm, serve_realtime_ws, serve_vllm
 from asr_serve.funasr.programs import run_program
 from asr_serve.server.realtime.funasr.session_defaults import read_hotwords
@@ -380,6 +380,7 @@ def test_errors_name_the_flags_that_were_typed(main: Callable[[list[str]], objec
         (OptionError("hub='xx'", param="hub"), exit_codes.USAGE),
         (UnknownModel("no model"), exit_codes.USAGE),
         (WeightsMissing("no weights"), exit_codes.FAILED),
+        (NoCheckpoint("no model there"), exit_codes.USAGE),
         (KeyboardInterrupt(), exit_codes.INTERRUPTED),
         (None, 0),
         (SystemExit(2), exit_codes.USAGE),

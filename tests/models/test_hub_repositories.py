@@ -3,6 +3,7 @@ lie in a cache of the hub's client, as it lays them out, and no hub is reached."
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,11 @@ from typer.testing import CliRunner
 
 import asr_serve
 from asr_serve.api.cli import app
+from asr_serve.api.cli.exit_codes import FAILED, USAGE
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.engine.builder import AsrCheckpoint, find_checkpoint
 from asr_serve.engine.process.startup_checks import StartupNames, check_names
-from asr_serve.errors import OptionError, UnknownModel, WeightsMissing
+from asr_serve.errors import NoCheckpoint, OptionError, UnknownModel, WeightsMissing
 from asr_serve.funasr import loading
 from asr_serve.models.checkpoints import store
 
@@ -207,9 +209,11 @@ def test_a_name_is_that_of_a_card_before_a_folder() -> None:
 
 def test_a_server_takes_repositories_and_folders_among_its_models() -> None:
     Path("folder").mkdir()
+    write_folder("qwen3", Path("folder"))
+    Path("empty").mkdir()
 
-    def check(*names: str, aliases: dict[str, str] | None = None) -> None:
-        config = ServeConfig(voice="none", more_models=names, max_models=9, aliases=aliases or {})
+    def check(*names: str, aliases: dict[str, str] | None = None, weights: str | None = None) -> None:
+        config = ServeConfig(voice="none", more_models=names, max_models=9, aliases=aliases or {}, weights=weights)
         check_names(StartupNames.of(config, None, ()))
 
     check("org/name", "hf:org/name", "./folder", "folder", aliases={"whisper-1": "org/name"})
@@ -218,6 +222,65 @@ def test_a_server_takes_repositories_and_folders_among_its_models() -> None:
     assert refused.value.param == "more_models"
     with pytest.raises(OptionError, match="alias 'whisper-1'"):
         check("folder", aliases={"whisper-1": "org/name"})
+    for gone, said in (("./gone", "nothing at gone"), ("empty", "empty is an empty folder")):
+        with pytest.raises(NoCheckpoint, match=said):
+            check(gone)
+    with pytest.raises(NoCheckpoint, match="no checkpoint of moonshine-tiny-en at empty"):
+        check(weights="empty")
+
+
+def test_show_says_what_a_server_would_do(publish: Publish, tmp_path: Path) -> None:
+    def show(model: str) -> list[object]:
+        done = CliRunner().invoke(app, ["models", "show", model, "--json"])
+        assert done.exit_code == 0, done.stderr
+        shown = json.loads(done.stdout)
+        return [shown[field] for field in ("name", "folder", "server")]
+
+    snapshot = str(publish("someone/asr", write_folder("qwen3", tmp_path / "source")))
+    for model in ("someone/asr", "hf:someone/asr", snapshot):
+        assert show(model) == ["qwen3-asr-0.6b", snapshot, "loads this folder"]
+    published = str(write_ctc_folder(tmp_path / "published"))
+    assert show(published) == ["fun-asr-nano", published, "converts this folder once, then loads it"]
+    missing = "Qwen/Qwen3-ASR-1.7B-hf"
+    assert show(missing) == ["qwen3-asr-1.7b", None, f"downloads {missing} from the hub, then loads it"]
+    lines = CliRunner().invoke(app, ["models", "show", missing]).stdout
+    assert f"asr-serve models fetch {missing}" in lines
+
+
+@pytest.mark.parametrize(
+    ("model", "said", "code"),
+    [
+        ("hf:org/gone", "org/gone is not on this machine, and no model here names it", FAILED),
+        ("org/Qwen3-ASR-1.7B-hf", "did you mean 'Qwen/Qwen3-ASR-1.7B-hf'?", FAILED),
+        ("hf:gone", "hf:ORG/NAME", USAGE),
+        ("./gone", "there is nothing at gone", USAGE),
+    ],
+)
+def test_show_says_why_it_shows_nothing(model: str, said: str, code: int) -> None:
+    done = CliRunner().invoke(app, ["models", "show", model])
+    assert said in done.stderr
+    assert (done.stdout, done.exit_code) == ("", code)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["models", "convert", "{}", "./out"],
+        ["models", "show", "{}"],
+        ["models", "fetch", "nomodel"],
+        ["transcribe", "talk.wav", "-m", "{}"],
+        ["transcribe", "talk.wav", "--weights", "{}"],
+        ["serve", "-m", "{}"],
+        ["serve", "--weights", "{}"],
+    ],
+    ids=" ".join,
+)
+def test_a_path_without_a_model_is_wrong_usage(command: list[str]) -> None:
+    """As an unknown name is, whatever the command."""
+    done = CliRunner().invoke(app, [part.format("./nomodel") for part in command])
+    assert done.stderr.startswith("error: there is no"), done.stderr
+    assert "nomodel" in done.stderr.splitlines()[0]
+    assert (done.stdout, done.exit_code) == ("", USAGE)
 
 
 def test_weights_beside_a_repository_are_refused(tmp_path: Path) -> None:

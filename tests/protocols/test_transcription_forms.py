@@ -86,6 +86,24 @@ def test_the_same_granularity_twice_is_one():
     assert not asked.options.words
 
 
+# --- sampling -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", [parse_transcription_form, parse_translation_form])
+def test_sampling_fields(read):
+    def of(**fields):
+        options = read(sent(**fields), complete=True).options
+        return options.top_k, options.top_p
+
+    assert of() == of(top_k="0") == of(top_k="-1") == of(top_k="", top_p="1") == (0, 1.0)
+    assert of(top_k="5", top_p="0.25") == (5, 0.25)
+    for name, values in (("top_k", ("-2", "1.5", "many", "1000001")), ("top_p", ("0", "-0.1", "1.1", "nan", "most"))):
+        for value in values:
+            with pytest.raises(OptionError, match=name) as refused:
+                of(**{name: value})
+            assert refused.value.param == name
+
+
 # --- speakers -----------------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,7 @@ STATUS: dict[type[AsrServeError], int] = {
     errors.ModelNotLoaded: 404,
     errors.WrongModel: 400,
     errors.WeightsMissing: 404,
+    errors.NoCheckpoint: 404,
     errors.WeightsCorrupt: 500,
     errors.UnknownJob: 404,
     errors.SessionExpired: 410,

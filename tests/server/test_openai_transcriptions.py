@@ -228,6 +228,14 @@ def test_temperature_is_used(server, beckett):
     assert {segment.temperature for segment in found.segments} == {0.7}
 
 
+def test_the_likeliest_token_alone_is_greedy_at_any_temperature(server, beckett):
+    for truncation in ({"top_k": 1}, {"top_p": 1e-9}):
+        found = server.openai().audio.transcriptions.create(
+            model=MODEL, file=beckett, temperature=1, response_format="verbose_json", extra_body=truncation
+        )
+        assert (found.text, {segment.temperature for segment in found.segments}) == (BECKETT, {1.0})
+
+
 def test_many_clients_get_their_own(server, beckett, cities):
     clips = [beckett, cities] * 3
 
@@ -267,6 +275,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "n_best",
         "unsupported_option",
     ),
+    ({"top_k": "-2"}, "top_k", "option_error"),
+    ({"top_p": "0"}, "top_p", "option_error"),
     ({"max_alternatives": "2"}, "max_alternatives", "option_error"),
     ({"long_form": "parallell"}, "long_form", "option_error"),
     ({"long_form": "sequential"}, "long_form", "unsupported_option"),

@@ -134,6 +134,8 @@ def test_models_are_listed_with_their_stages(running: Running) -> None:
         (ROUTE, {"prompt": "Dickens"}, "prompt"),
         (ROUTE, {"hotwords": "Dickens"}, "hotwords"),
         (ROUTE, {"temperature": "0.4"}, "temperature"),
+        (ROUTE, {"top_k": "5"}, "top_k"),
+        (ROUTE, {"top_p": "0.5"}, "top_p"),
         (ROUTE, {"language": "de"}, "language"),
         (ROUTE, {"include[]": "logprobs"}, "include[]"),
         ("/asr", {"hotwords": "Dickens"}, "hotwords"),

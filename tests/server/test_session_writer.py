@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 from redis_server import RedisServer
 
 from asr_serve.audio.stream_decoder import create_live_decoder
+from asr_serve.errors import OptionError, StoreUnavailable
 from asr_serve.metrics import ServerMetrics
 from asr_serve.pipelines.live.session_state import LiveSessionState
 from asr_serve.pipelines.options import ListenOptions
@@ -28,7 +30,7 @@ from asr_serve.server.sessions.records import (
     StoredSession,
     WriteOutcome,
 )
-from asr_serve.server.sessions.redis_store import RedisSessionStore
+from asr_serve.server.sessions.redis_store import RedisSessionStore, read_password
 from asr_serve.server.sessions.writer import SessionWriter
 from asr_serve.units import RATE_HZ
 
@@ -94,6 +96,27 @@ async def writing(redis: RedisServer) -> AsyncIterator[SessionWriter]:
         yield writer
     finally:
         await writer.close()
+
+
+def test_the_password_of_redis_comes_from_a_file(redis: RedisServer, tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("not told\n")
+    password = read_password(str(tmp_path / "password"))
+
+    async def ping(given: str | None) -> None:
+        await RedisSessionStore(redis.url, "test", 5.0, NoCipher(), given).ping()
+
+    redis.client.config_set("requirepass", password)
+    try:
+        asyncio.run(ping(password))
+        with pytest.raises(StoreUnavailable):
+            asyncio.run(ping(None))
+    finally:
+        redis.client.config_set("requirepass", "")
+    (tmp_path / "empty").write_text("\n")
+    for name in ("empty", "missing"):
+        with pytest.raises(OptionError, match=name) as refused:
+            read_password(str(tmp_path / name))
+        assert refused.value.param == "sessions.redis_password_file"
 
 
 def journal_of(writer: SessionWriter, source: Source, name: str) -> SessionJournal:

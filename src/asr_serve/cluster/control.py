@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 
 import ray
 from ray import serve
+from ray._private import services
 from ray.exceptions import RayError
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import ProxyLocation
@@ -32,6 +35,11 @@ from asr_serve.errors import EngineClosed, NotAllowed, OptionError
 OBJECT_STORE_BYTES = 100 << 20
 """Memory of Ray's objects on a machine where `up` starts Ray: control calls need little, and audio none."""
 CONTROL_S = 30.0
+PROBE_S = 5.0
+"""Longest wait for a Ray cluster to accept a connection."""
+AUTO = "auto"
+"""Address that stands for the Ray cluster of this machine."""
+HOW_TO_START = "start one: asr-serve cluster up, or ray start --head; or name another: --address HOST:PORT"
 POLL_S = 0.5
 """Time between two looks at what Ray Serve has done: it offers no event."""
 NAMESPACE = "serve"
@@ -72,13 +80,39 @@ def start_ray(address: str | None, cpus: int | None) -> bool:
 
 
 def connect(address: str) -> None:
-    """Connects to a Ray cluster that runs; `auto`: the one of this machine. Raises EngineClosed."""
+    """Connects to a Ray cluster that runs; `auto`: the one of this machine. Raises EngineClosed; OptionError for an
+    address of another form, and where several run on this machine."""
+    if address == AUTO:
+        address = _address_of_this_machine()
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise OptionError(f"--address {address}", f"HOST:PORT, or {AUTO}", param="address")
+    try:  # Ray would try for minutes
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+    except OSError as failure:
+        why = failure.strerror or str(failure) or type(failure).__name__
+        raise EngineClosed(f"no Ray answers at {address}: {why}", todo=HOW_TO_START) from None
     try:
         ray.init(address=address, log_to_driver=False, logging_level="warning", namespace=NAMESPACE)
     except (ConnectionError, RuntimeError, ValueError) as failure:
-        raise EngineClosed(
-            f"no Ray cluster at {address}: {failure}", todo="start one: asr-serve cluster up, or ray start --head"
-        ) from None
+        raise EngineClosed(f"no Ray cluster at {address}: {failure}", todo=HOW_TO_START) from None
+
+
+def _address_of_this_machine() -> str:
+    """Address in RAY_ADDRESS; else of the cluster that `ray start` joined last, if it runs; else of the only one that
+    runs here: Ray would take any of several. Raises EngineClosed, OptionError."""
+    if named := os.environ.get("RAY_ADDRESS", ""):
+        return named
+    running = sorted(services.find_gcs_addresses())
+    started = services.find_bootstrap_address(None)
+    if started in running:
+        return str(started)
+    if not running:
+        raise EngineClosed("no Ray runs on this machine", todo=HOW_TO_START)
+    if len(running) > 1:
+        came, allowed = f"{len(running)} Ray clusters run on this machine", f"one of: {', '.join(running)}"
+        raise OptionError(came, allowed, "name it: --address HOST:PORT", param="address")
+    return str(running[0])
 
 
 def address() -> str:

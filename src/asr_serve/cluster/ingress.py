@@ -200,11 +200,13 @@ class Ingress:
 
     async def check_health(self) -> None:
         """Raises EngineClosed once the server has ended: Ray Serve then replaces this ingress. It is ended where an
-        upgrade left only replicas with other weights: their tokenizer and card may be others too."""
+        upgrade left only replicas with another tokenizer or card."""
         backends = [engine.client.backend for engine in self._registry or ()]
         outdated = any(isinstance(backend, ReplicatedBackend) and backend.outdated for backend in backends)
         if outdated and self._loop is not None and not self._stop.is_set():
-            log.warning("only replicas of other weights are left: this ingress finishes its callers and is replaced")
+            log.warning(
+                "only replicas with another tokenizer are left: this ingress finishes its callers and is replaced"
+            )
             with contextlib.suppress(RuntimeError):  # it has ended
                 self._loop.call_soon_threadsafe(self._stop.set)
         if self._code is not None:

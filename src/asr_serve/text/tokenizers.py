@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
+from asr_serve.transfer.checksum import file_checksum
 
 SPACE = "\u2581".encode()
 """SentencePiece's symbol for a space."""
@@ -277,6 +278,12 @@ def read_hub_tokenizer(path: Path) -> HubTokenizer:
 
 TOKENIZER_FILES = ("tokenizer.bin", "pieces.json", "tokenizer.json")
 """Files that may hold a vocabulary; the first that exists is read."""
+
+
+def tokenizer_checksum(folder: Path) -> int:
+    """Checksum of the file that `load_tokenizer` reads; 0 without any."""
+    path = next((path for name in TOKENIZER_FILES if (path := folder / name).is_file()), None)
+    return 0 if path is None else file_checksum(path)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

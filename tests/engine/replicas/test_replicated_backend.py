@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -32,6 +33,9 @@ from asr_serve.engine.replicas.backend import ReplicatedBackend, merge_metrics, 
 from asr_serve.engine.replicas.remote_engine import RemoteEngine
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.errors import AtCapacity, EngineClosed, PeerGone, PeerRefused
+from asr_serve.models.checkpoints.store import resolve
+from asr_serve.models.registry import asr_card
+from asr_serve.text.tokenizers import TOKENIZER_FILES
 
 MODEL = "moonshine-tiny-en"
 ONCE = SearchOptions(temperatures=(0.0,))
@@ -301,29 +305,92 @@ def test_without_any_replica_for_long_requests_are_refused_until_one_is_there(la
     assert client.submit(CLIPS[0], ONCE).future.result(WAIT_S).tokens == expected[0]
 
 
-def test_a_replica_of_other_weights_takes_no_work_and_the_server_is_to_be_replaced(launch, connect, expected, tmp_path):
-    folder = save(tmp_path)
-    weights = load_file(folder / "model.safetensors")
-    save_file({name: tensor * 1.01 for name, tensor in weights.items()}, folder / "model.safetensors")
-    listen = ListenSpec(str(tmp_path), None, KEY)
-    other = start_engine(MODEL, folder, config_of(MODEL), process=True, turn_model="none", servers=listen)
-    try:
-        client, directory = connect(launch()[:1])
-        backend = directory.backend
-        backend.connect("other", address_of(other), same_machine=True)
-        wait_until(lambda: backend._replicas["other"].differs)
-        assert not backend.outdated, "the first replica takes work"
-        assert list(backend.loads) == ["replica 0"]
-        draining = threading.Thread(target=backend.drain, args=("replica 0", 2.0))
-        draining.start()
-        wait_until(lambda: backend.outdated)
-        assert client.submit(CLIPS[0], ONCE).future.result(WAIT_S).tokens == expected[0], "the first one finishes"
-        draining.join(WAIT_S)
-        assert not backend.loads
-        backend.drain("other", 0.0)
-        assert not backend.outdated
-    finally:
-        other.close()
+def other_folder(folder: Path, into: Path, *, tokenizer: bool = False) -> Path:
+    """A copy with other weights, or only with another tokenizer."""
+    shutil.copytree(folder, into)
+    if tokenizer:
+        path = next(path for name in TOKENIZER_FILES if (path := into / name).is_file())
+        path.write_bytes(path.read_bytes() + b"\n")
+        return into
+    weights = load_file(into / "model.safetensors")
+    save_file({name: tensor * 1.1 for name, tensor in weights.items()}, into / "model.safetensors")
+    return into
+
+
+@pytest.fixture
+def start_other(tmp_path: Path) -> Iterator[Callable[[str, Path], EngineClient]]:
+    """Starts an engine process for a folder of its own."""
+    owners: list[EngineClient] = []
+
+    def start(model: str, folder: Path) -> EngineClient:
+        listen = ListenSpec(str(tmp_path), None, KEY)
+        owners.append(
+            start_engine(
+                model, folder, config_of(model), process=True, turn_model="none", servers=listen, digest_key=KEY
+            )
+        )
+        return owners[-1]
+
+    yield start
+    for owner in owners:
+        owner.close()
+
+
+def test_a_replica_with_another_tokenizer_takes_no_work_and_the_server_is_to_be_replaced(
+    launch, connect, expected, start_other, tmp_path
+):
+    other = start_other(MODEL, other_folder(launch.folders[MODEL], tmp_path / "other", tokenizer=True))
+    client, directory = connect(launch()[:1])
+    backend = directory.backend
+    backend.connect("other", address_of(other), same_machine=True)
+    wait_until(lambda: backend._replicas["other"].differs)
+    assert not backend.outdated, "the first replica takes work"
+    assert list(backend.loads) == ["replica 0"]
+    draining = threading.Thread(target=backend.drain, args=("replica 0", 2.0))
+    draining.start()
+    wait_until(lambda: backend.outdated)
+    assert client.submit(CLIPS[0], ONCE).future.result(WAIT_S).tokens == expected[0], "the first one finishes"
+    draining.join(WAIT_S)
+    assert not backend.loads
+    backend.drain("other", 0.0)
+    assert not backend.outdated
+
+
+@pytest.mark.slow
+def test_other_weights_take_new_work_while_streams_end_where_they_began(launch, connect, start_other, tmp_path):
+    """A stream whose replica does not wait for its end is replayed: what was sent stays, and nothing fails."""
+    converted = resolve(asr_card(NEMO_MODEL), launch.folders[NEMO_MODEL])
+    other = start_other(NEMO_MODEL, other_folder(converted, tmp_path / "other"))
+    client, directory = connect(launch(NEMO_MODEL)[:1])
+    backend = directory.backend
+    pcm = clip(3, 40_960)
+    first, second = pcm[:20_480], pcm[20_480:]
+
+    def tokens(*answers: Future[Any]) -> list[int]:
+        return [token.id for answer in answers for token in answer.result(WAIT_S).fixed_tokens]
+
+    def whole() -> list[int]:
+        stream = client.open_stream(live=True, samples=len(pcm))
+        return tokens(stream.submit_audio(first), stream.submit_audio(second, last=True))
+
+    before = whole()
+    streams = [client.open_stream(live=True, samples=len(pcm)) for _ in range(2)]
+    begun = [stream.submit_audio(first) for stream in streams]
+    sent = [tokens(each) for each in begun]
+    backend.connect("other", address_of(other), same_machine=True)
+    wait_until(lambda: "other" in backend.loads)
+    assert not backend.outdated
+    draining = threading.Thread(target=backend.drain, args=("replica 0", 5.0))
+    draining.start()
+    wait_until(lambda: backend.loads["replica 0"].sessions == 2 and backend._replicas["replica 0"].draining)
+    after = whole()
+    assert after != before, "new streams have the other weights"
+    assert sent[0] + tokens(streams[0].submit_audio(second, last=True)) == before, "it ended where it began"
+    draining.join(WAIT_S)
+    assert list(backend.loads) == ["other"]
+    assert (backend.moved["stream", "state"], backend.moved["stream", "replay"]) == (0, 1)
+    assert streams[1].submit_audio(second, last=True).result(WAIT_S) is not None
+    wait_until(lambda: nothing_left([other]))
 
 
 def test_a_lost_connection_is_no_death_of_its_engine(launch, connect, expected):

@@ -51,8 +51,11 @@ def up(
     """
     require_ray()
     from asr_serve.cluster import cluster_config, control
+    from asr_serve.server.run import prepare
 
     chosen = cluster_config.read(config)
+    if address is None:  # before minutes of starting: names of models, the port and the certificate
+        prepare(chosen.server())
     local = control.start_ray(address, cpus)
     with control.signals() as stop:  # Ray has handlers of its own, which are replaced
         described = control.deploy(chosen, stop, local=local, wait_s=wait_s)
@@ -131,10 +134,10 @@ def upgrade(
 ) -> None:
     """Replace the replicas of all models, one after another, under their callers.
 
-    New replicas have the settings of the file, and the release that is
-    installed now. Live callers move in the middle of their sentence. The
-    ingress stays unless its own settings, or the release, have changed; then
-    it is replaced too, and connections to it end.
+    New replicas have the settings and weights of the file, and the release
+    that is installed now. Live callers move in the middle of their sentence.
+    The ingress stays unless its own settings, the release, or a tokenizer
+    have changed; then it is replaced too, and connections to it end.
 
     \b
     Example

@@ -1,6 +1,8 @@
 """End of a command: an error as one sentence on stderr, and an exit code.
 
-0 success, 1 failure, 2 wrong usage, 130 ctrl-C, 141 stdout closed by its reader.
+0 success, 1 failure, 2 wrong usage, 130 ctrl-C, 141 stdout closed by its reader. Wrong usage is what another command
+line would mend: an option, or a name or path that stands for no model. A file of audio that is missing or broken is a
+failure, as are weights that are not installed and a hub that cannot be reached.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from typing import ParamSpec
 
 import typer
 
-from asr_serve.errors import AsrServeError, OptionError, UnknownModel
+from asr_serve.errors import AsrServeError, NoCheckpoint, OptionError, UnknownModel
 
 FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+USAGE_ERRORS = (OptionError, UnknownModel, NoCheckpoint)
 
 P = ParamSpec("P")
 
@@ -30,7 +33,7 @@ def exit_on_error(command: Callable[P, int | None]) -> Callable[P, None]:
             sys.stdout.flush()
         except AsrServeError as error:
             print_error(f"error: {error}")
-            raise typer.Exit(USAGE if isinstance(error, OptionError | UnknownModel) else FAILED) from None
+            raise typer.Exit(USAGE if isinstance(error, USAGE_ERRORS) else FAILED) from None
         except KeyboardInterrupt:
             print_error("interrupted")
             raise typer.Exit(INTERRUPTED) from None

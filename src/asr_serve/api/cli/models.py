@@ -18,7 +18,10 @@ app = typer.Typer(no_args_is_help=True, help="List models, show one, fetch and c
 
 SHOWN_LANGUAGES = 4
 """Languages of a model shown in a list; `show` has them all."""
-Name = Annotated[str, typer.Argument(help="Name of the model; see: asr-serve models list")]
+Name = Annotated[
+    str,
+    typer.Argument(help="Name of the model (see: asr-serve models list), or a folder or ORG/NAME, as -m takes them."),
+]
 
 
 @app.command("list")
@@ -67,21 +70,34 @@ def list_models(as_json: AsJson = False) -> None:
 def show_model(name: Name, as_json: AsJson = False) -> None:
     """Show a model's card and the folder of its weights.
 
-    \b
-    Example
-      asr-serve models show moonshine-tiny-en
-    """
-    from asr_serve.models.checkpoints.store import locate
-    from asr_serve.models.registry import any_card
+    A folder or a hub repository is shown as the model that is recognized in
+    it, with what a server that is told to load it does. Nothing is downloaded.
 
-    chosen = any_card(name)
-    folder = locate(chosen)
-    values = fields(chosen) | {"present": folder is not None, "folder": None if folder is None else str(folder)}
+    \b
+    Examples
+      asr-serve models show moonshine-tiny-en
+      asr-serve models show ./fun-asr-nano
+      asr-serve models show Qwen/Qwen3-ASR-0.6B-hf
+    """
+    from asr_serve.models.checkpoints.store import locate, locate_named
+    from asr_serve.models.registry import any_card, hub_repository, names_folder
+
+    server: dict[str, object] = {}
+    repository = hub_repository(name)
+    if repository is not None or names_folder(name):
+        card_name, folder, does = locate_named(name)
+        chosen, server = any_card(card_name), {"server": does}
+    else:
+        chosen = any_card(name)
+        folder = locate(chosen)
+    place = {"present": folder is not None, "folder": None if folder is None else str(folder)}
+    values = fields(chosen) | place | server
     if as_json:
         print(as_text(values))
         return
     if folder is None:
-        values["get it with"] = "  or  ".join(ways_to_get(chosen))
+        ways = ways_to_get(chosen) if repository is None else [f"asr-serve models fetch {repository}"]
+        values["get it with"] = "  or  ".join(ways)
     width = max(map(len, values))
     for field, value in values.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value

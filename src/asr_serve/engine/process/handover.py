@@ -46,8 +46,9 @@ class Handover:
     Supervisor.
     """
 
-    def __init__(self, old: InFlight, new: InFlight) -> None:
-        self.old, self.new = old, new
+    def __init__(self, old: InFlight, new: InFlight, *, streams_stay: bool = False) -> None:
+        """`streams_stay`: leave streams in the old process until they end, where the new one has other weights."""
+        self.old, self.new, self._streams_stay = old, new, streams_stay
         self.moved: Counter[tuple[HandoverKind, HandoverMode]] = Counter()
         self.repeated_requests = 0
         self.waited_s = 0.0
@@ -110,6 +111,8 @@ class Handover:
 
     def _move_more(self) -> None:
         """Starts moving more streams, up to MAX_STREAMS_MOVING."""
+        if self._streams_stay:
+            return
         for number, stream in self.old.sessions.items():
             if len(self._moving_since_s) >= MAX_STREAMS_MOVING:
                 return

@@ -267,6 +267,8 @@ class InFlightStream(InFlightSession):
         """Whether its process received a snapshot and has not confirmed it yet."""
         self.saved: SealedBuffer | None = None
         """Snapshot from its previous process, until another process receives it."""
+        self.weights: int | None = None
+        """Checksum of the weights of the process that it was opened in last."""
 
     @property
     def in_transit(self) -> bool:
@@ -396,6 +398,8 @@ class InFlight:
         """Whether it accepts messages."""
         self.stopped = False
         """Whether it was asked to stop."""
+        self.weights: int | None = None
+        """Checksum of the process's weights, where its replicas may have others."""
         self.requests = InFlightRequests()
         self.sessions = InFlightSessions()
         self.queries = PendingQueries()
@@ -507,6 +511,10 @@ class InFlight:
     def _reopen_session(self, number: int, session: InFlightSession) -> None:
         if not self.process_ready:
             return
+        if isinstance(session, InFlightStream):
+            if session.weights != self.weights:
+                session.discard_saved()  # other weights computed that state: it is replayed
+            session.weights = self.weights
         opening = session.opening_message(number)
         if isinstance(session, InFlightStream) and session.restoring:
             # The snapshot is used once: if this process dies, the next one replays the stream.

@@ -29,6 +29,7 @@ from asr_serve.engine.turn_runner import TurnRunner, load_turn_model
 from asr_serve.errors import AsrServeError
 from asr_serve.metrics import EngineMetrics
 from asr_serve.models.registry import AsrCard, engine_cards
+from asr_serve.text.tokenizers import tokenizer_checksum
 from asr_serve.transfer.ring import PcmReader
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class EngineProcessServer:
             tuple(engine_cards().values()),
             str(checkpoint.tokenizer_folder if isinstance(checkpoint, AsrCheckpoint) else checkpoint.folder),
             fingerprint,
+            tokenizer_checksum(checkpoint.tokenizer_folder) if isinstance(checkpoint, AsrCheckpoint) else 0,
             parts.device.describe(),
             round(time.perf_counter() - started, 3),
             models_available(),

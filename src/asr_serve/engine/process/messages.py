@@ -225,6 +225,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """Folder of the tokenizer of what a recogniser returns; of a voice, that of its weights."""
     fingerprint: int
     """Checksum of the model's files."""
+    tokenizer_checksum: int
+    """Checksum of the tokenizer's file; 0: the model has none."""
     device: dict[str, Any]
     load_s: float
     speakers: bool = False

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 
@@ -36,6 +37,8 @@ class StartupNames(msgspec.Struct, frozen=True):
     voice: str
     turn_model: str
     device: str
+    weights: str | None
+    """Folder of the model's weights; None: its own."""
     pipeline: str | None
     """Name of the pipeline, which aliases may stand for; None: none."""
     stage_devices: tuple[tuple[str, str], ...]
@@ -52,6 +55,7 @@ class StartupNames(msgspec.Struct, frozen=True):
             config.voice,
             config.turn_model,
             config.device,
+            config.weights,
             pipeline,
             stage_devices,
         )
@@ -66,6 +70,7 @@ class StartupNames(msgspec.Struct, frozen=True):
             and self.voice in ("auto", "none")
             and self.turn_model in ("auto", "none")
             and self.device in ("auto", "cpu")
+            and self.weights is None
             and not self.stage_devices
         )
 
@@ -79,14 +84,15 @@ def check_split(models: tuple[str, ...]) -> None:
 
 def check_startup(config: ServeConfig, pipeline: str | None, stage_devices: tuple[tuple[str, str], ...] = ()) -> None:
     """Checks a server's configuration. `pipeline`, `stage_devices`: see StartupNames. Raises OptionError for an unknown
-    model, alias, voice or turn model, and for a device that this machine lacks."""
+    model, alias, voice or turn model, and for a device that this machine lacks; NoCheckpoint for a folder that holds no
+    model."""
     names = StartupNames.of(config, pipeline, stage_devices)
     if not names.known_to_be_valid:
         _run_checks(names)
 
 
 def _run_checks(names: StartupNames) -> None:
-    """Runs `check_names` in a process of its own. Raises OptionError."""
+    """Runs `check_names` in a process of its own. Raises OptionError, NoCheckpoint."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "asr_serve.engine.process.startup_checks"],
@@ -104,20 +110,26 @@ def _run_checks(names: StartupNames) -> None:
 
 
 def check_names(names: StartupNames) -> None:
-    """Checks names where torch may be loaded. Raises OptionError."""
+    """Checks names where torch may be loaded. Raises OptionError, NoCheckpoint."""
     from asr_serve.devices import check_device
     from asr_serve.engine.remote.roles import validate_roles
+    from asr_serve.models.checkpoints import store
     from asr_serve.models.registry import asr_cards, engine_card, hub_repository, names_folder, tts_cards, turn_cards
 
     recognizers, voices = asr_cards(), tts_cards()
     models = [*recognizers, *voices]
     chosen = [("model", names.model), *(("more_models", name) for name in names.more_models)]
-    # What these hold is known once they are loaded.
+    # What a repository holds is known once it is downloaded.
     places = [name for _, name in chosen if hub_repository(name) is not None or names_folder(name)]
+    for name in places:
+        if hub_repository(name) is None:
+            store.model_of_folder(Path(name).expanduser())
     targets = [*([names.pipeline] if names.pipeline else []), *models, *places]
     for setting, name in chosen:
         if name not in places:
             _check_name(setting, name, models, "model")
+    if names.weights is not None and names.model in recognizers:
+        store.find(recognizers[names.model], names.weights)
     for alias, name in names.aliases.items():
         _check_name("aliases", name, targets, f"model for the alias {alias!r}:")
     if names.voice in recognizers:

@@ -3,8 +3,8 @@
 A request goes to who has its audio cached, or to the shorter of two queues, in audio; a session and a stream stay on
 one replica. Everything is retained here until it is answered, as with one engine process (engine/process/backend). If a
 connection is lost, its work goes to the other replicas: utterances from their start, sessions from their last state,
-streams by replay. A replica that is drained gets no new work, and its streams move with their state. Without any
-replica, work waits for the next one.
+streams by replay. A replica that is drained gets no new work, and its streams move with their state; while replicas are
+replaced by others with other weights, they end where they are. Without any replica, work waits for the next one.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ConnectedReplica:
         """Address of its current engine process."""
         self.draining = False
         self.differs = False
-        """Whether it was refused because its model or weights are others than this backend's."""
+        """Whether it was refused because its card or its tokenizer is another than this backend's."""
         self.places = 0
         """Voice-activity sessions of this server for which there is room, open ones included, as it reported last."""
         self.free_places = 0
@@ -215,8 +215,8 @@ class ReplicatedBackend:
 
     @property
     def outdated(self) -> bool:
-        """Whether only replicas of another model, or of other weights, are left to take work: what this backend told
-        its callers of the model is wrong for them, so its server has to be replaced."""
+        """Whether only replicas with another card or tokenizer are left to take work: what this backend told its
+        callers of the model is wrong for them, so its server has to be replaced."""
         with self._lock:
             others = any(replica.differs and not replica.draining for replica in self._replicas.values())
             return others and not self._takers
@@ -280,7 +280,9 @@ class ReplicatedBackend:
             )
             moved: Mapping[Any, int] = {}
             if replica.in_flight.process_ready and not self._closing.is_set():
-                handover = self._handovers[replica] = Handover(replica.in_flight, self._target(replica))
+                target = self._target(replica)
+                stay = target.weights is not None and target.weights != replica.in_flight.weights
+                handover = self._handovers[replica] = Handover(replica.in_flight, target, streams_stay=stay)
                 handover.start()
                 self._changed.notify_all()
                 self._changed.wait_for(
@@ -302,8 +304,9 @@ class ReplicatedBackend:
         log.info("replica %s was drained: %s", replica_id, {" by ".join(labels): n for labels, n in moved.items()})
 
     def _target(self, leaving: ConnectedReplica) -> InFlight:
-        """Work of the replica that takes over from one that goes."""
+        """Work of the replica that takes over from one that goes: of one with equal weights, where there is any."""
         others = [replica for replica in self._takers if replica is not leaving]
+        others = [other for other in others if other.in_flight.weights == leaving.in_flight.weights] or others
         return min(others, key=lambda replica: replica.load.for_session).in_flight if others else self._waiting
 
     def _record(self, handover: Handover) -> None:
@@ -486,6 +489,8 @@ class ReplicatedBackend:
         if not (replicas := self._candidates):
             return self._waiting
         if isinstance(session, InFlightStream):  # streams wait for their slots in the engine
+            if session.weights is not None:
+                replicas = [each for each in replicas if each.in_flight.weights == session.weights] or replicas
             return choose(replicas, lambda replica: replica.load.for_session, self._draw).in_flight
         replicas = [replica for replica in replicas if replica.free_places > 0] or replicas
         chosen = choose(replicas, lambda replica: replica.load.for_session, self._draw)
@@ -607,16 +612,18 @@ class ReplicatedBackend:
             self._on_lost(replica, process)
 
     def _attach(self, replica: ConnectedReplica, ready: messages.EngineReady, same_machine: bool) -> None:
-        """Gives a connected replica the work that waits. Raises NotAllowed for one that is not like the first."""
+        """Gives a connected replica the work that waits. Raises NotAllowed for one whose card or tokenizer is not that
+        of the first: this server could not read its tokens. Weights may be others, while an upgrade replaces them."""
         first = self._first.result() if self._first.done() else ready
-        replica.differs = (ready.card, ready.fingerprint) != (first.card, first.fingerprint)
+        replica.differs = (ready.card, ready.tokenizer_checksum) != (first.card, first.tokenizer_checksum)
         if replica.differs:
             self._changed.notify_all()
-            raise NotAllowed("a replica of another model, or of other weights", "equal replicas: texts would differ")
+            raise NotAllowed("a replica with another card or tokenizer", "those that this server began with")
         if not self._first.done():
             self.first_replica, self.first_on_this_machine = replica.id, same_machine
             self._first.set_result(ready)
         in_flight, replica.suspects = replica.in_flight, []
+        in_flight.weights = ready.fingerprint
         replica.places = replica.free_places = ready.free_sessions
         replica.servers = max(1, ready.servers)
         in_flight.replay_all()

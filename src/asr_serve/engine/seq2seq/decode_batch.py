@@ -442,7 +442,7 @@ class DecoderPrompts:
             raise OptionError(
                 f"a prompt of {prompt_length} positions, {frames} of them audio",
                 f"up to {max_positions - 1}",
-                "send less audio at once, or a shorter prompt",
+                "send less audio at once, fewer hotwords, or a shorter prompt",
             )
         return prompt_length - 1 + min(max_tokens, max_positions - prompt_length)
 

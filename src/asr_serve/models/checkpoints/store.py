@@ -25,7 +25,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from asr_serve.config import cache_dir
-from asr_serve.errors import CacheNotWritable, OptionError, WeightsCorrupt, WeightsMissing
+from asr_serve.errors import CacheNotWritable, NoCheckpoint, OptionError, WeightsCorrupt, WeightsMissing
 from asr_serve.models.registry import (
     AUTO_VOICES,
     AsrCard,
@@ -184,7 +184,7 @@ def resolve(card: AsrCard, weights: str | os.PathLike[str] | None = None, progre
 def find_model(model: str) -> tuple[str, Path | None]:
     """Finds what a model's name stands for. Returns the name of its card, and the folder of its weights, that of a path
     or of a hub repository, which is downloaded where it is missing; None for a name that is no path, whose weights are
-    the card's own. Raises WeightsMissing, OptionError for a malformed repository."""
+    the card's own. Raises WeightsMissing, NoCheckpoint; OptionError for a malformed repository."""
     repository = hub_repository(model)
     if repository is None and not names_folder(model):
         return model, None
@@ -195,8 +195,8 @@ def find_model(model: str) -> tuple[str, Path | None]:
 def model_of_folder(folder: Path, repository: str | None = None) -> str:
     """Name of the card whose model file reads a checkpoint folder, by the `model_type` of its config.json, or converts
     one of another form. `repository`: hub repository of the folder, where it is known. Of a family's cards it is the
-    one of this repository, or the one that the folder is named after; else the first. Raises WeightsMissing for a
-    folder that holds no such model."""
+    one of this repository, or the one that the folder is named after; else the first. Raises NoCheckpoint for a folder
+    that holds no such model."""
     module = _module_of_folder(folder)
     if module is not None:
         named = (repository or folder.resolve().name).casefold()
@@ -205,7 +205,7 @@ def model_of_folder(folder: Path, repository: str | None = None) -> str:
     raise _no_model(folder, repository)
 
 
-def _no_model(folder: Path, repository: str | None) -> WeightsMissing:
+def _no_model(folder: Path, repository: str | None) -> NoCheckpoint:
     """The error for a folder that holds no model: what is there, what could be, and what to do."""
     place = str(folder) if repository is None else f"the hub repository {repository}, in {folder},"
     kinds = model_modules("asr")
@@ -215,11 +215,11 @@ def _no_model(folder: Path, repository: str | None) -> WeightsMissing:
     )
     todo = "check the path; or name the model, see asr-serve models list, and pass the folder as its weights"
     if not folder.exists():
-        return WeightsMissing(f"there is nothing at {place}", allowed, "check the path")
+        return NoCheckpoint(f"there is nothing at {place}", allowed, "check the path")
     try:
         names = sorted(os.listdir(folder)) if folder.is_dir() else []
     except OSError as failure:
-        return WeightsMissing(f"{place} cannot be read: {failure.strerror}", allowed, "check its permissions")
+        return NoCheckpoint(f"{place} cannot be read: {failure.strerror}", allowed, "check its permissions")
     kind = model_type(folder)
     if not folder.is_dir():
         came = f"{place} is a file, and holds no model that is known here"
@@ -232,7 +232,7 @@ def _no_model(folder: Path, repository: str | None) -> WeightsMissing:
         came = f"{place} holds no model that is known here: its config.json has model_type={kind!r}"
     else:
         came = f"{place} holds no model that is known here: it has {_listed(names)}"
-    return WeightsMissing(came, allowed, todo)
+    return NoCheckpoint(came, allowed, todo)
 
 
 def _listed(names: list[str]) -> str:
@@ -258,14 +258,10 @@ def repository_folder(repository: str) -> Path:
     """Folder of a hub repository in the hub client's own cache, downloaded once: what `asr-serve models fetch` does not
     know by a card. Raises WeightsMissing where it is not there and the hub cannot be reached."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
 
-    try:
-        folder = Path(str(snapshot_download(repository, local_files_only=True)))
-        if _is_whole(folder):
-            return folder
-    except (LocalEntryNotFoundError, OSError, ValueError, WeightsCorrupt):
-        pass  # it is not there, or not all of it
+    if (folder := cached_repository(repository)) is not None:
+        return folder
     patterns = sorted({pattern for card in asr_cards().values() for pattern in card.files})
     try:
         HfApi().model_info(repository, timeout=HUB_TIMEOUT_S)  # the download would wait minutes for a hub that is away
@@ -279,6 +275,41 @@ def repository_folder(repository: str) -> Path:
             suggest_repository(repository)
             or "if it is a folder, check its path; else fetch it elsewhere, and pass its folder",
         ) from failure
+
+
+def cached_repository(repository: str) -> Path | None:
+    """Folder of a hub repository in the cache of the hub's client; None where it is not there, or not all of it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(str(snapshot_download(repository, local_files_only=True)))
+        return folder if _is_whole(folder) else None
+    except (LocalEntryNotFoundError, OSError, ValueError, WeightsCorrupt):
+        return None
+
+
+def locate_named(model: str) -> tuple[str, Path | None, str]:
+    """What a path or a hub repository in place of a model's name stands for, without downloading: the name of its card,
+    its folder where it is on this machine, and what a server that is told to load it does. Raises NoCheckpoint;
+    WeightsMissing for a repository that is not here and that no card names."""
+    repository = hub_repository(model)
+    if repository is None:
+        folder: Path | None = Path(model).expanduser()
+    else:
+        folder = cached_repository(repository)
+    if folder is not None:
+        name = model_of_folder(folder, repository)
+        ready = is_checkpoint(folder)
+        return name, folder, "loads this folder" if ready else "converts this folder once, then loads it"
+    card = next((card for card in asr_cards().values() if card.hub.casefold() == str(repository).casefold()), None)
+    if card is None:
+        raise WeightsMissing(
+            f"the hub repository {repository} is not on this machine, and no model here names it: which model it holds "
+            "is known once it is downloaded",
+            todo=suggest_repository(str(repository)) or f"download it: asr-serve models fetch {repository}",
+        )
+    return card.name, None, f"downloads {repository} from the hub, then loads it"
 
 
 def fetch_repository(repository: str, progress: Progress = lambda _: None) -> Path:
@@ -308,14 +339,14 @@ def model_type(folder: Path) -> str:
 
 def find(card: AsrCard, weights: str | os.PathLike[str] | None = None) -> Path:
     """Returns the folder whose weights `resolve` returns or converts. Raises WeightsMissing, with the command that gets
-    them."""
+    them; NoCheckpoint for `weights` that hold none."""
     if weights is not None:
         folder = Path(weights).expanduser()
         if is_checkpoint(folder) or is_foreign(card, folder):
             return folder
         if not folder.exists():
-            raise WeightsMissing(f"there is nothing at {folder}", todo="check the path")
-        raise WeightsMissing(
+            raise NoCheckpoint(f"there is nothing at {folder}", todo="check the path")
+        raise NoCheckpoint(
             f"no checkpoint of {card.name} at {folder}",
             "a folder with config.json and model.safetensors and a tokeniser, or what the model's authors "
             f"publish: {', '.join(card.packaged.sha256 if card.packaged else card.files)}",
@@ -403,12 +434,12 @@ def _pinned_sums(folder: Path, card: ModelCard) -> dict[str, str]:
 
 def published_or_given_folder(card: ModelCard, weights: str | os.PathLike[str] | None) -> Path:
     """Returns the verified published folder, or the folder `weights`, whose content the model file checks. Raises
-    WeightsMissing, WeightsCorrupt."""
+    WeightsMissing, NoCheckpoint, WeightsCorrupt."""
     if weights is None:
         return verified_published_folder(card)
     folder = Path(weights).expanduser()
     if not folder.exists():
-        raise WeightsMissing(f"there is nothing at {folder}", todo="check the path")
+        raise NoCheckpoint(f"there is nothing at {folder}", todo="check the path")
     return folder
 
 
@@ -481,13 +512,13 @@ def convert(card: AsrCard, source: Path, target: Path, progress: Progress) -> Pa
 
 
 def convert_to(source: Path, target: Path, progress: Progress = lambda _: None) -> Path:
-    """Converts weights of another form into a new checkpoint folder, and returns it. Raises WeightsMissing where there
-    is nothing to convert, WeightsCorrupt, CacheNotWritable; OptionError for a folder that is there already."""
+    """Converts weights of another form into a new checkpoint folder, and returns it. Raises NoCheckpoint where there is
+    nothing to convert, WeightsCorrupt, CacheNotWritable; OptionError for a folder that is there already."""
     if target.exists():
         raise OptionError(f"{target} is there already", "the path of a new folder")
     name = model_of_folder(source)
     if is_checkpoint(source):
-        raise WeightsMissing(f"{source} is a checkpoint folder already", "weights of another form", "load it as it is")
+        raise NoCheckpoint(f"{source} is a checkpoint folder already", "weights of another form", "load it as it is")
     return convert(asr_card(name), source, target, progress)
 
 

@@ -37,6 +37,8 @@ FORMATS_WITH_WORDS = tuple(name for name, row in _ROWS if row.shows_words and na
 FORMATS_WITH_ALTERNATIVES = tuple(name for name, row in _ROWS if row.shows_alternatives and name != "json")
 """Formats that can have alternatives of segments."""
 GRANULARITIES = "timestamp_granularities[]"
+MAX_TOP_K = 1_000_000
+"""Limit of `top_k`: no vocabulary has as many tokens."""
 
 TRANSCRIPTION_FIELDS = (
     "model",
@@ -54,14 +56,14 @@ TRANSCRIPTION_FIELDS = (
     known_speakers.REFERENCES_FIELD,
     *recognition_fields.FIELDS,
     # ours
-    *("beam", "long_form", "n_best", "repetition_penalty"),
+    *("beam", "long_form", "n_best", "repetition_penalty", "top_k", "top_p"),
     *chunking_strategy.SEGMENTATION_FIELDS,
 )
 """Every field but the file."""
 TRANSLATION_FIELDS = (
     *("model", "prompt", "response_format", "temperature"),
     "hotwords",  # FunASR's
-    *("beam", "long_form", "repetition_penalty", *chunking_strategy.SEGMENTATION_FIELDS),  # ours
+    *("beam", "long_form", "repetition_penalty", "top_k", "top_p", *chunking_strategy.SEGMENTATION_FIELDS),  # ours
 )
 """Every field of a translation but the file."""
 
@@ -196,6 +198,8 @@ def _options(fields: FormFields, complete: bool, max_beam: int) -> TranscribeOpt
         priority="interactive",
         temperatures=(temperature,) if temperature else SearchOptions().temperatures,
         beam=_beam(fields, max_beam),
+        top_k=max(0, fields.integer("top_k", -1, MAX_TOP_K) or 0),  # vLLM's clients send -1 for all tokens
+        top_p=1.0 if (top_p := fields.number("top_p", 0, 1)) is None else top_p,
         repetition_penalty=fields.number("repetition_penalty", *REPETITION_PENALTIES) or 1.0,
         prompt=fields.text("prompt", MAX_PROMPT_CHARACTERS) or "",
         hotwords=_hotwords(fields),

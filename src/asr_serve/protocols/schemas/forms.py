@@ -16,6 +16,7 @@ from asr_serve.protocols.openai.transcription_form import (
     FORMATS_WITH_SPEAKERS,
     FORMATS_WITH_WORDS,
     GRANULARITIES,
+    MAX_TOP_K,
     RESPONSE_FORMATS,
     STREAMED_FORMATS,
     TRANSLATION_FIELDS,
@@ -142,6 +143,21 @@ def _openai_fields() -> dict[str, Schema]:
             "maximum": REPETITION_PENALTIES[1],
             "default": 1,
             "description": "vLLM's. Tokens that an answer already has become less likely by this factor; 1: none.",
+        },
+        "top_k": {
+            **_WHOLE,
+            "minimum": -1,
+            "maximum": MAX_TOP_K,
+            "default": 0,
+            "description": "vLLM's. At a temperature above 0, the number of likeliest tokens that are sampled from; "
+            "0 or -1: all. For models with a decoder, as top_p.",
+        },
+        "top_p": {
+            **_NUMBER,
+            "exclusiveMinimum": 0,
+            "maximum": 1,
+            "default": 1,
+            "description": "vLLM's. Share of the probability of these tokens whose likeliest are sampled from; 1: all.",
         },
         "n_best": {
             **_WHOLE,

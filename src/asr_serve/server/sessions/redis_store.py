@@ -16,11 +16,12 @@ import logging
 import re
 import struct
 from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from asr_serve.errors import StoreUnavailable, UnsupportedOption
+from asr_serve.errors import OptionError, StoreUnavailable, UnsupportedOption
 from asr_serve.server.sessions.cipher import SessionCipher, Unreadable
 from asr_serve.server.sessions.records import (
     SessionCheckpoint,
@@ -111,12 +112,29 @@ CLUSTER = "+cluster://"
 """Part of a URL that names a node of a Redis Cluster."""
 
 
+def read_password(file: str) -> str:
+    """Reads the password of Redis from a file. Raises OptionError, which never shows it."""
+    try:
+        password = Path(file).expanduser().read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why, password = error.strerror if isinstance(error, OSError) else "not UTF-8", ""
+    else:
+        why = "it is empty"
+    if not password:
+        came, param = f"sessions.redis_password_file={file!r}: {why}", "sessions.redis_password_file"
+        raise OptionError(came, "a file with a password", param=param)
+    return password
+
+
 class RedisSessionStore:
     """SessionStore in one Redis, or in a Redis Cluster. A cluster counts as away as a whole while one of its masters
     does not answer."""
 
-    def __init__(self, url: str, prefix: str, timeout_s: float, cipher: SessionCipher) -> None:
-        """`timeout_s`: time without an answer after which Redis counts as away. Raises UnsupportedOption if the package
+    def __init__(
+        self, url: str, prefix: str, timeout_s: float, cipher: SessionCipher, password: str | None = None
+    ) -> None:
+        """`timeout_s`: time without an answer after which Redis counts as away. `password`: where the URL has none.
+        Raises UnsupportedOption if the package
         redis is not installed."""
         try:
             import redis.asyncio as client
@@ -140,6 +158,7 @@ class RedisSessionStore:
         kind: Any = RedisCluster if self._is_cluster else client.Redis
         self._redis: Any = kind.from_url(
             url.replace(CLUSTER, "://"),
+            password=password,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),

@@ -31,6 +31,7 @@ import asr_serve
 from asr_serve.edge.speech_gate import WINDOW_SAMPLES, GateConfig, GatedSpeech
 from asr_serve.edge.voice_activity import VoiceActivityInstance, VoiceActivityModule, VoiceActivityPool
 from asr_serve.models.auxiliary import silero
+from asr_serve_tools.evaluate.wer import normalize, wer
 
 Step = Callable[[np.ndarray], np.ndarray]
 """Takes the next window of each row, (rows, 512) int16, and returns their probabilities (rows,)."""
@@ -194,7 +195,7 @@ def gated(pcm: np.ndarray, pool: VoiceActivityPool, config: GateConfig) -> tuple
     return found, sent
 
 
-def transcript(model: Any, pcm: np.ndarray) -> list[str]:
+def transcript(model: Any, pcm: np.ndarray) -> str:
     def packets() -> Iterator[np.ndarray]:
         for at in range(0, len(pcm), 16_000):
             yield pcm[at : at + 16_000]
@@ -202,7 +203,7 @@ def transcript(model: Any, pcm: np.ndarray) -> list[str]:
     text = ""
     for result in model.stream(packets()):
         text = result.text if result.is_final else text
-    return text.lower().split()
+    return text
 
 
 def changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
@@ -214,26 +215,34 @@ def changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
     ]
 
 
-def calls(speech: Sequence[np.ndarray], duties: Sequence[float], model_name: str) -> list[dict[str, Any]]:
+def calls(
+    spoken: Sequence[clips.Clip], duties: Sequence[float], transcribed: Sequence[float], model_name: str
+) -> list[dict[str, Any]]:
     pool, config, rows = VoiceActivityPool(), GateConfig(), []
+    reference = normalize(" ".join(clip.text for clip in spoken))
     with asr_serve.load(model_name) as model:
         for duty in duties:
-            pcm = call(speech, duty, np.random.default_rng(7))
+            pcm = call([clip.audio for clip in spoken], duty, np.random.default_rng(7))
             heard, sent = gated(pcm, pool, config)
-            without, behind = transcript(model, pcm), transcript(model, heard)
-            differ = changes(without, behind)
-            rows.append(
-                {
-                    "name": f"asr-serve gate duty {duty:g}",
-                    "duty": duty,
-                    "call_s": round(len(pcm) / RATE_HZ, 1),
-                    "dropped_share": round(1 - sent / len(pcm), 4),
-                    "words": len(without),
+            row: dict[str, Any] = {
+                "name": f"asr-serve gate duty {duty:g}",
+                "duty": duty,
+                "call_s": round(len(pcm) / RATE_HZ, 1),
+                "dropped_share": round(1 - sent / len(pcm), 4),
+            }
+            if duty in transcribed:
+                texts = [normalize(transcript(model, each)) for each in (pcm, heard)]
+                without, behind = (wer([reference], [text]) for text in texts)
+                differ = changes(texts[0].split(), texts[1].split())
+                row |= {
+                    "words": len(texts[0].split()),
                     "words_changed": sum(max(len(s.split()) for s in each.split(" > ")) for each in differ),
+                    "wer_without": round(without.rate, 4),
+                    "wer_behind": round(behind.rate, 4),
                     "changes": differ,
                 }
-            )
-            print({key: rows[-1][key] for key in ("name", "dropped_share", "words", "changes")}, file=sys.stderr)
+            rows.append(row)
+            print(row, file=sys.stderr)
     return rows
 
 
@@ -246,16 +255,22 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.4, help="CPU time of a contender in a round")
     parser.add_argument("--clips", type=int, default=16, help="of each call")
     parser.add_argument("--duties", default="0.6,0.35,0.15,0.05,0.02", help="shares of speech; none: speed alone")
+    parser.add_argument("--transcribed", default="0.6,0.35", help="the duties that are transcribed too")
     parser.add_argument("--model", default="moonshine-tiny-en")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    speech = [clip.audio for clip in clips.load(args.data, args.clips)]
+    spoken = clips.load(args.data, args.clips)
     facts = machine.describe(threads=1, packages=("wasmtime", "silero-vad"))
     rows = speed(
-        to_int16(np.concatenate(speech)), [int(each) for each in args.batches.split(",")], args.rounds, args.seconds
+        to_int16(np.concatenate([clip.audio for clip in spoken])),
+        [int(each) for each in args.batches.split(",")],
+        args.rounds,
+        args.seconds,
     )
-    duties = [float(each) for each in args.duties.split(",") if each != "none"]
-    rows += calls(speech, duties, args.model) if duties else []
+    duties, transcribed = (
+        [float(each) for each in text.split(",") if each != "none"] for text in (args.duties, args.transcribed)
+    )
+    rows += calls(spoken, duties, transcribed, args.model) if duties else []
     machine.tell(args.json, {"bench": "edge_vad", "machine": facts, "rows": rows})
     return 0
 

@@ -190,6 +190,22 @@ def test_words_appear_while_somebody_speaks(served, visit, beckett):
 
 
 @pytest.mark.slow
+def test_speech_only_sends_less_and_loses_no_word(served, visit, beckett):
+    me = visit(served.url)
+    me.ready()
+    me.page.check("#want-speech-only")
+    me.page.click("#primary")
+    me.mode("live")
+    me.until("#segments .said")  # a pause ended it, of which counts have told
+    me.holds("parseInt(document.querySelector('#sent-share').textContent) < 85")
+    me.page.click("#primary")
+    me.mode("idle")
+    assert words(me.text()) == words(told_by_stream(served.url, beckett))
+    assert re.fullmatch(r"\d+ % of the sound was sent\.", me.page.inner_text("#sent-share"))
+    me.expect_calm()
+
+
+@pytest.mark.slow
 def test_a_connection_that_is_cut_costs_no_word(served, visit, beckett):
     cable = Cable(served.port)
     me = visit(cable.url)

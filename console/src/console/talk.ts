@@ -13,6 +13,8 @@ export interface TalkOptions {
   deviceId: string | undefined;
   model: string;
   language: string;
+  /** Send silence as its length. */
+  speechOnly: boolean;
   rich: RichOptions;
 }
 
@@ -37,6 +39,7 @@ export class Talk {
   #stream: SpeechStream | undefined;
   #rateHz = 16_000;
   #samples = 0;
+  #silent = 0;
   #lostSamples = 0;
   #deaf = false;
   #began = false;
@@ -52,14 +55,23 @@ export class Talk {
     return this.#samples / this.#rateHz;
   }
 
+  /** Share of the sound that was sent as sound, 0..1; the rest was told as its length. */
+  get sentShare(): number {
+    return this.#samples ? 1 - this.#silent / this.#samples : 1;
+  }
+
   /** Sound finds no room now, and is lost. */
   get deaf(): boolean {
     return this.#deaf;
   }
 
   /** Resolves when the server hears. Sound before that waits for it. Rejects with SpeechError. */
-  async begin({ deviceId, model, language, rich }: TalkOptions): Promise<void> {
-    const opened = await microphone({ ...(deviceId && { deviceId }), frameMs: FRAME_MS });
+  async begin({ deviceId, model, language, speechOnly, rich }: TalkOptions): Promise<void> {
+    const opened = await microphone({
+      ...(deviceId && { deviceId }),
+      frameMs: FRAME_MS,
+      ...(speechOnly && { speechOnly: { module: address("assets/vad.wasm") } }),
+    });
     this.#microphone = opened;
     this.#rateHz = opened.rate;
     const apiKey = key();
@@ -78,6 +90,7 @@ export class Talk {
     this.#listen(stream, this.make(stream));
     opened.on("level", (level) => this.events.level(level));
     opened.on("frame", (frame) => this.#frame(frame));
+    opened.on("silence", (samples) => this.#silence(samples));
     opened.on("ended", (error) => this.events.broken(error));
     try {
       await stream.open();
@@ -109,6 +122,18 @@ export class Talk {
     }
     this.#samples += frame.length;
     this.lag.frame(frame.length, frame.byteLength, stream.state !== "open");
+  }
+
+  #silence(samples: number): void {
+    const stream = this.#stream!;
+    this.#deaf = !stream.sendSilence(samples);
+    if (this.#deaf) {
+      this.#lostSamples += samples;
+      return;
+    }
+    this.#samples += samples;
+    this.#silent += samples;
+    this.lag.frame(samples, 2 * samples, stream.state !== "open");
   }
 
   #listen(stream: SpeechStream, take: Take): void {

@@ -34,7 +34,9 @@ export class Talking {
     stage.wanted.refused();
     try {
       const { deviceId, model, language } = stage.chooser;
-      await talk.begin({ deviceId, model, language, rich: stage.wanted.options() });
+      const { speechOnly } = stage.wanted;
+      byId("sent-share").textContent = "";
+      await talk.begin({ deviceId, model, language, speechOnly, rich: stage.wanted.options() });
       if (this.#talk !== talk) return; // cancelled meanwhile
       stage.enter("live");
       stage.tell("Listening");
@@ -78,6 +80,9 @@ export class Talking {
         stage.meter.level(peak);
         stage.wave.push(peak, BLOCK_S, talk.deaf ? undefined : talk.seconds);
         byId("clock").textContent = clock(talk.seconds);
+        if (stage.wanted.speechOnly && talk.seconds) {
+          byId("sent-share").textContent = `${Math.round(100 * talk.sentShare)} % of the sound was sent.`;
+        }
       },
       text: (settledS) => {
         if (this.#talk !== talk) return;

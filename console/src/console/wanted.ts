@@ -14,7 +14,7 @@ export interface RichOptions {
 }
 
 /** Switch -> whether it is on until somebody says otherwise. */
-const SWITCHES = { words: true, speakers: false, itn: false } as const;
+const SWITCHES = { words: true, speakers: false, itn: false, "speech-only": false } as const;
 type Switch = keyof typeof SWITCHES;
 /** The server's names, on all of its routes -> where on the page it is said that one was refused. */
 const FIELDS: Record<string, Switch | "hotwords"> = {
@@ -24,6 +24,7 @@ const FIELDS: Record<string, Switch | "hotwords"> = {
   spk: "speakers",
   num_speakers: "speakers",
   itn: "itn",
+  speechOnly: "speech-only",
   hotwords: "hotwords",
   "keywords[]": "hotwords",
 };
@@ -91,6 +92,11 @@ export class Wanted {
     };
   }
 
+  /** Whether a talk sends speech, and silence as its length. */
+  get speechOnly(): boolean {
+    return this.#on("speech-only");
+  }
+
   /** Say beside what was refused why; everything else is no longer wrong. */
   refused(failure?: unknown): void {
     for (const name of Object.keys(SWITCHES) as Switch[]) this.#say(name, "");
@@ -120,6 +126,7 @@ export class Wanted {
       speakers: speakers ? "" : "The models that this takes are not on the server.",
       itn: !itn.length ? "Not installed on the server." : "",
       hotwords: hotwords ? "" : "This model takes none.",
+      "speech-only": "",
     };
     if (language && itn.length && !itn.includes(language)) hints.itn = `There is none for ${languageName(language)}.`;
     this.#cannot.clear();

@@ -6,6 +6,8 @@ const WORDS: Record<string, string> = {
   "no-permission":
     "This page is not allowed to use the microphone. Allow it beside the address in your browser, then try again.",
   "no-microphone": "There is no microphone. Plug one in or choose another, then try again.",
+  "no-voice-activity":
+    "Speech cannot be told from silence here: this browser records at a rate of its own, or cannot run the module. Switch “Send speech only” off, then try again.",
   "in-use": "The microphone cannot be read. Another program may be using it.",
   connection_failed: "The server does not answer. Is it running, and is this machine online?",
   connection_lost: "The connection did not come back in time. The text up to here is kept.",

@@ -23,16 +23,19 @@ PAGES = {"/": "index.html", "/speak": "speak.html", "/status": "status.html", "/
 DOCS_PAGES = {"/docs": "docs.html", "/favicon.svg": "favicon.svg"}
 """Path -> file of the page that shows the OpenAPI document."""
 ASSETS = "/assets/{name}"
+VOICE_ACTIVITY = Path(__file__).parents[2] / "edge" / "wasm" / "vad.wasm"
+"""Voice activity for the page that sends speech only."""
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".wasm": "application/wasm",
 }
 CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",
-        "script-src 'self'",
+        "script-src 'self' 'wasm-unsafe-eval'",  # vad.wasm; no script may be evaluated
         "style-src 'self'",
         "img-src 'self'",
         "media-src blob:",  # a recording is played from the page's memory
@@ -88,7 +91,7 @@ def routes(*, console: bool, docs: bool) -> list[Route]:
     if not files:
         return []
     pages = {path: ConsolePage.load(STATIC / name) for path, name in files.items()}
-    assets = {path.name: ConsolePage.load(path) for path in sorted((STATIC / "assets").iterdir())}
+    assets = {path.name: ConsolePage.load(path) for path in [*sorted((STATIC / "assets").iterdir()), VOICE_ACTIVITY]}
 
     @admitted_as(AdmissionClass.PUBLIC)
     async def page(request: Request) -> Response:

@@ -35,7 +35,7 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """TCP port of them; 0 takes any free one."""
     api_keys: tuple[ApiKey, ...] = ()
     """Keys of the control API. They are required beyond this machine."""
-    payload_types: dict[str, str] = DEFAULT_PAYLOAD_TYPES
+    payload_types: dict[str, str] = msgspec.field(default_factory=lambda: dict(DEFAULT_PAYLOAD_TYPES))
     """Dynamic payload types, like 96 = "opus/48000/2", of sessions that name none."""
     options: dict[str, str | int | float | bool] = {}
     """Parameters of /v1/stream of all sessions, like language = "en"."""

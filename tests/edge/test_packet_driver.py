@@ -30,7 +30,9 @@ def receiver(request: pytest.FixtureRequest) -> Iterator[tuple[object, int]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
         bound.bind(("127.0.0.1", 0))
         bound.setblocking(False)
-        yield module.PacketReceiver([bound.fileno()], batch=8, batches=2, slot_bytes=256), bound.getsockname()[1]
+        made = module.PacketReceiver([bound.fileno()], batch=8, batches=2, slot_bytes=256)
+        yield made, bound.getsockname()[1]
+        made.close()
 
 
 @pytest.fixture
@@ -146,8 +148,10 @@ def test_receivers_refuse_what_is_out_of_bounds(module: object) -> None:
                 module.PacketReceiver([bound.fileno()], **wrong)
         with pytest.raises(ValueError):
             module.PacketReceiver([])
+        made = module.PacketReceiver([bound.fileno()])
         with pytest.raises(ValueError, match="source"):
-            module.PacketReceiver([bound.fileno()]).admit_source(1, b"short", 1.0, 1.0)
+            made.admit_source(1, b"short", 1.0, 1.0)
+        made.close()
 
 
 def test_a_taken_port_is_told() -> None:

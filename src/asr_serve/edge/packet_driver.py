@@ -84,6 +84,7 @@ class RecvmmsgDriver:
         self.receive, self.counts = self._receiver.receive, self._receiver.counts
 
     def close(self) -> None:
+        self._receiver.close()
         self._socket.close()
 
 

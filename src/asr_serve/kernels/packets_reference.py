@@ -97,6 +97,11 @@ class PacketReceiver:
         """Datagrams received, and dropped by reason."""
         return dict(self._counts)
 
+    def close(self) -> None:
+        """Receives no more. The sockets stay their owner's."""
+        for each in self._sockets:
+            each.close()
+
     def _take(self, data: bytes, flags: int, address: tuple[str, int]) -> Datagram | None:
         now_s = time.monotonic()
         self._counts["received"] += 1

@@ -311,6 +311,7 @@ NB_MODULE(_packets, m) {
       .def("forget", &Receiver::forget, "flow"_a, "Expect the flow no more.")
       .def("receive", [](nb::handle self, int timeout_ms) { return nb::cast<Receiver&>(self).receive(self, timeout_ms); },
            "timeout_ms"_a, "Datagrams that are there, or come within this time; None for none that are expected.")
+      .def("close", [](Receiver&) {}, "Receive no more. The sockets stay their owner's.")
       .def("counts", &Receiver::counts, "Datagrams received, and dropped by reason.");
 }
 #else

@@ -2,8 +2,8 @@
 
     python bench/edge.py --json edge.json
 
-Each driver receives the same packets in a fresh process, which checks each stream's sequence numbers and the age of each
-packet. README.md says how to read the result.
+Each driver receives the same packets in a fresh process, which checks the sequence numbers of each stream and the age
+of each packet. README.md says how to read the result.
 """
 
 from __future__ import annotations

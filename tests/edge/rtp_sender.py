@@ -13,7 +13,9 @@ from asr_serve.edge.rtp import RtpPacket, build_rtp
 UNITS = 320
 
 
-def l16_packets(pcm: np.ndarray, ssrc: int, *, kind: int = 97, sequence: int = 65_500, timestamp: int = 2**32 - 5_000) -> list[bytes]:
+def l16_packets(
+    pcm: np.ndarray, ssrc: int, *, kind: int = 97, sequence: int = 65_500, timestamp: int = 2**32 - 5_000
+) -> list[bytes]:
     """Packets of L16/16000 of (n,) float32 at 16 kHz; sequence numbers and timestamps wrap around."""
     samples = np.rint(pcm * 32_767).astype(">i2")
     return [

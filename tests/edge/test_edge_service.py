@@ -75,8 +75,12 @@ def test_words_of_clean_rtp_are_those_of_the_file(
     events = edge.end(session.id)
     assert text_of(events) == expected
     assert events[0] == {
-        **{"type": "stream", "session": session.id, "position_s": 0.0},
-        **{"ssrc": session.ssrc, "encoding": "L16", "reason": "first"},
+        "type": "stream",
+        "session": session.id,
+        "position_s": 0.0,
+        "ssrc": session.ssrc,
+        "encoding": "L16",
+        "reason": "first",
     }
     end = events[-1]
     check_account(end)

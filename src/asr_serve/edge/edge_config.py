@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from asr_serve.edge.payload_format import parse_payload_types
 from asr_serve.errors import OptionError, UnknownOption
 from asr_serve.protocols.stream.client_messages import QUERY, RESUME, START
 from asr_serve.toml_file import read_toml
@@ -57,6 +58,7 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         coerce_fields(self)
         check_stream_options(self.options)
+        parse_payload_types(self.payload_types)
         if not is_loopback(self.control_host) and not self.api_keys:
             raise OptionError(
                 f"control_host={self.control_host!r} without api_keys",

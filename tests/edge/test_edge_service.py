@@ -141,7 +141,7 @@ def test_a_server_that_is_away_and_one_that_forgot_lose_no_word(
     serve: Callable[..., Running], speech: np.ndarray, expected: str
 ) -> None:
     """First the connection breaks for a while, then the server is another one, as after kill and restart."""
-    first, second = serve(), serve()
+    first, second = serve(resume_s=15.0), serve()  # what is given up is forgotten soon
     proxy = Proxy(first.port)
     edge = RunningEdge(proxy.url)
     sender = RtpSender(edge.driver.port)

@@ -36,6 +36,8 @@ BURST_S = 1.0
 RETRY_MS = 1_000
 KEEP_S = 60.0
 """Time for which the events of a session that has ended can be read."""
+KEPT = 2
+"""Sessions in all, those that have ended too, for each that may be open."""
 STOP_S = 20.0
 """Longest wait for the last words of all sessions."""
 
@@ -145,6 +147,8 @@ class EdgeService:
             else:
                 pinned = source if source[16:] != b"\0\0" else b""
                 self.driver.admit_ssrc(flow, ssrc, pinned, per_s, per_s * BURST_S)
+        while len(self._by_id) > KEPT * self.config.max_sessions:
+            del self._by_id[next(id for id, each in self._by_id.items() if each.session.end_reason is not None)]
         self._tasks[session.id] = self._loop.create_task(self._run_session(running))
         names = {str(kind): _describe(form) for kind, form in formats.items()}
         return EdgeSessionCreated(
@@ -186,13 +190,12 @@ class EdgeService:
         with self._lock:
             for running in list(self._by_flow.values()):
                 self._finish(running, "stopping")
-        if self._tasks:
-            waiting = [self._tasks[running.session.id] for running in self._by_id.values() if not running.log.ended]
-            if waiting:
-                await asyncio.wait(waiting, timeout=STOP_S, return_when=asyncio.ALL_COMPLETED)
-        for task in self._tasks.values():
+        tasks = list(self._tasks.values())
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_S)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._stopping.set()
         await asyncio.to_thread(self._thread.join)
         self.driver.close()
@@ -248,14 +251,14 @@ class EdgeService:
                 await running.uplink.wait_for_audio()
             if session.spool.end:
                 await running.uplink.run()
+        finally:
             with self._lock:
                 self._finish(running, "failed")
             await asyncio.sleep(0)  # what the receiving thread has told comes first
-        finally:
             self._publish(running, [session.ended_event(running.uplink.segments)])
             running.log.close()
-        await asyncio.sleep(KEEP_S)
-        del self._by_id[session.id], self._tasks[session.id]
+            del self._tasks[session.id]
+            self._loop.call_later(KEEP_S, self._by_id.pop, session.id, None)
 
     def _publish(self, running: _Running, events: list[EdgeEvent]) -> None:
         for event in events:

@@ -19,6 +19,7 @@ PACKAGE, TOOLS = SRC / "asr_serve", SRC / "asr_serve_tools"
 SOURCES = sorted(path for package in (PACKAGE, TOOLS) for path in package.rglob("*.py"))
 
 BROAD_EXCEPT = {
+    "edge/edge_service.py",  # the thread that receives for all sessions
     "engine/loop.py",
     "engine/remote/encode_client.py",
     "engine/remote/peer_pool.py",
@@ -60,7 +61,7 @@ LEAVES = {
     "kaldifst": {"text/normalization/wetext_grammar.py", "decoding/wfst/graph_builder.py"},
     "whisper_normalizer": {"asr_serve_tools/evaluate/wer.py"},
     "rich": {"api/cli/progress.py"},
-    "granian": {"server/run.py"},
+    "granian": {"server/run.py", "edge/run.py"},
     "opentelemetry": {"server/telemetry/tracing.py"},
     "prometheus_client": {"metrics.py"},
     "nixl": {"transfer/nixl_agent.py"},
@@ -85,7 +86,7 @@ LEAVES = {
     "transformers": {"decoding/language_model/causal_scorer.py"},
     "vllm": {"engine/vllm/worker_main.py"},
     "wasmtime": {"edge/voice_activity.py"},
-    "websockets": {"api/client/connection.py"},
+    "websockets": {"api/client/connection.py", "api/client/async_connection.py"},  # for threads; for one loop
     "wetext": {"text/normalization/wetext_grammar.py"},
     "xxhash": {"transfer/checksum.py"},
     "yaml": {"models/asr/nemo/archive.py", "cluster/cluster_config.py"},  # archives of NeMo; cluster files

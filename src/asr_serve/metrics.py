@@ -396,6 +396,94 @@ class ServerMetrics:
             self.migrations.remove(model, what, how)
 
 
+EDGE_DROPS = (
+    *("not_rtp", "malformed", "rtcp", "unknown_source", "over_rate", "truncated", "unknown_payload_type"),
+    *("bad_payload", "duplicate", "late", "jump", "kernel"),
+)
+EDGE_AUDIO = ("received", "concealed", "silent", "discarded")
+JITTER_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
+
+
+class EdgeMetrics:
+    """Metrics of `asr-serve edge`. Sources are no labels: anybody can send from any number of them."""
+
+    def __init__(self, version: str, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        self._packets = counter("asr_serve_edge_packets_total", "Datagrams received, those dropped included.")
+        dropped = counter("asr_serve_edge_dropped_packets_total", "Datagrams dropped, by reason.", ("reason",))
+        self._dropped = {reason: dropped.labels(reason) for reason in EDGE_DROPS}
+        self._lost = counter("asr_serve_edge_lost_packets_total", "Packets of sessions that never arrived.")
+        audio = counter(
+            "asr_serve_edge_audio_seconds_total",
+            "Audio of sessions: received, concealed where packets were lost, silent, or discarded by a full spool.",
+            ("kind",),
+        )
+        self._audio = {kind: audio.labels(kind) for kind in EDGE_AUDIO}
+        self._sessions = gauge("asr_serve_edge_sessions", "Sessions that take packets.")
+        self.uplinks = gauge("asr_serve_edge_connected_sessions", "Sessions with a connection to the server.")
+        self._jitter = Histogram(
+            "asr_serve_edge_jitter_seconds",
+            "Interarrival jitter of each session, once a second.",
+            buckets=JITTER_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._drift = gauge(
+            "asr_serve_edge_drift_ratio", "Largest drift of a sender's clock, its seconds over ours, less one."
+        )
+        posted = counter(
+            "asr_serve_edge_webhook_events_total", "Events for the webhook, by what became of them.", ("outcome",)
+        )
+        self._posted = {outcome: posted.labels(outcome) for outcome in ("delivered", "dropped")}
+        self._webhook_counts = {"delivered": 0, "dropped": 0}
+        self._streams: dict[int, tuple[float, ...]] = {}
+        """Totals of each session that have been counted."""
+        gauge("asr_serve_edge_build_info", "Always 1; the label says which build.", ("version",)).labels(version).set(1)
+
+    def count_drop(self, reason: str, packets: int = 1) -> None:
+        self._dropped[reason].inc(packets)
+
+    def count_driver(self, counts: dict[str, int]) -> None:
+        """Adds what a driver has counted since the last time."""
+        for name, count in counts.items():
+            if name == "received":
+                self._packets.inc(count)
+            else:
+                self.count_drop(name, count)
+
+    def count_stream(self, key: int, audio_s: tuple[float, float, float, float], lost_packets: int) -> None:
+        """Adds what a session has more than the last time; `audio_s` is its totals of EDGE_AUDIO."""
+        totals = (*audio_s, float(lost_packets))
+        before = self._streams.get(key, (0.0,) * len(totals))
+        self._streams[key] = totals
+        *audio, lost = (max(0.0, now - then) for now, then in zip(totals, before, strict=True))
+        for kind, seconds in zip(EDGE_AUDIO, audio, strict=True):
+            self._audio[kind].inc(seconds)
+        self._lost.inc(lost)
+
+    def forget_stream(self, key: int) -> None:
+        self._streams.pop(key, None)
+
+    def note_sessions(self, jitters_s: list[float], drifts_ppm: list[float]) -> None:
+        """Notes the open sessions."""
+        self._sessions.set(len(jitters_s))
+        self._drift.set(max(drifts_ppm, key=abs, default=0.0) * 1e-6)
+        for jitter_s in jitters_s:
+            self._jitter.observe(jitter_s)
+
+    def note_webhook(self, **counts: int) -> None:
+        """Notes the totals of the webhook: delivered, dropped."""
+        for outcome, count in counts.items():
+            self._posted[outcome].inc(count - self._webhook_counts[outcome])
+            self._webhook_counts[outcome] = count
+
+    def render(self) -> bytes:
+        """Render the registry as Prometheus text."""
+        text = generate_latest(self.registry).decode()
+        return "".join(f"{line}\n" for line in text.splitlines() if "_created" not in line).encode()
+
+
 def render_exposition(server: ServerMetrics, engines: Iterable[bytes]) -> bytes:
     """Render the server's metrics and those of its engines (`EngineMetrics.render`) as one Prometheus text: each
     family once, with the samples of all engines together."""

@@ -10,6 +10,7 @@ importing this package does not load it.
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,14 @@ def disk() -> ModuleType | None:
 def copy() -> ModuleType | None:
     """Copies that bypass the caches, or None: numpy copies through them."""
     return _built("asr_serve.kernels._copy")
+
+
+def packets() -> ModuleType:
+    """Datagrams in batches: by recvmmsg where it was built and the system has it, or one by one."""
+    built = _built("asr_serve.kernels._packets")
+    if built is not None and sys.platform == "linux":
+        return built
+    return importlib.import_module("asr_serve.kernels.packets_reference")
 
 
 def _built(name: str) -> ModuleType | None:

@@ -92,9 +92,9 @@ def prepare(config: ServeConfig, *, check_models: bool = True) -> ServerSetup:
     config = _with_peer_port(config)
     _tune_malloc()
     connections = _connection_limit(config)
-    ports = [_free_port(config.host, config.port)]
+    ports = [free_port(config.host, config.port)]
     if config.realtime_port is not None:
-        ports.append(_free_port(config.host, config.realtime_port, "--realtime-port"))
+        ports.append(free_port(config.host, config.realtime_port, "--realtime-port"))
     return ServerSetup(config, ports, connections, scorers)
 
 
@@ -114,7 +114,7 @@ def _with_peer_port(config: ServeConfig) -> ServeConfig:
             raise OptionError(
                 f"encode_port={config.encode_port}, which is {name} too", "two ports", param="encode_port"
             )
-    port = _free_port(config.host, config.encode_port, "--encode-port")
+    port = free_port(config.host, config.encode_port, "--encode-port")
     return msgspec.structs.replace(config, encode_port=port)
 
 
@@ -147,7 +147,7 @@ def _tune_malloc() -> None:
         library.mallopt(m_trim_threshold, 64 << 20)
 
 
-def _free_port(host: str, port: int, flag: str = "--port") -> int:
+def free_port(host: str, port: int, flag: str = "--port") -> int:
     """Returns the port; for 0 one that the system chooses. Raises OptionError if taken: granian would share it."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -8,7 +8,21 @@ from typing import Annotated
 
 import typer
 
-from asr_serve.api.cli import clone, cluster, doctor, graph, listen, lm, models, plan, serve, speak, transcribe, voices
+from asr_serve.api.cli import (
+    clone,
+    cluster,
+    doctor,
+    edge,
+    graph,
+    listen,
+    lm,
+    models,
+    plan,
+    serve,
+    speak,
+    transcribe,
+    voices,
+)
 from asr_serve.api.cli.exit_codes import INTERRUPTED
 
 app = typer.Typer(
@@ -52,6 +66,7 @@ def top(
       asr-serve lm build talks.txt -o talks.arpa build a language model from text
       asr-serve graph --help                     limit a streaming model to a fixed vocabulary
       asr-serve plan --callers 100 --mix mix.toml  plan how many replicas a load needs
+      asr-serve edge                             take RTP from telephones and browsers
       asr-serve doctor                           show this machine, and what is missing
     """
 
@@ -67,6 +82,7 @@ app.add_typer(models.app, name="models")
 app.add_typer(lm.app, name="lm")
 app.add_typer(graph.app, name="graph")
 app.command("plan", no_args_is_help=True)(plan.plan)
+app.command("edge")(edge.edge)
 app.command("doctor")(doctor.doctor)
 # Commands of other packages beside this one: `label` and `train` of asr_serve_tools.
 for extension in entry_points(group="asr_serve.commands"):

@@ -48,8 +48,8 @@ CLOSE_S = 2.0
 MAX_REASON_CHARACTERS = 1_000
 """Limit of a value in the address; longer ones go into the first message: servers and proxies bound addresses."""
 POLICY_VIOLATION_CODE = 1_008
-_SILENT_LOGGER = logging.getLogger(f"{__name__}.websockets")
-_SILENT_LOGGER.disabled = True
+SILENT_LOGGER = logging.getLogger(f"{__name__}.websockets")
+SILENT_LOGGER.disabled = True
 """Logger of websockets, disabled: it reports an end within a frame as its own bug, with a traceback. Every end
 of a connection is raised here."""
 SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
@@ -98,11 +98,11 @@ class WebSocketConnection:
                     close_timeout=CLOSE_S,
                     ping_interval=PING_S,
                     ping_timeout=PONG_S,
-                    logger=_SILENT_LOGGER,
+                    logger=SILENT_LOGGER,
                 )
             )
         except InvalidStatus as error:
-            raise _refused(error) from None
+            raise error_for_refusal(error) from None
         except (OSError, EOFError, WebSocketException) as error:
             raise Unreachable(
                 f"no server answers at {server}: {error}",
@@ -132,7 +132,7 @@ class WebSocketConnection:
         try:
             self._socket.send(message)
         except ConnectionClosed as closed:
-            raise _dropped(closed) from None
+            raise lost_connection(closed) from None
 
     def receive(self, timeout_s: float | None = None) -> ServerEvent:
         """Returns the next event; skips event types of later versions."""
@@ -146,7 +146,7 @@ class WebSocketConnection:
                     "the server's message is not JSON", "asr-serve sends JSON", "check the address"
                 ) from None
             except (ConnectionClosed, TimeoutError) as closed:
-                raise _dropped(closed) from None
+                raise lost_connection(closed) from None
             return event
 
     def close(self) -> None:
@@ -159,14 +159,15 @@ def error_from_event(told: StreamErrorEvent) -> Refused:
     return Refused(told.message, told.code, told.retry_after_ms)
 
 
-def _dropped(error: ConnectionClosed | TimeoutError) -> Unreachable:
+def lost_connection(error: ConnectionClosed | TimeoutError) -> Unreachable:
+    """Converts the end of a connection to an error."""
     frame = error.rcvd if isinstance(error, ConnectionClosed) else None
     code = None if frame is None else frame.code
     reason = "it broke" if frame is None else f"{frame.code} {frame.reason}".strip()
     return Unreachable(f"the connection was lost: {reason}", "", "try again", close_code=code)
 
 
-def _refused(error: InvalidStatus) -> Refused:
+def error_for_refusal(error: InvalidStatus) -> Refused:
     """Converts the HTTP response to a refused upgrade."""
     status, body = error.response.status_code, error.response.body or b""
     try:

@@ -1,0 +1,102 @@
+"""`asr-serve edge`: takes RTP from telephones and browsers, and sends its audio to a server."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from asr_serve.api.cli.exit_codes import exit_on_error
+from asr_serve.errors import OptionError
+
+
+@exit_on_error
+def edge(
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Server that recognizes the speech.", show_default="http://127.0.0.1:8000"),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address of this machine for RTP.", show_default="127.0.0.1")
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", "-p", metavar="PORT", help="UDP port for RTP; 0 takes any.", show_default="5004"),
+    ] = None,
+    control_host: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Address for control, results, metrics.", show_default="127.0.0.1"),
+    ] = None,
+    control_port: Annotated[
+        int | None, typer.Option(metavar="PORT", help="TCP port for them; 0 takes any.", show_default="8004")
+    ] = None,
+    webhook: Annotated[
+        str | None, typer.Option(metavar="URL", help="URL that events are posted to, as JSON.", show_default="none")
+    ] = None,
+    payload_type: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TYPE=FORMAT",
+            help="Dynamic payload type, like 96=opus/48000/2. May be repeated; replaces the defaults.",
+            show_default="96=opus/48000/2, 97=L16/16000, 101=telephone-event/8000",
+        ),
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", "-c", metavar="FILE", help="TOML file of settings; flags override it.")
+    ] = None,
+) -> None:
+    """Take RTP from telephone networks and browsers, and send it to a server.
+
+    A session is created over HTTP; its answer names an SSRC for the sender.
+    Instead of that, a session may expect a source, an address with or without
+    a port. Packets that no session expects are dropped and counted.
+
+    \b
+    Formats    G.711 (PCMU, PCMA), G.722, L16, Opus with its forward error
+               correction; comfort noise and telephone keys are understood
+    Packets    in any order, late, twice or not at all: what does not arrive
+               within 200 ms is concealed, and told with its position
+    Server     if it is away for up to two minutes (spool_s), no audio is lost;
+               if it has been restarted, open segments are recognized again
+    Results    as server-sent events, and posted to --webhook
+    Keys       ASR_SERVE_API_KEY is sent to the server; api_keys in the file
+               are those of the control API, required beyond this machine
+
+    \b
+    Exit code  0 stopped by a signal, 1 something failed, 2 wrong usage
+
+    \b
+    Examples
+      asr-serve serve &
+      asr-serve edge
+      curl http://127.0.0.1:8004/v1/edge/sessions -d '{}'
+      ffmpeg -re -i talk.wav -ac 1 -ar 8000 -c:a pcm_mulaw -ssrc SSRC \\
+        -f rtp rtp://127.0.0.1:5004
+      curl -N http://127.0.0.1:8004/v1/edge/sessions/ID/events
+      curl -X DELETE http://127.0.0.1:8004/v1/edge/sessions/ID
+
+    \b
+    A telephone gateway that chooses its SSRC itself
+      curl http://127.0.0.1:8004/v1/edge/sessions \\
+        -d '{"source":"10.0.0.7:20000","options":{"language":"en"}}'
+
+    \b
+    A file of settings (docs/edge.md)
+      server = "https://asr.example.org"
+      host = "0.0.0.0"
+      webhook = "https://crm.example.org/words"
+      options = {language = "en", words = true}
+    """
+    from asr_serve.edge.edge_config import load_edge_config
+    from asr_serve.edge.run import run_edge
+
+    types = None if payload_type is None else dict(_parse_type(text) for text in payload_type)
+    flags = {"server": server, "host": host, "port": port, "control_host": control_host, "control_port": control_port}
+    run_edge(load_edge_config(config, {**flags, "webhook": webhook, "payload_types": types}))
+
+
+def _parse_type(text: str) -> tuple[str, str]:
+    kind, found, form = text.partition("=")
+    if not found:
+        raise OptionError(f"--payload-type {text[:60]}", "TYPE=FORMAT", "like 96=opus/48000/2")
+    return kind, form

@@ -1,0 +1,102 @@
+"""Spool of one session's audio: bounded memory between what arrives and what the server needs no more."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import NamedTuple
+
+from asr_serve.audio.pcm import SAMPLE_BYTES
+from asr_serve.edge.voice_gate import GatedAudio, SpeechAudio
+
+BLOCK_SAMPLES = 8_000
+"""Samples of a block, to which smaller pieces are joined."""
+
+
+class _Block(NamedTuple):
+    start: int
+    samples: int
+    pcm: bytearray | None
+    """None: silence."""
+
+
+class AudioSpool:
+    """Audio of one session by position, from `start` to `end`; silence costs nothing. Thread-safe.
+
+    Full means that what comes is replaced by silence, and reported: positions stay exact.
+    """
+
+    def __init__(self, max_samples: int) -> None:
+        self._max_samples = max_samples
+        self._lock = threading.Lock()
+        self._blocks: deque[_Block] = deque()
+        self._held = 0
+        """Samples that take memory."""
+        self.start = self.end = 0
+        self.ended = False
+        self.discarded_samples = 0
+
+    def append(self, audio: GatedAudio) -> int:
+        """Appends; returns how many samples of speech there was no room for."""
+        with self._lock:
+            if isinstance(audio, SpeechAudio):
+                if self._held + len(audio.pcm) > self._max_samples:
+                    self._append_silence(len(audio.pcm))
+                    self.discarded_samples += len(audio.pcm)
+                    return len(audio.pcm)
+                self._append_pcm(audio.pcm.astype("<i2", copy=False).tobytes())
+            else:
+                self._append_silence(audio.samples)
+        return 0
+
+    def close(self) -> None:
+        """Marks the end: nothing is appended any more."""
+        with self._lock:
+            self.ended = True
+
+    def read(self, position: int, max_samples: int) -> bytes:
+        """Samples from `position` on, 16-bit little-endian; as many as there are, up to `max_samples`."""
+        parts: list[bytes] = []
+        with self._lock:
+            assert self.start <= position <= self.end, (self.start, position, self.end)
+            for block in self._blocks:
+                skip = position - block.start
+                if skip >= block.samples:
+                    continue
+                count = min(block.samples - skip, max_samples)
+                if block.pcm is None:
+                    parts.append(bytes(count * SAMPLE_BYTES))
+                else:
+                    parts.append(bytes(block.pcm[skip * SAMPLE_BYTES : (skip + count) * SAMPLE_BYTES]))
+                position += count
+                max_samples -= count
+                if not max_samples:
+                    break
+        return b"".join(parts)
+
+    def trim(self, position: int) -> None:
+        """Drops whole blocks before `position`, which is not read again."""
+        with self._lock:
+            while self._blocks and self._blocks[0].start + self._blocks[0].samples <= position:
+                block = self._blocks.popleft()
+                self._held -= 0 if block.pcm is None else block.samples
+                self.start = block.start + block.samples
+
+    def _append_pcm(self, pcm: bytes) -> None:
+        samples = len(pcm) // SAMPLE_BYTES
+        last = self._blocks[-1] if self._blocks else None
+        if last is not None and last.pcm is not None and last.samples + samples <= BLOCK_SAMPLES:
+            last.pcm.extend(pcm)
+            self._blocks[-1] = _Block(last.start, last.samples + samples, last.pcm)
+        else:
+            self._blocks.append(_Block(self.end, samples, bytearray(pcm)))
+        self._held += samples
+        self.end += samples
+
+    def _append_silence(self, samples: int) -> None:
+        last = self._blocks[-1] if self._blocks else None
+        if last is not None and last.pcm is None:
+            self._blocks[-1] = _Block(last.start, last.samples + samples, None)
+        else:
+            self._blocks.append(_Block(self.end, samples, None))
+        self.end += samples

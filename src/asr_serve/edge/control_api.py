@@ -1,0 +1,128 @@
+"""Control API of the edge: sessions are created, shown and ended over HTTP; results are server-sent events."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from asr_serve.edge.edge_service import EdgeService, EdgeSessionRequest
+from asr_serve.edge.event_log import EdgeEventLog
+from asr_serve.errors import AsrServeError, InvalidKey, MalformedRequest, NoSuchRoute
+from asr_serve.metrics import CONTENT_TYPE
+from asr_serve.server.middleware.error_handlers import JSON, error_response
+from asr_serve.server.server_sent_events import EVENT_STREAM, KEEP_ALIVE, KEEP_ALIVE_S
+
+MAX_BODY_BYTES = 1 << 16
+PATH = "/v1/edge/sessions"
+MAX_EVENT_NUMBER = 10**12
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def create_control_api(service: EdgeService) -> Starlette:
+    """Application of the control API."""
+    keys = [key.encode() for key in service.config.api_keys]
+
+    def checked(handle: Handler, *, public: bool = False) -> Handler:
+        """Wraps a handler: checks the key, and answers errors."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                if keys and not public:
+                    _check_key(request, keys)
+                return await handle(request)
+            except AsrServeError as error:
+                return error_response(error, secrets.token_hex(8))
+
+        return answer
+
+    async def create(request: Request) -> Response:
+        body = await _read_body(request)
+        try:
+            asked = msgspec.json.decode(body or b"{}", type=EdgeSessionRequest)
+        except msgspec.DecodeError as error:
+            raise MalformedRequest(
+                f"a session was requested that cannot be read: {error}",
+                f"JSON with any of: {', '.join(EdgeSessionRequest.__struct_fields__)}",
+                'like {"payload_types":{"96":"opus/48000/2"},"options":{"language":"en"}}',
+            ) from None
+        return _json(service.create(asked), 201)
+
+    async def list_all(request: Request) -> Response:
+        return _json({"sessions": service.describe_all()})
+
+    async def describe(request: Request) -> Response:
+        return _json(service.describe(request.path_params["id"]))
+
+    async def end(request: Request) -> Response:
+        service.end(request.path_params["id"])
+        return Response(status_code=204)
+
+    async def events(request: Request) -> Response:
+        log = service.events(request.path_params["id"])
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_sse(log, _last_event(request)), media_type=EVENT_STREAM, headers=headers)
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.render_metrics(), media_type=CONTENT_TYPE)
+
+    async def health(request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def missing(request: Request) -> Response:
+        raise NoSuchRoute(f"{request.method} {request.url.path[:200]} is no route", f"see {PATH} in docs/edge.md")
+
+    one = f"{PATH}/{{id}}"
+    return Starlette(
+        routes=[
+            Route(PATH, checked(create), methods=["POST"]),
+            Route(PATH, checked(list_all), methods=["GET"]),
+            Route(one, checked(describe), methods=["GET"]),
+            Route(one, checked(end), methods=["DELETE"]),
+            Route(f"{one}/events", checked(events), methods=["GET"]),
+            Route("/metrics", checked(metrics), methods=["GET"]),
+            Route("/health", checked(health, public=True), methods=["GET"]),
+            Route("/{path:path}", checked(missing), methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+        ]
+    )
+
+
+def _check_key(request: Request, keys: list[bytes]) -> None:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    came = key.strip().encode("utf-8", "replace")
+    fits = [hmac.compare_digest(came, known) for known in keys]  # all of them: time tells nothing
+    if scheme.lower() != "bearer" or not any(fits):
+        raise InvalidKey("no key of this edge came", "Authorization: Bearer KEY", "see api_keys of the edge")
+
+
+async def _read_body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise MalformedRequest(f"a body of over {MAX_BODY_BYTES} bytes came", f"up to {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def _last_event(request: Request) -> int:
+    text = request.headers.get("last-event-id") or request.query_params.get("after", "0")
+    if not (text.isascii() and text.isdigit() and int(text[:20]) <= MAX_EVENT_NUMBER):
+        raise MalformedRequest(f"after={text[:60]!r}", "the number of an event, or 0 for all")
+    return int(text)
+
+
+async def _sse(log: EdgeEventLog, after: int) -> AsyncIterator[bytes]:
+    yield b": events of an edge session\n\n"
+    async for event in log.listen(after, KEEP_ALIVE_S):
+        yield KEEP_ALIVE if event is None else event.sse
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type=JSON)

@@ -1,0 +1,101 @@
+"""Settings of the edge: a TOML file, and the flags of `asr-serve edge`. Frozen; everything is a bound or an address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from asr_serve.edge.payload_format import parse_payload_types
+from asr_serve.errors import OptionError, UnknownOption
+from asr_serve.protocols.stream.client_messages import QUERY, RESUME, START
+from asr_serve.toml_file import read_toml
+from asr_serve.types import ApiKey, Host, Port, PositiveInt, Url, coerce_fields, is_loopback, suggest_name
+
+SET_BY_EDGE = {*RESUME, START, "encoding", "rate"}
+STREAM_OPTIONS = tuple(name for name in QUERY if name not in SET_BY_EDGE)
+"""Parameters of /v1/stream that a session may choose; the edge itself sets the others."""
+DEFAULT_PAYLOAD_TYPES = {"96": "opus/48000/2", "97": "L16/16000", "101": "telephone-event/8000"}
+
+
+class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of `asr-serve edge`. Raises OptionError for a value of the wrong type or out of range."""
+
+    server: Url = "http://127.0.0.1:8000"
+    """Server that recognizes, by /v1/stream. Its key is ASR_SERVE_API_KEY."""
+    host: Host = "127.0.0.1"
+    """Address of this machine for RTP; 0.0.0.0 or :: is every one."""
+    port: Port = 5_004
+    """UDP port for the RTP of all sessions; 0 takes any free one."""
+    control_host: Host = "127.0.0.1"
+    """Address for the control API, results and metrics."""
+    control_port: Port = 8_004
+    """TCP port of them; 0 takes any free one."""
+    api_keys: tuple[ApiKey, ...] = ()
+    """Keys of the control API. They are required beyond this machine."""
+    payload_types: dict[str, str] = msgspec.field(default_factory=lambda: dict(DEFAULT_PAYLOAD_TYPES))
+    """Dynamic payload types, like 96 = "opus/48000/2", of sessions that name none."""
+    options: dict[str, str | int | float | bool] = {}
+    """Parameters of /v1/stream of all sessions, like language = "en"."""
+    webhook: Url | None = None
+    """URL that every event but partial text is posted to. None: none is."""
+    max_sessions: PositiveInt = 512
+    """Sessions at once."""
+    packets_per_s: Annotated[int, Meta(ge=10, le=10_000)] = 200
+    """Packets per second that one session may send; four times those of 20 ms."""
+    idle_s: Annotated[float, Meta(ge=1, le=86_400)] = 60.0
+    """Seconds without a packet after which a session ends."""
+    window_ms: Annotated[int, Meta(ge=20, le=2_000)] = 200
+    """Longest wait for a missing packet."""
+    spool_s: Annotated[float, Meta(ge=35, le=3_600)] = 120.0
+    """Seconds of audio that each session keeps while the server is away or slow: 32 kB a second."""
+    drift: bool = True
+    """Whether the drift of senders' clocks is resampled away."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        check_stream_options(self.options)
+        parse_payload_types(self.payload_types)
+        if not is_loopback(self.control_host) and not self.api_keys:
+            raise OptionError(
+                f"control_host={self.control_host!r} without api_keys",
+                "a control API that others reach has keys",
+                "set api_keys, or leave control_host at 127.0.0.1",
+                param="api_keys",
+            )
+
+
+def check_stream_options(options: Mapping[str, Any]) -> None:
+    """Raises UnknownOption for a parameter that a session cannot choose."""
+    for name in options:
+        if name not in STREAM_OPTIONS:
+            raise UnknownOption(
+                f"options has {str(name)[:60]!r}",
+                f"parameters of /v1/stream: {', '.join(STREAM_OPTIONS)}",
+                suggest_name(str(name)[:60], STREAM_OPTIONS),
+                param="options",
+            )
+
+
+def stream_query(*tables: Mapping[str, str | int | float | bool]) -> dict[str, str]:
+    """Joins tables of options, later ones first, as a query."""
+    joined: dict[str, str | int | float | bool] = {}
+    for table in tables:
+        joined |= table
+    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in joined.items()}
+
+
+def load_edge_config(path: str | None, flags: Mapping[str, object]) -> EdgeConfig:
+    """Reads a file, and puts flags over it; None is no flag. Raises OptionError, SourceNotFound."""
+    content: dict[str, Any] = {}
+    if path is not None:
+        _, content = read_toml(Path(path).expanduser(), "edge", "config")
+    known = EdgeConfig.__struct_fields__
+    for name in content:
+        if name not in known:
+            raise UnknownOption(f"{path} has {name!r}", f"settings: {', '.join(known)}", suggest_name(name, known))
+    content |= {name: value for name, value in flags.items() if value is not None}
+    return EdgeConfig(**content)

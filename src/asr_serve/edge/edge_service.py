@@ -1,0 +1,367 @@
+"""Service of the edge: a thread that receives packets for all sessions, and an event loop that sends their audio on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from asr_serve.edge.edge_config import EdgeConfig, check_stream_options, stream_query
+from asr_serve.edge.edge_events import EdgeEvent, PartialText
+from asr_serve.edge.edge_session import EdgeSession, EdgeSessionState, EndReason
+from asr_serve.edge.event_log import EdgeEventLog
+from asr_serve.edge.packet_driver import PacketDriver, describe_source, parse_source
+from asr_serve.edge.payload_format import PayloadFormat, parse_payload_types, parse_sdp
+from asr_serve.edge.uplink import Uplink, encode_event
+from asr_serve.edge.voice_gate import VoiceGate
+from asr_serve.edge.webhook import Webhook
+from asr_serve.errors import AtCapacity, OptionError, SessionExpired
+from asr_serve.metrics import EdgeMetrics
+from asr_serve.units import samples_to_s
+
+RECEIVE_MS = 10
+TICK_S = 0.02
+"""Time between two looks at sessions that got no packet."""
+MEASURE_S = 1.0
+BURST_S = 1.0
+"""Time whose packets may come at once: a network that was stalled."""
+RETRY_MS = 1_000
+KEEP_S = 60.0
+"""Time for which the events of a session that has ended can be read."""
+KEPT = 2
+"""Sessions in all, those that have ended too, for each that may be open."""
+STOP_S = 20.0
+"""Longest wait for the last words of all sessions."""
+
+log = logging.getLogger(__name__)
+
+
+class EdgeSessionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Request for a session. Without `ssrc` and `source` an SSRC is chosen."""
+
+    ssrc: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] | None = None
+    """SSRC of its packets."""
+    source: str | None = None
+    """Address, or address and port, that its packets come from."""
+    payload_types: dict[str, str] | None = None
+    sdp: str | None = None
+    """Session description whose first audio section names the payload types."""
+    options: dict[str, str | int | float | bool] = {}
+    """Parameters of /v1/stream."""
+
+
+class EdgeSessionCreated(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Answer: where to send, and where to listen."""
+
+    id: str
+    port: int
+    ssrc: int | None
+    source: str | None
+    payload_types: dict[str, str]
+    events: str
+
+
+class _Running(NamedTuple):
+    session: EdgeSession
+    uplink: Uplink
+    log: EdgeEventLog
+
+
+class EdgeService:
+    """Service whose methods are called on its event loop. The receiving thread shares the table of sessions with it,
+    under a lock that is held for one batch of packets at most."""
+
+    def __init__(
+        self,
+        config: EdgeConfig,
+        driver: PacketDriver,
+        metrics: EdgeMetrics,
+        *,
+        api_key: str | None = None,
+        create_gate: Callable[[], VoiceGate] | None = None,
+    ) -> None:
+        """`create_gate`: makes the voice-activity gate of a session; None: everything is sent on."""
+        self.config, self.driver, self._metrics, self._key = config, driver, metrics, api_key
+        self._create_gate = create_gate
+        self._formats = parse_payload_types(config.payload_types)
+        self._lock = threading.Lock()
+        self._by_flow: dict[int, _Running] = {}
+        self._by_id: dict[str, _Running] = {}
+        self._flows = itertools.count(1)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._stopping = threading.Event()
+        self._driver_counts: dict[str, int] = {}
+        self._measured_s = 0.0
+        self._webhook = None if config.webhook is None else Webhook(config.webhook)
+        self._thread = threading.Thread(target=self._receive_loop, name="edge-receive", daemon=True)
+        self._thread.start()
+
+    # --- sessions --------------------------------------------------------------------------------------
+
+    def create(self, request: EdgeSessionRequest) -> EdgeSessionCreated:
+        """Creates a session. Raises OptionError, AtCapacity."""
+        formats = self._formats_for(request)
+        check_stream_options(request.options)
+        source = b"" if request.source is None else parse_source(request.source)
+        query = stream_query(self.config.options, request.options)
+        per_s = float(self.config.packets_per_s)
+        with self._lock:
+            if len(self._by_flow) >= self.config.max_sessions:
+                raise AtCapacity(
+                    f"a session beyond the {len(self._by_flow)} there are", "max_sessions of the edge", RETRY_MS
+                )
+            ssrc = self._choose_ssrc(request, source)
+            flow = next(self._flows)
+            session = EdgeSession(
+                flow,
+                formats,
+                ssrc=ssrc,
+                source=source,
+                window_s=self.config.window_ms / 1_000,
+                spool_s=self.config.spool_s,
+                corrects_drift=self.config.drift,
+                now_s=time.monotonic(),
+                gate=None if self._create_gate is None else self._create_gate(),
+            )
+            events = EdgeEventLog()
+            uplink = Uplink(
+                self.config.server,
+                query,
+                session.spool,
+                lambda event: self._publish(running, [event]),
+                api_key=self._key,
+            )
+            running = _Running(session, uplink, events)
+            self._by_flow[flow] = self._by_id[session.id] = running
+            if ssrc is None:
+                self.driver.admit_source(flow, source, per_s, per_s * BURST_S)
+            else:
+                pinned = source if source[16:] != b"\0\0" else b""
+                self.driver.admit_ssrc(flow, ssrc, pinned, per_s, per_s * BURST_S)
+        while len(self._by_id) > KEPT * self.config.max_sessions:
+            del self._by_id[next(id for id, each in self._by_id.items() if each.session.end_reason is not None)]
+        self._tasks[session.id] = self._loop.create_task(self._run_session(running))
+        names = {str(kind): _describe(form) for kind, form in formats.items()}
+        return EdgeSessionCreated(
+            id=session.id,
+            port=self.driver.port,
+            ssrc=ssrc,
+            source=describe_source(source) if source else None,
+            payload_types=names,
+            events=f"/v1/edge/sessions/{session.id}/events",
+        )
+
+    def end(self, session_id: str) -> None:
+        """Ends a session's audio; its last words follow as events. Raises SessionExpired."""
+        running = self._find(session_id)
+        with self._lock:
+            self._finish(running, "deleted")
+
+    def describe_all(self) -> list[EdgeSessionState]:
+        with self._lock:
+            return [self._describe(running) for running in self._by_id.values()]
+
+    def describe(self, session_id: str) -> EdgeSessionState:
+        """Raises SessionExpired."""
+        running = self._find(session_id)
+        with self._lock:
+            return self._describe(running)
+
+    def events(self, session_id: str) -> EdgeEventLog:
+        """Raises SessionExpired."""
+        return self._find(session_id).log
+
+    def render_metrics(self) -> bytes:
+        with self._lock:
+            self._measure(time.monotonic())
+        return self._metrics.render()
+
+    async def close(self) -> None:
+        """Ends all sessions, waits for their last words, and stops receiving."""
+        with self._lock:
+            for running in list(self._by_flow.values()):
+                self._finish(running, "stopping")
+        tasks = list(self._tasks.values())
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_S)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._stopping.set()
+        await asyncio.to_thread(self._thread.join)
+        self.driver.close()
+        if self._webhook is not None:
+            await asyncio.to_thread(self._webhook.close, STOP_S)
+
+    def _formats_for(self, request: EdgeSessionRequest) -> dict[int, PayloadFormat]:
+        if request.sdp is not None and request.payload_types is not None:
+            raise OptionError("sdp and payload_types came", "one of them", param="sdp")
+        if request.sdp is not None:
+            return parse_sdp(request.sdp)
+        return self._formats if request.payload_types is None else parse_payload_types(request.payload_types)
+
+    def _choose_ssrc(self, request: EdgeSessionRequest, source: bytes) -> int | None:
+        sessions = [running.session for running in self._by_flow.values()]
+        if request.ssrc is None and source:
+            if any(session.ssrc is None and session.source == source for session in sessions):
+                raise OptionError(
+                    f"source={request.source!r} is another session's", "one session for a source", param="source"
+                )
+            return None
+        taken = {session.ssrc for session in sessions}
+        if request.ssrc is not None:
+            if request.ssrc in taken:
+                raise OptionError(f"ssrc={request.ssrc} is another session's", "a free one", param="ssrc")
+            return request.ssrc
+        while (ssrc := secrets.randbits(32)) in taken:
+            continue
+        return ssrc
+
+    def _find(self, session_id: str) -> _Running:
+        running = self._by_id.get(session_id)
+        if running is None:
+            raise SessionExpired(
+                f"no edge session {session_id[:60]!r}",
+                f"one that has ended is kept for {KEEP_S:g} s",
+                "create one: POST /v1/edge/sessions",
+            )
+        return running
+
+    def _describe(self, running: _Running) -> EdgeSessionState:
+        return running.session.describe(
+            connected=running.uplink.connected, segments=running.uplink.segments, events=running.log.last_number
+        )
+
+    # --- the loop's side -------------------------------------------------------------------------------
+
+    async def _run_session(self, running: _Running) -> None:
+        """Sends a session's audio until it has ended, and forgets it some time later."""
+        session = running.session
+        try:
+            while not session.spool.end and not session.spool.ended:
+                await running.uplink.wait_for_audio()
+            if session.spool.end:
+                await running.uplink.run()
+        finally:
+            with self._lock:
+                self._finish(running, "failed")
+            await asyncio.sleep(0)  # what the receiving thread has told comes first
+            self._publish(running, [session.ended_event(running.uplink.segments)])
+            running.log.close()
+            del self._tasks[session.id]
+            self._loop.call_later(KEEP_S, self._by_id.pop, session.id, None)
+
+    def _publish(self, running: _Running, events: list[EdgeEvent]) -> None:
+        for event in events:
+            logged = running.log.append(event.type, encode_event(running.session.id, event))
+            if self._webhook is not None and not isinstance(event, PartialText):
+                self._webhook.post(logged.json)
+
+    def _finish(self, running: _Running, reason: EndReason) -> None:
+        """Ends a session's audio, with the lock held. Idempotent."""
+        if running.session.end_reason is None:
+            self.driver.forget(running.session.flow)
+            del self._by_flow[running.session.flow]
+            self._hand_over(running, running.session.finish(reason))
+            self._count_stream(running.session)
+            self._metrics.forget_stream(running.session.flow)
+
+    def _hand_over(self, running: _Running, events: list[EdgeEvent]) -> None:
+        """Tells the loop, from any thread, that a session has more audio or events."""
+
+        def deliver() -> None:
+            self._publish(running, events)
+            running.uplink.wake()
+
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(deliver)
+
+    # --- the receiving thread --------------------------------------------------------------------------
+
+    def _receive_loop(self) -> None:
+        next_tick_s = 0.0
+        while not self._stopping.is_set():
+            try:
+                batch = self.driver.receive(RECEIVE_MS)
+                now_s = time.monotonic()
+                with self._lock:
+                    touched = set() if batch is None else self._push_batch(batch.datagrams)
+                    if batch is not None:
+                        batch.release()
+                    if now_s >= next_tick_s:
+                        next_tick_s = now_s + TICK_S
+                        touched = set(self._by_flow)
+                    for flow in touched:
+                        self._advance(flow, now_s)
+                    if now_s - self._measured_s >= MEASURE_S:
+                        self._measure(now_s)
+            except Exception:  # the thread is everybody's: it must not end for one
+                log.exception("the edge failed on a batch of packets")
+                self._stopping.wait(TICK_S)
+
+    def _push_batch(self, datagrams: list[tuple[int, bytes, memoryview, float]]) -> set[int]:
+        touched = set()
+        for flow, source, payload, arrival_s in datagrams:
+            running = self._by_flow.get(flow)
+            if running is None:
+                continue
+            session = running.session
+            packet = session.push(payload, arrival_s)
+            if isinstance(packet, str):
+                self._metrics.count_drop(packet)
+                continue
+            if not session.latched:
+                session.latched, session.source = True, source
+                self.driver.latch(flow, source)
+            session.ssrc = packet.ssrc
+            touched.add(flow)
+        return touched
+
+    def _advance(self, flow: int, now_s: float) -> None:
+        running = self._by_flow[flow]
+        session = running.session
+        before = session.spool.end
+        try:
+            events = session.advance(now_s)
+            if now_s - session.last_packet_s > self.config.idle_s:
+                self._finish(running, "idle")
+        except Exception:
+            log.exception("edge session %s failed", session.id)
+            self._finish(running, "failed")
+            return
+        if events or session.spool.end > before:
+            self._hand_over(running, events)
+
+    def _measure(self, now_s: float) -> None:
+        self._measured_s = now_s
+        counts = self.driver.counts()
+        self._metrics.count_driver({name: n - self._driver_counts.get(name, 0) for name, n in counts.items()})
+        self._driver_counts = counts
+        sessions = [running.session for running in self._by_flow.values()]
+        for session in sessions:
+            self._count_stream(session)
+        self._metrics.note_sessions(
+            [session.stream.jitter_s for session in sessions], [session.stream.drift_ppm for session in sessions]
+        )
+        connected = sum(running.uplink.connected for running in self._by_id.values())
+        self._metrics.uplinks.set(connected)
+        if self._webhook is not None:
+            self._metrics.note_webhook(delivered=self._webhook.delivered, dropped=self._webhook.dropped)
+
+    def _count_stream(self, session: EdgeSession) -> None:
+        stream, discarded_s = session.stream, samples_to_s(session.spool.discarded_samples)
+        audio_s = stream.received_s, stream.concealed_s, stream.silent_s, discarded_s
+        self._metrics.count_stream(session.flow, audio_s, stream.lost_packets)
+
+
+def _describe(form: PayloadFormat) -> str:
+    return f"{form.encoding}/{form.clock_hz}" + (f"/{form.channels}" if form.channels > 1 else "")

@@ -1,0 +1,152 @@
+"""Session of one caller at the edge: its RTP stream, its spool, and what is counted of it."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from asr_serve.edge.audio_spool import AudioSpool
+from asr_serve.edge.edge_events import AudioDiscarded, EdgeEvent, SessionEnded
+from asr_serve.edge.packet_driver import describe_source
+from asr_serve.edge.payload_format import PayloadFormat
+from asr_serve.edge.rtp import DropReason, RtpPacket, parse_rtp
+from asr_serve.edge.rtp_stream import RtpStream
+from asr_serve.edge.voice_gate import GatedAudio, SpeechAudio, VoiceGate
+from asr_serve.units import RATE_HZ, samples_to_s
+
+EndReason = Literal["deleted", "idle", "stopping", "failed"]
+
+
+class EdgeSessionState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """State of a session, as the control API shows it."""
+
+    id: str
+    ssrc: int | None
+    source: str | None
+    connected: bool
+    ended: bool
+    duration_s: float
+    received_s: float
+    concealed_s: float
+    silent_s: float
+    discarded_s: float
+    adjusted_samples: int
+    packets: int
+    lost_packets: int
+    dropped: dict[str, int]
+    jitter_ms: float
+    drift_ppm: float
+    segments: int
+    events: int
+
+
+class EdgeSession:
+    """Session whose packets are pushed by the thread that receives them."""
+
+    def __init__(
+        self,
+        flow: int,
+        formats: Mapping[int, PayloadFormat],
+        *,
+        ssrc: int | None,
+        source: bytes,
+        window_s: float,
+        spool_s: float,
+        corrects_drift: bool,
+        now_s: float,
+        gate: VoiceGate | None = None,
+    ) -> None:
+        self.id = f"edge_{secrets.token_hex(12)}"
+        self.flow, self.ssrc, self.source = flow, ssrc, source
+        self.formats = formats
+        self.stream = RtpStream(formats, gate=gate, window_s=window_s, corrects_drift=corrects_drift)
+        self.spool = AudioSpool(int(spool_s * RATE_HZ))
+        self.dropped: Counter[DropReason] = Counter()
+        self.latched = False
+        self.last_packet_s = now_s
+        self.end_reason: EndReason | None = None
+        self._discarded: tuple[int, int] | None = None
+        """Start and end of the audio that is being discarded."""
+
+    def push(self, payload: memoryview, arrival_s: float) -> RtpPacket | DropReason:
+        """Takes a datagram; returns its packet, or why it was dropped."""
+        packet = parse_rtp(payload)
+        reason = packet if isinstance(packet, DropReason) else self.stream.push(packet, arrival_s)
+        if reason is not None:
+            self.dropped[reason] += 1
+            return reason
+        self.last_packet_s = max(self.last_packet_s, arrival_s)
+        return packet
+
+    def advance(self, now_s: float) -> list[EdgeEvent]:
+        """Moves the samples that are in order to the spool; returns what happened."""
+        return self._spool_in(self.stream.advance(now_s))
+
+    def finish(self, reason: EndReason) -> list[EdgeEvent]:
+        """Ends the audio: nothing is taken any more."""
+        self.end_reason = reason
+        events = self._spool_in(self.stream.finish())
+        events += self._told_discarded()
+        self.spool.close()
+        return events
+
+    def ended_event(self, segments: int) -> SessionEnded:
+        stream = self.stream
+        return SessionEnded(
+            reason=self.end_reason or "failed",
+            duration_s=samples_to_s(self.spool.end),
+            segments=segments,
+            received_s=stream.received_s,
+            concealed_s=stream.concealed_s,
+            silent_s=stream.silent_s,
+            adjusted_samples=stream.adjusted_samples,
+            packets=stream.packets,
+            lost_packets=stream.lost_packets,
+            discarded_s=samples_to_s(self.spool.discarded_samples),
+        )
+
+    def describe(self, *, connected: bool, segments: int, events: int) -> EdgeSessionState:
+        stream = self.stream
+        known = self.latched or self.source
+        return EdgeSessionState(
+            id=self.id,
+            ssrc=self.ssrc,
+            source=describe_source(self.source) if known else None,
+            connected=connected,
+            ended=self.end_reason is not None,
+            duration_s=samples_to_s(self.spool.end),
+            received_s=stream.received_s,
+            concealed_s=stream.concealed_s,
+            silent_s=stream.silent_s,
+            discarded_s=samples_to_s(self.spool.discarded_samples),
+            adjusted_samples=stream.adjusted_samples,
+            packets=stream.packets,
+            lost_packets=stream.lost_packets,
+            dropped={str(reason): count for reason, count in self.dropped.items()},
+            jitter_ms=round(stream.jitter_s * 1_000, 2),
+            drift_ppm=round(stream.drift_ppm, 1),
+            segments=segments,
+            events=events,
+        )
+
+    def _spool_in(self, audio: list[GatedAudio]) -> list[EdgeEvent]:
+        events = self.stream.take_events()
+        for each in audio:
+            start = self.spool.end
+            if self.spool.append(each):
+                self._discarded = (self._discarded[0] if self._discarded else start, self.spool.end)
+            elif isinstance(each, SpeechAudio):
+                events += self._told_discarded()
+        return events
+
+    def _told_discarded(self) -> list[EdgeEvent]:
+        """The event of what was discarded, once there is room again."""
+        if self._discarded is None:
+            return []
+        start, end = self._discarded
+        self._discarded = None
+        return [AudioDiscarded(start_s=samples_to_s(start), end_s=samples_to_s(end))]

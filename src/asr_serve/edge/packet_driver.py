@@ -1,0 +1,144 @@
+"""Packet drivers: datagrams in batches, lent and released. What receives packets is behind this contract.
+
+`RecvmmsgDriver` runs everywhere. A driver that takes packets past the kernel's stack fills the same batches: its slots
+are frames of its own memory, and `release` gives them back to be filled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from typing import Protocol
+
+from asr_serve import kernels
+from asr_serve.errors import OptionError
+from asr_serve.kernels.packets_reference import Datagram, source_key
+
+RECEIVE_BUFFER_BYTES = 8 << 20
+"""Kernel memory for packets that wait: a second of 512 callers, and more."""
+BATCH = 128
+BATCHES = 4
+SLOT_BYTES = 2_048
+"""Longest datagram: RTP stays below the networks' 1500 bytes."""
+
+
+class PacketBatch(Protocol):
+    """Batch of lent datagrams. Payloads must be copied, or done with, before `release`."""
+
+    @property
+    def datagrams(self) -> list[Datagram]:
+        """Each is the flow that expects it, its source (16 bytes of IPv6 or mapped IPv4 address, 2 of port), its
+        payload as a read-only view, and its time of arrival in seconds of the monotonic clock."""
+
+    def release(self) -> None:
+        """Gives the slots back. Idempotent."""
+
+
+class PacketDriver(Protocol):
+    """Driver of one UDP port. It drops, as early as it can, what no flow expects or what comes too fast.
+
+    A datagram belongs to the flow of its SSRC if the flow expects this source or any; else to the flow of its source;
+    else to that of its address (a source with port 0). One thread calls `receive`; the others' calls are made by that
+    thread too, or while it waits for none.
+    """
+
+    name: str
+    port: int
+
+    def admit_ssrc(self, flow: int, ssrc: int, source: bytes, per_s: float, burst: float) -> None:
+        """Expects an SSRC, of one source or, for no bytes, of any: `per_s` packets, after a burst."""
+
+    def admit_source(self, flow: int, source: bytes, per_s: float, burst: float) -> None:
+        """Expects a source; one of port 0 is any port of its address."""
+
+    def latch(self, flow: int, source: bytes) -> None:
+        """Expects the flow from this source only."""
+
+    def forget(self, flow: int) -> None:
+        """Expects the flow no more."""
+
+    def receive(self, timeout_ms: int) -> PacketBatch | None:
+        """Datagrams that are there, or come within this time; None for none that are expected."""
+
+    def counts(self) -> dict[str, int]:
+        """Datagrams received, and dropped by reason: unknown_source over_rate truncated not_rtp kernel."""
+
+    def close(self) -> None:
+        """Closes the port. No batch may be lent."""
+
+
+class RecvmmsgDriver:
+    """Driver of an ordinary UDP socket. Raises OptionError for an address that cannot be listened on."""
+
+    name = "recvmmsg"
+
+    def __init__(self, host: str, port: int) -> None:
+        self._socket = _bind(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        self._receiver = kernels.packets().PacketReceiver(
+            [self._socket.fileno()], batch=BATCH, batches=BATCHES, slot_bytes=SLOT_BYTES
+        )
+        self.admit_ssrc, self.admit_source = self._receiver.admit_ssrc, self._receiver.admit_source
+        self.latch, self.forget = self._receiver.latch, self._receiver.forget
+        self.receive, self.counts = self._receiver.receive, self._receiver.counts
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._socket.close()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        made = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _unusable(host, port, error) from error
+    try:
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        with contextlib.suppress(OSError):
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+        if hasattr(socket, "SO_RCVBUFFORCE"):
+            with contextlib.suppress(OSError):  # beyond the system's limit, where we may
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUFFORCE, RECEIVE_BUFFER_BYTES)
+        made.bind(address)
+        made.setblocking(False)
+    except OSError as error:
+        made.close()
+        raise _unusable(host, port, error) from error
+    return made
+
+
+def _unusable(host: str, port: int, error: OSError) -> OptionError:
+    return OptionError(
+        f"UDP {host}:{port} cannot be listened on: {error.strerror or error}",
+        "an address of this machine and a free port",
+        "choose another with --port, or 0 for any",
+        param="port",
+    )
+
+
+def parse_source(text: str) -> bytes:
+    """Parses `10.0.0.1:5004`, `[::1]:5004`, or an address alone, which is any of its ports. Raises OptionError."""
+    address, _, port = text.rpartition(":") if "]:" in text or text.count(":") == 1 else (text, "", "0")
+    try:
+        ip = ipaddress.ip_address(address.strip("[]"))
+        number = int(port)
+        if not (port.isascii() and port.isdigit() and number < 1 << 16):
+            raise ValueError
+    except ValueError:
+        raise OptionError(
+            f"source={text[:80]!r}", "an IP address, or one with a port", "like 10.0.0.1:5004", param="source"
+        ) from None
+    return source_key(str(ip), number)
+
+
+def describe_source(key: bytes) -> str:
+    """Formats a source's key as `address:port`."""
+    address = ipaddress.IPv6Address(key[:16])
+    port = int.from_bytes(key[16:], "big")
+    return f"{address.ipv4_mapped}:{port}" if address.ipv4_mapped else f"[{address}]:{port}"
+
+
+__all__ = ["BATCH", "Datagram", "PacketBatch", "PacketDriver", "RecvmmsgDriver", "describe_source", "parse_source"]

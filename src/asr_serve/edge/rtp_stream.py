@@ -1,0 +1,291 @@
+"""RTP stream of one session: packets in, samples at 16 kHz out, on an exact clock. Pure; time is an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+
+from asr_serve.audio.pcm import clipped, to_int16
+from asr_serve.audio.resample import Resampler
+from asr_serve.edge.clock_drift import ClockDriftMeter, DriftCorrector
+from asr_serve.edge.edge_events import DigitPressed, EdgeEvent, LossTold, StreamBegun, TimeShifted
+from asr_serve.edge.jitter_buffer import (
+    WINDOW_S,
+    JitterBuffer,
+    LostAudio,
+    ReceivedAudio,
+    SilentGap,
+    TimelineItem,
+    TimelineShift,
+)
+from asr_serve.edge.payload_decoder import PayloadDecoder, create_payload_decoder, payload_units
+from asr_serve.edge.payload_format import PayloadFormat
+from asr_serve.edge.rtp import DropReason, RtpPacket
+from asr_serve.edge.voice_gate import GatedAudio, OpenGate, VoiceGate
+from asr_serve.errors import CorruptAudio
+from asr_serve.units import RATE_HZ, resampled_samples, samples_to_s
+
+DIGITS = "0123456789*#ABCD"
+MIN_SHIFT_S = 0.02
+"""Shortest shift of timestamps that is told; shorter ones are counted."""
+SILENCE_BLOCK_S = 1
+MAX_STEP_S = 10
+"""Change of timestamps between two packets after which the drift is measured anew."""
+JITTER_SHARE = 16
+"""Weight of the past in the jitter (RFC 3550, section 6.4.1)."""
+
+
+class RtpStream:
+    """Stream of one caller, whose SSRC, sequence numbers, codec and clock may change.
+
+    In      `push`: RTP packets with their time of arrival; `advance`: the time
+    Out     `advance`, `finish`: speech (n,) int16 at 16 kHz, and silence as counts; `take_events`: what happened
+    State   a jitter buffer, a decoder for each payload type, a resampler, a gate
+
+    Samples out are those received, concealed and silent, resampled, and `adjusted_samples`: none is lost between.
+    """
+
+    def __init__(
+        self,
+        formats: Mapping[int, PayloadFormat],
+        *,
+        gate: VoiceGate | None = None,
+        window_s: float = WINDOW_S,
+        corrects_drift: bool = True,
+    ) -> None:
+        self._formats, self._window_s, self._corrects_drift = formats, window_s, corrects_drift
+        self._gate: VoiceGate = OpenGate() if gate is None else gate
+        self._buffer: JitterBuffer | None = None
+        self._ssrc = 0
+        self._candidate: tuple[RtpPacket, int, float] | None = None
+        """Packet that may be the first of a new stream: the next in sequence confirms it."""
+        self._decoders: dict[int, PayloadDecoder] = {}
+        self._resampler = Resampler(RATE_HZ)
+        self._finished_samples = 0
+        """Output of earlier resamplers."""
+        self._meter, self._corrector = ClockDriftMeter(), DriftCorrector()
+        self._events: list[EdgeEvent] = []
+        self._out: list[GatedAudio] = []
+        self._last: tuple[float, int] | None = None
+        """Arrival and timestamp of the last audio packet."""
+        self._sent_units = 0
+        self._digit_timestamp: int | None = None
+        self.packets = self._lost_before = 0
+        self._exact = {"received": Fraction(), "concealed": Fraction(), "silent": Fraction()}
+        """Seconds, exactly."""
+        self.jitter_s = 0.0
+        self.last_arrival_s: float | None = None
+
+    @property
+    def position(self) -> int:
+        """Position at 16 kHz of the end of all audio so far, including what the resampler still holds."""
+        fed = resampled_samples(self._resampler.input_samples, self._resampler.rate_hz)
+        return self._finished_samples + fed + self._corrector.adjusted_samples
+
+    @property
+    def adjusted_samples(self) -> int:
+        return self._corrector.adjusted_samples
+
+    @property
+    def lost_packets(self) -> int:
+        return self._lost_before + (0 if self._buffer is None else self._buffer.lost_packets)
+
+    @property
+    def drift_ppm(self) -> float:
+        return self._meter.ppm
+
+    @property
+    def received_s(self) -> float:
+        return float(self._exact["received"])
+
+    @property
+    def concealed_s(self) -> float:
+        return float(self._exact["concealed"])
+
+    @property
+    def silent_s(self) -> float:
+        return float(self._exact["silent"])
+
+    def push(self, packet: RtpPacket, arrival_s: float) -> DropReason | None:
+        """Takes a packet, or returns why not. Call `advance` after a batch of them."""
+        form = self._formats.get(packet.payload_type)
+        if form is None:
+            return DropReason.UNKNOWN_PAYLOAD_TYPE
+        units = payload_units(form, packet.payload)
+        if units is None:
+            return DropReason.BAD_PAYLOAD
+        if self._buffer is None:
+            self._begin(packet, form, "first")
+        elif packet.ssrc != self._ssrc:
+            return self._consider(packet, units, arrival_s, "ssrc")
+        elif form.is_audio and form.clock_hz != self._buffer.clock_hz:
+            self._begin(packet, form, "clock")
+        reason = self._accept(packet, units, arrival_s)
+        if reason is DropReason.JUMP:
+            return self._consider(packet, units, arrival_s, "sequence")
+        return reason
+
+    def advance(self, now_s: float) -> list[GatedAudio]:
+        """Returns the samples that are in order by now."""
+        if self._buffer is not None:
+            self._apply(self._buffer.pop(now_s))
+        return self._take()
+
+    def finish(self) -> list[GatedAudio]:
+        """Returns all remaining samples, as if silence followed."""
+        if self._buffer is not None:
+            self._apply(self._buffer.finish())
+            self._lost_before += self._buffer.lost_packets
+            self._buffer = None
+        self._gate_in(self._resampler.finish())
+        self._out += self._gate.finish()
+        return self._take()
+
+    def take_events(self) -> list[EdgeEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _take(self) -> list[GatedAudio]:
+        out, self._out = self._out, []
+        return out
+
+    # --- packets ---------------------------------------------------------------------------------------
+
+    def _accept(self, packet: RtpPacket, units: int, arrival_s: float) -> DropReason | None:
+        assert self._buffer is not None
+        reason = self._buffer.push(packet, units, arrival_s)
+        if reason is not None:
+            return reason
+        self.packets += 1
+        self.last_arrival_s = arrival_s
+        if units:
+            self._measure(packet.timestamp, arrival_s, self._buffer.clock_hz)
+        elif self._formats[packet.payload_type].encoding == "telephone-event":
+            self._tell_digit(packet)
+        return None
+
+    def _consider(
+        self, packet: RtpPacket, units: int, arrival_s: float, reason: Literal["ssrc", "sequence"]
+    ) -> DropReason | None:
+        """Begins a new stream with the second packet of two in sequence; a single one is dropped."""
+        before = self._candidate
+        if before is None or before[0].ssrc != packet.ssrc or before[0].sequence + 1 & 0xFFFF != packet.sequence:
+            self._candidate = packet._replace(payload=bytes(packet.payload)), units, arrival_s
+            return DropReason.JUMP
+        first = before[0]
+        self._begin(first, self._formats[first.payload_type], reason)
+        self._accept(*before)
+        return self._accept(packet, units, arrival_s)
+
+    def _begin(
+        self, packet: RtpPacket, form: PayloadFormat, reason: Literal["first", "ssrc", "sequence", "clock"]
+    ) -> None:
+        if self._buffer is not None:
+            self._apply(self._buffer.finish())
+            self._lost_before += self._buffer.lost_packets
+        same_clock = [each for each in self._formats.values() if each.is_audio and each.clock_hz == form.clock_hz]
+        granule = max((each.granule for each in same_clock), default=1)
+        self._buffer = JitterBuffer(form.clock_hz, granule, window_s=self._window_s)
+        self._ssrc, self._candidate, self._last = packet.ssrc, None, None
+        self._decoders.clear()
+        self._meter.restart()
+        self._events.append(
+            StreamBegun(position_s=samples_to_s(self.position), ssrc=packet.ssrc, encoding=form.encoding, reason=reason)
+        )
+
+    def _measure(self, timestamp: int, arrival_s: float, clock_hz: int) -> None:
+        """Notes jitter and drift of an arrival."""
+        if self._last is not None:
+            step = (timestamp - self._last[1] + (1 << 31)) % (1 << 32) - (1 << 31)
+            self._sent_units += step
+            if abs(step) > MAX_STEP_S * clock_hz:
+                self._meter.restart()
+            else:
+                difference_s = abs(arrival_s - self._last[0] - step / clock_hz)
+                self.jitter_s += (difference_s - self.jitter_s) / JITTER_SHARE
+        self._last = arrival_s, timestamp
+        self._meter.append(arrival_s, self._sent_units / clock_hz)
+
+    def _tell_digit(self, packet: RtpPacket) -> None:
+        """Tells a key once, although several packets repeat it."""
+        event = packet.payload[0] if len(packet.payload) >= 4 else len(DIGITS)
+        if event < len(DIGITS) and packet.timestamp != self._digit_timestamp:
+            self._digit_timestamp = packet.timestamp
+            self._events.append(DigitPressed(position_s=samples_to_s(self.position), digit=DIGITS[event]))
+
+    # --- the timeline ----------------------------------------------------------------------------------
+
+    def _apply(self, items: list[TimelineItem]) -> None:
+        assert self._buffer is not None
+        clock_hz = self._buffer.clock_hz
+        for item in items:
+            match item:
+                case ReceivedAudio():
+                    self._decode(item)
+                case LostAudio():
+                    start = self.position
+                    form, decoder = self._decoder(item.payload_type)
+                    samples = form.samples(item.units)
+                    self._count("concealed", samples, form.rate_hz)
+                    self._append(decoder.conceal(samples, item.next_payload), form.rate_hz)
+                    self._events.append(
+                        LossTold(start_s=samples_to_s(start), end_s=samples_to_s(self.position), packets=item.packets)
+                    )
+                case SilentGap():
+                    self._append_silence(item.units, clock_hz)
+                case TimelineShift() if abs(item.units) >= MIN_SHIFT_S * clock_hz:
+                    self._events.append(
+                        TimeShifted(position_s=samples_to_s(self.position), shift_s=round(item.units / clock_hz, 4))
+                    )
+
+    def _decoder(self, payload_type: int) -> tuple[PayloadFormat, PayloadDecoder]:
+        form = self._formats[payload_type]
+        decoder = self._decoders.get(payload_type)
+        if decoder is None:
+            decoder = self._decoders[payload_type] = create_payload_decoder(form)
+        return form, decoder
+
+    def _decode(self, item: ReceivedAudio) -> None:
+        form, decoder = self._decoder(item.payload_type)
+        samples = form.samples(item.units)
+        try:
+            pcm = decoder.decode(item.payload)
+        except CorruptAudio:
+            pcm = decoder.conceal(samples, b"")
+            self._count("concealed", samples, form.rate_hz)
+        else:
+            self._count("received", samples, form.rate_hz)
+        self._append(pcm, form.rate_hz)
+
+    def _append_silence(self, units: int, clock_hz: int) -> None:
+        rate_hz = self._resampler.rate_hz
+        form = next((self._formats[kind] for kind in self._decoders), None)
+        if form is not None and form.clock_hz == clock_hz:
+            rate_hz = form.rate_hz
+            samples = form.samples(units)
+        else:  # no audio has come yet: at the clock's own rate
+            rate_hz, samples = clock_hz, units
+        self._count("silent", samples, rate_hz)
+        block = SILENCE_BLOCK_S * rate_hz
+        for start in range(0, samples, block):
+            self._append(np.zeros(min(block, samples - start), np.float32), rate_hz)
+
+    def _count(self, kind: str, samples: int, rate_hz: int) -> None:
+        self._exact[kind] += Fraction(samples, rate_hz)
+
+    def _append(self, pcm: np.ndarray, rate_hz: int) -> None:
+        if rate_hz != self._resampler.rate_hz:
+            self._gate_in(self._resampler.finish())
+            self._finished_samples += self._resampler.output_samples
+            self._resampler = Resampler(rate_hz)
+        self._gate_in(self._resampler.resample(pcm))
+
+    def _gate_in(self, pcm: np.ndarray) -> None:
+        if not len(pcm):
+            return
+        if self._corrects_drift:
+            pcm = self._corrector.correct(pcm, self._meter.ppm)
+        self._out += self._gate.feed(to_int16(clipped(pcm)))

@@ -1,0 +1,81 @@
+"""Edge process: open the ports, announce them, take packets until a signal, deliver the last words, exit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+
+from granian.constants import Interfaces
+from granian.server.embed import Server
+
+from asr_serve import __version__
+from asr_serve.config import client_key
+from asr_serve.edge.control_api import PATH, create_control_api
+from asr_serve.edge.edge_config import EdgeConfig
+from asr_serve.edge.edge_service import EdgeService
+from asr_serve.edge.packet_driver import RecvmmsgDriver
+from asr_serve.metrics import EdgeMetrics
+from asr_serve.server.run import free_port
+from asr_serve.server.telemetry import logs
+
+
+def run_edge(config: EdgeConfig) -> None:
+    """Runs until SIGTERM or SIGINT. Raises OptionError if an address cannot be listened on."""
+    logs.setup()
+    control_port = free_port(config.control_host, config.control_port, "--control-port")
+    driver = RecvmmsgDriver(config.host, config.port)
+    asyncio.run(_run(config, driver, control_port))
+
+
+async def _run(config: EdgeConfig, driver: RecvmmsgDriver, control_port: int) -> None:
+    stop = asyncio.Event()
+
+    def handle() -> None:
+        if stop.is_set():
+            os._exit(1)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle)
+    service = EdgeService(config, driver, EdgeMetrics(__version__), api_key=client_key())
+    server = Server(
+        create_control_api(service),
+        address=config.control_host,
+        port=control_port,
+        interface=Interfaces.ASGINL,
+        log_dictconfig=logs.GRANIAN,
+    )
+    serving = asyncio.create_task(server.serve())
+    _announce(config, driver, control_port)
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    await service.close()
+    server.stop()  # type: ignore[no-untyped-call]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(3):
+            await serving
+    sys.stderr.flush()
+    os._exit(0 if stop.is_set() else 1)  # as the server: threads of granian must not meet a Python that ends
+
+
+def _announce(config: EdgeConfig, driver: RecvmmsgDriver, control_port: int) -> None:
+    def shown(host: str) -> str:
+        host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        return f"[{host}]" if ":" in host else host
+
+    control = f"http://{shown(config.control_host)}:{control_port}"
+    key = ' -H "Authorization: Bearer KEY"' if config.api_keys else ""
+    lines = [
+        f"asr-serve {__version__} takes RTP on UDP {config.host}:{driver.port} for {config.server} (stop with ctrl-C)",
+        "",
+        f"  session   curl {control}{PATH}{key} -d '{{}}'   (answers with id and ssrc)",
+        f"  send      ffmpeg -re -i talk.wav -ac 1 -ar 8000 -c:a pcm_mulaw -ssrc SSRC "
+        f"-f rtp rtp://{shown(config.host)}:{driver.port}",
+        f"  listen    curl -N {control}{PATH}/ID/events{key}",
+        f"  health    {control}/health   metrics   {control}/metrics",
+    ]
+    print("\n".join(lines), file=sys.stderr, flush=True)

@@ -1,0 +1,256 @@
+"""Uplink of one session: from its spool to a session of /v1/stream, whatever happens to the connection or the server.
+
+Audio stays in the spool until the server has made final text of it. A lost connection is resumed; a server that does
+not know the session any more is sent a new one, from the end of the last final segment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from asr_serve.api.client.async_connection import AsyncStreamConnection
+from asr_serve.api.client.connection import ServerEvent, error_from_event
+from asr_serve.api.client.stream import DUPLICATE_CODE, LOST_CODES, RETRY_S, RETRYABLE_CODES
+from asr_serve.audio.pcm import SAMPLE_BYTES
+from asr_serve.edge.audio_spool import AudioSpool
+from asr_serve.edge.edge_events import (
+    EdgeEvent,
+    LockedText,
+    PartialText,
+    SegmentText,
+    ServerFound,
+    ServerLost,
+    SessionFailed,
+    TurnTold,
+)
+from asr_serve.errors import Refused, Unreachable
+from asr_serve.protocols.stream.server_events import (
+    AckEvent,
+    EndEvent,
+    LockedTextEvent,
+    NumberedEvent,
+    PartialEvent,
+    SegmentEvent,
+    StreamErrorEvent,
+    StreamTurnEvent,
+)
+from asr_serve.units import RATE_HZ, s_to_samples, samples_to_s
+
+SEND_SAMPLES = 8_000
+"""Most samples of a message."""
+WINDOW_SAMPLES = 4 * RATE_HZ
+"""Most samples sent and not acknowledged: no more has to be sent again after a resume."""
+REPLAY_SAMPLES = 30 * RATE_HZ
+"""Samples before the acknowledged position that are kept while no segment is final: longer than a segment can be."""
+END_TIMEOUT_S = 60.0
+"""Longest wait, after the end of a call, for a server that is away."""
+LOST_SESSION_CODES = {"session_expired", "events_expired", "taken_over", "out_of_step", "engine_crashed"}
+"""Codes of refusals after which a new session goes on where text was final."""
+END_MESSAGE = '{"type":"end"}'
+
+
+class Uplink:
+    """Uplink of one session. `run` it as a task; call `wake` when the spool has grown or ended.
+
+    Out     `on_event`: events of the session, with times of the whole session
+    """
+
+    def __init__(
+        self,
+        server: str,
+        query: Mapping[str, str],
+        spool: AudioSpool,
+        on_event: Callable[[EdgeEvent], None],
+        *,
+        api_key: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`query`: parameters of /v1/stream but for the encoding."""
+        self._server, self._key, self._spool, self._tell, self._clock = server, api_key, spool, on_event, clock
+        self._query = {**query, "encoding": "s16le", "rate": str(RATE_HZ)}
+        self._more = asyncio.Event()
+        self._session_id: str | None = None
+        self._origin = 0
+        """Position at which the server's session began."""
+        self._sent = self._acknowledged = 0
+        self._final_end = 0
+        """End of the last final segment."""
+        self._last_seq = 0
+        self._resume_s = 0.0
+        self._end_sent = False
+        self.segments = 0
+        self.connected = False
+
+    def wake(self) -> None:
+        self._more.set()
+
+    async def wait_for_audio(self) -> None:
+        """Waits for the next `wake`."""
+        await self._more.wait()
+        self._more.clear()
+
+    async def run(self) -> None:
+        """Runs until the server has ended the session after the end of the audio, or refuses it for good."""
+        try:
+            while (connection := await self._connect()) is not None:
+                self.connected = True
+                try:
+                    if await self._exchange(connection):
+                        return
+                finally:
+                    self.connected = False
+                    await connection.close()
+        except Refused as refused:
+            self._tell(SessionFailed(code=refused.code, message=str(refused)))
+
+    # --- connections -----------------------------------------------------------------------------------
+
+    async def _connect(self) -> AsyncStreamConnection | None:
+        """Opens or resumes a session; None where the call is over and the server stays away. Raises Refused."""
+        lost_s = self._clock()
+        told = False
+        retry_after_s = 0.0
+        for wait_s in itertools.chain(RETRY_S, itertools.repeat(RETRY_S[-1])):
+            await asyncio.sleep(max(retry_after_s, wait_s * random.uniform(0.8, 1.2)))
+            resuming = self._session_id is not None
+            try:
+                connection = await self._open()
+            except Refused as refused:
+                retry_after_s = (refused.retry_after_ms or 0) / 1_000
+                if resuming and refused.code in LOST_SESSION_CODES:
+                    self._forget_session()
+                    retry_after_s = 0.0
+                    continue
+                if refused.code not in RETRYABLE_CODES:
+                    raise
+                reason = str(refused)
+            except Unreachable as error:
+                retry_after_s, reason = 0.0, error.came
+            else:
+                if told or self._last_seq or self._sent > self._acknowledged:
+                    again = None if connection.session.resumed else samples_to_s(self._origin)
+                    if told or again is not None:
+                        self._tell(ServerFound(position_s=samples_to_s(self._spool.end), again_from_s=again))
+                return connection
+            if not told:
+                told = True
+                self._tell(ServerLost(position_s=samples_to_s(self._spool.end), reason=reason))
+            if self._spool.ended and self._clock() - lost_s > END_TIMEOUT_S:
+                self._tell(
+                    SessionFailed(code="unreachable", message=f"no server for {END_TIMEOUT_S:g} s after the end")
+                )
+                return None
+        return None
+
+    async def _open(self) -> AsyncStreamConnection:
+        if self._session_id is not None:
+            query = {"session": self._session_id, "after": str(self._last_seq)}
+            connection = await AsyncStreamConnection.open(self._server, query, self._key)
+        else:
+            connection = await AsyncStreamConnection.open(self._server, self._query, self._key)
+            # From the end of the last final segment; or where the spool begins, if it has given up more.
+            self._origin = max(self._final_end, self._spool.start)
+            self._last_seq = 0
+        session = connection.session
+        self._session_id, self._resume_s = session.session_id, session.resume_s
+        self._acknowledged = self._sent = self._origin + session.received_bytes // SAMPLE_BYTES
+        self._end_sent = False
+        self._more.set()
+        return connection
+
+    def _forget_session(self) -> None:
+        self._session_id, self._last_seq = None, 0
+
+    # --- one connection --------------------------------------------------------------------------------
+
+    async def _exchange(self, connection: AsyncStreamConnection) -> bool:
+        """Sends and receives until the connection is lost, False, or the session has ended, True. Raises Refused."""
+        sending = asyncio.create_task(self._send(connection))
+        try:
+            return await self._receive(connection)
+        finally:
+            sending.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Unreachable):
+                await sending
+
+    async def _send(self, connection: AsyncStreamConnection) -> None:
+        while True:
+            self._more.clear()
+            while self._sent < self._spool.end and self._sent - self._acknowledged < WINDOW_SAMPLES:
+                audio = self._spool.read(self._sent, SEND_SAMPLES)
+                self._sent += len(audio) // SAMPLE_BYTES
+                await connection.send(audio)
+            if self._spool.ended and self._sent == self._spool.end and not self._end_sent:
+                self._end_sent = True
+                await connection.send(END_MESSAGE)
+            await self._more.wait()
+
+    async def _receive(self, connection: AsyncStreamConnection) -> bool:
+        refused: Refused | None = None
+        while True:
+            try:
+                event = await connection.receive()
+            except Unreachable as lost:
+                if refused is None:
+                    return False
+                if refused.code in LOST_SESSION_CODES:
+                    self._forget_session()
+                    return False
+                if refused.code in RETRYABLE_CODES or lost.close_code in LOST_CODES:
+                    return False
+                raise refused from None
+            if isinstance(event, NumberedEvent):
+                if event.seq <= self._last_seq:
+                    continue
+                self._last_seq = event.seq
+            if isinstance(event, EndEvent):
+                return True
+            refused = None
+            if isinstance(event, StreamErrorEvent) and event.code != DUPLICATE_CODE:
+                refused = error_from_event(event)
+            self._apply(event)
+
+    def _apply(self, event: ServerEvent) -> None:
+        origin_s = samples_to_s(self._origin)
+        match event:
+            case AckEvent(received_bytes=received, durable=True):
+                self._acknowledged = max(self._acknowledged, self._origin + received // SAMPLE_BYTES)
+                self._trim()
+                self._more.set()
+            case PartialEvent(start_s=start_s, end_s=end_s, text=text):
+                self._tell(PartialText(start_s=origin_s + start_s, end_s=origin_s + end_s, text=text))
+            case LockedTextEvent(start_s=start_s, end_s=end_s, text=text):
+                self._tell(LockedText(start_s=origin_s + start_s, end_s=origin_s + end_s, text=text))
+            case SegmentEvent():
+                self._final_end = max(self._final_end, self._origin + s_to_samples(event.end_s))
+                self._tell(
+                    SegmentText(
+                        index=self.segments,
+                        start_s=origin_s + event.start_s,
+                        end_s=origin_s + event.end_s,
+                        text=event.text,
+                        speaker=event.speaker,
+                        spoken=event.spoken,
+                        language=event.language,
+                    )
+                )
+                self.segments += 1
+                self._trim()
+            case StreamTurnEvent(state=state, position_s=position_s, by=by):
+                self._tell(TurnTold(state=state, position_s=origin_s + position_s, by=by))
+
+    def _trim(self) -> None:
+        self._spool.trim(min(self._acknowledged, max(self._final_end, self._acknowledged - REPLAY_SAMPLES)))
+
+
+def encode_event(session_id: str, event: EdgeEvent) -> bytes:
+    """Encodes an event as JSON, with the session's id."""
+    fields = msgspec.to_builtins(event)
+    return msgspec.json.encode({"type": fields.pop("type"), "session": session_id, **fields})

@@ -1,0 +1,78 @@
+"""Webhook: events posted as JSON, one after the other, by a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import urllib.error
+import urllib.request
+
+MAX_QUEUED = 10_000
+TIMEOUT_S = 5.0
+ATTEMPTS = 5
+FIRST_RETRY_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class Webhook:
+    """Sender of events to one URL, in order. A receiver that answers 2xx has an event; otherwise it is sent again,
+    ATTEMPTS times in all, and then dropped and counted, as are events behind MAX_QUEUED that wait."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._queue: queue.Queue[bytes | None] = queue.Queue(MAX_QUEUED)
+        self._closing = threading.Event()
+        self.delivered = self.dropped = 0
+        self._thread = threading.Thread(target=self._run, name="edge-webhook", daemon=True)
+        self._thread.start()
+
+    def post(self, json: bytes) -> None:
+        """Queues an event; never waits."""
+        try:
+            self._queue.put_nowait(json)
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self, wait_s: float) -> None:
+        """Waits for what is queued, at most so long."""
+        end_s = time.monotonic() + wait_s
+        while not self._queue.empty() and time.monotonic() < end_s:
+            self._closing.wait(0.02)
+        self._closing.set()
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(max(0.0, end_s - time.monotonic()) + TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._closing.is_set() or not self._queue.empty():
+            json = self._queue.get()
+            if json is None:
+                return
+            if self._deliver(json):
+                self.delivered += 1
+            else:
+                self.dropped += 1
+
+    def _deliver(self, json: bytes) -> bool:
+        wait_s, reason = FIRST_RETRY_S, ""
+        for attempt in range(ATTEMPTS):
+            if attempt and self._closing.wait(wait_s):
+                break
+            wait_s *= 2 if attempt else 1
+            request = urllib.request.Request(
+                self._url, json, {"Content-Type": "application/json", "User-Agent": "asr-serve-edge"}, method="POST"
+            )
+            try:
+                with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                    if 200 <= answer.status < 300:
+                        return True
+                    reason = f"status {answer.status}"
+            except (OSError, ValueError) as error:
+                reason = str(error)
+        log.warning("an event was not delivered to the webhook: %s", reason)
+        return False

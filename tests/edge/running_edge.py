@@ -1,0 +1,83 @@
+"""The real service of the edge on a real port, and the way into it from a test's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from running_server import WAIT_S, eventually
+
+from asr_serve.edge.edge_config import EdgeConfig
+from asr_serve.edge.edge_service import EdgeService, EdgeSessionCreated, EdgeSessionRequest
+from asr_serve.edge.edge_session import EdgeSessionState
+from asr_serve.edge.packet_driver import RecvmmsgDriver
+from asr_serve.metrics import EdgeMetrics
+
+OPTIONS: dict[str, Any] = {"silence_schedule": "inf:300", "partial_ms": 500}
+
+
+class RunningEdge:
+    """An edge that sends to `server`. Its rates allow senders faster than speech."""
+
+    def __init__(self, server: str, **settings: Any) -> None:
+        fast = {"packets_per_s": 10_000, "options": OPTIONS, "drift": False}
+        self.config = EdgeConfig(**{"server": server, "port": 0, **fast, **settings})
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.driver = RecvmmsgDriver("127.0.0.1", 0)
+        self.service: EdgeService = self.call(self._start)
+
+    async def _start(self) -> EdgeService:
+        return EdgeService(self.config, self.driver, EdgeMetrics("0"))
+
+    def call(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function, or awaits one, on the edge's loop."""
+
+        async def run() -> Any:
+            result = work(*args)
+            return await result if asyncio.iscoroutine(result) else result
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT_S)
+
+    def create(self, **fields: Any) -> EdgeSessionCreated:
+        return self.call(self.service.create, EdgeSessionRequest(**fields))
+
+    def describe(self, session_id: str) -> EdgeSessionState:
+        return self.call(self.service.describe, session_id)
+
+    def events(self, session_id: str) -> list[dict[str, Any]]:
+        """Events so far."""
+        log = self.call(self.service.events, session_id)
+        return [json.loads(event.json) for event in list(log._events)]
+
+    def end(self, session_id: str) -> list[dict[str, Any]]:
+        """Ends a session and returns all its events, the last one included."""
+        self.call(self.service.end, session_id)
+        log = self.call(self.service.events, session_id)
+        eventually(lambda: log.ended, lambda: f"never ended: {self.events(session_id)}")
+        return self.events(session_id)
+
+    def taken(self, session_id: str, packets: int) -> None:
+        """Waits until a session has that many packets."""
+        eventually(
+            lambda: self.describe(session_id).packets >= packets, lambda: f"{packets}: {self.describe(session_id)}"
+        )
+
+    def metric(self, name: str, **labels: str) -> float:
+        self.call(self.service.render_metrics)
+        return self.service._metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def close(self) -> None:
+        self.call(self.service.close)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(WAIT_S)
+        self.loop.close()
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    """Text of all final segments."""
+    return " ".join(event["text"] for event in events if event["type"] == "segment")

@@ -1,0 +1,185 @@
+"""Real senders and the real command: ffmpeg's RTP of every codec, and `asr-serve edge` over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from children import MODULE_LIMIT_S, Child
+from rtp_sender import RtpSender, l16_packets
+from running_edge import RunningEdge, text_of
+from running_server import WAIT_S, Running, eventually
+from typer.testing import CliRunner
+
+from asr_serve.api.cli import app
+from asr_serve.api.cli.exit_codes import USAGE
+from asr_serve.audio import read_audio
+from asr_serve.edge.control_api import PATH
+
+SECONDS = 6
+SENDERS = {
+    "pcmu": ("-ar", "8000", "-c:a", "pcm_mulaw", "-payload_type", "0"),
+    "pcma": ("-ar", "8000", "-c:a", "pcm_alaw", "-payload_type", "8"),
+    "g722": ("-ar", "16000", "-c:a", "g722", "-payload_type", "9"),
+    "opus": ("-ar", "48000", "-c:a", "libopus", "-b:a", "32k", "-payload_type", "96"),
+    "l16": ("-ar", "16000", "-c:a", "pcm_s16be", "-payload_type", "97"),
+}
+
+
+def signed(ssrc: int | None) -> str:
+    """An SSRC as ffmpeg reads it."""
+    assert ssrc is not None
+    return str(ssrc - (1 << 32) if ssrc >= 1 << 31 else ssrc)
+
+
+def words(text: str) -> list[str]:
+    return "".join(letter for letter in text.lower() if letter.isalnum() or letter == " ").split()
+
+
+def test_ffmpeg_sends_every_codec_at_once_and_the_words_are_those_of_the_file(server: Running, cities: Path) -> None:
+    ffmpeg = shutil.which("ffmpeg")
+    if ffmpeg is None:
+        pytest.skip("no ffmpeg: apt install ffmpeg")
+    edge = RunningEdge(server.url, drift=True)
+    sessions = {codec: edge.create() for codec in SENDERS}
+    plain = edge.create()
+    pcm = read_audio(cities)[: SECONDS * 16_000]
+    sender = RtpSender(edge.driver.port)
+    sender.send(l16_packets(pcm, plain.ssrc))
+    address = f"rtp://127.0.0.1:{edge.driver.port}?pkt_size=600"
+    reading = ["-v", "error", "-re", "-t", str(SECONDS), "-i", str(cities), "-ac", "1"]
+    children = [
+        Child(
+            [ffmpeg, *reading, *options, "-ssrc", signed(sessions[codec].ssrc), "-f", "rtp", address],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        for codec, options in SENDERS.items()
+    ]
+    for child in children:
+        _, errors = child.communicate(timeout=WAIT_S)
+        assert child.returncode == 0, errors
+    expected = words(text_of(edge.end(plain.id)))
+    assert len(expected) > 8
+    for codec, session in sessions.items():
+        eventually(lambda session=session: edge.describe(session.id).received_s > SECONDS - 0.3)
+        events = edge.end(session.id)
+        assert words(text_of(events)) == expected, codec
+        end = events[-1]
+        assert end["received_s"] == pytest.approx(SECONDS, abs=0.3), codec
+        assert end["concealed_s"] == 0, codec
+    sender.close()
+    edge.close()
+
+
+class EdgeCommand:
+    """`asr-serve edge` with these flags, on ports of its own choice."""
+
+    def __init__(self, log: Path, *flags: str) -> None:
+        self._log = log
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("ASR_SERVE_")}
+        environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        command = [sys.executable, "-c", "from asr_serve.api.cli import main; main()", "edge", *flags]
+        with log.open("w") as out:
+            self.process = Child(command, stdout=out, stderr=out, env=environ, limit_s=MODULE_LIMIT_S)
+
+    def said(self, pattern: str) -> str:
+        end_s = time.monotonic() + WAIT_S
+        while (found := re.search(pattern, self._log.read_text())) is None:
+            assert self.process.poll() is None, self._log.read_text()
+            assert time.monotonic() < end_s, self._log.read_text()
+            time.sleep(0.05)
+        return found[1]
+
+
+@pytest.fixture
+def command(server: Running, tmp_path: Path) -> Iterator[EdgeCommand]:
+    config = tmp_path / "edge.toml"
+    config.write_text(
+        f'server = "{server.url}"\nport = 0\ncontrol_port = 0\npackets_per_s = 10_000\napi_keys = ["secret"]\n'
+        '[options]\nsilence_schedule = "inf:300"\n'
+    )
+    made = EdgeCommand(tmp_path / "edge.log", "--config", str(config))
+    yield made
+    if made.process.poll() is None:
+        made.process.kill()
+        made.process.wait(WAIT_S)
+
+
+def test_the_command_serves_sessions_over_http_and_ends_with_their_last_words(
+    command: EdgeCommand, cities: Path
+) -> None:
+    url, port = command.said(r"health\s+(http://\S+)/health"), int(command.said(r"UDP 127\.0\.0\.1:(\d+)"))
+    http = httpx.Client(base_url=url, timeout=WAIT_S, headers={"Authorization": "Bearer secret"})
+    eventually(lambda: answers(http))
+    assert httpx.get(f"{url}{PATH}", timeout=WAIT_S).status_code == 401
+    for body, code in (
+        ('{"ssrc": -1}', "malformed_request"),
+        ('{"colour": 1}', "malformed_request"),
+        ("{", "malformed_request"),
+        ('{"source": "x"}', "option_error"),
+        ('{"options": {"rate": 8000}}', "unknown_option"),
+        ('{"payload_types": {"96": "mp3/90000"}}', "unsupported_option"),
+    ):
+        answer = http.post(PATH, content=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, code), answer.text
+    assert http.post(PATH, content=b" " * 70_000).status_code == 400
+    assert http.get(f"{PATH}/edge_none").status_code == 410
+    assert http.get("/nothing").status_code == 404
+    created = http.post(PATH, json={"options": {"language": "en"}}).json()
+    assert created["port"] == port
+    sender = RtpSender(port)
+    packets = l16_packets(read_audio(cities)[: 3 * 16_000], created["ssrc"])
+    sender.send(packets)
+    eventually(lambda: http.get(f"{PATH}/{created['id']}").json()["packets"] == len(packets))
+    assert [each["id"] for each in http.get(PATH).json()["sessions"]] == [created["id"]]
+    metrics = http.get("/metrics").text
+    assert f"asr_serve_edge_packets_total {len(packets)}.0" in metrics
+    with http.stream("GET", created["events"], params={"after": "1"}) as stream:
+        command.process.send_signal(signal.SIGTERM)
+        lines = list(stream.iter_lines())
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    numbers = [int(line.removeprefix("id: ")) for line in lines if line.startswith("id: ")]
+    assert numbers == list(range(2, len(numbers) + 2))
+    assert len(words(text_of(events))) > 3
+    assert (events[-1]["type"], events[-1]["reason"]) == ("end", "stopping")
+    assert command.process.wait(WAIT_S) == 0
+    sender.close()
+    http.close()
+
+
+def answers(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("colour = 1", "colour"),
+        ("port = 70000", "port"),
+        ('control_host = "0.0.0.0"', "api_keys"),
+        ("spool_s = 1", "spool_s"),
+        ('[options]\nencoding = "opus"', "encoding"),
+        ('[payload_types]\n96 = "mp3/90000"', "mp3"),
+    ],
+)
+def test_wrong_settings_are_told(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "edge.toml"
+    file.write_text(text)
+    result = CliRunner().invoke(app, ["edge", "--config", str(file)])
+    assert result.exit_code == USAGE
+    assert said in result.output

@@ -1,0 +1,268 @@
+"""The edge before a real server: words of RTP are those of the file, whatever the network and the server do."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rtp_sender import UNITS, RtpSender, l16_packets
+from running_edge import OPTIONS, RunningEdge, text_of
+from running_server import Running, eventually
+from test_stream_python_client import Proxy
+
+from asr_serve.api.client.stream import StreamClient
+from asr_serve.api.client.transcript import SessionTranscript
+from asr_serve.audio import read_audio
+from asr_serve.errors import AtCapacity, OptionError, SessionExpired
+from asr_serve.units import samples_to_s
+
+SECONDS = 9
+
+
+@pytest.fixture(scope="module")
+def speech(cities: Path) -> np.ndarray:
+    return read_audio(cities)[: SECONDS * 16_000]
+
+
+@pytest.fixture(scope="module")
+def expected(shared_server: Running, speech: np.ndarray) -> str:
+    """The words of the file, by our client."""
+    with StreamClient(shared_server.url, **OPTIONS) as stream:
+        stream.send(np.rint(speech * 32_767).astype("<i2").tobytes())
+        stream.end()
+        transcript = SessionTranscript()
+        for event in stream:
+            transcript.note(event)
+    assert len(transcript.final) > 40
+    return transcript.final
+
+
+@pytest.fixture
+def edge(server: Running) -> Iterator[RunningEdge]:
+    made = RunningEdge(server.url)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sender(edge: RunningEdge) -> Iterator[RtpSender]:
+    made = RtpSender(edge.driver.port)
+    yield made
+    made.close()
+
+
+def check_account(end: dict[str, Any]) -> None:
+    """Seconds received, concealed and silent are all there are, but for single samples of drift."""
+    assert end["type"] == "end"
+    parts = end["received_s"] + end["concealed_s"] + end["silent_s"] + samples_to_s(end.get("adjusted_samples", 0))
+    assert end["duration_s"] == pytest.approx(parts, abs=1 / 16_000)
+
+
+def test_words_of_clean_rtp_are_those_of_the_file(
+    edge: RunningEdge, sender: RtpSender, speech: np.ndarray, expected: str
+) -> None:
+    session = edge.create()
+    assert session.ssrc is not None
+    packets = l16_packets(speech, session.ssrc)
+    sender.send(packets)
+    edge.taken(session.id, len(packets))
+    events = edge.end(session.id)
+    assert text_of(events) == expected
+    assert events[0] == {
+        "type": "stream",
+        "session": session.id,
+        "position_s": 0.0,
+        "ssrc": session.ssrc,
+        "encoding": "L16",
+        "reason": "first",
+    }
+    end = events[-1]
+    check_account(end)
+    assert end["received_s"] == pytest.approx(len(packets) * UNITS / 16_000)
+    assert (end["reason"], end["packets"], end["lost_packets"]) == ("deleted", len(packets), 0)
+
+
+def test_order_and_duplicates_change_no_word_and_a_loss_is_told_where_it_was(
+    edge: RunningEdge, sender: RtpSender, speech: np.ndarray, expected: str, rng: np.random.Generator
+) -> None:
+    session = edge.create()
+    packets = l16_packets(speech, session.ssrc)
+    order = sorted(range(len(packets)), key=lambda number: number + rng.uniform(0, 4))
+    sent = [packets[number] for number in order for _ in range(1 + (number % 7 == 0))]
+    sender.send(sent)
+    edge.taken(session.id, len(packets))
+    assert text_of(edge.end(session.id)) == expected
+    lossy = edge.create()
+    packets = l16_packets(speech, lossy.ssrc)
+    lost = {100, 101, 200}
+    sender.send([packet for number, packet in enumerate(packets) if number not in lost])
+    edge.taken(lossy.id, len(packets) - len(lost))
+    events = edge.end(lossy.id)
+    told = [(event["start_s"], event["end_s"], event["packets"]) for event in events if event["type"] == "loss"]
+    assert told == [(2.0, 2.04, 2), (4.0, 4.02, 1)]
+    check_account(events[-1])
+    assert events[-1]["duration_s"] == len(packets) * UNITS / 16_000
+    assert edge.metric("asr_serve_edge_lost_packets_total") == 3
+    assert edge.metric("asr_serve_edge_dropped_packets_total", reason="duplicate") > 0
+
+
+def test_floods_and_hostile_packets_disturb_nobody(
+    edge: RunningEdge, sender: RtpSender, speech: np.ndarray, expected: str, rng: np.random.Generator
+) -> None:
+    session, victim = edge.create(), edge.create()
+    attacker = RtpSender(edge.driver.port)
+    sender.send(l16_packets(speech[:UNITS], session.ssrc))  # its source is known from now on
+    edge.taken(session.id, 1)
+    packets = l16_packets(speech, session.ssrc)
+    for number, packet in enumerate(packets[1:]):
+        sender.send([packet], 0.001)
+        noise = rng.integers(0, 256, rng.integers(0, 200), dtype=np.uint8).tobytes()
+        spoofed = packets[-number % len(packets)]
+        wrong = packet[:2] + noise[:2] + packet[4:]
+        lengths = bytes([0xBF]) + packet[1:12] + noise
+        attacker.send([noise, b"\x80" + noise, spoofed, wrong, lengths], 0)
+        attacker.send([bytes([packet[0], 97]) + noise[:6] + victim.ssrc.to_bytes(4, "big") + noise], 0)
+    edge.taken(session.id, len(packets))
+    events = edge.end(session.id)
+    assert text_of(events) == expected
+    assert events[-1]["packets"] == len(packets)
+    assert edge.metric("asr_serve_edge_dropped_packets_total", reason="unknown_source") > len(packets)
+    edge.end(victim.id)
+    attacker.close()
+
+
+def test_a_server_that_is_away_and_one_that_forgot_lose_no_word(
+    serve: Callable[..., Running], speech: np.ndarray, expected: str
+) -> None:
+    """First the connection breaks for a while, then the server is another one, as after kill and restart."""
+    first, second = serve(resume_s=15.0), serve()  # what is given up is forgotten soon
+    proxy = Proxy(first.port)
+    edge = RunningEdge(proxy.url)
+    sender = RtpSender(edge.driver.port)
+    session = edge.create()
+    packets = l16_packets(speech, session.ssrc)
+    third = len(packets) // 3
+    sender.send(packets[:third])
+    eventually(lambda: edge.describe(session.id).connected)
+    proxy.deaf = True
+    proxy.cut()
+    sender.send(packets[third : 2 * third])
+    eventually(lambda: any(event["type"] == "server_lost" for event in edge.events(session.id)))
+    proxy.deaf = False
+    eventually(lambda: any(event["type"] == "server_back" for event in edge.events(session.id)))
+    proxy.deaf = True
+    proxy._port = second.port
+    proxy.cut()
+    sender.send(packets[2 * third :])
+    edge.taken(session.id, len(packets))
+    proxy.deaf = False
+    events = edge.end(session.id)
+    back = [event.get("again_from_s") for event in events if event["type"] == "server_back"]
+    assert back[0] is None
+    assert back[-1] is not None
+    finals = [event for event in events if event["type"] == "segment"]
+    assert back[-1] == max([0.0, *(event["end_s"] for event in finals if event["end_s"] <= back[-1])])
+    assert [event["index"] for event in finals] == list(range(len(finals)))
+    assert words(text_of(events)) == words(expected)
+    check_account(events[-1])
+    edge.close()
+    sender.close()
+    for server in (first, second):
+        server.expect_empty()
+
+
+def words(text: str) -> list[str]:
+    return "".join(letter for letter in text.lower() if letter.isalnum() or letter == " ").split()
+
+
+def test_a_spool_that_is_full_tells_what_it_discards(speech: np.ndarray) -> None:
+    edge = RunningEdge("http://127.0.0.1:9", spool_s=35.0)  # nobody listens there
+    sender = RtpSender(edge.driver.port)
+    session = edge.create()
+    packets = l16_packets(np.resize(speech, 40 * 16_000) + 1e-3, session.ssrc)
+    sender.send(packets, 0.0005)
+    edge.taken(session.id, len(packets))
+    state = edge.describe(session.id)
+    assert state.discarded_s == pytest.approx(5.0, abs=0.05)
+    assert state.duration_s == pytest.approx(40.0, abs=0.05)
+    edge.call(edge.service.end, session.id)
+    eventually(lambda: any(event["type"] == "discarded" for event in edge.events(session.id)))
+    (told,) = (event for event in edge.events(session.id) if event["type"] == "discarded")
+    assert told["end_s"] - told["start_s"] == pytest.approx(state.discarded_s)
+    assert edge.metric("asr_serve_edge_audio_seconds_total", kind="discarded") == pytest.approx(state.discarded_s)
+    edge.service._tasks[session.id].cancel()
+    edge.close()
+    sender.close()
+
+
+def test_sessions_are_bounded_and_named_by_ssrc_or_source(server: Running) -> None:
+    edge = RunningEdge(server.url, max_sessions=3, idle_s=1.0)
+    by_ssrc = edge.create(ssrc=7)
+    by_source = edge.create(source="127.0.0.1:9999")
+    assert (by_ssrc.ssrc, by_source.ssrc, by_source.source) == (7, None, "127.0.0.1:9999")
+    for wrong in ({"ssrc": 7}, {"source": "127.0.0.1:9999"}, {"source": "here"}, {"options": {"rate": 8_000}}):
+        with pytest.raises(OptionError):
+            edge.create(**wrong)
+    with pytest.raises(OptionError, match="one of them"):
+        edge.create(sdp="v=0", payload_types={})
+    edge.create(sdp="m=audio 1 RTP/AVP 8")
+    with pytest.raises(AtCapacity):
+        edge.create()
+    eventually(lambda: edge.events(by_ssrc.id)[-1:] and edge.events(by_ssrc.id)[-1]["type"] == "end")
+    assert edge.events(by_ssrc.id)[-1]["reason"] == "idle"
+    edge.create(ssrc=7)
+    with pytest.raises(SessionExpired):
+        edge.describe("edge_0")
+    edge.close()
+
+
+def test_a_session_by_source_takes_any_ssrc_and_follows_its_change(
+    edge: RunningEdge, sender: RtpSender, speech: np.ndarray, expected: str
+) -> None:
+    session = edge.create(source=sender.source)
+    half = SECONDS * 8_000 // UNITS * UNITS
+    sender.send(l16_packets(speech[:half], 11) + l16_packets(speech[half:], 12, sequence=3, timestamp=4))
+    edge.taken(session.id, SECONDS * 50)
+    events = edge.end(session.id)
+    assert [event["reason"] for event in events if event["type"] == "stream"] == ["first", "ssrc"]
+    assert text_of(events) == expected
+
+
+def test_events_are_posted_in_order_and_again_until_they_are_taken(server: Running, speech: np.ndarray) -> None:
+    got: list[dict[str, Any]] = []
+    refused: list[bool] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            refuse = not refused
+            refused.append(refuse)
+            if not refuse:
+                got.append(json.loads(body))
+            self.send_response(503 if refuse else 204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing."""
+
+    http = HTTPServer(("127.0.0.1", 0), Receiver)
+    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread.start()
+    edge = RunningEdge(server.url, webhook=f"http://127.0.0.1:{http.server_port}/words")
+    sender = RtpSender(edge.driver.port)
+    session = edge.create()
+    sender.send(l16_packets(speech[: 3 * 16_000], session.ssrc))
+    edge.taken(session.id, 150)
+    events = edge.end(session.id)
+    edge.close()
+    assert got == [event for event in events if event["type"] != "partial"]
+    sender.close()
+    http.shutdown()
+    http.server_close()
+    thread.join()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import threading
@@ -30,6 +29,7 @@ from asr_serve.cluster.cluster_config import (
     check_replicas,
     find_deployment,
 )
+from asr_serve.config import ray_address
 from asr_serve.errors import EngineClosed, OptionError
 
 OBJECT_STORE_BYTES = 100 << 20
@@ -99,7 +99,7 @@ def connect(address: str) -> None:
 def _address_of_this_machine() -> str:
     """Address in RAY_ADDRESS; else of the cluster that `ray start` joined last, if it runs; else of the only one that
     runs here: Ray would take any of several. Raises EngineClosed, OptionError."""
-    if named := os.environ.get("RAY_ADDRESS", ""):
+    if named := ray_address():
         return named
     running = sorted(services.find_gcs_addresses())
     started = services.find_bootstrap_address(None)

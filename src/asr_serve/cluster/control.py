@@ -62,16 +62,22 @@ def start_ray(address: str | None, cpus: int | None) -> bool:
     """Connects to the Ray cluster at `address`, or starts Ray on this machine; returns whether it was started. Raises
     EngineClosed."""
     if address is None:
-        ray.init(
-            address="local",  # by default it would join a Ray that somebody started on this machine
-            num_cpus=cpus,
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=True,
-            logging_level="warning",
-            namespace=NAMESPACE,
-            _system_config={"worker_niceness": 0},  # by default 15: live audio would wait for all other programs
-        )
+        try:
+            ray.init(
+                address="local",  # by default it would join a Ray that somebody started on this machine
+                num_cpus=cpus,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=True,
+                logging_level="warning",
+                namespace=NAMESPACE,
+                _system_config={"worker_niceness": 0},  # by default 15: live audio would wait for all other programs
+            )
+        except Exception as failure:  # Ray raises plain ones for a node that does not start
+            why = " ".join(str(failure).split())
+            raise EngineClosed(
+                f"Ray did not start: {why}", todo="see the logs of Ray: /tmp/ray/session_latest/logs"
+            ) from None
         return True
     connect(address)
     return False

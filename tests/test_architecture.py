@@ -19,6 +19,7 @@ PACKAGE, TOOLS = SRC / "asr_serve", SRC / "asr_serve_tools"
 SOURCES = sorted(path for package in (PACKAGE, TOOLS) for path in package.rglob("*.py"))
 
 BROAD_EXCEPT = {
+    "cluster/control.py",
     "edge/edge_service.py",  # the thread that receives for all sessions
     "engine/loop.py",
     "engine/remote/encode_client.py",

@@ -466,6 +466,11 @@ def client_key() -> str | None:
     return os.environ.get("ASR_SERVE_API_KEY") or None
 
 
+def ray_address() -> str | None:
+    """RAY_ADDRESS: the cluster that Ray's own commands find."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
 OPENMP_SPIN_VARIABLES = {"GOMP_SPINCOUNT": "3000"}
 """Spin count after which OpenMP's threads sleep: some 30 us, decision 0009. The default is milliseconds, and two
 programs that spin for the same cores get a twentieth of the work done."""

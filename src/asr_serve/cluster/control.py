@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import threading
@@ -30,6 +29,7 @@ from asr_serve.cluster.cluster_config import (
     check_replicas,
     find_deployment,
 )
+from asr_serve.config import ray_address
 from asr_serve.errors import EngineClosed, NotAllowed, OptionError
 
 OBJECT_STORE_BYTES = 100 << 20
@@ -64,16 +64,22 @@ def start_ray(address: str | None, cpus: int | None) -> bool:
     """Connects to the Ray cluster at `address`, or starts Ray on this machine; returns whether it was started. Raises
     EngineClosed."""
     if address is None:
-        ray.init(
-            address="local",  # by default it would join a Ray that somebody started on this machine
-            num_cpus=cpus,
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=True,
-            logging_level="warning",
-            namespace=NAMESPACE,
-            _system_config={"worker_niceness": 0},  # by default 15: live audio would wait for all other programs
-        )
+        try:
+            ray.init(
+                address="local",  # by default it would join a Ray that somebody started on this machine
+                num_cpus=cpus,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=True,
+                logging_level="warning",
+                namespace=NAMESPACE,
+                _system_config={"worker_niceness": 0},  # by default 15: live audio would wait for all other programs
+            )
+        except Exception as failure:  # Ray raises plain ones for a node that does not start
+            why = " ".join(str(failure).split())
+            raise EngineClosed(
+                f"Ray did not start: {why}", todo="see the logs of Ray: /tmp/ray/session_latest/logs"
+            ) from None
         return True
     connect(address)
     return False
@@ -101,7 +107,7 @@ def connect(address: str) -> None:
 def _address_of_this_machine() -> str:
     """Address in RAY_ADDRESS; else of the cluster that `ray start` joined last, if it runs; else of the only one that
     runs here: Ray would take any of several. Raises EngineClosed, OptionError."""
-    if named := os.environ.get("RAY_ADDRESS", ""):
+    if named := ray_address():
         return named
     running = sorted(services.find_gcs_addresses())
     started = services.find_bootstrap_address(None)

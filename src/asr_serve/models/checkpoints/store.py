@@ -290,9 +290,9 @@ def cached_repository(repository: str) -> Path | None:
 
 
 def locate_named(model: str) -> tuple[str, Path | None, str]:
-    """What a path or a hub repository in place of a model's name stands for, without downloading: the name of its card,
-    its folder where it is on this machine, and what a server that is told to load it does. Raises NoCheckpoint;
-    WeightsMissing for a repository that is not here and that no card names."""
+    """Finds what a path or a hub repository in place of a model's name stands for, without downloading. Returns the
+    name of its card, its folder where it is on this machine, and what a server that is told to load it does. Raises
+    NoCheckpoint; WeightsMissing for a repository that is not here and that no card names."""
     repository = hub_repository(model)
     if repository is None:
         folder: Path | None = Path(model).expanduser()

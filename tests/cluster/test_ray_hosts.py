@@ -18,7 +18,13 @@ import psutil
 import pytest
 from hosts import INGRESS_CPUS, PORT, REPLICA_CPUS, WAIT_S, Host, Network, RayHosts, ready, wait_until
 from redis_server import RedisServer
-from resuming_caller import Caller
+from session_faults import (
+    a_server_is_cut_off_and_fenced,
+    a_server_is_cut_off_from_redis,
+    begin,
+    callers_of_a_server_that_is_killed_resume,
+    finish,
+)
 from stream_client import Event, Http2, Line, WebSocket, numbered, pcm_of, whole
 from test_funasr_websocket import STARTED, calling
 from test_openai_realtime import talking
@@ -62,6 +68,7 @@ def hosts(network: Network, redis: RedisServer, tmp_path_factory: pytest.TempPat
                     "resume_s": 60,
                     "sessions.redis_url": redis.url,
                     "sessions.checkpoint_ms": 500,
+                    "sessions.timeout_ms": 2_000,
                     "engine": {"prefix_bytes": 0, "max_sessions": PLACES},
                 },
             }
@@ -117,20 +124,6 @@ def uncut(hosts: RayHosts, pcm: bytes) -> list[Event]:
         return numbered(whole(line, pcm))
 
 
-def begin(pcm: bytes, host: Host, kind: type[Line], until: float) -> Caller:
-    caller = Caller(pcm)
-    caller.connect(kind, PORT, host.address)
-    caller.say(until, wait_s=0.002)
-    return caller
-
-
-def finish(callers: list[Caller], uncut: list[Event]) -> None:
-    for caller in callers:
-        caller.say(1.0)
-        caller.end()
-        caller.expect(uncut)
-
-
 def test_every_ingress_serves_from_every_replica(cluster: RayHosts, packaged_speech: Path):
     audio = (packaged_speech / "two_cities.wav").read_bytes()
     with ThreadPoolExecutor(6) as pool:
@@ -140,22 +133,14 @@ def test_every_ingress_serves_from_every_replica(cluster: RayHosts, packaged_spe
 
 
 def test_an_ingress_is_killed_under_live_callers(cluster: RayHosts, pcm: bytes, uncut: list[Event]):
-    """Its callers resume at the other one, over either transport."""
     killed, other = cluster.nodes
-    kinds: list[type[Line]] = [WebSocket, Http2, WebSocket, Http2]
-    callers = [begin(pcm, killed, kind, 0.2 + 0.15 * number) for number, kind in enumerate(kinds)]
-    for process in killed.ingresses:
-        process.kill()
-    killed_s = time.monotonic()
-    for caller, kind in zip(callers, reversed(kinds), strict=True):
-        caller.line.rest()
-        caller.listen()
-        caller.connect(kind, PORT, other.address)
-    print(f"4 callers resumed after {time.monotonic() - killed_s:.2f} s")
-    finish(callers, uncut)
-    assert other.gauge("asr_serve_session_store_up") == 1
+
+    def kill_ingress() -> None:
+        for process in killed.ingresses:
+            process.kill()
+
+    callers_of_a_server_that_is_killed_resume(killed, other, kill_ingress, pcm, uncut)
     wait_until(lambda: ready(killed), cluster.logs)
-    print(f"the ingress was back after {time.monotonic() - killed_s:.2f} s")
     finish([begin(pcm, killed, WebSocket, 0.1)], uncut)
 
 
@@ -220,44 +205,7 @@ def test_replicas_are_killed_under_all_kinds_of_sockets(cluster: RayHosts, pcm: 
 
 
 def test_an_ingress_is_cut_off_from_redis(cluster: RayHosts, redis: RedisServer, pcm: bytes, uncut: list[Event]):
-    """Sessions go on there, in memory, and nobody continues an older state of them elsewhere."""
-    node, other = cluster.nodes
-    stays, leaves = (begin(pcm, node, WebSocket, 0.3) for _ in range(2))
-    for caller in (stays, leaves):
-        caller.hear_more()
-    redis_host = cluster.network.hosts[0]
-    cluster.network.cut(node, redis_host)
-    wait_until(lambda: node.gauge("asr_serve_session_store_up") == 0)
-    assert httpx.get(f"{node.url}/ready").json()["session_store"] == "away"
-    assert httpx.get(f"{other.url}/ready").json()["session_store"] == "connected"
-    for caller in (stays, leaves):
-        seen = len(caller.told)
-        caller.say(0.7, wait_s=0.002)
-        caller.line.flush("in memory")
-        caller.line.until(lambda caller=caller: any(event["type"] == "flushed" for event in caller.line.events))
-        caller.listen()
-        assert len(caller.told) > seen
-        assert [event for event in caller.line.events if event["type"] == "ack"][-1]["durable"] is False
-    # It was told more than what is stored: the other ingress does not take the session away from where it is.
-    leaves.leave()
-    refused = httpx.post(
-        f"{other.url}/v1/stream", params={"session": leaves.session, "after": len(leaves.told)}, timeout=WAIT_S
-    )
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
-    leaves.connect(Http2, PORT, node.address, durable=False)
-    cluster.network.heal(node, redis_host)
-    wait_until(lambda: node.gauge("asr_serve_session_store_up") == 1)
-    stays.say(0.8)
-    leaves.say(0.8)
-    wait_until(lambda: redis.client.hget(f"asr-serve:{{{stays.session}}}", "epoch"))
-    stays.leave()
-    stays.connect(WebSocket, PORT, other.address)
-    for caller in (stays, leaves):
-        caller.say(1.0)
-        caller.end()
-        assert [event["seq"] for event in caller.told] == list(range(1, len(caller.told) + 1))
-        assert [event["type"] for event in caller.told].count("flushed") == 1
-        assert caller.told[-1]["duration_s"] == uncut[-1]["duration_s"]
+    a_server_is_cut_off_from_redis(cluster.network, *cluster.nodes, redis, pcm, uncut)
 
 
 def test_an_ingress_is_cut_off_from_a_replica(cluster: RayHosts, pcm: bytes, uncut: list[Event]):
@@ -272,26 +220,8 @@ def test_an_ingress_is_cut_off_from_a_replica(cluster: RayHosts, pcm: bytes, unc
 
 
 def test_a_node_is_cut_off_and_its_session_taken_over(cluster: RayHosts, pcm: bytes, uncut: list[Event]):
-    """For a shorter time than Ray takes to notice. The one that was cut off drops the session and tells no more of it,
-    also to a client that has not closed its old connection."""
-    node, other = cluster.nodes
-    caller = begin(pcm, node, WebSocket, 0.4)
-    caller.hear_more()
-    old = caller.line
-    fenced = node.gauge("asr_serve_session_store_refused_writes_total")
-    cluster.network.cut(node)
-    given = Caller(pcm)
-    given.continue_as(caller)
-    given.connect(Http2, PORT, other.address)
-    told = len(numbered(old.events))
-    cluster.network.heal(node)
-    old.send(pcm[caller.at : caller.at + 64_000])  # what is done with this is refused
-    last = old.rest()[-1]
-    assert (last["type"], last["code"]) == ("error", "taken_over")
-    old.socket.close()
-    assert len(numbered(old.events)) == told
-    assert node.gauge("asr_serve_session_store_refused_writes_total") == fenced + 1
-    finish([given], uncut)
+    """For a shorter time than Ray takes to notice."""
+    a_server_is_cut_off_and_fenced(cluster.network, *cluster.nodes, pcm, uncut)
 
 
 def test_a_node_dies_with_its_ingress_and_its_replica(cluster: RayHosts, pcm: bytes, uncut: list[Event]):

@@ -31,7 +31,7 @@ from asr_serve.api.client.connection import websocket_url
 from asr_serve.api.client.stream import ConnectionLost, StreamClient
 from asr_serve.api.client.transcript import SessionTranscript
 from asr_serve.audio import read_audio
-from asr_serve.errors import OptionError, OutOfTurn, Refused, Unreachable
+from asr_serve.errors import OptionError, OutOfTurn, Refused, Unreachable, UnsupportedOption
 from asr_serve.protocols.stream.server_events import (
     AckEvent,
     EndEvent,
@@ -285,6 +285,29 @@ def test_a_flush_makes_final_what_was_sent(server: Running, speech: bytes) -> No
         assert stream.over
         with pytest.raises(OutOfTurn):
             stream.send(b"\0\0")
+
+
+def test_silence_as_a_count_survives_connections_that_are_cut(proxy: Proxy, server: Running, speech: bytes) -> None:
+    """Speech, a count, speech, a count: the same words and times as with zeros, and the same length."""
+    half, pause = speech[: 2 * 16_000 * 4], 3 * 16_000
+    heard = []
+    for url, counted in ((server.url, False), (proxy.url, True)):
+        with StreamClient(url) as stream:
+            for part in range(2):
+                stream.send(half)
+                if counted:
+                    stream.send_silence(pause)
+                    if not part:
+                        proxy.cut()
+                else:
+                    stream.send(bytes(2 * pause))
+            stream.end()
+            heard.append(told(stream)[1])
+    assert len(segments(heard[0])) >= 2
+    assert said(segments(heard[1])) == said(segments(heard[0]))
+    assert heard[0][-1].duration_s == heard[1][-1].duration_s == 2 * (4 + 3)
+    with StreamClient(server.url, encoding="opus") as stream, pytest.raises(UnsupportedOption, match="opus"):
+        stream.send_silence(160)
 
 
 def test_a_connection_that_stands_still_is_found_again(proxy: Proxy, speech: bytes, uncut: list[Any]) -> None:

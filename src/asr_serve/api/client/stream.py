@@ -22,7 +22,7 @@ import msgspec
 
 from asr_serve.api.client.connection import CLOSE_S, WebSocketConnection, error_from_event
 from asr_serve.api.client.connection import ServerEvent as Told
-from asr_serve.errors import AsrServeError, OptionError, OutOfTurn, Refused, Unreachable
+from asr_serve.errors import AsrServeError, OptionError, OutOfTurn, Refused, Unreachable, UnsupportedOption
 from asr_serve.protocols.stream.server_events import (
     AckEvent,
     EndEvent,
@@ -51,6 +51,8 @@ that came together with the close frame when it cannot send its own any more; th
 MAX_FRUITLESS_RESUMES = 10
 """Limit of consecutive connections that the server closed normally without any new event."""
 PACKETS = "opus"
+SAMPLE_BYTES = {"s16le": 2, "mulaw": 1, "alaw": 1}
+"""Bytes of a sample, of encodings in which silence can be a count."""
 DUPLICATE_CODE = "out_of_turn"
 
 
@@ -67,6 +69,22 @@ ClientEvent = Told | ConnectionLost
 class _Audio(msgspec.Struct, frozen=True):
     at_bytes: int
     data: bytes
+
+
+class _Silence(msgspec.Struct, frozen=True):
+    """Silence that is sent as its length, and stands for `samples * sample_bytes` of audio."""
+
+    at_bytes: int
+    samples: int
+    sample_bytes: int
+
+    @property
+    def end_bytes(self) -> int:
+        return self.at_bytes + self.samples * self.sample_bytes
+
+    @property
+    def text(self) -> str:
+        return msgspec.json.encode({"type": "silence", "samples": self.samples}).decode()
 
 
 class _Command(msgspec.Struct, frozen=True):
@@ -95,7 +113,7 @@ class StreamClient:
         self._packets = query.get("encoding") == PACKETS
         self._changed = threading.Condition()
         """Guards everything below."""
-        self._unacknowledged: deque[_Audio | _Command] = deque()
+        self._unacknowledged: deque[_Audio | _Silence | _Command] = deque()
         """Audio and commands, in order, that are not known to have arrived."""
         self._sent_count = 0
         """Number of items of `_unacknowledged` sent on this connection."""
@@ -133,6 +151,30 @@ class StreamClient:
                 self._expect_open()
                 self._unacknowledged.append(_Audio(self._taken_bytes, chunk))
                 self._taken_bytes += len(chunk)
+                self._changed.notify_all()
+
+    def send_silence(self, samples: int) -> None:
+        """Sends silence in place of audio, as its length: samples at the session's rate, after whole samples. Waits as
+        `send` does. Raises OutOfTurn after `end`, UnsupportedOption for an encoding that has silence of its own, and
+        OptionError for a negative length."""
+        encoding = self.session.encoding
+        sample_bytes = SAMPLE_BYTES.get(encoding)
+        if sample_bytes is None:
+            raise UnsupportedOption(
+                f"silence as a count, in {encoding}", f"encodings: {', '.join(SAMPLE_BYTES)}", "send its packets"
+            )
+        if samples < 0:
+            raise OptionError(f"a silence of {samples} samples", "0 or more", param="samples")
+        step = SEND_BYTES // sample_bytes
+        for at in range(0, samples, step):
+            count = min(step, samples - at)
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closed or self._taken_bytes - self._arrived_bytes < self._most_bytes
+                )
+                self._expect_open()
+                self._unacknowledged.append(_Silence(self._taken_bytes, count, sample_bytes))
+                self._taken_bytes += count * sample_bytes
                 self._changed.notify_all()
 
     def flush(self, id: str | None = None) -> str:
@@ -217,6 +259,8 @@ class StreamClient:
                 self._sent_count += 1  # before sending: after a resume the server reports where to continue
                 if isinstance(item, _Audio):
                     self._sent_bytes = item.at_bytes + len(item.data)
+                elif isinstance(item, _Silence):
+                    self._sent_bytes = item.end_bytes
             assert connection is not None
             try:
                 connection.send(item.data if isinstance(item, _Audio) else item.text)
@@ -366,6 +410,11 @@ class StreamClient:
                 case _Audio(at_bytes=at, data=data) if at + len(data) > received_bytes:
                     if at < received_bytes:
                         self._unacknowledged[0] = _Audio(received_bytes, data[received_bytes - at :])
+                    return
+                case _Silence(at_bytes=at, sample_bytes=size) as silence if silence.end_bytes > received_bytes:
+                    if at < received_bytes:  # the server takes whole samples of it
+                        left = (silence.end_bytes - received_bytes) // size
+                        self._unacknowledged[0] = _Silence(received_bytes, left, size)
                     return
             self._unacknowledged.popleft()
             self._sent_count = max(0, self._sent_count - 1)

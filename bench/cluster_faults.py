@@ -45,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "cluster"))
 
+import hosts
 from hosts import INGRESS_CPUS, REPLICA_CPUS, Host, Network, RayHosts
 
 from asr_serve.api.client.connection import ServerEvent
@@ -73,7 +74,7 @@ FAULT_AFTER_S = 3.0
 """Time from the start of the callers to the fault: in the middle of their speech."""
 AWAY_S = 8.0
 """Time that something is paused, cut off or down; more than `replica_silent_s`."""
-WAIT_S = 240.0
+WAIT_S = 600.0
 """Longest wait of a client for its answer, and of the bench for a cluster that is whole again."""
 CALLERS, SOCKETS, FILES = 4, 1, 2
 """Live callers of /v1/stream; of FunASR's and of OpenAI's socket; clients that send files, one after another."""
@@ -516,6 +517,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the result")
     parser.add_argument("--fault", action="append", help="only these")
     chosen = parser.parse_args()
+    hosts.WAIT_S = WAIT_S
     about = machine.describe(1, ["ray", "redis"])
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder, Network() as network:

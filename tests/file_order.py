@@ -9,6 +9,8 @@ import pytest
 TESTS = Path(__file__).parent
 LONGEST = (
     "engine/process/test_supervisor_handover.py",
+    "cluster/test_cluster_faults.py",
+    "server/test_protocols_through_ingress.py",
     "pipelines/test_whisper_listen.py",
     "pipelines/test_incremental_listen.py",
     "pipelines/test_listen_seams.py",

@@ -93,6 +93,7 @@ class IngressHost:
         self._log = folder / "log"
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("ASR_SERVE_", "RAY_"))}
         environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environ["RAY_raylet_start_wait_time_s"] = "180"  # by default 30, too short where other tests want all cores
         replicas = [{"model": MODEL, "replicas": 2, "cpus": 0.5}, {"model": VOICE, "replicas": 1, "cpus": 0.5}]
         settings = json.dumps({"models": replicas, "serve": SETTINGS | {"voice": VOICE}})
         with self._log.open("w") as log:

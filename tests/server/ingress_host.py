@@ -12,7 +12,7 @@ from ray import serve
 from asr_serve.cluster import application, cluster_config, control
 
 CPUS = 2
-WAIT_S = 180.0
+WAIT_S = 500.0
 
 
 def main() -> None:

@@ -9,12 +9,15 @@ import pytest
 TESTS = Path(__file__).parent
 LONGEST = (
     "engine/process/test_supervisor_handover.py",
-    "cluster/test_cluster_faults.py",
-    "server/test_protocols_through_ingress.py",
+    "cluster/test_ray_hosts.py",
     "pipelines/test_whisper_listen.py",
+    "server/test_protocols_through_ingress.py",
     "pipelines/test_incremental_listen.py",
+    "cluster/test_ray_cluster.py",
     "pipelines/test_listen_seams.py",
+    "cluster/test_ray_roles.py",
     "pipelines/test_listen_pipeline.py",
+    "cluster/test_ray_autoscaling.py",
     "pipelines/test_turn_detector.py",
     "clients_js/test_js_client.py",
     "console/test_words_and_speakers_page.py",

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from case_tiers import exhaustive_after
 from hosts import Network
 
 pytest.importorskip("ray", reason="no Ray here: pip install 'asr-serve[cluster]'")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("ray")]
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
@@ -32,7 +31,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             running.close()
 
 
-@pytest.mark.parametrize("fault", exhaustive_after(2, ["ingress killed", "node cut off", "all replicas killed"]))
+@pytest.mark.parametrize("fault", ["ingress killed", "node cut off", "all replicas killed"])
 def test_nothing_is_lost_or_changed_or_told_twice(bench: Any, fault: str) -> None:
     callers, sockets, make = bench.faults()[fault]
     row = bench.row(fault, callers, sockets, make)

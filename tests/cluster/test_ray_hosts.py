@@ -66,6 +66,7 @@ def hosts(network: Network, redis: RedisServer, tmp_path_factory: pytest.TempPat
                     "port": PORT,
                     "turn_model": "none",
                     "resume_s": 60,
+                    "session_idle_s": 600,
                     "sessions.redis_url": redis.url,
                     "sessions.checkpoint_ms": 500,
                     "sessions.timeout_ms": 2_000,

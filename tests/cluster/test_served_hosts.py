@@ -38,7 +38,8 @@ def redis(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def start(network: Network, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Host], Serving]:
     flags = ["--host=0.0.0.0", f"--port={PORT}", "--set=engine.prefix_bytes=0", "--set=resume_s=60"]
     flags += [f"--set=sessions.redis_url={redis.url}", "--set=sessions.checkpoint_ms=500"]
-    flags += ["--set=sessions.timeout_ms=2000"]  # on a machine that does much else too
+    # On a machine that does much else too, Redis and clients may be slow.
+    flags += ["--set=sessions.timeout_ms=2000", "--set=session_idle_s=600"]
 
     def serve(host: Host) -> Serving:
         return Serving(tmp_path_factory.mktemp("server") / "log", *flags, within=host.within)

@@ -76,5 +76,5 @@ class Caller:
 
     def expect(self, uncut: list[Event]) -> None:
         expect_sound(self.told)
-        assert segments(self.told) == segments(uncut)
+        assert segments(self.told) == segments(uncut), (segments(self.told), segments(uncut))
         assert self.told[-1]["duration_s"] == uncut[-1]["duration_s"]

@@ -61,9 +61,12 @@ const FINISH_MS = 500;
  * records at a rate of its own).
  */
 export async function microphone(options: MicrophoneOptions = {}): Promise<Microphone> {
+  expectNames(options.speechOnly ?? {}, GATE, "speechOnly.");
+  // Before the device is open: what is said meanwhile would be lost.
+  const voiceActivity = options.speechOnly && (await fetched(options.speechOnly.module));
   const stream = await ask(options);
   try {
-    return await capture(stream, options);
+    return await capture(stream, options, voiceActivity);
   } catch (failure) {
     for (const track of stream.getTracks()) track.stop();
     throw failure;
@@ -229,11 +232,13 @@ async function fetched(module: string | URL | ArrayBuffer): Promise<ArrayBuffer>
   }
 }
 
-async function capture(stream: MediaStream, options: MicrophoneOptions): Promise<Microphone> {
-  const { rate = 16_000, frameMs = 100, speechOnly } = options;
-  expectNames(speechOnly ?? {}, GATE, "speechOnly.");
-  const { module, ...gate } = speechOnly ?? {};
-  const voiceActivity = module && (await fetched(module));
+async function capture(
+  stream: MediaStream,
+  { rate = 16_000, frameMs = 100, speechOnly }: MicrophoneOptions,
+  voiceActivity: ArrayBuffer | undefined,
+): Promise<Microphone> {
+  const { threshold, negThreshold, preRollMs, hangoverMs } = speechOnly ?? {};
+  const gate = { threshold, negThreshold, preRollMs, hangoverMs };
   const [context, source] = connect(stream, rate);
   try {
     if (speechOnly && (context.sampleRate !== VOICE_HZ || rate !== VOICE_HZ)) {

@@ -31,6 +31,7 @@ from asr_serve.edge.edge_events import (
     TurnTold,
 )
 from asr_serve.errors import Refused, Unreachable
+from asr_serve.protocols.stream.client_messages import SILENCE
 from asr_serve.protocols.stream.server_events import (
     AckEvent,
     EndEvent,
@@ -185,8 +186,12 @@ class Uplink:
             self._more.clear()
             while self._sent < self._spool.end and self._sent - self._acknowledged < WINDOW_SAMPLES:
                 audio = self._spool.read(self._sent, SEND_SAMPLES)
-                self._sent += len(audio) // SAMPLE_BYTES
-                await connection.send(audio)
+                if isinstance(audio, bytes):
+                    self._sent += len(audio) // SAMPLE_BYTES
+                    await connection.send(audio)
+                else:
+                    self._sent += audio
+                    await connection.send(f'{{"type":"{SILENCE}","samples":{audio}}}')
             if self._spool.ended and self._sent == self._spool.end and not self._end_sent:
                 self._end_sent = True
                 await connection.send(END_MESSAGE)

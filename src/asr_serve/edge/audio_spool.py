@@ -57,8 +57,8 @@ class AudioSpool:
             self.ended = True
 
     def read(self, position: int, max_samples: int) -> bytes | int:
-        """What begins at `position`: samples, 16-bit little-endian, or the length of a silence; up to `max_samples`.
-        Nothing where the spool ends."""
+        """Returns what begins at `position`, up to `max_samples`: samples, 16-bit little-endian, or the length of a
+        silence. Nothing where the spool ends."""
         with self._lock:
             assert self.start <= position <= self.end, (self.start, position, self.end)
             for block in self._blocks:

@@ -14,6 +14,7 @@ from asr_serve.edge.edge_config import EdgeConfig
 from asr_serve.edge.edge_service import EdgeService, EdgeSessionCreated, EdgeSessionRequest
 from asr_serve.edge.edge_session import EdgeSessionState
 from asr_serve.edge.packet_driver import RecvmmsgDriver
+from asr_serve.edge.voice_activity import VoiceActivityPool
 from asr_serve.metrics import EdgeMetrics
 
 OPTIONS: dict[str, Any] = {"silence_schedule": "inf:300", "partial_ms": 500}
@@ -32,7 +33,8 @@ class RunningEdge:
         self.service: EdgeService = self.call(self._start)
 
     async def _start(self) -> EdgeService:
-        return EdgeService(self.config, self.driver, EdgeMetrics("0"))
+        gates = VoiceActivityPool().open if self.config.voice_activity else None
+        return EdgeService(self.config, self.driver, EdgeMetrics("0"), create_gate=gates)
 
     def call(self, work: Callable[..., Any], *args: Any) -> Any:
         """Calls a function, or awaits one, on the edge's loop."""

@@ -7,7 +7,7 @@ from collections import deque
 from typing import NamedTuple
 
 from asr_serve.audio.pcm import SAMPLE_BYTES
-from asr_serve.edge.voice_gate import GatedAudio, SpeechAudio
+from asr_serve.edge.speech_gate import GatedSpeech, GateOutput
 
 BLOCK_SAMPLES = 8_000
 """Samples of a block, to which smaller pieces are joined."""
@@ -35,18 +35,20 @@ class AudioSpool:
         self.start = self.end = 0
         self.ended = False
         self.discarded_samples = 0
+        self.speech_samples = 0
+        """Samples appended that are no silence."""
 
-    def append(self, audio: GatedAudio) -> int:
+    def append(self, audio: GateOutput) -> int:
         """Appends; returns how many samples of speech there was no room for."""
         with self._lock:
-            if isinstance(audio, SpeechAudio):
-                if self._held + len(audio.pcm) > self._max_samples:
-                    self._append_silence(len(audio.pcm))
-                    self.discarded_samples += len(audio.pcm)
-                    return len(audio.pcm)
-                self._append_pcm(audio.pcm.astype("<i2", copy=False).tobytes())
+            if isinstance(audio, GatedSpeech):
+                if self._held + len(audio.samples) > self._max_samples:
+                    self._append_silence(len(audio.samples))
+                    self.discarded_samples += len(audio.samples)
+                    return len(audio.samples)
+                self._append_pcm(audio.samples.astype("<i2", copy=False).tobytes())
             else:
-                self._append_silence(audio.samples)
+                self._append_silence(audio.count)
         return 0
 
     def close(self) -> None:
@@ -54,25 +56,19 @@ class AudioSpool:
         with self._lock:
             self.ended = True
 
-    def read(self, position: int, max_samples: int) -> bytes:
-        """Samples from `position` on, 16-bit little-endian; as many as there are, up to `max_samples`."""
-        parts: list[bytes] = []
+    def read(self, position: int, max_samples: int) -> bytes | int:
+        """Returns what begins at `position`, up to `max_samples`: samples, 16-bit little-endian, or the length of a
+        silence. Nothing where the spool ends."""
         with self._lock:
             assert self.start <= position <= self.end, (self.start, position, self.end)
             for block in self._blocks:
                 skip = position - block.start
-                if skip >= block.samples:
-                    continue
-                count = min(block.samples - skip, max_samples)
-                if block.pcm is None:
-                    parts.append(bytes(count * SAMPLE_BYTES))
-                else:
-                    parts.append(bytes(block.pcm[skip * SAMPLE_BYTES : (skip + count) * SAMPLE_BYTES]))
-                position += count
-                max_samples -= count
-                if not max_samples:
-                    break
-        return b"".join(parts)
+                if skip < block.samples:
+                    count = min(block.samples - skip, max_samples)
+                    if block.pcm is None:
+                        return count
+                    return bytes(block.pcm[skip * SAMPLE_BYTES : (skip + count) * SAMPLE_BYTES])
+        return b""
 
     def trim(self, position: int) -> None:
         """Drops whole blocks before `position`, which is not read again."""
@@ -91,6 +87,7 @@ class AudioSpool:
         else:
             self._blocks.append(_Block(self.end, samples, bytearray(pcm)))
         self._held += samples
+        self.speech_samples += samples
         self.end += samples
 
     def _append_silence(self, samples: int) -> None:

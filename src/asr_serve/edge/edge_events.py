@@ -126,3 +126,5 @@ class SessionEnded(EdgeEvent, frozen=True, kw_only=True, tag="end"):
     packets: int
     lost_packets: int
     discarded_s: float
+    sent_speech_s: float
+    """Audio that was sent as samples; the rest went as lengths of silence."""

@@ -15,7 +15,8 @@ from asr_serve.edge.packet_driver import describe_source
 from asr_serve.edge.payload_format import PayloadFormat
 from asr_serve.edge.rtp import DropReason, RtpPacket, parse_rtp
 from asr_serve.edge.rtp_stream import RtpStream
-from asr_serve.edge.voice_gate import GatedAudio, SpeechAudio, VoiceGate
+from asr_serve.edge.speech_gate import GatedSpeech, GateOutput
+from asr_serve.edge.voice_gate import VoiceGate
 from asr_serve.units import RATE_HZ, samples_to_s
 
 EndReason = Literal["deleted", "idle", "stopping", "failed"]
@@ -107,6 +108,7 @@ class EdgeSession:
             packets=stream.packets,
             lost_packets=stream.lost_packets,
             discarded_s=samples_to_s(self.spool.discarded_samples),
+            sent_speech_s=samples_to_s(self.spool.speech_samples),
         )
 
     def describe(self, *, connected: bool, segments: int, events: int) -> EdgeSessionState:
@@ -133,13 +135,13 @@ class EdgeSession:
             events=events,
         )
 
-    def _spool_in(self, audio: list[GatedAudio]) -> list[EdgeEvent]:
+    def _spool_in(self, audio: list[GateOutput]) -> list[EdgeEvent]:
         events = self.stream.take_events()
         for each in audio:
             start = self.spool.end
             if self.spool.append(each):
                 self._discarded = (self._discarded[0] if self._discarded else start, self.spool.end)
-            elif isinstance(each, SpeechAudio):
+            elif isinstance(each, GatedSpeech):
                 events += self._told_discarded()
         return events
 

@@ -24,7 +24,8 @@ from asr_serve.edge.jitter_buffer import (
 from asr_serve.edge.payload_decoder import PayloadDecoder, create_payload_decoder, payload_units
 from asr_serve.edge.payload_format import PayloadFormat
 from asr_serve.edge.rtp import DropReason, RtpPacket
-from asr_serve.edge.voice_gate import GatedAudio, OpenGate, VoiceGate
+from asr_serve.edge.speech_gate import GateOutput
+from asr_serve.edge.voice_gate import OpenGate, VoiceGate
 from asr_serve.errors import CorruptAudio
 from asr_serve.units import RATE_HZ, resampled_samples, samples_to_s
 
@@ -68,7 +69,7 @@ class RtpStream:
         """Output of earlier resamplers."""
         self._meter, self._corrector = ClockDriftMeter(), DriftCorrector()
         self._events: list[EdgeEvent] = []
-        self._out: list[GatedAudio] = []
+        self._out: list[GateOutput] = []
         self._last: tuple[float, int] | None = None
         """Arrival and timestamp of the last audio packet."""
         self._sent_units = 0
@@ -128,13 +129,13 @@ class RtpStream:
             return self._consider(packet, units, arrival_s, "sequence")
         return reason
 
-    def advance(self, now_s: float) -> list[GatedAudio]:
+    def advance(self, now_s: float) -> list[GateOutput]:
         """Returns the samples that are in order by now."""
         if self._buffer is not None:
             self._apply(self._buffer.pop(now_s))
         return self._take()
 
-    def finish(self) -> list[GatedAudio]:
+    def finish(self) -> list[GateOutput]:
         """Returns all remaining samples, as if silence followed."""
         if self._buffer is not None:
             self._apply(self._buffer.finish())
@@ -142,13 +143,14 @@ class RtpStream:
             self._buffer = None
         self._gate_in(self._resampler.finish())
         self._out += self._gate.finish()
+        self._gate.close()
         return self._take()
 
     def take_events(self) -> list[EdgeEvent]:
         events, self._events = self._events, []
         return events
 
-    def _take(self) -> list[GatedAudio]:
+    def _take(self) -> list[GateOutput]:
         out, self._out = self._out, []
         return out
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 from granian.constants import Interfaces
 from granian.server.embed import Server
@@ -17,20 +18,26 @@ from asr_serve.edge.control_api import PATH, create_control_api
 from asr_serve.edge.edge_config import EdgeConfig
 from asr_serve.edge.edge_service import EdgeService
 from asr_serve.edge.packet_driver import RecvmmsgDriver
+from asr_serve.edge.voice_activity import VoiceActivityPool
+from asr_serve.edge.voice_gate import VoiceGate
 from asr_serve.metrics import EdgeMetrics
 from asr_serve.server.run import free_port
 from asr_serve.server.telemetry import logs
 
 
 def run_edge(config: EdgeConfig) -> None:
-    """Runs until SIGTERM or SIGINT. Raises OptionError if an address cannot be listened on."""
+    """Runs until SIGTERM or SIGINT. Raises OptionError if an address cannot be listened on, ProgramMissing for
+    voice activity without wasmtime."""
     logs.setup()
+    create_gate = VoiceActivityPool().open if config.voice_activity else None
     control_port = free_port(config.control_host, config.control_port, "--control-port")
     driver = RecvmmsgDriver(config.host, config.port)
-    asyncio.run(_run(config, driver, control_port))
+    asyncio.run(_run(config, driver, control_port, create_gate))
 
 
-async def _run(config: EdgeConfig, driver: RecvmmsgDriver, control_port: int) -> None:
+async def _run(
+    config: EdgeConfig, driver: RecvmmsgDriver, control_port: int, create_gate: Callable[[], VoiceGate] | None
+) -> None:
     stop = asyncio.Event()
 
     def handle() -> None:
@@ -41,7 +48,8 @@ async def _run(config: EdgeConfig, driver: RecvmmsgDriver, control_port: int) ->
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handle)
-    service = EdgeService(config, driver, EdgeMetrics(__version__), api_key=client_key())
+    metrics = EdgeMetrics(__version__)
+    service = EdgeService(config, driver, metrics, api_key=client_key(), create_gate=create_gate)
     server = Server(
         create_control_api(service),
         address=config.control_host,

@@ -31,6 +31,7 @@ from asr_serve.edge.edge_events import (
     TurnTold,
 )
 from asr_serve.errors import Refused, Unreachable
+from asr_serve.protocols.stream.client_messages import SILENCE
 from asr_serve.protocols.stream.server_events import (
     AckEvent,
     EndEvent,
@@ -49,6 +50,9 @@ WINDOW_SAMPLES = 4 * RATE_HZ
 """Most samples sent and not acknowledged: no more has to be sent again after a resume."""
 REPLAY_SAMPLES = 30 * RATE_HZ
 """Samples before the acknowledged position that are kept while no segment is final: longer than a segment can be."""
+LEAD_SAMPLES = RATE_HZ // 2
+"""Silence in front of the audio of a session that goes on for another: voice activity needs a beginning, and what was
+there has its final text."""
 END_TIMEOUT_S = 60.0
 """Longest wait, after the end of a call, for a server that is away."""
 LOST_SESSION_CODES = {"session_expired", "events_expired", "taken_over", "out_of_step", "engine_crashed"}
@@ -79,6 +83,8 @@ class Uplink:
         self._session_id: str | None = None
         self._origin = 0
         """Position at which the server's session began."""
+        self._first = 0
+        """Position of the first audio of that session; silence leads up to it."""
         self._sent = self._acknowledged = 0
         self._final_end = 0
         """End of the last final segment."""
@@ -135,7 +141,7 @@ class Uplink:
                 retry_after_s, reason = 0.0, error.came
             else:
                 if told or self._last_seq or self._sent > self._acknowledged:
-                    again = None if connection.session.resumed else samples_to_s(self._origin)
+                    again = None if connection.session.resumed else samples_to_s(self._first)
                     if told or again is not None:
                         self._tell(ServerFound(position_s=samples_to_s(self._spool.end), again_from_s=again))
                 return connection
@@ -156,7 +162,8 @@ class Uplink:
         else:
             connection = await AsyncStreamConnection.open(self._server, self._query, self._key)
             # From the end of the last final segment; or where the spool begins, if it has given up more.
-            self._origin = max(self._final_end, self._spool.start)
+            self._first = max(self._final_end, self._spool.start)
+            self._origin = self._first - min(LEAD_SAMPLES, self._first)
             self._last_seq = 0
         session = connection.session
         self._session_id, self._resume_s = session.session_id, session.resume_s
@@ -183,10 +190,17 @@ class Uplink:
     async def _send(self, connection: AsyncStreamConnection) -> None:
         while True:
             self._more.clear()
+            if self._sent < self._first:
+                lead, self._sent = self._first - self._sent, self._first
+                await connection.send(_silence(lead))
             while self._sent < self._spool.end and self._sent - self._acknowledged < WINDOW_SAMPLES:
                 audio = self._spool.read(self._sent, SEND_SAMPLES)
-                self._sent += len(audio) // SAMPLE_BYTES
-                await connection.send(audio)
+                if isinstance(audio, bytes):
+                    self._sent += len(audio) // SAMPLE_BYTES
+                    await connection.send(audio)
+                else:
+                    self._sent += audio
+                    await connection.send(_silence(audio))
             if self._spool.ended and self._sent == self._spool.end and not self._end_sent:
                 self._end_sent = True
                 await connection.send(END_MESSAGE)
@@ -248,6 +262,10 @@ class Uplink:
 
     def _trim(self) -> None:
         self._spool.trim(min(self._acknowledged, max(self._final_end, self._acknowledged - REPLAY_SAMPLES)))
+
+
+def _silence(samples: int) -> str:
+    return f'{{"type":"{SILENCE}","samples":{samples}}}'
 
 
 def encode_event(session_id: str, event: EdgeEvent) -> bytes:

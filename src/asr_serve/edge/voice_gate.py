@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-
-class SpeechAudio(NamedTuple):
-    """Samples that are sent: (n,) int16 at 16 kHz."""
-
-    pcm: np.ndarray
-
-
-class SilenceCount(NamedTuple):
-    """Silence, of which only the length is kept."""
-
-    samples: int
-
-
-GatedAudio = SpeechAudio | SilenceCount
+from asr_serve.edge.speech_gate import GatedSilence, GatedSpeech, GateOutput
 
 
 class VoiceGate(Protocol):
     """Gate of one stream. What it returns has, in all, as many samples as it was fed, in their order."""
 
-    def feed(self, pcm: np.ndarray) -> list[GatedAudio]:
+    def feed(self, pcm: NDArray[np.int16]) -> list[GateOutput]:
         """Takes (n,) int16 at 16 kHz, and returns what is decided by then."""
 
-    def finish(self) -> list[GatedAudio]:
+    def finish(self) -> list[GateOutput]:
         """Returns the rest."""
+
+    def close(self) -> None:
+        """Frees what the gate holds. Idempotent."""
 
 
 class OpenGate:
     """Gate that lets everything through; only digital zeros become a count."""
 
-    def feed(self, pcm: np.ndarray) -> list[GatedAudio]:
+    def feed(self, pcm: NDArray[np.int16]) -> list[GateOutput]:
         if not len(pcm):
             return []
-        return [SpeechAudio(pcm)] if pcm.any() else [SilenceCount(len(pcm))]
+        return [GatedSpeech(pcm)] if pcm.any() else [GatedSilence(len(pcm))]
 
-    def finish(self) -> list[GatedAudio]:
+    def finish(self) -> list[GateOutput]:
         return []
+
+    def close(self) -> None:
+        """Holds nothing."""

@@ -41,6 +41,14 @@ def edge(
             show_default="96=opus/48000/2, 97=L16/16000, 101=telephone-event/8000",
         ),
     ] = None,
+    voice_activity: Annotated[
+        bool | None,
+        typer.Option(
+            "--voice-activity/--no-voice-activity",
+            help="Find silence here, and send its length only; needs the extra edge.",
+            show_default="off",
+        ),
+    ] = None,
     config: Annotated[
         str | None, typer.Option("--config", "-c", metavar="FILE", help="TOML file of settings; flags override it.")
     ] = None,
@@ -92,7 +100,11 @@ def edge(
 
     types = None if payload_type is None else dict(_parse_type(text) for text in payload_type)
     flags = {"server": server, "host": host, "port": port, "control_host": control_host, "control_port": control_port}
-    run_edge(load_edge_config(config, {**flags, "webhook": webhook, "payload_types": types}))
+    run_edge(
+        load_edge_config(
+            config, {**flags, "webhook": webhook, "payload_types": types, "voice_activity": voice_activity}
+        )
+    )
 
 
 def _parse_type(text: str) -> tuple[str, str]:

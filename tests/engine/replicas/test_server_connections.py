@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_greeting_that_trickles_in_ends(monkeypatch):
 
 def test_accepting_goes_on_where_descriptors_had_run_out(tmp_path: Path):
     listener = ServerListener(ListenSpec(str(tmp_path), None, KEY))
-    facts: Any = None  # nobody gets as far
+    facts: Any = SimpleNamespace()  # nobody gets as far
     ready: Any = None
     listener.start(facts, ready)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -76,7 +77,7 @@ def test_accepting_goes_on_where_descriptors_had_run_out(tmp_path: Path):
 
 def test_nobody_can_connect_to_a_closed_listener(tmp_path: Path):
     listener = ServerListener(ListenSpec(str(tmp_path), "127.0.0.1", KEY))
-    facts: Any = None
+    facts: Any = SimpleNamespace()
     ready: Any = None
     listener.start(facts, ready)
     listener.close()

@@ -17,7 +17,6 @@ LONGEST = (
     "pipelines/test_listen_seams.py",
     "cluster/test_ray_roles.py",
     "pipelines/test_listen_pipeline.py",
-    "cluster/test_ray_autoscaling.py",
     "pipelines/test_turn_detector.py",
     "clients_js/test_js_client.py",
     "console/test_words_and_speakers_page.py",

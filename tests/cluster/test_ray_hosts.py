@@ -205,10 +205,12 @@ def test_replicas_are_killed_under_all_kinds_of_sockets(cluster: RayHosts, pcm: 
     finish([caller], uncut)
 
 
+@pytest.mark.exhaustive
 def test_an_ingress_is_cut_off_from_redis(cluster: RayHosts, redis: RedisServer, pcm: bytes, uncut: list[Event]):
     a_server_is_cut_off_from_redis(cluster.network, *cluster.nodes, redis, pcm, uncut)
 
 
+@pytest.mark.exhaustive
 def test_an_ingress_is_cut_off_from_a_replica(cluster: RayHosts, pcm: bytes, uncut: list[Event]):
     """Its work goes to the other replica, after the time for which one may be silent."""
     first, second = cluster.nodes
@@ -220,11 +222,13 @@ def test_an_ingress_is_cut_off_from_a_replica(cluster: RayHosts, pcm: bytes, unc
     cluster.network.heal(first, second)
 
 
+@pytest.mark.exhaustive
 def test_a_node_is_cut_off_and_its_session_taken_over(cluster: RayHosts, pcm: bytes, uncut: list[Event]):
     """For a shorter time than Ray takes to notice."""
     a_server_is_cut_off_and_fenced(cluster.network, *cluster.nodes, pcm, uncut)
 
 
+@pytest.mark.exhaustive
 def test_a_node_dies_with_its_ingress_and_its_replica(cluster: RayHosts, pcm: bytes, uncut: list[Event]):
     """Its callers resume at the other node, and callers of that one go on."""
     node, other = cluster.nodes
@@ -241,6 +245,7 @@ def test_a_node_dies_with_its_ingress_and_its_replica(cluster: RayHosts, pcm: by
     wait_until(lambda: ready(node), cluster.logs)
 
 
+@pytest.mark.exhaustive
 def test_live_callers_are_admitted_by_what_all_replicas_have_room_for(cluster: RayHosts, pcm: bytes):
     """Two ingresses together admit as many as the engines have places, and every one that is admitted is served."""
     lines: list[Line] = []

@@ -17,7 +17,7 @@ from session_faults import (
 )
 from stream_client import Event, WebSocket, numbered, pcm_of, whole
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1_200)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1_200)]
 
 
 @pytest.fixture(scope="module")

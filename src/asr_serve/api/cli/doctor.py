@@ -31,6 +31,7 @@ NATIVE = {
     "_dtw": "the times of words (a slower one in numpy stands in for it)",
     "_disk": "the disk by io_uring (threads in Python stand in for it)",
     "_copy": "copies of much at once to another process (numpy stands in for it)",
+    "_packets": "the receiver of RTP packets (a slower one in Python stands in for it)",
 }
 """Descriptions of the compiled modules."""
 PACKAGES = ("torch", "numpy", "av", "soxr", "safetensors", "tokenizers", "huggingface_hub", "onnxruntime")

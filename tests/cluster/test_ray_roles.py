@@ -40,12 +40,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
     voices = VoiceStore(tmp_path_factory.mktemp("voices"))
     twin(voices, "twin", {"fingerprint": checkpoint_fingerprint(store.verified_published_folder(card))})
     engine = {"prefix_bytes": 0, "encode_frames": 400, "voices_dir": str(voices.folder)}
-    settings = {
+    settings = {  # five times 0.4: room for one more, on two cores
         "models": [
-            {"model": MODEL, "role": "encode", "cpus": 0.5, "dtype": "fp32"},
-            {"model": MODEL, "role": "decode", "cpus": 0.5, "dtype": "fp32"},
-            {"model": NEMO_MODEL, "weights": str(NEMO), "cpus": 0.5},
-            {"model": VOICE, "cpus": 0.5},
+            {"model": MODEL, "role": "encode", "cpus": 0.4, "dtype": "fp32"},
+            {"model": MODEL, "role": "decode", "cpus": 0.4, "dtype": "fp32"},
+            {"model": NEMO_MODEL, "weights": str(NEMO), "cpus": 0.4},
+            {"model": VOICE, "cpus": 0.4},
         ],
         "replica_silent_s": 5,
         "serve": {"port": 0, "turn_model": "none", "drain_s": 100, "engine": engine},

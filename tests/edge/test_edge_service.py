@@ -291,4 +291,4 @@ def test_events_are_posted_in_order_and_again_until_they_are_taken(server: Runni
     sender.close()
     http.shutdown()
     http.server_close()
-    thread.join()
+    thread.join(60)

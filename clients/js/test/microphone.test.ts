@@ -100,8 +100,8 @@ const SPEECH_ONLY = `
   const pcm = [], told = [];
   let over = false;
   mic.on("silence", (samples) => { told.push(samples); pcm.push(...new Array(samples).fill(0)); void look(); });
-  mic.on("frame", (frame) => { told.push(-frame.length); pcm.push(...frame); void look(); });
-  async function look() {
+  mic.on("frame", (frame) => { told.push(-frame.length); pcm.push(...frame); });
+  async function look() {  // in silence, where the gate holds audio back; in speech it may hold none
     if (over || pcm.length < 16000 * 12) return;
     over = true;
     const before = pcm.length;

@@ -103,7 +103,11 @@ def test_the_password_of_redis_comes_from_a_file(redis: RedisServer, tmp_path: P
     password = read_password(str(tmp_path / "password"))
 
     async def ping(given: str | None) -> None:
-        await RedisSessionStore(redis.url, "test", 5.0, NoCipher(), given).ping()
+        store = RedisSessionStore(redis.url, "test", 5.0, NoCipher(), given)
+        try:
+            await store.ping()
+        finally:
+            await store.close()
 
     redis.client.config_set("requirepass", password)
     try:

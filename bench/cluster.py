@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -223,7 +223,7 @@ class Watch:
         """Cores in use, by kind of process. What a process that is gone used is missing."""
         wall_s = time.monotonic() - self._began_s
         after = processor_s(self._pid)
-        used: Counter[str] = Counter()
+        used: dict[str, float] = defaultdict(float)
         for pid, (kind, seconds) in after.items():
             used[kind] += (seconds - self._before.get(pid, (kind, 0.0))[1]) / wall_s
         return dict(used)

@@ -237,8 +237,8 @@ def calls(
                 row |= {
                     "words": len(texts[0].split()),
                     "words_changed": sum(max(len(s.split()) for s in each.split(" > ")) for each in differ),
-                    "wer_without": round(without.rate, 4),
-                    "wer_behind": round(behind.rate, 4),
+                    "wer_without": round(without.percent, 2),
+                    "wer_behind": round(behind.percent, 2),
                     "changes": differ,
                 }
             rows.append(row)

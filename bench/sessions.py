@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 import asr_serve
 from asr_serve.audio import read_audio
 from asr_serve.audio.resample import ResamplerState
-from asr_serve.audio.stream_decoder import LiveDecoderState
+from asr_serve.audio.stream_decoder import CodecState, LiveDecoderState
 from asr_serve.config import EngineConfig
 from asr_serve.errors import ProgramMissing, StoreUnavailable
 from asr_serve.pipelines.live.live_session import LiveSession
@@ -121,7 +121,7 @@ class Writes:
             epoch=self._epochs[session_id],
             ttl_ms=TTL_MS,
             header=header,
-            position=SessionPosition(2 * end, end, LiveDecoderState(b"", ResamplerState(end, end, end, b""))),
+            position=SessionPosition(2 * end, end, LiveDecoderState(CodecState(), ResamplerState(end, end, end, b""))),
             checkpoint=self._checkpoint,
             events=[StoredEvent(self._seq, "locked", b'{"type":"locked","seq":1,"text":" of times"}' + b" " * 60)],
             audio=[StoredAudio.of(start, pcm, pcm16=True)],

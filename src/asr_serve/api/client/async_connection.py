@@ -13,7 +13,6 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 
 from asr_serve.api.client.connection import (
     CLOSE_S,
-    MAX_REASON_CHARACTERS,
     OPEN_S,
     PING_S,
     POLICY_VIOLATION_CODE,
@@ -23,6 +22,8 @@ from asr_serve.api.client.connection import (
     error_for_refusal,
     error_from_event,
     lost_connection,
+    no_server,
+    split_query,
     websocket_url,
 )
 from asr_serve.errors import Refused, Unreachable
@@ -42,9 +43,7 @@ class AsyncStreamConnection:
     @classmethod
     async def open(cls, server: str, query: Mapping[str, str], api_key: str | None = None) -> Self:
         """Connects. Values too long for an address are sent in the first message."""
-        long = {name: value for name, value in query.items() if len(value) > MAX_REASON_CHARACTERS}
-        if long:
-            query = {name: value for name, value in query.items() if name not in long} | {START: "true"}
+        query, long = split_query(query)
         try:
             socket = await connect(
                 websocket_url(server, query),
@@ -60,11 +59,7 @@ class AsyncStreamConnection:
         except InvalidStatus as error:
             raise error_for_refusal(error) from None
         except (OSError, EOFError, WebSocketException) as error:
-            raise Unreachable(
-                f"no server answers at {server}: {error}",
-                "an asr-serve that is running is needed",
-                "check the address, or start one: asr-serve serve",
-            ) from None
+            raise no_server(server, error) from None
         try:
             if long:
                 await socket.send(msgspec.json.encode({"type": START, **long}).decode())

@@ -72,6 +72,23 @@ def websocket_url(server: str, query: Mapping[str, str]) -> str:
     return urlunsplit((SCHEMES[parts.scheme], parts.netloc, path, urlencode(query), ""))
 
 
+def split_query(query: Mapping[str, str]) -> tuple[Mapping[str, str], dict[str, str]]:
+    """Returns the query of an address, and the values that are too long for it: those go in the first message."""
+    long = {name: value for name, value in query.items() if len(value) > MAX_REASON_CHARACTERS}
+    if long:
+        query = {name: value for name, value in query.items() if name not in long} | {START: "true"}
+    return query, long
+
+
+def no_server(server: str, error: Exception) -> Unreachable:
+    """Error for a server that does not answer."""
+    return Unreachable(
+        f"no server answers at {server}: {error}",
+        "an asr-serve that is running is needed",
+        "check the address, or start one: asr-serve serve",
+    )
+
+
 class WebSocketConnection:
     """Connection whose first event, `session`, has arrived. `send` and `receive` may be in different threads.
 
@@ -82,9 +99,7 @@ class WebSocketConnection:
 
     def __init__(self, server: str, query: Mapping[str, str], api_key: str | None = None) -> None:
         """Connects. Values too long for an address are sent in the first message."""
-        long = {name: value for name, value in query.items() if len(value) > MAX_REASON_CHARACTERS}
-        if long:
-            query = {name: value for name, value in query.items() if name not in long} | {START: "true"}
+        query, long = split_query(query)
         url = websocket_url(server, query)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._held = ExitStack()
@@ -104,11 +119,7 @@ class WebSocketConnection:
         except InvalidStatus as error:
             raise error_for_refusal(error) from None
         except (OSError, EOFError, WebSocketException) as error:
-            raise Unreachable(
-                f"no server answers at {server}: {error}",
-                "an asr-serve that is running is needed",
-                "check the address, or start one: asr-serve serve",
-            ) from None
+            raise no_server(server, error) from None
         with ExitStack() as undo:
             undo.callback(self.close)
             if long:

@@ -20,6 +20,7 @@ from asr_serve.protocols.stream.client_messages import NewSessionRequest
 from asr_serve.protocols.stream.server_events import EncodedEvent
 from asr_serve.server.realtime.stream import journal as stream_journal
 from asr_serve.server.realtime.stream.journal import SessionJournal, Settled
+from asr_serve.server.sessions import writer as writer_module
 from asr_serve.server.sessions.cipher import AesGcmCipher, NoCipher, Unreadable
 from asr_serve.server.sessions.records import (
     SessionCheckpoint,
@@ -173,6 +174,21 @@ async def test_a_redis_that_answers_but_refuses_writes_is_away(redis):
             redis.client.config_set("maxmemory", 0)
         await until(lambda: journal.durable)
         assert redis.client.xlen("test:{a}:audio") == 2
+
+
+async def test_a_silent_server_notices_that_redis_is_away(redis, monkeypatch):
+    """No caller says anything, so that nothing is written."""
+    monkeypatch.setattr(writer_module, "CHECK_S", 0.05)
+    async with writing(redis) as writer:
+        journal = journal_of(writer, Source(), "a")
+        assert await journal.settle() is Settled.STORED
+        redis.client.config_set("maxmemory", 1)
+        try:
+            await until(lambda: not writer.up)
+            assert not journal.durable
+        finally:
+            redis.client.config_set("maxmemory", 0)
+        await until(lambda: writer.up and journal.durable)
 
 
 async def test_what_one_session_breaks_is_its_own(redis):

@@ -165,13 +165,16 @@ class RedisSessionStore:
         )
         self._hashes: dict[str, str] = {}
         """SHA-1 of each script that the server has."""
+        self._failed = False
+        """Whether the last call had no answer."""
 
     async def ping(self) -> None:
         await self._within(self._ping())
 
     async def _ping(self) -> None:
         if self._is_cluster:
-            await self._redis.aclose()  # its masters may be others now: they are asked for again
+            if self._failed:
+                await self._redis.aclose()  # its masters may be others now: they are asked for again
             await self._redis.ping(target_nodes=self._redis.PRIMARIES)
         await self._redis.set(f"{self._prefix}:ping", b"", px=PING_TTL_MS)
 
@@ -295,8 +298,11 @@ class RedisSessionStore:
         """Awaits an answer of Redis. Raises StoreUnavailable."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await work
+                answer = await work
+            self._failed = False
+            return answer
         except self._errors as error:
+            self._failed = True
             if isinstance(error, self._moved) and not self._is_cluster:
                 raise StoreUnavailable(
                     f"Redis at {self._where} is a node of a cluster",

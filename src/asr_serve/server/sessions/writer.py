@@ -4,6 +4,7 @@ next batch. While the store is away, sessions continue in memory; when it is bac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -23,6 +24,9 @@ RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Delays before attempts to write to the store; the last one repeats. The first is next once a session was written."""
 FAILED_RETRY_S = 1.0
 """Delay before a session whose write the store refused is written whole."""
+CHECK_S = 2.0
+"""Time without a write after which the store is asked whether it is there: else nobody would know it of a server whose
+callers are silent."""
 BUSY_RETRY_S = 0.02
 """Delay before a session that could not be written is asked again, unless it reports a change before."""
 
@@ -115,10 +119,22 @@ class SessionWriter:
         while True:
             if not self.up:
                 await self._find_store()
-            await self._awake.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CHECK_S):
+                    await self._awake.wait()
+            if not self._awake.is_set():
+                await self._check_store()
             self._awake.clear()
             while self._dirty and self.up:
                 await self._write_batch()
+
+    async def _check_store(self) -> None:
+        try:
+            await self.store.ping()
+        except StoreUnavailable as error:
+            self._lose(error)
+        else:
+            self._failures = 0
 
     async def _write_batch(self) -> None:
         writes: list[tuple[JournaledSession, SessionWrite]] = []
@@ -133,9 +149,7 @@ class SessionWriter:
         try:
             outcomes = await self.store.write([write for _, write in writes])
         except StoreUnavailable as error:
-            if not self._failures:
-                log.warning("%s; sessions continue in memory", error)
-            self._lose()
+            self._lose(error)
             return
         self._failures = 0
         self._meter.write.observe(time.perf_counter() - started_s)
@@ -219,7 +233,10 @@ class SessionWriter:
             for session in self._sessions:
                 self.wake(session)
 
-    def _lose(self) -> None:
+    def _lose(self, why: StoreUnavailable | None = None) -> None:
+        """Continues all sessions in memory. `why`: where the store is away."""
+        if why is not None and not self._failures:
+            log.warning("%s; sessions continue in memory", why)
         self._set_up(False)
         for session in list(self._sessions):
             self._guard(session, session.on_store_lost)

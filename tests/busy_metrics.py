@@ -70,6 +70,7 @@ def busy_server() -> ServerMetrics:
     metrics.live_open.labels("/").inc()
     metrics.live_ended.labels("/", "done").inc()
     metrics.live_waiting.set(3)
+    metrics.session_store.up.set(1)
     live = metrics.live_route("/")
     live.audio.inc(9.5)
     live.interval.observe(0.5)

@@ -40,7 +40,7 @@ from asr_serve.types import (
     coerce_fields,
     is_loopback,
     unknown_name_error,
-    without_password,
+    without_secrets,
 )
 
 PREFIX = "ASR_SERVE_"
@@ -446,7 +446,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         shown |= {name: f"<{len(shown[name])} keys>" for name in SECRETS}
         if self.sessions.redis_url is not None:  # it may hold a password
             shown["sessions"] = msgspec.structs.replace(
-                self.sessions, redis_url=without_password(self.sessions.redis_url)
+                self.sessions, redis_url=without_secrets(self.sessions.redis_url)
             )
         return f"ServeConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 

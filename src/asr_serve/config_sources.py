@@ -25,7 +25,7 @@ from msgspec import inspect
 from asr_serve import config
 from asr_serve.config import NON_SETTING_VARIABLES, PREFIX, EngineConfig, ServeConfig, SessionsConfig
 from asr_serve.errors import OptionError
-from asr_serve.types import SECRETS, ApiKey, PeerKey, describe_allowed, suggest_name, without_password
+from asr_serve.types import SECRETS, ApiKey, PeerKey, describe_allowed, suggest_name, without_secrets
 
 SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 """Suffixes after the prefix of variables that Kubernetes sets in pods beside a service called asr-serve."""
@@ -298,7 +298,7 @@ def config_to_toml(made: ServeConfig, given: Mapping[str, SettingValue]) -> str:
             lines.append(f"# {field} is not set  # {source}")
         else:
             if name == "sessions.redis_url":
-                value = without_password(str(value))
+                value = without_secrets(str(value))
             lines.append(f"{field} = {toml_value(value)}  # {source}")
     return "\n".join(lines) + "\n"
 

@@ -290,7 +290,9 @@ class ServerMetrics:
         for outcome in ("resumed", "taken_over", "session_expired", "events_expired"):
             self.resumes.labels(outcome)
         self._session_store_up = gauge(
-            "asr_serve_session_store_up", "1 while Redis accepts writes; 0 also where sessions.redis_url is not set."
+            "asr_serve_session_store_up",
+            "1 while the store accepts writes. Without sessions.redis_url there is no sample.",
+            ("store",),
         )
         self._session_store_write = histogram(
             "asr_serve_session_store_write_seconds",
@@ -371,7 +373,7 @@ class ServerMetrics:
     @property
     def session_store(self) -> SessionStoreMetrics:
         return SessionStoreMetrics(
-            self._session_store_up,
+            self._session_store_up.labels("redis"),
             self._session_store_write,
             self._session_store_refused,
             self._session_store_rewritten,

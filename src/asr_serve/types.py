@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
-import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, NamedTuple
 
@@ -296,9 +295,12 @@ def coerce_fields(config: msgspec.Struct) -> None:
             raise OptionError(f"{field.name}={shown}", describe_allowed(kind), near, param=field.name) from None
 
 
-def without_password(url: str) -> str:
-    """The URL as it may be printed: without user and password."""
-    return re.sub(r"//[^/@]*@", "//***@", url)
+def without_secrets(url: str) -> str:
+    """The URL as it may be printed: without user, password and query."""
+    scheme, mark, rest = url.partition("://")
+    address, question, _ = rest.partition("?")
+    user, at, host = address.rpartition("@")
+    return f"{scheme}{mark}{'***' if user else ''}{at}{host}{question}{'***' if question else ''}"
 
 
 def describe_allowed(kind: inspect.Type) -> str:

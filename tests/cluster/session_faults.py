@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import httpx
 from hosts import PORT, WAIT_S, Host, Network, wait_until
-from redis_server import RedisServer
 from resuming_caller import Caller
 from stream_client import Event, Http2, Line, WebSocket, numbered
 
@@ -44,9 +43,7 @@ def callers_of_a_server_that_is_killed_resume(
     assert other.gauge("asr_serve_session_store_up") == 1
 
 
-def a_server_is_cut_off_from_redis(
-    network: Network, node: Host, other: Host, redis: RedisServer, pcm: bytes, uncut: list[Event]
-) -> None:
+def a_server_is_cut_off_from_redis(network: Network, node: Host, other: Host, pcm: bytes, uncut: list[Event]) -> None:
     """Sessions go on there, in memory, and nobody continues an older state of them elsewhere."""
     stays, leaves = (begin(pcm, node, WebSocket, 0.3) for _ in range(2))
     for caller in (stays, leaves):
@@ -54,8 +51,8 @@ def a_server_is_cut_off_from_redis(
     redis_host = next(host for host in network.hosts if host.name == "redis")
     network.cut(node, redis_host)
     wait_until(lambda: node.gauge("asr_serve_session_store_up") == 0)
-    assert httpx.get(f"{node.url}/ready").json()["session_store"] == "away"
-    assert httpx.get(f"{other.url}/ready").json()["session_store"] == "connected"
+    assert httpx.get(f"{node.url}/ready", timeout=WAIT_S).json()["session_store"] == "away"
+    assert httpx.get(f"{other.url}/ready", timeout=WAIT_S).json()["session_store"] == "connected"
     for caller in (stays, leaves):
         seen = len(caller.told)
         caller.say(0.7, wait_s=0.002)
@@ -63,7 +60,7 @@ def a_server_is_cut_off_from_redis(
         caller.line.until(lambda caller=caller: any(event["type"] == "flushed" for event in caller.line.events))
         caller.listen()
         assert len(caller.told) > seen
-        assert [event for event in caller.line.events if event["type"] == "ack"][-1]["durable"] is False
+        assert last_ack(caller)["durable"] is False
     # It was told more than what is stored: the other ingress does not take the session away from where it is.
     leaves.leave()
     refused = httpx.post(
@@ -73,9 +70,10 @@ def a_server_is_cut_off_from_redis(
     leaves.connect(Http2, PORT, node.address, durable=False)
     network.heal(node, redis_host)
     wait_until(lambda: node.gauge("asr_serve_session_store_up") == 1)
-    stays.say(0.8)
-    leaves.say(0.8)
-    wait_until(lambda: redis.client.hget(f"asr-serve:{{{stays.session}}}", "epoch"))
+    for caller in (stays, leaves):
+        caller.say(0.9)
+        caller.line.until(lambda caller=caller: last_ack(caller)["durable"])  # it is written whole
+        caller.listen()
     stays.leave()
     stays.connect(WebSocket, PORT, other.address)
     for caller in (stays, leaves):
@@ -84,6 +82,11 @@ def a_server_is_cut_off_from_redis(
         assert [event["seq"] for event in caller.told] == list(range(1, len(caller.told) + 1))
         assert [event["type"] for event in caller.told].count("flushed") == 1
         assert caller.told[-1]["duration_s"] == uncut[-1]["duration_s"]
+
+
+def last_ack(caller: Caller) -> Event:
+    acks = [event for event in caller.line.events if event["type"] == "ack"]
+    return {"durable": True, **acks[-1]} if acks else {"durable": None}
 
 
 def a_server_is_cut_off_and_fenced(network: Network, node: Host, other: Host, pcm: bytes, uncut: list[Event]) -> None:
@@ -97,12 +100,12 @@ def a_server_is_cut_off_and_fenced(network: Network, node: Host, other: Host, pc
     given = Caller(pcm)
     given.continue_as(caller)
     given.connect(Http2, PORT, other.address)
-    told = len(numbered(old.events))
     network.heal(node)
     old.send(pcm[caller.at : caller.at + 64_000])  # what is done with this is refused
     last = old.rest()[-1]
     assert (last["type"], last["code"]) == ("error", "taken_over")
     old.socket.close()
-    assert len(numbered(old.events)) == told
-    assert node.gauge("asr_serve_session_store_refused_writes_total") == fenced + 1
+    assert node.gauge("asr_serve_session_store_refused_writes_total") > fenced
     finish([given], uncut)
+    # What was on its way before the cut may still have come; all of it was stored, and so nothing is told otherwise.
+    assert [event for event in numbered(old.events) if event not in given.told] == []

@@ -206,8 +206,8 @@ def test_replicas_are_killed_under_all_kinds_of_sockets(cluster: RayHosts, pcm: 
 
 
 @pytest.mark.exhaustive
-def test_an_ingress_is_cut_off_from_redis(cluster: RayHosts, redis: RedisServer, pcm: bytes, uncut: list[Event]):
-    a_server_is_cut_off_from_redis(cluster.network, *cluster.nodes, redis, pcm, uncut)
+def test_an_ingress_is_cut_off_from_redis(cluster: RayHosts, pcm: bytes, uncut: list[Event]):
+    a_server_is_cut_off_from_redis(cluster.network, *cluster.nodes, pcm, uncut)
 
 
 @pytest.mark.exhaustive

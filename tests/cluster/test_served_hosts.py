@@ -77,8 +77,8 @@ def uncut(pair: list[Host], pcm: bytes) -> list[Event]:
         return numbered(whole(line, pcm))
 
 
-def test_a_server_is_cut_off_from_redis(network, pair, redis, pcm, uncut):
-    a_server_is_cut_off_from_redis(network, *pair, redis, pcm, uncut)
+def test_a_server_is_cut_off_from_redis(network, pair, pcm, uncut):
+    a_server_is_cut_off_from_redis(network, *pair, pcm, uncut)
 
 
 def test_a_machine_is_cut_off_and_its_session_taken_over(network, pair, pcm, uncut):

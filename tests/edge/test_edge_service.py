@@ -179,7 +179,7 @@ def test_a_server_that_is_away_and_one_that_forgot_lose_no_word(
     proxy.deaf = False
     eventually(lambda: any(event["type"] == "server_back" for event in edge.events(session.id)))
     proxy.deaf = True
-    proxy._port = second.port
+    proxy.port = second.port
     proxy.cut()
     sender.send(packets[2 * third :])
     edge.taken(session.id, len(packets))

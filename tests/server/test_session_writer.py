@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from redis_server import RedisServer
@@ -20,6 +21,7 @@ from asr_serve.protocols.stream.client_messages import NewSessionRequest
 from asr_serve.protocols.stream.server_events import EncodedEvent
 from asr_serve.server.realtime.stream import journal as stream_journal
 from asr_serve.server.realtime.stream.journal import SessionJournal, Settled
+from asr_serve.server.sessions import redis_store
 from asr_serve.server.sessions import writer as writer_module
 from asr_serve.server.sessions.cipher import AesGcmCipher, NoCipher, Unreadable
 from asr_serve.server.sessions.records import (
@@ -214,20 +216,25 @@ async def test_what_one_session_breaks_is_its_own(redis):
         assert redis.client.xlen("test:{b}:audio") == 1
 
 
-async def test_a_writer_that_fails_lets_its_sessions_continue_in_memory(redis):
+async def test_a_writer_that_fails_lets_its_sessions_continue_in_memory_and_tries_again(redis):
     async with writing(redis) as writer:
         source = Source()
         journal = journal_of(writer, source, "a")
         assert await journal.settle() is Settled.STORED
+        write, fails = writer.store.write, True
 
-        async def fail(writes: object) -> None:
-            raise RuntimeError("a defect")
+        async def fail(writes: Sequence[SessionWrite]) -> list[WriteOutcome]:
+            if fails:
+                raise RuntimeError("a defect")
+            return await write(writes)
 
         writer.store.write = fail  # type: ignore[method-assign]
         source.received_samples = RATE_HZ
         assert await journal.settle() is Settled.AWAY
-        assert not writer.up
         assert source.released[-1] == (2 * RATE_HZ, RATE_HZ, False)
+        fails = False
+        await until(lambda: journal.durable)
+        assert source.released[-1] == (2 * RATE_HZ, RATE_HZ, True)
 
 
 async def test_events_of_a_stored_session_wait_for_its_state_and_it_continues_from_what_is_stored(redis, monkeypatch):
@@ -254,13 +261,17 @@ async def test_events_of_a_stored_session_wait_for_its_state_and_it_continues_fr
         assert redis.client.exists("test:{a}")  # as it was: a server may continue it
 
 
-def write_of(session_id: str, last_seq: int, *, whole: bool = False) -> SessionWrite:
+def write_of(
+    session_id: str, last_seq: int, *, whole: bool = False, number: int | None = None, samples: int = 0
+) -> SessionWrite:
+    """Write of one event, and of that number too unless told otherwise."""
     source = Source()
-    source.last_seq = last_seq
+    source.last_seq, source.received_samples = last_seq, samples
     return SessionWrite(
         session_id=session_id,
         client="client of mine",
         epoch=1,
+        number=last_seq if number is None else number,
         ttl_ms=TTL_MS,
         header=HEADER if whole else None,
         position=source.export_position(),
@@ -293,7 +304,9 @@ async def test_records_are_of_their_session_and_their_time(redis):
             with pytest.raises(Unreadable):
                 await store.read("a", "client of mine")
             redis.client.hset("test:{a}", field, newest[field])
-        assert await store.read("a", "client of mine") == stored
+        again = await store.read("a", "client of mine")
+        assert isinstance(again, StoredSession)
+        assert again._replace(read_unix_ms=stored.read_unix_ms) == stored
 
 
 async def test_a_session_that_ends_before_it_is_stored_stays_ended(redis):
@@ -313,21 +326,79 @@ async def test_a_claim_holds_for_the_epoch_that_was_read(redis):
         read = await store.read("a", "client of mine")
         assert isinstance(read, StoredSession)
         assert await store.write([write_of("a", 2)]) == [WriteOutcome.WRITTEN]  # its owner still has it
-        claimed = await store.claim("a", "client of mine", read.epoch, TTL_MS)
+        late = read._replace(read_unix_ms=read.read_unix_ms - redis_store.CLAIM_MS - 1)
+        assert await store.claim(late, "client of mine", TTL_MS) is None  # a network has held it back
+        claimed = await store.claim(read, "client of mine", TTL_MS)
         assert isinstance(claimed, StoredSession)
         assert (claimed.epoch, claimed.checkpoint.last_seq) == (2, 2)
-        assert await store.claim("a", "client of mine", read.epoch, TTL_MS) is None
+        assert await store.claim(read, "client of mine", TTL_MS) is None
         assert await store.write([write_of("a", 3)]) == [WriteOutcome.REFUSED]
 
 
 async def test_a_claim_that_is_given_back_leaves_its_owner_the_session(redis):
     async with encrypted(redis) as store:
         await store.write([write_of("a", 1, whole=True)])
-        claimed = await store.claim("a", "client of mine", 1, TTL_MS)
-        assert isinstance(claimed, StoredSession)
-        await store.unclaim("a", claimed.epoch)
+
+        async def claim() -> StoredSession:
+            read = await store.read("a", "client of mine")
+            assert isinstance(read, StoredSession)
+            claimed = await store.claim(read, "client of mine", TTL_MS)
+            assert isinstance(claimed, StoredSession)
+            return claimed
+
+        given_back = await claim()
+        await store.unclaim("a", given_back.epoch)
         assert await store.write([write_of("a", 2)]) == [WriteOutcome.WRITTEN]
-        assert isinstance(await store.claim("a", "client of mine", 1, TTL_MS), StoredSession)
-        assert isinstance(await store.claim("a", "client of mine", 2, TTL_MS), StoredSession)
-        await store.unclaim("a", 2)  # another server has it since
+        first, second = await claim(), await claim()
+        assert (given_back.epoch, first.epoch, second.epoch) == (2, 3, 4)  # no epoch is used twice
+        await store.unclaim("a", first.epoch)  # another server has it since
         assert await store.write([write_of("a", 3)]) == [WriteOutcome.REFUSED]
+
+
+async def test_a_write_that_a_network_held_back_changes_nothing(redis):
+    """Its sender has given it up, and has written the session whole since."""
+    async with encrypted(redis) as store:
+        await store.write([write_of("a", 1, whole=True)])
+        late, lost = write_of("a", 2, samples=100), write_of("a", 3, number=4, samples=300)
+        assert await store.write([write_of("a", 5, whole=True, number=3, samples=500)]) == [WriteOutcome.WRITTEN]
+        before = redis.client.hgetall("test:{a}"), redis.client.xrange("test:{a}:events")
+        assert await store.write([late]) == [WriteOutcome.MISSING]
+        assert await store.write([write_of("a", 1, whole=True)]) == [WriteOutcome.MISSING]
+        assert (redis.client.hgetall("test:{a}"), redis.client.xrange("test:{a}:events")) == before
+        # Nor does one that adds to a write that never came.
+        assert await store.write([msgspec.structs.replace(lost, number=5)]) == [WriteOutcome.MISSING]
+        assert (redis.client.hgetall("test:{a}"), redis.client.xrange("test:{a}:events")) == before
+        stored = await store.read("a", "client of mine")
+        assert isinstance(stored, StoredSession)
+        assert (stored.position.received_samples, stored.checkpoint.last_seq) == (500, 5)
+        # A server that claims it goes on with the numbers.
+        claimed = await store.claim(stored, "client of mine", TTL_MS)
+        assert isinstance(claimed, StoredSession)
+        assert claimed.number == 3
+
+
+async def test_callers_who_resume_at_once_do_not_take_the_store_away(redis):
+    """More than the client has connections."""
+    async with writing(redis) as writer:
+        source = Source()
+        journal = journal_of(writer, source, "a")
+        assert await journal.settle() is Settled.STORED
+        await writer.store.write([write_of("b", 1, whole=True)])
+        reads = [asyncio.create_task(writer.store.read("b", "client of mine")) for _ in range(300)]
+        source.received_samples = RATE_HZ
+        assert await journal.settle() is Settled.STORED
+        assert all(isinstance(found, StoredSession) for found in await asyncio.gather(*reads))
+        assert writer.up
+
+
+async def test_where_the_store_is_stays_in_the_log(caplog):
+    """Callers are told what they can do."""
+    where = "redis://user:se@cret@127.0.0.1:1/0?password=hidden"
+    store = RedisSessionStore(where, "test", 1.0, NoCipher())
+    with pytest.raises(StoreUnavailable) as refused:
+        await store.ping()
+    assert "127.0.0.1" not in str(refused.value)
+    assert "127.0.0.1:1" in str(refused.value.__cause__)
+    for secret in ("user", "se@", "cret", "hidden"):
+        assert secret not in f"{refused.value} {refused.value.__cause__}"
+    await store.close()

@@ -18,9 +18,12 @@ from resuming_caller import Caller
 from running_server import Running, eventually
 from server_process import Serving
 from stream_client import Event, Http2, Line, WebSocket, expect_sound, numbered, pcm_of, pour, segments, whole
+from test_stream_python_client import Proxy
 
+from asr_serve.api.client.stream import StreamClient
 from asr_serve.audio.encode.stream_encoder import AudioEncoder
 from asr_serve.config import SessionsConfig
+from asr_serve.protocols.stream.server_events import AckEvent, NumberedEvent, SegmentEvent
 
 RESUME_S = 5.0
 KEYS = ["00" * 32, "ab" * 32]
@@ -40,7 +43,7 @@ def pair(serve: Callable[..., Running], redis: RedisServer) -> list[Running]:
     servers = [serve(sessions=settings, resume_s=RESUME_S) for _ in range(2)]
     for server in servers:
         assert server.http.get("/health").json()["session_store"] == "connected"
-        assert server.counted("asr_serve_session_store_up") == 1
+        assert server.counted("asr_serve_session_store_up", store="redis") == 1
     return servers
 
 
@@ -148,7 +151,7 @@ def test_a_session_that_must_be_durable(pair, shared_server: Running, redis: Red
     finally:
         redis.resume()
     for server in pair:
-        eventually(lambda server=server: server.counted("asr_serve_session_store_up") == 1)
+        eventually(lambda server=server: server.counted("asr_serve_session_store_up", store="redis") == 1)
         server.expect_empty()
 
 
@@ -163,6 +166,77 @@ def test_a_client_that_was_told_more_than_is_stored_is_left_with_its_server(pair
     caller.say(1.0)
     caller.end()
     caller.expect(uncut)
+
+
+def test_audio_that_only_a_server_cut_off_from_redis_has_is_sent_again(
+    serve: Callable[..., Running], redis: RedisServer, shared_server: Running, pcm: bytes
+):
+    """It was acknowledged as not durable, and its server is gone before Redis is back. Nothing was told meanwhile, so
+    that another server continues from what is stored."""
+    silence = bytes(6 * 32_000)
+    with WebSocket(shared_server.port) as line:
+        uncut = numbered(whole(line, silence + pcm))
+    to_redis = Proxy(redis.port)
+    settings = SessionsConfig(redis_url=f"redis://127.0.0.1:{to_redis.url.rpartition(':')[2]}/0", checkpoint_ms=500)
+    cut_off = serve(sessions=settings, resume_s=RESUME_S)
+    other = serve(sessions=SessionsConfig(redis_url=redis.url), resume_s=RESUME_S)
+    way = Proxy(cut_off.port)
+    try:
+        with StreamClient(way.url, encoding="s16le") as client:
+            client.send(silence[:64_000])
+            wait_for_ack(client, 32_000, durable=True)
+            to_redis.deaf = True
+            to_redis.cut()
+            eventually(lambda: cut_off.counted("asr_serve_session_store_up", store="redis") == 0)
+            client.send(silence[64_000:])
+            wait_for_ack(client, 140_000, durable=False)
+            way.port = other.port
+            way.cut()
+            client.send(pcm)
+            client.end()
+            told = [event for event in client if isinstance(event, NumberedEvent)]
+        found = [(each.text, each.start_s, each.end_s) for each in told if isinstance(each, SegmentEvent)]
+        assert found == [(e["text"], e["start_s"], e["end_s"]) for e in uncut if e["type"] == "segment"]
+        assert [event.seq for event in told] == list(range(1, len(told) + 1))
+    finally:
+        way.close()
+        to_redis.close()
+
+
+def wait_for_ack(client: StreamClient, received_bytes: int, *, durable: bool) -> None:
+    while (event := client.take(60)) is not None:
+        if isinstance(event, AckEvent) and event.received_bytes >= received_bytes:
+            assert event.durable is durable
+            return
+    raise AssertionError("no acknowledgement came")
+
+
+def test_a_server_that_has_lost_a_session_does_not_continue_an_older_state_of_it(
+    serve: Callable[..., Running], redis: RedisServer, pcm: bytes, uncut: list[Event]
+):
+    """It is cut off from Redis, and does not know that another server has claimed the session."""
+    to_redis = Proxy(redis.port)
+    settings = SessionsConfig(redis_url=f"redis://127.0.0.1:{to_redis.url.rpartition(':')[2]}/0", checkpoint_ms=500)
+    cut_off = serve(sessions=settings, resume_s=RESUME_S)
+    other = serve(sessions=SessionsConfig(redis_url=redis.url), resume_s=RESUME_S)
+    try:
+        caller = Caller(pcm)
+        caller.connect(WebSocket, cut_off.port)
+        caller.say(0.3)
+        caller.hear_more()
+        to_redis.deaf = True
+        to_redis.cut()
+        eventually(lambda: cut_off.counted("asr_serve_session_store_up", store="redis") == 0)
+        caller.leave()
+        opened = caller.connect(Http2, other.port).hear("session")
+        query = {"session": caller.session, "after": len(caller.told), "epoch": opened["epoch"]}
+        refused = cut_off.http.post("/v1/stream", params=query, content=b"")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+        caller.say(1.0)
+        caller.end()
+        caller.expect(uncut)
+    finally:
+        to_redis.close()
 
 
 def test_an_owner_that_is_still_there_stops(pair, pcm: bytes, uncut: list[Event]):
@@ -217,7 +291,7 @@ def test_redis_dies_and_comes_back_under_a_caller(pair, redis: RedisServer, pcm:
     caller.say(0.6)
     caller.line.flush("in memory")
     caller.line.until(lambda: any(event["type"] == "flushed" for event in caller.line.events))
-    eventually(lambda: pair[0].counted("asr_serve_session_store_up") == 0)
+    eventually(lambda: pair[0].counted("asr_serve_session_store_up", store="redis") == 0)
     assert pair[0].http.get("/ready").json()["session_store"] == "away"
     assert [e for e in caller.line.events if e["type"] == "ack"][-1]["durable"] is False
     refused = pair[1].http.post(f"/v1/stream?session={caller.session}", content=b"")
@@ -226,7 +300,7 @@ def test_redis_dies_and_comes_back_under_a_caller(pair, redis: RedisServer, pcm:
     caller.say(0.7)
     redis.start()  # it has lost everything
     for server in pair:
-        eventually(lambda server=server: server.counted("asr_serve_session_store_up") == 1)
+        eventually(lambda server=server: server.counted("asr_serve_session_store_up", store="redis") == 1)
     caller.say(0.8)
     eventually(lambda: redis.client.exists(f"asr-serve:{{{caller.session}}}"))
     caller.leave()
@@ -247,9 +321,9 @@ def test_redis_hangs_and_loses_a_key(pair, redis: RedisServer, pcm: bytes, uncut
     eventually(lambda: redis.client.exists(f"asr-serve:{{{caller.session}}}"))
     redis.pause()
     caller.say(0.7)
-    eventually(lambda: pair[0].counted("asr_serve_session_store_up") == 0)
+    eventually(lambda: pair[0].counted("asr_serve_session_store_up", store="redis") == 0)
     redis.resume()
-    eventually(lambda: pair[0].counted("asr_serve_session_store_up") == 1)
+    eventually(lambda: pair[0].counted("asr_serve_session_store_up", store="redis") == 1)
     caller.leave()
     caller.connect(WebSocket, pair[1].port)
     caller.say(1.0)
@@ -303,7 +377,7 @@ def test_a_server_that_goes_down_while_redis_hangs_ends_its_sessions(
     assert caller.told[-1]["type"] == "end"
     leaving.expect_empty()
     for server in pair:
-        eventually(lambda server=server: server.counted("asr_serve_session_store_up") == 1)
+        eventually(lambda server=server: server.counted("asr_serve_session_store_up", store="redis") == 1)
 
 
 def test_what_is_stored_is_bounded_and_expires(pair, redis: RedisServer, pcm: bytes):
@@ -354,7 +428,7 @@ def test_encrypted_sessions(serve: Callable[..., Running], redis: RedisServer, p
         if np.abs(audio[at : at + 16]).max() > 50:
             assert audio[at : at + 16].tobytes() not in contents
     refused = new.http.post(f"/v1/stream?session={caller.session}", content=b"")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (410, "session_expired")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
     assert "cannot read" in refused.json()["error"]["message"]
     caller.connect(Http2, both.port)
     caller.say(1.0)

@@ -51,7 +51,7 @@ class Proxy:
     """TCP to a server; `cut` breaks what is connected, `deaf` refuses what comes."""
 
     def __init__(self, port: int) -> None:
-        self._port, self.deaf, self.connections = port, False, 0
+        self.port, self.deaf, self.connections = port, False, 0
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
         self._open: list[socket.socket] = []
@@ -69,7 +69,7 @@ class Proxy:
                 if self.deaf:
                     near.close()
                     continue
-                far = socket.create_connection(("127.0.0.1", self._port))
+                far = socket.create_connection(("127.0.0.1", self.port))
                 with self._lock:
                     self.connections += 1
                     self._open += [near, far]

@@ -17,6 +17,10 @@ export interface SessionEvent {
   last_seq: number;
   /** How long a session whose connection is lost waits for the next one. */
   resume_s: number;
+  /** The session is stored outside its server, and another one can go on with it. */
+  durable?: boolean;
+  /** Number of the server's claim of a stored session. */
+  epoch?: number;
 }
 
 /** What is known beyond segments and locked text. It replaces the one before; "" is nothing any more. */
@@ -27,11 +31,14 @@ export interface PartialEvent {
   text: string;
 }
 
-/** Audio before `received_bytes` need not be kept. Comes at least once a second of audio. */
+/** Audio before `received_bytes` has arrived, and need not be kept if it is durable. Comes at least once a second of
+ * audio. */
 export interface AckEvent {
   type: "ack";
   received_bytes: number;
   received_s: number;
+  /** False: of a stored session whose store is away, so that only this server has the audio. */
+  durable?: boolean;
 }
 
 /** Words of the open segment that will not change; spaces are inside. */

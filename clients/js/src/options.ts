@@ -138,11 +138,17 @@ function asked(options: StreamOptions, long: boolean): [string, string][] {
     .filter(([, value]) => value.length > LONG_CHARACTERS === long);
 }
 
-/** The address that goes on with a session. `after`: the last numbered event that came. */
-export function resumeUrl(options: StreamOptions, session: string, after: number): string {
+/** The address that goes on with a session. `after`: the last numbered event that came; `claim`: `received` and `epoch`,
+ * of a session that is stored. */
+export function resumeUrl(
+  options: StreamOptions,
+  session: string,
+  after: number,
+  claim: Record<string, number> = {},
+): string {
   const url = routeUrl(options);
   url.searchParams.set("session", session);
-  url.searchParams.set("after", String(after));
+  for (const [name, value] of Object.entries({ after, ...claim })) url.searchParams.set(name, String(value));
   return url.href;
 }
 

@@ -31,15 +31,21 @@ export class Outgoing {
   written = 0;
   /** Of these, how many the server has. */
   received = 0;
+  /** Bytes of audio before which nothing is kept. */
+  dropped = 0;
   #items: Item[] = [];
+  /** What one server has, and no other one could continue from: the store of its sessions is away. */
+  #undurable: Item[] = [];
   /** Items before it have been sent on this connection. */
   #next = 0;
   #sent = 0;
 
-  /** `sampleBytes`: of a sample, where all have as many. */
+  /** `sampleBytes`: of a sample, where all have as many. `maxBytes`: most audio that is kept beyond what the server
+   * does not have. */
   constructor(
     private readonly cuttable: boolean,
     private readonly sampleBytes = 1,
+    private readonly maxBytes = Infinity,
   ) {}
 
   /** Bytes of audio that are kept. */
@@ -91,14 +97,16 @@ export class Outgoing {
 
   /** The command has been answered. */
   drop(command: Command): void {
+    this.#undurable = this.#undurable.filter((item) => item !== command);
     const at = this.#items.indexOf(command);
     if (at < 0) return;
     this.#items.splice(at, 1);
     if (at < this.#next) this.#next--;
   }
 
-  /** The server has so many bytes, and so every command that stood before the last of them. False: it cannot. */
-  acknowledge(received: number): boolean {
+  /** The server has so many bytes, and so every command that stood before the last of them. `durable`: another server
+   * could go on from there. False: it cannot have them. */
+  acknowledge(received: number, durable = true): boolean {
     if (received < this.received || received > this.written) return false;
     this.received = received;
     let gone = 0;
@@ -107,15 +115,37 @@ export class Outgoing {
       if (length === undefined ? item.at >= received : item.at + length > received) break;
       gone++;
     }
-    this.#items.splice(0, gone);
+    this.#undurable.push(...this.#items.splice(0, gone));
     this.#next = Math.max(0, this.#next - gone);
     const first = this.#items.find((item) => !("json" in item));
     if (first && !("json" in first) && first.at < received) {
-      if ("bytes" in first) first.bytes = first.bytes.subarray(received - first.at);
-      else first.silentBytes -= received - first.at;
+      const size = received - first.at;
+      if ("bytes" in first) {
+        this.#undurable.push({ at: first.at, bytes: first.bytes.subarray(0, size) });
+        first.bytes = first.bytes.subarray(size);
+      } else {
+        this.#undurable.push({ at: first.at, silentBytes: size });
+        first.silentBytes -= size;
+      }
       first.at = received;
     }
+    const keep = durable ? received : this.written - this.maxBytes;
+    const kept = this.#undurable.findIndex((item) => item.at + (bytesOf(item) ?? 0) > keep);
+    this.#undurable.splice(0, kept < 0 ? this.#undurable.length : kept);
+    this.dropped = this.#undurable[0]?.at ?? received;
     return true;
+  }
+
+  /** A new connection, to a server that has so many bytes: everything after them goes out, also what another server has
+   * acknowledged that is gone. False: it cannot have them, or they are kept no more. */
+  resume(received: number, durable = true): boolean {
+    if (received < this.dropped || received > this.written) return false;
+    for (const item of [...this.#undurable, ...this.#items.slice(0, this.#next)]) if ("json" in item) item.again = true;
+    this.#items.unshift(...this.#undurable);
+    this.#undurable = [];
+    this.#next = 0;
+    this.#sent = this.received = received;
+    return this.acknowledge(received, durable);
   }
 
   /** A new session, which has nothing of all this: what is kept goes out from its beginning, and before it those
@@ -127,14 +157,8 @@ export class Outgoing {
     for (const command of gone) command.at = this.received;
     this.#items.unshift(...gone);
     for (const command of unanswered) command.again = false;
+    this.#undurable = [];
+    this.dropped = this.received;
     this.#next = 0;
-    this.#sent = this.received;
-  }
-
-  /** A new connection: everything that is left goes out again. */
-  rewind(): void {
-    for (const item of this.#items.slice(0, this.#next)) if ("json" in item) item.again = true;
-    this.#next = 0;
-    this.#sent = this.received;
   }
 }

@@ -72,6 +72,10 @@ export class SpeechStream extends Emitter<StreamEvents> {
   /** The session is lost: the next connection begins another. */
   #anew = false;
   #origin: wire.Origin = { bytes: 0, seconds: 0, segments: 0 };
+  /** The session was stored outside its server at some time: any server may go on with it. */
+  #stored = false;
+  /** The newest claim of it. */
+  #epoch = 0;
   /** So many seconds of audio the server has. */
   #receivedS = 0;
   /** What the server complained of on this connection. */
@@ -97,7 +101,7 @@ export class SpeechStream extends Emitter<StreamEvents> {
     if (!(this.#maxBytes >= LEAST_BUFFERED_BYTES)) {
       throw new SpeechError("bad_option", `maxBufferedBytes ${this.#maxBytes}: ${LEAST_BUFFERED_BYTES} or more.`);
     }
-    this.#out = new Outgoing(options.encoding !== "opus", SAMPLE_BYTES[options.encoding ?? "s16le"]);
+    this.#out = new Outgoing(options.encoding !== "opus", SAMPLE_BYTES[options.encoding ?? "s16le"], this.#maxBytes);
     this.#retry = new Retry(options.reconnect?.maxDelayMs, () => this.#connect());
   }
 
@@ -200,7 +204,7 @@ export class SpeechStream extends Emitter<StreamEvents> {
     this.#greeted = false;
     this.#connection?.drop();
     const session = this.#anew ? undefined : this.#session;
-    const url = session ? resumeUrl(options, session.session_id, this.#seq) : beginUrl(options);
+    const url = session ? resumeUrl(options, session.session_id, this.#seq, this.#claim) : beginUrl(options);
     const first = session ? undefined : beginMessage(options);
     try {
       const events = {
@@ -213,6 +217,11 @@ export class SpeechStream extends Emitter<StreamEvents> {
       // A page from https may not connect to ws, for one.
       this.#fail(new SpeechError("connection_failed", `Cannot connect to ${options.url}: ${String(cause)}.`, { cause }));
     }
+  }
+
+  /** What a server must have, to go on with a session that is stored. */
+  get #claim(): Record<string, number> {
+    return this.#stored ? { received: this.#out.dropped - this.#origin.bytes, epoch: this.#epoch } : {};
   }
 
   #hear(said: wire.ServerEvent): void {
@@ -258,13 +267,15 @@ export class SpeechStream extends Emitter<StreamEvents> {
     const event = counted(said, this.#origin);
     if (!restart && this.#session && event.session_id !== this.#session.session_id) return this.#broken("another session");
     const known = this.#out.received;
-    if (!this.#out.acknowledge(event.received_bytes)) return this.#broken(`${event.received_bytes} bytes received`);
+    this.#stored ||= event.durable === true;
+    const durable = event.durable === true || !this.#stored;
+    if (!this.#out.resume(event.received_bytes, durable)) return this.#broken(`${event.received_bytes} bytes received`);
     if (this.#out.received > known) this.#makeRoom(); // the acknowledgements were lost with the connection
     this.#session = event;
     this.#greeted = true;
     this.#failure = undefined;
     this.#missed = event.last_seq;
-    this.#out.rewind();
+    this.#epoch = Math.max(this.#epoch, event.epoch ?? 0);
     this.#retry.connected();
     this.transcript.apply(event);
     if (restart) this.emit("restarted", restart);
@@ -276,8 +287,8 @@ export class SpeechStream extends Emitter<StreamEvents> {
 
   /** There is a session, and it is another one. */
   #renew(): Restart {
-    this.#anew = false;
-    this.#seq = 0;
+    this.#anew = this.#stored = false;
+    this.#seq = this.#epoch = 0;
     this.#answered.clear();
     const { rate_hz, encoding } = this.#session!;
     const sampleBytes = SAMPLE_BYTES[encoding];
@@ -290,7 +301,7 @@ export class SpeechStream extends Emitter<StreamEvents> {
 
   #acknowledged(event: wire.AckEvent): void {
     this.#receivedS = event.received_s;
-    if (!this.#out.acknowledge(event.received_bytes)) return this.#broken(`${event.received_bytes} bytes received`);
+    if (!this.#out.acknowledge(event.received_bytes, event.durable !== false)) return this.#broken(`${event.received_bytes} bytes received`);
     this.emit("ack", event);
     this.#makeRoom();
     this.#pump();

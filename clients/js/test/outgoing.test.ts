@@ -66,12 +66,10 @@ test("whatever is lost and when, every byte arrives once and commands stand wher
             const command = open.shift()!;
             if (heard.has(command.json)) out.drop(command);
           }
-          assert.ok(out.acknowledge(received.length));
-          out.rewind();
+          assert.ok(out.resume(received.length));
       }
     }
-    assert.ok(out.acknowledge(received.length));
-    out.rewind();
+    assert.ok(out.resume(received.length));
     reading = true;
     exchange(Infinity);
     assert.deepEqual(received, bytes, `seed ${seed}`);
@@ -101,10 +99,43 @@ test("silence is told in samples, waits for acknowledgements as audio does, and 
     told += (JSON.parse(data as string) as { samples: number }).samples;
   }
   assert.ok(2 * told >= 256 * 1_024 && 2 * told < 300 * 1_024, `${told} samples`);
-  assert.ok(out.acknowledge(10 + 2 * 1_000));
-  out.rewind();
+  assert.ok(out.resume(10 + 2 * 1_000));
   assert.deepEqual(JSON.parse(out.take() as string), { type: "silence", samples: 16_384 - 1_000 });
   assert.equal(out.bytes, 2 * 399_000);
+});
+
+test("what is acknowledged and not durable is kept, within a limit, for a server that does not have it", () => {
+  const out = new Outgoing(true, 2, 1_000);
+  const audio = Uint8Array.from({ length: 600 }, (_, n) => n % 251);
+  const sent = (): number[] => {
+    const found: number[] = [];
+    for (let data = out.take(); data !== undefined; data = out.take()) {
+      if (typeof data !== "string") found.push(...data);
+      else found.push(...new Uint8Array(2 * ((JSON.parse(data) as { samples?: number }).samples ?? 0)));
+    }
+    return found;
+  };
+  out.put(audio);
+  const flush = out.command({ type: "flush", id: "a" });
+  out.silence(100);
+  const all = [...audio, ...new Uint8Array(200)];
+  assert.deepEqual(sent(), all);
+  assert.ok(out.acknowledge(200));
+  assert.ok(out.acknowledge(700, false));
+  assert.equal(out.bytes, 100);
+  assert.ok(!out.resume(199)); // that was durable
+  assert.ok(out.resume(300));
+  assert.ok(flush.again);
+  assert.deepEqual(sent(), all.slice(300));
+  assert.ok(out.acknowledge(800, false));
+  out.put(new Uint8Array(700));
+  sent();
+  assert.ok(out.acknowledge(1_500, false));
+  assert.ok(out.dropped >= 300 && out.dropped <= 700, `${out.dropped}`);
+  assert.ok(out.resume(out.dropped));
+  assert.equal(sent().length, 1_500 - out.dropped);
+  assert.ok(out.acknowledge(1_500));
+  assert.equal(out.dropped, 1_500);
 });
 
 test("packets are not cut; a server cannot have what was never sent", () => {

@@ -85,7 +85,10 @@ class Uplink:
         """Position at which the server's session began."""
         self._first = 0
         """Position of the first audio of that session; silence leads up to it."""
-        self._sent = self._acknowledged = 0
+        self._sent = self._arrived = self._durable = 0
+        """Positions: sent, acknowledged, and acknowledged so that every server has the audio: that leaves the spool."""
+        self._stored, self._epoch = False, 0
+        """Whether the session was ever stored outside its server, and the newest claim of it."""
         self._final_end = 0
         """End of the last final segment."""
         self._last_seq = 0
@@ -140,7 +143,7 @@ class Uplink:
             except Unreachable as error:
                 retry_after_s, reason = 0.0, error.came
             else:
-                if told or self._last_seq or self._sent > self._acknowledged:
+                if told or self._last_seq or self._sent > self._arrived:
                     again = None if connection.session.resumed else samples_to_s(self._first)
                     if told or again is not None:
                         self._tell(ServerFound(position_s=samples_to_s(self._spool.end), again_from_s=again))
@@ -158,16 +161,24 @@ class Uplink:
     async def _open(self) -> AsyncStreamConnection:
         if self._session_id is not None:
             query = {"session": self._session_id, "after": str(self._last_seq)}
+            if self._stored:
+                kept = max(0, self._spool.start - self._origin) * SAMPLE_BYTES
+                query |= {"received": str(kept), "epoch": str(self._epoch)}
             connection = await AsyncStreamConnection.open(self._server, query, self._key)
         else:
             connection = await AsyncStreamConnection.open(self._server, self._query, self._key)
             # From the end of the last final segment; or where the spool begins, if it has given up more.
             self._first = max(self._final_end, self._spool.start)
             self._origin = self._first - min(LEAD_SAMPLES, self._first)
-            self._last_seq = 0
+            self._last_seq = self._epoch = 0
+            self._stored = False
         session = connection.session
         self._session_id, self._resume_s = session.session_id, session.resume_s
-        self._acknowledged = self._sent = self._origin + session.received_bytes // SAMPLE_BYTES
+        self._arrived = self._sent = self._origin + session.received_bytes // SAMPLE_BYTES
+        self._stored = self._stored or session.durable
+        self._epoch = max(self._epoch, session.epoch)
+        if session.durable or not self._stored:
+            self._durable = self._arrived
         self._end_sent = False
         self._more.set()
         return connection
@@ -193,7 +204,7 @@ class Uplink:
             if self._sent < self._first:
                 lead, self._sent = self._first - self._sent, self._first
                 await connection.send(_silence(lead))
-            while self._sent < self._spool.end and self._sent - self._acknowledged < WINDOW_SAMPLES:
+            while self._sent < self._spool.end and self._sent - self._arrived < WINDOW_SAMPLES:
                 audio = self._spool.read(self._sent, SEND_SAMPLES)
                 if isinstance(audio, bytes):
                     self._sent += len(audio) // SAMPLE_BYTES
@@ -234,8 +245,10 @@ class Uplink:
     def _apply(self, event: ServerEvent) -> None:
         origin_s = samples_to_s(self._origin)
         match event:
-            case AckEvent(received_bytes=received, durable=True):
-                self._acknowledged = max(self._acknowledged, self._origin + received // SAMPLE_BYTES)
+            case AckEvent(received_bytes=received, durable=durable):
+                self._arrived = max(self._arrived, self._origin + received // SAMPLE_BYTES)
+                if durable:
+                    self._durable = self._arrived
                 self._trim()
                 self._more.set()
             case PartialEvent(start_s=start_s, end_s=end_s, text=text):
@@ -261,7 +274,7 @@ class Uplink:
                 self._tell(TurnTold(state=state, position_s=origin_s + position_s, by=by))
 
     def _trim(self) -> None:
-        self._spool.trim(min(self._acknowledged, max(self._final_end, self._acknowledged - REPLAY_SAMPLES)))
+        self._spool.trim(min(self._durable, max(self._final_end, self._durable - REPLAY_SAMPLES)))
 
 
 def _silence(samples: int) -> str:

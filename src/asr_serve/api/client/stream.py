@@ -70,6 +70,10 @@ class _Audio(msgspec.Struct, frozen=True):
     at_bytes: int
     data: bytes
 
+    @property
+    def end_bytes(self) -> int:
+        return self.at_bytes + len(self.data)
+
 
 class _Silence(msgspec.Struct, frozen=True):
     """Silence that is sent as its length, and stands for `samples * sample_bytes` of audio."""
@@ -92,6 +96,10 @@ class _Command(msgspec.Struct, frozen=True):
     """Position in all audio before which it was sent."""
     text: str
     id: str = ""
+
+    @property
+    def end_bytes(self) -> int:
+        return self.at_bytes
 
 
 class StreamClient:
@@ -117,8 +125,15 @@ class StreamClient:
         """Audio and commands, in order, that are not known to have arrived."""
         self._sent_count = 0
         """Number of items of `_unacknowledged` sent on this connection."""
+        self._undurable: deque[_Audio | _Silence | _Command] = deque()
+        """Audio and commands that have arrived, and that only the server which has them can continue from: the store of
+        its sessions is away. Of these the oldest are dropped beyond `buffer_bytes`."""
+        self._dropped_bytes = 0
+        """Position of all audio before which nothing is kept."""
         self._taken_bytes = self._sent_bytes = self._arrived_bytes = 0
         """Positions in all audio: accepted by `send`, sent, acknowledged by the server."""
+        self._stored, self._epoch = False, 0
+        """Whether the session was ever stored outside its server, and the newest claim of it."""
         self._flushing: set[str] = set()
         self._events: deque[ClientEvent] = deque()
         self._last_seq = self._fruitless = 0
@@ -127,7 +142,7 @@ class StreamClient:
         self._failure: AsrServeError | None = None
         connection = WebSocketConnection(server, {name: str(value) for name, value in query.items()}, api_key)
         self._connection: WebSocketConnection | None = connection
-        self.session = connection.session
+        self._begin_connection(connection.session)
         self._events.append(connection.session)
         self._threads = [
             threading.Thread(target=self._receive_loop, args=(connection,), name="stream-listen", daemon=True),
@@ -257,9 +272,7 @@ class StreamClient:
                     return
                 connection, item = self._connection, self._unacknowledged[self._sent_count]
                 self._sent_count += 1  # before sending: after a resume the server reports where to continue
-                if isinstance(item, _Audio):
-                    self._sent_bytes = item.at_bytes + len(item.data)
-                elif isinstance(item, _Silence):
+                if not isinstance(item, _Command):
                     self._sent_bytes = item.end_bytes
             assert connection is not None
             try:
@@ -338,7 +351,7 @@ class StreamClient:
             self._last_seq = event.seq
         match event:
             case AckEvent():
-                self._acknowledge(event.received_bytes)
+                self._acknowledge(event.received_bytes, durable=event.durable)
             case StreamErrorEvent(code=code) if code == DUPLICATE_CODE:
                 return  # a repetition after a resume, nothing else, can be out of turn
             case FlushedEvent():
@@ -387,12 +400,20 @@ class StreamClient:
             if self._changed.wait_for(lambda: self._closed, wait_s):
                 raise Unreachable("the stream was closed")
             query = {"session": self.session.session_id, "after": str(self._last_seq)}
+            if self._stored:
+                query |= {"received": str(self._dropped_bytes), "epoch": str(self._epoch)}
         connection = WebSocketConnection(self._server, query, self._key)
         with self._changed:
             if not self._closed:
-                self._acknowledge(connection.session.received_bytes)
-                self._connection, self._sent_count, self.session = connection, 0, connection.session
-                self._sent_bytes = connection.session.received_bytes
+                if connection.session.received_bytes < self._dropped_bytes:
+                    connection.close()
+                    raise Refused(
+                        f"the server has the audio up to byte {connection.session.received_bytes}, and this client has "
+                        f"none before {self._dropped_bytes}: begin a new session",
+                        "audio_lost",
+                    )
+                self._begin_connection(connection.session)
+                self._connection = connection
                 if self._loss_announced:
                     self._loss_announced = False
                     self._enqueue_event(connection.session)
@@ -400,21 +421,45 @@ class StreamClient:
         connection.close()
         raise Unreachable("the stream was closed")
 
-    def _acknowledge(self, received_bytes: int) -> None:
-        """Drops audio before that position, which has arrived, and with it every command sent before later audio."""
+    def _begin_connection(self, session: SessionEvent) -> None:
+        """Continues where the server says. What it has not, it is sent again, also where it has been acknowledged by
+        another server that nobody reaches any more."""
+        self.session, self._stored = session, self._stored or session.durable
+        self._epoch = max(self._epoch, session.epoch)
+        self._unacknowledged.extendleft(each for each in reversed(self._undurable) if not self._is_answered(each))
+        self._undurable.clear()
+        self._sent_count, self._sent_bytes, self._arrived_bytes = 0, session.received_bytes, 0
+        self._acknowledge(session.received_bytes, durable=session.durable or not self._stored)
+
+    def _is_answered(self, item: _Audio | _Silence | _Command) -> bool:
+        return isinstance(item, _Command) and bool(item.id) and item.id not in self._flushing
+
+    def _acknowledge(self, received_bytes: int, *, durable: bool) -> None:
+        """Drops audio before that position, which has arrived, and with it every command sent before later audio.
+        What is not durable is kept, as far as there is room."""
         self._arrived_bytes = max(self._arrived_bytes, received_bytes)
         while self._unacknowledged:
             match self._unacknowledged[0]:
-                case _Command(at_bytes=at, id=id) if at >= received_bytes and (not id or id in self._flushing):
-                    return
-                case _Audio(at_bytes=at, data=data) if at + len(data) > received_bytes:
+                case _Command(at_bytes=at) as command if at >= received_bytes and not self._is_answered(command):
+                    break
+                case _Audio(at_bytes=at, data=data, end_bytes=end) if end > received_bytes:
                     if at < received_bytes:
+                        self._undurable.append(_Audio(at, data[: received_bytes - at]))
                         self._unacknowledged[0] = _Audio(received_bytes, data[received_bytes - at :])
-                    return
-                case _Silence(at_bytes=at, sample_bytes=size) as silence if silence.end_bytes > received_bytes:
+                    break
+                case _Silence(at_bytes=at, samples=samples, sample_bytes=size, end_bytes=end) if end > received_bytes:
                     if at < received_bytes:  # the server takes whole samples of it
-                        left = (silence.end_bytes - received_bytes) // size
+                        left = (end - received_bytes) // size
+                        self._undurable.append(_Silence(at, samples - left, size))
                         self._unacknowledged[0] = _Silence(received_bytes, left, size)
-                    return
-            self._unacknowledged.popleft()
+                    break
+            self._undurable.append(self._unacknowledged.popleft())
             self._sent_count = max(0, self._sent_count - 1)
+        while self._undurable and (
+            (durable and self._undurable[0].end_bytes <= received_bytes)
+            or self._taken_bytes - self._undurable[0].at_bytes > self._most_bytes
+        ):
+            self._undurable.popleft()
+        self._dropped_bytes = max(
+            self._dropped_bytes, self._undurable[0].at_bytes if self._undurable else self._arrived_bytes
+        )

@@ -30,9 +30,10 @@ QUERY = (
     *("turn", "eager_threshold", "turn_threshold", "prompt", "hotwords", "words", "speakers", "itn"),
     *("language_model", "language_model_weight"),
     *SPEAKER_COUNT_FIELDS,
-    *("durable", "api_key", "session", "after", "start"),
+    *("durable", "api_key", "session", "after", "received", "epoch", "start"),
 )
-RESUME = ("session", "after", "api_key")
+RESUME_ONLY = ("after", "received", "epoch")
+RESUME = ("session", *RESUME_ONLY, "api_key")
 START = "start"
 """Query field with which the first message of a WebSocket has further options."""
 MAX_START_CHARACTERS = MAX_HOTWORDS_CHARACTERS + MAX_PROMPT_CHARACTERS + 65_536
@@ -40,7 +41,8 @@ MAX_START_CHARACTERS = MAX_HOTWORDS_CHARACTERS + MAX_PROMPT_CHARACTERS + 65_536
 SILENCE = "silence"
 PACKETS = "opus"
 """Encoding whose packets must stay separate, as in WebSocket messages, not in HTTP bodies."""
-MAX_EVENT_NUMBER = 10**12
+MAX_POSITION = 10**12
+"""Limit of numbers of events, of bytes of audio, and of epochs."""
 MAX_ID_CHARACTERS = 200
 MAX_MESSAGE_CHARACTERS = 4_096
 """Limit of a command."""
@@ -68,6 +70,10 @@ class StreamResume(msgspec.Struct, frozen=True):
     session_id: str
     after: int
     """Number of the last event that the client has; 0 for none."""
+    received: int = 0
+    """Bytes of audio that the client has no more, since they were acknowledged."""
+    epoch: int = 0
+    """Highest epoch that the client was told of this session: servers with a lower one have lost it."""
 
 
 def parse_query(query: Mapping[str, Sequence[str]], *, packets: bool) -> NewSessionRequest | StreamResume:
@@ -78,8 +84,9 @@ def parse_query(query: Mapping[str, Sequence[str]], *, packets: bool) -> NewSess
     session = fields.text("session")
     if session is not None:
         return _resume(fields, session)
-    if "after" in fields:
-        raise OptionError("after came without session", "a session goes on", "send both, or none", param="after")
+    for name in RESUME_ONLY:
+        if name in fields:
+            raise OptionError(f"{name} came without session", "a session goes on", "send both, or none", param=name)
     encoding = fields.choice("encoding", ENCODINGS) or ENCODINGS[0]
     if encoding == PACKETS and not packets:
         raise OptionError(
@@ -171,7 +178,8 @@ def _resume(fields: FormFields, session: str) -> StreamResume:
             raise OptionError(
                 f"{name} came with session", "a session goes on as it was opened", "leave it out", param=name
             )
-    return StreamResume(session, fields.integer("after", 0, MAX_EVENT_NUMBER) or 0)
+    after, received, epoch = (fields.integer(name, 0, MAX_POSITION) or 0 for name in RESUME_ONLY)
+    return StreamResume(session, after, received, epoch)
 
 
 def _turn(fields: FormFields) -> TurnOptions:

@@ -54,6 +54,8 @@ class SessionEvent(StreamEvent, frozen=True, omit_defaults=True, tag="session"):
     resume_s: float
     durable: bool = False
     """Whether the session is stored outside the server, and another server can resume it."""
+    epoch: int = 0
+    """Number of the server's claim of a stored session, for `epoch` of a resume."""
 
 
 class PartialEvent(StreamEvent, frozen=True, tag="partial"):
@@ -71,7 +73,8 @@ class AckEvent(StreamEvent, frozen=True, omit_defaults=True, tag="ack"):
     received_bytes: int
     received_s: float
     durable: bool = True
-    """False: the session is durable, and its store is away: this server has the audio, and no other."""
+    """False: the session is durable, and its store is away: this server has the audio, and no other. A client keeps it
+    for a resume at another server until a later event is durable."""
 
 
 class StreamErrorEvent(StreamEvent, frozen=True, omit_defaults=True, tag="error"):

@@ -86,6 +86,8 @@ class SessionWrite(msgspec.Struct, frozen=True, kw_only=True):
     client: str
     epoch: int
     """Fencing token: the store refuses the write of an owner before the last one."""
+    number: int
+    """Number of the write, one more than that of the last one: a late one changes nothing."""
     ttl_ms: int
     header: SessionHeader | None
     """Header of a session that is written whole, in place of all that is stored of it; None: an addition."""
@@ -112,6 +114,10 @@ class StoredSession(NamedTuple):
     session_id: str
     epoch: int
     """Epoch of its owner: the last one who claimed it."""
+    number: int
+    """Number of the last write."""
+    read_unix_ms: int
+    """Time of the reading, by the store's clock."""
     header: SessionHeader
     position: SessionPosition
     checkpoint: SessionCheckpoint
@@ -137,14 +143,17 @@ class WriteOutcome(Enum):
     REFUSED = "refused"
     """Another server has claimed the session, or it was ended."""
     MISSING = "missing"
-    """The store does not have the session: it must be written whole."""
+    """The store does not have the session, or not the state that the write adds to: it must be written whole."""
     FAILED = "failed"
     """The store refuses this write, and not those of other sessions."""
 
 
 class SessionStore(Protocol):
-    """Storage of sessions outside the server. Every method raises StoreUnavailable. Belongs to the event loop's
-    thread."""
+    """Storage of sessions outside the server. Every method raises StoreUnavailable, whose cause is for the log. Belongs
+    to the event loop's thread."""
+
+    timeout_s: float
+    """Longest time of a call."""
 
     async def ping(self) -> None:
         """Checks that the store accepts writes."""
@@ -159,9 +168,9 @@ class SessionStore(Protocol):
         """Returns a session, whose owner keeps it. None: there is none, or it is another client's. A text: it was
         ended, and that is why. Raises Unreadable, and ValueError for records of another shape."""
 
-    async def claim(self, session_id: str, client: str, epoch: int, ttl_ms: int) -> StoredSession | str | None:
+    async def claim(self, read: StoredSession, client: str, ttl_ms: int) -> StoredSession | str | None:
         """Makes the caller the owner of a session that was read, if its epoch is still that one. Returns as `read`
-        does, and None also for another epoch."""
+        does, and None also for another epoch, and where it comes too late."""
 
     async def unclaim(self, session_id: str, epoch: int) -> None:
         """Gives a session that was claimed, and not written since, back to its owner before. `epoch`: that of the

@@ -1,12 +1,14 @@
 """Sessions in Redis, or in a Redis Cluster: a hash, a stream of audio and a stream of events for each.
 
-`PREFIX:{ID}`         hash: client, epoch, header, position, checkpoint; `gone` for one that was ended
+`PREFIX:{ID}`         hash: client, header, position, checkpoint; `gone` for one that was ended; `epoch` of its
+                      owner, the one `before` and the highest of all `claims`; `number` of the last write
 `PREFIX:{ID}:audio`   stream of audio; the id of an entry is its first sample, plus 1
 `PREFIX:{ID}:events`  stream of numbered events; the id is the number
 
 The braces put the keys of a session in one slot, as a cluster wants it of the keys of one script. Every change of a
-session is one script, so that it is atomic, and the owner's epoch is compared in it. All keys have time limits. Only
-commands that MemoryDB has are used.
+session is one script, which compares the owner's epoch and the number of the write: what a network held back and
+delivers after its sender has given it up changes nothing. A claim has a time limit by the clock of Redis for the same
+reason. All keys have time limits. Only commands that MemoryDB has are used.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from asr_serve.server.sessions.records import (
     StoredSession,
     WriteOutcome,
 )
-from asr_serve.types import without_password
+from asr_serve.types import without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -42,24 +44,28 @@ RETRY_MS = 1_000
 PING_TTL_MS = 1_000
 AGE = struct.Struct(">QQ")
 """Epoch and last event of the write that a record is of."""
+CLAIM_MS = 10_000
+"""Time from the reading of a session, by the clock of Redis, after which a claim of it does nothing."""
+MAX_READS = 32
+"""Sessions that are read at a time; the client has 100 connections."""
 WRONG_TYPE = "WRONGTYPE"
 ERROR_CODE = re.compile(r"[A-Z]{3,}\b")
 """Start of the errors that concern Redis as a whole, like OOM, READONLY and MISCONF; that of a script has none."""
-OUTCOMES = {1: WriteOutcome.WRITTEN, 0: WriteOutcome.REFUSED, -1: WriteOutcome.MISSING}
+OUTCOMES = {1: WriteOutcome.WRITTEN, 0: WriteOutcome.REFUSED, -1: WriteOutcome.MISSING, -2: WriteOutcome.MISSING}
 
 WRITE = """
-local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1')
-local mine, whole = tonumber(ARGV[1]), ARGV[2] ~= ''
-if redis.call('HEXISTS', KEYS[1], 'gone') == 1 or epoch > mine then return 0 end
-if not whole and epoch < mine then return -1 end
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'number', 'claims', 'gone')
+local epoch, number = tonumber(found[1] or '-1'), tonumber(found[2] or '-1')
+local mine, this, whole = tonumber(ARGV[1]), tonumber(ARGV[10]), ARGV[2] ~= ''
+if found[4] or epoch > mine then return 0 end
+if epoch == mine and number >= this then return -2 end
+if not whole and (epoch < mine or number ~= this - 1) then return -1 end
 if whole then
   redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
   redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'header', ARGV[2], 'client', ARGV[4])
+  redis.call('HSET', KEYS[1], 'claims', math.max(mine, tonumber(found[3] or '0')))
 end
-redis.call('HSET', KEYS[1], 'position', ARGV[5])
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
-if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'checkpoint', ARGV[6]) end
-local at = 10
+local at = 11
 for stream = 2, 3 do
   local count = tonumber(ARGV[5 + stream])
   for _ = 1, count do
@@ -71,32 +77,41 @@ end
 local first_samples, first_seq = ARGV[9], ARGV[at]
 redis.call('XTRIM', KEYS[2], 'MINID', first_samples)
 redis.call('XTRIM', KEYS[3], 'MINID', first_seq)
+redis.call('HSET', KEYS[1], 'position', ARGV[5], 'number', ARGV[10])
+if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'checkpoint', ARGV[6]) end
 for key = 1, 3 do redis.call('PEXPIRE', KEYS[key], ARGV[3]) end
 return 1
 """
 RENEW = """
-local epoch = redis.call('HGET', KEYS[1], 'epoch')
-if not epoch then return -1 end
-if tonumber(epoch) ~= tonumber(ARGV[1]) or redis.call('HEXISTS', KEYS[1], 'gone') == 1 then return 0 end
+local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1')
+if epoch < tonumber(ARGV[1]) then return -1 end
+if epoch > tonumber(ARGV[1]) or redis.call('HEXISTS', KEYS[1], 'gone') == 1 then return 0 end
 for key = 1, 3 do redis.call('PEXPIRE', KEYS[key], ARGV[2]) end
 return 1
 """
 READ = """
-local found = redis.call('HMGET', KEYS[1], 'client', 'epoch', 'gone', 'checkpoint')
+local found = redis.call('HMGET', KEYS[1], 'client', 'epoch', 'gone', 'checkpoint', 'claims', 'number')
 if not found[1] or not found[2] then return {0} end
 if found[3] then return {1, found[1], found[2], found[3]} end
 if not found[4] then return {0} end
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 if ARGV[1] ~= '' then
-  if found[2] ~= ARGV[1] then return {0} end
-  found[2] = tostring(redis.call('HINCRBY', KEYS[1], 'epoch', 1))
+  if found[2] ~= ARGV[1] or now_ms > tonumber(ARGV[3]) then return {0} end
+  local claims = math.max(tonumber(found[2]), tonumber(found[5] or '0')) + 1
+  redis.call('HSET', KEYS[1], 'before', found[2], 'epoch', claims, 'claims', claims)
+  found[2] = tostring(claims)
   for key = 1, 3 do redis.call('PEXPIRE', KEYS[key], ARGV[2]) end
 end
-return {2, found[1], found[2], redis.call('HMGET', KEYS[1], 'header', 'position', 'checkpoint'),
+return {2, found[1], found[2], tonumber(found[6] or '0'), now_ms,
+  redis.call('HMGET', KEYS[1], 'header', 'position', 'checkpoint'),
   redis.call('XRANGE', KEYS[2], '-', '+'), redis.call('XRANGE', KEYS[3], '-', '+')}
 """
 UNCLAIM = """
-if tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1') ~= tonumber(ARGV[1]) then return 0 end
-redis.call('HINCRBY', KEYS[1], 'epoch', -1)
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'before')
+if tonumber(found[1] or '-1') ~= tonumber(ARGV[1]) or not found[2] then return 0 end
+redis.call('HSET', KEYS[1], 'epoch', found[2])
+redis.call('HDEL', KEYS[1], 'before')
 return 1
 """
 END = """
@@ -152,7 +167,8 @@ class RedisSessionStore:
         self._errors = (exceptions.RedisError, exceptions.RedisClusterException, OSError, TimeoutError)
         self._no_script, self._refused = exceptions.NoScriptError, exceptions.ResponseError
         self._moved = exceptions.MovedError
-        self._where, self._prefix, self._timeout_s, self._cipher = without_password(url), prefix, timeout_s, cipher
+        self.timeout_s = timeout_s
+        self._where, self._prefix, self._cipher = without_secrets(url), prefix, cipher
         # No retries: the client cannot know whether a write was made, and the writer writes the session whole.
         self._is_cluster = CLUSTER in url
         kind: Any = RedisCluster if self._is_cluster else client.Redis
@@ -163,6 +179,7 @@ class RedisSessionStore:
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
         )
+        self._reading = asyncio.Semaphore(MAX_READS)
         self._hashes: dict[str, str] = {}
         """SHA-1 of each script that the server has."""
         self._failed = False
@@ -205,6 +222,7 @@ class RedisSessionStore:
             len(write.audio),
             len(write.events),
             write.first_samples + 1,
+            write.number,
             *audio,
             *events,
             write.first_seq,
@@ -215,13 +233,15 @@ class RedisSessionStore:
         return [WriteOutcome.FAILED if isinstance(answer, Exception) else OUTCOMES[answer] for answer in answers]
 
     async def read(self, session_id: str, client: str) -> StoredSession | str | None:
-        return await self._read(session_id, client, [b"", 0])
+        return await self._read(session_id, client, [b"", 0, 0])
 
-    async def claim(self, session_id: str, client: str, epoch: int, ttl_ms: int) -> StoredSession | str | None:
-        return await self._read(session_id, client, [epoch, ttl_ms])
+    async def claim(self, read: StoredSession, client: str, ttl_ms: int) -> StoredSession | str | None:
+        until_ms = read.read_unix_ms + CLAIM_MS
+        return await self._read(read.session_id, client, [read.epoch, ttl_ms, until_ms])
 
     async def _read(self, session_id: str, client: str, arguments: list[Any]) -> StoredSession | str | None:
-        [answer] = await self._run(READ, [(session_id, arguments)])
+        async with self._reading:  # more would take all connections, and the writer would find none
+            [answer] = await self._run(READ, [(session_id, arguments)])
         if isinstance(answer, Exception):
             raise Unreadable(str(answer))
         found, *fields = answer
@@ -233,10 +253,12 @@ class RedisSessionStore:
             return None
         if found == 1:
             return opened("gone", content[0], str)
-        (header, position, checkpoint), audio, events = content
+        number, read_unix_ms, (header, position, checkpoint), audio, events = content
         stored = StoredSession(
             session_id,
             int(epoch),
+            number,
+            read_unix_ms,
             opened("header", header, SessionHeader),
             opened("position", position, SessionPosition),
             opened("checkpoint", checkpoint, SessionCheckpoint),
@@ -297,24 +319,22 @@ class RedisSessionStore:
     async def _within(self, work: Awaitable[T]) -> T:
         """Awaits an answer of Redis. Raises StoreUnavailable."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 answer = await work
             self._failed = False
             return answer
         except self._errors as error:
             self._failed = True
+            # Callers are told what it means to them; where Redis is, and what it says, is the operator's.
             if isinstance(error, self._moved) and not self._is_cluster:
-                raise StoreUnavailable(
-                    f"Redis at {self._where} is a node of a cluster",
-                    "sessions of /v1/stream continue at their own server only; "
-                    "set sessions.redis_url to redis+cluster://...",
-                    RETRY_MS,
-                ) from None
+                why = "it is a node of a cluster: set sessions.redis_url to redis+cluster://..."
+            else:
+                why = f"{type(error).__name__} {error}"
             raise StoreUnavailable(
-                f"Redis at {self._where} does not answer: {type(error).__name__} {error}".strip(),
+                "the store of sessions does not answer",
                 "sessions of /v1/stream continue at their own server only",
                 RETRY_MS,
-            ) from None
+            ) from OSError(f"Redis at {self._where}: {why}")
 
 
 class _Sealer:

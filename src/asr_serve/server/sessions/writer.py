@@ -82,7 +82,7 @@ class SessionWriter:
         try:
             await self.store.ping()
         except StoreUnavailable as error:
-            log.warning("%s; until it does, sessions are in memory", error)
+            log.warning("%s (%s); until it does, sessions are in memory", error, error.__cause__)
         else:
             self._set_up(True)
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._renew())]
@@ -151,6 +151,10 @@ class SessionWriter:
         except StoreUnavailable as error:
             self._lose(error)
             return
+        except Exception:
+            log.exception("a batch of writes failed")
+            self._lose()
+            return
         self._failures = 0
         self._meter.write.observe(time.perf_counter() - started_s)
         for (session, write), outcome in zip(writes, outcomes, strict=True):
@@ -208,8 +212,9 @@ class SessionWriter:
                     break
                 try:
                     outcomes = await self.store.renew([session.lease for session in batch], self.ttl_ms)
-                except StoreUnavailable:
-                    break  # the next write notices it
+                except StoreUnavailable as error:
+                    self._lose(error)
+                    break
                 for session, outcome in zip(batch, outcomes, strict=True):
                     if session not in self._sessions:
                         continue
@@ -236,7 +241,7 @@ class SessionWriter:
     def _lose(self, why: StoreUnavailable | None = None) -> None:
         """Continues all sessions in memory. `why`: where the store is away."""
         if why is not None and not self._failures:
-            log.warning("%s; sessions continue in memory", why)
+            log.warning("%s (%s); sessions continue in memory", why, why.__cause__)
         self._set_up(False)
         for session in list(self._sessions):
             self._guard(session, session.on_store_lost)

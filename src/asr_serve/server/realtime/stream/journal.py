@@ -32,8 +32,8 @@ from asr_serve.units import RATE_HZ, ms_to_samples
 MAX_ENTRY_SAMPLES = RATE_HZ
 """Audio in one entry, which is dropped as a whole."""
 BLOCKED_S = 2.0
-"""Longest wait of a command until the session is stored; and time after which the events of a session that is not
-stored yet are sent though its state could not be exported: no other server has an older state of it."""
+"""Longest wait of a command until the state of the session can be exported; and time after which the events of a
+session that is not stored yet are sent though its state could not be exported: no other server has an older state."""
 UNEXPORTABLE_S = 10.0
 """Time for which the events of a stored session wait for its state. After it, the session ends here and continues from
 what is stored: events that are sent and not stored could be told otherwise by the server that continues it."""
@@ -104,7 +104,8 @@ class SessionJournal:
         self._writer, self._source, self._pcm16 = writer, source, pcm16
         self._id, self._client, self._header = session_id, client, header
         self._checkpoint_samples = ms_to_samples(checkpoint_ms)
-        self._epoch = 1 if stored is None else stored.epoch
+        self._epoch, self._number = (1, 0) if stored is None else (stored.epoch, stored.number)
+        """Epoch of this owner, and number of the last write."""
         self._whole = stored is None
         """Whether it must be written whole."""
         self._command = stored is None
@@ -131,6 +132,11 @@ class SessionJournal:
     @property
     def lease(self) -> tuple[str, int]:
         return self._id, self._epoch
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of this owner."""
+        return self._epoch
 
     @property
     def client(self) -> str:
@@ -188,11 +194,11 @@ class SessionJournal:
         done: asyncio.Future[Settled] = asyncio.get_running_loop().create_future()
         self._waiters.append(done)
         self.write_now()
-        try:
-            async with asyncio.timeout(BLOCKED_S):
-                return await done
-        except TimeoutError:
-            return Settled.BLOCKED
+        await asyncio.wait([done], timeout=BLOCKED_S)
+        if not done.done() and self._blocked_since_s is None:
+            # The store is slow, and not the engine: one batch may be in flight, and this session's be the next.
+            await asyncio.wait([done], timeout=2 * self._writer.store.timeout_s)
+        return done.result() if done.done() else Settled.BLOCKED
 
     def close(self) -> None:
         """Writes nothing more. Idempotent."""
@@ -232,10 +238,12 @@ class SessionJournal:
         ]
         self._entries.extend((each.start_samples, each.samples) for each in audio)
         first_seq = source.events_after(0)[:1]
+        self._number += 1
         write = SessionWrite(
             session_id=self._id,
             client=self._client,
             epoch=self._epoch,
+            number=self._number,
             ttl_ms=self._writer.ttl_ms,
             header=self._header if self._whole else None,
             position=source.export_position(),

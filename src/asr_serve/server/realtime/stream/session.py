@@ -279,6 +279,7 @@ class StreamSession:
             last_seq=self.log.released_seq,
             resume_s=self.info.resume_s,
             durable=self.journal is not None and self.journal.durable,
+            epoch=0 if self.journal is None else self.journal.epoch,
         )
 
     # --- audio and commands ----------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class StreamSessionManager:
             session = await self._create_stored(owner, request)
             connection = session.attach(0, format_error, resumed=False)
         else:
-            session = await self._find(owner, request.session_id, request.after)
+            session = await self._find(owner, request)
             connection = self._resume(session, request.after, format_error)
         try:
             yield session, connection
@@ -130,20 +130,36 @@ class StreamSessionManager:
             )
         return session
 
-    async def _find(self, owner: SessionOwner, session_id: str, after: int) -> StreamSession:
-        """Session of that id, from the store if it is not here, or not here any more. Everything that its client has
-        sent is stored when this returns. `after`: last event that the client has. Raises as `connect` does."""
+    async def _find(self, owner: SessionOwner, request: StreamResume) -> StreamSession:
+        """Session of a request, from the store if it is not here, or not here any more. Where the store answers,
+        everything that its client has sent is stored when this returns. Raises as `connect` does."""
+        session_id = request.session_id
         if self._storage is None:
             return self.get(owner, session_id)
         async with self._claiming(session_id):
             session = self._sessions.get(session_id)
             own = session is not None and self._owners[session_id] == owner
             journal = session.journal if session is not None and own else None
-            if session is not None and journal is not None and await journal.settle() is Settled.LOST:
-                self.abort(session, "was continued by another server", keep_stored=True)
+            if session is not None and journal is not None:
+                settled = await journal.settle()
+                if settled is Settled.LOST or request.epoch > journal.epoch:
+                    self.abort(session, "was continued by another server", keep_stored=True)
+                elif settled is not Settled.STORED:
+                    # Perhaps another server has claimed it since this one lost the store.
+                    self._check_position(request, session.log.last_seq, session.received_bytes)
             if session_id not in self._sessions:
-                await self._take_over(owner, session_id, after, self._storage)
+                await self._take_over(owner, request, self._storage)
             return self.get(owner, session_id)
+
+    def _check_position(self, request: StreamResume, last_seq: int, received_bytes: int) -> None:
+        """Raises StoreUnavailable where the client has more of a session than that: another server has the rest."""
+        if request.after > last_seq or request.received > received_bytes:
+            raise StoreUnavailable(
+                f"after={request.after} and received={request.received}, and of this session events up to {last_seq} "
+                f"and {received_bytes} bytes of audio are here",
+                "another server has the rest, and stores it when it can",
+                RESUME_RETRY_MS,
+            )
 
     @asynccontextmanager
     async def _claiming(self, session_id: str) -> AsyncIterator[None]:
@@ -163,31 +179,32 @@ class StreamSessionManager:
         """Whether that session, and no later one of the same id, is live here."""
         return self._sessions.get(session.info.session_id) is session
 
-    async def _take_over(self, owner: SessionOwner, session_id: str, after: int, storage: SessionStorage) -> None:
-        """Claims a session that is in the store and continues it here, unless its client was told more than is stored:
+    async def _take_over(self, owner: SessionOwner, request: StreamResume, storage: SessionStorage) -> None:
+        """Claims a session that is in the store and continues it here, unless its client has more of it than is stored:
         its server continues it in memory, cut off from the store, and would lose it. Raises StoreUnavailable."""
+        session_id = request.session_id
         try:
             for _ in range(MAX_CLAIMS):
                 stored = await storage.writer.store.read(session_id, storage.client_id(owner))
                 if stored is None:
                     return
                 if isinstance(stored, str):
-                    self._bury(session_id, owner, stored)
+                    self._add_tombstone(session_id, owner, stored)
                     return
-                if after > stored.checkpoint.last_seq:
-                    raise StoreUnavailable(
-                        f"after={after}, and of this session events up to {stored.checkpoint.last_seq} are stored",
-                        "its own server has the others, and stores them when it can",
-                        RESUME_RETRY_MS,
-                    )
+                self._check_position(request, stored.checkpoint.last_seq, stored.position.received_bytes)
                 if await self._claim(owner, stored, storage):
                     break
             else:
                 raise StoreUnavailable("other servers claim this session", "one connection at a time", RESUME_RETRY_MS)
         except (Unreadable, ValueError, msgspec.MsgspecError) as failure:
-            log.error("a stored session cannot be continued: %s", failure)
-            self._bury(session_id, owner, "is stored in a way that this server cannot read")
-            return
+            log.error("the stored session %s cannot be continued: %s", session_id, failure)
+            self._resumes.labels(StoreUnavailable.code).inc()
+            # Not its end: its owner may be there, or a server that has its key.
+            raise StoreUnavailable(
+                "this session is stored in a way that this server cannot read",
+                "its own server continues it",
+                STORE_RETRY_MS,
+            ) from failure
         except AsrServeError as error:
             self._resumes.labels(error.code).inc()
             raise
@@ -203,18 +220,29 @@ class StreamSessionManager:
             if read.checkpoint.live is not None:
                 read.audio_from(read.checkpoint.live.audio_from)
                 model, start = self._start_session(owner, request, reserved)
-            client, store = storage.client_id(owner), storage.writer.store
-            stored = await store.claim(read.session_id, client, read.epoch, storage.writer.ttl_ms)
+            claiming = asyncio.ensure_future(
+                storage.writer.store.claim(read, storage.client_id(owner), storage.writer.ttl_ms)
+            )
+            try:
+                stored = await asyncio.shield(claiming)
+            except asyncio.CancelledError:  # the client left: its owner, if it is still there, keeps the session
+                self._start(self._unclaim(claiming, storage))
+                raise
             if not isinstance(stored, StoredSession):
                 return False
             try:
                 self._add(owner, read.session_id, model, request, decoder, start, stored)
             except BaseException:
                 # The engine has no room after all, say: its owner, if it is still there, has not been refused yet.
-                with contextlib.suppress(StoreUnavailable):
-                    await store.unclaim(read.session_id, stored.epoch)
+                await self._unclaim(claiming, storage)
                 raise
         return True
+
+    async def _unclaim(self, claiming: asyncio.Future[StoredSession | str | None], storage: SessionStorage) -> None:
+        """Gives back what a claim brings."""
+        with contextlib.suppress(StoreUnavailable, Unreadable, ValueError, msgspec.MsgspecError):
+            if isinstance(stored := await claiming, StoredSession):
+                await storage.writer.store.unclaim(stored.session_id, stored.epoch)
 
     def abort(self, session: StreamSession, reason: str, *, keep_stored: bool = False) -> None:
         """Removes and cancels a session. `reason` is the predicate of a later error message. `keep_stored`: another
@@ -229,10 +257,10 @@ class StreamSessionManager:
                 self._start(self._end_stored(session.journal, reason, self._storage))
         self._cancel_expiry(session)
         self._closed.pop(session_id, None)
-        self._bury(session_id, self._owners.pop(session_id), reason)
+        self._add_tombstone(session_id, self._owners.pop(session_id), reason)
         session.abort()
 
-    def _bury(self, session_id: str, owner: SessionOwner, reason: str) -> None:
+    def _add_tombstone(self, session_id: str, owner: SessionOwner, reason: str) -> None:
         self._tombstones[session_id] = owner, reason
         if len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]

@@ -38,6 +38,7 @@ import live_protocols
 import machine
 import numpy as np
 import psutil
+import yaml
 from websockets.exceptions import ConnectionClosedError, WebSocketException
 from websockets.sync.client import connect
 
@@ -355,7 +356,11 @@ class Bench:
             except httpx.HTTPError:
                 return False
             replicas = set(re.findall(r'replica="([^"]+)"', metrics.text))
-            if ready.status_code != 200 or len(replicas) != 2 or 'asr_serve_session_store_up{store="redis"} 1.0' not in metrics.text:
+            if (
+                ready.status_code != 200
+                or len(replicas) != 2
+                or 'asr_serve_session_store_up{store="redis"} 1.0' not in metrics.text
+            ):
                 return False
         return True
 
@@ -510,8 +515,25 @@ class Bench:
         time.sleep(AWAY_S)
         self.network.heal(first, second)
 
+    def cut_redis(self) -> None:
+        self.network.cut(self.node, self.redis_host)
+        time.sleep(AWAY_S)
+        self.network.heal(self.node, self.redis_host)
+
+    def pause_redis(self) -> None:
+        self.redis.send_signal(signal.SIGSTOP)
+        time.sleep(AWAY_S)
+        self.redis.send_signal(signal.SIGCONT)
+
     def upgrade(self) -> None:
         self.cluster.command("upgrade", "--config", str(self.folder / "cluster.yaml"))
+
+    def upgrade_ingress(self) -> None:
+        """Another setting of the server: its ingresses are replaced, one after the other."""
+        file, settings = self.folder / "ingress.yaml", self.settings()
+        settings["serve"]["resume_s"] = 61
+        file.write_text(yaml.safe_dump(settings))
+        self.cluster.command("upgrade", "--config", str(file))
 
     def faults(self) -> dict[str, tuple[int, int, Callable[[], None]]]:
         """Callers of /v1/stream, callers of each other socket, and the fault."""
@@ -523,9 +545,12 @@ class Bench:
             "all replicas killed": (CALLERS, SOCKETS, self.kill_replicas),
             "engine paused": (CALLERS, SOCKETS, self.pause_engine),
             "redis killed": (CALLERS, SOCKETS, self.kill_redis),
+            "redis paused": (CALLERS, SOCKETS, self.pause_redis),
+            "node cut off from redis": (CALLERS, SOCKETS, self.cut_redis),
             "nodes cut off from each other": (CALLERS, SOCKETS, self.cut_nodes_apart),
             "node cut off": (CALLERS, 0, self.cut_node),
             "rolling upgrade": (UPGRADE_CALLERS - 2, 1, self.upgrade),
+            "upgrade of the ingresses": (CALLERS, 0, self.upgrade_ingress),
             "node killed": (CALLERS, 0, self.kill_node),
             "ingress paused": (CALLERS, 0, self.pause_ingress),
         }

@@ -557,6 +557,39 @@ def test_an_engine_reports_the_queues_of_its_servers(launch, connect):
     session.close()
 
 
+def test_a_replica_full_of_another_servers_work_gets_none(launch, connect, expected):
+    owners = launch()
+    client, directory = connect(owners, silent_s=1.0)
+    backend = directory.backend
+    pcm = clip(98, 24_000)
+    digest = audio_digest(pcm, mac=keyed(KEY))
+    client.submit(pcm, ONCE).future.result(WAIT_S)
+    wait_until(lambda: len(backend._audio.holders(digest)) == 1)
+    [full] = backend._audio.holders(digest)
+    [idle] = set(backend.loads) - {full}
+    # Another server reports more for the one that has the audio than all that follows is.
+    other = RemoteEngine.connect(address_of(owners[int(full[-1])]), KEY, RING, same_machine=True, name="other")
+    try:
+        other.wait_ready()
+        other.send(EnginePing(600.0, 1 << 30, 0.0, 9))
+        wait_until(lambda: backend.loads[full].others_samples == 1 << 30)
+        assert backend.loads[full].others_sessions == 9
+        assert backend.loads[idle][2:] == (0, 0), "its own work is not that of others"
+        hits = backend.audio_hits
+        tickets = [client.submit(pcm, ONCE) for pcm in (*CLIPS, pcm)]
+        session = client.open_vad_session()
+        loads = backend.loads
+        assert [ticket.future.result(WAIT_S).tokens for ticket in tickets[:-1]] == expected
+        assert (loads[full].queued_samples, loads[full].sessions) == (0, 0)
+        assert loads[idle].queued_samples > 0
+        assert loads[idle].sessions == 1
+        assert backend.audio_hits == hits, "computed again, since the queue of the one that has it is longer"
+        session.close()
+    finally:
+        other.close()
+    wait_until(lambda: backend.loads[full][2:] == (0, 0))
+
+
 def test_work_that_no_engine_has_begun_fills_the_queue():
     backlog = InFlight()
     for number, pcm in enumerate(CLIPS[:4]):

@@ -109,6 +109,8 @@ class ConnectedReplica:
         """Sessions for which there was room when it reported last, less those that were opened since."""
         self.servers = 1
         """Servers that are connected to it, this one included, as it reported last."""
+        self.others_samples = self.others_sessions = 0
+        """Unanswered samples and open sessions of the other servers, as it reported them last."""
         self.suspects: list[InFlightUtterance | InFlightSpeech | InFlightSession] = []
         """Work that was in progress when the connection was lost. It counts as a death once it is known that the engine
         process has ended: a lost connection is none."""
@@ -119,7 +121,8 @@ class ConnectedReplica:
 
     @property
     def load(self) -> ReplicaLoad:
-        return ReplicaLoad(self.in_flight.requests.samples, len(self.in_flight.sessions))
+        own = self.in_flight
+        return ReplicaLoad(own.requests.samples, len(own.sessions), self.others_samples, self.others_sessions)
 
 
 class ReplicatedBackend:
@@ -626,6 +629,7 @@ class ReplicatedBackend:
         in_flight.weights = ready.fingerprint
         replica.places = replica.free_places = ready.free_sessions
         replica.servers = max(1, ready.servers)
+        replica.others_samples = replica.others_sessions = 0  # until its first pong
         in_flight.replay_all()
         self._move_work(self._waiting, in_flight)
         self._redirect(self._waiting, in_flight)
@@ -648,6 +652,7 @@ class ReplicatedBackend:
                 own = sum(not isinstance(session, InFlightStream) for session in sessions)
                 replica.places, replica.free_places = own + message.free_sessions, message.free_sessions
                 replica.servers = max(1, message.servers)
+                replica.others_samples, replica.others_sessions = message.others_samples, message.others_sessions
             if isinstance(message, messages.SessionRefused):
                 answers: Iterable[PendingAnswer | SoundAnswer] = self._on_refused(replica, message)
             else:
@@ -727,7 +732,11 @@ class ReplicatedBackend:
                 fill = queue_state(self._in_flights).fill(self._config.max_requests, max_samples)
                 for replica in self._replicas.values():
                     in_flight = replica.in_flight
-                    in_flight.send(messages.EnginePing(self._settings.silent_s, in_flight.backlog_samples, fill))
+                    in_flight.send(
+                        messages.EnginePing(
+                            self._settings.silent_s, in_flight.backlog_samples, fill, len(in_flight.sessions)
+                        )
+                    )
                     if in_flight.process is not None and in_flight.process.unresponsive:
                         log.error("replica %s was silent for %g s", replica.id, in_flight.process.hang_timeout_s)
                         in_flight.process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -168,6 +169,35 @@ def test_up_says_what_is_wrong_before_it_starts_ray(tmp_path: Path, monkeypatch:
             assert (code, line.count("\n")) == (USAGE, 1), line
             assert line.startswith("error: ")
             assert said in line
+
+
+@pytest.mark.parametrize(
+    ("mode", "token", "said"),
+    [
+        (None, False, "without a token"),
+        ("disabled", False, "no Ray answers at 127.0.0.1:1: Connection refused"),
+        (None, True, "no Ray answers at 127.0.0.1:1: Connection refused"),
+    ],
+)
+def test_a_ray_that_asks_nobody_for_a_token_is_refused(tmp_path: Path, mode: str | None, token: bool, said: str):
+    pytest.importorskip("ray", reason="no Ray here: pip install 'asr-serve[cluster]'")
+    if token:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("0" * 32)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("ASR_SERVE_", "RAY_"))}
+    environ |= {"HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+    main = "from asr_serve.api.cli import main; main()"
+    done = subprocess.run(  # Ray reads the environment once
+        [sys.executable, "-c", main, "cluster", "up", "--address", "127.0.0.1:1"],
+        env=environ | ({} if mode is None else {"RAY_AUTH_MODE": mode}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode in (FAILED, USAGE)
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1), done.stderr
+    assert said in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore")

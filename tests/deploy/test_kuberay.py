@@ -99,6 +99,12 @@ def test_secrets_and_weights_are_mounted_where_they_are_read() -> None:
     assert sessions["redis_password_file"].endswith(f"/{secret['key']}")
 
 
+def test_ray_asks_for_a_token() -> None:
+    assert CLUSTER["authOptions"] == {"mode": "token"}
+    # KubeRay refuses that for an older one.
+    assert tuple(map(int, CLUSTER["rayVersion"].split("."))) >= (2, 52, 0)
+
+
 def test_versions_and_images_agree() -> None:
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     assert f"ray=={CLUSTER['rayVersion']}" in constraints

@@ -33,8 +33,10 @@ from asr_serve.engine.replicas.backend import ReplicatedBackend, merge_metrics, 
 from asr_serve.engine.replicas.remote_engine import RemoteEngine
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.errors import AtCapacity, EngineClosed, PeerGone, PeerRefused
+from asr_serve.metrics import ServerMetrics, render_exposition
 from asr_serve.models.checkpoints.store import resolve
 from asr_serve.models.registry import asr_card
+from asr_serve.server.engine_registry import EngineParts, ModelEngine
 from asr_serve.text.tokenizers import TOKENIZER_FILES
 
 MODEL = "moonshine-tiny-en"
@@ -603,6 +605,34 @@ def test_work_that_no_engine_has_begun_fills_the_queue():
     assert state.fill(4, 1 << 30) == 0.75
     assert state.fill(4_000, 2 * waiting_samples) == 0.5, "a queue is as full as its fuller measure"
     assert state.fill(1, 1) == 1.0
+
+
+def test_the_fill_of_the_queue_is_exported_as_its_fuller_measure(launch):
+    directory = Processes(launch()[:1], True)
+    config = msgspec.structs.replace(config_of(MODEL), max_requests=100, max_audio_s=100.0)
+    client = EngineClient(config, replicated_backend(directory, Settings()))
+    engine, metrics = ModelEngine(EngineParts(asr_card(MODEL), client, None, {})), ServerMetrics("1")
+
+    def exported() -> dict[str, float]:
+        engine.observe(metrics)
+        lines = render_exposition(metrics, []).decode().splitlines()
+        names = ("requests", "capacity_requests", "fill_ratio")
+        found = {
+            name: [line for line in lines if line.startswith(f"asr_serve_ingress_queue_{name}{{")] for name in names
+        }
+        return {name: float(line.split()[-1]) for name, [line] in found.items()}
+
+    try:
+        assert exported() == {"requests": 0, "capacity_requests": 100, "fill_ratio": 0}
+        directory.backend.drain("replica 0", 0.0)
+        tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]  # no engine begins them
+        fill = sum(map(len, CLIPS)) / 1_600_000
+        assert fill > len(CLIPS) / 100
+        assert exported() == {"requests": len(CLIPS), "capacity_requests": 100, "fill_ratio": fill}
+        for ticket in tickets:
+            client.cancel(ticket)
+    finally:
+        client.close()
 
 
 def test_who_does_not_know_the_key_is_turned_away(launch):

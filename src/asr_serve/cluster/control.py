@@ -31,12 +31,12 @@ from asr_serve.cluster.cluster_config import (
     check_replicas,
     find_deployment,
 )
+from asr_serve.cluster.ingress import CONTROL_S
 from asr_serve.config import ray_address, ray_auth_mode
 from asr_serve.errors import EngineClosed, NotAllowed, OptionError
 
 OBJECT_STORE_BYTES = 100 << 20
 """Memory of Ray's objects on a machine where `up` starts Ray: control calls need little, and audio none."""
-CONTROL_S = 30.0
 PROBE_S = 5.0
 """Longest wait for a Ray cluster to accept a connection."""
 AUTO = "auto"

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 import numpy as np
@@ -403,25 +403,21 @@ class ReplicatedBackend:
         if in_flight is self._waiting:
             answer.set_exception(unanswered_query("is being started again"))
 
-    def reports(self, timeout_s: float = REPORT_TIMEOUT_S) -> dict[str, messages.EngineReport]:
-        """Reports of the replicas that answer in time, by their ids."""
+    def request_reports(self) -> dict[str, Future[messages.EngineReport]]:
+        """Requests a report of each connected replica; returns the answers that will come, by their ids."""
         answers: dict[str, Future[messages.EngineReport]] = {}
         with self._lock:
             for replica in self._replicas.values():
                 if replica.in_flight.process_ready:
                     answer = answers[replica.id] = Future()
                     replica.in_flight.request_report(answer)
-        end_s, reports = time.monotonic() + timeout_s, {}
-        for replica_id, answer in answers.items():
-            try:
-                reports[replica_id] = answer.result(max(0.0, end_s - time.monotonic()))
-            except (TimeoutError, AsrServeError):
-                continue
-        return reports
+        return answers
 
     def report(self, timeout_s: float = REPORT_TIMEOUT_S) -> messages.EngineReport | None:
         """Report of all replicas as one: counters are sums, and metrics have the label `replica`."""
-        reports = self.reports(timeout_s)
+        answers = self.request_reports()
+        wait(answers.values(), timeout_s)
+        reports = answered(answers)
         totals: Counter[str] = Counter()
         for report in reports.values():
             totals.update({name: value for name, value in report.describe.items() if isinstance(value, int)})
@@ -753,6 +749,11 @@ class ReplicatedBackend:
             if answer.samples is not None:
                 self._on_done(answer.samples)
             answer.deliver()
+
+
+def answered(answers: Mapping[str, Future[messages.EngineReport]]) -> dict[str, messages.EngineReport]:
+    """Reports that have come, by the ids of their replicas."""
+    return {name: answer.result() for name, answer in answers.items() if answer.done() and answer.exception() is None}
 
 
 _SAMPLE = re.compile(rb"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (.*)$", re.DOTALL)

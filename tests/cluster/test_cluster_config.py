@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 
 from asr_serve.api.cli import app
 from asr_serve.api.cli.exit_codes import FAILED, USAGE
+from asr_serve.cluster.autoscaling import MAX_REPLICAS
 from asr_serve.cluster.cluster_config import (
     MAX_DECODERS,
     ClusterConfig,
+    check_replicas,
     engine_config,
     find_deployment,
     from_mapping,
@@ -88,6 +90,8 @@ def test_nothing_given_is_the_embedded_model_once():
         ({"modles": []}, "modles"),
         ({"models": []}, "models"),
         ({"models": [{"model": "a", "replicas": 0}]}, "replicas"),
+        ({"models": [{"model": "a", "replicas": MAX_REPLICAS + 1}]}, "replicas"),
+        ({"models": [{"model": "a", "autoscale": {"max_replicas": MAX_REPLICAS + 1}}]}, "max_replicas"),
         ({"models": [{"model": "a"}, {"model": "a"}]}, "a comes 2 times"),
         ({"models": [{"model": "a", "gpu": 1}]}, "gpu"),
         ({"serve": {"prot": 1}}, "did you mean 'port'"),
@@ -118,6 +122,14 @@ def test_what_is_wrong_is_named(settings, told):
     with pytest.raises(OptionError, match="the file") as refused:
         from_mapping(settings, "the file")
     assert told.lower() in str(refused.value).lower()
+
+
+def test_limits_of_replicas_are_told_with_what_to_do():
+    check_replicas("m", None, MAX_REPLICAS)
+    for role, most in ((None, MAX_REPLICAS), ("decode", MAX_DECODERS)):
+        for replicas, todo in ((most + 1, "deploy another cluster"), (0, "drain ends them all")):
+            with pytest.raises(OptionError, match=f"1 to {most}.*{todo}"):
+                check_replicas("m", role, replicas)
 
 
 @pytest.mark.parametrize("text", ["models: [", "\xff"])

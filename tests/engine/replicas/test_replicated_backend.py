@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tiny_moonshine import clip, save
 
 from asr_serve.audio.endpointing import WINDOW_SAMPLES
+from asr_serve.cluster.autoscaling import MAX_REPLICAS
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.cache.digest import audio_digest, keyed
@@ -28,7 +30,7 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.in_flight import InFlight, InFlightSession, InFlightStream, InFlightUtterance, queue_state
 from asr_serve.engine.process.messages import EngineAddress, EnginePing, EnginePong, ListenSpec, OpenVadSession
-from asr_serve.engine.process.server_handshake import greet_server
+from asr_serve.engine.process.server_handshake import MAX_SERVERS, greet_server
 from asr_serve.engine.replicas.backend import ReplicatedBackend, merge_metrics, replicated_backend
 from asr_serve.engine.replicas.remote_engine import RemoteEngine
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
@@ -590,6 +592,36 @@ def test_a_replica_full_of_another_servers_work_gets_none(launch, connect, expec
     finally:
         other.close()
     wait_until(lambda: backend.loads[full][2:] == (0, 0))
+
+
+def test_a_server_is_connected_to_as_many_replicas_as_a_model_may_have(launch, expected):
+    """All of them are connections to one engine, which takes no more."""
+    address = address_of(launch()[0])
+    names = [f"replica {number}" for number in range(MAX_REPLICAS)]
+    assert MAX_REPLICAS == MAX_SERVERS
+
+    class Names:
+        def start(self, backend: ReplicatedBackend) -> None:
+            for name in names:
+                backend.connect(name, address, same_machine=False)
+
+        def close(self) -> None:
+            pass
+
+    client = EngineClient(config_of(MODEL), replicated_backend(Names(), Settings()))
+    backend = client.backend
+    assert isinstance(backend, ReplicatedBackend)
+    try:
+        wait_until(lambda: list(backend.loads) == names, lambda: str(len(backend.loads)))
+        refused = RemoteEngine.connect(address, KEY, RING, same_machine=False, name="one more")
+        with contextlib.closing(refused), pytest.raises(PeerGone):
+            refused.wait_ready()
+        assert [client.submit(pcm, ONCE).future.result(WAIT_S).tokens for pcm in CLIPS] == expected
+        backend.drain(names[0], WAIT_S)
+        assert list(backend.loads) == names[1:]
+    finally:
+        client.close()
+    wait_until(lambda: backend_of(launch()[0]).report().load.backlog_s is None)
 
 
 def test_work_that_no_engine_has_begun_fills_the_queue():

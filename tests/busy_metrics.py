@@ -84,6 +84,7 @@ def busy_server() -> ServerMetrics:
         metrics.migration_seconds.labels(model).inc(0.3)
         metrics.queue_requests.labels(model).set(7)
         metrics.queue_capacity.labels(model).set(2_048)
+        metrics.queue_fill.labels(model).set(0.6)
         metrics.backlog_seconds.labels(model).set(81.5)
         metrics.ring_slots.labels(model).set(1_024)
         metrics.ring_depth.labels(model).set_function(lambda: 2)

@@ -351,6 +351,11 @@ class ServerMetrics:
         self.queue_capacity = gauge(
             "asr_serve_ingress_queue_capacity_requests", "Requests that this server admits at once.", ("model",)
         )
+        self.queue_fill = gauge(
+            "asr_serve_ingress_queue_fill_ratio",
+            "Used share of what this server admits at once: requests or their audio, whichever is fuller.",
+            ("model",),
+        )
         self.backlog_seconds = gauge(
             "asr_serve_backlog_seconds", "Audio that this server has admitted and not answered.", ("model",)
         )
@@ -388,6 +393,7 @@ class ServerMetrics:
             self.migration_seconds,
             self.queue_requests,
             self.queue_capacity,
+            self.queue_fill,
             self.backlog_seconds,
             self.ring_slots,
             self.ring_depth,

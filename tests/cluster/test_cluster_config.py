@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from typer.testing import CliRunner
 
 from asr_serve.api.cli import app
 from asr_serve.api.cli.exit_codes import FAILED, USAGE
+from asr_serve.cluster.autoscaling import MAX_REPLICAS
 from asr_serve.cluster.cluster_config import (
     MAX_DECODERS,
     ClusterConfig,
+    check_replicas,
     engine_config,
     find_deployment,
     from_mapping,
@@ -87,6 +90,8 @@ def test_nothing_given_is_the_embedded_model_once():
         ({"modles": []}, "modles"),
         ({"models": []}, "models"),
         ({"models": [{"model": "a", "replicas": 0}]}, "replicas"),
+        ({"models": [{"model": "a", "replicas": MAX_REPLICAS + 1}]}, "replicas"),
+        ({"models": [{"model": "a", "autoscale": {"max_replicas": MAX_REPLICAS + 1}}]}, "max_replicas"),
         ({"models": [{"model": "a"}, {"model": "a"}]}, "a comes 2 times"),
         ({"models": [{"model": "a", "gpu": 1}]}, "gpu"),
         ({"serve": {"prot": 1}}, "did you mean 'port'"),
@@ -117,6 +122,14 @@ def test_what_is_wrong_is_named(settings, told):
     with pytest.raises(OptionError, match="the file") as refused:
         from_mapping(settings, "the file")
     assert told.lower() in str(refused.value).lower()
+
+
+def test_limits_of_replicas_are_told_with_what_to_do():
+    check_replicas("m", None, MAX_REPLICAS)
+    for role, most in ((None, MAX_REPLICAS), ("decode", MAX_DECODERS)):
+        for replicas, todo in ((most + 1, "deploy another cluster"), (0, "drain ends them all")):
+            with pytest.raises(OptionError, match=f"1 to {most}.*{todo}"):
+                check_replicas("m", role, replicas)
 
 
 @pytest.mark.parametrize("text", ["models: [", "\xff"])
@@ -168,6 +181,35 @@ def test_up_says_what_is_wrong_before_it_starts_ray(tmp_path: Path, monkeypatch:
             assert (code, line.count("\n")) == (USAGE, 1), line
             assert line.startswith("error: ")
             assert said in line
+
+
+@pytest.mark.parametrize(
+    ("mode", "token", "said"),
+    [
+        (None, False, "without a token"),
+        ("disabled", False, "no Ray answers at 127.0.0.1:1: Connection refused"),
+        (None, True, "no Ray answers at 127.0.0.1:1: Connection refused"),
+    ],
+)
+def test_a_ray_that_asks_nobody_for_a_token_is_refused(tmp_path: Path, mode: str | None, token: bool, said: str):
+    pytest.importorskip("ray", reason="no Ray here: pip install 'asr-serve[cluster]'")
+    if token:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("0" * 32)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("ASR_SERVE_", "RAY_"))}
+    environ |= {"HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+    main = "from asr_serve.api.cli import main; main()"
+    done = subprocess.run(  # Ray reads the environment once
+        [sys.executable, "-c", main, "cluster", "up", "--address", "127.0.0.1:1"],
+        env=environ | ({} if mode is None else {"RAY_AUTH_MODE": mode}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode in (FAILED, USAGE)
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1), done.stderr
+    assert said in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -20,8 +20,7 @@ TRIGGERS: dict[str, dict[str, Any]] = {trigger["name"]: trigger for trigger in O
 QUERIES = {name: trigger["metadata"]["query"] for name, trigger in TRIGGERS.items()}
 
 SERIES = {
-    "asr_serve_ingress_queue_requests": {"a": "10x20", "b": "30x20"},
-    "asr_serve_ingress_queue_capacity_requests": {"a": "100x20", "b": "40x20"},
+    "asr_serve_ingress_queue_fill_ratio": {"a": "0.1x20", "b": "0.75x20"},
     'asr_serve_queue_seconds_sum{priority="interactive"}': {"a": "0+6x20", "b": "0+3x20"},
     'asr_serve_queue_seconds_count{priority="interactive"}': {"a": "0+30x20", "b": "0+15x20"},
     'asr_serve_queue_seconds_sum{priority="bulk"}': {"a": "0+600x20", "b": "0x20"},

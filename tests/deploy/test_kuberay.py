@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,9 @@ import pytest
 import yaml
 
 from asr_serve.cluster import cluster_config
+from asr_serve.errors import UnsupportedOption
+from asr_serve.server.sessions.cipher import AesGcmCipher, NoCipher
+from asr_serve.server.sessions.redis_store import RedisSessionStore
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "kuberay" / "rayservice.yaml").read_text())
@@ -97,6 +102,32 @@ def test_secrets_and_weights_are_mounted_where_they_are_read() -> None:
     secret = CLUSTER["gcsFaultToleranceOptions"]["redisPassword"]["valueFrom"]["secretKeyRef"]
     assert {"name": "redis", "secret": {"secretName": secret["name"]}} in PODS[1]["volumes"]
     assert sessions["redis_password_file"].endswith(f"/{secret['key']}")
+
+
+def test_ray_asks_for_a_token() -> None:
+    assert CLUSTER["authOptions"] == {"mode": "token"}
+    # KubeRay refuses that for an older one.
+    assert tuple(map(int, CLUSTER["rayVersion"].split("."))) >= (2, 52, 0)
+
+
+def test_the_image_has_the_packages_that_the_settings_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dockerfile = (ROOT / "deploy" / "kuberay" / "Dockerfile").read_text()
+    [extras] = re.findall(r"'/src\[([\w,]+)\]'", dockerfile)
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras.split(",")) <= known.keys()
+    needed = {"cluster"}
+    for package, setting, opened in (
+        ("cryptography", "key_file", lambda: AesGcmCipher([bytes(32)])),
+        ("redis", "redis_url", lambda: RedisSessionStore("redis://here", "", 1.0, NoCipher())),
+    ):
+        monkeypatch.setitem(sys.modules, package, None)  # not installed
+        with pytest.raises(UnsupportedOption) as refused:
+            opened()
+        assert refused.value.param == f"sessions.{setting}"
+        if getattr(config(tmp_path).server().sessions, setting) is not None:
+            needed |= set(re.findall(r"asr-serve\[(\w+)\]", refused.value.todo))
+    assert config(tmp_path).server().otel_endpoint is None
+    assert needed == set(extras.split(",")), "and no others"
 
 
 def test_versions_and_images_agree() -> None:

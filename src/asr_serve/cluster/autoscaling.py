@@ -15,7 +15,8 @@ from msgspec import Meta
 
 from asr_serve.errors import OptionError
 
-MAX_REPLICAS = 4_096
+MAX_REPLICAS = 128
+"""Replicas of a model. Each costs every ingress three threads: for its call, and for what it sends and is sent."""
 Replicas = Annotated[int, Meta(ge=1, le=MAX_REPLICAS)]
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 Share = Annotated[float, Meta(gt=0, le=1)]

@@ -100,7 +100,7 @@ def check_replicas(deployment: str, role: SplitRole | None, replicas: int) -> No
         raise OptionError(
             f"{replicas} replicas of {deployment}" + (f" with role={role}" if role else ""),
             f"1 to {most}",
-            "for more, deploy another cluster" if role == "decode" else "asr-serve cluster drain ends them all",
+            "for more, deploy another cluster" if replicas > most else "asr-serve cluster drain ends them all",
             param="replicas",
         )
 

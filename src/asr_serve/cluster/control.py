@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import ray
 from ray import serve
 from ray._private import services
+from ray._private.authentication import authentication_token_setup
 from ray.exceptions import RayError
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import ProxyLocation
@@ -29,12 +31,12 @@ from asr_serve.cluster.cluster_config import (
     check_replicas,
     find_deployment,
 )
-from asr_serve.config import ray_address
+from asr_serve.cluster.ingress import CONTROL_S
+from asr_serve.config import ray_address, ray_auth_mode
 from asr_serve.errors import EngineClosed, NotAllowed, OptionError
 
 OBJECT_STORE_BYTES = 100 << 20
 """Memory of Ray's objects on a machine where `up` starts Ray: control calls need little, and audio none."""
-CONTROL_S = 30.0
 PROBE_S = 5.0
 """Longest wait for a Ray cluster to accept a connection."""
 AUTO = "auto"
@@ -61,8 +63,9 @@ class ModelStatus(NamedTuple):
 
 
 def start_ray(address: str | None, cpus: int | None) -> bool:
-    """Connects to the Ray cluster at `address`, or starts Ray on this machine; returns whether it was started. Raises
-    EngineClosed."""
+    """Connects to the Ray cluster at `address`, or starts Ray on this machine, which then asks for a token; returns
+    whether it was started. Raises EngineClosed; NotAllowed for a cluster that asks nobody for a token, unless
+    RAY_AUTH_MODE=disabled says that this is wanted."""
     if address is None:
         try:
             ray.init(
@@ -81,13 +84,27 @@ def start_ray(address: str | None, cpus: int | None) -> bool:
                 f"Ray did not start: {why}", todo="see the logs of Ray: /tmp/ray/session_latest/logs"
             ) from None
         return True
+    if not _find_token() and ray_auth_mode() != "disabled":
+        raise NotAllowed(
+            f"deploying to Ray at {address} without a token: who reaches a Ray that asks for none runs programs there",
+            "a Ray with a token, which this command has too",
+            "ray get-auth-token --generate, copy ~/.ray/auth_token to all machines, and set RAY_AUTH_MODE=token for "
+            "ray start and for this command; RAY_AUTH_MODE=disabled where the network keeps all others out",
+        )
     connect(address)
     return False
+
+
+def _find_token() -> bool:
+    """Makes this process show Ray's token where there is one, as Ray's own commands do; returns whether it does."""
+    logging.getLogger(authentication_token_setup.__name__).setLevel(logging.ERROR)  # it tells that as a warning
+    return bool(authentication_token_setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False))
 
 
 def connect(address: str) -> None:
     """Connects to a Ray cluster that runs; `auto`: the one of this machine. Raises EngineClosed; OptionError for an
     address of another form, and where several run on this machine."""
+    _find_token()
     if address == AUTO:
         address = _address_of_this_machine()
     host, colon, port = address.rpartition(":")

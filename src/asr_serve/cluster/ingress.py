@@ -9,8 +9,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,17 +27,17 @@ from asr_serve.config import ServeConfig
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.engine_process import RingSize
-from asr_serve.engine.replicas.backend import ReplicatedBackend, replicated_backend
+from asr_serve.engine.replicas.backend import REPORT_TIMEOUT_S, ReplicatedBackend, answered, replicated_backend
 from asr_serve.errors import EngineClosed, NotAllowed
 from asr_serve.models.registry import AnyCard, TtsCard
-from asr_serve.server.engine_registry import EngineParts, EngineRegistry, engine_parts, engine_spec
+from asr_serve.server.engine_registry import EngineParts, EngineRegistry, ModelEngine, engine_parts, engine_spec
 from asr_serve.server.run import prepare, run_server
 from asr_serve.server.telemetry import logs
 
 log = logging.getLogger(__name__)
 
 CONTROL_S = 30.0
-"""Longest wait for the answer to a control call."""
+"""Longest wait for the answer to a control call. `describe` waits for replicas for a part of it."""
 STOP_S = 10.0
 """Time for the server's last steps beyond its `drain_s`."""
 
@@ -84,6 +84,40 @@ class ServeDirectory:
     def close(self) -> None:
         if self._attachments is not None:
             self._attachments.close()
+
+
+def describe_models(engines: Iterable[ModelEngine], timeout_s: float = REPORT_TIMEOUT_S) -> dict[str, Any]:
+    """State of each model and of its replicas, all of which have `timeout_s` together; `answers` tells those that are
+    silent. Blocks meanwhile."""
+    backends: list[tuple[ModelEngine, ReplicatedBackend, dict[str, Future[messages.EngineReport]]]] = []
+    for engine in engines:
+        backend = engine.client.backend
+        assert isinstance(backend, ReplicatedBackend)
+        backends.append((engine, backend, backend.request_reports()))
+    wait([answer for _, _, answers in backends for answer in answers.values()], timeout_s)
+    models: dict[str, Any] = {}
+    for engine, backend, answers in backends:
+        reports, queue = answered(answers), backend.queue_state
+        models[engine.name] = {
+            "role": engine_role(engine.card_of_any_kind),
+            "state": engine.state,
+            "lost_connections": backend.restarts,
+            "audio_hits": backend.audio_hits,
+            "queue": {"waiting": queue.waiting, "capacity": engine.client.config.max_requests},
+            "moved": {" ".join(labels): count for labels, count in backend.moved.items()},
+            "replicas": {
+                replica_id: {
+                    "answers": replica_id in reports,
+                    "queued_samples": load.queued_samples,
+                    "sessions": load.sessions,
+                    "requests": reports[replica_id].describe.get("requests") if replica_id in reports else None,
+                    "load": msgspec.structs.asdict(reports[replica_id].load) if replica_id in reports else {},
+                    "peers": reports[replica_id].describe.get("peers") if replica_id in reports else None,
+                }
+                for replica_id, load in backend.loads.items()
+            },
+        }
+    return models
 
 
 class Ingress:
@@ -172,30 +206,7 @@ class Ingress:
 
     async def describe(self) -> dict[str, Any]:
         """Address of the server, and the replicas of each model with their loads."""
-        models: dict[str, Any] = {}
-        for engine in self._registry or ():
-            backend = engine.client.backend
-            assert isinstance(backend, ReplicatedBackend)
-            reports = await asyncio.to_thread(backend.reports)
-            queue = backend.queue_state
-            models[engine.name] = {
-                "role": engine_role(engine.card_of_any_kind),
-                "state": engine.state,
-                "lost_connections": backend.restarts,
-                "audio_hits": backend.audio_hits,
-                "queue": {"waiting": queue.waiting, "capacity": engine.client.config.max_requests},
-                "moved": {" ".join(labels): count for labels, count in backend.moved.items()},
-                "replicas": {
-                    replica_id: {
-                        "queued_samples": load.queued_samples,
-                        "sessions": load.sessions,
-                        "requests": reports[replica_id].describe.get("requests") if replica_id in reports else None,
-                        "load": msgspec.structs.asdict(reports[replica_id].load) if replica_id in reports else {},
-                        "peers": reports[replica_id].describe.get("peers") if replica_id in reports else None,
-                    }
-                    for replica_id, load in backend.loads.items()
-                },
-            }
+        models = await asyncio.to_thread(describe_models, tuple(self._registry or ()))
         return {**self._address, "models": models}
 
     async def check_health(self) -> None:

@@ -190,9 +190,11 @@ class ModelEngine:
         metrics.live_turnaround.labels(self.name).set(self.client.partial_rate.turnaround_ms / 1_000)
         if not isinstance(backend, ProcessBackend | ReplicatedBackend):
             return b""
-        queue = backend.queue_state
+        queue, config = backend.queue_state, self.client.config
         metrics.queue_requests.labels(self.name).set(queue.waiting)
-        metrics.queue_capacity.labels(self.name).set(self.client.config.max_requests)
+        metrics.queue_capacity.labels(self.name).set(config.max_requests)
+        fill = queue.fill(config.max_requests, units.s_to_samples(config.max_audio_s))
+        metrics.queue_fill.labels(self.name).set(fill)
         metrics.backlog_seconds.labels(self.name).set(units.samples_to_s(queue.backlog_samples))
         metrics.ring_slots.labels(self.name).set(backend.ring.slots)
         metrics.ring_depth.labels(self.name).set(backend.ring_depth)

@@ -38,6 +38,14 @@ def test_the_least_loaded_holder_is_chosen():
     assert choose_for_audio("abc", "bc", 1_000_000, load, random.Random(1)) == "b"
 
 
+def test_work_of_other_servers_counts_as_own_does():
+    own = {"a": ReplicaLoad(10, 1), "b": ReplicaLoad(0, 0, others_samples=11, others_sessions=1)}
+    assert choose("ab", lambda name: own[name].for_request, random.Random(1)) == "a"
+    assert choose("ab", lambda name: own[name].for_session, random.Random(1)) == "a"
+    assert choose_for_audio("ab", "b", 0, own.__getitem__, random.Random(1)) == "a"
+    assert choose_for_audio("ab", "b", 1, own.__getitem__, random.Random(1)) == "b"
+
+
 Change = tuple[str, list[int], list[int]]
 
 

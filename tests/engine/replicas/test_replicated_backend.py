@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tiny_moonshine import clip, save
 
 from asr_serve.audio.endpointing import WINDOW_SAMPLES
+from asr_serve.cluster.autoscaling import MAX_REPLICAS
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.cache.digest import audio_digest, keyed
@@ -28,13 +30,15 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.process.in_flight import InFlight, InFlightSession, InFlightStream, InFlightUtterance, queue_state
 from asr_serve.engine.process.messages import EngineAddress, EnginePing, EnginePong, ListenSpec, OpenVadSession
-from asr_serve.engine.process.server_handshake import greet_server
+from asr_serve.engine.process.server_handshake import MAX_SERVERS, greet_server
 from asr_serve.engine.replicas.backend import ReplicatedBackend, merge_metrics, replicated_backend
 from asr_serve.engine.replicas.remote_engine import RemoteEngine
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.errors import AtCapacity, EngineClosed, PeerGone, PeerRefused
+from asr_serve.metrics import ServerMetrics, render_exposition
 from asr_serve.models.checkpoints.store import resolve
 from asr_serve.models.registry import asr_card
+from asr_serve.server.engine_registry import EngineParts, ModelEngine
 from asr_serve.text.tokenizers import TOKENIZER_FILES
 
 MODEL = "moonshine-tiny-en"
@@ -557,6 +561,69 @@ def test_an_engine_reports_the_queues_of_its_servers(launch, connect):
     session.close()
 
 
+def test_a_replica_full_of_another_servers_work_gets_none(launch, connect, expected):
+    owners = launch()
+    client, directory = connect(owners, silent_s=1.0)
+    backend = directory.backend
+    pcm = clip(98, 24_000)
+    digest = audio_digest(pcm, mac=keyed(KEY))
+    client.submit(pcm, ONCE).future.result(WAIT_S)
+    wait_until(lambda: len(backend._audio.holders(digest)) == 1)
+    [full] = backend._audio.holders(digest)
+    [idle] = set(backend.loads) - {full}
+    # Another server reports more for the one that has the audio than all that follows is.
+    other = RemoteEngine.connect(address_of(owners[int(full[-1])]), KEY, RING, same_machine=True, name="other")
+    try:
+        other.wait_ready()
+        other.send(EnginePing(600.0, 1 << 30, 0.0, 9))
+        wait_until(lambda: backend.loads[full].others_samples == 1 << 30)
+        assert backend.loads[full].others_sessions == 9
+        assert backend.loads[idle][2:] == (0, 0), "its own work is not that of others"
+        hits = backend.audio_hits
+        tickets = [client.submit(pcm, ONCE) for pcm in (*CLIPS, pcm)]
+        session = client.open_vad_session()
+        loads = backend.loads
+        assert [ticket.future.result(WAIT_S).tokens for ticket in tickets[:-1]] == expected
+        assert (loads[full].queued_samples, loads[full].sessions) == (0, 0)
+        assert loads[idle].queued_samples > 0
+        assert loads[idle].sessions == 1
+        assert backend.audio_hits == hits, "computed again, since the queue of the one that has it is longer"
+        session.close()
+    finally:
+        other.close()
+    wait_until(lambda: backend.loads[full][2:] == (0, 0))
+
+
+def test_a_server_is_connected_to_as_many_replicas_as_a_model_may_have(launch, expected):
+    """All of them are connections to one engine, which takes no more."""
+    address = address_of(launch()[0])
+    names = [f"replica {number}" for number in range(MAX_REPLICAS)]
+    assert MAX_REPLICAS == MAX_SERVERS
+
+    class Names:
+        def start(self, backend: ReplicatedBackend) -> None:
+            for name in names:
+                backend.connect(name, address, same_machine=False)
+
+        def close(self) -> None:
+            pass
+
+    client = EngineClient(config_of(MODEL), replicated_backend(Names(), Settings()))
+    backend = client.backend
+    assert isinstance(backend, ReplicatedBackend)
+    try:
+        wait_until(lambda: list(backend.loads) == names, lambda: str(len(backend.loads)))
+        refused = RemoteEngine.connect(address, KEY, RING, same_machine=False, name="one more")
+        with contextlib.closing(refused), pytest.raises(PeerGone):
+            refused.wait_ready()
+        assert [client.submit(pcm, ONCE).future.result(WAIT_S).tokens for pcm in CLIPS] == expected
+        backend.drain(names[0], WAIT_S)
+        assert list(backend.loads) == names[1:]
+    finally:
+        client.close()
+    wait_until(lambda: backend_of(launch()[0]).report().load.backlog_s is None)
+
+
 def test_work_that_no_engine_has_begun_fills_the_queue():
     backlog = InFlight()
     for number, pcm in enumerate(CLIPS[:4]):
@@ -570,6 +637,34 @@ def test_work_that_no_engine_has_begun_fills_the_queue():
     assert state.fill(4, 1 << 30) == 0.75
     assert state.fill(4_000, 2 * waiting_samples) == 0.5, "a queue is as full as its fuller measure"
     assert state.fill(1, 1) == 1.0
+
+
+def test_the_fill_of_the_queue_is_exported_as_its_fuller_measure(launch):
+    directory = Processes(launch()[:1], True)
+    config = msgspec.structs.replace(config_of(MODEL), max_requests=100, max_audio_s=100.0)
+    client = EngineClient(config, replicated_backend(directory, Settings()))
+    engine, metrics = ModelEngine(EngineParts(asr_card(MODEL), client, None, {})), ServerMetrics("1")
+
+    def exported() -> dict[str, float]:
+        engine.observe(metrics)
+        lines = render_exposition(metrics, []).decode().splitlines()
+        names = ("requests", "capacity_requests", "fill_ratio")
+        found = {
+            name: [line for line in lines if line.startswith(f"asr_serve_ingress_queue_{name}{{")] for name in names
+        }
+        return {name: float(line.split()[-1]) for name, [line] in found.items()}
+
+    try:
+        assert exported() == {"requests": 0, "capacity_requests": 100, "fill_ratio": 0}
+        directory.backend.drain("replica 0", 0.0)
+        tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]  # no engine begins them
+        fill = sum(map(len, CLIPS)) / 1_600_000
+        assert fill > len(CLIPS) / 100
+        assert exported() == {"requests": len(CLIPS), "capacity_requests": 100, "fill_ratio": fill}
+        for ticket in tickets:
+            client.cancel(ticket)
+    finally:
+        client.close()
 
 
 def test_who_does_not_know_the_key_is_turned_away(launch):

@@ -18,7 +18,13 @@ from engine_clients import RING, WAIT_S, wait_until
 from asr_serve.engine.process import server_handshake
 from asr_serve.engine.process.message_sender import MessageSender, OutgoingMessage
 from asr_serve.engine.process.messages import EngineAddress, ListenSpec
-from asr_serve.engine.process.server_handshake import greet_server
+from asr_serve.engine.process.server_handshake import (
+    HANDSHAKE_S,
+    MAX_GREETINGS,
+    MAX_SERVERS,
+    greet_engine,
+    greet_server,
+)
 from asr_serve.engine.process.server_listener import ServerListener
 from asr_serve.engine.replicas.remote_engine import RemoteEngine
 from asr_serve.errors import PeerGone, PeerRefused
@@ -73,6 +79,39 @@ def test_accepting_goes_on_where_descriptors_had_run_out(tmp_path: Path):
     finally:
         line.close()
         listener.close()
+
+
+def test_connections_over_the_network_without_a_proof_keep_no_server_out(tmp_path: Path):
+    listener = ServerListener(ListenSpec(str(tmp_path), "127.0.0.1", KEY))
+    facts: Any = SimpleNamespace()  # nobody gets as far
+    ready: Any = None
+    listener.start(facts, ready)
+    address = listener.address.tcp
+    assert address is not None
+    with contextlib.ExitStack() as opened:
+        opened.callback(listener.close)
+
+        def connect(host: str) -> socket.socket:
+            return opened.enter_context(socket.create_connection(address, HANDSHAKE_S, source_address=(host, 0)))
+
+        slow = connect("127.0.0.1")
+        silent: list[socket.socket] = []
+        for number in range(1, MAX_SERVERS + MAX_GREETINGS):
+            silent.append(connect("127.0.0.2"))
+            if number >= MAX_GREETINGS:
+                assert silent[number - MAX_GREETINGS].recv(1) == b"", "the oldest one is ended"
+            wait_until(lambda number=number: threads("server") == min(number + 1, MAX_GREETINGS))
+        for line in (slow, connect("127.0.0.2"), connect("127.0.0.3")):
+            with pytest.raises(PeerRefused, match="does not know the key"):  # it was answered, and hung up
+                greet_engine(line, b"another key", None)
+        for same_machine in (True, False):
+            with pytest.raises(PeerRefused, match="does not know the key"):
+                RemoteEngine.connect(listener.address, b"another key", RING, same_machine=same_machine, name="it")
+    wait_until(lambda: not threads("server"))
+
+
+def threads(name: str) -> int:
+    return sum(thread.name == name for thread in threading.enumerate())
 
 
 def test_nobody_can_connect_to_a_closed_listener(tmp_path: Path):

@@ -189,7 +189,7 @@ def _rows(found: list[ModelStatus]) -> Any:
             shares = (load.get(name) for name in ("occupancy", "accelerator", "collectives"))
             yield (
                 *head,
-                replica_id,
+                replica_id if replica["answers"] else f"{replica_id}: no answer",
                 f"{backlog_s:.1f}",
                 str(replica["sessions"]),
                 "" if load.get("queue_s") is None else f"{load['queue_s']:.2f}",

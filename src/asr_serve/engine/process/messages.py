@@ -200,11 +200,12 @@ class EnginePing(msgspec.Struct, frozen=True, tag=True):
     """Requests an EnginePong, answered by the loop between two steps; for a server that did not start the engine, by
     the thread that reads its messages. `silent_s`: time without a message after which this server counts as dead.
     `backlog_samples`: audio that this server has for this engine and that is not answered. `queue_fill`: used share,
-    0..1, of this server's queue for all engines of the model."""
+    0..1, of this server's queue for all engines of the model. `sessions`: its open sessions and streams here."""
 
     silent_s: float | None = None
     backlog_samples: int = 0
     queue_fill: float = 0.0
+    sessions: int = 0
 
 
 class StopEngine(msgspec.Struct, frozen=True, tag=True):
@@ -247,10 +248,13 @@ class RequestsStarted(msgspec.Struct, frozen=True, tag=True):
 
 class EnginePong(msgspec.Struct, frozen=True, tag=True):
     """Answer to EnginePing. `free_sessions`: voice-activity sessions for which there is room. `servers`: servers that
-    did not start the engine and are connected to it."""
+    did not start the engine and are connected to it. `others_samples`, `others_sessions`: audio that is not answered
+    and open sessions of those servers but for the one that asks, as they reported them last."""
 
     free_sessions: int = 0
     servers: int = 1
+    others_samples: int = 0
+    others_sessions: int = 0
 
 
 class SessionRefused(msgspec.Struct, frozen=True, tag=True):

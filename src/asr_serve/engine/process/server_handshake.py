@@ -27,7 +27,9 @@ VERSION = 1
 HANDSHAKE_S = 10.0
 """Time limit of a handshake, and of a connection's first message."""
 MAX_SERVERS = 128
-"""Servers that may be connected to an engine, or connecting, at once."""
+"""Servers that may be connected to an engine at once."""
+MAX_GREETINGS = 64
+"""Connections over a network that have not proved yet that they know the key, at once. They take no server's place."""
 NONCE_BYTES, PROOF_BYTES = 32, 32
 SERVER, ENGINE = b"server", b"engine"
 PcmTransport = Literal["ring", "inline"]

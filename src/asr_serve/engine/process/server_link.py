@@ -58,6 +58,8 @@ class ServerQueue(NamedTuple):
     """Audio for this engine that is not answered."""
     fill: float
     """Used share, 0..1, of its queue."""
+    sessions: int = 0
+    """Sessions and streams that it has open here."""
 
 
 class EngineFacts:
@@ -332,15 +334,24 @@ class ServerLink:
                     raise OutOfStep("peers", "from who started the engine alone")
                 put(lambda loop: loop.peers.set_addresses(addresses, lambda: self.send(messages.PeersSet(number))))
             case messages.EnginePing(silent_s=silent_s):
-                self.queue = ServerQueue(message.backlog_samples, message.queue_fill)
+                self.queue = ServerQueue(message.backlog_samples, message.queue_fill, message.sessions)
                 facts.sample_load()
                 if self.owns_engine:  # which kills it where the loop hangs
-                    put(lambda _: self.send(messages.EnginePong(facts.free_sessions, facts.servers)))
+                    put(lambda _: self.send(self._pong(facts)))
                 else:  # a long step is no lost connection
                     self._silent_s = self._silent_s if silent_s is None else silent_s
-                    self.send(messages.EnginePong(facts.free_sessions, facts.servers))
+                    self.send(self._pong(facts))
             case messages.StopEngine():
                 put(Loop.stop)
+
+    def _pong(self, facts: EngineFacts) -> messages.EnginePong:
+        others = [each for each in facts.server_queues() if each is not self.queue]
+        return messages.EnginePong(
+            facts.free_sessions,
+            facts.servers,
+            sum(each.backlog_samples for each in others),
+            sum(each.sessions for each in others),
+        )
 
     def _open_vad_session(self, session: int, live: bool, state: bytes | None, loop: Loop) -> None:
         """Opens a session on the loop's thread. Where several servers together have more than there is room for, the

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+from collections import Counter
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -15,9 +16,9 @@ import msgspec
 
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.connection import PcmSource, PipePcmReader
-from asr_serve.engine.process.server_handshake import MAX_SERVERS, greet_server
+from asr_serve.engine.process.server_handshake import MAX_GREETINGS, MAX_SERVERS, greet_server
 from asr_serve.engine.process.server_link import EngineFacts, ServerLink, ServerQueue
-from asr_serve.errors import AsrServeError, OptionError
+from asr_serve.errors import AsrServeError, OptionError, PeerRefused
 from asr_serve.transfer.ring import PcmReader
 from asr_serve.transfer.tcp_options import configure_connection
 
@@ -66,7 +67,11 @@ class ServerListener:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._links: dict[int, ServerLink] = {}
-        self._connecting = 0
+        self._reserved = 0
+        """Places of servers that are about to be connected: of this machine from their first byte, since only its user
+        can reach them; of others once they have proved that they know the key."""
+        self._greetings: dict[socket.socket, str] = {}
+        """Connections over the network without that proof, the oldest first, with their hosts."""
 
     def start(self, facts: EngineFacts, ready: messages.EngineReady) -> None:
         """Accepts servers from now on. `ready`: their first message."""
@@ -115,7 +120,7 @@ class ServerListener:
     def _accept(self, listener: socket.socket, facts: EngineFacts, ready: messages.EngineReady) -> None:
         while True:
             try:
-                line, _ = listener.accept()
+                line, peer = listener.accept()
             except OSError as failure:
                 if self._closed.is_set():
                     return
@@ -123,31 +128,55 @@ class ServerListener:
                 if self._closed.wait(ACCEPT_AGAIN_S):
                     return
                 continue
-            with self._lock:
-                full = len(self._links) + self._connecting >= MAX_SERVERS
-                self._connecting += not full
-            if full:
+            if line.family != socket.AF_UNIX:
+                self._admit_greeting(line, str(peer[0]))
+            elif not self._reserve():
                 log.warning("a server was turned away: %d are connected", MAX_SERVERS)
                 line.close()
                 continue
             threading.Thread(target=self._serve, args=(line, facts, ready), name="server", daemon=True).start()
 
+    def _reserve(self) -> bool:
+        """Reserves a server's place, if there is one."""
+        with self._lock:
+            free = len(self._links) + self._reserved < MAX_SERVERS
+            self._reserved += free
+        return free
+
+    def _admit_greeting(self, line: socket.socket, host: str) -> None:
+        """Lets a connection over the network greet. Where there are too many, the oldest one of the host that has most
+        of them is ended: a host that sends nothing keeps none but itself out."""
+        with self._lock:
+            self._greetings[line] = host
+            if len(self._greetings) <= MAX_GREETINGS:
+                return
+            [(crowded, _)] = Counter(self._greetings.values()).most_common(1)
+            oldest = next(each for each, of in self._greetings.items() if of == crowded)
+            del self._greetings[oldest]
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+
     def _serve(self, line: socket.socket, facts: EngineFacts, ready: messages.EngineReady) -> None:
         link: ServerLink | None = None
+        reserved = line.family == socket.AF_UNIX  # by `_accept`
         try:
             with line:
-                link = self._open(line)
+                descriptors = self._greet(line)
+                reserved = reserved or self._reserve()
+                if not reserved:
+                    raise PeerRefused("one more server", f"{MAX_SERVERS} connected servers")
+                link = self._open(line, descriptors)
         except (AsrServeError, OSError, ValueError) as failure:
             log.warning("a server could not connect: %s", failure)
         if link is None:
             with self._lock:
-                self._connecting -= 1
+                self._reserved -= reserved
             return
         # It is the first message, so that it is sent before any other thread knows the link.
         servers = len(self._links) + 1
         link.send(msgspec.structs.replace(ready, free_sessions=facts.free_sessions, servers=servers))
         with self._lock:
-            self._connecting -= 1
+            self._reserved -= 1
             self._links[link.number] = link
             facts.servers = len(self._links)
         try:
@@ -168,11 +197,18 @@ class ServerListener:
                 log.warning("server %d was silent for too long: it is disconnected", link.number)
                 link.drop()
 
-    def _open(self, line: socket.socket) -> ServerLink:
-        """Greets a server. Raises PeerRefused, PeerGone, OSError, ValueError for a file that is no ring."""
-        if line.family != socket.AF_UNIX:
-            configure_connection(line)
-        descriptors = greet_server(line, self._key)
+    def _greet(self, line: socket.socket) -> tuple[int, int] | None:
+        """Greets a server; returns the descriptors of its ring. Raises PeerRefused, PeerGone, OSError."""
+        try:
+            if line.family != socket.AF_UNIX:
+                configure_connection(line)
+            return greet_server(line, self._key)
+        finally:
+            with self._lock:
+                self._greetings.pop(line, None)
+
+    def _open(self, line: socket.socket, descriptors: tuple[int, int] | None) -> ServerLink:
+        """Makes the link to a server that was greeted. Raises OSError, ValueError for a file that is no ring."""
         number = next(self._numbers)
         with contextlib.ExitStack() as undo:
             pcm: PcmSource | None = None

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 import numpy as np
@@ -109,6 +109,8 @@ class ConnectedReplica:
         """Sessions for which there was room when it reported last, less those that were opened since."""
         self.servers = 1
         """Servers that are connected to it, this one included, as it reported last."""
+        self.others_samples = self.others_sessions = 0
+        """Unanswered samples and open sessions of the other servers, as it reported them last."""
         self.suspects: list[InFlightUtterance | InFlightSpeech | InFlightSession] = []
         """Work that was in progress when the connection was lost. It counts as a death once it is known that the engine
         process has ended: a lost connection is none."""
@@ -119,7 +121,8 @@ class ConnectedReplica:
 
     @property
     def load(self) -> ReplicaLoad:
-        return ReplicaLoad(self.in_flight.requests.samples, len(self.in_flight.sessions))
+        own = self.in_flight
+        return ReplicaLoad(own.requests.samples, len(own.sessions), self.others_samples, self.others_sessions)
 
 
 class ReplicatedBackend:
@@ -400,25 +403,21 @@ class ReplicatedBackend:
         if in_flight is self._waiting:
             answer.set_exception(unanswered_query("is being started again"))
 
-    def reports(self, timeout_s: float = REPORT_TIMEOUT_S) -> dict[str, messages.EngineReport]:
-        """Reports of the replicas that answer in time, by their ids."""
+    def request_reports(self) -> dict[str, Future[messages.EngineReport]]:
+        """Requests a report of each connected replica; returns the answers that will come, by their ids."""
         answers: dict[str, Future[messages.EngineReport]] = {}
         with self._lock:
             for replica in self._replicas.values():
                 if replica.in_flight.process_ready:
                     answer = answers[replica.id] = Future()
                     replica.in_flight.request_report(answer)
-        end_s, reports = time.monotonic() + timeout_s, {}
-        for replica_id, answer in answers.items():
-            try:
-                reports[replica_id] = answer.result(max(0.0, end_s - time.monotonic()))
-            except (TimeoutError, AsrServeError):
-                continue
-        return reports
+        return answers
 
     def report(self, timeout_s: float = REPORT_TIMEOUT_S) -> messages.EngineReport | None:
         """Report of all replicas as one: counters are sums, and metrics have the label `replica`."""
-        reports = self.reports(timeout_s)
+        answers = self.request_reports()
+        wait(answers.values(), timeout_s)
+        reports = answered(answers)
         totals: Counter[str] = Counter()
         for report in reports.values():
             totals.update({name: value for name, value in report.describe.items() if isinstance(value, int)})
@@ -626,6 +625,7 @@ class ReplicatedBackend:
         in_flight.weights = ready.fingerprint
         replica.places = replica.free_places = ready.free_sessions
         replica.servers = max(1, ready.servers)
+        replica.others_samples = replica.others_sessions = 0  # until its first pong
         in_flight.replay_all()
         self._move_work(self._waiting, in_flight)
         self._redirect(self._waiting, in_flight)
@@ -648,6 +648,7 @@ class ReplicatedBackend:
                 own = sum(not isinstance(session, InFlightStream) for session in sessions)
                 replica.places, replica.free_places = own + message.free_sessions, message.free_sessions
                 replica.servers = max(1, message.servers)
+                replica.others_samples, replica.others_sessions = message.others_samples, message.others_sessions
             if isinstance(message, messages.SessionRefused):
                 answers: Iterable[PendingAnswer | SoundAnswer] = self._on_refused(replica, message)
             else:
@@ -727,7 +728,11 @@ class ReplicatedBackend:
                 fill = queue_state(self._in_flights).fill(self._config.max_requests, max_samples)
                 for replica in self._replicas.values():
                     in_flight = replica.in_flight
-                    in_flight.send(messages.EnginePing(self._settings.silent_s, in_flight.backlog_samples, fill))
+                    in_flight.send(
+                        messages.EnginePing(
+                            self._settings.silent_s, in_flight.backlog_samples, fill, len(in_flight.sessions)
+                        )
+                    )
                     if in_flight.process is not None and in_flight.process.unresponsive:
                         log.error("replica %s was silent for %g s", replica.id, in_flight.process.hang_timeout_s)
                         in_flight.process.kill()
@@ -744,6 +749,11 @@ class ReplicatedBackend:
             if answer.samples is not None:
                 self._on_done(answer.samples)
             answer.deliver()
+
+
+def answered(answers: Mapping[str, Future[messages.EngineReport]]) -> dict[str, messages.EngineReport]:
+    """Reports that have come, by the ids of their replicas."""
+    return {name: answer.result() for name, answer in answers.items() if answer.done() and answer.exception() is None}
 
 
 _SAMPLE = re.compile(rb"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (.*)$", re.DOTALL)

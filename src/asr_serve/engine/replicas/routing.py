@@ -15,22 +15,34 @@ R = TypeVar("R")
 
 
 class ReplicaLoad(NamedTuple):
-    """Load of a replica."""
+    """Load of a replica: what this server has there, and what the other servers have."""
 
     queued_samples: int
-    """Samples of requests that are not answered."""
+    """Samples of this server's requests that are not answered."""
     sessions: int
-    """Open sessions and streams."""
+    """Open sessions and streams of this server."""
+    others_samples: int = 0
+    """Samples of the other servers that are not answered, as the replica reported them last."""
+    others_sessions: int = 0
+    """Open sessions and streams of the other servers, as it reported them last."""
+
+    @property
+    def all_samples(self) -> int:
+        return self.queued_samples + self.others_samples
+
+    @property
+    def all_sessions(self) -> int:
+        return self.sessions + self.others_sessions
 
     @property
     def for_request(self) -> tuple[int, int]:
         """Order of replicas for a request: the shorter queue of audio first, then the fewer sessions."""
-        return self.queued_samples + SESSION_SAMPLES * self.sessions, self.sessions
+        return self.all_samples + SESSION_SAMPLES * self.all_sessions, self.all_sessions
 
     @property
     def for_session(self) -> tuple[int, int]:
         """Order of replicas for a session, which stays: fewer sessions first, then the shorter queue of audio."""
-        return self.sessions, self.queued_samples
+        return self.all_sessions, self.all_samples
 
 
 def choose(replicas: Sequence[R], order: Callable[[R], tuple[int, int]], draw: random.Random) -> R:

@@ -35,8 +35,8 @@ STRESS   := src/asr_serve/kernels/src/ring_stress.cpp
 .DEFAULT_GOAL := help
 # No two of these at once: they share .venv.
 .NOTPARALLEL:
-.PHONY: help setup bench-setup clients vllm console console-packages vad-wasm serve test test-fast test-slow test-cluster \
-  test-all check bench docs clean
+.PHONY: help setup bench-setup clients vllm console console-packages rtp-filter vad-wasm serve test test-fast \
+  test-slow test-cluster test-all check bench docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -90,6 +90,9 @@ console/node_modules/.done: console/package-lock.json
 	@command -v npm >/dev/null || { echo "Node 20 or newer, with npm, is needed" >&2; exit 1; }
 	@npm --prefix console ci --silent
 	@touch $@
+
+rtp-filter: setup  ## build the XDP program of the edge anew; clang is needed
+	@$(BIN)/python -m asr_serve.edge.xdp.build_filter
 
 vad-wasm: setup  ## build voice activity for WebAssembly anew; clang and lld are needed
 	@$(BIN)/python -m asr_serve.edge.wasm.build_vad

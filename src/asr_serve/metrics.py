@@ -406,7 +406,7 @@ class ServerMetrics:
 
 EDGE_DROPS = (
     *("not_rtp", "malformed", "rtcp", "unknown_source", "over_rate", "truncated", "unknown_payload_type"),
-    *("bad_payload", "duplicate", "late", "jump", "kernel"),
+    *("bad_payload", "duplicate", "late", "jump", "checksum", "kernel"),
 )
 EDGE_AUDIO = ("received", "concealed", "silent", "discarded")
 JITTER_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)

@@ -34,13 +34,13 @@ def l16_packets(
 
 
 class RtpSender:
-    """Socket that sends to a port of this machine."""
+    """Socket that sends to a port of this machine, or of another address."""
 
-    def __init__(self, port: int, address: str = "127.0.0.1") -> None:
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    def __init__(self, port: int, address: str = "127.0.0.1", to: str | None = None) -> None:
+        self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind((address, 0))
-        self._to = (address, port)
-        self.source = "{}:{}".format(*self._socket.getsockname())
+        self._to = (to or address, port)
+        self.source = "{}:{}".format(f"[{address}]" if ":" in address else address, self._socket.getsockname()[1])
 
     def send(self, packets: Iterable[bytes], pause_s: float = 0.001) -> None:
         """Sends, `pause_s` between two: faster than speech, slower than what a kernel drops."""

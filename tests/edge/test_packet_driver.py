@@ -1,12 +1,16 @@
-"""Packet receivers, native and in Python: the same datagrams, filters and bounds."""
+"""Packet receivers, native, in Python and past the kernel: the same datagrams, filters and bounds."""
 
 from __future__ import annotations
 
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import pytest
+from packet_wire import RECEIVER, SENDER, PacketWire, open_xdp
 from rtp_sender import RtpSender
 
 from asr_serve import kernels
@@ -16,141 +20,223 @@ from asr_serve.errors import OptionError
 from asr_serve.kernels import packets_reference
 
 FAST = (1e6, 1e6)
+WAIT_S = 30
 
 
 def packet(ssrc: int, number: int = 0) -> bytes:
     return build_rtp(RtpPacket(0, False, number, 0, ssrc, b"audio"))
 
 
-@pytest.fixture(params=["native", "reference"])
-def receiver(request: pytest.FixtureRequest) -> Iterator[tuple[object, int]]:
-    module = packets_reference if request.param == "reference" else kernels.packets()
-    if request.param == "native" and module is packets_reference:
-        pytest.fail("the native module is not built: make setup")
+class Receiving(NamedTuple):
+    """A receiver, and how to send to it."""
+
+    receiver: Any
+    connect: Callable[[], RtpSender]
+    address: str
+    """Address that senders have."""
+
+
+@contextmanager
+def on_loopback(module: Any) -> Iterator[Receiving]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
         bound.bind(("127.0.0.1", 0))
         bound.setblocking(False)
-        made = module.PacketReceiver([bound.fileno()], batch=8, batches=2, slot_bytes=256)
-        yield made, bound.getsockname()[1]
+        made = module.PacketReceiver([bound.fileno()], batch=8, slot_bytes=256)
+        yield Receiving(made, lambda: RtpSender(bound.getsockname()[1]), "127.0.0.1")
         made.close()
 
 
-@pytest.fixture
-def sender(receiver: tuple[object, int]) -> Iterator[RtpSender]:
-    made = RtpSender(receiver[1])
-    yield made
-    made.close()
+@contextmanager
+def on_a_wire() -> Iterator[Receiving]:
+    with PacketWire() as wire:
+        driver = open_xdp(wire, RECEIVER, gather_ms=0)
+
+        def connect() -> RtpSender:
+            with wire.inside(wire.sender):
+                return RtpSender(driver.port, SENDER, to=RECEIVER)
+
+        yield Receiving(driver, connect, SENDER)
+        driver.close()
+
+
+def open_receiver(kind: str) -> AbstractContextManager[Receiving]:
+    if kind == "af_xdp":
+        return on_a_wire()
+    module = packets_reference if kind == "reference" else kernels.packets()
+    if kind == "native" and module is packets_reference:
+        pytest.fail("the native module is not built: make setup")
+    return on_loopback(module)
+
+
+@pytest.fixture(params=["native", "reference"])
+def loopback(request: pytest.FixtureRequest) -> Iterator[Receiving]:
+    with open_receiver(request.param) as made:
+        yield made
+
+
+@pytest.fixture(params=["native", "reference", "af_xdp"])
+def receiving(request: pytest.FixtureRequest) -> Iterator[Receiving]:
+    with open_receiver(request.param) as made:
+        yield made
 
 
 def collect(receiver: object, count: int) -> list[tuple[int, bytes, bytes]]:
-    """Datagrams, copied before they are released; all that come within a second of `count`."""
+    """The next `count` datagrams; more are a failure."""
     found: list[tuple[int, bytes, bytes]] = []
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + WAIT_S
     while len(found) < count and time.monotonic() < end_s:
-        batch = receiver.receive(50)
-        if batch is not None:
-            found += [(flow, source, bytes(payload)) for flow, source, payload, _ in batch.datagrams]
-            batch.release()
-    batch = receiver.receive(0)
-    assert batch is None, "more than expected"
+        found += [datagram[:3] for datagram in receiver.receive(50)]
+    assert receiver.receive(0) == [], "more than expected"
     return found
 
 
-def test_expected_packets_come_with_flow_source_and_time(receiver: tuple, sender: RtpSender) -> None:
-    receiving, _ = receiver
-    receiving.admit_ssrc(7, 99, b"", *FAST)
+def test_expected_packets_come_with_flow_source_and_time(receiving: Receiving) -> None:
+    receiver, sender = receiving.receiver, receiving.connect()
+    receiver.admit_ssrc(7, 99, b"", *FAST)
     before_s = time.monotonic()
     sender.send([packet(99, 1), packet(98), packet(99, 2)])
     time.sleep(0.05)
-    batch = receiving.receive(1_000)
-    flows = [(flow, bytes(payload)) for flow, _, payload, _ in batch.datagrams]
-    assert flows == [(7, packet(99, 1)), (7, packet(99, 2))]
-    for _, source, payload, arrival_s in batch.datagrams:
+    datagrams = receiver.receive(1_000)
+    assert [(flow, payload) for flow, _, payload, _ in datagrams] == [(7, packet(99, 1)), (7, packet(99, 2))]
+    for _, source, _, arrival_s in datagrams:
         assert describe_source(source) == sender.source
-        assert payload.readonly
         assert before_s <= arrival_s <= time.monotonic()
-    assert receiving.counts()["unknown_source"] == 1
-    batch.release()
-    batch.release()
-    assert batch.datagrams == []
+    assert receiver.counts()["unknown_source"] == 1
+    sender.close()
 
 
-def test_a_latched_flow_hears_its_source_alone(receiver: tuple, sender: RtpSender) -> None:
-    receiving, port = receiver
-    receiving.admit_ssrc(1, 5, b"", *FAST)
+def test_a_latched_flow_hears_its_source_alone(receiving: Receiving) -> None:
+    receiver, sender = receiving.receiver, receiving.connect()
+    receiver.admit_ssrc(1, 5, b"", *FAST)
     sender.send([packet(5)])
-    ((_, source, _),) = collect(receiving, 1)
-    receiving.latch(1, source)
-    other = RtpSender(port)
+    ((_, source, _),) = collect(receiver, 1)
+    receiver.latch(1, source)
+    other = receiving.connect()
     other.send([packet(5, 1)])
     sender.send([packet(5, 2), packet(6, 3)])  # its SSRC may change
-    assert [payload for _, _, payload in collect(receiving, 2)] == [packet(5, 2), packet(6, 3)]
-    assert receiving.counts()["unknown_source"] == 1
+    assert [payload for _, _, payload in collect(receiver, 2)] == [packet(5, 2), packet(6, 3)]
+    assert receiver.counts()["unknown_source"] == 1
     other.close()
+    sender.close()
 
 
-def test_sources_with_and_without_port(receiver: tuple, sender: RtpSender) -> None:
-    receiving, port = receiver
-    other = RtpSender(port)
-    receiving.admit_source(1, parse_source(sender.source), *FAST)
-    receiving.admit_source(2, parse_source("127.0.0.1"), *FAST)
+def test_sources_with_and_without_port(receiving: Receiving) -> None:
+    receiver, sender = receiving.receiver, receiving.connect()
+    other = receiving.connect()
+    receiver.admit_source(1, parse_source(sender.source), *FAST)
+    receiver.admit_source(2, parse_source(receiving.address), *FAST)
     sender.send([packet(1)])
     other.send([packet(1)])
-    assert {flow for flow, _, _ in collect(receiving, 2)} == {1, 2}
-    receiving.forget(1)
-    receiving.forget(2)
+    assert {flow for flow, _, _ in collect(receiver, 2)} == {1, 2}
+    receiver.forget(1)
+    receiver.forget(2)
     sender.send([packet(1)])
     time.sleep(0.05)
-    assert receiving.receive(100) is None
+    assert receiver.receive(100) == []
     other.close()
+    sender.close()
 
 
-def test_a_flow_beyond_its_rate_is_cut_and_others_are_not(receiver: tuple, sender: RtpSender) -> None:
-    receiving, _ = receiver
-    receiving.admit_ssrc(1, 1, b"", 1.0, 5.0)
-    receiving.admit_ssrc(2, 2, b"", *FAST)
+def test_a_flow_beyond_its_rate_is_cut_and_others_are_not(receiving: Receiving) -> None:
+    receiver, sender = receiving.receiver, receiving.connect()
+    receiver.admit_ssrc(1, 1, b"", 1.0, 5.0)
+    receiver.admit_ssrc(2, 2, b"", *FAST)
     sender.send([packet(ssrc, number) for number in range(30) for ssrc in (1, 2)], 0.0005)
-    found = [flow for flow, _, _ in collect(receiving, 35)]
+    found = [flow for flow, _, _ in collect(receiver, 35)]
     assert found.count(2) == 30
     assert found.count(1) == 5
-    assert receiving.counts()["over_rate"] == 25
+    assert receiver.counts()["over_rate"] == 25
+    sender.close()
 
 
-def test_what_is_no_rtp_or_too_long_is_counted(receiver: tuple, sender: RtpSender) -> None:
-    receiving, _ = receiver
-    receiving.admit_source(1, parse_source("127.0.0.1"), *FAST)
+def test_what_is_no_rtp_or_too_long_is_counted(loopback: Receiving) -> None:
+    receiver, sender = loopback.receiver, loopback.connect()
+    receiver.admit_source(1, parse_source(loopback.address), *FAST)
     sender.send([b"", b"\x80", bytes(40), packet(1) + bytes(300), packet(1)])
-    assert collect(receiving, 1) == [(1, parse_source(sender.source), packet(1))]
-    counts = receiving.counts()
+    assert collect(receiver, 1) == [(1, parse_source(sender.source), packet(1))]
+    counts = receiver.counts()
     assert (counts["received"], counts["not_rtp"], counts["truncated"]) == (5, 3, 1)
+    sender.close()
 
 
-def test_lent_batches_are_bounded_and_keep_their_bytes(receiver: tuple, sender: RtpSender) -> None:
-    receiving, _ = receiver
-    receiving.admit_ssrc(1, 1, b"", *FAST)
-    lent = []
-    for number in range(2):
-        sender.send([packet(1, number)])
-        lent.append(receiving.receive(1_000))
-    with pytest.raises(RuntimeError, match="lent"):
-        receiving.receive(0)
-    assert [bytes(batch.datagrams[0][2]) for batch in lent] == [packet(1, 0), packet(1, 1)]
-    for batch in lent:
-        batch.release()
-    assert receiving.receive(0) is None
+def test_a_batch_is_bounded_and_the_rest_stays(loopback: Receiving) -> None:
+    receiver, sender = loopback.receiver, loopback.connect()
+    receiver.admit_ssrc(1, 1, b"", *FAST)
+    packets = [packet(1, number) for number in range(12)]
+    sender.send(packets)
+    first = [payload for _, _, payload, _ in receiver.receive(1_000)]
+    assert first == packets[:8]
+    assert [payload for _, _, payload in collect(receiver, 4)] == packets[8:]
+    assert first == packets[:8]  # copies
+    sender.close()
+
+
+@pytest.mark.parametrize("module", [packets_reference, kernels.packets()])
+def test_gathered_packets_come_in_one_batch(module: Any) -> None:
+    """A tenth of a second, for packets a millisecond apart. A sender that was held up tries again."""
+    batches: list[int] = []
+    for _ in range(10):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
+            bound.bind(("127.0.0.1", 0))
+            bound.setblocking(False)
+            receiver = module.PacketReceiver([bound.fileno()], gather_us=100_000)
+            receiver.admit_ssrc(1, 1, b"", *FAST)
+            sender = RtpSender(bound.getsockname()[1])
+            thread = threading.Thread(target=sender.send, args=([packet(1, number) for number in range(5)],))
+            thread.start()
+            batches.clear()
+            while sum(batches) < 5:
+                batches.append(len(receiver.receive(WAIT_S * 1_000)))
+            thread.join()
+            sender.close()
+            receiver.close()
+            with pytest.raises(RuntimeError, match="closed"):
+                receiver.receive(0)
+        if batches == [5]:
+            return
+    pytest.fail(f"never gathered: {batches}")
+
+
+def test_flows_come_and_go_while_another_thread_receives(receiving: Receiving) -> None:
+    receiver, sender = receiving.receiver, receiving.connect()
+    receiver.admit_ssrc(1, 1, b"", *FAST)
+    over = threading.Event()
+
+    def admit() -> None:
+        number = 2
+        while not over.is_set():
+            receiver.admit_ssrc(number, number, b"", *FAST)
+            receiver.latch(number, parse_source(sender.source))
+            receiver.forget(number)
+            number += 1
+
+    thread = threading.Thread(target=admit)
+    thread.start()
+    try:
+        packets = [packet(1, number) for number in range(500)]
+        found: list[bytes] = []
+        for start in range(0, len(packets), 4):
+            sender.send(packets[start : start + 4], 0)
+            found += [payload for _, _, payload in collect(receiver, 4)]
+        assert found == packets
+    finally:
+        over.set()
+        thread.join()
+    sender.close()
 
 
 @pytest.mark.parametrize("module", [packets_reference, kernels.packets()])
 def test_receivers_refuse_what_is_out_of_bounds(module: object) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
-        for wrong in ({"batch": 0}, {"batches": 65}, {"slot_bytes": 10}):
+        for wrong in ({"batch": 0}, {"batch": 5_000}, {"slot_bytes": 10}, {"gather_us": 200_000}):
             with pytest.raises(ValueError):
                 module.PacketReceiver([bound.fileno()], **wrong)
         with pytest.raises(ValueError):
             module.PacketReceiver([])
         made = module.PacketReceiver([bound.fileno()])
-        with pytest.raises(ValueError, match="source"):
-            made.admit_source(1, b"short", 1.0, 1.0)
+        for admit in (made.admit_source, lambda flow, *args: made.admit_ssrc(flow, 1, *args)):
+            with pytest.raises(ValueError, match="source"):
+                admit(1, b"short", 1.0, 1.0)
         made.close()
 
 

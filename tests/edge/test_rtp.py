@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asr_serve import kernels
 from asr_serve.edge.payload_format import STATIC_FORMATS, PayloadFormat, parse_format, parse_payload_types, parse_sdp
 from asr_serve.edge.rtp import DropReason, RtpPacket, build_rtp, parse_rtp
 from asr_serve.errors import OptionError, UnsupportedOption
+from asr_serve.kernels import packets_reference
 
 
 def header(first: int = 0x80, second: int = 0) -> bytes:
@@ -44,6 +46,19 @@ def test_sources_extension_and_padding_are_no_payload() -> None:
 )
 def test_what_is_no_packet_is_dropped_with_its_reason(datagram: bytes, reason: DropReason) -> None:
     assert parse_rtp(datagram) is reason
+
+
+NATIVE, REFERENCE = (
+    module.RtpParser(RtpPacket, DropReason.NOT_RTP, DropReason.MALFORMED, DropReason.RTCP)
+    for module in (kernels.packets(), packets_reference)
+)
+
+
+@given(st.binary(max_size=40), st.integers(0x80, 0xBF), st.integers(0, 255))
+def test_both_parsers_agree(rest: bytes, first: int, second: int) -> None:
+    datagram = bytes([first, second]) + rest
+    assert NATIVE(datagram) == REFERENCE(datagram)
+    assert type(NATIVE(datagram)) is type(REFERENCE(datagram))
 
 
 @given(st.binary(max_size=100), st.integers(0, 255))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from asr_serve.edge.packet_driver import GATHER_MS
 from asr_serve.edge.payload_format import parse_payload_types
 from asr_serve.errors import OptionError, UnknownOption
 from asr_serve.protocols.stream.client_messages import QUERY, RESUME, START
 from asr_serve.toml_file import read_toml
 from asr_serve.types import ApiKey, Host, Port, PositiveInt, Url, coerce_fields, is_loopback, suggest_name
 
+DriverName = Literal["auto", "af_xdp", "recvmmsg"]
 SET_BY_EDGE = {*RESUME, START, "encoding", "rate"}
 STREAM_OPTIONS = tuple(name for name in QUERY if name not in SET_BY_EDGE)
 """Parameters of /v1/stream that a session may choose; the edge itself sets the others."""
@@ -30,6 +32,14 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Address of this machine for RTP; 0.0.0.0 or :: is every one."""
     port: Port = 5_004
     """UDP port for the RTP of all sessions; 0 takes any free one."""
+    driver: DriverName = "auto"
+    """Packet driver. auto: AF_XDP where `interface` is set and the host allows it, else recvmmsg, and why."""
+    interface: Annotated[str, Meta(min_length=1, max_length=15)] | None = None
+    """Network interface for AF_XDP. Its packets pass the host's firewall by."""
+    gather_ms: Annotated[float, Meta(ge=0, le=20)] = GATHER_MS
+    """Time for which a receiver that a packet has woken waits for more."""
+    busy_poll_us: Annotated[int, Meta(ge=0, le=1_000)] = 0
+    """AF_XDP: time for which the kernel polls the network card when it is asked for packets; 0: it interrupts."""
     control_host: Host = "127.0.0.1"
     """Address for the control API, results and metrics."""
     control_port: Port = 8_004
@@ -61,6 +71,13 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         coerce_fields(self)
         check_stream_options(self.options)
         parse_payload_types(self.payload_types)
+        if self.driver == "af_xdp" and self.interface is None:
+            raise OptionError(
+                "driver=af_xdp without interface",
+                "AF_XDP is of an interface",
+                "add --interface NAME",
+                param="interface",
+            )
         if not is_loopback(self.control_host) and not self.api_keys:
             raise OptionError(
                 f"control_host={self.control_host!r} without api_keys",

@@ -18,7 +18,7 @@ from asr_serve.edge.edge_config import EdgeConfig, check_stream_options, stream_
 from asr_serve.edge.edge_events import EdgeEvent, PartialText
 from asr_serve.edge.edge_session import EdgeSession, EdgeSessionState, EndReason
 from asr_serve.edge.event_log import EdgeEventLog
-from asr_serve.edge.packet_driver import PacketDriver, describe_source, parse_source
+from asr_serve.edge.packet_driver import Datagram, PacketDriver, describe_source, parse_source
 from asr_serve.edge.payload_format import PayloadFormat, parse_payload_types, parse_sdp
 from asr_serve.edge.uplink import Uplink, encode_event
 from asr_serve.edge.voice_gate import VoiceGate
@@ -294,9 +294,7 @@ class EdgeService:
                 batch = self.driver.receive(RECEIVE_MS)
                 now_s = time.monotonic()
                 with self._lock:
-                    touched = set() if batch is None else self._push_batch(batch.datagrams)
-                    if batch is not None:
-                        batch.release()
+                    touched = self._push_batch(batch)
                     if now_s >= next_tick_s:
                         next_tick_s = now_s + TICK_S
                         touched = set(self._by_flow)
@@ -308,7 +306,7 @@ class EdgeService:
                 log.exception("the edge failed on a batch of packets")
                 self._stopping.wait(TICK_S)
 
-    def _push_batch(self, datagrams: list[tuple[int, bytes, memoryview, float]]) -> set[int]:
+    def _push_batch(self, datagrams: list[Datagram]) -> set[int]:
         touched = set()
         for flow, source, payload, arrival_s in datagrams:
             running = self._by_flow.get(flow)

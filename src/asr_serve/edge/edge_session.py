@@ -73,7 +73,7 @@ class EdgeSession:
         self._discarded: tuple[int, int] | None = None
         """Start and end of the audio that is being discarded."""
 
-    def push(self, payload: memoryview, arrival_s: float) -> RtpPacket | DropReason:
+    def push(self, payload: bytes, arrival_s: float) -> RtpPacket | DropReason:
         """Takes a datagram; returns its packet, or why it was dropped."""
         packet = parse_rtp(payload)
         reason = packet if isinstance(packet, DropReason) else self.stream.push(packet, arrival_s)

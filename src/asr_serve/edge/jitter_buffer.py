@@ -115,7 +115,7 @@ class JitterBuffer:
         return self._last_timestamp + _signed(timestamp - self._last_timestamp, 32)
 
     def push(self, packet: RtpPacket, units: int, arrival_s: float) -> DropReason | None:
-        """Takes a packet, whose payload it copies; or returns why not. JUMP: the caller decides whether a new stream
+        """Takes a packet, or returns why not. JUMP: the caller decides whether a new stream
         has begun. Call `pop` after it."""
         if self._next is None and not self._waiting:
             sequence = 1 << 16 | packet.sequence
@@ -131,7 +131,7 @@ class JitterBuffer:
             return DropReason.DUPLICATE
         self._highest = max(self._highest, sequence)
         self._last_arrival_s = max(self._last_arrival_s, arrival_s)
-        self._waiting[sequence] = _Waiting(packet._replace(payload=bytes(packet.payload)), units, arrival_s)
+        self._waiting[sequence] = _Waiting(packet, units, arrival_s)
         return None
 
     @property
@@ -176,7 +176,7 @@ class JitterBuffer:
         if not units:
             return
         self._close_gap(self._last_timestamp - self._origin - self._position, packet, units, arrival_s, items)
-        items.append(ReceivedAudio(self._position, units, packet.payload_type, bytes(packet.payload)))
+        items.append(ReceivedAudio(self._position, units, packet.payload_type, packet.payload))
         self._position += units
         self.received_units += units
         self._usual_units, self._missing, self._provisional = units, 0, 0
@@ -194,7 +194,7 @@ class JitterBuffer:
         lost = min(gap, self._missing * (self._usual_units or units))
         lost -= lost % self._granule
         if lost:
-            items.append(LostAudio(self._position, lost, self._missing, packet.payload_type, bytes(packet.payload)))
+            items.append(LostAudio(self._position, lost, self._missing, packet.payload_type, packet.payload))
             self._position += lost
             self.lost_units += lost
         self._tell_silence(gap - lost, items)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-HEADER_BYTES = 12
+from asr_serve import kernels
+
 VERSION = 2
-RTCP_TYPES = range(64, 96)
-"""Payload types, without the marker bit, that RTCP on the same port looks like (RFC 5761, section 4)."""
 
 
 class DropReason(StrEnum):
@@ -33,54 +32,34 @@ class DropReason(StrEnum):
     """Arrival after its place was concealed."""
     JUMP = "jump"
     """A sequence number or SSRC far from the stream's that nothing confirmed."""
+    CHECKSUM = "checksum"
+    """Damaged on its way; found here where the kernel did not look (AF_XDP)."""
     KERNEL = "kernel"
-    """Dropped by the kernel, whose receive buffer was full."""
+    """Dropped by the kernel, whose receive buffer or ring was full."""
 
 
 class RtpPacket(NamedTuple):
-    """RTP packet. `payload` shares the datagram's memory until it is copied."""
+    """RTP packet."""
 
     payload_type: int
     marker: bool
     sequence: int
     timestamp: int
     ssrc: int
-    payload: memoryview | bytes
+    payload: bytes
+
+
+_parse = kernels.packets().RtpParser(RtpPacket, DropReason.NOT_RTP, DropReason.MALFORMED, DropReason.RTCP)
 
 
 def parse_rtp(datagram: memoryview | bytes) -> RtpPacket | DropReason:
     """Parses one datagram; for anything but RTP, returns the reason to drop it. Never raises."""
-    length = len(datagram)
-    if length < HEADER_BYTES or datagram[0] >> 6 != VERSION:
-        return DropReason.NOT_RTP
-    first, second = datagram[0], datagram[1]
-    if second & 0x7F in RTCP_TYPES:
-        return DropReason.RTCP
-    start = HEADER_BYTES + 4 * (first & 0x0F)
-    if first & 0x10:
-        if start + 4 > length:
-            return DropReason.MALFORMED
-        start += 4 + 4 * (datagram[start + 2] << 8 | datagram[start + 3])
-    end = length
-    if first & 0x20:
-        padding = datagram[length - 1]
-        if not padding:
-            return DropReason.MALFORMED
-        end -= padding
-    if start > end:
-        return DropReason.MALFORMED
-    return RtpPacket(
-        second & 0x7F,
-        second >= 0x80,
-        datagram[2] << 8 | datagram[3],
-        int.from_bytes(datagram[4:8], "big"),
-        int.from_bytes(datagram[8:12], "big"),
-        datagram[start:end],
-    )
+    parsed: RtpPacket | DropReason = _parse(datagram)
+    return parsed
 
 
 def build_rtp(packet: RtpPacket) -> bytes:
     """Encodes a packet without CSRC, extension and padding."""
     head = bytes((VERSION << 6, packet.marker << 7 | packet.payload_type))
     numbers = packet.sequence.to_bytes(2, "big") + packet.timestamp.to_bytes(4, "big") + packet.ssrc.to_bytes(4, "big")
-    return head + numbers + bytes(packet.payload)
+    return head + numbers + packet.payload

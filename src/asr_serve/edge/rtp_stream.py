@@ -175,7 +175,7 @@ class RtpStream:
         """Begins a new stream with the second packet of two in sequence; a single one is dropped."""
         before = self._candidate
         if before is None or before[0].ssrc != packet.ssrc or before[0].sequence + 1 & 0xFFFF != packet.sequence:
-            self._candidate = packet._replace(payload=bytes(packet.payload)), units, arrival_s
+            self._candidate = packet, units, arrival_s
             return DropReason.JUMP
         first = before[0]
         self._begin(first, self._formats[first.payload_type], reason)

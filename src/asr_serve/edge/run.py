@@ -15,9 +15,10 @@ from granian.server.embed import Server
 from asr_serve import __version__
 from asr_serve.config import client_key
 from asr_serve.edge.control_api import PATH, create_control_api
+from asr_serve.edge.driver_choice import open_driver
 from asr_serve.edge.edge_config import EdgeConfig
 from asr_serve.edge.edge_service import EdgeService
-from asr_serve.edge.packet_driver import RecvmmsgDriver
+from asr_serve.edge.packet_driver import PacketDriver
 from asr_serve.edge.voice_activity import VoiceActivityPool
 from asr_serve.edge.voice_gate import VoiceGate
 from asr_serve.metrics import EdgeMetrics
@@ -31,12 +32,12 @@ def run_edge(config: EdgeConfig) -> None:
     logs.setup()
     create_gate = VoiceActivityPool().open if config.voice_activity else None
     control_port = free_port(config.control_host, config.control_port, "--control-port")
-    driver = RecvmmsgDriver(config.host, config.port)
+    driver = open_driver(config)
     asyncio.run(_run(config, driver, control_port, create_gate))
 
 
 async def _run(
-    config: EdgeConfig, driver: RecvmmsgDriver, control_port: int, create_gate: Callable[[], VoiceGate] | None
+    config: EdgeConfig, driver: PacketDriver, control_port: int, create_gate: Callable[[], VoiceGate] | None
 ) -> None:
     stop = asyncio.Event()
 
@@ -70,7 +71,7 @@ async def _run(
     os._exit(0 if stop.is_set() else 1)  # as the server: threads of granian must not meet a Python that ends
 
 
-def _announce(config: EdgeConfig, driver: RecvmmsgDriver, control_port: int) -> None:
+def _announce(config: EdgeConfig, driver: PacketDriver, control_port: int) -> None:
     def shown(host: str) -> str:
         host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         return f"[{host}]" if ":" in host else host
@@ -79,7 +80,7 @@ def _announce(config: EdgeConfig, driver: RecvmmsgDriver, control_port: int) -> 
     key = ' -H "Authorization: Bearer KEY"' if config.api_keys else ""
     lines = [
         f"asr-serve {__version__} takes RTP on UDP {config.host}:{driver.port} for {config.server} (stop with ctrl-C)",
-        "",
+        f"  packets   {driver.details}",
         f"  session   curl {control}{PATH}{key} -d '{{}}'   (answers with id and ssrc)",
         f"  send      ffmpeg -re -i talk.wav -ac 1 -ar 8000 -c:a pcm_mulaw -ssrc SSRC "
         f"-f rtp rtp://{shown(config.host)}:{driver.port}",

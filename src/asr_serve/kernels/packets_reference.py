@@ -5,27 +5,15 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
 import time
+from typing import Any
 
 HEADER_BYTES, KEY_BYTES = 12, 18
-MAX_BATCH, MAX_BATCHES = 1_024, 64
+MAX_BATCH, MAX_GATHER_US = 4_096, 100_000
 
-Datagram = tuple[int, bytes, memoryview, float]
+Datagram = tuple[int, bytes, bytes, float]
 """Flow, source, payload, time of arrival by the monotonic clock."""
-
-
-class PacketLoan:
-    """Batch of datagrams, whose payloads are lent until `release`."""
-
-    def __init__(self, receiver: PacketReceiver, datagrams: list[Datagram]) -> None:
-        self._receiver: PacketReceiver | None = receiver
-        self.datagrams = datagrams
-
-    def release(self) -> None:
-        """Gives the slots back: the payloads are overwritten from now on."""
-        if self._receiver is not None:
-            self._receiver.lent -= 1
-            self._receiver, self.datagrams = None, []
 
 
 class _Flow:
@@ -37,46 +25,57 @@ class _Flow:
 class PacketReceiver:
     """Receiver of datagrams for expected flows. Others are dropped and counted."""
 
-    def __init__(self, fds: list[int], *, batch: int = 64, batches: int = 4, slot_bytes: int = 2_048) -> None:
-        if not (fds and 0 < batch <= MAX_BATCH and 0 < batches <= MAX_BATCHES and 64 <= slot_bytes <= 65_536):
-            raise ValueError("sockets, 1 to 1024 packets in 1 to 64 batches, of 64 to 65536 bytes")
+    def __init__(self, fds: list[int], *, batch: int = 64, slot_bytes: int = 2_048, gather_us: int = 0) -> None:
+        if not (fds and 0 < batch <= MAX_BATCH and 64 <= slot_bytes <= 65_536 and 0 <= gather_us <= MAX_GATHER_US):
+            raise ValueError("sockets, 1 to 4096 packets of 64 to 65536 bytes, gathered for up to 0.1 s")
         self._sockets = [socket.socket(fileno=socket.dup(fd)) for fd in fds]
-        self._batch, self._batches, self._slot_bytes = batch, batches, slot_bytes
-        self.lent = 0
+        self._batch, self._slot_bytes, self._gather_s = batch, slot_bytes, gather_us / 1e6
+        self._closed = False
+        self._lock = threading.Lock()
+        """Held while a datagram is sorted; flows come and go in other threads."""
         self._flows: dict[int, _Flow] = {}
         self._by_ssrc: dict[int, int] = {}
         self._by_source: dict[bytes, int] = {}
-        self._counts = dict.fromkeys(("received", "unknown_source", "over_rate", "truncated", "not_rtp", "kernel"), 0)
+        names = ("received", "unknown_source", "over_rate", "truncated", "not_rtp", "checksum", "kernel")
+        self._counts = dict.fromkeys(names, 0)
 
     def admit_ssrc(self, flow: int, ssrc: int, source: bytes, per_s: float, burst: float) -> None:
         """Expects an SSRC, of one source or, for no bytes, of any."""
-        self._flows[flow] = _Flow(source, per_s, burst)
-        self._by_ssrc[ssrc] = flow
+        if len(source) not in (0, KEY_BYTES):
+            raise ValueError("a source is 16 bytes of address and 2 of port")
+        with self._lock:
+            self._flows[flow] = _Flow(source, per_s, burst)
+            self._by_ssrc[ssrc] = flow
 
     def admit_source(self, flow: int, source: bytes, per_s: float, burst: float) -> None:
         """Expects a source; one of port 0 is any port of its address."""
         if len(source) != KEY_BYTES:
             raise ValueError("a source is 16 bytes of address and 2 of port")
-        self._flows[flow] = _Flow(b"", per_s, burst)
-        self._by_source[source] = flow
+        with self._lock:
+            self._flows[flow] = _Flow(b"", per_s, burst)
+            self._by_source[source] = flow
 
     def latch(self, flow: int, source: bytes) -> None:
         """Expects the flow from this source only."""
-        if flow in self._flows:
-            self._flows[flow].source = source
-            self._by_source.setdefault(source, flow)
+        with self._lock:
+            if flow in self._flows:
+                self._flows[flow].source = source
+                self._by_source.setdefault(source, flow)
 
     def forget(self, flow: int) -> None:
         """Expects the flow no more."""
-        self._flows.pop(flow, None)
-        self._by_ssrc = {key: each for key, each in self._by_ssrc.items() if each != flow}
-        self._by_source = {key: each for key, each in self._by_source.items() if each != flow}
+        with self._lock:
+            self._flows.pop(flow, None)
+            self._by_ssrc = {key: each for key, each in self._by_ssrc.items() if each != flow}
+            self._by_source = {key: each for key, each in self._by_source.items() if each != flow}
 
-    def receive(self, timeout_ms: int) -> PacketLoan | None:
-        """Datagrams that are there, or come within this time; None for none that are expected."""
-        if self.lent == self._batches:
-            raise RuntimeError("all batches are lent: release one first")
+    def receive(self, timeout_ms: int) -> list[Datagram]:
+        """Datagrams that are there, or come within this time. They are copies."""
+        if self._closed:
+            raise RuntimeError("the receiver is closed")
         ready, _, _ = select.select(self._sockets, [], [], timeout_ms / 1_000)
+        if ready and self._gather_s:
+            time.sleep(self._gather_s)
         datagrams: list[Datagram] = []
         taken = 0
         for each in ready:
@@ -86,12 +85,11 @@ class PacketReceiver:
                 except (BlockingIOError, InterruptedError, ConnectionRefusedError):
                     break
                 taken += 1
-                if (datagram := self._take(data, flags, address)) is not None:
+                with self._lock:
+                    datagram = self._take(data, flags, address)
+                if datagram is not None:
                     datagrams.append(datagram)
-        if not datagrams:
-            return None
-        self.lent += 1
-        return PacketLoan(self, datagrams)
+        return datagrams
 
     def counts(self) -> dict[str, int]:
         """Datagrams received, and dropped by reason."""
@@ -99,6 +97,7 @@ class PacketReceiver:
 
     def close(self) -> None:
         """Receives no more. The sockets stay their owner's."""
+        self._closed = True
         for each in self._sockets:
             each.close()
 
@@ -125,10 +124,49 @@ class PacketReceiver:
             self._count("over_rate")
             return None
         flow.tokens -= 1
-        return number, source, memoryview(data), now_s
+        return number, source, data, now_s
 
     def _count(self, reason: str) -> None:
         self._counts[reason] += 1
+
+
+class RtpParser:
+    """Parser of RTP headers. It makes records, a subclass of tuple whose class it is given, or answers with a reason:
+    too short or of another version, lengths beyond the datagram, RTCP on the same port. Source: RFC 3550, section 5.1
+    and appendix A; RFC 5761, section 4."""
+
+    def __init__(self, record: Any, not_rtp: Any, malformed: Any, rtcp: Any) -> None:
+        self._record, self._not_rtp, self._malformed, self._rtcp = record, not_rtp, malformed, rtcp
+
+    def __call__(self, datagram: memoryview | bytes) -> Any:
+        """Record of payload type, marker, sequence number, timestamp, SSRC and payload; or the reason. Never raises."""
+        length = len(datagram)
+        if length < HEADER_BYTES or datagram[0] >> 6 != 2:
+            return self._not_rtp
+        first, second = datagram[0], datagram[1]
+        if 64 <= second & 0x7F < 96:
+            return self._rtcp
+        start = HEADER_BYTES + 4 * (first & 0x0F)
+        if first & 0x10:
+            if start + 4 > length:
+                return self._malformed
+            start += 4 + 4 * (datagram[start + 2] << 8 | datagram[start + 3])
+        end = length
+        if first & 0x20:
+            padding = datagram[length - 1]
+            if not padding:
+                return self._malformed
+            end -= padding
+        if start > end:
+            return self._malformed
+        return self._record(
+            second & 0x7F,
+            second >= 0x80,
+            datagram[2] << 8 | datagram[3],
+            int.from_bytes(datagram[4:8], "big"),
+            int.from_bytes(datagram[8:12], "big"),
+            bytes(datagram[start:end]),
+        )
 
 
 def source_key(address: str, port: int) -> bytes:

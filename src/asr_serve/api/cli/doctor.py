@@ -17,7 +17,7 @@ from asr_serve import DEFAULT_MODEL
 from asr_serve.api.cli.exit_codes import FAILED, exit_on_error
 from asr_serve.api.cli.models import as_text, ways_to_get
 from asr_serve.api.cli.options import AsJson, Device, Dtype
-from asr_serve.errors import AsrServeError
+from asr_serve.errors import AsrServeError, OptionError
 
 X86_FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 ARM_FLAGS = ("asimd", "asimddp", "i8mm", "bf16", "sve")
@@ -69,11 +69,18 @@ def doctor(
             help="8-bit quantization: none, int8, or dynamic, which also shows what is faster for common shapes."
         ),
     ] = "none",
+    edge: Annotated[
+        bool, typer.Option("--edge", help="Show instead what this host allows `asr-serve edge`, and what mends it.")
+    ] = False,
+    interface: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --edge: this network interface only.", show_default="all")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Show this machine, the device and data type that will be used, and what is missing, with commands to install it.
 
-    Exit code 1 when something is missing that transcription needs.
+    Exit code 1 when something is missing that transcription needs. With --edge:
+    when this host does not allow AF_XDP, which is faster than recvmmsg.
 
     \b
     Examples
@@ -81,7 +88,16 @@ def doctor(
       asr-serve doctor --device cuda
       asr-serve doctor --quantize dynamic
       asr-serve doctor --json > machine.json
+      asr-serve doctor --edge --interface eth0
     """
+    if edge:
+        from asr_serve.edge.xdp.host_checks import format_host, inspect_host
+
+        host = inspect_host(interface)
+        print(as_text(host) if as_json else format_host(host), end="\n" if as_json else "")
+        return 0 if host.driver == "af_xdp" else FAILED
+    if interface is not None:
+        raise OptionError("--interface without --edge", "it is of the report about the edge", "add --edge")
     report = inspect_machine(device, dtype, quantize)
     print(as_text(report) if as_json else format_report(report), end="\n" if as_json else "")
     return FAILED if any(finding.needed for finding in report.missing) else 0

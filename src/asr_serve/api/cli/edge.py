@@ -23,6 +23,22 @@ def edge(
         int | None,
         typer.Option("--port", "-p", metavar="PORT", help="UDP port for RTP; 0 takes any.", show_default="5004"),
     ] = None,
+    driver: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|af_xdp|recvmmsg",
+            help="How packets are received. auto: AF_XDP with --interface where the host allows it, else recvmmsg.",
+            show_default="auto",
+        ),
+    ] = None,
+    interface: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Network interface for AF_XDP, which passes the host's firewall by.",
+            show_default="none: no AF_XDP",
+        ),
+    ] = None,
     control_host: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Address for control, results, metrics.", show_default="127.0.0.1"),
@@ -89,6 +105,10 @@ def edge(
         -d '{"source":"10.0.0.7:20000","options":{"language":"en"}}'
 
     \b
+    Packets past the kernel (AF_XDP); what it needs: asr-serve doctor --edge
+      asr-serve edge --host 10.0.0.2 --driver af_xdp --interface eth0
+
+    \b
     A file of settings (docs/edge.md)
       server = "https://asr.example.org"
       host = "0.0.0.0"
@@ -99,7 +119,8 @@ def edge(
     from asr_serve.edge.run import run_edge
 
     types = None if payload_type is None else dict(_parse_type(text) for text in payload_type)
-    flags = {"server": server, "host": host, "port": port, "control_host": control_host, "control_port": control_port}
+    flags = {"server": server, "host": host, "port": port, "driver": driver, "interface": interface}
+    flags |= {"control_host": control_host, "control_port": control_port}
     run_edge(
         load_edge_config(
             config, {**flags, "webhook": webhook, "payload_types": types, "voice_activity": voice_activity}

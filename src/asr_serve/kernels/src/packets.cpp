@@ -1,5 +1,5 @@
-// Datagrams in batches: recvmmsg into slots that are lent, with a table of expected flows in front, so that a flood of
-// others costs neither Python nor the interpreter's lock. Source: recvmmsg(2), socket(7), RFC 3550, section 5.1.
+// Datagrams in batches: by recvmmsg, and past the kernel's stack by AF_XDP, with a table of expected flows in front.
+// Source: recvmmsg(2), socket(7), Documentation/networking/af_xdp.rst.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -20,7 +20,10 @@ using namespace nb::literals;
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <unordered_map>
+#include <memory>
+
+#include "packet_flows.hpp"
+#include "xdp_socket.hpp"
 
 #ifndef SO_RXQ_OVFL
 #define SO_RXQ_OVFL 40
@@ -28,73 +31,93 @@ using namespace nb::literals;
 
 namespace {
 
-constexpr size_t KEY_BYTES = 18;  // an IPv6 address, or IPv4 mapped into one, and a port in network order
+using namespace packets;
+
 constexpr size_t CONTROL_BYTES = 128;
-constexpr unsigned MAX_BATCH = 1024;
-constexpr unsigned MAX_BATCHES = 64;
+constexpr unsigned MAX_BATCH = 4096;
+constexpr int MAX_GATHER_US = 100'000;
 
-using Key = std::string;
-
-int64_t now_ns(clockid_t clock) {
-  timespec now;
-  clock_gettime(clock, &now);
-  return int64_t(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+[[noreturn]] void raise_errno(int number, const char* what) {
+  nb::object error = nb::steal(PyObject_CallFunction(PyExc_OSError, "is", number, what));
+  if (error.is_valid()) PyErr_SetObject(PyExc_OSError, error.ptr());
+  throw nb::python_error();
 }
 
-struct Flow {
-  Key source;  // empty: any, until it is latched
-  double per_ns, burst, tokens;
-  int64_t last_ns;
-};
-
-struct Counts {
-  uint64_t received = 0, unknown_source = 0, over_rate = 0, truncated = 0, not_rtp = 0, kernel = 0;
-};
-
-void write_key(const sockaddr_storage& from, char* key) {
-  if (from.ss_family == AF_INET) {
-    const auto& v4 = reinterpret_cast<const sockaddr_in&>(from);
-    std::memset(key, 0, 10);
-    std::memset(key + 10, 0xff, 2);
-    std::memcpy(key + 12, &v4.sin_addr, 4);
-    std::memcpy(key + 16, &v4.sin_port, 2);
-  } else {
-    const auto& v6 = reinterpret_cast<const sockaddr_in6&>(from);
-    std::memcpy(key, &v6.sin6_addr, 16);
-    std::memcpy(key + 16, &v6.sin6_port, 2);
+// Calls what makes system calls; their failure is an OSError.
+template <typename Work>
+auto checked(Work work) {
+  try {
+    return work();
+  } catch (const std::system_error& error) {
+    raise_errno(error.code().value(), error.what());
   }
 }
 
-struct Accepted {
-  uint64_t flow;
-  char key[KEY_BYTES];
-  uint32_t slot, bytes;
-  double arrival_s;
-};
+void write_key(const sockaddr_storage& from, Key& key) {
+  if (from.ss_family == AF_INET) {
+    const auto& v4 = reinterpret_cast<const sockaddr_in&>(from);
+    std::memset(key.data(), 0, 10);
+    std::memset(key.data() + 10, 0xff, 2);
+    std::memcpy(key.data() + 12, &v4.sin_addr, 4);
+    std::memcpy(key.data() + 16, &v4.sin_port, 2);
+  } else {
+    const auto& v6 = reinterpret_cast<const sockaddr_in6&>(from);
+    std::memcpy(key.data(), &v6.sin6_addr, 16);
+    std::memcpy(key.data() + 16, &v6.sin6_port, 2);
+  }
+}
 
-class Receiver;
+Key read_key(const nb::bytes& bytes) {
+  if (bytes.size() != KEY_BYTES) throw std::invalid_argument("a source is 16 bytes of address and 2 of port");
+  Key key;
+  std::memcpy(key.data(), bytes.c_str(), KEY_BYTES);
+  return key;
+}
 
-class Loan {
+// AF_XDP socket with the UMEM it receives into, a writable buffer that stays its owner's.
+class Xsk {
  public:
-  Loan(nb::object owner, Receiver* receiver, unsigned group, nb::list datagrams)
-      : owner_(std::move(owner)), receiver_(receiver), group_(group), datagrams_(std::move(datagrams)) {}
-  nb::list datagrams() const { return datagrams_; }
-  void release();
+  Xsk(nb::handle memory, uint32_t frame_bytes, uint32_t ring, uint32_t interface, uint32_t queue, bool zero_copy, int busy_poll_us) {
+    if (PyObject_GetBuffer(memory.ptr(), &view_, PyBUF_WRITABLE)) throw nb::python_error();
+    const size_t bytes = size_t(view_.len), frames = frame_bytes ? bytes / frame_bytes : 0;
+    auto power = [](uint64_t number) { return number && !(number & (number - 1)); };
+    if (!power(frame_bytes) || frame_bytes < 2048 || frame_bytes > 4096 || !power(frames) || frames > (1 << 20) ||
+        bytes % frame_bytes || !power(ring) || ring > frames) {
+      PyBuffer_Release(&view_);
+      throw std::invalid_argument("frames of 2048 or 4096 bytes, whose number and the ring's length are powers of two");
+    }
+    try {
+      socket_ = checked([&] {
+        return std::make_unique<XdpSocket>(static_cast<uint8_t*>(view_.buf), bytes, frame_bytes, ring, interface, queue, zero_copy,
+                                           busy_poll_us);
+      });
+    } catch (...) {
+      PyBuffer_Release(&view_);
+      throw;
+    }
+  }
+  Xsk(const Xsk&) = delete;
+  ~Xsk() { close(); }
+
+  XdpSocket* socket() { return socket_.get(); }
+  void close() {
+    if (!socket_) return;
+    socket_.reset();
+    PyBuffer_Release(&view_);
+  }
 
  private:
-  nb::object owner_;
-  Receiver* receiver_;
-  unsigned group_;
-  nb::list datagrams_;
+  Py_buffer view_{};
+  std::unique_ptr<XdpSocket> socket_;
 };
 
 class Receiver {
  public:
-  Receiver(std::vector<int> fds, unsigned batch, unsigned batches, unsigned slot_bytes)
-      : batch_(batch), slot_bytes_(slot_bytes) {
-    if (fds.empty() || !batch || batch > MAX_BATCH || !batches || batches > MAX_BATCHES || slot_bytes < 64 ||
-        slot_bytes > 65'536)
-      throw std::invalid_argument("sockets, 1 to 1024 packets in 1 to 64 batches, of 64 to 65536 bytes");
+  Receiver(std::vector<int> fds, nb::list xdp, unsigned batch, unsigned slot_bytes, int gather_us)
+      : batch_(batch), slot_bytes_(slot_bytes), gather_us_(gather_us), owners_(xdp) {
+    if (fds.empty() || !batch || batch > MAX_BATCH || slot_bytes < 64 || slot_bytes > 65'536 || gather_us < 0 ||
+        gather_us > MAX_GATHER_US)
+      throw std::invalid_argument("sockets, 1 to 4096 packets of 64 to 65536 bytes, gathered for up to 0.1 s");
     for (int fd : fds) {
       int on = 1;
       setsockopt(fd, SOL_SOCKET, SO_TIMESTAMPNS, &on, sizeof on);
@@ -102,12 +125,13 @@ class Receiver {
       polls_.push_back({fd, POLLIN, 0});
     }
     kernel_.resize(fds.size());
-    free_ = batches == 64 ? ~uint64_t(0) : (uint64_t(1) << batches) - 1;
-    PyObject* bytes = PyByteArray_FromStringAndSize(nullptr, Py_ssize_t(batch) * batches * slot_bytes);
-    if (!bytes) throw nb::python_error();
-    memory_ = nb::steal(bytes);
-    data_ = PyByteArray_AS_STRING(bytes);
-    view_ = nb::steal(PyMemoryView_FromObject(bytes)).attr("toreadonly")();
+    for (nb::handle each : xdp) {
+      Xsk& owner = nb::cast<Xsk&>(each);
+      if (!owner.socket()) throw std::invalid_argument("an AF_XDP socket that is closed");
+      xdp_.push_back(&owner);
+      polls_.push_back({owner.socket()->fd(), POLLIN, 0});
+    }
+    memory_.resize(size_t(batch) * slot_bytes);
     messages_.resize(batch);
     vectors_.resize(batch);
     names_.resize(batch);
@@ -116,85 +140,98 @@ class Receiver {
   }
 
   void admit_ssrc(uint64_t flow, uint32_t ssrc, const nb::bytes& source, double per_s, double burst) {
-    add(flow, std::string(source.c_str(), source.size()), per_s, burst);
-    by_ssrc_[ssrc] = flow;
+    if (!source.size()) return flows_.admit_ssrc(flow, ssrc, nullptr, per_s, burst);
+    Key key = read_key(source);
+    flows_.admit_ssrc(flow, ssrc, &key, per_s, burst);
   }
   void admit_source(uint64_t flow, const nb::bytes& source, double per_s, double burst) {
-    Key key(source.c_str(), source.size());
-    if (key.size() != KEY_BYTES) throw std::invalid_argument("a source is 16 bytes of address and 2 of port");
-    add(flow, Key(), per_s, burst);
-    by_source_[key] = flow;
+    flows_.admit_source(flow, read_key(source), per_s, burst);
   }
-  void latch(uint64_t flow, const nb::bytes& source) {
-    Key key(source.c_str(), source.size());
-    auto found = flows_.find(flow);
-    if (found == flows_.end()) return;
-    found->second.source = key;
-    by_source_.emplace(std::move(key), flow);  // further SSRCs of the same sender, unless they are another session's
-  }
-  void forget(uint64_t flow) {
-    flows_.erase(flow);
-    std::erase_if(by_ssrc_, [&](const auto& each) { return each.second == flow; });
-    std::erase_if(by_source_, [&](const auto& each) { return each.second == flow; });
-  }
+  void latch(uint64_t flow, const nb::bytes& source) { flows_.latch(flow, read_key(source)); }
+  void forget(uint64_t flow) { flows_.forget(flow); }
 
-  nb::object receive(nb::handle self, int timeout_ms) {
-    unsigned group = 0;
-    while (group < MAX_BATCHES && !(free_ >> group & 1)) ++group;
-    if (group == MAX_BATCHES) throw std::runtime_error("all batches are lent: release one first");
+  nb::object receive(int timeout_ms) {
+    if (closed_) throw std::runtime_error("the receiver is closed");
     accepted_.clear();
     int failed = 0;
     {
       nb::gil_scoped_release release;
-      failed = fill(group, timeout_ms);
+      failed = fill(timeout_ms);
     }
-    if (failed) {
-      errno = failed;
-      PyErr_SetFromErrno(PyExc_OSError);
-      throw nb::python_error();
+    if (failed) raise_errno(failed, "packets cannot be received");
+    nb::object list = nb::steal(PyList_New(Py_ssize_t(accepted_.size())));
+    if (!list.is_valid()) throw nb::python_error();
+    for (size_t i = 0; i < accepted_.size(); ++i) {
+      const Accepted& each = accepted_[i];
+      PyObject* row = PyTuple_New(4);
+      if (!row) throw nb::python_error();
+      PyList_SET_ITEM(list.ptr(), Py_ssize_t(i), row);
+      PyTuple_SET_ITEM(row, 0, PyLong_FromUnsignedLongLong(each.flow));
+      PyTuple_SET_ITEM(row, 1, PyBytes_FromStringAndSize(each.source.data(), KEY_BYTES));
+      PyTuple_SET_ITEM(row, 2, PyBytes_FromStringAndSize(reinterpret_cast<const char*>(each.data), Py_ssize_t(each.bytes)));
+      PyTuple_SET_ITEM(row, 3, PyFloat_FromDouble(double(each.arrival_ns) * 1e-9));
+      for (int k = 0; k < 4; ++k)
+        if (!PyTuple_GET_ITEM(row, k)) throw nb::python_error();
     }
-    if (accepted_.empty()) return nb::none();
-    nb::list datagrams;
-    for (const Accepted& each : accepted_) {
-      Py_ssize_t start = Py_ssize_t(each.slot) * slot_bytes_;
-      datagrams.append(nb::make_tuple(each.flow, nb::bytes(each.key, KEY_BYTES),
-                                      view_[nb::slice(start, start + Py_ssize_t(each.bytes))], each.arrival_s));
-    }
-    free_ &= ~(uint64_t(1) << group);
-    return nb::cast(Loan(nb::borrow(self), this, group, std::move(datagrams)));
+    for (Xsk* each : xdp_) each->socket()->give_back();
+    return list;
   }
 
-  nb::dict counts() const {
+  nb::dict counts() {
+    std::lock_guard lock(flows_.mutex);
+    const Counts& counted = flows_.counts;
     nb::dict counts;
-    counts["received"] = counts_.received;
-    counts["unknown_source"] = counts_.unknown_source;
-    counts["over_rate"] = counts_.over_rate;
-    counts["truncated"] = counts_.truncated;
-    counts["not_rtp"] = counts_.not_rtp;
+    counts["received"] = counted.received;
+    counts["unknown_source"] = counted.unknown_source;
+    counts["over_rate"] = counted.over_rate;
+    counts["truncated"] = counted.truncated;
+    counts["not_rtp"] = counted.not_rtp;
+    counts["checksum"] = counted.checksum;
     uint64_t kernel = 0;
     for (uint32_t each : kernel_) kernel += each;
+    for (Xsk* each : xdp_) {
+      if (!each->socket()) continue;
+      const xdp::Statistics found = each->socket()->statistics();
+      kernel += found.ring_full + std::max(found.dropped, found.fill_empty);  // copies count one drop twice
+    }
     counts["kernel"] = kernel;
     return counts;
   }
 
-  void give_back(unsigned group) { free_ |= uint64_t(1) << group; }
-
- private:
-  void add(uint64_t flow, Key source, double per_s, double burst) {
-    flows_[flow] = Flow{std::move(source), per_s * 1e-9, burst, burst, now_ns(CLOCK_MONOTONIC)};
+  void close() {
+    closed_ = true;
+    for (Xsk* each : xdp_) each->close();
   }
 
-  // Fills a group of slots; returns an errno, or 0.
-  int fill(unsigned group, int timeout_ms) {
-    int ready = poll(polls_.data(), polls_.size(), timeout_ms);
+ private:
+  // Receives a batch; returns an errno, or 0.
+  int fill(int timeout_ms) {
+    for (Xsk* each : xdp_)
+      if (each->socket()->busy_poll()) each->socket()->wake();
+    // At least a look at the kernel's socket; with packets in a ring it does not wait.
+    const bool there = std::any_of(xdp_.begin(), xdp_.end(), [](Xsk* each) { return each->socket()->waiting() > 0; });
+    int ready = poll(polls_.data(), polls_.size(), there ? 0 : timeout_ms);
     if (ready < 0) return errno == EINTR ? 0 : errno;
+    if (!ready && !there) return 0;
+    if (gather_us_ && waiting() < batch_ / 2) {  // what comes soon costs no wake-up of its own
+      timespec pause{0, gather_us_ * 1'000l};
+      nanosleep(&pause, nullptr);
+    }
+    const int64_t monotonic = now_ns(CLOCK_MONOTONIC);
     unsigned used = 0;
-    for (size_t index = 0; index < polls_.size() && used < batch_; ++index) {
+    {
+      std::lock_guard lock(flows_.mutex);
+      const unsigned most = batch_ - batch_ / 4;  // the rest is for the kernel's socket
+      for (size_t i = 0; i < xdp_.size() && used < most; ++i)
+        used += xdp_[(first_ + i) % xdp_.size()]->socket()->take(most - used, flows_, accepted_, monotonic);
+      ++first_;
+    }
+    const size_t sockets = kernel_.size();
+    for (size_t index = 0; index < sockets && used < batch_; ++index) {
       if (!(polls_[index].revents & (POLLIN | POLLERR))) continue;
       const unsigned room = batch_ - used;
-      const uint32_t first = group * batch_ + used;
       for (unsigned i = 0; i < room; ++i) {
-        vectors_[i] = {data_ + size_t(first + i) * slot_bytes_, slot_bytes_};
+        vectors_[i] = {memory_.data() + size_t(used + i) * slot_bytes_, slot_bytes_};
         msghdr& header = messages_[i].msg_hdr;
         header = {};
         header.msg_name = &names_[i];
@@ -209,16 +246,23 @@ class Receiver {
         if (errno == EAGAIN || errno == EINTR || errno == ECONNREFUSED) continue;
         return errno;
       }
-      const int64_t monotonic = now_ns(CLOCK_MONOTONIC), real = now_ns(CLOCK_REALTIME);
-      for (int i = 0; i < got; ++i) take(index, unsigned(i), first + unsigned(i), monotonic, real);
+      const int64_t now = now_ns(CLOCK_MONOTONIC), real = now_ns(CLOCK_REALTIME);
+      std::lock_guard lock(flows_.mutex);
+      for (int i = 0; i < got; ++i) take(index, unsigned(i), now, real);
       used += unsigned(got);
     }
     return 0;
   }
 
-  void take(size_t index, unsigned i, uint32_t slot, int64_t monotonic, int64_t real) {
+  unsigned waiting() const {
+    unsigned found = 0;
+    for (Xsk* each : xdp_) found += each->socket()->waiting();
+    return found;
+  }
+
+  void take(size_t index, unsigned i, int64_t monotonic, int64_t real) {
     msghdr& header = messages_[i].msg_hdr;
-    ++counts_.received;
+    ++flows_.counts.received;
     int64_t arrival = monotonic;
     for (cmsghdr* part = CMSG_FIRSTHDR(&header); part; part = CMSG_NXTHDR(&header, part)) {
       if (part->cmsg_level != SOL_SOCKET) continue;
@@ -231,88 +275,122 @@ class Receiver {
         std::memcpy(&kernel_[index], CMSG_DATA(part), sizeof kernel_[index]);
       }
     }
-    const uint32_t bytes = messages_[i].msg_len;
-    if (header.msg_flags & MSG_TRUNC) { ++counts_.truncated; return; }
-    const auto* packet = reinterpret_cast<const uint8_t*>(data_) + size_t(slot) * slot_bytes_;
-    if (bytes < 12 || packet[0] >> 6 != 2) { ++counts_.not_rtp; return; }
-    Accepted accepted;
-    write_key(names_[i], accepted.key);
-    const uint32_t ssrc = uint32_t(packet[8]) << 24 | uint32_t(packet[9]) << 16 | uint32_t(packet[10]) << 8 | packet[11];
-    auto flow = find(ssrc, accepted.key, accepted.flow);
-    if (!flow) { ++counts_.unknown_source; return; }
-    flow->tokens = std::min(flow->burst, flow->tokens + double(monotonic - flow->last_ns) * flow->per_ns);
-    flow->last_ns = monotonic;
-    if (flow->tokens < 1) { ++counts_.over_rate; return; }
-    flow->tokens -= 1;
-    accepted.slot = slot;
-    accepted.bytes = bytes;
-    accepted.arrival_s = double(arrival) * 1e-9;
-    accepted_.push_back(accepted);
-  }
-
-  // The flow of an SSRC, if it is this source's; else that of the source; else that of its address.
-  Flow* find(uint32_t ssrc, const char* key, uint64_t& id) {
-    if (auto named = by_ssrc_.find(ssrc); named != by_ssrc_.end()) {
-      id = named->second;
-      Flow& flow = flows_.at(id);
-      return flow.source.empty() || !std::memcmp(flow.source.data(), key, KEY_BYTES) ? &flow : nullptr;
-    }
-    Key exact(key, KEY_BYTES);
-    auto known = by_source_.find(exact);
-    if (known == by_source_.end()) {
-      exact[16] = exact[17] = 0;
-      known = by_source_.find(exact);
-      if (known == by_source_.end()) return nullptr;
-    }
-    id = known->second;
-    Flow& flow = flows_.at(id);
-    return flow.source.empty() || !std::memcmp(flow.source.data(), key, KEY_BYTES) ? &flow : nullptr;
+    if (header.msg_flags & MSG_TRUNC) { ++flows_.counts.truncated; return; }
+    Key source;
+    write_key(names_[i], source);
+    flows_.sort(static_cast<const uint8_t*>(vectors_[i].iov_base), messages_[i].msg_len, source, arrival, monotonic, accepted_);
   }
 
   unsigned batch_, slot_bytes_;
+  int gather_us_;
+  bool closed_ = false;
+  nb::list owners_;
+  std::vector<Xsk*> xdp_;
+  size_t first_ = 0;  // queue that is read first: each in its turn
   std::vector<pollfd> polls_;
   std::vector<uint32_t> kernel_;
-  uint64_t free_ = 0;
-  nb::object memory_, view_;
-  char* data_ = nullptr;
+  std::vector<uint8_t> memory_;
   std::vector<mmsghdr> messages_;
   std::vector<iovec> vectors_;
   std::vector<sockaddr_storage> names_;
   std::vector<char> controls_;
   std::vector<Accepted> accepted_;
-  std::unordered_map<uint64_t, Flow> flows_;
-  std::unordered_map<uint32_t, uint64_t> by_ssrc_;
-  std::unordered_map<Key, uint64_t> by_source_;
-  Counts counts_;
+  FlowTable flows_;
 };
 
-void Loan::release() {
-  if (!receiver_) return;
-  receiver_->give_back(group_);
-  receiver_ = nullptr;
-  datagrams_ = nb::list();
-}
+// Parser of RTP headers, that makes records of a subclass of tuple, or answers with a reason.
+class RtpParser {
+ public:
+  RtpParser(nb::object record, nb::object not_rtp, nb::object malformed, nb::object rtcp)
+      : record_(std::move(record)), not_rtp_(std::move(not_rtp)), malformed_(std::move(malformed)), rtcp_(std::move(rtcp)) {
+    if (!PyType_Check(record_.ptr()) || !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(record_.ptr()), &PyTuple_Type))
+      throw std::invalid_argument("records are of a subclass of tuple");
+  }
+
+  nb::object parse(nb::handle datagram) const {
+    Py_buffer view;
+    if (PyObject_GetBuffer(datagram.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
+    struct Release { Py_buffer* view; ~Release() { PyBuffer_Release(view); } } release{&view};
+    const auto* data = static_cast<const uint8_t*>(view.buf);
+    const size_t bytes = size_t(view.len);
+    if (bytes < 12 || data[0] >> 6 != 2) return not_rtp_;
+    const unsigned kind = data[1] & 0x7f;
+    if (kind >= 64 && kind < 96) return rtcp_;
+    size_t start = 12 + 4 * size_t(data[0] & 0x0f), end = bytes;
+    if (data[0] & 0x10) {
+      if (start + 4 > bytes) return malformed_;
+      start += 4 + 4 * (size_t(data[start + 2]) << 8 | data[start + 3]);
+    }
+    if (data[0] & 0x20) {
+      const size_t padding = data[bytes - 1];
+      if (!padding || padding > end) return malformed_;
+      end -= padding;
+    }
+    if (start > end) return malformed_;
+    auto word = [&](size_t at) {
+      return uint32_t(data[at]) << 24 | uint32_t(data[at + 1]) << 16 | uint32_t(data[at + 2]) << 8 | data[at + 3];
+    };
+    auto* type = reinterpret_cast<PyTypeObject*>(record_.ptr());
+    nb::object record = nb::steal(type->tp_alloc(type, 6));
+    if (!record.is_valid()) throw nb::python_error();
+    PyObject* fields[6] = {
+        PyLong_FromLong(long(kind)),
+        PyBool_FromLong(data[1] >> 7),
+        PyLong_FromLong(long(data[2]) << 8 | data[3]),
+        PyLong_FromUnsignedLong(word(4)),
+        PyLong_FromUnsignedLong(word(8)),
+        PyBytes_FromStringAndSize(reinterpret_cast<const char*>(data + start), Py_ssize_t(end - start)),
+    };
+    bool whole = true;
+    for (int i = 0; i < 6; ++i) {
+      whole = whole && fields[i];
+      PyTuple_SET_ITEM(record.ptr(), i, fields[i]);
+    }
+    if (!whole) throw nb::python_error();
+    return record;
+  }
+
+ private:
+  nb::object record_, not_rtp_, malformed_, rtcp_;
+};
 
 }  // namespace
 
 NB_MODULE(_packets, m) {
-  m.doc() = "Datagrams in batches, by recvmmsg. packets_reference.py does the same one by one.";
-  nb::class_<Loan>(m, "PacketLoan")
-      .def_prop_ro("datagrams", &Loan::datagrams, "(flow, source, payload, arrival) of each.")
-      .def("release", &Loan::release, "Give the slots back: the payloads are overwritten from now on.");
+  m.doc() = "Datagrams in batches, by recvmmsg and AF_XDP. packets_reference.py receives them one by one.";
+  nb::class_<Xsk>(m, "XdpSocket")
+      .def(nb::init<nb::handle, uint32_t, uint32_t, uint32_t, uint32_t, bool, int>(), "memory"_a, nb::kw_only(), "frame_bytes"_a,
+           "ring"_a, "interface"_a, "queue"_a, "zero_copy"_a, "busy_poll_us"_a = 0)
+      .def("fileno", [](Xsk& self) { return self.socket() ? self.socket()->fd() : -1; })
+      .def("close", &Xsk::close, "Close the socket, and let go of the memory.");
   nb::class_<Receiver>(m, "PacketReceiver")
-      .def(nb::init<std::vector<int>, unsigned, unsigned, unsigned>(), "fds"_a, nb::kw_only(), "batch"_a = 64,
-           "batches"_a = 4, "slot_bytes"_a = 2048)
+      .def(nb::init<std::vector<int>, nb::list, unsigned, unsigned, int>(), "fds"_a, "xdp"_a = nb::list(), nb::kw_only(),
+           "batch"_a = 64, "slot_bytes"_a = 2048, "gather_us"_a = 0)
       .def("admit_ssrc", &Receiver::admit_ssrc, "flow"_a, "ssrc"_a, "source"_a, "per_s"_a, "burst"_a,
            "Expect an SSRC, of one source or, for no bytes, of any.")
       .def("admit_source", &Receiver::admit_source, "flow"_a, "source"_a, "per_s"_a, "burst"_a,
            "Expect a source; one of port 0 is any port of its address.")
       .def("latch", &Receiver::latch, "flow"_a, "source"_a, "Expect the flow from this source only.")
       .def("forget", &Receiver::forget, "flow"_a, "Expect the flow no more.")
-      .def("receive", [](nb::handle self, int timeout_ms) { return nb::cast<Receiver&>(self).receive(self, timeout_ms); },
-           "timeout_ms"_a, "Datagrams that are there, or come within this time; None for none that are expected.")
-      .def("close", [](Receiver&) {}, "Receive no more. The sockets stay their owner's.")
+      .def("receive", &Receiver::receive, "timeout_ms"_a,
+           "(flow, source, payload, arrival) of datagrams that are there, or come within this time.")
+      .def("close", &Receiver::close, "Receive no more, and close the AF_XDP sockets. The others stay their owner's.")
       .def("counts", &Receiver::counts, "Datagrams received, and dropped by reason.");
+  nb::class_<RtpParser>(m, "RtpParser")
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "record"_a, "not_rtp"_a, "malformed"_a, "rtcp"_a)
+      .def("__call__", &RtpParser::parse, "datagram"_a);
+  m.def("create_map", [](uint32_t type, uint32_t key_bytes, uint32_t value_bytes, uint32_t entries) {
+    return checked([&] { return bpf::create_map(type, key_bytes, value_bytes, entries); });
+  }, "type"_a, "key_bytes"_a, "value_bytes"_a, "entries"_a, "Descriptor of a new BPF map.");
+  m.def("update_map", [](int map, const nb::bytes& key, const nb::bytes& value) {
+    checked([&] { bpf::update_map(map, key.c_str(), value.c_str()); return 0; });
+  }, "map"_a, "key"_a, "value"_a, "Set an entry; the lengths are those the map was created with.");
+  m.def("load_program", [](const nb::bytes& code, const char* license) {
+    return checked([&] { return bpf::load_program(std::string(code.c_str(), code.size()), license); });
+  }, "code"_a, "license"_a, "Descriptor of an XDP program, that the kernel has verified.");
+  m.def("attach_program", [](int program, uint32_t interface, uint32_t flags) {
+    return checked([&] { return bpf::attach(program, interface, flags); });
+  }, "program"_a, "interface"_a, "flags"_a, "Descriptor of a link: the program runs until it is closed.");
 }
 #else
 NB_MODULE(_packets, m) { m.doc() = "recvmmsg is Linux's: packets_reference.py does the same one by one."; }

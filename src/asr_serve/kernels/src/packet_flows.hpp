@@ -1,0 +1,124 @@
+// Flows that are expected, by SSRC and by source, with a token bucket each: what is in front of everything else, so that a
+// flood of others costs neither Python nor the interpreter's lock. Source: RFC 3550, section 5.1.
+#pragma once
+
+#include <time.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace packets {
+
+constexpr size_t KEY_BYTES = 18;  // an IPv6 address, or IPv4 mapped into one, and a port in network order
+using Key = std::array<char, KEY_BYTES>;
+
+struct KeyHash {
+  size_t operator()(const Key& key) const { return std::hash<std::string_view>()({key.data(), KEY_BYTES}); }
+};
+
+inline int64_t now_ns(clockid_t clock) {
+  timespec now;
+  clock_gettime(clock, &now);
+  return int64_t(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
+struct Counts {
+  uint64_t received = 0, unknown_source = 0, over_rate = 0, truncated = 0, not_rtp = 0, checksum = 0;
+};
+
+// Datagram of a flow. `data` lies in the receiver's memory.
+struct Accepted {
+  uint64_t flow;
+  Key source;
+  const uint8_t* data;
+  uint32_t bytes;
+  int64_t arrival_ns;
+};
+
+class FlowTable {
+ public:
+  Counts counts;
+  // Held while a batch is sorted; flows come and go in other threads.
+  std::mutex mutex;
+
+  void admit_ssrc(uint64_t flow, uint32_t ssrc, const Key* source, double per_s, double burst) {
+    std::lock_guard lock(mutex);
+    add(flow, source, per_s, burst);
+    by_ssrc_[ssrc] = flow;
+  }
+  void admit_source(uint64_t flow, const Key& source, double per_s, double burst) {
+    std::lock_guard lock(mutex);
+    add(flow, nullptr, per_s, burst);
+    by_source_[source] = flow;
+  }
+  void latch(uint64_t flow, const Key& source) {
+    std::lock_guard lock(mutex);
+    auto found = flows_.find(flow);
+    if (found == flows_.end()) return;
+    found->second.pinned = true;
+    found->second.source = source;
+    by_source_.emplace(source, flow);  // further SSRCs of the same sender, unless they are another session's
+  }
+  void forget(uint64_t flow) {
+    std::lock_guard lock(mutex);
+    flows_.erase(flow);
+    std::erase_if(by_ssrc_, [&](const auto& each) { return each.second == flow; });
+    std::erase_if(by_source_, [&](const auto& each) { return each.second == flow; });
+  }
+
+  // Appends a datagram that a flow expects; counts why not. With the mutex held.
+  void sort(const uint8_t* data, uint32_t bytes, const Key& source, int64_t arrival, int64_t now, std::vector<Accepted>& to) {
+    if (bytes < 12 || data[0] >> 6 != 2) { ++counts.not_rtp; return; }
+    const uint32_t ssrc = uint32_t(data[8]) << 24 | uint32_t(data[9]) << 16 | uint32_t(data[10]) << 8 | data[11];
+    uint64_t id = 0;
+    Flow* flow = find(ssrc, source, id);
+    if (!flow) { ++counts.unknown_source; return; }
+    flow->tokens = std::min(flow->burst, flow->tokens + double(now - flow->last_ns) * flow->per_ns);
+    flow->last_ns = now;
+    if (flow->tokens < 1) { ++counts.over_rate; return; }
+    flow->tokens -= 1;
+    to.push_back({id, source, data, bytes, arrival});
+  }
+
+ private:
+  struct Flow {
+    bool pinned;  // to `source`; else any
+    Key source;
+    double per_ns, burst, tokens;
+    int64_t last_ns;
+  };
+
+  void add(uint64_t flow, const Key* source, double per_s, double burst) {
+    flows_[flow] = Flow{source != nullptr, source ? *source : Key{}, per_s * 1e-9, burst, burst, now_ns(CLOCK_MONOTONIC)};
+  }
+
+  // The flow of an SSRC, if it is this source's; else that of the source; else that of its address.
+  Flow* find(uint32_t ssrc, const Key& key, uint64_t& id) {
+    if (auto named = by_ssrc_.find(ssrc); named != by_ssrc_.end()) {
+      id = named->second;
+    } else {
+      auto known = by_source_.find(key);
+      if (known == by_source_.end()) {
+        Key any = key;
+        any[16] = any[17] = 0;
+        known = by_source_.find(any);
+        if (known == by_source_.end()) return nullptr;
+      }
+      id = known->second;
+    }
+    Flow& flow = flows_.at(id);
+    return !flow.pinned || flow.source == key ? &flow : nullptr;
+  }
+
+  std::unordered_map<uint64_t, Flow> flows_;
+  std::unordered_map<uint32_t, uint64_t> by_ssrc_;
+  std::unordered_map<Key, uint64_t, KeyHash> by_source_;
+};
+
+}  // namespace packets

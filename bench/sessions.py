@@ -112,13 +112,16 @@ class Writes:
         self._from = checkpoint.live.audio_from
         self._seq = 0
         self._epochs = dict.fromkeys(self.ids, 1)
+        self._numbers = dict.fromkeys(self.ids, 0)
 
     def _write(self, session_id: str, header: SessionHeader | None, start: int, pcm: np.ndarray) -> SessionWrite:
         end = start + len(pcm)
+        self._numbers[session_id] += 1
         return SessionWrite(
             session_id=session_id,
             client="anonymous",
             epoch=self._epochs[session_id],
+            number=self._numbers[session_id],
             ttl_ms=TTL_MS,
             header=header,
             position=SessionPosition(2 * end, end, LiveDecoderState(CodecState(), ResamplerState(end, end, end, b""))),

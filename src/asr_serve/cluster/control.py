@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import socket
 import threading
@@ -37,6 +38,14 @@ from asr_serve.errors import EngineClosed, NotAllowed, OptionError
 
 OBJECT_STORE_BYTES = 100 << 20
 """Memory of Ray's objects on a machine where `up` starts Ray: control calls need little, and audio none."""
+SYSTEM_CONFIG = {
+    "worker_niceness": 0,  # by default 15: live audio would wait for all other programs
+    "enable_metrics_collection": False,  # Ray's own, which nobody reads here: asr-serve has its metrics by itself
+}
+"""Settings of Ray where `up` starts it."""
+CONTROL_LOOP_S = 0.5
+"""Pause of Ray Serve's controller between two looks at its replicas, where `up` starts Ray. By default 0.1, which takes
+0.03 cores for nothing."""
 PROBE_S = 5.0
 """Longest wait for a Ray cluster to accept a connection."""
 AUTO = "auto"
@@ -67,6 +76,7 @@ def start_ray(address: str | None, cpus: int | None) -> bool:
     whether it was started. Raises EngineClosed; NotAllowed for a cluster that asks nobody for a token, unless
     RAY_AUTH_MODE=disabled says that this is wanted."""
     if address is None:
+        os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", str(CONTROL_LOOP_S))
         try:
             ray.init(
                 address="local",  # by default it would join a Ray that somebody started on this machine
@@ -76,7 +86,7 @@ def start_ray(address: str | None, cpus: int | None) -> bool:
                 log_to_driver=True,
                 logging_level="warning",
                 namespace=NAMESPACE,
-                _system_config={"worker_niceness": 0},  # by default 15: live audio would wait for all other programs
+                _system_config=SYSTEM_CONFIG,
             )
         except Exception as failure:  # Ray raises plain ones for a node that does not start
             why = " ".join(str(failure).split())

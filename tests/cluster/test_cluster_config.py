@@ -6,9 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from children import Child
+from engine_clients import wait_until
 from typer.testing import CliRunner
 
 from asr_serve.api.cli import app
@@ -196,12 +199,22 @@ def test_a_ray_that_asks_nobody_for_a_token_is_refused(tmp_path: Path, mode: str
     if token:
         (tmp_path / ".ray").mkdir()
         (tmp_path / ".ray" / "auth_token").write_text("0" * 32)
+    variables = {} if mode is None else {"RAY_AUTH_MODE": mode}
+    assert said in run(tmp_path, "up", "--address", "127.0.0.1:1", **variables)
+
+
+def environ_of(home: Path, **variables: str) -> dict[str, str]:
+    """Environment of a process whose user has that home."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("ASR_SERVE_", "RAY_"))}
-    environ |= {"HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
-    main = "from asr_serve.api.cli import main; main()"
-    done = subprocess.run(  # Ray reads the environment once
-        [sys.executable, "-c", main, "cluster", "up", "--address", "127.0.0.1:1"],
-        env=environ | ({} if mode is None else {"RAY_AUTH_MODE": mode}),
+    path = os.pathsep.join(each for each in sys.path if each)
+    return environ | {"HOME": str(home), "PYTHONPATH": path} | variables
+
+
+def run(home: Path, *arguments: str, **variables: str) -> str:
+    """The line on stderr of a command that fails, in a process of its own: Ray reads the environment once."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from asr_serve.api.cli import main; main()", "cluster", *arguments],
+        env=environ_of(home, **variables),
         capture_output=True,
         text=True,
         timeout=120,
@@ -209,7 +222,45 @@ def test_a_ray_that_asks_nobody_for_a_token_is_refused(tmp_path: Path, mode: str
     )
     assert done.returncode in (FAILED, USAGE)
     assert (done.stdout, done.stderr.count("\n")) == ("", 1), done.stderr
-    assert said in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"RAY_AUTH_TOKEN": "f" * 32}, {"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "disabled"}],
+    ids=["another token", "no token", "without tokens"],
+)
+def test_a_ray_with_another_token_is_an_error_that_says_so(started_with_a_token: int, tmp_path: Path, variables):
+    line = run(tmp_path, "status", "--address", f"127.0.0.1:{started_with_a_token}", **variables)
+    assert line.startswith(f"error: Ray at 127.0.0.1:{started_with_a_token} asks for another token")
+    assert "RAY_AUTH_TOKEN" in line
+
+
+@pytest.fixture(scope="module")
+def started_with_a_token(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Port of what commands connect to first: Ray's store of its state, without the rest of Ray."""
+    ray = pytest.importorskip("ray", reason="no Ray here: pip install 'asr-serve[cluster]'")
+    folder = tmp_path_factory.mktemp("ray")
+    (folder / "logs").mkdir()
+    program = Path(ray.__path__[0], "core", "src", "ray", "gcs", "gcs_server")
+    command = [program, f"--log_dir={folder}/logs", "--gcs_server_port=0", "--node-ip-address=127.0.0.1"]
+    environ = environ_of(folder, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 32)
+    with (folder / "out").open("w") as out:
+        store = Child(
+            [*map(str, command), "--session-name=test", f"--session-dir={folder}"],
+            stdout=out,
+            stderr=out,
+            env=environ,
+            limit_s=300,
+        )
+    try:
+        name = "gcs_server_port_*[!.tmp]"  # it has the ending until it is written
+        wait_until(lambda: list(folder.glob(name)))
+        [port] = folder.glob(name)
+        yield int(port.read_text())
+    finally:
+        store.kill()
+        store.wait()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -237,6 +288,7 @@ def test_without_a_ray_to_talk_to_commands_say_which_there_are(monkeypatch, runn
     from asr_serve.cluster import control
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # this process' own, which a token of this user would change
     monkeypatch.setattr(control.services, "find_gcs_addresses", lambda: set(running))  # others may run Ray here
     monkeypatch.setattr(control.services, "find_bootstrap_address", lambda folder: None)
     with socket.socket() as closed:

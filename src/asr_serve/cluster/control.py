@@ -17,7 +17,7 @@ import ray
 from ray import serve
 from ray._private import services
 from ray._private.authentication import authentication_token_setup
-from ray.exceptions import RayError
+from ray.exceptions import AuthenticationError, RayError, RpcError
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import ProxyLocation
 from ray.serve.context import _get_global_client
@@ -112,8 +112,8 @@ def _find_token() -> bool:
 
 
 def connect(address: str) -> None:
-    """Connects to a Ray cluster that runs; `auto`: the one of this machine. Raises EngineClosed; OptionError for an
-    address of another form, and where several run on this machine."""
+    """Connects to a Ray cluster that runs; `auto`: the one of this machine. Raises EngineClosed; NotAllowed for one
+    with another token; OptionError for an address of another form, and where several run on this machine."""
     _find_token()
     if address == AUTO:
         address = _address_of_this_machine()
@@ -125,10 +125,42 @@ def connect(address: str) -> None:
     except OSError as failure:
         why = failure.strerror or str(failure) or type(failure).__name__
         raise EngineClosed(f"no Ray answers at {address}: {why}", todo=HOW_TO_START) from None
+    _check_token(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="warning", namespace=NAMESPACE)
     except (ConnectionError, RuntimeError, ValueError) as failure:
         raise EngineClosed(f"no Ray cluster at {address}: {failure}", todo=HOW_TO_START) from None
+
+
+def _check_token(address: str) -> None:
+    """Asks the Ray cluster at `address` once, of which `ray.init` makes twenty attempts, each with a warning. Raises
+    NotAllowed where it takes another token than this command has; EngineClosed."""
+    try:
+        authentication_token_setup.ensure_token_if_auth_enabled(None, create_token_if_missing=False)
+        with _stderr_dropped():
+            services.GcsClient(address=address)
+    except AuthenticationError:
+        raise NotAllowed(
+            f"Ray at {address} asks for another token than this command has",
+            "the token of that cluster",
+            "copy ~/.ray/auth_token from its machines, or set RAY_AUTH_TOKEN_PATH to such a file, or RAY_AUTH_TOKEN to "
+            "the token itself; RAY_AUTH_MODE=token, or not set",
+        ) from None
+    except RpcError as failure:
+        raise EngineClosed(f"no Ray cluster at {address}: {failure}", todo=HOW_TO_START) from None
+
+
+@contextlib.contextmanager
+def _stderr_dropped() -> Iterator[None]:
+    """Drops what Ray's native code writes to stderr: the error that follows says it once."""
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
 
 
 def _address_of_this_machine() -> str:

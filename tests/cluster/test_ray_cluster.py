@@ -259,20 +259,8 @@ def test_an_upgrade_replaces_all_replicas_under_their_callers(cluster, audio, te
         upgrading = pool.submit(cluster.command, "upgrade", "--config", str(cluster.file))
         stop = threading.Event()
 
-        def keep_asking(number: int) -> list[str]:
-            found = []
-            while not stop.is_set():
-                found.append(cluster.transcribe(audio[number % 2]))
-            return found
-
-        def keep_talking() -> list[str]:
-            found = []
-            while not stop.is_set():
-                found.append(cluster.listen(packaged_speech / "two_cities.wav"))
-            return found
-
-        asking = [pool.submit(keep_asking, number) for number in range(2)]
-        talking = pool.submit(keep_talking)
+        asking = [pool.submit(repeat, stop, cluster.transcribe, audio[number % 2]) for number in range(2)]
+        talking = pool.submit(repeat, stop, cluster.listen, packaged_speech / "two_cities.wav")
         upgrading.result(WAIT_S)
         stop.set()
         assert all(set(each.result(WAIT_S)) == {texts[number]} for number, each in enumerate(asking))
@@ -282,6 +270,14 @@ def test_an_upgrade_replaces_all_replicas_under_their_callers(cluster, audio, te
     assert cluster.status()["ingress"]["detail"]["pid"] == ingress
 
 
+def repeat(stop: threading.Event, ask: Callable[[Any], str], what: object) -> list[str]:
+    """Answers of a client that asks the same until it is stopped."""
+    found = []
+    while not stop.is_set():
+        found.append(ask(what))
+    return found
+
+
 def test_replicas_that_go_are_drained_under_load(cluster, audio, texts, packaged_speech, quiet):
     live = packaged_speech / "two_cities.wav"
     with ThreadPoolExecutor(9) as pool:
@@ -289,13 +285,7 @@ def test_replicas_that_go_are_drained_under_load(cluster, audio, texts, packaged
         listening = pool.submit(cluster.listen, live)
         stop = threading.Event()
 
-        def keep_asking(number: int) -> list[str]:
-            found = []
-            while not stop.is_set():
-                found.append(cluster.transcribe(audio[number % 2]))
-            return found
-
-        asking = [pool.submit(keep_asking, number) for number in range(4)]
+        asking = [pool.submit(repeat, stop, cluster.transcribe, audio[number % 2]) for number in range(4)]
         scaling.result(WAIT_S)
         stop.set()
         answers = [each.result(WAIT_S) for each in asking]
@@ -317,20 +307,8 @@ def test_an_upgrade_to_other_weights_keeps_the_ingress_and_its_callers(
     with ThreadPoolExecutor(4) as pool:
         stop = threading.Event()
 
-        def keep_asking(number: int) -> list[str]:
-            found = []
-            while not stop.is_set():
-                found.append(cluster.transcribe(audio[number]))
-            return found
-
-        def keep_talking() -> list[str]:
-            found = []
-            while not stop.is_set():
-                found.append(cluster.listen(packaged_speech / "two_cities.wav"))
-            return found
-
-        asking = [pool.submit(keep_asking, number) for number in range(2)]
-        talking = pool.submit(keep_talking)
+        asking = [pool.submit(repeat, stop, cluster.transcribe, audio[number % 2]) for number in range(2)]
+        talking = pool.submit(repeat, stop, cluster.listen, packaged_speech / "two_cities.wav")
         try:
             cluster.command("upgrade", "--config", str(cluster.file))
             wait_until(lambda: cluster.transcribe(audio[0]) == swap(texts[0]))

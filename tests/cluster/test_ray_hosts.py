@@ -39,20 +39,6 @@ SILENT_S = 4.0
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    with Network() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def redis(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    host = network.add("redis")
-    server = RedisServer(tmp_path_factory.mktemp("redis"), host.address, host.within)
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
 def hosts(network: Network, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
     running = RayHosts(network, tmp_path_factory.mktemp("hosts"), nodes=2)
     try:

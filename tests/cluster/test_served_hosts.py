@@ -21,20 +21,6 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1_200)]
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    with Network() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def redis(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    host = network.add("redis")
-    server = RedisServer(tmp_path_factory.mktemp("redis"), host.address, host.within)
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
 def start(network: Network, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Host], Serving]:
     flags = ["--host=0.0.0.0", f"--port={PORT}", "--set=engine.prefix_bytes=0", "--set=resume_s=60"]
     flags += [f"--set=sessions.redis_url={redis.url}", "--set=sessions.checkpoint_ms=500"]

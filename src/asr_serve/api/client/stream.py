@@ -15,8 +15,8 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import Self
+from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 import msgspec
 
@@ -158,15 +158,7 @@ class StreamClient:
         `buffer_bytes` are not acknowledged. Raises OutOfTurn after `end`."""
         size = len(audio) if self._packets else SEND_BYTES
         for at in range(0, len(audio), size or 1):
-            chunk = bytes(audio[at : at + size])
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closed or self._taken_bytes - self._arrived_bytes < self._most_bytes
-                )
-                self._expect_open()
-                self._unacknowledged.append(_Audio(self._taken_bytes, chunk))
-                self._taken_bytes += len(chunk)
-                self._changed.notify_all()
+            self._append(_Audio, bytes(audio[at : at + size]))
 
     def send_silence(self, samples: int) -> None:
         """Sends silence in place of audio, as its length: samples at the session's rate, after whole samples. Waits as
@@ -182,15 +174,17 @@ class StreamClient:
             raise OptionError(f"a silence of {samples} samples", "0 or more", param="samples")
         step = SEND_BYTES // sample_bytes
         for at in range(0, samples, step):
-            count = min(step, samples - at)
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closed or self._taken_bytes - self._arrived_bytes < self._most_bytes
-                )
-                self._expect_open()
-                self._unacknowledged.append(_Silence(self._taken_bytes, count, sample_bytes))
-                self._taken_bytes += count * sample_bytes
-                self._changed.notify_all()
+            self._append(_Silence, min(step, samples - at), sample_bytes)
+
+    def _append(self, make: Callable[..., _Audio | _Silence], *content: Any) -> None:
+        """Appends audio to what is to be sent, once there is room."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._taken_bytes - self._arrived_bytes < self._most_bytes)
+            self._expect_open()
+            item = make(self._taken_bytes, *content)
+            self._unacknowledged.append(item)
+            self._taken_bytes = item.end_bytes
+            self._changed.notify_all()
 
     def flush(self, id: str | None = None) -> str:
         """Requests that all audio so far becomes final; returns the id of the `flushed` event to come."""

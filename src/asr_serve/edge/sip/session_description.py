@@ -1,0 +1,217 @@
+"""Offer and answer of one audio stream in SDP. Source: RFC 8866, RFC 3264, RFC 4733 for digits."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
+
+from asr_serve.edge.payload_format import (
+    MAX_PAYLOAD_TYPES,
+    MAX_SDP_CHARACTERS,
+    STATIC_FORMATS,
+    PayloadFormat,
+    parse_format,
+)
+from asr_serve.errors import AsrServeError, OptionError
+
+Direction = Literal["sendrecv", "sendonly", "recvonly", "inactive"]
+CallEncoding = Literal["opus", "G722", "PCMA", "PCMU"]
+CALL_ENCODINGS: tuple[CallEncoding, ...] = get_args(CallEncoding)
+"""Encodings of calls, the best first: those that are sent as well as heard."""
+OFFERED_TYPES = {"opus": 96, "G722": 9, "PCMA": 8, "PCMU": 0}
+OFFERED_DIGITS = {8_000: 101, 48_000: 102}
+"""Payload types of digits in offers of ours, by their clock."""
+PROTOCOLS = ("RTP/AVP", "RTP/AVPF")
+MAX_SECTIONS = 8
+_MIRRORED: dict[Direction, Direction] = dict(
+    zip(get_args(Direction), ("sendrecv", "recvonly", "sendonly", "inactive"), strict=True)
+)
+
+
+class UnusableSdp(AsrServeError):
+    """A session description without audio that can be heard here."""
+
+
+class AudioDescription(NamedTuple):
+    """First usable audio section of a description, and what an answer has to repeat of the others."""
+
+    host: str
+    port: int
+    formats: dict[int, PayloadFormat]
+    """Payload types that are known here, in the order of preference."""
+    direction: Direction
+    ptime_ms: int
+    mux: bool
+    sections: tuple[str, ...]
+    """Values of all `m=` lines."""
+    section: int
+    """Place of this section among them."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the other side does not listen: the call is on hold. Its music may come all the same."""
+        return self.direction in ("sendonly", "inactive") or self.host == "0.0.0.0"
+
+
+class ChosenFormat(NamedTuple):
+    """Format that both sides use."""
+
+    payload_type: int
+    form: PayloadFormat
+    digits_type: int | None
+    """Payload type of digits; None where the other side sends none."""
+
+
+def parse_audio(text: str) -> AudioDescription:
+    """Parses a description. Raises UnusableSdp."""
+    if len(text) > MAX_SDP_CHARACTERS:
+        raise _unusable(f"a session description of {len(text)} characters")
+    common: list[str] = []
+    sections: list[list[str]] = []
+    for line in text.splitlines():
+        if line.startswith("m="):
+            sections.append([line])
+        else:
+            (sections[-1] if sections else common).append(line)
+    if len(sections) > MAX_SECTIONS:
+        raise _unusable(f"a session description of {len(sections)} sections")
+    medias = tuple(section[0][2:] for section in sections)
+    for index, section in enumerate(sections):
+        parts = section[0][2:].split()
+        if len(parts) < 4 or parts[0] != "audio" or parts[2] not in PROTOCOLS:
+            continue
+        if not re.fullmatch(r"\d{1,5}(/\d+)?", parts[1], re.ASCII):
+            continue
+        port = int(parts[1].partition("/")[0])
+        formats = _read_formats(parts[3:], section)
+        host = _read_host(section) or _read_host(common)
+        if 0 < port < 1 << 16 and host and any(form.encoding in CALL_ENCODINGS for form in formats.values()):
+            return AudioDescription(
+                host,
+                port,
+                formats,
+                _read_direction(section) or _read_direction(common) or "sendrecv",
+                _read_ptime(section),
+                "a=rtcp-mux" in section,
+                medias,
+                index,
+            )
+    raise _unusable(f"a session description with {', '.join(medias)[:120] or 'no section'}")
+
+
+def choose_format(audio: AudioDescription, allowed: Sequence[CallEncoding] = CALL_ENCODINGS) -> ChosenFormat:
+    """The best format of an offer, by our order. Raises UnusableSdp."""
+    for encoding in allowed:
+        for kind, form in audio.formats.items():
+            if form.encoding == encoding:
+                digits = {
+                    each.clock_hz: number
+                    for number, each in reversed(audio.formats.items())
+                    if each.encoding == "telephone-event"
+                }
+                return ChosenFormat(kind, form, digits.get(form.clock_hz, digits.get(8_000)))
+    offered = ", ".join(form.encoding for form in audio.formats.values())
+    raise UnusableSdp(f"an offer of {offered[:120]}", f"one of: {', '.join(allowed)}")
+
+
+def build_answer(
+    offer: AudioDescription, chosen: ChosenFormat, host: str, port: int, *, session: int, version: int
+) -> str:
+    """Answer that takes one format, and refuses every other section."""
+    lines = _head(host, session, version)
+    for index, media in enumerate(offer.sections):
+        if index != offer.section:
+            kind, _, protocol, *types = [*media.split(), "audio", "0", "RTP/AVP", "0"][:4]
+            lines.append(f"m={kind} 0 {protocol} {' '.join(types)}")
+            continue
+        table = {chosen.payload_type: chosen.form}
+        if chosen.digits_type is not None:
+            table[chosen.digits_type] = offer.formats[chosen.digits_type]
+        protocol = media.split()[2]
+        lines += _audio_section(table, port, protocol, _MIRRORED[offer.direction], mux=offer.mux)
+    return "\r\n".join(lines) + "\r\n"
+
+
+def build_offer(
+    host: str, port: int, allowed: Sequence[CallEncoding] = CALL_ENCODINGS, *, session: int, version: int
+) -> str:
+    """Offer of these encodings, in this order, and of digits."""
+    table = offered_formats(allowed)
+    lines = [*_head(host, session, version), *_audio_section(table, port, "RTP/AVP", "sendrecv", mux=False)]
+    return "\r\n".join(lines) + "\r\n"
+
+
+def offered_formats(allowed: Sequence[CallEncoding] = CALL_ENCODINGS) -> dict[int, PayloadFormat]:
+    """Payload types of `build_offer`."""
+    table: dict[int, PayloadFormat] = {}
+    clocks: list[int] = []
+    for encoding in allowed:
+        form = PayloadFormat(encoding, 48_000 if encoding == "opus" else 8_000)
+        table[OFFERED_TYPES[encoding]] = form
+        if form.clock_hz not in clocks:
+            clocks.append(form.clock_hz)
+    return table | {OFFERED_DIGITS[clock_hz]: PayloadFormat("telephone-event", clock_hz) for clock_hz in clocks}
+
+
+def _head(host: str, session: int, version: int) -> list[str]:
+    family = "IP6" if ":" in host else "IP4"
+    return ["v=0", f"o=asr-serve {session} {version} IN {family} {host}", "s=-", f"c=IN {family} {host}", "t=0 0"]
+
+
+def _audio_section(
+    table: Mapping[int, PayloadFormat], port: int, protocol: str, direction: Direction, *, mux: bool
+) -> list[str]:
+    lines = [f"m=audio {port} {protocol} {' '.join(map(str, table))}"]
+    for kind, form in table.items():
+        channels = "/2" if form.encoding == "opus" else ""
+        lines.append(f"a=rtpmap:{kind} {form.encoding}/{form.clock_hz}{channels}")
+        if form.encoding == "opus":
+            lines.append(f"a=fmtp:{kind} useinbandfec=1")
+        elif form.encoding == "telephone-event":
+            lines.append(f"a=fmtp:{kind} 0-15")
+    lines += ["a=ptime:20", f"a={direction}"]
+    return [*lines, "a=rtcp-mux"] if mux else lines
+
+
+def _read_formats(types: list[str], section: list[str]) -> dict[int, PayloadFormat]:
+    named: dict[int, PayloadFormat] = {}
+    for line in section:
+        if match := re.fullmatch(r"a=rtpmap:(\d{1,3})[ \t]+(\S+)\s*", line, re.ASCII):
+            try:
+                named[int(match[1])] = parse_format(match[2])
+            except OptionError:
+                continue  # an offer lists more than anybody decodes
+    numbers = [int(each) for each in types if each.isascii() and each.isdigit() and len(each) <= 3]
+    found = {kind: named.get(kind) or STATIC_FORMATS.get(kind) for kind in numbers[:MAX_PAYLOAD_TYPES]}
+    return {kind: form for kind, form in found.items() if form is not None and kind < 128}
+
+
+def _read_host(lines: list[str]) -> str:
+    for line in lines:
+        if match := re.fullmatch(r"c=IN IP[46] ([0-9A-Fa-f:.]{2,45})(?:/[\d/]*)?\s*", line, re.ASCII):
+            try:
+                address = ipaddress.ip_address(match[1])
+            except ValueError:
+                return ""
+            return "" if address.is_multicast else str(address)
+    return ""
+
+
+def _read_direction(lines: list[str]) -> Direction | None:
+    known: tuple[Direction, ...] = get_args(Direction)
+    return next((each for line in lines for each in known if line.strip() == f"a={each}"), None)
+
+
+def _read_ptime(lines: list[str]) -> int:
+    for line in lines:
+        if match := re.fullmatch(r"a=ptime:(\d{1,3})\s*", line, re.ASCII):
+            return int(match[1])
+    return 20
+
+
+def _unusable(came: str) -> UnusableSdp:
+    return UnusableSdp(
+        came, f"an m=audio section over {' or '.join(PROTOCOLS)} with one of: {', '.join(CALL_ENCODINGS)}"
+    )

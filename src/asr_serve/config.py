@@ -466,6 +466,11 @@ def client_key() -> str | None:
     return os.environ.get("ASR_SERVE_API_KEY") or None
 
 
+def sip_password() -> str | None:
+    """ASR_SERVE_SIP_PASSWORD: the password of the edge's account at a telephone exchange."""
+    return os.environ.get("ASR_SERVE_SIP_PASSWORD") or None
+
+
 def ray_address() -> str | None:
     """RAY_ADDRESS: the cluster that Ray's own commands find."""
     return os.environ.get("RAY_ADDRESS") or None

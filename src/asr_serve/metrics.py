@@ -6,7 +6,7 @@ text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -408,6 +408,8 @@ EDGE_DROPS = (
     *("not_rtp", "malformed", "rtcp", "unknown_source", "over_rate", "truncated", "unknown_payload_type"),
     *("bad_payload", "duplicate", "late", "jump", "checksum", "kernel"),
 )
+SIP_MESSAGES = ("received", "malformed", "not_allowed", "out_of_dialog", "method_not_allowed", "unauthorized")
+CALL_OUTCOMES = ("answered", "busy", "unavailable", "not_acceptable", "cancelled", "rejected", "failed")
 EDGE_AUDIO = ("received", "concealed", "silent", "discarded")
 JITTER_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
 
@@ -445,6 +447,15 @@ class EdgeMetrics:
         )
         self._posted = {outcome: posted.labels(outcome) for outcome in ("delivered", "dropped")}
         self._webhook_counts = {"delivered": 0, "dropped": 0}
+        messages = counter(
+            "asr_serve_edge_sip_messages_total", "SIP messages received, by what they were.", ("outcome",)
+        )
+        self._messages = {outcome: messages.labels(outcome) for outcome in SIP_MESSAGES}
+        self._sip_counts = dict.fromkeys((*SIP_MESSAGES, "busy", "not_acceptable"), 0)
+        calls = counter("asr_serve_edge_calls_total", "Calls, by what became of them.", ("outcome",))
+        self._calls = {outcome: calls.labels(outcome) for outcome in CALL_OUTCOMES}
+        self.open_calls = gauge("asr_serve_edge_open_calls", "Telephone calls that have not ended.")
+        self.registered = gauge("asr_serve_edge_sip_registered", "1 while a registrar knows this edge, else 0.")
         self._streams: dict[int, tuple[float, ...]] = {}
         """Totals of each session that have been counted."""
         gauge("asr_serve_edge_build_info", "Always 1; the label says which build.", ("version",)).labels(version).set(1)
@@ -485,6 +496,16 @@ class EdgeMetrics:
         for outcome, count in counts.items():
             self._posted[outcome].inc(count - self._webhook_counts[outcome])
             self._webhook_counts[outcome] = count
+
+    def count_call(self, outcome: str) -> None:
+        self._calls[outcome].inc()
+
+    def note_sip(self, counts: Mapping[str, int]) -> None:
+        """Notes the totals of SIP messages, by SIP_MESSAGES, and of calls that were refused before anybody saw them."""
+        for outcome, count in self._sip_counts.items():
+            counted = self._messages[outcome] if outcome in SIP_MESSAGES else self._calls[outcome]
+            counted.inc(counts.get(outcome, 0) - count)
+            self._sip_counts[outcome] = counts.get(outcome, 0)
 
     def render(self) -> bytes:
         """Render the registry as Prometheus text."""

@@ -269,7 +269,7 @@ Origin = Annotated[
     str, Meta(pattern=r"\A(\*|https?://[^\s/,]+)\Z", description="an origin like https://example.org, or *")
 ]
 
-SECRETS = ("api_keys", "admin_keys", "peer_keys")
+SECRETS = ("api_keys", "admin_keys", "peer_keys", "password", "callers")
 """Fields that are never printed."""
 
 

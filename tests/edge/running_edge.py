@@ -14,6 +14,8 @@ from asr_serve.edge.edge_config import EdgeConfig
 from asr_serve.edge.edge_service import EdgeService, EdgeSessionCreated, EdgeSessionRequest
 from asr_serve.edge.edge_session import EdgeSessionState
 from asr_serve.edge.packet_driver import RecvmmsgDriver
+from asr_serve.edge.sip_config import SipConfig
+from asr_serve.edge.telephone import Telephone
 from asr_serve.edge.voice_activity import VoiceActivityPool
 from asr_serve.metrics import EdgeMetrics
 
@@ -23,18 +25,25 @@ OPTIONS: dict[str, Any] = {"silence_schedule": "inf:300", "partial_ms": 500}
 class RunningEdge:
     """An edge that sends to `server`. Its rates allow senders faster than speech."""
 
-    def __init__(self, server: str, **settings: Any) -> None:
+    def __init__(self, server: str, *, sip: dict[str, Any] | None = None, **settings: Any) -> None:
+        """`sip`: settings of a telephone on a free port, without TCP unless they want it."""
         fast = {"packets_per_s": 10_000, "options": OPTIONS, "drift": False}
-        self.config = EdgeConfig(**{"server": server, "port": 0, **fast, **settings})
+        telephone = None if sip is None else SipConfig(**{"port": 0, "tcp": False, **sip})
+        self.config = EdgeConfig(**{"server": server, "port": 0, "sip": telephone, **fast, **settings})
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self.driver = RecvmmsgDriver("127.0.0.1", 0)
+        self.telephone: Telephone | None = None
         self.service: EdgeService = self.call(self._start)
 
     async def _start(self) -> EdgeService:
         gates = VoiceActivityPool().open if self.config.voice_activity else None
-        return EdgeService(self.config, self.driver, EdgeMetrics("0"), create_gate=gates)
+        service = EdgeService(self.config, self.driver, EdgeMetrics("0"), create_gate=gates)
+        if self.config.sip is not None:
+            self.telephone = Telephone(service, self.config.sip, service._metrics)
+            await self.telephone.start()
+        return service
 
     def call(self, work: Callable[..., Any], *args: Any) -> Any:
         """Calls a function, or awaits one, on the edge's loop."""
@@ -69,11 +78,21 @@ class RunningEdge:
             lambda: self.describe(session_id).packets >= packets, lambda: f"{packets}: {self.describe(session_id)}"
         )
 
+    def call_notes(self, kind: str) -> list[dict[str, Any]]:
+        """Events of calls so far, of one type."""
+        assert self.telephone is not None
+        notes = [json.loads(event.json) for event in list(self.telephone.events._events)]
+        return [note for note in notes if note["type"] == kind]
+
     def metric(self, name: str, **labels: str) -> float:
+        if self.telephone is not None:
+            self.call(self.telephone.note_metrics)
         self.call(self.service.render_metrics)
         return self.service._metrics.registry.get_sample_value(name, labels) or 0.0
 
     def close(self) -> None:
+        if self.telephone is not None:
+            self.call(self.telephone.close)
         self.call(self.service.close)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(WAIT_S)

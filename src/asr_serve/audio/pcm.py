@@ -132,3 +132,13 @@ def alaw_table() -> np.ndarray:
     step, exponent = (code & 0x0F) * 2 + 1, code >> 4 & 7
     magnitude = np.where(exponent > 0, step + 32 << np.maximum(exponent - 1, 0), step)
     return (np.where(code & 0x80, magnitude, -magnitude) / 4_096).astype(np.float32)
+
+
+def companding_codes(decoded: np.ndarray) -> np.ndarray:
+    """Code of each 16-bit sample, (65,536,) uint8 by its value as unsigned: that of the nearest value in `decoded`, a
+    table of G.711."""
+    order = np.argsort(decoded, kind="stable")
+    values = decoded[order]
+    samples = np.arange(65_536).astype(np.uint16).view(np.int16) / 32_768
+    codes: np.ndarray = order[np.searchsorted((values[1:] + values[:-1]) / 2, samples)].astype(np.uint8)
+    return codes

@@ -8,26 +8,30 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from asr_serve.edge.edge_service import EdgeService, EdgeSessionRequest
 from asr_serve.edge.event_log import EdgeEventLog
-from asr_serve.errors import AsrServeError, InvalidKey, MalformedRequest, NoSuchRoute
+from asr_serve.edge.telephone import CallRequest, Telephone
+from asr_serve.errors import AsrServeError, ClientGone, InvalidKey, MalformedRequest, NoSuchRoute
 from asr_serve.metrics import CONTENT_TYPE
 from asr_serve.server.middleware.error_handlers import JSON, error_response
 from asr_serve.server.server_sent_events import EVENT_STREAM, KEEP_ALIVE, KEEP_ALIVE_S
 
 MAX_BODY_BYTES = 1 << 16
 PATH = "/v1/edge/sessions"
+CALLS_PATH = "/v1/edge/calls"
+PLAY_RATE_HZ = 24_000
+"""Rate of audio to be played, where none is named: that of /v1/audio/speech."""
 MAX_EVENT_NUMBER = 10**12
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_control_api(service: EdgeService) -> Starlette:
-    """Application of the control API."""
+def create_control_api(service: EdgeService, telephone: Telephone | None = None) -> Starlette:
+    """Application of the control API. `telephone`: whose calls are told, placed and spoken to."""
     keys = [key.encode() for key in service.config.api_keys]
 
     def checked(handle: Handler, *, public: bool = False) -> Handler:
@@ -70,7 +74,39 @@ def create_control_api(service: EdgeService) -> Starlette:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(_sse(log, _last_event(request)), media_type=EVENT_STREAM, headers=headers)
 
+    def line() -> Telephone:
+        if telephone is None:
+            raise NoSuchRoute("this edge has no telephone", "one with sip settings", "start it with --sip HOST:PORT")
+        return telephone
+
+    async def place_call(request: Request) -> Response:
+        body = await _read_body(request)
+        try:
+            asked = msgspec.json.decode(body, type=CallRequest)
+        except msgspec.DecodeError as error:
+            raise MalformedRequest(f"a call was requested that cannot be read: {error}", 'like {"to":"7001"}') from None
+        return _json(line().place_call(asked), 201)
+
+    async def call_events(request: Request) -> Response:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_sse(line().events, _last_event(request)), media_type=EVENT_STREAM, headers=headers)
+
+    async def play(request: Request) -> Response:
+        rate = request.query_params.get("rate", str(PLAY_RATE_HZ))
+        if not (rate.isascii() and rate.isdigit() and len(rate) <= 6):
+            raise MalformedRequest(f"rate={rate[:20]!r}", "samples per second of the body, 16-bit little-endian")
+        try:
+            return _json(await line().play(request.path_params["id"], request.stream(), int(rate)))
+        except ClientDisconnect:
+            raise ClientGone("the connection that sent audio was lost", "what was not played is dropped") from None
+
+    async def stop_playing(request: Request) -> Response:
+        line().stop_playing(request.path_params["id"])
+        return Response(status_code=204)
+
     async def metrics(request: Request) -> Response:
+        if telephone is not None:
+            telephone.note_metrics()
         return Response(service.render_metrics(), media_type=CONTENT_TYPE)
 
     async def health(request: Request) -> Response:
@@ -87,6 +123,10 @@ def create_control_api(service: EdgeService) -> Starlette:
             Route(one, checked(describe), methods=["GET"]),
             Route(one, checked(end), methods=["DELETE"]),
             Route(f"{one}/events", checked(events), methods=["GET"]),
+            Route(f"{one}/audio", checked(play), methods=["POST"]),
+            Route(f"{one}/audio", checked(stop_playing), methods=["DELETE"]),
+            Route(CALLS_PATH, checked(place_call), methods=["POST"]),
+            Route(f"{CALLS_PATH}/events", checked(call_events), methods=["GET"]),
             Route("/metrics", checked(metrics), methods=["GET"]),
             Route("/health", checked(health, public=True), methods=["GET"]),
             Route("/{path:path}", checked(missing), methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),

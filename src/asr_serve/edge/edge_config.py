@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from asr_serve.edge.packet_driver import GATHER_MS
 from asr_serve.edge.payload_format import parse_payload_types
+from asr_serve.edge.sip_config import SipConfig, load_sip_config
 from asr_serve.errors import OptionError, UnknownOption
 from asr_serve.protocols.stream.client_messages import QUERY, RESUME, START
 from asr_serve.toml_file import read_toml
@@ -66,6 +67,8 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Whether silence is found here, by vad.wasm, and sent as its length. It needs the extra `edge`."""
     drift: bool = True
     """Whether the drift of senders' clocks is resampled away."""
+    sip: SipConfig | None = None
+    """Telephone. None: calls are not answered."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -116,5 +119,8 @@ def load_edge_config(path: str | None, flags: Mapping[str, object]) -> EdgeConfi
     for name in content:
         if name not in known:
             raise UnknownOption(f"{path} has {name!r}", f"settings: {', '.join(known)}", suggest_name(name, known))
-    content |= {name: value for name, value in flags.items() if value is not None}
+    content |= {name: value for name, value in flags.items() if value is not None and name != "sip"}
+    sip = content.get("sip", {}), flags.get("sip") or {}
+    if any(sip):
+        content["sip"] = load_sip_config(*sip)
     return EdgeConfig(**content)

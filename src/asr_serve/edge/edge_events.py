@@ -106,6 +106,33 @@ class TurnTold(EdgeEvent, frozen=True, kw_only=True, tag="turn"):
     by: str
 
 
+class CallBegun(EdgeEvent, frozen=True, kw_only=True, tag="call"):
+    """Telephone call whose audio the session is. `call_id`: SIP's Call-ID."""
+
+    call_id: str
+    caller: str
+    called: str
+    direction: Literal["in", "out"]
+    encoding: str
+
+
+class CallHeld(EdgeEvent, frozen=True, kw_only=True, tag="hold"):
+    """Call that the other side holds; what it plays meanwhile is not heard."""
+
+    position_s: float
+
+
+class CallResumed(EdgeEvent, frozen=True, kw_only=True, tag="resume"):
+    position_s: float
+
+
+class AudioPlayed(EdgeEvent, frozen=True, kw_only=True, tag="played"):
+    """Audio that was sent to the caller. `interrupted`: it was stopped before its end."""
+
+    played_s: float
+    interrupted: bool
+
+
 class SessionFailed(EdgeEvent, frozen=True, kw_only=True, tag="error"):
     """Refusal by the server, after which nothing more is recognized."""
 
@@ -116,7 +143,7 @@ class SessionFailed(EdgeEvent, frozen=True, kw_only=True, tag="error"):
 class SessionEnded(EdgeEvent, frozen=True, kw_only=True, tag="end"):
     """Last event, with the account of all samples at 16 kHz and of the packets."""
 
-    reason: Literal["deleted", "idle", "stopping", "failed"]
+    reason: Literal["deleted", "hangup", "idle", "stopping", "failed"]
     duration_s: float
     segments: int
     received_s: float

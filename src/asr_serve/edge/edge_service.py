@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -19,7 +19,7 @@ from asr_serve.edge.edge_events import EdgeEvent, PartialText
 from asr_serve.edge.edge_session import EdgeSession, EdgeSessionState, EndReason
 from asr_serve.edge.event_log import EdgeEventLog
 from asr_serve.edge.packet_driver import Datagram, PacketDriver, describe_source, parse_source
-from asr_serve.edge.payload_format import PayloadFormat, parse_payload_types, parse_sdp
+from asr_serve.edge.payload_format import PayloadFormat, describe_format, parse_payload_types, parse_sdp
 from asr_serve.edge.uplink import Uplink, encode_event
 from asr_serve.edge.voice_gate import VoiceGate
 from asr_serve.edge.webhook import Webhook
@@ -73,6 +73,7 @@ class _Running(NamedTuple):
     session: EdgeSession
     uplink: Uplink
     log: EdgeEventLog
+    on_finish: Callable[[EndReason], None] | None
 
 
 class EdgeService:
@@ -107,8 +108,10 @@ class EdgeService:
 
     # --- sessions --------------------------------------------------------------------------------------
 
-    def create(self, request: EdgeSessionRequest) -> EdgeSessionCreated:
-        """Creates a session. Raises OptionError, AtCapacity."""
+    def create(
+        self, request: EdgeSessionRequest, on_finish: Callable[[EndReason], None] | None = None
+    ) -> EdgeSessionCreated:
+        """Creates a session. `on_finish`: called when its audio has ended. Raises OptionError, AtCapacity."""
         formats = self._formats_for(request)
         check_stream_options(request.options)
         source = b"" if request.source is None else parse_source(request.source)
@@ -140,7 +143,7 @@ class EdgeService:
                 lambda event: self._publish(running, [event]),
                 api_key=self._key,
             )
-            running = _Running(session, uplink, events)
+            running = _Running(session, uplink, events, on_finish)
             self._by_flow[flow] = self._by_id[session.id] = running
             if ssrc is None:
                 self.driver.admit_source(flow, source, per_s, per_s * BURST_S)
@@ -150,7 +153,7 @@ class EdgeService:
         while len(self._by_id) > KEPT * self.config.max_sessions:
             del self._by_id[next(id for id, each in self._by_id.items() if each.session.end_reason is not None)]
         self._tasks[session.id] = self._loop.create_task(self._run_session(running))
-        names = {str(kind): _describe(form) for kind, form in formats.items()}
+        names = {str(kind): describe_format(form) for kind, form in formats.items()}
         return EdgeSessionCreated(
             id=session.id,
             port=self.driver.port,
@@ -160,11 +163,45 @@ class EdgeService:
             events=f"/v1/edge/sessions/{session.id}/events",
         )
 
-    def end(self, session_id: str) -> None:
+    def end(self, session_id: str, reason: EndReason = "deleted") -> None:
         """Ends a session's audio; its last words follow as events. Raises SessionExpired."""
         running = self._find(session_id)
         with self._lock:
-            self._finish(running, "deleted")
+            self._finish(running, reason)
+
+    def hold(self, session_id: str) -> None:
+        """Takes no packets of a session until `redirect`: silence stands for its time. Raises SessionExpired."""
+        running = self._find(session_id)
+        with self._lock:
+            if running.session.end_reason is None:
+                self.driver.forget(running.session.flow)
+                running.session.is_held = True
+
+    def redirect(self, session_id: str, source: str, formats: Mapping[int, PayloadFormat]) -> None:
+        """Takes a session's packets from this source from now on. Raises SessionExpired; OptionError for a source of
+        another session."""
+        running, key, per_s = self._find(session_id), parse_source(source), float(self.config.packets_per_s)
+        session = running.session
+        with self._lock:
+            if session.end_reason is not None:
+                return
+            if any(each.session.source == key and each is not running for each in self._by_flow.values()):
+                raise OptionError(f"source={source!r} is another session's", "one session for a source", param="source")
+            self.driver.forget(session.flow)
+            self.driver.admit_source(session.flow, key, per_s, per_s * BURST_S)
+            session.change_formats(formats)
+            session.source, session.latched, session.is_held = key, False, False
+            session.last_packet_s = time.monotonic()
+
+    def position_s(self, session_id: str) -> float:
+        """End of a session's audio so far. Raises SessionExpired."""
+        return samples_to_s(self._find(session_id).session.spool.end)
+
+    def publish(self, session_id: str, event: EdgeEvent) -> None:
+        """Adds an event to those of a session. Raises SessionExpired."""
+        running = self._find(session_id)
+        if not running.log.ended:
+            self._publish(running, [event])
 
     def describe_all(self) -> list[EdgeSessionState]:
         with self._lock:
@@ -274,6 +311,8 @@ class EdgeService:
             self._hand_over(running, running.session.finish(reason))
             self._count_stream(running.session)
             self._metrics.forget_stream(running.session.flow)
+            if running.on_finish is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(running.on_finish, reason)
 
     def _hand_over(self, running: _Running, events: list[EdgeEvent]) -> None:
         """Tells the loop, from any thread, that a session has more audio or events."""
@@ -330,7 +369,7 @@ class EdgeService:
         before = session.spool.end
         try:
             events = session.advance(now_s)
-            if now_s - session.last_packet_s > self.config.idle_s:
+            if not session.is_held and now_s - session.last_packet_s > self.config.idle_s:
                 self._finish(running, "idle")
         except Exception:
             log.exception("edge session %s failed", session.id)
@@ -359,7 +398,3 @@ class EdgeService:
         stream, discarded_s = session.stream, samples_to_s(session.spool.discarded_samples)
         audio_s = stream.received_s, stream.concealed_s, stream.silent_s, discarded_s
         self._metrics.count_stream(session.flow, audio_s, stream.lost_packets)
-
-
-def _describe(form: PayloadFormat) -> str:
-    return f"{form.encoding}/{form.clock_hz}" + (f"/{form.channels}" if form.channels > 1 else "")

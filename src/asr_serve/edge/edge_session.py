@@ -19,7 +19,7 @@ from asr_serve.edge.speech_gate import GatedSpeech, GateOutput
 from asr_serve.edge.voice_gate import VoiceGate
 from asr_serve.units import RATE_HZ, samples_to_s
 
-EndReason = Literal["deleted", "idle", "stopping", "failed"]
+EndReason = Literal["deleted", "hangup", "idle", "stopping", "failed"]
 
 
 class EdgeSessionState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -69,6 +69,8 @@ class EdgeSession:
         self.dropped: Counter[DropReason] = Counter()
         self.latched = False
         self.last_packet_s = now_s
+        self.is_held = False
+        """Whether its sender is on hold, so that no packets are expected."""
         self.end_reason: EndReason | None = None
         self._discarded: tuple[int, int] | None = None
         """Start and end of the audio that is being discarded."""
@@ -86,6 +88,11 @@ class EdgeSession:
     def advance(self, now_s: float) -> list[EdgeEvent]:
         """Moves the samples that are in order to the spool; returns what happened."""
         return self._spool_in(self.stream.advance(now_s))
+
+    def change_formats(self, formats: Mapping[int, PayloadFormat]) -> None:
+        """Takes these payload types too, or in place of those of the same number."""
+        self.formats = {**self.formats, **formats}
+        self.stream.change_formats(self.formats)
 
     def finish(self, reason: EndReason) -> list[EdgeEvent]:
         """Ends the audio: nothing is taken any more."""

@@ -54,6 +54,9 @@ class PacketDriver(Protocol):
         its source (16 bytes of IPv6 or mapped IPv4 address, 2 of port), its payload, and its time of arrival in
         seconds of the monotonic clock."""
 
+    def send(self, destination: bytes, payload: bytes) -> bool:
+        """Sends a datagram from the port, without waiting; returns whether it went. Called by any thread."""
+
     def counts(self) -> dict[str, int]:
         """Datagrams received, and dropped by reason: unknown_source over_rate truncated not_rtp
         checksum kernel."""
@@ -77,6 +80,9 @@ class RecvmmsgDriver:
         self.admit_ssrc, self.admit_source = self._receiver.admit_ssrc, self._receiver.admit_source
         self.latch, self.forget = self._receiver.latch, self._receiver.forget
         self.receive, self.counts = self._receiver.receive, self._receiver.counts
+
+    def send(self, destination: bytes, payload: bytes) -> bool:
+        return send_from(self._socket, destination, payload)
 
     def close(self) -> None:
         self._receiver.close()
@@ -113,6 +119,17 @@ def _unusable(host: str, port: int, error: OSError) -> OptionError:
         "choose another with --port, or 0 for any",
         param="port",
     )
+
+
+def send_from(own: socket.socket, destination: bytes, payload: bytes) -> bool:
+    """Sends a datagram to a source's key, without waiting; returns whether it went."""
+    address = ipaddress.IPv6Address(destination[:16])
+    host = str(address.ipv4_mapped or address) if own.family == socket.AF_INET else str(address)
+    try:
+        own.sendto(payload, socket.MSG_DONTWAIT, (host, int.from_bytes(destination[16:], "big")))
+    except OSError:  # a full buffer, or nobody there: the next packet is 20 ms away
+        return False
+    return True
 
 
 def parse_source(text: str) -> bytes:

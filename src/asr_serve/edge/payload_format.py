@@ -88,6 +88,11 @@ def parse_format(text: str) -> PayloadFormat:
     return PayloadFormat(encoding, clock_hz, channels)
 
 
+def describe_format(form: PayloadFormat) -> str:
+    """Formats it as `parse_format` reads it."""
+    return f"{form.encoding}/{form.clock_hz}" + (f"/{form.channels}" if form.channels > 1 else "")
+
+
 def parse_payload_types(table: Mapping[str, str]) -> dict[int, PayloadFormat]:
     """Parses {"96": "opus/48000/2"}, and adds the static types. Raises OptionError, UnsupportedOption."""
     if len(table) > MAX_PAYLOAD_TYPES:

@@ -110,6 +110,14 @@ class RtpStream:
     def silent_s(self) -> float:
         return float(self._exact["silent"])
 
+    def change_formats(self, formats: Mapping[int, PayloadFormat]) -> None:
+        """Changes what payload types mean. What waits is decoded as what it was sent as."""
+        if formats != self._formats:
+            if self._buffer is not None:
+                self._apply(self._buffer.finish())
+            self._formats = formats
+            self._decoders.clear()
+
     def push(self, packet: RtpPacket, arrival_s: float) -> DropReason | None:
         """Takes a packet, or returns why not. Call `advance` after a batch of them."""
         form = self._formats.get(packet.payload_type)

@@ -19,6 +19,7 @@ from asr_serve.edge.driver_choice import open_driver
 from asr_serve.edge.edge_config import EdgeConfig
 from asr_serve.edge.edge_service import EdgeService
 from asr_serve.edge.packet_driver import PacketDriver
+from asr_serve.edge.telephone import Telephone
 from asr_serve.edge.voice_activity import VoiceActivityPool
 from asr_serve.edge.voice_gate import VoiceGate
 from asr_serve.metrics import EdgeMetrics
@@ -51,17 +52,22 @@ async def _run(
         loop.add_signal_handler(number, handle)
     metrics = EdgeMetrics(__version__)
     service = EdgeService(config, driver, metrics, api_key=client_key(), create_gate=create_gate)
+    telephone = None if config.sip is None else Telephone(service, config.sip, metrics)
+    if telephone is not None:
+        await telephone.start()
     server = Server(
-        create_control_api(service),
+        create_control_api(service, telephone),
         address=config.control_host,
         port=control_port,
         interface=Interfaces.ASGINL,
         log_dictconfig=logs.GRANIAN,
     )
     serving = asyncio.create_task(server.serve())
-    _announce(config, driver, control_port)
+    _announce(config, driver, control_port, telephone)
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if telephone is not None:
+        await telephone.close()
     await service.close()
     server.stop()  # type: ignore[no-untyped-call]
     with contextlib.suppress(TimeoutError):
@@ -71,7 +77,9 @@ async def _run(
     os._exit(0 if stop.is_set() else 1)  # as the server: threads of granian must not meet a Python that ends
 
 
-def _announce(config: EdgeConfig, driver: PacketDriver, control_port: int) -> None:
+def _announce(
+    config: EdgeConfig, driver: PacketDriver, control_port: int, telephone: Telephone | None = None
+) -> None:
     def shown(host: str) -> str:
         host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         return f"[{host}]" if ":" in host else host
@@ -87,4 +95,9 @@ def _announce(config: EdgeConfig, driver: PacketDriver, control_port: int) -> No
         f"  listen    curl -N {control}{PATH}/ID/events{key}",
         f"  health    {control}/health   metrics   {control}/metrics",
     ]
+    if telephone is not None:
+        sip, transports = telephone.config, "UDP and TCP" if telephone.config.tcp else "UDP"
+        lines.append(f"  calls     sip:{sip.user}@{shown(sip.host)}:{telephone.port} by {transports}")
+        if sip.registrar is not None:
+            lines.append(f"            registers {sip.user} at {sip.registrar}")
     print("\n".join(lines), file=sys.stderr, flush=True)

@@ -65,6 +65,24 @@ def edge(
             show_default="off",
         ),
     ] = None,
+    sip: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST[:PORT]",
+            help="Answer telephone calls by SIP at this address.",
+            show_default="none are answered",
+        ),
+    ] = None,
+    sip_allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NETWORK", help="Network that may call. May be repeated.", show_default="the registrar"),
+    ] = None,
+    sip_register: Annotated[
+        str | None,
+        typer.Option(
+            metavar="sip:USER@HOST", help="Account at an exchange, whose calls are answered.", show_default="none"
+        ),
+    ] = None,
     config: Annotated[
         str | None, typer.Option("--config", "-c", metavar="FILE", help="TOML file of settings; flags override it.")
     ] = None,
@@ -109,6 +127,13 @@ def edge(
       asr-serve edge --host 10.0.0.2 --driver af_xdp --interface eth0
 
     \b
+    Telephone calls (docs/telephone.md); the password of the account is in
+    ASR_SERVE_SIP_PASSWORD
+      asr-serve edge --host 10.0.0.5 --sip 10.0.0.5:5060 \\
+        --sip-register sip:7001@10.0.0.7
+      curl -N http://127.0.0.1:8004/v1/edge/calls/events
+
+    \b
     A file of settings (docs/edge.md)
       server = "https://asr.example.org"
       host = "0.0.0.0"
@@ -121,11 +146,34 @@ def edge(
     types = None if payload_type is None else dict(_parse_type(text) for text in payload_type)
     flags = {"server": server, "host": host, "port": port, "driver": driver, "interface": interface}
     flags |= {"control_host": control_host, "control_port": control_port}
+    table = {**_parse_sip(sip), **_parse_account(sip_register), **({"allow": sip_allow} if sip_allow else {})}
     run_edge(
         load_edge_config(
-            config, {**flags, "webhook": webhook, "payload_types": types, "voice_activity": voice_activity}
+            config,
+            {**flags, "webhook": webhook, "payload_types": types, "voice_activity": voice_activity, "sip": table},
         )
     )
+
+
+def _parse_sip(text: str | None) -> dict[str, object]:
+    """Reads HOST, HOST:PORT, [IPv6] or [IPv6]:PORT."""
+    if text is None:
+        return {}
+    host, _, port = text.rpartition(":") if "]:" in text or text.count(":") == 1 else (text, "", "5060")
+    if not (port.isascii() and port.isdigit()):
+        raise OptionError(f"--sip {text[:60]}", "HOST or HOST:PORT", "like 10.0.0.5:5060")
+    return {"host": host.strip("[]"), "port": int(port)}
+
+
+def _parse_account(text: str | None) -> dict[str, object]:
+    """Reads sip:USER@HOST, with a port and a transport."""
+    if text is None:
+        return {}
+    scheme, colon, rest = text.partition(":")
+    user, at, place = rest.rpartition("@")
+    if not (colon and at and user and place):
+        raise OptionError(f"--sip-register {text[:60]}", "sip:USER@HOST", "like sip:7001@pbx.example.org;transport=tcp")
+    return {"user": user, "registrar": f"{scheme}:{place}"}
 
 
 def _parse_type(text: str) -> tuple[str, str]:

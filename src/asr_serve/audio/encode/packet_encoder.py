@@ -38,6 +38,20 @@ CODEC_SPECS = {
     # Short blocks: FFmpeg's default is five times as long, and so is the latency of the first.
     "flac": CodecSpec(("flac",), "s16", (), 0, 0, {"frame_size": "576"}),
 }
+CALL_SPECS = {
+    "g722": CodecSpec(("g722",), "s16", (16_000,)),
+    # For 20 ms of speech in a packet, which its successor can restore.
+    "opus_call": CodecSpec(
+        ("libopus",),
+        "s16",
+        (8_000, 12_000, 16_000, 24_000, 48_000),
+        24_000,
+        32_000,
+        {"frame_duration": "20", "application": "voip", "fec": "1", "packet_loss": "10"},
+    ),
+}
+"""Codecs of telephone calls, which are no formats of files."""
+_SPECS = CODEC_SPECS | CALL_SPECS
 
 
 class PacketEncoder:
@@ -49,7 +63,7 @@ class PacketEncoder:
     """
 
     def __init__(self, form: str, rate_hz: int, bit_rate: int | None = None) -> None:
-        self._spec = spec = CODEC_SPECS[form]
+        self._spec = spec = _SPECS[form]
         name = _available(form)
         self.rate_hz = rate_hz
         created = av.CodecContext.create(name, "w")
@@ -109,11 +123,11 @@ def available_formats() -> list[str]:
 
 
 def _available(form: str) -> str:
-    for name in CODEC_SPECS[form].names:
+    for name in _SPECS[form].names:
         if _has(name):
             return name
     raise UnsupportedOption(
-        f"{form}, and the FFmpeg of this machine has no {' or '.join(CODEC_SPECS[form].names)}",
+        f"{form}, and the FFmpeg of this machine has no {' or '.join(_SPECS[form].names)}",
         f"here there are: {', '.join(['wav', 'pcm', *available_formats()])}",
         "choose one of these, or install PyAV's own wheel",
         param="response_format",

@@ -66,7 +66,7 @@ class SipRegistration:
 
     def end(self) -> None:
         """Ends the registration: the next request removes it."""
-        self._ending, self.due_s = True, 0.0
+        self._ending, self.due_s = True, 0.0 if self.is_registered else None
 
     def receive(self, response: SipResponse, request: SipRequest, via: str, now_s: float) -> SipRequest | None:
         """Takes the final response of a request; returns the request to send now, with credentials, or None."""

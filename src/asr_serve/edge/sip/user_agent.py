@@ -154,14 +154,17 @@ class UserAgent:
         port: Callable[[str], int],
         local_host: Callable[[str], str],
         is_allowed: Callable[[str], bool],
+        is_trusted: Callable[[str], bool] = lambda _: False,
         max_calls: int,
         verifier: DigestVerifier | None = None,
         account: SipAccount | None = None,
         product: str = "asr-serve",
     ) -> None:
         """`port`: ours, of a transport; `local_host`: our address as a peer sees it; `is_allowed`: whether messages of
-        an address are read; `verifier`: of callers' credentials; `account`: where we are registered."""
-        self._user, self._port, self._local_host, self._is_allowed = user, port, local_host, is_allowed
+        an address are read, and `is_trusted` whether its calls need no credentials; `verifier`: of those; `account`:
+        where we are registered."""
+        self._user, self._port, self._local_host = user, port, local_host
+        self._is_allowed, self._is_trusted = is_allowed, is_trusted
         self._verifier, self._max_calls, self._account, self._product = verifier, max_calls, account, product
         self.transactions = TransactionLayer()
         self._calls: dict[tuple[str, str], SipCall] = {}
@@ -190,6 +193,11 @@ class UserAgent:
         times = [self.transactions.due_s, *self._ring_ends_s.values()]
         times.append(None if self.registration is None else self.registration.due_s)
         return min((time_s for time_s in times if time_s is not None), default=None)
+
+    @property
+    def waits_for_responses(self) -> bool:
+        """Whether a BYE, CANCEL or REGISTER of ours has no response yet."""
+        return any(sent.request.method != "INVITE" for sent in self._sent.values())
 
     def take_output(self) -> list[tuple[SipPeer, bytes]]:
         return self.transactions.take_output()
@@ -362,7 +370,7 @@ class UserAgent:
         if request.uri.partition(":")[0].lower() not in ("sip", "sips"):
             answer(416)
             return
-        if self._verifier is not None:
+        if self._verifier is not None and not self._is_trusted(peer.host):
             user = self._verifier.verify(request, now_s)
             if not isinstance(user, str):
                 self.counts["unauthorized"] += 1

@@ -1,0 +1,491 @@
+"""Telephone: calls of a SIP user agent whose audio is sessions of the edge, and audio that is played to callers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from asr_serve.edge.edge_config import check_stream_options
+from asr_serve.edge.edge_events import AudioPlayed, CallBegun, CallHeld, CallResumed
+from asr_serve.edge.edge_service import EdgeService, EdgeSessionRequest
+from asr_serve.edge.edge_session import EndReason
+from asr_serve.edge.event_log import EdgeEventLog
+from asr_serve.edge.packet_driver import parse_source
+from asr_serve.edge.payload_format import describe_format
+from asr_serve.edge.rtp_playout import CallPlayout, PlayoutResult
+from asr_serve.edge.sip.digest import DigestVerifier
+from asr_serve.edge.sip.message import MalformedSip, bracketed
+from asr_serve.edge.sip.registration import SipAccount
+from asr_serve.edge.sip.session_description import (
+    AudioDescription,
+    ChosenFormat,
+    UnusableSdp,
+    build_answer,
+    build_offer,
+    choose_format,
+    offered_formats,
+)
+from asr_serve.edge.sip.user_agent import (
+    CallChanged,
+    CallConfirmed,
+    CallEnded,
+    CallOffered,
+    RegistrationChanged,
+    SipCall,
+    UserAgent,
+)
+from asr_serve.edge.sip_config import SipConfig
+from asr_serve.edge.sip_endpoint import SipEndpoint
+from asr_serve.errors import AtCapacity, OptionError, SessionExpired, UnsupportedOption
+from asr_serve.metrics import EdgeMetrics
+from asr_serve.types import is_loopback
+
+RETRY_S = 5
+CLOSE_S = 2.0
+"""Longest wait for the farewells of calls and of the registration."""
+ENDED_OUTCOMES = {"cancelled": "cancelled", "rejected": "rejected", "failed": "failed"}
+
+log = logging.getLogger(__name__)
+
+
+class CallRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Request to call somebody."""
+
+    to: Annotated[str, Meta(max_length=256)]
+    """SIP URI, or a number or name at the registrar."""
+    options: dict[str, str | int | float | bool] = {}
+    """Parameters of /v1/stream."""
+
+
+class CallPlaced(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer: a call that rings. Events of calls tell its session, or its end."""
+
+    call_id: str
+    to: str
+
+
+class CallNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Event of calls."""
+
+    type: Literal["call", "call_end", "registration"]
+    session: str | None = None
+    call_id: str | None = None
+    caller: str | None = None
+    called: str | None = None
+    direction: Literal["in", "out"] | None = None
+    cause: str | None = None
+    """Why a call has ended: hangup, local, cancelled, rejected, failed."""
+    status: int | None = None
+    registered: bool | None = None
+    detail: str | None = None
+
+
+class _Media:
+    """Audio of one call."""
+
+    def __init__(self, session_id: str, audio: AudioDescription, chosen: ChosenFormat, playout: CallPlayout) -> None:
+        self.session_id, self.audio, self.chosen, self.playout = session_id, audio, chosen, playout
+        self.destination = parse_source(_source_of(audio))
+        self.is_announced = False
+        self.held: asyncio.TimerHandle | None = None
+
+
+class Telephone:
+    """Telephone of one edge. All methods are called on the edge's loop."""
+
+    def __init__(self, service: EdgeService, config: SipConfig, metrics: EdgeMetrics) -> None:
+        self.config, self._service, self._metrics = config, service, metrics
+        self._endpoint = SipEndpoint(config.host, config.port, tcp=config.tcp, on_events=self._apply_events)
+        self._media: dict[str, _Media] = {}
+        """By Call-ID."""
+        self._calls: dict[str, SipCall] = {}
+        """By session."""
+        self._options: dict[str, dict[str, str | int | float | bool]] = {}
+        """Options of calls of ours that ring, by Call-ID."""
+        self._versions: dict[str, tuple[int, int]] = {}
+        """Session and version of our descriptions, by Call-ID."""
+        self._rings: set[asyncio.TimerHandle] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._networks = [ipaddress.ip_network(network) for network in config.allow]
+        self._registrar_host = ""
+        self._is_closing = False
+        self._loop = asyncio.get_running_loop()
+        self.events = EdgeEventLog()
+        """Events of all calls, and of the registration."""
+
+    @property
+    def port(self) -> int:
+        return self._endpoint.port
+
+    async def start(self) -> None:
+        """Opens the port, and registers. Raises OptionError."""
+        config = self.config
+        account: SipAccount | None = None
+        await self._endpoint.start()
+        if config.registrar is not None:
+            uri = config.registrar_uri()
+            try:
+                places = await self._loop.getaddrinfo(uri.host, uri.port or 5_060, type=socket.SOCK_DGRAM)
+            except OSError as error:
+                await self._endpoint.close()
+                raise OptionError(
+                    f"sip.registrar={config.registrar!r} has no address: {error.strerror or error}",
+                    "a host that can be resolved",
+                    param="registrar",
+                ) from error
+            self._registrar_host = str(places[0][4][0])
+            account = SipAccount(
+                registrar=uri,
+                address=self._registrar_host,
+                user=config.user,
+                auth_user=config.auth_user or config.user,
+                password=config.password,
+                expires_s=config.expires_s,
+            )
+        self._endpoint.agent = self._agent = UserAgent(
+            user=config.user,
+            port=lambda _: self._endpoint.port,
+            local_host=self._local_host,
+            is_allowed=self._is_allowed,
+            is_trusted=lambda host: host == self._registrar_host,
+            max_calls=config.max_calls,
+            verifier=DigestVerifier(config.user, config.callers) if config.callers else None,
+            account=account,
+        )
+        self._endpoint.pump()
+
+    async def close(self) -> None:
+        """Hangs up, removes the registration, and closes the port."""
+        self._is_closing = True
+        for ring in list(self._rings):
+            ring.cancel()
+        for call in self._agent.calls:
+            self._agent.hang_up(call, self._loop.time())
+        self._agent.end_registration()
+        self._endpoint.pump()
+        self._agent.advance(self._loop.time())
+        self._endpoint.pump()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                while self._agent.waits_for_responses:
+                    await asyncio.sleep(0.02)
+        await self._endpoint.close()
+        for call_id in list(self._media):
+            self._end_media(call_id, "stopping")
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.events.close()
+
+    # --- what a client asks for ------------------------------------------------------------------------
+
+    def place_call(self, request: CallRequest) -> CallPlaced:
+        """Calls somebody. Raises OptionError, AtCapacity."""
+        uri = request.to
+        if not uri.lower().startswith("sip:"):
+            if self.config.registrar is None:
+                raise OptionError(f"to={uri[:80]!r}", "a SIP URI, or with a registrar a number", param="to")
+            registrar = self.config.registrar_uri()
+            uri = f"sip:{uri}@{registrar.host}"
+        check_stream_options(request.options)
+        try:
+            local = self._local_host(self._registrar_host)
+            sdp = build_offer(local, self._service.driver.port, self.config.encodings, **self._version())
+            call = self._agent.place_call(uri, sdp, self._loop.time())
+        except MalformedSip as malformed:
+            raise OptionError(f"to={request.to[:80]!r}: {malformed}", "like sip:7001@10.0.0.7", param="to") from None
+        self._options[call.id] = request.options
+        self._endpoint.pump()
+        return CallPlaced(call_id=call.id, to=uri)
+
+    async def play(self, session_id: str, pcm: AsyncIterator[bytes], rate_hz: int) -> PlayoutResult:
+        """Plays samples to a caller, and waits for their end. Raises SessionExpired, UnsupportedAudio."""
+        result = await self._find(session_id).playout.play(pcm, rate_hz)
+        with contextlib.suppress(SessionExpired):
+            self._service.publish(session_id, AudioPlayed(played_s=result.played_s, interrupted=result.interrupted))
+        return result
+
+    def stop_playing(self, session_id: str) -> None:
+        """Interrupts what is played, and drops what waits. Raises SessionExpired."""
+        self._find(session_id).playout.stop()
+
+    def note_metrics(self) -> None:
+        """Brings the metrics up to date."""
+        self._metrics.note_sip(self._agent.counts)
+        self._metrics.open_calls.set(len(self._agent.calls))
+        registration = self._agent.registration
+        self._metrics.registered.set(registration is not None and registration.is_registered)
+
+    def _find(self, session_id: str) -> _Media:
+        call = self._calls.get(session_id)
+        media = None if call is None else self._media.get(call.id)
+        if media is None:
+            raise SessionExpired(
+                f"no call has the session {session_id[:60]!r}", "a session of a call that has not ended"
+            )
+        return media
+
+    # --- events of the user agent ----------------------------------------------------------------------
+
+    def _apply_events(self) -> None:
+        while events := self._agent.take_events():
+            for event in events:
+                match event:
+                    case CallOffered(call=call):
+                        self._take_offer(call)
+                    case CallConfirmed(call=call, answer=answer):
+                        self._confirm(call, answer)
+                    case CallChanged(call=call):
+                        self._change(call)
+                    case CallEnded(call=call):
+                        self._note_end(event, call)
+                    case RegistrationChanged():
+                        self._note_registration(event)
+
+    def _take_offer(self, call: SipCall) -> None:
+        now_s = self._loop.time()
+        if self._is_closing:
+            self._refuse(call, 503, "unavailable")
+            return
+        if call.offer is not None:
+            try:
+                self._begin_media(call, call.offer, choose_format(call.offer, self.config.encodings))
+            except AtCapacity:
+                self._refuse(call, 503, "unavailable")
+                return
+            except (UnusableSdp, OptionError) as error:
+                self._refuse(call, 488, "not_acceptable", str(error))
+                return
+        if not self.config.ring_s:
+            self._answer(call)
+            return
+        self._agent.ring(call, now_s)
+
+        def answer() -> None:
+            self._rings.discard(ringing)
+            self._answer(call)
+            self._endpoint.pump()
+
+        ringing = self._loop.call_later(self.config.ring_s, answer)
+        self._rings.add(ringing)
+
+    def _refuse(self, call: SipCall, status: int, outcome: str, warning: str = "") -> None:
+        self._metrics.count_call(outcome)
+        retry_s = RETRY_S if status == 503 else 0
+        self._agent.reject(call, status, self._loop.time(), warning=warning, retry_after_s=retry_s)
+
+    def _answer(self, call: SipCall) -> None:
+        if call.id in self._media:
+            self._announce(call)
+        self._agent.accept(call, self._describe(call), self._loop.time())
+
+    def _describe(self, call: SipCall) -> str:
+        """Our description: the answer to the call's offer, or an offer."""
+        port = self._service.driver.port
+        media = self._media.get(call.id)
+        if call.offer is None or media is None:
+            local = self._local_host(call.peer.host)
+            return build_offer(local, port, self.config.encodings, **self._version(call.id))
+        local = self._local_host(call.peer.host if call.offer.host == "0.0.0.0" else call.offer.host)
+        return build_answer(call.offer, media.chosen, local, port, **self._version(call.id))
+
+    def _version(self, call_id: str = "") -> dict[str, int]:
+        session, version = self._versions.get(call_id, (secrets.randbits(31), 0))
+        if call_id:
+            self._versions[call_id] = session, version + 1
+        return {"session": session, "version": version + 1}
+
+    def _confirm(self, call: SipCall, answer: AudioDescription | None) -> None:
+        if answer is None or call.hangs_up:
+            return
+        media = self._media.get(call.id)
+        try:
+            chosen = choose_format(answer, self.config.encodings)
+            if media is None:
+                self._begin_media(call, answer, chosen)
+                self._announce(call)
+            else:
+                self._apply_audio(media, answer, chosen)
+        except (UnusableSdp, OptionError, AtCapacity, SessionExpired) as error:
+            log.warning("call %s ends: %s", call.id, error)
+            self._agent.hang_up(call, self._loop.time())
+
+    def _begin_media(self, call: SipCall, audio: AudioDescription, chosen: ChosenFormat) -> None:
+        """Creates the session of a call. Raises OptionError, AtCapacity."""
+        formats = audio.formats if call.offer is not None else {**offered_formats(), **audio.formats}
+        types = {str(kind): describe_format(form) for kind, form in formats.items()}
+        request = EdgeSessionRequest(
+            source=_source_of(audio), payload_types=types, options=self._options.pop(call.id, {})
+        )
+        try:
+            driver = self._service.driver
+            playout = CallPlayout(
+                chosen.payload_type, chosen.form, lambda packet: driver.send(media.destination, packet)
+            )
+        except UnsupportedOption as error:
+            raise UnusableSdp(str(error)) from error
+        try:
+            created = self._service.create(request, lambda reason: self._finish(call, reason))
+        except BaseException:
+            self._run(playout.close())
+            raise
+        media = self._media[call.id] = _Media(created.id, audio, chosen, playout)
+        self._calls[created.id] = call
+
+    def _announce(self, call: SipCall) -> None:
+        """Tells of a call that both sides have taken."""
+        media = self._media[call.id]
+        direction: Literal["in", "out"] = "in" if call.is_incoming else "out"
+        told = CallBegun(
+            call_id=call.id,
+            caller=call.caller,
+            called=call.called,
+            direction=direction,
+            encoding=describe_format(media.chosen.form),
+        )
+        self._service.publish(media.session_id, told)
+        self._metrics.count_call("answered")
+        self._tell(
+            CallNote(
+                type="call",
+                session=media.session_id,
+                call_id=call.id,
+                caller=call.caller,
+                called=call.called,
+                direction=direction,
+            )
+        )
+
+    def _change(self, call: SipCall) -> None:
+        """Answers a re-INVITE: on hold, back from it, another address or format."""
+        media = self._media.get(call.id)
+        if media is None:
+            self._agent.reject(call, 488, self._loop.time())
+            return
+        if call.offer is not None:
+            try:
+                self._apply_audio(media, call.offer, choose_format(call.offer, self.config.encodings))
+            except (UnusableSdp, OptionError) as error:
+                self._agent.reject(call, 488, self._loop.time(), warning=str(error))
+                return
+            except SessionExpired:
+                self._agent.reject(call, 480, self._loop.time())
+                return
+        self._agent.accept(call, self._describe(call), self._loop.time())
+
+    def _apply_audio(self, media: _Media, audio: AudioDescription, chosen: ChosenFormat) -> None:
+        """Follows a description that changes a call. Raises OptionError, SessionExpired."""
+        if audio.is_held:
+            self._hold(media)
+        else:
+            source = _source_of(audio)
+            self._service.redirect(media.session_id, source, audio.formats)
+            media.destination = parse_source(source)
+        if chosen != media.chosen:
+            media.playout.change_format(chosen.payload_type, chosen.form)
+        media.audio, media.chosen = audio, chosen
+        if not audio.is_held:
+            self._resume(media)
+
+    def _hold(self, media: _Media) -> None:
+        if media.held is not None:
+            return
+        self._service.hold(media.session_id)
+        media.playout.is_paused = True
+        call = self._calls[media.session_id]
+        media.held = self._loop.call_later(self.config.hold_s, self._hang_up, call)
+        self._service.publish(media.session_id, CallHeld(position_s=self._service.position_s(media.session_id)))
+
+    def _resume(self, media: _Media) -> None:
+        media.playout.resume()
+        if media.held is not None:
+            media.held.cancel()
+            media.held = None
+            self._service.publish(media.session_id, CallResumed(position_s=self._service.position_s(media.session_id)))
+
+    def _hang_up(self, call: SipCall) -> None:
+        self._agent.hang_up(call, self._loop.time())
+        self._endpoint.pump()
+
+    def _note_end(self, event: CallEnded, call: SipCall) -> None:
+        media = self._media.get(call.id)
+        if media is None and event.cause in ENDED_OUTCOMES and not call.is_incoming:
+            self._metrics.count_call(ENDED_OUTCOMES[event.cause])
+        elif event.cause == "cancelled":
+            self._metrics.count_call("cancelled")
+        session = None if media is None else media.session_id
+        self._options.pop(call.id, None)
+        self._versions.pop(call.id, None)
+        reason: EndReason = "hangup" if event.cause in ("hangup", "cancelled") else "deleted"
+        self._end_media(call.id, "stopping" if self._is_closing else reason)
+        self._tell(
+            CallNote(type="call_end", session=session, call_id=call.id, cause=event.cause, status=event.status or None)
+        )
+
+    def _note_registration(self, event: RegistrationChanged) -> None:
+        level = logging.INFO if event.is_registered else logging.WARNING
+        log.log(level, "registration at %s: %s", self.config.registrar, event.detail)
+        self._tell(CallNote(type="registration", registered=event.is_registered, detail=event.detail))
+
+    def _finish(self, call: SipCall, reason: EndReason) -> None:
+        """Ends the call of a session whose audio has ended."""
+        if call.id in self._media:
+            self._end_media(call.id, reason)
+            self._hang_up(call)
+
+    def _end_media(self, call_id: str, reason: EndReason) -> None:
+        media = self._media.pop(call_id, None)
+        if media is None:
+            return
+        del self._calls[media.session_id]
+        if media.held is not None:
+            media.held.cancel()
+        self._run(media.playout.close())
+        with contextlib.suppress(SessionExpired):
+            self._service.end(media.session_id, reason)
+
+    def _run(self, work: object) -> None:
+        assert asyncio.iscoroutine(work)
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _tell(self, note: CallNote) -> None:
+        self.events.append(note.type, msgspec.json.encode(note))
+
+    # --- addresses -------------------------------------------------------------------------------------
+
+    def _is_allowed(self, host: str) -> bool:
+        if host == self._registrar_host:
+            return True
+        if self._networks:
+            try:
+                address = ipaddress.ip_address(host.partition("%")[0])
+            except ValueError:
+                return False
+            return any(address in network for network in self._networks)
+        return is_loopback(self.config.host) or bool(self.config.callers)
+
+    def _local_host(self, host: str) -> str:
+        """Address of this machine as another host sees it."""
+        if self.config.public_host is not None:
+            return self.config.public_host
+        try:
+            remote = ipaddress.ip_address(host)
+            family = socket.AF_INET6 if remote.version == 6 else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 9))  # sends nothing
+                return str(probe.getsockname()[0])
+        except (OSError, ValueError):
+            return "127.0.0.1" if self.config.host in ("0.0.0.0", "::") else self.config.host
+
+
+def _source_of(audio: AudioDescription) -> str:
+    return f"{bracketed(audio.host)}:{audio.port}"

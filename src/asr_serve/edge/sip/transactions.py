@@ -214,6 +214,7 @@ class TransactionLayer:
         transaction = self._transactions.get(key)
         if transaction is not None and transaction.state is _State.ACCEPTED:
             transaction.state, transaction.resend_s = _State.CONFIRMED, None
+            self._arm(transaction)
 
     # --- messages --------------------------------------------------------------------------------------
 

@@ -184,9 +184,12 @@ def test_credentials_are_verified_once_while_they_are_fresh(algorithm: str) -> N
     assert verifier.verify(signed("bob", "secret"), 101.0) is False
     other = DigestVerifier("desk", {"ann": "secret"})
     assert other.verify(signed("ann", "secret"), 101.0) is True  # its nonce is of another process: ask again
-    moved = signed("ann", "secret", 4)
-    moved.uri = "sip:9@10.0.0.5"
-    assert verifier.verify(moved, 101.0) is False
+    rewritten = signed("ann", "secret", 4)  # by a proxy
+    rewritten.uri = "sip:9@10.0.0.5"
+    assert verifier.verify(rewritten, 101.0) == "ann"
+    forged = signed("ann", "secret", 5)
+    forged.set("authorization", forged.get("authorization").replace('uri="sip:7001', 'uri="sip:7002'))
+    assert verifier.verify(forged, 101.0) is False
 
 
 def test_the_best_challenge_is_answered() -> None:

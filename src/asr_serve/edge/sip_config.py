@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from asr_serve.config import sip_password
+from asr_serve.edge.sip.digest import DIGEST_ALGORITHMS, DigestAlgorithm
 from asr_serve.edge.sip.message import MalformedSip, SipUri, parse_uri
 from asr_serve.edge.sip.session_description import CALL_ENCODINGS, CallEncoding
 from asr_serve.errors import OptionError, UnknownOption
@@ -44,6 +45,8 @@ class SipConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Networks whose messages are read, like 10.0.0.0/24, besides the registrar's address."""
     callers: dict[SipUser, Secret] = {}
     """Users and passwords of callers. With any, a call that does not come from the registrar needs one of them."""
+    digests: tuple[DigestAlgorithm, ...] = DIGEST_ALGORITHMS
+    """Algorithms of their digests, the first offered first: old telephones read one challenge only."""
     max_calls: PositiveInt = 64
     """Calls at once; one more is told that the line is busy."""
     ring_s: Annotated[float, Meta(ge=0, le=60)] = 0.0
@@ -67,8 +70,9 @@ class SipConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 ) from None
         if self.registrar is not None:
             self.registrar_uri()
-        if not self.encodings:
-            raise OptionError("sip.encodings is empty", f"any of: {', '.join(CALL_ENCODINGS)}", param="encodings")
+        for name, known in (("encodings", CALL_ENCODINGS), ("digests", DIGEST_ALGORITHMS)):
+            if not getattr(self, name):
+                raise OptionError(f"sip.{name} is empty", f"any of: {', '.join(known)}", param=name)
         if not is_loopback(self.host) and not (self.allow or self.callers or self.registrar):
             raise OptionError(
                 f"sip.host={self.host!r} without allow, callers or registrar",

@@ -158,7 +158,7 @@ class Telephone:
             is_allowed=self._is_allowed,
             is_trusted=lambda host: host == self._registrar_host,
             max_calls=config.max_calls,
-            verifier=DigestVerifier(config.user, config.callers) if config.callers else None,
+            verifier=DigestVerifier(config.user, config.callers, config.digests) if config.callers else None,
             account=account,
         )
         self._endpoint.pump()
@@ -430,7 +430,7 @@ class Telephone:
         )
 
     def _note_registration(self, event: RegistrationChanged) -> None:
-        level = logging.INFO if event.is_registered else logging.WARNING
+        level = logging.INFO if event.is_registered or self._is_closing else logging.WARNING
         log.log(level, "registration at %s: %s", self.config.registrar, event.detail)
         self._tell(CallNote(type="registration", registered=event.is_registered, detail=event.detail))
 

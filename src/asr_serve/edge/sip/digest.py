@@ -6,11 +6,13 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
 from asr_serve.edge.sip.message import SipRequest, SipResponse, split_list, unquoted
 
+DigestAlgorithm = Literal["SHA-256", "MD5"]
+DIGEST_ALGORITHMS: tuple[DigestAlgorithm, ...] = get_args(DigestAlgorithm)
 ALGORITHMS: dict[str, Callable[[bytes], str]] = {
     "SHA-256": lambda data: hashlib.sha256(data).hexdigest(),
     "MD5": lambda data: hashlib.md5(data, usedforsecurity=False).hexdigest(),
@@ -120,17 +122,20 @@ def answer_challenge(request: SipRequest, challenge: DigestChallenge, user: str,
 class DigestVerifier:
     """Verifier of callers' credentials. Nonces carry their time and a signature: none is stored before it is used."""
 
-    def __init__(self, realm: str, passwords: Mapping[str, str]) -> None:
-        self.realm, self._passwords = realm, passwords
+    def __init__(
+        self, realm: str, passwords: Mapping[str, str], algorithms: Sequence[DigestAlgorithm] = DIGEST_ALGORITHMS
+    ) -> None:
+        """`passwords`: of users; `algorithms`: those that are taken, the preferred first."""
+        self.realm, self._passwords, self._algorithms = realm, passwords, algorithms
         self._key = secrets.token_bytes(32)
         self._counts: dict[str, int] = {}
 
     def challenges(self, now_s: float, *, stale: bool = False) -> list[str]:
-        """Values of WWW-Authenticate, the best first."""
+        """Values of WWW-Authenticate."""
         suffix = ", stale=true" if stale else ""
         return [
             f'Digest realm="{self.realm}", nonce="{self._nonce(now_s)}", algorithm={algorithm}, qop="auth"{suffix}'
-            for algorithm in ALGORITHMS
+            for algorithm in self._algorithms
         ]
 
     def verify(self, request: SipRequest, now_s: float) -> str | bool:
@@ -141,15 +146,15 @@ class DigestVerifier:
                 continue
             algorithm = fields.get("algorithm", "MD5").upper()
             user, nonce, nc = fields.get("username", ""), fields.get("nonce", ""), fields.get("nc", "")
-            if algorithm not in ALGORITHMS or user not in self._passwords or fields.get("qop") != "auth":
+            if algorithm not in self._algorithms or user not in self._passwords or fields.get("qop") != "auth":
                 continue
-            if fields.get("uri") != request.uri or not re.fullmatch(r"[0-9a-fA-F]{8}", nc):
+            if not re.fullmatch(r"[0-9a-fA-F]{8}", nc):
                 continue
             proof = digest_response(
                 user,
                 self._passwords[user],
                 request.method,
-                request.uri,
+                fields.get("uri", ""),  # not the request's own, which proxies rewrite
                 realm=self.realm,
                 nonce=nonce,
                 algorithm=algorithm,

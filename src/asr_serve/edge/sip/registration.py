@@ -21,7 +21,7 @@ REFUSED_RETRY_S = 300.0
 """The same where the registrar knows us, and wants none of us."""
 MAX_CHALLENGES = 2
 """Challenges of one attempt: the first, and one for a stale nonce."""
-MIN_EXPIRES_S = 5
+MIN_EXPIRES_S = 1
 MAX_EXPIRES_S = 86_400
 
 

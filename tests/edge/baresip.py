@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -9,7 +10,6 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from children import Child
@@ -19,28 +19,31 @@ MODULES = Path("/usr/lib/baresip/modules")
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    probes = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
+    """Even ports that were free a moment ago, for datagrams and for connections."""
+    ports: list[int] = []
+    while len(ports) < count:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as packets, socket.socket() as connections:
+            packets.bind(("127.0.0.1", 0))
+            port = packets.getsockname()[1]
+            with contextlib.suppress(OSError):
+                connections.bind(("127.0.0.1", port))
+                if port % 2 == 0 and port not in ports:
+                    ports.append(port)
     return ports
 
 
 class Baresip:
     """A telephone that plays `wav` while it is in a call. Its folder has what it heard: dump-*-dec.wav."""
 
-    def __init__(self, folder: Path, wav: Path, *, codec: str = "pcmu", account: str = "") -> None:
+    def __init__(self, folder: Path, wav: Path, *, codec: str = "pcmu") -> None:
         program = shutil.which("baresip")
         if program is None or not MODULES.is_dir():
             pytest.skip("no baresip: apt install baresip-core")
         self.folder = folder
         folder.mkdir()
         sip, control, media = free_ports(3)
-        media -= media % 2
-        modules = ("g711", "g722", "opus", "aufile", "aubridge", "sndfile", "ctrl_tcp", "menu")
+        self.sip_port = sip
+        modules = (codec if codec in ("g722", "opus") else "g711", "aufile", "aubridge", "sndfile", "ctrl_tcp", "menu")
         lines = [f"module {name}.so" for name in modules if name not in ("ctrl_tcp", "menu")]
         lines += ["module_app ctrl_tcp.so", "module_app menu.so", "module_tmp account.so"]
         (folder / "config").write_text(
@@ -64,15 +67,18 @@ class Baresip:
                 ]
             )
         )
-        (folder / "accounts").write_text(
-            account or f"<sip:ann@127.0.0.1:{sip}>;regint=0;audio_codecs={codec};answermode=auto\n"
-        )
+        codecs = f";audio_codecs={codec}" if codec in ("pcmu", "pcma") else ""
+        (folder / "accounts").write_text(f"<sip:ann@127.0.0.1:{sip}>;regint=0;answermode=auto{codecs}\n")
+        self._control: socket.socket | None = None
         self._log = (folder / "log").open("w")
         self.process = Child(
             [program, "-4", "-f", str(folder), "-v"], stdin=subprocess.PIPE, stdout=self._log, stderr=self._log
         )
-        self._answers: list[dict[str, Any]] = []
-        self._control = self._connect(control)
+        try:
+            self._control = self._connect(control)
+        except BaseException:
+            self.close()
+            raise
 
     def _connect(self, port: int) -> socket.socket:
         end_s = time.monotonic() + WAIT_S
@@ -87,6 +93,7 @@ class Baresip:
     def command(self, name: str, params: str = "") -> None:
         """Gives a command of its menu. Digits are commands too."""
         text = json.dumps({"command": name, "params": params}).encode()
+        assert self._control is not None
         self._control.sendall(b"%d:%s," % (len(text), text))
 
     def dial(self, uri: str) -> None:
@@ -106,7 +113,8 @@ class Baresip:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait(WAIT_S)
-        self._control.close()
+        if self._control is not None:
+            self._control.close()
         self._log.close()
         assert self.process.stdin is not None
         self.process.stdin.close()

@@ -89,7 +89,7 @@ class Sipp:
         self.port, media = free_ports(2)
         target = [] if port is None else [f"127.0.0.1:{port}"]
         command = [program, *target, "-sf", str(scenario), "-i", "127.0.0.1", "-p", str(self.port), "-m", str(calls)]
-        command += ["-l", str(calls), "-r", "20", "-mp", str(media - media % 2), "-nostdin", "-timeout", "30"]
+        command += ["-l", str(calls), "-r", "20", "-mp", str(media), "-nostdin", "-timeout", "30"]
         command += ["-timeout_error", "-trace_msg", "-message_file", str(folder / "messages"), *flags]
         command += ["-trace_err", "-error_file", str(folder / "errors")]
         self._out = (folder / "out").open("w")

@@ -1,0 +1,189 @@
+"""Real telephones call: their words are transcribed, their keys told, and what is played to them is heard."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import wave
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from baresip import Baresip
+from rtp_sender import RtpSender, l16_packets
+from running_edge import RunningEdge, text_of
+from running_server import Running, eventually
+
+from asr_serve.audio import read_audio
+from asr_serve.edge.rtp_playout import PlayoutResult
+from asr_serve.edge.telephone import CallRequest
+from asr_serve.errors import SessionExpired
+
+SECONDS, PLAYED_SECONDS = 5, 4
+CODECS = {"pcmu": "PCMU/8000", "pcma": "PCMA/8000", "g722": "G722/8000", "opus": "opus/48000"}
+
+
+def write_wav(path: Path, pcm: np.ndarray) -> Path:
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        file.writeframes(np.rint(pcm * 32_767).astype("<i2").tobytes())
+    return path
+
+
+@pytest.fixture(scope="module")
+def speech(cities: Path) -> np.ndarray:
+    return read_audio(cities)[: SECONDS * 16_000]
+
+
+@pytest.fixture
+def spoken(speech: np.ndarray, tmp_path: Path) -> Path:
+    """A file of the speech, and a long silence."""
+    return write_wav(tmp_path / "spoken.wav", np.concatenate([speech, np.zeros(60 * 16_000, np.float32)]))
+
+
+@pytest.fixture
+def edge(server: Running) -> Iterator[RunningEdge]:
+    made = RunningEdge(server.url, sip={})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def telephone(tmp_path: Path, spoken: Path) -> Iterator[Callable[..., Baresip]]:
+    made: list[Baresip] = []
+
+    def start(codec: str = "pcmu", wav: Path = spoken) -> Baresip:
+        made.append(Baresip(tmp_path / f"{codec}{len(made)}", wav, codec=codec))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+def uri(edge: RunningEdge) -> str:
+    assert edge.telephone is not None
+    return f"sip:asr@127.0.0.1:{edge.telephone.port}"
+
+
+def words(text: str) -> list[str]:
+    return "".join(letter for letter in text.lower() if letter.isalnum() or letter == " ").split()
+
+
+def play(edge: RunningEdge, session_id: str, pcm: np.ndarray) -> asyncio.Future[PlayoutResult]:
+    """Begins to play (n,) float32 at 16 kHz, in pieces of odd sizes."""
+    data = np.rint(pcm * 32_767).astype("<i2").tobytes()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for at in range(0, len(data), 5_001):
+            yield data[at : at + 5_001]
+
+    assert edge.telephone is not None
+    return asyncio.run_coroutine_threadsafe(edge.telephone.play(session_id, pieces(), 16_000), edge.loop)  # type: ignore[return-value]
+
+
+def words_of(server: Running, file: Path) -> list[str]:
+    answer = server.http.post("/v1/audio/transcriptions", files={"file": file.read_bytes()})
+    assert answer.status_code == 200, answer.text
+    return words(answer.json()["text"])
+
+
+def calls_of(edge: RunningEdge, count: int) -> list[dict[str, Any]]:
+    eventually(lambda: len(edge.call_notes("call")) == count)
+    return edge.call_notes("call")
+
+
+def test_words_go_both_ways_in_every_codec(
+    server: Running,
+    edge: RunningEdge,
+    telephone: Callable[..., Baresip],
+    speech: np.ndarray,
+    cities: Path,
+    tmp_path: Path,
+) -> None:
+    """Half of the telephones call, half are called; half hang up, half are hung up on."""
+    plain = edge.create()
+    with closing(RtpSender(edge.driver.port)) as sender:
+        sender.send(l16_packets(speech, plain.ssrc))
+    said = read_audio(cities)[SECONDS * 16_000 :][: PLAYED_SECONDS * 16_000]
+    phones = {codec: telephone(codec) for codec in CODECS}
+    assert edge.telephone is not None
+    for codec, phone in phones.items():
+        if codec in ("pcmu", "g722"):
+            phone.dial(uri(edge))
+        else:
+            edge.call(edge.telephone.place_call, CallRequest(to=f"sip:ann@127.0.0.1:{phone.sip_port}"))
+    sessions = {}
+    for call in calls_of(edge, len(CODECS)):
+        (begun,) = (event for event in edge.events(call["session"]) if event["type"] == "call")
+        codec = next(codec for codec, name in CODECS.items() if name == begun["encoding"])
+        sessions[codec] = call["session"]
+        assert begun["direction"] == ("in" if codec in ("pcmu", "g722") else "out")
+    playing = {codec: play(edge, session, said) for codec, session in sessions.items()}
+    expected = words(text_of(edge.end(plain.id)))
+    wanted = words_of(server, write_wav(tmp_path / "said.wav", said))
+    assert min(len(expected), len(wanted)) > 6
+    for codec, session in sessions.items():
+        result = playing[codec].result(60)
+        assert result.played_s == pytest.approx(PLAYED_SECONDS, abs=0.02)
+        assert not result.interrupted
+        eventually(lambda session=session: edge.describe(session).received_s > SECONDS + 0.5)
+    for codec, phone in phones.items():
+        if codec in ("pcmu", "pcma"):
+            phone.command("hangup")
+        else:
+            edge.call(edge.service.end, sessions[codec])
+    eventually(lambda: len(edge.call_notes("call_end")) == len(CODECS))
+    for codec, phone in phones.items():
+        log = edge.call(edge.service.events, sessions[codec])
+        eventually(lambda log=log: log.ended)
+        events = edge.events(sessions[codec])
+        assert words(text_of(events)) == expected, codec
+        assert events[-1]["reason"] == ("hangup" if codec in ("pcmu", "pcma") else "deleted")
+        assert events[-1]["lost_packets"] == 0
+        phone.close()
+        (recorded,) = phone.folder.glob("dump-*-dec.wav")
+        heard = words_of(server, recorded)
+        found = difflib.SequenceMatcher(None, heard, wanted, autojunk=False).get_matching_blocks()
+        assert sum(block.size for block in found) >= len(wanted) - 2, (codec, heard, wanted)
+
+
+def test_keys_hold_and_interruption(
+    server: Running, edge: RunningEdge, telephone: Callable[..., Baresip], speech: np.ndarray
+) -> None:
+    phone = telephone()
+    phone.dial(uri(edge))
+    (call,) = calls_of(edge, 1)
+    session = call["session"]
+
+    def kinds() -> list[str]:
+        return [event["type"] for event in edge.events(session)]
+
+    for key in "4#":
+        phone.command("sndcode", key)
+        eventually(lambda key=key: [e["digit"] for e in edge.events(session) if e["type"] == "digit"][-1:] == [key])
+    playing = play(edge, session, np.resize(speech, 60 * 16_000))
+    eventually(lambda: phone.says("incoming rtp"))
+    phone.command("hold")
+    eventually(lambda: "hold" in kinds())
+    taken = edge.describe(session).packets
+    phone.command("resume")
+    eventually(lambda: "resume" in kinds())
+    eventually(lambda: edge.describe(session).packets > taken + 20)
+    assert not playing.done()
+    assert edge.telephone is not None
+    edge.call(edge.telephone.stop_playing, session)
+    result = playing.result(60)
+    assert result.interrupted
+    assert 0 < result.played_s < 30
+    eventually(lambda: "played" in kinds())
+    (played,) = (event for event in edge.events(session) if event["type"] == "played")
+    assert (played["interrupted"], played["played_s"]) == (True, result.played_s)
+    phone.command("hangup")
+    log = edge.call(edge.service.events, session)
+    eventually(lambda: log.ended)
+    with pytest.raises(SessionExpired):
+        edge.call(edge.telephone.stop_playing, session)

@@ -153,8 +153,12 @@ def test_python_in_the_pages_runs(
     assert "best of times" in capsys.readouterr().out
 
 
+EXAMPLES = [path for path in sorted(ROOT.glob("examples/*.py")) if path.name != "voice_agent.py"]
+"""Programs that end by themselves. The voice agent answers telephones (tests/edge/test_telephone_calls.py)."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.py")), ids=name_of)
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_examples_run(
     path: Path,
     beside_audio: Path,

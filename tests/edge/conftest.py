@@ -1,3 +1,13 @@
 """Fixtures of the edge tests: the servers of the server tests."""
 
-from running_server import cities, parts, serve, server, shared_server  # noqa: F401
+from running_server import (  # noqa: F401
+    cities,
+    parts,
+    serve,
+    serve_voice,
+    server,
+    shared_server,
+    shared_speaker,
+    speaker,
+    voice_parts,
+)

@@ -1,21 +1,31 @@
-"""Real telephones call: their words are transcribed, their keys told, and what is played to them is heard."""
+"""Real telephones call: their words are transcribed, their keys told, and what is played to them is heard; the example
+agent greets them, hears, answers in a voice of ours, and is interrupted."""
 
 from __future__ import annotations
 
 import asyncio
 import difflib
+import json
+import os
+import re
+import runpy
+import sys
+import threading
 import wave
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import closing
+from contextlib import aclosing, closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from baresip import Baresip
+from children import Child
 from rtp_sender import RtpSender, l16_packets
 from running_edge import RunningEdge, text_of
-from running_server import Running, eventually
+from running_server import WAIT_S, Running, eventually
+from test_edge_senders import EdgeCommand
 
 from asr_serve.audio import read_audio
 from asr_serve.edge.rtp_playout import PlayoutResult
@@ -23,6 +33,8 @@ from asr_serve.edge.telephone import CallRequest
 from asr_serve.errors import SessionExpired
 
 SECONDS, PLAYED_SECONDS = 5, 4
+AGENT = Path(__file__).resolve().parents[2] / "examples" / "voice_agent.py"
+GREETING = "Good morning, and thank you for calling. All of us are glad that you do. What is it that you want to know?"
 CODECS = {"pcmu": "PCMU/8000", "pcma": "PCMA/8000", "g722": "G722/8000", "opus": "opus/48000"}
 
 
@@ -45,8 +57,8 @@ def spoken(speech: np.ndarray, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def edge(server: Running) -> Iterator[RunningEdge]:
-    made = RunningEdge(server.url, sip={})
+def edge(speaker: Running) -> Iterator[RunningEdge]:
+    made = RunningEdge(speaker.url, sip={})
     yield made
     made.close()
 
@@ -97,7 +109,7 @@ def calls_of(edge: RunningEdge, count: int) -> list[dict[str, Any]]:
 
 
 def test_words_go_both_ways_in_every_codec(
-    server: Running,
+    speaker: Running,
     edge: RunningEdge,
     telephone: Callable[..., Baresip],
     speech: np.ndarray,
@@ -124,7 +136,7 @@ def test_words_go_both_ways_in_every_codec(
         assert begun["direction"] == ("in" if codec in ("pcmu", "g722") else "out")
     playing = {codec: play(edge, session, said) for codec, session in sessions.items()}
     expected = words(text_of(edge.end(plain.id)))
-    wanted = words_of(server, write_wav(tmp_path / "said.wav", said))
+    wanted = words_of(speaker, write_wav(tmp_path / "said.wav", said))
     assert min(len(expected), len(wanted)) > 6
     for codec, session in sessions.items():
         result = playing[codec].result(60)
@@ -146,14 +158,12 @@ def test_words_go_both_ways_in_every_codec(
         assert events[-1]["lost_packets"] == 0
         phone.close()
         (recorded,) = phone.folder.glob("dump-*-dec.wav")
-        heard = words_of(server, recorded)
+        heard = words_of(speaker, recorded)
         found = difflib.SequenceMatcher(None, heard, wanted, autojunk=False).get_matching_blocks()
         assert sum(block.size for block in found) >= len(wanted) - 2, (codec, heard, wanted)
 
 
-def test_keys_hold_and_interruption(
-    server: Running, edge: RunningEdge, telephone: Callable[..., Baresip], speech: np.ndarray
-) -> None:
+def test_keys_hold_and_interruption(edge: RunningEdge, telephone: Callable[..., Baresip], speech: np.ndarray) -> None:
     phone = telephone()
     phone.dial(uri(edge))
     (call,) = calls_of(edge, 1)
@@ -187,3 +197,84 @@ def test_keys_hold_and_interruption(
     eventually(lambda: log.ended)
     with pytest.raises(SessionExpired):
         edge.call(edge.telephone.stop_playing, session)
+
+
+def silence(seconds: float) -> np.ndarray:
+    return np.zeros(int(seconds * 16_000), np.float32)
+
+
+def test_the_agent_answers_and_is_interrupted(
+    speaker: Running, telephone: Callable[..., Baresip], cities: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "edge.toml"
+    config.write_text(
+        f'server = "{speaker.url}"\nport = 0\ncontrol_port = 0\napi_keys = ["secret"]\n'
+        '[options]\nsilence_schedule = "inf:400"\n[sip]\nport = 0\ntcp = false\n'
+    )
+    edge = EdgeCommand(tmp_path / "edge.log", "--config", str(config))
+    control, port = edge.said(r"health\s+(http://\S+)/health"), edge.said(r"sip:asr-serve@127\.0\.0\.1:(\d+)")
+    environ = {name: value for name, value in os.environ.items() if not name.endswith("API_KEY")}
+    command = [sys.executable, str(AGENT), "--edge", control, "--server", speaker.url, "--greeting", GREETING]
+    with (tmp_path / "agent.log").open("w") as out:
+        agent = Child(command, stdout=out, stderr=out, env={**environ, "EDGE_API_KEY": "secret"})
+
+    def said(prefix: str) -> list[str]:
+        lines = (tmp_path / "agent.log").read_text().splitlines()
+        return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+
+    times = read_audio(cities)[: int(2.3 * 16_000)]  # It was the best of times,
+    spoken = [silence(1.5), *([times, silence(1.5)] * 30)]  # again and again: whenever it speaks, it is interrupted
+    phone = telephone("g722", write_wav(tmp_path / "call.wav", np.concatenate(spoken)))
+    phone.dial(f"sip:agent@127.0.0.1:{port}")
+    eventually(
+        lambda: said("interrupted after ") and len(said("agent: ")) > 1, lambda: (tmp_path / "agent.log").read_text()
+    )
+    heard, (greeting, answer, *_) = said("caller: ")[0], said("agent: ")
+    assert "best of time" in heard.lower()
+    assert (greeting, answer) == (GREETING, f"You said: {heard}")
+    eventually(lambda: said("interrupted after "))
+    phone.command("hangup")
+    eventually(lambda: phone.says("terminated"), phone.said)
+    phone.close()
+    (recorded,) = phone.folder.glob("dump-*-dec.wav")
+    text = " ".join(words_of(speaker, recorded))
+    assert re.match("good morning", text), text
+    for process in (agent, edge.process):
+        process.terminate()
+        process.wait(WAIT_S)
+
+
+async def test_the_agent_remembers_what_its_language_model_began_to_say() -> None:
+    asked: list[list[dict[str, str]]] = []
+
+    class Completions(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/chat/completions"
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"])
+            self.send_response(200)
+            self.end_headers()
+            for part in ("It costs 2.5", "0. Is th", "at all? I", " think so."):
+                delta = {"choices": [{"delta": {"content": part}}]}
+                self.wfile.write(b"data: " + json.dumps(delta).encode() + b"\n\n")
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing."""
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Completions)
+    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread.start()
+    example = runpy.run_path(str(AGENT))
+    async with example["client"](f"http://127.0.0.1:{http.server_port}/v1", None) as client:
+        bot = example["ChatBot"](client, example["PARSER"].parse_args([]))
+        assert [part async for part in bot.reply("How much?")] == ["It costs 2.50.", "Is that all?", "I think so."]
+        async with aclosing(bot.reply("Really?")) as reply:
+            async for _ in reply:
+                break
+    assert [message["content"].strip() for message in asked[1][1:]] == [
+        *("How much?", "It costs 2.50. Is that all? I think so.", "Really?")
+    ]
+    assert bot.messages[-1] == {"role": "assistant", "content": "It costs 2.50. "}
+    http.shutdown()
+    http.server_close()
+    thread.join(WAIT_S)

@@ -99,18 +99,20 @@ class CallPlayout:
         if before.rate_hz != self._stream.rate_hz:
             self.stop()
 
-    async def play(self, pcm: AsyncIterator[bytes], rate_hz: int) -> PlayoutResult:
-        """Plays 16-bit little-endian samples, once earlier ones have been played, and waits for their end. Raises what
-        `pcm` does, UnsupportedAudio for the rate."""
+    async def play(
+        self, pcm: AsyncIterator[bytes], rate_hz: int, on_end: Callable[[PlayoutResult], None] = lambda _: None
+    ) -> PlayoutResult:
+        """Plays 16-bit little-endian samples, once earlier ones have been played, and waits for their end. `on_end`:
+        told of that, however it comes. Raises what `pcm` does, UnsupportedAudio for the rate."""
         generation = self._generation
         async with self._turn:
             self._sent_samples, self._is_complete, rate_out_hz = 0, False, self._stream.rate_hz
             resampler, whole = Resampler(rate_hz, rate_out_hz), Pcm16Assembler()
+            result = PlayoutResult(0.0, True)
             try:
                 async for data in pcm:
-                    if not await self._append(
-                        resampler.resample(decode_pcm16(whole.take_whole_samples(data))), generation
-                    ):
+                    samples = resampler.resample(decode_pcm16(whole.take_whole_samples(data)))
+                    if not await self._append(samples, generation):
                         break
                 else:
                     await self._append(resampler.finish(), generation)
@@ -118,13 +120,14 @@ class CallPlayout:
                     self._wake()
                 while self._queue and generation == self._generation:
                     await self._wait()
-            except BaseException:
-                if generation == self._generation:
+                result = PlayoutResult(0.0, generation != self._generation)
+            finally:
+                if result.interrupted and generation == self._generation:
                     self._clear()
-                raise
-            return PlayoutResult(
-                round(samples_to_s(self._sent_samples, rate_out_hz), 3), generation != self._generation
-            )
+                played_s = samples_to_s(self._sent_samples, rate_out_hz)
+                result = PlayoutResult(round(played_s, 3), result.interrupted)
+                on_end(result)
+            return result
 
     def stop(self) -> None:
         """Drops all audio that was not sent: that which is played, and that which waits."""

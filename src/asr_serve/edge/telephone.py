@@ -207,10 +207,12 @@ class Telephone:
 
     async def play(self, session_id: str, pcm: AsyncIterator[bytes], rate_hz: int) -> PlayoutResult:
         """Plays samples to a caller, and waits for their end. Raises SessionExpired, UnsupportedAudio."""
-        result = await self._find(session_id).playout.play(pcm, rate_hz)
-        with contextlib.suppress(SessionExpired):
-            self._service.publish(session_id, AudioPlayed(played_s=result.played_s, interrupted=result.interrupted))
-        return result
+
+        def tell(result: PlayoutResult) -> None:
+            with contextlib.suppress(SessionExpired):
+                self._service.publish(session_id, AudioPlayed(played_s=result.played_s, interrupted=result.interrupted))
+
+        return await self._find(session_id).playout.play(pcm, rate_hz, tell)
 
     def stop_playing(self, session_id: str) -> None:
         """Interrupts what is played, and drops what waits. Raises SessionExpired."""

@@ -77,9 +77,7 @@ async def _run(
     os._exit(0 if stop.is_set() else 1)  # as the server: threads of granian must not meet a Python that ends
 
 
-def _announce(
-    config: EdgeConfig, driver: PacketDriver, control_port: int, telephone: Telephone | None = None
-) -> None:
+def _announce(config: EdgeConfig, driver: PacketDriver, control_port: int, telephone: Telephone | None = None) -> None:
     def shown(host: str) -> str:
         host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         return f"[{host}]" if ":" in host else host

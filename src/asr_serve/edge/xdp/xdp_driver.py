@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from asr_serve import kernels
-from asr_serve.edge.packet_driver import BATCH, GATHER_MS, SLOT_BYTES, bind_udp
+from asr_serve.edge.packet_driver import BATCH, GATHER_MS, SLOT_BYTES, bind_udp, send_from
 from asr_serve.edge.xdp.build_filter import BUILT
 from asr_serve.edge.xdp.filter_object import read_filter
 from asr_serve.edge.xdp.network_interface import NetworkInterface, list_interfaces
@@ -87,6 +87,9 @@ class XdpDriver:
         self.admit_ssrc, self.admit_source = self._receiver.admit_ssrc, self._receiver.admit_source
         self.latch, self.forget = self._receiver.latch, self._receiver.forget
         self.receive, self.counts = self._receiver.receive, self._receiver.counts
+
+    def send(self, destination: bytes, payload: bytes) -> bool:
+        return send_from(self._socket, destination, payload)
 
     def close(self) -> None:
         self._undo.close()

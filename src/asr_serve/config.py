@@ -46,7 +46,10 @@ from asr_serve.types import (
 PREFIX = "ASR_SERVE_"
 MIN_HOST_BYTES = 1 << 20
 """Least host memory for offload to disk: entries are checked in it, this much at a time (engine/cache)."""
-NON_SETTING_VARIABLES = ("CACHE", "CONFIG", "NATIVE", "THREADS", "API_KEY", "DATA", "MOONSHINE_BASE", "VLLM_PYTHON")
+NON_SETTING_VARIABLES = (
+    *("CACHE", "CONFIG", "NATIVE", "THREADS", "API_KEY", "SIP_PASSWORD"),
+    *("DATA", "MOONSHINE_BASE", "VLLM_PYTHON"),
+)
 """Variables with the prefix that are not settings of the server. The last three are for tests."""
 
 

@@ -269,8 +269,10 @@ Origin = Annotated[
     str, Meta(pattern=r"\A(\*|https?://[^\s/,]+)\Z", description="an origin like https://example.org, or *")
 ]
 
-SECRETS = ("api_keys", "admin_keys", "peer_keys", "password", "callers")
+SECRETS = ("api_keys", "admin_keys", "peer_keys")
 """Fields that are never printed."""
+HIDDEN = (*SECRETS, "password", "callers")
+"""The same, with passwords of the telephone."""
 
 
 def is_loopback(host: str) -> bool:
@@ -289,7 +291,7 @@ def coerce_fields(config: msgspec.Struct) -> None:
         try:
             msgspec.structs.force_setattr(config, field.name, msgspec.convert(value, field.type))
         except msgspec.ValidationError:
-            shown = "***" if field.name in SECRETS else repr(value)
+            shown = "***" if field.name in HIDDEN else repr(value)
             kind = inspect.type_info(field.type)
             near = suggest_name(value, map(str, kind.values)) if isinstance(kind, inspect.LiteralType) else ""
             raise OptionError(f"{field.name}={shown}", describe_allowed(kind), near, param=field.name) from None

@@ -181,7 +181,7 @@ class _Datagrams(asyncio.DatagramProtocol):
         self._endpoint.receive(data, SipPeer("udp", _plain(addr[0]), addr[1]))
 
     def error_received(self, exc: Exception) -> None:
-        """Nobody listens there: the transaction sends again, and times out."""
+        """Does nothing where nobody listens: the transaction sends again, and times out."""
 
 
 class _Connection(asyncio.Protocol):

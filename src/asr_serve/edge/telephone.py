@@ -106,9 +106,9 @@ class Telephone:
         self.config, self._service, self._metrics = config, service, metrics
         self._endpoint = SipEndpoint(config.host, config.port, tcp=config.tcp, on_events=self._apply_events)
         self._media: dict[str, _Media] = {}
-        """By Call-ID."""
+        """Audio of each call, by Call-ID."""
         self._calls: dict[str, SipCall] = {}
-        """By session."""
+        """Calls by session."""
         self._options: dict[str, dict[str, str | int | float | bool]] = {}
         """Options of calls of ours that ring, by Call-ID."""
         self._versions: dict[str, tuple[int, int]] = {}
@@ -335,7 +335,7 @@ class Telephone:
             raise UnusableSdp(str(error)) from error
         try:
             created = self._service.create(request, lambda reason: self._finish(call, reason))
-        except BaseException:
+        except (OptionError, AtCapacity):
             self._run(playout.close())
             raise
         media = self._media[call.id] = _Media(created.id, audio, chosen, playout)

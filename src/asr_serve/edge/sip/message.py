@@ -138,12 +138,12 @@ class SipMessage:
 
     @property
     def sender(self) -> SipAddress:
-        """From."""
+        """Address in From."""
         return parse_address(self.get("from"))
 
     @property
     def recipient(self) -> SipAddress:
-        """To."""
+        """Address in To."""
         return parse_address(self.get("to"))
 
     @property

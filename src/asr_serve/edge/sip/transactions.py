@@ -97,7 +97,7 @@ class _Transaction:
         self.key, self.request, self.peer, self.is_server = key, request, peer, is_server
         self.state = _State.TRYING
         self.message = b""
-        """What is sent again."""
+        """Message that is sent again."""
         self.interval_s = T1_S
         self.resend_s: float | None = None
         self.end_s: float | None = None

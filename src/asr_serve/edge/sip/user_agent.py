@@ -168,7 +168,7 @@ class UserAgent:
         self._verifier, self._max_calls, self._account, self._product = verifier, max_calls, account, product
         self.transactions = TransactionLayer()
         self._calls: dict[tuple[str, str], SipCall] = {}
-        """By Call-ID and our tag."""
+        """Calls by Call-ID and our tag."""
         self._by_invite: dict[str, SipCall] = {}
         self._sent: dict[str, _Sent] = {}
         self._events: list[AgentEvent] = []

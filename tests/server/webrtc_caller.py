@@ -80,7 +80,8 @@ class Caller:
             self._changed.set()
 
     async def offer(self) -> str:
-        self.peer.addTrack(self.track)
+        if not self.peer.getSenders():
+            self.peer.addTrack(self.track)
         await self.peer.setLocalDescription(await self.peer.createOffer())
         return self.peer.localDescription.sdp
 

@@ -203,7 +203,7 @@ class Call:
         peer, conversation = self._peer, self._conversation
         error: Exception | None = None
         try:
-            with resources, admission.cancellable(), admission.on_drain(conversation.drain):
+            with admission.cancellable(), admission.on_drain(conversation.drain):
                 try:
                     await self._connect(peer, connect_s)
                     self._tick()
@@ -220,7 +220,7 @@ class Call:
             error = failure
             await self._tell(peer, context, failure)
         finally:
-            try:
+            try:  # the session is over, and its place is given up below, once nothing of the call is left
                 context.audio_s = samples_to_s(conversation.received_samples)
                 context.end_reason = self._end_reason(error, conversation)
                 with contextlib.suppress(TimeoutError, ClientGone):
@@ -232,6 +232,7 @@ class Call:
                 self._take(self._stream.finish() if not self._ending else [])
                 self._ending = True
                 await peer.close()
+                resources.close()
                 if self.events is not None:
                     self.events.close()
                 on_ended(self)

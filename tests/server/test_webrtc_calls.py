@@ -176,7 +176,7 @@ async def test_whip(server: Running, speech: np.ndarray):
         publisher.addTrack(line.track)
         await publisher.setLocalDescription(await publisher.createOffer())
         offered = publisher.localDescription.sdp
-        made = await line.request("POST", f"{WHIP}?language=en", content=offered, headers=SDP)
+        made = await line.request("POST", f"{WHIP}?language=en&words=true", content=offered, headers=SDP)
         assert made.status_code == 201, made.text
         location, etag = made.headers["location"], made.headers["etag"]
         assert made.headers["link"].startswith(f"<{location}/events>")
@@ -208,10 +208,36 @@ async def test_whip(server: Running, speech: np.ndarray):
         assert (await line.request("DELETE", location)).status_code == 404
         after = (await line.request("GET", f"{location}/events", headers={"last-event-id": "2"})).text
     events = [json.loads(each.removeprefix("data: ")) for each in told.splitlines() if each.startswith("data: ")]
-    assert events[0]["type"] == "session.created"
-    assert wer([BECKETT], [" ".join(e["transcript"] for e in events if e["type"] == COMPLETED)]).errors <= 2, events
-    assert "id: 3" in after
+    assert (events[0]["type"], events[0]["rate_hz"], events[-1]["type"]) == ("session", 16_000, "end")
+    segments = [event for event in events if event["type"] == "segment"]
+    assert wer([BECKETT], [" ".join(segment["text"] for segment in segments)]).errors <= 2, segments
+    assert all(segment["words"] for segment in segments)
+    assert "id: 3\n" in after
     assert "id: 2\n" not in after
+
+
+async def test_whip_with_a_data_channel(server: Running, speech: np.ndarray):
+    """The events of `/v1/stream`, as from a WebSocket; its commands, but for those that are audio."""
+    async with caller(server, speech) as line:
+        refused = await line.request("POST", f"{WHIP}?rate=8000", content=await line.offer(), headers=SDP)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "rate")
+        await line.call(WHIP)
+        session = await line.until("session")
+        assert session["encoding"] == "s16le"
+        line.send(type="silence", samples=16_000)
+        assert (await line.until("error"))["code"] == "unsupported_option"
+        line.channel.send(b"bytes")
+        assert (await line.until("error", len(line.events)))["code"] == "malformed_request"
+        line.send(type="flush", id="f1")
+        await line.until("flushed")
+        async with asyncio.timeout(WAIT_S):
+            await line.track.said.wait()
+        line.send(type="end")
+        await line.until("end")
+        async with asyncio.timeout(WAIT_S):
+            await line.closed.wait()
+    texts = [event["text"] for event in line.events if event["type"] == "segment"]
+    assert wer([BECKETT], [" ".join(texts)]).errors <= 3, texts
 
 
 async def test_a_client_that_leaves_leaves_nothing(server: Running, speech: np.ndarray):

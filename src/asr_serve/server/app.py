@@ -106,7 +106,7 @@ def create_app(
             openai_endpoint.route(dependencies),
             speech.route(speech_dependencies),
             *stream_endpoint.routes(streams, config.max_frame_bytes),
-            *webrtc_endpoint.routes(dependencies, calls),
+            *webrtc_endpoint.routes(dependencies, calls, streams),
         ]
     else:
         routers, live = [health_routes], []

@@ -1,6 +1,6 @@
-"""Call over WebRTC: its packets become audio, a conversation of OpenAI's Realtime protocol hears it, events go back.
+"""Call over WebRTC: its packets become audio, a conversation of a live protocol hears it, events go back.
 
-packets -> RtpStream (order, losses, the clock) -> CallInbox -> OpenAiConversation -> Outbox -> data channel, event log
+packets -> RtpStream (order, losses, the clock) -> CallInbox -> CallConversation -> data channel, event log
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from starlette.types import Message
@@ -21,13 +21,10 @@ from asr_serve.edge.rtp_stream import RtpStream
 from asr_serve.edge.speech_gate import GatedSilence, GatedSpeech
 from asr_serve.errors import AsrServeError, AtCapacity, ClientGone, IdleTimeout, RequestTimeout
 from asr_serve.metrics import CallMetrics
-from asr_serve.protocols.openai.realtime_client_events import PATH as REALTIME_PATH
 from asr_serve.server.middleware.admission import AdmissionController
 from asr_serve.server.middleware.error_handlers import error_code, live_error_event
 from asr_serve.server.middleware.request_context import ApiClient, RequestContext
 from asr_serve.server.realtime.lifecycle import SessionLimits
-from asr_serve.server.realtime.openai.conversation import OpenAiConversation
-from asr_serve.server.realtime.outbox import OUTBOX_SEND_TIMEOUT_S, Outbox
 from asr_serve.server.realtime.webrtc.call_inbox import CallInbox
 from asr_serve.server.realtime.webrtc.offer_answer import Offer
 from asr_serve.units import RATE_HZ, samples_to_s
@@ -54,10 +51,34 @@ class _Typed(msgspec.Struct):
     type: str
 
 
+class CallConversation(Protocol):
+    """Conversation of a call, in one of the live protocols. It reads the call's inbox, and sends by its `send`."""
+
+    disconnected_in_session: bool
+    """Whether the client left before all its text was sent."""
+
+    @property
+    def received_samples(self) -> int: ...
+
+    def drain(self) -> None:
+        """Ends it because the server goes down."""
+
+    def end(self, reason: AsrServeError) -> None:
+        """Ends it because of an error, once the text so far is sent."""
+
+    def send_error(self, error: AsrServeError) -> None: ...
+
+    async def run(self) -> AsrServeError | None:
+        """Runs until the end. Raises what ends it at once."""
+
+    async def close(self) -> None:
+        """Releases everything. Idempotent."""
+
+
 class Call:
     """Call of one client, from its offer to its end. Belongs to the event loop's thread.
 
-    `inbox` and `outbox` are made first, for its conversation, which `attach` brings with the peer.
+    `inbox` and `send` are there first, for its conversation, which `attach` brings with the peer.
     """
 
     def __init__(
@@ -68,11 +89,13 @@ class Call:
         limits: SessionLimits,
         meter: CallMetrics,
         events: EdgeEventLog | None,
+        error_path: str,
     ) -> None:
-        """`events`: log for server-sent events; None: the data channel alone has them."""
+        """`events`: log for server-sent events; None: the data channel alone has them. `error_path`: route of the live
+        protocol in whose format errors are."""
+        self._error_path = error_path
         self.id, self.owner, self.offer, self.events = call_id, owner, offer, events
         self.inbox = CallInbox()
-        self.outbox = Outbox(self._send, OUTBOX_SEND_TIMEOUT_S)
         self._limits, self._meter = limits, meter
         self._stream = RtpStream({offer.payload_type: offer.format})
         self._counted_loss = 0
@@ -83,11 +106,11 @@ class Call:
         self._ticker: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
-        self._conversation: OpenAiConversation | None = None
+        self._conversation: CallConversation | None = None
         self._peer: MediaPeer | None = None
         self._transport: IceLiteTransport | None = None
 
-    def attach(self, conversation: OpenAiConversation, peer: MediaPeer, transport: IceLiteTransport) -> None:
+    def attach(self, conversation: CallConversation, peer: MediaPeer, transport: IceLiteTransport) -> None:
         self._conversation, self._peer, self._transport = conversation, peer, transport
 
     def start(
@@ -95,7 +118,7 @@ class Call:
         context: RequestContext,
         admission: AdmissionController,
         connect_s: float,
-        resources: contextlib.ExitStack,
+        resources: contextlib.AsyncExitStack,
         on_ended: Callable[[Call], None],
     ) -> asyncio.Task[None]:
         """Starts the task of the call, which releases `resources` at its end."""
@@ -174,7 +197,7 @@ class Call:
 
     # --- events ----------------------------------------------------------------------------------------
 
-    async def _send(self, message: Message) -> None:
+    async def send(self, message: Message) -> None:
         """Sends an event, as an ASGI server does. Raises ClientGone where nobody takes it."""
         event: str = message["text"]
         if self.events is not None:
@@ -195,7 +218,7 @@ class Call:
         context: RequestContext,
         admission: AdmissionController,
         connect_s: float,
-        resources: contextlib.ExitStack,
+        resources: contextlib.AsyncExitStack,
         on_ended: Callable[[Call], None],
     ) -> None:
         assert self._peer is not None
@@ -232,7 +255,7 @@ class Call:
                 self._take(self._stream.finish() if not self._ending else [])
                 self._ending = True
                 await peer.close()
-                resources.close()
+                await resources.aclose()
                 if self.events is not None:
                     self.events.close()
                 on_ended(self)
@@ -251,7 +274,7 @@ class Call:
 
     async def _tell(self, peer: MediaPeer, context: RequestContext, error: Exception) -> None:
         """Sends the error that ends the call, where it can be sent."""
-        event = live_error_event(error, context.request_id, REALTIME_PATH)
+        event = live_error_event(error, context.request_id, self._error_path)
         if self.events is not None:
             self.events.append("error", event.encode())
         with contextlib.suppress(ClientGone, TimeoutError):
@@ -259,7 +282,7 @@ class Call:
                 await peer.send(event)
 
     @staticmethod
-    def _end_reason(error: Exception | None, conversation: OpenAiConversation) -> str:
+    def _end_reason(error: Exception | None, conversation: CallConversation) -> str:
         if isinstance(error, AsrServeError):
             return error_code(error)
         if error is not None:

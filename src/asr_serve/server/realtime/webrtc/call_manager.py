@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,8 +17,7 @@ from asr_serve.server.middleware.admission import SESSION_RETRY_MS
 from asr_serve.server.middleware.request_context import ApiClient, RequestContext
 from asr_serve.server.realtime.endpoint import LiveDependencies
 from asr_serve.server.realtime.lifecycle import SessionLimits
-from asr_serve.server.realtime.openai.conversation import OpenAiConversation
-from asr_serve.server.realtime.webrtc.call import Call
+from asr_serve.server.realtime.webrtc.call import Call, CallConversation
 from asr_serve.server.realtime.webrtc.offer_answer import Answer, Candidate, parse_offer, write_answer
 from asr_serve.server.telemetry import logs
 from asr_serve.server.telemetry.tracing import RequestTrace
@@ -34,7 +33,8 @@ MAX_ENDED = 256
 ENDED_S = 60.0
 """... and for how long."""
 
-StartConversation = Callable[[Call, RequestContext], OpenAiConversation]
+StartConversation = Callable[[Call, RequestContext, contextlib.AsyncExitStack], Awaitable[CallConversation]]
+"""Reserves, on the stack, what the call needs, and makes its conversation."""
 
 
 class WebRtcPackages(NamedTuple):
@@ -94,9 +94,10 @@ class CallManager:
         channel_label: str | None,
         needs_channel: bool,
         keeps_events: bool,
+        error_path: str,
     ) -> AnsweredCall:
         """Answers an offer. `request`: of the HTTP request that brought it. `channel_label`: as of MediaPeer.
-        `keeps_events`: events can be read over HTTP too.
+        `keeps_events`: events can be read over HTTP too. `error_path`: as of Call.
 
         Raises what `parse_offer` and `start_conversation` do; AtCapacity, RateLimited, Draining, ProgramMissing, and
         UnsupportedOption where calls are switched off.
@@ -111,16 +112,13 @@ class CallManager:
         packages = await asyncio.to_thread(load_packages)
         await asyncio.to_thread(create_payload_decoder, offer.format)  # raises where its library is missing
         port = await self._open_port(packages)
-        taken = len(self._calls)
-        if taken >= self._config.max_calls:
-            raise AtCapacity(f"{taken} calls are open", f"up to {self._config.max_calls} at once", SESSION_RETRY_MS)
+        self._check_places()
         assert request.client is not None
         config, admission = self._dependencies.config, self._dependencies.admission
         candidates: tuple[Candidate, ...] = packages.ice_lite.local_candidates(
             config.host, port.port, self._config.addresses
         )
-        with contextlib.ExitStack() as resources:
-            resources.enter_context(admission.admit(request.client, live=True))
+        async with contextlib.AsyncExitStack() as resources:
             transport = port.register()
             resources.callback(transport.close)
             transport.remote_ufrag = offer.ice_ufrag
@@ -131,12 +129,14 @@ class CallManager:
                 self.limits,
                 self._dependencies.metrics.calls,
                 EdgeEventLog() if keeps_events else None,
+                error_path,
             )
             context = RequestContext(
                 request_id=call.id, route=route, method=CALL_METHOD, trace=RequestTrace(), client=request.client
             )
             context.status = CALL_STATUS
-            conversation = start_conversation(call, context)
+            conversation = await start_conversation(call, context, resources)
+            self._check_places()  # others may have come meanwhile
             peer = packages.media_peer.MediaPeer(
                 transport, offer, channel_label, call.on_packet, call.on_message, call.on_closed
             )
@@ -164,6 +164,11 @@ class CallManager:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return AnsweredCall(call, write_answer(offer, answer))
+
+    def _check_places(self) -> None:
+        taken = len(self._calls)
+        if taken >= self._config.max_calls:
+            raise AtCapacity(f"{taken} calls are open", f"up to {self._config.max_calls} at once", SESSION_RETRY_MS)
 
     def get(self, owner: ApiClient | None, call_id: str) -> Call:
         """Call of that id, if it is open. Raises UnknownCall, also if its owner is another."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
@@ -24,7 +24,6 @@ from asr_serve.errors import (
     UnsupportedMediaType,
     UnsupportedOption,
 )
-from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.protocols.form_fields import FormFields
 from asr_serve.protocols.json_members import decode_json
 from asr_serve.protocols.openai.realtime_client_events import PATH as REALTIME_PATH
@@ -35,19 +34,26 @@ from asr_serve.protocols.openai.realtime_client_events import (
     apply_update,
 )
 from asr_serve.protocols.openai.realtime_server_events import ServerEventEncoder
-from asr_serve.server.middleware.error_handlers import realtime_problem
+from asr_serve.protocols.stream import client_messages as stream_messages
+from asr_serve.protocols.stream.client_messages import NewSessionRequest
+from asr_serve.server.middleware.error_handlers import live_error_event, realtime_problem
 from asr_serve.server.middleware.request_context import RequestContext, request_context
 from asr_serve.server.realtime.endpoint import LiveDependencies
 from asr_serve.server.realtime.openai.conversation import OpenAiConversation
 from asr_serve.server.realtime.openai.endpoint import EngineRealtimeSessionFactory
+from asr_serve.server.realtime.outbox import OUTBOX_SEND_TIMEOUT_S, Outbox
+from asr_serve.server.realtime.stream.session_manager import StreamSessionManager
 from asr_serve.server.realtime.webrtc.call import Call
 from asr_serve.server.realtime.webrtc.call_manager import CallManager
+from asr_serve.server.realtime.webrtc.stream_conversation import StreamCallConversation
 from asr_serve.server.server_sent_events import EVENT_STREAM, KEEP_ALIVE, KEEP_ALIVE_S
 from asr_serve.server.uploads.multipart_form import FormLimits, MultipartForm
 from asr_serve.server.uploads.spool import Spool
 
 CALLS_PATH, WHIP_PATH = f"{REALTIME_PATH}/calls", "/v1/whip"
-CALLS_QUERY, WHIP_QUERY = ("model", "intent", "partials"), ("model", "language", "partials")
+CALLS_QUERY = ("model", "intent", "partials")
+NOT_OF_CALLS = ("encoding", "rate", "session", "after", "start", "durable")
+"""Fields of the query of `/v1/stream` that mean nothing for a call."""
 SDP, TRICKLE, MULTIPART = "application/sdp", "application/trickle-ice-sdpfrag", "multipart/form-data"
 EVENTS_LABEL = "oai-events"
 MAX_BODY_BYTES = 256 << 10
@@ -62,9 +68,10 @@ CALL_HEADERS = ("location", "etag", "link")
 class CallRoutes:
     """Handlers of the routes of one server."""
 
-    def __init__(self, dependencies: LiveDependencies, calls: CallManager) -> None:
-        self._dependencies, self._calls = dependencies, calls
-        self._meters = {path: dependencies.metrics.live_route(path) for path in (CALLS_PATH, WHIP_PATH)}
+    def __init__(self, dependencies: LiveDependencies, calls: CallManager, streams: StreamSessionManager) -> None:
+        self._dependencies, self._calls, self._streams = dependencies, calls, streams
+        self._meter = dependencies.metrics.live_route(CALLS_PATH)
+        dependencies.metrics.live_route(WHIP_PATH)
 
     # --- OpenAI ----------------------------------------------------------------------------------------
 
@@ -83,10 +90,11 @@ class CallRoutes:
             request_context(request.scope),
             CALLS_PATH,
             offer,
-            partial(self._start_conversation, CALLS_PATH, settings, fields.flag("partials") or False),
+            partial(self._start_conversation, settings, fields.flag("partials") or False),
             channel_label=EVENTS_LABEL,
             needs_channel=True,
             keeps_events=False,
+            error_path=REALTIME_PATH,
         )
         return _created(answered.sdp, f"{CALLS_PATH}/{answered.call.id}", {})
 
@@ -98,18 +106,22 @@ class CallRoutes:
     # --- WHIP ------------------------------------------------------------------------------------------
 
     async def create_whip(self, request: Request) -> Response:
-        fields = _query(request, WHIP_QUERY)
+        """Answers an offer. The query is that of `/v1/stream`, and so are the events."""
+        query = parse_qs(request.url.query, keep_blank_values=True)
+        for name in NOT_OF_CALLS:
+            FormFields(query, stream_messages.QUERY).reject_unsupported(name, "a call has a track, and is new")
         _expect_type(request, SDP)
-        settings = RealtimeSettings.initial(fields.text("model"))
-        settings = msgspec.structs.replace(settings, language=fields.language("language"))
+        session_request = stream_messages.parse_query(query, packets=True)
+        assert isinstance(session_request, NewSessionRequest), "a session that goes on was refused"
         answered = await self._calls.create(
             request_context(request.scope),
             WHIP_PATH,
             _decode(await _read_body(request)),
-            partial(self._start_conversation, WHIP_PATH, settings, fields.flag("partials") or False),
+            partial(self._start_stream, session_request),
             channel_label=None,
             needs_channel=False,
             keeps_events=True,
+            error_path=stream_messages.PATH,
         )
         location = f"{WHIP_PATH}/{answered.call.id}"
         headers = {
@@ -156,12 +168,12 @@ class CallRoutes:
     def _get(self, request: Request) -> Call:
         return self._calls.get(request_context(request.scope).client, request.path_params["call_id"])
 
-    def _start_conversation(
-        self, path: str, settings: RealtimeSettings, partials: bool, call: Call, context: RequestContext
+    async def _start_conversation(
+        self, settings: RealtimeSettings, partials: bool, call: Call, context: RequestContext, resources: AsyncExitStack
     ) -> OpenAiConversation:
-        """Makes the conversation of a call. Raises as `RealtimeSessionFactory.validate`."""
-        meter: LiveRouteMetrics = self._meters[path]
-        factory = EngineRealtimeSessionFactory(self._dependencies.engines, context, meter)
+        """Makes the conversation of a call of OpenAI's. Raises as `RealtimeSessionFactory.validate`."""
+        resources.enter_context(self._dependencies.admission.admit(call.owner, live=True))
+        factory = EngineRealtimeSessionFactory(self._dependencies.engines, context, self._meter)
         if settings.format != RealtimeSettings().format:
             raise UnsupportedOption(
                 f"the format {settings.format} for a call",
@@ -172,7 +184,7 @@ class CallRoutes:
         factory.validate(settings)
         return OpenAiConversation(
             call.inbox.receive,
-            call.outbox,
+            Outbox(call.send, OUTBOX_SEND_TIMEOUT_S),
             factory,
             self._calls.limits,
             partial(realtime_problem, request_id=context.request_id),
@@ -182,9 +194,23 @@ class CallRoutes:
             has_track=True,
         )
 
+    async def _start_stream(
+        self, request: NewSessionRequest, call: Call, context: RequestContext, resources: AsyncExitStack
+    ) -> StreamCallConversation:
+        """Makes the conversation of a call of WHIP's. Raises as `StreamSessionManager.connect`."""
+        resources.enter_context(self._dependencies.admission.admit(call.owner))  # the session reserves its place itself
+        format_error = partial(live_error_event, request_id=context.request_id, path=stream_messages.PATH)
+        session, connection = await resources.enter_async_context(
+            self._streams.connect(call.owner, request, format_error)
+        )
+        conversation = StreamCallConversation(self._streams, session, connection, call.inbox, call.send)
+        resources.push_async_callback(conversation.close)
+        context.model = session.info.model
+        return conversation
 
-def routes(dependencies: LiveDependencies, calls: CallManager) -> list[BaseRoute]:
-    handlers = CallRoutes(dependencies, calls)
+
+def routes(dependencies: LiveDependencies, calls: CallManager, streams: StreamSessionManager) -> list[BaseRoute]:
+    handlers = CallRoutes(dependencies, calls, streams)
     one = f"{WHIP_PATH}/{{call_id}}"
     return [
         Route(CALLS_PATH, handlers.create_call, methods=["POST"]),

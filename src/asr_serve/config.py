@@ -287,7 +287,7 @@ class WebRtcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Raises OptionError for a value of the wrong type or out of range.
     """
 
-    port: Port | None = None
+    udp_port: Port | None = None
     """UDP port of all calls, opened with the first; 0 takes any free one. None: the number of the server's port."""
     addresses: tuple[IpAddress, ...] = ()
     """Addresses at which callers reach that port, like the public one where the network translates addresses. Empty:

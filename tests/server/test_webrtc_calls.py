@@ -34,7 +34,7 @@ SDP = {"content-type": "application/sdp"}
 
 @pytest.fixture(scope="module")
 def open_server(serve: Callable[..., Running]) -> Running:
-    return serve(api_keys=("secret-one", "secret-two"), webrtc=WebRtcConfig(port=0, max_calls=2, connect_s=3.0))
+    return serve(api_keys=("secret-one", "secret-two"), webrtc=WebRtcConfig(udp_port=0, max_calls=2, connect_s=3.0))
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ class CallManager:
         config = self._dependencies.config
         async with self._opening:
             if self._port is None:
-                number = config.port if self._config.port is None else self._config.port
+                number = config.port if self._config.udp_port is None else self._config.udp_port
                 self._port = await packages.ice_lite.UdpPort.open(
                     config.host, number, self._dependencies.metrics.calls.dropped
                 )

@@ -68,8 +68,8 @@ class UdpPort(asyncio.DatagramProtocol):
             raise OptionError(
                 f"UDP port {port} of {host} cannot be opened: {error}",
                 "a free one",
-                "set webrtc.port to another",
-                param="webrtc.port",
+                "set webrtc.udp_port to another",
+                param="webrtc.udp_port",
             ) from None
         made._transport = transport
         # uvloop and asyncio both have the socket; the kernel gives less where its limit is lower

@@ -39,6 +39,16 @@ def speaking(page: Any, url: str) -> None:
     page.wait_for_timeout(SPOKEN_MS)
 
 
+def calling(page: Any, url: str) -> None:
+    """Over WebRTC; what it measures is scrolled into view."""
+    page.goto(url)
+    page.wait_for_selector("#model option[value=moonshine-tiny-en]", state="attached")
+    page.select_option("#transport", "webrtc")
+    page.keyboard.press("Space")
+    page.locator("#loss-room").scroll_into_view_if_needed()
+    page.wait_for_timeout(SPOKEN_MS // 2)
+
+
 def playing(page: Any, url: str, speech: Path) -> None:
     page.goto(url)
     page.set_input_files("#file", speech)
@@ -125,6 +135,10 @@ def main() -> int:
             shown = page(DESKTOP)
             speaking(shown, given.url)
             keep(shown, "desktop")
+        if wants("webrtc"):
+            shown = page(DESKTOP)
+            calling(shown, given.url)
+            keep(shown, "webrtc")
         for name, viewport, scheme in (("phone", PHONE, "light"), ("dark", DESKTOP, "dark")):
             if wants(name):
                 shown = page(viewport, scheme)

@@ -76,6 +76,9 @@ def busy_server() -> ServerMetrics:
     live.interval.observe(0.5)
     live.final.observe(0.9)
     live.dropped.inc()
+    metrics.calls.packets.inc(500)
+    metrics.calls.lost.inc(3)
+    metrics.calls.dropped("late")
     for model in MODELS:
         metrics.engine_up.labels(model).set_function(lambda: 1)
         metrics.live_turnaround.labels(model).set(0.12)

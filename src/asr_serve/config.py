@@ -20,6 +20,7 @@ from asr_serve.types import (
     Fraction,
     HandoverPayload,
     Host,
+    IpAddress,
     LanguageModelBackend,
     Name,
     NamedFile,
@@ -283,6 +284,26 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise OptionError(f"{name}={file!r} without redis_url", "both, or none", "set redis_url", param=name)
 
 
+class WebRtcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Calls over WebRTC.
+
+    Raises OptionError for a value of the wrong type or out of range.
+    """
+
+    udp_port: Port | None = None
+    """UDP port of all calls, opened with the first; 0 takes any free one. None: the number of the server's port."""
+    addresses: tuple[IpAddress, ...] = ()
+    """Addresses at which callers reach that port, like the public one where the network translates addresses. Empty:
+    those of this machine that `host` listens on."""
+    max_calls: Annotated[int, Meta(ge=0, le=65_535)] = 256
+    """Concurrent calls, each of which is a live session too; one more is refused with a retry time. 0: no calls."""
+    connect_s: Annotated[float, Meta(gt=0, le=300)] = 15.0
+    """Seconds from its answer in which a call must be connected."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a server. `config_sources.load_serve_config` reads them from a file, the environment and flags.
 
@@ -409,6 +430,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and modes of the engine."""
     sessions: SessionsConfig = SessionsConfig()
     """Storage of live sessions outside the server."""
+    webrtc: WebRtcConfig = WebRtcConfig()
+    """Calls over WebRTC."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

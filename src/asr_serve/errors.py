@@ -187,6 +187,26 @@ class SessionExpired(RequestError):
     """The requested live session has ended, or never existed."""
 
 
+class UnknownCall(RequestError):
+    """No call over WebRTC of that id, or not any more."""
+
+
+class UnsupportedMediaType(RequestError):
+    """A body of a type that this route does not read."""
+
+
+class PreconditionRequired(RequestError):
+    """A change without the header If-Match, which says of what."""
+
+
+class PreconditionFailed(RequestError):
+    """A change of something that is not there any more."""
+
+
+class Unprocessable(RequestError):
+    """A change that is well-formed, and is not supported."""
+
+
 class UnknownJob(RequestError):
     """No cloning job of that number, or no longer."""
 

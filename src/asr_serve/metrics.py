@@ -223,6 +223,17 @@ class LiveRouteMetrics(NamedTuple):
     dropped: Counter
 
 
+class CallMetrics(NamedTuple):
+    """Metrics of calls over WebRTC."""
+
+    packets: Counter
+    lost: Counter
+    dropped_by_reason: Counter
+
+    def dropped(self, reason: str) -> None:
+        self.dropped_by_reason.labels(reason).inc()
+
+
 class SessionStoreMetrics(NamedTuple):
     """Metrics of the store of live sessions."""
 
@@ -271,11 +282,11 @@ class ServerMetrics:
         self.upload_audio_seconds = counter(
             "asr_serve_upload_audio_seconds_total", "Audio decoded from request bodies.", ("route",)
         )
-        self.live_open = gauge("asr_serve_live_open_sessions", "WebSockets that are open.", ("route",))
+        self.live_open = gauge("asr_serve_live_open_sessions", "WebSockets and calls that are open.", ("route",))
         self.live_ended = counter(
             "asr_serve_live_sessions_total",
-            "WebSockets that were open, by how they ended: done, client_gone in the middle of a session, or the "
-            "code of an error.",
+            "WebSockets and calls that were open, by how they ended: done, client_gone in the middle of a session, or "
+            "the code of an error.",
             ("route", "end"),
         )
         self.live_audio_seconds = counter("asr_serve_live_audio_seconds_total", "Audio of live sessions.", ("route",))
@@ -289,6 +300,15 @@ class ServerMetrics:
         )
         for outcome in ("resumed", "taken_over", "session_expired", "events_expired"):
             self.resumes.labels(outcome)
+        self.calls = CallMetrics(
+            counter("asr_serve_webrtc_packets_total", "RTP packets of calls that arrived."),
+            counter("asr_serve_webrtc_lost_packets_total", "RTP packets of calls that did not arrive in time."),
+            counter(
+                "asr_serve_webrtc_dropped_datagrams_total",
+                "Datagrams of calls that were dropped, by reason.",
+                ("reason",),
+            ),
+        )
         self._session_store_up = gauge(
             "asr_serve_session_store_up",
             "1 while the store accepts writes. Without sessions.redis_url there is no sample.",

@@ -233,6 +233,9 @@ Host = Annotated[
         description="a host name or an IP address, without port or scheme",
     ),
 ]
+IpAddress = Annotated[
+    str, Meta(pattern=r"\A(\d{1,3}(\.\d{1,3}){3}|[0-9A-Fa-f]*:[0-9A-Fa-f:.]+)\Z", description="an IP address")
+]
 ApiKey = Annotated[str, Meta(pattern=r"\A[!-+\--~]+\Z", description="a key of visible ASCII, without spaces or commas")]
 PeerKey = Annotated[
     str, Meta(pattern=r"\A[!-+\--~]{16,}\Z", description="16 or more of visible ASCII, without spaces or commas")

@@ -108,6 +108,14 @@ export interface TurnEvent {
   by: string;
 }
 
+/** Of a call: packets that did not arrive; what they said is made up for that time. */
+export interface LossEvent {
+  type: "loss";
+  start_s: number;
+  end_s: number;
+  packets: number;
+}
+
 /** Nothing follows. */
 export interface EndEvent {
   type: "end";

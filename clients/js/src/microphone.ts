@@ -78,7 +78,8 @@ export class Microphone extends Emitter<MicrophoneEvents> {
   readonly rate: number;
   /** What the browser calls the device. */
   readonly label: string;
-  readonly #track: MediaStreamTrack;
+  /** What it records, for a call. */
+  readonly track: MediaStreamTrack;
   readonly #context: AudioContext;
   readonly #resampler: Resampler | undefined;
   readonly #frame: Int16Array<ArrayBuffer>;
@@ -95,7 +96,7 @@ export class Microphone extends Emitter<MicrophoneEvents> {
     private readonly gated?: MessagePort,
   ) {
     super();
-    [this.#track, this.#context, this.rate, this.label] = [track, context, rate, track.label];
+    [this.track, this.#context, this.rate, this.label] = [track, context, rate, track.label];
     this.#resampler = context.sampleRate === rate ? undefined : new Resampler(context.sampleRate, rate);
     this.#frame = new Int16Array(Math.round((rate * frameMs) / 1_000));
     track.addEventListener("ended", () => {
@@ -144,7 +145,7 @@ export class Microphone extends Emitter<MicrophoneEvents> {
   /** Let go of the device. What is left of the last frame is sent first. */
   stop(): Promise<void> {
     if (!this.#closing) {
-      this.#track.stop();
+      this.track.stop();
       this.#closing = this.#rest().then(() => this.#context.close()); // twice would be an error, and an unplugged one stops by itself
       if (this.#filled) this.#give();
     }

@@ -86,6 +86,12 @@ const QUERY = {
   maxSpeakers: "max_speakers",
   itn: "itn",
 } as const satisfies Partial<Record<keyof StreamOptions, string>>;
+/** Options of a call: those of a stream that do not say how audio is encoded, or what to do without a connection. */
+export type CallOptions = Omit<
+  StreamOptions,
+  "encoding" | "rate" | "WebSocket" | "maxBufferedBytes" | "reconnect" | "newSession"
+>;
+const { encoding: _encoding, rate: _rate, ...CALL_QUERY } = QUERY;
 const OURS = {
   url: true,
   apiKey: true,
@@ -104,6 +110,19 @@ const RECONNECT = {
 export function expectOptions(options: StreamOptions): void {
   expectNames(options, { ...OURS, ...QUERY });
   expectNames(options.reconnect ?? {}, RECONNECT, "reconnect.");
+}
+
+/** Throws SpeechError for an option that there is not of a call. */
+export function expectCallOptions(options: CallOptions): void {
+  expectNames(options, { url: true, apiKey: true, ...CALL_QUERY });
+}
+
+/** The address of a new call. Throws SpeechError. */
+export function callUrl(options: CallOptions): string {
+  const url = address(options.url, ["http:", "https:"]);
+  if (url.pathname === "/") url.pathname = "/v1/whip";
+  for (const long of [false, true]) for (const [field, value] of asked(options, long)) url.searchParams.set(field, value);
+  return url.href;
 }
 
 /** Throws SpeechError for an option that is not among these. */
@@ -159,16 +178,22 @@ export function socketClass(options: StreamOptions): SocketConstructor {
   throw new SpeechError("bad_option", "There is no global WebSocket here. Pass one: `WebSocket` of the package ws.");
 }
 
-function routeUrl(options: StreamOptions): URL {
+function address(said: string | URL, schemes: string[]): URL {
   let url: URL;
   try {
-    url = new URL(options.url);
+    url = new URL(said);
   } catch (cause) {
-    throw new SpeechError("bad_option", `${String(options.url)} is no address. Say http://host:port.`, { cause });
+    throw new SpeechError("bad_option", `${String(said)} is no address. Say http://host:port.`, { cause });
   }
-  const scheme = ({ "http:": "ws:", "https:": "wss:", "ws:": "ws:", "wss:": "wss:" } as const)[url.protocol];
-  if (!scheme) throw new SpeechError("bad_option", `${url.protocol} is no scheme for a stream: http, https, ws or wss.`);
-  url.protocol = scheme;
+  if (schemes.includes(url.protocol)) return url;
+  const names = schemes.map((scheme) => scheme.slice(0, -1));
+  const last = names.pop();
+  throw new SpeechError("bad_option", `${url.protocol} is no scheme for a stream: ${names.join(", ")} or ${last}.`);
+}
+
+function routeUrl(options: StreamOptions): URL {
+  const url = address(options.url, ["http:", "https:", "ws:", "wss:"]);
+  url.protocol = ({ "http:": "ws:", "https:": "wss:" } as Record<string, string>)[url.protocol] ?? url.protocol;
   if (url.pathname === "/") url.pathname = "/v1/stream";
   if (options.apiKey !== undefined) url.searchParams.set("api_key", options.apiKey);
   return url;

@@ -9,6 +9,7 @@ export class Chooser {
   readonly #model = byId("model", HTMLSelectElement);
   readonly #language = byId("language", HTMLSelectElement);
   readonly #device = byId("device", HTMLSelectElement);
+  readonly #transport = byId("transport", HTMLSelectElement);
   #known: Model[] = [];
   #timer: ReturnType<typeof setTimeout> | undefined;
 
@@ -23,6 +24,13 @@ export class Chooser {
       this.changed();
     });
     this.#device.addEventListener("change", () => keep("device", this.#device.value));
+    this.#transport.value = recall("transport") === "webrtc" ? "webrtc" : "websocket";
+    this.#hint();
+    this.#transport.addEventListener("change", () => {
+      keep("transport", this.#transport.value);
+      this.#hint();
+      this.changed();
+    });
     navigator.mediaDevices?.addEventListener("devicechange", () => void this.devices());
   }
 
@@ -33,6 +41,11 @@ export class Chooser {
   /** "": the model is to hear which. */
   get language(): string {
     return this.#language.value;
+  }
+
+  /** Whether the sound goes over WebRTC: a call, and no WebSocket. */
+  get calls(): boolean {
+    return this.#transport.value === "webrtc";
   }
 
   /** The chosen model, as the server tells it. */
@@ -85,8 +98,12 @@ export class Chooser {
 
   /** Not while somebody is heard with them. */
   enable(on: boolean): void {
-    this.#model.disabled = this.#device.disabled = !on;
+    this.#model.disabled = this.#device.disabled = this.#transport.disabled = !on;
     this.#language.disabled = !on || this.#language.options.length < 2;
+  }
+
+  #hint(): void {
+    byId("transport-hint").textContent = this.calls ? "A lost packet delays nothing. A lost connection does not come back." : "";
   }
 
   #languages(): void {

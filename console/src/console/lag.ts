@@ -1,3 +1,4 @@
+import type { CallStats } from "asr-serve";
 import { byId } from "../page/dom";
 import { delay } from "../page/words";
 
@@ -23,8 +24,14 @@ export class Lag {
   #delays: number[] = [];
   #trips: number[] = [];
   #partial = "";
+  #calls = false;
 
-  begin(rateHz: number): void {
+  /** `calls`: over WebRTC, whose `network` tells the round trip and the losses. */
+  begin(rateHz: number, calls = false): void {
+    this.#calls = calls;
+    byId("loss-room").hidden = !calls;
+    byId("loss").textContent = "–";
+    byId("loss-count").textContent = "";
     this.#rateHz = rateHz;
     this.#samples = this.#bytes = 0;
     this.#marks = [];
@@ -42,7 +49,7 @@ export class Lag {
     this.#bytes += bytes;
     this.#marks.push({ samples: this.#samples, atMs });
     // What waits for a connection would measure the outage.
-    if (waits) this.#sent = [];
+    if (waits || this.#calls) this.#sent = [];
     else this.#sent.push({ bytes: this.#bytes, atMs });
     if (this.#marks.length > KEPT) this.#marks.splice(0, KEPT / 2);
     if (this.#sent.length > KEPT) this.#sent.splice(0, KEPT / 2);
@@ -55,6 +62,15 @@ export class Lag {
     const piece = this.#sent[last]!;
     this.#sent.splice(0, last + (piece.bytes === bytes ? 1 : 0));
     if (piece.bytes === bytes) push(this.#trips, performance.now() - piece.atMs);
+    this.#show();
+  }
+
+  /** How the network of a call is. */
+  network({ sent, lost, roundTripMs }: CallStats): void {
+    if (roundTripMs !== undefined) push(this.#trips, roundTripMs);
+    const share = sent ? (100 * lost) / sent : 0;
+    byId("loss").textContent = sent ? `${share.toFixed(share < 10 ? 1 : 0)} %` : "–";
+    byId("loss-count").textContent = sent ? `${lost.toLocaleString("en")} of ${sent.toLocaleString("en")}` : "";
     this.#show();
   }
 

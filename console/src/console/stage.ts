@@ -33,7 +33,7 @@ const TITLE_MARK = { idle: "", starting: "", live: "● ", finishing: "● ", fi
 /** What the page shows: the take, what goes on, and the transcripts of this tab. */
 export class Stage {
   readonly banner = new Banner();
-  readonly chooser = new Chooser(() => this.wanted.know(this.chooser.entry, this.chooser.language));
+  readonly chooser = new Chooser(() => this.wanted.know(this.chooser.entry, this.chooser.language, this.chooser.calls));
   readonly meter = new Meter();
   readonly wave = new Wave();
   readonly player = new Player(

@@ -1,4 +1,15 @@
-import { microphone, SpeechError, SpeechStream, type Level, type Microphone, type Restart, type Segment, type StreamState } from "asr-serve";
+import {
+  microphone,
+  SpeechCall,
+  SpeechError,
+  SpeechStream,
+  type Level,
+  type Microphone,
+  type Restart,
+  type Segment,
+  type StreamState,
+  type Transcript,
+} from "asr-serve";
 import { address } from "../page/api";
 import { key } from "../page/key";
 import type { Lag } from "./lag";
@@ -15,6 +26,8 @@ export interface TalkOptions {
   language: string;
   /** Send silence as its length. */
   speechOnly: boolean;
+  /** Over WebRTC. */
+  calls: boolean;
   rich: RichOptions;
 }
 
@@ -33,10 +46,16 @@ export interface TalkEvents {
   broken(error: SpeechError): void;
 }
 
-/** Somebody talking: a microphone, a stream, and what comes back. */
+/** What the sound goes to, and the text comes from. */
+export interface Line {
+  readonly transcript: Transcript;
+}
+
+/** Somebody talking: a microphone, a stream or a call, and what comes back. */
 export class Talk {
   #microphone: Microphone | undefined;
   #stream: SpeechStream | undefined;
+  #call: SpeechCall | undefined;
   #rateHz = 16_000;
   #samples = 0;
   #silent = 0;
@@ -45,7 +64,7 @@ export class Talk {
   #began = false;
 
   constructor(
-    private readonly make: (stream: SpeechStream) => Take,
+    private readonly make: (line: Line) => Take,
     private readonly lag: Lag,
     private readonly events: TalkEvents,
   ) {}
@@ -66,7 +85,7 @@ export class Talk {
   }
 
   /** Resolves when the server hears. Sound before that waits for it. Rejects with SpeechError. */
-  async begin({ deviceId, model, language, speechOnly, rich }: TalkOptions): Promise<void> {
+  async begin({ deviceId, model, language, speechOnly, calls, rich }: TalkOptions): Promise<void> {
     const opened = await microphone({
       ...(deviceId && { deviceId }),
       frameMs: FRAME_MS,
@@ -75,25 +94,29 @@ export class Talk {
     this.#microphone = opened;
     this.#rateHz = opened.rate;
     const apiKey = key();
-    const stream = new SpeechStream({
-      url: address("v1/stream"),
-      rate: opened.rate,
-      newSession: true,
-      reconnect: { giveUpAfterMs: GIVE_UP_MS },
-      ...(apiKey !== undefined && { apiKey }),
-      ...(model && { model }),
-      ...(language && { language }),
-      ...rich,
-    });
-    this.#stream = stream;
-    this.lag.begin(opened.rate);
-    this.#listen(stream, this.make(stream));
+    const asked = { ...(apiKey !== undefined && { apiKey }), ...(model && { model }), ...(language && { language }), ...rich };
+    this.lag.begin(opened.rate, calls);
     opened.on("level", (level) => this.events.level(level));
-    opened.on("frame", (frame) => this.#frame(frame));
-    opened.on("silence", (samples) => this.#silence(samples));
     opened.on("ended", (error) => this.events.broken(error));
     try {
-      await stream.open();
+      if (calls) {
+        const call = (this.#call = new SpeechCall({ url: address("v1/whip"), ...asked }));
+        this.#listenToCall(call, this.make(call));
+        await call.open(opened.track);
+        opened.on("frame", (frame) => this.#called(frame)); // from now on the server hears
+      } else {
+        const stream = (this.#stream = new SpeechStream({
+          url: address("v1/stream"),
+          rate: opened.rate,
+          newSession: true,
+          reconnect: { giveUpAfterMs: GIVE_UP_MS },
+          ...asked,
+        }));
+        this.#listen(stream, this.make(stream));
+        opened.on("frame", (frame) => this.#frame(frame));
+        opened.on("silence", (samples) => this.#silence(samples));
+        await stream.open();
+      }
       this.#began = true;
     } catch (failure) {
       await opened.stop();
@@ -103,6 +126,14 @@ export class Talk {
 
   /** No more sound. Resolves when all of it is text; rejects with SpeechError. */
   async end(): Promise<void> {
+    if (this.#call) {
+      // The browser sends by itself: what was just said is still on its way.
+      const last = this.#call.state === "open" ? this.#call.end() : undefined;
+      await Promise.allSettled([last]);
+      await this.#microphone?.stop();
+      await last;
+      return;
+    }
     await this.#microphone?.stop();
     if (this.#stream && this.#stream.state !== "failed" && this.#stream.state !== "closed") await this.#stream.end();
   }
@@ -110,6 +141,7 @@ export class Talk {
   /** Let go of everything. */
   async abandon(): Promise<void> {
     this.#stream?.close();
+    this.#call?.close();
     await this.#microphone?.stop();
   }
 
@@ -124,6 +156,12 @@ export class Talk {
     this.lag.frame(frame.length, frame.byteLength, stream.state !== "open");
   }
 
+  /** The browser has sent it by itself. */
+  #called(frame: Int16Array): void {
+    this.#samples += frame.length;
+    this.lag.frame(frame.length, frame.byteLength, false);
+  }
+
   #silence(samples: number): void {
     const stream = this.#stream!;
     this.#deaf = !stream.sendSilence(samples);
@@ -134,6 +172,20 @@ export class Talk {
     this.#samples += samples;
     this.#silent += samples;
     this.lag.frame(samples, 2 * samples, stream.state !== "open");
+  }
+
+  #listenToCall(call: SpeechCall, take: Take): void {
+    call.on("partial", ({ end_s, text }) => {
+      this.events.text();
+      this.lag.text(text, end_s);
+    });
+    call.on("locked", ({ end_s }) => this.events.text(end_s));
+    call.on("segment", () => this.events.segment(take.transcript.segments.at(-1)!));
+    call.on("speakers", () => this.events.speakers());
+    call.on("stats", (stats) => this.lag.network(stats));
+    call.on("error", (error) => {
+      if (this.#began) this.events.broken(error);
+    });
   }
 
   #listen(stream: SpeechStream, take: Take): void {

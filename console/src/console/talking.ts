@@ -1,4 +1,4 @@
-import { SpeechError, type Restart, type SpeechStream, type StreamState } from "asr-serve";
+import { SpeechError, type Restart, type StreamState } from "asr-serve";
 import { byId } from "../page/dom";
 import { toast } from "../page/toast";
 import { clock } from "../page/words";
@@ -6,7 +6,7 @@ import { Lag } from "./lag";
 import { refused } from "./refused";
 import type { Stage } from "./stage";
 import type { Take } from "./take";
-import { Talk } from "./talk";
+import { Talk, type Line } from "./talk";
 
 /** The microphone's blocks that levels are told of. */
 const BLOCK_S = 0.02;
@@ -33,10 +33,10 @@ export class Talking {
     this.#talk = talk;
     stage.wanted.refused();
     try {
-      const { deviceId, model, language } = stage.chooser;
+      const { deviceId, model, language, calls } = stage.chooser;
       const { speechOnly } = stage.wanted;
       byId("sent-share").textContent = "";
-      await talk.begin({ deviceId, model, language, speechOnly, rich: stage.wanted.options() });
+      await talk.begin({ deviceId, model, language, speechOnly, calls, rich: stage.wanted.options() });
       if (this.#talk !== talk) return; // cancelled meanwhile
       stage.enter("live");
       stage.tell("Listening");
@@ -111,7 +111,7 @@ export class Talking {
     return talk;
   }
 
-  #begun({ transcript }: SpeechStream): Take {
+  #begun({ transcript }: Line): Take {
     const at = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
     this.#take = { kind: "talk", title: `Talk at ${at}`, transcript, names: new Map(), sound: undefined };
     this.stage.show(this.#take);

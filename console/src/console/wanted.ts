@@ -94,7 +94,7 @@ export class Wanted {
 
   /** Whether a talk sends speech, and silence as its length. */
   get speechOnly(): boolean {
-    return this.#on("speech-only");
+    return this.#on("speech-only"); // not of a call
   }
 
   /** Say beside what was refused why; everything else is no longer wrong. */
@@ -117,8 +117,8 @@ export class Wanted {
     this.#box.readOnly = !on;
   }
 
-  /** Another model is chosen, or language ("": it is to hear which): say what there is not. */
-  know(model: Model | undefined, language: string): void {
+  /** Another model is chosen, or language ("": it is to hear which), or connection: say what there is not. */
+  know(model: Model | undefined, language: string, calls: boolean): void {
     if (!model) return;
     const { words, speakers, hotwords, itn } = model;
     const hints: Record<Switch | "hotwords", string> = {
@@ -126,7 +126,7 @@ export class Wanted {
       speakers: speakers ? "" : "The models that this takes are not on the server.",
       itn: !itn.length ? "Not installed on the server." : "",
       hotwords: hotwords ? "" : "This model takes none.",
-      "speech-only": "",
+      "speech-only": calls ? "Over WebRTC the browser sends all sound." : "",
     };
     if (language && itn.length && !itn.includes(language)) hints.itn = `There is none for ${languageName(language)}.`;
     this.#cannot.clear();

@@ -32,6 +32,8 @@ from asr_serve.server.realtime.funasr import endpoint as funasr_endpoint
 from asr_serve.server.realtime.funasr.session_defaults import FunAsrSessionDefaults
 from asr_serve.server.realtime.openai import endpoint as openai_endpoint
 from asr_serve.server.realtime.stream import endpoint as stream_endpoint
+from asr_serve.server.realtime.webrtc import endpoint as webrtc_endpoint
+from asr_serve.server.realtime.webrtc.call_manager import CallManager
 from asr_serve.server.routes import health, models, speech, transcriptions
 from asr_serve.server.telemetry.tracing import Tracer
 from asr_serve.server.transcription_job import TranscriptionExecutor
@@ -54,6 +56,7 @@ def create_app(
     executor = TranscriptionExecutor(config.max_concurrent)
     dependencies = LiveDependencies(config, engines, gate, executor, metrics)
     streams = stream_endpoint.create_session_manager(dependencies)
+    calls = CallManager(dependencies)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -62,6 +65,7 @@ def create_app(
             yield
         await voice_dependencies.clonings.close()
         await streams.close()
+        await calls.close()
         executor.close()
 
     voice_dependencies = voices.VoiceDependencies.create(config, engines)
@@ -102,12 +106,13 @@ def create_app(
             openai_endpoint.route(dependencies),
             speech.route(speech_dependencies),
             *stream_endpoint.routes(streams, config.max_frame_bytes),
+            *webrtc_endpoint.routes(dependencies, calls, streams),
         ]
     else:
         routers, live = [health_routes], []
     console = pages.routes(console=config.console and full_server, docs=docs)
     all_routes = [*app.routes, *(route for router in routers for route in router.routes), *live, *console]
-    app.state.routes = all_routes
+    app.state.routes, app.state.calls = all_routes, calls
     for router in routers:
         app.include_router(router)
     app.router.routes += [*live, *console]
@@ -123,9 +128,15 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],  # OpenAI's JavaScript client sends many of its own
-            expose_headers=["x-request-id", "retry-after", "retry-after-ms", *speech.SPEECH_HEADERS],
+            expose_headers=[
+                "x-request-id",
+                "retry-after",
+                "retry-after-ms",
+                *speech.SPEECH_HEADERS,
+                *webrtc_endpoint.CALL_HEADERS,
+            ],
         )
     app.add_middleware(
         RequestContextMiddleware, metrics=metrics, tracer=tracer or Tracer(), template=_route_template(all_routes)

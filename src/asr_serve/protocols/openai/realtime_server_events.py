@@ -86,6 +86,10 @@ class ServerEventEncoder:
         audio = {"format": form, "transcription": transcription, "noise_reduction": None, "turn_detection": turns}
         return self.event(f"session.{kind}", session={"type": "transcription", **base, "audio": {"input": audio}})
 
+    def audio_lost(self, start_ms: int, end_ms: int, packets: int) -> str:
+        """Event of ours, for calls: packets that did not arrive, whose time was concealed."""
+        return self.event(f"{BUFFER}.audio_lost", audio_start_ms=start_ms, audio_end_ms=end_ms, packets=packets)
+
     def error(self, problem: Problem, retry_ms: int | None = None, caused_by: str | None = None) -> str:
         """Error event. `caused_by`: id of the client's event, if any."""
         return self.event("error", error=_problem(problem, retry_ms) | {"event_id": caused_by})

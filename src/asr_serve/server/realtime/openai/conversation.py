@@ -1,6 +1,7 @@
-"""Conversation of one socket in OpenAI's Realtime protocol: which event is valid in which state.
+"""Conversation of one client in OpenAI's Realtime protocol: which event is valid in which state.
 
-The first audio starts a listener. An invalid event is answered with an error event and changes nothing.
+The first audio starts a listener. An invalid event is answered with an error event and changes nothing. Over a
+WebSocket audio comes in events; a call over WebRTC has a track for it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, MutableMapping
+from enum import StrEnum
 from typing import Any, Protocol
 
 from starlette.types import Receive
@@ -22,6 +24,7 @@ from asr_serve.errors import (
     MalformedRequest,
     ModelError,
     OptionError,
+    UnsupportedOption,
 )
 from asr_serve.pipelines.live.events import LiveEvent, SessionFinished
 from asr_serve.protocols.openai.events import Problem, TokenTexts
@@ -41,9 +44,23 @@ from asr_serve.protocols.openai.realtime_server_events import ItemTracker, Serve
 from asr_serve.server.realtime.async_listener import AsyncListener
 from asr_serve.server.realtime.lifecycle import ConnectionLifecycle, SessionLimits
 from asr_serve.server.realtime.outbox import Outbox
+from asr_serve.units import RATE_HZ, samples_to_ms
 
 SLICES = 2
 """Slices per second of an event's audio; `full` is checked again before each."""
+TRACK_FORMAT = ("s16le", RATE_HZ)
+"""Encoding and rate of the audio of a track's messages."""
+
+
+class TrackMessage(StrEnum):
+    """Types of messages of a call's track, beside those of a WebSocket."""
+
+    AUDIO = "track.audio"
+    """`audio`: bytes in TRACK_FORMAT."""
+    LOSS = "track.loss"
+    """`start_samples`, `end_samples` and `packets` of what did not arrive, and was concealed."""
+    ENDED = "track.ended"
+    """No more audio: the rest of the text is due."""
 
 
 class RealtimeSessionFactory(Protocol):
@@ -66,7 +83,7 @@ class ErrorFormatter(Protocol):
 
 
 class OpenAiConversation:
-    """Transcription session over one WebSocket. Belongs to the event loop's thread."""
+    """Transcription session over one WebSocket or call. Belongs to the event loop's thread."""
 
     def __init__(
         self,
@@ -79,11 +96,14 @@ class OpenAiConversation:
         settings: RealtimeSettings,
         *,
         partials: bool,
+        has_track: bool = False,
     ) -> None:
+        """`has_track`: audio comes in messages of the track, and not in events."""
+        self._has_track = has_track
         self._outbox, self._session_factory, self._limits = outbox, factory, limits
         self._format_error, self._encoder, self._settings = format_error, encoder, settings
         self._lifecycle = ConnectionLifecycle(receive, outbox, limits, self)
-        self.drain = self._lifecycle.drain
+        self.drain, self.end = self._lifecycle.drain, self._lifecycle.end
         self._items = ItemTracker(encoder, turns=settings.turn_detection is not None, partials=partials)
         self._listener: AsyncListener | None = None
         self._spell: TokenTexts | None = None
@@ -116,6 +136,16 @@ class OpenAiConversation:
     async def on_message(self, message: MutableMapping[str, Any]) -> None:
         event: ClientEvent | None = None
         try:
+            match message["type"]:
+                case TrackMessage.AUDIO:
+                    await self._append(message["audio"])
+                    return
+                case TrackMessage.LOSS:
+                    self._send_loss(message)
+                    return
+                case TrackMessage.ENDED:
+                    await self._finish_track()
+                    return
             event = self._decode(message)
             await self._on_client_event(event)
         except (MalformedRequest, OptionError, AudioTooLarge, EmptyAudio, ModelError) as error:
@@ -161,6 +191,10 @@ class OpenAiConversation:
     async def _on_client_event(self, event: ClientEvent) -> None:
         match command := parse_command(event):
             case AppendAudio(audio):
+                if self._has_track:
+                    raise UnsupportedOption(
+                        "audio came in an event", "this call's audio comes by its track", "send none", param="type"
+                    )
                 await self._append(audio)
             case CommitAudio():
                 self._commit(event)
@@ -215,8 +249,27 @@ class OpenAiConversation:
             else:
                 self._send(action(received))
 
+    async def _finish_track(self) -> None:
+        """Ends the audio, and returns when its text has been sent."""
+        self._lifecycle.finish()
+        if self._listener is not None:
+            assert self._session is not None, "it came with the caller"
+            await self._lifecycle.pause_reading(asyncio.wait({self._session}))
+        self._commit_remaining()
+
+    def _send_loss(self, loss: MutableMapping[str, Any]) -> None:
+        start_ms, end_ms = samples_to_ms(loss["start_samples"]), samples_to_ms(loss["end_samples"])
+        self._outbox.send(self._encoder.audio_lost(start_ms, end_ms, loss["packets"]))
+
     async def _update(self, update: UpdateSession) -> None:
         settings = apply_update(self._settings, update)
+        if self._has_track and settings.format != self._settings.format:
+            raise UnsupportedOption(
+                f"the format {settings.format} for a call",
+                "its track has the one that the offer and the answer agree on",
+                "leave the member out",
+                param="session.audio.input.format",
+            )
         model = self._session_factory.validate(settings)
         if (
             self._listener is not None
@@ -237,7 +290,7 @@ class OpenAiConversation:
 
     def _begin(self) -> AsyncListener:
         settings = self._settings
-        self._decoder = create_live_decoder(*REALTIME_FORMATS[settings.format])
+        self._decoder = create_live_decoder(*(TRACK_FORMAT if self._has_track else REALTIME_FORMATS[settings.format]))
         self._items.start_listener(self._before_samples, turns=settings.turn_detection is not None)
         self._listener, self._spell = self._session_factory.start(settings, self._on_events)
         self._items.spell = self._spell if settings.logprobs else None

@@ -13,7 +13,7 @@ from running_server import WAIT_S, eventually
 from asr_serve.edge.edge_config import EdgeConfig
 from asr_serve.edge.edge_service import EdgeService, EdgeSessionCreated, EdgeSessionRequest
 from asr_serve.edge.edge_session import EdgeSessionState
-from asr_serve.edge.packet_driver import RecvmmsgDriver
+from asr_serve.edge.packet_driver import PacketDriver, RecvmmsgDriver
 from asr_serve.edge.voice_activity import VoiceActivityPool
 from asr_serve.metrics import EdgeMetrics
 
@@ -21,15 +21,16 @@ OPTIONS: dict[str, Any] = {"silence_schedule": "inf:300", "partial_ms": 500}
 
 
 class RunningEdge:
-    """An edge that sends to `server`. Its rates allow senders faster than speech."""
+    """An edge that sends to `server`. Its rates allow senders faster than speech. `driver`: None is recvmmsg on
+    loopback."""
 
-    def __init__(self, server: str, **settings: Any) -> None:
+    def __init__(self, server: str, driver: PacketDriver | None = None, **settings: Any) -> None:
         fast = {"packets_per_s": 10_000, "options": OPTIONS, "drift": False}
         self.config = EdgeConfig(**{"server": server, "port": 0, **fast, **settings})
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.driver = RecvmmsgDriver("127.0.0.1", 0)
+        self.driver = RecvmmsgDriver("127.0.0.1", 0) if driver is None else driver
         self.service: EdgeService = self.call(self._start)
 
     async def _start(self) -> EdgeService:

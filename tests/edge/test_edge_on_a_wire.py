@@ -76,11 +76,9 @@ def send_all(edge: RunningEdge, queues: list[list[bytes]], senders: list[RtpSend
 
 
 def check_audio(edge: RunningEdge, caller: Caller) -> None:
-    """Every sample is that of the sender at its position, but for those that were lost, which are told."""
-    eventually(lambda: edge.describe(caller.session.id).packets == caller.arriving)
-    running = edge.service._by_id[caller.session.id]
-    edge.call(edge.service.end, caller.session.id)
-    spool = running.session.spool
+    """Every sample of a call that has ended is that of the sender at its position, but for those that were lost, which
+    are told."""
+    spool = edge.service._by_id[caller.session.id].session.spool
     heard = b""
     while len(heard) < 2 * spool.end:
         part = spool.read(len(heard) // 2, spool.end)
@@ -133,6 +131,10 @@ def many_callers(wire: PacketWire, speech: np.ndarray, rng: np.random.Generator,
     eventually(lambda: all(running.session.latched for running in edge.service._by_id.values()))  # to its source
     flood = [hostile(rng, callers, turn, min(10 * streams, 400)) for turn in range(len(callers[0].sent))]
     sent += send_all(edge, [caller.sent[1:] for caller in callers], senders, flood)
+    running = [edge.service._by_id[caller.session.id] for caller in callers]
+    arriving = sum(caller.arriving for caller in callers)
+    eventually(lambda: sum(each.session.stream.packets for each in running) == arriving)
+    edge.call(lambda: [edge.service.end(caller.session.id) for caller in callers])  # at once: nobody is silent for long
     for caller in callers:
         check_audio(edge, caller)
     counts = driver.counts()

@@ -13,7 +13,7 @@ from running_server import WAIT_S, eventually
 from asr_serve.edge.edge_config import EdgeConfig
 from asr_serve.edge.edge_service import EdgeService, EdgeSessionCreated, EdgeSessionRequest
 from asr_serve.edge.edge_session import EdgeSessionState
-from asr_serve.edge.packet_driver import RecvmmsgDriver
+from asr_serve.edge.packet_driver import PacketDriver, RecvmmsgDriver
 from asr_serve.edge.sip_config import SipConfig
 from asr_serve.edge.telephone import Telephone
 from asr_serve.edge.voice_activity import VoiceActivityPool
@@ -23,9 +23,12 @@ OPTIONS: dict[str, Any] = {"silence_schedule": "inf:300", "partial_ms": 500}
 
 
 class RunningEdge:
-    """An edge that sends to `server`. Its rates allow senders faster than speech."""
+    """An edge that sends to `server`. Its rates allow senders faster than speech. `driver`: None is recvmmsg on
+    loopback."""
 
-    def __init__(self, server: str, *, sip: dict[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, server: str, driver: PacketDriver | None = None, *, sip: dict[str, Any] | None = None, **settings: Any
+    ) -> None:
         """`sip`: settings of a telephone on a free port, without TCP unless they want it."""
         fast = {"packets_per_s": 10_000, "options": OPTIONS, "drift": False}
         telephone = None if sip is None else SipConfig(**{"port": 0, "tcp": False, **sip})
@@ -33,7 +36,7 @@ class RunningEdge:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.driver = RecvmmsgDriver("127.0.0.1", 0)
+        self.driver = RecvmmsgDriver("127.0.0.1", 0) if driver is None else driver
         self.telephone: Telephone | None = None
         self.service: EdgeService = self.call(self._start)
 

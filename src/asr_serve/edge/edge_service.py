@@ -8,6 +8,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Annotated, NamedTuple
 
@@ -103,6 +104,8 @@ class EdgeService:
         self._driver_counts: dict[str, int] = {}
         self._measured_s = 0.0
         self._webhook = None if config.webhook is None else Webhook(config.webhook)
+        self._handed_over: deque[tuple[_Running, list[EdgeEvent]]] = deque()
+        self._delivering = False
         self._thread = threading.Thread(target=self._receive_loop, name="edge-receive", daemon=True)
         self._thread.start()
 
@@ -291,7 +294,7 @@ class EdgeService:
         finally:
             with self._lock:
                 self._finish(running, "failed")
-            await asyncio.sleep(0)  # what the receiving thread has told comes first
+            self._deliver()  # what the receiving thread has told comes first
             self._publish(running, [session.ended_event(running.uplink.segments)])
             running.log.close()
             del self._tasks[session.id]
@@ -315,14 +318,19 @@ class EdgeService:
                 self._loop.call_soon_threadsafe(running.on_finish, reason)
 
     def _hand_over(self, running: _Running, events: list[EdgeEvent]) -> None:
-        """Tells the loop, from any thread, that a session has more audio or events."""
+        """Tells the loop, from any thread, that a session has more audio or events. The loop is woken once for all that
+        a batch of packets has brought."""
+        self._handed_over.append((running, events))
+        if not self._delivering and not self._loop.is_closed():
+            self._delivering = True
+            self._loop.call_soon_threadsafe(self._deliver)
 
-        def deliver() -> None:
+    def _deliver(self) -> None:
+        self._delivering = False  # first: what is handed over from now on calls again
+        while self._handed_over:
+            running, events = self._handed_over.popleft()
             self._publish(running, events)
             running.uplink.wake()
-
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(deliver)
 
     # --- the receiving thread --------------------------------------------------------------------------
 

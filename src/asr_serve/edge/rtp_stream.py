@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
@@ -75,8 +76,8 @@ class RtpStream:
         self._sent_units = 0
         self._digit_timestamp: int | None = None
         self.packets = self._lost_before = 0
-        self._exact = {"received": Fraction(), "concealed": Fraction(), "silent": Fraction()}
-        """Seconds, exactly."""
+        self._samples: dict[str, Counter[int]] = {kind: Counter() for kind in ("received", "concealed", "silent")}
+        """Samples of each kind by their rate: exact, whatever codecs come."""
         self.jitter_s = 0.0
         self.last_arrival_s: float | None = None
 
@@ -100,15 +101,18 @@ class RtpStream:
 
     @property
     def received_s(self) -> float:
-        return float(self._exact["received"])
+        return self._seconds("received")
 
     @property
     def concealed_s(self) -> float:
-        return float(self._exact["concealed"])
+        return self._seconds("concealed")
 
     @property
     def silent_s(self) -> float:
-        return float(self._exact["silent"])
+        return self._seconds("silent")
+
+    def _seconds(self, kind: str) -> float:
+        return float(sum(Fraction(samples, rate_hz) for rate_hz, samples in self._samples[kind].items()))
 
     def change_formats(self, formats: Mapping[int, PayloadFormat]) -> None:
         """Changes what payload types mean. What waits is decoded as what it was sent as."""
@@ -284,7 +288,7 @@ class RtpStream:
             self._append(np.zeros(min(block, samples - start), np.float32), rate_hz)
 
     def _count(self, kind: str, samples: int, rate_hz: int) -> None:
-        self._exact[kind] += Fraction(samples, rate_hz)
+        self._samples[kind][rate_hz] += samples
 
     def _append(self, pcm: np.ndarray, rate_hz: int) -> None:
         if rate_hz != self._resampler.rate_hz:

@@ -30,7 +30,7 @@ class PacketReceiver:
             raise ValueError("sockets, 1 to 4096 packets of 64 to 65536 bytes, gathered for up to 0.1 s")
         self._sockets = [socket.socket(fileno=socket.dup(fd)) for fd in fds]
         self._batch, self._slot_bytes, self._gather_s = batch, slot_bytes, gather_us / 1e6
-        self._closed = False
+        self._closed = self._moving = False
         self._lock = threading.Lock()
         """Held while a datagram is sorted; flows come and go in other threads."""
         self._flows: dict[int, _Flow] = {}
@@ -73,9 +73,12 @@ class PacketReceiver:
         """Datagrams that are there, or come within this time. They are copies."""
         if self._closed:
             raise RuntimeError("the receiver is closed")
-        ready, _, _ = select.select(self._sockets, [], [], timeout_ms / 1_000)
-        if ready and self._gather_s:
+        if (
+            self._moving and self._gather_s
+        ):  # while packets come, one sleep for each batch, not a wake-up for each packet
             time.sleep(self._gather_s)
+        ready, _, _ = select.select(self._sockets, [], [], timeout_ms / 1_000)
+        self._moving = bool(ready)
         datagrams: list[Datagram] = []
         taken = 0
         for each in ready:

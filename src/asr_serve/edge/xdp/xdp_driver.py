@@ -4,6 +4,7 @@ reads. What the program does not take comes by the ordinary socket of the same p
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import mmap
@@ -209,7 +210,10 @@ def _memory(size: int) -> tuple[mmap.mmap, bool]:
     try:
         return mmap.mmap(-1, size, flags=private | MAP_HUGETLB), True
     except OSError:
-        return mmap.mmap(-1, size, flags=private), False
+        made = mmap.mmap(-1, size, flags=private)
+        with contextlib.suppress(OSError):  # transparent ones, where the kernel has them: as good, but not certain
+            made.madvise(mmap.MADV_HUGEPAGE)
+        return made, False
 
 
 def _load(

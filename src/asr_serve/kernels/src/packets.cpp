@@ -137,6 +137,10 @@ class Receiver {
     names_.resize(batch);
     controls_.resize(size_t(batch) * CONTROL_BYTES);
     accepted_.reserve(batch);
+    for (unsigned i = 0; i < batch; ++i) {
+      vectors_[i] = {memory_.data() + size_t(i) * slot_bytes, slot_bytes};
+      make_ready(i);
+    }
   }
 
   void admit_ssrc(uint64_t flow, uint32_t ssrc, const nb::bytes& source, double per_s, double burst) {
@@ -204,54 +208,64 @@ class Receiver {
   }
 
  private:
-  // Receives a batch; returns an errno, or 0.
+  // Receives a batch; returns an errno, or 0. While packets come, one sleep for each batch takes the place of a wake-up
+  // for each packet; the first after a pause is not held back.
   int fill(int timeout_ms) {
-    for (Xsk* each : xdp_)
-      if (each->socket()->busy_poll()) each->socket()->wake();
-    // At least a look at the kernel's socket; with packets in a ring it does not wait.
-    const bool there = std::any_of(xdp_.begin(), xdp_.end(), [](Xsk* each) { return each->socket()->waiting() > 0; });
-    int ready = poll(polls_.data(), polls_.size(), there ? 0 : timeout_ms);
-    if (ready < 0) return errno == EINTR ? 0 : errno;
-    if (!ready && !there) return 0;
-    if (gather_us_ && waiting() < batch_ / 2) {  // what comes soon costs no wake-up of its own
+    if (moving_ && gather_us_ && !full_ && waiting() < batch_ / 2) {
       timespec pause{0, gather_us_ * 1'000l};
       nanosleep(&pause, nullptr);
     }
-    const int64_t monotonic = now_ns(CLOCK_MONOTONIC);
+    for (Xsk* each : xdp_)
+      if (each->socket()->busy_poll()) each->socket()->wake();
     unsigned used = 0;
-    {
+    int failed = take_all(used);
+    if (!failed && !used) {
+      const int ready = poll(polls_.data(), polls_.size(), timeout_ms);
+      if (ready < 0) failed = errno == EINTR ? 0 : errno;
+      if (ready > 0) failed = take_all(used);
+    }
+    moving_ = used > 0;
+    full_ = used >= batch_ / 2;
+    return failed;
+  }
+
+  // Takes what is there, and does not wait.
+  int take_all(unsigned& used) {
+    if (waiting()) {
+      const int64_t now = now_ns(CLOCK_MONOTONIC);
       std::lock_guard lock(flows_.mutex);
       const unsigned most = batch_ - batch_ / 4;  // the rest is for the kernel's socket
       for (size_t i = 0; i < xdp_.size() && used < most; ++i)
-        used += xdp_[(first_ + i) % xdp_.size()]->socket()->take(most - used, flows_, accepted_, monotonic);
+        used += xdp_[(first_ + i) % xdp_.size()]->socket()->take(most - used, flows_, accepted_, now);
       ++first_;
     }
-    const size_t sockets = kernel_.size();
-    for (size_t index = 0; index < sockets && used < batch_; ++index) {
-      if (!(polls_[index].revents & (POLLIN | POLLERR))) continue;
-      const unsigned room = batch_ - used;
-      for (unsigned i = 0; i < room; ++i) {
-        vectors_[i] = {memory_.data() + size_t(used + i) * slot_bytes_, slot_bytes_};
-        msghdr& header = messages_[i].msg_hdr;
-        header = {};
-        header.msg_name = &names_[i];
-        header.msg_namelen = sizeof names_[i];
-        header.msg_iov = &vectors_[i];
-        header.msg_iovlen = 1;
-        header.msg_control = &controls_[size_t(i) * CONTROL_BYTES];
-        header.msg_controllen = CONTROL_BYTES;
-      }
-      int got = recvmmsg(polls_[index].fd, messages_.data(), room, MSG_DONTWAIT, nullptr);
+    for (size_t index = 0; index < kernel_.size() && used < batch_; ++index) {
+      int got = recvmmsg(polls_[index].fd, messages_.data() + used, batch_ - used, MSG_DONTWAIT, nullptr);
       if (got < 0) {
         if (errno == EAGAIN || errno == EINTR || errno == ECONNREFUSED) continue;
         return errno;
       }
       const int64_t now = now_ns(CLOCK_MONOTONIC), real = now_ns(CLOCK_REALTIME);
       std::lock_guard lock(flows_.mutex);
-      for (int i = 0; i < got; ++i) take(index, unsigned(i), now, real);
+      for (unsigned i = used; i < used + unsigned(got); ++i) {
+        take(index, i, now, real);
+        make_ready(i);
+      }
       used += unsigned(got);
     }
     return 0;
+  }
+
+  // Header of a slot as recvmmsg wants it: what a call has changed is set again.
+  void make_ready(unsigned i) {
+    msghdr& header = messages_[i].msg_hdr;
+    header = {};
+    header.msg_name = &names_[i];
+    header.msg_namelen = sizeof names_[i];
+    header.msg_iov = &vectors_[i];
+    header.msg_iovlen = 1;
+    header.msg_control = &controls_[size_t(i) * CONTROL_BYTES];
+    header.msg_controllen = CONTROL_BYTES;
   }
 
   unsigned waiting() const {
@@ -284,6 +298,7 @@ class Receiver {
   unsigned batch_, slot_bytes_;
   int gather_us_;
   bool closed_ = false;
+  bool moving_ = false, full_ = false;  // whether the last batch had packets, and half of what it may have
   nb::list owners_;
   std::vector<Xsk*> xdp_;
   size_t first_ = 0;  // queue that is read first: each in its turn

@@ -1,0 +1,252 @@
+"""The edge behind AF_XDP on a wire: many callers of real speech, whose every sample is accounted for, whatever the
+network and others on it do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from packet_wire import NEIGHBOUR, RECEIVER, SENDER, PacketWire, open_xdp
+from rtp_sender import UNITS, RtpSender, l16_packets
+from running_edge import RunningEdge, text_of
+from running_server import WAIT_S, Running, eventually
+from test_edge_senders import EdgeCommand, answers
+from test_edge_service import check_account, words
+
+from asr_serve.audio import read_audio
+from asr_serve.edge.control_api import PATH
+
+NOBODY = "http://127.0.0.1:9"
+LOSS, DUPLICATES, REACH = 0.05, 0.02, 4
+"""Shares of packets that are lost or come twice, and how many places one may come too late."""
+MAX_LAG = 2_000
+"""Packets on their way at most: fewer than a ring has frames."""
+
+
+@pytest.fixture(scope="module")
+def wire() -> Iterator[PacketWire]:
+    with PacketWire() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def speech(cities: Path) -> np.ndarray:
+    return read_audio(cities)
+
+
+class Caller:
+    """Caller on the wire, and what the network does to its packets."""
+
+    def __init__(self, edge: RunningEdge, pcm: np.ndarray, rng: np.random.Generator) -> None:
+        self.session = edge.create()
+        assert self.session.ssrc is not None
+        self.pcm = np.rint(pcm * 32_767).astype(np.int16)
+        self.packets = l16_packets(pcm, self.session.ssrc, sequence=int(rng.integers(0, 2**16)))
+        self.lost = {int(n) for n in np.flatnonzero(rng.random(len(self.packets)) < LOSS)} - {0, len(self.packets) - 1}
+        places = np.arange(len(self.packets)) + rng.uniform(0, REACH, len(self.packets))
+        places[0] = -1.0  # what is before the first packet is no part of a stream
+        order = [int(n) for n in np.argsort(places) if n not in self.lost]
+        self.sent = [self.packets[n] for n in order for _ in range(1 + int(rng.random() < DUPLICATES))]
+
+    @property
+    def arriving(self) -> int:
+        return len(self.packets) - len(self.lost)
+
+
+def send_all(edge: RunningEdge, queues: list[list[bytes]], senders: list[RtpSender], flood: list[list[bytes]]) -> int:
+    """Sends the packets of each sender in turns, as fast as they are taken, and a flood of the last sender between two
+    turns. Returns how many."""
+    before = edge.driver.counts()["received"]
+    sent = 0
+    for turn in range(max(map(len, queues))):
+        for queue, sender in zip(queues, senders, strict=False):
+            sender.send(queue[turn : turn + 1], 0)
+            sent += len(queue[turn : turn + 1])
+        if turn < len(flood):
+            senders[-1].send(flood[turn], 0)
+            sent += len(flood[turn])
+        while sent - (edge.driver.counts()["received"] - before) > MAX_LAG:
+            time.sleep(0.001)
+    eventually(lambda: edge.driver.counts()["received"] - before == sent)
+    return sent
+
+
+def check_audio(edge: RunningEdge, caller: Caller) -> None:
+    """Every sample of a call that has ended is that of the sender at its position, but for those that were lost, which
+    are told."""
+    spool = edge.service._by_id[caller.session.id].session.spool
+    heard = b""
+    while len(heard) < 2 * spool.end:
+        part = spool.read(len(heard) // 2, spool.end)
+        heard += part if isinstance(part, bytes) else bytes(2 * part)
+    got = np.frombuffer(heard, "<i2")
+    assert len(got) == len(caller.packets) * UNITS
+    expected = np.resize(caller.pcm, len(got))
+    expected[len(caller.pcm) :] = 0
+    arrived = np.ones(len(caller.packets), bool)
+    arrived[list(caller.lost)] = False
+    mask = np.repeat(arrived, UNITS)
+    assert np.array_equal(got[mask], expected[mask])
+    state = edge.describe(caller.session.id)
+    assert (state.packets, state.lost_packets) == (caller.arriving, len(caller.lost))
+    assert state.received_s == pytest.approx(caller.arriving * UNITS / 16_000)
+    assert state.concealed_s == pytest.approx(len(caller.lost) * UNITS / 16_000)
+    assert (state.silent_s, state.adjusted_samples) == (0, 0)
+    assert set(state.dropped) <= {"duplicate"}
+    told = [(event["start_s"], event["packets"]) for event in edge.events(caller.session.id) if event["type"] == "loss"]
+    assert sum(packets for _, packets in told) == len(caller.lost)
+    assert {round(start_s * 50) for start_s, _ in told} <= caller.lost
+
+
+def hostile(rng: np.random.Generator, callers: list[Caller], turn: int, count: int) -> list[bytes]:
+    """Packets of a stranger: noise, other calls' packets, wrong lengths in RTP headers, unknown SSRCs."""
+    made = []
+    for number in range(count):
+        victim = callers[int(rng.integers(len(callers)))]
+        packet = victim.packets[turn % len(victim.packets)]
+        noise = rng.bytes(int(rng.integers(0, 200)))
+        made.append(
+            (noise, b"\x80" + noise, packet, bytes([0xBF]) + packet[1:12] + noise, packet[:8] + noise)[number % 5]
+        )
+    return made
+
+
+def many_callers(wire: PacketWire, speech: np.ndarray, rng: np.random.Generator, streams: int, seconds: float) -> None:
+    """That many callers at once, beside a flood of ten packets for each of theirs."""
+    driver = open_xdp(wire, RECEIVER)
+    edge = RunningEdge(NOBODY, driver, max_sessions=streams, window_ms=2_000)
+    samples = int(seconds * 50) * UNITS
+    starts = rng.integers(0, len(speech) - samples, streams)
+    callers = [Caller(edge, speech[start : start + samples], rng) for start in starts]
+    with wire.inside(wire.sender):
+        senders = [
+            *(RtpSender(driver.port, SENDER, RECEIVER) for _ in callers),
+            RtpSender(driver.port, NEIGHBOUR, RECEIVER),
+        ]
+    sent = send_all(edge, [caller.sent[:1] for caller in callers], senders, [])
+    eventually(lambda: all(running.session.latched for running in edge.service._by_id.values()))  # to its source
+    flood = [hostile(rng, callers, turn, min(10 * streams, 400)) for turn in range(len(callers[0].sent))]
+    sent += send_all(edge, [caller.sent[1:] for caller in callers], senders, flood)
+    running = [edge.service._by_id[caller.session.id] for caller in callers]
+    arriving = sum(caller.arriving for caller in callers)
+    eventually(lambda: sum(each.session.stream.packets for each in running) == arriving)
+    edge.call(lambda: [edge.service.end(caller.session.id) for caller in callers])  # at once: nobody is silent for long
+    for caller in callers:
+        check_audio(edge, caller)
+    counts = driver.counts()
+    assert counts["kernel"] == 0
+    dropped = sum(count for name, count in counts.items() if name != "received")
+    assert counts["received"] == sent
+    assert counts["received"] - dropped == sum(len(caller.sent) for caller in callers)
+    assert edge.metric("asr_serve_edge_dropped_packets_total", reason="unknown_source") >= sum(map(len, flood)) // 5
+    assert edge.metric("asr_serve_edge_lost_packets_total") == sum(len(caller.lost) for caller in callers)
+    for sender in senders:
+        sender.close()
+    for task in list(edge.service._tasks.values()):
+        edge.call(task.cancel)
+    edge.close()
+
+
+def test_every_sample_of_64_callers_is_accounted_for_beside_a_flood(
+    wire: PacketWire, speech: np.ndarray, rng: np.random.Generator
+) -> None:
+    many_callers(wire, speech, rng, 64, 1.5)
+
+
+@pytest.mark.exhaustive
+def test_every_sample_of_512_callers_is_accounted_for_beside_a_flood(
+    wire: PacketWire, speech: np.ndarray, rng: np.random.Generator
+) -> None:
+    many_callers(wire, speech, rng, 512, 5.0)
+
+
+def test_words_of_a_bad_network_are_those_of_the_file_but_for_what_was_lost(
+    wire: PacketWire, server: Running, speech: np.ndarray, rng: np.random.Generator
+) -> None:
+    """A clean call, and one with reordering, duplicates and two packets lost in silence, past the kernel."""
+    edge = RunningEdge(server.url, open_xdp(wire, RECEIVER), window_ms=2_000)
+    callers = [Caller(edge, speech[: 6 * 16_000], rng) for _ in range(2)]
+    clean, bad = callers
+    clean.sent = clean.packets
+    quiet = np.argsort([float(np.abs(speech[at : at + UNITS]).max()) for at in range(UNITS, 5 * 16_000, UNITS)])[:2] + 1
+    lost = {bad.packets[n] for n in quiet}
+    bad.lost = set(map(int, quiet))
+    order = [
+        0,
+        *(n + 1 for n in np.argsort(np.arange(len(bad.packets) - 1) + rng.uniform(0, REACH, len(bad.packets) - 1))),
+    ]
+    bad.sent = [bad.packets[n] for n in order if bad.packets[n] not in lost for _ in range(1 + n % 5 // 4)]
+    with wire.inside(wire.sender):
+        senders = [RtpSender(edge.driver.port, SENDER, RECEIVER) for _ in range(3)]
+    send_all(edge, [caller.sent for caller in callers], senders, [])
+    texts = []
+    for caller in callers:
+        edge.taken(caller.session.id, caller.arriving if caller is bad else len(caller.packets))
+        events = edge.end(caller.session.id)
+        check_account(events[-1])
+        texts.append(words(text_of(events)))
+    assert len(texts[0]) > 8
+    assert texts[0] == texts[1]
+    for sender in senders:
+        sender.close()
+    edge.close()
+
+
+@pytest.mark.exhaustive
+def test_drift_of_64_callers_in_real_time(wire: PacketWire, speech: np.ndarray, rng: np.random.Generator) -> None:
+    """Clocks up to 500 ppm off are measured, and an hour of theirs is an hour of ours, to samples."""
+    seconds, streams = 75, 64
+    edge = RunningEdge(NOBODY, open_xdp(wire, RECEIVER), max_sessions=streams, drift=True)
+    drifts = np.linspace(-500e-6, 500e-6, streams)
+    sessions = [edge.create() for _ in drifts]
+    pcm = np.resize(speech, seconds * 16_000)
+    packets = [l16_packets(pcm, session.ssrc) for session in sessions]
+    with wire.inside(wire.sender):
+        senders = [RtpSender(edge.driver.port, SENDER, RECEIVER) for _ in sessions]
+    begun_s = time.monotonic()
+    due = sorted((n * 0.02 * (1 + drift), k, n) for k, drift in enumerate(drifts) for n in range(len(packets[k])))
+    for at_s, k, n in due:
+        while (wait_s := begun_s + at_s - time.monotonic()) > 0:
+            time.sleep(min(wait_s, 0.002))
+        senders[k].send([packets[k][n]], 0)
+    for k, (session, drift) in enumerate(zip(sessions, drifts, strict=True)):
+        edge.taken(session.id, len(packets[k]))
+        state = edge.describe(session.id)
+        assert state.drift_ppm == pytest.approx(drift * 1e6, abs=100)
+        assert state.lost_packets == 0
+        check_account(edge.end(session.id)[-1])
+        if abs(drift) > 1e-4:
+            assert np.sign(state.adjusted_samples) == np.sign(drift)
+    for sender in senders:
+        sender.close()
+    edge.close()
+
+
+def test_an_edge_that_is_killed_and_started_again_takes_calls_past_the_kernel(
+    wire: PacketWire, speech: np.ndarray, tmp_path: Path
+) -> None:
+    open_xdp(wire, RECEIVER).close()  # or skip
+    flags = ("--server", NOBODY, "--host", RECEIVER, "--port", "5004", "--control-port", "8004")
+    with wire.inside(wire.sender):
+        sender = RtpSender(5004, SENDER, RECEIVER)
+    for turn in range(2):
+        with wire.inside(wire.receiver):  # a child is where its parent's thread is
+            command = EdgeCommand(tmp_path / f"{turn}.log", *flags, "--driver", "af_xdp", "--interface", wire.device)
+        assert command.said(r"packets\s+(AF_XDP on rtp0: native mode)")
+        with wire.inside(wire.receiver), httpx.Client(base_url="http://127.0.0.1:8004", timeout=WAIT_S) as http:
+            eventually(lambda: answers(http))
+            created = http.post(PATH, json={}).json()
+            packets = l16_packets(speech[: 50 * UNITS], created["ssrc"])
+            sender.send(packets, 0)
+            state = f"{PATH}/{created['id']}"
+            eventually(lambda state=state: http.get(state).json()["packets"] == 50)
+            assert f"asr_serve_edge_packets_total {len(packets)}.0" in http.get("/metrics").text
+        assert wire.program()
+        command.process.kill()
+        command.process.wait(WAIT_S)
+        assert not wire.program()
+    sender.close()

@@ -502,6 +502,11 @@ def ray_address() -> str | None:
     return os.environ.get("RAY_ADDRESS") or None
 
 
+def set_default_ray_variable(name: str, value: str) -> None:
+    """Sets a variable for Ray's processes, which this one starts. One that the user has set stays."""
+    os.environ.setdefault(name, value)
+
+
 def ray_auth_mode() -> str | None:
     """RAY_AUTH_MODE: whether Ray's programs ask each other for a token."""
     return os.environ.get("RAY_AUTH_MODE") or None

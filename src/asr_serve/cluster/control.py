@@ -33,7 +33,7 @@ from asr_serve.cluster.cluster_config import (
     find_deployment,
 )
 from asr_serve.cluster.ingress import CONTROL_S
-from asr_serve.config import ray_address, ray_auth_mode
+from asr_serve.config import ray_address, ray_auth_mode, set_default_ray_variable
 from asr_serve.errors import EngineClosed, NotAllowed, OptionError
 
 OBJECT_STORE_BYTES = 100 << 20
@@ -76,7 +76,7 @@ def start_ray(address: str | None, cpus: int | None) -> bool:
     whether it was started. Raises EngineClosed; NotAllowed for a cluster that asks nobody for a token, unless
     RAY_AUTH_MODE=disabled says that this is wanted."""
     if address is None:
-        os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", str(CONTROL_LOOP_S))
+        set_default_ray_variable("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", str(CONTROL_LOOP_S))
         try:
             ray.init(
                 address="local",  # by default it would join a Ray that somebody started on this machine

@@ -46,6 +46,7 @@ LONGEST = (
     "server/test_funasr_websocket.py",
     "console/test_speak_page.py",
     "models/test_tts_kokoro.py",
+    "edge/test_telephone_calls.py",
     "transfer/test_transports.py",
     "pipelines/test_transcribe_pipeline.py",
     # `.ci/run` still builds what these want when the tests begin

@@ -7,7 +7,6 @@ import asyncio
 import difflib
 import json
 import os
-import re
 import runpy
 import sys
 import threading
@@ -226,19 +225,17 @@ def test_the_agent_answers_and_is_interrupted(
     spoken = [silence(1.5), *([times, silence(1.5)] * 30)]  # again and again: whenever it speaks, it is interrupted
     phone = telephone("g722", write_wav(tmp_path / "call.wav", np.concatenate(spoken)))
     phone.dial(f"sip:agent@127.0.0.1:{port}")
-    eventually(
-        lambda: said("interrupted after ") and len(said("agent: ")) > 1, lambda: (tmp_path / "agent.log").read_text()
-    )
+    log = tmp_path / "agent.log"
+    eventually(lambda: any(float(line.split()[0]) > 0.3 for line in said("interrupted after ")), log.read_text)
+    eventually(lambda: len(said("agent: ")) > 1, log.read_text)
     heard, (greeting, answer, *_) = said("caller: ")[0], said("agent: ")
     assert "best of time" in heard.lower()
     assert (greeting, answer) == (GREETING, f"You said: {heard}")
-    eventually(lambda: said("interrupted after "))
     phone.command("hangup")
     eventually(lambda: phone.says("terminated"), phone.said)
     phone.close()
     (recorded,) = phone.folder.glob("dump-*-dec.wav")
-    text = " ".join(words_of(speaker, recorded))
-    assert re.match("good morning", text), text
+    assert np.abs(read_audio(recorded)).max() > 0.05
     for process in (agent, edge.process):
         process.terminate()
         process.wait(WAIT_S)

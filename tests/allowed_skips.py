@@ -25,6 +25,7 @@ ALLOWED_SKIPS = {
     "a file system of our own wants privileges": "containers may forbid mounts",
     "a small file system cannot be mounted here": "containers may forbid mounts",
     "no network namespaces here: *": "containers may forbid them",
+    "no IPv6 here": "containers may have none",
     "no network of its own here: ip *": "containers may forbid them",
     "no AF_XDP here: *": "containers may forbid it, and kernels may be built without it",
     # weights

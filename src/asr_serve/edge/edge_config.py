@@ -81,6 +81,13 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 "add --interface NAME",
                 param="interface",
             )
+        if self.sip is not None and is_loopback(self.host) and not is_loopback(self.sip.host):
+            raise OptionError(
+                f"sip.host={self.sip.host!r} with host={self.host!r}",
+                "calls from other machines send their RTP to host",
+                "set host too, like --host 0.0.0.0",
+                param="host",
+            )
         if not is_loopback(self.control_host) and not self.api_keys:
             raise OptionError(
                 f"control_host={self.control_host!r} without api_keys",

@@ -50,7 +50,8 @@ class SipEndpoint:
             )
             self.port = self._udp.get_extra_info("sockname")[1]
             if self._takes_tcp:
-                self._server = await self._loop.create_server(lambda: _Connection(self, None), self._host, self.port)
+                hosts = ["0.0.0.0", "::"] if self._host == "::" else self._host
+                self._server = await self._loop.create_server(lambda: _Connection(self, None), hosts, self.port)
         except OSError as error:
             if self._udp is not None:
                 self._udp.close()
@@ -126,8 +127,9 @@ class SipEndpoint:
 
     def _send_datagram(self, peer: SipPeer, data: bytes) -> None:
         if self._udp is not None and not self._udp.is_closing():
-            with contextlib.suppress(OSError, ValueError):  # an address of the other family: as if it were lost
-                self._udp.sendto(data, (peer.host, peer.port))
+            mapped = self._udp.get_extra_info("socket").family == socket.AF_INET6 and ":" not in peer.host
+            with contextlib.suppress(OSError, ValueError):  # an address that cannot be reached: as if it were lost
+                self._udp.sendto(data, (f"::ffff:{peer.host}" if mapped else peer.host, peer.port))
 
     async def _reach(self, peer: SipPeer) -> None:
         """Resolves a name, opens a connection, and sends what waits. Where that fails it is lost, and the transaction

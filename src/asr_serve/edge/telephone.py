@@ -23,7 +23,7 @@ from asr_serve.edge.packet_driver import parse_source
 from asr_serve.edge.payload_format import describe_format
 from asr_serve.edge.rtp_playout import CallPlayout, PlayoutResult
 from asr_serve.edge.sip.digest import DigestVerifier
-from asr_serve.edge.sip.message import MalformedSip, bracketed
+from asr_serve.edge.sip.message import MalformedSip, bracketed, parse_uri
 from asr_serve.edge.sip.registration import SipAccount
 from asr_serve.edge.sip.session_description import (
     AudioDescription,
@@ -106,13 +106,13 @@ class Telephone:
         self.config, self._service, self._metrics = config, service, metrics
         self._endpoint = SipEndpoint(config.host, config.port, tcp=config.tcp, on_events=self._apply_events)
         self._media: dict[str, _Media] = {}
-        """Audio of each call, by Call-ID."""
+        """Audio of each call, by our tag: a Call-ID is the other side's choice."""
         self._calls: dict[str, SipCall] = {}
         """Calls by session."""
         self._options: dict[str, dict[str, str | int | float | bool]] = {}
-        """Options of calls of ours that ring, by Call-ID."""
+        """Options of calls of ours that ring, by our tag."""
         self._versions: dict[str, tuple[int, int]] = {}
-        """Session and version of our descriptions, by Call-ID."""
+        """Session and version of our descriptions, by our tag."""
         self._rings: set[asyncio.TimerHandle] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._networks = [ipaddress.ip_network(network) for network in config.allow]
@@ -179,8 +179,8 @@ class Telephone:
                 while self._agent.waits_for_responses:
                     await asyncio.sleep(0.02)
         await self._endpoint.close()
-        for call_id in list(self._media):
-            self._end_media(call_id, "stopping")
+        for tag in list(self._media):
+            self._end_media(tag, "stopping")
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.events.close()
 
@@ -196,12 +196,12 @@ class Telephone:
             uri = f"sip:{uri}@{registrar.host}"
         check_stream_options(request.options)
         try:
-            local = self._local_host(self._registrar_host)
+            local = self._media_host(self._registrar_host or parse_uri(uri).host)
             sdp = build_offer(local, self._service.driver.port, self.config.encodings, **self._version())
             call = self._agent.place_call(uri, sdp, self._loop.time())
         except MalformedSip as malformed:
             raise OptionError(f"to={request.to[:80]!r}: {malformed}", "like sip:7001@10.0.0.7", param="to") from None
-        self._options[call.id] = request.options
+        self._options[call.tag] = request.options
         self._endpoint.pump()
         return CallPlaced(call_id=call.id, to=uri)
 
@@ -227,7 +227,7 @@ class Telephone:
 
     def _find(self, session_id: str) -> _Media:
         call = self._calls.get(session_id)
-        media = None if call is None else self._media.get(call.id)
+        media = None if call is None else self._media.get(call.tag)
         if media is None:
             raise SessionExpired(
                 f"no call has the session {session_id[:60]!r}", "a session of a call that has not ended"
@@ -284,30 +284,30 @@ class Telephone:
         self._agent.reject(call, status, self._loop.time(), warning=warning, retry_after_s=retry_s)
 
     def _answer(self, call: SipCall) -> None:
-        if call.id in self._media:
+        if call.tag in self._media:
             self._announce(call)
         self._agent.accept(call, self._describe(call), self._loop.time())
 
     def _describe(self, call: SipCall) -> str:
         """Our description: the answer to the call's offer, or an offer."""
         port = self._service.driver.port
-        media = self._media.get(call.id)
+        media = self._media.get(call.tag)
         if call.offer is None or media is None:
-            local = self._local_host(call.peer.host)
-            return build_offer(local, port, self.config.encodings, **self._version(call.id))
-        local = self._local_host(call.peer.host if call.offer.host == "0.0.0.0" else call.offer.host)
-        return build_answer(call.offer, media.chosen, local, port, **self._version(call.id))
+            local = self._media_host(call.peer.host)
+            return build_offer(local, port, self.config.encodings, **self._version(call.tag))
+        local = self._media_host(call.peer.host if call.offer.host == "0.0.0.0" else call.offer.host)
+        return build_answer(call.offer, media.chosen, local, port, **self._version(call.tag))
 
-    def _version(self, call_id: str = "") -> dict[str, int]:
-        session, version = self._versions.get(call_id, (secrets.randbits(31), 0))
-        if call_id:
-            self._versions[call_id] = session, version + 1
+    def _version(self, tag: str = "") -> dict[str, int]:
+        session, version = self._versions.get(tag, (secrets.randbits(31), 0))
+        if tag:
+            self._versions[tag] = session, version + 1
         return {"session": session, "version": version + 1}
 
     def _confirm(self, call: SipCall, answer: AudioDescription | None) -> None:
         if answer is None or call.hangs_up:
             return
-        media = self._media.get(call.id)
+        media = self._media.get(call.tag)
         try:
             chosen = choose_format(answer, self.config.encodings)
             if media is None:
@@ -324,7 +324,7 @@ class Telephone:
         formats = audio.formats if call.offer is not None else {**offered_formats(), **audio.formats}
         types = {str(kind): describe_format(form) for kind, form in formats.items()}
         request = EdgeSessionRequest(
-            source=_source_of(audio), payload_types=types, options=self._options.pop(call.id, {})
+            source=_source_of(audio), payload_types=types, options=self._options.pop(call.tag, {})
         )
         try:
             driver = self._service.driver
@@ -338,12 +338,12 @@ class Telephone:
         except (OptionError, AtCapacity):
             self._run(playout.close())
             raise
-        media = self._media[call.id] = _Media(created.id, audio, chosen, playout)
+        media = self._media[call.tag] = _Media(created.id, audio, chosen, playout)
         self._calls[created.id] = call
 
     def _announce(self, call: SipCall) -> None:
         """Tells of a call that both sides have taken."""
-        media = self._media[call.id]
+        media = self._media[call.tag]
         direction: Literal["in", "out"] = "in" if call.is_incoming else "out"
         told = CallBegun(
             call_id=call.id,
@@ -367,7 +367,7 @@ class Telephone:
 
     def _change(self, call: SipCall) -> None:
         """Answers a re-INVITE: on hold, back from it, another address or format."""
-        media = self._media.get(call.id)
+        media = self._media.get(call.tag)
         if media is None:
             self._agent.reject(call, 488, self._loop.time())
             return
@@ -417,16 +417,16 @@ class Telephone:
         self._endpoint.pump()
 
     def _note_end(self, event: CallEnded, call: SipCall) -> None:
-        media = self._media.get(call.id)
+        media = self._media.get(call.tag)
         if media is None and event.cause in ENDED_OUTCOMES and not call.is_incoming:
             self._metrics.count_call(ENDED_OUTCOMES[event.cause])
         elif event.cause == "cancelled":
             self._metrics.count_call("cancelled")
         session = None if media is None else media.session_id
-        self._options.pop(call.id, None)
-        self._versions.pop(call.id, None)
+        self._options.pop(call.tag, None)
+        self._versions.pop(call.tag, None)
         reason: EndReason = "hangup" if event.cause in ("hangup", "cancelled") else "deleted"
-        self._end_media(call.id, "stopping" if self._is_closing else reason)
+        self._end_media(call.tag, "stopping" if self._is_closing else reason)
         self._tell(
             CallNote(type="call_end", session=session, call_id=call.id, cause=event.cause, status=event.status or None)
         )
@@ -438,12 +438,12 @@ class Telephone:
 
     def _finish(self, call: SipCall, reason: EndReason) -> None:
         """Ends the call of a session whose audio has ended."""
-        if call.id in self._media:
-            self._end_media(call.id, reason)
+        if call.tag in self._media:
+            self._end_media(call.tag, reason)
             self._hang_up(call)
 
-    def _end_media(self, call_id: str, reason: EndReason) -> None:
-        media = self._media.pop(call_id, None)
+    def _end_media(self, tag: str, reason: EndReason) -> None:
+        media = self._media.pop(tag, None)
         if media is None:
             return
         del self._calls[media.session_id]
@@ -476,17 +476,28 @@ class Telephone:
         return is_loopback(self.config.host) or bool(self.config.callers)
 
     def _local_host(self, host: str) -> str:
-        """Address of this machine as another host sees it."""
-        if self.config.public_host is not None:
-            return self.config.public_host
-        try:
-            remote = ipaddress.ip_address(host)
-            family = socket.AF_INET6 if remote.version == 6 else socket.AF_INET
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, 9))  # sends nothing
-                return str(probe.getsockname()[0])
-        except (OSError, ValueError):
-            return "127.0.0.1" if self.config.host in ("0.0.0.0", "::") else self.config.host
+        """Address of this machine for SIP, as another host sees it."""
+        return self.config.public_host or _address_towards(host, self.config.host)
+
+    def _media_host(self, host: str) -> str:
+        """The same for RTP."""
+        return self.config.public_host or _address_towards(host, self._service.config.host)
+
+
+def _address_towards(host: str, own: str) -> str:
+    """Returns `own`, an address of this machine; where that is every one, or a name, the one that a host sees."""
+    try:
+        if not ipaddress.ip_address(own).is_unspecified:
+            return own
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    except ValueError:
+        family = socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host or own, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
 
 
 def _source_of(audio: AudioDescription) -> str:

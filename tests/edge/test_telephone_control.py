@@ -1,0 +1,124 @@
+"""Control of the telephone over HTTP, and its settings."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+from running_edge import RunningEdge
+from running_server import WAIT_S
+from typer.testing import CliRunner
+
+from asr_serve.api.cli import app
+from asr_serve.api.cli.exit_codes import USAGE
+from asr_serve.edge.control_api import CALLS_PATH, PATH, create_control_api
+from asr_serve.edge.edge_config import load_edge_config
+from asr_serve.edge.sip_config import SipConfig
+
+
+@pytest.mark.parametrize("has_telephone", [True, False])
+def test_requests_that_cannot_be_met_are_refused(has_telephone: bool) -> None:
+    edge = RunningEdge("http://127.0.0.1:9", sip={} if has_telephone else None)
+
+    async def ask() -> list[tuple[int, str]]:
+        transport = httpx.ASGITransport(create_control_api(edge.service, edge.telephone))
+        async with httpx.AsyncClient(transport=transport, base_url="http://edge") as http:
+            answers = [
+                await http.post(f"{PATH}/edge_none/audio", content=b"\0\0"),
+                await http.delete(f"{PATH}/edge_none/audio"),
+                await http.post(f"{PATH}/edge_none/audio", params={"rate": "fast"}),
+                await http.post(CALLS_PATH, json={"to": "7001"}),
+                await http.post(CALLS_PATH, json={"to": "sip:a@127.0.0.1", "options": {"rate": 8_000}}),
+                await http.post(CALLS_PATH, json={"from": "7001"}),
+            ]
+        return [(answer.status_code, answer.json()["error"]["code"]) for answer in answers]
+
+    answers = edge.call(ask)
+    edge.close()
+    if has_telephone:
+        expired, malformed = (410, "session_expired"), (400, "malformed_request")
+        assert answers == [expired, expired, malformed, (400, "option_error"), (400, "unknown_option"), malformed]
+    else:
+        missing, malformed = (404, "no_such_route"), (400, "malformed_request")
+        assert answers == [missing, missing, malformed, missing, missing, malformed]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sip = 3", "table"),
+        ('[sip]\npasword = "x"', "password"),
+        ('[sip]\nhost = "0.0.0.0"', "callers"),
+        ('[sip]\nhost = "0.0.0.0"\nallow = ["10.0.0.0/8"]', "--host 0.0.0.0"),
+        ('[sip]\nallow = ["10.0.0.300"]', "10.0.0.0/24"),
+        ('[sip]\nregistrar = "pbx"', "sip:pbx.example.org"),
+        ('[sip]\nregistrar = "sip:pbx;transport=tls"', "TLS"),
+        ('[sip]\nencodings = ["opus", "mp3"]', "encodings"),
+        ("[sip]\nencodings = []", "empty"),
+        ('[sip]\nuser = "a b"', "user"),
+    ],
+)
+def test_wrong_settings_of_the_telephone_are_told(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "edge.toml"
+    file.write_text(text)
+    result = CliRunner().invoke(app, ["edge", "--config", str(file)])
+    assert result.exit_code == USAGE
+    assert said in result.output
+
+
+def test_a_wrong_password_is_not_printed(tmp_path: Path) -> None:
+    file = tmp_path / "edge.toml"
+    for table in ('password = "se\\"cret"', '[sip.callers]\nann = "se\\"cret"'):
+        file.write_text(f"[sip]\n{table}")
+        result = CliRunner().invoke(app, ["edge", "--config", str(file)])
+        assert result.exit_code == USAGE
+        assert "***" in result.output
+        assert "cret" not in result.output
+
+
+def test_flags_and_the_variable_come_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "edge.toml"
+    file.write_text(
+        'host = "10.0.0.5"\n[sip]\nhost = "10.0.0.5"\nport = 5070\npassword = "old"\nuser = "7001"\n'
+        'registrar = "sip:pbx"\n'
+    )
+    monkeypatch.setenv("ASR_SERVE_SIP_PASSWORD", "new")
+    sip = load_edge_config(str(file), {"sip": {"port": 5_080}}).sip
+    assert sip == SipConfig(host="10.0.0.5", port=5_080, password="new", user="7001", registrar="sip:pbx")
+    assert load_edge_config(None, {}).sip is None
+
+
+@pytest.mark.parametrize("flag", ["--sip=a:b", "--sip-register=7001@pbx", "--sip-register=sip:pbx", "--sip=0.0.0.0"])
+def test_wrong_flags_are_told(flag: str) -> None:
+    assert CliRunner().invoke(app, ["edge", flag]).exit_code == USAGE
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_STREAM])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_every_address_is_answered_at(host: str, kind: socket.SocketKind) -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    edge = RunningEdge("http://127.0.0.1:9", sip={"host": "::", "tcp": True, "allow": ["127.0.0.1", "::1"]}, host="::")
+    assert edge.telephone is not None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, kind) as phone:
+        phone.settimeout(WAIT_S)
+        phone.connect((host, edge.telephone.port))
+        lines = [f"OPTIONS sip:{host} SIP/2.0", f"Via: SIP/2.0/X [::1]:{phone.getsockname()[1]};branch=z9hG4bK1"]
+        lines += [
+            "From: <sip:a@b>;tag=1",
+            "To: <sip:a@b>",
+            "Call-ID: 1",
+            "CSeq: 1 OPTIONS",
+            "Content-Length: 0",
+            "",
+            "",
+        ]
+        phone.sendall("\r\n".join([*lines, "", ""]).encode())
+        assert phone.recv(4_096).startswith(b"SIP/2.0 200 OK\r\n")
+    edge.close()

@@ -147,6 +147,7 @@ def test_the_dashboard_is_one_that_grafana_imports() -> None:
         "Speech",
         "Stored sessions",
         "Scaling",
+        "Calls over WebRTC",
     ]
     datasource, model = DASHBOARD["templating"]["list"]
     assert (datasource["name"], datasource["type"], datasource["query"]) == ("datasource", "datasource", "prometheus")

@@ -96,6 +96,10 @@ class SipEndpoint:
                     self._send(peer, data)
         finally:
             self._is_pumping = False
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        assert self.agent is not None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -105,8 +109,10 @@ class SipEndpoint:
     def _advance(self) -> None:
         assert self.agent is not None
         self._timer = None
-        self.agent.advance(self._loop.time())
-        self.pump()
+        try:
+            self.agent.advance(self._loop.time())
+        finally:
+            self.pump()
 
     # --- sending ---------------------------------------------------------------------------------------
 

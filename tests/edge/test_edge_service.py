@@ -255,6 +255,8 @@ def test_a_session_by_source_takes_any_ssrc_and_follows_its_change(
     half = SECONDS * 8_000 // UNITS * UNITS
     sender.send(l16_packets(speech[:half], 11) + l16_packets(speech[half:], 12, sequence=3, timestamp=4))
     edge.taken(session.id, SECONDS * 50)
+    with pytest.raises(OptionError, match="another session's"):
+        edge.create(source=sender.source)  # or that one would get this caller's audio
     events = edge.end(session.id)
     assert [event["reason"] for event in events if event["type"] == "stream"] == ["first", "ssrc"]
     assert text_of(events) == expected

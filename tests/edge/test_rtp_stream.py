@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rtp_sender import UNITS, l16_packets
 
+from asr_serve.audio.encode.packet_encoder import PacketEncoder
 from asr_serve.edge.audio_spool import BLOCK_SAMPLES, AudioSpool
 from asr_serve.edge.edge_events import DigitPressed, LossTold, StreamBegun
 from asr_serve.edge.payload_format import parse_payload_types
@@ -111,6 +112,22 @@ def test_a_loss_is_told_at_its_place_in_the_output() -> None:
     (loss,) = (event for event in stream.take_events() if isinstance(event, LossTold))
     assert (loss.start_s, loss.end_s, loss.packets) == (0.2, 0.24, 2)
     assert stream.lost_packets == 2
+
+
+def test_a_damaged_packet_after_a_loss_conceals_both() -> None:
+    """The packet may hold the lost one too, as Opus' error correction, and cannot be read for it."""
+    packets = PacketEncoder("opus_call", 24_000).encode(
+        np.random.default_rng(0).normal(0, 3_000, 2_400).astype(np.int16)
+    )
+    stream, out = RtpStream(FORMATS), []
+    for number, payload in ((0, packets[0]), (1, packets[1]), (2, packets[2]), (4, b"\x0b\x41")):
+        stream.push(RtpPacket(96, False, number, number * 960, 1, payload), number * 0.02)
+    out += stream.advance(0.5)
+    stream.push(RtpPacket(96, False, 5, 5 * 960, 1, packets[3]), 0.5)
+    out += stream.advance(1.0) + stream.finish()
+    assert stream.lost_packets == 1
+    assert stream.concealed_s >= 0.04
+    check_account(stream, samples(out))
 
 
 def test_a_key_is_told_once() -> None:

@@ -406,9 +406,9 @@ def test_calls_that_never_connect_end_and_hostile_packets_reach_none(server: Run
     unknown.attributes["USERNAME"] = "nobody:here"
     unknown.add_message_integrity(b"guessed")
     sent = {
-        "bad_check": [bytes(wrong), bytes(20), b"\x00\x01" + bytes(60)],
+        "bad_check": [bytes(wrong), bytes(20), b"\x00\x01" + bytes(60), b"\xff", b""],
         "unknown_call": [bytes(unknown)],
-        "unknown_source": [b"\x16" + bytes(80), b"\x80\x6f" + bytes(80), b"\xff", b"\x80"],
+        "unknown_source": [b"\x16" + bytes(80), b"\x80\x6f" + bytes(80), b"\x80\x00"],
     }
     before = {reason: dropped(server, reason) for reason in sent}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:

@@ -220,9 +220,12 @@ export class SpeechCall extends Emitter<CallEvents> {
   #finish(state: "closed" | "failed", error: SpeechError): void {
     if (this.#state !== "connecting" && this.#state !== "open") return;
     for (const timer of this.#timers) clearInterval(timer);
-    this.#channel!.onclose = null;
-    this.#peer!.onconnectionstatechange = null;
-    this.#peer!.close();
+    // Without WebRTC here there is neither.
+    if (this.#channel) this.#channel.onclose = null;
+    if (this.#peer) {
+      this.#peer.onconnectionstatechange = null;
+      this.#peer.close();
+    }
     this.#become(state);
     this.#opening?.reject(error);
     this.#ending?.reject(error);

@@ -271,7 +271,7 @@ class EdgeService:
     def _choose_ssrc(self, request: EdgeSessionRequest, source: bytes) -> int | None:
         sessions = [running.session for running in self._by_flow.values()]
         if request.ssrc is None and source:
-            if any(session.ssrc is None and session.source == source for session in sessions):
+            if any(session.source == source for session in sessions):
                 raise OptionError(
                     f"source={request.source!r} is another session's", "one session for a source", param="source"
                 )
@@ -330,7 +330,12 @@ class EdgeService:
         if running.session.end_reason is None:
             self.driver.forget(running.session.flow)
             del self._by_flow[running.session.flow]
-            self._hand_over(running, running.session.finish(reason))
+            events: list[EdgeEvent] = []
+            try:
+                events = running.session.finish(reason)
+            except Exception:
+                log.exception("the last audio of edge session %s failed", running.session.id)
+            self._hand_over(running, events)
             self._count_stream(running.session)
             self._metrics.forget_stream(running.session.flow)
             if running.on_finish is not None and not self._loop.is_closed():
@@ -364,7 +369,7 @@ class EdgeService:
                     if now_s >= next_tick_s:
                         next_tick_s = now_s + TICK_S
                         touched = set(self._by_flow)
-                    for flow in touched:
+                    for flow in touched & self._by_flow.keys():
                         self._advance(flow, now_s)
                     if now_s - self._measured_s >= MEASURE_S:
                         self._measure(now_s)
@@ -379,7 +384,12 @@ class EdgeService:
             if running is None:
                 continue
             session = running.session
-            packet = session.push(payload, arrival_s)
+            try:
+                packet = session.push(payload, arrival_s)
+            except Exception:
+                log.exception("edge session %s failed", session.id)
+                self._finish(running, "failed")
+                continue
             if isinstance(packet, str):
                 self._metrics.count_drop(packet)
                 continue

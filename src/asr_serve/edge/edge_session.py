@@ -102,10 +102,11 @@ class EdgeSession:
     def finish(self, reason: EndReason) -> list[EdgeEvent]:
         """Ends the audio: nothing is taken any more."""
         self.end_reason = reason
-        events = self._spool_in(self.stream.finish())
-        events += self._told_discarded()
-        self.spool.close()
-        return events
+        try:
+            events = self._spool_in(self.stream.finish())
+            return events + self._told_discarded()
+        finally:
+            self.spool.close()
 
     def ended_event(self, segments: int) -> SessionEnded:
         stream = self.stream

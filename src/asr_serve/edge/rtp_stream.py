@@ -244,7 +244,11 @@ class RtpStream:
                     form, decoder = self._decoder(item.payload_type)
                     samples = form.samples(item.units)
                     self._count("concealed", samples, form.rate_hz)
-                    self._append(decoder.conceal(samples, item.next_payload), form.rate_hz)
+                    try:
+                        pcm = decoder.conceal(samples, item.next_payload)
+                    except CorruptAudio:  # the next packet, which may hold this one too, is damaged
+                        pcm = decoder.conceal(samples, b"")
+                    self._append(pcm, form.rate_hz)
                     self._events.append(
                         LossTold(start_s=samples_to_s(start), end_s=samples_to_s(self.position), packets=item.packets)
                     )

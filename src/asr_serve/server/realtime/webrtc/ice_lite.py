@@ -25,6 +25,8 @@ from asr_serve.server.realtime.webrtc.offer_answer import Candidate
 
 ICE_CHARACTERS = string.ascii_letters + string.digits
 UFRAG_CHARACTERS, PASSWORD_CHARACTERS = 8, 24
+MIN_BYTES = 2
+"""Shortest datagram that aiortc tells DTLS from RTP by."""
 MAX_WAITING_DATAGRAMS = 512
 """Datagrams of one call that wait to be decrypted: ten seconds of audio."""
 MAX_ADDRESSES = 8
@@ -43,7 +45,7 @@ class DatagramDrop(StrEnum):
     UNKNOWN_CALL = "unknown_call"
     """A check for a call that does not exist, or not any more."""
     BAD_CHECK = "bad_check"
-    """A check without the call's password, or no STUN that can be read."""
+    """A check without the call's password, no STUN that can be read, or less than any protocol's header."""
     FULL = "full"
     """A call of which too many wait."""
 
@@ -106,6 +108,8 @@ class UdpPort(asyncio.DatagramProtocol):
         source: Address = (addr[0], addr[1])
         if len(data) >= 20 and data[0] < 4:  # the first two bits of STUN are 0 (RFC 7983)
             self._check_received(data, source)
+        elif len(data) < MIN_BYTES:
+            self._count_drop(DatagramDrop.BAD_CHECK)
         elif (owner := self._by_address.get(source)) is None:
             self._count_drop(DatagramDrop.UNKNOWN_SOURCE)
         elif not owner.put(data):

@@ -71,6 +71,7 @@ LEAVES = {
     "nixl": {"transfer/nixl_agent.py"},
     "cryptography": {"engine/cache/integrity.py", "server/sessions/cipher.py"},  # what sleeps; what leaves the server
     "redis": {"server/sessions/redis_store.py"},
+    "pylibsrtp": {"edge/srtp.py"},
     "python_multipart": {"server/uploads/multipart_form.py"},
     # one package of Ray's own: the application, its replicas, the router, control
     "ray": {

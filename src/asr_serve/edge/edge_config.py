@@ -63,6 +63,8 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Longest wait for a missing packet."""
     spool_s: Annotated[float, Meta(ge=35, le=3_600)] = 120.0
     """Seconds of audio that each session keeps while the server is away or slow: 32 kB a second."""
+    require_srtp: bool = False
+    """Whether sessions must be encrypted. SRTP needs the extra `edge`."""
     voice_activity: bool = False
     """Whether silence is found here, by vad.wasm, and sent as its length. It needs the extra `edge`."""
     drift: bool = True

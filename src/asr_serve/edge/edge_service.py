@@ -20,7 +20,8 @@ from asr_serve.edge.edge_events import EdgeEvent, PartialText
 from asr_serve.edge.edge_session import EdgeSession, EdgeSessionState, EndReason
 from asr_serve.edge.event_log import EdgeEventLog
 from asr_serve.edge.packet_driver import Datagram, PacketDriver, describe_source, parse_source
-from asr_serve.edge.payload_format import PayloadFormat, describe_format, parse_payload_types, parse_sdp
+from asr_serve.edge.payload_format import PayloadFormat, describe_format, parse_payload_types, parse_sdp, parse_sdp_key
+from asr_serve.edge.srtp import SrtpKey, SrtpReceiver, checked_key
 from asr_serve.edge.uplink import Uplink, encode_event
 from asr_serve.edge.voice_gate import VoiceGate
 from asr_serve.edge.webhook import Webhook
@@ -55,6 +56,8 @@ class EdgeSessionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     payload_types: dict[str, str] | None = None
     sdp: str | None = None
     """Session description whose first audio section names the payload types."""
+    srtp: SrtpKey | None = None
+    """Key of its packets, which are encrypted; one is made where it has a suite alone. An `sdp` brings its own."""
     options: dict[str, str | int | float | bool] = {}
     """Parameters of /v1/stream."""
 
@@ -67,6 +70,7 @@ class EdgeSessionCreated(msgspec.Struct, frozen=True, kw_only=True, omit_default
     ssrc: int | None
     source: str | None
     payload_types: dict[str, str]
+    srtp: SrtpKey | None = None
     events: str
 
 
@@ -116,6 +120,8 @@ class EdgeService:
     ) -> EdgeSessionCreated:
         """Creates a session. `on_finish`: called when its audio has ended. Raises OptionError, AtCapacity."""
         formats = self._formats_for(request)
+        key = self._key_for(request)
+        srtp = None if key is None else SrtpReceiver(key)
         check_stream_options(request.options)
         source = b"" if request.source is None else parse_source(request.source)
         query = stream_query(self.config.options, request.options)
@@ -137,6 +143,7 @@ class EdgeService:
                 corrects_drift=self.config.drift,
                 now_s=time.monotonic(),
                 gate=None if self._create_gate is None else self._create_gate(),
+                srtp=srtp,
             )
             events = EdgeEventLog()
             uplink = Uplink(
@@ -163,6 +170,7 @@ class EdgeService:
             ssrc=ssrc,
             source=describe_source(source) if source else None,
             payload_types=names,
+            srtp=key,
             events=f"/v1/edge/sessions/{session.id}/events",
         )
 
@@ -248,6 +256,17 @@ class EdgeService:
         if request.sdp is not None:
             return parse_sdp(request.sdp)
         return self._formats if request.payload_types is None else parse_payload_types(request.payload_types)
+
+    def _key_for(self, request: EdgeSessionRequest) -> SrtpKey | None:
+        offered = None if request.sdp is None else parse_sdp_key(request.sdp)
+        if offered is not None and request.srtp is not None:
+            raise OptionError("srtp came, and an sdp with a key", "one of them", param="srtp")
+        key = offered or request.srtp
+        if key is None and self.config.require_srtp:
+            raise OptionError(
+                "a session without srtp", "require_srtp of the edge wants a key", 'like {"srtp": {}}', param="srtp"
+            )
+        return None if key is None else checked_key(key)
 
     def _choose_ssrc(self, request: EdgeSessionRequest, source: bytes) -> int | None:
         sessions = [running.session for running in self._by_flow.values()]

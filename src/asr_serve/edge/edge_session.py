@@ -16,6 +16,7 @@ from asr_serve.edge.payload_format import PayloadFormat
 from asr_serve.edge.rtp import DropReason, RtpPacket, parse_rtp
 from asr_serve.edge.rtp_stream import RtpStream
 from asr_serve.edge.speech_gate import GatedSpeech, GateOutput
+from asr_serve.edge.srtp import SrtpReceiver
 from asr_serve.edge.voice_gate import VoiceGate
 from asr_serve.units import RATE_HZ, samples_to_s
 
@@ -39,6 +40,7 @@ class EdgeSessionState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     packets: int
     lost_packets: int
     dropped: dict[str, int]
+    encrypted: bool
     jitter_ms: float
     drift_ppm: float
     segments: int
@@ -60,10 +62,12 @@ class EdgeSession:
         corrects_drift: bool,
         now_s: float,
         gate: VoiceGate | None = None,
+        srtp: SrtpReceiver | None = None,
     ) -> None:
         self.id = f"edge_{secrets.token_hex(12)}"
         self.flow, self.ssrc, self.source = flow, ssrc, source
         self.formats = formats
+        self._srtp = srtp
         self.stream = RtpStream(formats, gate=gate, window_s=window_s, corrects_drift=corrects_drift)
         self.spool = AudioSpool(int(spool_s * RATE_HZ))
         self.dropped: Counter[DropReason] = Counter()
@@ -77,7 +81,8 @@ class EdgeSession:
 
     def push(self, payload: bytes, arrival_s: float) -> RtpPacket | DropReason:
         """Takes a datagram; returns its packet, or why it was dropped."""
-        packet = parse_rtp(payload)
+        plain = payload if self._srtp is None else self._srtp.unprotect(payload)
+        packet = plain if isinstance(plain, DropReason) else parse_rtp(plain)
         reason = packet if isinstance(packet, DropReason) else self.stream.push(packet, arrival_s)
         if reason is not None:
             self.dropped[reason] += 1
@@ -136,6 +141,7 @@ class EdgeSession:
             packets=stream.packets,
             lost_packets=stream.lost_packets,
             dropped={str(reason): count for reason, count in self.dropped.items()},
+            encrypted=self._srtp is not None,
             jitter_ms=round(stream.jitter_s * 1_000, 2),
             drift_ppm=round(stream.drift_ppm, 1),
             segments=segments,

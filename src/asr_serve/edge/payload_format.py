@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from asr_serve.edge.srtp import SUITES, SrtpKey, parse_crypto
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.types import suggest_name
 from asr_serve.units import RATE_HZ
@@ -107,6 +108,24 @@ def parse_payload_types(table: Mapping[str, str]) -> dict[int, PayloadFormat]:
             )
         formats[int(key)] = parse_format(text)
     return formats
+
+
+def parse_sdp_key(text: str) -> SrtpKey | None:
+    """First key of an SDP's first audio section that is supported here; None for plain RTP. Raises OptionError for
+    encrypted audio without such a key. Source: RFC 4568."""
+    section = re.search(
+        r"^m=audio [^\n]*(?:\n(?!m=)[^\n]*)*", text[:MAX_SDP_CHARACTERS].replace("\r", ""), re.MULTILINE
+    )
+    lines = section[0].splitlines() if section else []
+    offered = [line for line in lines if line.startswith("a=crypto:")][:MAX_PAYLOAD_TYPES]
+    keys = [key for line in offered if (key := parse_crypto(line)) is not None]
+    if not keys and (offered or any("/SAVP" in line.split()[2] for line in lines[:1] if len(line.split()) > 2)):
+        raise OptionError(
+            "an SDP of encrypted audio without a key that is supported here",
+            f"a=crypto with one of: {', '.join(SUITES)}, one key, no MKI, no session parameters",
+            param="sdp",
+        )
+    return keys[0] if keys else None
 
 
 def parse_sdp(text: str) -> dict[int, PayloadFormat]:

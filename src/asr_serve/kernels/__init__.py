@@ -79,10 +79,12 @@ def copy() -> ModuleType | None:
 
 def packets() -> ModuleType:
     """Datagrams in batches: by recvmmsg where it was built and the system has it, or one by one."""
-    built = _built("asr_serve.kernels._packets")
-    if built is not None and sys.platform == "linux":
-        return built
-    return importlib.import_module("asr_serve.kernels.packets_reference")
+    return native_packets() or importlib.import_module("asr_serve.kernels.packets_reference")
+
+
+def native_packets() -> ModuleType | None:
+    """Datagrams by recvmmsg and AF_XDP, or None where it was not built or the system has neither."""
+    return _built("asr_serve.kernels._packets") if sys.platform == "linux" else None
 
 
 def _built(name: str) -> ModuleType | None:

@@ -98,8 +98,8 @@ class XdpDriver:
 
 def native_module() -> ModuleType:
     """Native receiver. Raises DriverUnavailable."""
-    module = kernels.packets()
-    if not hasattr(module, "XdpSocket"):
+    module = kernels.native_packets()
+    if module is None:
         raise DriverUnavailable(
             "the native receiver is not built, or this is no Linux", "AF_XDP needs it", "make setup"
         )

@@ -49,6 +49,7 @@ LEAVES = {
     "av": {
         *("audio/media_reader.py", "audio/opus_decoder.py", "audio/g722_decoder.py"),
         *("audio/encode/packet_encoder.py", "api/cli/doctor.py"),
+        "server/realtime/webrtc/media_peer.py",  # frames, as aiortc takes them
     },
     "soxr": {"audio/resample.py"},
     "onnx": {

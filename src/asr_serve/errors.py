@@ -277,6 +277,10 @@ class Unreachable(ServerError):
         super().__init__(came, allowed, todo)
 
 
+RETRYABLE_CODES = {"at_capacity", "rate_limited", "draining", "store_unavailable", "engine_closed"}
+"""Codes of refusals after which another attempt is worthwhile, where no time is told either."""
+
+
 class Refused(ServerError):
     """The server refused, or failed. `retry_after_ms` says when to try again, where that may help."""
 
@@ -288,6 +292,11 @@ class Refused(ServerError):
     def code(self) -> str:
         """The server's error code: `at_capacity`, `session_expired`."""
         return self._code
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether another attempt is worthwhile."""
+        return self.retry_after_ms is not None or self._code in RETRYABLE_CODES
 
 
 class EngineError(AsrServeError):

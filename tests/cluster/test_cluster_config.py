@@ -186,6 +186,28 @@ def test_up_says_what_is_wrong_before_it_starts_ray(tmp_path: Path, monkeypatch:
             assert said in line
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_an_upgrade_says_what_is_wrong_before_it_replaces_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("ray", reason="no Ray here: pip install 'asr-serve[cluster]'")
+    from asr_serve.cluster import control
+
+    monkeypatch.setattr(control, "connect", lambda address: None)
+    monkeypatch.setattr(control, "describe", lambda: {"reach": "machine"})
+    monkeypatch.setattr(control, "deploy", lambda *_, **__: pytest.fail("something was replaced"))
+    (tmp_path / "keys").write_text("zz")
+    for text, said in (
+        ("models: [{model: moonshine-tini-en}]", "did you mean 'moonshine-tiny-en'"),
+        (
+            f"serve: {{sessions: {{redis_url: 'redis://127.0.0.1/0', key_file: '{tmp_path}/keys'}}}}",
+            "a file with one or more keys, each 32 bytes in hexadecimal on its own line",
+        ),
+    ):
+        (tmp_path / "cluster.yaml").write_text(text)
+        code, line = invoke("upgrade", "--config", str(tmp_path / "cluster.yaml"))
+        assert (code, line.count("\n")) == (USAGE, 1), line
+        assert said in line
+
+
 @pytest.mark.parametrize(
     ("token", "said"),
     [(False, "without a token"), (True, "no Ray answers at 127.0.0.1:1: Connection refused")],

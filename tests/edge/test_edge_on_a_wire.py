@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -23,8 +25,8 @@ from asr_serve.edge.control_api import PATH
 NOBODY = "http://127.0.0.1:9"
 LOSS, DUPLICATES, REACH = 0.05, 0.02, 4
 """Shares of packets that are lost or come twice, and how many places one may come too late."""
-MAX_LAG = 2_000
-"""Packets on their way at most: fewer than a ring has frames."""
+MAX_BURST = 100
+"""Packets on their way at most: a veth pair itself drops what is beyond 256, when its kernel is busy."""
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +65,39 @@ def send_all(edge: RunningEdge, queues: list[list[bytes]], senders: list[RtpSend
     before = edge.driver.counts()["received"]
     sent = 0
     for turn in range(max(map(len, queues))):
-        for queue, sender in zip(queues, senders, strict=False):
-            sender.send(queue[turn : turn + 1], 0)
-            sent += len(queue[turn : turn + 1])
-        if turn < len(flood):
-            senders[-1].send(flood[turn], 0)
-            sent += len(flood[turn])
-        while sent - (edge.driver.counts()["received"] - before) > MAX_LAG:
-            time.sleep(0.001)
+        packets = [(sender, queue[turn]) for queue, sender in zip(queues, senders, strict=False) if turn < len(queue)]
+        packets += [(senders[-1], packet) for packet in (flood[turn] if turn < len(flood) else [])]
+        for start in range(0, len(packets), MAX_BURST):
+            for sender, packet in packets[start : start + MAX_BURST]:
+                sender.send([packet], 0)
+            sent += len(packets[start : start + MAX_BURST])
+            while sent - (edge.driver.counts()["received"] - before) > MAX_BURST:
+                time.sleep(0.0005)
     eventually(lambda: edge.driver.counts()["received"] - before == sent)
     return sent
+
+
+@contextmanager
+def edge_on(wire: PacketWire, server: str, **settings: Any) -> Iterator[RunningEdge]:
+    """An edge behind AF_XDP, whose sessions end with it whether their server is there or not."""
+    edge = RunningEdge(server, open_xdp(wire, RECEIVER, gather_ms=0.5), **settings)
+    try:
+        yield edge
+    finally:
+        for task in list(edge.service._tasks.values()):
+            edge.call(task.cancel)
+        edge.close()
+
+
+@contextmanager
+def senders_on(wire: PacketWire, edge: RunningEdge, addresses: list[str]) -> Iterator[list[RtpSender]]:
+    with wire.inside(wire.sender):
+        made = [RtpSender(edge.driver.port, address, RECEIVER) for address in addresses]
+    try:
+        yield made
+    finally:
+        for sender in made:
+            sender.close()
 
 
 def check_audio(edge: RunningEdge, caller: Caller) -> None:
@@ -115,115 +140,99 @@ def hostile(rng: np.random.Generator, callers: list[Caller], turn: int, count: i
     return made
 
 
-def many_callers(wire: PacketWire, speech: np.ndarray, rng: np.random.Generator, streams: int, seconds: float) -> None:
-    """That many callers at once, beside a flood of ten packets for each of theirs."""
-    driver = open_xdp(wire, RECEIVER)
-    edge = RunningEdge(NOBODY, driver, max_sessions=streams, window_ms=2_000)
+def check_callers(wire: PacketWire, speech: np.ndarray, rng: np.random.Generator, streams: int, seconds: float) -> None:
+    """That many callers at once, beside a flood of ten packets for each of theirs, up to 400 in a turn."""
     samples = int(seconds * 50) * UNITS
-    starts = rng.integers(0, len(speech) - samples, streams)
-    callers = [Caller(edge, speech[start : start + samples], rng) for start in starts]
-    with wire.inside(wire.sender):
-        senders = [
-            *(RtpSender(driver.port, SENDER, RECEIVER) for _ in callers),
-            RtpSender(driver.port, NEIGHBOUR, RECEIVER),
+    with ExitStack() as stack:
+        edge = stack.enter_context(edge_on(wire, NOBODY, max_sessions=streams, window_ms=2_000))
+        callers = [
+            Caller(edge, speech[at : at + samples], rng) for at in rng.integers(0, len(speech) - samples, streams)
         ]
-    sent = send_all(edge, [caller.sent[:1] for caller in callers], senders, [])
-    eventually(lambda: all(running.session.latched for running in edge.service._by_id.values()))  # to its source
-    flood = [hostile(rng, callers, turn, min(10 * streams, 400)) for turn in range(len(callers[0].sent))]
-    sent += send_all(edge, [caller.sent[1:] for caller in callers], senders, flood)
-    running = [edge.service._by_id[caller.session.id] for caller in callers]
-    arriving = sum(caller.arriving for caller in callers)
-    eventually(lambda: sum(each.session.stream.packets for each in running) == arriving)
-    edge.call(lambda: [edge.service.end(caller.session.id) for caller in callers])  # at once: nobody is silent for long
-    for caller in callers:
-        check_audio(edge, caller)
-    counts = driver.counts()
-    assert counts["kernel"] == 0
-    dropped = sum(count for name, count in counts.items() if name != "received")
-    assert counts["received"] == sent
-    assert counts["received"] - dropped == sum(len(caller.sent) for caller in callers)
-    assert edge.metric("asr_serve_edge_dropped_packets_total", reason="unknown_source") >= sum(map(len, flood)) // 5
-    assert edge.metric("asr_serve_edge_lost_packets_total") == sum(len(caller.lost) for caller in callers)
-    for sender in senders:
-        sender.close()
-    for task in list(edge.service._tasks.values()):
-        edge.call(task.cancel)
-    edge.close()
+        senders = stack.enter_context(senders_on(wire, edge, [SENDER] * streams + [NEIGHBOUR]))
+        running = [edge.service._by_id[caller.session.id] for caller in callers]
+        sent = send_all(edge, [caller.sent[:1] for caller in callers], senders, [])
+        eventually(lambda: all(each.session.latched for each in running))  # to its source
+        flood = [hostile(rng, callers, turn, min(10 * streams, 400)) for turn in range(len(callers[0].sent))]
+        sent += send_all(edge, [caller.sent[1:] for caller in callers], senders, flood)
+        arriving = sum(caller.arriving for caller in callers)
+        eventually(lambda: sum(each.session.stream.packets for each in running) == arriving)
+        edge.call(lambda: [edge.service.end(each.session.id) for each in running])  # at once: nobody is silent for long
+        for caller in callers:
+            check_audio(edge, caller)
+        counts = edge.driver.counts()
+        assert counts["kernel"] == 0
+        dropped = sum(count for name, count in counts.items() if name != "received")
+        assert counts["received"] == sent
+        assert counts["received"] - dropped == sum(len(caller.sent) for caller in callers)
+        assert edge.metric("asr_serve_edge_dropped_packets_total", reason="unknown_source") >= sum(map(len, flood)) // 5
+        assert edge.metric("asr_serve_edge_lost_packets_total") == sum(len(caller.lost) for caller in callers)
 
 
 def test_every_sample_of_64_callers_is_accounted_for_beside_a_flood(
     wire: PacketWire, speech: np.ndarray, rng: np.random.Generator
 ) -> None:
-    many_callers(wire, speech, rng, 64, 1.5)
+    check_callers(wire, speech, rng, 64, 1.5)
 
 
 @pytest.mark.exhaustive
 def test_every_sample_of_512_callers_is_accounted_for_beside_a_flood(
     wire: PacketWire, speech: np.ndarray, rng: np.random.Generator
 ) -> None:
-    many_callers(wire, speech, rng, 512, 5.0)
+    check_callers(wire, speech, rng, 512, 5.0)
 
 
 def test_words_of_a_bad_network_are_those_of_the_file_but_for_what_was_lost(
     wire: PacketWire, server: Running, speech: np.ndarray, rng: np.random.Generator
 ) -> None:
     """A clean call, and one with reordering, duplicates and two packets lost in silence, past the kernel."""
-    edge = RunningEdge(server.url, open_xdp(wire, RECEIVER), window_ms=2_000)
-    callers = [Caller(edge, speech[: 6 * 16_000], rng) for _ in range(2)]
-    clean, bad = callers
-    clean.sent = clean.packets
-    quiet = np.argsort([float(np.abs(speech[at : at + UNITS]).max()) for at in range(UNITS, 5 * 16_000, UNITS)])[:2] + 1
-    lost = {bad.packets[n] for n in quiet}
-    bad.lost = set(map(int, quiet))
-    order = [
-        0,
-        *(n + 1 for n in np.argsort(np.arange(len(bad.packets) - 1) + rng.uniform(0, REACH, len(bad.packets) - 1))),
-    ]
-    bad.sent = [bad.packets[n] for n in order if bad.packets[n] not in lost for _ in range(1 + n % 5 // 4)]
-    with wire.inside(wire.sender):
-        senders = [RtpSender(edge.driver.port, SENDER, RECEIVER) for _ in range(3)]
-    send_all(edge, [caller.sent for caller in callers], senders, [])
-    texts = []
-    for caller in callers:
-        edge.taken(caller.session.id, caller.arriving if caller is bad else len(caller.packets))
-        events = edge.end(caller.session.id)
-        check_account(events[-1])
-        texts.append(words(text_of(events)))
-    assert len(texts[0]) > 8
-    assert texts[0] == texts[1]
-    for sender in senders:
-        sender.close()
-    edge.close()
+    with ExitStack() as stack:
+        edge = stack.enter_context(edge_on(wire, server.url, window_ms=2_000))
+        senders = stack.enter_context(senders_on(wire, edge, [SENDER] * 2))
+        clean, bad = (Caller(edge, speech[: 6 * 16_000], rng) for _ in range(2))
+        clean.lost, clean.sent = set(), clean.packets
+        loudest = [float(np.abs(speech[at : at + UNITS]).max()) for at in range(UNITS, 5 * 16_000, UNITS)]
+        bad.lost = {int(n) + 1 for n in np.argsort(loudest)[:2]}
+        places = np.arange(1, len(bad.packets)) + rng.uniform(0, REACH, len(bad.packets) - 1)
+        order = [0, *(int(n) + 1 for n in np.argsort(places))]
+        bad.sent = [bad.packets[n] for n in order if n not in bad.lost for _ in range(1 + n % 5 // 4)]
+        send_all(edge, [clean.sent, bad.sent], senders, [])
+        texts = []
+        for caller in (clean, bad):
+            edge.taken(caller.session.id, caller.arriving)
+            events = edge.end(caller.session.id)
+            check_account(events[-1])
+            texts.append(words(text_of(events)))
+        assert len(texts[0]) > 8
+        assert texts[0] == texts[1]
 
 
 @pytest.mark.exhaustive
-def test_drift_of_64_callers_in_real_time(wire: PacketWire, speech: np.ndarray, rng: np.random.Generator) -> None:
-    """Clocks up to 500 ppm off are measured, and an hour of theirs is an hour of ours, to samples."""
-    seconds, streams = 75, 64
-    edge = RunningEdge(NOBODY, open_xdp(wire, RECEIVER), max_sessions=streams, drift=True)
+def test_drift_of_64_callers_in_real_time(wire: PacketWire, speech: np.ndarray) -> None:
+    """Clocks up to 500 ppm off are measured, and taken out in single samples, which are counted."""
+    seconds, streams = 45, 64
     drifts = np.linspace(-500e-6, 500e-6, streams)
-    sessions = [edge.create() for _ in drifts]
-    pcm = np.resize(speech, seconds * 16_000)
-    packets = [l16_packets(pcm, session.ssrc) for session in sessions]
-    with wire.inside(wire.sender):
-        senders = [RtpSender(edge.driver.port, SENDER, RECEIVER) for _ in sessions]
-    begun_s = time.monotonic()
-    due = sorted((n * 0.02 * (1 + drift), k, n) for k, drift in enumerate(drifts) for n in range(len(packets[k])))
-    for at_s, k, n in due:
-        while (wait_s := begun_s + at_s - time.monotonic()) > 0:
-            time.sleep(min(wait_s, 0.002))
-        senders[k].send([packets[k][n]], 0)
-    for k, (session, drift) in enumerate(zip(sessions, drifts, strict=True)):
-        edge.taken(session.id, len(packets[k]))
-        state = edge.describe(session.id)
-        assert state.drift_ppm == pytest.approx(drift * 1e6, abs=100)
-        assert state.lost_packets == 0
-        check_account(edge.end(session.id)[-1])
-        if abs(drift) > 1e-4:
-            assert np.sign(state.adjusted_samples) == np.sign(drift)
-    for sender in senders:
-        sender.close()
-    edge.close()
+    with ExitStack() as stack:
+        edge = stack.enter_context(edge_on(wire, NOBODY, max_sessions=streams, drift=True))
+        senders = stack.enter_context(senders_on(wire, edge, [SENDER] * streams))
+        sessions = [edge.create() for _ in drifts]
+        packets = [l16_packets(np.resize(speech, seconds * 16_000), session.ssrc) for session in sessions]
+        begun_s = time.monotonic()
+        due = sorted((n * 0.02 * (1 + drift), k, n) for k, drift in enumerate(drifts) for n in range(len(packets[k])))
+        for at_s, k, n in due:
+            while (wait_s := begun_s + at_s - time.monotonic()) > 0:
+                time.sleep(min(wait_s, 0.002))
+            senders[k].send([packets[k][n]], 0)
+        for k, session in enumerate(sessions):
+            edge.taken(session.id, len(packets[k]))
+        edge.call(lambda: [edge.service.end(session.id) for session in sessions])
+        for session, drift in zip(sessions, drifts, strict=True):
+            state = edge.describe(session.id)
+            assert state.drift_ppm == pytest.approx(drift * 1e6, abs=100)
+            assert (state.lost_packets, state.concealed_s) == (0, 0)
+            parts_s = state.received_s + state.silent_s + state.adjusted_samples / 16_000
+            assert state.duration_s == pytest.approx(parts_s, abs=1 / 16_000)
+            if abs(drift) > 1.5e-4:
+                assert np.sign(state.adjusted_samples) == np.sign(drift)
 
 
 def test_an_edge_that_is_killed_and_started_again_takes_calls_past_the_kernel(

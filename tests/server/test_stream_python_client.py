@@ -41,6 +41,7 @@ from asr_serve.protocols.stream.server_events import (
     PartialEvent,
     SegmentEvent,
     SessionEvent,
+    stream_error,
 )
 
 RUN = "from asr_serve.api.cli import main; main()"
@@ -224,6 +225,32 @@ def test_a_connection_closed_before_its_last_events(code: int, announced: int) -
     assert [path.partition("?")[2] for path in opened] == ["", "session=one&after=0"]
     assert sum(isinstance(event, ConnectionLost) for event in events) == announced
     assert sum(isinstance(event, SessionEvent) and event.resumed for event in events) == announced
+    assert isinstance(events[-1], EndEvent)
+
+
+def test_a_server_whose_engine_is_loading_is_asked_again() -> None:
+    """As the ingress of a cluster is for some seconds after it was replaced."""
+    opened: list[str] = []
+
+    def answer(line: ServerConnection) -> None:
+        opened.append("")
+        if len(opened) == 2:
+            line.send(stream_error("engine_closed", "the engine of m is loading", 20))
+        else:
+            session = SessionEvent("one", len(opened) > 1, "m", "en", "s16le", 16_000, 0, 0, 30.0)
+            line.send(session.encode().json.decode())
+        if len(opened) == 3:
+            line.send(EndEvent(seq=1, duration_s=1.0, segments=0).encode().json.decode())
+        line.close(1001 if len(opened) == 1 else 1000)
+
+    with serve_websocket(answer, "127.0.0.1", 0) as scripted:
+        thread = threading.Thread(target=scripted.serve_forever)
+        thread.start()
+        with StreamClient(f"http://127.0.0.1:{scripted.socket.getsockname()[1]}") as stream:
+            events = list(stream)
+        scripted.shutdown()
+        thread.join(WAIT_S)
+    assert len(opened) == 3
     assert isinstance(events[-1], EndEvent)
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from asr_serve.api.client.async_connection import AsyncStreamConnection
 from asr_serve.api.client.connection import ServerEvent, error_from_event
-from asr_serve.api.client.stream import DUPLICATE_CODE, LOST_CODES, RETRY_S, RETRYABLE_CODES
+from asr_serve.api.client.stream import DUPLICATE_CODE, LOST_CODES, RETRY_S
 from asr_serve.audio.pcm import SAMPLE_BYTES
 from asr_serve.edge.audio_spool import AudioSpool
 from asr_serve.edge.edge_events import (
@@ -137,7 +137,7 @@ class Uplink:
                     self._forget_session()
                     retry_after_s = 0.0
                     continue
-                if refused.code not in RETRYABLE_CODES:
+                if not refused.is_retryable:
                     raise
                 reason = str(refused)
             except Unreachable as error:
@@ -228,7 +228,7 @@ class Uplink:
                 if refused.code in LOST_SESSION_CODES:
                     self._forget_session()
                     return False
-                if refused.code in RETRYABLE_CODES or lost.close_code in LOST_CODES:
+                if refused.is_retryable or lost.close_code in LOST_CODES:
                     return False
                 raise refused from None
             if isinstance(event, NumberedEvent):

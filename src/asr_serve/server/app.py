@@ -56,7 +56,6 @@ def create_app(
     executor = TranscriptionExecutor(config.max_concurrent)
     dependencies = LiveDependencies(config, engines, gate, executor, metrics)
     streams = stream_endpoint.create_session_manager(dependencies)
-    calls = CallManager(dependencies)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -70,6 +69,11 @@ def create_app(
 
     voice_dependencies = voices.VoiceDependencies.create(config, engines)
     speech_dependencies = speech.SpeechDependencies.create(config, engines, gate, executor)
+    calls = CallManager(
+        dependencies,
+        speech.SpeechEndpoint(speech_dependencies).call_conversation,
+        lambda: any(engine.is_tts for engine in engines),
+    )
     full_server = config.engine.role != "encode"
     docs = config.docs and full_server
     app = FastAPI(

@@ -35,6 +35,7 @@ from asr_serve.server.app import create_app
 from asr_serve.server.engine_registry import EngineParts, EngineRegistry, ServedPipeline, open_engine
 from asr_serve.server.middleware.admission import AdmissionController
 from asr_serve.server.realtime.funasr.session_defaults import FunAsrSessionDefaults
+from asr_serve.server.sessions.redis_store import create_store
 from asr_serve.server.telemetry import logs
 from asr_serve.server.telemetry.tracing import Tracer
 
@@ -75,18 +76,24 @@ def serve(config: ServeConfig) -> None:
     asyncio.run(_serve(prepare(config)))
 
 
-def prepare(config: ServeConfig, *, check_models: bool = True) -> ServerSetup:
-    """Checks settings, and chooses ports. `check_models`: whether names of models and devices are checked, which are of
-    this machine. Raises OptionError as `serve` does."""
+def check_settings(config: ServeConfig, *, check_models: bool = True) -> None:
+    """Checks what settings name: files, models, devices. `check_models`: whether names of models and devices are
+    checked, which are of this machine. Raises OptionError as `serve` does."""
     _certificate(config)
+    if config.sessions.redis_url is not None:
+        create_store(config.sessions)
+    if check_models and config.pipeline is None:
+        check_startup(config, None)
+
+
+def prepare(config: ServeConfig, *, check_models: bool = True) -> ServerSetup:
+    """Checks settings, and chooses ports. `check_models` as in `check_settings`. Raises OptionError as `serve` does."""
+    check_settings(config, check_models=check_models)
     scorers: Mapping[int, SentenceScorer] = {}
-    pipeline = None if config.pipeline is None else open_pipeline(config.pipeline)
-    if check_models:
-        if pipeline is None:
-            check_startup(config, None)
-        else:
+    if config.pipeline is not None:
+        pipeline = open_pipeline(config.pipeline)
+        if check_models:
             check_startup(config, pipeline.name, pipeline.devices)
-    if pipeline is not None:
         check_files(pipeline)
         scorers = load_scorers(pipeline)
     config = _with_peer_port(config)
@@ -197,6 +204,10 @@ async def _serve(setup: ServerSetup) -> None:
     with _signals(stop_requested):
         try:
             code = await run_server(setup, stop_requested, announce)
+        except AsrServeError as error:
+            log.error("the server could not start: %s", error)
+        except Exception:
+            log.exception("the server could not start")
         finally:
             _exit_now(code)
 

@@ -145,12 +145,15 @@ def upgrade(
     """
     require_ray()
     from asr_serve.cluster import cluster_config, control
+    from asr_serve.server.run import check_settings
 
     chosen = cluster_config.read(config)
     control.connect(address)
-    before = control.describe()
+    local = control.describe()["reach"] == "machine"
+    if local:  # before anything is replaced
+        check_settings(chosen.server())
     with control.signals() as stop:
-        control.deploy(chosen, stop, local=before["reach"] == "machine", wait_s=wait_s)
+        control.deploy(chosen, stop, local=local, wait_s=wait_s)
     print_error("all replicas were replaced")
 
 

@@ -42,8 +42,6 @@ MAX_QUEUED_EVENTS = 10_000
 """Limit of unread events; at it no more are received, and in the end `send` waits."""
 RETRY_S = (0.0, 0.2, 0.5, 1.0, 2.0)
 """Delays before attempts to resume; the last one repeats."""
-RETRYABLE_CODES = {"at_capacity", "rate_limited", "draining", "store_unavailable"}
-"""Codes of refusals after which another attempt is worthwhile."""
 NORMAL_CLOSURE_CODE = 1000
 LOST_CODES = {None, NORMAL_CLOSURE_CODE, 1001, 1006, 1012, 1014}
 """Close codes after which a session may be resumed although an error came before. 1000: websockets drops events
@@ -370,7 +368,7 @@ class StreamClient:
             try:
                 return self._reconnect(max(retry_after_s, next(waits_s) * random.uniform(0.8, 1.2)))
             except Refused as refused:
-                if refused.code not in RETRYABLE_CODES:
+                if not refused.is_retryable:
                     raise
                 retry_after_s, last = (refused.retry_after_ms or 0) / 1_000, str(refused)
             except Unreachable as again:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from asr_serve.audio.encode.stream_encoder import AudioEncoder, supported_rate_hz
 from asr_serve.config import ServeConfig, voices_dir
-from asr_serve.errors import ClientGone, RequestTimeout, TextTooLong
+from asr_serve.errors import ClientGone, RequestTimeout, TextTooLong, UnsupportedOption
 from asr_serve.pipelines.options import SpeakOptions
 from asr_serve.pipelines.tts.frontend import frontend_for
 from asr_serve.pipelines.tts.speak import TtsSession
@@ -154,20 +154,47 @@ class SpeechEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, dependencies = request_context(scope), self._dependencies
         FormFields(parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True), QUERY)
-        conversation = SpeechConversation(
-            receive,
-            Outbox(send, OUTBOX_SEND_TIMEOUT_S),
-            partial(self._begin, context),
-            self._limits,
-            dependencies.config.max_characters,
-            partial(live_error_event, request_id=context.request_id, path=speech_messages.PATH),
-        )
+        conversation = self._conversation(receive, send, context, self._begin)
         try:
             with dependencies.admission.on_drain(conversation.drain):
                 error = await conversation.run()
         finally:
             context.synthesized_s = conversation.synthesized_s
         await close_conversation(conversation, error, context, receive, send)
+
+    def call_conversation(self, receive: Receive, send: Send, context: RequestContext) -> SpeechConversation:
+        """Makes the conversation of a call, whose sound is s16le at 24 kHz, for its track."""
+        return self._conversation(receive, send, context, self._begin_for_track)
+
+    def _conversation(
+        self,
+        receive: Receive,
+        send: Send,
+        context: RequestContext,
+        begin: Callable[[RequestContext, StartSpeech], SpeechSession],
+    ) -> SpeechConversation:
+        return SpeechConversation(
+            receive,
+            Outbox(send, OUTBOX_SEND_TIMEOUT_S),
+            partial(begin, context),
+            self._limits,
+            self._dependencies.config.max_characters,
+            partial(live_error_event, request_id=context.request_id, path=speech_messages.PATH),
+        )
+
+    def _begin_for_track(self, context: RequestContext, start: StartSpeech) -> SpeechSession:
+        if start.format != "pcm" or start.rate_hz not in (None, PCM_RATE_HZ):
+            raise UnsupportedOption(
+                f"the format {start.format} at {start.rate_hz or PCM_RATE_HZ} Hz for a call",
+                "its track has the one that the offer and the answer agree on",
+                "leave the members out",
+                param="format",
+            )
+        model = context.model
+        try:
+            return self._begin(context, start)
+        finally:
+            context.model = model  # the call's own is the one that hears
 
     def _begin(self, context: RequestContext, start: StartSpeech) -> SpeechSession:
         """Creates the session. Raises AtCapacity, and what `SpeechSynthesizer.resolve` does."""

@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from asr_serve.config import SessionsConfig
 from asr_serve.errors import OptionError, StoreUnavailable, UnsupportedOption
-from asr_serve.server.sessions.cipher import SessionCipher, Unreadable
+from asr_serve.server.sessions.cipher import SessionCipher, Unreadable, session_cipher
 from asr_serve.server.sessions.records import (
     SessionCheckpoint,
     SessionHeader,
@@ -335,6 +336,14 @@ class RedisSessionStore:
                 "sessions of /v1/stream continue at their own server only",
                 RETRY_MS,
             ) from OSError(f"Redis at {self._where}: {why}")
+
+
+def create_store(sessions: SessionsConfig) -> RedisSessionStore:
+    """Store of the settings; nothing is connected yet. Raises OptionError, UnsupportedOption."""
+    assert sessions.redis_url is not None
+    password = read_password(sessions.redis_password_file) if sessions.redis_password_file else None
+    cipher = session_cipher(sessions.key_file)
+    return RedisSessionStore(sessions.redis_url, sessions.prefix, sessions.timeout_ms / 1_000, cipher, password)
 
 
 class _Sealer:

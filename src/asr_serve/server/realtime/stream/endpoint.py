@@ -61,8 +61,7 @@ from asr_serve.server.realtime.stream.connection import StreamConnection
 from asr_serve.server.realtime.stream.session import StartListener, StreamSession
 from asr_serve.server.realtime.stream.session_manager import SessionOwner, SessionStorage, StreamSessionManager
 from asr_serve.server.server_sent_events import KEEP_ALIVE, KEEP_ALIVE_S, with_error_event
-from asr_serve.server.sessions.cipher import session_cipher
-from asr_serve.server.sessions.redis_store import RedisSessionStore, read_password
+from asr_serve.server.sessions.redis_store import create_store
 from asr_serve.server.sessions.writer import SessionWriter
 from asr_serve.units import samples_to_s
 
@@ -126,11 +125,8 @@ def _create_storage(config: ServeConfig, metrics: ServerMetrics) -> SessionStora
     sessions = config.sessions
     if sessions.redis_url is None:
         return None
-    password = read_password(sessions.redis_password_file) if sessions.redis_password_file else None
-    cipher, timeout_s = session_cipher(sessions.key_file), sessions.timeout_ms / 1_000
-    store = RedisSessionStore(sessions.redis_url, sessions.prefix, timeout_s, cipher, password)
     ttl_ms = int(1_000 * max(MIN_TTL_S, 2 * config.resume_s))
-    writer = SessionWriter(store, ttl_ms, metrics.session_store)
+    writer = SessionWriter(create_store(sessions), ttl_ms, metrics.session_store)
     return SessionStorage(writer, lambda owner: cast(Key, owner).name, sessions.checkpoint_ms)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-from starlette.types import Message
+from starlette.types import Message, Receive, Send
 
 from asr_serve.edge.edge_events import LossTold
 from asr_serve.edge.event_log import EdgeEventLog
@@ -51,6 +51,14 @@ class _Typed(msgspec.Struct):
     type: str
 
 
+def _is_cancel(message: str | bytes) -> bool:
+    """Whether a client interrupts what is spoken."""
+    try:
+        return isinstance(message, str) and msgspec.json.decode(message, type=_Typed).type == "cancel"
+    except msgspec.DecodeError:
+        return False
+
+
 class CallConversation(Protocol):
     """Conversation of a call, in one of the live protocols. It reads the call's inbox, and sends by its `send`."""
 
@@ -75,6 +83,22 @@ class CallConversation(Protocol):
         """Releases everything. Idempotent."""
 
 
+class SpeechLine(Protocol):
+    """Conversation that speaks texts: that of `/v1/audio/speech/stream`. It reads texts, and sends events and sound."""
+
+    async def run(self) -> AsrServeError | None:
+        """Runs until the end. Raises what ends it at once."""
+
+    def drain(self) -> None:
+        """Ends it because the server goes down."""
+
+    def send_error(self, error: AsrServeError) -> None: ...
+
+
+StartSpeechLine = Callable[[Receive, Send, RequestContext], SpeechLine]
+"""Makes the conversation that speaks over a call."""
+
+
 class Call:
     """Call of one client, from its offer to its end. Belongs to the event loop's thread.
 
@@ -90,10 +114,15 @@ class Call:
         meter: CallMetrics,
         events: EdgeEventLog | None,
         error_path: str,
+        start_speech: StartSpeechLine | None,
     ) -> None:
         """`events`: log for server-sent events; None: the data channel alone has them. `error_path`: route of the live
-        protocol in whose format errors are."""
-        self._error_path = error_path
+        protocol in whose format errors are. `start_speech`: None: nothing is spoken here."""
+        self._error_path, self._start_speech = error_path, start_speech
+        self._speech_inbox = CallInbox()
+        self._speech: asyncio.Task[None] | None = None
+        self._line: SpeechLine | None = None
+        self._context: RequestContext | None = None
         self.id, self.owner, self.offer, self.events = call_id, owner, offer, events
         self.inbox = CallInbox()
         self._limits, self._meter = limits, meter
@@ -106,6 +135,7 @@ class Call:
         self._ticker: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
+        self._admission: AdmissionController | None = None
         self._conversation: CallConversation | None = None
         self._peer: MediaPeer | None = None
         self._transport: IceLiteTransport | None = None
@@ -122,8 +152,13 @@ class Call:
         on_ended: Callable[[Call], None],
     ) -> asyncio.Task[None]:
         """Starts the task of the call, which releases `resources` at its end."""
+        self._context, self._admission = context, admission
         self._task = self._loop.create_task(self._run(context, admission, connect_s, resources, on_ended))
         return self._task
+
+    @property
+    def speaks(self) -> bool:
+        return self._start_speech is not None
 
     # --- commands --------------------------------------------------------------------------------------
 
@@ -147,6 +182,39 @@ class Call:
             self._conversation.send_error(
                 AtCapacity("too many events wait to be read", "this one is dropped", EVENT_RETRY_MS)
             )
+
+    def on_speech_message(self, message: str | bytes) -> None:
+        """Takes a message of the channel of speech, whose conversation begins with the first."""
+        assert self._start_speech is not None
+        assert self._context is not None
+        assert self._peer is not None
+        assert self._peer.speech_track is not None
+        self._last_heard_s = self._loop.time()
+        if self._ending:
+            return
+        if self._speech is None or self._speech.done():  # it ends by itself when nothing comes for long
+            self._line = self._start_speech(self._speech_inbox.receive, self._send_speech, self._context)
+            self._speech = self._loop.create_task(self._run_speech(self._line))
+        if _is_cancel(message):
+            self._peer.speech_track.discard()  # at once: what waits to be sent would be heard for a while
+        if not self._speech_inbox.put_event(message) and self._line is not None:
+            self._line.send_error(AtCapacity("too many texts wait to be read", "this one is dropped", EVENT_RETRY_MS))
+
+    async def _run_speech(self, line: SpeechLine) -> None:
+        assert self._admission is not None
+        with contextlib.suppress(AsrServeError), self._admission.on_drain(line.drain):
+            await line.run()
+
+    async def _send_speech(self, message: Message) -> None:
+        """Sends an event or sound of what is spoken, as an ASGI server does. Raises ClientGone."""
+        assert self._peer is not None
+        assert self._peer.speech_track is not None
+        if (sound := message.get("bytes")) is not None:
+            await self._peer.speech_track.write(sound)
+            return
+        if msgspec.json.decode(message["text"], type=_Typed).type == "done":
+            self._peer.speech_track.resume()
+        await self._peer.send_speech_event(message["text"])
 
     def on_closed(self) -> None:
         """Ends the call because the other side has: the text is finished where somebody else may read it."""
@@ -234,6 +302,9 @@ class Call:
                 finally:
                     if self._ticker is not None:
                         self._ticker.cancel()
+                    if self._speech is not None:
+                        self._speech.cancel()
+                        await asyncio.wait({self._speech})
                     await conversation.close()
         except AsrServeError as failure:
             error = failure

@@ -17,7 +17,7 @@ from asr_serve.server.middleware.admission import SESSION_RETRY_MS
 from asr_serve.server.middleware.request_context import ApiClient, RequestContext
 from asr_serve.server.realtime.endpoint import LiveDependencies
 from asr_serve.server.realtime.lifecycle import SessionLimits
-from asr_serve.server.realtime.webrtc.call import Call, CallConversation
+from asr_serve.server.realtime.webrtc.call import Call, CallConversation, StartSpeechLine
 from asr_serve.server.realtime.webrtc.offer_answer import Answer, Candidate, parse_offer, write_answer
 from asr_serve.server.telemetry import logs
 from asr_serve.server.telemetry.tracing import RequestTrace
@@ -63,8 +63,14 @@ def load_packages() -> WebRtcPackages:
 class CallManager:
     """Calls of one server. Belongs to the event loop's thread."""
 
-    def __init__(self, dependencies: LiveDependencies) -> None:
-        self._dependencies = dependencies
+    def __init__(
+        self,
+        dependencies: LiveDependencies,
+        start_speech: StartSpeechLine | None = None,
+        speaks: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`start_speech`: makes what speaks over a call. `speaks`: whether a voice is loaded."""
+        self._dependencies, self._start_speech, self._speaks = dependencies, start_speech, speaks
         config = dependencies.config
         self._config: WebRtcConfig = config.webrtc
         self.limits = SessionLimits(config.session_idle_s, config.max_session_s, config.max_frame_bytes)
@@ -130,6 +136,7 @@ class CallManager:
                 self._dependencies.metrics.calls,
                 EdgeEventLog() if keeps_events else None,
                 error_path,
+                self._start_speech if self._speaks() else None,
             )
             context = RequestContext(
                 request_id=call.id, route=route, method=CALL_METHOD, trace=RequestTrace(), client=request.client
@@ -138,7 +145,13 @@ class CallManager:
             conversation = await start_conversation(call, context, resources)
             self._check_places()  # others may have come meanwhile
             peer = packages.media_peer.MediaPeer(
-                transport, offer, channel_label, call.on_packet, call.on_message, call.on_closed
+                transport,
+                offer,
+                channel_label,
+                call.on_packet,
+                call.on_message,
+                call.on_speech_message if call.speaks else None,
+                call.on_closed,
             )
             call.attach(conversation, peer, transport)
             answer = Answer(
@@ -147,7 +160,7 @@ class CallManager:
                 ice_ufrag=transport.ufrag,
                 ice_pwd=transport.password,
                 fingerprints=peer.fingerprints,
-                ssrc=None,
+                ssrc=peer.ssrc,
                 cname=call.id,
             )
             self._calls[call.id] = call

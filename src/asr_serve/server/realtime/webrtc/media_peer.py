@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fractions
 import secrets
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
+import av
 from aiortc import (
     RTCCertificate,
     RTCDataChannel,
     RTCDtlsTransport,
     RTCIceTransport,
+    RTCRtpSender,
     RTCSctpCapabilities,
     RTCSctpTransport,
 )
+from aiortc.mediastreams import MediaStreamError, MediaStreamTrack
 from aiortc.rtcdtlstransport import RTCDtlsFingerprint, RTCDtlsParameters
-from aiortc.rtcrtpparameters import RTCRtpCodecParameters, RTCRtpReceiveParameters
+from aiortc.rtcrtpparameters import RTCRtpCodecParameters, RTCRtpReceiveParameters, RTCRtpSendParameters
 from aiortc.rtcrtpreceiver import StreamStatistics
 from aiortc.rtp import AnyRtcpPacket, RtcpByePacket, RtcpReceiverInfo, RtcpRrPacket, RtcpSrPacket
 from aiortc.rtp import RtpPacket as AiortcRtpPacket
@@ -36,6 +40,12 @@ from asr_serve.server.realtime.webrtc.offer_answer import Fingerprint, Offer
 if TYPE_CHECKING:
     from asr_serve.server.realtime.webrtc.ice_lite import IceLiteTransport
 
+SPEECH_LABEL = "speech"
+"""Label of the data channel over which a client has texts spoken."""
+SPEECH_HZ = 24_000
+SPEECH_FRAME_SAMPLES = SPEECH_HZ // 50
+SPEECH_AHEAD_BYTES = 2 * SPEECH_HZ // 2
+"""Sound that waits to be sent at most: half a second."""
 CHANNEL_BUFFER_BYTES = 64 << 10
 """Bytes that wait in a data channel, from which on no more is sent."""
 REPORT_S = 1.0
@@ -108,6 +118,67 @@ class AudioReceiver:
         return bytes(RtcpRrPacket(ssrc=self._ssrc, reports=reports)) if reports else None
 
 
+class SpeechTrack(MediaStreamTrack):
+    """Track of synthesized speech, s16le at SPEECH_HZ. From the first sound on it never pauses: silence is sent where
+    nothing is said, so that the other side's clock goes on."""
+
+    kind = "audio"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pcm = bytearray()
+        self._room, self._begun = asyncio.Event(), asyncio.Event()
+        self._clock = asyncio.get_running_loop().time  # `_loop` is the base class's
+        self._first_s, self._sent_samples = 0.0, 0
+        self._discards = False
+
+    async def write(self, pcm: bytes) -> None:
+        """Appends sound, as there is room."""
+        self._begun.set()
+        at = 0
+        while at < len(pcm) and not self._discards and self.readyState == "live":
+            if len(self._pcm) >= SPEECH_AHEAD_BYTES:
+                self._room.clear()
+                await self._room.wait()
+                continue
+            step = SPEECH_AHEAD_BYTES - len(self._pcm)
+            self._pcm += pcm[at : at + step]
+            at += step
+
+    def discard(self) -> None:
+        """Drops what has not been sent, and all that is written until `resume`: the speech was interrupted."""
+        self._discards = True
+        self._pcm.clear()
+        self._room.set()
+
+    def resume(self) -> None:
+        self._discards = False
+
+    def stop(self) -> None:
+        super().stop()
+        self._room.set()
+        self._begun.set()
+
+    async def recv(self) -> av.AudioFrame:
+        """Returns the next 20 ms when they are due."""
+        await self._begun.wait()
+        if self.readyState != "live":
+            raise MediaStreamError
+        now_s = self._clock()
+        if not self._sent_samples:
+            self._first_s = now_s
+        await asyncio.sleep(self._first_s + self._sent_samples / SPEECH_HZ - now_s)
+        frame = av.AudioFrame(format="s16", layout="mono", samples=SPEECH_FRAME_SAMPLES)
+        size = 2 * SPEECH_FRAME_SAMPLES
+        frame.planes[0].update(bytes(self._pcm[:size]).ljust(size, b"\0"))
+        del self._pcm[:size]
+        self._room.set()
+        frame.sample_rate, frame.pts = SPEECH_HZ, self._sent_samples
+        frame.time_base = fractions.Fraction(1, SPEECH_HZ)
+        self._sent_samples += SPEECH_FRAME_SAMPLES
+        return frame
+
+
 class MediaPeer:
     """Peer of one call, over a transport of its own. Belongs to the event loop's thread."""
 
@@ -118,10 +189,13 @@ class MediaPeer:
         channel_label: str | None,
         on_packet: Callable[[RtpPacket], None],
         on_message: Callable[[str | bytes], None],
+        on_speech_message: Callable[[str | bytes], None] | None,
         on_closed: Callable[[], None],
     ) -> None:
-        """`channel_label`: label of the data channel that is used, others being closed; None: the first one.
-        `on_closed`: called once, when the other side has ended or lost the call."""
+        """`channel_label`: label of the data channel of events, others being closed; None: the first one.
+        `on_speech_message`: None: nothing is spoken here. `on_closed`: called once, when the other side has ended or
+        lost the call."""
+        self._on_speech_message = on_speech_message
         self._transport, self._offer, self._label = transport, offer, channel_label
         self._on_message, self._on_closed = on_message, on_closed
         self._dtls = RTCDtlsTransport(cast(RTCIceTransport, transport), [RTCCertificate.generateCertificate()])
@@ -143,6 +217,13 @@ class MediaPeer:
         )
         self._sctp = RTCSctpTransport(self._dtls) if offer.channel is not None else None
         self._channel: RTCDataChannel | None = None
+        self._speech_channel: RTCDataChannel | None = None
+        self.speech_track: SpeechTrack | None = None
+        """Track of what is spoken; None: the offer takes no sound, or nothing is spoken here."""
+        self._sender: RTCRtpSender | None = None
+        if on_speech_message is not None and offer.receives_audio and offer.channel is not None:
+            self.speech_track = SpeechTrack()
+            self._sender = RTCRtpSender(self.speech_track, self._dtls)
         self._channel_changed = asyncio.Event()
         self._reports: asyncio.Task[None] | None = None
         self._closed = False
@@ -153,6 +234,11 @@ class MediaPeer:
     def fingerprints(self) -> tuple[Fingerprint, ...]:
         made = self._dtls.getLocalParameters().fingerprints
         return tuple(Fingerprint(each.algorithm, each.value) for each in made if each.algorithm == "sha-256")
+
+    @property
+    def ssrc(self) -> int | None:
+        """SSRC of the sound that is sent; None: none is."""
+        return None if self._sender is None else self._sender._ssrc
 
     @property
     def connected(self) -> bool:
@@ -169,6 +255,8 @@ class MediaPeer:
         if not self.connected:
             raise ClientGone("the handshake of DTLS failed: it was broken off, or the certificate is another")
         self._reports = asyncio.create_task(self._report())
+        if self._sender is not None:
+            await self._sender.send(self._send_parameters())
         if self._sctp is not None:
             capabilities = RTCSctpCapabilities(maxMessageSize=self._offer.max_message_bytes)
             await self._sctp.start(capabilities, self._offer.sctp_port)
@@ -179,7 +267,13 @@ class MediaPeer:
 
     async def send(self, event: str) -> None:
         """Sends an event when the channel has room. Raises ClientGone."""
-        channel = self._channel
+        await self._send_to(self._channel, event)
+
+    async def send_speech_event(self, event: str) -> None:
+        """Sends an event of the speech that is spoken. Raises ClientGone."""
+        await self._send_to(self._speech_channel, event)
+
+    async def _send_to(self, channel: RTCDataChannel | None, event: str) -> None:
         while channel is not None and channel.readyState == "open" and channel.bufferedAmount > CHANNEL_BUFFER_BYTES:
             await self._wait_channel_change()
         if channel is None or channel.readyState != "open" or not self.connected:
@@ -206,8 +300,11 @@ class MediaPeer:
         if self._reports is not None:
             self._reports.cancel()
             await asyncio.wait({self._reports})
-        if self._channel is not None:
-            self._channel.remove_all_listeners()
+        for channel in (self._channel, self._speech_channel):
+            if channel is not None:
+                channel.remove_all_listeners()
+        if self._sender is not None:
+            await self._sender.stop()
         if self._sctp is not None:
             await self._sctp.stop()
             self._sctp.remove_all_listeners()
@@ -225,14 +322,21 @@ class MediaPeer:
             self._on_closed()
 
     def _on_channel(self, channel: RTCDataChannel) -> None:
-        if self._channel is not None or self._label not in (None, channel.label):
+        if channel.label == SPEECH_LABEL and self._speech_channel is None and self.speech_track is not None:
+            assert self._on_speech_message is not None
+            self._speech_channel = channel
+            self._use(channel, self._on_speech_message)
+        elif channel.label == SPEECH_LABEL or self._channel is not None or self._label not in (None, channel.label):
             channel.close()
-            return
-        self._channel = channel
+        else:
+            self._channel = channel
+            self._use(channel, self._on_message)
+
+    def _use(self, channel: RTCDataChannel, on_message: Callable[[str | bytes], None]) -> None:
         channel.bufferedAmountLowThreshold = CHANNEL_BUFFER_BYTES // 2
         for event in ("bufferedamountlow", "close"):
             channel.on(event, self._channel_changed.set)
-        channel.on("message", self._on_message)
+        channel.on("message", on_message)
         self._channel_changed.set()
 
     async def _wait_channel_change(self) -> None:
@@ -240,6 +344,16 @@ class MediaPeer:
         await self._channel_changed.wait()
         if self._closed:
             raise ClientGone("the call has ended")
+
+    def _send_parameters(self) -> RTCRtpSendParameters:
+        form = self._offer.format
+        codec = RTCRtpCodecParameters(
+            mimeType=f"audio/{form.encoding}",
+            clockRate=form.clock_hz,
+            channels=2 if form.encoding == "opus" else 1,
+            payloadType=self._offer.payload_type,
+        )
+        return RTCRtpSendParameters(codecs=[codec], muxId=self._offer.sections[self._offer.audio].mid)
 
     async def _report(self) -> None:
         while self.connected:

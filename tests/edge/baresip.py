@@ -35,7 +35,7 @@ def free_ports(count: int) -> list[int]:
 class Baresip:
     """A telephone that plays `wav` while it is in a call. Its folder has what it heard: dump-*-dec.wav."""
 
-    def __init__(self, folder: Path, wav: Path, *, codec: str = "pcmu") -> None:
+    def __init__(self, folder: Path, wav: Path, *, codec: str = "pcmu", secure: bool = False) -> None:
         program = shutil.which("baresip")
         if program is None or not MODULES.is_dir():
             pytest.skip("no baresip: apt install baresip-core")
@@ -43,7 +43,15 @@ class Baresip:
         folder.mkdir()
         sip, control, media = free_ports(3)
         self.sip_port = sip
-        modules = (codec if codec in ("g722", "opus") else "g711", "aufile", "aubridge", "sndfile", "ctrl_tcp", "menu")
+        modules = (
+            codec if codec in ("g722", "opus") else "g711",
+            "aufile",
+            "aubridge",
+            "srtp",
+            "sndfile",
+            "ctrl_tcp",
+            "menu",
+        )
         lines = [f"module {name}.so" for name in modules if name not in ("ctrl_tcp", "menu")]
         lines += ["module_app ctrl_tcp.so", "module_app menu.so", "module_tmp account.so"]
         (folder / "config").write_text(
@@ -67,8 +75,9 @@ class Baresip:
                 ]
             )
         )
+        security = ";mediaenc=srtp-mand" if secure else ""
         codecs = f";audio_codecs={codec}" if codec in ("pcmu", "pcma") else ""
-        (folder / "accounts").write_text(f"<sip:ann@127.0.0.1:{sip}>;regint=0;answermode=auto{codecs}\n")
+        (folder / "accounts").write_text(f"<sip:ann@127.0.0.1:{sip}>;regint=0;answermode=auto{codecs}{security}\n")
         self._control: socket.socket | None = None
         self._log = (folder / "log").open("w")
         self.process = Child(

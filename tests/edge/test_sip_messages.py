@@ -27,6 +27,7 @@ from asr_serve.edge.sip.session_description import (
     offered_formats,
     parse_audio,
 )
+from asr_serve.edge.srtp import SrtpKey, checked_key
 
 INVITE = (
     b"INVITE sip:7001@10.0.0.5:5060 SIP/2.0\r\n"
@@ -273,3 +274,20 @@ def test_our_offer_can_be_read_and_nonsense_cannot() -> None:
     ):
         with pytest.raises(UnusableSdp):
             parse_audio(broken)
+
+
+def test_a_key_in_the_offer_is_answered_by_one_of_ours() -> None:
+    theirs, ours = checked_key(SrtpKey()), checked_key(SrtpKey())
+    other = "a=crypto:1 F8_128_HMAC_SHA1_80 inline:MTIzNDU2Nzg5QUJDREUwMTIzNDU2Nzg5QUJjZGVm"
+    secure = OFFER.replace("5004/2 RTP/AVP", "5004 RTP/SAVP").replace(
+        "a=ptime:30", f"{other}\na=crypto:7 {theirs.suite} inline:{theirs.key}|2^31"
+    )
+    offer = parse_audio(secure)
+    assert (offer.key, offer.key_tag) == (theirs, "7")
+    answer = build_answer(offer, choose_format(offer), "10.0.0.5", 5_004, session=1, version=1, key=ours)
+    assert "m=audio 5004 RTP/SAVP 111 101\r\n" in answer
+    assert parse_audio(answer).key == ours
+    assert parse_audio(build_offer("10.0.0.5", 5_004, session=1, version=1, key=ours)).key == ours
+    assert parse_audio(OFFER.replace("a=ptime:30", f"a=crypto:1 {theirs.suite} inline:{theirs.key}")).key is None
+    with pytest.raises(UnusableSdp):
+        parse_audio(secure.replace("a=crypto:7", "b=crypto:7"))

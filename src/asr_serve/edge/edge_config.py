@@ -90,10 +90,6 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 "set host too, like --host 0.0.0.0",
                 param="host",
             )
-        if self.require_srtp and self.sip is not None:
-            raise OptionError(
-                "require_srtp with sip", "calls of the telephone are plain RTP", "leave one of them out", param="sip"
-            )
         if not is_loopback(self.control_host) and not self.api_keys:
             raise OptionError(
                 f"control_host={self.control_host!r} without api_keys",

@@ -188,6 +188,16 @@ class EdgeService:
                 self.driver.forget(running.session.flow)
                 running.session.is_held = True
 
+    def change_key(self, session_id: str, key: SrtpKey | None) -> None:
+        """Takes a session's packets with another key from now on; None: plain ones. Raises SessionExpired, OptionError,
+        ProgramMissing."""
+        if key is None and self.config.require_srtp:
+            raise OptionError("a session without srtp", "require_srtp of the edge wants a key", param="srtp")
+        srtp = None if key is None else SrtpReceiver(checked_key(key))
+        running = self._find(session_id)
+        with self._lock:
+            running.session.change_key(srtp)
+
     def redirect(self, session_id: str, source: str, formats: Mapping[int, PayloadFormat]) -> None:
         """Takes a session's packets from this source from now on. Raises SessionExpired; OptionError for a source of
         another session."""

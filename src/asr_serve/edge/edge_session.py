@@ -99,6 +99,10 @@ class EdgeSession:
         self.formats = {**self.formats, **formats}
         self.stream.change_formats(self.formats)
 
+    def change_key(self, srtp: SrtpReceiver | None) -> None:
+        """Takes packets of another key, or plain ones, from now on."""
+        self._srtp = srtp
+
     def finish(self, reason: EndReason) -> list[EdgeEvent]:
         """Ends the audio: nothing is taken any more."""
         self.end_reason = reason

@@ -75,28 +75,46 @@ def parse_crypto(line: str) -> SrtpKey | None:
         return None
 
 
+def _create_session(key: SrtpKey, *, outbound: bool) -> tuple[Any, type[Exception]]:
+    """Session of libsrtp, and its error. Raises ProgramMissing without pylibsrtp."""
+    try:
+        import pylibsrtp
+    except ImportError as error:
+        raise ProgramMissing(
+            "pylibsrtp is not installed", "it computes SRTP at the edge", "pip install 'asr-serve[edge]'"
+        ) from error
+    names = pylibsrtp.Policy
+    profiles = {
+        "AES_CM_128_HMAC_SHA1_80": names.SRTP_PROFILE_AES128_CM_SHA1_80,
+        "AES_CM_128_HMAC_SHA1_32": names.SRTP_PROFILE_AES128_CM_SHA1_32,
+        "AEAD_AES_128_GCM": names.SRTP_PROFILE_AEAD_AES_128_GCM,
+        "AEAD_AES_256_GCM": names.SRTP_PROFILE_AEAD_AES_256_GCM,
+    }
+    kind = names.SSRC_ANY_OUTBOUND if outbound else names.SSRC_ANY_INBOUND
+    policy = pylibsrtp.Policy(base64.b64decode(key.key), kind, 0, profiles[key.suite])
+    policy.window_size = REPLAY_PACKETS
+    return pylibsrtp.Session(policy), pylibsrtp.Error
+
+
+class SrtpSender:
+    """Sender of packets that are encrypted with one key."""
+
+    def __init__(self, key: SrtpKey) -> None:
+        """Raises ProgramMissing without pylibsrtp."""
+        self._session, _ = _create_session(key, outbound=True)
+
+    def protect(self, packet: bytes) -> bytes:
+        """Encrypts an RTP packet of ours."""
+        protected: bytes = self._session.protect(packet)
+        return protected
+
+
 class SrtpReceiver:
     """Receiver of one session's packets. It holds the state of MAX_SSRCS senders at most."""
 
     def __init__(self, key: SrtpKey) -> None:
         """Raises ProgramMissing without pylibsrtp."""
-        try:
-            import pylibsrtp
-        except ImportError as error:
-            raise ProgramMissing(
-                "pylibsrtp is not installed", "it decrypts SRTP at the edge", "pip install 'asr-serve[edge]'"
-            ) from error
-        names = pylibsrtp.Policy
-        profiles = {
-            "AES_CM_128_HMAC_SHA1_80": names.SRTP_PROFILE_AES128_CM_SHA1_80,
-            "AES_CM_128_HMAC_SHA1_32": names.SRTP_PROFILE_AES128_CM_SHA1_32,
-            "AEAD_AES_128_GCM": names.SRTP_PROFILE_AEAD_AES_128_GCM,
-            "AEAD_AES_256_GCM": names.SRTP_PROFILE_AEAD_AES_256_GCM,
-        }
-        policy = pylibsrtp.Policy(base64.b64decode(key.key), names.SSRC_ANY_INBOUND, 0, profiles[key.suite])
-        policy.window_size = REPLAY_PACKETS
-        self._session: Any = pylibsrtp.Session(policy)
-        self._error: type[Exception] = pylibsrtp.Error
+        self._session, self._error = _create_session(key, outbound=False)
         self._ssrcs: set[bytes] = set()
 
     def unprotect(self, datagram: bytes) -> bytes | DropReason:

@@ -45,7 +45,8 @@ from asr_serve.edge.sip.user_agent import (
 )
 from asr_serve.edge.sip_config import SipConfig
 from asr_serve.edge.sip_endpoint import SipEndpoint
-from asr_serve.errors import AtCapacity, OptionError, SessionExpired, UnsupportedOption
+from asr_serve.edge.srtp import SrtpKey, SrtpSender, checked_key
+from asr_serve.errors import AtCapacity, OptionError, ProgramMissing, SessionExpired, UnsupportedOption
 from asr_serve.metrics import EdgeMetrics
 from asr_serve.types import is_loopback
 
@@ -92,11 +93,22 @@ class CallNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class _Media:
     """Audio of one call."""
 
-    def __init__(self, session_id: str, audio: AudioDescription, chosen: ChosenFormat, playout: CallPlayout) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        audio: AudioDescription,
+        chosen: ChosenFormat,
+        playout: CallPlayout,
+        sender: SrtpSender | None,
+    ) -> None:
         self.session_id, self.audio, self.chosen, self.playout = session_id, audio, chosen, playout
+        self.sender = sender
         self.destination = parse_source(_source_of(audio))
-        self.is_announced = False
         self.held: asyncio.TimerHandle | None = None
+
+    def protect(self, packet: bytes) -> bytes:
+        """Encrypts a packet of ours, where the call is encrypted."""
+        return packet if self.sender is None else self.sender.protect(packet)
 
 
 class Telephone:
@@ -111,6 +123,8 @@ class Telephone:
         """Calls by session."""
         self._options: dict[str, dict[str, str | int | float | bool]] = {}
         """Options of calls of ours that ring, by our tag."""
+        self._keys: dict[str, SrtpKey] = {}
+        """Keys of what we send, by our tag."""
         self._versions: dict[str, tuple[int, int]] = {}
         """Session and version of our descriptions, by our tag."""
         self._rings: set[asyncio.TimerHandle] = set()
@@ -197,11 +211,15 @@ class Telephone:
         check_stream_options(request.options)
         try:
             local = self._media_host(self._registrar_host or parse_uri(uri).host)
-            sdp = build_offer(local, self._service.driver.port, self.config.encodings, **self._version())
+            key = checked_key(SrtpKey()) if self._service.config.require_srtp else None
+            port = self._service.driver.port
+            sdp = build_offer(local, port, self.config.encodings, **self._version(), key=key)
             call = self._agent.place_call(uri, sdp, self._loop.time())
         except MalformedSip as malformed:
             raise OptionError(f"to={request.to[:80]!r}: {malformed}", "like sip:7001@10.0.0.7", param="to") from None
         self._options[call.tag] = request.options
+        if key is not None:
+            self._keys[call.tag] = key
         self._endpoint.pump()
         return CallPlaced(call_id=call.id, to=uri)
 
@@ -294,9 +312,13 @@ class Telephone:
         media = self._media.get(call.tag)
         if call.offer is None or media is None:
             local = self._media_host(call.peer.host)
-            return build_offer(local, port, self.config.encodings, **self._version(call.tag))
+            if self._service.config.require_srtp:
+                self._keys.setdefault(call.tag, checked_key(SrtpKey()))
+            key = self._keys.get(call.tag)
+            return build_offer(local, port, self.config.encodings, **self._version(call.tag), key=key)
         local = self._media_host(call.peer.host if call.offer.host == "0.0.0.0" else call.offer.host)
-        return build_answer(call.offer, media.chosen, local, port, **self._version(call.tag))
+        key = self._keys.get(call.tag)
+        return build_answer(call.offer, media.chosen, local, port, **self._version(call.tag), key=key)
 
     def _version(self, tag: str = "") -> dict[str, int]:
         session, version = self._versions.get(tag, (secrets.randbits(31), 0))
@@ -324,12 +346,13 @@ class Telephone:
         formats = audio.formats if call.offer is not None else {**offered_formats(), **audio.formats}
         types = {str(kind): describe_format(form) for kind, form in formats.items()}
         request = EdgeSessionRequest(
-            source=_source_of(audio), payload_types=types, options=self._options.pop(call.tag, {})
+            source=_source_of(audio), payload_types=types, srtp=audio.key, options=self._options.pop(call.tag, {})
         )
         try:
             driver = self._service.driver
+            sender = self._create_sender(call, audio)
             playout = CallPlayout(
-                chosen.payload_type, chosen.form, lambda packet: driver.send(media.destination, packet)
+                chosen.payload_type, chosen.form, lambda packet: driver.send(media.destination, media.protect(packet))
             )
         except UnsupportedOption as error:
             raise UnusableSdp(str(error)) from error
@@ -338,8 +361,20 @@ class Telephone:
         except (OptionError, AtCapacity):
             self._run(playout.close())
             raise
-        media = self._media[call.tag] = _Media(created.id, audio, chosen, playout)
+        media = self._media[call.tag] = _Media(created.id, audio, chosen, playout, sender)
         self._calls[created.id] = call
+
+    def _create_sender(self, call: SipCall, audio: AudioDescription) -> SrtpSender | None:
+        """Sender of what the other side gets encrypted; None for plain RTP. Raises UnusableSdp."""
+        if audio.key is None:
+            return None
+        own = self._keys.setdefault(call.tag, checked_key(SrtpKey(suite=audio.key.suite)))
+        if own.suite != audio.key.suite:
+            raise UnusableSdp(f"an answer of {audio.key.suite}", f"the suite that was offered, {own.suite}")
+        try:
+            return SrtpSender(own)
+        except ProgramMissing as missing:
+            raise UnusableSdp(str(missing)) from missing
 
     def _announce(self, call: SipCall) -> None:
         """Tells of a call that both sides have taken."""
@@ -383,7 +418,11 @@ class Telephone:
         self._agent.accept(call, self._describe(call), self._loop.time())
 
     def _apply_audio(self, media: _Media, audio: AudioDescription, chosen: ChosenFormat) -> None:
-        """Follows a description that changes a call. Raises OptionError, SessionExpired."""
+        """Follows a description that changes a call. Raises OptionError, SessionExpired, UnusableSdp."""
+        if audio.key != media.audio.key:
+            sender = self._create_sender(self._calls[media.session_id], audio)
+            self._service.change_key(media.session_id, audio.key)
+            media.sender = sender
         if audio.is_held:
             self._hold(media)
         else:
@@ -425,6 +464,7 @@ class Telephone:
         session = None if media is None else media.session_id
         self._options.pop(call.tag, None)
         self._versions.pop(call.tag, None)
+        self._keys.pop(call.tag, None)
         reason: EndReason = "hangup" if event.cause in ("hangup", "cancelled") else "deleted"
         self._end_media(call.tag, "stopping" if self._is_closing else reason)
         self._tell(

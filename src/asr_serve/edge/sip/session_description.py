@@ -14,6 +14,7 @@ from asr_serve.edge.payload_format import (
     PayloadFormat,
     parse_format,
 )
+from asr_serve.edge.srtp import SrtpKey, parse_crypto
 from asr_serve.errors import AsrServeError, OptionError
 
 Direction = Literal["sendrecv", "sendonly", "recvonly", "inactive"]
@@ -24,6 +25,7 @@ OFFERED_TYPES = {"opus": 96, "G722": 9, "PCMA": 8, "PCMU": 0}
 OFFERED_DIGITS = {8_000: 101, 48_000: 102}
 """Payload types of digits in offers of ours, by their clock."""
 PROTOCOLS = ("RTP/AVP", "RTP/AVPF")
+SECURE_PROTOCOLS = ("RTP/SAVP", "RTP/SAVPF")
 MAX_SECTIONS = 8
 _MIRRORED: dict[Direction, Direction] = dict(
     zip(get_args(Direction), ("sendrecv", "recvonly", "sendonly", "inactive"), strict=True)
@@ -48,6 +50,10 @@ class AudioDescription(NamedTuple):
     """Values of all `m=` lines."""
     section: int
     """Place of this section among them."""
+    key: SrtpKey | None = None
+    """Key of its packets; None: they are not encrypted."""
+    key_tag: str = ""
+    """Number of that key in the description, which the answer repeats."""
 
     @property
     def is_held(self) -> bool:
@@ -80,7 +86,10 @@ def parse_audio(text: str) -> AudioDescription:
     medias = tuple(section[0][2:] for section in sections)
     for index, section in enumerate(sections):
         parts = section[0][2:].split()
-        if len(parts) < 4 or parts[0] != "audio" or parts[2] not in PROTOCOLS:
+        if len(parts) < 4 or parts[0] != "audio" or parts[2] not in PROTOCOLS + SECURE_PROTOCOLS:
+            continue
+        key, key_tag = _read_key(section) if parts[2] in SECURE_PROTOCOLS else (None, "")
+        if parts[2] in SECURE_PROTOCOLS and key is None:
             continue
         if not re.fullmatch(r"\d{1,5}(/\d+)?", parts[1], re.ASCII):
             continue
@@ -97,6 +106,8 @@ def parse_audio(text: str) -> AudioDescription:
                 "a=rtcp-mux" in section,
                 medias,
                 index,
+                key,
+                key_tag,
             )
     raise _unusable(f"a session description with {', '.join(medias)[:120] or 'no section'}")
 
@@ -117,9 +128,16 @@ def choose_format(audio: AudioDescription, allowed: Sequence[CallEncoding] = CAL
 
 
 def build_answer(
-    offer: AudioDescription, chosen: ChosenFormat, host: str, port: int, *, session: int, version: int
+    offer: AudioDescription,
+    chosen: ChosenFormat,
+    host: str,
+    port: int,
+    *,
+    session: int,
+    version: int,
+    key: SrtpKey | None = None,
 ) -> str:
-    """Answer that takes one format, and refuses every other section."""
+    """Answer that takes one format, and refuses every other section. `key`: of our packets, where the offer has one."""
     lines = _head(host, session, version)
     for index, media in enumerate(offer.sections):
         if index != offer.section:
@@ -131,15 +149,25 @@ def build_answer(
             table[chosen.digits_type] = offer.formats[chosen.digits_type]
         protocol = media.split()[2]
         lines += _audio_section(table, port, protocol, _MIRRORED[offer.direction], mux=offer.mux)
+        if offer.key is not None and key is not None:
+            lines.append(f"a=crypto:{offer.key_tag} {key.suite} inline:{key.key}")
     return "\r\n".join(lines) + "\r\n"
 
 
 def build_offer(
-    host: str, port: int, allowed: Sequence[CallEncoding] = CALL_ENCODINGS, *, session: int, version: int
+    host: str,
+    port: int,
+    allowed: Sequence[CallEncoding] = CALL_ENCODINGS,
+    *,
+    session: int,
+    version: int,
+    key: SrtpKey | None = None,
 ) -> str:
-    """Offer of these encodings, in this order, and of digits."""
-    table = offered_formats(allowed)
-    lines = [*_head(host, session, version), *_audio_section(table, port, "RTP/AVP", "sendrecv", mux=False)]
+    """Offer of these encodings, in this order, and of digits. `key`: of our packets; None offers plain RTP."""
+    table, protocol = offered_formats(allowed), "RTP/AVP" if key is None else "RTP/SAVP"
+    lines = [*_head(host, session, version), *_audio_section(table, port, protocol, "sendrecv", mux=False)]
+    if key is not None:
+        lines.append(f"a=crypto:1 {key.suite} inline:{key.key}")
     return "\r\n".join(lines) + "\r\n"
 
 
@@ -188,6 +216,14 @@ def _read_formats(types: list[str], section: list[str]) -> dict[int, PayloadForm
     return {kind: form for kind, form in found.items() if form is not None and kind < 128}
 
 
+def _read_key(section: list[str]) -> tuple[SrtpKey | None, str]:
+    """First key that is supported here, and its number."""
+    for line in section:
+        if line.startswith("a=crypto:") and (key := parse_crypto(line)) is not None:
+            return key, line.partition(":")[2].partition(" ")[0]
+    return None, ""
+
+
 def _read_host(lines: list[str]) -> str:
     for line in lines:
         if match := re.fullmatch(r"c=IN IP[46] ([0-9A-Fa-f:.]{2,45})(?:/[\d/]*)?\s*", line, re.ASCII):
@@ -213,5 +249,5 @@ def _read_ptime(lines: list[str]) -> int:
 
 def _unusable(came: str) -> UnusableSdp:
     return UnusableSdp(
-        came, f"an m=audio section over {' or '.join(PROTOCOLS)} with one of: {', '.join(CALL_ENCODINGS)}"
+        came, f"an m=audio section of RTP, or of SRTP with a=crypto, with one of: {', '.join(CALL_ENCODINGS)}"
     )

@@ -423,3 +423,25 @@ def test_calls_that_never_connect_end_and_hostile_packets_reach_none(server: Run
     eventually(lambda: calls.open_calls == 0)
     ended = server.counted("asr_serve_live_sessions_total", route=CALLS, end="request_timeout")
     assert ended == late + 2
+
+
+async def test_a_server_that_goes_down_finishes_its_calls(serve: Callable[..., Running], speech: np.ndarray):
+    """Both are told why, get the rest of their text, and are ended."""
+    server = await asyncio.to_thread(serve, webrtc=WebRtcConfig(udp_port=0))
+    async with caller(server, speech) as line, caller(server, speech) as other:
+        await line.call()
+        await other.call(WHIP)
+        await line.until(f"{TRANSCRIPTION}.delta")
+        await other.until("partial")
+        server.loop.call_soon_threadsafe(server.gate.drain)
+        for each in (line, other):
+            async with asyncio.timeout(WAIT_S):
+                await each.closed.wait()
+        assert next(event for event in line.events if event["type"] == "error")["error"]["code"] == "draining"
+        assert next(event for event in other.events if event["type"] == "error")["code"] == "draining"
+        assert COMPLETED in line.kinds
+        assert other.kinds[-1] == "end"
+        refused = await line.request("POST", CALLS, content="v=0", headers=SDP)
+        assert refused.status_code == 503
+    await asyncio.to_thread(server.expect_empty)
+    assert server.app.state.calls.udp_port.calls == 0

@@ -178,7 +178,7 @@ def test_every_sample_of_64_callers_is_accounted_for_beside_a_flood(
 def test_every_sample_of_512_callers_is_accounted_for_beside_a_flood(
     wire: PacketWire, speech: np.ndarray, rng: np.random.Generator
 ) -> None:
-    check_callers(wire, speech, rng, 512, 5.0)
+    check_callers(wire, speech, rng, 512, 2.5)
 
 
 def test_words_of_a_bad_network_are_those_of_the_file_but_for_what_was_lost(

@@ -224,7 +224,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def _without_role(failure: OptionError) -> str:
-    """What to do about a model that cannot be split; about another failure what it says itself."""
+    """Advice about a model that cannot be split; for another failure its own."""
     return "leave role out: one entry has all of the model's work" if failure.param == "role" else failure.todo
 
 

@@ -24,7 +24,7 @@ from asr_serve.config_sources import (
     load_serve_config,
     toml_value,
 )
-from asr_serve.errors import OptionError
+from asr_serve.errors import OptionError, SourceNotFound
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -202,7 +202,7 @@ def test_the_error_of_a_file_has_the_setting_its_line_and_what_is_allowed(
 
 
 def test_files_that_cannot_be_read(file: Path) -> None:
-    with pytest.raises(OptionError, match=r"asr-serve\.toml: No such file"):
+    with pytest.raises(SourceNotFound, match=r"asr-serve\.toml cannot be read: No such file"):
         load_serve_config(str(file), {})
     file.write_bytes(b'host = "\xff"')
     with pytest.raises(OptionError, match=r"asr-serve\.toml: .*utf-8"):

@@ -14,7 +14,7 @@ import json
 import re
 import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from msgspec import inspect
 
 from asr_serve import config
 from asr_serve.config import NON_SETTING_VARIABLES, PREFIX, EngineConfig, ServeConfig, SessionsConfig, WebRtcConfig
-from asr_serve.errors import OptionError
+from asr_serve.errors import OptionError, SourceNotFound
 from asr_serve.types import SECRETS, ApiKey, PeerKey, describe_allowed, suggest_name, without_secrets
 
 SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
@@ -155,12 +155,13 @@ def with_source(given: Mapping[str, SettingValue], prefix: str) -> Iterator[None
         raise OptionError(f"{prefix}{error.came}{source}", error.allowed, error.todo, param=name) from None
 
 
-def unknown_setting_error(name: str, source: str) -> OptionError:
-    """The error for a name that is no setting, with the nearest one in any table."""
+def unknown_setting_error(name: str, source: str, excluded: Collection[str] = ()) -> OptionError:
+    """The error for a name that is no setting, with the nearest one in any table, but for `excluded` ones."""
+    names = {setting.rpartition(".")[2]: setting for setting in all_settings() if setting not in excluded}
     return OptionError(
         f"unknown setting {name!r} ({source})",
         "asr-serve serve --print-config lists them all",
-        suggest_name(name.rpartition(".")[2], {setting.rpartition(".")[2]: setting for setting in all_settings()}),
+        suggest_name(name.rpartition(".")[2], names),
     )
 
 
@@ -168,12 +169,14 @@ def unknown_setting_error(name: str, source: str) -> OptionError:
 
 
 def values_from_file(file: str) -> dict[str, SettingValue]:
-    """The settings in a TOML file."""
+    """The settings in a TOML file. Raises OptionError; SourceNotFound."""
     try:
         text = Path(file).expanduser().read_text("utf-8")
         tables = tomllib.loads(text)
     except OSError as error:
-        raise OptionError(f"config file {file}: {error.strerror}", "a TOML file") from None
+        raise SourceNotFound(
+            f"the config file {file} cannot be read: {error.strerror}", todo="check the path"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OptionError(f"config file {file}: {error}", "a TOML file") from None
     settings = list[tuple[str, object]]()

@@ -339,7 +339,7 @@ def describe_range(kind: inspect.IntType | inspect.FloatType) -> str:
         return f"{kind.ge:g} to {kind.le:g}" if kind.le is not None else f"{kind.ge:g} or more"
     most = f", less than {kind.lt:g}" if kind.lt is not None else ""
     most = f", up to {kind.le:g}" if kind.le is not None else most
-    return f"more than {kind.gt:g}{most}"
+    return (f"more than {kind.gt:g}" if kind.gt is not None else "any") + most
 
 
 _SPEAKERS = ("spk", "speakers")

@@ -27,7 +27,7 @@ from asr_serve.cluster.cluster_config import (
     read,
 )
 from asr_serve.engine.process.server_handshake import MAX_SERVERS
-from asr_serve.errors import OptionError
+from asr_serve.errors import OptionError, SourceNotFound
 
 FILE = """
 models:
@@ -105,7 +105,15 @@ def test_nothing_given_is_the_embedded_model_once():
         ({"serve": {"sessions": {"redis": "x"}}}, "did you mean 'sessions.redis_url'"),
         ({"replica_silent_s": 0}, "replica_silent_s"),
         ({"ingress": {"replicas": MAX_SERVERS // 2 + 1}}, "replicas"),
-        ([], "file"),
+        ([], "file: []. a table with: models, ingress"),
+        ({"models": [{"model": "a", "role": "listen"}]}, "models[0].role='listen'. decode, encode"),
+        ({"models": [{"model": "a"}, {"model": "b", "replica": 2}]}, "did you mean 'replicas'"),
+        ({"models": [{"replicas": 2}]}, "models[0] without model"),
+        ({"models": [{"model": "a", "autoscale": {"max_replica": 2}}]}, "did you mean 'max_replicas'"),
+        ({"models": [{"model": "a", "cpus": "x"}]}, "models[0].cpus='x'. a number, 0 to 1024"),
+        ({"models": {"model": "a"}}, "a list; each one a table of settings"),
+        ({"reach": "world"}, "reach='world'. machine, network"),
+        ({"serve": [1]}, "serve=[1]. a table of settings"),
         ({"models": [{"model": "a", "role": "both"}]}, "role"),
         ({"models": [{"model": "a", "role": "encode"}]}, "add the other one"),
         ({"models": [{"model": "a", "role": "decode"}]}, "add the other one"),
@@ -127,6 +135,18 @@ def test_what_is_wrong_is_named(settings, told):
     assert told.lower() in str(refused.value).lower()
 
 
+def test_no_setting_is_suggested_that_a_cluster_does_not_have():
+    with pytest.raises(OptionError, match="unknown setting 'peers'") as refused:
+        from_mapping({"serve": {"peers": "x"}}, "the file")
+    assert "did you mean" not in str(refused.value)
+
+
+def test_a_model_that_streams_has_no_roles():
+    split = [{"model": "vosk-small-en", "role": role} for role in ("encode", "decode")]
+    with pytest.raises(OptionError, match=r"vosk-small-en is a streaming model.*leave role out"):
+        from_mapping({"models": split}, "the file").check_split()
+
+
 def test_limits_of_replicas_are_told_with_what_to_do():
     check_replicas("m", None, MAX_REPLICAS)
     for role, most in ((None, MAX_REPLICAS), ("decode", MAX_DECODERS)):
@@ -135,12 +155,26 @@ def test_limits_of_replicas_are_told_with_what_to_do():
                 check_replicas("m", role, replicas)
 
 
-@pytest.mark.parametrize("text", ["models: [", "\xff"])
-def test_a_file_that_is_no_yaml_is_refused(tmp_path: Path, text: str):
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("models: [", "line 1, column 10: while parsing a flow node expected the node content"),
+        ("serve:\n  port: 1\n bad: 2\n", "line 3, column 2: "),
+        ("serve:\n\xff", "line 2: not UTF-8"),
+        ("a: \x07", "special characters are not allowed"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_refused(tmp_path: Path, text: str, told: str):
     (tmp_path / "bad.yaml").write_text(text, "latin-1")
-    with pytest.raises(OptionError, match=r"bad\.yaml"):
+    with pytest.raises(OptionError) as refused:
         read(str(tmp_path / "bad.yaml"))
-    with pytest.raises(OptionError, match="No such file"):
+    assert f"bad.yaml{', ' if told.startswith('line') else ': '}" in str(refused.value)
+    assert told in str(refused.value)
+    assert "^" not in str(refused.value)
+
+
+def test_a_missing_file_is_a_failure_as_any_other(tmp_path: Path):
+    with pytest.raises(SourceNotFound, match=r"none\.yaml cannot be read: No such file"):
         read(str(tmp_path / "none.yaml"))
 
 
@@ -178,6 +212,7 @@ def test_up_says_what_is_wrong_before_it_starts_ray(tmp_path: Path, monkeypatch:
             ("models: [", "a YAML file"),
             ("models: [{model: moonshine-tini-en}]", "did you mean 'moonshine-tiny-en'"),
             (f"serve: {{port: {port}}}", f"127.0.0.1:{port} cannot be listened on: Address already in use"),
+            (f"serve: {{port: {port}}}", "choose another with serve.port in the cluster file"),
         ):
             (tmp_path / "cluster.yaml").write_text(text)
             code, line = invoke("up", "--config", str(tmp_path / "cluster.yaml"))

@@ -286,12 +286,12 @@ MIX_ERRORS = {
     "[[live]\n": r"line 1: .*a TOML file",
     'name = "x"\n': r"line 1, name: the key 'name'.*description",
     "live = 3\n": r"live: 3. tables \[\[live\]\]",
-    '[[live]]\nmodel = "a"\n': r"line 1, share: .*missing required field `share`",
-    '[[live]]\nmodel = "a"\nshare = 2.0\n': r"line 3, share: 2.0. .*<= 1",
+    '[[live]]\nmodel = "a"\n': r"line 1, share: share is missing. a number, 0 to 1",
+    '[[live]]\nmodel = "a"\nshare = 2.0\n': r"line 3, share: share = 2.0. a number, 0 to 1",
     '[[live]]\nmodel = "a"\nshare = 0.6\n[[live]]\nmodel = "b"\nshare = 0.6\n': r"line 6, share: .*add up to 1.2",
     '[[live]]\nmodel = "a"\nshare = 1\nduti = 0.5\n': r"line 4, duti: .*did you mean 'duty'",
     '[[files]]\nmodel = "a"\nper_caller_per_hour = 1\nlength_s = 900\n': r"line 1, max_length_s: .*below length_s",
-    '[[speech]]\nvoice = "a"\nper_caller_per_hour = "1"\n': r"line 3, per_caller_per_hour: '1'",
+    '[[speech]]\nvoice = "a"\nper_caller_per_hour = "1"\n': r"line 3, .* = '1'. a number, more than 0, up to 100000",
 }
 
 

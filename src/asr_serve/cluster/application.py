@@ -21,7 +21,6 @@ from asr_serve.cluster.cluster_config import ClusterConfig, ModelDeployment, eng
 from asr_serve.cluster.engine_replica import EngineReplica
 from asr_serve.cluster.ingress import Ingress
 from asr_serve.cluster.request_router import AudioRequestRouter
-from asr_serve.engine.process.startup_checks import check_split
 from asr_serve.server.engine_registry import engine_spec
 
 INGRESS, APPLICATION = "ingress", "asr-serve"
@@ -39,8 +38,7 @@ def build(config: ClusterConfig, reach: str = "network") -> Application:
     """Builds the application. `reach`: where `config` leaves it open. Where the application runs, Ray Serve replaces
     the replicas of models, one after another, and the ingress if its settings or this release are others than before.
     Raises OptionError."""
-    if split := tuple(each.model for each in config.served if each.role == "decode"):
-        check_split(split)
+    config.check_split()
     if not ray.is_initialized():
         ray.init()
     key = cluster_key()

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 import yaml
-from msgspec import Meta
+from msgspec import Meta, inspect
 
 from asr_serve.cluster.autoscaling import MAX_REPLICAS, AutoscaleSettings, Replicas
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.config_sources import TABLES, SettingValue, all_settings, build_config, unknown_setting_error
 from asr_serve.engine.process.server_handshake import MAX_SERVERS
+from asr_serve.engine.process.startup_checks import check_split
 from asr_serve.engine.remote.handshake import MAX_CLIENTS
-from asr_serve.errors import OptionError
+from asr_serve.errors import OptionError, SourceNotFound
 from asr_serve.models.registry import AUTO_VOICE
-from asr_serve.types import DeviceName, DtypeName, Name, NonEmptyText, PositiveInt
+from asr_serve.types import DeviceName, DtypeName, Name, NonEmptyText, PositiveInt, describe_allowed, suggest_name
 
 Reach = Literal["machine", "network"]
 """Reach of a replica: servers of its machine alone connect to it, or others too."""
@@ -33,6 +35,8 @@ MAX_DECODERS = MAX_CLIENTS // 2
 """Decode replicas of a model: each may be connected to every encode replica, and an upgrade doubles them."""
 CLUSTER_HAS = ("engine.peers", "encode_port", "peer_keys", "peer_keys_file")
 """Settings of the server that a cluster chooses by itself."""
+MODELS_HAVE = ("model", "more_models", "max_models", "weights", "engine_threads", "engine.role")
+"""Settings of the server that stand in `models`."""
 Share = Annotated[float, Meta(ge=0, le=1_024)]
 
 
@@ -170,13 +174,24 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Whether a policy scales a model."""
         return any(each.autoscale is not None for each in self.models)
 
+    def check_split(self) -> None:
+        """Checks that models with roles may be split, in a process of its own. Raises OptionError for one that cannot,
+        like a streaming model."""
+        if not (split := tuple(each.model for each in self.served if each.role == "decode")):
+            return
+        try:
+            check_split(split)
+        except OptionError as failure:
+            todo = _without_role(failure)
+            raise OptionError(f"models: {failure.came}", failure.allowed, todo, param="models") from None
+
     def server(self) -> ServeConfig:
         """Settings of the server. Raises OptionError."""
         values: dict[str, SettingValue] = {}
         for name, value in _flat(self.serve):
             if name not in all_settings():
-                raise unknown_setting_error(name, "serve")
-            if name in ("model", "more_models", "max_models", "weights", "engine_threads", "engine.role"):
+                raise unknown_setting_error(name, "serve", (*MODELS_HAVE, *CLUSTER_HAS))
+            if name in MODELS_HAVE:
                 raise OptionError(f"serve: {name}", "settings other than those of models", "set it in models")
             if name in CLUSTER_HAS:
                 raise OptionError(
@@ -208,6 +223,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
 
+def _without_role(failure: OptionError) -> str:
+    """Advice about a model that cannot be split; for another failure its own."""
+    return "leave role out: one entry has all of the model's work" if failure.param == "role" else failure.todo
+
+
 def engine_config(chosen: ModelDeployment, engine: EngineConfig) -> EngineConfig:
     """Settings of the engines of one deployment. Raises OptionError for some that its role does not allow."""
     if chosen.role is None:
@@ -229,21 +249,27 @@ def _flat(settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def read(file: str | None) -> ClusterConfig:
-    """Reads a YAML file; None: the defaults. Raises OptionError."""
+    """Reads a YAML file; None: the defaults. Raises OptionError; SourceNotFound."""
     if file is None:
         return ClusterConfig()
     try:
         loaded = yaml.safe_load(Path(file).expanduser().read_text("utf-8"))
     except OSError as failure:
-        raise OptionError(f"cluster file {file}: {failure.strerror}", "a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as failure:
-        raise OptionError(f"cluster file {file}: {' '.join(str(failure).split())}", "a YAML file") from None
+        raise SourceNotFound(
+            f"the cluster file {file} cannot be read: {failure.strerror}", todo="check the path"
+        ) from None
+    except UnicodeDecodeError as failure:
+        line = failure.object.count(b"\n", 0, failure.start) + 1
+        raise OptionError(f"cluster file {file}, line {line}: not UTF-8", "a YAML file") from None
+    except yaml.YAMLError as failure:
+        raise OptionError(f"cluster file {file}{_describe_yaml_error(failure)}", "a YAML file") from None
     return from_mapping({} if loaded is None else loaded, f"cluster file {file}")
 
 
 def from_mapping(settings: object, source: str) -> ClusterConfig:
     """Settings of a cluster from plain data; the server's are checked too. Raises OptionError, with `source`."""
     try:
+        _check_values(settings, ClusterConfig, "")
         config = msgspec.convert(settings, ClusterConfig)
         engine = config.server().engine
         for each in config.models:
@@ -254,3 +280,59 @@ def from_mapping(settings: object, source: str) -> ClusterConfig:
     except OptionError as failure:
         raise failure.located(source) from None
     return config
+
+
+def _check_values(value: object, kind: Any, place: str) -> None:
+    """Checks names and values of plain data against a type, one by one, since the library's own message names neither
+    what is allowed nor what is near. Raises OptionError with the place, as `models[0].role`."""
+    members = [each for each in get_args(kind) if each is not type(None)] if _is_union(kind) else [kind]
+    if value is None and len(members) < len(get_args(kind)):
+        return
+    kind = members[0]
+    plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if isinstance(plain, type) and issubclass(plain, msgspec.Struct):
+        _check_table(value, plain, place)
+    elif get_origin(plain) is tuple and isinstance(value, list):
+        if not value:
+            raise OptionError(f"{place}=[]", "one or more", param=place)
+        for number, each in enumerate(value):
+            _check_values(each, get_args(plain)[0], f"{place}[{number}]")
+    else:
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError:
+            known = inspect.type_info(kind)
+            near = suggest_name(value, map(str, known.values)) if isinstance(known, inspect.LiteralType) else ""
+            allowed = "a table of settings" if isinstance(known, inspect.DictType) else describe_allowed(known)
+            raise OptionError(f"{place}={value!r}", allowed, near, param=place) from None
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, UnionType)
+
+
+def _check_table(value: object, kind: type[msgspec.Struct], place: str) -> None:
+    """Checks a table of settings. Raises OptionError."""
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    if not isinstance(value, Mapping):
+        raise OptionError(f"{place}={value!r}" if place else f"{value!r}", f"a table with: {', '.join(fields)}")
+    prefix = f"{place}." if place else ""
+    for name, each in value.items():
+        if name not in fields:
+            raise OptionError(
+                f"unknown setting '{prefix}{name}'", f"allowed: {', '.join(fields)}", suggest_name(name, list(fields))
+            )
+        _check_values(each, fields[name].type, f"{prefix}{name}")
+    for name, field in fields.items():
+        if field.required and name not in value:
+            raise OptionError(f"{place} without {name}", f"{name}: {describe_allowed(inspect.type_info(field.type))}")
+
+
+def _describe_yaml_error(failure: yaml.YAMLError) -> str:
+    """Place of what is wrong in a YAML file, and what it is: `, line 3, column 5: expected ...`."""
+    if isinstance(failure, yaml.MarkedYAMLError):
+        mark = failure.problem_mark or failure.context_mark
+        what = " ".join(each for each in (failure.context, failure.problem) if each)
+        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        return f"{place}: {what}"
+    return f": {' '.join(str(failure).split())}"

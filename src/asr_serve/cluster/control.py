@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 from ray import serve
-from ray._private import services
+from ray._common.utils import get_default_ray_temp_dir
+from ray._private import services, worker
 from ray._private.authentication import authentication_token_setup
 from ray.exceptions import AuthenticationError, RayError, RpcError
 from ray.serve._private.common import DeploymentID
+from ray.serve._private.constants import SERVE_LOGGER_NAME
 from ray.serve.config import ProxyLocation
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
@@ -54,6 +58,9 @@ HOW_TO_START = "start one: asr-serve cluster up, or ray start --head; or name an
 POLL_S = 0.5
 """Time between two looks at what Ray Serve has done: it offers no event."""
 NAMESPACE = "serve"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+OWN_ERROR = re.compile(r"^.*\basr_serve\.errors\.\w+: (.+)$", re.MULTILINE)
+"""Last line of the stack of one of our errors, in Ray's messages."""
 
 
 class ModelStatus(NamedTuple):
@@ -75,6 +82,7 @@ def start_ray(address: str | None, cpus: int | None) -> bool:
     """Connects to the Ray cluster at `address`, or starts Ray on this machine, which then asks for a token; returns
     whether it was started. Raises EngineClosed; NotAllowed for a cluster that asks nobody for a token, unless
     RAY_AUTH_MODE=disabled says that this is wanted."""
+    quiet_ray_serve()
     if address is None:
         set_default_ray_variable("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", str(CONTROL_LOOP_S))
         try:
@@ -90,9 +98,7 @@ def start_ray(address: str | None, cpus: int | None) -> bool:
             )
         except Exception as failure:  # Ray raises plain ones for a node that does not start
             why = " ".join(str(failure).split())
-            raise EngineClosed(
-                f"Ray did not start: {why}", todo="see the logs of Ray: /tmp/ray/session_latest/logs"
-            ) from None
+            raise EngineClosed(f"Ray did not start: {why}", todo=f"see the logs of Ray: {logs_folder()}") from None
         return True
     if not _find_token() and ray_auth_mode() != "disabled":
         raise NotAllowed(
@@ -105,6 +111,14 @@ def start_ray(address: str | None, cpus: int | None) -> bool:
     return False
 
 
+def logs_folder() -> str:
+    """Folder of Ray's logs on this machine: that of the session, or where the next one has them."""
+    node = worker._global_node
+    return str(
+        node.get_logs_dir_path() if node is not None else Path(get_default_ray_temp_dir(), "session_latest", "logs")
+    )
+
+
 def _find_token() -> bool:
     """Makes this process show Ray's token where there is one, as Ray's own commands do; returns whether it does."""
     logging.getLogger(authentication_token_setup.__name__).setLevel(logging.ERROR)  # it tells that as a warning
@@ -115,6 +129,7 @@ def connect(address: str) -> None:
     """Connects to a Ray cluster that runs; `auto`: the one of this machine. Raises EngineClosed; NotAllowed for one
     with another token; OptionError for an address of another form, and where several run on this machine."""
     _find_token()
+    quiet_ray_serve()
     if address == AUTO:
         address = _address_of_this_machine()
     host, colon, port = address.rpartition(":")
@@ -126,10 +141,27 @@ def connect(address: str) -> None:
         why = failure.strerror or str(failure) or type(failure).__name__
         raise EngineClosed(f"no Ray answers at {address}: {why}", todo=HOW_TO_START) from None
     _check_token(address)
+    with _handlers_restored():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="warning", namespace=NAMESPACE)
+        except (ConnectionError, RuntimeError, ValueError) as failure:
+            raise EngineClosed(f"no Ray cluster at {address}: {failure}", todo=HOW_TO_START) from None
+
+
+def quiet_ray_serve() -> None:
+    """Drops what Ray Serve tells this process of its own work, below warnings: it goes to a command's output."""
+    logging.getLogger(SERVE_LOGGER_NAME).setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def _handlers_restored() -> Iterator[None]:
+    """Keeps this process' handlers of signals. Ray's own, native ones included, print a stack."""
+    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="warning", namespace=NAMESPACE)
-    except (ConnectionError, RuntimeError, ValueError) as failure:
-        raise EngineClosed(f"no Ray cluster at {address}: {failure}", todo=HOW_TO_START) from None
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _check_token(address: str) -> None:
@@ -208,14 +240,27 @@ def deploy(config: ClusterConfig, stop: threading.Event, *, local: bool, wait_s:
         failed = status is not None and status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
         if failed or time.monotonic() > end_s:
             parts = [] if status is None else [status, *status.deployments.values()]
-            messages = [each.message for each in parts]
             raise EngineClosed(
                 f"the cluster did not start{'' if failed else f' within {wait_s:g} s'}: "
-                + " ".join(" ".join(text.split()) for text in messages if text)[:2_000],
-                todo="see the logs of Ray: /tmp/ray/session_latest/logs",
+                + failure_reason([each.message for each in parts]),
+                todo=f"see the logs of Ray: {logs_folder()}",
             )
         if stop.wait(POLL_S):
             raise EngineClosed("the cluster was stopped while it was starting")
+
+
+def failure_reason(messages: Iterable[str]) -> str:
+    """Reason in Ray Serve's messages of a failure: the last line of each of our errors, without the stacks before it;
+    else all that they say, on one line."""
+    found = list(messages)
+    own = [line for text in found for line in OWN_ERROR.findall(text)]
+    if own:
+        return " ".join(dict.fromkeys(own))
+    return " ".join(" ".join(text.split()) for text in found if text)[:2_000]
+
+
+def _how_to_deploy() -> str:
+    return f"start the cluster: asr-serve cluster up --config FILE --address {address()}"
 
 
 def describe() -> dict[str, Any]:
@@ -224,7 +269,7 @@ def describe() -> dict[str, Any]:
         handle = serve.get_app_handle(APPLICATION)
         described: dict[str, Any] = handle.describe.remote().result(timeout_s=CONTROL_S)
     except (RayError, RayServeException, TimeoutError, ValueError) as failure:
-        raise EngineClosed(f"no ingress answers: {failure}", todo="start the cluster: asr-serve cluster up") from None
+        raise EngineClosed(f"no ingress answers: {failure}", todo=_how_to_deploy()) from None
     return described
 
 
@@ -232,7 +277,7 @@ def statuses() -> list[ModelStatus]:
     """State of each deployment. Raises EngineClosed where no application runs."""
     application = serve.status().applications.get(APPLICATION)
     if application is None:
-        raise EngineClosed("no asr-serve runs in this Ray cluster", todo="asr-serve cluster up")
+        raise EngineClosed("no asr-serve runs in this Ray cluster", todo=_how_to_deploy())
     described: dict[str, Any] = {}
     with contextlib.suppress(EngineClosed):
         described = describe()
@@ -300,14 +345,30 @@ def wait_scaled(model: str, replicas: int, wait_s: float) -> None:
         if status is not None and status.replicas == status.wanted == replicas:
             return
         if time.monotonic() > end_s:
-            raise EngineClosed(f"{model} does not have {replicas} replicas after {wait_s:g} s", todo="see its status")
+            have = 0 if status is None else status.replicas
+            raise EngineClosed(
+                f"{model} has {have} of {replicas} replicas after {wait_s:g} s{_why_not_scaled(model, have, replicas)}",
+                f"it stays at the target of {replicas}, and gets them once there is room",
+                f"see asr-serve cluster status, or take it back: asr-serve cluster scale {model} {max(1, have)}",
+            )
         time.sleep(POLL_S)
+
+
+def _why_not_scaled(deployment: str, have: int, wanted: int) -> str:
+    """Reason why a deployment lacks replicas, as far as Ray tells it, to follow a sentence."""
+    if have >= wanted:
+        return ""
+    machines = sum(bool(node["Alive"]) for node in ray.nodes())
+    if deployment == INGRESS and wanted > machines:
+        return f": each ingress needs another machine, and Ray has {machines}"
+    free = ray.available_resources()
+    return f": free in Ray are {free.get('CPU', 0):g} cores and {free.get('GPU', 0):g} GPUs"
 
 
 def drain() -> None:
     """Refuses new callers, finishes those in progress, and ends the application. Raises EngineClosed."""
     if serve.status().applications.get(APPLICATION) is None:
-        raise EngineClosed("no asr-serve runs in this Ray cluster", todo="asr-serve cluster up")
+        raise EngineClosed("no asr-serve runs in this Ray cluster", todo=_how_to_deploy())
     serve.delete(APPLICATION)
 
 
@@ -321,9 +382,28 @@ def shut_down() -> None:
 def signals() -> Iterator[threading.Event]:
     """Event that is set by SIGTERM and SIGINT."""
     stop = threading.Event()
-    previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with _handlers_restored():
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: stop.set())
         yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGINT, where it ends a command, but nothing in the cluster."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """Raises Stopped at SIGTERM and SIGINT. Its event is never set: what a cluster has begun goes on without this
+    process."""
+
+    def stop(number: int, _: object) -> None:
+        raise Stopped(number)
+
+    with _handlers_restored():
+        for number in STOP_SIGNALS:
+            signal.signal(number, stop)
+        yield threading.Event()

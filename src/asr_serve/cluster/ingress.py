@@ -28,7 +28,7 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.engine_process import RingSize
 from asr_serve.engine.replicas.backend import REPORT_TIMEOUT_S, ReplicatedBackend, answered, replicated_backend
-from asr_serve.errors import EngineClosed, NotAllowed
+from asr_serve.errors import AsrServeError, EngineClosed, NotAllowed
 from asr_serve.models.registry import AnyCard, TtsCard
 from asr_serve.server.engine_registry import EngineParts, EngineRegistry, ModelEngine, engine_parts, engine_spec
 from asr_serve.server.run import prepare, run_server
@@ -133,12 +133,14 @@ class Ingress:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._code: int | None = None
+        self._failure: AsrServeError | None = None
+        """Reason why the server could not start."""
         self._folders = contextlib.ExitStack()
         """Folders of tokenizers from other machines, removed when the server has ended."""
         self._thread = threading.Thread(target=self._run, name="asr-serve", daemon=True)
         settings = self._cluster.server()
         logs.setup(settings.log_format, settings.log_level)
-        self._setup = prepare(settings, check_models=False)
+        self._setup = prepare(settings, check_models=False, in_cluster=True)
         self._thread.start()
         self._ready.result()
 
@@ -148,7 +150,9 @@ class Ingress:
                 self._code = asyncio.run(self._serve())
         finally:
             if not self._ready.done():
-                self._ready.set_exception(EngineClosed("the server could not start", todo="see its log"))
+                self._ready.set_exception(
+                    self._failure or EngineClosed("the server could not start", todo="see the log of the ingress")
+                )
 
     async def _serve(self) -> int:
         self._loop = asyncio.get_running_loop()
@@ -157,7 +161,10 @@ class Ingress:
             self._registry = registry
             self._ready.set_result(self._address)
 
-        return await run_server(self._setup, self._stop, ready, self._open_engine)
+        def failed(error: AsrServeError) -> None:
+            self._failure = error
+
+        return await run_server(self._setup, self._stop, ready, self._open_engine, failed)
 
     @property
     def _address(self) -> dict[str, Any]:

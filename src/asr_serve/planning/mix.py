@@ -158,7 +158,7 @@ class _MixReader:
         try:
             return msgspec.convert(table, entry_type)
         except msgspec.ValidationError as failure:
-            self._fail(kind, index, *describe_invalid(failure, table))
+            self._fail(kind, index, *describe_invalid(failure, table, entry_type))
 
     def _fail(self, kind: str, index: int, key: str, came: str, allowed: str, todo: str = "") -> NoReturn:
         """Raises the error of a key in table `index` of a kind; kind '': outside of tables."""

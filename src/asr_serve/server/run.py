@@ -86,8 +86,9 @@ def check_settings(config: ServeConfig, *, check_models: bool = True) -> None:
         check_startup(config, None)
 
 
-def prepare(config: ServeConfig, *, check_models: bool = True) -> ServerSetup:
-    """Checks settings, and chooses ports. `check_models` as in `check_settings`. Raises OptionError as `serve` does."""
+def prepare(config: ServeConfig, *, check_models: bool = True, in_cluster: bool = False) -> ServerSetup:
+    """Checks settings, and chooses ports. `check_models` as in `check_settings`. `in_cluster`: whether the settings
+    stand in a cluster file, which errors then name in place of flags. Raises OptionError as `serve` does."""
     check_settings(config, check_models=check_models)
     scorers: Mapping[int, SentenceScorer] = {}
     if config.pipeline is not None:
@@ -99,9 +100,12 @@ def prepare(config: ServeConfig, *, check_models: bool = True) -> ServerSetup:
     config = _with_peer_port(config)
     _tune_malloc()
     connections = _connection_limit(config)
-    ports = [free_port(config.host, config.port)]
+    sources = ("--port", "--realtime-port")
+    if in_cluster:
+        sources = ("serve.port in the cluster file", "serve.realtime_port in the cluster file")
+    ports = [free_port(config.host, config.port, sources[0])]
     if config.realtime_port is not None:
-        ports.append(free_port(config.host, config.realtime_port, "--realtime-port"))
+        ports.append(free_port(config.host, config.realtime_port, sources[1]))
     return ServerSetup(config, ports, connections, scorers)
 
 
@@ -217,9 +221,10 @@ async def run_server(
     stop_requested: asyncio.Event,
     on_ready: Callable[[EngineRegistry, float], None],
     open_engine: Callable[[str, ServeConfig], EngineParts] = open_engine,
+    on_failure: Callable[[AsrServeError], None] = lambda _: None,
 ) -> int:
     """Runs until `stop_requested` and returns 0, or 1 if it could not start or ended by itself. `on_ready`: called once
-    the models are loaded, with the seconds that took."""
+    the models are loaded, with the seconds that took. `on_failure`: called with the reason why it could not start."""
     config, ports, connections, scorers = setup
     metrics, gate, engines = (
         ServerMetrics(__version__),
@@ -262,6 +267,7 @@ async def run_server(
             code = 0
     except AsrServeError as error:
         log.error("the server could not start: %s", error)
+        on_failure(error)
     except Exception:
         log.exception("the server ended badly")
     finally:

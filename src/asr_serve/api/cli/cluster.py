@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from asr_serve.api.cli.exit_codes import exit_on_error, print_error
+from asr_serve.api.cli.exit_codes import INTERRUPTED, TERMINATED, exit_on_error, print_error
 from asr_serve.api.cli.models import print_table
-from asr_serve.api.cli.options import AsJson
+from asr_serve.api.cli.options import AsJson, whole_number
 from asr_serve.cluster import require_ray
 
 if TYPE_CHECKING:
     from asr_serve.cluster.control import ModelStatus
+
+GOES_ON = "interrupted: the cluster goes on with"
+SEE = "see asr-serve cluster status"
 
 app = typer.Typer(no_args_is_help=True, help="Serve on several machines, with Ray.")
 
@@ -54,12 +61,17 @@ def up(
     from asr_serve.server.run import prepare
 
     chosen = cluster_config.read(config)
+    chosen.check_split()
+    server = chosen.server()
     if address is None:  # before minutes of starting: names of models, the port and the certificate
-        prepare(chosen.server())
+        prepare(server, in_cluster=True)
     local = control.start_ray(address, cpus)
-    with control.signals() as stop:  # Ray has handlers of its own, which are replaced
+    names = ", ".join(f"{each.first_replicas} x {each.deployment}" for each in chosen.models)
+    where = f"{server.host}:{server.port}" if server.port else f"{server.host} and a free port"
+    print_error(f"asr-serve cluster starts {names}, with an ingress on {where}")
+    # Ray has handlers of its own, which are replaced.
+    with control.signals() if local else _interruptible(f"{GOES_ON} what it has begun to start. {SEE}") as stop:
         described = control.deploy(chosen, stop, local=local, wait_s=wait_s)
-        names = ", ".join(f"{each.first_replicas} x {each.deployment}" for each in chosen.models)
         url = described["url"]
         print_error(f"asr-serve cluster serves {names} on {url} {'(stop with ctrl-C)' if local else ''}")
         print_error("")
@@ -89,8 +101,9 @@ def status(address: Address = "auto", as_json: AsJson = False) -> None:
     require_ray()
     from asr_serve.cluster import control
 
-    control.connect(address)
-    found = control.statuses()
+    with _interruptible("interrupted"):
+        control.connect(address)
+        found = control.statuses()
     if as_json:
         print(json.dumps([each._asdict() for each in found], indent=2))
         return
@@ -102,7 +115,7 @@ def status(address: Address = "auto", as_json: AsJson = False) -> None:
 @exit_on_error
 def scale(
     name: Annotated[str, typer.Argument(help="A model; one that is split: MODEL:encode or MODEL:decode; or ingress.")],
-    replicas: Annotated[int, typer.Argument(help="Number of replicas.")],
+    replicas: Annotated[int, typer.Argument(help="Number of replicas.", parser=whole_number)],
     address: Address = "auto",
     wait_s: WaitS = 600.0,
 ) -> None:
@@ -119,9 +132,11 @@ def scale(
     require_ray()
     from asr_serve.cluster import control
 
-    control.connect(address)
-    deployment = control.scale(name, replicas)
-    control.wait_scaled(deployment, replicas, wait_s)
+    with _interruptible("interrupted"):
+        control.connect(address)
+        deployment = control.scale(name, replicas)
+    with _interruptible(f"{GOES_ON} it, until {deployment} has {replicas} replicas. {SEE}"):
+        control.wait_scaled(deployment, replicas, wait_s)
     print_error(f"{deployment} has {replicas} replicas")
 
 
@@ -136,8 +151,9 @@ def upgrade(
 
     New replicas have the settings and weights of the file, and the release
     that is installed now. Live callers move in the middle of their sentence.
-    The ingress stays unless its own settings, the release, or a tokenizer
-    have changed; then it is replaced too, and connections to it end.
+    The ingress stays unless its own settings, the release, a tokenizer, or
+    the list of models have changed; then it is replaced too, and connections
+    to it end. A model that is split into roles, or joined, leaves it.
 
     \b
     Example
@@ -152,7 +168,7 @@ def upgrade(
     local = control.describe()["reach"] == "machine"
     if local:  # before anything is replaced
         check_settings(chosen.server())
-    with control.signals() as stop:
+    with _interruptible(f"{GOES_ON} what it has begun of the upgrade. {SEE}") as stop:
         control.deploy(chosen, stop, local=local, wait_s=wait_s)
     print_error("all replicas were replaced")
 
@@ -171,8 +187,22 @@ def drain(address: Address = "auto") -> None:
     require_ray()
     from asr_serve.cluster import control
 
-    control.connect(address)
-    control.drain()
+    with _interruptible(f"{GOES_ON} it, if it has begun to drain. {SEE}"):
+        control.connect(address)
+        control.drain()
+
+
+@contextlib.contextmanager
+def _interruptible(told: str) -> Iterator[threading.Event]:
+    """Ends the command at SIGTERM or SIGINT, with a line that tells what the cluster does. Its event is never set."""
+    from asr_serve.cluster import control
+
+    try:
+        with control.interruptible() as never:
+            yield never
+    except control.Stopped as stopped:
+        print_error(told)
+        raise typer.Exit(INTERRUPTED if stopped.number == signal.SIGINT else TERMINATED) from None
 
 
 def _rows(found: list[ModelStatus]) -> Any:

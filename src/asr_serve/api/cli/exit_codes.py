@@ -1,8 +1,9 @@
 """End of a command: an error as one sentence on stderr, and an exit code.
 
-0 success, 1 failure, 2 wrong usage, 130 ctrl-C, 141 stdout closed by its reader. Wrong usage is what another command
-line would mend: an option, or a name or path that stands for no model. A file of audio that is missing or broken is a
-failure, as are weights that are not installed and a hub that cannot be reached.
+0 success, 1 failure, 2 wrong usage, 130 ctrl-C, 141 stdout closed by its reader, 143 SIGTERM. Wrong usage is what
+another command line or settings file would mend: an option, a setting, or a name or path that stands for no model. A
+file that is missing is a failure, whether it holds audio, settings, a mix or a pipeline; so are broken audio, weights
+that are not installed and a hub that cannot be reached.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import typer
 
 from asr_serve.errors import AsrServeError, NoCheckpoint, OptionError, UnknownModel
 
-FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+FAILED, USAGE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 1, 2, 130, 141, 143
 USAGE_ERRORS = (OptionError, UnknownModel, NoCheckpoint)
 
 P = ParamSpec("P")

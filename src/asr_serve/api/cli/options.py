@@ -118,6 +118,14 @@ MOST_HOTWORD_BYTES = 4 << 20
 """Limit of a file of hotwords: more than the words that any request may have."""
 
 
+def whole_number(text: str) -> int:
+    """Number that an argument stands for. Raises BadParameter, which shows what came."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no whole number, like 4") from None
+
+
 def hotwords(given: list[str] | None) -> tuple[str, ...]:
     """Parses the values of --hotwords: lists with commas, and files with a word or phrase per line, in which
     `#` begins a comment. Raises OptionError, SourceNotFound."""

@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from asr_serve.api.cli.exit_codes import exit_on_error
+from asr_serve.api.cli.options import whole_number
 from asr_serve.api.cli.progress import print_ruled_table
 from asr_serve.errors import OptionError
 
@@ -23,7 +24,10 @@ DEFAULT_MACHINE = "xeon-2c"
 @exit_on_error
 def plan(
     callers: Annotated[
-        int, typer.Option(metavar="N", help="Callers at once, of all kinds in the mix.", show_default=False)
+        int,
+        typer.Option(
+            metavar="N", help="Callers at once, of all kinds in the mix.", show_default=False, parser=whole_number
+        ),
     ],
     mix: Annotated[
         Path,

@@ -324,7 +324,7 @@ class _PipelineReader:
                 self._check_lattice(index, table, stage)
             return stage
         except msgspec.ValidationError as failure:
-            self._fail(index, *describe_invalid(failure, table))
+            self._fail(index, *describe_invalid(failure, table, stage_type))
 
     def _check_lattice(self, index: int, table: dict[str, Any], stage: RescoreStage) -> None:
         """Checks a stage that the engine of the recognizer before carries out."""

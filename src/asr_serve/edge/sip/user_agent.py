@@ -217,8 +217,10 @@ class UserAgent:
         if not data.strip(b"\r\n\0"):
             return  # a ping
         try:
-            message = parse_sip(data)
-            for event in self.transactions.receive(_with_origin(message, peer), peer, now_s):
+            message = _with_origin(parse_sip(data), peer)
+            in_dialog = isinstance(message, SipRequest) and (message.call_id, message.recipient.tag) in self._calls
+            is_trusted = in_dialog or self._is_trusted(peer.host)
+            for event in self.transactions.receive(message, peer, now_s, is_trusted=is_trusted):
                 self._apply(event, now_s)
         except MalformedSip:
             self.counts["malformed"] += 1
@@ -340,42 +342,53 @@ class UserAgent:
             response.headers += headers
             self.transactions.respond(key, response, now_s)
 
+        def answer_once(status: int, *headers: tuple[str, str]) -> None:
+            self.transactions.respond_statelessly(key, status, *headers)
+
+        # Whatever needs no credentials is answered without a state: its sender may be anybody, and not where it says.
         tag = request.recipient.tag
         if request.method == "CANCEL":
             self._receive_cancel(key, request, answer, now_s)
         elif request.method not in METHODS:
             self.counts["method_not_allowed"] += 1
-            answer(405, ("allow", ", ".join(METHODS)))
+            answer_once(405, ("allow", ", ".join(METHODS)))
         elif request.get_all("require"):
-            answer(420, *(("unsupported", each) for each in request.get_all("require")))
+            answer_once(420, *(("unsupported", each) for each in request.get_all("require")))
         elif tag:
             call = self._calls.get((request.call_id, tag))
             if call is None or call.dialog is None or call.dialog.remote.tag != request.sender.tag:
                 self.counts["out_of_dialog"] += 1
-                answer(481)
+                answer_once(481)
             else:
                 self._receive_in_dialog(key, call, request, answer, now_s)
         elif request.method == "OPTIONS":
             headers = [("allow", ", ".join(METHODS)), ("accept", SDP_TYPE), ("server", self._product)]
-            answer(200, *headers)
+            answer_once(200, *headers)
         elif request.method == "INVITE":
-            self._receive_invite(key, request, peer, answer, now_s)
+            self._receive_invite(key, request, peer, answer, answer_once, now_s)
         else:
             self.counts["out_of_dialog"] += 1
-            answer(481)
+            answer_once(481)
 
     def _receive_invite(
-        self, key: str, request: SipRequest, peer: SipPeer, answer: Callable[..., None], now_s: float
+        self,
+        key: str,
+        request: SipRequest,
+        peer: SipPeer,
+        answer: Callable[..., None],
+        answer_once: Callable[..., None],
+        now_s: float,
     ) -> None:
+        """`answer_once`: answers without a state, which is not for what has used up a nonce."""
         if request.uri.partition(":")[0].lower() not in ("sip", "sips"):
-            answer(416)
+            answer_once(416)
             return
         if self._verifier is not None and not self._is_trusted(peer.host):
             user = self._verifier.verify(request, now_s)
             if not isinstance(user, str):
                 self.counts["unauthorized"] += 1
                 values = self._verifier.challenges(now_s, stale=user)
-                answer(401, *(("www-authenticate", value) for value in values))
+                answer_once(401, *(("www-authenticate", value) for value in values))
                 return
         if any(call.id == request.call_id and call.request.sender == request.sender for call in self._calls.values()):
             answer(482)  # the same call by two ways (RFC 3261, section 8.2.2.2)
@@ -445,7 +458,7 @@ class UserAgent:
     def _receive_cancel(self, key: str, request: SipRequest, answer: Callable[..., None], now_s: float) -> None:
         invite_key = self.transactions.find_invite(request)
         if invite_key is None:
-            answer(481)
+            self.transactions.respond_statelessly(key, 481)
             return
         answer(200)
         call = self._by_invite.get(invite_key)

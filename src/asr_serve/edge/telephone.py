@@ -207,7 +207,7 @@ class Telephone:
             if self.config.registrar is None:
                 raise OptionError(f"to={uri[:80]!r}", "a SIP URI, or with a registrar a number", param="to")
             registrar = self.config.registrar_uri()
-            uri = f"sip:{uri}@{registrar.host}"
+            uri = f"sip:{uri}@{bracketed(registrar.host)}"
         check_stream_options(request.options)
         try:
             local = self._media_host(self._registrar_host or parse_uri(uri).host)
@@ -221,7 +221,7 @@ class Telephone:
         if key is not None:
             self._keys[call.tag] = key
         self._endpoint.pump()
-        return CallPlaced(call_id=call.id, to=uri)
+        return CallPlaced(call_id=call.id, to=call.called)
 
     async def play(self, session_id: str, pcm: AsyncIterator[bytes], rate_hz: int) -> PlayoutResult:
         """Plays samples to a caller, and waits for their end. Raises SessionExpired, UnsupportedAudio."""

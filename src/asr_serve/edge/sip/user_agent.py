@@ -301,6 +301,9 @@ class UserAgent:
         if len(self._calls) >= self._max_calls:
             raise AtCapacity(f"a call beyond the {len(self._calls)} there are", "max_calls", RETRY_AFTER_S * 1_000)
         target = parse_uri(uri)
+        if target.transport not in ("udp", "tcp"):
+            raise MalformedSip("a transport that is neither udp nor tcp")
+        uri = str(target)  # what was checked is what is sent
         peer = self._registrar or SipPeer(target.transport, target.host, target.port or DEFAULT_PORT)
         tag = new_tag()
         domain = self._account.registrar.host if self._account is not None else self._local_host(peer.host)

@@ -13,14 +13,17 @@ from typer.testing import CliRunner
 
 from asr_serve.api.cli import app
 from asr_serve.api.cli.exit_codes import USAGE
+from asr_serve.edge import sip_endpoint
 from asr_serve.edge.control_api import CALLS_PATH, PATH, create_control_api
 from asr_serve.edge.edge_config import load_edge_config
 from asr_serve.edge.sip_config import SipConfig
 
+NOBODY = "http://127.0.0.1:9"
+
 
 @pytest.mark.parametrize("has_telephone", [True, False])
 def test_requests_that_cannot_be_met_are_refused(has_telephone: bool) -> None:
-    edge = RunningEdge("http://127.0.0.1:9", sip={} if has_telephone else None)
+    edge = RunningEdge(NOBODY, sip={} if has_telephone else None)
 
     async def ask() -> list[tuple[int, str]]:
         transport = httpx.ASGITransport(create_control_api(edge.service, edge.telephone))
@@ -101,6 +104,27 @@ def test_wrong_flags_are_told(flag: str) -> None:
     assert CliRunner().invoke(app, ["edge", flag]).exit_code == USAGE
 
 
+def test_connections_of_those_who_may_not_call_are_refused_and_silent_ones_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sip_endpoint, "FIRST_MESSAGE_S", 0.05)
+    edge = RunningEdge(NOBODY, sip={"tcp": True, "allow": ["127.0.0.1"]})
+    assert edge.telephone is not None
+    address = ("127.0.0.1", edge.telephone.port)
+    with socket.create_connection(address, WAIT_S, source_address=("127.0.0.2", 0)) as stranger:
+        assert is_closed(stranger)
+    assert edge.metric("asr_serve_edge_sip_messages_total", outcome="not_allowed") == 1
+    with socket.create_connection(address, WAIT_S) as silent:
+        silent.sendall(b"OPTIONS sip:")  # a beginning is no message
+        assert is_closed(silent)
+    edge.close()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
 @pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_STREAM])
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_every_address_is_answered_at(host: str, kind: socket.SocketKind) -> None:
@@ -109,7 +133,7 @@ def test_every_address_is_answered_at(host: str, kind: socket.SocketKind) -> Non
             probe.bind(("::1", 0))
     except OSError:
         pytest.skip("no IPv6 here")
-    edge = RunningEdge("http://127.0.0.1:9", sip={"host": "::", "tcp": True, "allow": ["127.0.0.1", "::1"]}, host="::")
+    edge = RunningEdge(NOBODY, sip={"host": "::", "tcp": True, "allow": ["127.0.0.1", "::1"]}, host="::")
     assert edge.telephone is not None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, kind) as phone:

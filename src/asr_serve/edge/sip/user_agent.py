@@ -208,6 +208,17 @@ class UserAgent:
 
     # --- input -----------------------------------------------------------------------------------------
 
+    def is_trusted(self, host: str) -> bool:
+        """Whether calls of a host need no credentials."""
+        return self._is_trusted(host)
+
+    def allows_connection(self, host: str) -> bool:
+        """Whether messages of a host that connects would be read; counts one that may not."""
+        if not self._is_allowed(host):
+            self.counts["not_allowed"] += 1
+            return False
+        return True
+
     def receive(self, data: bytes, peer: SipPeer, now_s: float) -> None:
         """Takes a datagram, or a message of a connection. What is no SIP is dropped and counted."""
         self.counts["received"] += 1

@@ -566,6 +566,22 @@ def test_an_interval_that_is_too_brief_is_lengthened(network: Network) -> None:
     assert agent.take_events() == [RegistrationChanged(True, "for 120 s")]
 
 
+@pytest.mark.parametrize("wanted", ["400", "300", "grows", "\u00b2", "1" * 4_000, ""])
+def test_a_registrar_that_finds_every_interval_too_brief_is_asked_again_later(network: Network, wanted: str) -> None:
+    def respond(number: int, request: SipRequest) -> SipResponse:
+        least = str(400 + number) if wanted == "grows" else wanted
+        return respond_to(request, 423, "r").add("min-expires", least)
+
+    registrar = Registrar(network, respond)
+    agent = registering(network)
+    network.run(1)
+    assert len(registrar.requests) == (2 if wanted in ("400", "grows") else 1)
+    (event,) = agent.take_events()
+    assert isinstance(event, RegistrationChanged)
+    assert not event.is_registered
+    assert agent.due_s is not None
+
+
 def test_a_registrar_that_is_away_is_found_when_it_is_back(network: Network) -> None:
     agent = registering(network)
     network.run(33)

@@ -133,7 +133,7 @@ async def test_nothing_is_sent_while_the_other_side_does_not_listen() -> None:
     assert wire.packets == []
     wire.playout.resume()
     assert (await playing).played_s == 0.2
-    wire.playout.change_format(9, FORMATS[2])
+    wire.playout.change_stream(RtpSendStream(9, FORMATS[2]))
     assert (await wire.playout.play(pieces(np.full(320, 500)), 16_000)).played_s == 0.02
     assert wire.packets[-1].payload_type == 9
     await wire.playout.close()

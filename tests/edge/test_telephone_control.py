@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ from asr_serve.api.cli.exit_codes import USAGE
 from asr_serve.edge import sip_endpoint
 from asr_serve.edge.control_api import CALLS_PATH, PATH, create_control_api
 from asr_serve.edge.edge_config import load_edge_config
+from asr_serve.edge.sip.user_agent import SipCall
 from asr_serve.edge.sip_config import SipConfig
 
 NOBODY = "http://127.0.0.1:9"
@@ -157,3 +159,60 @@ def test_every_address_is_answered_at(host: str, kind: socket.SocketKind) -> Non
         phone.sendall("\r\n".join([*lines, "", ""]).encode())
         assert phone.recv(4_096).startswith(b"SIP/2.0 200 OK\r\n")
     edge.close()
+
+
+def invite(phone: socket.socket, number: int, host: str, port: int, direction: str = "sendrecv") -> str:
+    """Status line that answers an INVITE with audio at this address."""
+    lines = ["v=0", f"o=a 1 1 IN IP4 {host}", "s=-", f"c=IN IP4 {host}", "t=0 0"]
+    sdp = "\r\n".join([*lines, f"m=audio {port} RTP/AVP 0", f"a={direction}", ""])
+    lines = ["INVITE sip:a@127.0.0.1 SIP/2.0", f"Via: SIP/2.0/UDP 127.0.0.1;rport;branch=z9hG4bK{number}"]
+    lines += [f"From: <sip:a@b>;tag={number}", "To: <sip:a@b>", f"Call-ID: {number}", "CSeq: 1 INVITE"]
+    lines += ["Contact: <sip:a@127.0.0.1>", "Content-Type: application/sdp", f"Content-Length: {len(sdp)}", "", sdp]
+    phone.sendall("\r\n".join(lines).encode())
+    while True:
+        answer = phone.recv(4_096).decode()
+        if f"Call-ID: {number}\r\n" in answer:  # not one of before, sent again
+            return answer.partition("\r\n")[0]
+
+
+@pytest.fixture
+def edge() -> Iterator[RunningEdge]:
+    made = RunningEdge(NOBODY, sip={})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def phone(edge: RunningEdge) -> Iterator[socket.socket]:
+    assert edge.telephone is not None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
+        made.settimeout(WAIT_S)
+        made.connect(("127.0.0.1", edge.telephone.port))
+        yield made
+
+
+def test_a_call_that_begins_on_hold_is_held(edge: RunningEdge, phone: socket.socket) -> None:
+    assert invite(phone, 1, "0.0.0.0", 40_000) == "SIP/2.0 200 OK"
+    assert invite(phone, 2, "127.0.0.1", 40_002, "inactive") == "SIP/2.0 200 OK"
+    assert invite(phone, 3, "127.0.0.1", 40_004) == "SIP/2.0 200 OK"
+    told = [[event["type"] for event in edge.events(call["session"])] for call in edge.call_notes("call")]
+    assert [("hold" in types, types.index("call")) for types in told] == [(True, 0), (True, 0), (False, 0)]
+
+
+def test_audio_of_our_own_port_is_refused(edge: RunningEdge, phone: socket.socket) -> None:
+    assert invite(phone, 1, "127.0.0.1", edge.driver.port) == "SIP/2.0 488 Not Acceptable Here"
+    assert invite(phone, 2, "0.0.0.0", edge.driver.port) == "SIP/2.0 488 Not Acceptable Here"
+    assert invite(phone, 3, "127.0.0.1", 40_000) == "SIP/2.0 200 OK"
+
+
+def test_a_call_that_fails_is_ended_and_others_go_on(
+    edge: RunningEdge, phone: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(call: SipCall) -> None:
+        monkeypatch.undo()
+        raise ZeroDivisionError
+
+    assert edge.telephone is not None
+    monkeypatch.setattr(edge.telephone, "_take_offer", fail)
+    assert invite(phone, 1, "127.0.0.1", 40_000) == "SIP/2.0 480 Temporarily Unavailable"
+    assert invite(phone, 2, "127.0.0.1", 40_000) == "SIP/2.0 200 OK"

@@ -106,9 +106,9 @@ class CallPlayout:
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._note_end)
 
-    def change_format(self, payload_type: int, form: PayloadFormat) -> None:
+    def change_stream(self, stream: RtpSendStream) -> None:
         """Goes on in another format. What waits at another rate is dropped."""
-        before, self._stream = self._stream, RtpSendStream(payload_type, form)
+        before, self._stream = self._stream, stream
         if before.rate_hz != self._stream.rate_hz:
             self.stop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from asr_serve.edge.control_api import CALLS_PATH, PATH, create_control_api
 from asr_serve.edge.edge_config import load_edge_config
 from asr_serve.edge.sip.user_agent import SipCall
 from asr_serve.edge.sip_config import SipConfig
+from asr_serve.edge.telephone import CallRequest
+from asr_serve.errors import OptionError
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -216,3 +219,15 @@ def test_a_call_that_fails_is_ended_and_others_go_on(
     monkeypatch.setattr(edge.telephone, "_take_offer", fail)
     assert invite(phone, 1, "127.0.0.1", 40_000) == "SIP/2.0 480 Temporarily Unavailable"
     assert invite(phone, 2, "127.0.0.1", 40_000) == "SIP/2.0 200 OK"
+
+
+@pytest.mark.parametrize(
+    ("to", "said"), [("sip:a@127.0.0.1", 'allow = ["127.0.0.1"]'), ("sip:a@no-such-host.invalid", "resolved")]
+)
+def test_a_call_whose_answers_would_not_be_read_is_refused_at_once(to: str, said: str) -> None:
+    edge = RunningEdge(NOBODY, sip={"allow": ["10.0.0.0/24"]})
+    assert edge.telephone is not None
+    with pytest.raises(OptionError, match=re.escape(said)):
+        edge.call(edge.telephone.place_call, CallRequest(to=to))
+    assert edge.metric("asr_serve_edge_open_calls") == 0
+    edge.close()

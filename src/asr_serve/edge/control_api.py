@@ -85,7 +85,7 @@ def create_control_api(service: EdgeService, telephone: Telephone | None = None)
             asked = msgspec.json.decode(body, type=CallRequest)
         except msgspec.DecodeError as error:
             raise MalformedRequest(f"a call was requested that cannot be read: {error}", 'like {"to":"7001"}') from None
-        return _json(line().place_call(asked), 201)
+        return _json(await line().place_call(asked), 201)
 
     async def call_events(request: Request) -> Response:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}

@@ -23,7 +23,7 @@ from asr_serve.edge.packet_driver import parse_source
 from asr_serve.edge.payload_format import describe_format
 from asr_serve.edge.rtp_playout import CallPlayout, PlayoutResult, RtpSendStream
 from asr_serve.edge.sip.digest import DigestVerifier
-from asr_serve.edge.sip.message import MalformedSip, bracketed, parse_uri
+from asr_serve.edge.sip.message import DEFAULT_PORT, MalformedSip, SipUri, bracketed, parse_uri
 from asr_serve.edge.sip.registration import SipAccount
 from asr_serve.edge.sip.session_description import (
     AudioDescription,
@@ -47,11 +47,12 @@ from asr_serve.edge.sip.user_agent import (
 from asr_serve.edge.sip_config import SipConfig
 from asr_serve.edge.sip_endpoint import SipEndpoint
 from asr_serve.edge.srtp import SrtpKey, SrtpSender, checked_key
-from asr_serve.errors import AtCapacity, OptionError, ProgramMissing, SessionExpired, UnsupportedOption
+from asr_serve.errors import AtCapacity, Draining, OptionError, ProgramMissing, SessionExpired, UnsupportedOption
 from asr_serve.metrics import EdgeMetrics
 from asr_serve.types import is_loopback
 
 RETRY_S = 5
+RESOLVE_S = 5.0
 CLOSE_S = 2.0
 """Longest wait for the farewells of calls and of the registration."""
 ENDED_OUTCOMES = {"cancelled": "cancelled", "rejected": "rejected", "failed": "failed"}
@@ -202,8 +203,8 @@ class Telephone:
 
     # --- what a client asks for ------------------------------------------------------------------------
 
-    def place_call(self, request: CallRequest) -> CallPlaced:
-        """Calls somebody. Raises OptionError, AtCapacity."""
+    async def place_call(self, request: CallRequest) -> CallPlaced:
+        """Calls somebody. Raises OptionError, for a host whose answers would not be read too, and AtCapacity."""
         uri = request.to
         if not uri.lower().startswith("sip:"):
             if self.config.registrar is None:
@@ -212,11 +213,14 @@ class Telephone:
             uri = f"sip:{uri}@{bracketed(registrar.host)}"
         check_stream_options(request.options)
         try:
-            local = self._media_host(self._registrar_host or parse_uri(uri).host)
+            address = self._registrar_host or await self._find_callee(parse_uri(uri))
+            if self._is_closing:
+                raise Draining("a call while the edge stops", "a call of a running edge", RETRY_S * 1_000)
+            local = self._media_host(address)
             key = checked_key(SrtpKey()) if self._service.config.require_srtp else None
             port = self._service.driver.port
             sdp = build_offer(local, port, self.config.encodings, **self._version(), key=key)
-            call = self._agent.place_call(uri, sdp, self._loop.time())
+            call = self._agent.place_call(uri, sdp, self._loop.time(), address=address)
         except MalformedSip as malformed:
             raise OptionError(f"to={request.to[:80]!r}: {malformed}", "like sip:7001@10.0.0.7", param="to") from None
         self._options[call.tag] = request.options
@@ -224,6 +228,25 @@ class Telephone:
             self._keys[call.tag] = key
         self._endpoint.pump()
         return CallPlaced(call_id=call.id, to=call.called)
+
+    async def _find_callee(self, uri: SipUri) -> str:
+        """IP address of a host that is called without a registrar. Raises OptionError."""
+        try:
+            async with asyncio.timeout(RESOLVE_S):
+                places = await self._loop.getaddrinfo(uri.host, uri.port or DEFAULT_PORT, type=socket.SOCK_DGRAM)
+        except (OSError, UnicodeError) as error:
+            raise OptionError(
+                f"to={str(uri)[:80]!r} has no address", "a host that can be resolved", param="to"
+            ) from error
+        address = str(places[0][4][0])
+        if not self._is_allowed(address):
+            raise OptionError(
+                f"to={str(uri)[:80]!r}: messages of {address}, its answers too, are not read",
+                "hosts within sip.allow, or the registrar",
+                f'add it: allow = ["{address}"]',
+                param="to",
+            )
+        return address
 
     async def play(self, session_id: str, pcm: AsyncIterator[bytes], rate_hz: int) -> PlayoutResult:
         """Plays samples to a caller, and waits for their end. Raises SessionExpired, UnsupportedAudio."""

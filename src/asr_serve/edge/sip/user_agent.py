@@ -306,8 +306,9 @@ class UserAgent:
 
     # --- calls of ours ---------------------------------------------------------------------------------
 
-    def place_call(self, uri: str, sdp: str, now_s: float) -> SipCall:
-        """Calls somebody, through the account's PBX if there is one. Raises MalformedSip for a wrong URI, and
+    def place_call(self, uri: str, sdp: str, now_s: float, *, address: str = "") -> SipCall:
+        """Calls somebody, through the account's PBX if there is one. `address`: of the URI's host, where that is a name
+        and there is no PBX. Raises MalformedSip for a wrong URI, and
         AtCapacity."""
         if len(self._calls) >= self._max_calls:
             raise AtCapacity(f"a call beyond the {len(self._calls)} there are", "max_calls", RETRY_AFTER_S * 1_000)
@@ -315,7 +316,7 @@ class UserAgent:
         if target.transport not in ("udp", "tcp"):
             raise MalformedSip("a transport that is neither udp nor tcp")
         uri = str(target)  # what was checked is what is sent
-        peer = self._registrar or SipPeer(target.transport, target.host, target.port or DEFAULT_PORT)
+        peer = self._registrar or SipPeer(target.transport, address or target.host, target.port or DEFAULT_PORT)
         tag = new_tag()
         domain = self._account.registrar.host if self._account is not None else self._local_host(peer.host)
         user = self._account.user if self._account is not None else self._user

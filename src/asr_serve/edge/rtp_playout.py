@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -253,8 +254,9 @@ async def _next_or_stop(pcm: AsyncIterator[bytes], stopped: asyncio.Future[None]
         return await anext(pcm, None)
 
     reading = asyncio.ensure_future(read())
+    either: set[asyncio.Future[Any]] = {reading, stopped}
     try:
-        await asyncio.wait({reading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         return reading.result() if reading.done() else None
     finally:
         if not reading.done():

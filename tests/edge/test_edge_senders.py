@@ -121,7 +121,8 @@ def test_the_command_serves_sessions_over_http_and_ends_with_their_last_words(
     command: EdgeCommand, cities: Path
 ) -> None:
     url, port = command.said(r"health\s+(http://\S+)/health"), int(command.said(r"UDP 127\.0\.0\.1:(\d+)"))
-    http = httpx.Client(base_url=url, timeout=WAIT_S, headers={"Authorization": "Bearer secret"})
+    headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
+    http = httpx.Client(base_url=url, timeout=WAIT_S, headers=headers)
     eventually(lambda: answers(http))
     assert httpx.get(f"{url}{PATH}", timeout=WAIT_S).status_code == 401
     for body, code in (

@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
+from running_server import WAIT_S
 
 from asr_serve.audio.pcm import alaw_table, companding_codes, mulaw_table
 from asr_serve.edge.payload_decoder import create_payload_decoder, payload_units
 from asr_serve.edge.payload_format import PayloadFormat
 from asr_serve.edge.rtp import RtpPacket, parse_rtp
-from asr_serve.edge.rtp_playout import CallPlayout, RtpSendStream
-from asr_serve.errors import UnsupportedAudio
+from asr_serve.edge.rtp_playout import MAX_WAITING_PLAYS, CallPlayout, RtpSendStream
+from asr_serve.errors import AtCapacity, SessionExpired, UnsupportedAudio
 
 FORMATS = [PayloadFormat("PCMU", 8_000), PayloadFormat("PCMA", 8_000), PayloadFormat("G722", 8_000)]
 FORMATS.append(PayloadFormat("opus", 48_000))
@@ -132,7 +133,49 @@ async def test_nothing_is_sent_while_the_other_side_does_not_listen() -> None:
     assert wire.packets == []
     wire.playout.resume()
     assert (await playing).played_s == 0.2
-    wire.playout.change_format(9, FORMATS[2])
+    wire.playout.change_stream(RtpSendStream(9, FORMATS[2]))
     assert (await wire.playout.play(pieces(np.full(320, 500)), 16_000)).played_s == 0.02
     assert wire.packets[-1].payload_type == 9
+    await wire.playout.close()
+
+
+async def quiet() -> AsyncIterator[bytes]:
+    """Body that begins, and says nothing more."""
+    yield np.full(160, 8_000).astype("<i2").tobytes()
+    await asyncio.Event().wait()
+
+
+async def test_a_quiet_body_is_ended_by_a_stop_and_by_the_end_of_the_call() -> None:
+    wire = Wire()
+    for end in (wire.playout.stop, wire.playout.close):
+        playing = [asyncio.create_task(wire.playout.play(quiet(), 8_000)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert wire.playout.is_playing
+        if (closing := end()) is not None:
+            await closing
+        assert [result.interrupted for result in await asyncio.wait_for(asyncio.gather(*playing), WAIT_S)] == [True] * 3
+    with pytest.raises(SessionExpired):
+        await wire.playout.play(quiet(), 8_000)
+
+
+async def test_a_playout_that_fails_ends_what_it_plays() -> None:
+    def fail(data: bytes) -> None:
+        raise ValueError
+
+    playout = CallPlayout(0, FORMATS[0], fail)
+    result = await asyncio.wait_for(playout.play(pieces(np.full(80_000, 8_000)), 8_000), WAIT_S)
+    assert result.interrupted
+    with pytest.raises(SessionExpired):
+        await playout.play(pieces(np.full(160, 500)), 8_000)
+    await playout.close()
+
+
+async def test_few_audios_wait_for_their_turn() -> None:
+    wire = Wire()
+    playing = [asyncio.create_task(wire.playout.play(quiet(), 8_000)) for _ in range(MAX_WAITING_PLAYS + 1)]
+    await asyncio.sleep(0)
+    with pytest.raises(AtCapacity):
+        await wire.playout.play(quiet(), 8_000)
+    wire.playout.stop()
+    await asyncio.wait_for(asyncio.gather(*playing), WAIT_S)
     await wire.playout.close()

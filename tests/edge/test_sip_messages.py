@@ -140,6 +140,25 @@ def test_a_stream_is_cut_where_messages_end() -> None:
         SipFrameSplitter().feed(b"INVITE sip:a SIP/2.0\r\nContent-Length: 999999\r\n\r\n")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *("sip:bob@10.0.0.9?x\r\nX-Evil:1", "sip:bo\r\nb@10.0.0.9", "sip:b ob@10.0.0.9", "sip:b<o>b@10.0.0.9"),
+        *("sip:bob@10.0.0.9;a=1\nX:1", 'sip:bob@10.0.0.9;a="x>"', "sip:bob@10.0.0.9;a b=1", "sip:a@b@10.0.0.9"),
+        *("sip:bob@10.0.0.9?x@10.0.0.8", "sip:@10.0.0.9", "sip:b\u2028b@10.0.0.9", "sip:bob@10.0.0.9;a=\x7f"),
+    ],
+)
+def test_a_uri_injects_nothing(wrong: str) -> None:
+    with pytest.raises(MalformedSip):
+        parse_uri(wrong)
+
+
+def test_a_uri_is_written_as_it_was_read_without_its_headers() -> None:
+    assert str(parse_uri("sip:*21?x;y=1@[::1]:5070;transport=tcp;lr?Subject=a%20b")) == (
+        "sip:*21?x;y=1@[::1]:5070;transport=tcp;lr"
+    )
+
+
 def test_commas_in_quotes_and_brackets_separate_nothing() -> None:
     assert split_list('"a, b" <sip:x,y>;q="1,2", <sip:z> ,') == ['"a, b" <sip:x,y>;q="1,2"', "<sip:z>"]
 

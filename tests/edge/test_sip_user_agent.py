@@ -11,7 +11,14 @@ from asr_serve.edge.sip.digest import DigestVerifier
 from asr_serve.edge.sip.message import SipRequest, SipResponse, SipUri, parse_sip, respond_to
 from asr_serve.edge.sip.registration import SipAccount
 from asr_serve.edge.sip.session_description import build_answer, build_offer, choose_format
-from asr_serve.edge.sip.transactions import MAX_TRANSACTIONS, SipPeer, TransactionLayer, new_branch
+from asr_serve.edge.sip.transactions import (
+    MAX_TRANSACTIONS,
+    MAX_TRANSACTIONS_PER_SOURCE,
+    RESERVED_TRANSACTIONS,
+    SipPeer,
+    TransactionLayer,
+    new_branch,
+)
 from asr_serve.edge.sip.user_agent import (
     AgentEvent,
     CallChanged,
@@ -405,12 +412,39 @@ def test_calls_and_transactions_are_bounded(network: Network) -> None:
     assert agent.counts["busy"] == 1
     with pytest.raises(AtCapacity):
         agent.place_call("sip:u@10.0.0.1", OFFER, network.now_s)
-    layer, peer = TransactionLayer(), SipPeer("udp", "10.0.0.1", 5_060)
-    requests = [parse_sip(message("OPTIONS")) for _ in range(MAX_TRANSACTIONS + 5)]
-    taken = [layer.receive(request, peer, 0.0) for request in requests]
-    assert sum(map(bool, taken)) == len(layer) == MAX_TRANSACTIONS
-    assert layer.refused == 5
-    assert all(data.startswith(b"SIP/2.0 503") for _, data in layer.take_output())
+
+
+def test_a_source_has_its_share_of_the_transactions_and_dialogs_a_reserve() -> None:
+    layer = TransactionLayer()
+
+    def send(host: str, count: int, *, is_trusted: bool = False) -> int:
+        requests = [parse_sip(message("OPTIONS")) for _ in range(count)]
+        peer = SipPeer("udp", host, 5_060)
+        return sum(bool(layer.receive(request, peer, 0.0, is_trusted=is_trusted)) for request in requests)
+
+    assert send("10.0.0.1", MAX_TRANSACTIONS_PER_SOURCE + 5) == MAX_TRANSACTIONS_PER_SOURCE
+    others = [send(f"10.0.1.{number}", MAX_TRANSACTIONS_PER_SOURCE) for number in range(3)]
+    assert MAX_TRANSACTIONS_PER_SOURCE + sum(others) == MAX_TRANSACTIONS - RESERVED_TRANSACTIONS
+    assert send("10.0.0.9", RESERVED_TRANSACTIONS + 5, is_trusted=True) == RESERVED_TRANSACTIONS
+    assert len(layer) == MAX_TRANSACTIONS
+    output = layer.take_output()
+    assert len(output) == layer.refused == 5 + MAX_TRANSACTIONS_PER_SOURCE + 5
+    assert all(data.startswith(b"SIP/2.0 503") for _, data in output)
+
+
+def test_a_request_without_credentials_is_answered_once_and_leaves_nothing(network: Network) -> None:
+    agent = network.add("10.0.0.2", verifier=DigestVerifier("desk", {"ann": "secret"}))
+    forged = message("INVITE", CONTACT, TYPE, body=OFFER)
+    (response,) = answers(network, agent, forged)
+    assert response.status == 401
+    for data in (message("INVITE", "Require: x"), message("OPTIONS"), message("INVITE", to="<sip:u@10.0.0.2>;tag=9")):
+        assert len(answers(network, agent, data)) == 1
+    assert len(agent.transactions) == 0
+    assert agent.due_s is None
+    (again,) = answers(network, agent, forged)
+    assert again.recipient.tag == response.recipient.tag
+    ack = forged.replace(b"INVITE", b"ACK").replace(b"To: <sip:u@10.0.0.2>", b"To: " + response.get("to").encode())
+    assert answers(network, agent, ack) == []
 
 
 def test_the_same_call_by_two_ways_is_one(network: Network) -> None:
@@ -530,6 +564,22 @@ def test_an_interval_that_is_too_brief_is_lengthened(network: Network) -> None:
     network.run(1)
     assert [request.get("expires") for request in registrar.requests] == ["60", "120"]
     assert agent.take_events() == [RegistrationChanged(True, "for 120 s")]
+
+
+@pytest.mark.parametrize("wanted", ["400", "300", "grows", "\u00b2", "1" * 4_000, ""])
+def test_a_registrar_that_finds_every_interval_too_brief_is_asked_again_later(network: Network, wanted: str) -> None:
+    def respond(number: int, request: SipRequest) -> SipResponse:
+        least = str(400 + number) if wanted == "grows" else wanted
+        return respond_to(request, 423, "r").add("min-expires", least)
+
+    registrar = Registrar(network, respond)
+    agent = registering(network)
+    network.run(1)
+    assert len(registrar.requests) == (2 if wanted in ("400", "grows") else 1)
+    (event,) = agent.take_events()
+    assert isinstance(event, RegistrationChanged)
+    assert not event.is_registered
+    assert agent.due_s is not None
 
 
 def test_a_registrar_that_is_away_is_found_when_it_is_back(network: Network) -> None:

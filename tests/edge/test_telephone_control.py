@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -13,14 +15,20 @@ from typer.testing import CliRunner
 
 from asr_serve.api.cli import app
 from asr_serve.api.cli.exit_codes import USAGE
+from asr_serve.edge import sip_endpoint
 from asr_serve.edge.control_api import CALLS_PATH, PATH, create_control_api
 from asr_serve.edge.edge_config import load_edge_config
+from asr_serve.edge.sip.user_agent import SipCall
 from asr_serve.edge.sip_config import SipConfig
+from asr_serve.edge.telephone import CallRequest
+from asr_serve.errors import OptionError
+
+NOBODY = "http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize("has_telephone", [True, False])
 def test_requests_that_cannot_be_met_are_refused(has_telephone: bool) -> None:
-    edge = RunningEdge("http://127.0.0.1:9", sip={} if has_telephone else None)
+    edge = RunningEdge(NOBODY, sip={} if has_telephone else None)
 
     async def ask() -> list[tuple[int, str]]:
         transport = httpx.ASGITransport(create_control_api(edge.service, edge.telephone))
@@ -32,17 +40,28 @@ def test_requests_that_cannot_be_met_are_refused(has_telephone: bool) -> None:
                 await http.post(CALLS_PATH, json={"to": "7001"}),
                 await http.post(CALLS_PATH, json={"to": "sip:a@127.0.0.1", "options": {"rate": 8_000}}),
                 await http.post(CALLS_PATH, json={"from": "7001"}),
+                *[
+                    await http.get(f"{CALLS_PATH}/events", params={"after": each})
+                    for each in ("0" * 4_400, "0" * 20 + "1")
+                ],
+                await http.post(
+                    CALLS_PATH, content=b'{"to":"sip:a@127.0.0.1"}', headers={"Content-Type": "text/plain"}
+                ),
+                await http.post(PATH),
             ]
         return [(answer.status_code, answer.json()["error"]["code"]) for answer in answers]
 
     answers = edge.call(ask)
     edge.close()
+    assert answers[-2:] == [(415, "unsupported_media_type")] * 2  # as a form of another origin sends it
+    del answers[-2:]
     if has_telephone:
         expired, malformed = (410, "session_expired"), (400, "malformed_request")
-        assert answers == [expired, expired, malformed, (400, "option_error"), (400, "unknown_option"), malformed]
+        options = [(400, "option_error"), (400, "unknown_option")]
+        assert answers == [expired, expired, malformed, *options, malformed, malformed, malformed]
     else:
         missing, malformed = (404, "no_such_route"), (400, "malformed_request")
-        assert answers == [missing, missing, malformed, missing, missing, malformed]
+        assert answers == [missing, missing, malformed, missing, missing, malformed, missing, missing]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +114,27 @@ def test_wrong_flags_are_told(flag: str) -> None:
     assert CliRunner().invoke(app, ["edge", flag]).exit_code == USAGE
 
 
+def test_connections_of_those_who_may_not_call_are_refused_and_silent_ones_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sip_endpoint, "FIRST_MESSAGE_S", 0.05)
+    edge = RunningEdge(NOBODY, sip={"tcp": True, "allow": ["127.0.0.1"]})
+    assert edge.telephone is not None
+    address = ("127.0.0.1", edge.telephone.port)
+    with socket.create_connection(address, WAIT_S, source_address=("127.0.0.2", 0)) as stranger:
+        assert is_closed(stranger)
+    assert edge.metric("asr_serve_edge_sip_messages_total", outcome="not_allowed") == 1
+    with socket.create_connection(address, WAIT_S) as silent:
+        silent.sendall(b"OPTIONS sip:")  # a beginning is no message
+        assert is_closed(silent)
+    edge.close()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
 @pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_STREAM])
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_every_address_is_answered_at(host: str, kind: socket.SocketKind) -> None:
@@ -103,7 +143,7 @@ def test_every_address_is_answered_at(host: str, kind: socket.SocketKind) -> Non
             probe.bind(("::1", 0))
     except OSError:
         pytest.skip("no IPv6 here")
-    edge = RunningEdge("http://127.0.0.1:9", sip={"host": "::", "tcp": True, "allow": ["127.0.0.1", "::1"]}, host="::")
+    edge = RunningEdge(NOBODY, sip={"host": "::", "tcp": True, "allow": ["127.0.0.1", "::1"]}, host="::")
     assert edge.telephone is not None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, kind) as phone:
@@ -121,4 +161,73 @@ def test_every_address_is_answered_at(host: str, kind: socket.SocketKind) -> Non
         ]
         phone.sendall("\r\n".join([*lines, "", ""]).encode())
         assert phone.recv(4_096).startswith(b"SIP/2.0 200 OK\r\n")
+    edge.close()
+
+
+def invite(phone: socket.socket, number: int, host: str, port: int, direction: str = "sendrecv") -> str:
+    """Status line that answers an INVITE with audio at this address."""
+    lines = ["v=0", f"o=a 1 1 IN IP4 {host}", "s=-", f"c=IN IP4 {host}", "t=0 0"]
+    sdp = "\r\n".join([*lines, f"m=audio {port} RTP/AVP 0", f"a={direction}", ""])
+    lines = ["INVITE sip:a@127.0.0.1 SIP/2.0", f"Via: SIP/2.0/UDP 127.0.0.1;rport;branch=z9hG4bK{number}"]
+    lines += [f"From: <sip:a@b>;tag={number}", "To: <sip:a@b>", f"Call-ID: {number}", "CSeq: 1 INVITE"]
+    lines += ["Contact: <sip:a@127.0.0.1>", "Content-Type: application/sdp", f"Content-Length: {len(sdp)}", "", sdp]
+    phone.sendall("\r\n".join(lines).encode())
+    while True:
+        answer = phone.recv(4_096).decode()
+        if f"Call-ID: {number}\r\n" in answer:  # not one of before, sent again
+            return answer.partition("\r\n")[0]
+
+
+@pytest.fixture
+def edge() -> Iterator[RunningEdge]:
+    made = RunningEdge(NOBODY, sip={})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def phone(edge: RunningEdge) -> Iterator[socket.socket]:
+    assert edge.telephone is not None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
+        made.settimeout(WAIT_S)
+        made.connect(("127.0.0.1", edge.telephone.port))
+        yield made
+
+
+def test_a_call_that_begins_on_hold_is_held(edge: RunningEdge, phone: socket.socket) -> None:
+    assert invite(phone, 1, "0.0.0.0", 40_000) == "SIP/2.0 200 OK"
+    assert invite(phone, 2, "127.0.0.1", 40_002, "inactive") == "SIP/2.0 200 OK"
+    assert invite(phone, 3, "127.0.0.1", 40_004) == "SIP/2.0 200 OK"
+    told = [[event["type"] for event in edge.events(call["session"])] for call in edge.call_notes("call")]
+    assert [("hold" in types, types.index("call")) for types in told] == [(True, 0), (True, 0), (False, 0)]
+
+
+def test_audio_of_our_own_port_is_refused(edge: RunningEdge, phone: socket.socket) -> None:
+    assert invite(phone, 1, "127.0.0.1", edge.driver.port) == "SIP/2.0 488 Not Acceptable Here"
+    assert invite(phone, 2, "0.0.0.0", edge.driver.port) == "SIP/2.0 488 Not Acceptable Here"
+    assert invite(phone, 3, "127.0.0.1", 40_000) == "SIP/2.0 200 OK"
+
+
+def test_a_call_that_fails_is_ended_and_others_go_on(
+    edge: RunningEdge, phone: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(call: SipCall) -> None:
+        monkeypatch.undo()
+        raise ZeroDivisionError
+
+    assert edge.telephone is not None
+    monkeypatch.setattr(edge.telephone, "_take_offer", fail)
+    assert invite(phone, 1, "127.0.0.1", 40_000) == "SIP/2.0 480 Temporarily Unavailable"
+    assert invite(phone, 2, "127.0.0.1", 40_000) == "SIP/2.0 200 OK"
+
+
+@pytest.mark.parametrize(
+    ("to", "said"), [("sip:a@127.0.0.1", 'allow = ["127.0.0.1"]'), ("sip:a@no-such-host.invalid", "resolved")]
+)
+def test_a_call_whose_answers_would_not_be_read_is_refused_at_once(to: str, said: str) -> None:
+    edge = RunningEdge(NOBODY, sip={"allow": ["10.0.0.0/24"]})
+    assert edge.telephone is not None
+    with pytest.raises(OptionError, match=re.escape(said)):
+        edge.call(edge.telephone.place_call, CallRequest(to=to))
+    assert edge.metric("asr_serve_edge_open_calls") == 0
     edge.close()

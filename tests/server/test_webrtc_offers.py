@@ -93,6 +93,7 @@ def test_an_offer_of_one_who_waits_for_the_handshake_is_answered_actively():
         ("sha-256", "md5", OptionError),
         ("a=setup:actpass", "a=setup:holdconn", OptionError),
         ("a=sctp-port:5001", "a=sctp-port:99999", OptionError),
+        ("a=sctp-port:5001", f"a=sctp-port:{5_001:030}", OptionError),
         ("BUNDLE 0 1 2", "BUNDLE 0 1", UnsupportedOption),
         ("m=audio 9", "m=audio 0", OptionError),
     ],

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from asr_serve.edge.edge_service import EdgeService, EdgeSessionRequest
 from asr_serve.edge.event_log import EdgeEventLog
 from asr_serve.edge.telephone import CallRequest, Telephone
-from asr_serve.errors import AsrServeError, ClientGone, InvalidKey, MalformedRequest, NoSuchRoute
+from asr_serve.errors import AsrServeError, ClientGone, InvalidKey, MalformedRequest, NoSuchRoute, UnsupportedMediaType
 from asr_serve.metrics import CONTENT_TYPE
 from asr_serve.server.middleware.error_handlers import JSON, error_response
 from asr_serve.server.server_sent_events import EVENT_STREAM, KEEP_ALIVE, KEEP_ALIVE_S
@@ -48,7 +48,7 @@ def create_control_api(service: EdgeService, telephone: Telephone | None = None)
         return answer
 
     async def create(request: Request) -> Response:
-        body = await _read_body(request)
+        body = await _read_json(request)
         try:
             asked = msgspec.json.decode(body or b"{}", type=EdgeSessionRequest)
         except msgspec.DecodeError as error:
@@ -80,12 +80,12 @@ def create_control_api(service: EdgeService, telephone: Telephone | None = None)
         return telephone
 
     async def place_call(request: Request) -> Response:
-        body = await _read_body(request)
+        body = await _read_json(request)
         try:
             asked = msgspec.json.decode(body, type=CallRequest)
         except msgspec.DecodeError as error:
             raise MalformedRequest(f"a call was requested that cannot be read: {error}", 'like {"to":"7001"}') from None
-        return _json(line().place_call(asked), 201)
+        return _json(await line().place_call(asked), 201)
 
     async def call_events(request: Request) -> Response:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -142,7 +142,11 @@ def _check_key(request: Request, keys: list[bytes]) -> None:
         raise InvalidKey("no key of this edge came", "Authorization: Bearer KEY", "see api_keys of the edge")
 
 
-async def _read_body(request: Request) -> bytes:
+async def _read_json(request: Request) -> bytes:
+    """Body of a request in JSON. It has to say so: a page of another origin cannot, without being asked first."""
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != JSON:
+        raise UnsupportedMediaType(f"Content-Type: {kind[:60]}", JSON, f'send -H "Content-Type: {JSON}"')
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -153,7 +157,7 @@ async def _read_body(request: Request) -> bytes:
 
 def _last_event(request: Request) -> int:
     text = request.headers.get("last-event-id") or request.query_params.get("after", "0")
-    if not (text.isascii() and text.isdigit() and int(text[:20]) <= MAX_EVENT_NUMBER):
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= MAX_EVENT_NUMBER):
         raise MalformedRequest(f"after={text[:60]!r}", "the number of an event, or 0 for all")
     return int(text)
 

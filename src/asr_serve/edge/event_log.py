@@ -54,7 +54,10 @@ class EdgeEventLog:
         return self._events[0].number if self._events else self.last_number + 1
 
     async def listen(self, after: int, idle_s: float) -> AsyncIterator[LoggedEvent | None]:
-        """Yields the events behind `after`, those to come too; None whenever none came for `idle_s`."""
+        """Yields the events behind `after`, those to come too; None whenever none came for `idle_s`. An `after` beyond
+        the last event is of another log, from before a restart: every event is new to its listener."""
+        if after > self.last_number:
+            after = 0
         while True:
             changed = self._changed
             pending = [event for event in self._events if event.number > after]

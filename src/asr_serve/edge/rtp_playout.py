@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,6 +18,7 @@ from asr_serve.audio.resample import Resampler
 from asr_serve.edge.payload_encoder import PACKET_MS, PayloadEncoder, create_payload_encoder
 from asr_serve.edge.payload_format import PayloadFormat
 from asr_serve.edge.rtp import RtpPacket, build_rtp
+from asr_serve.errors import AtCapacity, SessionExpired
 from asr_serve.units import ms_to_samples, samples_to_s
 
 PACKET_S = PACKET_MS / 1_000
@@ -23,8 +26,13 @@ KEEPALIVE_S = 2.0
 """Time after which a packet of silence tells a quiet call's gateways that somebody is there."""
 MAX_QUEUED_S = 10
 """Audio that waits to be sent; more of it is not read yet."""
+MAX_WAITING_PLAYS = 16
+"""Audios that wait until earlier ones have been played."""
+RETRY_MS = 1_000
 MAX_LATE_S = 0.2
 """Delay after which the pace begins anew, instead of a burst of packets."""
+
+log = logging.getLogger(__name__)
 
 
 class RtpSendStream:
@@ -87,15 +95,21 @@ class CallPlayout:
         self._generation = 0
         """Number of stops so far: audio of an earlier one is not played."""
         self._turn = asyncio.Lock()
+        self._plays = 0
+        """Audios that are played or wait."""
+        self._has_ended = False
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self._stopped: asyncio.Future[None] = self._loop.create_future()
+        """Done at the next stop."""
         self.is_paused = False
         """Whether the other side does not listen."""
         self._task = self._loop.create_task(self._run())
+        self._task.add_done_callback(self._note_end)
 
-    def change_format(self, payload_type: int, form: PayloadFormat) -> None:
+    def change_stream(self, stream: RtpSendStream) -> None:
         """Goes on in another format. What waits at another rate is dropped."""
-        before, self._stream = self._stream, RtpSendStream(payload_type, form)
+        before, self._stream = self._stream, stream
         if before.rate_hz != self._stream.rate_hz:
             self.stop()
 
@@ -103,18 +117,30 @@ class CallPlayout:
         self, pcm: AsyncIterator[bytes], rate_hz: int, on_end: Callable[[PlayoutResult], None] = lambda _: None
     ) -> PlayoutResult:
         """Plays 16-bit little-endian samples, once earlier ones have been played, and waits for their end. `on_end`:
-        told of that, however it comes. Raises what `pcm` does, UnsupportedAudio for the rate."""
-        generation = self._generation
+        told of that, however it comes. Raises what `pcm` does, UnsupportedAudio for the rate, AtCapacity where too many
+        wait, SessionExpired after the end."""
+        if self._has_ended:
+            raise SessionExpired("audio for a call whose playout has ended", "a call that has not ended")
+        if self._plays > MAX_WAITING_PLAYS:
+            raise AtCapacity(f"audio behind {self._plays} others", f"{MAX_WAITING_PLAYS} that wait", RETRY_MS)
+        self._plays += 1
+        try:
+            return await self._play(pcm, rate_hz, on_end)
+        finally:
+            self._plays -= 1
+
+    async def _play(
+        self, pcm: AsyncIterator[bytes], rate_hz: int, on_end: Callable[[PlayoutResult], None]
+    ) -> PlayoutResult:
+        generation, stopped = self._generation, self._stopped
         async with self._turn:
             self._sent_samples, self._is_complete, rate_out_hz = 0, False, self._stream.rate_hz
             resampler, whole = Resampler(rate_hz, rate_out_hz), Pcm16Assembler()
             result = PlayoutResult(0.0, True)
             try:
-                async for data in pcm:
-                    samples = resampler.resample(decode_pcm16(whole.take_whole_samples(data)))
-                    if not await self._append(samples, generation):
-                        break
-                else:
+                while generation == self._generation and (data := await _next_or_stop(pcm, stopped)) is not None:
+                    await self._append(resampler.resample(decode_pcm16(whole.take_whole_samples(data))), generation)
+                if generation == self._generation:
                     await self._append(resampler.finish(), generation)
                     self._is_complete = True
                     self._wake()
@@ -132,6 +158,9 @@ class CallPlayout:
     def stop(self) -> None:
         """Drops all audio that was not sent: that which is played, and that which waits."""
         self._generation += 1
+        if not self._stopped.done():
+            self._stopped.set_result(None)
+        self._stopped = self._loop.create_future()
         self._clear()
 
     def resume(self) -> None:
@@ -148,17 +177,21 @@ class CallPlayout:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _append(self, pcm: np.ndarray, generation: int) -> bool:
-        """Queues samples, as soon as there is room; returns whether they are wanted."""
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """Ends what is played, and what waits, when nothing is sent any more."""
+        self._has_ended = True
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("playout of a call failed", exc_info=error)
+        self.stop()
+
+    async def _append(self, pcm: np.ndarray, generation: int) -> None:
+        """Queues samples, as soon as there is room, if they are still wanted."""
         while generation == self._generation and self._queued_samples > MAX_QUEUED_S * self._stream.rate_hz:
             await self._wait()
-        if generation != self._generation:
-            return False
-        if len(pcm):
+        if generation == self._generation and len(pcm):
             self._queue.append(to_int16(clipped(pcm)))
             self._queued_samples += len(pcm)
             self._wake()
-        return True
 
     def _clear(self) -> None:
         self._queue.clear()
@@ -212,3 +245,20 @@ class CallPlayout:
             self._send(self._stream.build_packet(pcm))
             next_s += PACKET_S
             await asyncio.sleep(max(0.0, next_s - self._loop.time()))
+
+
+async def _next_or_stop(pcm: AsyncIterator[bytes], stopped: asyncio.Future[None]) -> bytes | None:
+    """Next part of a body; None at its end, or at the stop, which a body that is quiet does not delay."""
+
+    async def read() -> bytes | None:
+        return await anext(pcm, None)
+
+    reading = asyncio.ensure_future(read())
+    either: set[asyncio.Future[Any]] = {reading, stopped}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return reading.result() if reading.done() else None
+    finally:
+        if not reading.done():
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)

@@ -87,7 +87,8 @@ def _announce(config: EdgeConfig, driver: PacketDriver, control_port: int, telep
     lines = [
         f"asr-serve {__version__} takes RTP on UDP {config.host}:{driver.port} for {config.server} (stop with ctrl-C)",
         f"  packets   {driver.details}",
-        f"  session   curl {control}{PATH}{key} -d '{{}}'   (answers with id and ssrc)",
+        f"  session   curl {control}{PATH}{key} -H 'Content-Type: application/json' -d '{{}}'"
+        "   (answers with id and ssrc)",
         f"  send      ffmpeg -re -i talk.wav -ac 1 -ar 8000 -c:a pcm_mulaw -ssrc SSRC "
         f"-f rtp rtp://{shown(config.host)}:{driver.port}",
         f"  listen    curl -N {control}{PATH}/ID/events{key}",

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,14 @@ from asr_serve.edge.sip.user_agent import UserAgent
 from asr_serve.errors import OptionError
 
 MAX_CONNECTIONS = 256
+"""Connections of others, and, besides them, as many of ours."""
+MAX_CONNECTIONS_PER_HOST = 64
+"""Connections of one host that the settings do not trust."""
 MAX_WAITING = 32
 """Messages that wait for a connection, or for the address of a name."""
 CONNECT_S = 5.0
+FIRST_MESSAGE_S = 10.0
+"""Time for the first whole message of a connection that somebody opened."""
 IDLE_S = 900.0
 """Time after which a connection without a message is closed."""
 
@@ -36,6 +42,8 @@ class SipEndpoint:
         self._udp: asyncio.DatagramTransport | None = None
         self._server: asyncio.Server | None = None
         self._connections: dict[SipPeer, asyncio.Transport] = {}
+        self._incoming: Counter[str] = Counter()
+        """Connections of others, by host."""
         self._waiting: dict[SipPeer, list[bytes]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -148,7 +156,7 @@ class SipEndpoint:
                     places = await self._loop.getaddrinfo(peer.host, peer.port, type=kind)
                     found = peer._replace(host=str(places[0][4][0]))
                 if found.is_reliable and found not in self._connections:
-                    if len(self._connections) >= MAX_CONNECTIONS:
+                    if len(self._connections) - self._incoming.total() >= MAX_CONNECTIONS:
                         raise OSError("too many connections")
                     await self._loop.create_connection(lambda: _Connection(self, found), found.host, found.port)
         except (OSError, TimeoutError) as error:
@@ -163,16 +171,26 @@ class SipEndpoint:
 
     # --- connections -----------------------------------------------------------------------------------
 
-    def connected(self, peer: SipPeer, transport: asyncio.Transport) -> bool:
-        """Notes a connection; False where there is no room for it."""
-        if len(self._connections) >= MAX_CONNECTIONS:
-            return False
+    def connected(self, peer: SipPeer, transport: asyncio.Transport, *, is_ours: bool) -> bool:
+        """Notes a connection; False where there is no room for it, or where its host may not call."""
+        if not is_ours:
+            if self.agent is None or not self.agent.allows_connection(peer.host):
+                return False
+            if not self.agent.is_trusted(peer.host) and self._incoming[peer.host] >= MAX_CONNECTIONS_PER_HOST:
+                return False
+            if self._incoming.total() >= MAX_CONNECTIONS:
+                return False
+            self._incoming[peer.host] += 1
         self._connections[peer] = transport
         return True
 
-    def disconnected(self, peer: SipPeer, transport: asyncio.Transport) -> None:
+    def disconnected(self, peer: SipPeer, transport: asyncio.Transport, *, is_ours: bool) -> None:
         if self._connections.get(peer) is transport:
             del self._connections[peer]
+            if not is_ours:
+                self._incoming[peer.host] -= 1
+                if not self._incoming[peer.host]:
+                    del self._incoming[peer.host]
             if self.agent is not None:
                 self.agent.forget_connection(peer)
 
@@ -195,6 +213,9 @@ class _Datagrams(asyncio.DatagramProtocol):
 class _Connection(asyncio.Protocol):
     def __init__(self, endpoint: SipEndpoint, peer: SipPeer | None) -> None:
         self._endpoint, self._peer = endpoint, peer
+        self._is_ours = peer is not None
+        self._has_spoken = self._is_ours
+        """Whether a whole message has come."""
         self._splitter = SipFrameSplitter()
         self._transport: asyncio.Transport | None = None
         self._idle: asyncio.TimerHandle | None = None
@@ -206,14 +227,13 @@ class _Connection(asyncio.Protocol):
             host, port = transport.get_extra_info("peername")[:2]
             self._peer = SipPeer("tcp", _plain(host), port)
         transport.set_write_buffer_limits(MAX_MESSAGE_BYTES)
-        if not self._endpoint.connected(self._peer, transport):
+        if not self._endpoint.connected(self._peer, transport, is_ours=self._is_ours):
             transport.abort()
         self._watch()
 
     def data_received(self, data: bytes) -> None:
         assert self._transport is not None
         assert self._peer is not None
-        self._watch()
         if self._transport.get_write_buffer_size() > MAX_MESSAGE_BYTES:  # it asks, and does not read
             self._transport.abort()
             return
@@ -223,6 +243,9 @@ class _Connection(asyncio.Protocol):
             self._endpoint.count_malformed()
             self._transport.abort()
             return
+        self._has_spoken = self._has_spoken or bool(messages)
+        if self._has_spoken:  # until then its time runs, whatever comes byte by byte
+            self._watch()
         for message in messages:
             self._endpoint.receive(message, self._peer)
 
@@ -230,13 +253,15 @@ class _Connection(asyncio.Protocol):
         if self._idle is not None:
             self._idle.cancel()
         if self._peer is not None and self._transport is not None:
-            self._endpoint.disconnected(self._peer, self._transport)
+            self._endpoint.disconnected(self._peer, self._transport, is_ours=self._is_ours)
 
     def _watch(self) -> None:
         if self._idle is not None:
             self._idle.cancel()
         assert self._transport is not None
-        self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._transport.close)
+        self._idle = asyncio.get_running_loop().call_later(
+            IDLE_S if self._has_spoken else FIRST_MESSAGE_S, self._transport.close
+        )
 
 
 def _plain(host: str) -> str:

@@ -21,9 +21,9 @@ from asr_serve.edge.edge_session import EndReason
 from asr_serve.edge.event_log import EdgeEventLog
 from asr_serve.edge.packet_driver import parse_source
 from asr_serve.edge.payload_format import describe_format
-from asr_serve.edge.rtp_playout import CallPlayout, PlayoutResult
+from asr_serve.edge.rtp_playout import CallPlayout, PlayoutResult, RtpSendStream
 from asr_serve.edge.sip.digest import DigestVerifier
-from asr_serve.edge.sip.message import MalformedSip, bracketed, parse_uri
+from asr_serve.edge.sip.message import DEFAULT_PORT, MalformedSip, SipUri, bracketed, parse_uri
 from asr_serve.edge.sip.registration import SipAccount
 from asr_serve.edge.sip.session_description import (
     AudioDescription,
@@ -35,6 +35,7 @@ from asr_serve.edge.sip.session_description import (
     offered_formats,
 )
 from asr_serve.edge.sip.user_agent import (
+    AgentEvent,
     CallChanged,
     CallConfirmed,
     CallEnded,
@@ -46,11 +47,12 @@ from asr_serve.edge.sip.user_agent import (
 from asr_serve.edge.sip_config import SipConfig
 from asr_serve.edge.sip_endpoint import SipEndpoint
 from asr_serve.edge.srtp import SrtpKey, SrtpSender, checked_key
-from asr_serve.errors import AtCapacity, OptionError, ProgramMissing, SessionExpired, UnsupportedOption
+from asr_serve.errors import AtCapacity, Draining, OptionError, ProgramMissing, SessionExpired, UnsupportedOption
 from asr_serve.metrics import EdgeMetrics
 from asr_serve.types import is_loopback
 
 RETRY_S = 5
+RESOLVE_S = 5.0
 CLOSE_S = 2.0
 """Longest wait for the farewells of calls and of the registration."""
 ENDED_OUTCOMES = {"cancelled": "cancelled", "rejected": "rejected", "failed": "failed"}
@@ -100,10 +102,11 @@ class _Media:
         chosen: ChosenFormat,
         playout: CallPlayout,
         sender: SrtpSender | None,
+        source: str,
     ) -> None:
         self.session_id, self.audio, self.chosen, self.playout = session_id, audio, chosen, playout
         self.sender = sender
-        self.destination = parse_source(_source_of(audio))
+        self.destination = parse_source(source)
         self.held: asyncio.TimerHandle | None = None
 
     def protect(self, packet: bytes) -> bytes:
@@ -200,28 +203,50 @@ class Telephone:
 
     # --- what a client asks for ------------------------------------------------------------------------
 
-    def place_call(self, request: CallRequest) -> CallPlaced:
-        """Calls somebody. Raises OptionError, AtCapacity."""
+    async def place_call(self, request: CallRequest) -> CallPlaced:
+        """Calls somebody. Raises OptionError, for a host whose answers would not be read too, and AtCapacity."""
         uri = request.to
         if not uri.lower().startswith("sip:"):
             if self.config.registrar is None:
                 raise OptionError(f"to={uri[:80]!r}", "a SIP URI, or with a registrar a number", param="to")
             registrar = self.config.registrar_uri()
-            uri = f"sip:{uri}@{registrar.host}"
+            uri = f"sip:{uri}@{bracketed(registrar.host)}"
         check_stream_options(request.options)
         try:
-            local = self._media_host(self._registrar_host or parse_uri(uri).host)
+            address = self._registrar_host or await self._find_callee(parse_uri(uri))
+            if self._is_closing:
+                raise Draining("a call while the edge stops", "a call of a running edge", RETRY_S * 1_000)
+            local = self._media_host(address)
             key = checked_key(SrtpKey()) if self._service.config.require_srtp else None
             port = self._service.driver.port
             sdp = build_offer(local, port, self.config.encodings, **self._version(), key=key)
-            call = self._agent.place_call(uri, sdp, self._loop.time())
+            call = self._agent.place_call(uri, sdp, self._loop.time(), address=address)
         except MalformedSip as malformed:
             raise OptionError(f"to={request.to[:80]!r}: {malformed}", "like sip:7001@10.0.0.7", param="to") from None
         self._options[call.tag] = request.options
         if key is not None:
             self._keys[call.tag] = key
         self._endpoint.pump()
-        return CallPlaced(call_id=call.id, to=uri)
+        return CallPlaced(call_id=call.id, to=call.called)
+
+    async def _find_callee(self, uri: SipUri) -> str:
+        """IP address of a host that is called without a registrar. Raises OptionError."""
+        try:
+            async with asyncio.timeout(RESOLVE_S):
+                places = await self._loop.getaddrinfo(uri.host, uri.port or DEFAULT_PORT, type=socket.SOCK_DGRAM)
+        except (OSError, UnicodeError) as error:
+            raise OptionError(
+                f"to={str(uri)[:80]!r} has no address", "a host that can be resolved", param="to"
+            ) from error
+        address = str(places[0][4][0])
+        if not self._is_allowed(address):
+            raise OptionError(
+                f"to={str(uri)[:80]!r}: messages of {address}, its answers too, are not read",
+                "hosts within sip.allow, or the registrar",
+                f'add it: allow = ["{address}"]',
+                param="to",
+            )
+        return address
 
     async def play(self, session_id: str, pcm: AsyncIterator[bytes], rate_hz: int) -> PlayoutResult:
         """Plays samples to a caller, and waits for their end. Raises SessionExpired, UnsupportedAudio."""
@@ -257,17 +282,25 @@ class Telephone:
     def _apply_events(self) -> None:
         while events := self._agent.take_events():
             for event in events:
-                match event:
-                    case CallOffered(call=call):
-                        self._take_offer(call)
-                    case CallConfirmed(call=call, answer=answer):
-                        self._confirm(call, answer)
-                    case CallChanged(call=call):
-                        self._change(call)
-                    case CallEnded(call=call):
-                        self._note_end(event, call)
-                    case RegistrationChanged():
-                        self._note_registration(event)
+                try:
+                    self._apply_event(event)
+                except Exception:  # one call that fails must not keep the events of others
+                    log.exception("an event of the telephone failed: %s", type(event).__name__)
+                    if isinstance(event, CallOffered | CallConfirmed | CallChanged):
+                        self._agent.hang_up(event.call, self._loop.time())
+
+    def _apply_event(self, event: AgentEvent) -> None:
+        match event:
+            case CallOffered(call=call):
+                self._take_offer(call)
+            case CallConfirmed(call=call, answer=answer):
+                self._confirm(call, answer)
+            case CallChanged(call=call):
+                self._change(call)
+            case CallEnded(call=call):
+                self._note_end(event, call)
+            case RegistrationChanged():
+                self._note_registration(event)
 
     def _take_offer(self, call: SipCall) -> None:
         now_s = self._loop.time()
@@ -316,7 +349,7 @@ class Telephone:
                 self._keys.setdefault(call.tag, checked_key(SrtpKey()))
             key = self._keys.get(call.tag)
             return build_offer(local, port, self.config.encodings, **self._version(call.tag), key=key)
-        local = self._media_host(call.peer.host if call.offer.host == "0.0.0.0" else call.offer.host)
+        local = self._media_host(call.peer.host if call.offer.is_unspecified else call.offer.host)
         key = self._keys.get(call.tag)
         return build_answer(call.offer, media.chosen, local, port, **self._version(call.tag), key=key)
 
@@ -342,11 +375,12 @@ class Telephone:
             self._agent.hang_up(call, self._loop.time())
 
     def _begin_media(self, call: SipCall, audio: AudioDescription, chosen: ChosenFormat) -> None:
-        """Creates the session of a call. Raises OptionError, AtCapacity."""
+        """Creates the session of a call, which may begin on hold. Raises OptionError, AtCapacity, UnusableSdp."""
+        source = self._source_of(call, audio)
         formats = audio.formats if call.offer is not None else {**offered_formats(), **audio.formats}
         types = {str(kind): describe_format(form) for kind, form in formats.items()}
         request = EdgeSessionRequest(
-            source=_source_of(audio), payload_types=types, srtp=audio.key, options=self._options.pop(call.tag, {})
+            source=source, payload_types=types, srtp=audio.key, options=self._options.pop(call.tag, {})
         )
         try:
             driver = self._service.driver
@@ -361,8 +395,10 @@ class Telephone:
         except (OptionError, AtCapacity):
             self._run(playout.close())
             raise
-        media = self._media[call.tag] = _Media(created.id, audio, chosen, playout, sender)
+        media = self._media[call.tag] = _Media(created.id, audio, chosen, playout, sender, source)
         self._calls[created.id] = call
+        if audio.is_held:
+            self._hold(media)
 
     def _create_sender(self, call: SipCall, audio: AudioDescription) -> SrtpSender | None:
         """Sender of what the other side gets encrypted; None for plain RTP. Raises UnusableSdp."""
@@ -388,6 +424,8 @@ class Telephone:
             encoding=describe_format(media.chosen.form),
         )
         self._service.publish(media.session_id, told)
+        if media.held is not None:
+            self._tell_hold(media)
         self._metrics.count_call("answered")
         self._tell(
             CallNote(
@@ -419,29 +457,39 @@ class Telephone:
 
     def _apply_audio(self, media: _Media, audio: AudioDescription, chosen: ChosenFormat) -> None:
         """Follows a description that changes a call. Raises OptionError, SessionExpired, UnusableSdp."""
+        call, stream, sender = self._calls[media.session_id], None, media.sender
+        source = self._source_of(call, audio)  # whatever may fail comes first: a refusal leaves the call as it was
+        if chosen != media.chosen:
+            try:
+                stream = RtpSendStream(chosen.payload_type, chosen.form)
+            except UnsupportedOption as error:
+                raise UnusableSdp(str(error)) from error
         if audio.key != media.audio.key:
-            sender = self._create_sender(self._calls[media.session_id], audio)
-            self._service.change_key(media.session_id, audio.key)
-            media.sender = sender
-        if audio.is_held:
-            self._hold(media)
-        else:
-            source = _source_of(audio)
+            if audio.key is None and self._service.config.require_srtp:
+                raise UnusableSdp("a change to plain RTP", "RTP/SAVP with a key, since require_srtp is set")
+            sender = self._create_sender(call, audio)
+        if not audio.is_held:
             self._service.redirect(media.session_id, source, audio.formats)
             media.destination = parse_source(source)
-        if chosen != media.chosen:
-            media.playout.change_format(chosen.payload_type, chosen.form)
+        if audio.key != media.audio.key:
+            self._service.change_key(media.session_id, audio.key)
+            media.sender = sender
+        if stream is not None:
+            media.playout.change_stream(stream)
+        if audio.is_held and media.held is None:
+            self._hold(media)
+            self._tell_hold(media)
         media.audio, media.chosen = audio, chosen
         if not audio.is_held:
             self._resume(media)
 
     def _hold(self, media: _Media) -> None:
-        if media.held is not None:
-            return
         self._service.hold(media.session_id)
         media.playout.is_paused = True
         call = self._calls[media.session_id]
         media.held = self._loop.call_later(self.config.hold_s, self._hang_up, call)
+
+    def _tell_hold(self, media: _Media) -> None:
         self._service.publish(media.session_id, CallHeld(position_s=self._service.position_s(media.session_id)))
 
     def _resume(self, media: _Media) -> None:
@@ -515,6 +563,15 @@ class Telephone:
             return any(address in network for network in self._networks)
         return is_loopback(self.config.host) or bool(self.config.callers)
 
+    def _source_of(self, call: SipCall, audio: AudioDescription) -> str:
+        """Address that the audio of a call comes from and goes to. Raises UnusableSdp for one of this machine: what is
+        played would go to its own services, or come back as speech."""
+        host, port = call.peer.host if audio.is_unspecified else audio.host, audio.port
+        loops = port == self._service.driver.port and (host == self.config.public_host or _is_own(host))
+        if loops or (_is_own(host) and not _is_own(call.peer.host)):
+            raise UnusableSdp(f"audio at {bracketed(host)}:{port}, of this machine", "an address of the telephone")
+        return f"{bracketed(host)}:{port}"
+
     def _local_host(self, host: str) -> str:
         """Address of this machine for SIP, as another host sees it."""
         return self.config.public_host or _address_towards(host, self.config.host)
@@ -522,6 +579,17 @@ class Telephone:
     def _media_host(self, host: str) -> str:
         """The same for RTP."""
         return self.config.public_host or _address_towards(host, self._service.config.host)
+
+
+def _is_own(host: str) -> bool:
+    """Whether an address is this machine's: one that is reached from itself."""
+    if is_loopback(host):
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return _address_towards(host, "::" if ":" in host else "0.0.0.0") == host
 
 
 def _address_towards(host: str, own: str) -> str:
@@ -538,7 +606,3 @@ def _address_towards(host: str, own: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"
-
-
-def _source_of(audio: AudioDescription) -> str:
-    return f"{bracketed(audio.host)}:{audio.port}"

@@ -111,7 +111,7 @@ def edge(
     Examples
       asr-serve serve &
       asr-serve edge
-      curl http://127.0.0.1:8004/v1/edge/sessions -d '{}'
+      curl http://127.0.0.1:8004/v1/edge/sessions -H 'Content-Type: application/json' -d '{}'
       ffmpeg -re -i talk.wav -ac 1 -ar 8000 -c:a pcm_mulaw -ssrc SSRC \\
         -f rtp rtp://127.0.0.1:5004
       curl -N http://127.0.0.1:8004/v1/edge/sessions/ID/events
@@ -120,7 +120,7 @@ def edge(
     \b
     A telephone gateway that chooses its SSRC itself
       curl http://127.0.0.1:8004/v1/edge/sessions \\
-        -d '{"source":"10.0.0.7:20000","options":{"language":"en"}}'
+        -H 'Content-Type: application/json' -d '{"source":"10.0.0.7:20000","options":{"language":"en"}}'
 
     \b
     Packets past the kernel (AF_XDP); what it needs: asr-serve doctor --edge

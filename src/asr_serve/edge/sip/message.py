@@ -35,6 +35,9 @@ _CSEQ = re.compile(r"(\d{1,10})[ \t]+(\S{1,64})", re.ASCII)
 _STATUS = re.compile(r"SIP/2\.0 ([1-6]\d\d)(?: (.*))?")
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,64}\]")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_VISIBLE = re.compile(r"[!-~]+")
+_USER = re.compile(r"[A-Za-z0-9_.!~*'()%&=+$,;?/#:-]{1,256}")
+_URI_VALUE = re.compile(r"[A-Za-z0-9_.!~*'()%&+$/:\[\]-]{0,256}")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
@@ -349,16 +352,24 @@ def parse_address(value: str) -> SipAddress:
 
 
 def parse_uri(text: str) -> SipUri:
-    """Parses `sip:alice@10.0.0.1:5060;transport=tcp`. Raises MalformedSip for another scheme, too."""
+    """Parses `sip:alice@10.0.0.1:5060;transport=tcp`, without headers behind `?`. Raises MalformedSip for another
+    scheme, too."""
+    if not _VISIBLE.fullmatch(text):
+        raise MalformedSip("a URI with spaces, control characters or letters beyond ASCII")
     scheme, colon, rest = text.partition(":")
     scheme = scheme.lower()
     if not colon or scheme not in ("sip", "sips"):
         raise MalformedSip("a URI of another scheme")
-    rest, _, _ = rest.partition("?")
-    user, at, tail = rest.rpartition("@")
-    place, _, params = (tail if at else rest).partition(";")
+    user, at, tail = rest.rpartition("@")  # a user may have a `?`, and headers have no `@`
+    tail, _, _ = tail.partition("?")
+    place, _, text = tail.partition(";")
     host, port = _split_port(place)
-    return SipUri(host, port, user.partition(":")[0] if at else "", parse_params(params), scheme)
+    if at and not _USER.fullmatch(user):
+        raise MalformedSip("the user of a URI")
+    params = parse_params(text)
+    if any(not _TOKEN.fullmatch(name) or not _URI_VALUE.fullmatch(value) for name, value in params):
+        raise MalformedSip("a parameter of a URI")
+    return SipUri(host, port, user.partition(":")[0], params, scheme)
 
 
 def parse_via(value: str) -> SipVia:

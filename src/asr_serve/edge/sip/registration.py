@@ -51,6 +51,8 @@ class SipRegistration:
         self._number = 0
         self._expires_s = account.expires_s
         self._failures = self._challenges = 0
+        self._was_lengthened = False
+        """Whether this attempt has had a 423."""
         self._ending = False
         self.is_registered = False
         self.detail = "no attempt yet"
@@ -61,7 +63,7 @@ class SipRegistration:
 
     def build_request(self, via: str) -> SipRequest:
         """Next REGISTER. A response, or `fail`, must follow."""
-        self.due_s, self._challenges = None, 0
+        self.due_s, self._challenges, self._was_lengthened = None, 0, False
         return self._build(via)
 
     def end(self) -> None:
@@ -79,8 +81,12 @@ class SipRegistration:
                 answer_challenge(again, challenge, self.account.auth_user, self.account.password)
                 return again
             self._refuse(f"{response.status} {response.reason}: its challenge cannot be answered", now_s)
-        elif response.status == 423 and response.get("min-expires").isdigit():
-            self._expires_s = min(int(response.get("min-expires")[:6]), MAX_EXPIRES_S)
+        elif (
+            response.status == 423
+            and not self._was_lengthened
+            and (least_s := _min_expires(response)) > self._expires_s
+        ):
+            self._expires_s, self._was_lengthened = least_s, True
             return self._build(via)
         elif 200 <= response.status < 300:
             self._accept(response, now_s)
@@ -133,3 +139,10 @@ class SipRegistration:
         headers += [("to", str(own)), ("call-id", self._call_id), ("cseq", f"{self._number} REGISTER")]
         headers += [("contact", f"<{self._contact}>;expires={expires}"), ("expires", str(expires))]
         return SipRequest("REGISTER", str(uri._replace(user="")), headers)
+
+
+def _min_expires(response: SipResponse) -> int:
+    """Seconds that a 423 wants at least; 0 for none, and for more than a day."""
+    text = response.get("min-expires")
+    seconds = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+    return seconds if seconds <= MAX_EXPIRES_S else 0

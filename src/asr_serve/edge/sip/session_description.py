@@ -58,7 +58,12 @@ class AudioDescription(NamedTuple):
     @property
     def is_held(self) -> bool:
         """Whether the other side does not listen: the call is on hold. Its music may come all the same."""
-        return self.direction in ("sendonly", "inactive") or self.host == "0.0.0.0"
+        return self.direction in ("sendonly", "inactive") or self.is_unspecified
+
+    @property
+    def is_unspecified(self) -> bool:
+        """Whether it names no address (RFC 3264, section 8.4): that of this machine to a socket."""
+        return ipaddress.ip_address(self.host).is_unspecified
 
 
 class ChosenFormat(NamedTuple):
@@ -231,6 +236,7 @@ def _read_host(lines: list[str]) -> str:
                 address = ipaddress.ip_address(match[1])
             except ValueError:
                 return ""
+            address = getattr(address, "ipv4_mapped", None) or address
             return "" if address.is_multicast else str(address)
     return ""
 

@@ -6,9 +6,11 @@ until their ACK has come. Over TCP nothing is sent again, but waits end all the 
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
 import secrets
+from collections import Counter
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -22,6 +24,10 @@ T4_S = 5.0
 """Time for which the network may hold a message."""
 TIMEOUT_S = 64 * T1_S
 MAX_TRANSACTIONS = 4_096
+RESERVED_TRANSACTIONS = 1_024
+"""Those of them that only dialogs and trusted hosts may begin."""
+MAX_TRANSACTIONS_PER_SOURCE = 1_024
+"""Requests of one host outside dialogs; one that is trusted has no such bound."""
 RETRY_AFTER_S = 5
 
 
@@ -117,7 +123,7 @@ class TransactionLayer:
 
     In      `receive`: parsed messages; `send_request`, `respond`; `advance`: the time
     Out     `take_output`: bytes and where they go; events, returned by `receive` and `advance`
-    State   at most MAX_TRANSACTIONS; a request beyond them is answered 503 and forgotten
+    State   at most MAX_TRANSACTIONS; a request beyond them, or beyond its source's share, is answered 503 and forgotten
     """
 
     def __init__(self) -> None:
@@ -125,6 +131,9 @@ class TransactionLayer:
         self._timers: list[tuple[float, int, str]] = []
         self._serial = itertools.count()
         self._output: list[tuple[SipPeer, bytes]] = []
+        self._per_source: Counter[str] = Counter()
+        """Requests of others that are held, by host."""
+        self._tag_key = secrets.token_bytes(16)
         self.retransmissions = self.refused = 0
 
     def __len__(self) -> int:
@@ -204,6 +213,20 @@ class TransactionLayer:
             transaction.end_s = now_s + TIMEOUT_S
         self._arm(transaction)
 
+    def respond_statelessly(self, key: str, status: int, *headers: tuple[str, str]) -> None:
+        """Answers a request once and forgets it: who sends it again gets the same answer (RFC 3261, section 8.2.7).
+
+        Nothing is held or sent again for a sender whose address may be forged (section 26.3.2.4).
+        """
+        transaction = self._transactions.get(key)
+        if transaction is None or transaction.state is not _State.TRYING:
+            return
+        self._remove(key)
+        tag = hashlib.blake2b(key.encode(), key=self._tag_key, digest_size=8).hexdigest()
+        response = respond_to(transaction.request, status, tag)
+        response.headers += headers
+        self._output.append((transaction.peer, response.encode()))
+
     def find_invite(self, cancel: SipRequest) -> str | None:
         """Transaction that a CANCEL means."""
         key = _server_key(cancel, "INVITE")
@@ -218,12 +241,17 @@ class TransactionLayer:
 
     # --- messages --------------------------------------------------------------------------------------
 
-    def receive(self, message: SipRequest | SipResponse, peer: SipPeer, now_s: float) -> list[TransactionEvent]:
+    def receive(
+        self, message: SipRequest | SipResponse, peer: SipPeer, now_s: float, *, is_trusted: bool = False
+    ) -> list[TransactionEvent]:
+        """`is_trusted`: whether a request is of a dialog, or of a host that is known."""
         if isinstance(message, SipResponse):
             return self._receive_response(message, peer, now_s)
-        return self._receive_request(message, peer, now_s)
+        return self._receive_request(message, peer, now_s, is_trusted)
 
-    def _receive_request(self, request: SipRequest, peer: SipPeer, now_s: float) -> list[TransactionEvent]:
+    def _receive_request(
+        self, request: SipRequest, peer: SipPeer, now_s: float, is_trusted: bool
+    ) -> list[TransactionEvent]:
         key = _server_key(request, "INVITE" if request.method == "ACK" else request.method)
         transaction = self._transactions.get(key)
         if request.method == "ACK":
@@ -240,13 +268,29 @@ class TransactionLayer:
                 self._send(transaction)
             return []
         peer = reply_peer(request, peer)
-        if len(self._transactions) >= MAX_TRANSACTIONS:
+        if not self._has_room(request, peer, is_trusted):
             self.refused += 1
             response = respond_to(request, 503, secrets.token_hex(6)).add("retry-after", str(RETRY_AFTER_S))
             self._output.append((peer, response.encode()))
             return []
         self._transactions[key] = _Transaction(key, request, peer, is_server=True)
+        self._per_source[peer.host] += 1
         return [RequestReceived(key, request, peer)]
+
+    def _has_room(self, request: SipRequest, peer: SipPeer, is_trusted: bool) -> bool:
+        if is_trusted or (request.method == "CANCEL" and self.find_invite(request) is not None):
+            return len(self._transactions) < MAX_TRANSACTIONS
+        if self._per_source[peer.host] >= MAX_TRANSACTIONS_PER_SOURCE:
+            return False
+        return len(self._transactions) < MAX_TRANSACTIONS - RESERVED_TRANSACTIONS
+
+    def _remove(self, key: str) -> None:
+        transaction = self._transactions.pop(key)
+        if transaction.is_server:
+            host = transaction.peer.host
+            self._per_source[host] -= 1
+            if not self._per_source[host]:
+                del self._per_source[host]
 
     def _receive_response(self, response: SipResponse, peer: SipPeer, now_s: float) -> list[TransactionEvent]:
         key = _client_key(response.via.branch, response.cseq[1])
@@ -295,7 +339,7 @@ class TransactionLayer:
             _, _, key = heapq.heappop(self._timers)
             transaction = self._transactions[key]
             if transaction.end_s is not None and transaction.end_s <= now_s:
-                del self._transactions[key]
+                self._remove(key)
                 if not transaction.is_server and transaction.state in (_State.TRYING, _State.PROCEEDING):
                     events.append(RequestTimedOut(key))
                 elif transaction.state is _State.ACCEPTED:

@@ -208,6 +208,17 @@ class UserAgent:
 
     # --- input -----------------------------------------------------------------------------------------
 
+    def is_trusted(self, host: str) -> bool:
+        """Whether calls of a host need no credentials."""
+        return self._is_trusted(host)
+
+    def allows_connection(self, host: str) -> bool:
+        """Whether messages of a host that connects would be read; counts one that may not."""
+        if not self._is_allowed(host):
+            self.counts["not_allowed"] += 1
+            return False
+        return True
+
     def receive(self, data: bytes, peer: SipPeer, now_s: float) -> None:
         """Takes a datagram, or a message of a connection. What is no SIP is dropped and counted."""
         self.counts["received"] += 1
@@ -217,8 +228,10 @@ class UserAgent:
         if not data.strip(b"\r\n\0"):
             return  # a ping
         try:
-            message = parse_sip(data)
-            for event in self.transactions.receive(_with_origin(message, peer), peer, now_s):
+            message = _with_origin(parse_sip(data), peer)
+            in_dialog = isinstance(message, SipRequest) and (message.call_id, message.recipient.tag) in self._calls
+            is_trusted = in_dialog or self._is_trusted(peer.host)
+            for event in self.transactions.receive(message, peer, now_s, is_trusted=is_trusted):
                 self._apply(event, now_s)
         except MalformedSip:
             self.counts["malformed"] += 1
@@ -293,13 +306,17 @@ class UserAgent:
 
     # --- calls of ours ---------------------------------------------------------------------------------
 
-    def place_call(self, uri: str, sdp: str, now_s: float) -> SipCall:
-        """Calls somebody, through the account's PBX if there is one. Raises MalformedSip for a wrong URI, and
+    def place_call(self, uri: str, sdp: str, now_s: float, *, address: str = "") -> SipCall:
+        """Calls somebody, through the account's PBX if there is one. `address`: of the URI's host, where that is a name
+        and there is no PBX. Raises MalformedSip for a wrong URI, and
         AtCapacity."""
         if len(self._calls) >= self._max_calls:
             raise AtCapacity(f"a call beyond the {len(self._calls)} there are", "max_calls", RETRY_AFTER_S * 1_000)
         target = parse_uri(uri)
-        peer = self._registrar or SipPeer(target.transport, target.host, target.port or DEFAULT_PORT)
+        if target.transport not in ("udp", "tcp"):
+            raise MalformedSip("a transport that is neither udp nor tcp")
+        uri = str(target)  # what was checked is what is sent
+        peer = self._registrar or SipPeer(target.transport, address or target.host, target.port or DEFAULT_PORT)
         tag = new_tag()
         domain = self._account.registrar.host if self._account is not None else self._local_host(peer.host)
         user = self._account.user if self._account is not None else self._user
@@ -340,42 +357,53 @@ class UserAgent:
             response.headers += headers
             self.transactions.respond(key, response, now_s)
 
+        def answer_once(status: int, *headers: tuple[str, str]) -> None:
+            self.transactions.respond_statelessly(key, status, *headers)
+
+        # Whatever needs no credentials is answered without a state: its sender may be anybody, and not where it says.
         tag = request.recipient.tag
         if request.method == "CANCEL":
             self._receive_cancel(key, request, answer, now_s)
         elif request.method not in METHODS:
             self.counts["method_not_allowed"] += 1
-            answer(405, ("allow", ", ".join(METHODS)))
+            answer_once(405, ("allow", ", ".join(METHODS)))
         elif request.get_all("require"):
-            answer(420, *(("unsupported", each) for each in request.get_all("require")))
+            answer_once(420, *(("unsupported", each) for each in request.get_all("require")))
         elif tag:
             call = self._calls.get((request.call_id, tag))
             if call is None or call.dialog is None or call.dialog.remote.tag != request.sender.tag:
                 self.counts["out_of_dialog"] += 1
-                answer(481)
+                answer_once(481)
             else:
                 self._receive_in_dialog(key, call, request, answer, now_s)
         elif request.method == "OPTIONS":
             headers = [("allow", ", ".join(METHODS)), ("accept", SDP_TYPE), ("server", self._product)]
-            answer(200, *headers)
+            answer_once(200, *headers)
         elif request.method == "INVITE":
-            self._receive_invite(key, request, peer, answer, now_s)
+            self._receive_invite(key, request, peer, answer, answer_once, now_s)
         else:
             self.counts["out_of_dialog"] += 1
-            answer(481)
+            answer_once(481)
 
     def _receive_invite(
-        self, key: str, request: SipRequest, peer: SipPeer, answer: Callable[..., None], now_s: float
+        self,
+        key: str,
+        request: SipRequest,
+        peer: SipPeer,
+        answer: Callable[..., None],
+        answer_once: Callable[..., None],
+        now_s: float,
     ) -> None:
+        """`answer_once`: answers without a state, which is not for what has used up a nonce."""
         if request.uri.partition(":")[0].lower() not in ("sip", "sips"):
-            answer(416)
+            answer_once(416)
             return
         if self._verifier is not None and not self._is_trusted(peer.host):
             user = self._verifier.verify(request, now_s)
             if not isinstance(user, str):
                 self.counts["unauthorized"] += 1
                 values = self._verifier.challenges(now_s, stale=user)
-                answer(401, *(("www-authenticate", value) for value in values))
+                answer_once(401, *(("www-authenticate", value) for value in values))
                 return
         if any(call.id == request.call_id and call.request.sender == request.sender for call in self._calls.values()):
             answer(482)  # the same call by two ways (RFC 3261, section 8.2.2.2)
@@ -445,7 +473,7 @@ class UserAgent:
     def _receive_cancel(self, key: str, request: SipRequest, answer: Callable[..., None], now_s: float) -> None:
         invite_key = self.transactions.find_invite(request)
         if invite_key is None:
-            answer(481)
+            self.transactions.respond_statelessly(key, 481)
             return
         answer(200)
         call = self._by_invite.get(invite_key)

@@ -301,7 +301,7 @@ def _etag(call: Call) -> str:
 
 def _last_event(request: Request) -> int:
     text = request.headers.get("last-event-id") or request.query_params.get("after", "0")
-    if not (text.isascii() and text.isdigit() and int(text[:20]) <= MAX_EVENT_NUMBER):
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= MAX_EVENT_NUMBER):
         raise MalformedRequest(f"after={text[:60]!r}", "the number of an event, or 0 for all")
     return int(text)
 

@@ -231,7 +231,9 @@ def _sections(text: str) -> tuple[dict[str, list[str]], list[MediaSection]]:
 def _section(value: str, attributes: dict[str, list[str]]) -> MediaSection:
     parts = value.split()
     port = parts[1].partition("/")[0] if len(parts) > 3 else ""
-    if not (port.isascii() and port.isdigit() and int(port[:6]) <= 65_535) or not _TOKEN.fullmatch(parts[0]):
+    if not (port.isascii() and port.isdigit() and len(port) <= 20 and int(port) <= 65_535) or not _TOKEN.fullmatch(
+        parts[0]
+    ):
         raise MalformedRequest(f"the SDP line {f'm={value}'[:60]!r}", "m=KIND PORT PROTOCOL FORMATS")
     if not all(_TOKEN.fullmatch(part) for part in parts[2:]):
         raise MalformedRequest(f"the SDP line {f'm={value}'[:60]!r}", "protocol and formats are tokens")
@@ -319,7 +321,7 @@ def _setup(session: dict[str, list[str]], section: MediaSection) -> Setup:
 
 
 def _number(text: str, most: int) -> int:
-    if not (text.isascii() and text.isdigit() and int(text[:20]) <= most):
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= most):
         raise OptionError(f"the number {text[:40]!r} in the offer", f"0 to {most}", param="sdp")
     return int(text)
 

@@ -177,6 +177,41 @@ def test_timestamps_from_nowhere_make_no_silence() -> None:
         assert any(isinstance(item, TimelineShift) for item in items)
 
 
+def test_a_loss_after_stalls_is_still_concealed() -> None:
+    """What a stalled network brings comes behind the silence told meanwhile, three times; then a packet is lost."""
+    buffer, now_s, number = JitterBuffer(CLOCK_HZ), 0.0, 0
+    items: list[TimelineItem] = []
+    for _ in range(3):
+        for _ in range(50):
+            buffer.push(packet(number), UNITS, now_s)
+            items += buffer.pop(now_s)
+            number, now_s = number + 1, now_s + PACKET_S
+        for _ in range(100):
+            items += buffer.pop(now_s)
+            now_s += PACKET_S
+        for _ in range(100):
+            buffer.push(packet(number), UNITS, now_s)
+            items += buffer.pop(now_s)
+            number += 1
+    number += 1
+    buffer.push(packet(number), UNITS, now_s + 2 * PACKET_S)
+    items += buffer.pop(now_s + 1)
+    check_accounts(buffer, items)
+    assert [(item.units, item.packets) for item in items if isinstance(item, LostAudio)] == [(UNITS, 1)]
+    assert all(item.units < 0 for item in items if isinstance(item, TimelineShift))
+
+
+def test_a_fast_clock_does_not_use_up_what_pauses_may_be() -> None:
+    """A second of theirs is 0.9 of ours, for two minutes; then the sender pauses for 0.4 s."""
+    buffer, items = play([(n * PACKET_S * 0.9, packet(n), UNITS) for n in range(6_000)])
+    now_s = 6_000 * PACKET_S * 0.9 + 0.4
+    buffer.push(packet(6_000, at_units=6_000 * UNITS + 3_200), UNITS, now_s)
+    items += buffer.pop(now_s)
+    check_accounts(buffer, items)
+    assert [item.units for item in items if not isinstance(item, ReceivedAudio)] == [3_200]
+    assert buffer.silent_units == 3_200
+
+
 def test_digits_leave_their_time_as_silence() -> None:
     arrivals = [(0.0, packet(0), UNITS), (0.02, packet(1, kind=101), 0), (0.04, packet(2, at_units=480), UNITS)]
     buffer, items = play(arrivals)

@@ -16,7 +16,7 @@ WINDOW_S = 0.2
 SILENCE_AFTER_S = 0.5
 """Quiet time after which a sender counts as silent, and silence is told before its next packet."""
 MAX_AHEAD_S = 5.0
-"""Longest time by which timestamps may run ahead of arrivals: a gap beyond it is a new timeline, not silence."""
+"""Longest time without audio that may be told ahead of arrivals: a gap beyond it is a new timeline, not silence."""
 MAX_PACKETS = 256
 """Packets that wait at most; at this number the gap in front of them is given up."""
 MAX_JUMP = 3_000
@@ -97,7 +97,10 @@ class JitterBuffer:
         """Packets that did not arrive since the last audio."""
         self._provisional = 0
         """Ticks of silence told since the last packet, before anybody knew."""
-        self._first_arrival_s = self._last_arrival_s = 0.0
+        self._last_arrival_s = 0.0
+        self._ahead_s = self._ahead_at_s = 0.0
+        """How far losses and silence that were told run ahead of the clock, and the time at which they did. The clock
+        takes it back, so that a stall, or a sender whose clock is fast, does not use it up for the rest of a call."""
         self.received_units = self.lost_units = self.silent_units = 0
         self.lost_packets = 0
 
@@ -120,7 +123,7 @@ class JitterBuffer:
         if self._next is None and not self._waiting:
             sequence = 1 << 16 | packet.sequence
             self._highest = sequence
-            self._first_arrival_s = arrival_s
+            self._last_arrival_s = self._ahead_at_s = arrival_s
         else:
             sequence = self._highest + _signed(packet.sequence - self._highest, 16)
             if not self._highest - MAX_MISORDER <= sequence <= self._highest + MAX_JUMP:
@@ -186,11 +189,11 @@ class JitterBuffer:
         if abs(gap) < self._granule:
             return  # not lost: the next packet's gap is measured from the same origin
         gap -= gap % self._granule
-        ahead_s = (self._position + gap) / self.clock_hz - (arrival_s - self._first_arrival_s)
-        if gap < 0 or ahead_s > MAX_AHEAD_S:
+        if gap < 0 or self._ahead_after(gap, arrival_s) > MAX_AHEAD_S:
             items.append(TimelineShift(self._position, gap))
             self._origin += gap
             return
+        self._run_ahead(gap, arrival_s)
         lost = min(gap, self._missing * (self._usual_units or units))
         lost -= lost % self._granule
         if lost:
@@ -209,7 +212,16 @@ class JitterBuffer:
         if units * 50 >= self.clock_hz:  # 20 ms at least, not a few ticks at each call
             units -= units % self._granule
             self._provisional += units
+            self._run_ahead(units, now_s)
             self._tell_silence(units, items)
+
+    def _ahead_after(self, units: int, now_s: float) -> float:
+        """How far losses and silence would run ahead of the clock with these."""
+        return max(0.0, self._ahead_s + units / self.clock_hz - max(0.0, now_s - self._ahead_at_s))
+
+    def _run_ahead(self, units: int, now_s: float) -> None:
+        self._ahead_s = self._ahead_after(units, now_s)
+        self._ahead_at_s = max(self._ahead_at_s, now_s)
 
     def _tell_silence(self, units: int, items: list[TimelineItem]) -> None:
         if units:

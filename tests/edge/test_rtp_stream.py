@@ -103,6 +103,15 @@ def test_another_ssrc_needs_two_packets_and_begins_a_stream() -> None:
     assert set(out.tolist()) == {8_192}
 
 
+def test_a_second_sender_in_between_does_not_take_a_stream_over() -> None:
+    own, foreign = (l16_packets(np.full(20 * UNITS, level, np.float32), ssrc) for ssrc, level in ((1, 0.25), (2, 0.5)))
+    stream = RtpStream(FORMATS)
+    play(stream, [each for pair in zip(own, foreign, strict=True) for each in pair])
+    assert set(samples(stream.finish()).tolist()) <= {8_192}
+    assert [event.ssrc for event in stream.take_events() if isinstance(event, StreamBegun)] == [1]
+    assert stream.packets == 20
+
+
 def test_a_loss_is_told_at_its_place_in_the_output() -> None:
     packets = l16_packets(np.full(50 * UNITS, 0.25, np.float32), 1)
     del packets[10:12]

@@ -403,10 +403,9 @@ class EdgeService:
             if isinstance(packet, str):
                 self._metrics.count_drop(packet)
                 continue
-            if not session.latched:
-                session.latched, session.source = True, source
-                self.driver.latch(flow, source)
-            session.ssrc = packet.ssrc
+            if not session.latched or packet.ssrc != session.ssrc:
+                session.latched, session.source, session.ssrc = True, source, packet.ssrc
+                self.driver.latch(flow, source, packet.ssrc)
             touched.add(flow)
         return touched
 

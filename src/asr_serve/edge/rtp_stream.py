@@ -139,6 +139,8 @@ class RtpStream:
         reason = self._accept(packet, units, arrival_s)
         if reason is DropReason.JUMP:
             return self._consider(packet, units, arrival_s, "sequence")
+        if reason is None:
+            self._candidate = None  # the stream goes on: two senders in turn are not one that has changed
         return reason
 
     def advance(self, now_s: float) -> list[GateOutput]:

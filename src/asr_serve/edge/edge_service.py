@@ -21,6 +21,7 @@ from asr_serve.edge.edge_session import EdgeSession, EdgeSessionState, EndReason
 from asr_serve.edge.event_log import EdgeEventLog
 from asr_serve.edge.packet_driver import Datagram, PacketDriver, describe_source, parse_source
 from asr_serve.edge.payload_format import PayloadFormat, describe_format, parse_payload_types, parse_sdp, parse_sdp_key
+from asr_serve.edge.rtp import DropReason
 from asr_serve.edge.srtp import SrtpKey, SrtpReceiver, checked_key
 from asr_serve.edge.uplink import Uplink, encode_event
 from asr_serve.edge.voice_gate import VoiceGate
@@ -394,6 +395,9 @@ class EdgeService:
             if running is None:
                 continue
             session = running.session
+            if not session.expects(source):  # received before `redirect` or `hold`, or before another was latched
+                self._metrics.count_drop(DropReason.UNKNOWN_SOURCE)
+                continue
             try:
                 packet = session.push(payload, arrival_s)
             except Exception:

@@ -219,6 +219,20 @@ def test_digits_leave_their_time_as_silence() -> None:
     assert [type(item) for item in items] == [ReceivedAudio, SilentGap, ReceivedAudio]
 
 
+def test_a_pause_with_comfort_noise_is_told_while_it_lasts() -> None:
+    buffer = JitterBuffer(CLOCK_HZ)
+    buffer.push(packet(0), UNITS, 0.0)
+    items = buffer.pop(WINDOW_S)
+    for number in range(1, 51):
+        buffer.push(packet(number, at_units=number * 1_600, kind=13), 0, number * 0.2)
+        items += buffer.pop(number * 0.2)
+    assert buffer.position >= (10 - WINDOW_S) * CLOCK_HZ - UNITS
+    buffer.push(packet(51, at_units=81_600), UNITS, 10.2)
+    items += buffer.pop(10.2)
+    check_accounts(buffer, items)
+    assert (items[-1].position, buffer.silent_units) == (81_600, 81_600 - UNITS)
+
+
 def test_a_sequence_number_from_nowhere_is_not_taken() -> None:
     buffer = JitterBuffer(CLOCK_HZ)
     buffer.push(packet(0), UNITS, 0.0)

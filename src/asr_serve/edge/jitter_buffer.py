@@ -133,7 +133,8 @@ class JitterBuffer:
         if sequence in self._waiting:
             return DropReason.DUPLICATE
         self._highest = max(self._highest, sequence)
-        self._last_arrival_s = max(self._last_arrival_s, arrival_s)
+        if units:  # comfort noise and keys are no audio: a pause that has them is told too
+            self._last_arrival_s = max(self._last_arrival_s, arrival_s)
         self._waiting[sequence] = _Waiting(packet, units, arrival_s)
         return None
 

@@ -148,6 +148,13 @@ def test_a_key_is_told_once() -> None:
     assert [event.digit for event in stream.take_events() if isinstance(event, DigitPressed)] == ["5", "#"]
 
 
+def test_keys_whose_packets_are_reordered_are_told_once() -> None:
+    stream = RtpStream(FORMATS)
+    for number, (key, sequence) in enumerate([(1, 0), (1, 1), (2, 3), (1, 2), (2, 4), (2, 5)]):
+        stream.push(RtpPacket(101, False, sequence, key * 1_000, 1, bytes([key, 10, 0, 1])), 0.02 * number)
+    assert [event.digit for event in stream.take_events() if isinstance(event, DigitPressed)] == ["1", "2"]
+
+
 def test_hostile_packets_are_dropped_with_a_reason() -> None:
     stream = RtpStream(FORMATS)
     assert stream.push(RtpPacket(55, False, 1, 1, 1, b"x"), 0.0) is DropReason.UNKNOWN_PAYLOAD_TYPE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
@@ -31,6 +31,8 @@ from asr_serve.errors import CorruptAudio
 from asr_serve.units import RATE_HZ, resampled_samples, samples_to_s
 
 DIGITS = "0123456789*#ABCD"
+DIGITS_REMEMBERED = 8
+"""Keys whose repeats are known: more than can be reordered."""
 MIN_SHIFT_S = 0.02
 """Shortest shift of timestamps that is told; shorter ones are counted."""
 SILENCE_BLOCK_S = 1
@@ -74,7 +76,8 @@ class RtpStream:
         self._last: tuple[float, int] | None = None
         """Arrival and timestamp of the last audio packet."""
         self._sent_units = 0
-        self._digit_timestamp: int | None = None
+        self._digit_timestamps: deque[int] = deque(maxlen=DIGITS_REMEMBERED)
+        """Timestamps of the last keys that were told."""
         self.packets = self._lost_before = 0
         self._samples: dict[str, Counter[int]] = {kind: Counter() for kind in ("received", "concealed", "silent")}
         """Samples of each kind by their rate: exact, whatever codecs come."""
@@ -226,10 +229,10 @@ class RtpStream:
         self._meter.append(arrival_s, self._sent_units / clock_hz)
 
     def _tell_digit(self, packet: RtpPacket) -> None:
-        """Tells a key once, although several packets repeat it."""
+        """Tells a key once, although several packets repeat it, some of them behind the next key's."""
         event = packet.payload[0] if len(packet.payload) >= 4 else len(DIGITS)
-        if event < len(DIGITS) and packet.timestamp != self._digit_timestamp:
-            self._digit_timestamp = packet.timestamp
+        if event < len(DIGITS) and packet.timestamp not in self._digit_timestamps:
+            self._digit_timestamps.append(packet.timestamp)
             self._events.append(DigitPressed(position_s=samples_to_s(self.position), digit=DIGITS[event]))
 
     # --- the timeline ----------------------------------------------------------------------------------

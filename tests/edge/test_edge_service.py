@@ -229,6 +229,20 @@ def test_a_spool_that_is_full_tells_what_it_discards(speech: np.ndarray) -> None
     sender.close()
 
 
+def test_what_a_network_held_back_for_seven_seconds_is_not_over_the_rate() -> None:
+    edge = RunningEdge("http://127.0.0.1:9", packets_per_s=200)  # nobody listens there
+    sender = RtpSender(edge.driver.port)
+    session = edge.create()
+    packets = l16_packets(np.full(355 * UNITS, 0.25, np.float32), session.ssrc)
+    sender.send(packets, 0.0002)
+    edge.taken(session.id, len(packets))
+    edge.call(edge.service.render_metrics)
+    assert edge.metric("asr_serve_edge_dropped_packets_total", reason="over_rate") == 0
+    edge.service._tasks[session.id].cancel()
+    edge.close()
+    sender.close()
+
+
 def test_sessions_are_bounded_and_named_by_ssrc_or_source(server: Running) -> None:
     edge = RunningEdge(server.url, max_sessions=3, idle_s=1.0)
     by_ssrc = edge.create(ssrc=7)

@@ -34,8 +34,9 @@ RECEIVE_MS = 10
 TICK_S = 0.02
 """Time between two looks at sessions that got no packet."""
 MEASURE_S = 1.0
-BURST_S = 1.0
-"""Time whose packets may come at once: a network that was stalled."""
+BURST_S = 15.0
+"""Seconds of `packets_per_s` that may come at once, when a network was stalled: with 200 a minute of 20 ms packets,
+after which a session without packets has ended anyway."""
 RETRY_MS = 1_000
 KEEP_S = 60.0
 """Time for which the events of a session that has ended can be read."""

@@ -103,6 +103,19 @@ def test_another_ssrc_needs_two_packets_and_begins_a_stream() -> None:
     assert set(out.tolist()) == {8_192}
 
 
+@pytest.mark.parametrize("pause_s", [0.4, 1.0])
+def test_a_pause_before_another_ssrc_is_silence(pause_s: float) -> None:
+    pcm, stream = np.full(50 * UNITS, 0.25, np.float32), RtpStream(FORMATS)
+    play(stream, l16_packets(pcm, 1))
+    for tick in range(int(pause_s * 50)):
+        stream.advance(1.0 + tick * 0.02)
+    play(stream, l16_packets(pcm, 2), 1.0 + pause_s)
+    stream.finish()
+    begun = [event.position_s for event in stream.take_events() if isinstance(event, StreamBegun)]
+    assert begun == [0.0, pytest.approx(1.0 + pause_s, abs=0.001)]
+    assert stream.silent_s == pytest.approx(pause_s, abs=0.001)
+
+
 def test_a_second_sender_in_between_does_not_take_a_stream_over() -> None:
     own, foreign = (l16_packets(np.full(20 * UNITS, level, np.float32), ssrc) for ssrc, level in ((1, 0.25), (2, 0.5)))
     stream = RtpStream(FORMATS)

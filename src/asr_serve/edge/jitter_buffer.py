@@ -162,6 +162,16 @@ class JitterBuffer:
         """Returns all that waits."""
         return self.pop(float("inf")) if self._waiting else []
 
+    def fill_until(self, arrival_s: float) -> list[TimelineItem]:
+        """Tells the pause before another stream's first packet, by times of arrival, as its timestamps say nothing
+        about this one's. One within the window may be the network's, and is not told."""
+        items: list[TimelineItem] = []
+        pause_s = arrival_s - self._last_arrival_s - self._usual_units / self.clock_hz
+        if self._next is not None and pause_s >= self._window_s:
+            units = max(0, round(pause_s * self.clock_hz) - self._provisional)
+            self._tell_silence(units - units % self._granule, items)
+        return items
+
     def _is_due(self, now_s: float) -> bool:
         if len(self._waiting) >= MAX_PACKETS or now_s == float("inf"):
             return True

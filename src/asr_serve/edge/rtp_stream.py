@@ -134,11 +134,11 @@ class RtpStream:
         if units is None:
             return DropReason.BAD_PAYLOAD
         if self._buffer is None:
-            self._begin(packet, form, "first")
+            self._begin(packet, form, arrival_s, "first")
         elif packet.ssrc != self._ssrc:
             return self._consider(packet, units, arrival_s, "ssrc")
         elif form.is_audio and form.clock_hz != self._buffer.clock_hz:
-            self._begin(packet, form, "clock")
+            self._begin(packet, form, arrival_s, "clock")
         reason = self._accept(packet, units, arrival_s)
         if reason is DropReason.JUMP:
             return self._consider(packet, units, arrival_s, "sequence")
@@ -195,15 +195,20 @@ class RtpStream:
             self._candidate = packet, units, arrival_s
             return DropReason.JUMP
         first = before[0]
-        self._begin(first, self._formats[first.payload_type], reason)
+        self._begin(first, self._formats[first.payload_type], before[2], reason)
         self._accept(*before)
         return self._accept(packet, units, arrival_s)
 
     def _begin(
-        self, packet: RtpPacket, form: PayloadFormat, reason: Literal["first", "ssrc", "sequence", "clock"]
+        self,
+        packet: RtpPacket,
+        form: PayloadFormat,
+        arrival_s: float,
+        reason: Literal["first", "ssrc", "sequence", "clock"],
     ) -> None:
         if self._buffer is not None:
             self._apply(self._buffer.finish())
+            self._apply(self._buffer.fill_until(arrival_s))
             self._lost_before += self._buffer.lost_packets
         same_clock = [each for each in self._formats.values() if each.is_audio and each.clock_hz == form.clock_hz]
         granule = max((each.granule for each in same_clock), default=1)

@@ -46,6 +46,8 @@ FIELDS = np.dtype([("first", "u2"), ("sequence", "u2"), ("timestamp", "u4"), ("s
 DATAGRAM = np.dtype([("head", FIELDS), ("payload", "V", len(PAYLOAD))])
 FIRST = int.from_bytes(b"\x80\x00", sys.byteorder)
 SLICE_S = 0.001
+ACCOUNT_BATCH = 64
+"""Packets that came one by one and are noted together: every driver pays the same for the account."""
 TIMEOUT_S = 30.0
 SPAWN = multiprocessing.get_context("spawn")
 CLONE_NEWNET = 0x40000000
@@ -112,9 +114,9 @@ class Account:
     """Record of what a process has received, checked when it is over."""
 
     def __init__(self) -> None:
-        self._batches: list[tuple[bytes, int]] = []
+        self._batches: list[tuple[bytes, int, int]] = []
+        """Packets, the time, and how many of the last of them came at that time."""
         self._waiting: list[bytes] = []
-        self._times: list[int] = []
         self.cpu_s = 0.0
 
     def begin(self) -> None:
@@ -125,21 +127,24 @@ class Account:
         self.cpu_s += cpu_s()
 
     def take_batch(self, datagrams: list[bytes]) -> None:
-        self._batches.append((b"".join(datagrams), time.monotonic_ns()))
+        self._batches.append((b"".join(datagrams), time.monotonic_ns(), len(datagrams)))
 
     def take(self, datagram: bytes) -> None:
+        """Takes a packet that came alone. As in a batch, one join and one look at the clock stand for many packets; the
+        age is that of the last of them."""
         self._waiting.append(datagram)
-        self._times.append(time.monotonic_ns())
+        if len(self._waiting) == ACCOUNT_BATCH:
+            self._batches.append((b"".join(self._waiting), time.monotonic_ns(), 1))
+            self._waiting.clear()
 
     def result(self) -> tuple[int, int, float, float]:
         """Packets, those out of order in their stream, and ages in ns: median and 99th percentile."""
-        heads = [np.frombuffer(data, DATAGRAM)["head"] for data, _ in self._batches]
-        ages = [now - head["sent_ns"] for head, (_, now) in zip(heads, self._batches, strict=True)]
+        heads = [np.frombuffer(data, DATAGRAM)["head"] for data, _, _ in self._batches]
+        ages = [now - head["sent_ns"][-aged:] for head, (_, now, aged) in zip(heads, self._batches, strict=True)]
+        if not heads:
+            return len(self._waiting), 0, 0.0, 0.0
         if self._waiting:
             heads.append(np.frombuffer(b"".join(self._waiting), DATAGRAM)["head"])
-            ages.append(np.array(self._times) - heads[-1]["sent_ns"])
-        if not heads:
-            return 0, 0, 0.0, 0.0
         head, age = np.concatenate(heads), np.concatenate(ages)
         order = np.argsort(head["ssrc"], kind="stable")
         sequence, ssrc = head["sequence"][order].astype(np.int64), head["ssrc"][order]
@@ -262,7 +267,7 @@ def main() -> None:
     parser.add_argument("--drivers", default=",".join(DRIVERS), help=f"any of {', '.join(DRIVERS)}")
     parser.add_argument("--streams", default="64,512,2048", help="streams of 50 packets a second")
     parser.add_argument("--seconds", type=float, default=5.0, help="for each row")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of all drivers; the best of each is shown")
+    parser.add_argument("--repeats", type=int, default=3, help="turns: each driver's best, and the most it lost")
     options = parser.parse_args()
     described = machine.describe(1)
     best: dict[tuple[int, str], dict[str, Any]] = {}
@@ -272,9 +277,11 @@ def main() -> None:
             for streams in map(int, options.streams.split(",")):
                 for driver in drivers:
                     row = measure(driver, streams, options.seconds, link)
-                    before = best.get((streams, driver))
-                    if before is None or row["packets_per_core_s"] > before["packets_per_core_s"]:
-                        best[streams, driver] = row
+                    before = best.get((streams, driver), row)
+                    lost = max(row["lost"], before["lost"])
+                    if row["packets_per_core_s"] < before["packets_per_core_s"]:
+                        row = before
+                    best[streams, driver] = row | {"lost": lost}
     columns = ("driver", "streams", "pps", "cpu_share", "packets_per_core_s", "lost", "p50_us", "p99_us")
     print(" ".join(f"{column:>18}" for column in columns))
     for row in best.values():

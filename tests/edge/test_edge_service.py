@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -20,6 +21,7 @@ from test_stream_python_client import Proxy
 from asr_serve.api.client.stream import StreamClient
 from asr_serve.api.client.transcript import SessionTranscript
 from asr_serve.audio import read_audio
+from asr_serve.edge.packet_driver import parse_source
 from asr_serve.errors import AtCapacity, OptionError, SessionExpired
 from asr_serve.units import samples_to_s
 
@@ -227,6 +229,20 @@ def test_a_spool_that_is_full_tells_what_it_discards(speech: np.ndarray) -> None
     sender.close()
 
 
+def test_what_a_network_held_back_for_seven_seconds_is_not_over_the_rate() -> None:
+    edge = RunningEdge("http://127.0.0.1:9", packets_per_s=200)  # nobody listens there
+    sender = RtpSender(edge.driver.port)
+    session = edge.create()
+    packets = l16_packets(np.full(355 * UNITS, 0.25, np.float32), session.ssrc)
+    sender.send(packets, 0.0002)
+    edge.taken(session.id, len(packets))
+    edge.call(edge.service.render_metrics)
+    assert edge.metric("asr_serve_edge_dropped_packets_total", reason="over_rate") == 0
+    edge.service._tasks[session.id].cancel()
+    edge.close()
+    sender.close()
+
+
 def test_sessions_are_bounded_and_named_by_ssrc_or_source(server: Running) -> None:
     edge = RunningEdge(server.url, max_sessions=3, idle_s=1.0)
     by_ssrc = edge.create(ssrc=7)
@@ -260,6 +276,30 @@ def test_a_session_by_source_takes_any_ssrc_and_follows_its_change(
     events = edge.end(session.id)
     assert [event["reason"] for event in events if event["type"] == "stream"] == ["first", "ssrc"]
     assert text_of(events) == expected
+
+
+def test_a_packet_of_the_old_source_behind_a_redirect_is_not_latched() -> None:
+    """It was received before, and is pushed after."""
+    edge = RunningEdge("http://127.0.0.1:9")
+    old, new = RtpSender(edge.driver.port), RtpSender(edge.driver.port)
+    session, packets = edge.create(source=old.source), l16_packets(np.full(40 * UNITS, 0.25, np.float32), 5)
+    old.send(packets[:20])
+    edge.taken(session.id, 20)
+    running = edge.service._by_id[session.id]
+
+    def redirect() -> None:
+        edge.service.redirect(session.id, new.source, running.session.formats)
+        with edge.service._lock:
+            edge.service._push_batch([(running.session.flow, parse_source(old.source), packets[20], time.monotonic())])
+
+    edge.call(redirect)
+    new.send(packets[20:])
+    edge.taken(session.id, 40)
+    assert edge.describe(session.id).source == new.source
+    edge.service._tasks[session.id].cancel()  # nobody listens there
+    edge.close()
+    old.close()
+    new.close()
 
 
 def test_events_are_posted_in_order_and_again_until_they_are_taken(server: Running, speech: np.ndarray) -> None:

@@ -177,11 +177,60 @@ def test_timestamps_from_nowhere_make_no_silence() -> None:
         assert any(isinstance(item, TimelineShift) for item in items)
 
 
+def test_a_loss_after_stalls_is_still_concealed() -> None:
+    """What a stalled network brings comes behind the silence told meanwhile, three times; then a packet is lost."""
+    buffer, now_s, number = JitterBuffer(CLOCK_HZ), 0.0, 0
+    items: list[TimelineItem] = []
+    for _ in range(3):
+        for _ in range(50):
+            buffer.push(packet(number), UNITS, now_s)
+            items += buffer.pop(now_s)
+            number, now_s = number + 1, now_s + PACKET_S
+        for _ in range(100):
+            items += buffer.pop(now_s)
+            now_s += PACKET_S
+        for _ in range(100):
+            buffer.push(packet(number), UNITS, now_s)
+            items += buffer.pop(now_s)
+            number += 1
+    number += 1
+    buffer.push(packet(number), UNITS, now_s + 2 * PACKET_S)
+    items += buffer.pop(now_s + 1)
+    check_accounts(buffer, items)
+    assert [(item.units, item.packets) for item in items if isinstance(item, LostAudio)] == [(UNITS, 1)]
+    assert all(item.units < 0 for item in items if isinstance(item, TimelineShift))
+
+
+def test_a_fast_clock_does_not_use_up_what_pauses_may_be() -> None:
+    """A second of theirs is 0.9 of ours, for two minutes; then the sender pauses for 0.4 s."""
+    buffer, items = play([(n * PACKET_S * 0.9, packet(n), UNITS) for n in range(6_000)])
+    now_s = 6_000 * PACKET_S * 0.9 + 0.4
+    buffer.push(packet(6_000, at_units=6_000 * UNITS + 3_200), UNITS, now_s)
+    items += buffer.pop(now_s)
+    check_accounts(buffer, items)
+    assert [item.units for item in items if not isinstance(item, ReceivedAudio)] == [3_200]
+    assert buffer.silent_units == 3_200
+
+
 def test_digits_leave_their_time_as_silence() -> None:
     arrivals = [(0.0, packet(0), UNITS), (0.02, packet(1, kind=101), 0), (0.04, packet(2, at_units=480), UNITS)]
     buffer, items = play(arrivals)
     check_accounts(buffer, items)
     assert [type(item) for item in items] == [ReceivedAudio, SilentGap, ReceivedAudio]
+
+
+def test_a_pause_with_comfort_noise_is_told_while_it_lasts() -> None:
+    buffer = JitterBuffer(CLOCK_HZ)
+    buffer.push(packet(0), UNITS, 0.0)
+    items = buffer.pop(WINDOW_S)
+    for number in range(1, 51):
+        buffer.push(packet(number, at_units=number * 1_600, kind=13), 0, number * 0.2)
+        items += buffer.pop(number * 0.2)
+    assert buffer.position >= (10 - WINDOW_S) * CLOCK_HZ - UNITS
+    buffer.push(packet(51, at_units=81_600), UNITS, 10.2)
+    items += buffer.pop(10.2)
+    check_accounts(buffer, items)
+    assert (items[-1].position, buffer.silent_units) == (81_600, 81_600 - UNITS)
 
 
 def test_a_sequence_number_from_nowhere_is_not_taken() -> None:

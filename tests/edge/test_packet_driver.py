@@ -110,7 +110,7 @@ def test_a_latched_flow_hears_its_source_alone(receiving: Receiving) -> None:
     receiver.admit_ssrc(1, 5, b"", *FAST)
     sender.send([packet(5)])
     ((_, source, _),) = collect(receiver, 1)
-    receiver.latch(1, source)
+    receiver.latch(1, source, 5)
     other = receiving.connect()
     other.send([packet(5, 1)])
     sender.send([packet(5, 2), packet(6, 3)])  # its SSRC may change
@@ -118,6 +118,44 @@ def test_a_latched_flow_hears_its_source_alone(receiving: Receiving) -> None:
     assert receiver.counts()["unknown_source"] == 1
     other.close()
     sender.close()
+
+
+def test_callers_behind_one_port_never_get_each_others_audio(loopback: Receiving) -> None:
+    receiver, sender = loopback.receiver, loopback.connect()
+    source = parse_source(sender.source)
+    for flow, ssrc in ((1, 101), (2, 102)):
+        receiver.admit_ssrc(flow, ssrc, b"", *FAST)
+        receiver.latch(flow, source, ssrc)
+    receiver.latch(1, source, 111)  # its SSRC has changed
+    sender.send([packet(101), packet(111), packet(102), packet(199)])
+    assert [flow for flow, _, _ in collect(receiver, 3)] == [1, 1, 2]
+    receiver.forget(2)
+    sender.send([packet(102), packet(101)])  # the ended one goes on sending
+    assert [flow for flow, _, _ in collect(receiver, 1)] == [1]
+    receiver.forget(1)
+    receiver.admit_ssrc(3, 103, b"", *FAST)
+    receiver.latch(3, source, 103)
+    sender.send([packet(101), packet(111), packet(102), packet(103), packet(104)])
+    assert [payload for _, _, payload in collect(receiver, 2)] == [packet(103), packet(104)]
+    receiver.forget(3)
+    receiver.admit_source(4, source, *FAST)  # telephones may use an SSRC again
+    sender.send([packet(103)])
+    assert [flow for flow, _, _ in collect(receiver, 1)] == [4]
+    sender.close()
+
+
+def test_an_ssrc_that_is_pinned_elsewhere_is_its_sources(loopback: Receiving) -> None:
+    receiver, one, other = loopback.receiver, loopback.connect(), loopback.connect()
+    receiver.admit_ssrc(1, 5, parse_source(one.source), *FAST)
+    receiver.admit_source(2, parse_source(other.source), *FAST)
+    one.send([packet(5)])
+    other.send([packet(5)])
+    assert sorted((flow, source) for flow, source, _ in collect(receiver, 2)) == [
+        (1, parse_source(one.source)),
+        (2, parse_source(other.source)),
+    ]
+    one.close()
+    other.close()
 
 
 def test_sources_with_and_without_port(receiving: Receiving) -> None:
@@ -207,7 +245,7 @@ def test_flows_come_and_go_while_another_thread_receives(receiving: Receiving) -
         number = 2
         while not over.is_set():
             receiver.admit_ssrc(number, number, b"", *FAST)
-            receiver.latch(number, parse_source(sender.source))
+            receiver.latch(number, parse_source(sender.source), number)
             receiver.forget(number)
             number += 1
 

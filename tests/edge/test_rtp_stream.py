@@ -103,6 +103,28 @@ def test_another_ssrc_needs_two_packets_and_begins_a_stream() -> None:
     assert set(out.tolist()) == {8_192}
 
 
+@pytest.mark.parametrize("pause_s", [0.4, 1.0])
+def test_a_pause_before_another_ssrc_is_silence(pause_s: float) -> None:
+    pcm, stream = np.full(50 * UNITS, 0.25, np.float32), RtpStream(FORMATS)
+    play(stream, l16_packets(pcm, 1))
+    for tick in range(int(pause_s * 50)):
+        stream.advance(1.0 + tick * 0.02)
+    play(stream, l16_packets(pcm, 2), 1.0 + pause_s)
+    stream.finish()
+    begun = [event.position_s for event in stream.take_events() if isinstance(event, StreamBegun)]
+    assert begun == [0.0, pytest.approx(1.0 + pause_s, abs=0.001)]
+    assert stream.silent_s == pytest.approx(pause_s, abs=0.001)
+
+
+def test_a_second_sender_in_between_does_not_take_a_stream_over() -> None:
+    own, foreign = (l16_packets(np.full(20 * UNITS, level, np.float32), ssrc) for ssrc, level in ((1, 0.25), (2, 0.5)))
+    stream = RtpStream(FORMATS)
+    play(stream, [each for pair in zip(own, foreign, strict=True) for each in pair])
+    assert set(samples(stream.finish()).tolist()) <= {8_192}
+    assert [event.ssrc for event in stream.take_events() if isinstance(event, StreamBegun)] == [1]
+    assert stream.packets == 20
+
+
 def test_a_loss_is_told_at_its_place_in_the_output() -> None:
     packets = l16_packets(np.full(50 * UNITS, 0.25, np.float32), 1)
     del packets[10:12]
@@ -137,6 +159,13 @@ def test_a_key_is_told_once() -> None:
     stream.push(RtpPacket(101, True, 6, 2_000, 1, bytes([11, 10, 0, 1])), 1.0)
     stream.advance(2.0)
     assert [event.digit for event in stream.take_events() if isinstance(event, DigitPressed)] == ["5", "#"]
+
+
+def test_keys_whose_packets_are_reordered_are_told_once() -> None:
+    stream = RtpStream(FORMATS)
+    for number, (key, sequence) in enumerate([(1, 0), (1, 1), (2, 3), (1, 2), (2, 4), (2, 5)]):
+        stream.push(RtpPacket(101, False, sequence, key * 1_000, 1, bytes([key, 10, 0, 1])), 0.02 * number)
+    assert [event.digit for event in stream.take_events() if isinstance(event, DigitPressed)] == ["1", "2"]
 
 
 def test_hostile_packets_are_dropped_with_a_reason() -> None:

@@ -21,6 +21,7 @@ from asr_serve.edge.edge_session import EdgeSession, EdgeSessionState, EndReason
 from asr_serve.edge.event_log import EdgeEventLog
 from asr_serve.edge.packet_driver import Datagram, PacketDriver, describe_source, parse_source
 from asr_serve.edge.payload_format import PayloadFormat, describe_format, parse_payload_types, parse_sdp, parse_sdp_key
+from asr_serve.edge.rtp import DropReason
 from asr_serve.edge.srtp import SrtpKey, SrtpReceiver, checked_key
 from asr_serve.edge.uplink import Uplink, encode_event
 from asr_serve.edge.voice_gate import VoiceGate
@@ -33,8 +34,9 @@ RECEIVE_MS = 10
 TICK_S = 0.02
 """Time between two looks at sessions that got no packet."""
 MEASURE_S = 1.0
-BURST_S = 1.0
-"""Time whose packets may come at once: a network that was stalled."""
+BURST_S = 15.0
+"""Seconds of `packets_per_s` that may come at once, when a network was stalled: with 200 a minute of 20 ms packets,
+after which a session without packets has ended anyway."""
 RETRY_MS = 1_000
 KEEP_S = 60.0
 """Time for which the events of a session that has ended can be read."""
@@ -394,6 +396,9 @@ class EdgeService:
             if running is None:
                 continue
             session = running.session
+            if not session.expects(source):  # received before `redirect` or `hold`, or before another was latched
+                self._metrics.count_drop(DropReason.UNKNOWN_SOURCE)
+                continue
             try:
                 packet = session.push(payload, arrival_s)
             except Exception:
@@ -403,10 +408,9 @@ class EdgeService:
             if isinstance(packet, str):
                 self._metrics.count_drop(packet)
                 continue
-            if not session.latched:
-                session.latched, session.source = True, source
-                self.driver.latch(flow, source)
-            session.ssrc = packet.ssrc
+            if not session.latched or packet.ssrc != session.ssrc:
+                session.latched, session.source, session.ssrc = True, source, packet.ssrc
+                self.driver.latch(flow, source, packet.ssrc)
             touched.add(flow)
         return touched
 

@@ -79,6 +79,13 @@ class EdgeSession:
         self._discarded: tuple[int, int] | None = None
         """Start and end of the audio that is being discarded."""
 
+    def expects(self, source: bytes) -> bool:
+        """Whether its packets may come from there now."""
+        if self.is_held:
+            return False
+        any_port = self.source[16:] == b"\0\0"
+        return self.source in (b"", source) or (any_port and self.source[:16] == source[:16])
+
     def push(self, payload: bytes, arrival_s: float) -> RtpPacket | DropReason:
         """Takes a datagram; returns its packet, or why it was dropped."""
         plain = payload if self._srtp is None else self._srtp.unprotect(payload)

@@ -16,7 +16,7 @@ WINDOW_S = 0.2
 SILENCE_AFTER_S = 0.5
 """Quiet time after which a sender counts as silent, and silence is told before its next packet."""
 MAX_AHEAD_S = 5.0
-"""Longest time by which timestamps may run ahead of arrivals: a gap beyond it is a new timeline, not silence."""
+"""Longest time without audio that may be told ahead of arrivals: a gap beyond it is a new timeline, not silence."""
 MAX_PACKETS = 256
 """Packets that wait at most; at this number the gap in front of them is given up."""
 MAX_JUMP = 3_000
@@ -97,7 +97,10 @@ class JitterBuffer:
         """Packets that did not arrive since the last audio."""
         self._provisional = 0
         """Ticks of silence told since the last packet, before anybody knew."""
-        self._first_arrival_s = self._last_arrival_s = 0.0
+        self._last_arrival_s = 0.0
+        self._ahead_s = self._ahead_at_s = 0.0
+        """How far losses and silence that were told run ahead of the clock, and the time at which they did. The clock
+        takes it back, so that a stall, or a sender whose clock is fast, does not use it up for the rest of a call."""
         self.received_units = self.lost_units = self.silent_units = 0
         self.lost_packets = 0
 
@@ -120,7 +123,7 @@ class JitterBuffer:
         if self._next is None and not self._waiting:
             sequence = 1 << 16 | packet.sequence
             self._highest = sequence
-            self._first_arrival_s = arrival_s
+            self._last_arrival_s = self._ahead_at_s = arrival_s
         else:
             sequence = self._highest + _signed(packet.sequence - self._highest, 16)
             if not self._highest - MAX_MISORDER <= sequence <= self._highest + MAX_JUMP:
@@ -130,7 +133,8 @@ class JitterBuffer:
         if sequence in self._waiting:
             return DropReason.DUPLICATE
         self._highest = max(self._highest, sequence)
-        self._last_arrival_s = max(self._last_arrival_s, arrival_s)
+        if units:  # comfort noise and keys are no audio: a pause that has them is told too
+            self._last_arrival_s = max(self._last_arrival_s, arrival_s)
         self._waiting[sequence] = _Waiting(packet, units, arrival_s)
         return None
 
@@ -157,6 +161,16 @@ class JitterBuffer:
     def finish(self) -> list[TimelineItem]:
         """Returns all that waits."""
         return self.pop(float("inf")) if self._waiting else []
+
+    def fill_until(self, arrival_s: float) -> list[TimelineItem]:
+        """Tells the pause before another stream's first packet, by times of arrival, as its timestamps say nothing
+        about this one's. One within the window may be the network's, and is not told."""
+        items: list[TimelineItem] = []
+        pause_s = arrival_s - self._last_arrival_s - self._usual_units / self.clock_hz
+        if self._next is not None and pause_s >= self._window_s:
+            units = max(0, round(pause_s * self.clock_hz) - self._provisional)
+            self._tell_silence(units - units % self._granule, items)
+        return items
 
     def _is_due(self, now_s: float) -> bool:
         if len(self._waiting) >= MAX_PACKETS or now_s == float("inf"):
@@ -186,11 +200,11 @@ class JitterBuffer:
         if abs(gap) < self._granule:
             return  # not lost: the next packet's gap is measured from the same origin
         gap -= gap % self._granule
-        ahead_s = (self._position + gap) / self.clock_hz - (arrival_s - self._first_arrival_s)
-        if gap < 0 or ahead_s > MAX_AHEAD_S:
+        if gap < 0 or self._ahead_after(gap, arrival_s) > MAX_AHEAD_S:
             items.append(TimelineShift(self._position, gap))
             self._origin += gap
             return
+        self._run_ahead(gap, arrival_s)
         lost = min(gap, self._missing * (self._usual_units or units))
         lost -= lost % self._granule
         if lost:
@@ -209,7 +223,16 @@ class JitterBuffer:
         if units * 50 >= self.clock_hz:  # 20 ms at least, not a few ticks at each call
             units -= units % self._granule
             self._provisional += units
+            self._run_ahead(units, now_s)
             self._tell_silence(units, items)
+
+    def _ahead_after(self, units: int, now_s: float) -> float:
+        """How far losses and silence would run ahead of the clock with these."""
+        return max(0.0, self._ahead_s + units / self.clock_hz - max(0.0, now_s - self._ahead_at_s))
+
+    def _run_ahead(self, units: int, now_s: float) -> None:
+        self._ahead_s = self._ahead_after(units, now_s)
+        self._ahead_at_s = max(self._ahead_at_s, now_s)
 
     def _tell_silence(self, units: int, items: list[TimelineItem]) -> None:
         if units:

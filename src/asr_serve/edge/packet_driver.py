@@ -28,7 +28,9 @@ class PacketDriver(Protocol):
     """Driver of one UDP port. It drops, as early as it can, what no flow expects or what comes too fast.
 
     A datagram belongs to the flow of its SSRC if the flow expects this source or any; else to the flow of its source;
-    else to that of its address (a source with port 0). One thread calls `receive`; any thread makes the other calls,
+    else to that of its address (a source with port 0). A source from which a second flow was latched has no flow of its
+    own any more: there each flow has its SSRCs alone. Nor does a flow that was admitted by SSRC get those of flows that
+    have ended (the last 4,096 are remembered). One thread calls `receive`; any thread makes the other calls,
     but for `close`, after which nothing is received.
     """
 
@@ -43,8 +45,8 @@ class PacketDriver(Protocol):
     def admit_source(self, flow: int, source: bytes, per_s: float, burst: float) -> None:
         """Expects a source; one of port 0 is any port of its address."""
 
-    def latch(self, flow: int, source: bytes) -> None:
-        """Expects the flow from this source only."""
+    def latch(self, flow: int, source: bytes, ssrc: int) -> None:
+        """Expects the flow from this source only, with this SSRC too, in place of the last one that was latched."""
 
     def forget(self, flow: int) -> None:
         """Expects the flow no more."""

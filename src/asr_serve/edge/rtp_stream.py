@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
@@ -31,6 +31,8 @@ from asr_serve.errors import CorruptAudio
 from asr_serve.units import RATE_HZ, resampled_samples, samples_to_s
 
 DIGITS = "0123456789*#ABCD"
+DIGITS_REMEMBERED = 8
+"""Keys whose repeats are known: more than can be reordered."""
 MIN_SHIFT_S = 0.02
 """Shortest shift of timestamps that is told; shorter ones are counted."""
 SILENCE_BLOCK_S = 1
@@ -74,7 +76,8 @@ class RtpStream:
         self._last: tuple[float, int] | None = None
         """Arrival and timestamp of the last audio packet."""
         self._sent_units = 0
-        self._digit_timestamp: int | None = None
+        self._digit_timestamps: deque[int] = deque(maxlen=DIGITS_REMEMBERED)
+        """Timestamps of the last keys that were told."""
         self.packets = self._lost_before = 0
         self._samples: dict[str, Counter[int]] = {kind: Counter() for kind in ("received", "concealed", "silent")}
         """Samples of each kind by their rate: exact, whatever codecs come."""
@@ -131,14 +134,16 @@ class RtpStream:
         if units is None:
             return DropReason.BAD_PAYLOAD
         if self._buffer is None:
-            self._begin(packet, form, "first")
+            self._begin(packet, form, arrival_s, "first")
         elif packet.ssrc != self._ssrc:
             return self._consider(packet, units, arrival_s, "ssrc")
         elif form.is_audio and form.clock_hz != self._buffer.clock_hz:
-            self._begin(packet, form, "clock")
+            self._begin(packet, form, arrival_s, "clock")
         reason = self._accept(packet, units, arrival_s)
         if reason is DropReason.JUMP:
             return self._consider(packet, units, arrival_s, "sequence")
+        if reason is None:
+            self._candidate = None  # the stream goes on: two senders in turn are not one that has changed
         return reason
 
     def advance(self, now_s: float) -> list[GateOutput]:
@@ -190,15 +195,20 @@ class RtpStream:
             self._candidate = packet, units, arrival_s
             return DropReason.JUMP
         first = before[0]
-        self._begin(first, self._formats[first.payload_type], reason)
+        self._begin(first, self._formats[first.payload_type], before[2], reason)
         self._accept(*before)
         return self._accept(packet, units, arrival_s)
 
     def _begin(
-        self, packet: RtpPacket, form: PayloadFormat, reason: Literal["first", "ssrc", "sequence", "clock"]
+        self,
+        packet: RtpPacket,
+        form: PayloadFormat,
+        arrival_s: float,
+        reason: Literal["first", "ssrc", "sequence", "clock"],
     ) -> None:
         if self._buffer is not None:
             self._apply(self._buffer.finish())
+            self._apply(self._buffer.fill_until(arrival_s))
             self._lost_before += self._buffer.lost_packets
         same_clock = [each for each in self._formats.values() if each.is_audio and each.clock_hz == form.clock_hz]
         granule = max((each.granule for each in same_clock), default=1)
@@ -224,10 +234,10 @@ class RtpStream:
         self._meter.append(arrival_s, self._sent_units / clock_hz)
 
     def _tell_digit(self, packet: RtpPacket) -> None:
-        """Tells a key once, although several packets repeat it."""
+        """Tells a key once, although several packets repeat it, some of them behind the next key's."""
         event = packet.payload[0] if len(packet.payload) >= 4 else len(DIGITS)
-        if event < len(DIGITS) and packet.timestamp != self._digit_timestamp:
-            self._digit_timestamp = packet.timestamp
+        if event < len(DIGITS) and packet.timestamp not in self._digit_timestamps:
+            self._digit_timestamps.append(packet.timestamp)
             self._events.append(DigitPressed(position_s=samples_to_s(self.position), digit=DIGITS[event]))
 
     # --- the timeline ----------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from typing import Any
 
 HEADER_BYTES, KEY_BYTES = 12, 18
 MAX_BATCH, MAX_GATHER_US = 4_096, 100_000
+MAX_ENDED = 4_096
+"""SSRCs of flows that have ended, remembered."""
 
 Datagram = tuple[int, bytes, bytes, float]
 """Flow, source, payload, time of arrival by the monotonic clock."""
@@ -20,6 +22,19 @@ class _Flow:
     def __init__(self, source: bytes, per_s: float, burst: float) -> None:
         self.source, self.per_s, self.burst, self.tokens = source, per_s, burst, burst
         self.last_s = time.monotonic()
+        self.learned: int | None = None
+        """SSRC that is in the table because the sender uses it."""
+
+
+class _Source:
+    """Whose packets with an SSRC that nobody expects are. None are anybody's once two flows have come from there: they
+    may be a third caller's, or those of a flow that has ended."""
+
+    def __init__(self, flow: int | None = None) -> None:
+        self.flow = flow
+        self.admitted = self.shared = False
+        """Admitted: by its source, so any SSRC is the flow's."""
+        self.latched: set[int] = set()
 
 
 class PacketReceiver:
@@ -35,7 +50,8 @@ class PacketReceiver:
         """Held while a datagram is sorted; flows come and go in other threads."""
         self._flows: dict[int, _Flow] = {}
         self._by_ssrc: dict[int, int] = {}
-        self._by_source: dict[bytes, int] = {}
+        self._by_source: dict[bytes, _Source] = {}
+        self._ended: set[int] = set()
         names = ("received", "unknown_source", "over_rate", "truncated", "not_rtp", "checksum", "kernel")
         self._counts = dict.fromkeys(names, 0)
 
@@ -46,6 +62,7 @@ class PacketReceiver:
         with self._lock:
             self._flows[flow] = _Flow(source, per_s, burst)
             self._by_ssrc[ssrc] = flow
+            self._ended.discard(ssrc)
 
     def admit_source(self, flow: int, source: bytes, per_s: float, burst: float) -> None:
         """Expects a source; one of port 0 is any port of its address."""
@@ -53,21 +70,39 @@ class PacketReceiver:
             raise ValueError("a source is 16 bytes of address and 2 of port")
         with self._lock:
             self._flows[flow] = _Flow(b"", per_s, burst)
-            self._by_source[source] = flow
+            named = self._by_source.setdefault(source, _Source())
+            named.flow, named.admitted = flow, True
 
-    def latch(self, flow: int, source: bytes) -> None:
-        """Expects the flow from this source only."""
+    def latch(self, flow: int, source: bytes, ssrc: int) -> None:
+        """Expects the flow from this source only, with this SSRC too."""
         with self._lock:
-            if flow in self._flows:
-                self._flows[flow].source = source
-                self._by_source.setdefault(source, flow)
+            latched = self._flows.get(flow)
+            if latched is None:
+                return
+            if latched.learned not in (None, ssrc):  # one for each flow: a sender that changes it for ever adds nothing
+                if self._by_ssrc.get(latched.learned) == flow:
+                    del self._by_ssrc[latched.learned]
+                latched.learned = None
+            if ssrc not in self._by_ssrc:
+                self._by_ssrc[ssrc], latched.learned = flow, ssrc
+            if latched.source not in (b"", source):
+                self._leave(latched.source, flow)
+            latched.source = source
+            here = self._by_source.setdefault(source, _Source(flow))
+            here.shared = here.shared or bool(here.latched - {flow})
+            here.latched.add(flow)
 
     def forget(self, flow: int) -> None:
         """Expects the flow no more."""
         with self._lock:
             self._flows.pop(flow, None)
-            self._by_ssrc = {key: each for key, each in self._by_ssrc.items() if each != flow}
-            self._by_source = {key: each for key, each in self._by_source.items() if each != flow}
+            for ssrc in [key for key, each in self._by_ssrc.items() if each == flow]:
+                del self._by_ssrc[ssrc]
+                if len(self._ended) >= MAX_ENDED:
+                    self._ended.clear()
+                self._ended.add(ssrc)
+            for source in list(self._by_source):
+                self._leave(source, flow)
 
     def receive(self, timeout_ms: int) -> list[Datagram]:
         """Datagrams that are there, or come within this time. They are copies."""
@@ -114,13 +149,11 @@ class PacketReceiver:
             self._count("not_rtp")
             return None
         source = source_key(*address[:2])
-        number = self._by_ssrc.get(int.from_bytes(data[8:12], "big"))
+        number = self._find(int.from_bytes(data[8:12], "big"), source)
         if number is None:
-            number = self._by_source.get(source, self._by_source.get(source[:16] + b"\0\0"))
-        flow = None if number is None else self._flows[number]
-        if flow is None or number is None or flow.source not in (b"", source):
             self._count("unknown_source")
             return None
+        flow = self._flows[number]
         flow.tokens = min(flow.burst, flow.tokens + (now_s - flow.last_s) * flow.per_s)
         flow.last_s = now_s
         if flow.tokens < 1:
@@ -128,6 +161,27 @@ class PacketReceiver:
             return None
         flow.tokens -= 1
         return number, source, data, now_s
+
+    def _find(self, ssrc: int, source: bytes) -> int | None:
+        """The flow of an SSRC, if it expects this source or any; else that of the source; else that of its address."""
+        number = self._by_ssrc.get(ssrc)
+        if number is not None and self._flows[number].source in (b"", source):
+            return number
+        known = self._by_source.get(source, self._by_source.get(source[:16] + b"\0\0"))
+        if known is None or known.flow is None or known.shared or (not known.admitted and ssrc in self._ended):
+            return None
+        return known.flow if self._flows[known.flow].source in (b"", source) else None
+
+    def _leave(self, source: bytes, flow: int) -> None:
+        """Takes a flow out of a source, and forgets the source when nothing is left of it."""
+        known = self._by_source.get(source)
+        if known is None:
+            return
+        known.latched.discard(flow)
+        if known.flow == flow:
+            known.flow, known.admitted = None, False
+        if known.flow is None and not known.latched:
+            del self._by_source[source]
 
     def _count(self, reason: str) -> None:
         self._counts[reason] += 1

@@ -11,10 +11,12 @@
 #include <mutex>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace packets {
 
+constexpr size_t MAX_ENDED = 4096;  // SSRCs of flows that have ended, remembered
 constexpr size_t KEY_BYTES = 18;  // an IPv6 address, or IPv4 mapped into one, and a port in network order
 using Key = std::array<char, KEY_BYTES>;
 
@@ -51,25 +53,44 @@ class FlowTable {
     std::lock_guard lock(mutex);
     add(flow, source, per_s, burst);
     by_ssrc_[ssrc] = flow;
+    ended_.erase(ssrc);
   }
   void admit_source(uint64_t flow, const Key& source, double per_s, double burst) {
     std::lock_guard lock(mutex);
     add(flow, nullptr, per_s, burst);
-    by_source_[source] = flow;
+    Source& named = by_source_[source];
+    named.flow = flow;
+    named.admitted = true;
   }
-  void latch(uint64_t flow, const Key& source) {
+  void latch(uint64_t flow, const Key& source, uint32_t ssrc) {
     std::lock_guard lock(mutex);
     auto found = flows_.find(flow);
     if (found == flows_.end()) return;
-    found->second.pinned = true;
-    found->second.source = source;
-    by_source_.emplace(source, flow);  // further SSRCs of the same sender, unless they are another session's
+    Flow& latched = found->second;
+    if (latched.learned && latched.ssrc != ssrc) {  // one for each flow: a sender that changes it for ever adds nothing
+      auto old = by_ssrc_.find(latched.ssrc);
+      if (old != by_ssrc_.end() && old->second == flow) by_ssrc_.erase(old);
+    }
+    latched.learned = by_ssrc_.emplace(ssrc, flow).second || (latched.learned && latched.ssrc == ssrc);
+    latched.ssrc = ssrc;
+    if (latched.pinned && latched.source != source) leave(latched.source, flow);
+    latched.pinned = true;
+    latched.source = source;
+    auto [at, is_new] = by_source_.emplace(source, Source{flow});
+    Source& here = at->second;
+    if (!is_new && !here.latched.empty() && !here.latched.contains(flow)) here.shared = true;
+    here.latched.insert(flow);
   }
   void forget(uint64_t flow) {
     std::lock_guard lock(mutex);
     flows_.erase(flow);
-    std::erase_if(by_ssrc_, [&](const auto& each) { return each.second == flow; });
-    std::erase_if(by_source_, [&](const auto& each) { return each.second == flow; });
+    std::erase_if(by_ssrc_, [&](const auto& each) {
+      if (each.second != flow) return false;
+      if (ended_.size() >= MAX_ENDED) ended_.clear();
+      ended_.insert(each.first);
+      return true;
+    });
+    for (auto at = by_source_.begin(); at != by_source_.end();) at = without(at->second, flow) ? by_source_.erase(at) : ++at;
   }
 
   // Appends a datagram that a flow expects; counts why not. With the mutex held.
@@ -92,33 +113,57 @@ class FlowTable {
     Key source;
     double per_ns, burst, tokens;
     int64_t last_ns;
+    bool learned = false;  // whether `ssrc` is in the table because the sender uses it
+    uint32_t ssrc = 0;
   };
+  // Whose packets with an SSRC that nobody expects are. None are anybody's once two flows have come from there: they may be
+  // a third caller's, or those of a flow that has ended.
+  struct Source {
+    uint64_t flow = 0;      // 0: none
+    bool admitted = false;  // by its source: any SSRC is the flow's
+    bool shared = false;
+    std::unordered_set<uint64_t> latched = {};
+  };
+
+  // Takes a flow out of a source; returns whether nothing is left of it.
+  static bool without(Source& source, uint64_t flow) {
+    source.latched.erase(flow);
+    if (source.flow == flow) source.flow = 0, source.admitted = false;
+    return source.latched.empty() && !source.flow;
+  }
+  void leave(const Key& key, uint64_t flow) {
+    auto found = by_source_.find(key);
+    if (found != by_source_.end() && without(found->second, flow)) by_source_.erase(found);
+  }
 
   void add(uint64_t flow, const Key* source, double per_s, double burst) {
     flows_[flow] = Flow{source != nullptr, source ? *source : Key{}, per_s * 1e-9, burst, burst, now_ns(CLOCK_MONOTONIC)};
   }
 
-  // The flow of an SSRC, if it is this source's; else that of the source; else that of its address.
+  // The flow of an SSRC, if it expects this source or any; else that of the source; else that of its address.
   Flow* find(uint32_t ssrc, const Key& key, uint64_t& id) {
-    if (auto named = by_ssrc_.find(ssrc); named != by_ssrc_.end()) {
-      id = named->second;
-    } else {
-      auto known = by_source_.find(key);
-      if (known == by_source_.end()) {
-        Key any = key;
-        any[16] = any[17] = 0;
-        known = by_source_.find(any);
-        if (known == by_source_.end()) return nullptr;
-      }
-      id = known->second;
+    if (auto named = by_ssrc_.find(ssrc); named != by_ssrc_.end())
+      if (Flow* flow = expecting(id = named->second, key)) return flow;
+    auto known = by_source_.find(key);
+    if (known == by_source_.end()) {
+      Key any = key;
+      any[16] = any[17] = 0;
+      known = by_source_.find(any);
+      if (known == by_source_.end()) return nullptr;
     }
+    const Source& source = known->second;
+    if (!source.flow || source.shared || (!source.admitted && ended_.contains(ssrc))) return nullptr;
+    return expecting(id = source.flow, key);
+  }
+  Flow* expecting(uint64_t id, const Key& key) {
     Flow& flow = flows_.at(id);
     return !flow.pinned || flow.source == key ? &flow : nullptr;
   }
 
   std::unordered_map<uint64_t, Flow> flows_;
   std::unordered_map<uint32_t, uint64_t> by_ssrc_;
-  std::unordered_map<Key, uint64_t, KeyHash> by_source_;
+  std::unordered_map<Key, Source, KeyHash> by_source_;
+  std::unordered_set<uint32_t> ended_;
 };
 
 }  // namespace packets

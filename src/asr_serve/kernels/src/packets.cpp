@@ -151,7 +151,7 @@ class Receiver {
   void admit_source(uint64_t flow, const nb::bytes& source, double per_s, double burst) {
     flows_.admit_source(flow, read_key(source), per_s, burst);
   }
-  void latch(uint64_t flow, const nb::bytes& source) { flows_.latch(flow, read_key(source)); }
+  void latch(uint64_t flow, const nb::bytes& source, uint32_t ssrc) { flows_.latch(flow, read_key(source), ssrc); }
   void forget(uint64_t flow) { flows_.forget(flow); }
 
   nb::object receive(int timeout_ms) {
@@ -385,7 +385,7 @@ NB_MODULE(_packets, m) {
            "Expect an SSRC, of one source or, for no bytes, of any.")
       .def("admit_source", &Receiver::admit_source, "flow"_a, "source"_a, "per_s"_a, "burst"_a,
            "Expect a source; one of port 0 is any port of its address.")
-      .def("latch", &Receiver::latch, "flow"_a, "source"_a, "Expect the flow from this source only.")
+      .def("latch", &Receiver::latch, "flow"_a, "source"_a, "ssrc"_a, "Expect the flow from this source only, with this SSRC too.")
       .def("forget", &Receiver::forget, "flow"_a, "Expect the flow no more.")
       .def("receive", &Receiver::receive, "timeout_ms"_a,
            "(flow, source, payload, arrival) of datagrams that are there, or come within this time.")

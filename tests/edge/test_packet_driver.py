@@ -226,7 +226,7 @@ def test_gathered_packets_come_in_one_batch(module: Any) -> None:
             batches.clear()
             while sum(batches) < 5:
                 batches.append(len(receiver.receive(WAIT_S * 1_000)))
-            thread.join()
+            thread.join(WAIT_S)
             sender.close()
             receiver.close()
             with pytest.raises(RuntimeError, match="closed"):
@@ -260,7 +260,7 @@ def test_flows_come_and_go_while_another_thread_receives(receiving: Receiving) -
         assert found == packets
     finally:
         over.set()
-        thread.join()
+        thread.join(WAIT_S)
     sender.close()
 
 

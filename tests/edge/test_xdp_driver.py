@@ -438,7 +438,7 @@ def test_a_flood_of_others_costs_no_packet_of_a_call(wire: PacketWire, driver: X
         thread.join(WAIT_S)
     finally:
         over.set()
-        thread.join()
+        thread.join(60)
     assert found == [packet(number) for number in numbers]
     counts = driver.counts()
     assert counts["kernel"] == 0

@@ -397,7 +397,8 @@ class Telephone:
             raise
         media = self._media[call.tag] = _Media(created.id, audio, chosen, playout, sender, source)
         self._calls[created.id] = call
-        if audio.is_held:
+        # `sendonly` from the beginning is no hold: a recorder sends so what it wants to be heard.
+        if audio.direction == "inactive" or audio.is_unspecified:
             self._hold(media)
 
     def _create_sender(self, call: SipCall, audio: AudioDescription) -> SrtpSender | None:

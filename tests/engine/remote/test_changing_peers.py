@@ -135,7 +135,9 @@ def test_a_peer_that_leaves_answers_what_it_has(encoder, decoder, expected) -> N
         assert not left.done(), "it has batches of this engine"
     assert tokens_of(tickets) == expected[:3]
     left.result(WAIT_S)
-    assert (first.worker.encoded, second.worker.encoded) == (given, len(CLIPS) - given)
+    assert first.worker.encoded == given
+    # What came while the first was leaving and the second not connected yet, the decoder has encoded itself.
+    assert len(CLIPS[3:]) <= second.worker.encoded <= len(CLIPS) - given
 
 
 def test_an_engine_is_closed_while_a_peer_leaves(encoder, expected) -> None:

@@ -73,7 +73,7 @@ def doctor(
         bool, typer.Option("--edge", help="Show instead what this host allows `asr-serve edge`, and what mends it.")
     ] = False,
     interface: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With --edge: this network interface only.", show_default="all")
+        str | None, typer.Option(metavar="NAME", help="Network interface that --edge looks at.", show_default="all")
     ] = None,
     as_json: AsJson = False,
 ) -> int:

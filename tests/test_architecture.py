@@ -21,6 +21,7 @@ SOURCES = sorted(path for package in (PACKAGE, TOOLS) for path in package.rglob(
 BROAD_EXCEPT = {
     "cluster/control.py",
     "edge/edge_service.py",  # the thread that receives for all sessions
+    "edge/telephone.py",  # events of all calls
     "engine/loop.py",
     "engine/remote/encode_client.py",
     "engine/remote/peer_pool.py",

@@ -140,7 +140,7 @@ def test_floods_and_hostile_packets_disturb_nobody(
     edge: RunningEdge, sender: RtpSender, speech: np.ndarray, expected: str, rng: np.random.Generator
 ) -> None:
     session, victim = edge.create(), edge.create()
-    attacker = RtpSender(edge.driver.port)
+    attacker, other = RtpSender(edge.driver.port), RtpSender(edge.driver.port)
     sender.send(l16_packets(speech[:UNITS], session.ssrc))  # its source is known from now on
     edge.taken(session.id, 1)
     packets = l16_packets(speech, session.ssrc)
@@ -151,7 +151,7 @@ def test_floods_and_hostile_packets_disturb_nobody(
         wrong = packet[:2] + noise[:2] + packet[4:]
         lengths = bytes([0xBF]) + packet[1:12] + noise
         attacker.send([noise, b"\x80" + noise, spoofed, wrong, lengths], 0)
-        attacker.send([bytes([packet[0], 97]) + noise[:6] + victim.ssrc.to_bytes(4, "big") + noise], 0)
+        other.send([bytes([packet[0], 97]) + noise[:6] + victim.ssrc.to_bytes(4, "big") + noise], 0)
     edge.taken(session.id, len(packets))
     events = edge.end(session.id)
     assert text_of(events) == expected
@@ -159,6 +159,7 @@ def test_floods_and_hostile_packets_disturb_nobody(
     assert edge.metric("asr_serve_edge_dropped_packets_total", reason="unknown_source") > len(packets)
     edge.end(victim.id)
     attacker.close()
+    other.close()
 
 
 def test_a_server_that_is_away_and_one_that_forgot_lose_no_word(

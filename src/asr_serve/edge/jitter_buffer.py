@@ -99,8 +99,8 @@ class JitterBuffer:
         """Ticks of silence told since the last packet, before anybody knew."""
         self._last_arrival_s = 0.0
         self._ahead_s = self._ahead_at_s = 0.0
-        """How far losses and silence that were told run ahead of the clock, and the time at which they did. The clock
-        takes it back, so that a stall, or a sender whose clock is fast, does not use it up for the rest of a call."""
+        """Lead of told losses and silence over the clock, and the time at which they had it. The clock takes it back, so
+        that a stall, or a sender whose clock is fast, does not use it up for the rest of a call."""
         self.received_units = self.lost_units = self.silent_units = 0
         self.lost_packets = 0
 
@@ -227,7 +227,7 @@ class JitterBuffer:
             self._tell_silence(units, items)
 
     def _ahead_after(self, units: int, now_s: float) -> float:
-        """How far losses and silence would run ahead of the clock with these."""
+        """Lead of losses and silence over the clock, once these are told too."""
         return max(0.0, self._ahead_s + units / self.clock_hz - max(0.0, now_s - self._ahead_at_s))
 
     def _run_ahead(self, units: int, now_s: float) -> None:

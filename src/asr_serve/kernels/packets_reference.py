@@ -27,8 +27,8 @@ class _Flow:
 
 
 class _Source:
-    """Whose packets with an SSRC that nobody expects are. None are anybody's once two flows have come from there: they
-    may be a third caller's, or those of a flow that has ended."""
+    """Owner of a source's packets with an SSRC that nobody expects. They have none once two flows have come from there:
+    they may be a third caller's, or those of a flow that has ended."""
 
     def __init__(self, flow: int | None = None) -> None:
         self.flow = flow

@@ -25,7 +25,7 @@ T4_S = 5.0
 TIMEOUT_S = 64 * T1_S
 MAX_TRANSACTIONS = 4_096
 RESERVED_TRANSACTIONS = 1_024
-"""Those of them that only dialogs and trusted hosts may begin."""
+"""Transactions, of all, that only dialogs and trusted hosts may begin."""
 MAX_TRANSACTIONS_PER_SOURCE = 1_024
 """Requests of one host outside dialogs; one that is trusted has no such bound."""
 RETRY_AFTER_S = 5

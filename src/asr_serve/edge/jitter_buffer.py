@@ -99,8 +99,8 @@ class JitterBuffer:
         """Ticks of silence told since the last packet, before anybody knew."""
         self._last_arrival_s = 0.0
         self._ahead_s = self._ahead_at_s = 0.0
-        """Lead of told losses and silence over the clock, and the time at which they had it. The clock takes it back, so
-        that a stall, or a sender whose clock is fast, does not use it up for the rest of a call."""
+        """Lead of told losses and silence over the clock, and the time at which they had it. The clock takes it
+        back, so that a stall, or a sender whose clock is fast, does not use it up for the rest of a call."""
         self.received_units = self.lost_units = self.silent_units = 0
         self.lost_packets = 0
 

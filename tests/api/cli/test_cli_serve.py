@@ -15,7 +15,7 @@ import typer.main
 from typer.testing import CliRunner, Result
 
 from asr_serve.api.cli import app
-from asr_serve.api.cli.exit_codes import USAGE
+from asr_serve.api.cli.exit_codes import FAILED, USAGE
 from asr_serve.api.cli.serve import FLAGS
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.config_sources import all_settings
@@ -130,7 +130,6 @@ def test_the_environment_is_read(started: list[ServeConfig], monkeypatch: pytest
         (["--alias", "whisper-1"], "aliases='whisper-1' (flag --alias)"),
         (["-m", "a", "-m", "b", "-m", "c"], "max_models=3 or more"),
         (["--api-key", ""], "api_keys is empty (flag --api-key)"),
-        (["--config", "no-such.toml"], "no-such.toml: No such file"),
         (["--role", "half"], "engine.role='half' (flag --role). both, decode, encode"),
         (["--peer", "here"], "engine.peers=('here',) (flag --peer). a list; each one host:port"),
         (["--set", "engine.kv_bytes=0"], "engine.kv_bytes=0 (flag --set). a whole number, 1 or more"),
@@ -140,6 +139,12 @@ def test_invalid_settings_stop_the_server(started: list[ServeConfig], arguments:
     result = invoke(*arguments)
     assert said in result.stderr
     assert (started, result.stdout, result.exit_code) == ([], "", USAGE)
+
+
+def test_a_config_file_that_is_not_there_stops_the_server(started: list[ServeConfig]) -> None:
+    result = invoke("--config", "no-such.toml")
+    assert "no-such.toml cannot be read: No such file" in result.stderr
+    assert (started, result.stdout, result.exit_code) == ([], "", FAILED)
 
 
 @pytest.mark.parametrize(

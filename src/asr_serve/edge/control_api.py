@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from asr_serve.edge.edge_service import EdgeService, EdgeSessionRequest
-from asr_serve.edge.event_log import EdgeEventLog
 from asr_serve.edge.telephone import CallRequest, Telephone
 from asr_serve.errors import AsrServeError, ClientGone, InvalidKey, MalformedRequest, NoSuchRoute, UnsupportedMediaType
 from asr_serve.metrics import CONTENT_TYPE
 from asr_serve.server.middleware.error_handlers import JSON, error_response
-from asr_serve.server.server_sent_events import EVENT_STREAM, KEEP_ALIVE, KEEP_ALIVE_S
+from asr_serve.server.server_sent_events import stream_log
 
 MAX_BODY_BYTES = 1 << 16
 PATH = "/v1/edge/sessions"
 CALLS_PATH = "/v1/edge/calls"
 PLAY_RATE_HZ = 24_000
 """Rate of audio to be played, where none is named: that of /v1/audio/speech."""
-MAX_EVENT_NUMBER = 10**12
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -71,8 +69,7 @@ def create_control_api(service: EdgeService, telephone: Telephone | None = None)
 
     async def events(request: Request) -> Response:
         log = service.events(request.path_params["id"])
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_sse(log, _last_event(request)), media_type=EVENT_STREAM, headers=headers)
+        return stream_log(request, log, "events of an edge session")
 
     def line() -> Telephone:
         if telephone is None:
@@ -88,8 +85,7 @@ def create_control_api(service: EdgeService, telephone: Telephone | None = None)
         return _json(await line().place_call(asked), 201)
 
     async def call_events(request: Request) -> Response:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_sse(line().events, _last_event(request)), media_type=EVENT_STREAM, headers=headers)
+        return stream_log(request, line().events, "events of an edge session")
 
     async def play(request: Request) -> Response:
         rate = request.query_params.get("rate", str(PLAY_RATE_HZ))
@@ -153,19 +149,6 @@ async def _read_json(request: Request) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise MalformedRequest(f"a body of over {MAX_BODY_BYTES} bytes came", f"up to {MAX_BODY_BYTES} bytes")
     return bytes(body)
-
-
-def _last_event(request: Request) -> int:
-    text = request.headers.get("last-event-id") or request.query_params.get("after", "0")
-    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= MAX_EVENT_NUMBER):
-        raise MalformedRequest(f"after={text[:60]!r}", "the number of an event, or 0 for all")
-    return int(text)
-
-
-async def _sse(log: EdgeEventLog, after: int) -> AsyncIterator[bytes]:
-    yield b": events of an edge session\n\n"
-    async for event in log.listen(after, KEEP_ALIVE_S):
-        yield KEEP_ALIVE if event is None else event.sse
 
 
 def _json(value: object, status: int = 200) -> Response:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from asr_serve.edge.event_log import EdgeEventLog
 from asr_serve.errors import (
     ClientGone,
     MalformedRequest,
@@ -46,7 +44,7 @@ from asr_serve.server.realtime.stream.session_manager import StreamSessionManage
 from asr_serve.server.realtime.webrtc.call import Call
 from asr_serve.server.realtime.webrtc.call_manager import CallManager
 from asr_serve.server.realtime.webrtc.stream_conversation import StreamCallConversation
-from asr_serve.server.server_sent_events import EVENT_STREAM, KEEP_ALIVE, KEEP_ALIVE_S
+from asr_serve.server.server_sent_events import EVENT_STREAM, stream_log
 from asr_serve.server.uploads.multipart_form import FormLimits, MultipartForm
 from asr_serve.server.uploads.spool import Spool
 
@@ -59,7 +57,6 @@ EVENTS_LABEL = "oai-events"
 MAX_BODY_BYTES = 256 << 10
 BODY_TIMEOUT_S = 10.0
 SESSION_EXAMPLE = '{"type":"transcription"}'
-MAX_EVENT_NUMBER = 10**12
 FORM_LIMITS = FormLimits(max_fields=4, max_field_bytes=MAX_BODY_BYTES)
 CALL_HEADERS = ("location", "etag", "link")
 """Headers of answers, beside the usual ones, that pages of other origins read."""
@@ -160,8 +157,7 @@ class CallRoutes:
     async def whip_events(self, request: Request) -> Response:
         """Events of a session, those from before included, as server-sent events."""
         log = self._calls.events(request_context(request.scope).client, request.path_params["call_id"])
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_sse(log, _last_event(request)), media_type=EVENT_STREAM, headers=headers)
+        return stream_log(request, log, "events of a call")
 
     # --- both ------------------------------------------------------------------------------------------
 
@@ -297,16 +293,3 @@ def _created(sdp: str, location: str, headers: dict[str, str]) -> Response:
 def _etag(call: Call) -> str:
     """Entity tag of the ICE session, which never changes: a lite agent is not restarted."""
     return f'"{call.id}"'
-
-
-def _last_event(request: Request) -> int:
-    text = request.headers.get("last-event-id") or request.query_params.get("after", "0")
-    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= MAX_EVENT_NUMBER):
-        raise MalformedRequest(f"after={text[:60]!r}", "the number of an event, or 0 for all")
-    return int(text)
-
-
-async def _sse(log: EdgeEventLog, after: int) -> AsyncIterator[bytes]:
-    yield b": events of a call\n\n"
-    async for event in log.listen(after, KEEP_ALIVE_S):
-        yield KEEP_ALIVE if event is None else event.sse

@@ -2,7 +2,8 @@
 
     pytest -n 0 --through-cluster tests/server/test_openai_realtime.py
 
-Tests that look into the process of their server, or replace code in it, are skipped.
+Tests that look into the process of their server, or replace code in it, are skipped, and so are those marked
+`one_server`, with their reason.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.config.getoption(THROUGH_CLUSTER):
+        if marker := item.get_closest_marker("one_server"):
+            pytest.skip(marker.args[0])
         names = set(getattr(item, "fixturenames", ()))
         if not names & OWN_SERVERS:
             pytest.skip("it uses no server of the shared fixtures")

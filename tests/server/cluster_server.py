@@ -109,6 +109,8 @@ class IngressHost:
         while line := self._process.stdout.readline():
             if found := re.match(r"ready (http://\S+)", line):
                 return found[1]
+            if line.startswith("failed "):
+                raise AssertionError(json.loads(line.removeprefix("failed ")))
         raise AssertionError(self._log.read_text()[-5_000:])
 
     def ingress(self, **settings: Any) -> ClusterServer:

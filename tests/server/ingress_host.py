@@ -1,5 +1,8 @@
-"""Ray on this machine with replicas of models, and an ingress for each line that this program reads: JSON with its name
-and the settings of a server. It answers each with a line, `ready URL`. `{"end": NAME}` ends one."""
+"""Ray on this machine with replicas of models, and an ingress for each line that this program reads.
+
+A line is JSON with its name and the settings of a server. The answer is a line: `ready URL`, or `failed` and why.
+`{"end": NAME}` ends one.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import sys
 import threading
 
 from ray import serve
+from ray.exceptions import RayError
 
 from asr_serve.cluster import application, cluster_config, control
 
@@ -31,8 +35,12 @@ def main() -> None:
             names = [each.model for each in config.models]
             handles = {name: serve.get_deployment_handle(name, application.APPLICATION) for name in names}
             made = application.ingress(config, "machine", application.cluster_key(), handles)
-            handle = serve.run(made, name=request["start"], route_prefix=None, external_scaler_enabled=True)
-            print("ready", handle.describe.remote().result(timeout_s=WAIT_S)["url"], flush=True)
+            try:
+                handle = serve.run(made, name=request["start"], route_prefix=None, external_scaler_enabled=True)
+                print("ready", handle.describe.remote().result(timeout_s=WAIT_S)["url"], flush=True)
+            except (RuntimeError, RayError, TimeoutError) as error:  # the others go on
+                serve.delete(request["start"], _blocking=False)
+                print("failed", json.dumps(str(error)), flush=True)
     finally:
         control.shut_down()
 

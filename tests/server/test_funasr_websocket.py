@@ -612,6 +612,7 @@ def test_defaults_are_read_once_and_checked_once_for_each_model(serve, tmp_path,
         FunAsrSessionDefaults(ServeConfig(funasr_hotwords_file=str(words)))
 
 
+@pytest.mark.one_server("an ingress that starts refuses defaults that its models cannot follow")
 @pytest.mark.parametrize("path", ["/", "/ws"])
 def test_defaults_of_another_model_are_left_out(serve, tmp_path, beckett_pcm, path):
     """The server of this socket's model has defaults for another one."""
@@ -627,6 +628,7 @@ def test_defaults_of_another_model_are_left_out(serve, tmp_path, beckett_pcm, pa
 # --- what is told of it -----------------------------------------------------------------------------------
 
 
+@pytest.mark.one_server("an ingress tells the metrics of its replicas too, and logs in its own process")
 def test_metrics_and_one_line(serve, beckett_pcm, caplog):
     caplog.set_level("INFO", "asr_serve.access")
     server = serve(api_keys=("k1",))

@@ -734,6 +734,7 @@ def test_a_client_that_never_reads_is_dropped(server, speech, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.one_server("an ingress tells the metrics of its replicas too, and logs in its own process")
 async def test_metrics_and_one_line(serve, speech, caplog):
     caplog.set_level("INFO", "asr_serve.access")
     server = serve(api_keys=("k1",), aliases=ALIASES)

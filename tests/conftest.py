@@ -12,6 +12,7 @@ from allowed_skips import pytest_configure as pytest_configure
 from case_tiers import pytest_itemcollected as pytest_itemcollected
 from children import restore_sigint
 from file_order import pytest_collection_modifyitems as pytest_collection_modifyitems
+from shared_certificates import share_certificates
 from through_cluster import pytest_addoption as pytest_addoption
 from through_cluster import pytest_runtest_call as pytest_runtest_call
 from through_cluster import pytest_runtest_setup as pytest_runtest_setup
@@ -20,6 +21,7 @@ from asr_serve.config import limit_openmp_spinning
 from asr_serve.engine import executor
 
 restore_sigint()  # before any test starts a process
+share_certificates()
 limit_openmp_spinning()  # before any test loads torch: the servers some of them start want the same cores
 executor.CHECKS_PER_IDLE = executor.MAX_CHECKS = 1 << 30  # an engine that does nothing looks through all that it holds
 

@@ -1,5 +1,5 @@
-"""Environments of other Pythons, which `make vllm` and `make clients` build. `.ci/run` builds them beside the tests:
-those that want one are late in `tests/file_order.py`, and wait here if it is not whole yet.
+"""Environments of other Pythons, which `make vllm` and `make clients` build. `.ci/run` builds them beside all
+else: tests that want one are late in `tests/file_order.py`, and wait here if it is not whole yet.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import wave
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ PACKAGE = ROOT / "src" / "asr_serve"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *(ROOT / d / "README.md" for d in ("bench", "deploy"))])
 ADDRESS = "http://127.0.0.1:8000"
 """Where the documents have their server. The tests put that of one they have started in its place."""
+EXAMPLE_S = 12
+"""Of speech in the files that the documents name."""
 BLOCK = re.compile(r"(<!-- not run:[^\n]*-->\n+)?^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -102,12 +105,17 @@ def check_command(command: object, words: list[str], line: str) -> None:
 
 @pytest.fixture
 def beside_audio(packaged_speech: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to run examples in, with the files that they name."""
+    """A folder to run examples in, with the files that they name. One thread: the tests run in two processes."""
+    with wave.open(str(packaged_speech / "two_cities.wav")) as whole:
+        settings, begun = whole.getparams(), whole.readframes(EXAMPLE_S * whole.getframerate())
     for name in ("talk.wav", "call.wav", "two_cities.wav"):
-        shutil.copy(packaged_speech / "two_cities.wav", tmp_path / name)
+        with wave.open(str(tmp_path / name), "wb") as short:
+            short.setparams(settings)
+            short.writeframes(begun)
     for name in ("beckett.wav", "endgame_nagg_nell.wav"):
         shutil.copy(packaged_speech / name, tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ASR_SERVE_THREADS", "1")
     return tmp_path
 
 

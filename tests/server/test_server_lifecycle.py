@@ -25,6 +25,9 @@ import pytest
 from children import Child
 from raw_http import Raw, field, file_head
 
+from asr_serve.config import ServeConfig
+from asr_serve.engine.process.startup_checks import StartupNames, check_names
+from asr_serve.errors import OptionError
 from asr_serve.server.silent_connections import SILENT_MS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +55,7 @@ class Served:
                     "serve",
                     "--port",
                     str(self.port),
-                    *("--voice", "none"),
+                    *("--voice", "none", "--set", "engine_threads=1"),
                     *flags,
                 ],
                 stdout=out,
@@ -112,12 +115,12 @@ def served(tmp_path: Path) -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture(scope="module")
 def clips(packaged_speech: Path) -> list[bytes]:
-    """Twelve files of 2 to 7.5 s, from different places of one recording: each says something else."""
+    """Twelve files of 2 to 4.2 s, from different places of one recording: each says something else."""
     with wave.open(str(packaged_speech / "two_cities.wav")) as whole:
         rate, frames = whole.getframerate(), whole.readframes(whole.getnframes())
     made = []
     for number in range(12):
-        start, length = int(3.4 * number * rate), int((2 + number / 2) * rate)
+        start, length = int(3.4 * number * rate), int((2 + number / 5) * rate)
         out = io.BytesIO()
         with wave.open(out, "wb") as file:
             file.setnchannels(1)
@@ -134,11 +137,16 @@ def ask(http: httpx.Client, clip: bytes) -> str:
     return str(answer.json()["text"])
 
 
-def texts_alone(server: Served, clips: list[bytes]) -> list[str]:
+@pytest.fixture(scope="module")
+def texts(clips: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Every clip's text when nobody else asks."""
-    server.until_ready()
-    with httpx.Client(base_url=server.url, timeout=WAIT_S) as http:
-        found = [ask(http, clip) for clip in clips]
+    server = Served(tmp_path_factory.mktemp("alone") / "log", "--dtype", "fp32")
+    try:
+        server.until_ready()
+        with httpx.Client(base_url=server.url, timeout=WAIT_S) as http:
+            found = [ask(http, clip) for clip in clips]
+    finally:
+        assert server.stop() == 0
     assert len(set(found)) == len(found), "texts must tell the clips apart"
     return found
 
@@ -198,10 +206,8 @@ def expect_nothing_held(server: Served) -> None:
 
 
 @pytest.mark.slow
-def test_many_clients_of_whom_some_leave(served, clips):
-    alone, server = served("--dtype", "fp32"), served("--dtype", "fp32", "--log-format", "json")
-    texts = texts_alone(alone, clips)
-    assert alone.stop() == 0
+def test_many_clients_of_whom_some_leave(served, clips, texts):
+    server = served("--dtype", "fp32", "--log-format", "json")
     server.until_ready()
     sizes = []
     for seed in range(4):
@@ -218,9 +224,9 @@ def test_many_clients_of_whom_some_leave(served, clips):
     assert server.stop() == 0
 
 
-def test_an_engine_killed_under_load_costs_nobody_the_answer(served, clips):
+def test_an_engine_killed_under_load_costs_nobody_the_answer(served, clips, texts):
     server = served("--dtype", "fp32", "--set", "engine.prefix_bytes=0")  # a clip that comes again is computed again
-    texts = texts_alone(server, clips)
+    server.until_ready()
 
     async def run() -> list[tuple[int, str]]:
         load = asyncio.create_task(many(server, clips, clients=12, rounds=2, leave=0.0))
@@ -238,9 +244,9 @@ def test_an_engine_killed_under_load_costs_nobody_the_answer(served, clips):
 
 
 @pytest.mark.slow
-def test_a_stop_under_load_loses_no_request_that_was_accepted(served, clips):
+def test_a_stop_under_load_loses_no_request_that_was_accepted(served, clips, texts):
     server = served("--dtype", "fp32", "--set", "engine.prefix_bytes=0")  # a clip that comes again is computed again
-    texts = texts_alone(server, clips)
+    server.until_ready()
     outcomes: list[tuple[int, str | int]] = []
 
     async def client(number: int, http: httpx.AsyncClient) -> None:
@@ -348,14 +354,11 @@ def test_the_engine_ends_with_a_server_that_is_killed(served):
         (("--model", "moonshine-tiny"), 2, "there is no model 'moonshine-tiny'.*did you mean 'moonshine-tiny-en'"),
         (("--weights", "/no/such/folder"), 2, "no-such|/no/such/folder"),
         (("--host", "203.0.113.7"), 2, "cannot be listened on"),
-        (("--alias", "foo=hibary"), 2, "for the alias 'foo': 'hibary'.*did you mean 'hibari'"),
-        (("--voice", "fastpich-en"), 2, "speech synthesis model 'fastpich-en'.*did you mean 'fastpitch-en'"),
-        (("--voice", "whisper-tiny"), 2, "voice=whisper-tiny, which recognizes speech"),
         (("--device", "gpu"), 2, "device='gpu'.*auto, cpu, cuda or cuda:N"),
         (("--device", "cuda:99"), 2, "device 'cuda:99'"),
         (("--dtype", "fp23"), 2, "did you mean 'fp32'"),
     ],
-    ids=["model", "weights", "host", "alias", "voice", "no voice", "device", "no such device", "dtype"],
+    ids=["model", "weights", "host", "device", "no such device", "dtype"],
 )
 def test_a_start_that_fails_says_why_and_ends(served, flags, code, says):
     server = served(*flags)
@@ -364,6 +367,23 @@ def test_a_start_that_fails_says_why_and_ends(served, flags, code, says):
     assert re.search(says, log), log
     assert "Traceback" not in log
     assert "Listening" not in log, "a wrong setting is found before the server listens"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"aliases": {"foo": "hibary"}}, "for the alias 'foo': 'hibary'.*did you mean 'hibari'"),
+        ({"voice": "fastpich-en"}, "speech synthesis model 'fastpich-en'.*did you mean 'fastpitch-en'"),
+        ({"voice": "whisper-tiny"}, "voice=whisper-tiny, which recognizes speech"),
+    ],
+    ids=["alias", "voice", "no voice"],
+)
+def test_the_check_before_the_start_names_what_is_wrong(settings, says):
+    """What the process that checks would say, without one."""
+    names = StartupNames.of(ServeConfig(**settings), None, ())
+    assert not names.known_to_be_valid
+    with pytest.raises(OptionError, match=says):
+        check_names(names)
 
 
 def test_a_cache_that_cannot_be_written_is_named_without_a_traceback(served, tmp_path, monkeypatch):

@@ -107,7 +107,7 @@ describe("with a server", { skip, timeout: 240_000 }, () => {
   });
 
   test("connections cut at random moments", async () => {
-    for (let seed = 1; seed <= 4; seed++) {
+    for (let seed = 1; seed <= 2; seed++) {
       let cuts = 0;
       const found = await run(async (n) => {
         await pause(20); // five times as fast as speech
@@ -149,7 +149,7 @@ describe("with a server", { skip, timeout: 240_000 }, () => {
 
   test("cut while a flush and the end are under way: each is answered once", async () => {
     const runs = new Set<string>();
-    for (const ms of [0, 2, 5, 10, 20, 40, 80, 160]) {
+    for (const ms of [0, 5, 20, 80]) {
       const made = stream();
       const [seen, turns]: string[][] = [[], []];
       made.on("flushed", ({ id }) => seen!.push(id));

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -33,7 +32,7 @@ from asr_serve.engine.process.supervisor import Supervisor
 from asr_serve.errors import Cancelled, EngineClosed, EngineCrashed, UnknownModel, WeightsCorrupt
 
 MODEL = "moonshine-tiny-en"
-CONFIG = EngineConfig(max_decode_rows=8, kv_bytes=1 << 20, max_sessions=6)
+CONFIG = EngineConfig(max_decode_rows=8, kv_bytes=1 << 20, max_sessions=6, prefix_bytes=0)
 ONCE = SearchOptions(temperatures=(0.0,))
 CLIPS = [clip(seed, 16_000 + 7_919 * seed) for seed in range(12)]
 StartEngine = Callable[..., EngineClient]
@@ -45,24 +44,45 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture
-def start(checkpoint: Path) -> Iterator[StartEngine]:
-    """Starts engine processes and closes them."""
-    started: list[EngineClient] = []
+@pytest.fixture(scope="module")
+def kept() -> Iterator[list[EngineClient]]:
+    """The engine, or none, that one test leaves to the next: a start takes longer than most of them."""
+    left: list[EngineClient] = []
     before = set(psutil.Process().children(recursive=True))
+    yield left
+    for client in left:
+        client.close()
+    assert set(psutil.Process().children(recursive=True)) <= before
 
-    def launch(folder: Path = checkpoint, **settings: object) -> EngineClient:
-        config = msgspec.structs.replace(CONFIG, **settings)
-        started.append(start_engine(MODEL, folder, config, process=True, threads=None))
+
+def engines_of(clients: list[EngineClient]) -> set[psutil.Process]:
+    return {psutil.Process(engine_pid(client)) for client in clients}
+
+
+@pytest.fixture
+def start(checkpoint: Path, kept: list[EngineClient]) -> Iterator[StartEngine]:
+    """Starts engine processes and closes them. One that is as it was stays for the next test."""
+    started: list[EngineClient] = []
+    before = set(psutil.Process().children(recursive=True)) - engines_of(kept)
+
+    def launch(folder: Path = checkpoint) -> EngineClient:
+        if folder == checkpoint and kept:
+            started.append(kept.pop())
+        else:
+            started.append(start_engine(MODEL, folder, CONFIG, process=True, threads=None))
         return started[-1]
 
     yield launch
     for client in started:
+        whole = client.state == "ready" and not backend_of(client).restarts and backend_of(client)._current.idle
+        if whole and not kept:
+            kept.append(client)
+            continue
         pid = engine_pid(client) if client.state != "closed" else None
         client.close()
         assert client.state == "closed"
         assert pid is None or not psutil.pid_exists(pid)
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert set(psutil.Process().children(recursive=True)) <= before | engines_of(kept)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +94,10 @@ def reference(checkpoint: Path) -> Iterator[EngineClient]:
 
 
 @pytest.fixture
-def short_hang_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_hang_timeout(kept: list[EngineClient], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For engines that are started after this: one that is kept has another."""
+    while kept:
+        kept.pop().close()
     monkeypatch.setattr("asr_serve.engine.process.supervisor.HANG_TIMEOUT_S", 1.0)
 
 

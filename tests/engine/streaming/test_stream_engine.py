@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -38,12 +38,43 @@ CLIPS = [clip(seed, 12_000 + 9_001 * seed) for seed in range(6)]
 Begin = Callable[..., EngineClient]
 
 
+@pytest.fixture(scope="module")
+def kept() -> Iterator[dict[str, EngineClient]]:
+    """Engines in processes, by their settings, that one test leaves to the next: a start takes longer than a test."""
+    engines: dict[str, EngineClient] = {}
+    yield engines
+    for client in engines.values():
+        client.close()
+
+
+@pytest.fixture
+def on_process(kept: dict[str, EngineClient]) -> Iterator[Begin]:
+    """An engine in a process; it stays for the next test if it is as it was."""
+    used: list[str] = []
+
+    def start(**settings: Any) -> EngineClient:
+        used.append(str(settings))
+        if used[-1] not in kept:
+            kept[used[-1]] = start_engine(NEMO_MODEL, NEMO, EngineConfig(**(CONFIG | settings)), process=True)
+        return kept[used[-1]]
+
+    yield start
+    for name in used:
+        client = kept[name]
+        busy = client.state != "ready" or not backend_of(client)._current.idle or client.describe()["slots_used"]
+        if busy or backend_of(client).restarts:
+            kept.pop(name).close()
+
+
+@pytest.fixture
+def on_thread(close_later: Any) -> Begin:
+    return lambda **settings: close_later(start_engine(NEMO_MODEL, NEMO, EngineConfig(**(CONFIG | settings))))
+
+
 @pytest.fixture(params=["thread", pytest.param("process", marks=pytest.mark.slow)])
-def begin(request: pytest.FixtureRequest, close_later: Any) -> Begin:
-    process = request.param == "process"
-    return lambda **settings: close_later(
-        start_engine(NEMO_MODEL, NEMO, EngineConfig(**(CONFIG | settings)), process=process)
-    )
+def begin(request: pytest.FixtureRequest) -> Begin:
+    found: Begin = request.getfixturevalue(f"on_{request.param}")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -244,11 +275,6 @@ def test_any_number_of_pieces_may_wait(begin: Begin, want: list[tuple[int, ...]]
     assert client.describe()["slots_used"] == 0
 
 
-@pytest.fixture
-def on_thread(close_later: Any) -> Begin:
-    return lambda **settings: close_later(start_engine(NEMO_MODEL, NEMO, EngineConfig(**(CONFIG | settings))))
-
-
 def test_one_stream_more_than_may_wait_is_refused(begin: Begin, want: list[tuple[int, ...]]):
     client = begin(max_sessions=1)
     first = client.open_stream(live=True)
@@ -363,8 +389,8 @@ def test_an_engine_that_fails_while_stopping_leaves_nobody_waiting(on_thread):
 
 
 @pytest.fixture
-def in_process(close_later: Any) -> EngineClient:
-    return close_later(start_engine(NEMO_MODEL, NEMO, EngineConfig(**CONFIG), process=True))
+def in_process(on_process: Begin) -> EngineClient:
+    return on_process()
 
 
 def test_nothing_is_held_for_a_finished_stream(in_process: EngineClient, want: list[tuple[int, ...]]):

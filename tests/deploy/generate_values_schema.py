@@ -104,7 +104,7 @@ def values_schema() -> dict[str, Any]:
                 "redis": table(
                     {
                         # No password: it would be in a ConfigMap.
-                        "url": {"type": "string", "pattern": r"^((rediss?(\+cluster)?|unix)://[^\s@]+)?$"}
+                        "url": {"type": "string", "pattern": r"^((rediss?(\+cluster)?|unix)://([^\s@:/]+@)?[^\s@]+)?$"}
                     }
                 ),
                 "weights": table({"claim": NAME, "path": {"type": "string", "pattern": r"^/[\w./-]*$"}}),

@@ -40,6 +40,8 @@ locals {
 }
 
 data "aws_iam_policy_document" "host" {
+  # checkov:skip=CKV_AWS_111:X-Ray has no resources that a policy could name
+  # checkov:skip=CKV_AWS_356:as above
   for_each = local.secrets
 
   statement {
@@ -52,6 +54,13 @@ data "aws_iam_policy_document" "host" {
     sid       = "Logs"
     actions   = ["logs:CreateLogStream", "logs:PutLogEvents", "logs:DescribeLogStreams"]
     resources = ["${aws_cloudwatch_log_group.this[each.key].arn}:*", "${aws_cloudwatch_log_group.this["metrics"].arn}:*"]
+  }
+
+  # The collector's.
+  statement {
+    sid       = "Traces"
+    actions   = ["xray:PutTraceSegments", "xray:PutTelemetryRecords"]
+    resources = ["*"]
   }
 }
 

@@ -32,7 +32,7 @@ MAX_STATISTICS = 4_096
 ENA_EXPRESS_MTU = 8_900
 """Longest frame that ENA Express carries."""
 ENA_EXPRESS_STATISTIC = "ena_srd_mode"
-"""Statistic of the mode. 0: off; 1: on for TCP; 2: on for UDP; 3: on for both. Drivers without it know no ENA Express."""
+"""Statistic of the mode: 0 off, 1 on for TCP, 2 on for UDP, 3 on for both. Drivers without it know no ENA Express."""
 HUGE_PAGE_KB = 2_048
 
 
@@ -65,8 +65,8 @@ HOST_REQUIREMENTS = {
 
 
 class HostFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """Finding about a host: what is, what should be, and the command that mends it. `fits`: None where the host does not tell, or
-    where there is nothing to check."""
+    """Finding about a host: what is, what should be, and the command that mends it. `fits`: None where the host
+    does not tell, or where there is nothing to check."""
 
     name: str
     found: str

@@ -1,4 +1,4 @@
-"""The ScaledObject asks for metrics that exist, at the thresholds of a cluster, and each query has one result."""
+"""The chart's ScaledObject asks for metrics that exist, at a cluster's thresholds, and each query has one result."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
-from test_dashboard import DEPLOY, FROM_PROMETHEUS, KNOWN, SCRAPE, grouped, uses
+from helm_chart import golden, objects
+from test_dashboard import FROM_PROMETHEUS, KNOWN, SCRAPE, grouped, uses
 
 from asr_serve.cluster.autoscaling import AutoscaleSettings
 from asr_serve.config import EngineConfig
 
-OBJECT: dict[str, Any] = yaml.safe_load((DEPLOY / "keda" / "scaledobject.yaml").read_text())
+OBJECT: dict[str, Any] = objects(golden("cluster"))["ScaledObject"]
 TRIGGERS: dict[str, dict[str, Any]] = {trigger["name"]: trigger for trigger in OBJECT["spec"]["triggers"]}
 QUERIES = {name: trigger["metadata"]["query"] for name, trigger in TRIGGERS.items()}
 

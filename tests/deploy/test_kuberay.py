@@ -1,4 +1,4 @@
-"""The manifest of KubeRay: what Ray, asr-serve and KubeRay's probes read of it agrees with the code."""
+"""The RayService of the Helm chart: what Ray, asr-serve and KubeRay's probes read of it agrees with the code."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helm_chart import golden, objects
 
 from asr_serve.cluster import cluster_config
 from asr_serve.errors import UnsupportedOption
@@ -17,7 +18,7 @@ from asr_serve.server.sessions.cipher import AesGcmCipher, NoCipher
 from asr_serve.server.sessions.redis_store import RedisSessionStore
 
 ROOT = Path(__file__).resolve().parents[2]
-MANIFEST: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "kuberay" / "rayservice.yaml").read_text())
+MANIFEST: dict[str, Any] = objects(golden("ray"))["RayService"]
 SPEC: dict[str, Any] = MANIFEST["spec"]
 CLUSTER: dict[str, Any] = SPEC["rayClusterConfig"]
 SERVE: dict[str, Any] = yaml.safe_load(SPEC["serveConfigV2"])
@@ -28,7 +29,7 @@ PODS = [HEAD["template"]["spec"], WORKERS["template"]["spec"]]
 
 def config(secrets: Path) -> cluster_config.ClusterConfig:
     """The cluster that the manifest asks for, with its secrets in a folder of this machine."""
-    for name in ("keys/api-keys", "keys/session-keys", "redis/password"):
+    for name in ("api-keys/api-keys", "session-keys/session-keys", "redis-password/password"):
         (secrets / name).parent.mkdir(exist_ok=True)
         (secrets / name).write_text("a-key-of-some-length\n")
     text = yaml.safe_dump(SERVE["applications"][0]["args"]).replace("/etc/asr-serve", str(secrets))
@@ -60,6 +61,7 @@ def test_callers_reach_the_port_of_the_ingress_and_only_pods_with_one(tmp_path: 
     assert WORKERS["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"] == {
         "path": "/ready",
         "port": "serve",
+        "scheme": "HTTP",
     }
     # The head has KubeRay's own probe, so that no ingress may be there.
     assert HEAD["rayStartParams"]["num-cpus"] == "0"
@@ -100,7 +102,8 @@ def test_secrets_and_weights_are_mounted_where_they_are_read() -> None:
         for path in (*paths, sessions["redis_password_file"]):
             assert any(path.startswith(f"{mount}/") for mount in mounts), path
     secret = CLUSTER["gcsFaultToleranceOptions"]["redisPassword"]["valueFrom"]["secretKeyRef"]
-    assert {"name": "redis", "secret": {"secretName": secret["name"]}} in PODS[1]["volumes"]
+    mounted = {volume["name"]: volume["secret"]["secretName"] for volume in PODS[1]["volumes"] if "secret" in volume}
+    assert mounted["redis-password"] == secret["name"]
     assert sessions["redis_password_file"].endswith(f"/{secret['key']}")
 
 
@@ -132,9 +135,10 @@ def test_the_image_has_the_packages_that_the_settings_need(tmp_path: Path, monke
 
 def test_versions_and_images_agree() -> None:
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"ray=={CLUSTER['rayVersion']}" in constraints
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cluster"]
     [needed] = [each for each in extra if each.startswith("ray[serve]>=")]
     least = [int(part) for part in needed.partition(">=")[2].split(".")]
     assert [int(part) for part in CLUSTER["rayVersion"].split(".")] >= least
-    assert {container["image"] for pod in PODS for container in pod["containers"]} == {"asr-serve:latest"}
+    assert {container["image"] for pod in PODS for container in pod["containers"]} == {f"asr-serve:{version}"}

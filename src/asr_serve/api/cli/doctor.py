@@ -75,12 +75,25 @@ def doctor(
     interface: Annotated[
         str | None, typer.Option(metavar="NAME", help="Network interface that --edge looks at.", show_default="all")
     ] = None,
+    host: Annotated[
+        bool,
+        typer.Option("--host", help="Show instead whether this host is as a deployment wants it, and what mends it."),
+    ] = False,
+    expect: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Requirement for --host, like huge_pages=1024; names and defaults are those of deploy/terraform/aws. "
+            "May be repeated.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Show this machine, the device and data type that will be used, and what is missing, with commands to install it.
 
     Exit code 1 when something is missing that transcription needs. With --edge:
-    when this host does not allow AF_XDP, which is faster than recvmmsg.
+    when this host does not allow AF_XDP, which is faster than recvmmsg. With
+    --host: when something is not as it is wanted.
 
     \b
     Examples
@@ -89,18 +102,29 @@ def doctor(
       asr-serve doctor --quantize dynamic
       asr-serve doctor --json > machine.json
       asr-serve doctor --edge --interface eth0
+      asr-serve doctor --host --expect huge_pages=1024
     """
+    if host and edge:
+        raise OptionError("--host and --edge", "one of the two: they are reports of their own")
+    if expect and not host:
+        raise OptionError("--expect without --host", "it is of the report about the host", "add --host")
     if edge:
-        from asr_serve.edge.xdp.host_checks import format_host, inspect_host
+        from asr_serve.edge.xdp import host_checks
 
-        host = inspect_host(interface)
-        print(as_text(host) if as_json else format_host(host), end="\n" if as_json else "")
-        return 0 if host.driver == "af_xdp" else FAILED
+        report = host_checks.inspect_host(interface)
+        print(as_text(report) if as_json else host_checks.format_host(report), end="\n" if as_json else "")
+        return 0 if report.driver == "af_xdp" else FAILED
+    if host and interface is None:
+        from asr_serve.api.cli.host import check_host, format_host_report, parse_expectations
+
+        findings = check_host(parse_expectations(expect or ()))
+        print(as_text(findings) if as_json else format_host_report(findings), end="\n" if as_json else "")
+        return 0 if findings.fits else FAILED
     if interface is not None:
         raise OptionError("--interface without --edge", "it is of the report about the edge", "add --edge")
-    report = inspect_machine(device, dtype, quantize)
-    print(as_text(report) if as_json else format_report(report), end="\n" if as_json else "")
-    return FAILED if any(finding.needed for finding in report.missing) else 0
+    machine_report = inspect_machine(device, dtype, quantize)
+    print(as_text(machine_report) if as_json else format_report(machine_report), end="\n" if as_json else "")
+    return FAILED if any(finding.needed for finding in machine_report.missing) else 0
 
 
 def inspect_machine(device: str = "auto", dtype: str = "auto", quantize: str = "none") -> DoctorReport:

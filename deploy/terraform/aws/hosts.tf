@@ -1,0 +1,339 @@
+# Hosts of the edge and of engines: launch templates and auto-scaling groups.
+
+data "aws_ec2_instance_type" "ingest" {
+  instance_type = var.ingest.instance_type
+}
+
+data "aws_ec2_instance_type" "engine" {
+  instance_type = var.engine.instance_type
+}
+
+locals {
+  architecture = {
+    ingest = data.aws_ec2_instance_type.ingest.supported_architectures[0]
+    engine = data.aws_ec2_instance_type.engine.supported_architectures[0]
+  }
+}
+
+data "aws_ssm_parameter" "image" {
+  for_each = local.architecture
+  name     = "/aws/service/ami-amazon-linux-latest/al2023-ami-kernel-default-${each.value}"
+}
+
+# --- what a host may do: read its secrets, write its logs and metrics, and be looked at by Session Manager ---
+
+data "aws_iam_policy_document" "assume" {
+  statement {
+    actions = ["sts:AssumeRole"]
+    principals {
+      type        = "Service"
+      identifiers = ["ec2.amazonaws.com"]
+    }
+  }
+}
+
+locals {
+  secrets = {
+    ingest = [var.api_keys_secret_arn]
+    engine = concat([var.api_keys_secret_arn, var.session_keys_secret_arn], var.memorydb == null ? [] : [var.memorydb.password_secret_arn])
+  }
+}
+
+data "aws_iam_policy_document" "host" {
+  # checkov:skip=CKV_AWS_111:X-Ray has no resources that a policy could name
+  # checkov:skip=CKV_AWS_356:as above
+  for_each = local.secrets
+
+  statement {
+    sid       = "Secrets"
+    actions   = ["secretsmanager:GetSecretValue"]
+    resources = each.value
+  }
+
+  statement {
+    sid       = "Logs"
+    actions   = ["logs:CreateLogStream", "logs:PutLogEvents", "logs:DescribeLogStreams"]
+    resources = ["${aws_cloudwatch_log_group.this[each.key].arn}:*", "${aws_cloudwatch_log_group.this["metrics"].arn}:*"]
+  }
+
+  # The collector's.
+  statement {
+    sid       = "Traces"
+    actions   = ["xray:PutTraceSegments", "xray:PutTelemetryRecords"]
+    resources = ["*"]
+  }
+}
+
+resource "aws_iam_role" "host" {
+  for_each           = local.secrets
+  name_prefix        = "${var.name}-${each.key}-"
+  assume_role_policy = data.aws_iam_policy_document.assume.json
+  tags               = local.tags
+}
+
+resource "aws_iam_role_policy" "host" {
+  for_each = local.secrets
+  name     = "asr-serve"
+  role     = aws_iam_role.host[each.key].id
+  policy   = data.aws_iam_policy_document.host[each.key].json
+}
+
+resource "aws_iam_role_policy_attachment" "session_manager" {
+  for_each   = local.secrets
+  role       = aws_iam_role.host[each.key].name
+  policy_arn = "arn:${data.aws_partition.here.partition}:iam::aws:policy/AmazonSSMManagedInstanceCore"
+}
+
+resource "aws_iam_instance_profile" "host" {
+  for_each    = local.secrets
+  name_prefix = "${var.name}-${each.key}-"
+  role        = aws_iam_role.host[each.key].name
+  tags        = local.tags
+}
+
+# --- the edge ---
+
+resource "aws_launch_template" "ingest" {
+  name_prefix            = "${var.name}-ingest-"
+  image_id               = data.aws_ssm_parameter.image["ingest"].insecure_value
+  instance_type          = var.ingest.instance_type
+  update_default_version = true
+  ebs_optimized          = true
+  tags                   = local.tags
+
+  user_data = base64encode(templatefile("${path.module}/templates/host.sh.tftpl", {
+    role       = "edge"
+    host       = local.host
+    package    = var.package
+    region     = data.aws_region.here.name
+    secrets    = { "api-keys" = var.api_keys_secret_arn }
+    command    = "edge --config /etc/asr-serve/asr-serve.toml --interface $(ip -o -4 route show default | cut -d\" \" -f5 | head -n 1)"
+    settings   = local.edge_settings
+    log_group  = aws_cloudwatch_log_group.this["ingest"].name
+    capability = "CAP_NET_ADMIN CAP_NET_RAW CAP_BPF CAP_IPC_LOCK"
+  }))
+
+  iam_instance_profile {
+    arn = aws_iam_instance_profile.host["ingest"].arn
+  }
+
+  metadata_options {
+    http_endpoint               = "enabled"
+    http_tokens                 = "required"
+    http_put_response_hop_limit = 1
+  }
+
+  monitoring {
+    enabled = true
+  }
+
+  network_interfaces {
+    device_index                = 0
+    associate_public_ip_address = false
+    security_groups             = [aws_security_group.ingest.id]
+
+    ena_srd_specification {
+      ena_srd_enabled = var.enable_mlpf
+      ena_srd_udp_specification {
+        ena_srd_udp_enabled = var.enable_mlpf
+      }
+    }
+  }
+
+  block_device_mappings {
+    device_name = "/dev/xvda"
+    ebs {
+      volume_type = "gp3"
+      volume_size = 40
+      encrypted   = true
+      kms_key_id  = aws_kms_key.this.arn
+    }
+  }
+
+  tag_specifications {
+    resource_type = "instance"
+    tags          = merge(local.tags, { Name = "${var.name}-ingest" })
+  }
+
+  lifecycle {
+    create_before_destroy = true
+
+    precondition {
+      condition     = !var.enable_mlpf || data.aws_ec2_instance_type.ingest.ena_srd_supported
+      error_message = "ingest.instance_type is ${var.ingest.instance_type}, which has no ENA Express (enable_mlpf); allowed: types whose ena_srd_supported is true, like c7gn.12xlarge. Choose one, or set enable_mlpf to false."
+    }
+
+    precondition {
+      condition     = var.huge_pages * local.huge_page_mib <= data.aws_ec2_instance_type.ingest.memory_size * 0.8
+      error_message = "huge_pages is ${var.huge_pages}, which is ${var.huge_pages * local.huge_page_mib} MiB of the ${data.aws_ec2_instance_type.ingest.memory_size} MiB of ${var.ingest.instance_type}; allowed: 80 % of its memory. Choose a larger type, or fewer pages."
+    }
+  }
+}
+
+resource "aws_autoscaling_group" "ingest" {
+  name_prefix         = "${var.name}-ingest-"
+  min_size            = var.ingest.min_size
+  max_size            = var.ingest.max_size
+  desired_capacity    = var.ingest.desired
+  vpc_zone_identifier = [for subnet in aws_subnet.private : subnet.id]
+  health_check_type   = "EC2"
+
+  launch_template {
+    id      = aws_launch_template.ingest.id
+    version = aws_launch_template.ingest.latest_version
+  }
+
+  instance_refresh {
+    strategy = "Rolling"
+    preferences {
+      min_healthy_percentage = 100
+      max_healthy_percentage = 150
+    }
+  }
+
+  dynamic "tag" {
+    for_each = merge(local.tags, { Name = "${var.name}-ingest" })
+    content {
+      key                 = tag.key
+      value               = tag.value
+      propagate_at_launch = true
+    }
+  }
+
+  lifecycle {
+    ignore_changes = [desired_capacity]
+  }
+}
+
+# --- servers and engines ---
+
+resource "aws_launch_template" "engine" {
+  name_prefix            = "${var.name}-engine-"
+  image_id               = coalesce(var.engine.ami_id, data.aws_ssm_parameter.image["engine"].insecure_value)
+  instance_type          = var.engine.instance_type
+  update_default_version = true
+  ebs_optimized          = true
+  tags                   = local.tags
+
+  user_data = base64encode(templatefile("${path.module}/templates/host.sh.tftpl", {
+    role    = "serve"
+    host    = merge(local.host, { huge_pages = "0", enable_mlpf = "false" })
+    package = var.package
+    region  = data.aws_region.here.name
+    secrets = merge(
+      { "api-keys" = var.api_keys_secret_arn, "session-keys" = var.session_keys_secret_arn },
+      var.memorydb == null ? {} : { "redis-password" = var.memorydb.password_secret_arn }
+    )
+    command    = "serve --config /etc/asr-serve/asr-serve.toml"
+    settings   = local.server_settings
+    log_group  = aws_cloudwatch_log_group.this["engine"].name
+    capability = ""
+  }))
+
+  iam_instance_profile {
+    arn = aws_iam_instance_profile.host["engine"].arn
+  }
+
+  metadata_options {
+    http_endpoint               = "enabled"
+    http_tokens                 = "required"
+    http_put_response_hop_limit = 1
+  }
+
+  monitoring {
+    enabled = true
+  }
+
+  network_interfaces {
+    device_index                = 0
+    associate_public_ip_address = false
+    security_groups             = [aws_security_group.engine.id]
+  }
+
+  block_device_mappings {
+    device_name = "/dev/xvda"
+    ebs {
+      volume_type = "gp3"
+      volume_size = 100
+      encrypted   = true
+      kms_key_id  = aws_kms_key.this.arn
+    }
+  }
+
+  tag_specifications {
+    resource_type = "instance"
+    tags          = merge(local.tags, { Name = "${var.name}-engine" })
+  }
+
+  lifecycle {
+    create_before_destroy = true
+  }
+}
+
+locals {
+  # TOML files of the edge and of the server.
+  edge_settings = join("\n", [
+    "server = \"http://${aws_lb.inside.dns_name}:8000\"",
+    "host = \"0.0.0.0\"",
+    "port = 5004",
+    "control_host = \"127.0.0.1\"",
+    "control_port = 8004",
+  ])
+
+  server_settings = join("\n", concat(
+    [
+      "host = \"0.0.0.0\"",
+      "port = 8000",
+      "model = \"${var.model}\"",
+      "device = \"${var.engine.accelerator == "gpu" ? "cuda" : "cpu"}\"",
+      "drain_s = 60",
+      "log_format = \"json\"",
+      "api_keys_file = \"/run/asr-serve/api-keys\"",
+      "otel_endpoint = \"http://127.0.0.1:4318\"",
+    ],
+    var.memorydb == null ? [] : [
+      "",
+      "[sessions]",
+      "redis_url = \"rediss+cluster://${local.memorydb_user}@${one(aws_memorydb_cluster.this[*].cluster_endpoint[0].address)}:6379\"",
+      "redis_password_file = \"/run/asr-serve/redis-password\"",
+      "key_file = \"/run/asr-serve/session-keys\"",
+    ]
+  ))
+}
+
+resource "aws_autoscaling_group" "engine" {
+  name_prefix               = "${var.name}-engine-"
+  min_size                  = var.engine.min_size
+  max_size                  = var.engine.max_size
+  desired_capacity          = var.engine.desired
+  vpc_zone_identifier       = [for subnet in aws_subnet.private : subnet.id]
+  target_group_arns         = [for group in aws_lb_target_group.server : group.arn]
+  health_check_type         = "ELB"
+  health_check_grace_period = 900
+
+  launch_template {
+    id      = aws_launch_template.engine.id
+    version = aws_launch_template.engine.latest_version
+  }
+
+  instance_refresh {
+    strategy = "Rolling"
+    preferences {
+      min_healthy_percentage = 100
+      max_healthy_percentage = 150
+    }
+  }
+
+  dynamic "tag" {
+    for_each = merge(local.tags, { Name = "${var.name}-engine" })
+    content {
+      key                 = tag.key
+      value               = tag.value
+      propagate_at_launch = true
+    }
+  }
+
+  lifecycle {
+    ignore_changes = [desired_capacity]
+  }
+}

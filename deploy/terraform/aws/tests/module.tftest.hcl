@@ -1,0 +1,126 @@
+# What the module plans, with providers that answer without AWS.
+
+mock_provider "aws" {
+  source = "./tests/mocks"
+}
+
+variables {
+  availability_zones      = ["eu-central-1a", "eu-central-1b"]
+  caller_cidrs            = ["203.0.113.0/24"]
+  certificate_arn         = "arn:aws:acm:eu-central-1:123456789012:certificate/0"
+  api_keys_secret_arn     = "arn:aws:secretsmanager:eu-central-1:123456789012:secret:api-keys"
+  session_keys_secret_arn = "arn:aws:secretsmanager:eu-central-1:123456789012:secret:session-keys"
+  engine                  = { ami_id = "ami-0fedcba9876543210" }
+}
+
+run "defaults" {
+  assert {
+    condition     = one(aws_launch_template.ingest.network_interfaces).ena_srd_specification[0].ena_srd_enabled && one(aws_launch_template.ingest.network_interfaces).ena_srd_specification[0].ena_srd_udp_specification[0].ena_srd_udp_enabled
+    error_message = "ENA Express is on for TCP and UDP."
+  }
+  assert {
+    condition     = strcontains(base64decode(aws_launch_template.ingest.user_data), "vm.nr_hugepages = 24576\n") && strcontains(base64decode(aws_launch_template.engine.user_data), "vm.nr_hugepages = 0\n")
+    error_message = "Hosts of the edge reserve huge pages, and those of engines do not."
+  }
+  assert {
+    condition = alltrue([for template in [aws_launch_template.ingest, aws_launch_template.engine] :
+      template.metadata_options[0].http_tokens == "required" && template.metadata_options[0].http_put_response_hop_limit == 1 &&
+      template.block_device_mappings[0].ebs[0].encrypted == "true" && template.block_device_mappings[0].ebs[0].kms_key_id == aws_kms_key.this.arn &&
+      template.network_interfaces[0].associate_public_ip_address == "false"
+    ])
+    error_message = "IMDSv2, encrypted disks, no public addresses."
+  }
+  assert {
+    condition     = aws_lb_listener.this.port == 443 && aws_lb_listener.this.protocol == "TLS"
+    error_message = "With a certificate the balancer speaks TLS."
+  }
+  assert {
+    condition     = length(aws_memorydb_cluster.this) == 0 && output.redis_url == null && !strcontains(output.server_settings, "sessions")
+    error_message = "Without memorydb there is none, and no setting names it."
+  }
+  assert {
+    condition     = length(aws_subnet.private) == 2 && length(distinct([for each in concat(values(aws_subnet.private), values(aws_subnet.public)) : each.cidr_block])) == 4
+    error_message = "Each zone has its own private and public addresses."
+  }
+  assert {
+    condition     = strcontains(output.host_check, "--expect huge_pages=24576") && strcontains(output.host_check, "--expect enable_mlpf=true")
+    error_message = "The check asks for what the module promises."
+  }
+  assert {
+    condition     = alltrue([for name, value in local.host : strcontains(base64decode(aws_launch_template.ingest.user_data), " --expect ${name}=${value}")])
+    error_message = "The host verifies itself before the edge starts."
+  }
+  assert {
+    condition     = aws_cloudwatch_metric_alarm.scale_in.treat_missing_data == "notBreaching"
+    error_message = "An unknown load is not a low one."
+  }
+}
+
+run "memorydb" {
+  variables {
+    memorydb = { password_secret_arn = "arn:aws:secretsmanager:eu-central-1:123456789012:secret:memorydb" }
+  }
+  assert {
+    condition     = aws_memorydb_cluster.this[0].tls_enabled && aws_memorydb_cluster.this[0].acl_name != "open-access" && aws_memorydb_cluster.this[0].kms_key_arn == aws_kms_key.this.arn
+    error_message = "MemoryDB has TLS, users and a key."
+  }
+  assert {
+    condition     = output.redis_url == "rediss+cluster://asr-serve-server@clustercfg.asr-serve.memorydb.eu-central-1.amazonaws.com:6379"
+    error_message = "Servers reach it by TLS, as a cluster."
+  }
+  assert {
+    condition     = contains(local.secrets.engine, var.memorydb.password_secret_arn) && !contains(local.secrets.ingest, var.memorydb.password_secret_arn)
+    error_message = "Only servers may read its password."
+  }
+  assert {
+    condition     = !aws_lb_target_group.server["callers"].stickiness[0].enabled
+    error_message = "With MemoryDB a client may come back anywhere."
+  }
+  assert {
+    condition     = strcontains(base64decode(aws_launch_template.engine.user_data), "secret:memorydb' --query SecretString --output text > /run/asr-serve/redis-password")
+    error_message = "The server's host fetches the password when it starts."
+  }
+  assert {
+    condition     = !strcontains(base64decode(aws_launch_template.engine.user_data), data.aws_secretsmanager_secret_version.memorydb[0].secret_string)
+    error_message = "No secret is in user data."
+  }
+}
+
+run "no_ena_express" {
+  variables {
+    enable_mlpf = false
+    ingest      = { instance_type = "m7g.4xlarge" }
+  }
+  override_data {
+    target = data.aws_ec2_instance_type.ingest
+    values = { supported_architectures = ["arm64"], memory_size = 65536, ena_srd_supported = false }
+  }
+  assert {
+    condition     = !strcontains(base64decode(aws_launch_template.ingest.user_data), "mtu 8900")
+    error_message = "Without ENA Express, frames stay as long as they are."
+  }
+}
+
+run "no_ena_express_but_asked_for" {
+  command = plan
+  variables {
+    ingest = { instance_type = "m7g.4xlarge" }
+  }
+  override_data {
+    target = data.aws_ec2_instance_type.ingest
+    values = { supported_architectures = ["arm64"], memory_size = 131072, ena_srd_supported = false }
+  }
+  expect_failures = [aws_launch_template.ingest]
+}
+
+run "the_first_designs_type_has_no_room_for_its_huge_pages" {
+  command = plan
+  variables {
+    ingest = { instance_type = "c8g.4xlarge" }
+  }
+  override_data {
+    target = data.aws_ec2_instance_type.ingest
+    values = { supported_architectures = ["arm64"], memory_size = 32768, ena_srd_supported = true }
+  }
+  expect_failures = [aws_launch_template.ingest]
+}

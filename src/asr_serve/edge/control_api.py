@@ -1,4 +1,5 @@
-"""Control API of the edge: sessions are created, shown and ended over HTTP; results are server-sent events."""
+"""Control API of the edge: sessions are created, shown and ended over HTTP; results are server-sent events, or messages
+of a WebSocket."""
 
 from __future__ import annotations
 
@@ -10,9 +11,12 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket
 
+from asr_serve.edge import event_socket
 from asr_serve.edge.edge_service import EdgeService, EdgeSessionRequest
+from asr_serve.edge.event_log import EdgeEventLog, parse_event_id
 from asr_serve.edge.telephone import CallRequest, Telephone
 from asr_serve.errors import AsrServeError, ClientGone, InvalidKey, MalformedRequest, NoSuchRoute, UnsupportedMediaType
 from asr_serve.metrics import CONTENT_TYPE
@@ -38,12 +42,32 @@ def create_control_api(service: EdgeService, telephone: Telephone | None = None)
         async def answer(request: Request) -> Response:
             try:
                 if keys and not public:
-                    _check_key(request, keys)
+                    _check_key(request.headers.get("authorization", ""), keys)
                 return await handle(request)
             except AsrServeError as error:
                 return error_response(error, secrets.token_hex(8))
 
         return answer
+
+    def events_socket(find: Callable[[WebSocket], EdgeEventLog]) -> Callable[[WebSocket], Awaitable[None]]:
+        """Endpoint that tells the events of a log. All are accepted: a browser hides why a handshake was refused."""
+
+        async def serve(websocket: WebSocket) -> None:
+            await websocket.accept()
+            try:
+                event_socket.check_origin(websocket)
+                query = websocket.query_params
+                if keys:  # a browser's WebSocket has no header for it
+                    bearer = f"Bearer {query['api_key']}" if "api_key" in query else ""
+                    _check_key(websocket.headers.get("authorization", bearer), keys)
+                log = find(websocket)
+                position = parse_event_id(query.get("after", "0"))
+                log.check_room()
+                await event_socket.send_events(websocket, log, position)
+            except AsrServeError as error:
+                await event_socket.refuse(websocket, error)
+
+        return serve
 
     async def create(request: Request) -> Response:
         body = await _read_json(request)
@@ -85,7 +109,7 @@ def create_control_api(service: EdgeService, telephone: Telephone | None = None)
         return _json(await line().place_call(asked), 201)
 
     async def call_events(request: Request) -> Response:
-        return stream_log(request, line().events, "events of an edge session")
+        return stream_log(request, line().events, "events of calls")
 
     async def play(request: Request) -> Response:
         rate = request.query_params.get("rate", str(PLAY_RATE_HZ))
@@ -119,10 +143,12 @@ def create_control_api(service: EdgeService, telephone: Telephone | None = None)
             Route(one, checked(describe), methods=["GET"]),
             Route(one, checked(end), methods=["DELETE"]),
             Route(f"{one}/events", checked(events), methods=["GET"]),
+            WebSocketRoute(f"{one}/events", events_socket(lambda each: service.events(each.path_params["id"]))),
             Route(f"{one}/audio", checked(play), methods=["POST"]),
             Route(f"{one}/audio", checked(stop_playing), methods=["DELETE"]),
             Route(CALLS_PATH, checked(place_call), methods=["POST"]),
             Route(f"{CALLS_PATH}/events", checked(call_events), methods=["GET"]),
+            WebSocketRoute(f"{CALLS_PATH}/events", events_socket(lambda _: line().events)),
             Route("/metrics", checked(metrics), methods=["GET"]),
             Route("/health", checked(health, public=True), methods=["GET"]),
             Route("/{path:path}", checked(missing), methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
@@ -130,8 +156,9 @@ def create_control_api(service: EdgeService, telephone: Telephone | None = None)
     )
 
 
-def _check_key(request: Request, keys: list[bytes]) -> None:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+def _check_key(authorization: str, keys: list[bytes]) -> None:
+    """Raises InvalidKey."""
+    scheme, _, key = authorization.partition(" ")
     came = key.strip().encode("utf-8", "replace")
     fits = [hmac.compare_digest(came, known) for known in keys]  # all of them: time tells nothing
     if scheme.lower() != "bearer" or not any(fits):

@@ -184,6 +184,9 @@ def test_a_flow_beyond_its_rate_is_cut_and_others_are_not(receiving: Receiving) 
     assert found.count(2) == 30
     assert found.count(1) == 5
     assert receiver.counts()["over_rate"] == 25
+    assert [receiver.over_rate(flow) for flow in (1, 2, 3)] == [25, 0, 0]
+    receiver.forget(1)
+    assert receiver.over_rate(1) == 0
     sender.close()
 
 

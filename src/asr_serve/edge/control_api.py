@@ -22,8 +22,10 @@ from asr_serve.errors import AsrServeError, ClientGone, InvalidKey, MalformedReq
 from asr_serve.metrics import CONTENT_TYPE
 from asr_serve.server.middleware.error_handlers import JSON, error_response
 from asr_serve.server.server_sent_events import stream_log
+from asr_serve.server.uploads.request_body import read_body
 
 MAX_BODY_BYTES = 1 << 16
+BODY_TIMEOUT_S = 10.0
 PATH = "/v1/edge/sessions"
 CALLS_PATH = "/v1/edge/calls"
 PLAY_RATE_HZ = 24_000
@@ -170,12 +172,7 @@ async def _read_json(request: Request) -> bytes:
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != JSON:
         raise UnsupportedMediaType(f"Content-Type: {kind[:60]}", JSON, f'send -H "Content-Type: {JSON}"')
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise MalformedRequest(f"a body of over {MAX_BODY_BYTES} bytes came", f"up to {MAX_BODY_BYTES} bytes")
-    return bytes(body)
+    return await read_body(request, "a request in JSON", max_bytes=MAX_BODY_BYTES, timeout_s=BODY_TIMEOUT_S)
 
 
 def _json(value: object, status: int = 200) -> Response:

@@ -20,8 +20,9 @@ from asr_serve.edge.edge_events import EdgeEvent, PartialText
 from asr_serve.edge.edge_session import EdgeSession, EdgeSessionState, EndReason
 from asr_serve.edge.event_log import EdgeEventLog
 from asr_serve.edge.packet_driver import Datagram, PacketDriver, describe_source, parse_source
-from asr_serve.edge.payload_format import PayloadFormat, describe_format, parse_payload_types, parse_sdp, parse_sdp_key
+from asr_serve.edge.payload_format import PayloadFormat, describe_format, parse_payload_types
 from asr_serve.edge.rtp import DropReason
+from asr_serve.edge.sdp import parse_sdp, parse_sdp_key
 from asr_serve.edge.srtp import SrtpKey, SrtpReceiver, checked_key
 from asr_serve.edge.uplink import Uplink, encode_event
 from asr_serve.edge.voice_gate import VoiceGate

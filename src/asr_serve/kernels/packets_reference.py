@@ -22,6 +22,7 @@ class _Flow:
     def __init__(self, source: bytes, per_s: float, burst: float) -> None:
         self.source, self.per_s, self.burst, self.tokens = source, per_s, burst, burst
         self.last_s = time.monotonic()
+        self.over_rate = 0
         self.learned: int | None = None
         """SSRC that is in the table because the sender uses it."""
 
@@ -104,6 +105,12 @@ class PacketReceiver:
             for source in list(self._by_source):
                 self._leave(source, flow)
 
+    def over_rate(self, flow: int) -> int:
+        """Datagrams of a flow that came too fast since it was admitted; 0 for one that is not there."""
+        with self._lock:
+            known = self._flows.get(flow)
+            return 0 if known is None else known.over_rate
+
     def receive(self, timeout_ms: int) -> list[Datagram]:
         """Datagrams that are there, or come within this time. They are copies."""
         if self._closed:
@@ -158,6 +165,7 @@ class PacketReceiver:
         flow.last_s = now_s
         if flow.tokens < 1:
             self._count("over_rate")
+            flow.over_rate += 1
             return None
         flow.tokens -= 1
         return number, source, data, now_s

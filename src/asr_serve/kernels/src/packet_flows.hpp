@@ -93,6 +93,13 @@ class FlowTable {
     for (auto at = by_source_.begin(); at != by_source_.end();) at = without(at->second, flow) ? by_source_.erase(at) : ++at;
   }
 
+  // Datagrams of a flow that came too fast; 0 for one that is not there.
+  uint64_t over_rate(uint64_t flow) {
+    std::lock_guard lock(mutex);
+    auto found = flows_.find(flow);
+    return found == flows_.end() ? 0 : found->second.over_rate;
+  }
+
   // Appends a datagram that a flow expects; counts why not. With the mutex held.
   void sort(const uint8_t* data, uint32_t bytes, const Key& source, int64_t arrival, int64_t now, std::vector<Accepted>& to) {
     if (bytes < 12 || data[0] >> 6 != 2) { ++counts.not_rtp; return; }
@@ -102,7 +109,7 @@ class FlowTable {
     if (!flow) { ++counts.unknown_source; return; }
     flow->tokens = std::min(flow->burst, flow->tokens + double(now - flow->last_ns) * flow->per_ns);
     flow->last_ns = now;
-    if (flow->tokens < 1) { ++counts.over_rate; return; }
+    if (flow->tokens < 1) { ++counts.over_rate; ++flow->over_rate; return; }
     flow->tokens -= 1;
     to.push_back({id, source, data, bytes, arrival});
   }
@@ -115,6 +122,7 @@ class FlowTable {
     int64_t last_ns;
     bool learned = false;  // whether `ssrc` is in the table because the sender uses it
     uint32_t ssrc = 0;
+    uint64_t over_rate = 0;
   };
   // Whose packets with an SSRC that nobody expects are. None are anybody's once two flows have come from there: they may be
   // a third caller's, or those of a flow that has ended.

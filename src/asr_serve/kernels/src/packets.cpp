@@ -153,6 +153,7 @@ class Receiver {
   }
   void latch(uint64_t flow, const nb::bytes& source, uint32_t ssrc) { flows_.latch(flow, read_key(source), ssrc); }
   void forget(uint64_t flow) { flows_.forget(flow); }
+  uint64_t over_rate(uint64_t flow) { return flows_.over_rate(flow); }
 
   nb::object receive(int timeout_ms) {
     if (closed_) throw std::runtime_error("the receiver is closed");
@@ -387,6 +388,7 @@ NB_MODULE(_packets, m) {
            "Expect a source; one of port 0 is any port of its address.")
       .def("latch", &Receiver::latch, "flow"_a, "source"_a, "ssrc"_a, "Expect the flow from this source only, with this SSRC too.")
       .def("forget", &Receiver::forget, "flow"_a, "Expect the flow no more.")
+      .def("over_rate", &Receiver::over_rate, "flow"_a, "Datagrams of a flow that came too fast since it was admitted.")
       .def("receive", &Receiver::receive, "timeout_ms"_a,
            "(flow, source, payload, arrival) of datagrams that are there, or come within this time.")
       .def("close", &Receiver::close, "Receive no more, and close the AF_XDP sockets. The others stay their owner's.")

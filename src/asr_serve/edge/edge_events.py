@@ -57,6 +57,15 @@ class AudioDiscarded(EdgeEvent, frozen=True, kw_only=True, tag="discarded"):
     end_s: float
 
 
+class PacketsDropped(EdgeEvent, frozen=True, kw_only=True, tag="dropped"):
+    """Packets of the session's source that were dropped although they were its own: `packets` so far. Told at the first,
+    and whenever their number has doubled; the last event has the account of all reasons."""
+
+    position_s: float
+    reason: Literal["over_rate"]
+    packets: int
+
+
 class ServerLost(EdgeEvent, frozen=True, kw_only=True, tag="server_lost"):
     """Connection to the server was lost; audio is spooled, and attempts to resume continue."""
 
@@ -153,5 +162,7 @@ class SessionEnded(EdgeEvent, frozen=True, kw_only=True, tag="end"):
     packets: int
     lost_packets: int
     discarded_s: float
+    dropped: dict[str, int] = {}
+    """Packets that were dropped, by reason."""
     sent_speech_s: float
     """Audio that was sent as samples; the rest went as lengths of silence."""

@@ -188,7 +188,7 @@ class EdgeService:
         running = self._find(session_id)
         with self._lock:
             if running.session.end_reason is None:
-                self.driver.forget(running.session.flow)
+                self._forget_flow(running)
                 running.session.is_held = True
 
     def change_key(self, session_id: str, key: SrtpKey | None) -> None:
@@ -211,7 +211,7 @@ class EdgeService:
                 return
             if any(each.session.source == key and each is not running for each in self._by_flow.values()):
                 raise OptionError(f"source={source!r} is another session's", "one session for a source", param="source")
-            self.driver.forget(session.flow)
+            self._forget_flow(self._by_id[session_id])
             self.driver.admit_source(session.flow, key, per_s, per_s * BURST_S)
             session.change_formats(formats)
             session.source, session.latched, session.is_held = key, False, False
@@ -309,6 +309,9 @@ class EdgeService:
         return running
 
     def _describe(self, running: _Running) -> EdgeSessionState:
+        """State of a session, with the lock held."""
+        if running.session.end_reason is None:
+            self._note_over_rate(running)
         return running.session.describe(
             connected=running.uplink.connected, segments=running.uplink.segments, events=running.log.last_number
         )
@@ -341,7 +344,7 @@ class EdgeService:
     def _finish(self, running: _Running, reason: EndReason) -> None:
         """Ends a session's audio, with the lock held. Idempotent."""
         if running.session.end_reason is None:
-            self.driver.forget(running.session.flow)
+            self._forget_flow(running)
             del self._by_flow[running.session.flow]
             events: list[EdgeEvent] = []
             try:
@@ -353,6 +356,16 @@ class EdgeService:
             self._metrics.forget_stream(running.session.flow)
             if running.on_finish is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(running.on_finish, reason)
+
+    def _forget_flow(self, running: _Running) -> None:
+        """Takes no packets of a session any more, with the lock held."""
+        self._note_over_rate(running)
+        self.driver.forget(running.session.flow)
+        running.session.readmit()
+
+    def _note_over_rate(self, running: _Running) -> None:
+        if events := running.session.note_over_rate(self.driver.over_rate(running.session.flow)):
+            self._hand_over(running, events)
 
     def _hand_over(self, running: _Running, events: list[EdgeEvent]) -> None:
         """Tells the loop, from any thread, that a session has more audio or events. The loop is woken once for all that
@@ -435,6 +448,8 @@ class EdgeService:
         counts = self.driver.counts()
         self._metrics.count_driver({name: n - self._driver_counts.get(name, 0) for name, n in counts.items()})
         self._driver_counts = counts
+        for running in self._by_flow.values():
+            self._note_over_rate(running)
         sessions = [running.session for running in self._by_flow.values()]
         for session in sessions:
             self._count_stream(session)

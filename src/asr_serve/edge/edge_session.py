@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from asr_serve.edge.audio_spool import AudioSpool
-from asr_serve.edge.edge_events import AudioDiscarded, EdgeEvent, SessionEnded
+from asr_serve.edge.edge_events import AudioDiscarded, EdgeEvent, PacketsDropped, SessionEnded
 from asr_serve.edge.packet_driver import describe_source
 from asr_serve.edge.payload_format import PayloadFormat
 from asr_serve.edge.rtp import DropReason, RtpPacket, parse_rtp
@@ -76,6 +76,8 @@ class EdgeSession:
         self.is_held = False
         """Whether its sender is on hold, so that no packets are expected."""
         self.end_reason: EndReason | None = None
+        self._flow_over_rate = self._told_over_rate = 0
+        """Packets beyond the rate: those that the driver has counted since it knows the flow, and those that were told."""
         self._discarded: tuple[int, int] | None = None
         """Start and end of the audio that is being discarded."""
 
@@ -96,6 +98,20 @@ class EdgeSession:
             return reason
         self.last_packet_s = max(self.last_packet_s, arrival_s)
         return packet
+
+    def note_over_rate(self, count: int) -> list[EdgeEvent]:
+        """Notes how many packets the driver has dropped of the flow, since it was admitted, for coming too fast."""
+        self.dropped[DropReason.OVER_RATE] += count - self._flow_over_rate
+        self._flow_over_rate = count
+        total = self.dropped[DropReason.OVER_RATE]
+        if not total or total < 2 * self._told_over_rate:
+            return []
+        self._told_over_rate = total
+        return [PacketsDropped(position_s=samples_to_s(self.stream.position), reason="over_rate", packets=total)]
+
+    def readmit(self) -> None:
+        """Notes that the driver counts anew: it has forgotten the flow."""
+        self._flow_over_rate = 0
 
     def advance(self, now_s: float) -> list[EdgeEvent]:
         """Moves the samples that are in order to the spool; returns what happened."""
@@ -132,8 +148,12 @@ class EdgeSession:
             packets=stream.packets,
             lost_packets=stream.lost_packets,
             discarded_s=samples_to_s(self.spool.discarded_samples),
+            dropped=self._dropped_packets(),
             sent_speech_s=samples_to_s(self.spool.speech_samples),
         )
+
+    def _dropped_packets(self) -> dict[str, int]:
+        return {str(reason): count for reason, count in self.dropped.items() if count}
 
     def describe(self, *, connected: bool, segments: int, events: int) -> EdgeSessionState:
         stream = self.stream
@@ -152,7 +172,7 @@ class EdgeSession:
             adjusted_samples=stream.adjusted_samples,
             packets=stream.packets,
             lost_packets=stream.lost_packets,
-            dropped={str(reason): count for reason, count in self.dropped.items()},
+            dropped=self._dropped_packets(),
             encrypted=self._srtp is not None,
             jitter_ms=round(stream.jitter_s * 1_000, 2),
             drift_ppm=round(stream.drift_ppm, 1),

@@ -58,8 +58,8 @@ class AudioDiscarded(EdgeEvent, frozen=True, kw_only=True, tag="discarded"):
 
 
 class PacketsDropped(EdgeEvent, frozen=True, kw_only=True, tag="dropped"):
-    """Packets of the session's source that were dropped although they were its own: `packets` so far. Told at the first,
-    and whenever their number has doubled; the last event has the account of all reasons."""
+    """Packets of the session's own source that were dropped: `packets` so far. Told at the first, and whenever their
+    number has doubled; the last event has the account of all reasons."""
 
     position_s: float
     reason: Literal["over_rate"]

@@ -77,7 +77,7 @@ class EdgeSession:
         """Whether its sender is on hold, so that no packets are expected."""
         self.end_reason: EndReason | None = None
         self._flow_over_rate = self._told_over_rate = 0
-        """Packets beyond the rate: those that the driver has counted since it knows the flow, and those that were told."""
+        """Packets beyond the rate: as the driver has counted them since it knows the flow, and as they were told."""
         self._discarded: tuple[int, int] | None = None
         """Start and end of the audio that is being discarded."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
@@ -19,13 +20,15 @@ from asr_serve.edge.edge_config import EdgeConfig, check_stream_options, stream_
 from asr_serve.edge.edge_events import EdgeEvent, PartialText
 from asr_serve.edge.edge_session import EdgeSession, EdgeSessionState, EndReason
 from asr_serve.edge.event_log import EdgeEventLog
+from asr_serve.edge.gate_worker import GateQueue, GateWorker
 from asr_serve.edge.packet_driver import Datagram, PacketDriver, describe_source, parse_source
 from asr_serve.edge.payload_format import PayloadFormat, describe_format, parse_payload_types
 from asr_serve.edge.rtp import DropReason
 from asr_serve.edge.sdp import parse_sdp, parse_sdp_key
+from asr_serve.edge.speech_gate import GateOutput
 from asr_serve.edge.srtp import SrtpKey, SrtpReceiver, checked_key
 from asr_serve.edge.uplink import Uplink, encode_event
-from asr_serve.edge.voice_gate import VoiceGate
+from asr_serve.edge.voice_activity import VoiceActivityPool
 from asr_serve.edge.webhook import Webhook
 from asr_serve.errors import AtCapacity, OptionError, SessionExpired
 from asr_serve.metrics import EdgeMetrics
@@ -43,6 +46,8 @@ KEEP_S = 60.0
 """Time for which the events of a session that has ended can be read."""
 KEPT = 2
 """Sessions in all, those that have ended too, for each that may be open."""
+GATED_S = 10.0
+"""Longest wait for voice activity at the end of a session."""
 STOP_S = 20.0
 """Longest wait for the last words of all sessions."""
 
@@ -82,6 +87,8 @@ class _Running(NamedTuple):
     uplink: Uplink
     log: EdgeEventLog
     on_finish: Callable[[EndReason], None] | None
+    gate: GateQueue | None
+    """Queue of its audio for voice activity; None: all of it is sent on."""
 
 
 class EdgeService:
@@ -95,11 +102,11 @@ class EdgeService:
         metrics: EdgeMetrics,
         *,
         api_key: str | None = None,
-        create_gate: Callable[[], VoiceGate] | None = None,
+        voice_activity: VoiceActivityPool | None = None,
     ) -> None:
-        """`create_gate`: makes the voice-activity gate of a session; None: everything is sent on."""
+        """`voice_activity`: pool with a place for each session; None: everything is sent on."""
         self.config, self.driver, self._metrics, self._key = config, driver, metrics, api_key
-        self._create_gate = create_gate
+        self._gates = None if voice_activity is None else GateWorker(voice_activity)
         self._formats = parse_payload_types(config.payload_types)
         self._lock = threading.Lock()
         self._by_flow: dict[int, _Running] = {}
@@ -145,7 +152,6 @@ class EdgeService:
                 spool_s=self.config.spool_s,
                 corrects_drift=self.config.drift,
                 now_s=time.monotonic(),
-                gate=None if self._create_gate is None else self._create_gate(),
                 srtp=srtp,
             )
             events = EdgeEventLog()
@@ -156,7 +162,12 @@ class EdgeService:
                 lambda event: self._publish(running, [event]),
                 api_key=self._key,
             )
-            running = _Running(session, uplink, events, on_finish)
+            gate = (
+                None
+                if self._gates is None
+                else self._gates.open(lambda audio, last: self._hand_over(running, session.spool_in(audio, last=last)))
+            )
+            running = _Running(session, uplink, events, on_finish, gate)
             self._by_flow[flow] = self._by_id[session.id] = running
             if ssrc is None:
                 self.driver.admit_source(flow, source, per_s, per_s * BURST_S)
@@ -259,6 +270,8 @@ class EdgeService:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._stopping.set()
         await asyncio.to_thread(self._thread.join)
+        if self._gates is not None:
+            await asyncio.to_thread(self._gates.close)
         self.driver.close()
         if self._webhook is not None:
             await asyncio.to_thread(self._webhook.close, STOP_S)
@@ -329,6 +342,10 @@ class EdgeService:
         finally:
             with self._lock:
                 self._finish(running, "failed")
+            with contextlib.suppress(TimeoutError):  # until voice activity has seen the rest: the account is of all
+                async with asyncio.timeout(GATED_S):
+                    while not session.spool.ended:
+                        await running.uplink.wait_for_audio()
             self._deliver()  # what the receiving thread has told comes first
             self._publish(running, [session.ended_event(running.uplink.segments)])
             running.log.close()
@@ -346,12 +363,13 @@ class EdgeService:
         if running.session.end_reason is None:
             self._forget_flow(running)
             del self._by_flow[running.session.flow]
+            audio: list[GateOutput] = []
             events: list[EdgeEvent] = []
             try:
-                events = running.session.finish(reason)
+                audio, events = running.session.finish(reason)
             except Exception:
                 log.exception("the last audio of edge session %s failed", running.session.id)
-            self._hand_over(running, events)
+            self._forward(running, audio, events, last=True)
             self._count_stream(running.session)
             self._metrics.forget_stream(running.session.flow)
             if running.on_finish is not None and not self._loop.is_closed():
@@ -365,6 +383,20 @@ class EdgeService:
 
     def _note_over_rate(self, running: _Running) -> None:
         if events := running.session.note_over_rate(self.driver.over_rate(running.session.flow)):
+            self._hand_over(running, events)
+
+    def _forward(
+        self, running: _Running, audio: list[GateOutput], events: list[EdgeEvent], *, last: bool = False
+    ) -> None:
+        """Brings audio to the spool, by way of voice activity where there is any, and events to the loop."""
+        if self._gates is None or running.gate is None:
+            events = events + running.session.spool_in(audio, last=last)
+        else:
+            if audio:
+                self._gates.append(running.gate, audio)
+            if last:
+                self._gates.finish(running.gate)
+        if events or audio or last:
             self._hand_over(running, events)
 
     def _hand_over(self, running: _Running, events: list[EdgeEvent]) -> None:
@@ -431,17 +463,14 @@ class EdgeService:
     def _advance(self, flow: int, now_s: float) -> None:
         running = self._by_flow[flow]
         session = running.session
-        before = session.spool.end
         try:
-            events = session.advance(now_s)
+            audio, events = session.advance(now_s)
+            self._forward(running, audio, events)
             if not session.is_held and now_s - session.last_packet_s > self.config.idle_s:
                 self._finish(running, "idle")
         except Exception:
             log.exception("edge session %s failed", session.id)
             self._finish(running, "failed")
-            return
-        if events or session.spool.end > before:
-            self._hand_over(running, events)
 
     def _measure(self, now_s: float) -> None:
         self._measured_s = now_s
@@ -458,6 +487,8 @@ class EdgeService:
         )
         connected = sum(running.uplink.connected for running in self._by_id.values())
         self._metrics.uplinks.set(connected)
+        if self._gates is not None:
+            self._metrics.note_ungated(samples_to_s(self._gates.ungated_samples))
         if self._webhook is not None:
             self._metrics.note_webhook(delivered=self._webhook.delivered, dropped=self._webhook.dropped)
 

@@ -17,7 +17,6 @@ from asr_serve.edge.rtp import DropReason, RtpPacket, parse_rtp
 from asr_serve.edge.rtp_stream import RtpStream
 from asr_serve.edge.speech_gate import GatedSpeech, GateOutput
 from asr_serve.edge.srtp import SrtpReceiver
-from asr_serve.edge.voice_gate import VoiceGate
 from asr_serve.units import RATE_HZ, samples_to_s
 
 EndReason = Literal["deleted", "hangup", "idle", "stopping", "failed"]
@@ -61,14 +60,13 @@ class EdgeSession:
         spool_s: float,
         corrects_drift: bool,
         now_s: float,
-        gate: VoiceGate | None = None,
         srtp: SrtpReceiver | None = None,
     ) -> None:
         self.id = f"edge_{secrets.token_hex(12)}"
         self.flow, self.ssrc, self.source = flow, ssrc, source
         self.formats = formats
         self._srtp = srtp
-        self.stream = RtpStream(formats, gate=gate, window_s=window_s, corrects_drift=corrects_drift)
+        self.stream = RtpStream(formats, window_s=window_s, corrects_drift=corrects_drift)
         self.spool = AudioSpool(int(spool_s * RATE_HZ))
         self.dropped: Counter[DropReason] = Counter()
         self.latched = False
@@ -113,9 +111,9 @@ class EdgeSession:
         """Notes that the driver counts anew: it has forgotten the flow."""
         self._flow_over_rate = 0
 
-    def advance(self, now_s: float) -> list[EdgeEvent]:
-        """Moves the samples that are in order to the spool; returns what happened."""
-        return self._spool_in(self.stream.advance(now_s))
+    def advance(self, now_s: float) -> tuple[list[GateOutput], list[EdgeEvent]]:
+        """Returns the samples that are in order by now, and what happened."""
+        return self.stream.advance(now_s), self.stream.take_events()
 
     def change_formats(self, formats: Mapping[int, PayloadFormat]) -> None:
         """Takes these payload types too, or in place of those of the same number."""
@@ -126,14 +124,25 @@ class EdgeSession:
         """Takes packets of another key, or plain ones, from now on."""
         self._srtp = srtp
 
-    def finish(self, reason: EndReason) -> list[EdgeEvent]:
-        """Ends the audio: nothing is taken any more."""
+    def finish(self, reason: EndReason) -> tuple[list[GateOutput], list[EdgeEvent]]:
+        """Ends the audio: nothing is taken any more. Returns the rest of the samples, and what happened."""
         self.end_reason = reason
+        return self.stream.finish(), self.stream.take_events()
+
+    def spool_in(self, audio: list[GateOutput], *, last: bool = False) -> list[EdgeEvent]:
+        """Appends audio to the spool, in order; returns what was discarded. `last`: ends the spool."""
+        events: list[EdgeEvent] = []
         try:
-            events = self._spool_in(self.stream.finish())
-            return events + self._told_discarded()
+            for each in audio:
+                start = self.spool.end
+                if self.spool.append(each):
+                    self._discarded = (self._discarded[0] if self._discarded else start, self.spool.end)
+                elif isinstance(each, GatedSpeech):
+                    events += self._told_discarded()
+            return events + (self._told_discarded() if last else [])
         finally:
-            self.spool.close()
+            if last:
+                self.spool.close()
 
     def ended_event(self, segments: int) -> SessionEnded:
         stream = self.stream
@@ -179,16 +188,6 @@ class EdgeSession:
             segments=segments,
             events=events,
         )
-
-    def _spool_in(self, audio: list[GateOutput]) -> list[EdgeEvent]:
-        events = self.stream.take_events()
-        for each in audio:
-            start = self.spool.end
-            if self.spool.append(each):
-                self._discarded = (self._discarded[0] if self._discarded else start, self.spool.end)
-            elif isinstance(each, GatedSpeech):
-                events += self._told_discarded()
-        return events
 
     def _told_discarded(self) -> list[EdgeEvent]:
         """The event of what was discarded, once there is room again."""

@@ -21,7 +21,7 @@ MAX_WAITING_SAMPLES = s_to_samples(10.0)
 """Samples of a caller that may wait. When there are more, all are forwarded as they are: that costs bandwidth, and
 neither memory nor words."""
 GATHER_S = 0.01
-"""Time for which a batch is gathered, a third of a window: a step of 64 callers costs each of them half of one alone."""
+"""Time for which a batch is gathered, a third of a window: in a step of 64 callers each costs half of one alone."""
 
 log = logging.getLogger(__name__)
 

@@ -427,6 +427,7 @@ class ServerMetrics:
 EDGE_DROPS = (
     *("not_rtp", "malformed", "rtcp", "unknown_source", "over_rate", "truncated", "unknown_payload_type"),
     *("bad_payload", "duplicate", "late", "jump", "srtp_auth", "srtp_replay", "checksum", "kernel"),
+    "unknown_token",
 )
 SIP_MESSAGES = ("received", "malformed", "not_allowed", "out_of_dialog", "method_not_allowed", "unauthorized")
 CALL_OUTCOMES = ("answered", "busy", "unavailable", "not_acceptable", "cancelled", "rejected", "failed")

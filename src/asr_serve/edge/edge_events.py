@@ -27,6 +27,13 @@ class StreamBegun(EdgeEvent, frozen=True, kw_only=True, tag="stream"):
     reason: Literal["first", "ssrc", "sequence", "clock"]
 
 
+class TokenTaken(EdgeEvent, frozen=True, kw_only=True, tag="token"):
+    """Sender that has told the session's token: packets with this SSRC from this address are the session's."""
+
+    ssrc: int
+    address: str
+
+
 class LossTold(EdgeEvent, frozen=True, kw_only=True, tag="loss"):
     """Packets that did not arrive, and whose time was concealed."""
 

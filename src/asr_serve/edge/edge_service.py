@@ -17,14 +17,16 @@ import msgspec
 from msgspec import Meta
 
 from asr_serve.edge.edge_config import EdgeConfig, check_stream_options, stream_query
-from asr_serve.edge.edge_events import EdgeEvent, PartialText
+from asr_serve.edge.edge_events import EdgeEvent, PartialText, TokenTaken
 from asr_serve.edge.edge_session import EdgeSession, EdgeSessionState, EndReason
 from asr_serve.edge.event_log import EdgeEventLog
 from asr_serve.edge.gate_worker import GateQueue, GateWorker
 from asr_serve.edge.packet_driver import Datagram, PacketDriver, describe_source, parse_source
 from asr_serve.edge.payload_format import PayloadFormat, describe_format, parse_payload_types
+from asr_serve.edge.rtcp import read_source_names
 from asr_serve.edge.rtp import DropReason
 from asr_serve.edge.sdp import parse_sdp, parse_sdp_key
+from asr_serve.edge.session_tokens import SessionTokens
 from asr_serve.edge.speech_gate import GateOutput
 from asr_serve.edge.srtp import SrtpKey, SrtpReceiver, checked_key
 from asr_serve.edge.uplink import Uplink, encode_event
@@ -41,6 +43,8 @@ MEASURE_S = 1.0
 BURST_S = 15.0
 """Seconds of `packets_per_s` that may come at once, when a network was stalled: with 200 a minute of 20 ms packets,
 after which a session without packets has ended anyway."""
+RTCP_PER_S, RTCP_BURST = 500.0, 1_000.0
+"""RTCP packets that are looked at for tokens, of all senders together."""
 RETRY_MS = 1_000
 KEEP_S = 60.0
 """Time for which the events of a session that has ended can be read."""
@@ -66,6 +70,8 @@ class EdgeSessionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Session description whose first audio section names the payload types."""
     srtp: SrtpKey | None = None
     """Key of its packets, which are encrypted; one is made where it has a suite alone. An `sdp` brings its own."""
+    token: bool = False
+    """Whether its sender is found by a token, in place of `ssrc` and `source`: the answer has it."""
     options: dict[str, str | int | float | bool] = {}
     """Parameters of /v1/stream."""
 
@@ -79,6 +85,7 @@ class EdgeSessionCreated(msgspec.Struct, frozen=True, kw_only=True, omit_default
     source: str | None
     payload_types: dict[str, str]
     srtp: SrtpKey | None = None
+    token: str | None = None
     events: str
 
 
@@ -112,6 +119,9 @@ class EdgeService:
         self._by_flow: dict[int, _Running] = {}
         self._by_id: dict[str, _Running] = {}
         self._flows = itertools.count(1)
+        self._tokens = SessionTokens()
+        self._token_flow = 0
+        """Flow of RTCP while there are tokens; 0: none is read."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
         self._stopping = threading.Event()
@@ -129,6 +139,8 @@ class EdgeService:
         self, request: EdgeSessionRequest, on_finish: Callable[[EndReason], None] | None = None
     ) -> EdgeSessionCreated:
         """Creates a session. `on_finish`: called when its audio has ended. Raises OptionError, AtCapacity."""
+        if request.token and (request.ssrc is not None or request.source is not None):
+            raise OptionError("token came, and ssrc or source", "one of them: a token finds its sender", param="token")
         formats = self._formats_for(request)
         key = self._key_for(request)
         srtp = None if key is None else SrtpReceiver(key)
@@ -169,7 +181,10 @@ class EdgeService:
             )
             running = _Running(session, uplink, events, on_finish, gate)
             self._by_flow[flow] = self._by_id[session.id] = running
-            if ssrc is None:
+            token = None
+            if request.token:
+                token = self._issue_token(session)
+            elif ssrc is None:
                 self.driver.admit_source(flow, source, per_s, per_s * BURST_S)
             else:
                 pinned = source if source[16:] != b"\0\0" else b""
@@ -185,6 +200,7 @@ class EdgeService:
             source=describe_source(source) if source else None,
             payload_types=names,
             srtp=key,
+            token=token,
             events=f"/v1/edge/sessions/{session.id}/events",
         )
 
@@ -295,6 +311,8 @@ class EdgeService:
         return None if key is None else checked_key(key)
 
     def _choose_ssrc(self, request: EdgeSessionRequest, source: bytes) -> int | None:
+        if request.token:
+            return None
         sessions = [running.session for running in self._by_flow.values()]
         if request.ssrc is None and source:
             if any(session.source == source for session in sessions):
@@ -378,8 +396,58 @@ class EdgeService:
     def _forget_flow(self, running: _Running) -> None:
         """Takes no packets of a session any more, with the lock held."""
         self._note_over_rate(running)
+        self._withdraw_token(running.session)
         self.driver.forget(running.session.flow)
         running.session.readmit()
+
+    def _issue_token(self, session: EdgeSession) -> str:
+        """Makes a session's token, with the lock held, and takes RTCP from now on."""
+        session.awaits_token = True
+        if not self._token_flow:
+            self._token_flow = next(self._flows)
+            self.driver.admit_rtcp(self._token_flow, RTCP_PER_S, RTCP_BURST)
+        return self._tokens.issue(session.flow)
+
+    def _withdraw_token(self, session: EdgeSession) -> None:
+        """Takes back a session's token, with the lock held."""
+        session.awaits_token = False
+        self._tokens.withdraw(session.flow)
+        self._stop_rtcp()
+
+    def _stop_rtcp(self) -> None:
+        """Takes no RTCP any more where no sender is awaited."""
+        if self._token_flow and not self._tokens.are_awaited:
+            self.driver.forget(self._token_flow)
+            self._token_flow = 0
+
+    def _take_rtcp(self, source: bytes, datagram: bytes, now_s: float) -> None:
+        """Admits the sender of a token, with the lock held; all other RTCP is dropped. An address that no session comes
+        from may be wrong some times."""
+        reason, address = DropReason.RTCP, source[:16]
+        is_stranger = all(each.session.source[:16] != address for each in self._by_flow.values())
+        if is_stranger and not self._tokens.allows(address, now_s):
+            self._metrics.count_drop(DropReason.UNKNOWN_TOKEN)
+            return
+        for ssrc, name in read_source_names(datagram):
+            flow = self._tokens.find(name)
+            if flow is None:
+                if is_stranger:
+                    self._tokens.note_wrong(address, now_s)
+                reason = DropReason.UNKNOWN_TOKEN
+            elif all(each.session.ssrc != ssrc for each in self._by_flow.values()) and self._tokens.use(flow):
+                self._admit_sender(self._by_flow[flow], ssrc, source)
+                return
+        self._metrics.count_drop(reason)
+
+    def _admit_sender(self, running: _Running, ssrc: int, source: bytes) -> None:
+        """Takes packets with an SSRC from any port of the address that has told the session's token."""
+        session, per_s = running.session, float(self.config.packets_per_s)
+        session.awaits_token, session.ssrc, session.source = False, ssrc, source[:16] + b"\0\0"
+        session.last_packet_s = time.monotonic()
+        self.driver.admit_ssrc(session.flow, ssrc, b"", per_s, per_s * BURST_S)
+        self._stop_rtcp()
+        address = describe_source(source).rpartition(":")[0].strip("[]")
+        self._hand_over(running, [TokenTaken(ssrc=ssrc, address=address)])
 
     def _note_over_rate(self, running: _Running) -> None:
         if events := running.session.note_over_rate(self.driver.over_rate(running.session.flow)):
@@ -438,6 +506,9 @@ class EdgeService:
     def _push_batch(self, datagrams: list[Datagram]) -> set[int]:
         touched = set()
         for flow, source, payload, arrival_s in datagrams:
+            if flow == self._token_flow:
+                self._take_rtcp(source, payload, arrival_s)
+                continue
             running = self._by_flow.get(flow)
             if running is None:
                 continue

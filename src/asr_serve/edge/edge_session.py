@@ -40,6 +40,8 @@ class EdgeSessionState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     lost_packets: int
     dropped: dict[str, int]
     encrypted: bool
+    awaits_token: bool = False
+    """Whether its sender has yet to tell its token."""
     jitter_ms: float
     drift_ppm: float
     segments: int
@@ -70,6 +72,7 @@ class EdgeSession:
         self.spool = AudioSpool(int(spool_s * RATE_HZ))
         self.dropped: Counter[DropReason] = Counter()
         self.latched = False
+        self.awaits_token = False
         self.last_packet_s = now_s
         self.is_held = False
         """Whether its sender is on hold, so that no packets are expected."""
@@ -183,6 +186,7 @@ class EdgeSession:
             lost_packets=stream.lost_packets,
             dropped=self._dropped_packets(),
             encrypted=self._srtp is not None,
+            awaits_token=self.awaits_token and self.end_reason is None,
             jitter_ms=round(stream.jitter_s * 1_000, 2),
             drift_ppm=round(stream.drift_ppm, 1),
             segments=segments,

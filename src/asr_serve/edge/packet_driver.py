@@ -45,6 +45,9 @@ class PacketDriver(Protocol):
     def admit_source(self, flow: int, source: bytes, per_s: float, burst: float) -> None:
         """Expects a source; one of port 0 is any port of its address."""
 
+    def admit_rtcp(self, flow: int, per_s: float, burst: float) -> None:
+        """Expects RTCP, from anywhere, as that of this flow; while there is none, RTCP is as any other datagram."""
+
     def latch(self, flow: int, source: bytes, ssrc: int) -> None:
         """Expects the flow from this source only, with this SSRC too, in place of the last one that was latched."""
 
@@ -78,6 +81,7 @@ class SocketDriver:
         self._socket, self._receiver = bound, receiver
         self.port: int = bound.getsockname()[1]
         self.admit_ssrc, self.admit_source = receiver.admit_ssrc, receiver.admit_source
+        self.admit_rtcp = receiver.admit_rtcp
         self.latch, self.forget, self.over_rate = receiver.latch, receiver.forget, receiver.over_rate
         self.receive, self.counts = receiver.receive, receiver.counts
 

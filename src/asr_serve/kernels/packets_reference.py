@@ -53,6 +53,7 @@ class PacketReceiver:
         self._by_ssrc: dict[int, int] = {}
         self._by_source: dict[bytes, _Source] = {}
         self._ended: set[int] = set()
+        self._rtcp_flow: int | None = None
         names = ("received", "unknown_source", "over_rate", "truncated", "not_rtp", "checksum", "kernel")
         self._counts = dict.fromkeys(names, 0)
 
@@ -73,6 +74,12 @@ class PacketReceiver:
             self._flows[flow] = _Flow(b"", per_s, burst)
             named = self._by_source.setdefault(source, _Source())
             named.flow, named.admitted = flow, True
+
+    def admit_rtcp(self, flow: int, per_s: float, burst: float) -> None:
+        """Expects RTCP from anywhere."""
+        with self._lock:
+            self._flows[flow] = _Flow(b"", per_s, burst)
+            self._rtcp_flow = flow
 
     def latch(self, flow: int, source: bytes, ssrc: int) -> None:
         """Expects the flow from this source only, with this SSRC too."""
@@ -97,6 +104,8 @@ class PacketReceiver:
         """Expects the flow no more."""
         with self._lock:
             self._flows.pop(flow, None)
+            if self._rtcp_flow == flow:
+                self._rtcp_flow = None
             for ssrc in [key for key, each in self._by_ssrc.items() if each == flow]:
                 del self._by_ssrc[ssrc]
                 if len(self._ended) >= MAX_ENDED:
@@ -156,7 +165,11 @@ class PacketReceiver:
             self._count("not_rtp")
             return None
         source = source_key(*address[:2])
-        number = self._find(int.from_bytes(data[8:12], "big"), source)
+        is_rtcp = 64 <= data[1] & 0x7F < 96
+        if is_rtcp and self._rtcp_flow is not None:
+            number: int | None = self._rtcp_flow
+        else:
+            number = self._find(int.from_bytes(data[8:12], "big"), source)
         if number is None:
             self._count("unknown_source")
             return None

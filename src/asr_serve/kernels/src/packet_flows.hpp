@@ -62,6 +62,12 @@ class FlowTable {
     named.flow = flow;
     named.admitted = true;
   }
+  // RTCP that comes from anywhere is this flow's, until it is forgotten.
+  void admit_rtcp(uint64_t flow, double per_s, double burst) {
+    std::lock_guard lock(mutex);
+    add(flow, nullptr, per_s, burst);
+    rtcp_flow_ = flow;
+  }
   void latch(uint64_t flow, const Key& source, uint32_t ssrc) {
     std::lock_guard lock(mutex);
     auto found = flows_.find(flow);
@@ -84,6 +90,7 @@ class FlowTable {
   void forget(uint64_t flow) {
     std::lock_guard lock(mutex);
     flows_.erase(flow);
+    if (rtcp_flow_ == flow) rtcp_flow_ = 0;
     std::erase_if(by_ssrc_, [&](const auto& each) {
       if (each.second != flow) return false;
       if (ended_.size() >= MAX_ENDED) ended_.clear();
@@ -105,7 +112,8 @@ class FlowTable {
     if (bytes < 12 || data[0] >> 6 != 2) { ++counts.not_rtp; return; }
     const uint32_t ssrc = uint32_t(data[8]) << 24 | uint32_t(data[9]) << 16 | uint32_t(data[10]) << 8 | data[11];
     uint64_t id = 0;
-    Flow* flow = find(ssrc, source, id);
+    const unsigned kind = data[1] & 0x7f;
+    Flow* flow = rtcp_flow_ && kind >= 64 && kind < 96 ? &flows_.at(id = rtcp_flow_) : find(ssrc, source, id);
     if (!flow) { ++counts.unknown_source; return; }
     flow->tokens = std::min(flow->burst, flow->tokens + double(now - flow->last_ns) * flow->per_ns);
     flow->last_ns = now;
@@ -168,6 +176,7 @@ class FlowTable {
     return !flow.pinned || flow.source == key ? &flow : nullptr;
   }
 
+  uint64_t rtcp_flow_ = 0;  // whose RTCP is; 0: it is as any datagram
   std::unordered_map<uint64_t, Flow> flows_;
   std::unordered_map<uint32_t, uint64_t> by_ssrc_;
   std::unordered_map<Key, Source, KeyHash> by_source_;

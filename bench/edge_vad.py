@@ -28,6 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 import asr_serve
+from asr_serve.edge.gate_worker import GATHER_S
 from asr_serve.edge.speech_gate import WINDOW_SAMPLES, GateConfig, GatedSpeech
 from asr_serve.edge.voice_activity import VoiceActivityInstance, VoiceActivityModule, VoiceActivityPool
 from asr_serve.models.auxiliary import silero
@@ -151,6 +152,48 @@ def speed(speech: np.ndarray, batches: Sequence[int], rounds: int, least_s: floa
     return rows
 
 
+def sessions(speech: np.ndarray, counts: Sequence[int], rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """Rows of many callers whose packets come 50 times a second: stepped one after the other, as each packet comes, and
+    in batches of what came in GATHER_S, as gate_worker.py does."""
+    rows = []
+    for count in counts:
+        times: dict[str, list[float]] = {"one by one": [], "batched": []}
+        for number in range(rounds):
+            for name, found in times.items():
+                pool = VoiceActivityPool()
+                callers = [pool.open() for _ in range(count)]
+                # Callers of whom a packet comes in a turn: each has a phase of its own.
+                turn = max(1, round(count * GATHER_S * RATE_HZ / PACKET_SAMPLES))
+                packets = 0
+                begin, at = time.thread_time(), 0
+                while (spent := time.thread_time() - begin) < seconds or not packets:
+                    for first in range(0, count, turn):
+                        due = [
+                            (callers[row], speech[(at + row * 997) % (len(speech) - PACKET_SAMPLES) :][:PACKET_SAMPLES])
+                            for row in range(first, min(count, first + turn))
+                        ]
+                        if name == "batched":
+                            pool.feed(due)
+                        else:
+                            for caller, pcm in due:
+                                caller.feed(pcm)
+                        packets += len(due)
+                    at += PACKET_SAMPLES
+                found.append(spent / packets * 1e6)
+                print(f"round {number + 1}/{rounds}  {count} callers  {name}: {found[-1]:.1f} us", file=sys.stderr)
+        rows += [
+            {
+                "name": f"asr-serve gate {name}, {count} callers",
+                "callers": count,
+                "us_per_packet": round(statistics.median(found), 1),
+                "us_per_packet_rounds": [round(each, 1) for each in found],
+                "core_share": round(count * 50 * statistics.median(found) * 1e-6, 3),
+            }
+            for name, found in times.items()
+        ]
+    return rows
+
+
 def telephone(audio: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """The audio as a call has it: 8 kHz, quiet noise on the line, G.711 u-law; then int16 at 16 kHz again."""
     narrow = soxr.resample(audio, RATE_HZ, TELEPHONE_HZ)
@@ -251,6 +294,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder with transcripts.tsv")
     parser.add_argument("--json", type=Path, help="write the result here too")
     parser.add_argument("--batches", default="1,64", help="callers of a step (default: %(default)s)")
+    parser.add_argument("--sessions", default="64,512", help="callers of an edge, or none (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.4, help="CPU time of a contender in a round")
     parser.add_argument("--clips", type=int, default=16, help="of each call")
@@ -261,15 +305,13 @@ def main() -> int:
     torch.set_num_threads(1)
     spoken = clips.load(args.data, args.clips)
     facts = machine.describe(threads=1, packages=("wasmtime", "silero-vad"))
-    rows = speed(
-        to_int16(np.concatenate([clip.audio for clip in spoken])),
-        [int(each) for each in args.batches.split(",")],
-        args.rounds,
-        args.seconds,
-    )
+    speech = to_int16(np.concatenate([clip.audio for clip in spoken]))
+    rows = speed(speech, [int(each) for each in args.batches.split(",")], args.rounds, args.seconds)
     duties, transcribed = (
         [float(each) for each in text.split(",") if each != "none"] for text in (args.duties, args.transcribed)
     )
+    counts = [int(each) for each in args.sessions.split(",") if each != "none"]
+    rows += sessions(speech, counts, args.rounds, args.seconds)
     rows += calls(spoken, duties, transcribed, args.model) if duties else []
     machine.tell(args.json, {"bench": "edge_vad", "machine": facts, "rows": rows})
     return 0

@@ -20,6 +20,7 @@ SOURCES = sorted(path for package in (PACKAGE, TOOLS) for path in package.rglob(
 
 BROAD_EXCEPT = {
     "cluster/control.py",
+    "edge/gate_worker.py",  # the thread that gates for all sessions
     "edge/edge_service.py",  # the thread that receives for all sessions
     "edge/telephone.py",  # events of all calls
     "engine/loop.py",

@@ -427,6 +427,7 @@ class ServerMetrics:
 EDGE_DROPS = (
     *("not_rtp", "malformed", "rtcp", "unknown_source", "over_rate", "truncated", "unknown_payload_type"),
     *("bad_payload", "duplicate", "late", "jump", "srtp_auth", "srtp_replay", "checksum", "kernel"),
+    "unknown_token",
 )
 SIP_MESSAGES = ("received", "malformed", "not_allowed", "out_of_dialog", "method_not_allowed", "unauthorized")
 CALL_OUTCOMES = ("answered", "busy", "unavailable", "not_acceptable", "cancelled", "rejected", "failed")
@@ -462,6 +463,11 @@ class EdgeMetrics:
         self._drift = gauge(
             "asr_serve_edge_drift_ratio", "Largest drift of a sender's clock, its seconds over ours, less one."
         )
+        self._ungated = counter(
+            "asr_serve_edge_ungated_audio_seconds_total",
+            "Audio sent on without a look for speech, as it came faster than voice activity is computed.",
+        )
+        self._ungated_s = 0.0
         posted = counter(
             "asr_serve_edge_webhook_events_total", "Events for the webhook, by what became of them.", ("outcome",)
         )
@@ -510,6 +516,11 @@ class EdgeMetrics:
         self._drift.set(max(drifts_ppm, key=abs, default=0.0) * 1e-6)
         for jitter_s in jitters_s:
             self._jitter.observe(jitter_s)
+
+    def note_ungated(self, total_s: float) -> None:
+        """Notes the total of audio that voice activity was too slow for."""
+        self._ungated.inc(total_s - self._ungated_s)
+        self._ungated_s = total_s
 
     def note_webhook(self, **counts: int) -> None:
         """Notes the totals of the webhook: delivered, dropped."""

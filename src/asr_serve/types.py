@@ -286,6 +286,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_address(host: str) -> bool:
+    """Whether a host is an IP address, not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def coerce_fields(config: msgspec.Struct) -> None:
     """Convert every field to its declared type in place: a list to a tuple, an int to a float. Raises OptionError, with
     the field as `param`, for a value that does not fit."""

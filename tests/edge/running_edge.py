@@ -41,8 +41,8 @@ class RunningEdge:
         self.service: EdgeService = self.call(self._start)
 
     async def _start(self) -> EdgeService:
-        gates = VoiceActivityPool().open if self.config.voice_activity else None
-        service = EdgeService(self.config, self.driver, EdgeMetrics("0"), create_gate=gates)
+        pool = VoiceActivityPool() if self.config.voice_activity else None
+        service = EdgeService(self.config, self.driver, EdgeMetrics("0"), voice_activity=pool)
         if self.config.sip is not None:
             self.telephone = Telephone(service, self.config.sip, service._metrics)
             await self.telephone.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,6 +21,8 @@ from rtp_sender import RtpSender, l16_packets
 from running_edge import RunningEdge, text_of
 from running_server import WAIT_S, Running, eventually
 from typer.testing import CliRunner
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
 
 from asr_serve.api.cli import app
 from asr_serve.api.cli.exit_codes import USAGE
@@ -151,11 +154,55 @@ def test_the_command_serves_sessions_over_http_and_ends_with_their_last_words(
         command.process.send_signal(signal.SIGTERM)
         lines = list(stream.iter_lines())
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-    numbers = [int(line.removeprefix("id: ")) for line in lines if line.startswith("id: ")]
-    assert numbers == list(range(2, len(numbers) + 2))
+    ids = [line.removeprefix("id: ").split("-") for line in lines if line.startswith("id: ")]
+    assert len({epoch for epoch, _ in ids}) == 1
+    assert [int(number) for _, number in ids] == list(range(2, len(ids) + 2))
     assert len(words(text_of(events))) > 3
     assert (events[-1]["type"], events[-1]["reason"]) == ("end", "stopping")
     assert command.process.wait(WAIT_S) == 0
+    sender.close()
+    http.close()
+
+
+def test_a_websocket_tells_the_same_events_and_goes_on_behind_any_of_them(command: EdgeCommand, cities: Path) -> None:
+    url, port = command.said(r"health\s+(http://\S+)/health"), int(command.said(r"UDP 127\.0\.0\.1:(\d+)"))
+    http = httpx.Client(base_url=url, timeout=WAIT_S, headers={"Authorization": "Bearer secret"})
+    eventually(lambda: answers(http))
+    created = http.post(PATH, json={"options": {"language": "en"}}).json()
+    place = f"ws{url.removeprefix('http')}{created['events']}"
+    sender = RtpSender(port)
+    with connect(f"{place}?api_key=secret") as listener:
+        sender.send(l16_packets(read_audio(cities)[: 3 * 16_000], created["ssrc"]))
+        eventually(lambda: http.get(f"{PATH}/{created['id']}").json()["packets"] == 150)
+        http.delete(f"{PATH}/{created['id']}")
+        got = [json.loads(message) for message in listener]
+    assert (listener.close_code, got[-1]["type"]) == (1_000, "end")
+    told = http.get(created["events"]).text.split("\n\n")
+    expected = []
+    for each in told:
+        fields = dict(line.split(": ", 1) for line in each.splitlines() if not line.startswith(":"))
+        if fields:
+            expected.append({"id": fields["id"], **json.loads(fields["data"])})
+    assert got == expected
+    authorized = {"Authorization": "Bearer secret"}
+    with connect(f"{place}?after={got[1]['id']}", additional_headers=authorized) as listener:
+        assert [json.loads(message) for message in listener] == got[2:]
+    quiet = http.post(PATH, json={}).json()["events"]
+    for path, headers, said in (
+        (quiet, {}, "invalid_api_key"),
+        (f"{quiet}?api_key=wrong", {}, "invalid_api_key"),
+        (f"{quiet}?after=x", authorized, "malformed_request"),
+        (f"{quiet}?api_key=secret", {"Origin": "https://elsewhere.example"}, "not_allowed"),
+        (f"{PATH}/edge_none/events", authorized, "session_expired"),
+        (quiet, {**authorized, "Origin": url}, "malformed_request"),  # for what is sent
+    ):
+        with connect(f"ws{url.removeprefix('http')}{path}", additional_headers=headers) as listener:
+            with contextlib.suppress(ConnectionClosed):
+                listener.send("{}")
+            answer = json.loads(listener.recv(WAIT_S))
+            with pytest.raises(ConnectionClosed):
+                listener.recv(WAIT_S)
+        assert (answer["type"], answer["code"], listener.close_code) == ("error", said, 1_008), path
     sender.close()
     http.close()
 

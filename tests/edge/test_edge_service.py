@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,37 @@ def test_what_a_network_held_back_for_seven_seconds_is_not_over_the_rate() -> No
     edge.service._tasks[session.id].cancel()
     edge.close()
     sender.close()
+
+
+def test_packets_beyond_the_rate_are_in_the_account_of_their_session_alone() -> None:
+    edge = RunningEdge("http://127.0.0.1:9", packets_per_s=10)  # 150 at once; nobody listens there
+    sender, quiet = RtpSender(edge.driver.port), RtpSender(edge.driver.port)
+    session, other = edge.create(), edge.create()
+    packets = l16_packets(np.full(400 * UNITS, 0.25, np.float32), session.ssrc)
+    sender.send(packets, 0.0002)
+    quiet.send(l16_packets(np.full(5 * UNITS, 0.25, np.float32), other.ssrc))
+    edge.taken(other.id, 5)
+    state = edge.describe(session.id)
+    dropped = state.dropped["over_rate"]
+    assert 0 < dropped == len(packets) - state.packets
+    assert edge.describe(other.id).dropped == {}
+    assert edge.metric("asr_serve_edge_dropped_packets_total", reason="over_rate") == dropped
+    running = edge.service._by_id[session.id]
+    edge.call(edge.service.redirect, session.id, sender.source, running.session.formats)  # the driver counts anew
+    assert edge.describe(session.id).dropped["over_rate"] == dropped
+    told = [event for event in edge.events(session.id) if event["type"] == "dropped"]
+    counts = [event["packets"] for event in told]
+    assert {event["reason"] for event in told} == {"over_rate"}
+    assert counts
+    assert counts[-1] <= dropped < 2 * counts[-1]
+    assert all(2 * before <= after for before, after in pairwise(counts))
+    for each in (session, other):
+        edge.service._tasks[each.id].cancel()
+    eventually(lambda: edge.events(session.id)[-1]["type"] == "end")
+    assert edge.events(session.id)[-1]["dropped"]["over_rate"] == dropped
+    edge.close()
+    sender.close()
+    quiet.close()
 
 
 def test_sessions_are_bounded_and_named_by_ssrc_or_source(server: Running) -> None:

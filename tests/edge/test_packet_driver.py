@@ -15,6 +15,7 @@ from rtp_sender import RtpSender
 
 from asr_serve import kernels
 from asr_serve.edge.packet_driver import RecvmmsgDriver, describe_source, parse_source
+from asr_serve.edge.rtcp import build_source_description
 from asr_serve.edge.rtp import RtpPacket, build_rtp
 from asr_serve.errors import OptionError
 from asr_serve.kernels import packets_reference
@@ -184,7 +185,33 @@ def test_a_flow_beyond_its_rate_is_cut_and_others_are_not(receiving: Receiving) 
     assert found.count(2) == 30
     assert found.count(1) == 5
     assert receiver.counts()["over_rate"] == 25
+    assert [receiver.over_rate(flow) for flow in (1, 2, 3)] == [25, 0, 0]
+    receiver.forget(1)
+    assert receiver.over_rate(1) == 0
     sender.close()
+
+
+def test_rtcp_is_of_its_own_flow_while_there_is_one(receiving: Receiving) -> None:
+    """Also that of a source whose datagrams are a flow's, and with a rate of its own."""
+    receiver, caller, stranger = receiving.receiver, receiving.connect(), receiving.connect()
+    receiver.admit_source(1, parse_source(caller.source), *FAST)
+    report = build_source_description(5, b"name")
+    caller.send([report])
+    stranger.send([report])
+    assert [flow for flow, _, _ in collect(receiver, 1)] == [1]
+    receiver.admit_rtcp(2, 1.0, 2.0)
+    caller.send([report, packet(9)])
+    assert [flow for flow, _, _ in collect(receiver, 2)] == [2, 1]
+    stranger.send([report, report, packet(9)])
+    assert [(flow, describe_source(source)) for flow, source, _ in collect(receiver, 1)] == [(2, stranger.source)]
+    counts = receiver.counts()
+    assert (counts["unknown_source"], counts["over_rate"]) == (2, 1)
+    receiver.forget(2)
+    stranger.send([report])
+    caller.send([report])
+    assert [flow for flow, _, _ in collect(receiver, 1)] == [1]
+    for each in (caller, stranger):
+        each.close()
 
 
 def test_what_is_no_rtp_or_too_long_is_counted(loopback: Receiving) -> None:

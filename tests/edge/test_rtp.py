@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asr_serve import kernels
-from asr_serve.edge.payload_format import STATIC_FORMATS, PayloadFormat, parse_format, parse_payload_types, parse_sdp
+from asr_serve.edge.payload_format import STATIC_FORMATS, PayloadFormat, parse_format, parse_payload_types
 from asr_serve.edge.rtp import DropReason, RtpPacket, build_rtp, parse_rtp
+from asr_serve.edge.sdp import parse_sdp
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.kernels import packets_reference
 

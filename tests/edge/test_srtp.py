@@ -20,8 +20,8 @@ from running_server import WAIT_S, eventually
 from test_edge_senders import signed
 
 from asr_serve.audio import read_audio
-from asr_serve.edge.payload_format import parse_sdp_key
 from asr_serve.edge.rtp import DropReason
+from asr_serve.edge.sdp import parse_sdp_key
 from asr_serve.edge.srtp import MAX_SSRCS, SUITES, SrtpKey, SrtpReceiver, checked_key, parse_crypto
 from asr_serve.errors import OptionError, UnsupportedOption
 

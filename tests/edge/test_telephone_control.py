@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -112,6 +114,36 @@ def test_flags_and_the_variable_come_before_the_file(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("flag", ["--sip=a:b", "--sip-register=7001@pbx", "--sip-register=sip:pbx", "--sip=0.0.0.0"])
 def test_wrong_flags_are_told(flag: str) -> None:
     assert CliRunner().invoke(app, ["edge", flag]).exit_code == USAGE
+
+
+async def test_another_port_is_tried_where_tcp_has_taken_the_one_of_udp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two ports that the system chooses for UDP are another program's for TCP by the time we ask."""
+    loop, taken = asyncio.get_running_loop(), []
+    open_udp = loop.create_datagram_endpoint
+
+    async def open_and_lose(*args: Any, **options: Any) -> Any:
+        made = await open_udp(*args, **options)
+        if len(taken) < 2:
+            other = socket.socket()
+            other.bind(("127.0.0.1", made[0].get_extra_info("sockname")[1]))
+            other.listen()
+            taken.append(other)
+        return made
+
+    monkeypatch.setattr(loop, "create_datagram_endpoint", open_and_lose)
+    endpoint = sip_endpoint.SipEndpoint("127.0.0.1", 0, tcp=True, on_events=lambda: None)
+    await endpoint.start()
+    ports = [each.getsockname()[1] for each in taken]
+    assert len(ports) == 2
+    assert endpoint.port not in ports
+    with socket.create_connection(("127.0.0.1", endpoint.port), WAIT_S):
+        await endpoint.close()
+    fixed = sip_endpoint.SipEndpoint("127.0.0.1", ports[0], tcp=True, on_events=lambda: None)
+    with pytest.raises(OptionError, match="--sip"):
+        await fixed.start()
+    for each in taken:
+        each.close()
+    await asyncio.sleep(0)
 
 
 def test_connections_of_those_who_may_not_call_are_refused_and_silent_ones_end(monkeypatch: pytest.MonkeyPatch) -> None:

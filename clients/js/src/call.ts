@@ -99,9 +99,18 @@ export class SpeechCall extends Emitter<CallEvents> {
   /** Hang up now; what was not heard is lost. */
   close(): void {
     if (this.#state !== "connecting" && this.#state !== "open") return;
-    const location = this.#location;
     this.#finish("closed", new SpeechError("closed", "The call was ended before its end."));
-    if (location !== undefined) void fetch(location, { method: "DELETE", headers: this.#headers }).catch(() => {});
+    this.#hangUp();
+  }
+
+  /** End the call at the server too. Of one whose answer is still on its way, nobody knows the address: it is ended when the
+   * answer comes. */
+  #hangUp(): void {
+    const location = this.#location;
+    this.#location = undefined;
+    if (location === undefined) return;
+    // A page that is being left may still send it.
+    void fetch(location, { method: "DELETE", headers: this.#headers, keepalive: true }).catch(() => {});
   }
 
   get #headers(): Record<string, string> {
@@ -122,6 +131,7 @@ export class SpeechCall extends Emitter<CallEvents> {
     };
     this.#timers.push(setTimeout(() => this.#opened || this.#lost("no connection in time"), CONNECT_MS));
     await peer.setLocalDescription(await peer.createOffer());
+    if (this.#state !== "connecting") return; // or the server would have a call that nobody makes
     const answer = await this.#offer(peer.localDescription!.sdp);
     if (this.#state !== "connecting") return;
     await peer.setRemoteDescription({ type: "answer", sdp: answer });
@@ -133,14 +143,15 @@ export class SpeechCall extends Emitter<CallEvents> {
     const url = callUrl(this.options);
     try {
       const headers = { ...this.#headers, "Content-Type": "application/sdp" };
-      answer = await fetch(url, { method: "POST", headers, body });
+      answer = await fetch(url, { method: "POST", headers, body, signal: AbortSignal.timeout(CONNECT_MS) });
     } catch (cause) {
       throw new SpeechError("connection_failed", `No server answers at ${url}.`, { cause });
     }
+    const location = answer.headers.get("location");
+    if (answer.ok && location !== null) this.#location = new URL(location, url).href;
+    if (this.#state !== "connecting") this.#hangUp(); // it was closed, or failed, meanwhile
     const text = await answer.text();
     if (answer.ok) {
-      const location = answer.headers.get("location");
-      if (location !== null) this.#location = new URL(location, url).href;
       return text;
     }
     throw refusal(answer, text);
@@ -164,6 +175,7 @@ export class SpeechCall extends Emitter<CallEvents> {
       case "end":
         this.#ending?.resolve(this.transcript); // first: a listener may close the call
         this.emit("end", event);
+        this.#location = undefined; // the server has ended it
         return this.#finish("closed", new SpeechError("closed", "The session has ended."));
       case "partial":
         return this.emit("partial", event);
@@ -214,6 +226,7 @@ export class SpeechCall extends Emitter<CallEvents> {
   #fail(error: SpeechError): void {
     if (this.#state !== "connecting" && this.#state !== "open") return;
     this.#finish("failed", error);
+    this.#hangUp();
     this.emit("error", error);
   }
 

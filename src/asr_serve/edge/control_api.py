@@ -1,4 +1,5 @@
-"""Control API of the edge: sessions are created, shown and ended over HTTP; results are server-sent events."""
+"""Control API of the edge: sessions are created, shown and ended over HTTP; results are server-sent events, or messages
+of a WebSocket."""
 
 from __future__ import annotations
 
@@ -10,16 +11,21 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket
 
+from asr_serve.edge import event_socket
 from asr_serve.edge.edge_service import EdgeService, EdgeSessionRequest
+from asr_serve.edge.event_log import EdgeEventLog, parse_event_id
 from asr_serve.edge.telephone import CallRequest, Telephone
 from asr_serve.errors import AsrServeError, ClientGone, InvalidKey, MalformedRequest, NoSuchRoute, UnsupportedMediaType
 from asr_serve.metrics import CONTENT_TYPE
 from asr_serve.server.middleware.error_handlers import JSON, error_response
 from asr_serve.server.server_sent_events import stream_log
+from asr_serve.server.uploads.request_body import read_body
 
 MAX_BODY_BYTES = 1 << 16
+BODY_TIMEOUT_S = 10.0
 PATH = "/v1/edge/sessions"
 CALLS_PATH = "/v1/edge/calls"
 PLAY_RATE_HZ = 24_000
@@ -38,12 +44,32 @@ def create_control_api(service: EdgeService, telephone: Telephone | None = None)
         async def answer(request: Request) -> Response:
             try:
                 if keys and not public:
-                    _check_key(request, keys)
+                    _check_key(request.headers.get("authorization", ""), keys)
                 return await handle(request)
             except AsrServeError as error:
                 return error_response(error, secrets.token_hex(8))
 
         return answer
+
+    def events_socket(find: Callable[[WebSocket], EdgeEventLog]) -> Callable[[WebSocket], Awaitable[None]]:
+        """Endpoint that tells the events of a log. All are accepted: a browser hides why a handshake was refused."""
+
+        async def serve(websocket: WebSocket) -> None:
+            await websocket.accept()
+            try:
+                event_socket.check_origin(websocket)
+                query = websocket.query_params
+                if keys:  # a browser's WebSocket has no header for it
+                    bearer = f"Bearer {query['api_key']}" if "api_key" in query else ""
+                    _check_key(websocket.headers.get("authorization", bearer), keys)
+                log = find(websocket)
+                position = parse_event_id(query.get("after", "0"))
+                log.check_room()
+                await event_socket.send_events(websocket, log, position)
+            except AsrServeError as error:
+                await event_socket.refuse(websocket, error)
+
+        return serve
 
     async def create(request: Request) -> Response:
         body = await _read_json(request)
@@ -85,7 +111,7 @@ def create_control_api(service: EdgeService, telephone: Telephone | None = None)
         return _json(await line().place_call(asked), 201)
 
     async def call_events(request: Request) -> Response:
-        return stream_log(request, line().events, "events of an edge session")
+        return stream_log(request, line().events, "events of calls")
 
     async def play(request: Request) -> Response:
         rate = request.query_params.get("rate", str(PLAY_RATE_HZ))
@@ -119,10 +145,12 @@ def create_control_api(service: EdgeService, telephone: Telephone | None = None)
             Route(one, checked(describe), methods=["GET"]),
             Route(one, checked(end), methods=["DELETE"]),
             Route(f"{one}/events", checked(events), methods=["GET"]),
+            WebSocketRoute(f"{one}/events", events_socket(lambda each: service.events(each.path_params["id"]))),
             Route(f"{one}/audio", checked(play), methods=["POST"]),
             Route(f"{one}/audio", checked(stop_playing), methods=["DELETE"]),
             Route(CALLS_PATH, checked(place_call), methods=["POST"]),
             Route(f"{CALLS_PATH}/events", checked(call_events), methods=["GET"]),
+            WebSocketRoute(f"{CALLS_PATH}/events", events_socket(lambda _: line().events)),
             Route("/metrics", checked(metrics), methods=["GET"]),
             Route("/health", checked(health, public=True), methods=["GET"]),
             Route("/{path:path}", checked(missing), methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
@@ -130,8 +158,9 @@ def create_control_api(service: EdgeService, telephone: Telephone | None = None)
     )
 
 
-def _check_key(request: Request, keys: list[bytes]) -> None:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+def _check_key(authorization: str, keys: list[bytes]) -> None:
+    """Raises InvalidKey."""
+    scheme, _, key = authorization.partition(" ")
     came = key.strip().encode("utf-8", "replace")
     fits = [hmac.compare_digest(came, known) for known in keys]  # all of them: time tells nothing
     if scheme.lower() != "bearer" or not any(fits):
@@ -143,12 +172,7 @@ async def _read_json(request: Request) -> bytes:
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != JSON:
         raise UnsupportedMediaType(f"Content-Type: {kind[:60]}", JSON, f'send -H "Content-Type: {JSON}"')
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise MalformedRequest(f"a body of over {MAX_BODY_BYTES} bytes came", f"up to {MAX_BODY_BYTES} bytes")
-    return bytes(body)
+    return await read_body(request, "a request in JSON", max_bytes=MAX_BODY_BYTES, timeout_s=BODY_TIMEOUT_S)
 
 
 def _json(value: object, status: int = 200) -> Response:

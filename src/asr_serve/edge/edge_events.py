@@ -27,6 +27,13 @@ class StreamBegun(EdgeEvent, frozen=True, kw_only=True, tag="stream"):
     reason: Literal["first", "ssrc", "sequence", "clock"]
 
 
+class TokenTaken(EdgeEvent, frozen=True, kw_only=True, tag="token"):
+    """Sender that has told the session's token: packets with this SSRC from this address are the session's."""
+
+    ssrc: int
+    address: str
+
+
 class LossTold(EdgeEvent, frozen=True, kw_only=True, tag="loss"):
     """Packets that did not arrive, and whose time was concealed."""
 
@@ -55,6 +62,15 @@ class AudioDiscarded(EdgeEvent, frozen=True, kw_only=True, tag="discarded"):
 
     start_s: float
     end_s: float
+
+
+class PacketsDropped(EdgeEvent, frozen=True, kw_only=True, tag="dropped"):
+    """Packets of the session's own source that were dropped: `packets` so far. Told at the first, and whenever their
+    number has doubled; the last event has the account of all reasons."""
+
+    position_s: float
+    reason: Literal["over_rate"]
+    packets: int
 
 
 class ServerLost(EdgeEvent, frozen=True, kw_only=True, tag="server_lost"):
@@ -153,5 +169,7 @@ class SessionEnded(EdgeEvent, frozen=True, kw_only=True, tag="end"):
     packets: int
     lost_packets: int
     discarded_s: float
+    dropped: dict[str, int] = {}
+    """Packets that were dropped, by reason."""
     sent_speech_s: float
     """Audio that was sent as samples; the rest went as lengths of silence."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
@@ -16,15 +17,20 @@ import msgspec
 from msgspec import Meta
 
 from asr_serve.edge.edge_config import EdgeConfig, check_stream_options, stream_query
-from asr_serve.edge.edge_events import EdgeEvent, PartialText
+from asr_serve.edge.edge_events import EdgeEvent, PartialText, TokenTaken
 from asr_serve.edge.edge_session import EdgeSession, EdgeSessionState, EndReason
 from asr_serve.edge.event_log import EdgeEventLog
+from asr_serve.edge.gate_worker import GateQueue, GateWorker
 from asr_serve.edge.packet_driver import Datagram, PacketDriver, describe_source, parse_source
-from asr_serve.edge.payload_format import PayloadFormat, describe_format, parse_payload_types, parse_sdp, parse_sdp_key
+from asr_serve.edge.payload_format import PayloadFormat, describe_format, parse_payload_types
+from asr_serve.edge.rtcp import read_source_names
 from asr_serve.edge.rtp import DropReason
+from asr_serve.edge.sdp import parse_sdp, parse_sdp_key
+from asr_serve.edge.session_tokens import SessionTokens
+from asr_serve.edge.speech_gate import GateOutput
 from asr_serve.edge.srtp import SrtpKey, SrtpReceiver, checked_key
 from asr_serve.edge.uplink import Uplink, encode_event
-from asr_serve.edge.voice_gate import VoiceGate
+from asr_serve.edge.voice_activity import VoiceActivityPool
 from asr_serve.edge.webhook import Webhook
 from asr_serve.errors import AtCapacity, OptionError, SessionExpired
 from asr_serve.metrics import EdgeMetrics
@@ -37,11 +43,15 @@ MEASURE_S = 1.0
 BURST_S = 15.0
 """Seconds of `packets_per_s` that may come at once, when a network was stalled: with 200 a minute of 20 ms packets,
 after which a session without packets has ended anyway."""
+RTCP_PER_S, RTCP_BURST = 500.0, 1_000.0
+"""RTCP packets that are looked at for tokens, of all senders together."""
 RETRY_MS = 1_000
 KEEP_S = 60.0
 """Time for which the events of a session that has ended can be read."""
 KEPT = 2
 """Sessions in all, those that have ended too, for each that may be open."""
+GATED_S = 10.0
+"""Longest wait for voice activity at the end of a session."""
 STOP_S = 20.0
 """Longest wait for the last words of all sessions."""
 
@@ -60,6 +70,8 @@ class EdgeSessionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Session description whose first audio section names the payload types."""
     srtp: SrtpKey | None = None
     """Key of its packets, which are encrypted; one is made where it has a suite alone. An `sdp` brings its own."""
+    token: bool = False
+    """Whether its sender is found by a token, in place of `ssrc` and `source`: the answer has it."""
     options: dict[str, str | int | float | bool] = {}
     """Parameters of /v1/stream."""
 
@@ -73,6 +85,7 @@ class EdgeSessionCreated(msgspec.Struct, frozen=True, kw_only=True, omit_default
     source: str | None
     payload_types: dict[str, str]
     srtp: SrtpKey | None = None
+    token: str | None = None
     events: str
 
 
@@ -81,6 +94,8 @@ class _Running(NamedTuple):
     uplink: Uplink
     log: EdgeEventLog
     on_finish: Callable[[EndReason], None] | None
+    gate: GateQueue | None
+    """Queue of its audio for voice activity; None: all of it is sent on."""
 
 
 class EdgeService:
@@ -94,16 +109,19 @@ class EdgeService:
         metrics: EdgeMetrics,
         *,
         api_key: str | None = None,
-        create_gate: Callable[[], VoiceGate] | None = None,
+        voice_activity: VoiceActivityPool | None = None,
     ) -> None:
-        """`create_gate`: makes the voice-activity gate of a session; None: everything is sent on."""
+        """`voice_activity`: pool with a place for each session; None: everything is sent on."""
         self.config, self.driver, self._metrics, self._key = config, driver, metrics, api_key
-        self._create_gate = create_gate
+        self._gates = None if voice_activity is None else GateWorker(voice_activity)
         self._formats = parse_payload_types(config.payload_types)
         self._lock = threading.Lock()
         self._by_flow: dict[int, _Running] = {}
         self._by_id: dict[str, _Running] = {}
         self._flows = itertools.count(1)
+        self._tokens = SessionTokens()
+        self._token_flow = 0
+        """Flow of RTCP while there are tokens; 0: none is read."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
         self._stopping = threading.Event()
@@ -121,6 +139,8 @@ class EdgeService:
         self, request: EdgeSessionRequest, on_finish: Callable[[EndReason], None] | None = None
     ) -> EdgeSessionCreated:
         """Creates a session. `on_finish`: called when its audio has ended. Raises OptionError, AtCapacity."""
+        if request.token and (request.ssrc is not None or request.source is not None):
+            raise OptionError("token came, and ssrc or source", "one of them: a token finds its sender", param="token")
         formats = self._formats_for(request)
         key = self._key_for(request)
         srtp = None if key is None else SrtpReceiver(key)
@@ -144,7 +164,6 @@ class EdgeService:
                 spool_s=self.config.spool_s,
                 corrects_drift=self.config.drift,
                 now_s=time.monotonic(),
-                gate=None if self._create_gate is None else self._create_gate(),
                 srtp=srtp,
             )
             events = EdgeEventLog()
@@ -155,9 +174,17 @@ class EdgeService:
                 lambda event: self._publish(running, [event]),
                 api_key=self._key,
             )
-            running = _Running(session, uplink, events, on_finish)
+            gate = (
+                None
+                if self._gates is None
+                else self._gates.open(lambda audio, last: self._hand_over(running, session.spool_in(audio, last=last)))
+            )
+            running = _Running(session, uplink, events, on_finish, gate)
             self._by_flow[flow] = self._by_id[session.id] = running
-            if ssrc is None:
+            token = None
+            if request.token:
+                token = self._issue_token(session)
+            elif ssrc is None:
                 self.driver.admit_source(flow, source, per_s, per_s * BURST_S)
             else:
                 pinned = source if source[16:] != b"\0\0" else b""
@@ -173,6 +200,7 @@ class EdgeService:
             source=describe_source(source) if source else None,
             payload_types=names,
             srtp=key,
+            token=token,
             events=f"/v1/edge/sessions/{session.id}/events",
         )
 
@@ -187,7 +215,7 @@ class EdgeService:
         running = self._find(session_id)
         with self._lock:
             if running.session.end_reason is None:
-                self.driver.forget(running.session.flow)
+                self._forget_flow(running)
                 running.session.is_held = True
 
     def change_key(self, session_id: str, key: SrtpKey | None) -> None:
@@ -210,7 +238,7 @@ class EdgeService:
                 return
             if any(each.session.source == key and each is not running for each in self._by_flow.values()):
                 raise OptionError(f"source={source!r} is another session's", "one session for a source", param="source")
-            self.driver.forget(session.flow)
+            self._forget_flow(self._by_id[session_id])
             self.driver.admit_source(session.flow, key, per_s, per_s * BURST_S)
             session.change_formats(formats)
             session.source, session.latched, session.is_held = key, False, False
@@ -258,6 +286,8 @@ class EdgeService:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._stopping.set()
         await asyncio.to_thread(self._thread.join)
+        if self._gates is not None:
+            await asyncio.to_thread(self._gates.close)
         self.driver.close()
         if self._webhook is not None:
             await asyncio.to_thread(self._webhook.close, STOP_S)
@@ -281,6 +311,8 @@ class EdgeService:
         return None if key is None else checked_key(key)
 
     def _choose_ssrc(self, request: EdgeSessionRequest, source: bytes) -> int | None:
+        if request.token:
+            return None
         sessions = [running.session for running in self._by_flow.values()]
         if request.ssrc is None and source:
             if any(session.source == source for session in sessions):
@@ -308,6 +340,9 @@ class EdgeService:
         return running
 
     def _describe(self, running: _Running) -> EdgeSessionState:
+        """State of a session, with the lock held."""
+        if running.session.end_reason is None:
+            self._note_over_rate(running)
         return running.session.describe(
             connected=running.uplink.connected, segments=running.uplink.segments, events=running.log.last_number
         )
@@ -325,6 +360,10 @@ class EdgeService:
         finally:
             with self._lock:
                 self._finish(running, "failed")
+            with contextlib.suppress(TimeoutError):  # until voice activity has seen the rest: the account is of all
+                async with asyncio.timeout(GATED_S):
+                    while not session.spool.ended:
+                        await running.uplink.wait_for_audio()
             self._deliver()  # what the receiving thread has told comes first
             self._publish(running, [session.ended_event(running.uplink.segments)])
             running.log.close()
@@ -340,18 +379,93 @@ class EdgeService:
     def _finish(self, running: _Running, reason: EndReason) -> None:
         """Ends a session's audio, with the lock held. Idempotent."""
         if running.session.end_reason is None:
-            self.driver.forget(running.session.flow)
+            self._forget_flow(running)
             del self._by_flow[running.session.flow]
+            audio: list[GateOutput] = []
             events: list[EdgeEvent] = []
             try:
-                events = running.session.finish(reason)
+                audio, events = running.session.finish(reason)
             except Exception:
                 log.exception("the last audio of edge session %s failed", running.session.id)
-            self._hand_over(running, events)
+            self._forward(running, audio, events, last=True)
             self._count_stream(running.session)
             self._metrics.forget_stream(running.session.flow)
             if running.on_finish is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(running.on_finish, reason)
+
+    def _forget_flow(self, running: _Running) -> None:
+        """Takes no packets of a session any more, with the lock held."""
+        self._note_over_rate(running)
+        self._withdraw_token(running.session)
+        self.driver.forget(running.session.flow)
+        running.session.readmit()
+
+    def _issue_token(self, session: EdgeSession) -> str:
+        """Makes a session's token, with the lock held, and takes RTCP from now on."""
+        session.awaits_token = True
+        if not self._token_flow:
+            self._token_flow = next(self._flows)
+            self.driver.admit_rtcp(self._token_flow, RTCP_PER_S, RTCP_BURST)
+        return self._tokens.issue(session.flow)
+
+    def _withdraw_token(self, session: EdgeSession) -> None:
+        """Takes back a session's token, with the lock held."""
+        session.awaits_token = False
+        self._tokens.withdraw(session.flow)
+        self._stop_rtcp()
+
+    def _stop_rtcp(self) -> None:
+        """Takes no RTCP any more where no sender is awaited."""
+        if self._token_flow and not self._tokens.are_awaited:
+            self.driver.forget(self._token_flow)
+            self._token_flow = 0
+
+    def _take_rtcp(self, source: bytes, datagram: bytes, now_s: float) -> None:
+        """Admits the sender of a token, with the lock held; all other RTCP is dropped. An address that no session comes
+        from may be wrong some times."""
+        reason, address = DropReason.RTCP, source[:16]
+        is_stranger = all(each.session.source[:16] != address for each in self._by_flow.values())
+        if is_stranger and not self._tokens.allows(address, now_s):
+            self._metrics.count_drop(DropReason.UNKNOWN_TOKEN)
+            return
+        for ssrc, name in read_source_names(datagram):
+            flow = self._tokens.find(name)
+            if flow is None:
+                if is_stranger:
+                    self._tokens.note_wrong(address, now_s)
+                reason = DropReason.UNKNOWN_TOKEN
+            elif all(each.session.ssrc != ssrc for each in self._by_flow.values()) and self._tokens.use(flow):
+                self._admit_sender(self._by_flow[flow], ssrc, source)
+                return
+        self._metrics.count_drop(reason)
+
+    def _admit_sender(self, running: _Running, ssrc: int, source: bytes) -> None:
+        """Takes packets with an SSRC from any port of the address that has told the session's token."""
+        session, per_s = running.session, float(self.config.packets_per_s)
+        session.awaits_token, session.ssrc, session.source = False, ssrc, source[:16] + b"\0\0"
+        session.last_packet_s = time.monotonic()
+        self.driver.admit_ssrc(session.flow, ssrc, b"", per_s, per_s * BURST_S)
+        self._stop_rtcp()
+        address = describe_source(source).rpartition(":")[0].strip("[]")
+        self._hand_over(running, [TokenTaken(ssrc=ssrc, address=address)])
+
+    def _note_over_rate(self, running: _Running) -> None:
+        if events := running.session.note_over_rate(self.driver.over_rate(running.session.flow)):
+            self._hand_over(running, events)
+
+    def _forward(
+        self, running: _Running, audio: list[GateOutput], events: list[EdgeEvent], *, last: bool = False
+    ) -> None:
+        """Brings audio to the spool, by way of voice activity where there is any, and events to the loop."""
+        if self._gates is None or running.gate is None:
+            events = events + running.session.spool_in(audio, last=last)
+        else:
+            if audio:
+                self._gates.append(running.gate, audio)
+            if last:
+                self._gates.finish(running.gate)
+        if events or audio or last:
+            self._hand_over(running, events)
 
     def _hand_over(self, running: _Running, events: list[EdgeEvent]) -> None:
         """Tells the loop, from any thread, that a session has more audio or events. The loop is woken once for all that
@@ -392,6 +506,9 @@ class EdgeService:
     def _push_batch(self, datagrams: list[Datagram]) -> set[int]:
         touched = set()
         for flow, source, payload, arrival_s in datagrams:
+            if flow == self._token_flow:
+                self._take_rtcp(source, payload, arrival_s)
+                continue
             running = self._by_flow.get(flow)
             if running is None:
                 continue
@@ -417,23 +534,22 @@ class EdgeService:
     def _advance(self, flow: int, now_s: float) -> None:
         running = self._by_flow[flow]
         session = running.session
-        before = session.spool.end
         try:
-            events = session.advance(now_s)
+            audio, events = session.advance(now_s)
+            self._forward(running, audio, events)
             if not session.is_held and now_s - session.last_packet_s > self.config.idle_s:
                 self._finish(running, "idle")
         except Exception:
             log.exception("edge session %s failed", session.id)
             self._finish(running, "failed")
-            return
-        if events or session.spool.end > before:
-            self._hand_over(running, events)
 
     def _measure(self, now_s: float) -> None:
         self._measured_s = now_s
         counts = self.driver.counts()
         self._metrics.count_driver({name: n - self._driver_counts.get(name, 0) for name, n in counts.items()})
         self._driver_counts = counts
+        for running in self._by_flow.values():
+            self._note_over_rate(running)
         sessions = [running.session for running in self._by_flow.values()]
         for session in sessions:
             self._count_stream(session)
@@ -442,6 +558,8 @@ class EdgeService:
         )
         connected = sum(running.uplink.connected for running in self._by_id.values())
         self._metrics.uplinks.set(connected)
+        if self._gates is not None:
+            self._metrics.note_ungated(samples_to_s(self._gates.ungated_samples))
         if self._webhook is not None:
             self._metrics.note_webhook(delivered=self._webhook.delivered, dropped=self._webhook.dropped)
 

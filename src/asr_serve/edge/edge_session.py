@@ -10,14 +10,13 @@ from typing import Literal
 import msgspec
 
 from asr_serve.edge.audio_spool import AudioSpool
-from asr_serve.edge.edge_events import AudioDiscarded, EdgeEvent, SessionEnded
+from asr_serve.edge.edge_events import AudioDiscarded, EdgeEvent, PacketsDropped, SessionEnded
 from asr_serve.edge.packet_driver import describe_source
 from asr_serve.edge.payload_format import PayloadFormat
 from asr_serve.edge.rtp import DropReason, RtpPacket, parse_rtp
 from asr_serve.edge.rtp_stream import RtpStream
 from asr_serve.edge.speech_gate import GatedSpeech, GateOutput
 from asr_serve.edge.srtp import SrtpReceiver
-from asr_serve.edge.voice_gate import VoiceGate
 from asr_serve.units import RATE_HZ, samples_to_s
 
 EndReason = Literal["deleted", "hangup", "idle", "stopping", "failed"]
@@ -41,6 +40,8 @@ class EdgeSessionState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     lost_packets: int
     dropped: dict[str, int]
     encrypted: bool
+    awaits_token: bool = False
+    """Whether its sender has yet to tell its token."""
     jitter_ms: float
     drift_ppm: float
     segments: int
@@ -61,21 +62,23 @@ class EdgeSession:
         spool_s: float,
         corrects_drift: bool,
         now_s: float,
-        gate: VoiceGate | None = None,
         srtp: SrtpReceiver | None = None,
     ) -> None:
         self.id = f"edge_{secrets.token_hex(12)}"
         self.flow, self.ssrc, self.source = flow, ssrc, source
         self.formats = formats
         self._srtp = srtp
-        self.stream = RtpStream(formats, gate=gate, window_s=window_s, corrects_drift=corrects_drift)
+        self.stream = RtpStream(formats, window_s=window_s, corrects_drift=corrects_drift)
         self.spool = AudioSpool(int(spool_s * RATE_HZ))
         self.dropped: Counter[DropReason] = Counter()
         self.latched = False
+        self.awaits_token = False
         self.last_packet_s = now_s
         self.is_held = False
         """Whether its sender is on hold, so that no packets are expected."""
         self.end_reason: EndReason | None = None
+        self._flow_over_rate = self._told_over_rate = 0
+        """Packets beyond the rate: as the driver has counted them since it knows the flow, and as they were told."""
         self._discarded: tuple[int, int] | None = None
         """Start and end of the audio that is being discarded."""
 
@@ -97,9 +100,23 @@ class EdgeSession:
         self.last_packet_s = max(self.last_packet_s, arrival_s)
         return packet
 
-    def advance(self, now_s: float) -> list[EdgeEvent]:
-        """Moves the samples that are in order to the spool; returns what happened."""
-        return self._spool_in(self.stream.advance(now_s))
+    def note_over_rate(self, count: int) -> list[EdgeEvent]:
+        """Notes how many packets the driver has dropped of the flow, since it was admitted, for coming too fast."""
+        self.dropped[DropReason.OVER_RATE] += count - self._flow_over_rate
+        self._flow_over_rate = count
+        total = self.dropped[DropReason.OVER_RATE]
+        if not total or total < 2 * self._told_over_rate:
+            return []
+        self._told_over_rate = total
+        return [PacketsDropped(position_s=samples_to_s(self.stream.position), reason="over_rate", packets=total)]
+
+    def readmit(self) -> None:
+        """Notes that the driver counts anew: it has forgotten the flow."""
+        self._flow_over_rate = 0
+
+    def advance(self, now_s: float) -> tuple[list[GateOutput], list[EdgeEvent]]:
+        """Returns the samples that are in order by now, and what happened."""
+        return self.stream.advance(now_s), self.stream.take_events()
 
     def change_formats(self, formats: Mapping[int, PayloadFormat]) -> None:
         """Takes these payload types too, or in place of those of the same number."""
@@ -110,14 +127,25 @@ class EdgeSession:
         """Takes packets of another key, or plain ones, from now on."""
         self._srtp = srtp
 
-    def finish(self, reason: EndReason) -> list[EdgeEvent]:
-        """Ends the audio: nothing is taken any more."""
+    def finish(self, reason: EndReason) -> tuple[list[GateOutput], list[EdgeEvent]]:
+        """Ends the audio: nothing is taken any more. Returns the rest of the samples, and what happened."""
         self.end_reason = reason
+        return self.stream.finish(), self.stream.take_events()
+
+    def spool_in(self, audio: list[GateOutput], *, last: bool = False) -> list[EdgeEvent]:
+        """Appends audio to the spool, in order; returns what was discarded. `last`: ends the spool."""
+        events: list[EdgeEvent] = []
         try:
-            events = self._spool_in(self.stream.finish())
-            return events + self._told_discarded()
+            for each in audio:
+                start = self.spool.end
+                if self.spool.append(each):
+                    self._discarded = (self._discarded[0] if self._discarded else start, self.spool.end)
+                elif isinstance(each, GatedSpeech):
+                    events += self._told_discarded()
+            return events + (self._told_discarded() if last else [])
         finally:
-            self.spool.close()
+            if last:
+                self.spool.close()
 
     def ended_event(self, segments: int) -> SessionEnded:
         stream = self.stream
@@ -132,8 +160,12 @@ class EdgeSession:
             packets=stream.packets,
             lost_packets=stream.lost_packets,
             discarded_s=samples_to_s(self.spool.discarded_samples),
+            dropped=self._dropped_packets(),
             sent_speech_s=samples_to_s(self.spool.speech_samples),
         )
+
+    def _dropped_packets(self) -> dict[str, int]:
+        return {str(reason): count for reason, count in self.dropped.items() if count}
 
     def describe(self, *, connected: bool, segments: int, events: int) -> EdgeSessionState:
         stream = self.stream
@@ -152,23 +184,14 @@ class EdgeSession:
             adjusted_samples=stream.adjusted_samples,
             packets=stream.packets,
             lost_packets=stream.lost_packets,
-            dropped={str(reason): count for reason, count in self.dropped.items()},
+            dropped=self._dropped_packets(),
             encrypted=self._srtp is not None,
+            awaits_token=self.awaits_token and self.end_reason is None,
             jitter_ms=round(stream.jitter_s * 1_000, 2),
             drift_ppm=round(stream.drift_ppm, 1),
             segments=segments,
             events=events,
         )
-
-    def _spool_in(self, audio: list[GateOutput]) -> list[EdgeEvent]:
-        events = self.stream.take_events()
-        for each in audio:
-            start = self.spool.end
-            if self.spool.append(each):
-                self._discarded = (self._discarded[0] if self._discarded else start, self.spool.end)
-            elif isinstance(each, GatedSpeech):
-                events += self._told_discarded()
-        return events
 
     def _told_discarded(self) -> list[EdgeEvent]:
         """The event of what was discarded, once there is room again."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-from typing import Protocol
+from typing import Any, Protocol
 
 from asr_serve import kernels
 from asr_serve.errors import OptionError
@@ -45,11 +45,17 @@ class PacketDriver(Protocol):
     def admit_source(self, flow: int, source: bytes, per_s: float, burst: float) -> None:
         """Expects a source; one of port 0 is any port of its address."""
 
+    def admit_rtcp(self, flow: int, per_s: float, burst: float) -> None:
+        """Expects RTCP, from anywhere, as that of this flow; while there is none, RTCP is as any other datagram."""
+
     def latch(self, flow: int, source: bytes, ssrc: int) -> None:
         """Expects the flow from this source only, with this SSRC too, in place of the last one that was latched."""
 
     def forget(self, flow: int) -> None:
         """Expects the flow no more."""
+
+    def over_rate(self, flow: int) -> int:
+        """Datagrams of a flow that came faster than it may send, since it was admitted; 0 for one that is forgotten."""
 
     def receive(self, timeout_ms: int) -> list[Datagram]:
         """Datagrams that are there, or come within this time, those that no flow expects left out. Each is its flow,
@@ -67,21 +73,17 @@ class PacketDriver(Protocol):
         """Closes the port."""
 
 
-class RecvmmsgDriver:
-    """Driver of an ordinary UDP socket. Raises OptionError for an address that cannot be listened on."""
+class SocketDriver:
+    """Base of drivers that own a UDP socket, from which they send, and a receiver, which has the flows."""
 
-    name = "recvmmsg"
-    details = "the kernel's UDP socket, recvmmsg"
-
-    def __init__(self, host: str, port: int, *, gather_ms: float = GATHER_MS) -> None:
-        self._socket = bind_udp(host, port)
-        self.port: int = self._socket.getsockname()[1]
-        self._receiver = kernels.packets().PacketReceiver(
-            [self._socket.fileno()], batch=BATCH, slot_bytes=SLOT_BYTES, gather_us=round(gather_ms * 1_000)
-        )
-        self.admit_ssrc, self.admit_source = self._receiver.admit_ssrc, self._receiver.admit_source
-        self.latch, self.forget = self._receiver.latch, self._receiver.forget
-        self.receive, self.counts = self._receiver.receive, self._receiver.counts
+    def __init__(self, bound: socket.socket, receiver: Any) -> None:
+        """`receiver`: a PacketReceiver that reads the socket, and perhaps others."""
+        self._socket, self._receiver = bound, receiver
+        self.port: int = bound.getsockname()[1]
+        self.admit_ssrc, self.admit_source = receiver.admit_ssrc, receiver.admit_source
+        self.admit_rtcp = receiver.admit_rtcp
+        self.latch, self.forget, self.over_rate = receiver.latch, receiver.forget, receiver.over_rate
+        self.receive, self.counts = receiver.receive, receiver.counts
 
     def send(self, destination: bytes, payload: bytes) -> bool:
         return send_from(self._socket, destination, payload)
@@ -89,6 +91,23 @@ class RecvmmsgDriver:
     def close(self) -> None:
         self._receiver.close()
         self._socket.close()
+
+
+class RecvmmsgDriver(SocketDriver):
+    """Driver of an ordinary UDP socket. Raises OptionError for an address that cannot be listened on."""
+
+    name = "recvmmsg"
+    details = "the kernel's UDP socket, recvmmsg"
+
+    def __init__(self, host: str, port: int, *, gather_ms: float = GATHER_MS) -> None:
+        bound = bind_udp(host, port)
+        receiver = kernels.packets().PacketReceiver([bound.fileno()], **receiver_settings(gather_ms))
+        super().__init__(bound, receiver)
+
+
+def receiver_settings(gather_ms: float) -> dict[str, int]:
+    """Settings of a PacketReceiver that all drivers share."""
+    return {"batch": BATCH, "slot_bytes": SLOT_BYTES, "gather_us": round(gather_ms * 1_000)}
 
 
 def bind_udp(host: str, port: int) -> socket.socket:
@@ -156,4 +175,13 @@ def describe_source(key: bytes) -> str:
     return f"{address.ipv4_mapped}:{port}" if address.ipv4_mapped else f"[{address}]:{port}"
 
 
-__all__ = ["BATCH", "Datagram", "PacketDriver", "RecvmmsgDriver", "bind_udp", "describe_source", "parse_source"]
+__all__ = [
+    "BATCH",
+    "Datagram",
+    "PacketDriver",
+    "RecvmmsgDriver",
+    "SocketDriver",
+    "bind_udp",
+    "describe_source",
+    "parse_source",
+]

@@ -1,4 +1,5 @@
-"""Payload formats: what a payload type means, by RFC 3551's static table, by configuration, or by an SDP."""
+"""Payload formats: what a payload type means, by RFC 3551's static table or by configuration; edge/sdp.py has those
+of an SDP."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ from typing import Literal, get_args
 
 import msgspec
 
-from asr_serve.edge.srtp import SUITES, SrtpKey, parse_crypto
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.types import suggest_name
 from asr_serve.units import RATE_HZ
@@ -20,7 +20,6 @@ SILENT_ENCODINGS = ("CN", "telephone-event")
 MAX_PAYLOAD_TYPE = 127
 FIRST_DYNAMIC_TYPE = 96
 MAX_PAYLOAD_TYPES = 32
-MAX_SDP_CHARACTERS = 16_384
 L16_RATES_HZ = (8_000, 11_025, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000)
 FIXED_CLOCKS_HZ = {"PCMU": (8_000,), "PCMA": (8_000,), "G722": (8_000,), "opus": (48_000,), "L16": L16_RATES_HZ}
 
@@ -108,54 +107,3 @@ def parse_payload_types(table: Mapping[str, str]) -> dict[int, PayloadFormat]:
             )
         formats[int(key)] = parse_format(text)
     return formats
-
-
-def parse_sdp_key(text: str) -> SrtpKey | None:
-    """First key of an SDP's first audio section that is supported here; None for plain RTP. Raises OptionError for
-    encrypted audio without such a key. Source: RFC 4568."""
-    section = re.search(
-        r"^m=audio [^\n]*(?:\n(?!m=)[^\n]*)*", text[:MAX_SDP_CHARACTERS].replace("\r", ""), re.MULTILINE
-    )
-    lines = section[0].splitlines() if section else []
-    offered = [line for line in lines if line.startswith("a=crypto:")][:MAX_PAYLOAD_TYPES]
-    keys = [key for line in offered if (key := parse_crypto(line)) is not None]
-    if not keys and (offered or any("/SAVP" in line.split()[2] for line in lines[:1] if len(line.split()) > 2)):
-        raise OptionError(
-            "an SDP of encrypted audio without a key that is supported here",
-            f"a=crypto with one of: {', '.join(SUITES)}, one key, no MKI, no session parameters",
-            param="sdp",
-        )
-    return keys[0] if keys else None
-
-
-def parse_sdp(text: str) -> dict[int, PayloadFormat]:
-    """Payload types of an SDP's first audio section that this edge decodes, and the static ones among them. Raises
-    OptionError where there is none. Source: RFC 8866, section 6.6."""
-    if len(text) > MAX_SDP_CHARACTERS:
-        raise OptionError(f"an SDP of {len(text)} characters", f"up to {MAX_SDP_CHARACTERS}", param="sdp")
-    offered: list[int] = []
-    formats: dict[int, PayloadFormat] = {}
-    inside = False
-    for line in text.splitlines():
-        if line.startswith("m="):
-            if inside:
-                break
-            parts = line[2:].split()
-            inside = len(parts) > 3 and parts[0] == "audio"
-            if inside:
-                known = [part for part in parts[3:] if part.isascii() and part.isdigit() and len(part) <= 3]
-                offered = [int(part) for part in known][:MAX_PAYLOAD_TYPES]
-        elif inside and (match := re.fullmatch(r"a=rtpmap:(\d{1,3}) +(\S+)\s*", line, re.ASCII)):
-            try:
-                formats[int(match[1])] = parse_format(match[2])
-            except OptionError:
-                continue  # an offer lists more than anybody decodes
-    found = {kind: formats.get(kind) or STATIC_FORMATS.get(kind) for kind in offered}
-    usable = {kind: form for kind, form in found.items() if form is not None}
-    if not any(form.is_audio for form in usable.values()):
-        raise OptionError(
-            "an SDP without a format that can be decoded here",
-            f"an m=audio section with one of: {', '.join(e for e in ENCODINGS if e not in SILENT_ENCODINGS)}",
-            param="sdp",
-        )
-    return usable

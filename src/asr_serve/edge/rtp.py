@@ -22,6 +22,8 @@ class DropReason(StrEnum):
     """No session expects this source or SSRC."""
     OVER_RATE = "over_rate"
     """More packets per second than a source may send."""
+    UNKNOWN_TOKEN = "unknown_token"
+    """RTCP with a name that is no session's token."""
     TRUNCATED = "truncated"
     """Longer than a receive buffer."""
     UNKNOWN_PAYLOAD_TYPE = "unknown_payload_type"

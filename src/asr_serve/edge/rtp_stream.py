@@ -25,8 +25,7 @@ from asr_serve.edge.jitter_buffer import (
 from asr_serve.edge.payload_decoder import PayloadDecoder, create_payload_decoder, payload_units
 from asr_serve.edge.payload_format import PayloadFormat
 from asr_serve.edge.rtp import DropReason, RtpPacket
-from asr_serve.edge.speech_gate import GateOutput
-from asr_serve.edge.voice_gate import OpenGate, VoiceGate
+from asr_serve.edge.speech_gate import GatedSilence, GatedSpeech, GateOutput
 from asr_serve.errors import CorruptAudio
 from asr_serve.units import RATE_HZ, resampled_samples, samples_to_s
 
@@ -46,22 +45,16 @@ class RtpStream:
     """Stream of one caller, whose SSRC, sequence numbers, codec and clock may change.
 
     In      `push`: RTP packets with their time of arrival; `advance`: the time
-    Out     `advance`, `finish`: speech (n,) int16 at 16 kHz, and silence as counts; `take_events`: what happened
-    State   a jitter buffer, a decoder for each payload type, a resampler, a gate
+    Out     `advance`, `finish`: samples (n,) int16 at 16 kHz, and digital zeros as counts; `take_events`: what happened
+    State   a jitter buffer, a decoder for each payload type, a resampler
 
     Samples out are those received, concealed and silent, resampled, and `adjusted_samples`: none is lost between.
     """
 
     def __init__(
-        self,
-        formats: Mapping[int, PayloadFormat],
-        *,
-        gate: VoiceGate | None = None,
-        window_s: float = WINDOW_S,
-        corrects_drift: bool = True,
+        self, formats: Mapping[int, PayloadFormat], *, window_s: float = WINDOW_S, corrects_drift: bool = True
     ) -> None:
         self._formats, self._window_s, self._corrects_drift = formats, window_s, corrects_drift
-        self._gate: VoiceGate = OpenGate() if gate is None else gate
         self._buffer: JitterBuffer | None = None
         self._ssrc = 0
         self._candidate: tuple[RtpPacket, int, float] | None = None
@@ -158,9 +151,7 @@ class RtpStream:
             self._apply(self._buffer.finish())
             self._lost_before += self._buffer.lost_packets
             self._buffer = None
-        self._gate_in(self._resampler.finish())
-        self._out += self._gate.finish()
-        self._gate.close()
+        self._put(self._resampler.finish())
         return self._take()
 
     def take_events(self) -> list[EdgeEvent]:
@@ -306,14 +297,16 @@ class RtpStream:
 
     def _append(self, pcm: np.ndarray, rate_hz: int) -> None:
         if rate_hz != self._resampler.rate_hz:
-            self._gate_in(self._resampler.finish())
+            self._put(self._resampler.finish())
             self._finished_samples += self._resampler.output_samples
             self._resampler = Resampler(rate_hz)
-        self._gate_in(self._resampler.resample(pcm))
+        self._put(self._resampler.resample(pcm))
 
-    def _gate_in(self, pcm: np.ndarray) -> None:
+    def _put(self, pcm: np.ndarray) -> None:
         if not len(pcm):
             return
         if self._corrects_drift:
             pcm = self._corrector.correct(pcm, self._meter.ppm)
-        self._out += self._gate.feed(to_int16(clipped(pcm)))
+        samples = to_int16(clipped(pcm))
+        if len(samples):
+            self._out.append(GatedSpeech(samples) if samples.any() else GatedSilence(len(samples)))

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
 
 from granian.constants import Interfaces
 from granian.server.embed import Server
@@ -20,8 +19,7 @@ from asr_serve.edge.edge_config import EdgeConfig
 from asr_serve.edge.edge_service import EdgeService
 from asr_serve.edge.packet_driver import PacketDriver
 from asr_serve.edge.telephone import Telephone
-from asr_serve.edge.voice_activity import VoiceActivityPool
-from asr_serve.edge.voice_gate import VoiceGate
+from asr_serve.edge.voice_activity import SLOTS, VoiceActivityPool
 from asr_serve.metrics import EdgeMetrics
 from asr_serve.server.run import free_port
 from asr_serve.server.telemetry import logs
@@ -31,15 +29,14 @@ def run_edge(config: EdgeConfig) -> None:
     """Runs until SIGTERM or SIGINT. Raises OptionError if an address cannot be listened on, ProgramMissing for
     voice activity without wasmtime."""
     logs.setup()
-    create_gate = VoiceActivityPool().open if config.voice_activity else None
+    # A session that has ended keeps its place until the rest of its audio is gated: there are more than sessions.
+    pool = VoiceActivityPool(1 + config.max_sessions // SLOTS) if config.voice_activity else None
     control_port = free_port(config.control_host, config.control_port, "--control-port")
     driver = open_driver(config)
-    asyncio.run(_run(config, driver, control_port, create_gate))
+    asyncio.run(_run(config, driver, control_port, pool))
 
 
-async def _run(
-    config: EdgeConfig, driver: PacketDriver, control_port: int, create_gate: Callable[[], VoiceGate] | None
-) -> None:
+async def _run(config: EdgeConfig, driver: PacketDriver, control_port: int, pool: VoiceActivityPool | None) -> None:
     stop = asyncio.Event()
 
     def handle() -> None:
@@ -51,7 +48,7 @@ async def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handle)
     metrics = EdgeMetrics(__version__)
-    service = EdgeService(config, driver, metrics, api_key=client_key(), create_gate=create_gate)
+    service = EdgeService(config, driver, metrics, api_key=client_key(), voice_activity=pool)
     telephone = None if config.sip is None else Telephone(service, config.sip, metrics)
     if telephone is not None:
         await telephone.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
+import errno
 import logging
 import socket
 from collections import Counter
@@ -15,6 +15,7 @@ from asr_serve.edge.sip.message import MAX_MESSAGE_BYTES, MalformedSip, SipFrame
 from asr_serve.edge.sip.transactions import SipPeer
 from asr_serve.edge.sip.user_agent import UserAgent
 from asr_serve.errors import OptionError
+from asr_serve.types import is_address
 
 MAX_CONNECTIONS = 256
 """Connections of others, and, besides them, as many of ours."""
@@ -22,6 +23,8 @@ MAX_CONNECTIONS_PER_HOST = 64
 """Connections of one host that the settings do not trust."""
 MAX_WAITING = 32
 """Messages that wait for a connection, or for the address of a name."""
+PORT_ATTEMPTS = 8
+"""Ports that are tried where any will do: one that is free for UDP may be taken for TCP."""
 CONNECT_S = 5.0
 FIRST_MESSAGE_S = 10.0
 """Time for the first whole message of a connection that somebody opened."""
@@ -51,24 +54,32 @@ class SipEndpoint:
         self._is_pumping = False
 
     async def start(self) -> None:
-        """Opens the port. Raises OptionError."""
-        try:
-            self._udp, _ = await self._loop.create_datagram_endpoint(
-                lambda: _Datagrams(self), local_addr=(self._host, self._asked_port)
-            )
-            self.port = self._udp.get_extra_info("sockname")[1]
-            if self._takes_tcp:
-                hosts = ["0.0.0.0", "::"] if self._host == "::" else self._host
-                self._server = await self._loop.create_server(lambda: _Connection(self, None), hosts, self.port)
-        except OSError as error:
-            if self._udp is not None:
-                self._udp.close()
-            raise OptionError(
-                f"SIP cannot listen on {self._host}:{self._asked_port}: {error.strerror or error}",
-                "an address of this machine and a free port",
-                "choose another with --sip HOST:PORT, or port 0 for any",
-                param="sip",
-            ) from error
+        """Opens the port: where any will do, another one if TCP's is taken. Raises OptionError."""
+        for attempts_left in reversed(range(1 if self._asked_port else PORT_ATTEMPTS)):
+            try:
+                await self._listen()
+                return
+            except OSError as error:
+                if self._udp is not None:
+                    self._udp.close()
+                    self._udp = None
+                if attempts_left and error.errno == errno.EADDRINUSE:
+                    continue
+                raise OptionError(
+                    f"SIP cannot listen on {self._host}:{self._asked_port}: {error.strerror or error}",
+                    "an address of this machine and a free port",
+                    "choose another with --sip HOST:PORT, or port 0 for any",
+                    param="sip",
+                ) from error
+
+    async def _listen(self) -> None:
+        self._udp, _ = await self._loop.create_datagram_endpoint(
+            lambda: _Datagrams(self), local_addr=(self._host, self._asked_port)
+        )
+        self.port = self._udp.get_extra_info("sockname")[1]
+        if self._takes_tcp:
+            hosts = ["0.0.0.0", "::"] if self._host == "::" else self._host
+            self._server = await self._loop.create_server(lambda: _Connection(self, None), hosts, self.port)
 
     async def close(self) -> None:
         if self._timer is not None:
@@ -131,7 +142,7 @@ class SipEndpoint:
                 waiting.append(data)
         elif peer in self._connections:
             self._connections[peer].write(data)
-        elif peer.transport == "udp" and _is_address(peer.host):
+        elif peer.transport == "udp" and is_address(peer.host):
             self._send_datagram(peer, data)
         elif len(self._waiting) < MAX_WAITING:
             self._waiting[peer] = [data]
@@ -151,7 +162,7 @@ class SipEndpoint:
         found = peer
         try:
             async with asyncio.timeout(CONNECT_S):
-                if not _is_address(peer.host):
+                if not is_address(peer.host):
                     kind = socket.SOCK_DGRAM if peer.transport == "udp" else socket.SOCK_STREAM
                     places = await self._loop.getaddrinfo(peer.host, peer.port, type=kind)
                     found = peer._replace(host=str(places[0][4][0]))
@@ -267,11 +278,3 @@ class _Connection(asyncio.Protocol):
 def _plain(host: str) -> str:
     """Address without the wrapping of IPv4 in IPv6."""
     return host.removeprefix("::ffff:") if "." in host else host
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -49,7 +49,7 @@ from asr_serve.edge.sip_endpoint import SipEndpoint
 from asr_serve.edge.srtp import SrtpKey, SrtpSender, checked_key
 from asr_serve.errors import AtCapacity, Draining, OptionError, ProgramMissing, SessionExpired, UnsupportedOption
 from asr_serve.metrics import EdgeMetrics
-from asr_serve.types import is_loopback
+from asr_serve.types import is_address, is_loopback
 
 RETRY_S = 5
 RESOLVE_S = 5.0
@@ -586,11 +586,7 @@ def _is_own(host: str) -> bool:
     """Whether an address is this machine's: one that is reached from itself."""
     if is_loopback(host):
         return True
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return _address_towards(host, "::" if ":" in host else "0.0.0.0") == host
+    return is_address(host) and _address_towards(host, "::" if ":" in host else "0.0.0.0") == host
 
 
 def _address_towards(host: str, own: str) -> str:

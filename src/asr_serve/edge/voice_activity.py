@@ -25,6 +25,8 @@ from asr_serve.output_file import replaced_file
 
 MODULE = Path(__file__).parent / "wasm" / "vad.wasm"
 MAX_INSTANCES = 64
+SLOTS = 1_024
+"""Callers of an instance."""
 RETRY_MS = 1_000
 
 
@@ -83,7 +85,7 @@ class VoiceActivityInstance:
             name: int(exports[name](self._store))
             for name in ("slot_count", "batch_limit", "window_samples", "state_bytes")
         }
-        assert constant["window_samples"] == WINDOW_SAMPLES
+        assert (constant["window_samples"], constant["slot_count"]) == (WINDOW_SAMPLES, SLOTS)
         self.slots, self.batch_limit = constant["slot_count"], constant["batch_limit"]
         memory = exports["memory"]
         # The memory never grows, so that it never moves. Its store owns it: both live as long as this object.

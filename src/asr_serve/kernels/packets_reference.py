@@ -22,6 +22,7 @@ class _Flow:
     def __init__(self, source: bytes, per_s: float, burst: float) -> None:
         self.source, self.per_s, self.burst, self.tokens = source, per_s, burst, burst
         self.last_s = time.monotonic()
+        self.over_rate = 0
         self.learned: int | None = None
         """SSRC that is in the table because the sender uses it."""
 
@@ -52,6 +53,7 @@ class PacketReceiver:
         self._by_ssrc: dict[int, int] = {}
         self._by_source: dict[bytes, _Source] = {}
         self._ended: set[int] = set()
+        self._rtcp_flow: int | None = None
         names = ("received", "unknown_source", "over_rate", "truncated", "not_rtp", "checksum", "kernel")
         self._counts = dict.fromkeys(names, 0)
 
@@ -72,6 +74,12 @@ class PacketReceiver:
             self._flows[flow] = _Flow(b"", per_s, burst)
             named = self._by_source.setdefault(source, _Source())
             named.flow, named.admitted = flow, True
+
+    def admit_rtcp(self, flow: int, per_s: float, burst: float) -> None:
+        """Expects RTCP from anywhere."""
+        with self._lock:
+            self._flows[flow] = _Flow(b"", per_s, burst)
+            self._rtcp_flow = flow
 
     def latch(self, flow: int, source: bytes, ssrc: int) -> None:
         """Expects the flow from this source only, with this SSRC too."""
@@ -96,6 +104,8 @@ class PacketReceiver:
         """Expects the flow no more."""
         with self._lock:
             self._flows.pop(flow, None)
+            if self._rtcp_flow == flow:
+                self._rtcp_flow = None
             for ssrc in [key for key, each in self._by_ssrc.items() if each == flow]:
                 del self._by_ssrc[ssrc]
                 if len(self._ended) >= MAX_ENDED:
@@ -103,6 +113,12 @@ class PacketReceiver:
                 self._ended.add(ssrc)
             for source in list(self._by_source):
                 self._leave(source, flow)
+
+    def over_rate(self, flow: int) -> int:
+        """Datagrams of a flow that came too fast since it was admitted; 0 for one that is not there."""
+        with self._lock:
+            known = self._flows.get(flow)
+            return 0 if known is None else known.over_rate
 
     def receive(self, timeout_ms: int) -> list[Datagram]:
         """Datagrams that are there, or come within this time. They are copies."""
@@ -149,7 +165,11 @@ class PacketReceiver:
             self._count("not_rtp")
             return None
         source = source_key(*address[:2])
-        number = self._find(int.from_bytes(data[8:12], "big"), source)
+        is_rtcp = 64 <= data[1] & 0x7F < 96
+        if is_rtcp and self._rtcp_flow is not None:
+            number: int | None = self._rtcp_flow
+        else:
+            number = self._find(int.from_bytes(data[8:12], "big"), source)
         if number is None:
             self._count("unknown_source")
             return None
@@ -158,6 +178,7 @@ class PacketReceiver:
         flow.last_s = now_s
         if flow.tokens < 1:
             self._count("over_rate")
+            flow.over_rate += 1
             return None
         flow.tokens -= 1
         return number, source, data, now_s

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from asr_serve.edge.event_log import EdgeEventLog
-from asr_serve.errors import ClientGone, MalformedRequest
+from asr_serve.edge.event_log import EdgeEventLog, EventPosition, parse_event_id
+from asr_serve.errors import ClientGone
 from asr_serve.protocols.openai.events import server_sent_event
 from asr_serve.server.middleware.error_handlers import live_error_event, record_error
 from asr_serve.server.middleware.request_context import RequestContext, request_context
@@ -22,7 +22,6 @@ EVENT_STREAM = "text/event-stream"
 KEEP_ALIVE_S = 15.0
 """Longest time without a byte: proxies close quiet connections."""
 KEEP_ALIVE = b": still listening\n\n"
-MAX_EVENT_NUMBER = 10**12
 
 
 class StreamedResponse(Response):
@@ -86,20 +85,15 @@ async def with_error_event(
 
 def stream_log(request: Request, log: EdgeEventLog, about: str) -> StreamingResponse:
     """Responds with the events of a log, from the one after `Last-Event-ID` or `after` on. `about`: comment that comes
-    first. Raises MalformedRequest."""
+    first. Raises MalformedRequest, AtCapacity."""
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    pieces = _logged_events(log, _last_event(request), about)
-    return StreamingResponse(pieces, media_type=EVENT_STREAM, headers=headers)
+    position = parse_event_id(request.headers.get("last-event-id") or request.query_params.get("after", "0"))
+    log.check_room()
+    return StreamingResponse(_logged_events(log, position, about), media_type=EVENT_STREAM, headers=headers)
 
 
-def _last_event(request: Request) -> int:
-    text = request.headers.get("last-event-id") or request.query_params.get("after", "0")
-    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= MAX_EVENT_NUMBER):
-        raise MalformedRequest(f"after={text[:60]!r}", "the number of an event, or 0 for all")
-    return int(text)
-
-
-async def _logged_events(log: EdgeEventLog, after: int, about: str) -> AsyncIterator[bytes]:
+async def _logged_events(log: EdgeEventLog, position: EventPosition, about: str) -> AsyncIterator[bytes]:
     yield f": {about}\n\n".encode()
-    async for event in log.listen(after, KEEP_ALIVE_S):
-        yield KEEP_ALIVE if event is None else event.sse
+    async with contextlib.aclosing(log.listen(position, KEEP_ALIVE_S)) as events:
+        async for event in events:
+            yield KEEP_ALIVE if event is None else event.sse

@@ -7,15 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from asr_serve.edge.payload_format import (
-    MAX_PAYLOAD_TYPES,
-    MAX_SDP_CHARACTERS,
-    STATIC_FORMATS,
-    PayloadFormat,
-    parse_format,
-)
-from asr_serve.edge.srtp import SrtpKey, parse_crypto
-from asr_serve.errors import AsrServeError, OptionError
+from asr_serve.edge.payload_format import PayloadFormat
+from asr_serve.edge.sdp import MalformedSdp, SdpSection, read_formats, read_key, read_sdp
+from asr_serve.edge.srtp import SrtpKey
+from asr_serve.errors import AsrServeError
 
 Direction = Literal["sendrecv", "sendonly", "recvonly", "inactive"]
 CallEncoding = Literal["opus", "G722", "PCMA", "PCMU"]
@@ -77,42 +72,30 @@ class ChosenFormat(NamedTuple):
 
 def parse_audio(text: str) -> AudioDescription:
     """Parses a description. Raises UnusableSdp."""
-    if len(text) > MAX_SDP_CHARACTERS:
-        raise _unusable(f"a session description of {len(text)} characters")
-    common: list[str] = []
-    sections: list[list[str]] = []
-    for line in text.splitlines():
-        if line.startswith("m="):
-            sections.append([line])
-        else:
-            (sections[-1] if sections else common).append(line)
-    if len(sections) > MAX_SECTIONS:
-        raise _unusable(f"a session description of {len(sections)} sections")
-    medias = tuple(section[0][2:] for section in sections)
-    for index, section in enumerate(sections):
-        parts = section[0][2:].split()
-        if len(parts) < 4 or parts[0] != "audio" or parts[2] not in PROTOCOLS + SECURE_PROTOCOLS:
+    try:
+        whole = read_sdp(text, max_sections=MAX_SECTIONS)
+    except MalformedSdp as error:
+        raise _unusable(error.came) from error
+    medias = tuple(section.media for section in whole.sections)
+    for index, section in enumerate(whole.sections):
+        if section.kind != "audio" or section.protocol not in PROTOCOLS + SECURE_PROTOCOLS or not section.port:
             continue
-        key, key_tag = _read_key(section) if parts[2] in SECURE_PROTOCOLS else (None, "")
-        if parts[2] in SECURE_PROTOCOLS and key is None:
+        key = read_key(section) if section.is_secure else None
+        if section.is_secure and key is None:
             continue
-        if not re.fullmatch(r"\d{1,5}(/\d+)?", parts[1], re.ASCII):
-            continue
-        port = int(parts[1].partition("/")[0])
-        formats = _read_formats(parts[3:], section)
-        host = _read_host(section) or _read_host(common)
-        if 0 < port < 1 << 16 and host and any(form.encoding in CALL_ENCODINGS for form in formats.values()):
+        formats = read_formats(section)
+        host = _read_host(section.connections) or _read_host(whole.connections)
+        if host and any(form.encoding in CALL_ENCODINGS for form in formats.values()):
             return AudioDescription(
                 host,
-                port,
+                section.port,
                 formats,
-                _read_direction(section) or _read_direction(common) or "sendrecv",
+                _read_direction(section.attributes) or _read_direction(whole.attributes) or "sendrecv",
                 _read_ptime(section),
-                "a=rtcp-mux" in section,
+                "rtcp-mux" in section.attributes,
                 medias,
                 index,
-                key,
-                key_tag,
+                *(key or ()),
             )
     raise _unusable(f"a session description with {', '.join(medias)[:120] or 'no section'}")
 
@@ -208,30 +191,9 @@ def _audio_section(
     return [*lines, "a=rtcp-mux"] if mux else lines
 
 
-def _read_formats(types: list[str], section: list[str]) -> dict[int, PayloadFormat]:
-    named: dict[int, PayloadFormat] = {}
-    for line in section:
-        if match := re.fullmatch(r"a=rtpmap:(\d{1,3})[ \t]+(\S+)\s*", line, re.ASCII):
-            try:
-                named[int(match[1])] = parse_format(match[2])
-            except OptionError:
-                continue  # an offer lists more than anybody decodes
-    numbers = [int(each) for each in types if each.isascii() and each.isdigit() and len(each) <= 3]
-    found = {kind: named.get(kind) or STATIC_FORMATS.get(kind) for kind in numbers[:MAX_PAYLOAD_TYPES]}
-    return {kind: form for kind, form in found.items() if form is not None and kind < 128}
-
-
-def _read_key(section: list[str]) -> tuple[SrtpKey | None, str]:
-    """First key that is supported here, and its number."""
-    for line in section:
-        if line.startswith("a=crypto:") and (key := parse_crypto(line)) is not None:
-            return key, line.partition(":")[2].partition(" ")[0]
-    return None, ""
-
-
-def _read_host(lines: list[str]) -> str:
-    for line in lines:
-        if match := re.fullmatch(r"c=IN IP[46] ([0-9A-Fa-f:.]{2,45})(?:/[\d/]*)?\s*", line, re.ASCII):
+def _read_host(connections: list[str]) -> str:
+    for value in connections:
+        if match := re.fullmatch(r"IN IP[46] ([0-9A-Fa-f:.]{2,45})(?:/[\d/]*)?", value, re.ASCII):
             try:
                 address = ipaddress.ip_address(match[1])
             except ValueError:
@@ -241,16 +203,14 @@ def _read_host(lines: list[str]) -> str:
     return ""
 
 
-def _read_direction(lines: list[str]) -> Direction | None:
+def _read_direction(attributes: Mapping[str, list[str]]) -> Direction | None:
     known: tuple[Direction, ...] = get_args(Direction)
-    return next((each for line in lines for each in known if line.strip() == f"a={each}"), None)
+    return next((each for name in attributes for each in known if name == each), None)
 
 
-def _read_ptime(lines: list[str]) -> int:
-    for line in lines:
-        if match := re.fullmatch(r"a=ptime:(\d{1,3})\s*", line, re.ASCII):
-            return int(match[1])
-    return 20
+def _read_ptime(section: SdpSection) -> int:
+    values = section.attributes.get("ptime", ())
+    return next((int(value) for value in values if re.fullmatch(r"\d{1,3}", value, re.ASCII)), 20)
 
 
 def _unusable(came: str) -> UnusableSdp:

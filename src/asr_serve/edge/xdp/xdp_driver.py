@@ -18,12 +18,13 @@ from types import ModuleType
 from typing import Any
 
 from asr_serve import kernels
-from asr_serve.edge.packet_driver import BATCH, GATHER_MS, SLOT_BYTES, bind_udp, send_from
+from asr_serve.edge.packet_driver import GATHER_MS, SocketDriver, bind_udp, receiver_settings
 from asr_serve.edge.xdp.build_filter import BUILT
 from asr_serve.edge.xdp.filter_object import read_filter
 from asr_serve.edge.xdp.network_interface import NetworkInterface, list_interfaces
 from asr_serve.errors import OptionError
 from asr_serve.kernels.packets_reference import source_key
+from asr_serve.types import is_address
 
 FRAME_BYTES = 2_048
 FRAMES = 8_192
@@ -51,7 +52,7 @@ class DriverUnavailable(OptionError):
         super().__init__(came, allowed, todo, param="driver")
 
 
-class XdpDriver:
+class XdpDriver(SocketDriver):
     """Driver by AF_XDP, with a socket for each queue of an interface. Raises DriverUnavailable, OptionError.
 
     A process that ends in whatever way leaves nothing behind: program, sockets and maps end with their descriptors.
@@ -65,32 +66,26 @@ class XdpDriver:
         native = native_module()
         device = find_interface(interface)
         with ExitStack() as undo:
-            self._socket = undo.enter_context(bind_udp(host, port))
-            self.port: int = self._socket.getsockname()[1]
+            bound = undo.enter_context(bind_udp(host, port))
             addresses = _addresses(device, host)
             sockets, zero_copy, huge = _open_sockets(native, device, busy_poll_us)
             for each in sockets:
                 undo.callback(each.close)
-            mode, descriptors = _load(native, device, self.port, addresses, [each.fileno() for each in sockets])
+            mode, descriptors = _load(
+                native, device, bound.getsockname()[1], addresses, [each.fileno() for each in sockets]
+            )
             for descriptor in descriptors:
                 undo.callback(os.close, descriptor)
-            self._receiver = native.PacketReceiver(
-                [self._socket.fileno()], sockets, batch=BATCH, slot_bytes=SLOT_BYTES, gather_us=round(gather_ms * 1_000)
-            )
+            receiver = native.PacketReceiver([bound.fileno()], sockets, **receiver_settings(gather_ms))
+            undo.callback(receiver.close)
             self.mode, self.zero_copy, self.queues = mode, zero_copy, len(sockets)
             copies = "zero-copy" if zero_copy else "copy mode"
             pages = "huge pages" if huge else "ordinary pages"
             self.details = (
                 f"AF_XDP on {device.name}: {mode} mode, {copies}, {len(sockets)} of {device.queues} queues, {pages}"
             )
-            undo.callback(self._receiver.close)
+            super().__init__(bound, receiver)
             self._undo = undo.pop_all()
-        self.admit_ssrc, self.admit_source = self._receiver.admit_ssrc, self._receiver.admit_source
-        self.latch, self.forget = self._receiver.latch, self._receiver.forget
-        self.receive, self.counts = self._receiver.receive, self._receiver.counts
-
-    def send(self, destination: bytes, payload: bytes) -> bool:
-        return send_from(self._socket, destination, payload)
 
     def close(self) -> None:
         self._undo.close()
@@ -144,7 +139,7 @@ def try_loading() -> None:
 
 def _addresses(device: NetworkInterface, host: str) -> list[str]:
     """Addresses of the interface that are the edge's: datagrams for others, that this host may forward, are not."""
-    address = ipaddress.ip_address(host) if _is_address(host) else None
+    address = ipaddress.ip_address(host) if is_address(host) else None
     if address is None:
         raise DriverUnavailable(f"host={host!r} is no address", "AF_XDP compares addresses", "give the address itself")
     if address.is_unspecified:
@@ -158,14 +153,6 @@ def _addresses(device: NetworkInterface, host: str) -> list[str]:
             "choose another --host or --interface",
         )
     return wanted[:MAX_ADDRESSES]
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _open_sockets(native: ModuleType, device: NetworkInterface, busy_poll_us: int) -> tuple[list[Any], bool, bool]:

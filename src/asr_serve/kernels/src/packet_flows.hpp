@@ -62,6 +62,12 @@ class FlowTable {
     named.flow = flow;
     named.admitted = true;
   }
+  // RTCP that comes from anywhere is this flow's, until it is forgotten.
+  void admit_rtcp(uint64_t flow, double per_s, double burst) {
+    std::lock_guard lock(mutex);
+    add(flow, nullptr, per_s, burst);
+    rtcp_flow_ = flow;
+  }
   void latch(uint64_t flow, const Key& source, uint32_t ssrc) {
     std::lock_guard lock(mutex);
     auto found = flows_.find(flow);
@@ -84,6 +90,7 @@ class FlowTable {
   void forget(uint64_t flow) {
     std::lock_guard lock(mutex);
     flows_.erase(flow);
+    if (rtcp_flow_ == flow) rtcp_flow_ = 0;
     std::erase_if(by_ssrc_, [&](const auto& each) {
       if (each.second != flow) return false;
       if (ended_.size() >= MAX_ENDED) ended_.clear();
@@ -93,16 +100,24 @@ class FlowTable {
     for (auto at = by_source_.begin(); at != by_source_.end();) at = without(at->second, flow) ? by_source_.erase(at) : ++at;
   }
 
+  // Datagrams of a flow that came too fast; 0 for one that is not there.
+  uint64_t over_rate(uint64_t flow) {
+    std::lock_guard lock(mutex);
+    auto found = flows_.find(flow);
+    return found == flows_.end() ? 0 : found->second.over_rate;
+  }
+
   // Appends a datagram that a flow expects; counts why not. With the mutex held.
   void sort(const uint8_t* data, uint32_t bytes, const Key& source, int64_t arrival, int64_t now, std::vector<Accepted>& to) {
     if (bytes < 12 || data[0] >> 6 != 2) { ++counts.not_rtp; return; }
     const uint32_t ssrc = uint32_t(data[8]) << 24 | uint32_t(data[9]) << 16 | uint32_t(data[10]) << 8 | data[11];
     uint64_t id = 0;
-    Flow* flow = find(ssrc, source, id);
+    const unsigned kind = data[1] & 0x7f;
+    Flow* flow = rtcp_flow_ && kind >= 64 && kind < 96 ? &flows_.at(id = rtcp_flow_) : find(ssrc, source, id);
     if (!flow) { ++counts.unknown_source; return; }
     flow->tokens = std::min(flow->burst, flow->tokens + double(now - flow->last_ns) * flow->per_ns);
     flow->last_ns = now;
-    if (flow->tokens < 1) { ++counts.over_rate; return; }
+    if (flow->tokens < 1) { ++counts.over_rate; ++flow->over_rate; return; }
     flow->tokens -= 1;
     to.push_back({id, source, data, bytes, arrival});
   }
@@ -115,6 +130,7 @@ class FlowTable {
     int64_t last_ns;
     bool learned = false;  // whether `ssrc` is in the table because the sender uses it
     uint32_t ssrc = 0;
+    uint64_t over_rate = 0;
   };
   // Whose packets with an SSRC that nobody expects are. None are anybody's once two flows have come from there: they may be
   // a third caller's, or those of a flow that has ended.
@@ -160,6 +176,7 @@ class FlowTable {
     return !flow.pinned || flow.source == key ? &flow : nullptr;
   }
 
+  uint64_t rtcp_flow_ = 0;  // whose RTCP is; 0: it is as any datagram
   std::unordered_map<uint64_t, Flow> flows_;
   std::unordered_map<uint32_t, uint64_t> by_ssrc_;
   std::unordered_map<Key, Source, KeyHash> by_source_;

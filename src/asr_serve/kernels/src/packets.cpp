@@ -151,8 +151,10 @@ class Receiver {
   void admit_source(uint64_t flow, const nb::bytes& source, double per_s, double burst) {
     flows_.admit_source(flow, read_key(source), per_s, burst);
   }
+  void admit_rtcp(uint64_t flow, double per_s, double burst) { flows_.admit_rtcp(flow, per_s, burst); }
   void latch(uint64_t flow, const nb::bytes& source, uint32_t ssrc) { flows_.latch(flow, read_key(source), ssrc); }
   void forget(uint64_t flow) { flows_.forget(flow); }
+  uint64_t over_rate(uint64_t flow) { return flows_.over_rate(flow); }
 
   nb::object receive(int timeout_ms) {
     if (closed_) throw std::runtime_error("the receiver is closed");
@@ -385,8 +387,10 @@ NB_MODULE(_packets, m) {
            "Expect an SSRC, of one source or, for no bytes, of any.")
       .def("admit_source", &Receiver::admit_source, "flow"_a, "source"_a, "per_s"_a, "burst"_a,
            "Expect a source; one of port 0 is any port of its address.")
+      .def("admit_rtcp", &Receiver::admit_rtcp, "flow"_a, "per_s"_a, "burst"_a, "Expect RTCP from anywhere.")
       .def("latch", &Receiver::latch, "flow"_a, "source"_a, "ssrc"_a, "Expect the flow from this source only, with this SSRC too.")
       .def("forget", &Receiver::forget, "flow"_a, "Expect the flow no more.")
+      .def("over_rate", &Receiver::over_rate, "flow"_a, "Datagrams of a flow that came too fast since it was admitted.")
       .def("receive", &Receiver::receive, "timeout_ms"_a,
            "(flow, source, payload, arrival) of datagrams that are there, or come within this time.")
       .def("close", &Receiver::close, "Receive no more, and close the AF_XDP sockets. The others stay their owner's.")

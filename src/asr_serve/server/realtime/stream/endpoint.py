@@ -17,7 +17,6 @@ from urllib.parse import parse_qs
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
@@ -63,6 +62,7 @@ from asr_serve.server.realtime.stream.session_manager import SessionOwner, Sessi
 from asr_serve.server.server_sent_events import KEEP_ALIVE, KEEP_ALIVE_S, with_error_event
 from asr_serve.server.sessions.redis_store import create_store
 from asr_serve.server.sessions.writer import SessionWriter
+from asr_serve.server.uploads.request_body import read_body
 from asr_serve.units import samples_to_s
 
 NORMAL_CLOSURE = 1_000
@@ -307,26 +307,6 @@ class AcceptedCommand(msgspec.Struct):
     id: str
 
 
-async def _body(request: Request) -> bytes:
-    """Reads the body of a command. Raises MalformedRequest, RequestTimeout, ClientGone."""
-    body = b""
-    try:
-        async with asyncio.timeout(COMMAND_TIMEOUT_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MAX_MESSAGE_CHARACTERS:
-                    raise MalformedRequest(
-                        f"a command of more than {MAX_MESSAGE_CHARACTERS} bytes came", 'a command is like {"id":"1"}'
-                    )
-    except TimeoutError:
-        raise RequestTimeout(
-            f"the body did not come within {COMMAND_TIMEOUT_S:g} s", "a command is a few bytes"
-        ) from None
-    except ClientDisconnect:
-        raise ClientGone("the client left while it sent a command") from None
-    return body
-
-
 def routes(sessions: StreamSessionManager, frame_bytes: int) -> list[BaseRoute]:
     return [
         WebSocketRoute(PATH, StreamWebSocket(sessions, frame_bytes)),
@@ -346,14 +326,16 @@ def commands(sessions: StreamSessionManager) -> APIRouter:
     @router.post(PATH + "/{session_id}/flush", status_code=202, summary="Finish the text so far", **openapi.FLUSH)
     async def flush_session(request: Request, session_id: str) -> Response:
         """Finalizes all audio so far: `flushed` comes among the session's events when its words are final."""
-        command = parse_flush_body(await _body(request))
+        command = parse_flush_body(
+            await read_body(request, "a command", max_bytes=MAX_MESSAGE_CHARACTERS, timeout_s=COMMAND_TIMEOUT_S)
+        )
         get_session(request, session_id).flush(command.id)
         return Response(msgspec.json.encode(AcceptedCommand(command.id)), 202, media_type=JSON)
 
     @router.post(PATH + "/{session_id}/end", status_code=202, summary="End a live session", **openapi.END)
     async def end_session(request: Request, session_id: str) -> Response:
         """Ends the audio: the rest of the text and `end` come among the session's events."""
-        await _body(request)
+        await read_body(request, "a command", max_bytes=MAX_MESSAGE_CHARACTERS, timeout_s=COMMAND_TIMEOUT_S)
         get_session(request, session_id).end()
         return Response(b"{}", 202, media_type=JSON)
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from asr_serve.errors import (
-    ClientGone,
     MalformedRequest,
     PreconditionFailed,
     PreconditionRequired,
-    RequestTimeout,
     Unprocessable,
     UnsupportedMediaType,
     UnsupportedOption,
@@ -46,6 +43,7 @@ from asr_serve.server.realtime.webrtc.call_manager import CallManager
 from asr_serve.server.realtime.webrtc.stream_conversation import StreamCallConversation
 from asr_serve.server.server_sent_events import EVENT_STREAM, stream_log
 from asr_serve.server.uploads.multipart_form import FormLimits, MultipartForm
+from asr_serve.server.uploads.request_body import read_body
 from asr_serve.server.uploads.spool import Spool
 
 CALLS_PATH, WHIP_PATH = f"{REALTIME_PATH}/calls", "/v1/whip"
@@ -143,7 +141,7 @@ class CallRoutes:
             raise Unprocessable("an ICE restart", "trickled candidates alone", "begin a new session")
         if expected.strip() != _etag(call):
             raise PreconditionFailed(f"If-Match: {expected[:60]}", f"the session's ETag is {_etag(call)}")
-        fragment = _decode(await _read_body(request))
+        fragment = _decode(await _read_body(request, "a fragment of an SDP"))
         named = [line.strip() for line in fragment.splitlines()]
         if f"a=ice-ufrag:{call.offer.ice_ufrag}" not in named or f"a=ice-pwd:{call.offer.ice_pwd}" not in named:
             if any(line.startswith("a=ice-ufrag:") for line in named):
@@ -246,7 +244,7 @@ async def _read_call(request: Request) -> tuple[str, dict[str, Any] | None]:
         )
     spool = Spool(0)
     form = MultipartForm(request.headers["content-type"], spool, FORM_LIMITS)
-    form.write(await _read_body(request))
+    form.write(await _read_body(request, "a form"))
     spool.end()
     FormFields(form.fields, ("sdp", "session"))  # raises for other names
     if form.has_file or not form.ended:
@@ -270,20 +268,8 @@ def _decode(body: bytes) -> str:
         raise MalformedRequest("the body is not UTF-8", "SDP is text") from None
 
 
-async def _read_body(request: Request) -> bytes:
-    """Reads the body. Raises MalformedRequest, RequestTimeout, ClientGone."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY_BYTES:
-                    raise MalformedRequest(f"a body of over {MAX_BODY_BYTES} bytes came", f"up to {MAX_BODY_BYTES}")
-    except TimeoutError:
-        raise RequestTimeout(f"the body did not come within {BODY_TIMEOUT_S:g} s", "an SDP is short") from None
-    except ClientDisconnect:
-        raise ClientGone("the client left while it sent its offer") from None
-    return bytes(body)
+async def _read_body(request: Request, about: str = "an SDP") -> bytes:
+    return await read_body(request, about, max_bytes=MAX_BODY_BYTES, timeout_s=BODY_TIMEOUT_S)
 
 
 def _created(sdp: str, location: str, headers: dict[str, str]) -> Response:

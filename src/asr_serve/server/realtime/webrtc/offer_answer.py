@@ -14,17 +14,14 @@ from typing import Literal
 
 import msgspec
 
-from asr_serve.edge.payload_format import PayloadFormat, parse_format
+from asr_serve.edge.payload_format import PayloadFormat
+from asr_serve.edge.sdp import MAX_SECTIONS, MalformedSdp, SdpSection, read_formats, read_rtpmaps, read_sdp
 from asr_serve.errors import MalformedRequest, OptionError, UnsupportedOption
 
 MAX_OFFER_CHARACTERS = 65_536
-MAX_SECTIONS = 16
-MAX_FORMATS = 64
-"""Payload types in one section."""
 DIGESTS = ("sha-256", "sha-384", "sha-512")
 AUDIO_PROTOCOLS = ("UDP/TLS/RTP/SAVPF", "UDP/TLS/RTP/SAVP")
 CHANNEL_PROTOCOL = "UDP/DTLS/SCTP"
-STATIC_RTPMAPS = {0: "PCMU/8000", 8: "PCMA/8000", 9: "G722/8000"}
 PREFERRED = ("opus", "G722", "PCMU", "PCMA")
 """Encodings that are decoded, the best first."""
 MAX_MESSAGE_BYTES = 65_536
@@ -37,7 +34,6 @@ HOST_PREFERENCE = 126
 OPUS_PARAMETERS = "minptime=10;useinbandfec=1"
 """The sender may add forward error correction, which the decoder uses."""
 
-_TOKEN = re.compile(r"[\w.+/!%*`'~#^{|}&$-]{1,256}", re.ASCII)
 _ICE = re.compile(r"[A-Za-z0-9+/=-]{4,256}", re.ASCII)
 """RFC 8839 allows letters, digits, + and /; some senders write - and = too."""
 
@@ -51,41 +47,10 @@ class Fingerprint(msgspec.Struct, frozen=True):
     value: str
 
 
-class MediaSection(msgspec.Struct, frozen=True, kw_only=True):
-    """Section of an offer, with what it has of the session's attributes."""
-
-    kind: str
-    port: int
-    protocol: str
-    formats: tuple[str, ...]
-    attributes: dict[str, list[str]]
-
-    def first(self, name: str) -> str | None:
-        values = self.attributes.get(name)
-        return values[0] if values else None
-
-    @property
-    def mid(self) -> str:
-        return self.first("mid") or ""
-
-    @property
-    def rejected(self) -> bool:
-        """Whether the offerer itself does not use it."""
-        return self.port == 0 and "bundle-only" not in self.attributes
-
-    @property
-    def sends(self) -> bool:
-        return not ("recvonly" in self.attributes or "inactive" in self.attributes)
-
-    @property
-    def receives(self) -> bool:
-        return not ("sendonly" in self.attributes or "inactive" in self.attributes)
-
-
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Offer of which an audio section, and perhaps a data channel section, is taken."""
 
-    sections: tuple[MediaSection, ...]
+    sections: tuple[SdpSection, ...]
     audio: int
     """Index of the audio section."""
     channel: int | None
@@ -127,9 +92,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 def parse_offer(text: str) -> Offer:
     """Parses an offer. Raises MalformedRequest for what is no SDP, OptionError and UnsupportedOption for one that
     cannot be answered."""
-    if len(text) > MAX_OFFER_CHARACTERS:
-        raise MalformedRequest(f"an SDP of {len(text)} characters came", f"up to {MAX_OFFER_CHARACTERS}")
-    session, sections = _sections(text)
+    try:
+        whole = read_sdp(text, max_characters=MAX_OFFER_CHARACTERS, strict=True)
+    except MalformedSdp as error:
+        raise MalformedRequest(error.came, error.allowed, "send RTCPeerConnection.localDescription.sdp") from error
+    session, sections = whole.attributes, whole.sections
     audio = next((index for index, each in enumerate(sections) if each.kind == "audio" and not each.rejected), None)
     if audio is None:
         kinds = ", ".join(dict.fromkeys(each.kind for each in sections)) or "no section at all"
@@ -163,7 +130,7 @@ def parse_offer(text: str) -> Offer:
         most = _number(sections[channel].first("max-message-size") or str(DEFAULT_MESSAGE_BYTES), 1 << 40)
     ice_ufrag, ice_pwd = _ice(session, sections[first])
     return Offer(
-        sections=tuple(sections),
+        sections=sections,
         audio=audio,
         channel=channel,
         payload_type=payload_type,
@@ -199,50 +166,7 @@ def write_answer(offer: Offer, answer: Answer) -> str:
 # --- offers ------------------------------------------------------------------------------------------------
 
 
-def _sections(text: str) -> tuple[dict[str, list[str]], list[MediaSection]]:
-    """Attributes of the session, and its sections."""
-    lines = text.splitlines()
-    if not lines or lines[0].strip() != "v=0":
-        raise MalformedRequest(
-            "the body is no SDP" if text.strip() else "an empty body came",
-            "an offer, whose first line is v=0",
-            "send RTCPeerConnection.localDescription.sdp",
-        )
-    session: dict[str, list[str]] = {}
-    sections: list[MediaSection] = []
-    attributes = session
-    for line in lines[1:]:
-        kind, separator, value = line.strip().partition("=")
-        if not separator or len(kind) != 1:
-            if not line.strip():
-                continue
-            raise MalformedRequest(f"the SDP line {line[:60]!r}", "every line is a letter, = and a value")
-        if kind == "m":
-            if len(sections) >= MAX_SECTIONS:
-                raise MalformedRequest(f"an SDP with over {MAX_SECTIONS} sections", f"up to {MAX_SECTIONS}")
-            attributes = {}
-            sections.append(_section(value, attributes))
-        elif kind == "a":
-            name, _, content = value.partition(":")
-            attributes.setdefault(name, []).append(content.strip())
-    return session, sections
-
-
-def _section(value: str, attributes: dict[str, list[str]]) -> MediaSection:
-    parts = value.split()
-    port = parts[1].partition("/")[0] if len(parts) > 3 else ""
-    if not (port.isascii() and port.isdigit() and len(port) <= 20 and int(port) <= 65_535) or not _TOKEN.fullmatch(
-        parts[0]
-    ):
-        raise MalformedRequest(f"the SDP line {f'm={value}'[:60]!r}", "m=KIND PORT PROTOCOL FORMATS")
-    if not all(_TOKEN.fullmatch(part) for part in parts[2:]):
-        raise MalformedRequest(f"the SDP line {f'm={value}'[:60]!r}", "protocol and formats are tokens")
-    return MediaSection(
-        kind=parts[0], port=int(port), protocol=parts[2], formats=tuple(parts[3:]), attributes=attributes
-    )
-
-
-def _is_channel(section: MediaSection) -> bool:
+def _is_channel(section: SdpSection) -> bool:
     return section.protocol == CHANNEL_PROTOCOL and not section.rejected
 
 
@@ -254,37 +178,26 @@ def _bundle(session: dict[str, list[str]]) -> list[str]:
     return []
 
 
-def _choose_format(section: MediaSection) -> tuple[int, PayloadFormat]:
+def _choose_format(section: SdpSection) -> tuple[int, PayloadFormat]:
     """Payload type and format that is decoded best. Raises UnsupportedOption."""
-    maps = dict(STATIC_RTPMAPS)
-    for value in section.attributes.get("rtpmap", ()):
-        number, _, name = value.partition(" ")
-        if number.isascii() and number.isdigit() and len(number) <= 3:
-            maps[int(number)] = name.strip()
-    found: dict[str, tuple[int, PayloadFormat]] = {}
-    for each in section.formats[:MAX_FORMATS]:
-        if not (each.isascii() and each.isdigit() and len(each) <= 3 and int(each) in maps):
-            continue
-        try:
-            form = parse_format(maps[int(each)])
-        except OptionError:
-            continue  # an offer lists more than anybody decodes
-        found.setdefault(form.encoding, (int(each), form))
+    formats = read_formats(section)
     for encoding in PREFERRED:
-        if encoding in found:
-            return found[encoding]
+        for number, form in formats.items():
+            if form.encoding == encoding:
+                return number, form
+    maps = read_rtpmaps(section)
     offered = ", ".join(dict.fromkeys(maps.get(int(each), each) for each in section.formats[:8] if each.isdigit()))
     raise UnsupportedOption(
         f"audio as {offered[:120] or 'nothing'} is offered", f"one of: {', '.join(PREFERRED)}", param="sdp"
     )
 
 
-def _either(session: dict[str, list[str]], section: MediaSection, name: str) -> list[str]:
+def _either(session: dict[str, list[str]], section: SdpSection, name: str) -> list[str]:
     """Values of an attribute, which a section has of its own or from the session."""
     return section.attributes.get(name) or session.get(name, [])
 
 
-def _ice(session: dict[str, list[str]], section: MediaSection) -> tuple[str, str]:
+def _ice(session: dict[str, list[str]], section: SdpSection) -> tuple[str, str]:
     if "ice-lite" in session:
         raise UnsupportedOption(
             "the offer is of an ICE-lite agent", "a full one: this server is lite, and one side must check", param="sdp"
@@ -295,7 +208,7 @@ def _ice(session: dict[str, list[str]], section: MediaSection) -> tuple[str, str
     return values[0], values[1]
 
 
-def _fingerprints(session: dict[str, list[str]], section: MediaSection) -> tuple[Fingerprint, ...]:
+def _fingerprints(session: dict[str, list[str]], section: SdpSection) -> tuple[Fingerprint, ...]:
     found = []
     for value in _either(session, section, "fingerprint")[:8]:
         algorithm, _, digest = value.partition(" ")
@@ -308,7 +221,7 @@ def _fingerprints(session: dict[str, list[str]], section: MediaSection) -> tuple
     return tuple(found)
 
 
-def _setup(session: dict[str, list[str]], section: MediaSection) -> Setup:
+def _setup(session: dict[str, list[str]], section: SdpSection) -> Setup:
     match (_either(session, section, "setup") or ["actpass"])[0]:
         case "active":
             return "active"
@@ -356,6 +269,6 @@ def _taken(offer: Offer, answer: Answer, index: int) -> list[str]:
     return lines
 
 
-def _rejected(section: MediaSection) -> list[str]:
+def _rejected(section: SdpSection) -> list[str]:
     lines = [f"m={section.kind} 0 {section.protocol} {' '.join(section.formats)}", "c=IN IP4 0.0.0.0"]
     return [*lines, *([f"a=mid:{section.mid}"] if section.mid else []), "a=inactive"]

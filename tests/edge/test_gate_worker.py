@@ -1,0 +1,168 @@
+"""Gates of many sessions on one thread: every sample once and in order, whatever comes, ends or fails meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from running_server import WAIT_S, eventually
+
+from asr_serve.audio import read_audio
+from asr_serve.edge import gate_worker, voice_activity
+from asr_serve.edge.gate_worker import GateQueue, GateWorker
+from asr_serve.edge.speech_gate import GatedSilence, GatedSpeech, GateOutput
+from asr_serve.edge.voice_activity import VoiceActivityPool
+
+Expected = list[tuple[str, Any]]
+
+
+class Caller:
+    """Caller of a worker, and what it has forwarded."""
+
+    def __init__(self, worker: GateWorker) -> None:
+        self.outputs: list[GateOutput] = []
+        self.over = threading.Event()
+        self.queue: GateQueue = worker.open(self._forward)
+
+    def _forward(self, outputs: list[GateOutput], ended: bool) -> None:
+        assert not self.over.is_set(), "audio after the end"
+        self.outputs += outputs
+        if ended:
+            self.over.set()
+
+    def pcm(self) -> np.ndarray:
+        """What an engine hears: silence as zeros."""
+        assert self.over.wait(WAIT_S)
+        return audible(self.outputs)
+
+
+def audible(outputs: list[GateOutput]) -> np.ndarray:
+    parts = [each.samples if isinstance(each, GatedSpeech) else np.zeros(each.count, np.int16) for each in outputs]
+    return np.concatenate([np.zeros(0, np.int16), *parts])
+
+
+@pytest.fixture(scope="module")
+def pool() -> VoiceActivityPool:
+    return VoiceActivityPool()
+
+
+@pytest.fixture
+def worker(pool: VoiceActivityPool) -> Iterator[GateWorker]:
+    before = pool.free_slots
+    made = GateWorker(pool)
+    yield made
+    made.close()
+    assert pool.free_slots == before
+
+
+@pytest.fixture
+def speech(cities: Path) -> np.ndarray:
+    quiet = np.random.default_rng(7).normal(0, 20, 16_000)
+    return np.rint(np.concatenate([quiet, read_audio(cities)[: 2 * 16_000] * 32_767, quiet])).astype(np.int16)
+
+
+def packets(pcm: np.ndarray, samples: int = 320) -> list[GateOutput]:
+    return [GatedSpeech(pcm[at : at + samples]) for at in range(0, len(pcm), samples)]
+
+
+def alone(pool: VoiceActivityPool, pcm: np.ndarray) -> np.ndarray:
+    with pool.open() as caller:
+        return audible(caller.feed(pcm) + caller.finish())
+
+
+def test_callers_in_batches_forward_what_each_does_alone(
+    worker: GateWorker, pool: VoiceActivityPool, speech: np.ndarray
+) -> None:
+    """Each begins elsewhere in the speech; one has a pause told as a count."""
+    sounds = [np.roll(speech, 4_000 * number) for number in range(6)]
+    paused = np.concatenate([sounds[0], np.zeros(24_000, np.int16), sounds[1]])
+    callers = [Caller(worker) for _ in range(7)]
+    with_pause = [*packets(sounds[0]), GatedSilence(24_000), *packets(sounds[1])]
+    for each in with_pause:
+        worker.append(callers[6].queue, [each])
+    for parts in zip(*map(packets, sounds), strict=True):
+        for caller, part in zip(callers, parts, strict=False):
+            worker.append(caller.queue, [part])
+    for caller in callers:
+        worker.finish(caller.queue)
+    for caller, sound in zip(callers, [*sounds, paused], strict=True):
+        np.testing.assert_array_equal(caller.pcm(), alone(pool, sound))
+        assert any(isinstance(each, GatedSilence) for each in caller.outputs)
+
+
+def test_many_callers_are_one_batch(worker: GateWorker, speech: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+    feed = VoiceActivityPool.feed
+    entered, proceed = threading.Event(), threading.Event()
+
+    def counted(self: VoiceActivityPool, turns: list[Any]) -> list[list[GateOutput]]:
+        batches.append(len(turns))
+        entered.set()
+        assert proceed.wait(WAIT_S)
+        return feed(self, turns)
+
+    monkeypatch.setattr(VoiceActivityPool, "feed", counted)
+    callers = [Caller(worker) for _ in range(20)]
+    worker.append(callers[0].queue, packets(speech)[:1])
+    assert entered.wait(WAIT_S)
+    for caller in callers:  # none of these waits for the step that stands still
+        worker.append(caller.queue, packets(speech)[:3])
+        worker.append(caller.queue, packets(speech)[3:5])
+        worker.finish(caller.queue)
+    assert len(batches) == 1
+    proceed.set()
+    for caller in callers:
+        assert len(caller.pcm()) == (6 if caller is callers[0] else 5) * 320
+    assert batches[1] == 20
+
+
+def test_what_waits_too_long_is_forwarded_as_it_is(
+    worker: GateWorker, speech: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate_worker, "MAX_WAITING_SAMPLES", 16_000)
+    caller, other = Caller(worker), Caller(worker)
+    worker.append(caller.queue, packets(speech)[:10])
+    eventually(lambda: worker._pending == {})
+    worker.append(other.queue, packets(speech[:8_000]))
+    worker.append(caller.queue, [*packets(speech), GatedSilence(100_000), *packets(speech)])
+    for each in (caller, other):
+        worker.finish(each.queue)
+    expected = np.concatenate([speech[:3_200], speech, np.zeros(100_000, np.int16), speech])
+    np.testing.assert_array_equal(caller.pcm(), expected)
+    assert len(other.pcm()) == 8_000
+    assert worker.ungated_samples == len(expected) - 3_200
+
+
+@pytest.mark.parametrize("failing", ["step", "feed"])
+def test_a_failure_of_voice_activity_loses_no_sample(
+    worker: GateWorker, speech: np.ndarray, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    caller = Caller(worker)
+    worker.append(caller.queue, packets(speech)[:40])
+    eventually(lambda: caller.queue.caller.gate.received_samples == 40 * 320)
+    target = voice_activity.VoiceActivityInstance if failing == "step" else VoiceActivityPool
+
+    def fail(*_: object) -> None:
+        raise AssertionError("refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, failing, fail)
+        worker.append(caller.queue, packets(speech)[40:80])
+        eventually(lambda: sum(map(gate_worker._length, caller.outputs)) == 80 * 320)
+    worker.append(caller.queue, packets(speech)[80:])
+    worker.finish(caller.queue)
+    heard = caller.pcm()
+    assert len(heard) == len(speech)
+    np.testing.assert_array_equal(heard[40 * 320 : 80 * 320], speech[40 * 320 : 80 * 320])
+
+
+def test_nothing_is_taken_behind_the_end(worker: GateWorker, speech: np.ndarray) -> None:
+    caller = Caller(worker)
+    worker.finish(caller.queue)
+    worker.append(caller.queue, packets(speech))
+    worker.finish(caller.queue)
+    assert len(caller.pcm()) == 0

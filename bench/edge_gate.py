@@ -37,6 +37,7 @@ from asr_serve_tools.evaluate.wer import normalize, wer
 
 RATE_HZ, TELEPHONE_HZ = 16_000, 8_000
 LATER_SAMPLES = 160
+BATCH = 64
 Fill = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 """Takes the samples of a silence and returns what the engine hears instead."""
 
@@ -126,30 +127,36 @@ def behind_gate(pcm: np.ndarray, runs: Sequence[tuple[bool, int]], fill: Fill) -
 
 class Listener:
     """Final segments of live transcripts: voice activity and endpointing as in a live session, and each segment
-    recognized as a whole. A segment whose samples were seen before is not recognized again."""
+    recognized as a whole. Segments are recognized all at once, and each once."""
 
-    def __init__(self, model: Any) -> None:
-        self._model, self._known, self._voice = model, dict[bytes, str](), silero.load()
+    def __init__(self) -> None:
+        self._texts, self._voice = dict[bytes, str](), silero.load()
         self._endpoint = EndpointConfig(max_segment_ms=MAX_LIVE_SEGMENT_MS, schedule=STREAMING_SCHEDULE)
 
-    def _segments(self, pcm: np.ndarray) -> list[np.ndarray]:
+    def segments(self, pcm: np.ndarray) -> list[bytes]:
+        """Samples of the segments of a call."""
         count = -(-len(pcm) // WINDOW_SAMPLES)
         windows = np.pad(pcm, (0, count * WINDOW_SAMPLES - len(pcm))).astype(np.float32)[None] / 32_768
         found, _ = self._voice.step(torch.from_numpy(windows), self._voice.state(1), torch.tensor([count]))
         endpointer = Endpointer(self._endpoint)
         spans = [*endpointer.append_probabilities(found[0].numpy()), *endpointer.finish(len(pcm))]
-        return [pcm[span.start_samples : span.end_samples] for span in spans]
+        segments = [pcm[span.start_samples : span.end_samples].tobytes() for span in spans]
+        self._texts.update(dict.fromkeys(set(segments) - set(self._texts), ""))
+        return segments
 
-    def words(self, pcm: np.ndarray) -> list[str]:
-        """Normalized words of the final text."""
-        texts = []
-        for segment in self._segments(pcm):
-            key = segment.tobytes()
-            if key not in self._known:
-                audio = segment.astype(np.float32) / 32_768
-                self._known[key] = self._model.transcribe([audio], vad=False)[0].text
-            texts.append(self._known[key])
-        return normalize(" ".join(texts)).split()
+    def recognize(self, model_name: str) -> None:
+        keys = sorted(self._texts, key=len)
+        with asr_serve.load(model_name) as model:
+            for start in range(0, len(keys), BATCH):
+                batch = keys[start : start + BATCH]
+                audio = [np.frombuffer(key, np.int16).astype(np.float32) / 32_768 for key in batch]
+                found = model.transcribe(audio, vad=False)
+                self._texts.update(zip(batch, (each.text for each in found), strict=True))
+                print(f"{start + len(batch)} of {len(keys)} segments", file=sys.stderr, flush=True)
+
+    def words(self, segments: Sequence[bytes]) -> list[str]:
+        """Normalized words."""
+        return normalize(" ".join(self._texts[segment] for segment in segments)).split()
 
 
 def changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
@@ -165,18 +172,26 @@ def changed_words(differ: Sequence[str]) -> int:
     return sum(max(len(side.split()) if side != "-" else 0 for side in each.split(" > ")) for each in differ)
 
 
-def compare(name: str, facts: dict[str, Any], reference: str, plain: list[str], words: list[str]) -> dict[str, Any]:
-    differ = changes(plain, words)
-    row = {
-        **facts,
-        "name": name,
-        "words": len(plain),
+class Heard(NamedTuple):
+    name: str
+    about: dict[str, Any]
+    reference: str
+    segments: list[bytes]
+
+
+def compare(heard: Heard, plain: Heard, listener: Listener) -> dict[str, Any]:
+    before, after = listener.words(plain.segments), listener.words(heard.segments)
+    differ = changes(before, after)
+    return {
+        "name": heard.name,
+        **heard.about,
+        "segments": len(plain.segments),
+        "segments_equal": len(set(plain.segments) & set(heard.segments)),
+        "words": len(before),
         "words_changed": changed_words(differ),
-        "wer": round(wer([reference], [" ".join(words)]).percent, 2),
+        "wer": round(wer([heard.reference], [" ".join(after)]).percent, 2),
         "changes": differ,
     }
-    print(row, file=sys.stderr, flush=True)
-    return row
 
 
 def total(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -191,6 +206,8 @@ def total(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     {
                         "name": f"{name}; noise {noise}",
                         "calls": len(mine),
+                        "segments": sum(row["segments"] for row in mine),
+                        "segments_equal": sum(row["segments_equal"] for row in mine),
                         "words": sum(row["words"] for row in mine),
                         "words_changed": sum(row["words_changed"] for row in mine),
                         "wer": round(sum(row["wer"] * row["reference_words"] for row in mine) / count, 2),
@@ -221,44 +238,44 @@ def main() -> int:
     facts = machine.describe(threads=1, packages=("wasmtime",))
     pairs = clips.read_transcripts(args.data)
     pool = VoiceActivityPool()
-    shares, rows = [], []
     noises = [None if each == "none" else float(each) for each in args.noises.split(",")]
     transcribed = {float(each) for each in args.transcribed.split(",") if each != "none"}
-    with asr_serve.load(args.model) as model:
-        listener = Listener(model)
-        for duty, noise, (number, speaker) in itertools.product(
-            map(float, args.duties.split(",")), noises, enumerate(args.speakers.split(","))
-        ):
-            spoken = [(path, text) for path, text in pairs if path.split("/")[0] == speaker]
-            if not spoken:
-                parser.error(f"no clip of the speaker {speaker} in {args.data}")
-            audio = one_side(
-                [clips.decode(args.data / path) for path, _ in spoken], duty, np.random.default_rng([7, number])
-            )
-            pcm = telephone(audio, noise, np.random.default_rng([8, number]))
-            reference = normalize(" ".join(text for _, text in spoken))
-            about = {
-                "speaker": speaker,
-                "duty": duty,
-                "noise_dbfs": noise,
-                "call_s": round(len(pcm) / RATE_HZ, 1),
-                "reference_words": len(reference.split()),
-            }
-            runs = {config: runs_of(pcm, pool, config) for config in {VARIANTS[name].config for name in names}}
-            for name in names:
-                sent = sum(count for speech, count in runs[VARIANTS[name].config] if speech)
-                shares.append({**about, "name": name, "dropped_share": round(1 - sent / len(pcm), 4)})
-            if duty not in transcribed:
-                continue
-            others = {"no gate": pcm, "no gate, 10 ms later": np.concatenate([pcm[:LATER_SAMPLES] * 0, pcm])}
-            if noise is not None:
-                others["no gate, other noise"] = telephone(audio, noise, np.random.default_rng([9, number]))
-            plain = listener.words(pcm)
-            heard = {
-                name: behind_gate(pcm, runs[config], fill) for name, (config, fill) in VARIANTS.items() if name in names
-            }
-            for name, each in {**others, **heard}.items():
-                rows.append(compare(name, about, reference, plain, listener.words(each)))
+    listener, shares = Listener(), []
+    calls: list[list[Heard]] = []
+    """The call without a gate first."""
+    for duty, noise, (number, speaker) in itertools.product(
+        map(float, args.duties.split(",")), noises, enumerate(args.speakers.split(","))
+    ):
+        spoken = [(path, text) for path, text in pairs if path.split("/")[0] == speaker]
+        if not spoken:
+            parser.error(f"no clip of the speaker {speaker} in {args.data}")
+        clean = one_side(
+            [clips.decode(args.data / path) for path, _ in spoken], duty, np.random.default_rng([7, number])
+        )
+        pcm = telephone(clean, noise, np.random.default_rng([8, number]))
+        reference = normalize(" ".join(text for _, text in spoken))
+        about = {
+            "speaker": speaker,
+            "duty": duty,
+            "noise_dbfs": noise,
+            "call_s": round(len(pcm) / RATE_HZ, 1),
+            "reference_words": len(reference.split()),
+        }
+        runs = {config: runs_of(pcm, pool, config) for config in {VARIANTS[name].config for name in names}}
+        for name in names:
+            sent = sum(count for speech, count in runs[VARIANTS[name].config] if speech)
+            shares.append({"name": name, **about, "dropped_share": round(1 - sent / len(pcm), 4)})
+        if duty not in transcribed:
+            continue
+        heard = {"no gate": pcm, "no gate, 10 ms later": np.concatenate([np.zeros(LATER_SAMPLES, np.int16), pcm])}
+        if noise is not None:
+            heard["no gate, other noise"] = telephone(clean, noise, np.random.default_rng([9, number]))
+        for name in names:
+            heard[name] = behind_gate(pcm, runs[VARIANTS[name].config], VARIANTS[name].fill)
+        calls.append([Heard(name, about, reference, listener.segments(each)) for name, each in heard.items()])
+        print(about, file=sys.stderr, flush=True)
+    listener.recognize(args.model)
+    rows = [compare(heard, call[0], listener) for call in calls for heard in call]
     dropped = [
         {
             "name": f"{name}; duty {duty:g}",

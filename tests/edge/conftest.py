@@ -10,4 +10,5 @@ from running_server import (  # noqa: F401
     shared_speaker,
     speaker,
     voice_parts,
+    wav,
 )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from packet_wire import NEIGHBOUR, RECEIVER, SENDER, PacketWire, open_xdp
 from rtp_sender import UNITS, RtpSender, l16_packets
-from running_edge import RunningEdge, text_of
+from running_edge import OPTIONS, RunningEdge
 from running_server import WAIT_S, Running, eventually
 from test_edge_senders import EdgeCommand, answers
 from test_edge_service import check_account, words
@@ -43,12 +43,22 @@ def speech(cities: Path) -> np.ndarray:
 class Caller:
     """Caller on the wire, and what the network does to its packets."""
 
-    def __init__(self, edge: RunningEdge, pcm: np.ndarray, rng: np.random.Generator) -> None:
+    def __init__(
+        self,
+        edge: RunningEdge,
+        pcm: np.ndarray,
+        rng: np.random.Generator,
+        loss: float = LOSS,
+        within: tuple[float, float] = (0, 1),
+    ) -> None:
+        """`within`: the part of its packets of which that share is lost."""
         self.session = edge.create()
         assert self.session.ssrc is not None
         self.pcm = np.rint(pcm * 32_767).astype(np.int16)
         self.packets = l16_packets(pcm, self.session.ssrc, sequence=int(rng.integers(0, 2**16)))
-        self.lost = {int(n) for n in np.flatnonzero(rng.random(len(self.packets)) < LOSS)} - {0, len(self.packets) - 1}
+        places = np.arange(len(self.packets)) / len(self.packets)
+        torn = (rng.random(len(self.packets)) < loss) & (within[0] <= places) & (places < within[1])
+        self.lost = {int(n) for n in np.flatnonzero(torn)} - {0, len(self.packets) - 1}
         places = np.arange(len(self.packets)) + rng.uniform(0, REACH, len(self.packets))
         places[0] = -1.0  # what is before the first packet is no part of a stream
         order = [int(n) for n in np.argsort(places) if n not in self.lost]
@@ -181,29 +191,85 @@ def test_every_sample_of_512_callers_is_accounted_for_beside_a_flood(
     check_callers(wire, speech, rng, 512, 2.5)
 
 
-def test_words_of_a_bad_network_are_those_of_the_file_but_for_what_was_lost(
+Spoken = tuple[float, float, list[str]]
+"""Start and end of a segment, s, and its words."""
+CLIP_S, CLIP_STARTS_S = 8, (0, 11, 22, 33)
+
+
+def untouched(segments: list[Spoken], others: list[Spoken], lost_s: list[float]) -> list[Spoken]:
+    """Segments in which nothing was lost, and which overlap none of the other run in which something was."""
+    spans = [(start, end) for start, end, _ in (*segments, *others)]
+    torn = [span for span in spans if any(span[0] - 0.02 < at_s < span[1] for at_s in lost_s)]
+    while found := [s for s in spans if s not in torn and any(s[0] < end and start < s[1] for start, end in torn)]:
+        torn += found
+    return [segment for segment in segments if segment[:2] not in torn]
+
+
+def segments_of(events: list[dict[str, Any]]) -> list[Spoken]:
+    found = [event for event in events if event["type"] == "segment"]
+    return [(event["start_s"], event["end_s"], words(event["text"])) for event in found]
+
+
+def check_transcripts(
+    wire: PacketWire, server: str, speech: np.ndarray, rng: np.random.Generator, streams: int, wait_s: float = WAIT_S
+) -> None:
+    """That many callers at once, whose packets are reordered and come twice. Of every other one 5 % are lost, all in
+    one quarter of its call, so that it has segments without a loss. The text is that of the same clip on a good
+    network, but for segments in which packets were lost."""
+    clips = [speech[start * 16_000 : (start + CLIP_S) * 16_000] for start in CLIP_STARTS_S[: streams // 2]]
+    options = {**OPTIONS, "partial_ms": 60_000}  # the final text is what is compared
+    with ExitStack() as stack:
+        settings = {"max_sessions": streams + len(clips), "window_ms": 2_000, "options": options}
+        edge = stack.enter_context(edge_on(wire, server, **settings))
+        clean = [Caller(edge, clip, rng, 0) for clip in clips]
+        for caller in clean:
+            caller.sent = caller.packets
+        callers = []
+        for number in range(streams):
+            begin, loss = rng.uniform(0, 0.75), 4 * LOSS * (number // len(clips) % 2)
+            callers.append(Caller(edge, clips[number % len(clips)], rng, loss, (begin, begin + 0.25)))
+        everyone = [*clean, *callers]
+        senders = stack.enter_context(senders_on(wire, edge, [SENDER] * len(everyone)))
+        send_all(edge, [caller.sent for caller in everyone], senders, [])
+        running = [edge.service._by_id[caller.session.id] for caller in everyone]
+        eventually(
+            lambda: all(each.session.stream.packets == c.arriving for each, c in zip(running, everyone, strict=True))
+        )
+        edge.call(lambda: [edge.service.end(each.session.id) for each in running])  # at once: nobody is silent for long
+        logs = [edge.call(edge.service.events, caller.session.id) for caller in everyone]
+        eventually(lambda: all(log.ended for log in logs), wait_s=wait_s)
+        heard = []
+        for caller in everyone:
+            events = edge.events(caller.session.id)
+            check_account(events[-1])
+            assert events[-1]["concealed_s"] == pytest.approx(0.02 * len(caller.lost))
+            heard.append(segments_of(events))
+        kept = 0
+        for number, caller in enumerate(callers):
+            expected, got = heard[number % len(clips)], heard[len(clips) + number]
+            assert sum(len(each) for _, _, each in expected) > 8
+            lost_s = [0.02 * n for n in sorted(caller.lost)]
+            if not lost_s:
+                assert got == expected
+                continue
+            whole = untouched(got, expected, lost_s)
+            assert [each for _, _, each in whole] == [each for _, _, each in untouched(expected, got, lost_s)]
+            kept += len(whole)
+        assert kept > streams // 8
+
+
+def test_words_of_a_bad_network_are_those_of_a_good_one_but_for_what_was_lost(
     wire: PacketWire, server: Running, speech: np.ndarray, rng: np.random.Generator
 ) -> None:
-    """A clean call, and one with reordering, duplicates and two packets lost in silence, past the kernel."""
-    with ExitStack() as stack:
-        edge = stack.enter_context(edge_on(wire, server.url, window_ms=2_000))
-        senders = stack.enter_context(senders_on(wire, edge, [SENDER] * 2))
-        clean, bad = (Caller(edge, speech[: 6 * 16_000], rng) for _ in range(2))
-        clean.lost, clean.sent = set(), clean.packets
-        loudest = [float(np.abs(speech[at : at + UNITS]).max()) for at in range(UNITS, 5 * 16_000, UNITS)]
-        bad.lost = {int(n) + 1 for n in np.argsort(loudest)[:2]}
-        places = np.arange(1, len(bad.packets)) + rng.uniform(0, REACH, len(bad.packets) - 1)
-        order = [0, *(int(n) + 1 for n in np.argsort(places))]
-        bad.sent = [bad.packets[n] for n in order if n not in bad.lost for _ in range(1 + n % 5 // 4)]
-        send_all(edge, [clean.sent, bad.sent], senders, [])
-        texts = []
-        for caller in (clean, bad):
-            edge.taken(caller.session.id, caller.arriving)
-            events = edge.end(caller.session.id)
-            check_account(events[-1])
-            texts.append(words(text_of(events)))
-        assert len(texts[0]) > 8
-        assert texts[0] == texts[1]
+    check_transcripts(wire, server.url, speech, rng, 4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("streams", [64, 512])
+def test_words_of_many_callers_are_those_of_a_good_network_but_for_what_was_lost(
+    streams: int, wire: PacketWire, server: Running, speech: np.ndarray, rng: np.random.Generator
+) -> None:
+    check_transcripts(wire, server.url, speech, rng, streams, 20 * streams)
 
 
 @pytest.mark.exhaustive

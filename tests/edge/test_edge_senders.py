@@ -8,10 +8,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -83,6 +85,91 @@ def test_ffmpeg_sends_every_codec_at_once_and_the_words_are_those_of_the_file(se
         assert end["received_s"] == pytest.approx(SECONDS, abs=0.3), codec
         assert end["concealed_s"] == 0, codec
     sender.close()
+    edge.close()
+
+
+def gst_launch() -> str:
+    found = shutil.which("gst-launch-1.0")
+    if found is None:
+        pytest.skip("no gst-launch-1.0: apt install gstreamer1.0-tools gstreamer1.0-plugins-{base,good}")
+    return found
+
+
+class Relay:
+    """Port of this machine whose datagrams are kept, to be sent on with losses of the test's choice."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind(("127.0.0.1", 0))
+        self._socket.settimeout(WAIT_S)
+        self.port: int = self._socket.getsockname()[1]
+        self.packets: list[bytes] = []
+        self._thread = threading.Thread(target=self._receive, daemon=True)
+        self._thread.start()
+
+    def _receive(self) -> None:
+        while packet := self._socket.recv(2_048):
+            self.packets.append(packet)
+
+    def finish(self) -> list[bytes]:
+        """All datagrams so far."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+            end.sendto(b"", ("127.0.0.1", self.port))
+        self._thread.join(WAIT_S)
+        self._socket.close()
+        return self.packets
+
+
+def test_gstreamer_sends_mulaw_and_opus_whose_losses_its_forward_error_correction_mends(
+    server: Running, wav: Callable[[float, float], bytes], tmp_path: Path
+) -> None:
+    """PCMU straight to the edge; Opus with every seventh packet lost on the way. The words are those of the file."""
+    program, seconds = gst_launch(), 5
+    file = tmp_path / "speech.wav"
+    file.write_bytes(wav(seconds, 0.5))
+    pcm = read_audio(file)
+    edge, relay = RunningEdge(server.url, drift=True), Relay()
+    plain, mulaw, opus, torn = (edge.create() for _ in range(4))
+    senders = [RtpSender(edge.driver.port) for _ in range(3)]
+    senders[0].send(l16_packets(pcm, plain.ssrc))
+    reading = f"filesrc location={file} ! wavparse ! audioconvert ! audioresample"
+    coded = {
+        f"{mulaw.ssrc} ! udpsink host=127.0.0.1 port={edge.driver.port}": "audio/x-raw,rate=8000,channels=1 ! mulawenc "
+        "! rtppcmupay pt=0 min-ptime=20000000 max-ptime=20000000",
+        f"{opus.ssrc} ! udpsink host=127.0.0.1 port={relay.port}": "audio/x-raw,rate=48000,channels=1 ! opusenc "
+        "bitrate=32000 audio-type=voice inband-fec=true packet-loss-percentage=20 frame-size=20 ! rtpopuspay pt=96",
+    }
+    children = [
+        Child(
+            [program, "-q", *f"{reading} ! {coding} ssrc={target}".split()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        for target, coding in coded.items()
+    ]
+    for child in children:
+        _, errors = child.communicate(timeout=WAIT_S)
+        assert child.returncode == 0, errors
+    packets = relay.finish()
+    lost = range(5, len(packets) - 5, 7)
+    senders[1].send(packets)
+    torn_packets = [packet[:8] + torn.ssrc.to_bytes(4, "big") + packet[12:] for packet in packets]
+    senders[2].send(packet for number, packet in enumerate(torn_packets) if number not in lost)
+    ends = {}
+    for name, session in {"plain": plain, "mulaw": mulaw, "opus": opus, "torn": torn}.items():
+        length_s = seconds + 0.5 - 0.02 * (len(lost) if name == "torn" else 0)
+        eventually(lambda session=session, least_s=length_s - 0.1: edge.describe(session.id).received_s > least_s)
+        ends[name] = edge.end(session.id)
+    expected = words(text_of(ends["plain"]))
+    assert len(expected) > 7
+    for name, events in ends.items():
+        assert words(text_of(events)) == expected, name
+        assert events[-1]["concealed_s"] == pytest.approx(0.02 * len(lost) if name == "torn" else 0), name
+    assert len(lost) > 30
+    assert edge.describe(torn.id).lost_packets == len(lost)
+    for sender in senders:
+        sender.close()
     edge.close()
 
 

@@ -63,6 +63,8 @@ class Served:
             "--port",
             str(self.port),
             "--set",
+            "engine_threads=1",
+            "--set",
             "engine.prefix_bytes=0",  # a recording that comes again is worked for again
             "--voice",
             voice,
@@ -160,6 +162,7 @@ def browsers() -> Iterator[Callable[[Path, bool], Any]]:
         def launch(speech: Path, allow: bool = True) -> Any:
             flags = [
                 "--no-sandbox",
+                "--disable-gpu",
                 "--use-fake-device-for-media-stream",
                 f"--use-file-for-fake-audio-capture={speech}%noloop",
                 f"--host-resolver-rules=MAP {ELSEWHERE} 127.0.0.1",

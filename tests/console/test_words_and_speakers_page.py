@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import wave
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import asr_card
 
 CONSOLE = ROOT / "console"
+SPEECH_S = 12
 LABEL = "label:has(#want-{})"
 UNSURE = 0.5
 NUMBER = re.compile(r"(?:\d+:)*\d+[.,]\d+")
@@ -134,9 +136,13 @@ def test_speakers_colours_differ_for_everybody():
 
 
 @pytest.fixture(scope="module")
-def endgame(packaged_speech: Path) -> Path:
-    """Half a minute of two people."""
-    return packaged_speech / "endgame_nagg_nell.wav"
+def endgame(packaged_speech: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two people: three sentences of each."""
+    path = tmp_path_factory.mktemp("two") / "endgame_nagg_nell.wav"
+    with wave.open(str(packaged_speech / path.name)) as long, wave.open(str(path), "wb") as short:
+        short.setparams(long.getparams())
+        short.writeframes(long.readframes(SPEECH_S * long.getframerate()))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -297,9 +303,9 @@ def test_words_are_marked_as_they_are_heard(visit, endgame, told):
     me.expect_calm()
 
 
-def test_words_by_keyboard(visit, endgame):
+def test_words_by_keyboard(visit, packaged_speech):
     me = visit()
-    hear(me, endgame)
+    hear(me, packaged_speech / "endgame_nagg_nell.wav")  # more than one segment, whoever speaks
     me.page.locator("#segments button.stamp").first.focus()
     me.page.keyboard.press("Tab")
     label = "document.activeElement.getAttribute('aria-label')"
@@ -535,7 +541,7 @@ def test_who_says_what_while_they_speak(visit):
     switch(me, "speakers")
     me.page.locator("#words").focus()
     me.page.keyboard.press("Space")
-    me.talked(30)
+    me.talked(SPEECH_S + 2)
     me.page.keyboard.press("Space")
     me.mode("idle")
     segments = [event for event in frames if event["type"] == "segment"]

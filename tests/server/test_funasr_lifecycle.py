@@ -13,10 +13,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 import psutil
 import pytest
 from children import Child
+from running_server import eventually
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
@@ -26,6 +28,7 @@ WAIT_S = 60.0
 SESSIONS = 3
 """That the engine holds."""
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
+OPEN_SESSIONS = re.compile(r"^asr_serve_live_open_sessions\{.*\} (\S+)$", re.MULTILINE)
 
 
 class Served(NamedTuple):
@@ -34,8 +37,9 @@ class Served(NamedTuple):
     realtime: str
 
 
-@pytest.fixture
-def served() -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    """One for all tests; the last of them stops it."""
     command = [
         sys.executable,
         "-c",
@@ -60,6 +64,14 @@ def served() -> Iterator[Served]:
         if process.poll() is None:
             process.kill()
         process.communicate(timeout=WAIT_S)
+
+
+@pytest.fixture
+def served(server: Served) -> Served:
+    """With nobody on it."""
+    metrics = f"http://{server.main.removeprefix('ws://')}/metrics"
+    eventually(lambda: not any(map(float, OPEN_SESSIONS.findall(httpx.get(metrics, timeout=WAIT_S).text))))
+    return server
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 import psutil
 import pytest
 import soxr
 from children import Child
 from openai_checked import checked
+from running_server import eventually
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
@@ -28,15 +30,18 @@ from asr_serve_tools.evaluate.wer import wer
 
 WAIT_S = 60.0
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
+OPEN_SESSIONS = re.compile(r"^asr_serve_live_open_sessions\{.*\} (\S+)$", re.MULTILINE)
 
 
 class Served(NamedTuple):
     process: subprocess.Popen[str]
     url: str
+    metrics: str
 
 
-@pytest.fixture
-def served() -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    """One for all tests; the last of them leaves it without an engine."""
     command = [sys.executable, "-c", "from asr_serve.api.cli import main; main()", "serve", "--port", "0"]
     command += ["--voice", "none", "--set", "engine_threads=1", "--set", "engine.max_sessions=1"]
     with Child(command, stderr=subprocess.PIPE, text=True) as process:
@@ -48,10 +53,17 @@ def served() -> Iterator[Served]:
             said += line
         reading = threading.Thread(target=process.stderr.read, daemon=True)  # so that its log never waits
         reading.start()
-        yield Served(process, f"ws://{main[1]}/v1/realtime?intent=transcription")
+        yield Served(process, f"ws://{main[1]}/v1/realtime?intent=transcription", f"http://{main[1]}/metrics")
         if process.poll() is None:
             process.kill()
         reading.join(WAIT_S)
+
+
+@pytest.fixture
+def served(server: Served) -> Served:
+    """With nobody on it."""
+    eventually(lambda: not any(map(float, OPEN_SESSIONS.findall(httpx.get(server.metrics, timeout=WAIT_S).text))))
+    return server
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,9 @@ class Served:
         self.port = int(self.url.rpartition(":")[2])
 
 
-@pytest.fixture
-def started() -> Iterator[Callable[..., Served]]:
-    """`started(tls_cert=...)`: the command with these settings, when it is ready."""
+@contextmanager
+def servers() -> Iterator[Callable[..., Served]]:
+    """`start(tls_cert=...)`: the command with these settings, when it is ready."""
     processes: list[subprocess.Popen[str]] = []
 
     def start(**settings: object) -> Served:
@@ -64,11 +64,26 @@ def started() -> Iterator[Callable[..., Served]]:
             said += line
         return Served(process, said)
 
-    yield start
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate(timeout=WAIT_S)
+    try:
+        yield start
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.communicate(timeout=WAIT_S)
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., Served]]:
+    with servers() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """One for several tests; the last of them stops it."""
+    with servers() as start:
+        yield start()
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +92,7 @@ def pcm(packaged_speech: Path) -> bytes:
 
 
 @pytest.mark.slow
-def test_an_engine_that_dies_while_somebody_speaks(started, pcm: bytes):
-    served = started()
+def test_an_engine_that_dies_while_somebody_speaks(served: Served, pcm: bytes):
     with WebSocket(served.port) as line:
         session = line.hear("session")["session_id"]
         pour(line, pcm[:128_000], wait_s=0.02)
@@ -91,6 +105,27 @@ def test_an_engine_that_dies_while_somebody_speaks(started, pcm: bytes):
         events = line.rest()
     expect_sound(events)
     assert segments(events) == [(0.102, 9.146, BECKETT)]
+
+
+def received_s(served: Served) -> float:
+    metrics = httpx.get(f"{served.url}/metrics", timeout=WAIT_S).text
+    return float(re.search(r'^asr_serve_live_audio_seconds_total\{.*"/v1/stream".*\} (\S+)', metrics, re.MULTILINE)[1])  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_a_stop_while_somebody_speaks(served: Served, pcm: bytes):
+    before_s = received_s(served)
+    with WebSocket(served.port) as line:
+        pour(line, pcm)
+        line.hear("partial")
+        # What has not been read when the server stops is not acknowledged: its client would send it again.
+        line.until(lambda: received_s(served) > before_s + 9.5)
+        served.process.send_signal(signal.SIGTERM)
+        events = line.rest()
+        assert line.code == 1_012
+    assert [e["code"] for e in events if e["type"] == "error"] == ["draining"]
+    assert segments(events) == [(0.102, 9.146, BECKETT)]
+    assert served.process.wait(WAIT_S) == 0
 
 
 @pytest.mark.slow
@@ -113,27 +148,6 @@ def test_an_engine_that_dies_again_and_again_is_told(started, pcm: bytes):
         assert line.code in (1_011, 1_013)
     with WebSocket(served.port, session=session) as line:
         assert [e["code"] for e in line.rest() if e["type"] == "error"] == [told[0]["code"]]
-
-
-def received_s(served: Served) -> float:
-    metrics = httpx.get(f"{served.url}/metrics", timeout=WAIT_S).text
-    return float(re.search(r'^asr_serve_live_audio_seconds_total\{.*"/v1/stream".*\} (\S+)', metrics, re.MULTILINE)[1])  # type: ignore[index]
-
-
-@pytest.mark.slow
-def test_a_stop_while_somebody_speaks(started, pcm: bytes):
-    served = started()
-    with WebSocket(served.port) as line:
-        pour(line, pcm)
-        line.hear("partial")
-        # What has not been read when the server stops is not acknowledged: its client would send it again.
-        line.until(lambda: received_s(served) > 9.5)
-        served.process.send_signal(signal.SIGTERM)
-        events = line.rest()
-        assert line.code == 1_012
-    assert [e["code"] for e in events if e["type"] == "error"] == ["draining"]
-    assert segments(events) == [(0.102, 9.146, BECKETT)]
-    assert served.process.wait(WAIT_S) == 0
 
 
 # --- TLS --------------------------------------------------------------------------------------------------

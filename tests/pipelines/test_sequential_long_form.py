@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import pytest
 import tiny_whisper
+from case_tiers import exhaustive_after
 from engine_clients import spy
 from tiny_moonshine import clip, expect_empty
 
@@ -57,6 +58,18 @@ UPSTREAM = json.loads((Path(__file__).parent / "fixtures" / "sequential.json").r
 WHISPER = msgspec.structs.replace(asr_card("whisper-tiny-en"), times=TimestampTokens(50_363, 50_256))
 WINDOW_SAMPLES = 30 * RATE_HZ
 BLANK = 220
+SPOKEN = sorted(
+    UPSTREAM["spoken"],
+    # Each recording once, and in different ways: not after what was said, after a prompt, with a beam.
+    key=lambda case: (
+        (case["recording"], case["options"])
+        not in [
+            ("hurried", {"condition_on_previous_text": False}),
+            ("breaths", {"initial_prompt": "Margaret Hale, Mr. Thornton."}),
+            ("pauses", {"beam_size": 5}),
+        ]
+    ),
+)
 SEQUENTIAL = TranscribeOptions(long_form="sequential")
 
 
@@ -360,28 +373,32 @@ def recording(speech: Path, name: str) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_text_and_times_are_those_of_openai(published: tuple[EngineClient, Tokenizer], speech_data: Path) -> None:
+@pytest.mark.parametrize(
+    "case", exhaustive_after(3, SPOKEN), ids=lambda case: f"{case['recording']}-{'-'.join(case['options'])}"
+)
+def test_text_and_times_are_those_of_openai(
+    published: tuple[EngineClient, Tokenizer], speech_data: Path, case: dict[str, Any]
+) -> None:
     client, tokenizer = published
     folder = speech_data / "librispeech-test-other"
     if not folder.is_dir():
         pytest.skip(f"no {folder.name} in {speech_data}")
-    for case in UPSTREAM["spoken"]:
-        options = case["options"]
-        chosen = TranscribeOptions(
-            long_form="sequential",
-            vad=False,
-            temperatures=tuple(options.get("temperature", (0.0,))),
-            beam=options.get("beam_size", 1),
-            prompt=options.get("initial_prompt", ""),
-            condition_on_previous_text=options.get("condition_on_previous_text", True),
-        )
-        pcm = recording(folder, case["recording"])
-        (done,) = [e for e in events(client, tokenizer, [InputItem("joined", pcm)], chosen) if isinstance(e, FileDone)]
-        found = [(s.start_samples, s.end_samples, s.text, list(s.tokens)) for s in done.transcript.segments]
-        assert found == [
-            (s["start"], min(s["end"], len(pcm)), s["text"], [token for token in s["tokens"] if token < 50_256])
-            for s in case["segments"]
-        ], (case["recording"], options)
+    options = case["options"]
+    chosen = TranscribeOptions(
+        long_form="sequential",
+        vad=False,
+        temperatures=tuple(options.get("temperature", (0.0,))),
+        beam=options.get("beam_size", 1),
+        prompt=options.get("initial_prompt", ""),
+        condition_on_previous_text=options.get("condition_on_previous_text", True),
+    )
+    pcm = recording(folder, case["recording"])
+    (done,) = [e for e in events(client, tokenizer, [InputItem("joined", pcm)], chosen) if isinstance(e, FileDone)]
+    found = [(s.start_samples, s.end_samples, s.text, list(s.tokens)) for s in done.transcript.segments]
+    assert found == [
+        (s["start"], min(s["end"], len(pcm)), s["text"], [token for token in s["tokens"] if token < 50_256])
+        for s in case["segments"]
+    ], (case["recording"], options)
 
 
 def test_silence_is_no_speech(published: tuple[EngineClient, Tokenizer]) -> None:

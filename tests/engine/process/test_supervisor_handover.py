@@ -342,6 +342,7 @@ def tokens_of(client: EngineClient, pcm: np.ndarray) -> tuple[int, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", exhaustive_after(3, KINDS))
+@pytest.mark.repeats(kind="ctc")
 def test_results_through_a_handover_equal_those_without(start, reference, kind):
     client, roll = start(kind), random.Random(kind)
     active: list[ClipStream] = []

@@ -31,9 +31,9 @@ class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Probability at which speech starts."""
     neg_threshold: float = 0.2
     """Probability from which on speech that has started goes on."""
-    pre_roll_ms: int = 320
+    pre_roll_ms: int = 640
     """Audio before speech that goes with it. In silence, counts come this much later."""
-    hangover_ms: int = 480
+    hangover_ms: int = 2_000
     """Audio after speech that goes with it."""
 
     def __post_init__(self) -> None:

@@ -119,7 +119,7 @@ def check_audio(edge: RunningEdge, caller: Caller) -> None:
     heard = b""
     while len(heard) < 2 * spool.end:
         part = spool.read(len(heard) // 2, spool.end)
-        heard += part if isinstance(part, bytes) else bytes(2 * part)
+        heard += part if isinstance(part, bytes) else bytes(2 * part.samples)
     got = np.frombuffer(heard, "<i2")
     assert len(got) == len(caller.packets) * UNITS
     expected = np.resize(caller.pcm, len(got))

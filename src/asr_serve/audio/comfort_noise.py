@@ -9,7 +9,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-TAIL_S = 0.256
+from asr_serve.audio.pcm import decode_pcm16, to_int16
+
+TAIL_S, MAX_TAIL_SAMPLES = 0.256, 4_096
 """Length of the audio whose noise goes on."""
 TAPS = 128
 FRAME_STEP = TAPS // 2
@@ -27,17 +29,18 @@ class ComfortNoiseState(msgspec.Struct, frozen=True, omit_defaults=True):
 
     position: int = 0
     tail: bytes = b""
-    """The audio heard last, float32."""
+    """The audio heard last, 16-bit little-endian."""
 
 
 class ComfortNoise:
-    """Noise of one caller. The same audio, silences and lengths give the same noise, on every server.
+    """Noise of one caller, whose samples are 16-bit integers over 32768. The same audio, silences and lengths give the
+    same noise, on every server.
 
     State   the last quarter of a second
     """
 
     def __init__(self, rate_hz: int) -> None:
-        self._most = round(TAIL_S * rate_hz)
+        self._most = min(round(TAIL_S * rate_hz), MAX_TAIL_SAMPLES)
         self._tail = np.zeros(0, np.float32)
         self._position = 0
         """Samples so far, modulo WHITE_SAMPLES."""
@@ -46,12 +49,12 @@ class ComfortNoise:
         self._source: np.ndarray | None = None
 
     def export_state(self) -> ComfortNoiseState:
-        return ComfortNoiseState(self._position, self._tail.tobytes())
+        return ComfortNoiseState(self._position, to_int16(self._tail).astype("<i2", copy=False).tobytes())
 
     def import_state(self, state: ComfortNoiseState) -> None:
         """Continues there. Raises ValueError for a state that is none."""
         self._position = state.position % WHITE_SAMPLES
-        self._tail = np.frombuffer(state.tail, np.float32)[-self._most :]
+        self._tail = decode_pcm16(state.tail)[-self._most :]
 
     def hear(self, pcm: np.ndarray) -> None:
         """Takes audio, (n,) float32."""
@@ -79,8 +82,7 @@ class ComfortNoise:
             count = min(samples, WHITE_SAMPLES - begin)
             made.append(np.convolve(self._source[begin : begin + count + TAPS - 1], self._filter, "valid"))
             begin, samples = (begin + count) % WHITE_SAMPLES, samples - count
-        noise = np.rint(np.concatenate(made) * 32_768).clip(-32_768, 32_767)
-        return (noise / 32_768).astype(np.float32)
+        return decode_pcm16(to_int16(np.concatenate(made)).astype("<i2", copy=False).tobytes())
 
     def _move(self, samples: int) -> None:
         self._position = (self._position + samples) % WHITE_SAMPLES

@@ -14,7 +14,7 @@ import argparse
 import difflib
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 import asr_serve
 from asr_serve.audio.endpointing import WINDOW_SAMPLES, EndpointConfig, Endpointer
 from asr_serve.audio.silence_schedule import STREAMING_SCHEDULE
+from asr_serve.audio.stream_decoder import MAX_SILENT_SAMPLES, create_live_decoder
 from asr_serve.edge.speech_gate import GateConfig, GatedSpeech
 from asr_serve.edge.voice_activity import VoiceActivityPool
 from asr_serve.models.auxiliary import silero
@@ -38,35 +39,30 @@ from asr_serve_tools.evaluate.wer import normalize, wer
 RATE_HZ, TELEPHONE_HZ = 16_000, 8_000
 LATER_SAMPLES = 160
 BATCH = 64
-Fill = Callable[[np.ndarray, np.random.Generator], np.ndarray]
-"""Takes the samples of a silence and returns what the engine hears instead."""
-
-
-def zeros(silence: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    return np.zeros_like(silence)
-
-
-def comfort_noise(silence: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """White noise of the line's band and of the level that was measured."""
-    level = np.sqrt(np.mean(silence.astype(np.float64) ** 2))
-    noise = soxr.resample(rng.standard_normal(len(silence) // 2 + 200), TELEPHONE_HZ, RATE_HZ)[: len(silence)]
-    return np.rint(noise * level / np.sqrt(np.mean(noise**2))).astype(np.int16)
 
 
 class Variant(NamedTuple):
     config: GateConfig
-    fill: Fill
+    noise: bool
+    """Whether the engine hears the line's noise where the gate sent a count; otherwise zeros."""
 
 
-MARGINS = ((320, 480), (640, 960), (320, 2_000), (640, 2_000), (1_000, 2_000))
-"""Pre-roll and hangover, ms."""
-FILLS = {"zeros": zeros, "comfort noise": comfort_noise}
-VARIANTS = {
-    f"{before} + {after} ms, {name}": Variant(GateConfig(pre_roll_ms=before, hangover_ms=after), fill)
-    for before, after in MARGINS
-    for name, fill in FILLS.items()
-}
-DEFAULT = f"{GateConfig().pre_roll_ms} + {GateConfig().hangover_ms} ms, zeros"
+def _variant(pre_roll_ms: int, hangover_ms: int, lead_ms: int, noise: bool) -> tuple[str, Variant]:
+    config = GateConfig(pre_roll_ms=pre_roll_ms, hangover_ms=hangover_ms, lead_ms=lead_ms)
+    return f"{pre_roll_ms} + {hangover_ms} ms, {'noise' if noise else 'zeros'}", Variant(config, noise)
+
+
+VARIANTS = dict(
+    (
+        _variant(320, 480, 0, noise=False),
+        _variant(320, 480, 512, noise=True),
+        _variant(640, 960, 0, noise=False),
+        _variant(640, 960, 512, noise=True),
+        _variant(640, 2_000, 0, noise=False),
+        _variant(640, 2_000, 512, noise=True),
+    )
+)
+"""By pre-roll and hangover."""
 
 
 def to_int16(audio: np.ndarray) -> np.ndarray:
@@ -114,15 +110,18 @@ def runs_of(pcm: np.ndarray, pool: VoiceActivityPool, config: GateConfig) -> lis
     return runs
 
 
-def behind_gate(pcm: np.ndarray, runs: Sequence[tuple[bool, int]], fill: Fill) -> np.ndarray:
-    """The call as an engine behind the gate hears it."""
-    rng = np.random.default_rng(3)
+def behind_gate(pcm: np.ndarray, runs: Sequence[tuple[bool, int]], noise: bool) -> np.ndarray:
+    """The call as an engine behind the gate hears it: by the decoder of the server's sessions."""
+    decoder = create_live_decoder("s16le", RATE_HZ)
     parts, at = [], 0
     for sent, count in runs:
-        original = pcm[at : at + count]
-        parts.append(original if sent else fill(original, rng))
+        if sent:
+            parts.append(decoder.decode(pcm[at : at + count].tobytes()))
+        else:
+            pieces = range(0, count, MAX_SILENT_SAMPLES)
+            parts += [decoder.decode_silence(min(MAX_SILENT_SAMPLES, count - done), noise=noise) for done in pieces]
         at += count
-    return np.concatenate(parts)
+    return (np.concatenate(parts) * 32_768).astype(np.int16)
 
 
 class Listener:
@@ -271,7 +270,7 @@ def main() -> int:
         if noise is not None:
             heard["no gate, other noise"] = telephone(clean, noise, np.random.default_rng([9, number]))
         for name in names:
-            heard[name] = behind_gate(pcm, runs[VARIANTS[name].config], VARIANTS[name].fill)
+            heard[name] = behind_gate(pcm, runs[VARIANTS[name].config], VARIANTS[name].noise)
         calls.append([Heard(name, about, reference, listener.segments(each)) for name, each in heard.items()])
         print(about, file=sys.stderr, flush=True)
     listener.recognize(args.model)

@@ -34,7 +34,9 @@ console.log(JSON.stringify({ scores, outputs }));
 """
 
 
-@pytest.mark.parametrize("config", [GateConfig(), GateConfig(0.5, 0.35, 50, 30)], ids=["default", "narrow"])
+@pytest.mark.parametrize(
+    "config", [GateConfig(lead_ms=0), GateConfig(0.5, 0.35, 50, 30, lead_ms=0)], ids=["default", "narrow"]
+)
 def test_the_browsers_gate_is_the_edges(config: GateConfig, packaged_speech: Path, tmp_path: Path) -> None:
     if (node := shutil.which("node")) is None:
         pytest.skip("there is no node, or no npm")

@@ -194,10 +194,14 @@ def test_a_drifting_clock_is_followed() -> None:
 def test_the_spool_reads_what_was_appended_and_is_bounded() -> None:
     spool, rng = AudioSpool(20_000), np.random.default_rng(3)
     whole: list[np.ndarray] = []
+    noises: list[bool] = []
+    """Whether a position is silence with the noise of what is there before it."""
     for _ in range(60):
         pcm = rng.integers(1, 1_000, rng.integers(1, 900)).astype(np.int16)
         silence = int(rng.integers(0, 3_000))
-        dropped = spool.append(GatedSpeech(pcm)) + spool.append(GatedSilence(silence))
+        noise = bool(rng.random() < 0.5)
+        dropped = spool.append(GatedSpeech(pcm)) + spool.append(GatedSilence(silence, noise))
+        noises += [False] * len(pcm) + [noise and not dropped] * silence
         whole += [np.zeros(len(pcm), np.int16) if dropped else pcm, np.zeros(silence, np.int16)]
     expected = np.concatenate(whole)
     assert spool.end == len(expected)
@@ -207,7 +211,11 @@ def test_the_spool_reads_what_was_appended_and_is_bounded() -> None:
     at, got = 0, []
     while at < spool.end:
         part = spool.read(at, int(rng.integers(1, 5_000)))
-        got.append(np.zeros(part, np.int16) if isinstance(part, int) else np.frombuffer(part, "<i2"))
+        if isinstance(part, bytes):
+            got.append(np.frombuffer(part, "<i2"))
+        else:
+            got.append(np.zeros(part.samples, np.int16))
+            assert noises[at : at + part.samples] == [part.noise] * part.samples
         at += len(got[-1])
     assert np.concatenate(got).tolist() == expected.tolist()
     spool.trim(spool.end // 2)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asr_serve.edge.speech_gate import WINDOW_SAMPLES, GateConfig, GatedSilence, GatedSpeech, GateOutput, SpeechGate
+from asr_serve.edge.speech_gate import WINDOW_SAMPLES, GateConfig, GatedSpeech, GateOutput, SpeechGate
 from asr_serve.errors import OptionError
 from asr_serve.units import ms_to_samples
 
@@ -17,6 +17,7 @@ CONFIGS = st.builds(
     neg_threshold=st.sampled_from([0.2, 0.3]),
     pre_roll_ms=st.sampled_from([0, 20, 320, 1_000]),
     hangover_ms=st.sampled_from([0, 10, 480, 1_000]),
+    lead_ms=st.sampled_from([0, 50, 512]),
 )
 
 
@@ -126,7 +127,7 @@ def test_speech_has_its_margins_and_silence_none_of_it(draw: st.DataObject, conf
     """The gate as a definition: windows that are speech, each with its margins."""
     pcm, scores = numbered(samples), scores_of(draw, samples)
     pre_roll, hangover = ms_to_samples(config.pre_roll_ms), ms_to_samples(config.hangover_ms)
-    expected: set[int] = set()
+    expected = set(range(min(samples, ms_to_samples(config.lead_ms))))
     until = 0
     for number, score in enumerate(scores):
         begin, end = number * WINDOW_SAMPLES, min(samples, (number + 1) * WINDOW_SAMPLES)
@@ -145,7 +146,9 @@ def test_memory_is_bounded() -> None:
             rest = rest[gate.append(rest) :]
             while gate.window() is not None:
                 gate.apply_probability(0.0)
-        assert [type(output) for output in gate.take()] in ([GatedSilence], [])
+        kinds = [type(output) for output in gate.take()]
+        assert GatedSpeech not in kinds or gate.received_samples < ms_to_samples(config.lead_ms) + 999
+        assert len(kinds) < 3
         assert gate.held_samples < ms_to_samples(config.pre_roll_ms) + WINDOW_SAMPLES
     assert gate._buffer.nbytes == size
 
@@ -157,6 +160,7 @@ def test_memory_is_bounded() -> None:
         ({"threshold": 0.3, "neg_threshold": 0.4}, "at most threshold, 0.3"),
         ({"pre_roll_ms": -1}, "pre_roll_ms is -1. it must be from 0 to 10000"),
         ({"hangover_ms": 10_001}, "hangover_ms is 10001"),
+        ({"lead_ms": -1}, "lead_ms is -1"),
     ],
 )
 def test_wrong_settings_are_refused(options: dict[str, float], message: str) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from asr_serve.audio.comfort_noise import ComfortNoise, ComfortNoiseState
 from asr_serve.audio.ogg_opus import OggOpusDecoder, OggOpusDecoderState, OggPageReader, OggPageReaderState
 from asr_serve.audio.opus_decoder import OPUS_RATE_HZ, OpusDecoderState, OpusPacketDecoder
 from asr_serve.audio.pcm import Pcm16Assembler, alaw_table, clipped, decode_pcm16, mulaw_table
@@ -45,6 +46,7 @@ class LiveDecoderState(msgspec.Struct, frozen=True):
 
     codec: CodecState
     resampler: ResamplerState
+    noise: ComfortNoiseState = ComfortNoiseState()
 
 
 class Codec(Protocol):
@@ -84,17 +86,19 @@ class LiveAudioDecoder:
         self.rate_hz = rate_hz
         """Rate of the decoded samples, before they are resampled to 16 kHz."""
         self._codec, self._resampler = codec, Resampler(rate_hz, exports_state=True)
+        self._noise = ComfortNoise(rate_hz)
         self.is_pcm16 = rate_hz == RATE_HZ
         """Whether all samples are 16-bit integers over 32768: no codec at 16 kHz has others."""
 
     def export_state(self) -> LiveDecoderState:
-        return LiveDecoderState(self._codec.export_state(), self._resampler.export_state())
+        return LiveDecoderState(self._codec.export_state(), self._resampler.export_state(), self._noise.export_state())
 
     def import_state(self, state: LiveDecoderState) -> None:
         """Continues there. Call before the first bytes. Raises CorruptAudio, and ValueError for a state of another
         encoding."""
         self._codec.import_state(state.codec)
         self._resampler.import_state(state.resampler)
+        self._noise.import_state(state.noise)
 
     @property
     def has_pending_bytes(self) -> bool:
@@ -103,18 +107,26 @@ class LiveAudioDecoder:
 
     def decode(self, data: bytes | memoryview) -> np.ndarray:
         """Decode bytes, cut anywhere; `opus`: one packet. The samples never share memory with `data`."""
-        return _joined([self._resampler.resample(pcm) for pcm in self._codec.read(data)])
+        parts = list(self._codec.read(data))
+        if self.sample_bytes is not None:  # else no silence is told
+            for pcm in parts:
+                self._noise.hear(pcm)
+        return _joined([self._resampler.resample(pcm) for pcm in parts])
 
     @property
     def sample_bytes(self) -> int | None:
         """Bytes of a sample. None: `decode_silence` cannot be used, since the codec has its own silence."""
         return self._codec.sample_bytes
 
-    def decode_silence(self, samples: int) -> np.ndarray:
+    def decode_silence(self, samples: int, *, noise: bool = False) -> np.ndarray:
         """Decode so many samples of silence at `rate_hz`, as `decode` would their bytes. Call where no bytes are
-        pending, with at most MAX_SILENT_SAMPLES."""
+        pending, with at most MAX_SILENT_SAMPLES. `noise`: the noise of the audio before it goes on, instead of zeros.
+        """
         assert self.sample_bytes is not None
         assert not self.has_pending_bytes
+        if noise:
+            return clipped(self._resampler.resample(self._noise.make(samples)))
+        self._noise.skip(samples)
         return clipped(self._resampler.resample(np.zeros(samples, np.float32)))
 
     def drain_resampler(self) -> np.ndarray:

@@ -18,6 +18,15 @@ class _Block(NamedTuple):
     samples: int
     pcm: bytearray | None
     """None: silence."""
+    noise: bool = False
+    """Whether the silence sounds like the audio before it."""
+
+
+class SpooledSilence(NamedTuple):
+    """Length of a silence, and whether it sounds like the audio before it."""
+
+    samples: int
+    noise: bool
 
 
 class AudioSpool:
@@ -35,6 +44,8 @@ class AudioSpool:
         self.start = self.end = 0
         self.ended = False
         self.discarded_samples = 0
+        self._noise_known = False
+        """Whether the audio before the end is here."""
         self.speech_samples = 0
         """Samples appended that are no silence."""
 
@@ -43,12 +54,13 @@ class AudioSpool:
         with self._lock:
             if isinstance(audio, GatedSpeech):
                 if self._held + len(audio.samples) > self._max_samples:
-                    self._append_silence(len(audio.samples))
+                    self._append_silence(len(audio.samples), noise=False)
+                    self._noise_known = False
                     self.discarded_samples += len(audio.samples)
                     return len(audio.samples)
                 self._append_pcm(audio.samples.astype("<i2", copy=False).tobytes())
             else:
-                self._append_silence(audio.count)
+                self._append_silence(audio.count, noise=audio.noise and self._noise_known)
         return 0
 
     def close(self) -> None:
@@ -56,8 +68,8 @@ class AudioSpool:
         with self._lock:
             self.ended = True
 
-    def read(self, position: int, max_samples: int) -> bytes | int:
-        """Returns what begins at `position`, up to `max_samples`: samples, 16-bit little-endian, or the length of a
+    def read(self, position: int, max_samples: int) -> bytes | SpooledSilence:
+        """Returns what begins at `position`, up to `max_samples`: samples, 16-bit little-endian, or a
         silence. Nothing where the spool ends."""
         with self._lock:
             assert self.start <= position <= self.end, (self.start, position, self.end)
@@ -66,7 +78,7 @@ class AudioSpool:
                 if skip < block.samples:
                     count = min(block.samples - skip, max_samples)
                     if block.pcm is None:
-                        return count
+                        return SpooledSilence(count, block.noise)
                     return bytes(block.pcm[skip * SAMPLE_BYTES : (skip + count) * SAMPLE_BYTES])
         return b""
 
@@ -86,14 +98,15 @@ class AudioSpool:
             self._blocks[-1] = _Block(last.start, last.samples + samples, last.pcm)
         else:
             self._blocks.append(_Block(self.end, samples, bytearray(pcm)))
+        self._noise_known = True
         self._held += samples
         self.speech_samples += samples
         self.end += samples
 
-    def _append_silence(self, samples: int) -> None:
+    def _append_silence(self, samples: int, *, noise: bool) -> None:
         last = self._blocks[-1] if self._blocks else None
-        if last is not None and last.pcm is None:
-            self._blocks[-1] = _Block(last.start, last.samples + samples, None)
+        if last is not None and last.pcm is None and last.noise == noise:
+            self._blocks[-1] = _Block(last.start, last.samples + samples, None, noise)
         else:
-            self._blocks.append(_Block(self.end, samples, None))
+            self._blocks.append(_Block(self.end, samples, None, noise))
         self.end += samples

@@ -210,8 +210,8 @@ class Uplink:
                     self._sent += len(audio) // SAMPLE_BYTES
                     await connection.send(audio)
                 else:
-                    self._sent += audio
-                    await connection.send(_silence(audio))
+                    self._sent += audio.samples
+                    await connection.send(_silence(audio.samples, noise=audio.noise))
             if self._spool.ended and self._sent == self._spool.end and not self._end_sent:
                 self._end_sent = True
                 await connection.send(END_MESSAGE)
@@ -277,8 +277,9 @@ class Uplink:
         self._spool.trim(min(self._durable, max(self._final_end, self._durable - REPLAY_SAMPLES)))
 
 
-def _silence(samples: int) -> str:
-    return f'{{"type":"{SILENCE}","samples":{samples}}}'
+def _silence(samples: int, *, noise: bool = False) -> str:
+    more = ',"noise":true' if noise else ""
+    return f'{{"type":"{SILENCE}","samples":{samples}{more}}}'
 
 
 def encode_event(session_id: str, event: EdgeEvent) -> bytes:

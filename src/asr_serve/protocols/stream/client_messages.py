@@ -211,12 +211,15 @@ class SilenceCommand(msgspec.Struct, frozen=True):
     """Stands for audio: so many samples of silence at the session's rate."""
 
     samples: int
+    noise: bool = False
+    """Whether the noise of the audio before it goes on."""
 
 
 class _CommandMessage(msgspec.Struct, frozen=True):
     type: str = ""
     id: str = ""
     samples: int | None = None
+    noise: bool = False
 
 
 def parse_command(text: str | bytes) -> FlushCommand | EndCommand | SilenceCommand:
@@ -268,7 +271,7 @@ def _silence(sent: _CommandMessage) -> SilenceCommand:
             "send a longer one in parts",
             param="samples",
         )
-    return SilenceCommand(sent.samples)
+    return SilenceCommand(sent.samples, sent.noise)
 
 
 def _flush(sent: _CommandMessage) -> FlushCommand:

@@ -231,8 +231,8 @@ class StreamWebSocket:
 
 async def _command(text: str, session: StreamSession, connection: StreamConnection) -> None:
     match parse_command(text):
-        case SilenceCommand(samples):
-            await session.write_silence(connection, samples)
+        case SilenceCommand(samples, noise):
+            await session.write_silence(connection, samples, noise=noise)
         case FlushCommand(id=name):
             session.flush(name)
         case EndCommand():

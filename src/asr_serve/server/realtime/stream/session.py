@@ -293,9 +293,9 @@ class StreamSession:
             self._decode(remaining[:size])
             remaining = remaining[size:]
 
-    async def write_silence(self, connection: StreamConnection, samples: int) -> None:
-        """Writes silence in place of audio, as there is room: positions count the bytes that it stands for. Raises
-        UnsupportedOption, OptionError, MalformedRequest."""
+    async def write_silence(self, connection: StreamConnection, samples: int, *, noise: bool = False) -> None:
+        """Writes silence in place of audio, as there is room: positions count the bytes that it stands for. `noise`:
+        that of the audio before it goes on. Raises UnsupportedOption, OptionError, MalformedRequest."""
         sample_bytes, rate_hz = self._decoder.sample_bytes, self._decoder.rate_hz
         if sample_bytes is None:
             raise UnsupportedOption(
@@ -318,7 +318,7 @@ class StreamSession:
             count = min(samples, MAX_SILENT_SAMPLES)
             samples -= count
             self.received_bytes += count * sample_bytes
-            self._accept(self._decoder.decode_silence(count))
+            self._accept(self._decoder.decode_silence(count, noise=noise))
 
     def _note_audio(self, connection: StreamConnection, *, any_audio: bool) -> None:
         connection.last_received_s = self._loop.time()

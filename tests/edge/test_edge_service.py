@@ -362,7 +362,11 @@ def test_events_are_posted_in_order_and_again_until_they_are_taken(server: Runni
     edge.taken(session.id, 150)
     events = edge.end(session.id)
     edge.close()
+    ids = [event.pop("id").split("-") for event in got]
     assert got == [event for event in events if event["type"] != "partial"]
+    assert len({epoch for epoch, _ in ids}) == 1
+    numbers = [number for number, event in enumerate(events, 1) if event["type"] != "partial"]
+    assert [int(number) for _, number in ids] == numbers  # what is posted again can be told from what is new
     sender.close()
     http.shutdown()
     http.server_close()

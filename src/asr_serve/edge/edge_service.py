@@ -374,7 +374,7 @@ class EdgeService:
         for event in events:
             logged = running.log.append(event.type, encode_event(running.session.id, event))
             if self._webhook is not None and not isinstance(event, PartialText):
-                self._webhook.post(logged.json)
+                self._webhook.post(logged.message.encode())
 
     def _finish(self, running: _Running, reason: EndReason) -> None:
         """Ends a session's audio, with the lock held. Idempotent."""

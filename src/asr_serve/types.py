@@ -237,6 +237,13 @@ IpAddress = Annotated[
     str, Meta(pattern=r"\A(\d{1,3}(\.\d{1,3}){3}|[0-9A-Fa-f]*:[0-9A-Fa-f:.]+)\Z", description="an IP address")
 ]
 ApiKey = Annotated[str, Meta(pattern=r"\A[!-+\--~]+\Z", description="a key of visible ASCII, without spaces or commas")]
+WebhookSecret = Annotated[
+    str,
+    Meta(
+        pattern=r"\Awhsec_[A-Za-z0-9+/]{32,88}={0,2}\Z",
+        description="whsec_ and 24 to 64 random bytes in base64, like whsec_$(openssl rand -base64 32)",
+    ),
+]
 PeerKey = Annotated[
     str, Meta(pattern=r"\A[!-+\--~]{16,}\Z", description="16 or more of visible ASCII, without spaces or commas")
 ]
@@ -274,8 +281,8 @@ Origin = Annotated[
 
 SECRETS = ("api_keys", "admin_keys", "peer_keys")
 """Fields that are never printed."""
-HIDDEN = (*SECRETS, "password", "callers")
-"""The same, with passwords of the telephone."""
+HIDDEN = (*SECRETS, "password", "callers", "webhook_secret")
+"""The same, with secrets of the edge."""
 
 
 def is_loopback(host: str) -> bool:

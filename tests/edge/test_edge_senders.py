@@ -308,6 +308,8 @@ def answers(http: httpx.Client) -> bool:
         ("port = 70000", "port"),
         ('control_host = "0.0.0.0"', "api_keys"),
         ("spool_s = 1", "spool_s"),
+        (f'webhook_secret = "whsec_{"a" * 33}"', "openssl"),
+        ('webhook_secret = "short"', "whsec_"),
         ('[options]\nencoding = "opus"', "encoding"),
         ('[payload_types]\n96 = "mp3/90000"', "mp3"),
     ],
@@ -318,3 +320,4 @@ def test_wrong_settings_are_told(text: str, said: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["edge", "--config", str(file)])
     assert result.exit_code == USAGE
     assert said in result.output
+    assert "aaaa" not in result.output  # a secret is not printed

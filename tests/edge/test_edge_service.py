@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import difflib
+import hmac
 import json
 import threading
 import time
@@ -27,6 +29,7 @@ from asr_serve.errors import AtCapacity, OptionError, SessionExpired
 from asr_serve.units import samples_to_s
 
 SECONDS = 9
+SECRET = "whsec_" + base64.b64encode(b"k" * 24).decode()
 
 
 @pytest.fixture(scope="module")
@@ -338,10 +341,16 @@ def test_a_packet_of_the_old_source_behind_a_redirect_is_not_latched() -> None:
 def test_events_are_posted_in_order_and_again_until_they_are_taken(server: Running, speech: np.ndarray) -> None:
     got: list[dict[str, Any]] = []
     refused: list[bool] = []
+    names: list[str] = []
 
     class Receiver(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
+            name, time_s = self.headers["webhook-id"], self.headers["webhook-timestamp"]
+            digest = hmac.digest(b"k" * 24, f"{name}.{time_s}.".encode() + body, "sha256")
+            assert self.headers["webhook-signature"] == f"v1,{base64.b64encode(digest).decode()}"
+            assert abs(time.time() - int(time_s)) < 600
+            names.append(name)
             refuse = not refused
             refused.append(refuse)
             if not refuse:
@@ -355,14 +364,20 @@ def test_events_are_posted_in_order_and_again_until_they_are_taken(server: Runni
     http = HTTPServer(("127.0.0.1", 0), Receiver)
     thread = threading.Thread(target=http.serve_forever, daemon=True)
     thread.start()
-    edge = RunningEdge(server.url, webhook=f"http://127.0.0.1:{http.server_port}/words")
+    edge = RunningEdge(server.url, webhook=f"http://127.0.0.1:{http.server_port}/words", webhook_secret=SECRET)
     sender = RtpSender(edge.driver.port)
     session = edge.create()
     sender.send(l16_packets(speech[: 3 * 16_000], session.ssrc))
     edge.taken(session.id, 150)
     events = edge.end(session.id)
     edge.close()
+    assert names[0] == names[1] == f"{session.id}-{got[0]['id']}"  # it was refused, and posted again
+    assert names[1:] == list(dict.fromkeys(names))
+    ids = [event.pop("id").split("-") for event in got]
     assert got == [event for event in events if event["type"] != "partial"]
+    assert len({epoch for epoch, _ in ids}) == 1
+    numbers = [number for number, event in enumerate(events, 1) if event["type"] != "partial"]
+    assert [int(number) for _, number in ids] == numbers  # what is posted again can be told from what is new
     sender.close()
     http.shutdown()
     http.server_close()

@@ -12,10 +12,21 @@ from msgspec import Meta
 from asr_serve.edge.packet_driver import GATHER_MS
 from asr_serve.edge.payload_format import parse_payload_types
 from asr_serve.edge.sip_config import SipConfig, load_sip_config
+from asr_serve.edge.webhook import read_webhook_secret
 from asr_serve.errors import OptionError, UnknownOption
 from asr_serve.protocols.stream.client_messages import QUERY, RESUME, START
 from asr_serve.toml_file import read_toml
-from asr_serve.types import ApiKey, Host, Port, PositiveInt, Url, coerce_fields, is_loopback, suggest_name
+from asr_serve.types import (
+    ApiKey,
+    Host,
+    Port,
+    PositiveInt,
+    Url,
+    WebhookSecret,
+    coerce_fields,
+    is_loopback,
+    suggest_name,
+)
 
 DriverName = Literal["auto", "af_xdp", "recvmmsg"]
 SET_BY_EDGE = {*RESUME, START, "encoding", "rate"}
@@ -53,6 +64,8 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Parameters of /v1/stream of all sessions, like language = "en"."""
     webhook: Url | None = None
     """URL that every event but partial text is posted to. None: none is."""
+    webhook_secret: WebhookSecret | None = None
+    """Secret by which every post to the webhook is signed, in the way of Standard Webhooks. None: none is."""
     max_sessions: PositiveInt = 512
     """Sessions at once."""
     packets_per_s: Annotated[int, Meta(ge=10, le=10_000)] = 200
@@ -90,6 +103,8 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 "set host too, like --host 0.0.0.0",
                 param="host",
             )
+        if self.webhook_secret is not None:
+            read_webhook_secret(self.webhook_secret)
         if not is_loopback(self.control_host) and not self.api_keys:
             raise OptionError(
                 f"control_host={self.control_host!r} without api_keys",

@@ -127,7 +127,7 @@ class EdgeService:
         self._stopping = threading.Event()
         self._driver_counts: dict[str, int] = {}
         self._measured_s = 0.0
-        self._webhook = None if config.webhook is None else Webhook(config.webhook)
+        self._webhook = None if config.webhook is None else Webhook(config.webhook, config.webhook_secret)
         self._handed_over: deque[tuple[_Running, list[EdgeEvent]]] = deque()
         self._delivering = False
         self._thread = threading.Thread(target=self._receive_loop, name="edge-receive", daemon=True)
@@ -374,7 +374,7 @@ class EdgeService:
         for event in events:
             logged = running.log.append(event.type, encode_event(running.session.id, event))
             if self._webhook is not None and not isinstance(event, PartialText):
-                self._webhook.post(logged.json)
+                self._webhook.post(f"{running.session.id}-{logged.id}", logged.message.encode())
 
     def _finish(self, running: _Running, reason: EndReason) -> None:
         """Ends a session's audio, with the lock held. Idempotent."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
+import hmac
 import logging
 import queue
 import threading
 import time
 import urllib.error
 import urllib.request
+
+from asr_serve.errors import OptionError
 
 MAX_QUEUED = 10_000
 TIMEOUT_S = 5.0
@@ -17,22 +23,37 @@ FIRST_RETRY_S = 0.5
 log = logging.getLogger(__name__)
 
 
+def read_webhook_secret(text: str) -> bytes:
+    """Key in `whsec_BASE64`. Raises OptionError."""
+    try:
+        return base64.b64decode(text.removeprefix("whsec_"), validate=True)
+    except binascii.Error:
+        raise OptionError(
+            "webhook_secret is no base64 behind whsec_",
+            "24 to 64 random bytes",
+            "whsec_$(openssl rand -base64 32)",
+            param="webhook_secret",
+        ) from None
+
+
 class Webhook:
     """Sender of events to one URL, in order. A receiver that answers 2xx has an event; otherwise it is sent again,
     ATTEMPTS times in all, and then dropped and counted, as are events behind MAX_QUEUED that wait."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, secret: str | None = None) -> None:
+        """`secret`: key of the signatures, as `read_webhook_secret` reads it; None: posts are not signed."""
         self._url = url
-        self._queue: queue.Queue[bytes | None] = queue.Queue(MAX_QUEUED)
+        self._key = None if secret is None else read_webhook_secret(secret)
+        self._queue: queue.Queue[tuple[str, bytes] | None] = queue.Queue(MAX_QUEUED)
         self._closing = threading.Event()
         self.delivered = self.dropped = 0
         self._thread = threading.Thread(target=self._run, name="edge-webhook", daemon=True)
         self._thread.start()
 
-    def post(self, json: bytes) -> None:
-        """Queues an event; never waits."""
+    def post(self, event_id: str, json: bytes) -> None:
+        """Queues an event, whose id no other has; never waits."""
         try:
-            self._queue.put_nowait(json)
+            self._queue.put_nowait((event_id, json))
         except queue.Full:
             self.dropped += 1
 
@@ -50,23 +71,31 @@ class Webhook:
 
     def _run(self) -> None:
         while not self._closing.is_set() or not self._queue.empty():
-            json = self._queue.get()
-            if json is None:
+            event = self._queue.get()
+            if event is None:
                 return
-            if self._deliver(json):
+            if self._deliver(*event):
                 self.delivered += 1
             else:
                 self.dropped += 1
 
-    def _deliver(self, json: bytes) -> bool:
+    def _headers(self, event_id: str, json: bytes) -> dict[str, str]:
+        """Headers of a post; those of Standard Webhooks (standardwebhooks.com) among them."""
+        now = str(int(time.time()))
+        headers = {"Content-Type": "application/json", "User-Agent": "asr-serve-edge"}
+        headers |= {"webhook-id": event_id, "webhook-timestamp": now}
+        if self._key is not None:
+            digest = hmac.digest(self._key, b"%s.%s.%s" % (event_id.encode(), now.encode(), json), hashlib.sha256)
+            headers["webhook-signature"] = f"v1,{base64.b64encode(digest).decode()}"
+        return headers
+
+    def _deliver(self, event_id: str, json: bytes) -> bool:
         wait_s, reason = FIRST_RETRY_S, ""
         for attempt in range(ATTEMPTS):
             if attempt and self._closing.wait(wait_s):
                 break
             wait_s *= 2 if attempt else 1
-            request = urllib.request.Request(
-                self._url, json, {"Content-Type": "application/json", "User-Agent": "asr-serve-edge"}, method="POST"
-            )
+            request = urllib.request.Request(self._url, json, self._headers(event_id, json), method="POST")
             try:
                 with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
                     if 200 <= answer.status < 300:

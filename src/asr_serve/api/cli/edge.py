@@ -100,7 +100,7 @@ def edge(
                within 200 ms is concealed, and told with its position
     Server     if it is away for up to two minutes (spool_s), no audio is lost;
                if it has been restarted, open segments are recognized again
-    Results    as server-sent events, and posted to --webhook
+    Results    as server-sent events, by WebSocket, and posted to --webhook
     Keys       ASR_SERVE_API_KEY is sent to the server; api_keys in the file
                are those of the control API, required beyond this machine
 

@@ -35,7 +35,7 @@ STRESS   := src/asr_serve/kernels/src/ring_stress.cpp
 .DEFAULT_GOAL := help
 # No two of these at once: they share .venv.
 .NOTPARALLEL:
-.PHONY: help setup bench-setup clients vllm console console-packages rtp-filter vad-wasm serve test test-fast \
+.PHONY: help setup bench-setup clients vllm release-tools release console console-packages rtp-filter vad-wasm serve test test-fast \
   test-slow test-cluster test-all check bench docs clean
 
 help:  ## this list
@@ -80,6 +80,17 @@ vllm: .venv-vllm/.done  ## build .venv-vllm: vLLM for CPUs, for tests of the bac
 	@$(PYTHON) -m venv .venv-vllm
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-vllm/bin/python -m pip install --quiet --no-deps $(PIP_ARGS) -r constraints-vllm.txt
 	@touch $@
+
+.venv-release/.done: release/requirements.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv-release
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-release/bin/python -m pip install --quiet --upgrade $(PIP_ARGS) pip -r release/requirements.txt
+	@touch $@
+
+release-tools: .venv-release/.done  ## build .venv-release: what builds and checks releases and images
+
+release: .venv-release/.done  ## source archive, wheels, SBOM, licences and checksums of HEAD, into dist
+	.venv-release/bin/python release/build.py $(ARGS)
 
 console: console/node_modules/.done  ## build the web console anew, into src/asr_serve/server/console/static
 	@npm --prefix console run --silent build
@@ -143,5 +154,5 @@ docs: setup  ## check the links and run every example of README, docs and docstr
 	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)
 
 clean:  ## remove .venv, builds and caches (not the weights)
-	rm -rf $(VENV) .venv-clients .venv-vllm console/node_modules build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-vllm .venv-release console/node_modules build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -42,7 +42,7 @@ def packaged_speech() -> Path:
     """Folder with real speech that a test dependency carries: beckett.wav, two_cities.wav."""
     folder = Path(str(importlib.resources.files("moonshine_voice"))) / "assets"
     if not folder.is_dir():
-        pytest.skip("moonshine-voice is not installed: pip install 'asr-serve[embedded]'")
+        pytest.skip("moonshine-voice is not installed: pip install moonshine-voice==0.1.0")
     return folder
 
 

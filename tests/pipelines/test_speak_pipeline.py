@@ -38,7 +38,7 @@ from asr_serve.text.g2p import phoneme_alphabets
 from asr_serve.text.g2p.frontend import PAUSE_MS
 from asr_serve.types import Sentence
 
-pytest.importorskip("hibari", reason="hibari-tts reads English: pip install 'asr-serve[voice]'")
+pytest.importorskip("hibari", reason="hibari-tts reads English: pip install 'hibari-tts[fast]'")
 
 WAIT_S = 60.0
 TEXT = "Hello there. It costs five dollars, they say. Goodbye!"

@@ -159,7 +159,9 @@ def _folder() -> Path:
     """Folder of hibari's package. Raises ProgramMissing."""
     found = importlib.util.find_spec("hibari")
     if found is None or found.origin is None:
-        raise ProgramMissing("hibari-tts is not installed", "English is read by it", "pip install asr-serve[voice]")
+        raise ProgramMissing(
+            "hibari-tts is not installed", "English is read by it", "pip install 'hibari-tts[fast]==0.2.1'"
+        )
     return Path(found.origin).parent
 
 

@@ -71,7 +71,7 @@ def voice(
     trained on.
 
     \b
-    Needs     pip install 'asr-serve\\[voice]' and resemblyzer --no-deps
+    Needs     pip install --no-deps resemblyzer==0.1.4
               asr-serve models fetch kokoro
 
     \b

@@ -48,7 +48,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def hibari() -> str:
     if locate(tts_card("hibari")) is None:
-        pytest.skip("hibari-tts is not installed: pip install 'asr-serve[voice]'")
+        pytest.skip("hibari-tts is not installed: pip install 'hibari-tts[fast]'")
     return "hibari"
 
 

@@ -111,13 +111,17 @@ def fetch_model(
 ) -> None:
     """Download a model's weights from its hub, once, and print their folder.
 
+    The weights of an installed package are not downloaded: they are converted
+    into the cache (ASR_SERVE_CACHE), as a server does at its first start.
+
     \b
     Examples
+      asr-serve models fetch moonshine-tiny-en
       asr-serve models fetch moonshine-base-en
       asr-serve models fetch FunAudioLLM/Fun-ASR-Nano-2512
     """
-    from asr_serve.models.checkpoints.store import fetch, fetch_repository, locate
-    from asr_serve.models.registry import any_card, hub_repository
+    from asr_serve.models.checkpoints.store import fetch, fetch_repository, locate, resolve
+    from asr_serve.models.registry import AsrCard, any_card, hub_repository
 
     if (repository := hub_repository(name)) is not None:
         print(fetch_repository(repository, progress=print_error))
@@ -128,6 +132,8 @@ def fetch_model(
         folder = fetch(chosen, progress=print_error)
     else:
         print_error(f"{chosen.name} is on this machine already")
+        if isinstance(chosen, AsrCard):  # a package's weights are converted now, and not at the first start
+            folder = resolve(chosen, progress=print_error)
     print(folder)
 
 

@@ -153,6 +153,4 @@ def _no_graph(path: Path) -> WeightsCorrupt:
 
 
 def _reader_missing(path: Path, missing: ModuleNotFoundError) -> WeightsMissing:
-    return WeightsMissing(
-        f"{path.name} needs the Python package {missing.name}", todo="pip install 'asr-serve[embedded]'"
-    )
+    return WeightsMissing(f"{path.name} needs the Python package {missing.name}", todo="pip install onnx onnxruntime")

@@ -36,7 +36,7 @@ class OnnxSession:
         except ModuleNotFoundError as missing:
             raise WeightsMissing(
                 f"a voice that is an ONNX graph needs the Python package {missing.name}",
-                todo="pip install 'asr-serve[voice]'",
+                todo="pip install onnx onnxruntime",
             ) from missing
         source = str(graph) if isinstance(graph, Path) else "the graph"
         data = graph.read_bytes() if isinstance(graph, Path) else graph

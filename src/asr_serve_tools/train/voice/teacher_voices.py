@@ -142,5 +142,5 @@ def _hibari() -> Any:
     try:
         import hibari
     except ModuleNotFoundError as missing:
-        raise WeightsMissing("hibari-tts is not installed", todo="pip install 'asr-serve[voice]'") from missing
+        raise WeightsMissing("hibari-tts is not installed", todo="pip install 'hibari-tts[fast]==0.2.1'") from missing
     return hibari

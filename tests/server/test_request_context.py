@@ -194,6 +194,7 @@ async def test_what_is_traced():
 # --- over the real server -----------------------------------------------------------------------------
 
 
+@pytest.mark.one_server("an ingress logs in its own process")
 def test_the_access_log(server, beckett, caplog):
     with caplog.at_level(logging.INFO, "asr_serve.access"):
         server.http.post(ROUTE, files={"file": beckett.read_bytes()}, headers={"X-Request-ID": "logged"})

@@ -274,6 +274,7 @@ def test_another_key_finds_nothing(serve, pcm: bytes):
     server.expect_empty()
 
 
+@pytest.mark.one_server("ingresses of a run share the places for new callers: each has few")
 @pytest.mark.parametrize("path", ["/", "/v1/stream"])
 def test_new_callers_of_one_key_leave_places_to_those_of_another(serve, path: str):
     server = serve(api_keys=("k1", "k2"))

@@ -198,6 +198,7 @@ def test_curl_gets_its_answer_at_once_though_it_waits_for_100(server: Running):
     assert b'"received_bytes":32000' in done.stdout
 
 
+@pytest.mark.one_server("ingresses of a run share the places for new callers: each has few")
 def test_who_asks_for_100_is_told_to_continue_before_the_response(server: Running):
     """The response and the reading of the body start together: whichever is first, 100 Continue comes first."""
 

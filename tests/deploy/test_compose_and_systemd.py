@@ -25,7 +25,7 @@ def test_every_path_of_the_compose_file_exists() -> None:
     context = COMPOSE / SERVER["build"]["context"]
     assert (context / SERVER["build"]["dockerfile"]).is_file()
     mounts = [text.split(":") for each in FILE["services"].values() for text in each.get("volumes", [])]
-    assert len(mounts) == 7
+    assert len(mounts) == 8
     for source, target, *mode in mounts:
         if source.startswith("."):
             assert (COMPOSE / source).exists(), source
@@ -38,6 +38,8 @@ def test_every_path_of_the_compose_file_exists() -> None:
 def test_services_name_one_another_by_ports_that_they_have() -> None:
     config = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())
     (job,) = config["scrape_configs"]
+    original = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
+    assert config["rule_files"] == original["rule_files"]
     assert job["static_configs"] == [{"targets": ["asr-serve:8000"]}]
     assert SERVER["ports"] == ["127.0.0.1:8000:8000"]
     assert "EXPOSE 8000" in DOCKERFILE

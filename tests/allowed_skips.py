@@ -47,6 +47,8 @@ ALLOWED_SKIPS = {
     "no vLLM here: *": TRIED,
     "no Ray here: *": TRIED,
     "promtool is not installed": TRIED,
+    "no .venv-release here: *": TRIED,
+    "no systemd-analyze here": "a container has no systemd",
     "no Helm here: *": TRIED,
     "no kubernetes-validate here: *": TRIED,
     "no terraform here: *": "a program that no package registry of ours carries; where it is, it runs",

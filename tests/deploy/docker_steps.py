@@ -133,11 +133,16 @@ def _ignored(folder: str, names: list[str]) -> set[str]:
 
 def run_in(stage: Stage, command: list[str], binds: list[Path], environment: Mapping[str, str] = os.environ) -> None:
     """Runs a step as root in the stage's root folder, in a mount namespace of its own. `environment`: that of pip."""
-    given = {name: value for name, value in environment.items() if name.startswith("PIP_") and "=" not in value}
+    given = {name: value for name, value in environment.items() if name.startswith("PIP_")}
+    certificates = given.get("PIP_CERT")
+    if certificates:
+        given["PIP_CERT"] = "/run/pip-cert.pem"
     variables = given | stage.arguments | stage.environment
     script = 'mount -t proc proc "$0/proc"; mount --rbind /dev "$0/dev"; cp /etc/resolv.conf "$0/etc/"\n'
     for folder in binds:
         script += f'if [ -e {folder} ]; then mkdir -p "$0{folder}"; mount --bind {folder} "$0{folder}"; fi\n'
+    if certificates:
+        script += f'touch "$0/run/pip-cert.pem"; mount --bind {certificates} "$0/run/pip-cert.pem"\n'
     script += 'root=$0; exec chroot "$root" /usr/bin/env -i "$@"'
     pairs = [f"{name}={value}" for name, value in variables.items()]
     subprocess.run(

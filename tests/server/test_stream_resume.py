@@ -344,6 +344,7 @@ def test_a_client_that_does_not_read_holds_up_nobody(serve, pcm: bytes) -> None:
     server.expect_empty()
 
 
+@pytest.mark.one_server("it looks inside the server's process: gate")
 def test_on_drain_all_are_told_and_finished(serve, pcm: bytes):
     server = serve(resume_s=30.0)
     lines = [kind(server.port) for kind in TRANSPORTS]

@@ -80,7 +80,7 @@ class EngineTransport:
             told = _decode(_error_json(error).encode())
             assert isinstance(told, StreamErrorEvent)
             raise error_from_event(told) from error
-        return EngineConnection(opened, self._sessions, session, connection, events, stack)
+        return LocalSessionConnection(opened, self._sessions, session, connection, events, stack)
 
     async def close(self) -> None:
         await self._sessions.close()
@@ -105,7 +105,7 @@ class EngineTransport:
         return card.name, start
 
 
-class EngineConnection:
+class LocalSessionConnection:
     """Connection to a session in this process, as UplinkConnection says."""
 
     def __init__(

@@ -65,7 +65,7 @@ class _Stream:
         self.status: int | None = None
         self.retry_after_ms: int | None = None
         self.data = bytearray()
-        """What was received, and not taken."""
+        """Bytes that were received and not taken."""
         self.unacknowledged = 0
         """Bytes of flow control that are granted again once they are taken."""
         self.ended = False
@@ -255,17 +255,16 @@ class Http2StreamConnections:
             line = await self._line()
             number, stream = line.request(self._headers(query))
         connection = Http2StreamConnection(line, number, stream)
-        try:
-            async with asyncio.timeout(OPEN_S):
-                if long:
-                    await connection.send(msgspec.json.encode({"type": START, **long}).decode())
-                await connection._wait_session()
-        except TimeoutError:
-            await connection.close()
-            raise _lost(f"no answer within {OPEN_S:g} s") from None
-        except BaseException:
-            await connection.close()
-            raise
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(connection.close)
+            try:
+                async with asyncio.timeout(OPEN_S):
+                    if long:
+                        await connection.send(msgspec.json.encode({"type": START, **long}).decode())
+                    await connection._wait_session()
+            except TimeoutError:
+                raise _lost(f"no answer within {OPEN_S:g} s") from None
+            undo.pop_all()
         return connection
 
     async def close(self) -> None:

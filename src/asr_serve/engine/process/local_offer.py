@@ -21,7 +21,7 @@ _SOCKET = re.compile(r"(\d+)\.sock")
 
 
 class EngineOffer(msgspec.Struct, frozen=True):
-    """Where an engine process listens, and how it is spoken to."""
+    """Address of an engine process, and what a client needs beside it."""
 
     release: str
     """Release of the program; another one has other messages, perhaps."""

@@ -186,7 +186,7 @@ class ServerLink:
         self._sessions: set[int] = set()
         """Open sessions and streams, by the loop's numbers."""
         self._vad_sessions: set[int] = set()
-        """Those of voice activity."""
+        """Open sessions of voice activity."""
 
     @property
     def owns_engine(self) -> bool:

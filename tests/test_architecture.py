@@ -22,6 +22,7 @@ BROAD_EXCEPT = {
     "cluster/control.py",
     "edge/gate_worker.py",  # the thread that gates for all sessions
     "edge/edge_service.py",  # the thread that receives for all sessions
+    "edge/engine_transport.py",  # a session's error is that session's
     "edge/telephone.py",  # events of all calls
     "engine/loop.py",
     "engine/remote/encode_client.py",
@@ -60,6 +61,7 @@ LEAVES = {
     },  # read as weights; run as they are
     "onnxruntime": {"models/checkpoints/onnx_graph.py", "models/checkpoints/onnx_session.py"},
     # speaks; reads; and teaches
+    "h2": {"api/client/http2_connection.py"},
     "hibari": {"models/tts/hibari.py", "text/hibari_english.py", "asr_serve_tools/train/voice/teacher_voices.py"},
     "huggingface_hub": {"models/checkpoints/store.py"},
     "tokenizers": {"text/tokenizers.py", "models/checkpoints/gguf_causal_lm.py"},  # read; and written

@@ -417,6 +417,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=64, le=1 << 28, multiple_of=64, description="a whole number, 64 to 268435456, of whole 64s")
     ] = 16_384
     """Size of one slot, in bytes."""
+    edge_folder: NonEmptyText | None = None
+    """Folder, of this user alone, in which edges on this host find the engine of the default model, to hand it audio
+    through shared memory. None: they use /v1/stream."""
+    edge_sessions: PositiveInt = 512
+    """Sessions that those edges may have together, beside `max_live_sessions`."""
     encode_port: Port = 8_100
     """Port on which an engine with the role encode listens for others; 0 takes any free one."""
     peer_keys: tuple[PeerKey, ...] = ()

@@ -33,7 +33,7 @@ ENCODE_SUFFIX = ":encode"
 joined again, without another ingress."""
 MAX_DECODERS = MAX_CLIENTS // 2
 """Decode replicas of a model: each may be connected to every encode replica, and an upgrade doubles them."""
-CLUSTER_HAS = ("engine.peers", "encode_port", "peer_keys", "peer_keys_file")
+CLUSTER_HAS = ("engine.peers", "encode_port", "peer_keys", "peer_keys_file", "edge_folder", "edge_sessions")
 """Settings of the server that a cluster chooses by itself."""
 MODELS_HAVE = ("model", "more_models", "max_models", "weights", "engine_threads", "engine.role")
 """Settings of the server that stand in `models`."""

@@ -28,6 +28,7 @@ from asr_serve.types import (
     suggest_name,
 )
 
+UplinkName = Literal["websocket", "http2"]
 DriverName = Literal["auto", "af_xdp", "recvmmsg"]
 SET_BY_EDGE = {*RESUME, START, "encoding", "rate"}
 STREAM_OPTIONS = tuple(name for name in QUERY if name not in SET_BY_EDGE)
@@ -40,6 +41,12 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     server: Url = "http://127.0.0.1:8000"
     """Server that recognizes, by /v1/stream. Its key is ASR_SERVE_API_KEY."""
+    uplink: UplinkName = "websocket"
+    """Connections to the server: a WebSocket for each session, or HTTP/2, on whose connections a hundred sessions are
+    together."""
+    engine: Annotated[str, Meta(min_length=1)] | None = None
+    """Folder that a server on this host has as `edge_folder`: its engine is handed the audio through shared memory, and
+    `server` is not used."""
     host: Host = "127.0.0.1"
     """Address of this machine for RTP; 0.0.0.0 or :: is every one."""
     port: Port = 5_004

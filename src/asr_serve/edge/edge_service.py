@@ -30,6 +30,7 @@ from asr_serve.edge.session_tokens import SessionTokens
 from asr_serve.edge.speech_gate import GateOutput
 from asr_serve.edge.srtp import SrtpKey, SrtpReceiver, checked_key
 from asr_serve.edge.uplink import Uplink, encode_event
+from asr_serve.edge.uplink_transport import UplinkTransport
 from asr_serve.edge.voice_activity import VoiceActivityPool
 from asr_serve.edge.webhook import Webhook
 from asr_serve.errors import AtCapacity, OptionError, SessionExpired
@@ -107,12 +108,13 @@ class EdgeService:
         config: EdgeConfig,
         driver: PacketDriver,
         metrics: EdgeMetrics,
+        transport: UplinkTransport,
         *,
-        api_key: str | None = None,
         voice_activity: VoiceActivityPool | None = None,
     ) -> None:
-        """`voice_activity`: pool with a place for each session; None: everything is sent on."""
-        self.config, self.driver, self._metrics, self._key = config, driver, metrics, api_key
+        """`transport`: closed with the service. `voice_activity`: pool with a place for each session; None: everything
+        is sent on."""
+        self.config, self.driver, self._metrics, self._transport = config, driver, metrics, transport
         self._gates = None if voice_activity is None else GateWorker(voice_activity)
         self._formats = parse_payload_types(config.payload_types)
         self._lock = threading.Lock()
@@ -167,13 +169,7 @@ class EdgeService:
                 srtp=srtp,
             )
             events = EdgeEventLog()
-            uplink = Uplink(
-                self.config.server,
-                query,
-                session.spool,
-                lambda event: self._publish(running, [event]),
-                api_key=self._key,
-            )
+            uplink = Uplink(self._transport.open, query, session.spool, lambda event: self._publish(running, [event]))
             gate = (
                 None
                 if self._gates is None
@@ -284,6 +280,7 @@ class EdgeService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._transport.close()
         self._stopping.set()
         await asyncio.to_thread(self._thread.join)
         if self._gates is not None:

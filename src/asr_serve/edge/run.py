@@ -19,6 +19,7 @@ from asr_serve.edge.edge_config import EdgeConfig
 from asr_serve.edge.edge_service import EdgeService
 from asr_serve.edge.packet_driver import PacketDriver
 from asr_serve.edge.telephone import Telephone
+from asr_serve.edge.uplink_transport import UplinkTransport, create_transport
 from asr_serve.edge.voice_activity import SLOTS, VoiceActivityPool
 from asr_serve.metrics import EdgeMetrics
 from asr_serve.server.run import free_port
@@ -27,16 +28,23 @@ from asr_serve.server.telemetry import logs
 
 def run_edge(config: EdgeConfig) -> None:
     """Runs until SIGTERM or SIGINT. Raises OptionError if an address cannot be listened on, ProgramMissing for
-    voice activity without wasmtime."""
+    voice activity without wasmtime and for HTTP/2 without h2."""
     logs.setup()
     # A session that has ended keeps its place until the rest of its audio is gated: there are more than sessions.
     pool = VoiceActivityPool(1 + config.max_sessions // SLOTS) if config.voice_activity else None
+    transport = create_transport(config, client_key())
     control_port = free_port(config.control_host, config.control_port, "--control-port")
     driver = open_driver(config)
-    asyncio.run(_run(config, driver, control_port, pool))
+    asyncio.run(_run(config, driver, transport, control_port, pool))
 
 
-async def _run(config: EdgeConfig, driver: PacketDriver, control_port: int, pool: VoiceActivityPool | None) -> None:
+async def _run(
+    config: EdgeConfig,
+    driver: PacketDriver,
+    transport: UplinkTransport,
+    control_port: int,
+    pool: VoiceActivityPool | None,
+) -> None:
     stop = asyncio.Event()
 
     def handle() -> None:
@@ -48,7 +56,7 @@ async def _run(config: EdgeConfig, driver: PacketDriver, control_port: int, pool
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handle)
     metrics = EdgeMetrics(__version__)
-    service = EdgeService(config, driver, metrics, api_key=client_key(), voice_activity=pool)
+    service = EdgeService(config, driver, metrics, transport, voice_activity=pool)
     telephone = None if config.sip is None else Telephone(service, config.sip, metrics)
     if telephone is not None:
         await telephone.start()
@@ -82,7 +90,8 @@ def _announce(config: EdgeConfig, driver: PacketDriver, control_port: int, telep
     control = f"http://{shown(config.control_host)}:{control_port}"
     key = ' -H "Authorization: Bearer KEY"' if config.api_keys else ""
     lines = [
-        f"asr-serve {__version__} takes RTP on UDP {config.host}:{driver.port} for {config.server} (stop with ctrl-C)",
+        f"asr-serve {__version__} takes RTP on UDP {config.host}:{driver.port} for {config.engine or config.server} "
+        "(stop with ctrl-C)",
         f"  packets   {driver.details}",
         f"  session   curl {control}{PATH}{key} -H 'Content-Type: application/json' -d '{{}}'"
         "   (answers with id and ssrc)",

@@ -11,11 +11,11 @@ import contextlib
 import itertools
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
 
 import msgspec
 
-from asr_serve.api.client.async_connection import AsyncStreamConnection
 from asr_serve.api.client.connection import ServerEvent, error_from_event
 from asr_serve.api.client.stream import DUPLICATE_CODE, LOST_CODES, RETRY_S
 from asr_serve.audio.pcm import SAMPLE_BYTES
@@ -39,6 +39,7 @@ from asr_serve.protocols.stream.server_events import (
     NumberedEvent,
     PartialEvent,
     SegmentEvent,
+    SessionEvent,
     StreamErrorEvent,
     StreamTurnEvent,
 )
@@ -60,6 +61,28 @@ LOST_SESSION_CODES = {"session_expired", "events_expired", "taken_over", "out_of
 END_MESSAGE = '{"type":"end"}'
 
 
+class UplinkConnection(Protocol):
+    """Connection to a session of /v1/stream, whatever carries it. One task may send while another receives. Its methods
+    raise Unreachable, and `receive` Refused too."""
+
+    @property
+    def session(self) -> SessionEvent:
+        """The first event."""
+
+    async def send(self, message: bytes | str) -> None:
+        """Sends audio, or a command; waits while the other side takes no more."""
+
+    async def receive(self) -> ServerEvent:
+        """Returns the next event."""
+
+    async def close(self) -> None:
+        """Closes the connection. Idempotent."""
+
+
+OpenUplinkConnection = Callable[[Mapping[str, str]], Awaitable[UplinkConnection]]
+"""Opens or resumes the session of a query. Raises Refused, Unreachable."""
+
+
 class Uplink:
     """Uplink of one session. `run` it as a task; call `wake` when the spool has grown or ended.
 
@@ -68,16 +91,15 @@ class Uplink:
 
     def __init__(
         self,
-        server: str,
+        open_connection: OpenUplinkConnection,
         query: Mapping[str, str],
         spool: AudioSpool,
         on_event: Callable[[EdgeEvent], None],
         *,
-        api_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`query`: parameters of /v1/stream but for the encoding."""
-        self._server, self._key, self._spool, self._tell, self._clock = server, api_key, spool, on_event, clock
+        self._open_connection, self._spool, self._tell, self._clock = open_connection, spool, on_event, clock
         self._query = {**query, "encoding": "s16le", "rate": str(RATE_HZ)}
         self._more = asyncio.Event()
         self._session_id: str | None = None
@@ -121,7 +143,7 @@ class Uplink:
 
     # --- connections -----------------------------------------------------------------------------------
 
-    async def _connect(self) -> AsyncStreamConnection | None:
+    async def _connect(self) -> UplinkConnection | None:
         """Opens or resumes a session; None where the call is over and the server stays away. Raises Refused."""
         lost_s = self._clock()
         told = False
@@ -158,15 +180,15 @@ class Uplink:
                 return None
         return None
 
-    async def _open(self) -> AsyncStreamConnection:
+    async def _open(self) -> UplinkConnection:
         if self._session_id is not None:
             query = {"session": self._session_id, "after": str(self._last_seq)}
             if self._stored:
                 kept = max(0, self._spool.start - self._origin) * SAMPLE_BYTES
                 query |= {"received": str(kept), "epoch": str(self._epoch)}
-            connection = await AsyncStreamConnection.open(self._server, query, self._key)
+            connection = await self._open_connection(query)
         else:
-            connection = await AsyncStreamConnection.open(self._server, self._query, self._key)
+            connection = await self._open_connection(self._query)
             # From the end of the last final segment; or where the spool begins, if it has given up more.
             self._first = max(self._final_end, self._spool.start)
             self._origin = self._first - min(LEAD_SAMPLES, self._first)
@@ -188,7 +210,7 @@ class Uplink:
 
     # --- one connection --------------------------------------------------------------------------------
 
-    async def _exchange(self, connection: AsyncStreamConnection) -> bool:
+    async def _exchange(self, connection: UplinkConnection) -> bool:
         """Sends and receives until the connection is lost, False, or the session has ended, True. Raises Refused."""
         sending = asyncio.create_task(self._send(connection))
         try:
@@ -198,7 +220,7 @@ class Uplink:
             with contextlib.suppress(asyncio.CancelledError, Unreachable):
                 await sending
 
-    async def _send(self, connection: AsyncStreamConnection) -> None:
+    async def _send(self, connection: UplinkConnection) -> None:
         while True:
             self._more.clear()
             if self._sent < self._first:
@@ -217,7 +239,7 @@ class Uplink:
                 await connection.send(END_MESSAGE)
             await self._more.wait()
 
-    async def _receive(self, connection: AsyncStreamConnection) -> bool:
+    async def _receive(self, connection: UplinkConnection) -> bool:
         refused: Refused | None = None
         while True:
             try:

@@ -43,6 +43,7 @@ from asr_serve.pipelines.stages.language_models import load_scorers
 from asr_serve.pipelines.stages.pipeline_file import PipelineSpec, open_pipeline
 from asr_serve.pipelines.stages.staged_recognizer import StagedRecognizer, StageEngine
 from asr_serve.pipelines.tts.frontend import preload_frontend
+from asr_serve.server.engine_offer import EdgeOffer
 from asr_serve.text import tokenizers
 from asr_serve.text.tokenizers import Tokenizer
 from asr_serve.types import suggest_name
@@ -78,9 +79,14 @@ def engine_spec(name: str, config: ServeConfig) -> EngineSpec:
 
 def open_engine(name: str, config: ServeConfig) -> EngineParts:
     """Starts an engine process; blocks until its model is loaded. Raises EngineClosed, and errors of loading."""
-    spec = engine_spec(name, config)
-    client = EngineClient(spec.config, process_backend(spec, RingSize(config.ring_slots, config.ring_payload_bytes)))
+    spec, ring = engine_spec(name, config), RingSize(config.ring_slots, config.ring_payload_bytes)
+    offer = None
+    if config.edge_folder is not None and name == config.model:
+        offer = EdgeOffer(config.edge_folder, config.edge_sessions)
+    client = EngineClient(spec.config, process_backend(offer.extend(spec) if offer else spec, ring))
     assert isinstance(client.backend, ProcessBackend)
+    if offer is not None:
+        offer.publish(client.backend, ring, spec.config)
     return engine_parts(client, client.backend.ready, Path(client.backend.ready.tokenizer_folder))
 
 

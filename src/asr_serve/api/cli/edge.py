@@ -16,6 +16,22 @@ def edge(
         str | None,
         typer.Option(metavar="URL", help="Server that recognizes the speech.", show_default="http://127.0.0.1:8000"),
     ] = None,
+    uplink: Annotated[
+        str | None,
+        typer.Option(
+            metavar="websocket|http2",
+            help="A connection for each session, or shared ones; http2 needs the extra edge.",
+            show_default="websocket",
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Hand audio to the engine of a server on this host that has this edge_folder.",
+            show_default="none: --server is used",
+        ),
+    ] = None,
     host: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Address of this machine for RTP.", show_default="127.0.0.1")
     ] = None,
@@ -145,7 +161,7 @@ def edge(
 
     types = None if payload_type is None else dict(_parse_type(text) for text in payload_type)
     flags = {"server": server, "host": host, "port": port, "driver": driver, "interface": interface}
-    flags |= {"control_host": control_host, "control_port": control_port}
+    flags |= {"control_host": control_host, "control_port": control_port, "uplink": uplink, "engine": engine}
     table = {**_parse_sip(sip), **_parse_account(sip_register), **({"allow": sip_allow} if sip_allow else {})}
     run_edge(
         load_edge_config(

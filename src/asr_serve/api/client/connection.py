@@ -180,13 +180,18 @@ def lost_connection(error: ConnectionClosed | TimeoutError) -> Unreachable:
 
 def error_for_refusal(error: InvalidStatus) -> Refused:
     """Converts the HTTP response to a refused upgrade."""
-    status, body = error.response.status_code, error.response.body or b""
+    response = error.response
+    return error_for_response(response.status_code, response.reason_phrase, bytes(response.body or b""))
+
+
+def error_for_response(status: int, reason: str, body: bytes, retry_after_ms: int | None = None) -> Refused:
+    """Converts an HTTP response that is an error."""
     try:
         detail = msgspec.json.decode(body, type=_ErrorBody).error
     except msgspec.MsgspecError:
         detail = _ErrorDetail()
-    message = detail.message or f"the server answered {status} {error.response.reason_phrase}"
-    return Refused(message, detail.code or f"http_{status}")
+    message = detail.message or f"the server answered {status} {reason}".strip()
+    return Refused(message, detail.code or f"http_{status}", retry_after_ms)
 
 
 class _ErrorDetail(msgspec.Struct):

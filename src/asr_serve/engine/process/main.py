@@ -15,6 +15,9 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
+import msgspec
+
+from asr_serve.config import EngineConfig
 from asr_serve.devices.cpu import keep_memory
 from asr_serve.engine.builder import AsrCheckpoint, build_loop, card_of_loaded, find_checkpoint
 from asr_serve.engine.cache.digest import use_key
@@ -67,14 +70,14 @@ class EngineProcessServer:
                 use_key(spec.digest_key)
             turns = load_turn_model(spec.turn_model if isinstance(checkpoint.card, AsrCard) else "none")
             keep_memory()
-            config = spec.config
+            config = _with_room(spec)
             parts = checkpoint.build(spec.device, spec.dtype, config.quantize, config.tensor_parallel_size)
             meeting = checkpoint.peer_identity(spec.config, spec.listen, spec.peer_keys)
             metrics = EngineMetrics(checkpoint.card.name)
             loop = build_loop(
                 parts,
                 checkpoint.card,
-                spec.config,
+                config,
                 on_done=lambda _: None,
                 # Rejections of the ending loop are not sent: the server resubmits the requests to the next engine.
                 on_stop=self._finish,
@@ -137,6 +140,12 @@ class EngineProcessServer:
 
     def log(self, record: logging.LogRecord, text: str) -> None:
         self._owner.send(messages.EngineLog(record.name, record.levelno, text))
+
+
+def _with_room(spec: messages.EngineSpec) -> EngineConfig:
+    """Settings of the engine, with room for the sessions that other servers have beside those of its own."""
+    others = 0 if spec.servers is None else spec.servers.max_sessions or 0
+    return msgspec.structs.replace(spec.config, max_sessions=spec.config.max_sessions + others)
 
 
 class _ForwardingLogHandler(logging.Handler):

@@ -32,6 +32,9 @@ class ListenSpec(msgspec.Struct, frozen=True):
     """Address of this machine for servers on others; None: no other machine connects."""
     key: bytes
     """Key that a server must know."""
+    max_sessions: int | None = None
+    """Voice-activity sessions that they may have together, beside those of the engine's settings; None: they share
+    those."""
 
     def __repr__(self) -> str:
         return f"ListenSpec(folder={self.folder!r}, host={self.host!r})"

@@ -47,6 +47,7 @@ REPORT_EVERY_S = 0.5
 MAX_QUEUED_MESSAGES, MAX_QUEUED_BYTES = 1 << 16, 64 << 20
 """Messages that may wait for a server that did not start the engine. One that takes no more is disconnected: it
 connects again, and submits its work again."""
+SHARED_RETRY_MS = 1_000
 SERVER_BITS = 40
 """Bits of a request's number in the loop that its server chose; the bits above are the server's own number."""
 
@@ -84,11 +85,19 @@ class EngineFacts:
         """Totals that the counters of the metrics have."""
         self.server_queues: Callable[[], list[ServerQueue]] = list
         """Returns the work of the servers that did not start this engine."""
+        self.server_sessions: Callable[[], int] = int
+        """Returns the voice-activity sessions of those servers."""
+        self.max_server_sessions: int | None = None
+        """Most that they may have; None: as there is room."""
 
     @property
     def free_sessions(self) -> int:
-        """Voice-activity sessions for which there is room. Reads single numbers of the loop, from any thread."""
-        return self.loop.states.slots - self.loop.states.used
+        """Voice-activity sessions for which servers that did not start the engine have room. Reads single numbers of
+        the loop, from any thread."""
+        free = self.loop.states.slots - self.loop.states.used
+        if self.max_server_sessions is not None:
+            free = min(free, self.max_server_sessions - self.server_sessions())
+        return max(0, free)
 
     @property
     def _totals(self) -> LoadTotals:
@@ -176,6 +185,8 @@ class ServerLink:
         """Requests in the loop, by the loop's numbers."""
         self._sessions: set[int] = set()
         """Open sessions and streams, by the loop's numbers."""
+        self._vad_sessions: set[int] = set()
+        """Open sessions of voice activity."""
 
     @property
     def owns_engine(self) -> bool:
@@ -210,6 +221,11 @@ class ServerLink:
         self._pipe.close()
         if self._line is not None:
             self._line.close()
+
+    @property
+    def vad_sessions(self) -> int:
+        """Number of voice-activity sessions that it has open, or has asked for."""
+        return len(self._vad_sessions)
 
     def requests_started(self, ids: tuple[int, ...]) -> None:
         self.send(messages.RequestsStarted(ids))
@@ -300,7 +316,8 @@ class ServerLink:
                 put(partial(_cancel, base + request_id))
             case messages.OpenVadSession(session=session, live=live, state=state):
                 self._sessions.add(base + session)
-                put(partial(self._open_vad_session, session, live, state))
+                self._vad_sessions.add(base + session)
+                put(partial(self._open_vad_session, facts, session, live, state))
             case messages.OpenStream(session=session, live=live, samples=samples, words=words, bias=bias):
                 chosen = message.language_model
                 self._sessions.add(base + session)
@@ -313,6 +330,7 @@ class ServerLink:
                 put(lambda loop: self._export_stream(loop, session))
             case messages.CloseSession(session=session):
                 self._sessions.discard(base + session)
+                self._vad_sessions.discard(base + session)
                 put(partial(_close, base + session))
             case messages.TurnQuery(number=number, length=length):
                 pcm, answer = self._pcm.read_message(number, length), Future[float]()
@@ -353,13 +371,17 @@ class ServerLink:
             sum(each.sessions for each in others),
         )
 
-    def _open_vad_session(self, session: int, live: bool, state: bytes | None, loop: Loop) -> None:
+    def _open_vad_session(self, facts: EngineFacts, session: int, live: bool, state: bytes | None, loop: Loop) -> None:
         """Opens a session on the loop's thread. Where several servers together have more than there is room for, the
         server is told, and tries another engine."""
         try:
+            most = facts.max_server_sessions
+            if not self.owns_engine and most is not None and facts.server_sessions() > most:
+                raise AtCapacity("one more session", f"{most} of all who share this engine", SHARED_RETRY_MS)
             loop.vad_scheduler.open(self._base + session, live, state)
         except AtCapacity as full:
             self._sessions.discard(self._base + session)
+            self._vad_sessions.discard(self._base + session)
             self.send(messages.SessionRefused(session, messages.ErrorMessage.from_error(full)))
 
     # --- streams that come from another process, and go to one; on the loop's thread ----------------------

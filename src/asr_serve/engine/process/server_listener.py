@@ -36,7 +36,7 @@ class ServerListener:
 
     def __init__(self, spec: messages.ListenSpec) -> None:
         """Binds the sockets; `start` accepts. Raises OptionError where they cannot be bound."""
-        self._key = spec.key
+        self._key, self._max_sessions = spec.key, spec.max_sessions
         path = os.path.join(spec.folder, f"{os.getpid()}.sock")
         self.address = messages.EngineAddress(path, None)
         self._sockets: list[socket.socket] = []
@@ -75,7 +75,8 @@ class ServerListener:
 
     def start(self, facts: EngineFacts, ready: messages.EngineReady) -> None:
         """Accepts servers from now on. `ready`: their first message."""
-        facts.server_queues = self._queues
+        facts.server_queues, facts.server_sessions = self._queues, self._sessions
+        facts.max_server_sessions = self._max_sessions
         for listener in self._sockets:
             threading.Thread(target=self._accept, args=(listener, facts, ready), name="servers", daemon=True).start()
         threading.Thread(target=self._watch, name="servers watch", daemon=True).start()
@@ -88,6 +89,11 @@ class ServerListener:
         """Work of all connected servers."""
         with self._lock:
             return [link.queue for link in self._links.values()]
+
+    def _sessions(self) -> int:
+        """Voice-activity sessions of all connected servers."""
+        with self._lock:
+            return sum(link.vad_sessions for link in self._links.values())
 
     def audio_changed(self, digest: bytes, cached: bool) -> None:
         """Tells all servers that audio is cached, or no longer. On the loop's thread."""

@@ -1,14 +1,15 @@
 """Transports of /v1/stream.
 
 WebSocket   binary messages are audio, texts are commands and events
-HTTP        the request's body is audio, its response server-sent events, both at once. Raw ASGI: Starlette's
-            StreamingResponse reads the request, to detect a disconnect, and discards what it reads
+HTTP        the request's body is audio, or messages as those of the WebSocket, and its response server-sent events,
+            both at once. Raw ASGI: Starlette's StreamingResponse reads the request, to detect a disconnect, and
+            discards what it reads
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -19,27 +20,25 @@ from fastapi import APIRouter, Request
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from asr_serve.config import ServeConfig
-from asr_serve.errors import AtCapacity, AudioTooLarge, ClientGone, MalformedRequest, OptionError, RequestTimeout
+from asr_serve.errors import ClientGone, MalformedRequest, RequestTimeout
 from asr_serve.metrics import ServerMetrics
 from asr_serve.pipelines.live.events import LiveEvent
 from asr_serve.pipelines.live.session_state import SavedLiveSession
 from asr_serve.protocols.stream.client_messages import (
     EXAMPLE,
     MAX_MESSAGE_CHARACTERS,
+    MAX_START_CHARACTERS,
     PATH,
-    EndCommand,
-    FlushCommand,
     NewSessionRequest,
-    SilenceCommand,
     expects_start_message,
     merge_start_message,
-    parse_command,
     parse_flush_body,
     parse_query,
 )
+from asr_serve.protocols.stream.message_framing import MessageReader, is_messages_type
 from asr_serve.server import openapi
 from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
 from asr_serve.server.middleware.error_handlers import (
@@ -57,6 +56,7 @@ from asr_serve.server.realtime.endpoint import NO_CLOSE_CODE, LiveDependencies
 from asr_serve.server.realtime.lifecycle import SessionLimits
 from asr_serve.server.realtime.outbox import OUTBOX_SEND_TIMEOUT_S
 from asr_serve.server.realtime.stream.connection import StreamConnection
+from asr_serve.server.realtime.stream.message_intake import take_message
 from asr_serve.server.realtime.stream.session import StartListener, StreamSession
 from asr_serve.server.realtime.stream.session_manager import SessionOwner, SessionStorage, StreamSessionManager
 from asr_serve.server.server_sent_events import KEEP_ALIVE, KEEP_ALIVE_S, with_error_event
@@ -137,12 +137,11 @@ async def _connected(
     read: Callable[[StreamSession, StreamConnection], Coroutine[Any, Any, int | None]],
     *,
     packets: bool,
-    query: dict[str, Any] | None = None,
+    query: dict[str, Any],
 ) -> AsyncIterator[tuple[StreamSession, StreamConnection, asyncio.Task[int | None]]]:
     """Opens the session that this connection requests; meanwhile `read` reads from the client."""
     context = request_context(scope)
     assert context.client is not None
-    query = _query(scope) if query is None else query
     to_event = partial(live_error_event, request_id=context.request_id, path=PATH)
     async with sessions.connect(context.client, parse_query(query, packets=packets), to_event) as (session, connection):
         context.model, before_samples = session.info.model, session.received_samples
@@ -156,18 +155,22 @@ async def _connected(
             await asyncio.wait({reader})
 
 
-async def _read_start_message(receive: Receive) -> str:
-    """Reads the first message, a text. Raises MalformedRequest, RequestTimeout, ClientGone."""
+async def _query_with_start(scope: Scope, read: Callable[[], Awaitable[bytes | str | None]]) -> dict[str, Any]:
+    """Query of a connection with messages, with the options of the first one where it announces them. Raises
+    OptionError, MalformedRequest, RequestTimeout, ClientGone."""
+    query = _query(scope)
+    if not expects_start_message(query):
+        return query
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
-            message = await receive()
+            message = await read()
     except TimeoutError:
         raise RequestTimeout(f"no start came within {START_TIMEOUT_S:g} s", "", "send it first") from None
-    if message["type"] != "websocket.receive":
+    if message is None:
         raise ClientGone("the client left before it said what it wants")
-    if (text := message.get("text")) is None:
+    if isinstance(message, bytes):
         raise MalformedRequest("audio came before the start", "with start=true the first message is a text, " + EXAMPLE)
-    return cast(str, text)
+    return merge_start_message(query, message)
 
 
 def _query(scope: Scope) -> dict[str, Any]:
@@ -184,9 +187,7 @@ class StreamWebSocket:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = request_context(scope)
         read = partial(self._read, receive)
-        query = _query(scope)
-        if expects_start_message(query):
-            query = merge_start_message(query, await _read_start_message(receive))
+        query = await _query_with_start(scope, partial(_first_message, receive))
         async with _connected(self._sessions, scope, read, packets=True, query=query) as (session, connection, reader):
             await _write(send, connection)
         client_code = None if reader.cancelled() or reader.exception() else reader.result()
@@ -207,36 +208,19 @@ class StreamWebSocket:
     async def _read(self, receive: Receive, session: StreamSession, connection: StreamConnection) -> int | None:
         """Reads until the client closes; returns its close code. Raises AudioTooLarge to end the connection."""
         while (message := await receive())["type"] == "websocket.receive":
-            try:
-                if (frame := message.get("bytes")) is not None:
-                    await self._audio(frame, session, connection)
-                else:
-                    if connection.congested:
-                        await connection.pause_reading(connection.wait_caught_up())
-                    await _command(message.get("text") or "", session, connection)
-            except (MalformedRequest, OptionError, AtCapacity) as error:
-                connection.send_error(error)
+            await take_message(_content(message), session, connection, self._frame_bytes)
         connection.stop()
         return message.get("code")
 
-    async def _audio(self, frame: bytes, session: StreamSession, connection: StreamConnection) -> None:
-        if len(frame) > self._frame_bytes:
-            raise AudioTooLarge(
-                f"a frame of {len(frame)} bytes came",
-                f"up to {self._frame_bytes} are allowed; nothing of this one was taken",
-                "go on with the session, and send audio in smaller frames, like 100 ms",
-            )
-        await session.write(connection, frame)
+
+def _content(message: Message) -> bytes | str:
+    frame: bytes | None = message.get("bytes")
+    return frame if frame is not None else message.get("text") or ""
 
 
-async def _command(text: str, session: StreamSession, connection: StreamConnection) -> None:
-    match parse_command(text):
-        case SilenceCommand(samples, noise):
-            await session.write_silence(connection, samples, noise=noise)
-        case FlushCommand(id=name):
-            session.flush(name)
-        case EndCommand():
-            session.end()
+async def _first_message(receive: Receive) -> bytes | str | None:
+    message = await receive()
+    return _content(message) if message["type"] == "websocket.receive" else None
 
 
 async def _write(send: Send, connection: StreamConnection) -> None:
@@ -252,15 +236,23 @@ async def _write(send: Send, connection: StreamConnection) -> None:
 class StreamHttpExchange:
     """ASGI app: one request is one connection."""
 
-    def __init__(self, sessions: StreamSessionManager) -> None:
-        self._sessions = sessions
+    def __init__(self, sessions: StreamSessionManager, frame_bytes: int) -> None:
+        self._sessions, self._frame_bytes = sessions, frame_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body_started = asyncio.Event()
-        read = partial(_read, receive, body_started)
-        async with _connected(self._sessions, scope, read, packets=False) as (session, connection, reader):
+        body, query = _Body(receive), _query(scope)
+        read, packets = partial(_read, body), False
+        if is_messages_type(Headers(scope=scope).get("content-type", "")):
+            messages = _BodyMessages(body, self._frame_bytes)
+            read, packets = partial(self._read_messages, messages), True
+            query = await _query_with_start(scope, messages.next)
+        async with _connected(self._sessions, scope, read, packets=packets, query=query) as (
+            session,
+            connection,
+            reader,
+        ):
             if Headers(scope=scope).get("expect", "").lower() == "100-continue":
-                await _wait_started(body_started, reader)
+                await _wait_started(body.started, reader)
             await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
             async with aclosing(_sse_chunks(connection)) as chunks:
                 async for chunk in with_error_event(chunks, scope, live=True):
@@ -273,6 +265,16 @@ class StreamHttpExchange:
             await drain_body(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _read_messages(
+        self, messages: _BodyMessages, session: StreamSession, connection: StreamConnection
+    ) -> None:
+        """Reads a body of messages, whose end ends the audio. Raises as `_BodyMessages` does, to end the
+        connection."""
+        while (message := await messages.next()) is not None:
+            await take_message(message, session, connection, self._frame_bytes)
+        if connection is session.connection:
+            session.end()
+
 
 async def _wait_started(body_started: asyncio.Event, reader: asyncio.Task[Any]) -> None:
     """Waits for the first byte of a body that its client sends only once it is told to continue. The HTTP server says
@@ -282,18 +284,44 @@ async def _wait_started(body_started: asyncio.Event, reader: asyncio.Task[Any]) 
     started.cancel()
 
 
-async def _read(
-    receive: Receive, body_started: asyncio.Event, session: StreamSession, connection: StreamConnection
-) -> None:
-    """Reads the body, whose end ends the audio. Raises ClientGone when it breaks off."""
-    while True:
-        message = await receive()
-        body_started.set()
+class _Body:
+    """Body of a request."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self.started, self.ended = receive, asyncio.Event(), False
+
+    async def read(self) -> bytes:
+        """Returns the next piece, perhaps an empty one; `ended` is set with the last. Raises ClientGone when the body
+        breaks off."""
+        message = await self._receive()
+        self.started.set()
         if message["type"] == "http.disconnect":
             raise ClientGone("the client left while it sent its audio")
-        await session.write(connection, message.get("body", b""))
-        if not message.get("more_body"):
-            break
+        self.ended = not message.get("more_body")
+        return cast(bytes, message.get("body", b""))
+
+
+class _BodyMessages:
+    """Messages in a body."""
+
+    def __init__(self, body: _Body, frame_bytes: int) -> None:
+        self._body, self._reader = body, MessageReader(frame_bytes, MAX_START_CHARACTERS)
+
+    async def next(self) -> bytes | str | None:
+        """Returns the next message; None: the body has ended. Raises ClientGone, MalformedRequest, AudioTooLarge."""
+        while (message := self._reader.next()) is None:
+            if self._body.ended:
+                if self._reader.has_part:
+                    raise MalformedRequest("the body ends in the middle of a message", "send all of it")
+                return None
+            self._reader.append(await self._body.read())
+        return message
+
+
+async def _read(body: _Body, session: StreamSession, connection: StreamConnection) -> None:
+    """Reads a body of audio, whose end ends the audio. Raises ClientGone when it breaks off."""
+    while not body.ended:
+        await session.write(connection, await body.read())
     if connection is session.connection:
         session.end()
 
@@ -310,7 +338,7 @@ class AcceptedCommand(msgspec.Struct):
 def routes(sessions: StreamSessionManager, frame_bytes: int) -> list[BaseRoute]:
     return [
         WebSocketRoute(PATH, StreamWebSocket(sessions, frame_bytes)),
-        Route(PATH, StreamHttpExchange(sessions), methods=["POST"]),
+        Route(PATH, StreamHttpExchange(sessions, frame_bytes), methods=["POST"]),
     ]
 
 

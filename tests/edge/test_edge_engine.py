@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from children import Child
 from rtp_sender import RtpSender, l16_packets
 from running_edge import OPTIONS, RunningEdge, expect_words, text_of
 from running_server import MODEL, Running, eventually
@@ -175,8 +176,8 @@ def test_a_server_that_is_killed_and_started_again_loses_no_word(
         *(word for each in settings for word in ("--set", each)),
     ]
 
-    def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    def start() -> Child[bytes]:
+        return Child(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     server = start()
     edge = RunningEdge("http://127.0.0.1:9", engine=str(folder))

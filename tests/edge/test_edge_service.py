@@ -242,6 +242,35 @@ def test_a_server_that_is_away_and_one_that_forgot_lose_no_word(
         server.expect_empty()
 
 
+def test_a_server_that_goes_down_in_order_loses_no_word(
+    serve: Callable[..., Running], speech: np.ndarray, expected: str
+) -> None:
+    """It ends the session with what it has, in mid-sentence; another one goes on from the last final text."""
+    first, second = serve(), serve()
+    proxy = Proxy(first.port)
+    edge = RunningEdge(proxy.url)
+    sender = RtpSender(edge.driver.port)
+    session = edge.create()
+    packets = l16_packets(speech, session.ssrc)
+    sender.send(packets[: len(packets) // 2])
+    eventually(lambda: any(event["type"] == "partial" for event in edge.events(session.id)))
+    proxy.port = second.port
+    first.loop.call_soon_threadsafe(first.gate.drain)
+    sender.send(packets[len(packets) // 2 :])
+    events = edge.end(session.id)
+    kinds = [event["type"] for event in events]
+    assert "error" not in kinds
+    (back,) = (event for event in events if event["type"] == "server_back")
+    finals = [event["end_s"] for event in events if event["type"] == "segment"]
+    assert back["again_from_s"] == max([0.0, *(end_s for end_s in finals if end_s <= back["again_from_s"])])
+    expect_words(text_of(events), expected)
+    check_account(events[-1])
+    edge.close()
+    sender.close()
+    for server in (first, second):
+        server.expect_empty()
+
+
 def test_a_spool_that_is_full_tells_what_it_discards(speech: np.ndarray) -> None:
     edge = RunningEdge("http://127.0.0.1:9", spool_s=35.0)  # nobody listens there
     sender = RtpSender(edge.driver.port)

@@ -58,6 +58,10 @@ END_TIMEOUT_S = 60.0
 """Longest wait, after the end of a call, for a server that is away."""
 LOST_SESSION_CODES = {"session_expired", "events_expired", "taken_over", "out_of_step", "engine_crashed"}
 """Codes of refusals after which a new session goes on where text was final."""
+DRAINING_CODE = "draining"
+"""Code of a server that goes down in order, and ends each session with what it has."""
+END_TOLERANCE_SAMPLES = RATE_HZ // 100
+"""What may be missing of the duration that a server tells: it is rounded."""
 END_MESSAGE = '{"type":"end"}'
 
 
@@ -117,7 +121,7 @@ class Uplink:
         self._resume_s = 0.0
         self._end_sent = False
         self.segments = 0
-        self.connected = False
+        self.connected = self._was_connected = False
 
     def wake(self) -> None:
         self._more.set()
@@ -165,10 +169,11 @@ class Uplink:
             except Unreachable as error:
                 retry_after_s, reason = 0.0, error.came
             else:
-                if told or self._last_seq or self._sent > self._arrived:
+                if told or self._was_connected:
                     again = None if connection.session.resumed else samples_to_s(self._first)
                     if told or again is not None:
                         self._tell(ServerFound(position_s=samples_to_s(self._spool.end), again_from_s=again))
+                self._was_connected = True
                 return connection
             if not told:
                 told = True
@@ -211,7 +216,8 @@ class Uplink:
     # --- one connection --------------------------------------------------------------------------------
 
     async def _exchange(self, connection: UplinkConnection) -> bool:
-        """Sends and receives until the connection is lost, False, or the session has ended, True. Raises Refused."""
+        """Sends and receives until the connection is lost or the server ends the session early, False, or the session
+        has ended with its audio, True. Raises Refused."""
         sending = asyncio.create_task(self._send(connection))
         try:
             return await self._receive(connection)
@@ -241,6 +247,7 @@ class Uplink:
 
     async def _receive(self, connection: UplinkConnection) -> bool:
         refused: Refused | None = None
+        last_refused: Refused | None = None
         while True:
             try:
                 event = await connection.receive()
@@ -258,11 +265,24 @@ class Uplink:
                     continue
                 self._last_seq = event.seq
             if isinstance(event, EndEvent):
-                return True
+                if self._has_all(event):
+                    return True
+                if last_refused is not None and not last_refused.is_retryable:
+                    raise last_refused
+                self._forget_session()
+                return False
             refused = None
             if isinstance(event, StreamErrorEvent) and event.code != DUPLICATE_CODE:
-                refused = error_from_event(event)
+                refused = last_refused = error_from_event(event)
+                if event.code == DRAINING_CODE and not self._end_sent:
+                    # What it would still make final is cut where the audio ended. The next server has all of it.
+                    self._forget_session()
+                    return False
             self._apply(event)
+
+    def _has_all(self, event: EndEvent) -> bool:
+        """Whether the end that a server tells is that of the audio."""
+        return self._end_sent and s_to_samples(event.duration_s) >= self._sent - self._origin - END_TOLERANCE_SAMPLES
 
     def _apply(self, event: ServerEvent) -> None:
         origin_s = samples_to_s(self._origin)

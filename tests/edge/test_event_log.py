@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -63,13 +64,12 @@ async def test_messages_have_their_id_in_front() -> None:
 async def test_listeners_of_a_log_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "MAX_LISTENERS", 1)
     log = EdgeEventLog()
-    log.append("call", b"{}")
-    listener = log.listen(parse_event_id("0"), 1.0)
-    await anext(listener)
-    with pytest.raises(AtCapacity):
-        log.check_room()
-    await listener.aclose()
-    log.check_room()
+    with contextlib.ExitStack() as listener:
+        listener.enter_context(log.place())  # from the request on, before anything is listened to
+        with pytest.raises(AtCapacity):
+            listener.enter_context(log.place())
+    with log.place():
+        pass
 
 
 @pytest.mark.parametrize("text", ["", "-1", "x-1", "1-", "ab-1-1", "٣", "0" * 4_400, "0" * 20 + "1", "1" * 13, "A-1"])

@@ -134,7 +134,7 @@ def test_what_waits_too_long_is_forwarded_as_it_is(
     expected = np.concatenate([speech[:3_200], speech, np.zeros(100_000, np.int16), speech])
     np.testing.assert_array_equal(caller.pcm(), expected)
     assert len(other.pcm()) == 8_000
-    assert worker.ungated_samples == len(expected) - 3_200
+    assert worker.ungated_samples == 2 * len(speech)  # counted silence is none
 
 
 @pytest.mark.parametrize("failing", ["step", "feed"])
@@ -143,7 +143,7 @@ def test_a_failure_of_voice_activity_loses_no_sample(
 ) -> None:
     caller = Caller(worker)
     worker.append(caller.queue, packets(speech)[:40])
-    eventually(lambda: caller.queue.caller.gate.received_samples == 40 * 320)
+    eventually(lambda: (made := caller.queue.caller) is not None and made.gate.received_samples == 40 * 320)
     target = voice_activity.VoiceActivityInstance if failing == "step" else VoiceActivityPool
 
     def fail(*_: object) -> None:
@@ -166,3 +166,57 @@ def test_nothing_is_taken_behind_the_end(worker: GateWorker, speech: np.ndarray)
     worker.append(caller.queue, packets(speech))
     worker.finish(caller.queue)
     assert len(caller.pcm()) == 0
+
+
+def test_nothing_waits_for_the_instance(worker: GateWorker, pool: VoiceActivityPool, speech: np.ndarray) -> None:
+    """A batch holds the lock of the instance: callers are opened, fed and ended meanwhile."""
+    (instance,) = pool._instances
+    opened: list[Caller] = []
+
+    def use() -> None:
+        opened.append(Caller(worker))
+        worker.append(opened[0].queue, packets(speech)[:3])
+        worker.finish(opened[0].queue)
+
+    with instance.lock:
+        user = threading.Thread(target=use, daemon=True)
+        user.start()
+        user.join(WAIT_S)
+        assert not user.is_alive(), "opening a caller waited for the instance"
+    assert len(opened[0].pcm()) == 3 * 320
+
+
+def test_without_a_place_audio_is_forwarded_as_it_is(
+    worker: GateWorker, pool: VoiceActivityPool, speech: np.ndarray
+) -> None:
+    taken = [pool.open() for _ in range(pool.free_slots)]
+    caller = Caller(worker)
+    worker.append(caller.queue, packets(speech))
+    worker.finish(caller.queue)
+    np.testing.assert_array_equal(caller.pcm(), speech)
+    assert worker.ungated_samples == len(speech)
+    for each in taken:
+        each.close()
+
+
+def test_counted_silence_is_no_overload(worker: GateWorker, speech: np.ndarray) -> None:
+    caller = Caller(worker)
+    worker.append(caller.queue, [GatedSilence(400_000), *packets(speech[:16_000])])
+    worker.finish(caller.queue)
+    assert len(caller.pcm()) == 416_000
+    assert worker.ungated_samples == 0
+
+
+def test_instances_are_stepped_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(voice_activity.os, "cpu_count", lambda: 2)
+    pool, both = VoiceActivityPool(2), threading.Barrier(2)
+    step = voice_activity.VoiceActivityInstance.step
+
+    def together(self: voice_activity.VoiceActivityInstance, count: int) -> None:
+        both.wait(WAIT_S)
+        step(self, count)
+
+    monkeypatch.setattr(voice_activity.VoiceActivityInstance, "step", together)
+    with pool.open() as one, pool.open() as other:
+        assert one.instance is not other.instance
+        pool.feed([(one, np.zeros(512, np.int16)), (other, np.zeros(512, np.int16))])

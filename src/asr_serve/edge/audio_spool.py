@@ -50,8 +50,12 @@ class AudioSpool:
         """Samples appended that are no silence."""
 
     def append(self, audio: GateOutput) -> int:
-        """Appends; returns how many samples of speech there was no room for."""
+        """Appends; returns how many samples of speech there was no room for. What comes after the end has no position:
+        its speech is counted as discarded."""
         with self._lock:
+            if self.ended:
+                self.discarded_samples += len(audio.samples) if isinstance(audio, GatedSpeech) else 0
+                return 0
             if isinstance(audio, GatedSpeech):
                 if self._held + len(audio.samples) > self._max_samples:
                     self._append_silence(len(audio.samples), noise=False)

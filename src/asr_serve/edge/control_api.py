@@ -64,8 +64,8 @@ def create_control_api(service: EdgeService, telephone: Telephone | None = None)
                     _check_key(websocket.headers.get("authorization", bearer), keys)
                 log = find(websocket)
                 position = parse_event_id(query.get("after", "0"))
-                log.check_room()
-                await event_socket.send_events(websocket, log, position)
+                with log.place():
+                    await event_socket.send_events(websocket, log, position)
             except AsrServeError as error:
                 await event_socket.refuse(websocket, error)
 

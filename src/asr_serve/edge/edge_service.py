@@ -26,7 +26,7 @@ from asr_serve.edge.payload_format import PayloadFormat, describe_format, parse_
 from asr_serve.edge.rtcp import read_source_names
 from asr_serve.edge.rtp import DropReason
 from asr_serve.edge.sdp import parse_sdp, parse_sdp_key
-from asr_serve.edge.session_tokens import SessionTokens
+from asr_serve.edge.session_tokens import SessionTokens, has_token_form
 from asr_serve.edge.speech_gate import GateOutput
 from asr_serve.edge.srtp import SrtpKey, SrtpReceiver, checked_key
 from asr_serve.edge.uplink import Uplink, encode_event
@@ -44,8 +44,10 @@ MEASURE_S = 1.0
 BURST_S = 15.0
 """Seconds of `packets_per_s` that may come at once, when a network was stalled: with 200 a minute of 20 ms packets,
 after which a session without packets has ended anyway."""
-RTCP_PER_S, RTCP_BURST = 500.0, 1_000.0
-"""RTCP packets that are looked at for tokens, of all senders together."""
+RTCP_PER_S, RTCP_BURST = 20_000.0, 20_000.0
+"""RTCP packets that are read, of all senders together: a bound of the time that a flood takes."""
+TOKENS_PER_S, TOKENS_BURST = 500.0, 1_000.0
+"""Names that are looked up as tokens, of all addresses that may try."""
 RETRY_MS = 1_000
 KEEP_S = 60.0
 """Time for which the events of a session that has ended can be read."""
@@ -122,6 +124,10 @@ class EdgeService:
         self._by_id: dict[str, _Running] = {}
         self._flows = itertools.count(1)
         self._tokens = SessionTokens()
+        self._token_room, self._token_s = TOKENS_BURST, 0.0
+        """Tokens that may be looked up, and when that was reckoned."""
+        self._known: tuple[set[bytes], set[int | None]] | None = None
+        """Addresses and SSRCs of the open sessions; None: they have changed."""
         self._token_flow = 0
         """Flow of RTCP while there are tokens; 0: none is read."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -173,10 +179,11 @@ class EdgeService:
             gate = (
                 None
                 if self._gates is None
-                else self._gates.open(lambda audio, last: self._hand_over(running, session.spool_in(audio, last=last)))
+                else self._gates.open(lambda audio, last: self._take_gated(running, audio, last))
             )
             running = _Running(session, uplink, events, on_finish, gate)
             self._by_flow[flow] = self._by_id[session.id] = running
+            self._known = None
             token = None
             if request.token:
                 token = self._issue_token(session)
@@ -238,6 +245,7 @@ class EdgeService:
             self.driver.admit_source(session.flow, key, per_s, per_s * BURST_S)
             session.change_formats(formats)
             session.source, session.latched, session.is_held = key, False, False
+            self._known = None
             session.last_packet_s = time.monotonic()
 
     def position_s(self, session_id: str) -> float:
@@ -361,6 +369,7 @@ class EdgeService:
                 async with asyncio.timeout(GATED_S):
                     while not session.spool.ended:
                         await running.uplink.wait_for_audio()
+            session.spool.close()  # what the gate brings after the account is discarded
             self._deliver()  # what the receiving thread has told comes first
             self._publish(running, [session.ended_event(running.uplink.segments)])
             running.log.close()
@@ -378,6 +387,7 @@ class EdgeService:
         if running.session.end_reason is None:
             self._forget_flow(running)
             del self._by_flow[running.session.flow]
+            self._known = None
             audio: list[GateOutput] = []
             events: list[EdgeEvent] = []
             try:
@@ -385,8 +395,8 @@ class EdgeService:
             except Exception:
                 log.exception("the last audio of edge session %s failed", running.session.id)
             self._forward(running, audio, events, last=True)
-            self._count_stream(running.session)
-            self._metrics.forget_stream(running.session.flow)
+            if running.gate is None:  # otherwise when the gate has brought the rest
+                self._account(running.session)
             if running.on_finish is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(running.on_finish, reason)
 
@@ -419,27 +429,42 @@ class EdgeService:
 
     def _take_rtcp(self, source: bytes, datagram: bytes, now_s: float) -> None:
         """Admits the sender of a token, with the lock held; all other RTCP is dropped. An address that no session comes
-        from may be wrong some times."""
+        from may be wrong some times, and then uses nothing of what all may look up."""
         reason, address = DropReason.RTCP, source[:16]
-        is_stranger = all(each.session.source[:16] != address for each in self._by_flow.values())
+        if self._known is None:
+            sessions = [each.session for each in self._by_flow.values()]
+            self._known = {each.source[:16] for each in sessions}, {each.ssrc for each in sessions}
+        addresses, ssrcs = self._known
+        is_stranger = address not in addresses
         if is_stranger and not self._tokens.allows(address, now_s):
             self._metrics.count_drop(DropReason.UNKNOWN_TOKEN)
             return
         for ssrc, name in read_source_names(datagram):
+            if not has_token_form(name):  # the name of any sender of RTCP
+                continue
+            if not self._take_token_room(now_s):
+                break
             flow = self._tokens.find(name)
             if flow is None:
                 if is_stranger:
                     self._tokens.note_wrong(address, now_s)
                 reason = DropReason.UNKNOWN_TOKEN
-            elif all(each.session.ssrc != ssrc for each in self._by_flow.values()) and self._tokens.use(flow):
+            elif ssrc not in ssrcs and self._tokens.use(flow):
                 self._admit_sender(self._by_flow[flow], ssrc, source)
                 return
         self._metrics.count_drop(reason)
+
+    def _take_token_room(self, now_s: float) -> bool:
+        room = min(TOKENS_BURST, self._token_room + max(0.0, now_s - self._token_s) * TOKENS_PER_S)
+        self._token_s = max(self._token_s, now_s)
+        self._token_room = room - 1 if room >= 1 else room
+        return room >= 1
 
     def _admit_sender(self, running: _Running, ssrc: int, source: bytes) -> None:
         """Takes packets with an SSRC from any port of the address that has told the session's token."""
         session, per_s = running.session, float(self.config.packets_per_s)
         session.awaits_token, session.ssrc, session.source = False, ssrc, source[:16] + b"\0\0"
+        self._known = None
         session.last_packet_s = time.monotonic()
         self.driver.admit_ssrc(session.flow, ssrc, b"", per_s, per_s * BURST_S)
         self._stop_rtcp()
@@ -464,6 +489,19 @@ class EdgeService:
         if events or audio or last:
             self._hand_over(running, events)
 
+    def _take_gated(self, running: _Running, audio: list[GateOutput], last: bool) -> None:
+        """Brings what a gate forwards to the spool, on the thread of the gates; at its end the session is accounted."""
+        events = running.session.spool_in(audio, last=last)
+        if last:
+            with self._lock:
+                self._account(running.session)
+        self._hand_over(running, events)
+
+    def _account(self, session: EdgeSession) -> None:
+        """Counts a session's stream for the last time, with the lock held."""
+        self._count_stream(session)
+        self._metrics.forget_stream(session.flow)
+
     def _hand_over(self, running: _Running, events: list[EdgeEvent]) -> None:
         """Tells the loop, from any thread, that a session has more audio or events. The loop is woken once for all that
         a batch of packets has brought."""
@@ -476,7 +514,8 @@ class EdgeService:
         self._delivering = False  # first: what is handed over from now on calls again
         while self._handed_over:
             running, events = self._handed_over.popleft()
-            self._publish(running, events)
+            if not running.log.ended:
+                self._publish(running, events)
             running.uplink.wake()
 
     # --- the receiving thread --------------------------------------------------------------------------
@@ -524,6 +563,7 @@ class EdgeService:
                 continue
             if not session.latched or packet.ssrc != session.ssrc:
                 session.latched, session.source, session.ssrc = True, source, packet.ssrc
+                self._known = None
                 self.driver.latch(flow, source, packet.ssrc)
             touched.add(flow)
         return touched

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -112,41 +113,43 @@ class EdgeEventLog:
         """Number of the oldest event that is kept."""
         return self._events[0].number if self._events else self.last_number + 1
 
-    def check_room(self) -> None:
-        """Raises AtCapacity where one more may not listen."""
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Keeps a listener's place. Raises AtCapacity where one more may not listen."""
         if self._listeners >= MAX_LISTENERS:
             raise AtCapacity(f"{self._listeners} listen to these events", f"up to {MAX_LISTENERS} may", RETRY_MS)
+        self._listeners += 1
+        try:
+            yield
+        finally:
+            self._listeners -= 1
 
     async def listen(self, position: EventPosition, idle_s: float) -> AsyncGenerator[LoggedEvent | None, None]:
         """Yields the events behind a position, those to come too; None whenever none came for `idle_s`. A position of
         another log, or beyond the last event, begins with LogRestarted and all events."""
-        self._listeners += 1
-        try:
-            after = position.number
-            if position.epoch not in (None, self.epoch) or after > self.last_number:
-                after = 0
-                yield _about_log(LogRestarted(epoch=self.epoch))
-            while True:
-                changed = self._changed
-                if (missed := self.first_number - after - 1) > 0:
-                    after += missed
-                    yield _about_log(EventsMissed(events=missed))
-                    continue
-                pending = [event for event in self._events if event.number > after]
-                for event in pending:
-                    yield event
-                    after = event.number
-                if pending:
-                    continue
-                if self.ended:
-                    return
-                try:
-                    async with asyncio.timeout(idle_s):
-                        await changed.wait()
-                except TimeoutError:
-                    yield None
-        finally:
-            self._listeners -= 1
+        after = position.number
+        if position.epoch not in (None, self.epoch) or after > self.last_number:
+            after = 0
+            yield _about_log(LogRestarted(epoch=self.epoch))
+        while True:
+            changed = self._changed
+            if (missed := self.first_number - after - 1) > 0:
+                after += missed
+                yield _about_log(EventsMissed(events=missed))
+                continue
+            pending = [event for event in self._events if event.number > after]
+            for event in pending:
+                yield event
+                after = event.number
+            if pending:
+                continue
+            if self.ended:
+                return
+            try:
+                async with asyncio.timeout(idle_s):
+                    await changed.wait()
+            except TimeoutError:
+                yield None
 
     def _wake(self) -> None:
         self._changed.set()

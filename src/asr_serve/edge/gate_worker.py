@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -13,13 +14,14 @@ from numpy.typing import NDArray
 
 from asr_serve.edge.speech_gate import GatedSilence, GatedSpeech, GateOutput
 from asr_serve.edge.voice_activity import GatedCaller, VoiceActivityPool
+from asr_serve.errors import AtCapacity
 from asr_serve.units import RATE_HZ, s_to_samples
 
 TURN_SAMPLES = RATE_HZ
 """Most samples of a caller in one batch: one who has much to catch up on does not hold up the others."""
 MAX_WAITING_SAMPLES = s_to_samples(10.0)
-"""Samples of a caller that may wait. When there are more, all are forwarded as they are: that costs bandwidth, and
-neither memory nor words."""
+"""Audible samples of a caller that may wait; silence that is a count costs nobody anything. When there are more, all
+are forwarded as they are: that costs bandwidth, and neither memory nor words."""
 GATHER_S = 0.01
 """Time for which a batch is gathered, a third of a window: in a step of 64 callers each costs half of one alone."""
 
@@ -32,10 +34,13 @@ ForwardAudio = Callable[[list[GateOutput], bool], None]
 class GateQueue:
     """Audio of one caller that waits for its gate, in order. Its worker's lock guards it."""
 
-    def __init__(self, caller: GatedCaller, forward: ForwardAudio) -> None:
-        self.caller, self.forward = caller, forward
+    def __init__(self, forward: ForwardAudio) -> None:
+        self.forward = forward
+        self.caller: GatedCaller | None = None
+        """Its place, which the thread takes: it alone waits for voice activity. None: it has none yet."""
         self.audio: deque[GateOutput] = deque()
-        self.samples = 0
+        self.samples = self.audible = 0
+        """Samples that wait, and those of them that are no counted silence."""
         self.ended = self.finished = False
 
 
@@ -70,8 +75,8 @@ class GateWorker:
         self._thread.start()
 
     def open(self, forward: ForwardAudio) -> GateQueue:
-        """Opens a caller. Raises AtCapacity when all places are taken."""
-        return GateQueue(self._pool.open(), forward)
+        """Opens a caller. While all places are taken, its audio is forwarded as it is."""
+        return GateQueue(forward)
 
     def append(self, queue: GateQueue, audio: list[GateOutput]) -> None:
         """Queues audio; silence is a count of zeros. After `finish` it is dropped."""
@@ -81,6 +86,7 @@ class GateWorker:
             for each in audio:
                 queue.audio.append(each)
                 queue.samples += _length(each)
+                queue.audible += _audible(each)
             self._wake(queue)
 
     def finish(self, queue: GateQueue) -> None:
@@ -120,16 +126,19 @@ class GateWorker:
         turns: list[tuple[GateQueue, NDArray[np.int16]]] = []
         with self._changed:
             pending, self._pending = self._pending, {}
+        for queue in pending.values():
+            self._take_place(queue)
+        with self._changed:
             for queue in pending.values():
-                if queue.samples > MAX_WAITING_SAMPLES:
-                    self.ungated_samples += queue.samples
+                if queue.samples and (queue.caller is None or queue.audible > MAX_WAITING_SAMPLES):
+                    self.ungated_samples += queue.audible
                     plain.append((queue, list(queue.audio)))
                     queue.audio.clear()
-                    queue.samples = 0
+                    queue.samples = queue.audible = 0
                 elif queue.samples:
                     turns.append((queue, _take_turn(queue)))
         for queue, audio in plain:
-            self._forward(queue, [*queue.caller.flush(), *audio])
+            self._forward(queue, [*_flush(queue), *audio])
         self._gate(turns)
         with self._changed:
             ended = [queue for queue in pending.values() if queue.ended and not queue.audio and not queue.finished]
@@ -141,28 +150,36 @@ class GateWorker:
         for queue in ended:
             self._finish(queue)
 
+    def _take_place(self, queue: GateQueue) -> None:
+        if queue.caller is None and queue.audio:
+            with contextlib.suppress(AtCapacity):
+                queue.caller = self._pool.open()
+
     def _gate(self, turns: list[tuple[GateQueue, NDArray[np.int16]]]) -> None:
-        received = [queue.caller.gate.received_samples for queue, _ in turns]
+        callers = [(queue.caller, pcm) for queue, pcm in turns if queue.caller is not None]
+        received = [caller.gate.received_samples for caller, _ in callers]
         try:
-            forwarded = self._pool.feed([(queue.caller, pcm) for queue, pcm in turns])
+            forwarded = self._pool.feed(callers)
         except Exception:  # the thread is everybody's: it must not end for one
             log.exception(
                 "voice activity failed on a batch of %d callers, whose audio is forwarded as it is", len(turns)
             )
             forwarded = []
-            for (queue, pcm), before in zip(turns, received, strict=True):
-                rest = pcm[queue.caller.gate.received_samples - before :]
-                forwarded.append([*queue.caller.flush(), *([GatedSpeech(rest)] if len(rest) else [])])
+            for (caller, pcm), before in zip(callers, received, strict=True):
+                rest = pcm[caller.gate.received_samples - before :]
+                forwarded.append([*caller.flush(), *([GatedSpeech(rest)] if len(rest) else [])])
         for (queue, _), outputs in zip(turns, forwarded, strict=True):
             self._forward(queue, outputs)
 
     def _finish(self, queue: GateQueue) -> None:
-        try:
-            outputs = queue.caller.finish()
-        except Exception:
-            log.exception("voice activity failed at the end of a caller, whose audio is forwarded as it is")
-            outputs = queue.caller.flush()
-        queue.caller.close()
+        outputs: list[GateOutput] = []
+        if queue.caller is not None:
+            try:
+                outputs = queue.caller.finish()
+            except Exception:
+                log.exception("voice activity failed at the end of a caller, whose audio is forwarded as it is")
+                outputs = queue.caller.flush()
+            queue.caller.close()
         self._forward(queue, outputs, ended=True)
 
     def _forward(self, queue: GateQueue, outputs: list[GateOutput], *, ended: bool = False) -> None:
@@ -174,6 +191,10 @@ class GateWorker:
             log.exception("audio behind voice activity could not be forwarded")
 
 
+def _flush(queue: GateQueue) -> list[GateOutput]:
+    return [] if queue.caller is None else queue.caller.flush()
+
+
 def _take_turn(queue: GateQueue) -> NDArray[np.int16]:
     """Takes up to TURN_SAMPLES of what waits."""
     parts: list[NDArray[np.int16]] = []
@@ -182,6 +203,7 @@ def _take_turn(queue: GateQueue) -> NDArray[np.int16]:
         first = queue.audio.popleft()
         if isinstance(first, GatedSpeech):
             part, rest = first.samples[:room], first.samples[room:]
+            queue.audible -= len(part)
             if len(rest):
                 queue.audio.appendleft(GatedSpeech(rest))
         else:
@@ -192,6 +214,10 @@ def _take_turn(queue: GateQueue) -> NDArray[np.int16]:
         room -= len(part)
     queue.samples -= TURN_SAMPLES - room
     return np.concatenate(parts)
+
+
+def _audible(audio: GateOutput) -> int:
+    return len(audio.samples) if isinstance(audio, GatedSpeech) else 0
 
 
 def _length(audio: GateOutput) -> int:

@@ -25,13 +25,17 @@ from asr_serve.metrics import EdgeMetrics
 from asr_serve.server.run import free_port
 from asr_serve.server.telemetry import logs
 
+MAX_STEPPED = 8
+"""Most instances of voice activity for the sake of cores alone."""
+
 
 def run_edge(config: EdgeConfig) -> None:
     """Runs until SIGTERM or SIGINT. Raises OptionError if an address cannot be listened on, ProgramMissing for
     voice activity without wasmtime and for HTTP/2 without h2."""
     logs.setup()
     # A session that has ended keeps its place until the rest of its audio is gated: there are more than sessions.
-    pool = VoiceActivityPool(1 + config.max_sessions // SLOTS) if config.voice_activity else None
+    instances = max(1 + config.max_sessions // SLOTS, min(os.cpu_count() or 1, MAX_STEPPED))
+    pool = VoiceActivityPool(instances) if config.voice_activity else None
     transport = create_transport(config, client_key())
     control_port = free_port(config.control_host, config.control_port, "--control-port")
     driver = open_driver(config)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from collections import OrderedDict
 
 TOKEN_BYTES = 24
+TOKEN = re.compile(rb"[A-Za-z0-9_-]{32}")
+"""Form of a token: other names, like those that every sender of RTCP has, are no attempts."""
 """Random bytes of a token: nobody guesses one, so the bounds here save time alone."""
 MAX_WRONG = 60
 WRONG_S = 60.0
 """Names of an address that are no token, within this time, after which it is not listened to until the time is over."""
 MAX_ADDRESSES = 1_024
 """Addresses whose wrong names are counted; the longest known give way."""
+
+
+def has_token_form(name: bytes) -> bool:
+    """Whether a name looks like a token."""
+    return TOKEN.fullmatch(name) is not None
 
 
 class SessionTokens:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,8 @@ class VoiceActivityPool:
         if not 1 <= instances <= MAX_INSTANCES:
             raise OptionError(f"{instances} instances of voice activity", f"from 1 to {MAX_INSTANCES}")
         shared = module or VoiceActivityModule()
+        self._threads = ThreadPoolExecutor(min(instances, os.cpu_count() or 1), "voice-activity")
+        """Threads that step the instances of a batch, side by side."""
         self._instances = [VoiceActivityInstance(shared) for _ in range(instances)]
 
     def open(self, config: GateConfig | None = None) -> GatedCaller:
@@ -168,11 +172,14 @@ class VoiceActivityPool:
         for _, pcm in packets:
             _check(pcm)
         assert len({id(caller) for caller, _ in packets}) == len(packets), "a caller twice in a batch"
-        for instance in self._instances:
-            mine = [(caller, pcm) for caller, pcm in packets if caller.instance is instance]
-            if mine:
-                with instance.lock:
-                    _feed_locked(instance, mine)
+        shares: dict[int, list[tuple[GatedCaller, NDArray[np.int16]]]] = {}
+        for caller, pcm in packets:
+            shares.setdefault(id(caller.instance), []).append((caller, pcm))
+        if len(shares) > 1:
+            list(self._threads.map(_feed_share, shares.values()))
+        else:
+            for share in shares.values():
+                _feed_share(share)
         return [caller.gate.take() for caller, _ in packets]
 
 
@@ -234,6 +241,13 @@ def _step_locked(
         instance.slot_numbers[row] = caller.slot
         instance.input[row] = window
     instance.step(len(callers))
+
+
+def _feed_share(share: Sequence[tuple[GatedCaller, NDArray[np.int16]]]) -> None:
+    """Feeds callers of one instance."""
+    instance = share[0][0].instance
+    with instance.lock:
+        _feed_locked(instance, share)
 
 
 def _feed_locked(instance: VoiceActivityInstance, packets: Sequence[tuple[GatedCaller, NDArray[np.int16]]]) -> None:

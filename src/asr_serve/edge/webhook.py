@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from typing import Any
 
 from asr_serve.errors import OptionError
 
@@ -36,6 +37,13 @@ def read_webhook_secret(text: str) -> bytes:
         ) from None
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Handler that follows no redirect: a signed event goes to the URL that was configured, or nowhere."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 class Webhook:
     """Sender of events to one URL, in order. A receiver that answers 2xx has an event; otherwise it is sent again,
     ATTEMPTS times in all, and then dropped and counted, as are events behind MAX_QUEUED that wait."""
@@ -45,39 +53,50 @@ class Webhook:
         self._url = url
         self._key = None if secret is None else read_webhook_secret(secret)
         self._queue: queue.Queue[tuple[str, bytes] | None] = queue.Queue(MAX_QUEUED)
+        self._opener = urllib.request.build_opener(_NoRedirects)
         self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._unfinished = 0
+        """Events that are queued or in flight."""
         self.delivered = self.dropped = 0
         self._thread = threading.Thread(target=self._run, name="edge-webhook", daemon=True)
         self._thread.start()
 
     def post(self, event_id: str, json: bytes) -> None:
         """Queues an event, whose id no other has; never waits."""
-        try:
-            self._queue.put_nowait((event_id, json))
-        except queue.Full:
-            self.dropped += 1
+        with self._lock:
+            try:
+                self._queue.put_nowait((event_id, json))
+            except queue.Full:
+                self.dropped += 1
+            else:
+                self._unfinished += 1
 
     def close(self, wait_s: float) -> None:
-        """Waits for what is queued, at most so long."""
-        end_s = time.monotonic() + wait_s
-        while not self._queue.empty() and time.monotonic() < end_s:
-            self._closing.wait(0.02)
+        """Waits until every event has been delivered or dropped, at most so long. Then nothing is tried again."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._unfinished, wait_s)
         self._closing.set()
         try:
             self._queue.put_nowait(None)
         except queue.Full:
             return
-        self._thread.join(max(0.0, end_s - time.monotonic()) + TIMEOUT_S)
+        self._thread.join(TIMEOUT_S)
 
     def _run(self) -> None:
         while not self._closing.is_set() or not self._queue.empty():
             event = self._queue.get()
             if event is None:
                 return
-            if self._deliver(*event):
-                self.delivered += 1
-            else:
-                self.dropped += 1
+            delivered = self._deliver(*event)
+            with self._idle:
+                if delivered:
+                    self.delivered += 1
+                else:
+                    self.dropped += 1
+                self._unfinished -= 1
+                self._idle.notify_all()
 
     def _headers(self, event_id: str, json: bytes) -> dict[str, str]:
         """Headers of a post; those of Standard Webhooks (standardwebhooks.com) among them."""
@@ -97,7 +116,7 @@ class Webhook:
             wait_s *= 2 if attempt else 1
             request = urllib.request.Request(self._url, json, self._headers(event_id, json), method="POST")
             try:
-                with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                with self._opener.open(request, timeout=TIMEOUT_S) as answer:
                     if 200 <= answer.status < 300:
                         return True
                     reason = f"status {answer.status}"

@@ -88,12 +88,17 @@ def stream_log(request: Request, log: EdgeEventLog, about: str) -> StreamingResp
     first. Raises MalformedRequest, AtCapacity."""
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     position = parse_event_id(request.headers.get("last-event-id") or request.query_params.get("after", "0"))
-    log.check_room()
-    return StreamingResponse(_logged_events(log, position, about), media_type=EVENT_STREAM, headers=headers)
+    place = contextlib.ExitStack()
+    place.enter_context(log.place())  # now: of a burst of requests none gets a place that another has
+    return StreamingResponse(_logged_events(log, position, about, place), media_type=EVENT_STREAM, headers=headers)
 
 
-async def _logged_events(log: EdgeEventLog, position: EventPosition, about: str) -> AsyncIterator[bytes]:
-    yield f": {about}\n\n".encode()
-    async with contextlib.aclosing(log.listen(position, KEEP_ALIVE_S)) as events:
-        async for event in events:
-            yield KEEP_ALIVE if event is None else event.sse
+async def _logged_events(
+    log: EdgeEventLog, position: EventPosition, about: str, place: contextlib.ExitStack
+) -> AsyncIterator[bytes]:
+    # A response that is never sent gives its place back too: the generator inside is closed when nobody has it.
+    with place:
+        yield f": {about}\n\n".encode()
+        async with contextlib.aclosing(log.listen(position, KEEP_ALIVE_S)) as events:
+            async for event in events:
+                yield KEEP_ALIVE if event is None else event.sse

@@ -129,6 +129,18 @@ def sbom(installed: list[dict[str, Any]], epoch: str, commit: str) -> str:
     return text
 
 
+def empty(folder: Path) -> None:
+    """Makes an empty folder of one that holds an older release, or nothing. Raises ValueError for any other."""
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / "SHA256SUMS").is_file())):
+        raise ValueError(
+            f"--out is {folder}, which holds something else than a release; allowed: a folder that is new, empty or "
+            "has the SHA256SUMS of an older release, all of which is deleted"
+        )
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
 def main() -> None:
     """Builds everything; the folder is emptied first."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -141,8 +153,7 @@ def main() -> None:
         os.environ.get("SOURCE_DATE_EPOCH") or run(["git", "-C", ROOT, "show", "-s", "--format=%ct", commit]).strip()
     )
     out: Path = chosen.out
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    empty(out)
     with tempfile.TemporaryDirectory(prefix="asr-serve-release-") as name:
         work = Path(name).resolve()
         source, built = work / "source", work / "built"

@@ -84,7 +84,7 @@ def values_schema() -> dict[str, Any]:
                 "replicas": REPLICAS,
                 "image": table(
                     {
-                        "repository": {"type": "string", "minLength": 1},
+                        "repository": TEXT,
                         "tag": TEXT,
                         "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
                         "pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
@@ -157,7 +157,17 @@ def values_schema() -> dict[str, Any]:
                     }
                 ),
                 "disruption": table({"minAvailable": REPLICAS}),
-                "networkPolicy": table({"enabled": FLAG, "from": LIST, "egress": LIST, "operatorNamespace": NAME}),
+                "networkPolicy": table(
+                    {
+                        "enabled": FLAG,
+                        "from": LIST,
+                        "dns": LIST | {"minItems": 1},
+                        "redis": LIST,
+                        "otel": LIST,
+                        "egress": LIST,
+                        "operatorNamespace": NAME,
+                    }
+                ),
                 "serviceMonitor": table(
                     {
                         "enabled": FLAG,

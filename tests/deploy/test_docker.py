@@ -39,15 +39,17 @@ def test_the_image_is_of_two_stages_without_root_and_with_a_health_check() -> No
     assert not any("g++" in each.text or "pip install" in each.text for each in last)
 
 
-def test_what_is_copied_is_in_the_build_context() -> None:
+@pytest.mark.parametrize("folder", ["docker", "kuberay"])
+def test_what_is_copied_is_in_the_build_context(folder: str) -> None:
     """The allow-list of .dockerignore has exactly what COPY names."""
+    file = ROOT / "deploy" / folder / "Dockerfile"
     copied = {
         name
-        for each in INSTRUCTIONS
+        for each in parse(file.read_text())
         if each.name == "COPY" and not each.text.startswith("--from")
         for name in each.text.split()[:-1]
     }
-    ignore = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().split()
+    ignore = file.with_name("Dockerfile.dockerignore").read_text().split()
     assert {line[1:] for line in ignore if line.startswith("!")} == copied
     assert all((ROOT / name).exists() for name in copied)
 

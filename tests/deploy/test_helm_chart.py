@@ -326,6 +326,20 @@ def test_pods_reach_what_their_settings_name(name: str) -> None:
         wanted |= {443, 6443}
     assert reached == wanted
     assert {port["port"] for port in policy["ingress"][0]["ports"]} == {8_000}
+    [dns] = [rule for rule in policy["egress"] if {"port": 53, "protocol": "UDP"} in rule.get("ports", ())]
+    assert [peer["podSelector"]["matchLabels"] for peer in dns["to"]] == [{"k8s-app": "kube-dns"}]
+
+
+def test_redis_and_the_collector_are_reached_where_they_are(helm: Any) -> None:
+    redis, otel = [{"ipBlock": {"cidr": "10.40.0.0/16"}}], [{"podSelector": {"matchLabels": {"app": "otel"}}}]
+    values = {
+        "redis": {"url": "rediss://redis:6379/0"},
+        "settings": {"otel_endpoint": "http://otel:4318"},
+        "networkPolicy": {"redis": redis, "otel": otel},
+    }
+    egress = objects(render(values))["NetworkPolicy"]["spec"]["egress"]
+    reached = {port["port"]: rule["to"] for rule in egress for port in rule["ports"] if port["port"] != 53}
+    assert reached == {6_379: redis, 4_318: otel}
 
 
 def test_the_pod_autoscaler_asks_for_gauges_at_the_thresholds_of_a_cluster() -> None:

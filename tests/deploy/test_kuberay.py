@@ -141,4 +141,18 @@ def test_versions_and_images_agree() -> None:
     [needed] = [each for each in extra if each.startswith("ray[serve]>=")]
     least = [int(part) for part in needed.partition(">=")[2].split(".")]
     assert [int(part) for part in CLUSTER["rayVersion"].split(".")] >= least
-    assert {container["image"] for pod in PODS for container in pod["containers"]} == {f"asr-serve:{version}"}
+    assert {container["image"] for pod in PODS for container in pod["containers"]} == {f"asr-serve-ray:{version}"}
+    assert f"-t asr-serve-ray:{version} ." in (ROOT / "deploy" / "kuberay" / "Dockerfile").read_text()
+
+
+def test_pods_run_without_root_on_a_read_only_file_system() -> None:
+    dockerfile = (ROOT / "deploy" / "kuberay" / "Dockerfile").read_text()
+    [user] = re.findall(r"^USER (\d+):(\d+)$", dockerfile, re.MULTILINE)
+    for pod in PODS:
+        context = pod["securityContext"]
+        assert context["runAsNonRoot"]
+        assert (str(context["runAsUser"]), str(context["runAsGroup"])) == user
+        [container] = pod["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+        assert {"/tmp", "/dev/shm", "/var/cache/asr-serve"} <= writable, "Ray and models are written there"

@@ -47,6 +47,15 @@ def test_two_releases_of_one_commit_are_the_same_bytes(tmp_path: Path) -> None:
             assert str(ROOT).encode() not in data, name
 
 
+def test_a_folder_with_other_files_is_not_emptied(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    command = [PYTHON, ROOT / "release" / "build.py", "--out", tmp_path, "--pure"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert f"--out is {tmp_path}, which holds something else than a release; allowed: " in done.stderr
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1_200)
 def test_a_release_without_native_modules_names_all_that_it_brings(tmp_path: Path) -> None:

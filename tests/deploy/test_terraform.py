@@ -6,15 +6,17 @@ import os
 import re
 import shutil
 import subprocess
-import tomllib
+import sys
 from pathlib import Path
 
 import pytest
 
 from asr_serve.api.cli.host import HOST_REQUIREMENTS
 from asr_serve.config_sources import load_serve_config
-from asr_serve.edge.edge_config import EdgeConfig
+from asr_serve.edge.edge_config import load_edge_config
 from asr_serve.edge.packet_driver import RECEIVE_BUFFER_BYTES
+from asr_serve.edge.xdp.host_checks import MAX_FRAME_MTU
+from asr_serve.edge.xdp.xdp_driver import FRAME_BYTES, MAX_FRAMES
 from asr_serve.server.run import BACKLOG
 
 MODULE = Path(__file__).resolve().parents[2] / "deploy" / "terraform" / "aws"
@@ -23,6 +25,7 @@ PLUGINS = Path(os.environ.get("TF_PLUGINS", "/opt/tf-plugins"))
 SOURCES = {file.name: file.read_text() for file in sorted(MODULE.glob("*.tf"))}
 USER_DATA = (MODULE / "templates" / "host.sh.tftpl").read_text()
 LIMIT_S = 500
+HUGE_PAGE_BYTES = 2 << 20
 
 
 def defaults() -> dict[str, str]:
@@ -40,8 +43,9 @@ def terraform(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     if shutil.which("terraform") is None or not PLUGINS.is_dir():
         pytest.skip("no terraform here: terraform, and TF_PLUGINS with the AWS provider")
     folder = tmp_path_factory.mktemp("terraform")
-    copy = folder / "module"
+    copy = folder / "terraform" / "aws"
     shutil.copytree(MODULE, copy)
+    shutil.copytree(MODULE.parents[1] / "otel", folder / "otel")
     config = folder / "rc"
     config.write_text(f'provider_installation {{\n  filesystem_mirror {{\n    path = "{PLUGINS}"\n  }}\n}}\n')
     environment = os.environ | {"TF_CLI_CONFIG_FILE": str(config), "CHECKPOINT_DISABLE": "1", "TF_IN_AUTOMATION": "1"}
@@ -78,9 +82,12 @@ def test_terraforms_own_tests_pass(terraform: dict[str, str]) -> None:
 def test_user_data_is_a_script_that_bash_reads(role: str, terraform: dict[str, str], tmp_path: Path) -> None:
     shutil.copy(MODULE / "templates" / "host.sh.tftpl", tmp_path)
     host = "{" + ", ".join(f'{each.name} = "{each.default}"' for each in HOST_REQUIREMENTS.values()) + "}"
+    mtu = MAX_FRAME_MTU if role == "edge" else "null"
     given = (
-        f'{{role = "{role}", host = {host}, package = "asr-serve==0.1.0", region = "eu-central-1", log_group = "/x", '
-        'secrets = {"api-keys" = "arn:aws:x"}, command = "serve", settings = "port = 8000", capability = "CAP_BPF"}'
+        f'{{role = "{role}", host = {host}, package = {{url = "https://example.org/a-1.whl", sha256 = "00"}}, '
+        f'extras = "edge", region = "eu-central-1", log_group = "/x", group = "asr-serve-x", '
+        f'mtu = {mtu}, health_port = 8004, command = "serve", settings = "port = 8000", '
+        'collector = "receivers: {}", secrets = {"api-keys" = "arn:aws:x"}, capability = "CAP_BPF"}'
     )
     done = subprocess.run(
         ["terraform", f"-chdir={tmp_path}", "console"], input=f'templatefile("host.sh.tftpl", {given})\n',
@@ -93,6 +100,11 @@ def test_user_data_is_a_script_that_bash_reads(role: str, terraform: dict[str, s
         assert (read.returncode, read.stderr) == (0, "")
     assert ("--expect huge_pages=24576" in script) == (role == "edge")
     assert "umask 077" in script
+    assert (f"mtu {MAX_FRAME_MTU} " in script) == (role == "edge")
+    pattern = r"^cat > /usr/local/sbin/asr-serve-secrets <<'END'\n(.*?)^END$"
+    secrets = re.search(pattern, script, re.DOTALL | re.MULTILINE)
+    assert secrets is not None
+    _check_files_of_a_start(secrets[1], role, tmp_path)
 
 
 @pytest.mark.exhaustive
@@ -122,14 +134,15 @@ def test_the_doctor_expects_what_the_module_makes() -> None:
     made = set(re.findall(r"^    (\w+)\s+= (?:tostring\()?var\.", SOURCES["main.tf"], re.MULTILINE))
     assert made == HOST_REQUIREMENTS.keys(), "local.host is what user data tells the doctor to expect"
     used = set(re.findall(r"host\.(\w+)", USER_DATA))
-    assert used == HOST_REQUIREMENTS.keys() - {"min_kernel"}, "the image brings the kernel; all else is set"
+    assert used == HOST_REQUIREMENTS.keys() - {"min_kernel", "enable_mlpf"}, "the image and the template have these"
 
 
 def test_limits_are_those_of_the_code() -> None:
     module = defaults()
     assert int(module["rmem_max"]) == RECEIVE_BUFFER_BYTES
     assert int(module["somaxconn"]) >= BACKLOG
-    assert module["huge_pages"] == "24576"
+    assert int(module["huge_pages"]) * HUGE_PAGE_BYTES >= MAX_FRAMES * FRAME_BYTES
+    assert f"  xdp_mtu = {MAX_FRAME_MTU}\n" in SOURCES["main.tf"]
     assert module["enable_mlpf"] == "true"
 
 
@@ -157,9 +170,36 @@ def test_the_servers_and_the_edge_read_the_settings_that_hosts_get(tmp_path: Pat
     config = load_serve_config(str(file), {})
     assert (config.host, config.port, config.drain_s) == ("0.0.0.0", 8_000, 60.0)
     assert config.sessions.redis_url == "rediss+cluster://user@host:6379"
-    edge = EdgeConfig(**tomllib.loads(_settings("edge_settings", tmp_path)))
+    file.write_text(_settings("edge_settings", tmp_path))
+    edge = load_edge_config(str(file), {})
     assert (edge.server, edge.port) == ("http://host:8000", 5_004)
     assert f"from_port         = {edge.port}\n" in SOURCES["network.tf"]
+
+
+def _check_files_of_a_start(script: str, role: str, folder: Path) -> None:
+    """Runs the script that a host runs before its service, and reads what it wrote as the service does."""
+    tools, written, file = folder / "tools", folder / "run", folder / "asr-serve.toml"
+    tools.mkdir()
+    written.mkdir()
+    file.write_text('host = "0.0.0.0"\nport = 5004\n\n[sip]\nhost = "0.0.0.0"\nallow = ["10.0.0.0/8"]\n')
+    for name, text in {
+        "aws": "printf 'a-key-of-some-length\\n\\nanother-key-of-some-length\\n'",
+        "hostname": "echo 10.40.128.7 fe80::1",
+        "python3.11": f'exec {sys.executable} "$@"',
+    }.items():
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+    text = script.replace("/run/asr-serve", str(written)).replace("/etc/asr-serve/asr-serve.toml", str(file))
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", text], env=environment, check=True, timeout=60)
+    assert (written / "metrics-key").read_text() == "a-key-of-some-length\n"
+    assert {each.stat().st_mode & 0o077 for each in written.iterdir()} == {0}
+    assert (written / "edge.toml").exists() == (role == "edge")
+    if role == "edge":
+        config = load_edge_config(str(written / "edge.toml"), {})
+        assert (config.control_host, config.port) == ("10.40.128.7", 5_004)
+        assert config.api_keys == ("a-key-of-some-length", "another-key-of-some-length")
+        assert config.sip is not None
 
 
 def _settings(name: str, folder: Path) -> str:
@@ -168,6 +208,7 @@ def _settings(name: str, folder: Path) -> str:
     text = "\n".join(re.findall(r'^\s+"(.*)",?$', call, re.MULTILINE)).replace('\\"', '"')
     text = text.replace("${local.memorydb_user}", "user").replace("${var.model}", "moonshine-tiny-en")
     text = re.sub(r"\$\{var\.engine\.accelerator.*?\}\"", 'cpu"', text)
+    text = text.replace("${var.sip.user}", "asr-serve").replace("${jsonencode(var.rtp_cidrs)}", '["10.0.0.0/8"]')
     text = re.sub(r"\$\{(?:one\(|aws_lb)[^}]*\}", "host", text)
     assert "${" not in text
     return text.replace("/run/asr-serve", str(folder))

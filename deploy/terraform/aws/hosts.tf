@@ -34,7 +34,7 @@ data "aws_iam_policy_document" "assume" {
 
 locals {
   secrets = {
-    ingest = [var.api_keys_secret_arn]
+    ingest = compact([var.api_keys_secret_arn, try(var.sip.password_secret_arn, null)])
     engine = concat([var.api_keys_secret_arn, var.session_keys_secret_arn], var.memorydb == null ? [] : [var.memorydb.password_secret_arn])
   }
 }
@@ -53,14 +53,22 @@ data "aws_iam_policy_document" "host" {
   statement {
     sid       = "Logs"
     actions   = ["logs:CreateLogStream", "logs:PutLogEvents", "logs:DescribeLogStreams"]
-    resources = ["${aws_cloudwatch_log_group.this[each.key].arn}:*", "${aws_cloudwatch_log_group.this["metrics"].arn}:*"]
+    resources = concat(["${aws_cloudwatch_log_group.this[each.key].arn}:*"], each.key == "engine" && var.collector ? ["${aws_cloudwatch_log_group.this["metrics"].arn}:*"] : [])
   }
 
-  # The collector's.
   statement {
-    sid       = "Traces"
-    actions   = ["xray:PutTraceSegments", "xray:PutTelemetryRecords"]
-    resources = ["*"]
+    sid       = "Started"
+    actions   = ["autoscaling:CompleteLifecycleAction"]
+    resources = ["arn:${data.aws_partition.here.partition}:autoscaling:${data.aws_region.here.name}:${data.aws_caller_identity.here.account_id}:autoScalingGroup:*:autoScalingGroupName/${local.groups[each.key]}"]
+  }
+
+  dynamic "statement" {
+    for_each = each.key == "engine" && var.collector ? ["Traces"] : []
+    content {
+      sid       = statement.value
+      actions   = ["xray:PutTraceSegments", "xray:PutTelemetryRecords"]
+      resources = ["*"]
+    }
   }
 }
 
@@ -102,15 +110,20 @@ resource "aws_launch_template" "ingest" {
   tags                   = local.tags
 
   user_data = base64encode(templatefile("${path.module}/templates/host.sh.tftpl", {
-    role       = "edge"
-    host       = local.host
-    package    = var.package
-    region     = data.aws_region.here.name
-    secrets    = { "api-keys" = var.api_keys_secret_arn }
-    command    = "edge --config /etc/asr-serve/asr-serve.toml --interface $(ip -o -4 route show default | cut -d\" \" -f5 | head -n 1)"
-    settings   = local.edge_settings
-    log_group  = aws_cloudwatch_log_group.this["ingest"].name
-    capability = "CAP_NET_ADMIN CAP_NET_RAW CAP_BPF CAP_IPC_LOCK"
+    role        = "edge"
+    group       = local.groups.ingest
+    host        = local.host
+    mtu         = local.xdp_mtu
+    package     = lookup(var.package, local.architecture.ingest, local.no_package)
+    extras      = "edge"
+    region      = data.aws_region.here.name
+    collector   = null
+    health_port = 8004
+    secrets     = { for name, arn in { "api-keys" = var.api_keys_secret_arn, "sip-password" = try(var.sip.password_secret_arn, null) } : name => arn if arn != null }
+    command     = "edge --config /run/asr-serve/edge.toml --interface $(ip -o -4 route show default | cut -d\" \" -f5 | head -n 1)"
+    settings    = local.edge_settings
+    log_group   = aws_cloudwatch_log_group.this["ingest"].name
+    capability  = "CAP_NET_ADMIN CAP_NET_RAW CAP_BPF CAP_IPC_LOCK"
   }))
 
   iam_instance_profile {
@@ -164,6 +177,11 @@ resource "aws_launch_template" "ingest" {
     }
 
     precondition {
+      condition     = contains(keys(var.package), local.architecture.ingest)
+      error_message = "package has wheels for ${join(", ", keys(var.package))}, and ${var.ingest.instance_type} is ${local.architecture.ingest}; allowed: a wheel for each architecture of the hosts. Add package.${local.architecture.ingest}."
+    }
+
+    precondition {
       condition     = var.huge_pages * local.huge_page_mib <= data.aws_ec2_instance_type.ingest.memory_size * 0.8
       error_message = "huge_pages is ${var.huge_pages}, which is ${var.huge_pages * local.huge_page_mib} MiB of the ${data.aws_ec2_instance_type.ingest.memory_size} MiB of ${var.ingest.instance_type}; allowed: 80 % of its memory. Choose a larger type, or fewer pages."
     }
@@ -171,12 +189,20 @@ resource "aws_launch_template" "ingest" {
 }
 
 resource "aws_autoscaling_group" "ingest" {
-  name_prefix         = "${var.name}-ingest-"
+  name                = local.groups.ingest
   min_size            = var.ingest.min_size
   max_size            = var.ingest.max_size
   desired_capacity    = var.ingest.desired
   vpc_zone_identifier = [for subnet in aws_subnet.private : subnet.id]
   health_check_type   = "EC2"
+
+  # User data reports CONTINUE once the service answers; a host that does not is replaced.
+  initial_lifecycle_hook {
+    name                 = "started"
+    lifecycle_transition = "autoscaling:EC2_INSTANCE_LAUNCHING"
+    default_result       = "ABANDON"
+    heartbeat_timeout    = 1800
+  }
 
   launch_template {
     id      = aws_launch_template.ingest.id
@@ -216,10 +242,15 @@ resource "aws_launch_template" "engine" {
   tags                   = local.tags
 
   user_data = base64encode(templatefile("${path.module}/templates/host.sh.tftpl", {
-    role    = "serve"
-    host    = merge(local.host, { huge_pages = "0", enable_mlpf = "false" })
-    package = var.package
-    region  = data.aws_region.here.name
+    role        = "serve"
+    group       = local.groups.engine
+    host        = merge(local.host, { huge_pages = "0", enable_mlpf = "false" })
+    mtu         = null
+    package     = lookup(var.package, local.architecture.engine, local.no_package)
+    extras      = "redis,encryption,otel"
+    region      = data.aws_region.here.name
+    collector   = var.collector ? local.collector : null
+    health_port = 8000
     secrets = merge(
       { "api-keys" = var.api_keys_secret_arn, "session-keys" = var.session_keys_secret_arn },
       var.memorydb == null ? {} : { "redis-password" = var.memorydb.password_secret_arn }
@@ -267,18 +298,38 @@ resource "aws_launch_template" "engine" {
 
   lifecycle {
     create_before_destroy = true
+
+    precondition {
+      condition     = contains(keys(var.package), local.architecture.engine)
+      error_message = "package has wheels for ${join(", ", keys(var.package))}, and ${var.engine.instance_type} is ${local.architecture.engine}; allowed: a wheel for each architecture of the hosts. Add package.${local.architecture.engine}."
+    }
   }
 }
 
 locals {
-  # TOML files of the edge and of the server.
-  edge_settings = join("\n", [
+  no_package = { url = "https://none", sha256 = "" }
+
+  # The collector's file, for the agent on the host: the name of the host is known there alone.
+  collector = replace(replace(replace(replace(file("${path.module}/../../otel/cloudwatch.yaml"),
+    "$${env:ASR_SERVE_NAME}", var.name),
+    "$${env:ASR_SERVE_KEY_FILE}", "/run/asr-serve/metrics-key"),
+    "$${env:AWS_REGION}", data.aws_region.here.name),
+  "$${env:HOSTNAME}", "@HOSTNAME@")
+
+  # TOML files of the edge and of the server. A host of the edge adds control_host, its private address, and api_keys.
+  edge_settings = join("\n", concat([
     "server = \"http://${aws_lb.inside.dns_name}:8000\"",
     "host = \"0.0.0.0\"",
     "port = 5004",
-    "control_host = \"127.0.0.1\"",
     "control_port = 8004",
-  ])
+    ], var.sip == null ? [] : [
+    "",
+    "[sip]",
+    "host = \"0.0.0.0\"",
+    "user = \"${var.sip.user}\"",
+    "allow = ${jsonencode(var.rtp_cidrs)}",
+    ], try(["registrar = \"${var.sip.registrar}\""], [])
+  ))
 
   server_settings = join("\n", concat(
     [
@@ -289,8 +340,8 @@ locals {
       "drain_s = 60",
       "log_format = \"json\"",
       "api_keys_file = \"/run/asr-serve/api-keys\"",
-      "otel_endpoint = \"http://127.0.0.1:4318\"",
     ],
+    var.collector ? ["otel_endpoint = \"http://127.0.0.1:4318\""] : [],
     var.memorydb == null ? [] : [
       "",
       "[sessions]",
@@ -302,7 +353,7 @@ locals {
 }
 
 resource "aws_autoscaling_group" "engine" {
-  name_prefix               = "${var.name}-engine-"
+  name                      = local.groups.engine
   min_size                  = var.engine.min_size
   max_size                  = var.engine.max_size
   desired_capacity          = var.engine.desired
@@ -310,6 +361,14 @@ resource "aws_autoscaling_group" "engine" {
   target_group_arns         = [for group in aws_lb_target_group.server : group.arn]
   health_check_type         = "ELB"
   health_check_grace_period = 900
+
+  # User data reports CONTINUE once the service answers; a host that does not is replaced.
+  initial_lifecycle_hook {
+    name                 = "started"
+    lifecycle_transition = "autoscaling:EC2_INSTANCE_LAUNCHING"
+    default_result       = "ABANDON"
+    heartbeat_timeout    = 1800
+  }
 
   launch_template {
     id      = aws_launch_template.engine.id

@@ -23,6 +23,12 @@ locals {
   }
 
   huge_page_mib = 2
+
+  # Longest frame for which drivers allow native XDP, by `asr-serve doctor --edge`. ENA Express would take 8900.
+  xdp_mtu = 1500
+
+  # Names that user data is told: a host reports to its group that it has started.
+  groups = { ingest = "${var.name}-ingest", engine = "${var.name}-engine" }
 }
 
 # --- one key for disks, logs and sessions ---

@@ -75,6 +75,7 @@ resource "aws_cloudwatch_metric_alarm" "no_server" {
 }
 
 resource "aws_cloudwatch_metric_alarm" "queue" {
+  count               = var.collector ? 1 : 0
   alarm_name          = "${var.name}-queue-full"
   alarm_description   = "The queue of a server is more than 80 % full: callers are refused soon. Add engines."
   namespace           = "asr-serve"
@@ -93,9 +94,11 @@ resource "aws_cloudwatch_metric_alarm" "queue" {
   tags = local.tags
 }
 
+# Alarms and scaling below look at metrics of the collector, and are made with it alone.
 # --- scaling: out while the queue fills, in after five minutes in which it stays empty. Never by CPU: docs/scaling.md ---
 
 resource "aws_autoscaling_policy" "out" {
+  count                     = var.collector ? 1 : 0
   name                      = "${var.name}-queue-out"
   autoscaling_group_name    = aws_autoscaling_group.engine.name
   policy_type               = "StepScaling"
@@ -109,6 +112,7 @@ resource "aws_autoscaling_policy" "out" {
 }
 
 resource "aws_autoscaling_policy" "in" {
+  count                  = var.collector ? 1 : 0
   name                   = "${var.name}-queue-in"
   autoscaling_group_name = aws_autoscaling_group.engine.name
   policy_type            = "StepScaling"
@@ -121,6 +125,7 @@ resource "aws_autoscaling_policy" "in" {
 }
 
 resource "aws_cloudwatch_metric_alarm" "scale_out" {
+  count               = var.collector ? 1 : 0
   alarm_name          = "${var.name}-scale-out"
   alarm_description   = "Adds two hosts of engines."
   namespace           = "asr-serve"
@@ -131,12 +136,13 @@ resource "aws_cloudwatch_metric_alarm" "scale_out" {
   period              = 60
   evaluation_periods  = 1
   treat_missing_data  = "notBreaching"
-  alarm_actions       = [aws_autoscaling_policy.out.arn]
+  alarm_actions       = [aws_autoscaling_policy.out[0].arn]
   dimensions          = { service = var.name }
   tags                = local.tags
 }
 
 resource "aws_cloudwatch_metric_alarm" "scale_in" {
+  count               = var.collector ? 1 : 0
   alarm_name          = "${var.name}-scale-in"
   alarm_description   = "Removes one host of engines. Without data nothing is removed: an unknown load is not a low one."
   namespace           = "asr-serve"
@@ -147,7 +153,7 @@ resource "aws_cloudwatch_metric_alarm" "scale_in" {
   period              = 60
   evaluation_periods  = 5
   treat_missing_data  = "notBreaching"
-  alarm_actions       = [aws_autoscaling_policy.in.arn]
+  alarm_actions       = [aws_autoscaling_policy.in[0].arn]
   dimensions          = { service = var.name }
   tags                = local.tags
 }

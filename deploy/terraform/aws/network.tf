@@ -161,6 +161,53 @@ resource "aws_vpc_security_group_ingress_rule" "rtp" {
   tags              = local.tags
 }
 
+resource "aws_vpc_security_group_egress_rule" "rtp" {
+  for_each          = toset(var.rtp_cidrs)
+  security_group_id = aws_security_group.ingest.id
+  description       = "RTP to telephone gateways, which choose their ports"
+  cidr_ipv4         = each.value
+  from_port         = 1024
+  to_port           = 65535
+  ip_protocol       = "udp"
+  tags              = local.tags
+}
+
+resource "aws_vpc_security_group_ingress_rule" "control" {
+  security_group_id = aws_security_group.ingest.id
+  description       = "Control API of the edge, with an API key"
+  cidr_ipv4         = var.vpc_cidr
+  from_port         = 8004
+  to_port           = 8004
+  ip_protocol       = "tcp"
+  tags              = local.tags
+}
+
+locals {
+  sip_ways = var.sip == null ? {} : { for way in setproduct(var.rtp_cidrs, ["udp", "tcp"]) : join(" ", way) => { cidr = way[0], protocol = way[1] } }
+}
+
+resource "aws_vpc_security_group_ingress_rule" "sip" {
+  for_each          = local.sip_ways
+  security_group_id = aws_security_group.ingest.id
+  description       = "SIP of telephone gateways"
+  cidr_ipv4         = each.value.cidr
+  from_port         = 5060
+  to_port           = 5060
+  ip_protocol       = each.value.protocol
+  tags              = local.tags
+}
+
+resource "aws_vpc_security_group_egress_rule" "sip" {
+  for_each          = local.sip_ways
+  security_group_id = aws_security_group.ingest.id
+  description       = "SIP to telephone gateways"
+  cidr_ipv4         = each.value.cidr
+  from_port         = 5060
+  to_port           = 5060
+  ip_protocol       = each.value.protocol
+  tags              = local.tags
+}
+
 resource "aws_security_group" "engine" {
   name_prefix = "${var.name}-engine-"
   description = "Servers and engines of ${var.name}"
@@ -206,16 +253,36 @@ resource "aws_vpc_security_group_egress_rule" "hosts" {
   tags              = local.tags
 }
 
-resource "aws_vpc_security_group_egress_rule" "inside" {
-  for_each = {
-    ingest = aws_security_group.ingest.id
-    engine = aws_security_group.engine.id
-  }
-  security_group_id = each.value
-  description       = "Each other, MemoryDB and the resolver"
-  cidr_ipv4         = var.vpc_cidr
-  ip_protocol       = "-1"
-  tags              = local.tags
+# The resolver, the clock and instance metadata need no rule: security groups do not filter them.
+resource "aws_vpc_security_group_egress_rule" "ingest_server" {
+  security_group_id            = aws_security_group.ingest.id
+  description                  = "Servers, by the load balancer inside"
+  referenced_security_group_id = aws_security_group.balancer.id
+  from_port                    = 8000
+  to_port                      = 8000
+  ip_protocol                  = "tcp"
+  tags                         = local.tags
+}
+
+resource "aws_vpc_security_group_egress_rule" "encode" {
+  security_group_id            = aws_security_group.engine.id
+  description                  = "Engines that encode for others"
+  referenced_security_group_id = aws_security_group.engine.id
+  from_port                    = 8100
+  to_port                      = 8100
+  ip_protocol                  = "tcp"
+  tags                         = local.tags
+}
+
+resource "aws_vpc_security_group_egress_rule" "memorydb" {
+  count                        = var.memorydb == null ? 0 : 1
+  security_group_id            = aws_security_group.engine.id
+  description                  = "MemoryDB"
+  referenced_security_group_id = aws_security_group.memorydb[0].id
+  from_port                    = 6379
+  to_port                      = 6379
+  ip_protocol                  = "tcp"
+  tags                         = local.tags
 }
 
 # --- load balancers: live callers hold connections for hours, and TCP passes through as it is ---

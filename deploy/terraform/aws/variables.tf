@@ -43,8 +43,8 @@ variable "caller_cidrs" {
   type        = list(string)
 
   validation {
-    condition     = length(var.caller_cidrs) > 0 && alltrue([for each in var.caller_cidrs : can(cidrhost(each, 0))])
-    error_message = "caller_cidrs is [${join(", ", var.caller_cidrs)}]; allowed: one or more ranges, like 203.0.113.0/24."
+    condition     = length(var.caller_cidrs) > 0 && alltrue([for each in var.caller_cidrs : each == "0.0.0.0/0" || (can(cidrnetmask(each)) && try(tonumber(split("/", each)[1]), 0) >= 8)])
+    error_message = "caller_cidrs is [${join(", ", var.caller_cidrs)}]; allowed: one or more IPv4 ranges of /8 or smaller, like 203.0.113.0/24, or 0.0.0.0/0 with certificate_arn."
   }
 
   validation {
@@ -70,8 +70,23 @@ variable "rtp_cidrs" {
   default     = []
 
   validation {
-    condition     = alltrue([for each in var.rtp_cidrs : can(cidrhost(each, 0)) && each != "0.0.0.0/0"])
-    error_message = "rtp_cidrs is [${join(", ", var.rtp_cidrs)}]; allowed: ranges of gateways, and not 0.0.0.0/0: RTP has no caller's key."
+    condition     = alltrue([for each in var.rtp_cidrs : can(cidrnetmask(each)) && try(tonumber(split("/", each)[1]), 0) >= 8])
+    error_message = "rtp_cidrs is [${join(", ", var.rtp_cidrs)}]; allowed: IPv4 ranges of gateways, each of /8 or smaller: RTP has no caller's key."
+  }
+}
+
+variable "sip" {
+  description = "Calls by SIP on port 5060 from rtp_cidrs: name of the account, exchange that it registers at, secret with its password. Null: none."
+  type = object({
+    user                = optional(string, "asr-serve")
+    registrar           = optional(string)
+    password_secret_arn = optional(string)
+  })
+  default = null
+
+  validation {
+    condition     = var.sip == null ? true : length(var.rtp_cidrs) > 0 && can(regex("^[A-Za-z0-9_.+~-]{1,64}$", var.sip.user)) && (var.sip.registrar == null || can(regex("^sip:[A-Za-z0-9.:;=-]+$", var.sip.registrar))) && (var.sip.password_secret_arn == null || can(regex("^arn:aws[a-z-]*:secretsmanager:", var.sip.password_secret_arn)))
+    error_message = "sip is user \"${try(var.sip.user, "")}\", registrar \"${try(coalesce(var.sip.registrar, "null"), "null")}\" with ${length(var.rtp_cidrs)} rtp_cidrs; allowed: a name of a-z, 0-9 and _.+~-, a registrar like sip:pbx.example.org, an ARN of Secrets Manager, and rtp_cidrs that name the exchanges."
   }
 }
 
@@ -100,7 +115,7 @@ variable "enable_mlpf" {
 }
 
 variable "huge_pages" {
-  description = "vm.nr_hugepages of the hosts of the edge, pages of 2 MiB. 24576 are 48 GiB: the type needs 64 GiB or more."
+  description = "vm.nr_hugepages of the hosts of the edge, pages of 2 MiB. 24576, the first design's demand, are 48 GiB: the type needs 64 GiB or more. The driver itself uses 32."
   type        = number
   default     = 24576
 
@@ -255,13 +270,15 @@ variable "model" {
 }
 
 variable "package" {
-  description = "What pip installs on the hosts: a version that is pinned, or a wheel's URL."
-  type        = string
-  default     = "asr-serve[embedded,edge,redis,encryption,otel]==0.1.0"
+  description = "Wheel of asr-serve by architecture (arm64, x86_64): its https address and its SHA-256, as SHA256SUMS of the release has it."
+  type = map(object({
+    url    = string
+    sha256 = string
+  }))
 
   validation {
-    condition     = can(regex("==|^https://|^s3://", var.package))
-    error_message = "package is \"${var.package}\"; allowed: a pinned version (asr-serve[...]==0.1.0) or the https:// address of a wheel: hosts of one group would differ otherwise."
+    condition     = length(var.package) > 0 && alltrue([for name, each in var.package : contains(["arm64", "x86_64"], name) && can(regex("^https://[A-Za-z0-9._~/%+:-]+\\.whl$", each.url)) && can(regex("^[0-9a-f]{64}$", each.sha256))])
+    error_message = "package is ${jsonencode(var.package)}; allowed: arm64 and x86_64, each with url, the https:// address of a wheel (.whl), and sha256, 64 digits of 0-9 and a-f."
   }
 }
 
@@ -314,6 +331,12 @@ variable "memorydb" {
 }
 
 # --- CloudWatch ---
+
+variable "collector" {
+  description = "Whether hosts of engines send metrics and traces to CloudWatch and X-Ray. Without it, engines are not scaled, and no alarm looks at their queues."
+  type        = bool
+  default     = false
+}
 
 variable "log_days" {
   description = "Days that logs are kept."

@@ -23,11 +23,12 @@ from asr_serve.api.cli.host import (
     format_host_report,
     parse_expectations,
 )
+from asr_serve.edge.xdp.host_checks import MAX_FRAME_MTU
 from asr_serve.errors import OptionError
 
 GOOD_CARD = NetworkCard(
     name="ens5",
-    mtu=8_900,
+    mtu=MAX_FRAME_MTU,
     queues=8,
     max_queues=32,
     rx_ring=1_024,
@@ -130,7 +131,7 @@ def test_each_fault_is_named_with_what_mends_it(file: str, text: str, name: str,
         ({"statistics": {ENA_EXPRESS_STATISTIC: 1}}, "ENA Express", "aws ec2 modify-network-interface-attribute"),
         ({"statistics": {"rx_bytes": 1}}, "ENA Express", "an instance type with ENA Express"),
         ({"statistics": None}, "ENA Express", "an instance type with ENA Express"),
-        ({"mtu": 9_001}, "MTU", "ip link set ens5 mtu 8900"),
+        ({"mtu": 8_900}, "MTU", f"ip link set ens5 mtu {MAX_FRAME_MTU}"),
         ({"queues": 2}, "queues", "ethtool -L ens5 combined 8"),
         ({"queues": 2, "max_queues": 4}, "queues", "a larger instance type: this card has 4 at most"),
         ({"rx_ring": 256}, "receive ring", "ethtool -G ens5 rx 1024"),
@@ -159,7 +160,7 @@ def test_a_host_is_asked_for_no_more_queues_than_it_has_cores(tmp_path: Path) ->
 
 def test_what_a_deployment_has_changed_is_expected_instead(tmp_path: Path) -> None:
     root = host(tmp_path, **{"proc/meminfo": "MemTotal: 9000000 kB\nHugePages_Total: 512\nHugepagesize: 2048 kB\n"})
-    card = changed_card(statistics=None, mtu=9_001)
+    card = changed_card(statistics=None)
     found = findings(root, card, expect=("huge_pages=512", "enable_mlpf=false"))
     assert all(each.fits for each in found.values())
 

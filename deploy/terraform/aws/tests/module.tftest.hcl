@@ -11,6 +11,7 @@ variables {
   api_keys_secret_arn     = "arn:aws:secretsmanager:eu-central-1:123456789012:secret:api-keys"
   session_keys_secret_arn = "arn:aws:secretsmanager:eu-central-1:123456789012:secret:session-keys"
   engine                  = { ami_id = "ami-0fedcba9876543210" }
+  package                 = { arm64 = { url = "https://example.org/asr_serve-0.1.0-py3-none-any.whl", sha256 = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef" } }
 }
 
 run "defaults" {
@@ -51,8 +52,67 @@ run "defaults" {
     error_message = "The host verifies itself before the edge starts."
   }
   assert {
-    condition     = aws_cloudwatch_metric_alarm.scale_in.treat_missing_data == "notBreaching"
+    condition     = strcontains(base64decode(aws_launch_template.ingest.user_data), "mtu ${local.xdp_mtu} ") && !strcontains(base64decode(aws_launch_template.engine.user_data), " mtu ")
+    error_message = "Hosts of the edge have frames that native XDP takes."
+  }
+  assert {
+    condition     = length(aws_cloudwatch_metric_alarm.queue) + length(aws_cloudwatch_metric_alarm.scale_in) + length(aws_cloudwatch_metric_alarm.scale_out) + length(aws_autoscaling_policy.in) + length(aws_autoscaling_policy.out) == 0 && !strcontains(base64decode(aws_launch_template.engine.user_data), "metrics-key") && !strcontains(output.server_settings, "otel_endpoint")
+    error_message = "Without a collector nothing waits for its metrics."
+  }
+  assert {
+    condition     = length(aws_vpc_security_group_ingress_rule.sip) == 0 && !strcontains(output.edge_settings, "sip") && aws_vpc_security_group_ingress_rule.control.cidr_ipv4 == var.vpc_cidr && aws_vpc_security_group_ingress_rule.control.from_port == 8004
+    error_message = "The control API is reached from the VPC, and no calls by SIP are taken."
+  }
+  assert {
+    condition     = alltrue([for rule in concat(values(aws_vpc_security_group_egress_rule.hosts), [aws_vpc_security_group_egress_rule.ingest_server, aws_vpc_security_group_egress_rule.encode]) : rule.ip_protocol == "tcp" && rule.from_port == rule.to_port])
+    error_message = "Hosts reach named ports alone."
+  }
+  assert {
+    condition = alltrue([for group in [aws_autoscaling_group.ingest, aws_autoscaling_group.engine] :
+      one(group.initial_lifecycle_hook).default_result == "ABANDON" && contains(values(local.groups), group.name)
+    ])
+    error_message = "A host that does not report is replaced."
+  }
+  assert {
+    condition     = strcontains(base64decode(aws_launch_template.ingest.user_data), "${var.package["arm64"].sha256}  asr_serve-0.1.0-py3-none-any.whl' | sha256sum --check")
+    error_message = "The wheel is the one that was named."
+  }
+}
+
+run "collector" {
+  variables {
+    collector = true
+  }
+  assert {
+    condition     = aws_cloudwatch_metric_alarm.scale_in[0].treat_missing_data == "notBreaching"
     error_message = "An unknown load is not a low one."
+  }
+  assert {
+    condition     = strcontains(base64decode(aws_launch_template.engine.user_data), "credentials_file: /run/asr-serve/metrics-key\n") && strcontains(output.server_settings, "otel_endpoint")
+    error_message = "The collector scrapes with a key of its own file."
+  }
+  assert {
+    condition     = !strcontains(base64decode(aws_launch_template.engine.user_data), "$${env:") && !strcontains(base64decode(aws_launch_template.ingest.user_data), "metrics-key")
+    error_message = "Every variable of the collector's file has its value, and only servers have a collector."
+  }
+  assert {
+    condition     = length(base64decode(aws_launch_template.engine.user_data)) < 16384
+    error_message = "EC2 takes 16 KB of user data."
+  }
+}
+
+run "sip" {
+  variables {
+    rtp_cidrs = ["198.51.100.0/24"]
+    sip       = { registrar = "sip:198.51.100.5", password_secret_arn = "arn:aws:secretsmanager:eu-central-1:123456789012:secret:sip" }
+  }
+  assert {
+    condition     = length(aws_vpc_security_group_ingress_rule.sip) == 2 && alltrue([for rule in values(aws_vpc_security_group_ingress_rule.sip) : rule.cidr_ipv4 == "198.51.100.0/24" && rule.from_port == 5060])
+    error_message = "Exchanges reach SIP by UDP and TCP."
+  }
+  assert {
+    condition     = strcontains(output.edge_settings, "[sip]\nhost = \"0.0.0.0\"\nuser = \"asr-serve\"\nallow = [\"198.51.100.0/24\"]\nregistrar = \"sip:198.51.100.5\"") && contains(local.secrets.ingest, var.sip.password_secret_arn)
+    error_message = "The edge takes calls of the exchanges."
   }
 }
 
@@ -96,8 +156,8 @@ run "no_ena_express" {
     values = { supported_architectures = ["arm64"], memory_size = 65536, ena_srd_supported = false }
   }
   assert {
-    condition     = !strcontains(base64decode(aws_launch_template.ingest.user_data), "mtu 8900")
-    error_message = "Without ENA Express, frames stay as long as they are."
+    condition     = strcontains(base64decode(aws_launch_template.ingest.user_data), "mtu ${local.xdp_mtu} ")
+    error_message = "Native XDP wants short frames with ENA Express and without."
   }
 }
 
@@ -123,4 +183,12 @@ run "the_first_designs_type_has_no_room_for_its_huge_pages" {
     values = { supported_architectures = ["arm64"], memory_size = 32768, ena_srd_supported = true }
   }
   expect_failures = [aws_launch_template.ingest]
+}
+
+run "no_wheel_for_the_hosts" {
+  command = plan
+  variables {
+    package = { x86_64 = { url = "https://example.org/asr_serve-0.1.0-py3-none-any.whl", sha256 = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef" } }
+  }
+  expect_failures = [aws_launch_template.ingest, aws_launch_template.engine]
 }

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from asr_serve.edge.xdp.host_checks import MAX_FRAME_MTU
 from asr_serve.errors import OptionError
 from asr_serve.types import suggest_name
 
@@ -29,8 +30,6 @@ ETHTOOL_IOCTL = 0x8946
 GET_RING, GET_STRINGS, GET_STATS, GET_STRING_COUNTS, GET_CHANNELS = 0x10, 0x1B, 0x1D, 0x37, 0x3C
 STATISTICS, STRING_BYTES = 1, 32
 MAX_STATISTICS = 4_096
-ENA_EXPRESS_MTU = 8_900
-"""Longest frame that ENA Express carries."""
 ENA_EXPRESS_STATISTIC = "ena_srd_mode"
 """Statistic of the mode: 0 off, 1 on for TCP, 2 on for UDP, 3 on for both. Drivers without it know no ENA Express."""
 HUGE_PAGE_KB = 2_048
@@ -212,15 +211,15 @@ def _choice(name: str, wanted: str, root: Path, file: Path) -> HostFinding:
 
 def _card(card: NetworkCard, wanted: Mapping[str, str], cores: int) -> Iterator[HostFinding]:
     yield _ena_express(card, wanted["enable_mlpf"] == "true")
-    if wanted["enable_mlpf"] == "true":
-        long = card.mtu > ENA_EXPRESS_MTU
-        yield HostFinding(
-            name=f"{card.name} MTU",
-            found=str(card.mtu),
-            wanted=f"{ENA_EXPRESS_MTU} or less, for ENA Express",
-            fits=not long,
-            mend=f"ip link set {card.name} mtu {ENA_EXPRESS_MTU}" if long else "",
-        )
+    # The same rule as that of `doctor --edge`; ENA Express, which carries up to 8900, has room for it too.
+    long = card.mtu > MAX_FRAME_MTU
+    yield HostFinding(
+        name=f"{card.name} MTU",
+        found=str(card.mtu),
+        wanted=f"{MAX_FRAME_MTU} or less, for native XDP",
+        fits=not long,
+        mend=f"ip link set {card.name} mtu {MAX_FRAME_MTU}" if long else "",
+    )
     queues = min(int(wanted["nic_queues"]), cores)
     yield _at_least(
         f"{card.name} queues", card.queues, queues, card.max_queues, f"ethtool -L {card.name} combined {queues}"

@@ -37,7 +37,7 @@ class GateQueue:
     def __init__(self, forward: ForwardAudio) -> None:
         self.forward = forward
         self.caller: GatedCaller | None = None
-        """Its place, which the thread takes: it alone waits for voice activity. None: it has none yet."""
+        """Place of the session, which the thread takes: it alone waits for voice activity. None: it has none yet."""
         self.audio: deque[GateOutput] = deque()
         self.samples = self.audible = 0
         """Samples that wait, and those of them that are no counted silence."""

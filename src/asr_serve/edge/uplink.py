@@ -61,7 +61,7 @@ LOST_SESSION_CODES = {"session_expired", "events_expired", "taken_over", "out_of
 DRAINING_CODE = "draining"
 """Code of a server that goes down in order, and ends each session with what it has."""
 END_TOLERANCE_SAMPLES = RATE_HZ // 100
-"""What may be missing of the duration that a server tells: it is rounded."""
+"""Samples that may be missing of the duration that a server tells: it is rounded."""
 END_MESSAGE = '{"type":"end"}'
 
 

@@ -23,7 +23,6 @@ run "first_validations" {
     caller_cidrs            = []
     certificate_arn         = "cert"
     rtp_cidrs               = ["0.0.0.0/1", "128.0.0.0/1"]
-    sip                     = { registrar = "sips:pbx.example.org" }
     ingest                  = { min_size = 3, desired = 2 }
     huge_pages              = 0.5
     nic_queues              = 0
@@ -43,7 +42,7 @@ run "first_validations" {
     log_days                = 42
     alarm_topic_arn         = "me@example.org"
   }
-  expect_failures = [var.name, var.vpc_cidr, var.availability_zones, var.certificate_arn, var.rtp_cidrs, var.sip, var.ingest, var.huge_pages, var.nic_queues, var.rx_ring, var.min_kernel, var.somaxconn, var.rmem_max, var.netdev_max_backlog, var.nvme_scheduler, var.cpu_governor, var.transparent_huge_pages, var.engine, var.package, var.api_keys_secret_arn, var.session_keys_secret_arn, var.memorydb, var.log_days, var.alarm_topic_arn]
+  expect_failures = [var.name, var.vpc_cidr, var.availability_zones, var.certificate_arn, var.rtp_cidrs, var.ingest, var.huge_pages, var.nic_queues, var.rx_ring, var.min_kernel, var.somaxconn, var.rmem_max, var.netdev_max_backlog, var.nvme_scheduler, var.cpu_governor, var.transparent_huge_pages, var.engine, var.package, var.api_keys_secret_arn, var.session_keys_secret_arn, var.memorydb, var.log_days, var.alarm_topic_arn]
 }
 
 run "second_validations" {
@@ -63,8 +62,10 @@ run "third_validations" {
     caller_cidrs = []
     engine       = { accelerator = "gpu" }
     memorydb     = { password_secret_arn = "hunter2" }
+    rtp_cidrs    = ["198.51.100.0/24"]
+    sip          = { registrar = "sips:pbx.example.org" }
   }
-  expect_failures = [var.caller_cidrs, var.engine, var.memorydb]
+  expect_failures = [var.caller_cidrs, var.engine, var.memorydb, var.sip]
 }
 
 run "fourth_validations" {

@@ -24,7 +24,7 @@ from asr_serve.api.client.transcript import SessionTranscript
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.engine.process.backend import ProcessBackend
-from asr_serve.engine.process.local_offer import OFFER_FILE, prepare_offer_folder, read_offer
+from asr_serve.engine.process.local_offer import OFFER_FILE, lock_offer_folder, read_offer
 from asr_serve.errors import OptionError
 from asr_serve.server.engine_registry import EngineParts, open_engine
 
@@ -162,7 +162,7 @@ def test_an_offer_is_its_users_alone(folder: Path, offered: EngineParts, tmp_pat
     open_folder.mkdir(mode=0o755)
     os.chmod(open_folder, 0o755)
     with pytest.raises(OptionError, match="chmod 700"):
-        prepare_offer_folder(str(open_folder), "edge_folder")
+        lock_offer_folder(str(open_folder), "edge_folder")
 
 
 def test_a_server_that_is_killed_and_started_again_loses_no_word(

@@ -22,6 +22,8 @@ POLL_S = 0.2
 """Time between two looks at the offer."""
 SILENT_S = 10.0
 """Time without a message after which an engine counts as dead, as between a server and its own."""
+FIRST_MESSAGE_S = 15.0
+"""Longest wait for a new connection's first message: an engine is offered once its weights are loaded."""
 CONNECT_S = 5.0
 """Time for which a session waits for the connection."""
 REPLICA_ID = "engine"
@@ -55,16 +57,27 @@ class _OfferedEngine:
         self._closed.set()
 
     def _watch(self, backend: ReplicatedBackend) -> None:
+        told = ""
         while not self._closed.is_set():
             try:
                 offer = read_offer(self._folder)
-            except PeerRefused as refused:
-                log.warning("%s", refused)
-                offer = None
-            if offer is not None:
-                self._offer = offer
-                backend.connect(REPLICA_ID, EngineAddress(offer.path, None), same_machine=True)
+                if offer is not None and not self._goes_on(offer):
+                    log.warning("another server offers its engine in %s: it is connected anew", self._folder)
+                    backend.close()  # which ends this loop
+                    return
+                if offer is not None:
+                    self._offer = offer
+                    backend.connect(REPLICA_ID, EngineAddress(offer.path, None), same_machine=True)
+                told = ""
+            except Exception as failure:  # as where there are no descriptors or threads left, for a while
+                if str(failure) != told:
+                    log.warning("the engine offered in %s: %s", self._folder, failure)
+                told = str(failure)
             self._closed.wait(POLL_S)
+
+    def _goes_on(self, offer: EngineOffer) -> bool:
+        """Whether a client of the engine that was offered may go on with that one."""
+        return (offer.release, offer.config) == (self._offer.release, self._offer.config)
 
 
 class LocalEngine:
@@ -105,10 +118,11 @@ class LocalEngine:
                 raise PeerRefused(
                     f"an engine of release {offer.release}", f"release {__version__}", "the same on both sides"
                 )
-            self._connecting = asyncio.get_running_loop().create_future()
+            connecting: asyncio.Future[EngineParts] = asyncio.get_running_loop().create_future()
             threading.Thread(
-                target=_connect, args=(self._folder, offer, self._connecting), name="local engine", daemon=True
+                target=_connect, args=(self._folder, offer, connecting), name="local engine", daemon=True
             ).start()
+            self._connecting = connecting
         raise Unreachable(f"the engine offered in {self._folder} is being connected", "", "try again")
 
     async def close(self) -> None:
@@ -135,15 +149,20 @@ def _connect(folder: str, offer: EngineOffer, done: asyncio.Future[EngineParts])
     """Connects to an engine, in a thread of its own: it may be long in coming."""
     engine = _OfferedEngine(folder, offer)
     parts: EngineParts | None = None
-    failure: AsrServeError | None = None
+    failure: Exception | None = None
+    client: EngineClient | None = None
     try:
-        client = EngineClient(offer.config, replicated_backend(engine, engine))
+        client = EngineClient(offer.config, replicated_backend(engine, engine, FIRST_MESSAGE_S))
         backend = client.backend
         assert isinstance(backend, ReplicatedBackend)
         backend.watch_room(client.set_room)
         parts = engine_parts(client, backend.ready, Path(backend.ready.tokenizer_folder))
-    except AsrServeError as error:
+    except Exception as error:  # any: the edge would wait for a future without an answer for ever
+        log.warning("the engine offered in %s cannot be used: %s", folder, error, exc_info=not _is_expected(error))
         failure = error
+        engine.close()
+        if client is not None:
+            client.close()
 
     def tell() -> None:
         if done.cancelled():
@@ -160,3 +179,7 @@ def _connect(folder: str, offer: EngineOffer, done: asyncio.Future[EngineParts])
     except RuntimeError:  # the edge has ended
         if parts is not None:
             parts.client.close()
+
+
+def _is_expected(error: Exception) -> bool:
+    return isinstance(error, AsrServeError | OSError)

@@ -83,7 +83,12 @@ def open_engine(name: str, config: ServeConfig) -> EngineParts:
     offer = None
     if config.edge_folder is not None and name == config.model:
         offer = EdgeOffer(config.edge_folder, config.edge_sessions)
-    client = EngineClient(spec.config, process_backend(offer.extend(spec) if offer else spec, ring))
+    try:
+        client = EngineClient(spec.config, process_backend(offer.extend(spec) if offer else spec, ring))
+    except BaseException:
+        if offer is not None:
+            offer.close()
+        raise
     assert isinstance(client.backend, ProcessBackend)
     if offer is not None:
         offer.publish(client.backend, ring, spec.config)

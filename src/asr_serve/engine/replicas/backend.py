@@ -135,8 +135,10 @@ class ReplicatedBackend:
         on_done: Callable[[int], None],
         on_stop: Callable[[], None],
         config: EngineConfig = DEFAULT_CONFIG,
+        first_replica_s: float = FIRST_REPLICA_S,
     ) -> None:
-        """`config`: limits of the queue, of which replicas are told the used share."""
+        """`config`: limits of the queue, of which replicas are told the used share. `first_replica_s`: longest wait for
+        the first replica."""
         self._directory, self._settings, self._config = directory, settings, config
         self._on_done, self._on_stop = on_done, on_stop
         self.ring = settings.ring
@@ -175,11 +177,11 @@ class ReplicatedBackend:
         threading.Thread(target=self._watch, name="asr-serve replicas", daemon=True).start()
         try:
             directory.start(self)
-            self.ready = self._first.result(FIRST_REPLICA_S)
+            self.ready = self._first.result(first_replica_s)
         except TimeoutError:
             self.close()
             raise EngineClosed(
-                f"no replica came within {FIRST_REPLICA_S:g} s", todo="see the log of the replicas"
+                f"no replica came within {first_replica_s:g} s", todo="see the log of the replicas"
             ) from None
         except BaseException:
             self.close()
@@ -778,10 +780,12 @@ def merge_metrics(texts: dict[str, bytes]) -> bytes:
     return b"".join(line + b"\n" for heads, samples in families.values() for line in (*heads, *samples))
 
 
-def replicated_backend(directory: ReplicaDirectory, settings: ReplicaSettings) -> Connect:
+def replicated_backend(
+    directory: ReplicaDirectory, settings: ReplicaSettings, first_replica_s: float = FIRST_REPLICA_S
+) -> Connect:
     """`Connect` of EngineClient: the replicas of a directory."""
 
     def connect(config: EngineConfig, on_done: Callable[[int], None], on_stop: Callable[[], None]) -> ReplicatedBackend:
-        return ReplicatedBackend(directory, settings, on_done, on_stop, config)
+        return ReplicatedBackend(directory, settings, on_done, on_stop, config, first_replica_s)
 
     return connect

@@ -69,7 +69,7 @@ class _OfferedEngine:
                     self._offer = offer
                     backend.connect(REPLICA_ID, EngineAddress(offer.path, None), same_machine=True)
                 told = ""
-            except Exception as failure:  # as where there are no descriptors or threads left, for a while
+            except (OSError, RuntimeError, AsrServeError) as failure:  # no descriptors or threads left, for a while
                 if str(failure) != told:
                     log.warning("the engine offered in %s: %s", self._folder, failure)
                 told = str(failure)

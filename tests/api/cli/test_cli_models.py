@@ -95,9 +95,10 @@ def test_fetch_prints_the_folder_and_fetches_once(monkeypatch: pytest.MonkeyPatc
         return Path("/weights/base")
 
     monkeypatch.setattr(store, "fetch", fetch)
+    monkeypatch.setattr(store, "resolve", lambda card, progress: Path(f"/converted/{card.name}"))
     result = invoke("fetch", "moonshine-base-en")
     assert (result.stdout, result.stderr) == ("/weights/base\n", "fetching\n")
-    assert invoke("fetch", "moonshine-tiny-en").stdout == "/weights/tiny\n"
+    assert invoke("fetch", "moonshine-tiny-en").stdout == "/converted/moonshine-tiny-en\n"
     assert fetched == [asr_card("moonshine-base-en")]
 
 
@@ -116,6 +117,7 @@ def test_a_hub_out_of_reach_is_an_error_not_a_traceback(monkeypatch: pytest.Monk
         raise WeightsMissing("could not fetch", "a reachable hub", "pip install it")
 
     monkeypatch.setattr(store, "fetch", fetch)
+    monkeypatch.setattr(store, "resolve", lambda card, progress: Path(f"/converted/{card.name}"))
     result = invoke("fetch", "moonshine-base-en")
     assert result.stderr == "error: could not fetch. a reachable hub. pip install it.\n"
     assert result.exit_code == 1

@@ -1,5 +1,6 @@
-"""Fixtures of the edge tests: the servers of the server tests."""
+"""Fixtures of the edge tests: the servers of the server tests, and speech with its words."""
 
+from heard_speech import expected, speech  # noqa: F401
 from running_server import (  # noqa: F401
     cities,
     parts,

@@ -16,19 +16,15 @@ import numpy as np
 import pytest
 from children import Child
 from rtp_sender import RtpSender, l16_packets
-from running_edge import OPTIONS, RunningEdge, expect_words, text_of
-from running_server import MODEL, Running, eventually
+from running_edge import RunningEdge, expect_words, text_of
+from running_server import MODEL, eventually
 
-from asr_serve.api.client.stream import StreamClient
-from asr_serve.api.client.transcript import SessionTranscript
-from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.engine.process.backend import ProcessBackend
 from asr_serve.engine.process.local_offer import OFFER_FILE, lock_offer_folder, read_offer
 from asr_serve.errors import OptionError
 from asr_serve.server.engine_registry import EngineParts, open_engine
 
-SECONDS = 9
 SESSIONS = 2
 
 
@@ -49,24 +45,6 @@ def offered(folder: Path) -> Iterator[EngineParts]:
     made = open_engine(MODEL, config)
     yield made
     made.client.close()
-
-
-@pytest.fixture(scope="module")
-def speech(cities: Path) -> np.ndarray:
-    return read_audio(cities)[: SECONDS * 16_000]
-
-
-@pytest.fixture(scope="module")
-def expected(shared_server: Running, speech: np.ndarray) -> str:
-    """The words over a WebSocket, by our client."""
-    with StreamClient(shared_server.url, **OPTIONS) as stream:
-        stream.send(np.rint(speech * 32_767).astype("<i2").tobytes())
-        stream.end()
-        transcript = SessionTranscript()
-        for event in stream:
-            transcript.note(event)
-    assert len(transcript.final) > 40
-    return transcript.final
 
 
 @pytest.fixture

@@ -10,19 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rtp_sender import UNITS, RtpSender, l16_packets
-from running_edge import OPTIONS, RunningEdge, expect_words, text_of, words
+from running_edge import RunningEdge, expect_words, text_of, words
 from running_server import Running, eventually
 from test_stream_python_client import Proxy
 
-from asr_serve.api.client.stream import StreamClient
-from asr_serve.api.client.transcript import SessionTranscript
-from asr_serve.audio import read_audio
 from asr_serve.edge.packet_driver import parse_source
 from asr_serve.errors import AtCapacity, OptionError, SessionExpired
 from asr_serve.units import samples_to_s
@@ -30,24 +26,6 @@ from asr_serve.units import samples_to_s
 SECONDS = 9
 SECRET = "whsec_" + base64.b64encode(b"k" * 24).decode()
 UPLINKS = ("websocket", "http2")
-
-
-@pytest.fixture(scope="module")
-def speech(cities: Path) -> np.ndarray:
-    return read_audio(cities)[: SECONDS * 16_000]
-
-
-@pytest.fixture(scope="module")
-def expected(shared_server: Running, speech: np.ndarray) -> str:
-    """The words of the file, by our client."""
-    with StreamClient(shared_server.url, **OPTIONS) as stream:
-        stream.send(np.rint(speech * 32_767).astype("<i2").tobytes())
-        stream.end()
-        transcript = SessionTranscript()
-        for event in stream:
-            transcript.note(event)
-    assert len(transcript.final) > 40
-    return transcript.final
 
 
 @pytest.fixture

@@ -99,10 +99,6 @@ class _Http2Line:
         most = min(MAX_STREAMS, self._http2.remote_settings.max_concurrent_streams)
         return self.lost is None and len(self._streams) < most
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._streams
-
     def request(self, headers: list[tuple[str, str]]) -> tuple[int, _Stream]:
         """Begins a request. Raises Unreachable."""
         if self.lost is not None:

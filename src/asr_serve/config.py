@@ -340,6 +340,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     auto: the first of fastpitch-en and hibari that is on this machine; none: no speech synthesis."""
     voice_aliases: dict[Name, Name] = {}
     """Names that clients may send for a voice, like coral = bella. OpenAI's names are built in."""
+    strict_fields: bool = False
+    """Refuse requests with fields that nobody knows. false: such fields are ignored, and named in the header x-ignored
+    of the answer and in the log; misspellings of known fields are refused either way."""
     max_models: PositiveInt = 2
     """Models that may be loaded at once, not counting `voice`."""
     device: DeviceName = "auto"

@@ -15,8 +15,9 @@ from prometheus_client import CollectorRegistry
 from raw_http import FILE_END, FORM_END, Raw, field, file_head
 from running_server import MODEL, eventually
 
-from asr_serve.errors import ClientGone
+from asr_serve.errors import ClientGone, OptionError
 from asr_serve.metrics import ServerMetrics
+from asr_serve.protocols.form_fields import FormFields
 from asr_serve.server import server_sent_events
 from asr_serve.server.middleware import request_context as request_context_module
 from asr_serve.server.middleware.request_context import RequestContextMiddleware, request_context
@@ -57,9 +58,9 @@ def scope(method: str = "POST") -> dict[str, object]:
     return {"type": "http", "method": method, "path": "/x", "headers": []}
 
 
-def layer(app, tracer: Tracer | None = None) -> tuple[RequestContextMiddleware, ServerMetrics]:
+def layer(app, tracer: Tracer | None = None, **options: bool) -> tuple[RequestContextMiddleware, ServerMetrics]:
     metrics = ServerMetrics("0", CollectorRegistry())
-    return RequestContextMiddleware(app, metrics, tracer or Tracer(), lambda scope: "/x"), metrics
+    return RequestContextMiddleware(app, metrics, tracer or Tracer(), lambda scope: "/x", **options), metrics
 
 
 def counted(metrics: ServerMetrics, status: str) -> float:
@@ -97,6 +98,28 @@ async def test_work_is_cancelled_when_the_client_goes():
     assert (request_context(asked).status, request_context(asked).rejection_reason) == (499, "client_gone")
     assert counted(metrics, "499") == 1
     assert asyncio.current_task().cancelling() == 0
+
+
+@pytest.mark.parametrize("strict", [False, True])
+async def test_unknown_fields_are_named_in_a_header_unless_the_server_is_strict(strict: bool):
+    async def app(scope, receive, send):
+        await asyncio.create_task(parse())  # as an upload's form, whose rest a task reads
+        await answer(send)
+
+    async def parse():
+        FormFields({"user": ["me"]}, ["model"])
+
+    client = Client(body(b""))
+    middleware, _ = layer(app, strict_fields=strict)
+    if strict:
+        with pytest.raises(OptionError, match="unknown field 'user'"):
+            await middleware(scope(), client.receive, client.send)
+        assert client.sent == []
+        return
+    asked = scope()
+    await middleware(asked, client.receive, client.send)
+    assert (b"x-ignored", b"user") in client.sent[0]["headers"]
+    assert str(request_context(asked).ignored) == "user"
 
 
 async def test_a_shutdown_is_no_client_that_went():
@@ -222,7 +245,7 @@ def test_a_quiet_stream_says_so(server, beckett, monkeypatch):
 def test_one_connection_many_requests(server, beckett):
     """Refused, answered, streamed: the connection stays good."""
     with Raw(server.port) as raw:
-        for fields, status in ((b"", 200), (field("nonsense", "1"), 400), (field("stream", "true"), 200)) * 2:
+        for fields, status in ((b"", 200), (field("langauge", "1"), 400), (field("stream", "true"), 200)) * 2:
             raw.post(ROUTE, fields + file_head() + beckett.read_bytes() + FILE_END + FORM_END)
             got, _, answer = raw.answer()
             assert (got, b"Ever tried" in answer) == (status, status == 200)

@@ -54,7 +54,7 @@ def test_ten_thousand_hot_words_come_to_a_stream(server: Running, beckett: Path)
         ("start=true", b"\x00\x00", "audio came before the start"),
         ("start=true", "{", "a start came that cannot be read"),
         ("start=true", '{"type":"end"}', "the first message was no start"),
-        ("start=true", '{"type":"start","colour":1}', "unknown field 'colour'"),
+        ("start=true", '{"type":"start","langauge":"en"}', "unknown field 'langauge'"),
         ("start=true", '{"type":"start","session":"x"}', "it is part of the address"),
         ("start=true&itn=true", '{"type":"start","itn":true}', "in the address and in the start"),
         ("start=true", '{"type":"start","prompt":["a"]}', "hotwords may be one"),

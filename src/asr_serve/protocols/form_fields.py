@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from asr_serve.errors import OptionError, UnsupportedOption
+from asr_serve.protocols.ignored_fields import refuse_or_ignore
 from asr_serve.text import languages
 from asr_serve.types import suggest_name
 
@@ -25,8 +26,8 @@ class FormFields:
     """Fields of a form, by name. `known`: allowed names; one that ends in [] may come more than once, with or
     without the brackets.
 
-    An empty value counts as absent. Raises OptionError for an unknown name, one sent twice, and, on reading it,
-    for a value of the wrong kind.
+    An empty value counts as absent, and so does a field that `refuse_or_ignore` ignores. Raises OptionError for one
+    that it refuses, one sent twice, and, on reading it, for a value of the wrong kind.
     """
 
     def __init__(self, sent: Mapping[str, Sequence[str]], known: Sequence[str]) -> None:
@@ -34,12 +35,14 @@ class FormFields:
         for name, values in sent.items():
             field = name if name in known else f"{name}[]"
             if field not in known:
-                raise OptionError(
+                refusal = OptionError(
                     f"unknown field {quote_for_message(name)}",
                     f"fields: {', '.join(known)}",
                     suggest_name(name, known),
                     param=name[:MAX_QUOTED_CHARACTERS],
                 )
+                refuse_or_ignore(name, known, refusal)
+                continue
             self._values.setdefault(field, []).extend(values)
         for name, values in self._values.items():
             if len(values) > 1 and not name.endswith("[]"):

@@ -9,6 +9,7 @@ import msgspec
 
 from asr_serve.errors import MalformedRequest, MissingOption, OptionError, UnknownOption, UnsupportedOption
 from asr_serve.protocols.form_fields import MAX_QUOTED_CHARACTERS, expect_choice, quote_for_message
+from asr_serve.protocols.ignored_fields import refuse_or_ignore
 from asr_serve.types import suggest_name
 
 T = TypeVar("T")
@@ -110,14 +111,15 @@ class JsonMembers:
         if value:
             raise UnsupportedOption(f"{name} is not supported", can, todo, param=name)
 
-    def reject_unknown(self) -> None:
-        """Raises UnknownOption for a member that was never read."""
+    def refuse_or_ignore_unknown(self) -> None:
+        """Refuses members that were never read, with UnknownOption, or ignores them: see `refuse_or_ignore`."""
         for member in self._remaining:
             name, known = self.name(member), ", ".join(sorted(set(self._requested)))
             near = suggest_name(member, self._requested)
-            raise UnknownOption(
+            refusal = UnknownOption(
                 f"unknown parameter {quote_for_message(name)}", f"known here: {known}", near, param=name[:200]
             )
+            refuse_or_ignore(member, self._requested, refusal)
 
 
 def _describe(value: Any) -> str:

@@ -26,7 +26,7 @@ from asr_serve.server.middleware.admission import (
     AdmissionTable,
     admitted_as,
 )
-from asr_serve.server.middleware.request_context import RequestContextMiddleware
+from asr_serve.server.middleware.request_context import IGNORED_HEADER, RequestContextMiddleware
 from asr_serve.server.realtime.endpoint import LiveDependencies
 from asr_serve.server.realtime.funasr import endpoint as funasr_endpoint
 from asr_serve.server.realtime.funasr.session_defaults import FunAsrSessionDefaults
@@ -138,12 +138,17 @@ def create_app(
                 "x-request-id",
                 "retry-after",
                 "retry-after-ms",
+                IGNORED_HEADER,
                 *speech.SPEECH_HEADERS,
                 *webrtc_endpoint.CALL_HEADERS,
             ],
         )
     app.add_middleware(
-        RequestContextMiddleware, metrics=metrics, tracer=tracer or Tracer(), template=_route_template(all_routes)
+        RequestContextMiddleware,
+        metrics=metrics,
+        tracer=tracer or Tracer(),
+        template=_route_template(all_routes),
+        strict_fields=config.strict_fields,
     )
     return app
 

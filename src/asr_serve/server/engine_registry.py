@@ -43,6 +43,7 @@ from asr_serve.pipelines.stages.language_models import load_scorers
 from asr_serve.pipelines.stages.pipeline_file import PipelineSpec, open_pipeline
 from asr_serve.pipelines.stages.staged_recognizer import StagedRecognizer, StageEngine
 from asr_serve.pipelines.tts.frontend import preload_frontend
+from asr_serve.protocols.openai.models import is_openai_recognition_model, is_openai_speech_model
 from asr_serve.server.engine_offer import EdgeOffer
 from asr_serve.text import tokenizers
 from asr_serve.text.tokenizers import Tokenizer
@@ -396,9 +397,10 @@ class EngineRegistry:
         return [alias for alias, model in self._config.aliases.items() if model == name]
 
     def resolve(self, name: str | None, kind: type[ModelCard] = ModelCard) -> str:
-        """Resolves an alias to the model's name; None: the default model. `kind`: class of the cards of models that
-        an error lists. Raises UnknownModel, EngineClosed, WrongModel for the pipeline."""
-        if name is None:
+        """Resolves an alias to the model's name; None, and the names of OpenAI's recognition models: the default model.
+        `kind`: class of the cards of models that an error lists. Raises UnknownModel, EngineClosed, WrongModel for the
+        pipeline."""
+        if name is None or self._is_openai_name(name, is_openai_recognition_model):
             name = self._config.model
         own = self._config.aliases.get(name, name)
         own = self._folders.get(own, own)
@@ -421,6 +423,12 @@ class EngineRegistry:
             f"there is no model {name[:100]!r}", f"models: {', '.join(names)}", suggest_name(name, names)
         )
 
+    def _is_openai_name(self, name: str, is_openai_model: Callable[[str], bool]) -> bool:
+        """Whether a name is that of one of OpenAI's models, and neither an alias nor a model here."""
+        return is_openai_model(name) and not any(
+            name in names for names in (self._config.aliases, self._cards, self._expected, self._folders)
+        )
+
     @property
     def pipeline_state(self) -> str:
         """State of the pipeline: its models', or `loading`."""
@@ -429,7 +437,11 @@ class EngineRegistry:
     def resolve_for_files(self, name: str | None) -> str:
         """Resolves as `resolve` does, also to the pipeline, which is the default of files where there is one."""
         spec = self.pipeline_spec
-        if spec is not None and (name is None or self._config.aliases.get(name, name) == spec.name):
+        if spec is not None and (
+            name is None
+            or self._config.aliases.get(name, name) == spec.name
+            or self._is_openai_name(name, is_openai_recognition_model)
+        ):
             return spec.name
         return self.resolve(name, AsrCard)
 
@@ -450,7 +462,10 @@ class EngineRegistry:
         return self._get(name, AsrCard)
 
     def get_tts(self, name: str | None = None) -> ModelEngine:
-        """Returns the engine of a synthesis model; None: the default one. Raises as `get` does."""
+        """Returns the engine of a synthesis model; None, and the names of OpenAI's speech models: the default one.
+        Raises as `get` does."""
+        if name and self._is_openai_name(name, is_openai_speech_model):
+            name = None
         model = name or self._default_tts
         if model is None:
             model = next((engine.name for engine in self if engine.is_tts), None)

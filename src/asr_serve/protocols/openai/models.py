@@ -1,10 +1,35 @@
-"""OpenAI's list of models."""
+"""OpenAI's list of models, and the names of OpenAI's own models."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
+
+OPENAI_SPEECH_MODELS = ("tts-1", "gpt-4o-mini-tts")
+"""Names of OpenAI's speech models, which versions follow: `tts-1-hd`, `gpt-4o-mini-tts-2025-12-15`."""
+OPENAI_RECOGNITION_MODELS = (
+    "whisper-1",
+    "gpt-4o-transcribe",
+    "gpt-4o-mini-transcribe",
+    "gpt-realtime",
+    "gpt-4o-realtime",
+    "gpt-4o-mini-realtime",
+    "gpt-live-transcribe",
+)
+"""Names of OpenAI's recognition models, as above: `gpt-4o-transcribe-diarize`, `gpt-realtime-whisper`."""
+
+
+def is_openai_speech_model(name: str) -> bool:
+    return _names_one_of(name, OPENAI_SPEECH_MODELS)
+
+
+def is_openai_recognition_model(name: str) -> bool:
+    return _names_one_of(name, OPENAI_RECOGNITION_MODELS)
+
+
+def _names_one_of(name: str, models: tuple[str, ...]) -> bool:
+    return name in models or name.startswith(tuple(f"{model}-" for model in models))
 
 
 class ModelStage(msgspec.Struct, frozen=True):

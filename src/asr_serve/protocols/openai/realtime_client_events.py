@@ -179,19 +179,19 @@ def parse_command(event: ClientEvent) -> ClientCommand:
     match event.type:
         case "input_audio_buffer.append":
             audio = members.text("audio")
-            members.reject_unknown()
+            members.refuse_or_ignore_unknown()
             return AppendAudio(_bytes(audio or ""))
         case "input_audio_buffer.commit":
-            members.reject_unknown()
+            members.refuse_or_ignore_unknown()
             return CommitAudio()
         case "input_audio_buffer.clear":
-            members.reject_unknown()
+            members.refuse_or_ignore_unknown()
             return ClearAudio()
         case "session.update" | "transcription_session.update":
             session = members.pop("session")
             if session is None:
                 raise MissingOption("session is missing", "what is to be changed", param="session")
-            members.reject_unknown()
+            members.refuse_or_ignore_unknown()
             JsonMembers(session, "session")
             return UpdateSession(session, event.type != "session.update")
         case "":
@@ -228,7 +228,7 @@ def apply_update(settings: RealtimeSettings, update: UpdateSession) -> RealtimeS
     UnknownOption, UnsupportedOption."""
     session = JsonMembers(update.session, "session")
     changed = (_beta_session if update.beta else _session)(settings, session)
-    session.reject_unknown()
+    session.refuse_or_ignore_unknown()
     return changed
 
 
@@ -244,10 +244,10 @@ def _session(settings: RealtimeSettings, session: JsonMembers) -> RealtimeSettin
         if (form := audio_input.object("format")) is not None:
             settings = msgspec.structs.replace(settings, format=_format(form))
         settings = _input_settings(settings, audio_input, "")
-        audio_input.reject_unknown()
+        audio_input.refuse_or_ignore_unknown()
     if audio is not None:
         audio.reject_unsupported("output", TRANSCRIPTION_ONLY)
-        audio.reject_unknown()
+        audio.refuse_or_ignore_unknown()
     return settings
 
 
@@ -274,7 +274,7 @@ def _format(form: JsonMembers) -> str:
     kind = form.required("type", tuple(REALTIME_FORMATS))
     rate_hz = REALTIME_FORMATS[kind][1]
     form.number("rate", rate_hz, rate_hz, rate_hz)
-    form.reject_unknown()
+    form.refuse_or_ignore_unknown()
     return kind
 
 
@@ -297,7 +297,7 @@ def _input_settings(settings: RealtimeSettings, members: JsonMembers, prefix: st
         if "keywords" in options:
             settings = replace(settings, hotwords=tuple(options.string_list("keywords")))
         options.reject_unsupported("delay", "words are sent as soon as they are certain")
-        options.reject_unknown()
+        options.refuse_or_ignore_unknown()
     if "turn_detection" in members:
         settings = replace(settings, turn_detection=_turns(members.object("turn_detection")))
     return settings
@@ -331,5 +331,5 @@ def _turns(members: JsonMembers | None) -> ServerVad | SemanticVad | None:
             members.integer("prefix_padding_ms", MAX_REALTIME_PADDING_MS, 300),
             members.integer("silence_duration_ms", MAX_REALTIME_SILENCE_MS, 500),
         )
-    members.reject_unknown()
+    members.refuse_or_ignore_unknown()
     return turns

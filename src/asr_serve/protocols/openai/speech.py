@@ -113,7 +113,7 @@ def parse_speech_request(body: bytes, most_characters: int) -> SpeechRequest:
             param="words",
         )
     ignored = tuple(name for name in IGNORED_MEMBERS if members.text(name) is not None)
-    members.reject_unknown()
+    members.refuse_or_ignore_unknown()
     return SpeechRequest(text, model, voice, form, rate_hz, style, sse, words, ignored)
 
 
@@ -126,7 +126,7 @@ def parse_voice(members: JsonMembers) -> str | None:
         raise OptionError(f"{name} is {quote_for_message(str(value))}", 'a name, or {"id": name}', param=name)
     custom = JsonMembers(value, name)
     voice = custom.text("id")
-    custom.reject_unknown()
+    custom.refuse_or_ignore_unknown()
     return voice
 
 

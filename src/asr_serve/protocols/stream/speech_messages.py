@@ -80,7 +80,7 @@ def parse_speech_command(message: str) -> SpeechCommand:
     members = JsonMembers(sent)
     kind = members.text("type") or ""
     command = _read(kind, members)
-    members.reject_unknown()
+    members.refuse_or_ignore_unknown()
     return command
 
 

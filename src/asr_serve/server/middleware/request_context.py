@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asr_serve.errors import ClientGone
 from asr_serve.metrics import ServerMetrics
+from asr_serve.protocols.ignored_fields import IgnoredFields, collect_ignored_fields
 from asr_serve.server.telemetry import logs
 from asr_serve.server.telemetry.tracing import RequestTrace, Tracer
 
@@ -26,6 +27,8 @@ SEND_TIMEOUT_S = 60.0
 """Longest time in which a client may accept nothing of its response."""
 DRAIN_BODY_BYTES, DRAIN_BODY_S = 64 << 20, 2.0
 """Limits of what is still read from a client after its response."""
+IGNORED_HEADER = "x-ignored"
+"""Header of a response: fields of the request that had no effect."""
 WEBSOCKET = "WEBSOCKET"
 """Method label of WebSockets; SWITCHING_PROTOCOLS is the status of one that was not refused."""
 SWITCHING_PROTOCOLS = 101
@@ -63,6 +66,7 @@ class RequestContext(msgspec.Struct, kw_only=True):
     first_text_s: float | None = None
     """Time from the head of the request to the first text of its response."""
     upload_bytes: int = 0
+    ignored: IgnoredFields = msgspec.field(default_factory=IgnoredFields)
     end_reason: str = ""
     """Outcome of a WebSocket: done, client_gone in the middle of a session, or the code of an error."""
 
@@ -82,9 +86,19 @@ class RequestContextMiddleware:
     """ASGI middleware: creates each request's and WebSocket's RequestContext, and logs and counts it at the end.
     A request is cancelled when its client disconnects; a WebSocket receives that as a message."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, tracer: Tracer, template: Callable[[Scope], str]) -> None:
-        """`template`: returns the route that a scope matches, one of a bounded set."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: ServerMetrics,
+        tracer: Tracer,
+        template: Callable[[Scope], str],
+        *,
+        strict_fields: bool = False,
+    ) -> None:
+        """`template`: returns the route that a scope matches, one of a bounded set. `strict_fields`: no unknown field
+        is ignored."""
         self.app, self.metrics, self.tracer, self.template = app, metrics, tracer, template
+        self.strict_fields = strict_fields
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -100,14 +114,16 @@ class RequestContextMiddleware:
                 route=self.template(scope),
                 method=method,
                 trace=trace,
+                ignored=IgnoredFields(strict=self.strict_fields),
             )
             scope[_KEY] = context
             token = logs.request_id.set(context.request_id)
             try:
-                if method == WEBSOCKET:
-                    await self._socket(scope, receive, send, context)
-                else:
-                    await self._request(scope, receive, send, context)
+                with collect_ignored_fields(context.ignored):
+                    if method == WEBSOCKET:
+                        await self._socket(scope, receive, send, context)
+                    else:
+                        await self._request(scope, receive, send, context)
             finally:
                 logs.request_id.reset(token)
 
@@ -161,6 +177,7 @@ class RequestContextMiddleware:
             "model": context.model,
             "audio_ms": audio_ms,
             "ended": ended,
+            "ignored": str(context.ignored) or None,
         }
         context.trace.set_attributes(**{name: value for name, value in facts.items() if value is not None})
         context.trace.set_response(route, status)
@@ -173,6 +190,7 @@ class RequestContextMiddleware:
             model=context.model,
             client=context.client.name if context.client else None,
             ended=ended,
+            ignored=str(context.ignored) or None,
         )
 
 
@@ -228,7 +246,10 @@ class ClientConnection:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.visit.status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self.visit.request_id
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self.visit.request_id
+            if ignored := str(self.visit.ignored):
+                headers[IGNORED_HEADER] = ignored
         elif not message.get("more_body"):
             self._answered = True
         try:

@@ -54,7 +54,7 @@ from asr_serve.server.tts.voice_catalog import VoiceCatalog
 from asr_serve.voices.voice_store import VoiceStore
 
 QUERY = ("api_key",)
-SPEECH_HEADERS = ("x-model", "x-voice", "x-sample-rate", "x-ignored")
+SPEECH_HEADERS = ("x-model", "x-voice", "x-sample-rate")
 """Headers of a response: model, voice, sample rate, and members of the request that had no effect."""
 
 
@@ -71,7 +71,7 @@ class SpeechDependencies(NamedTuple):
         cls, config: ServeConfig, engines: EngineRegistry, gate: AdmissionController, jobs: TranscriptionExecutor
     ) -> SpeechDependencies:
         cloned = VoiceStore(voices_dir(config.engine.voices_dir))
-        return cls(config, VoiceCatalog(engines, cloned, config.aliases, config.voice_aliases), gate, jobs)
+        return cls(config, VoiceCatalog(engines, cloned, config.voice_aliases), gate, jobs)
 
 
 class SpeechSynthesizer(NamedTuple):
@@ -107,8 +107,9 @@ class SpeechSynthesizer(NamedTuple):
         frontend = frontend_for(card, self.voice, lexicon=self.lexicon, max_characters=self.most_characters)
         return TtsSession(self.engine.client, frontend, self.options, wake, text)
 
-    def headers(self, ignored: tuple[str, ...]) -> dict[str, str]:
-        values = (self.engine.name, self.voice, str(self.encoder.to_hz), ", ".join(ignored))
+    @property
+    def headers(self) -> dict[str, str]:
+        values = (self.engine.name, self.voice, str(self.encoder.to_hz))
         return {name: value for name, value in zip(SPEECH_HEADERS, values, strict=True) if value}
 
 
@@ -123,7 +124,7 @@ class SpeechResponse(StreamedResponse):
         resources: contextlib.AsyncExitStack,
     ) -> None:
         media_type = EVENT_STREAM if request.sse else speaker.encoder.content_type
-        super().__init__(media_type, speaker.headers(request.ignored), resources)
+        super().__init__(media_type, speaker.headers, resources)
         self._request, self._stream = request, stream
 
     async def pieces(self, context: RequestContext) -> AsyncGenerator[bytes, None]:
@@ -272,6 +273,7 @@ def routes(dependencies: SpeechDependencies) -> APIRouter:
         async with contextlib.AsyncExitStack() as resources:
             speaker = SpeechSynthesizer.resolve(dependencies, parsed)
             context.model = speaker.engine.name
+            context.ignored.add(parsed.ignored)
             resources.enter_context(speaker.engine.in_use())
             stream = SpeechStream(
                 dependencies.executor.threads, partial(speaker.start_session, parsed.text), speaker.encoder

@@ -63,9 +63,10 @@ def log_access(
     model: str | None = None,
     client: str | None = None,
     ended: str | None = None,
+    ignored: str | None = None,
 ) -> None:
     """Logs the one line of an answered request, or of a WebSocket that has `ended`. `route` as in the metrics:
-    the template, not the path.
+    the template, not the path. `ignored`: fields of the request that had no effect.
 
     Statuses from 500 on are errors, except 503: a server that is not ready, or going down, answers that.
     """
@@ -78,6 +79,7 @@ def log_access(
         "model": model,
         "client": client,
         "ended": ended,
+        "ignored": ignored,
     }
     _access.log(
         logging.ERROR if status >= 500 and status != 503 else logging.INFO,

@@ -12,8 +12,6 @@ from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
 from asr_serve.types import suggest_name
 from asr_serve.voices.voice_store import VoiceStore
 
-OPENAI_MODELS = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts", "gpt-4o-mini-tts-2025-12-15")
-"""OpenAI's names of speech models: here they mean the server's own, unless an alias exists."""
 OPENAI_VOICES = {
     "alloy": "alloy",
     "echo": "echo",
@@ -37,17 +35,13 @@ MAX_LISTED_VOICES = 50
 class VoiceCatalog:
     """Speech models and voices by name. Belongs to the event loop's thread."""
 
-    def __init__(
-        self, engines: EngineRegistry, store: VoiceStore, models: Mapping[str, str], aliases: Mapping[str, str]
-    ) -> None:
-        """`store`: cloned voices. `models`: alias -> model. `aliases`: alias -> voice, after the voices' own names."""
-        self._engines, self._store, self._models, self._aliases = engines, store, models, aliases
+    def __init__(self, engines: EngineRegistry, store: VoiceStore, aliases: Mapping[str, str]) -> None:
+        """`store`: cloned voices. `aliases`: alias -> voice, after the voices' own names."""
+        self._engines, self._store, self._aliases = engines, store, aliases
 
     def engine(self, model: str | None) -> ModelEngine:
         """Engine of the model of that name, or the server's own. Raises UnknownModel, ModelNotLoaded, WrongModel,
         EngineClosed."""
-        if model in OPENAI_MODELS and model not in self._engines.known_models() and model not in self._models:
-            model = None
         return self._engines.get_tts(model)
 
     def voice(self, card: TtsCard, name: str | None) -> str:

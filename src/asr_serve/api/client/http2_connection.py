@@ -26,11 +26,12 @@ from h2.events import (
     DataReceived,
     Event,
     PingAckReceived,
+    RemoteSettingsChanged,
     ResponseReceived,
     StreamEnded,
     StreamReset,
 )
-from h2.exceptions import H2Error
+from h2.exceptions import H2Error, NoAvailableStreamIDError, TooManyStreamsError
 
 from asr_serve.api.client.connection import (
     OPEN_S,
@@ -53,6 +54,10 @@ MAX_EVENT_BYTES = 16 << 20
 """Limit of one event."""
 MAX_STREAMS = 100
 """Sessions on a connection, where the server allows as many."""
+CONNECT_S = 5.0
+"""Longest time for a connection and the server's first settings: shorter than OPEN_S, so that a session hears why."""
+IDLE_S = 60.0
+"""Time without a session after which a connection is closed."""
 CONNECTION_WINDOW_BYTES = 16 << 20
 """Bytes of events that may be on their way on a connection: more than all its streams together may have, so that one
 that nobody reads holds up no other."""
@@ -87,29 +92,50 @@ class _Http2Line:
         self._http2 = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
         self._streams: dict[int, _Stream] = {}
         self._ponged_s = time.monotonic()
+        self._settled = asyncio.Event()
+        """Set by the server's first settings, which limit the sessions, and by the end of the connection."""
+        self._full = False
+        """Whether it takes no more requests for good."""
+        self._leaving: asyncio.TimerHandle | None = None
+        """Timer that closes it, while it is idle."""
         self.lost: str | None = None
         self._http2.initiate_connection()
         self._http2.increment_flow_control_window(CONNECTION_WINDOW_BYTES)
         self._flush()
-        self._work = asyncio.gather(self._read(), self._ping())
+        self._tasks = asyncio.create_task(self._read()), asyncio.create_task(self._ping())
+        self._leave_later()  # who wanted it may have given up meanwhile
 
     @property
     def has_room(self) -> bool:
         """Whether another session may use it."""
         most = min(MAX_STREAMS, self._http2.remote_settings.max_concurrent_streams)
-        return self.lost is None and len(self._streams) < most
+        # The server counts a request that has ended here until its answer has ended, too.
+        count = max(len(self._streams), self._http2.open_outbound_streams)
+        return self.lost is None and not self._full and count < most
 
-    def request(self, headers: list[tuple[str, str]]) -> tuple[int, _Stream]:
-        """Begins a request. Raises Unreachable."""
+    async def wait_settled(self) -> None:
+        """Waits until the server has said how many sessions it allows. Raises Unreachable."""
+        await self._settled.wait()
+        if self.lost is not None:
+            raise _lost(self.lost)
+
+    def request(self, headers: list[tuple[str, str]]) -> tuple[int, _Stream] | None:
+        """Begins a request; None where the connection takes no more. Raises Unreachable."""
         if self.lost is not None:
             raise _lost(self.lost)
         stream = _Stream()
         try:
             number = self._http2.get_next_available_stream_id()
             self._http2.send_headers(number, headers)
+        except (TooManyStreamsError, NoAvailableStreamIDError):
+            self._full = True
+            return None
         except H2Error as error:
             raise _lost(f"no request can be made: {error}") from None
         self._streams[number] = stream
+        if self._leaving is not None:
+            self._leaving.cancel()
+            self._leaving = None
         self._flush()
         return number, stream
 
@@ -153,13 +179,24 @@ class _Http2Line:
             else:
                 self._http2.reset_stream(number, ErrorCodes.CANCEL)
         self._flush()
+        if not self._streams:
+            self._leave_later()
+
+    def leave(self) -> None:
+        """Closes it in order, without waiting."""
+        if self.lost is None:
+            with contextlib.suppress(H2Error):
+                self._http2.close_connection()
+            self._flush()
+        self._lose("it was not used")
+
+    def _leave_later(self) -> None:
+        self._leaving = asyncio.get_running_loop().call_later(IDLE_S, self.leave)
 
     async def close(self) -> None:
         """Closes it, and what uses it."""
         self._lose("it was closed")
-        self._work.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._work
+        await asyncio.wait(self._tasks)
 
     def _flush(self) -> None:
         data = self._http2.data_to_send()
@@ -186,6 +223,8 @@ class _Http2Line:
         match event:
             case ConnectionTerminated():
                 self._lose(f"the server ended it ({event.error_code})")
+            case RemoteSettingsChanged():
+                self._settled.set()
             case PingAckReceived():
                 self._ponged_s = time.monotonic()
             case ResponseReceived() | DataReceived() | StreamEnded() | StreamReset():
@@ -217,6 +256,7 @@ class _Http2Line:
         while self.lost is None:
             if time.monotonic() - self._ponged_s > PING_S + PONG_S:
                 self._lose(f"no pong for {PING_S + PONG_S:g} s")
+                self._writer.transport.abort()  # what waits to be sent would hold the socket
                 return
             with contextlib.suppress(H2Error):
                 self._http2.ping(struct.pack(">d", time.monotonic()))
@@ -225,8 +265,14 @@ class _Http2Line:
 
     def _lose(self, reason: str) -> None:
         self.lost = self.lost or reason
+        self._settled.set()
+        if self._leaving is not None:
+            self._leaving.cancel()
         for stream in self._streams.values():
             stream.fail(self.lost)
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
         self._writer.close()
 
 
@@ -237,7 +283,8 @@ class Http2StreamConnections:
         """Connects with the first session. Raises OptionError for an address that is none."""
         self._server, self._parts, self._key = server, parse_server(server), api_key
         self._lines: list[_Http2Line] = []
-        self._connecting = asyncio.Lock()
+        self._connecting: asyncio.Task[_Http2Line | Unreachable] | None = None
+        """Attempt that all sessions without a connection wait for."""
 
     @property
     def count(self) -> int:
@@ -247,24 +294,23 @@ class Http2StreamConnections:
     async def open(self, query: Mapping[str, str]) -> Http2StreamConnection:
         """Opens or resumes a session. Raises Refused, Unreachable."""
         query, long = split_query(query)
-        async with self._connecting:  # the second of many sessions finds the connection of the first
-            line = await self._line()
-            number, stream = line.request(self._headers(query))
-        connection = Http2StreamConnection(line, number, stream)
-        async with contextlib.AsyncExitStack() as undo:
-            undo.push_async_callback(connection.close)
-            try:
-                async with asyncio.timeout(OPEN_S):
-                    if long:
-                        await connection.send(msgspec.json.encode({"type": START, **long}).decode())
-                    await connection._wait_session()
-            except TimeoutError:
-                raise _lost(f"no answer within {OPEN_S:g} s") from None
-            undo.pop_all()
+        try:
+            async with asyncio.timeout(OPEN_S), contextlib.AsyncExitStack() as undo:
+                connection = await self._request(query)
+                undo.push_async_callback(connection.close)
+                if long:
+                    await connection.send(msgspec.json.encode({"type": START, **long}).decode())
+                await connection._wait_session()
+                undo.pop_all()
+        except TimeoutError:
+            raise _lost(f"no answer within {OPEN_S:g} s") from None
         return connection
 
     async def close(self) -> None:
         """Closes all connections. Idempotent."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait({self._connecting})
         lines, self._lines = self._lines, []
         for line in lines:
             await line.close()
@@ -281,28 +327,67 @@ class Http2StreamConnections:
         ]
         return headers + ([("authorization", f"Bearer {self._key}")] if self._key else [])
 
+    async def _request(self, query: Mapping[str, str]) -> Http2StreamConnection:
+        """Begins a request on a connection with room for it. Raises Unreachable."""
+        while True:
+            line = await self._line()
+            if (made := line.request(self._headers(query))) is not None:
+                return Http2StreamConnection(line, *made)
+
     async def _line(self) -> _Http2Line:
         """Returns a connection with room for a session. Raises Unreachable."""
-        self._lines = [line for line in self._lines if line.lost is None]
-        for line in self._lines:
-            if line.has_room:
-                return line
+        while True:
+            self._lines = [line for line in self._lines if line.lost is None]
+            for line in self._lines:
+                if line.has_room:
+                    return line
+            if (attempt := self._connecting) is None:
+                attempt = self._connecting = asyncio.create_task(self._connect())
+                attempt.add_done_callback(self._connected)
+            await asyncio.wait({attempt})  # goes on without this session, where that gives up: others wait, too
+            if attempt.cancelled():
+                raise _lost("it was closed")
+            made = attempt.result()
+            if isinstance(made, Unreachable):
+                raise Unreachable(made.came, made.allowed, made.todo)
+
+    def _connected(self, attempt: asyncio.Task[_Http2Line | Unreachable]) -> None:
+        """Ends an attempt, before those that wait for it go on."""
+        self._connecting = None
+        if not attempt.cancelled() and attempt.exception() is None:
+            made = attempt.result()
+            if isinstance(made, _Http2Line):
+                self._lines.append(made)
+
+    async def _connect(self) -> _Http2Line | Unreachable:
+        """Connects; returns why it cannot, for all that wait."""
         secure = None
         if self._parts.scheme == "https":
             secure = ssl.create_default_context()
             secure.set_alpn_protocols(["h2"])
         port = self._parts.port or (443 if secure else 80)
-        try:
-            async with asyncio.timeout(OPEN_S):
-                reader, writer = await asyncio.open_connection(self._parts.hostname, port, ssl=secure)
-        except (OSError, TimeoutError) as error:
-            raise no_server(self._server, error) from None
-        agreed = writer.get_extra_info("ssl_object")
-        if agreed is not None and agreed.selected_alpn_protocol() != "h2":
-            writer.close()
-            raise Unreachable(f"{self._server} speaks no HTTP/2", "asr-serve does", "a proxy before it must, too")
-        line = _Http2Line(reader, writer)
-        self._lines.append(line)
+        with contextlib.ExitStack() as undo:
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    reader, writer = await asyncio.open_connection(self._parts.hostname, port, ssl=secure)
+                    undo.callback(writer.close)
+                    agreed = writer.get_extra_info("ssl_object")
+                    if agreed is not None and agreed.selected_alpn_protocol() != "h2":
+                        return Unreachable(
+                            f"{self._server} speaks no HTTP/2", "asr-serve does", "a proxy before it must, too"
+                        )
+                    line = _Http2Line(reader, writer)
+                    undo.callback(line.leave)
+                    await line.wait_settled()
+            except Unreachable as lost:
+                return lost
+            except TimeoutError:
+                return no_server(self._server, TimeoutError(f"nothing came within {CONNECT_S:g} s"))
+            except OSError as error:
+                return no_server(self._server, error)
+            if not line.has_room:
+                return Unreachable(f"{self._server} allows no session on a connection", "at least one", "try again")
+            undo.pop_all()
         return line
 
 

@@ -358,6 +358,7 @@ class EvaluationStore:
                 param="store",
             )
         db.execute("PRAGMA foreign_keys = ON")
+        db.execute("PRAGMA synchronous = NORMAL")  # outlives the process, not always the power
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
@@ -452,7 +453,7 @@ def summarize(run: EvaluationRun, results: list[EvaluationResult], passes: list[
         for row in good
         if row.hotwords is not None and row.hotwords_found is not None
     ]
-    whole = len(passes) == 1 and passes[0][0] == len(good) == run.dataset.clips and not run.settings.live
+    whole = len(passes) == 1 and passes[0][0] == run.dataset.clips and not run.settings.live
     rtfx = passes[0][1] / passes[0][2] if whole and passes[0][2] > 0 else None
     wer_bounds, cer_bounds = _interval(words), _interval(letters)
     seconds = [row.seconds for row in good if row.seconds is not None]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -60,6 +60,31 @@ def wer(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRate:
 def cer(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRate:
     """Character error rate; spaces between words count. Raises OptionError as `wer` does."""
     return _error_rate(_jiwer().process_characters, references, hypotheses, len)
+
+
+class Difference(NamedTuple):
+    """A stretch of an alignment: words that are the same, or what is there in place of others."""
+
+    kind: str
+    """equal, substitute, delete or insert."""
+    reference: tuple[str, ...]
+    hypothesis: tuple[str, ...]
+
+
+def align_words(reference: Sequence[str], hypothesis: Sequence[str]) -> list[Difference]:
+    """Alignment of two lists of words, without normalization, as `wer` counts its errors. Raises OptionError."""
+    if not (reference and hypothesis):
+        kind = "delete" if reference else "insert"
+        return [Difference(kind, tuple(reference), tuple(hypothesis))] if reference or hypothesis else []
+    found = _jiwer().process_words(" ".join(reference), " ".join(hypothesis))
+    return [
+        Difference(
+            chunk.type,
+            tuple(reference[chunk.ref_start_idx : chunk.ref_end_idx]),
+            tuple(hypothesis[chunk.hyp_start_idx : chunk.hyp_end_idx]),
+        )
+        for chunk in found.alignments[0]
+    ]
 
 
 def _error_rate(

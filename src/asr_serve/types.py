@@ -38,13 +38,31 @@ class Span(msgspec.Struct, frozen=True, order=True):
         return self.end_samples - self.start_samples
 
 
+class PeerTimings(msgspec.Struct, frozen=True):
+    """Times of an utterance that another engine encoded: when it was sent and its output received, by `time.time_ns`
+    of the engine that decodes, and durations by the peer's own clock."""
+
+    peer: str
+    """Address of the peer."""
+    sent_ns: int
+    received_ns: int
+    waited_s: float
+    encoded_s: float
+    """Time of its batch."""
+    transfer_s: float
+
+
 class EngineTimestamps(msgspec.Struct, frozen=True):
-    """Times of an utterance's stages in the engine, by `time.time_ns`, a clock shared with the server."""
+    """Times of an utterance's stages in the engine, by `time.time_ns` of its host; `submitted_ns` by the server's."""
 
     submitted_ns: int
     encode_start_ns: int
     encode_end_ns: int
     decode_end_ns: int
+    peer: PeerTimings | None = None
+    """Encoding at a peer, if that is where it was encoded."""
+    replica: str = ""
+    """Replica that answered, where a model has several; filled in by the server."""
 
 
 class SearchToken(NamedTuple):

@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from asr_serve.errors import OptionError
 from asr_serve.server.telemetry import tracing
 from asr_serve.server.telemetry.tracing import OtelTracer, Tracer
-from asr_serve.types import EngineTimestamps
+from asr_serve.types import EngineTimestamps, PeerTimings
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -100,6 +100,52 @@ def test_the_engines_times_are_its_own(tracer: OtelTracer, exporter: InMemorySpa
         "encode": (4_000, 9_000),
         "decode": (9_000, 25_000),
     }
+
+
+NOW_NS = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("off_by_ns", "shown_ns"),
+    [(0, 0), (-4_000, -3_000), (NOW_NS, NOW_NS - 25_000), (-25_000, -3_000)],
+    ids=["our own", "a little slow", "fast", "slow"],
+)
+def test_the_clock_of_another_host_is_shifted_as_little_as_keeps_order(
+    tracer: OtelTracer, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch, off_by_ns: int, shown_ns: int
+) -> None:
+    def at(ns: int) -> int:
+        return ns + off_by_ns
+
+    peer = PeerTimings("10.0.0.1:81", at(5_000), at(8_000), 0.5e-6, 1e-6, 0.5e-6)
+    with tracer.start_request("POST", {}) as request, monkeypatch.context() as patched:
+        patched.setattr(tracing.time, "time_ns", lambda: NOW_NS)
+        request.engine_phases(EngineTimestamps(1_000, at(4_000), at(9_000), at(25_000), peer))
+    times = {span.name: (span.start_time, span.end_time) for span in traced(tracer, exporter)}
+    del times["POST"]
+    assert times.pop("utterance") == (1_000, 25_000 + shown_ns)
+    assert times.pop("queue") == (1_000, 4_000 + shown_ns)
+    assert {name: (start - shown_ns, end - shown_ns) for name, (start, end) in times.items()} == {
+        "encode": (4_000, 9_000),
+        "peer": (5_000, 8_000),
+        "peer_queue": (5_500, 6_000),
+        "peer_encode": (6_000, 7_000),
+        "peer_transfer": (7_000, 7_500),
+        "decode": (9_000, 25_000),
+    }
+
+
+def test_a_peer_that_reports_impossible_times_stays_within_its_answer(
+    tracer: OtelTracer, exporter: InMemorySpanExporter
+) -> None:
+    peer = PeerTimings("10.0.0.1:81", 5_000, 8_000, 2e-6, 3e-6, 3e-6)
+    with tracer.start_request("POST", {}) as request:
+        request.engine_phases(EngineTimestamps(1_000, 4_000, 9_000, 25_000, peer))
+    times = {span.name: (span.start_time, span.end_time) for span in traced(tracer, exporter)}
+    assert [times[f"peer_{name}"] for name in ("queue", "encode", "transfer")] == [
+        (5_000, 7_000),
+        (7_000, 8_000),
+        (8_000, 8_000),
+    ]
 
 
 def test_the_callers_trace_is_continued(tracer: OtelTracer, exporter: InMemorySpanExporter) -> None:

@@ -14,7 +14,7 @@ from asr_serve.audio.endpointing import WINDOW_SAMPLES
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens, SearchOptions
 from asr_serve.errors import AsrServeError, Cancelled
-from asr_serve.types import Priority
+from asr_serve.types import PeerTimings, Priority
 
 if TYPE_CHECKING:
     from asr_serve.decoding.biasing_list import CompiledBiasingList
@@ -55,6 +55,8 @@ class RecognitionRequest(msgspec.Struct):
     """Digest of everything that determines the result."""
     encoded: bool = False
     """Whether the audio was encoded for this request, because no cached result could be used."""
+    peer_timings: PeerTimings | None = None
+    """Times of that encoding, if a peer did it."""
     hotwords: CompiledBiasingList | None = None
     """Compiled `options.bias`, once it is ready."""
 

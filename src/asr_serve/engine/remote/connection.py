@@ -23,7 +23,7 @@ from asr_serve.engine.remote.messages import PeerChannel, quoted
 from asr_serve.errors import AsrServeError, MalformedRequest, PeerGone, PeerRefused, RoadFailed, RoadTimeout
 from asr_serve.metrics import EngineMetrics
 from asr_serve.transfer.transports import BufferRegion, Receiver
-from asr_serve.types import Priority
+from asr_serve.types import PeerTimings, Priority
 
 MAX_BATCHES_IN_FLIGHT = 2
 """Batches of one peer: one being encoded, and one waiting there or in transfer."""
@@ -50,11 +50,12 @@ class EncodeClip(NamedTuple):
 
 class EncodedBatch(NamedTuple):
     """Output of a batch: bytes of each clip, `cross` or `hidden` by `payload`; none for a cancelled clip.
-    `seconds`: encoding time at the peer."""
+    `seconds`: encoding time at the peer. `timings`: those of each clip; None for a cancelled one."""
 
     payload: str
     data: list[np.ndarray]
     seconds: float
+    timings: list[PeerTimings | None]
 
 
 Done = Callable[[EncodedBatch | AsrServeError], None]
@@ -69,6 +70,7 @@ class RemoteBatch(msgspec.Struct, eq=False):
     data: list[np.ndarray]
     remaining: int
     """Clips not answered yet."""
+    timings: list[PeerTimings | None]
     cancelled: set[int]
     """Indices of cancelled clips."""
     seconds: float = 0.0
@@ -82,6 +84,9 @@ class InFlightClip(NamedTuple):
     clip_index: int
     region: BufferRegion
     sent_s: float
+    """On the monotonic clock."""
+    sent_ns: int
+    """By `time.time_ns`."""
 
 
 class PeerConnection:
@@ -97,8 +102,9 @@ class PeerConnection:
         met: PeerDescription,
         timeout_s: float,
         metrics: EngineMetrics | None,
+        address: str,
     ) -> None:
-        self.channel, self.receiver, self.payload = line, landing, carries
+        self.channel, self.receiver, self.payload, self._address = line, landing, carries, address
         self._frame_bytes, self._met, self._timeout_s, self._metrics = frame_bytes, met, timeout_s, metrics
         self._condition = threading.Condition()  # its lock guards all that follows, and the receiver's regions
         self._batches: list[RemoteBatch] = []
@@ -145,7 +151,7 @@ class PeerConnection:
         with self._condition:
             if not self.has_room:
                 return None
-            batch = RemoteBatch(clips, done, [NOTHING] * len(clips), len(clips), set())
+            batch = RemoteBatch(clips, done, [NOTHING] * len(clips), len(clips), [None] * len(clips), set())
             if not self._batches:
                 self._progress_s = time.monotonic()
             self._batches.append(batch)
@@ -278,7 +284,7 @@ class PeerConnection:
                 raise RoadFailed(f"there is no memory for {clip.frames} frames", "the landing holds the longest")
             return None
         number = next(self._numbers)
-        self._in_flight[number] = InFlightClip(away, index, region, time.monotonic())
+        self._in_flight[number] = InFlightClip(away, index, region, time.monotonic(), time.time_ns())
         self._samples += len(clip.pcm)
         within_ms = None if clip.within_ms is None else min(max(0, clip.within_ms), messages.MAX_WITHIN_MS)
         message = messages.EncodeMessage(number, len(clip.pcm), clip.whole, clip.priority, within_ms, region)
@@ -299,20 +305,25 @@ class PeerConnection:
             )
         # Copied at once: free receive memory is the credit to send more.
         data = self.receiver.received(request.region, message.nbytes, message.checksum).copy()
+        whole_s = time.monotonic() - request.sent_s
+        waited_s, encoded_s, transfer_s = (
+            _clamp(reported_s, whole_s) for reported_s in (message.waited_s, message.encoded_s, message.transfer_s)
+        )
         if self._metrics is not None:
             self._metrics.peer_bytes.inc(message.nbytes)
-            seconds, whole_s = self._metrics.peer_seconds, time.monotonic() - request.sent_s
+            seconds = self._metrics.peer_seconds
             for phase, spent_s in (
-                ("waiting", message.waited_s),
-                ("encoding", message.encoded_s),
-                ("road", message.transfer_s),
+                ("waiting", waited_s),
+                ("encoding", encoded_s),
+                ("road", transfer_s),
                 ("whole", whole_s),
             ):
-                seconds[phase].observe(_clamp(spent_s, whole_s))
+                seconds[phase].observe(spent_s)
+        received_ns = request.sent_ns + round(whole_s * 1e9)
+        timings = PeerTimings(self._address, request.sent_ns, received_ns, waited_s, encoded_s, transfer_s)
         with self._condition:
-            request.batch.data[request.clip_index] = data
-            spent_s = _clamp(message.encoded_s, time.monotonic() - request.sent_s)
-            request.batch.seconds = max(request.batch.seconds, spent_s)
+            request.batch.data[request.clip_index], request.batch.timings[request.clip_index] = data, timings
+            request.batch.seconds = max(request.batch.seconds, encoded_s)
             finished = self._release_region(message.id, request)
         if finished:
             self._notify(request.batch)
@@ -361,7 +372,7 @@ class PeerConnection:
     def _notify(self, away: RemoteBatch) -> None:
         if self._metrics is not None:
             self._metrics.peer_batches.inc()
-        away.on_done(away.error or EncodedBatch(self.payload, away.data, away.seconds))
+        away.on_done(away.error or EncodedBatch(self.payload, away.data, away.seconds, away.timings))
 
 
 def _clamp(reported_s: float, most_s: float) -> float:

@@ -337,9 +337,9 @@ class EncodePeer:
     def _open_connection(
         self, line: PeerChannel, landing: Receiver, carries: str, met: handshake.PeerDescription
     ) -> PeerConnection:
-        settings = self._settings
+        settings, frame_bytes = self._settings, self._settings.frame_bytes[carries]
         return PeerConnection(
-            line, landing, carries, settings.frame_bytes[carries], met, settings.timeout_s, settings.metrics
+            line, landing, carries, frame_bytes, met, settings.timeout_s, settings.metrics, self.address
         )
 
     def _choose_payload(self, road: str, theirs: EncoderIdentity) -> str:

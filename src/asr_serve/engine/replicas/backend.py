@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from asr_serve import units
@@ -654,6 +655,8 @@ class ReplicatedBackend:
             if isinstance(message, messages.SessionRefused):
                 answers: Iterable[PendingAnswer | SoundAnswer] = self._on_refused(replica, message)
             else:
+                if isinstance(message, messages.UtteranceDone):
+                    message = _with_replica(message, replica.id)
                 answers = replica.in_flight.handle_message(message)
             for handover in self._handovers.values():
                 handover.on_message(replica.in_flight, message)
@@ -759,6 +762,14 @@ def answered(answers: Mapping[str, Future[messages.EngineReport]]) -> dict[str, 
 
 
 _SAMPLE = re.compile(rb"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (.*)$", re.DOTALL)
+
+
+def _with_replica(message: messages.UtteranceDone, replica: str) -> messages.UtteranceDone:
+    """Returns the message with the name of the replica that answered, for the request's trace."""
+    if (phases := message.recognition.phases) is None:
+        return message
+    recognition = msgspec.structs.replace(message.recognition, phases=msgspec.structs.replace(phases, replica=replica))
+    return messages.UtteranceDone(message.id, recognition)
 
 
 def merge_metrics(texts: dict[str, bytes]) -> bytes:

@@ -25,7 +25,7 @@ from asr_serve.engine.remote.peer_pool import PeerPool
 from asr_serve.errors import AsrServeError, PeerGone, RoadTimeout, Torn
 from asr_serve.models.interfaces import EncoderDecoderModel, SpeechLanguageModel
 from asr_serve.models.packing import PackedBatch
-from asr_serve.types import Priority
+from asr_serve.types import PeerTimings, Priority
 
 
 class EncoderResult(NamedTuple):
@@ -36,6 +36,8 @@ class EncoderResult(NamedTuple):
     width); for a decoder that is split over ranks the encoder frames (frames, width)."""
     ctc_frames: Tensor | None = None
     """Frames (n, width) of a SpeechLanguageModel's CTC head, from which times of tokens come; None: none are wanted."""
+    timings: PeerTimings | None = None
+    """Times of a result that a peer computed."""
 
     @property
     def frames(self) -> int:
@@ -303,7 +305,10 @@ class EncoderPool:
             cross = self._runner.model.cross_keys_values
             packed = cross(hidden) if len(hidden) else hidden.new_empty(0, *identity.cross)
         offsets = [0, *itertools.accumulate(map(len, tensors))]
-        return [EncoderResult(packed[start:end]) for start, end in itertools.pairwise(offsets)]
+        return [
+            EncoderResult(packed[start:end], timings=timings)
+            for (start, end), timings in zip(itertools.pairwise(offsets), came.timings, strict=True)
+        ]
 
 
 def _init_encoder_thread(device: Device) -> None:

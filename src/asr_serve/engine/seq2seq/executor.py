@@ -342,7 +342,7 @@ class Seq2SeqExecutor:
         with self._guard("encode", "encoding", list(encoded)):
             for request_id, result in encoded.items():
                 utterance = self.open_requests[request_id]
-                utterance.encoded = True
+                utterance.encoded, utterance.peer_timings = True, result.timings
                 hypothesis = self.requests.hypothesis(utterance)
                 row = self.decode_runner.add_row(request_id, result, hypothesis, utterance.encoder_key)
                 self.coalescer.publish_frames(utterance, row)

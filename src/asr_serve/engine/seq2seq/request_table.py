@@ -131,6 +131,7 @@ class RequestTable:
             encode_start_ns=utterance.encode_start_ns or now_ns,
             encode_end_ns=utterance.encode_end_ns or now_ns,
             decode_end_ns=now_ns,
+            peer=utterance.peer_timings,
         )
         resolve(utterance.future, msgspec.structs.replace(answer, phases=phases, reused=reused))
 

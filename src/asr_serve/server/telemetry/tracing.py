@@ -5,14 +5,20 @@
     └── utterance                      each segment, in the engine process
         ├── queue                      admitted, waiting
         ├── encode
+        │   └── peer               at an engine that encodes for others
+        │       ├── peer_queue
+        │       ├── peer_encode
+        │       └── peer_transfer
         └── decode
 
-The engine process has no part in this: its times are returned with each result (`types.EngineTimestamps`), and its
-spans are created from them afterwards. Attributes hold names and sizes, never a key or spoken text.
+Engines have no part in this: their times are returned with each result (`types.EngineTimestamps`), those of a peer by
+way of the engine that decodes, and their spans are created from them afterwards. So a request is one tree, however many
+processes and hosts serve it. Attributes hold names and sizes, never a key or spoken text.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Thread
@@ -20,7 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from asr_serve.errors import OptionError
-from asr_serve.types import EngineTimestamps
+from asr_serve.types import EngineTimestamps, PeerTimings
 
 if TYPE_CHECKING:
     from opentelemetry import trace
@@ -145,14 +151,34 @@ class _OtelRequestTrace(RequestTrace):
             span.end()
 
     def engine_phases(self, phases: EngineTimestamps) -> None:
+        shift_ns = _shift_to_our_clock(phases, time.time_ns())
+        begun_ns, encoded_ns, ended_ns = (
+            stamp_ns + shift_ns for stamp_ns in (phases.encode_start_ns, phases.encode_end_ns, phases.decode_end_ns)
+        )
         utterance = self._child("utterance", self._span, "engine", phases.submitted_ns)
-        for name, start_ns, end_ns in (
-            ("queue", phases.submitted_ns, phases.encode_start_ns),
-            ("encode", phases.encode_start_ns, phases.encode_end_ns),
-            ("decode", phases.encode_end_ns, phases.decode_end_ns),
-        ):
-            self._child(name, utterance, "engine", start_ns).end(end_ns)
-        utterance.end(phases.decode_end_ns)
+        if phases.replica:
+            utterance.set_attribute("replica", phases.replica)
+        self._child("queue", utterance, "engine", phases.submitted_ns).end(begun_ns)
+        encode = self._child("encode", utterance, "engine", begun_ns)
+        if phases.peer is not None:
+            self._peer_spans(encode, phases.peer, shift_ns)
+        encode.end(encoded_ns)
+        self._child("decode", utterance, "engine", encoded_ns).end(ended_ns)
+        utterance.end(ended_ns)
+
+    def _peer_spans(self, encode: trace.Span, times: PeerTimings, shift_ns: int) -> None:
+        """Creates the spans of a peer's work. Its clock is not asked: what its durations leave of the time between
+        request and answer is taken to be the two ways, half each."""
+        sent_ns, received_ns = times.sent_ns + shift_ns, times.received_ns + shift_ns
+        stages = {"peer_queue": times.waited_s, "peer_encode": times.encoded_s, "peer_transfer": times.transfer_s}
+        peer = self._child("peer", encode, "peer", sent_ns)
+        peer.set_attribute("peer", times.peer)
+        start_ns = sent_ns + max(0, received_ns - sent_ns - round(sum(stages.values()) * 1e9)) // 2
+        for name, seconds in stages.items():
+            end_ns = min(start_ns + round(seconds * 1e9), received_ns)
+            self._child(name, peer, "peer", start_ns).end(end_ns)
+            start_ns = end_ns
+        peer.end(received_ns)
 
     def _child(self, name: str, parent: trace.Span, process: str, start_ns: int | None = None) -> trace.Span:
         # The parent is passed, not looked up: a request's work is spread over tasks and threads.
@@ -171,3 +197,9 @@ class _OtelRequestTrace(RequestTrace):
     def _fail(self, kind: str) -> None:
         self._span.set_attribute("error.type", kind)
         self._span.set_status(self._api.StatusCode.ERROR)
+
+
+def _shift_to_our_clock(phases: EngineTimestamps, now_ns: int) -> int:
+    """Returns what to add to an engine's times: 0 on this host. The clock of another host may be fast or slow, which
+    shows where its work would begin before the request or end after now; then the least shift that mends it."""
+    return max(phases.submitted_ns - phases.encode_start_ns, min(0, now_ns - phases.decode_end_ns))

@@ -36,7 +36,8 @@ def test_packed_data_arrives_and_nothing_is_left(line, parts):
     arrived = SealedBuffer.receive(line[1], packed.label)
     assert arrived.read() == arrived.read() == parts
     arrived.close()
-    assert psutil.Process().num_fds() == before
+    # Fewer if something of an earlier test was collected meanwhile.
+    assert psutil.Process().num_fds() <= before
 
 
 def test_behind_bytes_that_are_read_without_it(line):

@@ -84,9 +84,9 @@ class InFlightClip(NamedTuple):
     clip_index: int
     region: BufferRegion
     sent_s: float
-    """On the monotonic clock."""
+    """Time of sending, on the monotonic clock."""
     sent_ns: int
-    """By `time.time_ns`."""
+    """The same, by `time.time_ns`."""
 
 
 class PeerConnection:

@@ -153,6 +153,31 @@ def test_the_gate_sends_lengths_of_silence_and_changes_no_word(
     edge.close()
 
 
+def test_audio_that_no_gate_has_looked_at_is_told_and_in_the_account() -> None:
+    edge = RunningEdge("http://127.0.0.1:9", voice_activity=True)  # nobody listens there
+    gates, sender = edge.service._gates, RtpSender(edge.driver.port)
+    assert gates is not None
+    taken = [gates._pool.open() for _ in range(gates._pool.free_slots)]
+    session = edge.create()
+    packets = l16_packets(np.full(50 * UNITS, 0.25, np.float32), session.ssrc)
+    sender.send(packets)
+    edge.taken(session.id, len(packets))
+    eventually(lambda: edge.describe(session.id).ungated_s == 1.0)
+    told = [event["ungated_s"] for event in edge.events(session.id) if event["type"] == "ungated"]
+    assert told
+    assert told[-1] <= 1.0 < 2 * told[-1]
+    assert all(2 * before <= after for before, after in pairwise(told))
+    edge.call(edge.service.render_metrics)
+    assert edge.metric("asr_serve_edge_ungated_audio_seconds_total") == 1.0
+    edge.service._tasks[session.id].cancel()
+    eventually(lambda: edge.events(session.id)[-1]["type"] == "end")
+    assert edge.events(session.id)[-1]["ungated_s"] == 1.0
+    for each in taken:
+        each.close()
+    edge.close()
+    sender.close()
+
+
 def test_floods_and_hostile_packets_disturb_nobody(
     edge: RunningEdge, sender: RtpSender, speech: np.ndarray, expected: str, rng: np.random.Generator
 ) -> None:

@@ -32,7 +32,7 @@ class Receiving(NamedTuple):
     """A receiver, and how to send to it."""
 
     receiver: Any
-    connect: Callable[[], RtpSender]
+    connect: Callable[..., RtpSender]
     address: str
     """Address that senders have."""
 
@@ -43,7 +43,8 @@ def on_loopback(module: Any) -> Iterator[Receiving]:
         bound.bind(("127.0.0.1", 0))
         bound.setblocking(False)
         made = module.PacketReceiver([bound.fileno()], batch=8, slot_bytes=256)
-        yield Receiving(made, lambda: RtpSender(bound.getsockname()[1]), "127.0.0.1")
+        port = bound.getsockname()[1]
+        yield Receiving(made, lambda host="127.0.0.1": RtpSender(port, host, to="127.0.0.1"), "127.0.0.1")
         made.close()
 
 
@@ -199,7 +200,7 @@ def test_rtcp_is_of_its_own_flow_while_there_is_one(receiving: Receiving) -> Non
     caller.send([report])
     stranger.send([report])
     assert [flow for flow, _, _ in collect(receiver, 1)] == [1]
-    receiver.admit_rtcp(2, 1.0, 2.0)
+    receiver.admit_rtcp(2, 1.0, 2.0, *FAST)
     caller.send([report, packet(9)])
     assert [flow for flow, _, _ in collect(receiver, 2)] == [2, 1]
     stranger.send([report, report, packet(9)])
@@ -212,6 +213,26 @@ def test_rtcp_is_of_its_own_flow_while_there_is_one(receiving: Receiving) -> Non
     assert [flow for flow, _, _ in collect(receiver, 1)] == [1]
     for each in (caller, stranger):
         each.close()
+
+
+def test_rtcp_that_floods_takes_nothing_from_that_of_other_addresses(loopback: Receiving) -> None:
+    """Whatever its ports. Addresses are told apart by a random hash: one of twelve may have the flood's."""
+    receiver, flood = loopback.receiver, [loopback.connect("127.0.0.2") for _ in range(4)]
+    others = [loopback.connect(f"127.0.0.{number}") for number in range(3, 15)]
+    receiver.admit_rtcp(1, 0.001, 15.0, 0.001, 3.0)
+    report = build_source_description(5, b"name")
+    for sender in [*flood * 5, *others]:
+        sender.send([report])
+    found: list[str] = []
+    end_s = time.monotonic() + WAIT_S
+    while receiver.counts()["received"] < 32 and time.monotonic() < end_s:
+        found += [describe_source(source).partition(":")[0] for _, source, *_ in receiver.receive(50)]
+    assert found[:3] == ["127.0.0.2"] * 3
+    assert "127.0.0.2" not in found[3:]
+    assert len(set(found[3:])) == len(found[3:]) >= 11
+    assert receiver.counts()["over_rate"] == receiver.over_rate(1) == 32 - len(found)
+    for sender in (*flood, *others):
+        sender.close()
 
 
 def test_what_is_no_rtp_or_too_long_is_counted(loopback: Receiving) -> None:

@@ -31,7 +31,6 @@ from asr_serve.edge.speech_gate import GateOutput
 from asr_serve.edge.srtp import SrtpKey, SrtpReceiver, checked_key
 from asr_serve.edge.uplink import Uplink, encode_event
 from asr_serve.edge.uplink_transport import UplinkTransport
-from asr_serve.edge.voice_activity import VoiceActivityPool
 from asr_serve.edge.webhook import Webhook
 from asr_serve.errors import AtCapacity, OptionError, SessionExpired
 from asr_serve.metrics import EdgeMetrics
@@ -46,6 +45,9 @@ BURST_S = 15.0
 after which a session without packets has ended anyway."""
 RTCP_PER_S, RTCP_BURST = 20_000.0, 20_000.0
 """RTCP packets that are read, of all senders together: a bound of the time that a flood takes."""
+RTCP_SOURCE_PER_S, RTCP_SOURCE_BURST = 100.0, 500.0
+"""RTCP packets of one address: those of 500 streams behind it, each of which sends one in five seconds (RFC 3550), and
+their first ones at once."""
 TOKENS_PER_S, TOKENS_BURST = 500.0, 1_000.0
 """Names that are looked up as tokens, of all addresses that may try."""
 RETRY_MS = 1_000
@@ -112,12 +114,12 @@ class EdgeService:
         metrics: EdgeMetrics,
         transport: UplinkTransport,
         *,
-        voice_activity: VoiceActivityPool | None = None,
+        gates: GateWorker | None = None,
     ) -> None:
-        """`transport`: closed with the service. `voice_activity`: pool with a place for each session; None: everything
+        """`transport` and `gates` are closed with the service. `gates`: with a place for each session; None: everything
         is sent on."""
         self.config, self.driver, self._metrics, self._transport = config, driver, metrics, transport
-        self._gates = None if voice_activity is None else GateWorker(voice_activity)
+        self._gates = gates
         self._formats = parse_payload_types(config.payload_types)
         self._lock = threading.Lock()
         self._by_flow: dict[int, _Running] = {}
@@ -179,7 +181,9 @@ class EdgeService:
             gate = (
                 None
                 if self._gates is None
-                else self._gates.open(lambda audio, last: self._take_gated(running, audio, last))
+                else self._gates.open(
+                    lambda audio, last, ungated: self._take_gated(running, audio, last, ungated_samples=ungated)
+                )
             )
             running = _Running(session, uplink, events, on_finish, gate)
             self._by_flow[flow] = self._by_id[session.id] = running
@@ -412,7 +416,7 @@ class EdgeService:
         session.awaits_token = True
         if not self._token_flow:
             self._token_flow = next(self._flows)
-            self.driver.admit_rtcp(self._token_flow, RTCP_PER_S, RTCP_BURST)
+            self.driver.admit_rtcp(self._token_flow, RTCP_PER_S, RTCP_BURST, RTCP_SOURCE_PER_S, RTCP_SOURCE_BURST)
         return self._tokens.issue(session.flow)
 
     def _withdraw_token(self, session: EdgeSession) -> None:
@@ -489,9 +493,9 @@ class EdgeService:
         if events or audio or last:
             self._hand_over(running, events)
 
-    def _take_gated(self, running: _Running, audio: list[GateOutput], last: bool) -> None:
+    def _take_gated(self, running: _Running, audio: list[GateOutput], last: bool, *, ungated_samples: int) -> None:
         """Brings what a gate forwards to the spool, on the thread of the gates; at its end the session is accounted."""
-        events = running.session.spool_in(audio, last=last)
+        events = running.session.note_ungated(ungated_samples) + running.session.spool_in(audio, last=last)
         if last:
             with self._lock:
                 self._account(running.session)

@@ -22,7 +22,7 @@ from running_server import MODEL, eventually
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.engine.process.backend import ProcessBackend
 from asr_serve.engine.process.local_offer import OFFER_FILE, lock_offer_folder, read_offer
-from asr_serve.errors import OptionError
+from asr_serve.errors import OptionError, UnknownModel
 from asr_serve.server.engine_registry import EngineParts, open_engine
 
 SESSIONS = 2
@@ -81,10 +81,9 @@ def test_words_are_those_over_a_websocket_and_nothing_is_left(
     assert text_of(events) == expected
     assert events[-1]["type"] == "end"
     assert "error" not in kinds(events)
-    wrong = edge.create(options={"model": "nobody"})
-    sender.send(l16_packets(speech[:3_200], wrong.ssrc))
-    eventually(lambda: "error" in kinds(edge.events(wrong.id)))
-    assert [event["code"] for event in edge.events(wrong.id) if event["type"] == "error"] == ["model_not_found"]
+    for wrong, problem in (({"model": "nobody"}, UnknownModel), ({"language": "fi"}, OptionError)):
+        with pytest.raises(problem):  # of an engine that is connected, its models and languages are known
+            edge.create(options=wrong)
     eventually(lambda: not backend_of(offered).describe()["sessions_used"])
 
 

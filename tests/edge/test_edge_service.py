@@ -19,8 +19,10 @@ from running_edge import RunningEdge, expect_words, text_of, words
 from running_server import Running, eventually
 from test_stream_python_client import Proxy
 
+from asr_serve.edge import edge_service
+from asr_serve.edge.edge_config import EdgeConfig
 from asr_serve.edge.packet_driver import parse_source
-from asr_serve.errors import AtCapacity, OptionError, SessionExpired
+from asr_serve.errors import AtCapacity, OptionError, SessionExpired, UnknownSession
 from asr_serve.units import samples_to_s
 
 SECONDS = 9
@@ -355,8 +357,39 @@ def test_sessions_are_bounded_and_named_by_ssrc_or_source(server: Running) -> No
     eventually(lambda: edge.events(by_ssrc.id)[-1:] and edge.events(by_ssrc.id)[-1]["type"] == "end")
     assert edge.events(by_ssrc.id)[-1]["reason"] == "idle"
     edge.create(ssrc=7)
-    with pytest.raises(SessionExpired):
+    with pytest.raises(UnknownSession):
         edge.describe("edge_0")
+    edge.close()
+
+
+def test_a_session_that_has_ended_is_gone_after_a_while_and_not_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge_service, "KEEP_S", 0.0)
+    monkeypatch.setattr(edge_service, "MAX_GONE", 2)
+    edge = RunningEdge("http://127.0.0.1:9")
+    sessions = [edge.create() for _ in range(3)]
+    for each in sessions:
+        edge.call(edge.service.end, each.id)
+        eventually(lambda: not edge.call(edge.service.describe_all) or len(edge.service._by_id) < 3)
+    eventually(lambda: not edge.service._by_id)
+    for each in sessions[1:]:
+        with pytest.raises(SessionExpired) as gone:
+            edge.describe(each.id)
+        assert not isinstance(gone.value, UnknownSession)
+    with pytest.raises(UnknownSession):  # a bounded number is remembered
+        edge.describe(sessions[0].id)
+    edge.close()
+
+
+def test_options_that_no_server_takes_are_refused_where_a_session_is_created() -> None:
+    edge = RunningEdge("http://127.0.0.1:9")
+    for options in ({"words": "perhaps"}, {"language": "klingon"}, {"threshold": 3}, {"turn_threshold": 0.5}):
+        with pytest.raises(OptionError) as refused:
+            edge.create(options=options)
+        assert refused.value.param == next(iter(options))
+        with pytest.raises(OptionError):
+            EdgeConfig(options=options)
+    for options in ({"words": True}, {"language": "German"}, {"language": "yue"}, {"model": "that-it-may-have"}):
+        edge.create(options=options)
     edge.close()
 
 

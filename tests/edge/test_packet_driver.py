@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 from packet_wire import RECEIVER, SENDER, PacketWire, open_xdp
 from rtp_sender import RtpSender
+from typer.testing import CliRunner
 
 from asr_serve import kernels
+from asr_serve.api.cli import app
 from asr_serve.edge.packet_driver import RecvmmsgDriver, describe_source, parse_source
 from asr_serve.edge.rtcp import build_source_description
 from asr_serve.edge.rtp import RtpPacket, build_rtp
-from asr_serve.errors import OptionError
+from asr_serve.errors import OptionError, StaleBuild
 from asr_serve.kernels import packets_reference
 
 FAST = (1e6, 1e6)
@@ -233,6 +237,21 @@ def test_rtcp_that_floods_takes_nothing_from_that_of_other_addresses(loopback: R
     assert receiver.counts()["over_rate"] == receiver.over_rate(1) == 32 - len(found)
     for sender in (*flood, *others):
         sender.close()
+
+
+def test_a_native_module_of_other_sources_is_refused_and_what_builds_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stale = ModuleType("asr_serve.kernels._packets")
+    monkeypatch.setitem(sys.modules, stale.__name__, stale)
+    with pytest.raises(StaleBuild, match="make setup"):
+        kernels.packets()
+    result = CliRunner().invoke(app, ["edge", "--port", "0", "--control-port", "0"])
+    assert result.exit_code not in (0, None)
+    assert "make setup" in result.output
+    assert "Traceback" not in result.output
+    monkeypatch.setenv("ASR_SERVE_NATIVE", "0")
+    assert kernels.packets() is packets_reference
 
 
 def test_what_is_no_rtp_or_too_long_is_counted(loopback: Receiving) -> None:

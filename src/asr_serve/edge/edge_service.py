@@ -9,7 +9,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Annotated, NamedTuple
 
@@ -32,7 +32,7 @@ from asr_serve.edge.srtp import SrtpKey, SrtpReceiver, checked_key
 from asr_serve.edge.uplink import Uplink, encode_event
 from asr_serve.edge.uplink_transport import UplinkTransport
 from asr_serve.edge.webhook import Webhook
-from asr_serve.errors import AtCapacity, OptionError, SessionExpired
+from asr_serve.errors import AtCapacity, OptionError, SessionExpired, UnknownSession
 from asr_serve.metrics import EdgeMetrics
 from asr_serve.units import samples_to_s
 
@@ -53,6 +53,8 @@ TOKENS_PER_S, TOKENS_BURST = 500.0, 1_000.0
 RETRY_MS = 1_000
 KEEP_S = 60.0
 """Time for which the events of a session that has ended can be read."""
+MAX_GONE = 4_096
+"""Sessions that are remembered after that by their id alone."""
 KEPT = 2
 """Sessions in all, those that have ended too, for each that may be open."""
 GATED_S = 10.0
@@ -124,6 +126,8 @@ class EdgeService:
         self._lock = threading.Lock()
         self._by_flow: dict[int, _Running] = {}
         self._by_id: dict[str, _Running] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        """Ids of sessions that have ended and are forgotten."""
         self._flows = itertools.count(1)
         self._tokens = SessionTokens()
         self._token_room, self._token_s = TOKENS_BURST, 0.0
@@ -148,13 +152,14 @@ class EdgeService:
     def create(
         self, request: EdgeSessionRequest, on_finish: Callable[[EndReason], None] | None = None
     ) -> EdgeSessionCreated:
-        """Creates a session. `on_finish`: called when its audio has ended. Raises OptionError, AtCapacity."""
+        """Creates a session. `on_finish`: called when its audio has ended. Raises OptionError, UnknownModel,
+        AtCapacity."""
         if request.token and (request.ssrc is not None or request.source is not None):
             raise OptionError("token came, and ssrc or source", "one of them: a token finds its sender", param="token")
         formats = self._formats_for(request)
         key = self._key_for(request)
         srtp = None if key is None else SrtpReceiver(key)
-        check_stream_options(request.options)
+        self.check_options(request.options)
         source = b"" if request.source is None else parse_source(request.source)
         query = stream_query(self.config.options, request.options)
         per_s = float(self.config.packets_per_s)
@@ -197,7 +202,7 @@ class EdgeService:
                 pinned = source if source[16:] != b"\0\0" else b""
                 self.driver.admit_ssrc(flow, ssrc, pinned, per_s, per_s * BURST_S)
         while len(self._by_id) > KEPT * self.config.max_sessions:
-            del self._by_id[next(id for id, each in self._by_id.items() if each.session.end_reason is not None)]
+            self._drop(next(id for id, each in self._by_id.items() if each.session.end_reason is not None))
         self._tasks[session.id] = self._loop.create_task(self._run_session(running))
         names = {str(kind): describe_format(form) for kind, form in formats.items()}
         return EdgeSessionCreated(
@@ -210,6 +215,10 @@ class EdgeService:
             token=token,
             events=f"/v1/edge/sessions/{session.id}/events",
         )
+
+    def check_options(self, options: Mapping[str, str | int | float | bool]) -> None:
+        """Raises OptionError or UnknownModel for options that the server refuses, as far as that is known here."""
+        self._transport.check(check_stream_options(self.config.options, options))
 
     def end(self, session_id: str, reason: EndReason = "deleted") -> None:
         """Ends a session's audio; its last words follow as events. Raises SessionExpired."""
@@ -340,13 +349,21 @@ class EdgeService:
 
     def _find(self, session_id: str) -> _Running:
         running = self._by_id.get(session_id)
-        if running is None:
+        if running is not None:
+            return running
+        create_one = "create one: POST /v1/edge/sessions"
+        if session_id in self._gone:
             raise SessionExpired(
-                f"no edge session {session_id[:60]!r}",
-                f"one that has ended is kept for {KEEP_S:g} s",
-                "create one: POST /v1/edge/sessions",
+                f"the edge session {session_id[:60]!r} has ended", f"one is kept for {KEEP_S:g} s", create_one
             )
-        return running
+        raise UnknownSession(f"no edge session {session_id[:60]!r}", "one that was created here", create_one)
+
+    def _drop(self, session_id: str) -> None:
+        """Forgets a session that has ended, but for its id. Idempotent."""
+        if self._by_id.pop(session_id, None) is not None:
+            self._gone[session_id] = None
+            if len(self._gone) > MAX_GONE:
+                self._gone.popitem(last=False)
 
     def _describe(self, running: _Running) -> EdgeSessionState:
         """State of a session, with the lock held."""
@@ -378,7 +395,7 @@ class EdgeService:
             self._publish(running, [session.ended_event(running.uplink.segments)])
             running.log.close()
             del self._tasks[session.id]
-            self._loop.call_later(KEEP_S, self._by_id.pop, session.id, None)
+            self._loop.call_later(KEEP_S, self._drop, session.id)
 
     def _publish(self, running: _Running, events: list[EdgeEvent]) -> None:
         for event in events:

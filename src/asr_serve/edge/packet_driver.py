@@ -101,8 +101,9 @@ class RecvmmsgDriver(SocketDriver):
     details = "the kernel's UDP socket, recvmmsg"
 
     def __init__(self, host: str, port: int, *, gather_ms: float = GATHER_MS) -> None:
+        module = kernels.packets()
         bound = bind_udp(host, port)
-        receiver = kernels.packets().PacketReceiver([bound.fileno()], **receiver_settings(gather_ms))
+        receiver = module.PacketReceiver([bound.fileno()], **receiver_settings(gather_ms))
         super().__init__(bound, receiver)
 
 

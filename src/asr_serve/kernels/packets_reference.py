@@ -72,7 +72,7 @@ class PacketReceiver:
         self._ended: set[int] = set()
         self._rtcp_flow: int | None = None
         self._rtcp_rate = 0.0, 0.0
-        """Of an address: packets per second, and burst."""
+        """Packets per second of an address, and its burst."""
         self._rtcp_sources: dict[int, _Bucket] = {}
         """Buckets of RTCP, by a hash of the address that nobody outside can aim: few addresses share one."""
         self._hash_key = secrets.token_bytes(16)

@@ -129,7 +129,7 @@ class EngineFacts:
         self.server_queues: Callable[[], list[ServerQueue]] = list
         """Returns the work of the servers that did not start this engine."""
         self.places = ServerPlaces()
-        """Those of the servers that did not start this engine."""
+        """Places of the servers that did not start this engine."""
 
     @property
     def free_sessions(self) -> int:

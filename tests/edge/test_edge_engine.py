@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,9 @@ def test_an_offer_is_its_users_alone(folder: Path, offered: EngineParts, tmp_pat
         lock_offer_folder(str(open_folder), "edge_folder")
 
 
+@pytest.mark.parametrize("outage_s", [0.0, pytest.param(20.0, marks=pytest.mark.exhaustive)])
 def test_a_server_that_is_killed_and_started_again_loses_no_word(
-    tmp_path: Path, speech: np.ndarray, expected: str
+    tmp_path: Path, speech: np.ndarray, expected: str, outage_s: float
 ) -> None:
     folder = tmp_path / "offer"
     settings = [f"edge_folder={folder}", "port=0", "voice=none", "engine_threads=1", "engine.prefix_bytes=0"]
@@ -167,6 +169,7 @@ def test_a_server_that_is_killed_and_started_again_loses_no_word(
         server.kill()
         server.wait()
         edge.taken(session.id, len(packets))
+        time.sleep(outage_s)
         server = start()
         events = edge.end(session.id)
         expect_words(text_of(events), expected)

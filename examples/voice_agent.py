@@ -99,8 +99,15 @@ class Conversation:
     async def run(self):
         try:
             state = (await self.edge.get(self.session)).raise_for_status().json()
-            if not state["ended"]:  # calls of the time before this program began are told too
+            if state["ended"]:  # calls of the time before this program began are told too
+                print(f"skipped a call that has ended: {state['id']}", flush=True)
+            else:
                 await self.listen()
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code in (404, 410):
+                print(f"skipped a call that has ended: {self.session.rpartition('/')[2]}", flush=True)
+            else:
+                print(f"the call is lost: {error}", flush=True)
         except httpx.HTTPError as error:
             print(f"the call is lost: {error}", flush=True)
         await self.interrupt()

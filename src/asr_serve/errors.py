@@ -187,6 +187,10 @@ class SessionExpired(RequestError):
     """The requested live session has ended, or never existed."""
 
 
+class UnknownSession(SessionExpired):
+    """No session of that id was ever here."""
+
+
 class UnknownCall(RequestError):
     """No call over WebRTC of that id, or not any more."""
 
@@ -333,6 +337,10 @@ class StepFailed(EngineError):
 
 class ProgramFailed(EngineError):
     """A program beside the engine failed, or did not answer in time."""
+
+
+class StaleBuild(EngineError):
+    """A native module that was built from other sources than the Python beside it."""
 
 
 class RankLost(EngineError):

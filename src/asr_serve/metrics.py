@@ -465,7 +465,7 @@ class EdgeMetrics:
         )
         self._ungated = counter(
             "asr_serve_edge_ungated_audio_seconds_total",
-            "Audio sent on without a look for speech, as it came faster than voice activity is computed.",
+            "Audio sent on without a look for speech: it waited too long, or voice activity had no place, or failed.",
         )
         self._ungated_s = 0.0
         posted = counter(

@@ -14,6 +14,7 @@ from running_server import WAIT_S, eventually
 from asr_serve.edge.edge_config import EdgeConfig
 from asr_serve.edge.edge_service import EdgeService, EdgeSessionCreated, EdgeSessionRequest
 from asr_serve.edge.edge_session import EdgeSessionState
+from asr_serve.edge.gate_worker import GateWorker
 from asr_serve.edge.packet_driver import PacketDriver, RecvmmsgDriver
 from asr_serve.edge.sip_config import SipConfig
 from asr_serve.edge.telephone import Telephone
@@ -43,10 +44,10 @@ class RunningEdge:
         self.service: EdgeService = self.call(self._start)
 
     async def _start(self) -> EdgeService:
-        pool = VoiceActivityPool() if self.config.voice_activity else None
-        service = EdgeService(
-            self.config, self.driver, EdgeMetrics("0"), create_transport(self.config, None), voice_activity=pool
-        )
+        # On a clock that stands still, all audio is gated, however slow the machine is.
+        gates = GateWorker(VoiceActivityPool(), clock=lambda: 0.0) if self.config.voice_activity else None
+        transport = create_transport(self.config, None)
+        service = EdgeService(self.config, self.driver, EdgeMetrics("0"), transport, gates=gates)
         if self.config.sip is not None:
             self.telephone = Telephone(service, self.config.sip, service._metrics)
             await self.telephone.start()

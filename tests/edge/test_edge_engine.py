@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from running_server import MODEL, eventually
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.engine.process.backend import ProcessBackend
 from asr_serve.engine.process.local_offer import OFFER_FILE, lock_offer_folder, read_offer
-from asr_serve.errors import OptionError
+from asr_serve.errors import OptionError, UnknownModel
 from asr_serve.server.engine_registry import EngineParts, open_engine
 
 SESSIONS = 2
@@ -81,10 +82,9 @@ def test_words_are_those_over_a_websocket_and_nothing_is_left(
     assert text_of(events) == expected
     assert events[-1]["type"] == "end"
     assert "error" not in kinds(events)
-    wrong = edge.create(options={"model": "nobody"})
-    sender.send(l16_packets(speech[:3_200], wrong.ssrc))
-    eventually(lambda: "error" in kinds(edge.events(wrong.id)))
-    assert [event["code"] for event in edge.events(wrong.id) if event["type"] == "error"] == ["model_not_found"]
+    for wrong, problem in (({"model": "nobody"}, UnknownModel), ({"language": "fi"}, OptionError)):
+        with pytest.raises(problem):  # of an engine that is connected, its models and languages are known
+            edge.create(options=wrong)
     eventually(lambda: not backend_of(offered).describe()["sessions_used"])
 
 
@@ -143,8 +143,9 @@ def test_an_offer_is_its_users_alone(folder: Path, offered: EngineParts, tmp_pat
         lock_offer_folder(str(open_folder), "edge_folder")
 
 
+@pytest.mark.parametrize("outage_s", [0.0, pytest.param(20.0, marks=pytest.mark.exhaustive)])
 def test_a_server_that_is_killed_and_started_again_loses_no_word(
-    tmp_path: Path, speech: np.ndarray, expected: str
+    tmp_path: Path, speech: np.ndarray, expected: str, outage_s: float
 ) -> None:
     folder = tmp_path / "offer"
     settings = [f"edge_folder={folder}", "port=0", "voice=none", "engine_threads=1", "engine.prefix_bytes=0"]
@@ -168,6 +169,7 @@ def test_a_server_that_is_killed_and_started_again_loses_no_word(
         server.kill()
         server.wait()
         edge.taken(session.id, len(packets))
+        time.sleep(outage_s)
         server = start()
         events = edge.end(session.id)
         expect_words(text_of(events), expected)

@@ -221,12 +221,16 @@ def test_the_command_serves_sessions_over_http_and_ends_with_their_last_words(
         ("{", "malformed_request"),
         ('{"source": "x"}', "option_error"),
         ('{"options": {"rate": 8000}}', "unknown_option"),
+        ('{"options": {"words": "perhaps"}}', "option_error"),
+        ('{"options": {"language": "klingon"}}', "option_error"),
+        ('{"options": {"partial_ms": 5}}', "option_error"),
         ('{"payload_types": {"96": "mp3/90000"}}', "unsupported_option"),
     ):
         answer = http.post(PATH, content=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, code), answer.text
     assert http.post(PATH, content=b" " * 70_000).status_code == 400
-    assert http.get(f"{PATH}/edge_none").status_code == 410
+    unknown = [http.get(f"{PATH}/edge_none"), http.delete(f"{PATH}/edge_none"), http.get(f"{PATH}/edge_none/events")]
+    assert [(each.status_code, each.json()["error"]["code"]) for each in unknown] == [(404, "unknown_session")] * 3
     assert http.get("/nothing").status_code == 404
     created = http.post(PATH, json={"options": {"language": "en"}}).json()
     assert created["port"] == port

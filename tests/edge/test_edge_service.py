@@ -19,8 +19,12 @@ from running_edge import RunningEdge, expect_words, text_of, words
 from running_server import Running, eventually
 from test_stream_python_client import Proxy
 
+from asr_serve.edge import edge_service
+from asr_serve.edge.edge_config import EdgeConfig
+from asr_serve.edge.edge_events import AudioPlayed
+from asr_serve.edge.event_log import EventPosition
 from asr_serve.edge.packet_driver import parse_source
-from asr_serve.errors import AtCapacity, OptionError, SessionExpired
+from asr_serve.errors import AtCapacity, OptionError, SessionExpired, UnknownSession
 from asr_serve.units import samples_to_s
 
 SECONDS = 9
@@ -153,6 +157,31 @@ def test_the_gate_sends_lengths_of_silence_and_changes_no_word(
     edge.close()
 
 
+def test_audio_that_no_gate_has_looked_at_is_told_and_in_the_account() -> None:
+    edge = RunningEdge("http://127.0.0.1:9", voice_activity=True)  # nobody listens there
+    gates, sender = edge.service._gates, RtpSender(edge.driver.port)
+    assert gates is not None
+    taken = [gates._pool.open() for _ in range(gates._pool.free_slots)]
+    session = edge.create()
+    packets = l16_packets(np.full(50 * UNITS, 0.25, np.float32), session.ssrc)
+    sender.send(packets)
+    edge.taken(session.id, len(packets))
+    eventually(lambda: edge.describe(session.id).ungated_s == 1.0)
+    told = [event["ungated_s"] for event in edge.events(session.id) if event["type"] == "ungated"]
+    assert told
+    assert told[-1] <= 1.0 < 2 * told[-1]
+    assert all(2 * before <= after for before, after in pairwise(told))
+    edge.call(edge.service.render_metrics)
+    assert edge.metric("asr_serve_edge_ungated_audio_seconds_total") == 1.0
+    edge.service._tasks[session.id].cancel()
+    eventually(lambda: edge.events(session.id)[-1]["type"] == "end")
+    assert edge.events(session.id)[-1]["ungated_s"] == 1.0
+    for each in taken:
+        each.close()
+    edge.close()
+    sender.close()
+
+
 def test_floods_and_hostile_packets_disturb_nobody(
     edge: RunningEdge, sender: RtpSender, speech: np.ndarray, expected: str, rng: np.random.Generator
 ) -> None:
@@ -218,6 +247,76 @@ def test_a_server_that_is_away_and_one_that_forgot_lose_no_word(
     sender.close()
     for server in (first, second):
         server.expect_empty()
+
+
+@pytest.mark.parametrize("outage_s", [1.0, pytest.param(20.0, marks=pytest.mark.exhaustive)])
+def test_an_outage_over_http2_loses_no_word_of_any_session(
+    serve: Callable[..., Running], speech: np.ndarray, expected: str, outage_s: float
+) -> None:
+    """All on one connection; what they say meanwhile waits in their spools."""
+    server = serve()
+    proxy = Proxy(server.port)
+    edge = RunningEdge(proxy.url, uplink="http2")
+    sender = RtpSender(edge.driver.port)
+    sessions = [edge.create() for _ in range(2)]
+    packets = [l16_packets(speech, session.ssrc) for session in sessions]
+    for each in packets:
+        sender.send(each[: len(each) // 3])
+    eventually(lambda: all(edge.describe(session.id).connected for session in sessions))
+    proxy.deaf = True
+    proxy.cut()
+    for each in packets:
+        sender.send(each[len(each) // 3 :])
+    for session, each in zip(sessions, packets, strict=True):
+        edge.taken(session.id, len(each))
+    time.sleep(outage_s)
+    assert not any(edge.describe(session.id).connected for session in sessions)
+    proxy.deaf = False
+    for session in sessions:
+        events = edge.end(session.id)
+        kinds = [event["type"] for event in events]
+        assert "server_lost" in kinds
+        assert "server_back" in kinds
+        assert not {"error", "discarded"} & set(kinds)
+        expect_words(text_of(events), expected)
+        check_account(events[-1])
+    edge.close()
+    sender.close()
+    proxy.close()
+
+
+def test_nothing_comes_behind_the_end_of_a_session_and_all_before_it_can_be_read() -> None:
+    """Whoever publishes, and whenever somebody begins to listen."""
+    edge = RunningEdge("http://127.0.0.1:9")  # nobody listens there
+    sender = RtpSender(edge.driver.port)
+    session = edge.create()
+    packets = l16_packets(np.full(10 * UNITS, 0.25, np.float32), session.ssrc)
+    sender.send(packets)
+    edge.taken(session.id, len(packets))
+    played = AudioPlayed(played_s=1.0, interrupted=False)
+    edge.call(edge.service.publish, session.id, played)
+    edge.service._tasks[session.id].cancel()
+    eventually(lambda: edge.events(session.id)[-1]["type"] == "end")
+    running = edge.service._by_id[session.id]
+    edge.call(edge.service.publish, session.id, played)
+    edge.call(edge.service._hand_over, running, [played])
+    edge.call(edge.service._deliver)
+    sender.send(packets)
+    log = edge.call(edge.service.events, session.id)
+
+    async def listen(after: int) -> list[tuple[int, str]]:
+        events = [event async for event in log.listen(EventPosition(log.epoch, after), 60.0)]
+        return [(event.number, event.type) for event in events if event is not None]
+
+    told = edge.call(listen, 0)
+    kinds = [kind for _, kind in told]
+    assert [number for number, _ in told] == list(range(1, len(told) + 1))
+    assert kinds[0] == "stream"
+    assert (kinds.count("played"), kinds.count("end"), kinds[-1]) == (1, 1, "end")
+    for after in range(1, len(told) + 1):
+        assert edge.call(listen, after) == told[after:]
+    edge.close()
+    sender.close()
 
 
 def test_a_server_that_goes_down_in_order_loses_no_word(
@@ -330,8 +429,39 @@ def test_sessions_are_bounded_and_named_by_ssrc_or_source(server: Running) -> No
     eventually(lambda: edge.events(by_ssrc.id)[-1:] and edge.events(by_ssrc.id)[-1]["type"] == "end")
     assert edge.events(by_ssrc.id)[-1]["reason"] == "idle"
     edge.create(ssrc=7)
-    with pytest.raises(SessionExpired):
+    with pytest.raises(UnknownSession):
         edge.describe("edge_0")
+    edge.close()
+
+
+def test_a_session_that_has_ended_is_gone_after_a_while_and_not_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge_service, "KEEP_S", 0.0)
+    monkeypatch.setattr(edge_service, "MAX_GONE", 2)
+    edge = RunningEdge("http://127.0.0.1:9")
+    sessions = [edge.create() for _ in range(3)]
+    for each in sessions:
+        edge.call(edge.service.end, each.id)
+        eventually(lambda: not edge.call(edge.service.describe_all) or len(edge.service._by_id) < 3)
+    eventually(lambda: not edge.service._by_id)
+    for each in sessions[1:]:
+        with pytest.raises(SessionExpired) as gone:
+            edge.describe(each.id)
+        assert not isinstance(gone.value, UnknownSession)
+    with pytest.raises(UnknownSession):  # a bounded number is remembered
+        edge.describe(sessions[0].id)
+    edge.close()
+
+
+def test_options_that_no_server_takes_are_refused_where_a_session_is_created() -> None:
+    edge = RunningEdge("http://127.0.0.1:9")
+    for options in ({"words": "perhaps"}, {"language": "klingon"}, {"threshold": 3}, {"turn_threshold": 0.5}):
+        with pytest.raises(OptionError) as refused:
+            edge.create(options=options)
+        assert refused.value.param == next(iter(options))
+        with pytest.raises(OptionError):
+            EdgeConfig(options=options)
+    for options in ({"words": True}, {"language": "German"}, {"language": "yue"}, {"model": "that-it-may-have"}):
+        edge.create(options=options)
     edge.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 from running_server import WAIT_S, eventually
 
 from asr_serve.audio import read_audio
-from asr_serve.edge import gate_worker, voice_activity
+from asr_serve.edge import voice_activity
 from asr_serve.edge.gate_worker import GateQueue, GateWorker
 from asr_serve.edge.speech_gate import GatedSilence, GatedSpeech, GateOutput
 from asr_serve.edge.voice_activity import VoiceActivityPool
@@ -25,12 +25,14 @@ class Caller:
 
     def __init__(self, worker: GateWorker) -> None:
         self.outputs: list[GateOutput] = []
+        self.ungated_samples = 0
         self.over = threading.Event()
         self.queue: GateQueue = worker.open(self._forward)
 
-    def _forward(self, outputs: list[GateOutput], ended: bool) -> None:
+    def _forward(self, outputs: list[GateOutput], ended: bool, ungated_samples: int) -> None:
         assert not self.over.is_set(), "audio after the end"
         self.outputs += outputs
+        self.ungated_samples += ungated_samples
         if ended:
             self.over.set()
 
@@ -52,8 +54,9 @@ def pool() -> VoiceActivityPool:
 
 @pytest.fixture
 def worker(pool: VoiceActivityPool) -> Iterator[GateWorker]:
+    """On a clock that stands still: nothing waits too long, however slow the machine is."""
     before = pool.free_slots
-    made = GateWorker(pool)
+    made = GateWorker(pool, clock=lambda: 0.0)
     yield made
     made.close()
     assert pool.free_slots == before
@@ -120,21 +123,32 @@ def test_many_callers_are_one_batch(worker: GateWorker, speech: np.ndarray, monk
     assert batches[1] == 20
 
 
-def test_what_waits_too_long_is_forwarded_as_it_is(
-    worker: GateWorker, speech: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gate_worker, "MAX_WAITING_SAMPLES", 16_000)
-    caller, other = Caller(worker), Caller(worker)
-    worker.append(caller.queue, packets(speech)[:10])
-    eventually(lambda: worker._pending == {})
-    worker.append(other.queue, packets(speech[:8_000]))
-    worker.append(caller.queue, [*packets(speech), GatedSilence(100_000), *packets(speech)])
-    for each in (caller, other):
+def test_what_waits_longer_than_a_second_is_forwarded_as_it_is(pool: VoiceActivityPool, speech: np.ndarray) -> None:
+    """Its age counts, and not its length: what comes at once is gated, and so is what others wait for."""
+    now_s = 0.0
+    worker = GateWorker(pool, clock=lambda: now_s)
+    caller, late, other = Caller(worker), Caller(worker), Caller(worker)
+    worker.append(caller.queue, packets(np.tile(speech, 4)))  # 16 s
+    worker.append(other.queue, packets(speech[:320]))
+    for each, count in ((caller, 4 * len(speech)), (other, 320)):
+        eventually(lambda: (made := each.queue.caller) is not None and made.gate.received_samples == count)  # noqa: B023
+    assert worker.ungated_samples == 0
+    (instance,) = pool._instances
+    with instance.lock:  # voice activity stands still
+        worker.append(other.queue, packets(speech[320:640]))
+        eventually(lambda: not other.queue.audio)  # it is in the step
+        worker.append(late.queue, [GatedSilence(100_000), *packets(speech)])
+        now_s = 1.5
+        worker.append(caller.queue, packets(speech))
+        now_s = 2.0
+    for each in (caller, late, other):
         worker.finish(each.queue)
-    expected = np.concatenate([speech[:3_200], speech, np.zeros(100_000, np.int16), speech])
-    np.testing.assert_array_equal(caller.pcm(), expected)
-    assert len(other.pcm()) == 8_000
-    assert worker.ungated_samples == 2 * len(speech)  # counted silence is none
+    assert len(caller.pcm()) == 5 * len(speech)
+    np.testing.assert_array_equal(late.pcm(), np.concatenate([np.zeros(100_000, np.int16), speech]))
+    assert len(other.pcm()) == 640
+    assert [each.ungated_samples for each in (caller, late, other)] == [0, len(speech), 0]  # counted silence is none
+    assert worker.ungated_samples == len(speech)
+    worker.close()
 
 
 @pytest.mark.parametrize("failing", ["step", "feed"])
@@ -152,7 +166,8 @@ def test_a_failure_of_voice_activity_loses_no_sample(
     with monkeypatch.context() as patch:
         patch.setattr(target, failing, fail)
         worker.append(caller.queue, packets(speech)[40:80])
-        eventually(lambda: sum(map(gate_worker._length, caller.outputs)) == 80 * 320)
+        eventually(lambda: len(audible(caller.outputs)) == 80 * 320)
+    assert worker.ungated_samples == caller.ungated_samples == 40 * 320
     worker.append(caller.queue, packets(speech)[80:])
     worker.finish(caller.queue)
     heard = caller.pcm()
@@ -194,17 +209,23 @@ def test_without_a_place_audio_is_forwarded_as_it_is(
     worker.append(caller.queue, packets(speech))
     worker.finish(caller.queue)
     np.testing.assert_array_equal(caller.pcm(), speech)
-    assert worker.ungated_samples == len(speech)
+    assert worker.ungated_samples == caller.ungated_samples == len(speech)
     for each in taken:
         each.close()
 
 
-def test_counted_silence_is_no_overload(worker: GateWorker, speech: np.ndarray) -> None:
+def test_counted_silence_is_no_overload(pool: VoiceActivityPool, speech: np.ndarray) -> None:
+    now_s = 0.0
+    worker = GateWorker(pool, clock=lambda: now_s)
     caller = Caller(worker)
-    worker.append(caller.queue, [GatedSilence(400_000), *packets(speech[:16_000])])
+    with pool._instances[0].lock:
+        worker.append(caller.queue, [GatedSilence(400_000)])
+        now_s = 5.0
+        worker.append(caller.queue, packets(speech[:16_000]))
     worker.finish(caller.queue)
     assert len(caller.pcm()) == 416_000
     assert worker.ungated_samples == 0
+    worker.close()
 
 
 def test_instances_are_stepped_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

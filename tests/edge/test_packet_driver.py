@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 from packet_wire import RECEIVER, SENDER, PacketWire, open_xdp
 from rtp_sender import RtpSender
+from typer.testing import CliRunner
 
 from asr_serve import kernels
+from asr_serve.api.cli import app
 from asr_serve.edge.packet_driver import RecvmmsgDriver, describe_source, parse_source
 from asr_serve.edge.rtcp import build_source_description
 from asr_serve.edge.rtp import RtpPacket, build_rtp
-from asr_serve.errors import OptionError
+from asr_serve.errors import OptionError, StaleBuild
 from asr_serve.kernels import packets_reference
 
 FAST = (1e6, 1e6)
@@ -32,7 +36,7 @@ class Receiving(NamedTuple):
     """A receiver, and how to send to it."""
 
     receiver: Any
-    connect: Callable[[], RtpSender]
+    connect: Callable[..., RtpSender]
     address: str
     """Address that senders have."""
 
@@ -43,7 +47,8 @@ def on_loopback(module: Any) -> Iterator[Receiving]:
         bound.bind(("127.0.0.1", 0))
         bound.setblocking(False)
         made = module.PacketReceiver([bound.fileno()], batch=8, slot_bytes=256)
-        yield Receiving(made, lambda: RtpSender(bound.getsockname()[1]), "127.0.0.1")
+        port = bound.getsockname()[1]
+        yield Receiving(made, lambda host="127.0.0.1": RtpSender(port, host, to="127.0.0.1"), "127.0.0.1")
         made.close()
 
 
@@ -199,7 +204,7 @@ def test_rtcp_is_of_its_own_flow_while_there_is_one(receiving: Receiving) -> Non
     caller.send([report])
     stranger.send([report])
     assert [flow for flow, _, _ in collect(receiver, 1)] == [1]
-    receiver.admit_rtcp(2, 1.0, 2.0)
+    receiver.admit_rtcp(2, 1.0, 2.0, *FAST)
     caller.send([report, packet(9)])
     assert [flow for flow, _, _ in collect(receiver, 2)] == [2, 1]
     stranger.send([report, report, packet(9)])
@@ -212,6 +217,41 @@ def test_rtcp_is_of_its_own_flow_while_there_is_one(receiving: Receiving) -> Non
     assert [flow for flow, _, _ in collect(receiver, 1)] == [1]
     for each in (caller, stranger):
         each.close()
+
+
+def test_rtcp_that_floods_takes_nothing_from_that_of_other_addresses(loopback: Receiving) -> None:
+    """Whatever its ports. Addresses are told apart by a random hash: one of twelve may have the flood's."""
+    receiver, flood = loopback.receiver, [loopback.connect("127.0.0.2") for _ in range(4)]
+    others = [loopback.connect(f"127.0.0.{number}") for number in range(3, 15)]
+    receiver.admit_rtcp(1, 0.001, 15.0, 0.001, 3.0)
+    report = build_source_description(5, b"name")
+    for sender in [*flood * 5, *others]:
+        sender.send([report])
+    found: list[str] = []
+    end_s = time.monotonic() + WAIT_S
+    while receiver.counts()["received"] < 32 and time.monotonic() < end_s:
+        found += [describe_source(source).partition(":")[0] for _, source, *_ in receiver.receive(50)]
+    assert found[:3] == ["127.0.0.2"] * 3
+    assert "127.0.0.2" not in found[3:]
+    assert len(set(found[3:])) == len(found[3:]) >= 11
+    assert receiver.counts()["over_rate"] == receiver.over_rate(1) == 32 - len(found)
+    for sender in (*flood, *others):
+        sender.close()
+
+
+def test_a_native_module_of_other_sources_is_refused_and_what_builds_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stale = ModuleType("asr_serve.kernels._packets")
+    monkeypatch.setitem(sys.modules, stale.__name__, stale)
+    with pytest.raises(StaleBuild, match="make setup"):
+        kernels.packets()
+    result = CliRunner().invoke(app, ["edge", "--port", "0", "--control-port", "0"])
+    assert result.exit_code not in (0, None)
+    assert "make setup" in result.output
+    assert "Traceback" not in result.output
+    monkeypatch.setenv("ASR_SERVE_NATIVE", "0")
+    assert kernels.packets() is packets_reference
 
 
 def test_what_is_no_rtp_or_too_long_is_counted(loopback: Receiving) -> None:

@@ -15,7 +15,7 @@ from rtp_sender import UNITS, RtpSender, l16_packets
 from running_edge import RunningEdge
 from running_server import WAIT_S, eventually
 
-from asr_serve.edge import session_tokens
+from asr_serve.edge import edge_service, session_tokens
 from asr_serve.edge.edge_service import EdgeSessionCreated
 from asr_serve.edge.rtcp import MAX_NAMES, SourceName, build_source_description, read_source_names
 from asr_serve.edge.session_tokens import SessionTokens
@@ -151,6 +151,28 @@ def test_wrong_tokens_are_counted_bounded_and_open_nothing(edge: RunningEdge, mo
     eventually(lambda: edge.metric(metric, reason="unknown_source") == before + 1)
     guesser.close()
     caller.close()
+
+
+def test_rtcp_of_a_flood_keeps_no_other_sender_out(edge: RunningEdge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than all may send together, from many ports. One of the callers may have the flood's hash."""
+    for name, value in (("RTCP_PER_S", 0.001), ("RTCP_BURST", 20.0), ("RTCP_SOURCE_BURST", 5.0)):
+        monkeypatch.setattr(edge_service, name, value)
+    monkeypatch.setattr(edge_service, "RTCP_SOURCE_PER_S", 0.001)
+    sessions = [edge.create(token=True) for _ in range(2)]
+    flood = [RtpSender(edge.driver.port, "127.0.0.3", to="127.0.0.1") for _ in range(4)]
+    for number in range(10):
+        for each in flood:
+            each.send([build_source_description(9, b"%032d" % number)])
+    metric = "asr_serve_edge_dropped_packets_total"
+    eventually(lambda: edge.metric(metric, reason="unknown_token") == 5)
+    edge.call(edge.service.render_metrics)
+    assert edge.metric(metric, reason="over_rate") == 35
+    callers = [RtpSender(edge.driver.port, f"127.0.0.{4 + number}", to="127.0.0.1") for number in range(2)]
+    for ssrc, (caller, session) in enumerate(zip(callers, sessions, strict=True)):
+        tell(caller, ssrc, session)
+    eventually(lambda: not all(edge.describe(session.id).awaits_token for session in sessions))
+    for each in (*flood, *callers):
+        each.close()
 
 
 def test_a_session_that_ends_takes_its_token_along(edge: RunningEdge) -> None:

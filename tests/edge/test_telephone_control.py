@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import runpy
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from running_edge import RunningEdge
-from running_server import WAIT_S
+from running_server import WAIT_S, eventually
 from typer.testing import CliRunner
 
 from asr_serve.api.cli import app
@@ -25,6 +26,7 @@ from asr_serve.edge.sip_config import SipConfig
 from asr_serve.edge.telephone import CallRequest
 from asr_serve.errors import OptionError
 
+AGENT = Path(__file__).resolve().parents[2] / "examples" / "voice_agent.py"
 NOBODY = "http://127.0.0.1:9"
 
 
@@ -58,12 +60,34 @@ def test_requests_that_cannot_be_met_are_refused(has_telephone: bool) -> None:
     assert answers[-2:] == [(415, "unsupported_media_type")] * 2  # as a form of another origin sends it
     del answers[-2:]
     if has_telephone:
-        expired, malformed = (410, "session_expired"), (400, "malformed_request")
+        unknown, malformed = (404, "unknown_session"), (400, "malformed_request")
         options = [(400, "option_error"), (400, "unknown_option")]
-        assert answers == [expired, expired, malformed, *options, malformed, malformed, malformed]
+        assert answers == [unknown, unknown, malformed, *options, malformed, malformed, malformed]
     else:
         missing, malformed = (404, "no_such_route"), (400, "malformed_request")
         assert answers == [missing, missing, malformed, missing, missing, malformed, missing, missing]
+
+
+def test_the_voice_agent_skips_calls_that_have_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    """An agent that begins is told of all calls that the edge remembers."""
+    agent = runpy.run_path(str(AGENT))
+    edge = RunningEdge(NOBODY)
+    session, gone = edge.create().id, edge.create().id
+    for each in (session, gone):
+        edge.call(edge.service.end, each)
+    eventually(lambda: edge.events(gone)[-1:])
+    edge.call(edge.service._drop, gone)
+
+    async def take_up() -> None:
+        transport = httpx.ASGITransport(create_control_api(edge.service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://edge") as http:
+            for each in (session, gone, "edge_none"):
+                await agent["Conversation"](http, http, None, each, agent["EchoBot"]()).run()
+
+    edge.call(take_up)
+    edge.close()
+    told = capsys.readouterr().out.splitlines()
+    assert told == [f"skipped a call that has ended: {each}" for each in (session, gone, "edge_none")]
 
 
 @pytest.mark.parametrize(

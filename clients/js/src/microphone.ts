@@ -26,10 +26,12 @@ export interface SpeechOnlyOptions {
   threshold?: number;
   /** Probability from which on speech goes on. Default 0.2. */
   negThreshold?: number;
-  /** Sound before speech that goes with it. Default 320. */
+  /** Sound before speech that goes with it. Default 640. */
   preRollMs?: number;
-  /** Sound after speech that goes with it. Default 480. */
+  /** Sound after speech that goes with it. Default 960. */
   hangoverMs?: number;
+  /** Sound at the beginning that is sent in any case: the server hears the noise of the room. Default 512. */
+  leadMs?: number;
 }
 
 /** Of 20 ms; 1 is full scale. */
@@ -219,7 +221,7 @@ function refused(cause: unknown): unknown {
   }
 }
 
-const GATE = { module: true, threshold: true, negThreshold: true, preRollMs: true, hangoverMs: true } as const;
+const GATE = { module: true, threshold: true, negThreshold: true, preRollMs: true, hangoverMs: true, leadMs: true } as const;
 
 /** Bytes of vad.wasm. */
 async function fetched(module: string | URL | ArrayBuffer): Promise<ArrayBuffer> {

@@ -15,6 +15,8 @@ export interface Command {
 interface Silence {
   at: number;
   silentBytes: number;
+  /** It sounds like the audio before it. */
+  noise: boolean;
 }
 
 type Item = { at: number; bytes: Uint8Array<ArrayBuffer> } | Silence | Command;
@@ -68,12 +70,12 @@ export class Outgoing {
     }
   }
 
-  /** So many samples of silence, after whole samples. */
-  silence(samples: number): void {
+  /** So many samples of silence, after whole samples; `noise`: it sounds like the audio before it. */
+  silence(samples: number, noise = false): void {
     const step = Math.floor(MESSAGE_BYTES / this.sampleBytes);
     for (let left = samples; left > 0; left -= step) {
       const silentBytes = Math.min(left, step) * this.sampleBytes;
-      this.#items.push({ at: this.written, silentBytes });
+      this.#items.push({ at: this.written, silentBytes, noise });
       this.written += silentBytes;
     }
   }
@@ -92,7 +94,8 @@ export class Outgoing {
     if ("json" in item) return item.json;
     this.#sent = item.at + bytesOf(item)!;
     if ("bytes" in item) return item.bytes;
-    return JSON.stringify({ type: "silence", samples: item.silentBytes / this.sampleBytes });
+    const samples = item.silentBytes / this.sampleBytes;
+    return JSON.stringify(item.noise ? { type: "silence", samples, noise: true } : { type: "silence", samples });
   }
 
   /** The command has been answered. */
@@ -124,7 +127,7 @@ export class Outgoing {
         this.#undurable.push({ at: first.at, bytes: first.bytes.subarray(0, size) });
         first.bytes = first.bytes.subarray(size);
       } else {
-        this.#undurable.push({ at: first.at, silentBytes: size });
+        this.#undurable.push({ at: first.at, silentBytes: size, noise: first.noise });
         first.silentBytes -= size;
       }
       first.at = received;

@@ -140,8 +140,9 @@ export class SpeechStream extends Emitter<StreamEvents> {
   }
 
   /** So many samples of silence, at the stream's rate, in place of audio: a few bytes are sent, and times stay as they
-   * are. False, and SpeechError, as of `send`; not of `opus` and `ogg`, which have silence of their own. */
-  sendSilence(samples: number): boolean {
+   * are. `noise`: the server goes on with the noise of the audio before it, as a microphone's gate wants; else it is zeros.
+   * False, and SpeechError, as of `send`; not of `opus` and `ogg`, which have silence of their own. */
+  sendSilence(samples: number, noise = false): boolean {
     const sampleBytes = SAMPLE_BYTES[this.options.encoding ?? "s16le"];
     if (!sampleBytes) throw new SpeechError("bad_audio", `Silence is no count in ${this.options.encoding}: send its packets.`);
     const most = Math.floor(this.#maxBytes / 2 / sampleBytes);
@@ -150,7 +151,7 @@ export class SpeechStream extends Emitter<StreamEvents> {
     }
     if (this.#out.written % sampleBytes) throw new SpeechError("bad_audio", "Silence came in the middle of a sample.");
     if (!this.#active || this.#ending || this.#out.bytes + samples * sampleBytes > this.#maxBytes) return false;
-    this.#out.silence(samples);
+    this.#out.silence(samples, noise);
     this.#pump();
     return true;
   }

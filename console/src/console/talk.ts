@@ -164,7 +164,7 @@ export class Talk {
 
   #silence(samples: number): void {
     const stream = this.#stream!;
-    this.#deaf = !stream.sendSilence(samples);
+    this.#deaf = !stream.sendSilence(samples, true);
     if (this.#deaf) {
       this.#lostSamples += samples;
       return;

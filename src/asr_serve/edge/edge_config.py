@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ from asr_serve.edge.payload_format import parse_payload_types
 from asr_serve.edge.sip_config import SipConfig, load_sip_config
 from asr_serve.edge.webhook import read_webhook_secret
 from asr_serve.errors import OptionError, UnknownOption
-from asr_serve.protocols.stream.client_messages import QUERY, RESUME, START
+from asr_serve.protocols.stream.client_messages import QUERY, RESUME, START, NewSessionRequest, parse_query
 from asr_serve.toml_file import read_toml
 from asr_serve.types import (
     ApiKey,
@@ -33,6 +34,8 @@ DriverName = Literal["auto", "af_xdp", "recvmmsg"]
 SET_BY_EDGE = {*RESUME, START, "encoding", "rate"}
 STREAM_OPTIONS = tuple(name for name in QUERY if name not in SET_BY_EDGE)
 """Parameters of /v1/stream that a session may choose; the edge itself sets the others."""
+LANGUAGE = "[a-z]{2,3}"
+"""Form of the codes of languages; which of them a server has, it alone knows."""
 DEFAULT_PAYLOAD_TYPES = {"96": "opus/48000/2", "97": "L16/16000", "101": "telephone-event/8000"}
 
 
@@ -121,16 +124,27 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
 
 
-def check_stream_options(options: Mapping[str, Any]) -> None:
-    """Raises UnknownOption for a parameter that a session cannot choose."""
-    for name in options:
-        if name not in STREAM_OPTIONS:
-            raise UnknownOption(
-                f"options has {str(name)[:60]!r}",
-                f"parameters of /v1/stream: {', '.join(STREAM_OPTIONS)}",
-                suggest_name(str(name)[:60], STREAM_OPTIONS),
-                param="options",
-            )
+def check_stream_options(*tables: Mapping[str, Any]) -> NewSessionRequest:
+    """Parses the options of a session as its server will; later tables come first. Raises UnknownOption for a parameter
+    that a session cannot choose, OptionError for a value that no server takes."""
+    for table in tables:
+        for name in table:
+            if name not in STREAM_OPTIONS:
+                raise UnknownOption(
+                    f"options has {str(name)[:60]!r}",
+                    f"parameters of /v1/stream: {', '.join(STREAM_OPTIONS)}",
+                    suggest_name(str(name)[:60], STREAM_OPTIONS),
+                    param="options",
+                )
+    query = stream_query(*tables)
+    request = parse_query({name: [value] for name, value in query.items()}, packets=True)
+    assert isinstance(request, NewSessionRequest)
+    language = request.options.language
+    if language is not None and re.fullmatch(LANGUAGE, language) is None:
+        raise OptionError(
+            f"language={query['language'][:60]!r}", "the code or the name of a language", param="language"
+        )
+    return request
 
 
 def stream_query(*tables: Mapping[str, str | int | float | bool]) -> dict[str, str]:

@@ -73,6 +73,14 @@ class PacketsDropped(EdgeEvent, frozen=True, kw_only=True, tag="dropped"):
     packets: int
 
 
+class AudioUngated(EdgeEvent, frozen=True, kw_only=True, tag="ungated"):
+    """Audio that was sent on without a look for speech, as this host is too slow for it: `ungated_s` so far. Told at
+    the first, and whenever it has doubled; no word is lost."""
+
+    position_s: float
+    ungated_s: float
+
+
 class ServerLost(EdgeEvent, frozen=True, kw_only=True, tag="server_lost"):
     """Connection to the server was lost; audio is spooled, and attempts to resume continue."""
 
@@ -173,3 +181,5 @@ class SessionEnded(EdgeEvent, frozen=True, kw_only=True, tag="end"):
     """Packets that were dropped, by reason."""
     sent_speech_s: float
     """Audio that was sent as samples; the rest went as lengths of silence."""
+    ungated_s: float = 0.0
+    """Audio of it that was sent on without a look for speech, where there is voice activity."""

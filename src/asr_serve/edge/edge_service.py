@@ -9,7 +9,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Annotated, NamedTuple
 
@@ -31,9 +31,8 @@ from asr_serve.edge.speech_gate import GateOutput
 from asr_serve.edge.srtp import SrtpKey, SrtpReceiver, checked_key
 from asr_serve.edge.uplink import Uplink, encode_event
 from asr_serve.edge.uplink_transport import UplinkTransport
-from asr_serve.edge.voice_activity import VoiceActivityPool
 from asr_serve.edge.webhook import Webhook
-from asr_serve.errors import AtCapacity, OptionError, SessionExpired
+from asr_serve.errors import AtCapacity, OptionError, SessionExpired, UnknownSession
 from asr_serve.metrics import EdgeMetrics
 from asr_serve.units import samples_to_s
 
@@ -46,11 +45,16 @@ BURST_S = 15.0
 after which a session without packets has ended anyway."""
 RTCP_PER_S, RTCP_BURST = 20_000.0, 20_000.0
 """RTCP packets that are read, of all senders together: a bound of the time that a flood takes."""
+RTCP_SOURCE_PER_S, RTCP_SOURCE_BURST = 100.0, 500.0
+"""RTCP packets of one address: those of 500 streams behind it, each of which sends one in five seconds (RFC 3550), and
+their first ones at once."""
 TOKENS_PER_S, TOKENS_BURST = 500.0, 1_000.0
 """Names that are looked up as tokens, of all addresses that may try."""
 RETRY_MS = 1_000
 KEEP_S = 60.0
 """Time for which the events of a session that has ended can be read."""
+MAX_GONE = 4_096
+"""Sessions that are remembered after that by their id alone."""
 KEPT = 2
 """Sessions in all, those that have ended too, for each that may be open."""
 GATED_S = 10.0
@@ -112,16 +116,18 @@ class EdgeService:
         metrics: EdgeMetrics,
         transport: UplinkTransport,
         *,
-        voice_activity: VoiceActivityPool | None = None,
+        gates: GateWorker | None = None,
     ) -> None:
-        """`transport`: closed with the service. `voice_activity`: pool with a place for each session; None: everything
+        """`transport` and `gates` are closed with the service. `gates`: with a place for each session; None: everything
         is sent on."""
         self.config, self.driver, self._metrics, self._transport = config, driver, metrics, transport
-        self._gates = None if voice_activity is None else GateWorker(voice_activity)
+        self._gates = gates
         self._formats = parse_payload_types(config.payload_types)
         self._lock = threading.Lock()
         self._by_flow: dict[int, _Running] = {}
         self._by_id: dict[str, _Running] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        """Ids of sessions that have ended and are forgotten."""
         self._flows = itertools.count(1)
         self._tokens = SessionTokens()
         self._token_room, self._token_s = TOKENS_BURST, 0.0
@@ -146,13 +152,14 @@ class EdgeService:
     def create(
         self, request: EdgeSessionRequest, on_finish: Callable[[EndReason], None] | None = None
     ) -> EdgeSessionCreated:
-        """Creates a session. `on_finish`: called when its audio has ended. Raises OptionError, AtCapacity."""
+        """Creates a session. `on_finish`: called when its audio has ended. Raises OptionError, UnknownModel,
+        AtCapacity."""
         if request.token and (request.ssrc is not None or request.source is not None):
             raise OptionError("token came, and ssrc or source", "one of them: a token finds its sender", param="token")
         formats = self._formats_for(request)
         key = self._key_for(request)
         srtp = None if key is None else SrtpReceiver(key)
-        check_stream_options(request.options)
+        self.check_options(request.options)
         source = b"" if request.source is None else parse_source(request.source)
         query = stream_query(self.config.options, request.options)
         per_s = float(self.config.packets_per_s)
@@ -179,7 +186,9 @@ class EdgeService:
             gate = (
                 None
                 if self._gates is None
-                else self._gates.open(lambda audio, last: self._take_gated(running, audio, last))
+                else self._gates.open(
+                    lambda audio, last, ungated: self._take_gated(running, audio, last, ungated_samples=ungated)
+                )
             )
             running = _Running(session, uplink, events, on_finish, gate)
             self._by_flow[flow] = self._by_id[session.id] = running
@@ -193,7 +202,7 @@ class EdgeService:
                 pinned = source if source[16:] != b"\0\0" else b""
                 self.driver.admit_ssrc(flow, ssrc, pinned, per_s, per_s * BURST_S)
         while len(self._by_id) > KEPT * self.config.max_sessions:
-            del self._by_id[next(id for id, each in self._by_id.items() if each.session.end_reason is not None)]
+            self._drop(next(id for id, each in self._by_id.items() if each.session.end_reason is not None))
         self._tasks[session.id] = self._loop.create_task(self._run_session(running))
         names = {str(kind): describe_format(form) for kind, form in formats.items()}
         return EdgeSessionCreated(
@@ -206,6 +215,10 @@ class EdgeService:
             token=token,
             events=f"/v1/edge/sessions/{session.id}/events",
         )
+
+    def check_options(self, options: Mapping[str, str | int | float | bool]) -> None:
+        """Raises OptionError or UnknownModel for options that the server refuses, as far as that is known here."""
+        self._transport.check(check_stream_options(self.config.options, options))
 
     def end(self, session_id: str, reason: EndReason = "deleted") -> None:
         """Ends a session's audio; its last words follow as events. Raises SessionExpired."""
@@ -336,13 +349,21 @@ class EdgeService:
 
     def _find(self, session_id: str) -> _Running:
         running = self._by_id.get(session_id)
-        if running is None:
+        if running is not None:
+            return running
+        create_one = "create one: POST /v1/edge/sessions"
+        if session_id in self._gone:
             raise SessionExpired(
-                f"no edge session {session_id[:60]!r}",
-                f"one that has ended is kept for {KEEP_S:g} s",
-                "create one: POST /v1/edge/sessions",
+                f"the edge session {session_id[:60]!r} has ended", f"one is kept for {KEEP_S:g} s", create_one
             )
-        return running
+        raise UnknownSession(f"no edge session {session_id[:60]!r}", "one that was created here", create_one)
+
+    def _drop(self, session_id: str) -> None:
+        """Forgets a session that has ended, but for its id. Idempotent."""
+        if self._by_id.pop(session_id, None) is not None:
+            self._gone[session_id] = None
+            if len(self._gone) > MAX_GONE:
+                self._gone.popitem(last=False)
 
     def _describe(self, running: _Running) -> EdgeSessionState:
         """State of a session, with the lock held."""
@@ -374,7 +395,7 @@ class EdgeService:
             self._publish(running, [session.ended_event(running.uplink.segments)])
             running.log.close()
             del self._tasks[session.id]
-            self._loop.call_later(KEEP_S, self._by_id.pop, session.id, None)
+            self._loop.call_later(KEEP_S, self._drop, session.id)
 
     def _publish(self, running: _Running, events: list[EdgeEvent]) -> None:
         for event in events:
@@ -412,7 +433,7 @@ class EdgeService:
         session.awaits_token = True
         if not self._token_flow:
             self._token_flow = next(self._flows)
-            self.driver.admit_rtcp(self._token_flow, RTCP_PER_S, RTCP_BURST)
+            self.driver.admit_rtcp(self._token_flow, RTCP_PER_S, RTCP_BURST, RTCP_SOURCE_PER_S, RTCP_SOURCE_BURST)
         return self._tokens.issue(session.flow)
 
     def _withdraw_token(self, session: EdgeSession) -> None:
@@ -489,9 +510,9 @@ class EdgeService:
         if events or audio or last:
             self._hand_over(running, events)
 
-    def _take_gated(self, running: _Running, audio: list[GateOutput], last: bool) -> None:
+    def _take_gated(self, running: _Running, audio: list[GateOutput], last: bool, *, ungated_samples: int) -> None:
         """Brings what a gate forwards to the spool, on the thread of the gates; at its end the session is accounted."""
-        events = running.session.spool_in(audio, last=last)
+        events = running.session.note_ungated(ungated_samples) + running.session.spool_in(audio, last=last)
         if last:
             with self._lock:
                 self._account(running.session)

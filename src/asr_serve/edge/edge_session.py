@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from asr_serve.edge.audio_spool import AudioSpool
-from asr_serve.edge.edge_events import AudioDiscarded, EdgeEvent, PacketsDropped, SessionEnded
+from asr_serve.edge.edge_events import AudioDiscarded, AudioUngated, EdgeEvent, PacketsDropped, SessionEnded
 from asr_serve.edge.packet_driver import describe_source
 from asr_serve.edge.payload_format import PayloadFormat
 from asr_serve.edge.rtp import DropReason, RtpPacket, parse_rtp
@@ -35,6 +35,7 @@ class EdgeSessionState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     concealed_s: float
     silent_s: float
     discarded_s: float
+    ungated_s: float = 0.0
     adjusted_samples: int
     packets: int
     lost_packets: int
@@ -79,6 +80,8 @@ class EdgeSession:
         self.end_reason: EndReason | None = None
         self._flow_over_rate = self._told_over_rate = 0
         """Packets beyond the rate: as the driver has counted them since it knows the flow, and as they were told."""
+        self._ungated_samples = self._told_ungated_samples = 0
+        """Samples that went on without a look for speech, and those of them that were told."""
         self._discarded: tuple[int, int] | None = None
         """Start and end of the audio that is being discarded."""
 
@@ -147,6 +150,15 @@ class EdgeSession:
             if last:
                 self.spool.close()
 
+    def note_ungated(self, samples: int) -> list[EdgeEvent]:
+        """Notes how many samples went on without a look for speech."""
+        self._ungated_samples += samples
+        total = self._ungated_samples
+        if not total or total < 2 * self._told_ungated_samples:
+            return []
+        self._told_ungated_samples = total
+        return [AudioUngated(position_s=samples_to_s(self.spool.end), ungated_s=samples_to_s(total))]
+
     def ended_event(self, segments: int) -> SessionEnded:
         stream = self.stream
         return SessionEnded(
@@ -162,6 +174,7 @@ class EdgeSession:
             discarded_s=samples_to_s(self.spool.discarded_samples),
             dropped=self._dropped_packets(),
             sent_speech_s=samples_to_s(self.spool.speech_samples),
+            ungated_s=samples_to_s(self._ungated_samples),
         )
 
     def _dropped_packets(self) -> dict[str, int]:
@@ -181,6 +194,7 @@ class EdgeSession:
             concealed_s=stream.concealed_s,
             silent_s=stream.silent_s,
             discarded_s=samples_to_s(self.spool.discarded_samples),
+            ungated_s=samples_to_s(self._ungated_samples),
             adjusted_samples=stream.adjusted_samples,
             packets=stream.packets,
             lost_packets=stream.lost_packets,

@@ -16,10 +16,12 @@ from asr_serve.api.client.connection import ServerEvent, error_from_event
 from asr_serve.config import ServeConfig
 from asr_serve.edge.local_engine import LocalEngine
 from asr_serve.edge.uplink import UplinkConnection
-from asr_serve.errors import AsrServeError, SessionExpired, UnknownModel, Unreachable
+from asr_serve.errors import AsrServeError, PeerRefused, SessionExpired, UnknownModel, Unreachable
 from asr_serve.metrics import ServerMetrics
+from asr_serve.models.registry import AsrCard
 from asr_serve.pipelines.live.events import LiveEvent
 from asr_serve.pipelines.live.session_state import SavedLiveSession
+from asr_serve.pipelines.segments import check_language, requests_words
 from asr_serve.protocols.stream.client_messages import PATH, NewSessionRequest, parse_query
 from asr_serve.protocols.stream.server_events import EncodedEvent, SessionEvent, StreamErrorEvent
 from asr_serve.server.middleware.error_handlers import live_error_event
@@ -82,6 +84,17 @@ class EngineTransport:
             raise error_from_event(told) from error
         return LocalSessionConnection(opened, self._sessions, session, connection, events, stack)
 
+    def check(self, request: NewSessionRequest) -> None:
+        """Raises OptionError or UnknownModel for what the engine does not have, once it is connected."""
+        try:
+            card = self._engine.parts().card
+        except (Unreachable, PeerRefused):
+            return
+        assert isinstance(card, AsrCard)
+        _check_model(request, card)
+        check_language(card, request.options.language)
+        requests_words([card], request.options.words, speakers=request.options.speakers)
+
     async def close(self) -> None:
         await self._sessions.close()
         await self._engine.close()
@@ -90,12 +103,8 @@ class EngineTransport:
         self, owner: SessionOwner, request: NewSessionRequest, reserved: contextlib.ExitStack
     ) -> tuple[str, StartListener]:
         card, client, tokenizer, _ = self._engine.parts()
-        if request.model not in (None, card.name):
-            raise UnknownModel(
-                f"the model {str(request.model)[:100]!r} is not offered here",
-                card.name,
-                "leave it out, or use a server",
-            )
+        assert isinstance(card, AsrCard)
+        _check_model(request, card)
         assert tokenizer is not None
 
         def start(on_events: Callable[[list[LiveEvent]], None], saved: SavedLiveSession | None) -> AsyncListener:
@@ -103,6 +112,14 @@ class EngineTransport:
             return AsyncListener(client, tokenizer, request.options, meter, lease, on_events, saved=saved)
 
         return card.name, start
+
+
+def _check_model(request: NewSessionRequest, card: AsrCard) -> None:
+    """Raises UnknownModel for a model that is not the engine's."""
+    if request.model not in (None, card.name):
+        raise UnknownModel(
+            f"the model {str(request.model)[:100]!r} is not offered here", card.name, "leave it out, or use a server"
+        )
 
 
 class LocalSessionConnection:

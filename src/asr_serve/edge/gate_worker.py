@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,20 +16,30 @@ from numpy.typing import NDArray
 from asr_serve.edge.speech_gate import GatedSilence, GatedSpeech, GateOutput
 from asr_serve.edge.voice_activity import GatedCaller, VoiceActivityPool
 from asr_serve.errors import AtCapacity
-from asr_serve.units import RATE_HZ, s_to_samples
+from asr_serve.units import RATE_HZ
 
 TURN_SAMPLES = RATE_HZ
 """Most samples of a caller in one batch: one who has much to catch up on does not hold up the others."""
-MAX_WAITING_SAMPLES = s_to_samples(10.0)
-"""Audible samples of a caller that may wait; silence that is a count costs nobody anything. When there are more, all
-are forwarded as they are: that costs bandwidth, and neither memory nor words."""
+MAX_WAIT_S = 1.0
+"""Time for which audio of a caller may wait; silence that is a count costs nobody anything. When the oldest has waited
+longer, all that waits is forwarded as it is: that costs bandwidth, and neither memory nor words. It is counted, and
+told."""
 GATHER_S = 0.01
 """Time for which a batch is gathered, a third of a window: in a step of 64 callers each costs half of one alone."""
 
 log = logging.getLogger(__name__)
 
-ForwardAudio = Callable[[list[GateOutput], bool], None]
-"""Takes what a caller forwards, in order, and whether it was the last; on the thread."""
+
+class QueuedAudio(NamedTuple):
+    """Audio that waits, and since when."""
+
+    audio: GateOutput
+    queued_s: float
+
+
+ForwardAudio = Callable[[list[GateOutput], bool, int], None]
+"""Takes what a caller forwards, in order, whether it was the last, and how many samples of it voice activity has not
+looked at; on the thread."""
 
 
 class GateQueue:
@@ -38,10 +49,13 @@ class GateQueue:
         self.forward = forward
         self.caller: GatedCaller | None = None
         """Place of the session, which the thread takes: it alone waits for voice activity. None: it has none yet."""
-        self.audio: deque[GateOutput] = deque()
-        self.samples = self.audible = 0
-        """Samples that wait, and those of them that are no counted silence."""
+        self.audio: deque[QueuedAudio] = deque()
         self.ended = self.finished = False
+
+    @property
+    def waits_since_s(self) -> float | None:
+        """Time at which the oldest audio was queued that is no counted silence; None: none waits."""
+        return next((queued_s for each, queued_s in self.audio if isinstance(each, GatedSpeech)), None)
 
 
 class GateWorker:
@@ -51,7 +65,7 @@ class GateWorker:
     >>> from asr_serve.edge.speech_gate import GatedSilence, GatedSpeech
     >>> from asr_serve.edge.voice_activity import VoiceActivityPool
     >>> worker, counts, over = GateWorker(VoiceActivityPool()), [], threading.Event()
-    >>> def forward(outputs, ended):
+    >>> def forward(outputs, ended, ungated):
     ...     counts.extend(output.count for output in outputs if isinstance(output, GatedSilence))
     ...     if ended:
     ...         over.set()
@@ -63,14 +77,14 @@ class GateWorker:
     >>> worker.close()
     """
 
-    def __init__(self, pool: VoiceActivityPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: VoiceActivityPool, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pool, self._clock = pool, clock
         self._changed = threading.Condition()
         self._pending: dict[int, GateQueue] = {}
         """Queues with audio, or at their end, the longest wait first."""
         self._closing = False
         self.ungated_samples = 0
-        """Samples that were forwarded without voice activity, as they came faster than it is stepped."""
+        """Samples that were forwarded without voice activity: they waited too long, or it had no place, or failed."""
         self._thread = threading.Thread(target=self._run, name="edge-gates", daemon=True)
         self._thread.start()
 
@@ -83,10 +97,8 @@ class GateWorker:
         with self._changed:
             if queue.ended:
                 return
-            for each in audio:
-                queue.audio.append(each)
-                queue.samples += _length(each)
-                queue.audible += _audible(each)
+            now_s = self._clock()
+            queue.audio.extend(QueuedAudio(each, now_s) for each in audio)
             self._wake(queue)
 
     def finish(self, queue: GateQueue) -> None:
@@ -110,18 +122,20 @@ class GateWorker:
     # --- the thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        is_behind = False
         while True:
             with self._changed:
                 while not self._pending and not self._closing:
                     self._changed.wait()
                 if not self._pending:
                     return
-            if not self._closing:
+            if not self._closing and not is_behind:
                 time.sleep(GATHER_S)
-            self._step()
+            is_behind = self._step()
 
-    def _step(self) -> None:
-        """One batch: a turn of every caller that waits, then what each of them forwards."""
+    def _step(self) -> bool:
+        """One batch: a turn of every caller that waits, then what each of them forwards. Returns whether there is more
+        than a turn of any."""
         plain: list[tuple[GateQueue, list[GateOutput]]] = []
         turns: list[tuple[GateQueue, NDArray[np.int16]]] = []
         with self._changed:
@@ -129,16 +143,17 @@ class GateWorker:
         for queue in pending.values():
             self._take_place(queue)
         with self._changed:
+            now_s = self._clock()
             for queue in pending.values():
-                if queue.samples and (queue.caller is None or queue.audible > MAX_WAITING_SAMPLES):
-                    self.ungated_samples += queue.audible
-                    plain.append((queue, list(queue.audio)))
+                since_s = queue.waits_since_s
+                if queue.audio and (queue.caller is None or (since_s is not None and now_s - since_s > MAX_WAIT_S)):
+                    plain.append((queue, [each for each, _ in queue.audio]))
                     queue.audio.clear()
-                    queue.samples = queue.audible = 0
-                elif queue.samples:
+                elif queue.audio:
                     turns.append((queue, _take_turn(queue)))
+            is_behind = any(queue.audio for queue, _ in turns)
         for queue, audio in plain:
-            self._forward(queue, [*_flush(queue), *audio])
+            self._forward(queue, [*_flush(queue), *audio], ungated=sum(map(_audible, audio)))
         self._gate(turns)
         with self._changed:
             ended = [queue for queue in pending.values() if queue.ended and not queue.audio and not queue.finished]
@@ -149,6 +164,7 @@ class GateWorker:
                 queue.finished = True
         for queue in ended:
             self._finish(queue)
+        return is_behind
 
     def _take_place(self, queue: GateQueue) -> None:
         if queue.caller is None and queue.audio:
@@ -158,6 +174,7 @@ class GateWorker:
     def _gate(self, turns: list[tuple[GateQueue, NDArray[np.int16]]]) -> None:
         callers = [(queue.caller, pcm) for queue, pcm in turns if queue.caller is not None]
         received = [caller.gate.received_samples for caller, _ in callers]
+        ungated = [0] * len(turns)
         try:
             forwarded = self._pool.feed(callers)
         except Exception:  # the thread is everybody's: it must not end for one
@@ -165,11 +182,12 @@ class GateWorker:
                 "voice activity failed on a batch of %d callers, whose audio is forwarded as it is", len(turns)
             )
             forwarded = []
+            ungated = [len(pcm) for _, pcm in turns]
             for (caller, pcm), before in zip(callers, received, strict=True):
                 rest = pcm[caller.gate.received_samples - before :]
                 forwarded.append([*caller.flush(), *([GatedSpeech(rest)] if len(rest) else [])])
-        for (queue, _), outputs in zip(turns, forwarded, strict=True):
-            self._forward(queue, outputs)
+        for (queue, _), outputs, count in zip(turns, forwarded, ungated, strict=True):
+            self._forward(queue, outputs, ungated=count)
 
     def _finish(self, queue: GateQueue) -> None:
         outputs: list[GateOutput] = []
@@ -182,11 +200,12 @@ class GateWorker:
             queue.caller.close()
         self._forward(queue, outputs, ended=True)
 
-    def _forward(self, queue: GateQueue, outputs: list[GateOutput], *, ended: bool = False) -> None:
+    def _forward(self, queue: GateQueue, outputs: list[GateOutput], *, ended: bool = False, ungated: int = 0) -> None:
+        self.ungated_samples += ungated
         if not outputs and not ended:
             return
         try:
-            queue.forward(outputs, ended)
+            queue.forward(outputs, ended, ungated)
         except Exception:
             log.exception("audio behind voice activity could not be forwarded")
 
@@ -200,25 +219,22 @@ def _take_turn(queue: GateQueue) -> NDArray[np.int16]:
     parts: list[NDArray[np.int16]] = []
     room = TURN_SAMPLES
     while room and queue.audio:
-        first = queue.audio.popleft()
+        first, queued_s = queue.audio.popleft()
+        rest: GateOutput | None = None
         if isinstance(first, GatedSpeech):
-            part, rest = first.samples[:room], first.samples[room:]
-            queue.audible -= len(part)
-            if len(rest):
-                queue.audio.appendleft(GatedSpeech(rest))
+            part = first.samples[:room]
+            if len(first.samples) > room:
+                rest = GatedSpeech(first.samples[room:])
         else:
             part = np.zeros(min(room, first.count), np.int16)
             if first.count > room:
-                queue.audio.appendleft(GatedSilence(first.count - room))
+                rest = GatedSilence(first.count - room)
+        if rest is not None:
+            queue.audio.appendleft(QueuedAudio(rest, queued_s))
         parts.append(part)
         room -= len(part)
-    queue.samples -= TURN_SAMPLES - room
     return np.concatenate(parts)
 
 
 def _audible(audio: GateOutput) -> int:
     return len(audio.samples) if isinstance(audio, GatedSpeech) else 0
-
-
-def _length(audio: GateOutput) -> int:
-    return len(audio.samples) if isinstance(audio, GatedSpeech) else audio.count

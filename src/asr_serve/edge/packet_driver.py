@@ -45,8 +45,9 @@ class PacketDriver(Protocol):
     def admit_source(self, flow: int, source: bytes, per_s: float, burst: float) -> None:
         """Expects a source; one of port 0 is any port of its address."""
 
-    def admit_rtcp(self, flow: int, per_s: float, burst: float) -> None:
-        """Expects RTCP, from anywhere, as that of this flow; while there is none, RTCP is as any other datagram."""
+    def admit_rtcp(self, flow: int, per_s: float, burst: float, source_per_s: float, source_burst: float) -> None:
+        """Expects RTCP, from anywhere, as that of this flow: `per_s` packets in all, and `source_per_s` of an address,
+        each after a burst. While there is no such flow, RTCP is as any other datagram."""
 
     def latch(self, flow: int, source: bytes, ssrc: int) -> None:
         """Expects the flow from this source only, with this SSRC too, in place of the last one that was latched."""
@@ -100,8 +101,9 @@ class RecvmmsgDriver(SocketDriver):
     details = "the kernel's UDP socket, recvmmsg"
 
     def __init__(self, host: str, port: int, *, gather_ms: float = GATHER_MS) -> None:
+        module = kernels.packets()
         bound = bind_udp(host, port)
-        receiver = kernels.packets().PacketReceiver([bound.fileno()], **receiver_settings(gather_ms))
+        receiver = module.PacketReceiver([bound.fileno()], **receiver_settings(gather_ms))
         super().__init__(bound, receiver)
 
 

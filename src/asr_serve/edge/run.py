@@ -17,6 +17,7 @@ from asr_serve.edge.control_api import PATH, create_control_api
 from asr_serve.edge.driver_choice import open_driver
 from asr_serve.edge.edge_config import EdgeConfig
 from asr_serve.edge.edge_service import EdgeService
+from asr_serve.edge.gate_worker import GateWorker
 from asr_serve.edge.packet_driver import PacketDriver
 from asr_serve.edge.telephone import Telephone
 from asr_serve.edge.uplink_transport import UplinkTransport, create_transport
@@ -60,7 +61,8 @@ async def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handle)
     metrics = EdgeMetrics(__version__)
-    service = EdgeService(config, driver, metrics, transport, voice_activity=pool)
+    gates = None if pool is None else GateWorker(pool)
+    service = EdgeService(config, driver, metrics, transport, gates=gates)
     telephone = None if config.sip is None else Telephone(service, config.sip, metrics)
     if telephone is not None:
         await telephone.start()

@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from asr_serve.edge.edge_config import check_stream_options
 from asr_serve.edge.edge_events import AudioPlayed, CallBegun, CallHeld, CallResumed
 from asr_serve.edge.edge_service import EdgeService, EdgeSessionRequest
 from asr_serve.edge.edge_session import EndReason
@@ -47,7 +46,15 @@ from asr_serve.edge.sip.user_agent import (
 from asr_serve.edge.sip_config import SipConfig
 from asr_serve.edge.sip_endpoint import SipEndpoint
 from asr_serve.edge.srtp import SrtpKey, SrtpSender, checked_key
-from asr_serve.errors import AtCapacity, Draining, OptionError, ProgramMissing, SessionExpired, UnsupportedOption
+from asr_serve.errors import (
+    AtCapacity,
+    Draining,
+    OptionError,
+    ProgramMissing,
+    SessionExpired,
+    UnknownSession,
+    UnsupportedOption,
+)
 from asr_serve.metrics import EdgeMetrics
 from asr_serve.types import is_address, is_loopback
 
@@ -211,7 +218,7 @@ class Telephone:
                 raise OptionError(f"to={uri[:80]!r}", "a SIP URI, or with a registrar a number", param="to")
             registrar = self.config.registrar_uri()
             uri = f"sip:{uri}@{bracketed(registrar.host)}"
-        check_stream_options(request.options)
+        self._service.check_options(request.options)
         try:
             address = self._registrar_host or await self._find_callee(parse_uri(uri))
             if self._is_closing:
@@ -272,9 +279,9 @@ class Telephone:
         call = self._calls.get(session_id)
         media = None if call is None else self._media.get(call.tag)
         if media is None:
-            raise SessionExpired(
-                f"no call has the session {session_id[:60]!r}", "a session of a call that has not ended"
-            )
+            known = self._service.describe(session_id)
+            problem = SessionExpired if known.ended else UnknownSession
+            raise problem(f"no call has the session {session_id[:60]!r}", "a session of a call that has not ended")
         return media
 
     # --- events of the user agent ----------------------------------------------------------------------

@@ -15,10 +15,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from asr_serve.config import native_kernels_enabled
+from asr_serve.errors import StaleBuild
 
 if TYPE_CHECKING:
     from asr_serve.kernels import reference as reference
 
+INTERFACES = {"asr_serve.kernels._packets": 1}
+"""Numbers of the interfaces of native modules that have one: those that are changed together with their callers."""
 PAGE = 16
 """Positions in one page of keys and values."""
 
@@ -88,11 +91,20 @@ def native_packets() -> ModuleType | None:
 
 
 def _built(name: str) -> ModuleType | None:
+    """Native module of that name, if there is one. Raises StaleBuild for one of other sources than these."""
     if not native_kernels_enabled():
         return None
     try:
-        return importlib.import_module(name)
+        built = importlib.import_module(name)
     except ModuleNotFoundError as missing:
         if missing.name != name:
             raise
         return None
+    expected, found = INTERFACES.get(name), getattr(built, "INTERFACE", None)
+    if found != expected:
+        raise StaleBuild(
+            f"{name} was built from other sources: its interface is {found}",
+            f"interface {expected}",
+            "build it again: make setup; or go without: ASR_SERVE_NATIVE=0",
+        )
+    return built

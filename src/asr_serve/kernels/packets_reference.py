@@ -3,6 +3,8 @@ was not built or the system has no recvmmsg."""
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 import select
 import socket
 import threading
@@ -11,6 +13,8 @@ from typing import Any
 
 HEADER_BYTES, KEY_BYTES = 12, 18
 MAX_BATCH, MAX_GATHER_US = 4_096, 100_000
+RTCP_SOURCES = 4_096
+"""Buckets of RTCP: an address has one of them."""
 MAX_ENDED = 4_096
 """SSRCs of flows that have ended, remembered."""
 
@@ -18,10 +22,23 @@ Datagram = tuple[int, bytes, bytes, float]
 """Flow, source, payload, time of arrival by the monotonic clock."""
 
 
+class _Bucket:
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s, self._burst, self._tokens = per_s, burst, burst
+        self._last_s = time.monotonic()
+
+    def take(self, now_s: float) -> bool:
+        self._tokens = min(self._burst, self._tokens + (now_s - self._last_s) * self._per_s)
+        self._last_s = now_s
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
 class _Flow:
     def __init__(self, source: bytes, per_s: float, burst: float) -> None:
-        self.source, self.per_s, self.burst, self.tokens = source, per_s, burst, burst
-        self.last_s = time.monotonic()
+        self.source, self.bucket = source, _Bucket(per_s, burst)
         self.over_rate = 0
         self.learned: int | None = None
         """SSRC that is in the table because the sender uses it."""
@@ -54,6 +71,11 @@ class PacketReceiver:
         self._by_source: dict[bytes, _Source] = {}
         self._ended: set[int] = set()
         self._rtcp_flow: int | None = None
+        self._rtcp_rate = 0.0, 0.0
+        """Packets per second of an address, and its burst."""
+        self._rtcp_sources: dict[int, _Bucket] = {}
+        """Buckets of RTCP, by a hash of the address that nobody outside can aim: few addresses share one."""
+        self._hash_key = secrets.token_bytes(16)
         names = ("received", "unknown_source", "over_rate", "truncated", "not_rtp", "checksum", "kernel")
         self._counts = dict.fromkeys(names, 0)
 
@@ -75,11 +97,12 @@ class PacketReceiver:
             named = self._by_source.setdefault(source, _Source())
             named.flow, named.admitted = flow, True
 
-    def admit_rtcp(self, flow: int, per_s: float, burst: float) -> None:
-        """Expects RTCP from anywhere."""
+    def admit_rtcp(self, flow: int, per_s: float, burst: float, source_per_s: float, source_burst: float) -> None:
+        """Expects RTCP from anywhere: so much in all, and so much of an address."""
         with self._lock:
             self._flows[flow] = _Flow(b"", per_s, burst)
-            self._rtcp_flow = flow
+            self._rtcp_flow, self._rtcp_rate = flow, (source_per_s, source_burst)
+            self._rtcp_sources.clear()
 
     def latch(self, flow: int, source: bytes, ssrc: int) -> None:
         """Expects the flow from this source only, with this SSRC too."""
@@ -106,6 +129,7 @@ class PacketReceiver:
             self._flows.pop(flow, None)
             if self._rtcp_flow == flow:
                 self._rtcp_flow = None
+                self._rtcp_sources.clear()
             for ssrc in [key for key, each in self._by_ssrc.items() if each == flow]:
                 del self._by_ssrc[ssrc]
                 if len(self._ended) >= MAX_ENDED:
@@ -174,13 +198,12 @@ class PacketReceiver:
             self._count("unknown_source")
             return None
         flow = self._flows[number]
-        flow.tokens = min(flow.burst, flow.tokens + (now_s - flow.last_s) * flow.per_s)
-        flow.last_s = now_s
-        if flow.tokens < 1:
+        # An address first: what one of them sends too fast uses up nothing of what all may send.
+        of_address = self._rtcp_bucket(source) if number == self._rtcp_flow else None
+        if (of_address is not None and not of_address.take(now_s)) or not flow.bucket.take(now_s):
             self._count("over_rate")
             flow.over_rate += 1
             return None
-        flow.tokens -= 1
         return number, source, data, now_s
 
     def _find(self, ssrc: int, source: bytes) -> int | None:
@@ -192,6 +215,11 @@ class PacketReceiver:
         if known is None or known.flow is None or known.shared or (not known.admitted and ssrc in self._ended):
             return None
         return known.flow if self._flows[known.flow].source in (b"", source) else None
+
+    def _rtcp_bucket(self, source: bytes) -> _Bucket:
+        hashed = hashlib.blake2b(source[:16], key=self._hash_key, digest_size=8).digest()
+        index = int.from_bytes(hashed) % RTCP_SOURCES
+        return self._rtcp_sources.setdefault(index, _Bucket(*self._rtcp_rate))
 
     def _leave(self, source: bytes, flow: int) -> None:
         """Takes a flow out of a source, and forgets the source when nothing is left of it."""

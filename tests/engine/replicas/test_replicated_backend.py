@@ -326,8 +326,8 @@ def start_other(tmp_path: Path) -> Iterator[Callable[[str, Path], EngineClient]]
     """Starts an engine process for a folder of its own."""
     owners: list[EngineClient] = []
 
-    def start(model: str, folder: Path) -> EngineClient:
-        listen = ListenSpec(str(tmp_path), None, KEY)
+    def start(model: str, folder: Path, sessions: int | None = None) -> EngineClient:
+        listen = ListenSpec(str(tmp_path), None, KEY, sessions)
         owners.append(
             start_engine(
                 model, folder, config_of(model), process=True, turn_model="none", servers=listen, digest_key=KEY
@@ -482,6 +482,44 @@ def test_a_replica_that_others_fill_sends_sessions_on_and_is_at_capacity_last(la
         session.close()
     wait_until(lambda: second.max_sessions == 12)
     wait_until(lambda: nothing_left(owners))
+
+
+def test_sessions_and_streams_of_other_servers_are_bounded_and_the_owner_keeps_its_own(launch, connect, start_other):
+    owner = start_other(NEMO_MODEL, launch.folders[NEMO_MODEL], 1)
+    (first, _), (second, _) = connect([owner]), connect([owner])
+    session = first.open_vad_session()
+    answer_of(session)
+    beyond = second.open_vad_session()  # before it can know
+    with pytest.raises(AtCapacity, match="1 sessions of other servers"):
+        answer_of(beyond)
+    sound = clip(7, 16_000)
+    streams = [client.open_stream(live=True) for client in (first, second)]
+    expected = [stream.submit_audio(sound, last=False).result(WAIT_S) for stream in streams]
+    refused = first.open_stream(live=True)
+    with pytest.raises(AtCapacity, match="2 streams of other servers"):
+        refused.submit_audio(sound, last=True).result(WAIT_S)
+    own = [owner.open_vad_session() for _ in range(6)]
+    for each in own:
+        answer_of(each)
+    own_stream = owner.open_stream(live=True)
+    assert own_stream.submit_audio(sound, last=False).result(WAIT_S) == expected[0]
+    streams[0].submit_audio(sound, last=True).result(WAIT_S)  # one that ends frees its place
+    again = second.open_stream(live=True)
+    assert again.submit_audio(sound, last=False).result(WAIT_S) == expected[1]
+    for closed in (session, beyond, refused):
+        closed.close()
+
+    def is_free() -> bool:
+        try:
+            with contextlib.closing(second.open_vad_session()) as freed:
+                answer_of(freed)
+        except AtCapacity:
+            return False
+        return True
+
+    wait_until(is_free)
+    for each in (*own, own_stream, streams[1], again):
+        each.close()
 
 
 def test_several_servers_share_the_slow_start_of_live_callers(launch, connect):

@@ -48,6 +48,8 @@ MAX_QUEUED_MESSAGES, MAX_QUEUED_BYTES = 1 << 16, 64 << 20
 """Messages that may wait for a server that did not start the engine. One that takes no more is disconnected: it
 connects again, and submits its work again."""
 SHARED_RETRY_MS = 1_000
+STREAMS_A_SESSION = 2
+"""Streams of a streaming model for each session of voice activity: one may end while the next one has begun."""
 SERVER_BITS = 40
 """Bits of a request's number in the loop that its server chose; the bits above are the server's own number."""
 
@@ -61,6 +63,47 @@ class ServerQueue(NamedTuple):
     """Used share, 0..1, of its queue."""
     sessions: int = 0
     """Sessions and streams that it has open here."""
+
+
+class ServerPlaces:
+    """Places of the sessions and streams that servers have which did not start the engine, all of them together.
+    Changed on the loop's thread, where sessions are opened and closed; any thread may read how many there are."""
+
+    def __init__(self, most: int | None = None) -> None:
+        """`most`: sessions that they may have; None: as there is room."""
+        self.most = most
+        self._sessions: set[int] = set()
+        self._streams: set[int] = set()
+
+    @property
+    def sessions(self) -> int:
+        """Sessions of voice activity that are open."""
+        return len(self._sessions)
+
+    def check_session(self) -> None:
+        """Raises AtCapacity where there is no room for one more session."""
+        _check_room(len(self._sessions), self.most, "sessions")
+
+    def check_stream(self) -> None:
+        """Raises AtCapacity where there is no room for one more stream."""
+        most = None if self.most is None else STREAMS_A_SESSION * self.most
+        _check_room(len(self._streams), most, "streams")
+
+    def add_session(self, number: int) -> None:
+        self._sessions.add(number)
+
+    def add_stream(self, number: int) -> None:
+        self._streams.add(number)
+
+    def discard(self, number: int) -> None:
+        """Frees the place of a session or stream. Idempotent."""
+        self._sessions.discard(number)
+        self._streams.discard(number)
+
+
+def _check_room(count: int, most: int | None, what: str) -> None:
+    if most is not None and count >= most:
+        raise AtCapacity(f"{count} {what} of other servers are open", f"{most} of them all", SHARED_RETRY_MS)
 
 
 class EngineFacts:
@@ -85,18 +128,16 @@ class EngineFacts:
         """Totals that the counters of the metrics have."""
         self.server_queues: Callable[[], list[ServerQueue]] = list
         """Returns the work of the servers that did not start this engine."""
-        self.server_sessions: Callable[[], int] = int
-        """Returns the voice-activity sessions of those servers."""
-        self.max_server_sessions: int | None = None
-        """Most that they may have; None: as there is room."""
+        self.places = ServerPlaces()
+        """Places of the servers that did not start this engine."""
 
     @property
     def free_sessions(self) -> int:
         """Voice-activity sessions for which servers that did not start the engine have room. Reads single numbers of
         the loop, from any thread."""
         free = self.loop.states.slots - self.loop.states.used
-        if self.max_server_sessions is not None:
-            free = min(free, self.max_server_sessions - self.server_sessions())
+        if self.places.most is not None:
+            free = min(free, self.places.most - self.places.sessions)
         return max(0, free)
 
     @property
@@ -185,8 +226,6 @@ class ServerLink:
         """Requests in the loop, by the loop's numbers."""
         self._sessions: set[int] = set()
         """Open sessions and streams, by the loop's numbers."""
-        self._vad_sessions: set[int] = set()
-        """Open sessions of voice activity."""
 
     @property
     def owns_engine(self) -> bool:
@@ -222,11 +261,6 @@ class ServerLink:
         if self._line is not None:
             self._line.close()
 
-    @property
-    def vad_sessions(self) -> int:
-        """Number of voice-activity sessions that it has open, or has asked for."""
-        return len(self._vad_sessions)
-
     def requests_started(self, ids: tuple[int, ...]) -> None:
         self.send(messages.RequestsStarted(ids))
 
@@ -240,7 +274,7 @@ class ServerLink:
                 message = messages.decode_to_engine(self._pipe.recv_bytes())
                 self._last_message_s = time.monotonic()
                 if isinstance(message, messages.OpenStream) and message.saved is not None:
-                    self._restore_stream(facts.loop, message, receive_buffer(self._pipe, message.saved))
+                    self._restore_stream(facts, message, receive_buffer(self._pipe, message.saved))
                 elif isinstance(message, messages.StopEngine) and not self.owns_engine:
                     break
                 else:
@@ -252,14 +286,14 @@ class ServerLink:
         if self.owns_engine:
             facts.loop.inbox.put(Loop.stop)
         else:
-            self._withdraw_all(facts.loop)
+            self._withdraw_all(facts)
 
-    def _withdraw_all(self, loop: Loop) -> None:
+    def _withdraw_all(self, facts: EngineFacts) -> None:
         """Ends everything that the server has in the loop."""
         for request_id in tuple(self._requests):
-            loop.inbox.put(partial(_cancel, request_id))
+            facts.loop.inbox.put(partial(_cancel, request_id))
         for session in tuple(self._sessions):
-            loop.inbox.put(partial(_close, session))
+            facts.loop.inbox.put(partial(_close, session, facts.places))
 
     def _submitted(self, request_id: int, future: Future[Any]) -> None:
         """Registers a request until it is answered."""
@@ -310,28 +344,22 @@ class ServerLink:
                 chunk = StreamChunk(base + session, pcm, last, Future(), hypothesis, message.timed)
                 if last:
                     self._sessions.discard(chunk.session)
+                    chunk.future.add_done_callback(lambda _: facts.places.discard(chunk.session))
                 chunk.future.add_done_callback(partial(self._on_stream_result, session, number))
                 put(lambda loop: loop.streams.append_audio(chunk))
             case messages.CancelRequest(id=request_id):
                 put(partial(_cancel, base + request_id))
             case messages.OpenVadSession(session=session, live=live, state=state):
                 self._sessions.add(base + session)
-                self._vad_sessions.add(base + session)
                 put(partial(self._open_vad_session, facts, session, live, state))
-            case messages.OpenStream(session=session, live=live, samples=samples, words=words, bias=bias):
-                chosen = message.language_model
+            case messages.OpenStream(session=session):
                 self._sessions.add(base + session)
-                put(
-                    lambda loop: loop.streams.open_stream(
-                        base + session, live, samples, words=words, bias=bias, language_model=chosen
-                    )
-                )
+                put(partial(self._open_stream, facts.places, message))
             case messages.ExportStream(session=session):
-                put(lambda loop: self._export_stream(loop, session))
+                put(partial(self._export_stream, facts.places, session))
             case messages.CloseSession(session=session):
                 self._sessions.discard(base + session)
-                self._vad_sessions.discard(base + session)
-                put(partial(_close, base + session))
+                put(partial(_close, base + session, facts.places))
             case messages.TurnQuery(number=number, length=length):
                 pcm, answer = self._pcm.read_message(number, length), Future[float]()
                 answer.add_done_callback(partial(self._on_turn, number))
@@ -374,19 +402,44 @@ class ServerLink:
     def _open_vad_session(self, facts: EngineFacts, session: int, live: bool, state: bytes | None, loop: Loop) -> None:
         """Opens a session on the loop's thread. Where several servers together have more than there is room for, the
         server is told, and tries another engine."""
+        number, places = self._base + session, facts.places
         try:
-            most = facts.max_server_sessions
-            if not self.owns_engine and most is not None and facts.server_sessions() > most:
-                raise AtCapacity("one more session", f"{most} of all who share this engine", SHARED_RETRY_MS)
-            loop.vad_scheduler.open(self._base + session, live, state)
+            if not self.owns_engine:
+                places.check_session()
+            loop.vad_scheduler.open(number, live, state)
+            if not self.owns_engine:
+                places.add_session(number)
         except AtCapacity as full:
-            self._sessions.discard(self._base + session)
-            self._vad_sessions.discard(self._base + session)
-            self.send(messages.SessionRefused(session, messages.ErrorMessage.from_error(full)))
+            self._refuse(session, full)
+
+    def _open_stream(self, places: ServerPlaces, message: messages.OpenStream, loop: Loop) -> None:
+        """Opens a stream on the loop's thread, as `_open_vad_session` opens a session."""
+        number = self._base + message.session
+        if not self.owns_engine:
+            try:
+                places.check_stream()
+            except AtCapacity as full:
+                self._refuse(message.session, full)
+                return
+            places.add_stream(number)
+        loop.streams.open_stream(
+            number,
+            message.live,
+            message.samples,
+            words=message.words,
+            bias=message.bias,
+            language_model=message.language_model,
+        )
+
+    def _refuse(self, session: int, full: AtCapacity) -> None:
+        self._sessions.discard(self._base + session)
+        self.send(messages.SessionRefused(session, messages.ErrorMessage.from_error(full)))
 
     # --- streams that come from another process, and go to one; on the loop's thread ----------------------
 
-    def _restore_stream(self, loop: Loop, message: messages.OpenStream, parcel: SealedBuffer) -> None:
+    def _restore_stream(self, facts: EngineFacts, message: messages.OpenStream, parcel: SealedBuffer) -> None:
+        number, places = self._base + message.session, facts.places
+
         def open_saved(loop: Loop) -> None:
             opened = messages.StreamOpened(message.session)
 
@@ -398,20 +451,16 @@ class ServerLink:
                 numbers, *parts = parcel.read()
                 saved = SessionSnapshot(numbers, tuple(parts))
                 loop.streams.open_stream(
-                    self._base + message.session,
-                    message.live,
-                    message.samples,
-                    saved,
-                    message.words,
-                    message.bias,
-                    message.language_model,
+                    number, message.live, message.samples, saved, message.words, message.bias, message.language_model
                 )
+                if not self.owns_engine:
+                    places.add_stream(number)
             self.send(opened)
 
-        self._sessions.add(self._base + message.session)
-        loop.inbox.put(open_saved)
+        self._sessions.add(number)
+        facts.loop.inbox.put(open_saved)
 
-    def _export_stream(self, loop: Loop, session: int) -> None:
+    def _export_stream(self, places: ServerPlaces, session: int, loop: Loop) -> None:
         parcel: SealedBuffer | None = None
 
         def fail(error: AsrServeError) -> None:
@@ -420,6 +469,7 @@ class ServerLink:
         with StepGuard(loop.stats, "chunk", "exporting a stream", fail):
             if SUPPORTED and (saved := loop.streams.export_stream(self._base + session)) is not None:
                 parcel = SealedBuffer.pack([saved.header, *saved.parts])
+        places.discard(self._base + session)
         self.send(messages.StreamExported(session, parcel.label if parcel else None), parcel)
 
     # --- to the server, mostly on the loop's thread -------------------------------------------------------
@@ -496,5 +546,6 @@ def _cancel(request_id: int, loop: Loop) -> None:
     loop.executor.cancel(request_id)
 
 
-def _close(session: int, loop: Loop) -> None:
+def _close(session: int, places: ServerPlaces, loop: Loop) -> None:
     loop.close(session)
+    places.discard(session)

@@ -75,8 +75,7 @@ class ServerListener:
 
     def start(self, facts: EngineFacts, ready: messages.EngineReady) -> None:
         """Accepts servers from now on. `ready`: their first message."""
-        facts.server_queues, facts.server_sessions = self._queues, self._sessions
-        facts.max_server_sessions = self._max_sessions
+        facts.server_queues, facts.places.most = self._queues, self._max_sessions
         for listener in self._sockets:
             threading.Thread(target=self._accept, args=(listener, facts, ready), name="servers", daemon=True).start()
         threading.Thread(target=self._watch, name="servers watch", daemon=True).start()
@@ -89,11 +88,6 @@ class ServerListener:
         """Work of all connected servers."""
         with self._lock:
             return [link.queue for link in self._links.values()]
-
-    def _sessions(self) -> int:
-        """Voice-activity sessions of all connected servers."""
-        with self._lock:
-            return sum(link.vad_sessions for link in self._links.values())
 
     def audio_changed(self, digest: bytes, cached: bool) -> None:
         """Tells all servers that audio is cached, or no longer. On the loop's thread."""

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <random>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
@@ -17,6 +18,8 @@
 namespace packets {
 
 constexpr size_t MAX_ENDED = 4096;  // SSRCs of flows that have ended, remembered
+constexpr size_t RTCP_SOURCES = 4096;  // token buckets of RTCP, a power of two; an address has one of them
+constexpr size_t ADDRESS_BYTES = 16;
 constexpr size_t KEY_BYTES = 18;  // an IPv6 address, or IPv4 mapped into one, and a port in network order
 using Key = std::array<char, KEY_BYTES>;
 
@@ -62,11 +65,12 @@ class FlowTable {
     named.flow = flow;
     named.admitted = true;
   }
-  // RTCP that comes from anywhere is this flow's, until it is forgotten.
-  void admit_rtcp(uint64_t flow, double per_s, double burst) {
+  // RTCP that comes from anywhere is this flow's, until it is forgotten: so much in all, and so much of an address.
+  void admit_rtcp(uint64_t flow, double per_s, double burst, double source_per_s, double source_burst) {
     std::lock_guard lock(mutex);
     add(flow, nullptr, per_s, burst);
     rtcp_flow_ = flow;
+    rtcp_sources_.assign(RTCP_SOURCES, Bucket(source_per_s, source_burst));
   }
   void latch(uint64_t flow, const Key& source, uint32_t ssrc) {
     std::lock_guard lock(mutex);
@@ -90,7 +94,7 @@ class FlowTable {
   void forget(uint64_t flow) {
     std::lock_guard lock(mutex);
     flows_.erase(flow);
-    if (rtcp_flow_ == flow) rtcp_flow_ = 0;
+    if (rtcp_flow_ == flow) rtcp_flow_ = 0, rtcp_sources_ = {};
     std::erase_if(by_ssrc_, [&](const auto& each) {
       if (each.second != flow) return false;
       if (ended_.size() >= MAX_ENDED) ended_.clear();
@@ -113,21 +117,36 @@ class FlowTable {
     const uint32_t ssrc = uint32_t(data[8]) << 24 | uint32_t(data[9]) << 16 | uint32_t(data[10]) << 8 | data[11];
     uint64_t id = 0;
     const unsigned kind = data[1] & 0x7f;
-    Flow* flow = rtcp_flow_ && kind >= 64 && kind < 96 ? &flows_.at(id = rtcp_flow_) : find(ssrc, source, id);
+    const bool is_rtcp = rtcp_flow_ && kind >= 64 && kind < 96;
+    Flow* flow = is_rtcp ? &flows_.at(id = rtcp_flow_) : find(ssrc, source, id);
     if (!flow) { ++counts.unknown_source; return; }
-    flow->tokens = std::min(flow->burst, flow->tokens + double(now - flow->last_ns) * flow->per_ns);
-    flow->last_ns = now;
-    if (flow->tokens < 1) { ++counts.over_rate; ++flow->over_rate; return; }
-    flow->tokens -= 1;
+    // An address first: what one of them sends too fast uses up nothing of what all may send.
+    if ((is_rtcp && !rtcp_sources_[address_index(source)].take(now)) || !flow->bucket.take(now)) {
+      ++counts.over_rate;
+      ++flow->over_rate;
+      return;
+    }
     to.push_back({id, source, data, bytes, arrival});
   }
 
  private:
+  struct Bucket {
+    double per_ns, burst, tokens;
+    int64_t last_ns;
+
+    Bucket(double per_s, double most) : per_ns(per_s * 1e-9), burst(most), tokens(most), last_ns(now_ns(CLOCK_MONOTONIC)) {}
+    bool take(int64_t now) {
+      tokens = std::min(burst, tokens + double(now - last_ns) * per_ns);
+      last_ns = now;
+      if (tokens < 1) return false;
+      tokens -= 1;
+      return true;
+    }
+  };
   struct Flow {
     bool pinned;  // to `source`; else any
     Key source;
-    double per_ns, burst, tokens;
-    int64_t last_ns;
+    Bucket bucket;
     bool learned = false;  // whether `ssrc` is in the table because the sender uses it
     uint32_t ssrc = 0;
     uint64_t over_rate = 0;
@@ -153,7 +172,7 @@ class FlowTable {
   }
 
   void add(uint64_t flow, const Key* source, double per_s, double burst) {
-    flows_[flow] = Flow{source != nullptr, source ? *source : Key{}, per_s * 1e-9, burst, burst, now_ns(CLOCK_MONOTONIC)};
+    flows_.insert_or_assign(flow, Flow{source != nullptr, source ? *source : Key{}, Bucket(per_s, burst)});
   }
 
   // The flow of an SSRC, if it expects this source or any; else that of the source; else that of its address.
@@ -176,7 +195,26 @@ class FlowTable {
     return !flow.pinned || flow.source == key ? &flow : nullptr;
   }
 
+  // Bucket of an address: by a hash that nobody outside can aim, so that few share one. Source: multiply-shift,
+  // Dietzfelbinger et al. 1997.
+  size_t address_index(const Key& source) const {
+    uint64_t words[2];
+    static_assert(sizeof words == ADDRESS_BYTES);
+    std::memcpy(words, source.data(), sizeof words);
+    uint64_t sum = hash_[0];
+    for (int i = 0; i < 4; ++i) sum += hash_[size_t(i) + 1] * (words[i / 2] >> (i % 2 * 32) & 0xffff'ffff);
+    return size_t(sum >> 32) & (RTCP_SOURCES - 1);
+  }
+  static std::array<uint64_t, 5> random_hash() {
+    std::random_device device;
+    std::array<uint64_t, 5> numbers;
+    for (uint64_t& each : numbers) each = uint64_t(device()) << 32 | device();
+    return numbers;
+  }
+
   uint64_t rtcp_flow_ = 0;  // whose RTCP is; 0: it is as any datagram
+  std::vector<Bucket> rtcp_sources_;
+  const std::array<uint64_t, 5> hash_ = random_hash();
   std::unordered_map<uint64_t, Flow> flows_;
   std::unordered_map<uint32_t, uint64_t> by_ssrc_;
   std::unordered_map<Key, Source, KeyHash> by_source_;

@@ -33,6 +33,8 @@ namespace {
 
 using namespace packets;
 
+// Number of what Python calls here, which `asr_serve.kernels` expects: a change of a name or an argument raises both.
+constexpr int INTERFACE = 1;
 constexpr size_t CONTROL_BYTES = 128;
 constexpr unsigned MAX_BATCH = 4096;
 constexpr int MAX_GATHER_US = 100'000;
@@ -151,7 +153,9 @@ class Receiver {
   void admit_source(uint64_t flow, const nb::bytes& source, double per_s, double burst) {
     flows_.admit_source(flow, read_key(source), per_s, burst);
   }
-  void admit_rtcp(uint64_t flow, double per_s, double burst) { flows_.admit_rtcp(flow, per_s, burst); }
+  void admit_rtcp(uint64_t flow, double per_s, double burst, double source_per_s, double source_burst) {
+    flows_.admit_rtcp(flow, per_s, burst, source_per_s, source_burst);
+  }
   void latch(uint64_t flow, const nb::bytes& source, uint32_t ssrc) { flows_.latch(flow, read_key(source), ssrc); }
   void forget(uint64_t flow) { flows_.forget(flow); }
   uint64_t over_rate(uint64_t flow) { return flows_.over_rate(flow); }
@@ -375,6 +379,7 @@ class RtpParser {
 
 NB_MODULE(_packets, m) {
   m.doc() = "Datagrams in batches, by recvmmsg and AF_XDP. packets_reference.py receives them one by one.";
+  m.attr("INTERFACE") = INTERFACE;
   nb::class_<Xsk>(m, "XdpSocket")
       .def(nb::init<nb::handle, uint32_t, uint32_t, uint32_t, uint32_t, bool, int>(), "memory"_a, nb::kw_only(), "frame_bytes"_a,
            "ring"_a, "interface"_a, "queue"_a, "zero_copy"_a, "busy_poll_us"_a = 0)
@@ -387,7 +392,8 @@ NB_MODULE(_packets, m) {
            "Expect an SSRC, of one source or, for no bytes, of any.")
       .def("admit_source", &Receiver::admit_source, "flow"_a, "source"_a, "per_s"_a, "burst"_a,
            "Expect a source; one of port 0 is any port of its address.")
-      .def("admit_rtcp", &Receiver::admit_rtcp, "flow"_a, "per_s"_a, "burst"_a, "Expect RTCP from anywhere.")
+      .def("admit_rtcp", &Receiver::admit_rtcp, "flow"_a, "per_s"_a, "burst"_a, "source_per_s"_a, "source_burst"_a,
+           "Expect RTCP from anywhere: so much in all, and so much of an address.")
       .def("latch", &Receiver::latch, "flow"_a, "source"_a, "ssrc"_a, "Expect the flow from this source only, with this SSRC too.")
       .def("forget", &Receiver::forget, "flow"_a, "Expect the flow no more.")
       .def("over_rate", &Receiver::over_rate, "flow"_a, "Datagrams of a flow that came too fast since it was admitted.")

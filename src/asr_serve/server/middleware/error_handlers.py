@@ -64,6 +64,7 @@ ERROR_MAPPINGS = (
     ErrorMapping(errors.PreconditionRequired, 428),
     ErrorMapping(errors.PreconditionFailed, 412),
     ErrorMapping(errors.Unprocessable, 422),
+    ErrorMapping(errors.UnknownSession, 404),
     ErrorMapping(errors.SessionExpired, 410),
     ErrorMapping(errors.EventsExpired, 410),
     ErrorMapping(errors.TakenOver, 409),

@@ -30,13 +30,15 @@ export class VoiceActivity {
  * `forward` is called with `{ speech }`, an Int16Array, or `{ silence }`, a count of samples. Each sample comes once, in
  * order. */
 export class SpeechGate {
-  constructor(voice, forward, { threshold = 0.3, negThreshold = 0.2, preRollMs = 320, hangoverMs = 480 } = {}) {
+  constructor(voice, forward, options = {}) {
+    const { threshold = 0.3, negThreshold = 0.2, preRollMs = 640, hangoverMs = 960, leadMs = 512 } = options;
     this.voice = voice;
     this.forward = forward;
     this.threshold = threshold;
     this.negThreshold = negThreshold;
     this.preRoll = 16 * preRollMs;
     this.hangover = 16 * hangoverMs;
+    this.lead = 16 * leadMs;
     this.held = new Int16Array(2 * (this.preRoll + WINDOW) + 4 * WINDOW);
     this.start = this.end = this.scored = this.emitted = this.speechUntil = 0;
     this.speaking = false;
@@ -84,7 +86,7 @@ export class SpeechGate {
       this.speechUntil = this.end + this.hangover;
       this.speech(this.end);
     } else {
-      this.speech(Math.min(this.end, this.speechUntil));
+      this.speech(Math.min(this.end, Math.max(this.speechUntil, this.lead)));
       this.speaking = 0 < this.end && this.end <= this.speechUntil;
       this.silent(this.end - this.preRoll);
     }

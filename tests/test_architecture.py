@@ -70,6 +70,7 @@ LEAVES = {
     "tokenizers": {"text/tokenizers.py", "models/checkpoints/gguf_causal_lm.py"},  # read; and written
     "jiwer": {"asr_serve_tools/evaluate/wer.py"},
     # what wetext reads its graphs with; graphs that are built
+    "faster_whisper": {"asr_serve_tools/evaluate/evaluated_systems.py"},
     "kaldifst": {"text/normalization/wetext_grammar.py", "decoding/wfst/graph_builder.py"},
     "whisper_normalizer": {"asr_serve_tools/evaluate/wer.py"},
     "rich": {"api/cli/progress.py"},
@@ -97,6 +98,7 @@ LEAVES = {
     },
     "sounddevice": {"api/cli/io/microphone.py", "api/cli/io/loudspeaker.py"},  # what is heard, what is played
     "transformers": {"decoding/language_model/causal_scorer.py"},
+    "vosk": {"asr_serve_tools/evaluate/evaluated_systems.py"},
     "vllm": {"engine/vllm/worker_main.py"},
     "wasmtime": {"edge/voice_activity.py"},
     "websockets": {"api/client/connection.py", "api/client/async_connection.py"},  # for threads; for one loop

@@ -78,14 +78,18 @@ function order(runs) {
   });
 }
 
+/** Figures that no run has are left out. */
+const measured = COLUMNS.map(([, value]) => data.runs.some((run) => value(run) !== null && value(run) !== undefined && value(run) !== ""));
+
 function table() {
   const head = make("tr");
   COLUMNS.forEach(([title], column) => {
-    const button = make("button", { type: "button" }, title);
+    if (!measured[column]) return;
+    const button = make("button", { type: "button", "data-column": column }, title);
     button.addEventListener("click", () => {
       sorted = { column, down: sorted.column === column ? !sorted.down : false };
       table();
-      at("runs").querySelectorAll("thead button")[column].focus();
+      at("runs").querySelector(`thead button[data-column="${column}"]`).focus();
     });
     const direction = sorted.column !== column ? "none" : sorted.down ? "descending" : "ascending";
     head.append(make("th", { scope: "col", "aria-sort": direction }, button));
@@ -93,7 +97,9 @@ function table() {
   const body = make("tbody");
   for (const run of order(shown())) {
     const row = make("tr");
-    COLUMNS.forEach(([, , show], column) => row.append(make(column ? "td" : "th", column ? {} : { scope: "row" }, show(run))));
+    COLUMNS.forEach(([, , show], column) => {
+      if (measured[column]) row.append(make(column ? "td" : "th", column ? {} : { scope: "row" }, show(run)));
+    });
     body.append(row);
   }
   at("runs").replaceChildren(make("table", {}, make("caption", { class: "hidden" }, "Runs"), make("thead", {}, head), body));
@@ -134,7 +140,8 @@ function plot() {
     draw("text", { x: (left + right) / 2, y: bottom + 40, "text-anchor": "middle" }, "RTFx: seconds of audio per second (logarithmic)"),
     draw("text", { transform: `translate(14 ${(top + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, "error rate in %"));
   const systems = [...new Set(data.runs.map((run) => run.system))];
-  for (const run of runs) {
+  const taken = []; // places of labels, so that none covers another
+  for (const run of [...runs].sort((one, other) => rateOf(one) - rateOf(other))) {
     const [low, high] = boundsOf(run);
     const label = `${nameOf(run)}, ${run.dataset}: ${figure(rateOf(run), 2)} % (${figure(low, 2)} to ${figure(high, 2)}), ${figure(run.rtfx, 1)} x real time`;
     const place = [x(run.rtfx), y(rateOf(run))];
@@ -143,7 +150,10 @@ function plot() {
     const shape = SHAPES[systems.indexOf(run.system) % SHAPES.length]();
     shape.setAttribute("transform", `translate(${place[0]} ${place[1]})`);
     const end = place[0] > (left + right) / 2;
-    point.append(shape, draw("text", { x: place[0] + (end ? -11 : 11), y: place[1] + 4, "text-anchor": end ? "end" : "start" }, run.system.slice(0, 40)));
+    let height = place[1] + 4;
+    while (taken.some((other) => Math.abs(other - height) < 14)) height -= 3;
+    taken.push(height);
+    point.append(shape, draw("text", { x: place[0] + (end ? -11 : 11), y: height, "text-anchor": end ? "end" : "start" }, run.system.slice(0, 40)));
     for (const event of ["focus", "mouseenter"]) point.addEventListener(event, () => { at("tip").textContent = label; });
     picture.append(point);
   }
@@ -186,7 +196,7 @@ function browser(count = PAGE) {
   if (!run) return at("clips").replaceChildren();
   const clips = [...run.rows].sort((one, other) => ORDERS[at("order").value](one) - ORDERS[at("order").value](other));
   const made = clips.slice(0, count).map((clip) => {
-    const score = clip.error ? "failed" : clip.length === null ? "no transcript" : `${clip.errors} errors in ${clip.length}`;
+    const score = clip.error ? "failed" : clip.length === null ? "no transcript" : `${clip.errors}/${clip.length} wrong`;
     const inside = make("div", { class: "clip" });
     const details = make("details", {}, make("summary", {}, `${score}: ${clip.path}`), inside);
     details.addEventListener("toggle", () => {

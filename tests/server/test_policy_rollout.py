@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from running_server import Running, eventually
 from stream_client import WebSocket, expect_sound, pcm_of, segments
+from typer.testing import CliRunner
 from websockets.sync.client import connect
 
+from asr_serve.api.cli import app
 from asr_serve.config import EngineConfig, GovernanceConfig, ServeConfig
 from asr_serve.engine.process.backend import ProcessBackend
 from asr_serve.evaluation.store import EvaluatedDataset, EvaluatedSystem, EvaluationResult, EvaluationStore, RunSettings
@@ -168,8 +170,14 @@ def test_a_shadow_transcribes_uploads_and_callers_notice_nothing(
 ) -> None:
     heard = running.http.post(ROUTE, files={"file": cities.read_bytes()}, data={"model": STABLE})
     assert (heard.status_code, heard.headers["x-model"]) == (200, STABLE)
-    answer = promote(running, "shadow", operator="anna", reason="the evaluation is good")
-    assert answer.status_code == 200, answer.text
+    command = ["policy", "promote", "default", "--to", "shadow", "--reason", "the evaluation is good"]
+    done = CliRunner().invoke(app, [*command, "--server", running.url, "--api-key", "boss"])
+    assert (done.exit_code, done.stdout) == (0, f"{CANDIDATE} is shadow on route default\n"), done.stderr
+    done = CliRunner().invoke(app, ["policy", "status", "--server", running.url, "--api-key", "boss"])
+    assert done.exit_code == 0
+    assert {"shadow", "canary", STABLE, CANDIDATE, "admin-1"} <= set(done.stdout.split())
+    done = CliRunner().invoke(app, ["policy", "rollback", "none", "--server", running.url, "--api-key", "boss"])
+    assert (done.exit_code, "there is no route 'none'" in done.stderr) == (1, True)
     refused = promote(running, "canary")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "promotion_refused")
     assert "has finished 0 requests as shadow" in refused.json()["error"]["message"]
@@ -182,7 +190,8 @@ def test_a_shadow_transcribes_uploads_and_callers_notice_nothing(
     assert 0 < figures["shadow_differences"] < figures["shadow_words"]
     assert running.counted("asr_serve_policy_shadow_words_total", policy_route="default") == figures["shadow_words"]
     promoted = entries(folder)[-1]
-    assert (promoted.by, promoted.operator, promoted.stage) == ("admin-1", "anna", "shadow")
+    assert (promoted.by, promoted.reason, promoted.stage) == ("admin-1", "the evaluation is good", "shadow")
+    assert promoted.operator
     assert promoted.evidence[0]["run_id"] == run_id
     running.expect_empty()
 
@@ -246,11 +255,7 @@ def test_every_protocol_comes_to_the_route(running: Running, cities: Path) -> No
     assert "default" in running.http.get(f"/v1/models/{STABLE}").json()["aliases"]
     answer = running.http.post("/asr", files={"file": cities.read_bytes()}, data={"model": "default"})
     assert (answer.status_code, answer.headers["x-model"]) == (200, STABLE)
-    for path, query in (
-        ("/v1/realtime", "?caller_id=x"),
-        ("/", "?model=default"),
-        ("/ws", "?caller_id=x"),
-    ):
+    for path, query in (("/v1/realtime", "?caller_id=x"), ("/", "?model=default"), ("/ws", "?caller_id=x")):
         with connect(f"ws://127.0.0.1:{running.port}{path}{query}") as socket:
             if path == "/v1/realtime":
                 assert json.loads(socket.recv())["session"]["audio"]["input"]["transcription"]["model"] == STABLE

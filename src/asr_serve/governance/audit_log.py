@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -25,7 +26,7 @@ FIRST = "0" * 64
 """Digest before the first line."""
 
 Action = Literal["adopted", "policy_changed", "promoted", "rolled_back", "recovered"]
-"""What a line tells. adopted: the models of a route are new here. policy_changed: the file is another, and the models
+"""Kind of a change. adopted: the models of a route are new here. policy_changed: the file is another, and the models
 of the route are the same. recovered: a line that a crash had cut was dropped; the change it told of was never made."""
 
 
@@ -38,9 +39,9 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """SHA-256 of the line before, as it is in the file, without its end; FIRST for the first one."""
     at_utc: str
     by: str
-    """Who is authenticated as having done it: the name of an admin key, `server`, or `os:USER` for whoever runs it."""
+    """Authenticated author: the name of an admin key, `server`, or `os:USER` for whoever runs it."""
     operator: str = ""
-    """Who says to have done it: the user of the command line. Not authenticated."""
+    """Author as the client names it, not authenticated: the user of the command line."""
     action: Action
     route: str
     stage: Stage
@@ -51,7 +52,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     evidence: tuple[dict[str, Any], ...] = ()
     """Evaluations that the decision rests on."""
     figures: dict[str, float] = {}
-    """What was measured of callers in the stage that ended, or what broke a rule."""
+    """Figures of callers in the stage that ended, those that broke a rule among them."""
     reason: str = ""
 
 
@@ -132,7 +133,8 @@ class AuditLog:
             raise SourceNotFound(
                 f"the audit log {path} cannot be opened: {failure.strerror}", "a file that may be written", "check it"
             ) from failure
-        try:
+        with ExitStack() as undo:
+            undo.callback(os.close, fd)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -155,9 +157,7 @@ class AuditLog:
                     policy_sha256=last.policy_sha256 if last else "",
                     reason=f"a last line of {found.torn_bytes} bytes without its end was dropped",
                 )
-        except BaseException:
-            os.close(fd)
-            raise
+            undo.pop_all()
         return log
 
     def append(self, **fields: Any) -> AuditEntry:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -56,7 +57,7 @@ class RouteStatus(msgspec.Struct, frozen=True):
     candidate: str | None
     since_utc: str
     by: str
-    """Who changed it last."""
+    """Author of its last change."""
     reason: str
     figures: dict[str, float]
     """Measured since the stage began."""
@@ -96,13 +97,13 @@ class ModelGovernor:
         assert config.policy is not None
         assert config.audit_log is not None, "neither is set without the other"
         policy = read_policy(Path(config.policy))
-        opened = AuditLog.open(Path(config.audit_log))
-        try:
+        with ExitStack() as undo:
+            opened = AuditLog.open(Path(config.audit_log))
+            undo.callback(opened.close)
             find = None if config.evaluations is None else partial(find_evaluations, Path(config.evaluations))
-            return cls(policy, opened, find, config.region)
-        except BaseException:
-            opened.close()
-            raise
+            governor = cls(policy, opened, find, config.region)
+            undo.pop_all()
+        return governor
 
     def _resumed_state(self, route: ModelRoute) -> RouteState:
         last = self._last.get(route.name)
@@ -279,7 +280,7 @@ class ModelGovernor:
     def _write_rollback(self, route: ModelRoute, **fields: Any) -> None:
         try:
             self._append(route, "rolled_back", "stable", **fields)
-        except Exception:
+        except (OSError, GovernanceError):
             # It is in force all the same. After a restart the stage would be the one before.
             log.exception("route %s was rolled back, and the audit log could not be written", route.name)
             raise

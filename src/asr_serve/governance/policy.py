@@ -29,7 +29,7 @@ Text = Annotated[str, Meta(min_length=1, max_length=200, extra_json_schema={"des
 
 
 class Requirements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a model must show: figures of `asr-serve eval`, the licence of its card, and where its server stands."""
+    """Requirements for the models of a route: figures of `asr-serve eval`, licence, and region of the server."""
 
     dataset: Text
     """Name of the dataset whose evaluation counts."""
@@ -57,7 +57,7 @@ class Requirements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a candidate comes to serve callers."""
+    """Stages and shares by which a candidate comes to serve callers."""
 
     stages: tuple[Literal["shadow", "canary"], ...] = ("shadow", "canary")
     """Stages that a candidate passes before it is promoted, in this order."""
@@ -70,7 +70,7 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RollbackRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When a candidate is taken back without anybody's doing. A rule whose value is absent is not applied."""
+    """Rules by which a candidate is taken back without anybody's doing. A rule whose value is absent is not applied."""
 
     error_percent_above: Percent | None = 5.0
     """Share of the candidate's requests that failed by its doing."""

@@ -24,7 +24,7 @@ class Regression(NamedTuple):
     """A rule that a candidate breaks."""
 
     rule: str
-    """Its key in the policy."""
+    """Key of the rule in the policy."""
     reason: str
     figures: dict[str, float]
 
@@ -101,7 +101,7 @@ class RollbackMonitor:
         return found
 
     def figures(self, now_s: float) -> dict[str, float]:
-        """What was measured so far, for the audit log and for operators."""
+        """Figures measured so far, for the audit log and for operators."""
         figures: dict[str, float] = {"restarts": self.restarts}
         for name, outcomes in (("stable", self.stable), ("candidate", self.candidate)):
             requests, failed = outcomes.requests(now_s)

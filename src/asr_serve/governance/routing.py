@@ -1,4 +1,4 @@
-"""Which model of a route serves a caller: a pure function of the stage and of who calls."""
+"""Choice of the model of a route that serves a caller: a pure function of the stage and of who calls."""
 
 from __future__ import annotations
 

@@ -3,12 +3,9 @@ it."""
 
 from __future__ import annotations
 
-import asyncio
-
 from asr_serve.engine.process.backend import ProcessBackend
 from asr_serve.engine.replicas.backend import ReplicatedBackend
 from asr_serve.errors import (
-    AsrServeError,
     Cancelled,
     Draining,
     EngineClosed,
@@ -110,7 +107,7 @@ class CallerModels:
 
 
 class RequestWatch:
-    """What comes of one recording or live session of a route, for the policy's rules. Without a route, it is idle."""
+    """Outcome of one recording or live session of a route, for the policy's rules. Without a route, it is idle."""
 
     def __init__(
         self, engines: EngineRegistry, governor: ModelGovernor | None, routed: RoutedModel | None, kind: RequestKind
@@ -150,7 +147,5 @@ def observe_restarts(governor: ModelGovernor, engines: EngineRegistry, model: st
 
 def is_model_failure(error: BaseException) -> bool:
     """Whether a request failed by the model or its engine, and not by what was asked or by whoever asked."""
-    if isinstance(error, AsrServeError):
-        ours = isinstance(error, EngineError | ModelNotLoaded)
-        return ours and not isinstance(error, Cancelled | RateLimited | Draining | StoreUnavailable)
-    return isinstance(error, Exception) and not isinstance(error, asyncio.CancelledError)
+    ours = isinstance(error, EngineError | ModelNotLoaded)
+    return ours and not isinstance(error, Cancelled | RateLimited | Draining | StoreUnavailable)

@@ -15,6 +15,7 @@ import numpy as np
 
 from asr_serve import units
 from asr_serve.engine.client import EngineClient
+from asr_serve.errors import AsrServeError
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.live.events import LiveEvent, LivePartial, LiveSegmentDone, SessionFinished
 from asr_serve.pipelines.live.live_session import LiveSession
@@ -186,7 +187,7 @@ class AsyncListener:
         """Context manager around a step of the session, of whose failure the watch hears."""
         try:
             yield
-        except Exception as error:
+        except AsrServeError as error:
             if self._watch is not None:
                 self._watch.finish(error)
             raise

@@ -27,7 +27,7 @@ class StageChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     reason: ShortText = ""
     operator: ShortText = ""
-    """Who asks for it, for the audit log; not authenticated, as the key is."""
+    """Author of the change, for the audit log; not authenticated, as the key is."""
     to: ShortText | None = None
     """Stage that a promotion must lead to; None: whichever is next."""
 

@@ -193,7 +193,7 @@ class UploadTranscription(Generic[RequestT]):
                 continue
             try:
                 self.transcript = await job.transcript
-            except Exception as error:
+            except AsrServeError as error:
                 if await self._fall_back(error):
                     continue
                 raise
@@ -201,7 +201,7 @@ class UploadTranscription(Generic[RequestT]):
             self._finish_watch()
             return
 
-    async def _fall_back(self, error: Exception) -> bool:
+    async def _fall_back(self, error: AsrServeError) -> bool:
         """Starts again with the stable model where the candidate of a route has failed, and nothing was sent yet.
         False: the failure stands."""
         watch = self._models.watch(self.request.model, "upload")

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import BinaryIO, cast
 
 from asr_serve.audio.pcm import SAMPLE_BYTES
+from asr_serve.errors import AsrServeError
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.protocols.funasr.websocket import FunAsrOptions, SentenceEncoder
@@ -87,7 +88,7 @@ class FunAsrOfflineSession:
                 if event.phases is not None:
                     self._visit.trace.engine_phases(event.phases)
             transcript = await self._job.transcript
-        except Exception as error:
+        except AsrServeError as error:
             self._watch.finish(error)
             raise
         self._watch.note_latency(time.perf_counter() - self._ended_s)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from running_server import Running, eventually
 from stream_client import WebSocket, expect_sound, pcm_of, segments
@@ -274,3 +275,38 @@ def test_every_protocol_comes_to_the_route(running: Running, cities: Path) -> No
     assert running.http.post("/v1/policy/default/rollback", headers=ADMIN).status_code == 409
     answer = running.http.post(f"/v1/models/{CANDIDATE}/unload", headers=ADMIN)
     assert (answer.status_code, "the policy has routes to" in answer.text) == (403, True)
+
+
+def test_uploads_of_a_candidate_that_fails_are_transcribed_by_the_stable_model(
+    running: Running, folder: Path, wav: Callable[[float], bytes]
+) -> None:
+    """Also one that is half sent when the engine is gone; and the failures take the candidate back."""
+    caller, clip = {"x-caller-id": min(IN_CANARY)}, wav(3)
+    expected = running.http.post(ROUTE, files={"file": clip}, data={"model": STABLE}).json()["text"]
+    assert promote(running, "shadow").status_code == 200
+    for _ in range(2):
+        running.http.post(ROUTE, files={"file": clip}, headers=caller)
+    eventually(lambda: status(running)["figures"].get("shadow_clips") == 2)
+    assert promote(running, "canary").status_code == 200
+    by_candidate = running.http.post(ROUTE, files={"file": clip}, headers=caller)
+    assert (by_candidate.headers["x-model"], by_candidate.json()["text"] != expected) == (CANDIDATE, True)
+    engine = next(engine for engine in running.engines if engine.name == CANDIDATE)
+
+    form = httpx.Request("POST", f"{running.url}{ROUTE}", files={"file": ("a.wav", clip)})
+    body = form.read()
+
+    def parts() -> Iterator[bytes]:
+        yield body[: len(body) // 2]
+        eventually(lambda: running.gate.active_work == 1 and engine._users == 1)
+        engine.client.close()
+        yield body[len(body) // 2 :]
+
+    headers = {"content-type": form.headers["content-type"]} | caller
+    for content in (parts(), body, body):
+        answer = running.http.post(ROUTE, content=content, headers=headers)
+        assert (answer.status_code, answer.headers["x-model"]) == (200, STABLE), answer.text
+        assert answer.json()["text"] == expected
+    assert status(running)["stage"] == "stable"
+    eventually(lambda: entries(folder)[-1].action == "rolled_back")
+    assert "2 of its last 3 requests failed" in entries(folder)[-1].reason
+    running.expect_empty()

@@ -304,6 +304,33 @@ class WebRtcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         coerce_fields(self)
 
 
+class GovernanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Policy by which models are rolled out.
+
+    Raises OptionError for a value of the wrong type or out of range.
+    """
+
+    policy: NonEmptyText | None = None
+    """TOML file with routes: names that callers send as their model, what the models behind them must show, and how
+    a candidate is rolled out. Their models are loaded at start. None: no routes."""
+    audit_log: NonEmptyText | None = None
+    """File to which every change of a route is appended; it holds the stages, so it must outlive the server."""
+    evaluations: NonEmptyText | None = None
+    """SQLite file in which asr-serve eval has stored its results. None: nothing can be promoted."""
+    region: NonEmptyText | None = None
+    """Region of this server, like eu-central-1, for the policy's residency. None: no region."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        if (self.policy is None) != (self.audit_log is None):
+            raise OptionError(
+                "policy without audit_log" if self.audit_log is None else "audit_log without policy",
+                "both, or none",
+                "set governance.policy and governance.audit_log",
+                param="policy",
+            )
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a server. `config_sources.load_serve_config` reads them from a file, the environment and flags.
 
@@ -440,9 +467,17 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Storage of live sessions outside the server."""
     webrtc: WebRtcConfig = WebRtcConfig()
     """Calls over WebRTC."""
+    governance: GovernanceConfig = GovernanceConfig()
+    """Policy by which models are rolled out."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
+        if self.governance.policy is not None and (self.pipeline is not None or self.engine.role == "encode"):
+            raise OptionError(
+                f"governance.policy beside {'pipeline' if self.pipeline is not None else 'role=encode'}",
+                "one of them: a policy routes callers to models",
+                param="governance",
+            )
         if self.sessions.redis_url is not None and not self.resume_s:
             raise OptionError(
                 "resume_s=0 with sessions.redis_url", "above 0: Redis stores sessions to be resumed", param="resume_s"

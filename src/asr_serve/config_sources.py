@@ -23,7 +23,15 @@ import msgspec
 from msgspec import inspect
 
 from asr_serve import config
-from asr_serve.config import NON_SETTING_VARIABLES, PREFIX, EngineConfig, ServeConfig, SessionsConfig, WebRtcConfig
+from asr_serve.config import (
+    NON_SETTING_VARIABLES,
+    PREFIX,
+    EngineConfig,
+    GovernanceConfig,
+    ServeConfig,
+    SessionsConfig,
+    WebRtcConfig,
+)
 from asr_serve.errors import OptionError, SourceNotFound
 from asr_serve.types import SECRETS, ApiKey, PeerKey, describe_allowed, suggest_name, without_secrets
 
@@ -31,10 +39,11 @@ SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(T
 """Suffixes after the prefix of variables that Kubernetes sets in pods beside a service called asr-serve."""
 
 
-TABLES: dict[str, type[EngineConfig] | type[SessionsConfig] | type[WebRtcConfig]] = {
+TABLES: dict[str, type[EngineConfig] | type[SessionsConfig] | type[WebRtcConfig] | type[GovernanceConfig]] = {
     "engine": EngineConfig,
     "sessions": SessionsConfig,
     "webrtc": WebRtcConfig,
+    "governance": GovernanceConfig,
 }
 """Settings of ServeConfig that are tables of settings."""
 

@@ -269,6 +269,26 @@ class ProgramMissing(ModelError):
     """A package or program that the model needs is not on this machine."""
 
 
+class GovernanceError(AsrServeError):
+    """Models cannot be governed as their policy says."""
+
+
+class PromotionRefused(GovernanceError):
+    """A change of stage that the policy does not allow, or does not allow yet."""
+
+
+class UnknownRoute(GovernanceError):
+    """No route of that name in the policy."""
+
+
+class AuditLogCorrupt(GovernanceError):
+    """An audit log that is not as it was written."""
+
+
+class AuditLogInUse(GovernanceError):
+    """An audit log that another server appends to."""
+
+
 class ServerError(AsrServeError):
     """An error of our own clients."""
 

@@ -243,6 +243,17 @@ class SessionStoreMetrics(NamedTuple):
     rewritten: Counter
 
 
+class GovernanceMetrics(NamedTuple):
+    """Metrics of the routes of a policy."""
+
+    requests: Counter
+    stage: Gauge
+    rollbacks: Counter
+    shadow_words: Counter
+    shadow_different_words: Counter
+    shadow_dropped: Counter
+
+
 class ServerMetrics:
     """Metrics of the server. `route` is the template that a request matched, never its path: clients must not be
     able to add labels. Series with the label `model` exist while the model is loaded."""
@@ -383,6 +394,34 @@ class ServerMetrics:
         self.ring_depth = gauge("asr_serve_ring_depth", "Slots written and not yet read.", ("model",))
         self.ring_full_waits = counter(
             "asr_serve_ring_full_waits_total", "Times the server waited for a free slot.", ("model",)
+        )
+        self.governance = GovernanceMetrics(
+            counter(
+                "asr_serve_policy_requests_total",
+                "Recordings and live sessions of a policy's routes that were finished: done, or failed by the model.",
+                ("policy_route", "stage", "model", "outcome"),
+            ),
+            gauge("asr_serve_policy_stage_routes", "1 for the stage that a route is in.", ("policy_route", "stage")),
+            counter(
+                "asr_serve_policy_rollbacks_total",
+                "Candidates that were taken back: by the server, since they broke a rule, or by an administrator.",
+                ("policy_route", "by"),
+            ),
+            counter(
+                "asr_serve_policy_shadow_words_total",
+                "Words of the stable model in recordings that the shadow transcribed too.",
+                ("policy_route",),
+            ),
+            counter(
+                "asr_serve_policy_shadow_different_words_total",
+                "Words in which the shadow differs: replaced, left out or added.",
+                ("policy_route",),
+            ),
+            counter(
+                "asr_serve_policy_shadow_dropped_requests_total",
+                "Recordings that a shadow was not given, since it had enough to do, or they were too long.",
+                ("policy_route",),
+            ),
         )
         gauge("asr_serve_build_info", "Always 1; the label says which build.", ("version",)).labels(version).set(1)
 

@@ -126,6 +126,7 @@ def test_nothing_given_is_the_embedded_model_once():
         ({"models": SPLIT, "serve": {"engine": {"tensor_parallel_size": 2}}}, "role=both and no peers"),
         ({"serve": {"engine": {"peers": ["h:1"]}}}, "give models the roles"),
         ({"serve": {"engine": {"role": "decode"}}}, "set it in models"),
+        ({"serve": {"governance": {"policy": "p.toml", "audit_log": "a.jsonl"}}}, "no policy in a cluster"),
         ({"serve": {"peer_keys": ["sixteen-or-more-letters"]}}, "no such setting in a cluster"),
     ],
 )

@@ -198,6 +198,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                     f"serve: {name}", "no such setting in a cluster", "give models the roles encode, decode"
                 )
             values[name] = SettingValue(tuple(value) if isinstance(value, list) else value, "serve")
+        if "governance.policy" in values:
+            # Each ingress would have stages of its own.
+            raise OptionError(
+                "serve: governance.policy",
+                "no policy in a cluster: the stages of its routes are in the audit log of one server",
+                "govern models on a server of its own: asr-serve serve",
+                param="governance.policy",
+            )
         names = [each.model for each in self.served]
         values["model"] = SettingValue(names[0], "models")
         values["more_models"] = SettingValue(tuple(names[1:]), "models")

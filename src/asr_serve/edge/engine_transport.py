@@ -100,7 +100,7 @@ class EngineTransport:
         await self._engine.close()
 
     def _begin(
-        self, owner: SessionOwner, request: NewSessionRequest, reserved: contextlib.ExitStack
+        self, owner: SessionOwner, request: NewSessionRequest, reserved: contextlib.ExitStack, context: object
     ) -> tuple[str, StartListener]:
         card, client, tokenizer, _ = self._engine.parts()
         assert isinstance(card, AsrCard)

@@ -69,6 +69,13 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     def package(self) -> str | None:
         return self.packaged.requirement if self.packaged else None
 
+    @property
+    def weights_revision(self) -> str:
+        """Name of exactly these weights, as evaluations record it: package and version, or repository and revision."""
+        if self.packaged is not None:  # without pip's own options
+            return " ".join(part for part in self.packaged.requirement.split() if not part.startswith("-"))
+        return f"{self.hub}@{self.revision}" if self.hub else self.revision
+
 
 PromptOption = Literal["hotwords", "itn"]
 

@@ -34,7 +34,8 @@ from asr_serve.server.realtime.openai import endpoint as openai_endpoint
 from asr_serve.server.realtime.stream import endpoint as stream_endpoint
 from asr_serve.server.realtime.webrtc import endpoint as webrtc_endpoint
 from asr_serve.server.realtime.webrtc.call_manager import CallManager
-from asr_serve.server.routes import health, models, speech, transcriptions
+from asr_serve.server.routes import health, models, policy, speech, transcriptions
+from asr_serve.server.shadow_transcriber import ShadowTranscriber
 from asr_serve.server.telemetry.tracing import Tracer
 from asr_serve.server.transcription_job import TranscriptionExecutor
 from asr_serve.server.voices import routes as voices
@@ -54,6 +55,9 @@ def create_app(
     """Builds the application. The caller drains `gate`, and closes `engines` and `tracer` at the end.
     `funasr_defaults`: None: those of `config`. Raises OptionError where these cannot be read."""
     executor = TranscriptionExecutor(config.max_concurrent)
+    shadows = ShadowTranscriber(engines, executor, metrics)
+    if engines.governor is not None:
+        engines.governor.set_metrics(metrics.governance)
     dependencies = LiveDependencies(config, engines, gate, executor, metrics)
     streams = stream_endpoint.create_session_manager(dependencies)
 
@@ -65,6 +69,7 @@ def create_app(
         await voice_dependencies.clonings.close()
         await streams.close()
         await calls.close()
+        await shadows.close()
         executor.close()
 
     voice_dependencies = voices.VoiceDependencies.create(config, engines)
@@ -98,10 +103,11 @@ def create_app(
     )
     if full_server:
         routers = [
-            transcriptions.routes(transcriptions.TranscriptionDependencies.create(config, engines, executor)),
+            transcriptions.routes(transcriptions.TranscriptionDependencies.create(config, engines, executor, shadows)),
             speech.routes(speech_dependencies),
             voices.routes(voice_dependencies),
             models.routes(engines, admins=bool(config.admin_keys)),
+            *([] if engines.governor is None else [policy.routes(engines.governor, admins=bool(config.admin_keys))]),
             health_routes,
             stream_endpoint.commands(streams),
         ]
@@ -139,7 +145,8 @@ def create_app(
                 "retry-after",
                 "retry-after-ms",
                 IGNORED_HEADER,
-                *speech.SPEECH_HEADERS,
+                "x-model",
+                *(name for name in speech.SPEECH_HEADERS if name != "x-model"),
                 *webrtc_endpoint.CALL_HEADERS,
             ],
         )

@@ -34,6 +34,8 @@ from asr_serve.errors import (
     WeightsMissing,
     WrongModel,
 )
+from asr_serve.governance.evidence import GovernedModel
+from asr_serve.governance.governor import ModelGovernor
 from asr_serve.metrics import MIGRATIONS, ServerMetrics
 from asr_serve.models.registry import AUTO_VOICE, AnyCard, AsrCard, ModelCard, TtsCard, wrong_model
 from asr_serve.pipelines.offline import transcribe
@@ -298,9 +300,18 @@ class EngineRegistry:
         scorers: Mapping[int, SentenceScorer] | None = None,
     ) -> None:
         """`scorers`: language models of the pipeline, by the index of their stage; None: they are loaded with it.
-        Raises OptionError, SourceNotFound for a pipeline file that is wrong."""
+        Raises OptionError, SourceNotFound for a pipeline file or a policy that is wrong, and as ModelGovernor.open."""
         self._config, self._open, self._scorers = config, open_engine, scorers
+        self.governor = None if config.governance.policy is None else ModelGovernor.open(config.governance)
+        """Governor of the models of the policy, if there is one."""
         self._expected = [config.model, *config.more_models]
+        if self.governor is not None:
+            self._expected += [name for name in self.governor.policy.models if name not in self._expected]
+            try:
+                self._check_policy(self.governor)
+            except OptionError:
+                self.governor.close()
+                raise
         self._cards: dict[str, AnyCard] = {}
         self._engines: dict[str, ModelEngine] = {}
         self.pipeline_spec = None if config.pipeline is None else open_pipeline(config.pipeline)
@@ -316,12 +327,28 @@ class EngineRegistry:
         self._unloading: dict[str, asyncio.Task[None]] = {}
         self._renewing: set[asyncio.Task[HandoverResult]] = set()
 
+    def _check_policy(self, governor: ModelGovernor) -> None:
+        """Raises OptionError for a policy that does not fit the other settings."""
+        if len(self._expected) > self._config.max_models:
+            raise OptionError(
+                f"max_models={self._config.max_models} and {len(self._expected)} models to load at start, those of the "
+                f"policy included: {', '.join(self._expected)}",
+                f"max_models={len(self._expected)} or more, or fewer models",
+                param="max_models",
+            )
+        for alias in self._config.aliases:
+            if alias in governor.policy.routes:
+                raise OptionError(f"the alias {alias} is a route of the policy too", "two names", param="aliases")
+
     async def start(self) -> None:
-        """Loads the configured models, one after another. Raises errors of loading; but where the voice is `auto`
-        and its weights or program are missing, goes on without speech synthesis."""
+        """Loads the configured models, one after another. Raises errors of loading, GovernanceError for a model that
+        the policy does not allow here; but where the voice is `auto` and its weights or program are missing, goes on
+        without speech synthesis."""
         while self._expected:
             await self.load(self._expected[0])
             self._expected.pop(0)
+        if self.governor is not None:
+            await asyncio.to_thread(self.governor.start, self._governed_models(self.governor))
         if self.pipeline_spec is not None:
             self.pipeline = await self._load_pipeline(self.pipeline_spec)
         if not self.tts_expected:
@@ -336,6 +363,25 @@ class EngineRegistry:
                 raise
             log.info("no speech synthesis model is loaded: %s", error)
         self.tts_expected = False
+
+    def _governed_models(self, governor: ModelGovernor) -> dict[str, GovernedModel]:
+        """Facts about the models of the policy. Raises OptionError for a route with the name of a model, WrongModel
+        for one that synthesizes."""
+        for name in governor.policy.routes:
+            if name in self._cards:
+                raise OptionError(
+                    f"{governor.policy.file}: a route of the name of the model {name}",
+                    "a name of its own",
+                    param="governance.policy",
+                )
+        found = {}
+        for name in governor.policy.models:
+            engine = self.get(name)
+            own_weights = name != self._config.model or self._config.weights is None
+            revision = engine.card.weights_revision if own_weights else f"weights={self._config.weights}"
+            quantization = engine.client.config.quantize
+            found[name] = GovernedModel(name, revision, engine.card.licence, quantization)
+        return found
 
     async def _load_pipeline(self, spec: PipelineSpec) -> ServedPipeline:
         """Loads the models of a pipeline. Raises errors of loading, NotAllowed (`max_models`)."""
@@ -394,15 +440,30 @@ class EngineRegistry:
         return "loading" if name in self._loading or name in self._expected else "not_loaded"
 
     def aliases(self, name: str) -> list[str]:
-        return [alias for alias, model in self._config.aliases.items() if model == name]
+        """Other names of a model: aliases, and routes of which it serves most callers."""
+        routes = [route for route in self._routes if self._serving(route) == name]
+        return [*routes, *(alias for alias, model in self._config.aliases.items() if model in (name, *routes))]
+
+    @property
+    def _routes(self) -> list[str]:
+        return [] if self.governor is None else list(self.governor.policy.routes)
+
+    def _serving(self, name: str) -> str | None:
+        """Model that serves most callers of a route; None: no route has that name."""
+        return None if self.governor is None else self.governor.serving(name)
+
+    def without_alias(self, name: str) -> str:
+        """Name that an alias stands for; any other name itself."""
+        return self._config.aliases.get(name, name)
 
     def resolve(self, name: str | None, kind: type[ModelCard] = ModelCard) -> str:
-        """Resolves an alias to the model's name; None, and the names of OpenAI's recognition models: the default model.
-        `kind`: class of the cards of models that an error lists. Raises UnknownModel, EngineClosed, WrongModel for the
-        pipeline."""
-        if name is None or self._is_openai_name(name, is_openai_recognition_model):
+        """Resolves an alias, or a route, to the model's name; None, and the names of OpenAI's recognition models: the
+        default model. Callers of a route come to their model by CallerModels. `kind`: class of the cards of models that
+        an error lists. Raises UnknownModel, EngineClosed, WrongModel for the pipeline."""
+        if name is None or self.means_default(name):
             name = self._config.model
-        own = self._config.aliases.get(name, name)
+        own = self.without_alias(name)
+        own = self._serving(own) or own
         own = self._folders.get(own, own)
         if self.pipeline_spec is not None and own == self.pipeline_spec.name:
             first = self.pipeline_spec.recognizers[0].model
@@ -418,7 +479,9 @@ class EngineRegistry:
         pipeline = self.pipeline_spec
         if pipeline is not None and kind is AsrCard:
             suited.append(pipeline.name)
-        names = [*(alias for alias, model in self._config.aliases.items() if model in suited), *suited]
+        routes = self._routes if issubclass(AsrCard, kind) else []
+        aliases = [alias for alias, model in self._config.aliases.items() if model in suited or model in routes]
+        names = [*routes, *aliases, *suited]
         raise UnknownModel(
             f"there is no model {name[:100]!r}", f"models: {', '.join(names)}", suggest_name(name, names)
         )
@@ -426,8 +489,12 @@ class EngineRegistry:
     def _is_openai_name(self, name: str, is_openai_model: Callable[[str], bool]) -> bool:
         """Whether a name is that of one of OpenAI's models, and neither an alias nor a model here."""
         return is_openai_model(name) and not any(
-            name in names for names in (self._config.aliases, self._cards, self._expected, self._folders)
+            name in names for names in (self._config.aliases, self._cards, self._expected, self._folders, self._routes)
         )
+
+    def means_default(self, name: str | None) -> bool:
+        """Whether a request with that name as its recognition model takes the default one."""
+        return name is None or self._is_openai_name(name, is_openai_recognition_model)
 
     @property
     def pipeline_state(self) -> str:
@@ -437,11 +504,7 @@ class EngineRegistry:
     def resolve_for_files(self, name: str | None) -> str:
         """Resolves as `resolve` does, also to the pipeline, which is the default of files where there is one."""
         spec = self.pipeline_spec
-        if spec is not None and (
-            name is None
-            or self._config.aliases.get(name, name) == spec.name
-            or self._is_openai_name(name, is_openai_recognition_model)
-        ):
+        if spec is not None and (name is None or self.without_alias(name) == spec.name or self.means_default(name)):
             return spec.name
         return self.resolve(name, AsrCard)
 
@@ -541,11 +604,14 @@ class EngineRegistry:
 
     async def unload(self, name: str) -> None:
         """Waits up to `drain_s` for the model's requests, then closes its engine: requests still in it fail with
-        EngineClosed. Raises UnknownModel, ModelNotLoaded, NotAllowed for a model of the pipeline."""
+        EngineClosed. Raises UnknownModel, ModelNotLoaded, NotAllowed for a model of the pipeline or the policy."""
         own, spec = self.resolve(name), self.pipeline_spec
         # By the specification: a model must stay while the pipeline is still loading, too.
         if spec is not None and any(stage.model == own for stage in spec.recognizers.values()):
             raise NotAllowed(f"the pipeline {spec.name} uses {own}", "a model of no pipeline")
+        if self.governor is not None and own in self.governor.policy.models:
+            # A rollback must find it loaded.
+            raise NotAllowed(f"the policy has routes to {own}", "a model of no route")
         if own not in self._unloading:
             if own not in self._engines:
                 raise ModelNotLoaded(f"the model {own} is not loaded", "only what is loaded can be unloaded")
@@ -593,3 +659,5 @@ class EngineRegistry:
             await asyncio.to_thread(self.pipeline.recognizer.close)
         await asyncio.gather(*self._renewing, return_exceptions=True)
         self._engines.clear()
+        if self.governor is not None:
+            await asyncio.to_thread(self.governor.close)

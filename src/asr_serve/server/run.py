@@ -26,6 +26,7 @@ from asr_serve.config import ServeConfig
 from asr_serve.decoding.language_model.sentence_scorer import SentenceScorer
 from asr_serve.engine.process.startup_checks import check_startup
 from asr_serve.errors import AsrServeError, OptionError
+from asr_serve.governance.policy import read_policy
 from asr_serve.metrics import ServerMetrics
 from asr_serve.pipelines.stages.language_models import load_scorers
 from asr_serve.pipelines.stages.pipeline_file import open_pipeline
@@ -82,8 +83,9 @@ def check_settings(config: ServeConfig, *, check_models: bool = True) -> None:
     _certificate(config)
     if config.sessions.redis_url is not None:
         create_store(config.sessions)
+    policy = None if config.governance.policy is None else read_policy(Path(config.governance.policy))
     if check_models and config.pipeline is None:
-        check_startup(config, None)
+        check_startup(config, None, (), *(() if policy is None else (tuple(policy.routes), policy.models)))
 
 
 def prepare(config: ServeConfig, *, check_models: bool = True, in_cluster: bool = False) -> ServerSetup:

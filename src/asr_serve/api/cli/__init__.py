@@ -18,6 +18,7 @@ from asr_serve.api.cli import (
     lm,
     models,
     plan,
+    policy,
     serve,
     speak,
     transcribe,
@@ -63,6 +64,7 @@ def top(
       asr-serve serve                            serve all of it over HTTP, for OpenAI's clients
       asr-serve cluster up                       serve on several machines, with Ray
       asr-serve models list                      list models
+      asr-serve policy --help                    roll a model out to a share of the callers
       asr-serve lm build talks.txt -o talks.arpa build a language model from text
       asr-serve graph --help                     limit a streaming model to a fixed vocabulary
       asr-serve plan --callers 100 --mix mix.toml  plan how many replicas a load needs
@@ -79,6 +81,7 @@ app.add_typer(voices.app, name="voices")
 app.command("serve")(serve.serve)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(models.app, name="models")
+app.add_typer(policy.app, name="policy")
 app.add_typer(lm.app, name="lm")
 app.add_typer(graph.app, name="graph")
 app.command("plan", no_args_is_help=True)(plan.plan)

@@ -205,8 +205,8 @@ class RemoteSynthesizer:
 
     def __init__(self, server: str, api_key: str | None, asked: Mapping[str, Any]) -> None:
         """`asked`: members of the request. Raises OptionError for an invalid address."""
-        self._server, self._parts, self._asked = server, parse_server(server), asked
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        parse_server(server)
+        self._server, self._api_key, self._asked = server, api_key, asked
         self.model = ""
 
     def __enter__(self) -> Self:
@@ -229,29 +229,41 @@ class RemoteSynthesizer:
             voices: list[dict[str, Any]] = json.loads(answer.read())["voices"]
             return voices
 
-    @contextlib.contextmanager
-    def _answer(self, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
-        parts = self._parts
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=OPEN_S)
-        route = parts.path.rstrip("/").removesuffix("/v1") + path
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream, */*", **self._headers}
-        try:
-            connection.connect()
-            connection.sock.settimeout(READ_S)
-            connection.request(method, route, body, headers)
-            with contextlib.closing(connection.getresponse()) as answer:
-                if answer.status != 200:
-                    raise _refusal(answer, self._server)
-                yield answer
-        except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(
-                f"no server answers at {self._server}: {error or type(error).__name__}",
-                "a running asr-serve is needed",
-                "check the address, or start one: asr-serve serve",
-            ) from None
-        finally:
-            connection.close()
+    def _answer(
+        self, method: str, path: str, body: bytes | None
+    ) -> contextlib.AbstractContextManager[http.client.HTTPResponse]:
+        return server_answer(self._server, self._api_key, method, path, body)
+
+
+@contextlib.contextmanager
+def server_answer(
+    server: str, api_key: str | None, method: str, path: str, body: bytes | None
+) -> Iterator[http.client.HTTPResponse]:
+    """Context manager around a server's answer to a request in JSON. Raises Refused, Unreachable, OptionError for an
+    invalid address."""
+    parts = parse_server(server)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=OPEN_S)
+    route = parts.path.rstrip("/").removesuffix("/v1") + path
+    headers = {"Content-Type": "application/json", "Accept": "text/event-stream, */*"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    try:
+        connection.connect()
+        connection.sock.settimeout(READ_S)
+        connection.request(method, route, body, headers)
+        with contextlib.closing(connection.getresponse()) as answer:
+            if answer.status != 200:
+                raise _refusal(answer, server, path)
+            yield answer
+    except (OSError, http.client.HTTPException) as error:
+        raise Unreachable(
+            f"no server answers at {server}: {error or type(error).__name__}",
+            "a running asr-serve is needed",
+            "check the address, or start one: asr-serve serve",
+        ) from None
+    finally:
+        connection.close()
 
 
 def _chunks_from_events(events: Iterator[dict[str, Any]], rate_hz: int) -> Generator[AudioChunk, None, None]:
@@ -285,12 +297,12 @@ def _server_sent_events(answer: http.client.HTTPResponse) -> Iterator[dict[str, 
                 yield event
 
 
-def _refusal(answer: http.client.HTTPResponse, server: str) -> Refused | Unreachable:
+def _refusal(answer: http.client.HTTPResponse, server: str, path: str) -> Refused | Unreachable:
     body = answer.read(MOST_REFUSAL_BYTES)
     try:
         return _refused(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):
-        return Unreachable(f"{server} answers with {answer.status}, and is no asr-serve with speech synthesis")
+        return Unreachable(f"{server} answers with {answer.status}, and is no asr-serve that has {path}")
 
 
 def _refused(error: Mapping[str, Any]) -> Refused:

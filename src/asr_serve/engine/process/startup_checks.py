@@ -43,6 +43,10 @@ class StartupNames(msgspec.Struct, frozen=True):
     """Name of the pipeline, which aliases may stand for; None: none."""
     stage_devices: tuple[tuple[str, str], ...]
     """Devices that its stages name, each with its place in the file."""
+    routes: tuple[str, ...] = ()
+    """Routes of the policy, which aliases may stand for."""
+    routed_models: tuple[str, ...] = ()
+    """Models of those routes."""
     split: tuple[str, ...] = ()
     """Models whose encoder and decoder run in different engines."""
 
@@ -64,7 +68,7 @@ class StartupNames(msgspec.Struct, frozen=True):
     def known_to_be_valid(self) -> bool:
         """Whether all names are defaults, or stand for nothing that may be missing."""
         default = ServeConfig()
-        models = {self.model, *self.more_models, *self.aliases.values()}
+        models = {self.model, *self.more_models, *self.aliases.values(), *self.routed_models}
         return (
             models == {default.model}
             and self.voice in ("auto", "none")
@@ -82,11 +86,18 @@ def check_split(models: tuple[str, ...]) -> None:
     _run_checks(msgspec.structs.replace(StartupNames.of(default, None, ()), split=models))
 
 
-def check_startup(config: ServeConfig, pipeline: str | None, stage_devices: tuple[tuple[str, str], ...] = ()) -> None:
-    """Checks a server's configuration. `pipeline`, `stage_devices`: see StartupNames. Raises OptionError for an unknown
-    model, alias, voice or turn model, and for a device that this machine lacks; NoCheckpoint for a folder that holds no
+def check_startup(
+    config: ServeConfig,
+    pipeline: str | None,
+    stage_devices: tuple[tuple[str, str], ...] = (),
+    routes: tuple[str, ...] = (),
+    routed_models: tuple[str, ...] = (),
+) -> None:
+    """Checks a server's configuration. The other arguments: see StartupNames. Raises OptionError for an unknown model,
+    alias, voice or turn model, and for a device that this machine lacks; NoCheckpoint for a folder that holds no
     model."""
     names = StartupNames.of(config, pipeline, stage_devices)
+    names = msgspec.structs.replace(names, routes=routes, routed_models=routed_models)
     if not names.known_to_be_valid:
         _run_checks(names)
 
@@ -119,12 +130,13 @@ def check_names(names: StartupNames) -> None:
     recognizers, voices = asr_cards(), tts_cards()
     models = [*recognizers, *voices]
     chosen = [("model", names.model), *(("more_models", name) for name in names.more_models)]
+    chosen += [("governance.policy", name) for name in names.routed_models]
     # What a repository holds is known once it is downloaded.
     places = [name for _, name in chosen if hub_repository(name) is not None or names_folder(name)]
     for name in places:
         if hub_repository(name) is None:
             store.model_of_folder(Path(name).expanduser())
-    targets = [*([names.pipeline] if names.pipeline else []), *models, *places]
+    targets = [*([names.pipeline] if names.pipeline else []), *names.routes, *models, *places]
     for setting, name in chosen:
         if name not in places:
             _check_name(setting, name, models, "model")

@@ -30,10 +30,10 @@ QUERY = (
     *("turn", "eager_threshold", "turn_threshold", "prompt", "hotwords", "words", "speakers", "itn"),
     *("language_model", "language_model_weight"),
     *SPEAKER_COUNT_FIELDS,
-    *("durable", "api_key", "session", "after", "received", "epoch", "start"),
+    *("durable", "api_key", "caller_id", "session", "after", "received", "epoch", "start"),
 )
 RESUME_ONLY = ("after", "received", "epoch")
-RESUME = ("session", *RESUME_ONLY, "api_key")
+RESUME = ("session", *RESUME_ONLY, "api_key", "caller_id")
 START = "start"
 """Query field with which the first message of a WebSocket has further options."""
 MAX_START_CHARACTERS = MAX_HOTWORDS_CHARACTERS + MAX_PROMPT_CHARACTERS + 65_536

@@ -113,6 +113,8 @@ class AdmissionTable:
 
 ANONYMOUS = ApiClient("anonymous")
 """Client of all requests where no keys are configured; together they have the limits of one key."""
+CALLER_HEADER, CALLER_FIELD = "x-caller-id", "caller_id"
+MAX_CALLER_CHARACTERS = 256
 DRAIN_RETRY_MS = 5_000
 MIN_RETRY_MS, MAX_RETRY_MS = 200, 30_000
 SESSION_RETRY_MS = 5_000
@@ -352,6 +354,7 @@ class AdmissionMiddleware:
             return
         context, headers = request_context(scope), Headers(scope=scope)
         context.client = self.admission.keys.authenticate(headers.get("authorization", ""))
+        context.caller = caller_identity(scope, headers, context.client)
         if scope["method"] == "POST":
             self._check_origin(headers)
         work = kind is AdmissionClass.WORK
@@ -367,6 +370,7 @@ class AdmissionMiddleware:
             if offered.startswith(KEY_SUBPROTOCOL):
                 key = f"Bearer {offered.removeprefix(KEY_SUBPROTOCOL)}"
         context.client = self.admission.keys.authenticate(key)
+        context.caller = caller_identity(scope, headers, context.client)
         self._check_origin(headers)
         live = self.table.socket(scope["path"]) is AdmissionClass.LIVE
         with self.admission.admit(context.client, live=live), self.admission.cancellable():
@@ -385,6 +389,19 @@ class AdmissionMiddleware:
                 f"pages of: {', '.join(('this server', *self.origins))}",
                 "allow others with the setting cors_origins",
             )
+
+
+def caller_identity(scope: Scope, headers: Headers, client: ApiClient) -> str:
+    """Identity of a caller among those of its key: the header `x-caller-id`, the query's `caller_id` where no header
+    can be sent, or else the key; without a key, the address."""
+    sent = headers.get(CALLER_HEADER, "")
+    if not sent and (found := parse_qs(scope["query_string"].decode("latin-1")).get(CALLER_FIELD)):
+        sent = found[0]
+    if sent:
+        return f"{client.name}\0{sent[:MAX_CALLER_CHARACTERS]}"
+    if client != ANONYMOUS:
+        return client.name
+    return f"{client.name}\0{(scope.get('client') or ('',))[0]}"
 
 
 def origin_host(origin: str | None) -> str | None:

@@ -13,9 +13,10 @@ from typing import Any, cast
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from asr_serve.errors import ClientGone
+from asr_serve.errors import ClientGone, InvalidKey, NotAllowed
 from asr_serve.metrics import ServerMetrics
 from asr_serve.protocols.ignored_fields import IgnoredFields, collect_ignored_fields
 from asr_serve.server.telemetry import logs
@@ -54,6 +55,8 @@ class RequestContext(msgspec.Struct, kw_only=True):
     trace: RequestTrace
     started_s: float = msgspec.field(default_factory=time.perf_counter)
     client: ApiClient | None = None
+    caller: str = ""
+    """Identity by which a caller of a route keeps its model. Private: it is hashed, and never logged."""
     status: int = 0
     """0 until it is known."""
     rejection_reason: str = ""
@@ -80,6 +83,17 @@ class RequestContext(msgspec.Struct, kw_only=True):
 
 def request_context(scope: Scope) -> RequestContext:
     return cast(RequestContext, scope[_KEY])
+
+
+def expect_admin(request: Request, what: str, *, admins: bool) -> str:
+    """Name of the administrator who sends a request. `what`: what only those do. `admins`: whether any admin keys are
+    configured. Raises NotAllowed, InvalidKey."""
+    client = request_context(request.scope).client
+    if client is not None and client.admin:
+        return client.name
+    todo = "send one" if admins else "set admin_keys or admin_keys_file on the server first"
+    kind = NotAllowed if "authorization" in request.headers else InvalidKey
+    raise kind(f"only administrators {what}", "an admin key, as `Bearer KEY`", todo)
 
 
 class RequestContextMiddleware:
@@ -250,6 +264,8 @@ class ClientConnection:
             headers["x-request-id"] = self.visit.request_id
             if ignored := str(self.visit.ignored):
                 headers[IGNORED_HEADER] = ignored
+            if self.visit.model is not None:
+                headers["x-model"] = self.visit.model
         elif not message.get("more_body"):
             self._answered = True
         try:

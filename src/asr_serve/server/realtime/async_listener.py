@@ -7,7 +7,7 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
@@ -15,11 +15,13 @@ import numpy as np
 
 from asr_serve import units
 from asr_serve.engine.client import EngineClient
+from asr_serve.errors import AsrServeError
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.live.events import LiveEvent, LivePartial, LiveSegmentDone, SessionFinished
 from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.live.session_state import LiveSessionState, SavedLiveSession
 from asr_serve.pipelines.options import ListenOptions
+from asr_serve.server.caller_models import RequestWatch
 from asr_serve.text.tokenizers import Tokenizer
 
 MARK_SAMPLES = units.ms_to_samples(100)
@@ -93,9 +95,11 @@ class AsyncListener:
         *,
         api_client: str | None = None,
         saved: SavedLiveSession | None = None,
+        watch: RequestWatch | None = None,
     ) -> None:
         """`on_events` receives new events. `lease` holds the engine until `close`. `api_client`: whose session it is,
-        where that is known. `saved`: the session to continue. Raises as LiveSession does."""
+        where that is known. `saved`: the session to continue. `watch`: what is told of its latencies and its end.
+        Raises as LiveSession does."""
         self.language = client.card.language(options.language)
         self.after_advance: Callable[[], None] = lambda: None
         """Called after every step of the session, with or without events."""
@@ -104,7 +108,7 @@ class AsyncListener:
         self._awake, self._changed = asyncio.Event(), asyncio.Event()
         self._wake_scheduled = self._finished = False
         self._timer: asyncio.TimerHandle | None = None
-        self._meter, self._on_events = meter, on_events
+        self._meter, self._on_events, self._watch = meter, on_events, watch
         self._arrivals = ArrivalTimes()
         self._partial: LivePartial | None = None
         self._partial_s: float | None = None
@@ -139,10 +143,11 @@ class AsyncListener:
 
     def write(self, pcm: np.ndarray) -> None:
         """Writes `pcm` (n,) float32 at 16 kHz. Raises what ends the session."""
-        self._session.append_audio(pcm)
-        self._meter.audio.inc(units.samples_to_s(len(pcm)))
-        self._arrivals.record(self._session.received_samples)
-        self._advance()
+        with self._watched():
+            self._session.append_audio(pcm)
+            self._meter.audio.inc(units.samples_to_s(len(pcm)))
+            self._arrivals.record(self._session.received_samples)
+            self._advance()
 
     def flush(self, name: str) -> None:
         """Finalizes all audio so far; a `FlushDone` of that name follows. Raises AtCapacity."""
@@ -165,14 +170,27 @@ class AsyncListener:
             await self._awake.wait()
             self._awake.clear()
             self._wake_scheduled = False  # before advancing: a wake-up from now on means something new
-            self._advance()
+            with self._watched():
+                self._advance()
 
     async def close(self) -> None:
         """Releases everything; at any time, idempotent."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._watch is not None and self.received_samples:
+            self._watch.finish()
         self._session.close()
         self._resources.close()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Context manager around a step of the session, of whose failure the watch hears."""
+        try:
+            yield
+        except AsrServeError as error:
+            if self._watch is not None:
+                self._watch.finish(error)
+            raise
 
     def _wake(self) -> None:
         if not self._wake_scheduled:
@@ -205,7 +223,10 @@ class AsyncListener:
     def _note_final(self, done: LiveSegmentDone) -> None:
         arrival_s = self._arrivals.arrival_s(done.decided_samples)
         if arrival_s is not None:
-            self._meter.final.observe(time.perf_counter() - arrival_s)
+            latency_s = time.perf_counter() - arrival_s
+            self._meter.final.observe(latency_s)
+            if self._watch is not None:
+                self._watch.note_latency(latency_s)
         if self._partial is not None and self._partial.start_samples < done.segment.end_samples:
             self._partial = self._partial_s = None
 

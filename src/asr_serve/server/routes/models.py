@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from asr_serve import units
-from asr_serve.errors import EngineClosed, InvalidKey, NotAllowed
+from asr_serve.errors import EngineClosed
 from asr_serve.models.registry import TtsCard
 from asr_serve.pipelines.stages.pipeline_file import PipelineSpec, RecognizeStage, RescoreStage, StageSpec
 from asr_serve.protocols.openai.models import ModelEntry, ModelList, ModelRenewal, ModelStage
@@ -17,7 +17,7 @@ from asr_serve.protocols.schemas.responses import ref
 from asr_serve.server import openapi
 from asr_serve.server.engine_registry import EngineRegistry
 from asr_serve.server.middleware.error_handlers import JSON
-from asr_serve.server.middleware.request_context import request_context
+from asr_serve.server.middleware.request_context import expect_admin
 from asr_serve.server.openapi import AUTH_ERRORS, error_response_entry
 from asr_serve.text.normalization.wetext_grammar import GRAMMAR_LANGUAGES, is_wetext_installed
 
@@ -120,13 +120,6 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
     def model_response(name: str) -> Response:
         return Response(msgspec.json.encode(entry(name)), media_type=JSON)
 
-    def expect_admin(request: Request) -> None:
-        client = request_context(request.scope).client
-        if client is None or not client.admin:
-            todo = "send one" if admins else "set admin_keys or admin_keys_file on the server first"
-            kind = NotAllowed if "authorization" in request.headers else InvalidKey
-            raise kind("only administrators load, unload and renew models", "an admin key, as `Bearer KEY`", todo)
-
     @router.get(
         "",
         summary="List models",
@@ -163,7 +156,7 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
     )
     async def load(request: Request, model: str) -> Response:
         """Answers when the model is ready; loading goes on if the client disconnects. For administrators."""
-        expect_admin(request)
+        expect_admin(request, "load models", admins=admins)
         return model_response((await engines.load(model)).name)
 
     @router.post(
@@ -175,7 +168,7 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
     )
     async def unload(request: Request, model: str) -> Response:
         """Refuses new requests for the model, waits for those in progress, and unloads it. For administrators."""
-        expect_admin(request)
+        expect_admin(request, "unload models", admins=admins)
         name = engines.resolve(model)
         found = entry(name)
         await engines.unload(name)
@@ -190,7 +183,7 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
     async def renew(request: Request, model: str) -> Response:
         """Starts another engine process for the model and moves live sessions to it, even in mid-sentence. Answers
         when the old process has ended; goes on if the client disconnects. For administrators."""
-        expect_admin(request)
+        expect_admin(request, "renew models", admins=admins)
         name = engines.resolve(model)
         found = await engines.renew(name)
         renewal = ModelRenewal(name, engines.state(name), *found)

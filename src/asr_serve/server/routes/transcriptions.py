@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -24,14 +26,18 @@ from asr_serve.protocols.openai.events import TokenTexts
 from asr_serve.protocols.openai.known_speakers import MAX_KNOWN_SPEAKERS, MAX_REFERENCE_BYTES, REFERENCES_FIELD
 from asr_serve.protocols.recognition_fields import MAX_HOTWORDS, MAX_HOTWORDS_CHARACTERS
 from asr_serve.server import openapi
+from asr_serve.server.caller_models import CallerModels, is_model_failure
 from asr_serve.server.engine_registry import EngineRegistry, FileEngine
 from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
 from asr_serve.server.middleware.error_handlers import JSON
 from asr_serve.server.middleware.request_context import RequestContext, request_context
 from asr_serve.server.server_sent_events import EVENT_STREAM, StreamedResponse, with_keep_alive
+from asr_serve.server.shadow_transcriber import ShadowTranscriber
 from asr_serve.server.transcription_job import TranscriptionExecutor, TranscriptionJob
 from asr_serve.server.uploads.upload import Upload, UploadLimits, read_body
 from asr_serve.types import Transcript
+
+log = logging.getLogger(__name__)
 
 FIELD_LIMITS: dict[str, Any] = {
     "max_repeats": {"keywords[]": MAX_HOTWORDS + 1},  # one more, so that the parser of hotwords refuses it
@@ -73,13 +79,14 @@ class TranscriptionDependencies(NamedTuple):
 
     engines: EngineRegistry
     executor: TranscriptionExecutor
+    shadows: ShadowTranscriber
     uploads: UploadLimits
     audio: AudioLimits
     max_beam: int
 
     @classmethod
     def create(
-        cls, config: ServeConfig, engines: EngineRegistry, jobs: TranscriptionExecutor
+        cls, config: ServeConfig, engines: EngineRegistry, jobs: TranscriptionExecutor, shadows: ShadowTranscriber
     ) -> TranscriptionDependencies:
         uploads = UploadLimits(
             max_bytes=config.max_body_bytes,
@@ -87,7 +94,7 @@ class TranscriptionDependencies(NamedTuple):
             min_bytes_per_s=config.upload_min_bytes_per_s,
             **FIELD_LIMITS,
         )
-        return cls(engines, jobs, uploads, AudioLimits(max_duration_s=config.max_duration_s), config.max_beam)
+        return cls(engines, jobs, shadows, uploads, AudioLimits(max_duration_s=config.max_duration_s), config.max_beam)
 
 
 class UploadTranscription(Generic[RequestT]):
@@ -109,12 +116,14 @@ class UploadTranscription(Generic[RequestT]):
         engine_use: contextlib.ExitStack,
     ) -> None:
         """`upload_trace`: closed when the upload is complete. `engine_use`: held as long as this exists.
-        Raises OptionError, UnknownModel, ModelNotLoaded, EngineClosed."""
+        Raises OptionError, UnknownModel, ModelNotLoaded, EngineClosed, NotAllowed."""
+        self._models = CallerModels(dependencies.engines, context)
         self._dependencies, self._context, self._upload, self._read = dependencies, context, upload, parse
         self._upload_trace, self._engine_use = upload_trace, engine_use
         self.request = _parse_fields(upload, parse)
         self._text_sent = False
-        self._use(dependencies.engines.get_for_files(self.request.model))
+        self._uploaded_s = time.perf_counter()
+        self._use(self._models.get_for_files(self.request.model))
         self._job = self._start_job()
         self._form_task: asyncio.Task[None] | None = None
         if upload.complete:
@@ -180,10 +189,39 @@ class UploadTranscription(Generic[RequestT]):
                     self._context.trace.engine_phases(event.phases)
                 yield event
             await self.wait_form()
-            if job is self._job:
+            if job is not self._job:
+                continue
+            try:
                 self.transcript = await job.transcript
-                self._context.audio_s = self.transcript.duration_s
-                return
+            except AsrServeError as error:
+                if await self._fall_back(error):
+                    continue
+                raise
+            self._context.audio_s = self.transcript.duration_s
+            self._finish_watch()
+            return
+
+    async def _fall_back(self, error: AsrServeError) -> bool:
+        """Starts again with the stable model where the candidate of a route has failed, and nothing was sent yet.
+        False: the failure stands."""
+        watch = self._models.watch(self.request.model, "upload")
+        if self._text_sent or (engine := self._models.fall_back(self.request.model, error)) is None:
+            watch.finish(error)
+            return False
+        log.warning("the candidate %s failed, and %s transcribes its upload: %s", self.engine.name, engine.name, error)
+        await self._job.wait_closed()
+        self._use(engine)
+        self._job = self._start_job()
+        return True
+
+    def _finish_watch(self) -> None:
+        """Counts the upload for the policy, and offers it to the shadow of its route."""
+        watch = self._models.watch(self.request.model, "upload")
+        watch.note_latency(time.perf_counter() - self._uploaded_s)
+        watch.finish()
+        self._upload.handed_over = self._dependencies.shadows.offer(
+            watch.routed, self._context.request_id, self._upload, self._job_options(), self.transcript.text
+        )
 
     async def transcribe(self) -> Transcript:
         """Returns the whole transcript. Raises what `segments` does."""
@@ -200,8 +238,11 @@ class UploadTranscription(Generic[RequestT]):
 
     def _start_job(self) -> TranscriptionJob:
         self._context.model = self.engine.name
-        options = msgspec.structs.replace(self.request.options, limits=self._dependencies.audio)
+        options = self._job_options()
         return self._dependencies.executor.start(self.engine, self._upload.open_bytes(), options, self._upload.filename)
+
+    def _job_options(self) -> TranscribeOptions:
+        return msgspec.structs.replace(self.request.options, limits=self._dependencies.audio)
 
     async def _finish_form(self) -> None:
         """Reads the form to its end; restarts the job if later fields change the request."""
@@ -210,15 +251,17 @@ class UploadTranscription(Generic[RequestT]):
             tasks: set[asyncio.Future[Any]] = {finishing, self._job.transcript}
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not finishing.done() and self._job.failed and self._upload.failure is None:
-                self._job.transcript.result()  # raises: no later field can help
+                failure = self._job.transcript.exception()
+                if failure is not None and not is_model_failure(failure):
+                    raise failure  # no later field can help
             await finishing
         finally:
             finishing.cancel()
             self._upload_trace.close()
+            self._uploaded_s = time.perf_counter()
         previous, self.request = self.request, _parse_fields(self._upload, self._read)
-        engines = self._dependencies.engines
         # The engine is not looked up again: it may be unloading by now, but still serves this request.
-        same = engines.resolve_for_files(self.request.model) == self.engine.name
+        same = self._models.resolve_for_files(self.request.model) == self.engine.name
         if self._text_sent and not (same and self._output_options(self.request) == self._output_options(previous)):
             raise OptionError(
                 "a field after the file changes what was asked, and text was sent already",
@@ -227,7 +270,7 @@ class UploadTranscription(Generic[RequestT]):
             )
         if same and self._options(self.request) == self._options(previous):
             return
-        engine = self.engine if same else engines.get_for_files(self.request.model)
+        engine = self.engine if same else self._models.get_for_files(self.request.model)
         self._job.cancel()
         await self._job.wait_closed()
         self._use(engine)
@@ -251,7 +294,8 @@ class UploadTranscription(Generic[RequestT]):
 
     async def _close(self) -> None:
         self._job.cancel()
-        self._upload.close()  # ends the job's wait for bytes
+        if not self._upload.handed_over:
+            self._upload.close()  # ends the job's wait for bytes
         if self._form_task is not None:
             self._form_task.cancel()
             await asyncio.wait({self._form_task})
@@ -284,6 +328,8 @@ def _errors_named_by_field(params: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _end(upload: Upload) -> None:
+    if upload.handed_over:
+        return
     upload.close()
     with contextlib.suppress(AsrServeError):
         await upload.finish()  # so that its reader has released the connection

@@ -51,6 +51,8 @@ class Upload:
         gone: type[Exception] | tuple[type[Exception], ...],
     ) -> None:
         self.complete = False
+        self.handed_over = False
+        """Whether another user reads the file now, and closes the upload."""
         self.received_bytes = 0
         self._limits, self._patience_bytes, self._disconnect_error = limits, patience_bytes, gone
         self._spool = Spool(limits.memory_bytes)

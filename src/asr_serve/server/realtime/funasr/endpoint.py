@@ -11,13 +11,15 @@ from starlette.routing import WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from asr_serve.audio.silence_schedule import SilenceSchedule
+from asr_serve.governance.rollback_monitor import RequestKind
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.options import SPEAKER_COUNT_FIELDS, ListenOptions
 from asr_serve.pipelines.segments import resolve_language
 from asr_serve.protocols.form_fields import FormFields
 from asr_serve.protocols.funasr.websocket import FLAGS, FunAsrOptions
+from asr_serve.server.caller_models import CallerModels, RequestWatch
 from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
-from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
+from asr_serve.server.middleware.admission import CALLER_FIELD, AdmissionClass, admitted_as
 from asr_serve.server.middleware.error_handlers import live_error_event
 from asr_serve.server.middleware.request_context import RequestContext, request_context
 from asr_serve.server.realtime.endpoint import LiveDependencies, run_conversation
@@ -29,10 +31,10 @@ from asr_serve.server.realtime.lifecycle import SessionLimits
 from asr_serve.server.realtime.outbox import OUTBOX_SEND_TIMEOUT_S, Outbox
 
 REALTIME_PATH, OFFLINE_PATH = "/", "/ws"
-QUERY = ("model", "api_key", *FLAGS, *SPEAKER_COUNT_FIELDS)
+QUERY = ("model", "api_key", CALLER_FIELD, *FLAGS, *SPEAKER_COUNT_FIELDS)
 REALTIME_QUERY = (*QUERY, "sentences", "partial_ms", "max_segment_ms", "silence_schedule")
 
-StartFunAsrSession = Callable[[ModelEngine, FunAsrOptions, Outbox], FunAsrSession]
+StartFunAsrSession = Callable[[ModelEngine, FunAsrOptions, Outbox, RequestWatch], FunAsrSession]
 """Starts a session of a route, with answers into that outbox."""
 
 
@@ -40,10 +42,16 @@ class EngineFunAsrSessionFactory:
     """Session factory of one socket: looks up the requested model for every session."""
 
     def __init__(
-        self, engines: EngineRegistry, model: str | None, context: RequestContext, begin: StartFunAsrSession
+        self,
+        engines: EngineRegistry,
+        model: str | None,
+        context: RequestContext,
+        begin: StartFunAsrSession,
+        kind: RequestKind,
     ) -> None:
-        """Raises UnknownModel, ModelNotLoaded, EngineClosed."""
-        self._engines, self._model, self._visit, self._begin = engines, model, context, begin
+        """Raises UnknownModel, ModelNotLoaded, EngineClosed, NotAllowed."""
+        self._models, self._kind = CallerModels(engines, context), kind
+        self._model, self._visit, self._begin = model, context, begin
         _ = self.engine
 
     def resolve_language(self, code: str | None) -> str:
@@ -53,12 +61,13 @@ class EngineFunAsrSessionFactory:
         validate_options(self.engine, options)
 
     def start(self, options: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
-        return self._begin(self.engine, options, outbox)
+        engine = self.engine
+        return self._begin(engine, options, outbox, self._models.watch(self._model, self._kind))
 
     @property
     def engine(self) -> ModelEngine:
         """Engine of the requested model. Raises UnknownModel, ModelNotLoaded, EngineClosed."""
-        engine = self._engines.get(self._model)
+        engine = self._models.get(self._model)
         self._visit.model = engine.name
         return engine
 
@@ -75,7 +84,7 @@ def _realtime(
         silence_schedule=None if schedule is None else SilenceSchedule.from_text(schedule),
     )
 
-    def begin(engine: ModelEngine, requested: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
+    def begin(engine: ModelEngine, requested: FunAsrOptions, outbox: Outbox, watch: RequestWatch) -> FunAsrSession:
         chosen = msgspec.structs.replace(options, **requested.pipeline_options())
         return FunAsrRealtimeSession(
             engine.client,
@@ -86,6 +95,7 @@ def _realtime(
             engine.in_use(),
             only_new=only_new,
             api_client=context.client.name if context.client else None,
+            watch=watch,
         )
 
     return begin
@@ -94,9 +104,9 @@ def _realtime(
 def _offline(
     dependencies: LiveDependencies, fields: FormFields, context: RequestContext, meter: LiveRouteMetrics
 ) -> StartFunAsrSession:
-    def begin(engine: ModelEngine, options: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
+    def begin(engine: ModelEngine, options: FunAsrOptions, outbox: Outbox, watch: RequestWatch) -> FunAsrSession:
         return FunAsrOfflineSession(
-            dependencies.executor, engine, dependencies.admission.reserve_work(), options, context, meter
+            dependencies.executor, engine, dependencies.admission.reserve_work(), options, context, meter, watch
         )
 
     return begin
@@ -116,6 +126,7 @@ class FunAsrEndpoint:
         defaults: FunAsrSessionDefaults,
     ) -> None:
         """`fields`: names that are allowed in the query."""
+        self._kind: RequestKind = "live" if path == REALTIME_PATH else "upload"
         self._dependencies, self._fields, self._begin, self._defaults = dependencies, fields, begin, defaults
         self._meter = dependencies.metrics.live_route(path)
         config = dependencies.config
@@ -126,7 +137,7 @@ class FunAsrEndpoint:
         query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         fields = FormFields(query, self._fields)
         begin = self._begin(dependencies, fields, context, self._meter)
-        factory = EngineFunAsrSessionFactory(dependencies.engines, fields.text("model"), context, begin)
+        factory = EngineFunAsrSessionFactory(dependencies.engines, fields.text("model"), context, begin, self._kind)
         conversation = FunAsrConversation(
             receive,
             Outbox(send, OUTBOX_SEND_TIMEOUT_S),

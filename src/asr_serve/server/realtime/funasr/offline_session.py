@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
+import time
 from contextlib import AbstractContextManager
 from typing import BinaryIO, cast
 
 from asr_serve.audio.pcm import SAMPLE_BYTES
+from asr_serve.errors import AsrServeError
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.protocols.funasr.websocket import FunAsrOptions, SentenceEncoder
+from asr_serve.server.caller_models import RequestWatch
 from asr_serve.server.engine_registry import ModelEngine
 from asr_serve.server.middleware.request_context import RequestContext
 from asr_serve.server.transcription_job import TranscriptionExecutor, TranscriptionJob
@@ -40,11 +43,13 @@ class FunAsrOfflineSession:
         options: FunAsrOptions,
         context: RequestContext,
         meter: LiveRouteMetrics,
+        watch: RequestWatch,
     ) -> None:
         """`reservation`: from `AdmissionController.reserve_work`, held until `close`. Raises AtCapacity."""
         self.language, self.received_samples, self.full = options.language or "", 0, False
         self._jobs, self._engine, self._visit, self._meter = executor, engine, context, meter
         self._options = TranscribeOptions(priority="interactive", **options.pipeline_options())
+        self._watch, self._ended_s = watch, 0.0
         self._spool = Spool(OFFLINE_MEMORY_BYTES)
         self._job: TranscriptionJob | None = None
         self._audio_started = asyncio.Event()
@@ -68,6 +73,7 @@ class FunAsrOfflineSession:
         self._meter.audio.inc(samples_to_s(samples))
 
     def finish(self) -> None:
+        self._ended_s = time.perf_counter()
         self._spool.end()
         self._audio_started.set()
 
@@ -76,11 +82,17 @@ class FunAsrOfflineSession:
         await self._audio_started.wait()
         if self._job is None:
             return sentences.encode_final(0)
-        async for event in self._job:
-            sentences.add_segment(event.segment)
-            if event.phases is not None:
-                self._visit.trace.engine_phases(event.phases)
-        transcript = await self._job.transcript
+        try:
+            async for event in self._job:
+                sentences.add_segment(event.segment)
+                if event.phases is not None:
+                    self._visit.trace.engine_phases(event.phases)
+            transcript = await self._job.transcript
+        except AsrServeError as error:
+            self._watch.finish(error)
+            raise
+        self._watch.note_latency(time.perf_counter() - self._ended_s)
+        self._watch.finish()
         return sentences.encode_final(transcript.duration_samples, transcript.language, transcript.language_prob)
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.live.events import LiveEvent, LivePartial, LiveSegmentDone, SpeakersRevised
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.protocols.funasr.websocket import SentenceEncoder
+from asr_serve.server.caller_models import RequestWatch
 from asr_serve.server.realtime.async_listener import AsyncListener
 from asr_serve.server.realtime.outbox import Outbox
 from asr_serve.text.tokenizers import Tokenizer
@@ -29,12 +30,15 @@ class FunAsrRealtimeSession:
         *,
         only_new: bool,
         api_client: str | None = None,
+        watch: RequestWatch | None = None,
     ) -> None:
         """Raises as AsyncListener does."""
         self._outbox, self._meter = outbox, meter
         self._sentences = SentenceEncoder(only_new=only_new, words=options.words is not False, spk=options.speakers)
         self._partial: LivePartial | None = None
-        self._listener = AsyncListener(client, tokenizer, options, meter, lease, self._on_events, api_client=api_client)
+        self._listener = AsyncListener(
+            client, tokenizer, options, meter, lease, self._on_events, api_client=api_client, watch=watch
+        )
         self.language = self._listener.language
         self.wait_writable, self.finish, self.close = (
             self._listener.wait_writable,

@@ -19,8 +19,9 @@ from asr_serve.protocols.form_fields import FormFields
 from asr_serve.protocols.openai.events import TokenTexts
 from asr_serve.protocols.openai.realtime_client_events import BETA_HEADER, BETA_SUBPROTOCOL, PATH, RealtimeSettings
 from asr_serve.protocols.openai.realtime_server_events import ServerEventEncoder
+from asr_serve.server.caller_models import CallerModels
 from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
-from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
+from asr_serve.server.middleware.admission import CALLER_FIELD, AdmissionClass, admitted_as
 from asr_serve.server.middleware.error_handlers import realtime_problem
 from asr_serve.server.middleware.request_context import RequestContext, request_context
 from asr_serve.server.realtime.async_listener import AsyncListener
@@ -29,14 +30,14 @@ from asr_serve.server.realtime.lifecycle import SessionLimits
 from asr_serve.server.realtime.openai.conversation import OpenAiConversation
 from asr_serve.server.realtime.outbox import OUTBOX_SEND_TIMEOUT_S, Outbox
 
-QUERY = ("model", "intent", "api_key", "partials")
+QUERY = ("model", "intent", "api_key", CALLER_FIELD, "partials")
 
 
 class EngineRealtimeSessionFactory:
     """Session factory of one socket."""
 
     def __init__(self, engines: EngineRegistry, context: RequestContext, meter: LiveRouteMetrics) -> None:
-        self._engines, self._visit, self._meter = engines, context, meter
+        self._models, self._visit, self._meter = CallerModels(engines, context), context, meter
 
     def validate(self, settings: RealtimeSettings) -> str:
         engine = self._engine(settings)
@@ -59,11 +60,12 @@ class EngineRealtimeSessionFactory:
             engine.in_use(),
             on_events,
             api_client=self._visit.client.name if self._visit.client else None,
+            watch=self._models.watch(settings.model, "live"),
         )
         return listener, engine.tokenizer.decode
 
     def _engine(self, settings: RealtimeSettings) -> ModelEngine:
-        engine = self._engines.get(settings.model)
+        engine = self._models.get(settings.model)
         self._visit.model = engine.name
         return engine
 

@@ -40,6 +40,7 @@ from asr_serve.protocols.stream.client_messages import (
 )
 from asr_serve.protocols.stream.message_framing import MessageReader, is_messages_type
 from asr_serve.server import openapi
+from asr_serve.server.caller_models import CallerModels
 from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
 from asr_serve.server.middleware.error_handlers import (
     JSON,
@@ -50,7 +51,7 @@ from asr_serve.server.middleware.error_handlers import (
     live_error_event,
 )
 from asr_serve.server.middleware.request_context import ApiClient as Key
-from asr_serve.server.middleware.request_context import drain_body, request_context
+from asr_serve.server.middleware.request_context import RequestContext, drain_body, request_context
 from asr_serve.server.realtime.async_listener import AsyncListener
 from asr_serve.server.realtime.endpoint import NO_CLOSE_CODE, LiveDependencies
 from asr_serve.server.realtime.lifecycle import SessionLimits
@@ -82,9 +83,16 @@ def create_session_manager(dependencies: LiveDependencies) -> StreamSessionManag
     """Creates the session manager of a server."""
     config, meter = dependencies.config, dependencies.metrics.live_route(PATH)
 
-    def begin(owner: SessionOwner, request: NewSessionRequest, reserved: ExitStack) -> tuple[str, StartListener]:
-        engine = dependencies.engines.get(request.model)
-
+    def begin(
+        owner: SessionOwner, request: NewSessionRequest, reserved: ExitStack, context: RequestContext | None
+    ) -> tuple[str, StartListener]:
+        watch = None
+        if context is None:
+            engine = dependencies.engines.get(request.model)
+        else:
+            models = CallerModels(dependencies.engines, context)
+            engine = models.get(request.model)
+            watch = models.watch(request.model, "live")
         reserved.enter_context(dependencies.admission.reserve_session(cast(Key, owner)))
         reserved.enter_context(engine.in_use())
 
@@ -105,6 +113,7 @@ def create_session_manager(dependencies: LiveDependencies) -> StreamSessionManag
                 on_events,
                 api_client=cast(Key, owner).name,
                 saved=saved,
+                watch=watch,
             )
 
         return engine.name, start_listener
@@ -143,7 +152,10 @@ async def _connected(
     context = request_context(scope)
     assert context.client is not None
     to_event = partial(live_error_event, request_id=context.request_id, path=PATH)
-    async with sessions.connect(context.client, parse_query(query, packets=packets), to_event) as (session, connection):
+    async with sessions.connect(context.client, parse_query(query, packets=packets), to_event, context) as (
+        session,
+        connection,
+    ):
         context.model, before_samples = session.info.model, session.received_samples
         reader = asyncio.create_task(read(session, connection))
         reader.add_done_callback(connection.stop_if_failed)

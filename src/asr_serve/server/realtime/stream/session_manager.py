@@ -17,6 +17,7 @@ from asr_serve.audio.stream_decoder import LiveAudioDecoder, create_live_decoder
 from asr_serve.errors import AsrServeError, Draining, SessionExpired, StoreUnavailable, TakenOver, UnsupportedOption
 from asr_serve.metrics import ServerMetrics
 from asr_serve.protocols.stream.client_messages import PATH, NewSessionRequest, StreamResume
+from asr_serve.server.middleware.request_context import RequestContext
 from asr_serve.server.realtime.lifecycle import DRAIN_RETRY_MS, SessionLimits
 from asr_serve.server.realtime.stream.connection import FormatStreamError, StreamConnection
 from asr_serve.server.realtime.stream.journal import SessionJournal, Settled
@@ -35,6 +36,12 @@ MAX_TOMBSTONES = 4_096
 
 SessionOwner = Hashable
 """Owner of a session: nobody else may resume it."""
+
+
+BeginSession = Callable[
+    [SessionOwner, NewSessionRequest, contextlib.ExitStack, RequestContext | None], tuple[str, StartListener]
+]
+"""Reserves what a session needs, and returns its model's name and how its listener is started."""
 
 
 class SessionStorage(NamedTuple):
@@ -61,13 +68,13 @@ class StreamSessionManager:
         resume_s: float,
         max_ended: int,
         metrics: ServerMetrics,
-        begin: Callable[[SessionOwner, NewSessionRequest, contextlib.ExitStack], tuple[str, StartListener]],
+        begin: BeginSession,
         storage: SessionStorage | None = None,
     ) -> None:
         """`resume_s`: how long a session waits for a connection. `max_ended`: ended sessions to keep. `begin`
         reserves, on a stack, what a session needs, and returns a model's name and how to start its listener, which
-        takes the reservation over; raises UnknownModel, ModelNotLoaded, AtCapacity, EngineClosed. `storage`: where
-        sessions are stored outside the server."""
+        takes the reservation over; raises UnknownModel, ModelNotLoaded, AtCapacity, EngineClosed, NotAllowed.
+        `storage`: where sessions are stored outside the server."""
         self._limits, self._resume_s, self._most, self._start_session = limits, resume_s, max_ended, begin
         self._meter, self._resumes = metrics.live_route(PATH), metrics.resumes
         self._waiting = metrics.live_waiting
@@ -92,15 +99,19 @@ class StreamSessionManager:
 
     @asynccontextmanager
     async def connect(
-        self, owner: SessionOwner, request: NewSessionRequest | StreamResume, format_error: FormatStreamError
+        self,
+        owner: SessionOwner,
+        request: NewSessionRequest | StreamResume,
+        format_error: FormatStreamError,
+        context: RequestContext | None = None,
     ) -> AsyncIterator[tuple[StreamSession, StreamConnection]]:
         """Opens or resumes a session for one connection. When that closes, the session waits for another.
 
-        Raises SessionExpired, EventsExpired, OptionError, UnknownModel, ModelNotLoaded, AtCapacity, EngineClosed,
-        StoreUnavailable.
+        `context`: of the connection, by which a policy chooses the model. Raises SessionExpired, EventsExpired,
+        OptionError, UnknownModel, ModelNotLoaded, AtCapacity, EngineClosed, NotAllowed, StoreUnavailable.
         """
         if isinstance(request, NewSessionRequest):
-            session = await self._create_stored(owner, request)
+            session = await self._create_stored(owner, request, context)
             connection = session.attach(0, format_error, resumed=False)
         else:
             session = await self._find(owner, request)
@@ -219,7 +230,8 @@ class StreamSessionManager:
         with contextlib.ExitStack() as reserved:
             if read.checkpoint.live is not None:
                 read.audio_from(read.checkpoint.live.audio_from)
-                model, start = self._start_session(owner, request, reserved)
+                # Without a context: a session that goes on stays with its model, whatever the policy says by now.
+                model, start = self._start_session(owner, request, reserved, None)
             claiming = asyncio.ensure_future(
                 storage.writer.store.claim(read, storage.client_id(owner), storage.writer.ttl_ms)
             )
@@ -320,11 +332,13 @@ class StreamSessionManager:
         if self._storage is not None:
             await self._storage.writer.close()
 
-    async def _create_stored(self, owner: SessionOwner, request: NewSessionRequest) -> StreamSession:
+    async def _create_stored(
+        self, owner: SessionOwner, request: NewSessionRequest, context: RequestContext | None
+    ) -> StreamSession:
         """Creates a session and stores it, if it can be. Raises as `connect` does."""
         if request.durable:
             self._expect_store()
-        session = self._create(owner, request)
+        session = self._create(owner, request, context)
         if session.journal is None:
             return session
         settled = None
@@ -358,10 +372,10 @@ class StreamSessionManager:
             "durable=true, and the store of sessions is away", "without it, a session is in memory", STORE_RETRY_MS
         )
 
-    def _create(self, owner: SessionOwner, request: NewSessionRequest) -> StreamSession:
+    def _create(self, owner: SessionOwner, request: NewSessionRequest, context: RequestContext | None) -> StreamSession:
         decoder = create_live_decoder(request.encoding, request.rate_hz)
         with contextlib.ExitStack() as reserved:
-            model, start = self._start_session(owner, request, reserved)
+            model, start = self._start_session(owner, request, reserved, context)
             return self._add(owner, secrets.token_hex(16), model, request, decoder, start, None)
 
     def _add(

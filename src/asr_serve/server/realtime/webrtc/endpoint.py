@@ -195,7 +195,7 @@ class CallRoutes:
         resources.enter_context(self._dependencies.admission.admit(call.owner))  # the session reserves its place itself
         format_error = partial(live_error_event, request_id=context.request_id, path=stream_messages.PATH)
         session, connection = await resources.enter_async_context(
-            self._streams.connect(call.owner, request, format_error)
+            self._streams.connect(call.owner, request, format_error, context)
         )
         conversation = StreamCallConversation(self._streams, session, connection, call.inbox, call.send)
         resources.push_async_callback(conversation.close)

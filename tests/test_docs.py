@@ -161,8 +161,10 @@ def test_python_in_the_pages_runs(
     assert "best of times" in capsys.readouterr().out
 
 
-EXAMPLES = [path for path in sorted(ROOT.glob("examples/*.py")) if path.name != "voice_agent.py"]
-"""Programs that end by themselves. The voice agent answers telephones (tests/edge/test_telephone_calls.py)."""
+SERVING = {"voice_agent.py", "dynamo_worker.py"}
+"""Programs that serve until they are stopped: tests/edge/test_telephone_calls.py, tests/api/test_dynamo_worker.py."""
+EXAMPLES = [path for path in sorted(ROOT.glob("examples/*.py")) if path.name not in SERVING]
+"""Programs that end by themselves."""
 
 
 @pytest.mark.slow

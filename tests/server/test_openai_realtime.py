@@ -479,11 +479,10 @@ def test_events_that_are_refused_change_nothing(server, speech):
             (event("response.create"), "invalid_value", "type"),
             (event("conversation.item.create", item={}), "invalid_value", "type"),
             (event("input_audio_buffer.append", audio="no base64"), "invalid_value", "audio"),
-            (event("input_audio_buffer.append", sound=""), "unknown_parameter", "sound"),
             (event("input_audio_buffer.commit"), "input_audio_buffer_commit_empty", None),
             (event("session.update", session={"type": "realtime"}), "unsupported_option", "session.type"),
             (event("session.update", session={}), "missing_required_parameter", "session.type"),
-            (update(voice="ash"), "unknown_parameter", "session.voice"),
+            (update(aduio={}), "unknown_parameter", "session.aduio"),
             (update(audio={"input": {"transcription": {"model": "whisper-9"}}}), "model_not_found", None),
             (update(audio={"input": {"transcription": {"language": "xx"}}}), "invalid_value", None),
         ):
@@ -531,7 +530,7 @@ def test_the_query_is_read_or_refused(server):
         ({"model": "moonshine-base-en"}, "model_not_loaded"),
         ({"intent": "conversation"}, "unsupported_option"),
         ({"partials": "some"}, "invalid_value"),
-        ({"voice": "ash"}, "invalid_value"),
+        ({"modle": "ash"}, "invalid_value"),
     ):
         with calling(server, **query) as caller:
             assert refusal(caller) == (code, 1_008), query

@@ -57,7 +57,7 @@ Document = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def locked(serve: Callable[..., Running]) -> Running:
-    return serve(max_duration_s=5, api_keys=("secret-user",), admin_keys=(KEY,))
+    return serve(max_duration_s=5, strict_fields=True, api_keys=("secret-user",), admin_keys=(KEY,))
 
 
 @pytest.fixture
@@ -137,6 +137,12 @@ def test_the_document_is_kept_to(locked, server, path, keys):
     accepted = ["2xx", "400", "404", "410"] + ([] if keys else ["401", "403"])
     asked = locked if keys else server
     assert ask(asked, path, accepted, 12, read(asked))
+
+
+def test_further_fields_are_allowed_unless_the_server_is_strict(server, locked):
+    for asked, allowed in ((server, True), (locked, False)):
+        content = read(asked)["paths"][ROUTE]["post"]["requestBody"]["content"]
+        assert ("additionalProperties" not in content["multipart/form-data"]["schema"]) == allowed
 
 
 def test_these_are_all_paths(server):

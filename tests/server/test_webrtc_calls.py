@@ -366,7 +366,7 @@ def test_bad_offers_are_refused(server: Running, offered: str):
     for headers, status in ((SDP, 401), (SDP | {"Authorization": "Bearer no"}, 401), (key, 415)):
         assert server.http.post(CALLS, content=offered, headers=headers).status_code == status
         assert server.http.post(WHIP, content=offered, headers=headers).status_code == status
-    for fields in ({"session": (None, "{")}, {"session": (None, '{"type":"realtime"}')}, {"more": (None, "x")}):
+    for fields in ({"session": (None, "{")}, {"session": (None, '{"type":"realtime"}')}, {"sesion": (None, "x")}):
         refused = server.http.post(CALLS, files={"sdp": (None, offered), **fields}, headers=key)
         assert refused.status_code == 400, refused.text
     assert server.http.post(f"{CALLS}?model=none", content=offered, headers=SDP | key).status_code == 404

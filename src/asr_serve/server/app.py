@@ -129,7 +129,9 @@ def create_app(
     refused = [] if full_server else health.encoder_only_routes()
     app.router.routes += refused
     table = AdmissionTable([*all_routes, *refused])
-    app.openapi = openapi.openapi_builder(app, table.public_paths, keys=gate.keys.required)  # type: ignore[method-assign]
+    app.openapi = openapi.openapi_builder(  # type: ignore[method-assign]
+        app, table.public_paths, keys=gate.keys.required, strict_fields=config.strict_fields
+    )
 
     # The innermost first.
     app.add_middleware(AdmissionMiddleware, gate=gate, table=table, origins=config.cors_origins)

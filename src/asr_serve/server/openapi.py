@@ -235,8 +235,11 @@ VOICES: OpenApi = response_entry(
 )
 
 
-def openapi_builder(app: FastAPI, open_paths: Collection[str], *, keys: bool) -> Callable[[], OpenApi]:
-    """Builder for `app.openapi`. `keys`: whether API keys are required, except on `open_paths`."""
+def openapi_builder(
+    app: FastAPI, open_paths: Collection[str], *, keys: bool, strict_fields: bool
+) -> Callable[[], OpenApi]:
+    """Builder for `app.openapi`. `keys`: whether API keys are required, except on `open_paths`. `strict_fields`: whether
+    unknown fields are refused, and not ignored."""
 
     def document() -> OpenApi:
         if app.openapi_schema is None:
@@ -260,6 +263,8 @@ def openapi_builder(app: FastAPI, open_paths: Collection[str], *, keys: bool) ->
             for path, methods in schema["paths"].items():
                 for operation in methods.values():
                     operation["responses"].pop("422", None)  # FastAPI's own format, which no route returns
+                    if "requestBody" in operation and not strict_fields:
+                        operation["requestBody"] = _with_any_properties(operation["requestBody"])
                     if path not in open_paths:
                         required = keys or "403" in operation["responses"]
                         operation["security"] = [{"key": []}] if required else [{"key": []}, {}]
@@ -267,3 +272,16 @@ def openapi_builder(app: FastAPI, open_paths: Collection[str], *, keys: bool) ->
         return app.openapi_schema
 
     return document
+
+
+def _with_any_properties(schema: Any) -> Any:
+    """Copy of a schema whose objects may have further properties."""
+    if isinstance(schema, list):
+        return [_with_any_properties(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: _with_any_properties(value)
+        for name, value in schema.items()
+        if (name, value) != ("additionalProperties", False)
+    }

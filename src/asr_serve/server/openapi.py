@@ -238,8 +238,8 @@ VOICES: OpenApi = response_entry(
 def openapi_builder(
     app: FastAPI, open_paths: Collection[str], *, keys: bool, strict_fields: bool
 ) -> Callable[[], OpenApi]:
-    """Builder for `app.openapi`. `keys`: whether API keys are required, except on `open_paths`. `strict_fields`: whether
-    unknown fields are refused, and not ignored."""
+    """Builder for `app.openapi`. `keys`: whether API keys are required, except on `open_paths`. `strict_fields`:
+    whether unknown fields are refused, and not ignored."""
 
     def document() -> OpenApi:
         if app.openapi_schema is None:

@@ -144,10 +144,8 @@ class LocalModel(AsrSystem):
         )
         self.takes_hotwords = True
         self.diarizes = True
-        facts = self._model.describe()
-        self.info = EvaluatedSystem(
-            name, model, card.package or card.revision, card.licence, precision or str(facts.get("dtype", ""))
-        )
+        # As a policy's evidence is looked up: by the weights and by the server's setting `quantize`.
+        self.info = EvaluatedSystem(name, model, card.weights_revision, card.licence, precision or "none")
 
     def transcribe(self, clips: Sequence[ClipInput], request: TranscribeRequest) -> Iterator[ClipAnswer]:
         from asr_serve.audio.input_manifest import InputItem

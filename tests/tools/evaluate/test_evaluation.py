@@ -25,8 +25,12 @@ from running_server import Running
 from typer.testing import CliRunner
 
 from asr_serve.api.cli import app
+from asr_serve.config import EngineConfig
 from asr_serve.errors import OptionError, SourceNotFound, UnsupportedOption
 from asr_serve.evaluation.store import EvaluationStore
+from asr_serve.governance.evidence import GovernedModel, check_evidence
+from asr_serve.governance.policy import Requirements
+from asr_serve.models.registry import asr_card
 from asr_serve.types import SpeakerTurn
 from asr_serve_tools.evaluate import evaluated_systems
 from asr_serve_tools.evaluate.clip_lists import read_clips
@@ -251,8 +255,10 @@ def test_the_numbers_of_library_and_server_are_the_benchs(folder: Path, server: 
         remote, local = store.summaries()
         rows = {each.run_id: store.results(each.run_id) for each in (remote, local)}
     assert (local.system, local.model, local.clips, local.failed, local.finished) == (MODEL, MODEL, 3, 0, True)
-    assert local.license
-    assert local.revision
+    card, requires = asr_card(MODEL), Requirements(dataset=local.dataset, wer_percent_below=60.0, clips_at_least=3)
+    as_served = GovernedModel(MODEL, card.weights_revision, card.licence, EngineConfig().quantize)
+    decision = check_evidence(requires, as_served, [remote, local], time.time())
+    assert (decision.refusals, decision.summaries) == ((), (local,))  # the server's weights are not known
     for summary in (local, remote):  # the server finds speech first, the library takes clips whole
         assert summary.wer is not None
         assert summary.wer < 60

@@ -25,6 +25,7 @@ from asr_serve.engine.process.server_handshake import (
     greet_engine,
     greet_server,
 )
+from asr_serve.engine.process.server_link import ServerPlaces
 from asr_serve.engine.process.server_listener import ServerListener
 from asr_serve.engine.replicas.remote_engine import RemoteEngine
 from asr_serve.errors import PeerGone, PeerRefused
@@ -54,7 +55,7 @@ def test_a_greeting_that_trickles_in_ends(monkeypatch):
 
 def test_accepting_goes_on_where_descriptors_had_run_out(tmp_path: Path):
     listener = ServerListener(ListenSpec(str(tmp_path), None, KEY))
-    facts: Any = SimpleNamespace()  # nobody gets as far
+    facts: Any = SimpleNamespace(places=ServerPlaces())  # nobody gets as far
     ready: Any = None
     listener.start(facts, ready)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -83,7 +84,7 @@ def test_accepting_goes_on_where_descriptors_had_run_out(tmp_path: Path):
 
 def test_connections_over_the_network_without_a_proof_keep_no_server_out(tmp_path: Path):
     listener = ServerListener(ListenSpec(str(tmp_path), "127.0.0.1", KEY))
-    facts: Any = SimpleNamespace()  # nobody gets as far
+    facts: Any = SimpleNamespace(places=ServerPlaces())  # nobody gets as far
     ready: Any = None
     listener.start(facts, ready)
     address = listener.address.tcp
@@ -116,7 +117,7 @@ def threads(name: str) -> int:
 
 def test_nobody_can_connect_to_a_closed_listener(tmp_path: Path):
     listener = ServerListener(ListenSpec(str(tmp_path), "127.0.0.1", KEY))
-    facts: Any = SimpleNamespace()
+    facts: Any = SimpleNamespace(places=ServerPlaces())
     ready: Any = None
     listener.start(facts, ready)
     listener.close()

@@ -284,7 +284,7 @@ def test_a_websocket_tells_the_same_events_and_goes_on_behind_any_of_them(comman
         (f"{quiet}?api_key=wrong", {}, "invalid_api_key"),
         (f"{quiet}?after=x", authorized, "malformed_request"),
         (f"{quiet}?api_key=secret", {"Origin": "https://elsewhere.example"}, "not_allowed"),
-        (f"{PATH}/edge_none/events", authorized, "session_expired"),
+        (f"{PATH}/edge_none/events", authorized, "unknown_session"),
         (quiet, {**authorized, "Origin": url}, "malformed_request"),  # for what is sent
     ):
         with connect(f"ws{url.removeprefix('http')}{path}", additional_headers=headers) as listener:

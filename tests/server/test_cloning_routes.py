@@ -147,10 +147,10 @@ def test_administrators_only(server, method, path):
         ({"minutes": "0"}, "minutes", "option_error"),
         ({"minutes": "a lot"}, "minutes", "option_error"),
         ({"seed": "1.5"}, "seed", "option_error"),
-        ({"language": "fr"}, "language", "option_error"),
+        ({"minuets": "5"}, "minuets", "option_error"),
         ({"texts": "b|Of a recording that did not come."}, "texts", "option_error"),
         ({"texts": "no text"}, "texts", "option_error"),
-        ({"pitch": "1"}, "pitch", "option_error"),
+        ({"moddel": "fastpitch-en"}, "moddel", "option_error"),
     ],
 )
 def test_what_is_refused_at_once(server, fields, param, code):

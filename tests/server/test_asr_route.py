@@ -56,7 +56,7 @@ def test_what_is_switched_off_is_accepted(server, beckett, no):
         ({"hotwords": "x" * 201}, "option_error"),
         ({"language": "中文"}, "option_error"),
         ({"spk": "perhaps"}, "option_error"),
-        ({"response_format": "json"}, "option_error"),
+        ({"timestmap": "true"}, "option_error"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(server, beckett, fields, code):

@@ -279,9 +279,9 @@ def test_keys_and_queries(serve_voice):
     with Line(server, "?api_key=k-speak") as line:
         line.say("start")
         line.until("started")
-    with Line(server, "?api_key=k-speak&voice=a") as line:
+    with Line(server, "?api_key=k-speak&api_kye=a") as line:
         code, told = line.closed()
-        assert (code, told[0]["param"]) == (1_008, "voice")
+        assert (code, told[0]["param"]) == (1_008, "api_kye")
 
 
 @pytest.mark.parametrize("form", ["mp3", "opus", "flac"])

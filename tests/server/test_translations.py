@@ -27,9 +27,9 @@ def test_a_model_that_cannot_says_so(server, beckett):
 
 
 def test_what_a_transcription_takes_and_a_translation_does_not(server, beckett):
-    answer = server.http.post(ROUTE, files={"file": beckett.read_bytes()}, data={"language": "fr"})
+    answer = server.http.post(ROUTE, files={"file": beckett.read_bytes()}, data={"promtp": "x"})
     problem = answer.json()["error"]
-    assert (answer.status_code, problem["param"]) == (400, "language")
+    assert (answer.status_code, problem["param"]) == (400, "promtp")
     assert "prompt, response_format, temperature" in problem["message"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -396,13 +396,18 @@ OPTION_SYNONYMS: dict[str, tuple[str, ...]] = {
 """Names of options in other programs -> names of the same option here."""
 
 
+def option_synonyms(came: str, names: Collection[str]) -> list[str]:
+    """Names among `names` of the option that other programs call `came`."""
+    meant = OPTION_SYNONYMS.get(came.strip().casefold().replace("-", "_").removesuffix("[]"), ())
+    return [name for name in meant if name in names]
+
+
 def suggest_name(came: object, names: Iterable[str]) -> str:
     """Suggestion like `did you mean 'port'?`, for a name with the same meaning or a similar spelling; empty where
     there is none. For a mapping, its value is shown."""
     shown = names if isinstance(names, Mapping) else {name: name for name in names}
     text = str(came)
-    meant = OPTION_SYNONYMS.get(text.strip().casefold().replace("-", "_").removesuffix("[]"), ())
-    near = [name for name in meant if name in shown] or difflib.get_close_matches(text, shown, n=1)
+    near = option_synonyms(text, shown) or difflib.get_close_matches(text, shown, n=1)
     return f"did you mean {shown[near[0]]!r}?" if near else ""
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextvars import ContextVar
 
 from asr_serve.errors import OptionError
-from asr_serve.types import OPTION_SYNONYMS
+from asr_serve.types import option_synonyms
 
 MAX_REPORTED = 32
 """Names that one request reports; further ones are counted."""
@@ -37,9 +37,7 @@ class IgnoredFields:
         """Adds names, which may be any text that a client sent."""
         for name in names:
             shown = name if _PRINTABLE.fullmatch(name) else ascii(name[:MAX_REPORTED_CHARACTERS])
-            if shown in self._names:
-                continue
-            if len(self._names) < MAX_REPORTED:
+            if shown in self._names or len(self._names) < MAX_REPORTED:
                 self._names[shown] = None
             else:
                 self._unnamed += 1
@@ -62,7 +60,7 @@ def collect_ignored_fields(ignored: IgnoredFields) -> Iterator[None]:
         _current.reset(token)
 
 
-def refuse_or_ignore(name: str, known: Iterable[str], refusal: OptionError) -> None:
+def refuse_or_ignore(name: str, known: Collection[str], refusal: OptionError) -> None:
     """Handles an unknown field. Raises `refusal` where nobody collects, the server is strict, or `name` is another
     spelling or another program's name of a `known` one."""
     ignored = _current.get()
@@ -71,10 +69,9 @@ def refuse_or_ignore(name: str, known: Iterable[str], refusal: OptionError) -> N
     ignored.add([refusal.param or name])
 
 
-def _means_a_known_one(name: str, known: Iterable[str]) -> bool:
+def _means_a_known_one(name: str, known: Collection[str]) -> bool:
     """Whether a name is meant to be a known one: `langauge`, `responseFormat`, `diarize`, but not `to_language`."""
-    known = list(known)
-    if any(own in known for own in OPTION_SYNONYMS.get(name.strip().casefold().replace("-", "_"), ())):
+    if option_synonyms(name, known):
         return True
     letters = _letters(name)
     allowed = next(edits for length, edits in MAX_EDITS if len(letters) >= length)

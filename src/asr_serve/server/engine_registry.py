@@ -492,9 +492,9 @@ class EngineRegistry:
             name in names for names in (self._config.aliases, self._cards, self._expected, self._folders, self._routes)
         )
 
-    def means_default(self, name: str | None) -> bool:
-        """Whether a request with that name as its recognition model takes the default one."""
-        return name is None or self._is_openai_name(name, is_openai_recognition_model)
+    def means_default(self, name: str) -> bool:
+        """Whether a name as the recognition model of a request stands for the default one, as no name does."""
+        return self._is_openai_name(name, is_openai_recognition_model)
 
     @property
     def pipeline_state(self) -> str:

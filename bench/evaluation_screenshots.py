@@ -12,13 +12,18 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import ViewportSize, sync_playwright
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "img"
-DESKTOP = {"width": 1280, "height": 900}
-PHONE = {"width": 390, "height": 844}
+DESKTOP: ViewportSize = {"width": 1280, "height": 900}
+PHONE: ViewportSize = {"width": 390, "height": 844}
+PICTURES: tuple[tuple[str, ViewportSize, Literal["light", "dark"], str], ...] = (
+    ("evaluation", DESKTOP, "light", ""),
+    ("evaluation-dark", DESKTOP, "dark", ""),
+    ("evaluation-phone", PHONE, "light", "#run"),
+)
 LARGEST_BYTES = 150_000
 
 
@@ -37,11 +42,7 @@ def main() -> int:
     given = asked.parse_args()
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=given.chromium, args=["--no-sandbox"])
-        for name, viewport, scheme, to in (
-            ("evaluation", DESKTOP, "light", ""),
-            ("evaluation-dark", DESKTOP, "dark", ""),
-            ("evaluation-phone", PHONE, "light", "#run"),
-        ):
+        for name, viewport, scheme, to in PICTURES:
             page = browser.new_context(viewport=viewport, color_scheme=scheme, locale="en-GB").new_page()
             page.goto(given.report.resolve().as_uri())
             if to:

@@ -39,7 +39,8 @@ class JsonMembers:
         return f"{self._path}.{member}" if self._path else member
 
     def __contains__(self, member: str) -> bool:
-        """Whether the member was sent, even as null."""
+        """Whether the member was sent, even as null. It counts as known from then on."""
+        self._requested.append(member)
         return member in self._remaining
 
     def pop(self, member: str) -> Any:

@@ -460,7 +460,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     peer_keys_file: NonEmptyText | None = None
     """File with more peer_keys, one per line; # starts a comment."""
     engine_threads: PositiveInt | None = None
-    """Threads the engine computes on. None: ASR_SERVE_THREADS, else every core this process may use."""
+    """Threads the engine computes on. None: ASR_SERVE_THREADS, else every core this process may use, of a CPU quota
+    the whole ones."""
     engine: EngineConfig = EngineConfig()
     """Limits and modes of the engine."""
     sessions: SessionsConfig = SessionsConfig()
@@ -617,7 +618,7 @@ def native_kernels_enabled() -> bool:
 
 
 def thread_limit() -> int | None:
-    """ASR_SERVE_THREADS, or None to use every core this process may run on."""
+    """ASR_SERVE_THREADS, or None to use `cores.usable_cores`."""
     text = os.environ.get("ASR_SERVE_THREADS")
     if not text:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 
 from asr_serve import kernels
 from asr_serve.config import thread_limit
+from asr_serve.cores import usable_cores
 from asr_serve.devices import bf16
 from asr_serve.devices.huge_pages import ask_for_huge_pages
 from asr_serve.devices.int8 import CpuInt8Linear, Int8Selector, Int8Vocabulary
@@ -176,8 +176,7 @@ class CpuDevice:
             dtype = torch.bfloat16 if native_bf16 else torch.float32
             self.chosen_because = f"this CPU {'multiplies' if native_bf16 else 'does not multiply'} bf16 itself"
         self.dtype = dtype
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.threads = max(1, (thread_limit() or cores) // group.size)
+        self.threads = max(1, (thread_limit() or usable_cores()) // group.size)
         self.encoder_threads = 0 if self.threads == 1 else self.threads - self.threads // 4
         self.kernels = kernels.kernels()
         self.gate = Int8Selector(self.kernels, self.threads)

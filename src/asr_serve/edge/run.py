@@ -13,6 +13,7 @@ from granian.server.embed import Server
 
 from asr_serve import __version__
 from asr_serve.config import client_key
+from asr_serve.cores import usable_cores
 from asr_serve.edge.control_api import PATH, create_control_api
 from asr_serve.edge.driver_choice import open_driver
 from asr_serve.edge.edge_config import EdgeConfig
@@ -35,7 +36,7 @@ def run_edge(config: EdgeConfig) -> None:
     voice activity without wasmtime and for HTTP/2 without h2."""
     logs.setup()
     # A session that has ended keeps its place until the rest of its audio is gated: there are more than sessions.
-    instances = max(1 + config.max_sessions // SLOTS, min(os.cpu_count() or 1, MAX_STEPPED))
+    instances = max(1 + config.max_sessions // SLOTS, min(usable_cores(), MAX_STEPPED))
     pool = VoiceActivityPool(instances) if config.voice_activity else None
     transport = create_transport(config, client_key())
     control_port = free_port(config.control_host, config.control_port, "--control-port")

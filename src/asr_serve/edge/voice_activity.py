@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asr_serve.config import cache_dir
+from asr_serve.cores import usable_cores
 from asr_serve.edge.speech_gate import WINDOW_SAMPLES, GateConfig, GateOutput, SpeechGate
 from asr_serve.errors import AtCapacity, OptionError, ProgramMissing, UnsupportedAudio, WeightsMissing
 from asr_serve.output_file import replaced_file
@@ -150,7 +150,7 @@ class VoiceActivityPool:
         if not 1 <= instances <= MAX_INSTANCES:
             raise OptionError(f"{instances} instances of voice activity", f"from 1 to {MAX_INSTANCES}")
         shared = module or VoiceActivityModule()
-        self._threads = ThreadPoolExecutor(min(instances, os.cpu_count() or 1), "voice-activity")
+        self._threads = ThreadPoolExecutor(min(instances, usable_cores()), "voice-activity")
         """Threads that step the instances of a batch, side by side."""
         self._instances = [VoiceActivityInstance(shared) for _ in range(instances)]
 

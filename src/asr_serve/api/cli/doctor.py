@@ -17,6 +17,7 @@ from asr_serve import DEFAULT_MODEL
 from asr_serve.api.cli.exit_codes import FAILED, exit_on_error
 from asr_serve.api.cli.models import as_text, ways_to_get
 from asr_serve.api.cli.options import AsJson, Device, Dtype
+from asr_serve.cores import usable_cores
 from asr_serve.errors import AsrServeError, OptionError
 
 X86_FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
@@ -161,7 +162,7 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "cpu": cpu.get("model name") or platform.processor() or "unknown",
         "cores": cores,
-        "cores_allowed": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
+        "cores_allowed": usable_cores(),
         "memory_bytes": memory_bytes(),
         "isa": [flag for flag in (*X86_FLAGS, *ARM_FLAGS) if flag in flags],
     }

@@ -1,0 +1,98 @@
+"""Cores that a process may use, under real control groups where this machine lets a test make one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asr_serve.cores import cpu_quota, usable_cores
+
+CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
+PRINT_CORES = """
+import sys
+open(sys.argv[1], "w").write("0")
+from asr_serve.cores import cpu_quota, usable_cores
+print(cpu_quota(), usable_cores())
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A new control group, of either version."""
+    parent = CPU_GROUPS if CPU_GROUPS.is_dir() else CPU_GROUPS.parent
+    folder = parent / "asr-serve-test"
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as failure:
+        pytest.skip(f"no control groups of its own here: {failure}")
+    yield folder
+    folder.rmdir()
+
+
+def limit(group: Path, quota_us: int) -> None:
+    if (group / "cpu.max").exists():
+        (group / "cpu.max").write_text(f"{quota_us} 100000")
+    elif (group / "cpu.cfs_quota_us").exists():
+        (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+    else:
+        pytest.skip("no control groups of its own here: none limits CPU time")
+
+
+def printed(group: Path) -> list[str]:
+    command = [sys.executable, "-c", PRINT_CORES, str(group / "cgroup.procs")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.split()
+
+
+def test_a_quota_bounds_the_cores(group: Path) -> None:
+    assert printed(group) == [str(cpu_quota()), str(usable_cores())]
+    for quota_us, cores in ((50_000, 1), (100_000, 1), (100_000 * (usable_cores() + 5), usable_cores())):
+        limit(group, quota_us)
+        assert printed(group) == [str(quota_us / 100_000), str(cores)]
+
+
+V2 = "31 23 0:28 / {root} rw - cgroup2 cgroup2 rw\n"
+V1 = (
+    "31 23 0:28 / {root}/memory rw - cgroup cgroup rw,memory\n"
+    "32 23 0:29 /pod {root} rw - cgroup cgroup rw,cpu,cpuacct\n"
+)
+
+
+def process(folder: Path, mounts: str, groups: str) -> Path:
+    (folder / "mountinfo").write_text(mounts)
+    (folder / "cgroup").write_text(groups)
+    return folder
+
+
+def test_the_smallest_quota_of_all_levels_counts(tmp_path: Path) -> None:
+    """Files as Kubernetes has them: the pod's limit stands above the container's."""
+    container = tmp_path / "pod" / "container"
+    container.mkdir(parents=True)
+    me = process(tmp_path, V2.format(root=tmp_path), "0::/pod/container\n")
+    assert cpu_quota(me) is None
+    (container / "cpu.max").write_text("max 100000\n")
+    assert cpu_quota(me) is None
+    (tmp_path / "pod" / "cpu.max").write_text("250000 100000\n")
+    assert cpu_quota(me) == 2.5
+    (container / "cpu.max").write_text("75000 50000\n")
+    assert cpu_quota(me) == 1.5
+
+
+@pytest.mark.parametrize("group", ["/pod/container", "/elsewhere"])
+def test_version_1_of_a_container(tmp_path: Path, group: str) -> None:
+    (tmp_path / "container").mkdir()
+    me = process(tmp_path, V1.format(root=tmp_path), f"4:memory:/\n3:cpu,cpuacct:{group}\n")
+    (tmp_path / "cpu.cfs_quota_us").write_text("-1\n")
+    (tmp_path / "cpu.cfs_period_us").write_text("100000\n")
+    assert cpu_quota(me) is None
+    (tmp_path / "cpu.cfs_quota_us").write_text("350000\n")
+    assert cpu_quota(me) == 3.5
+
+
+def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path / "none") is None
+    assert cpu_quota(process(tmp_path, V2.format(root=tmp_path), "")) is None

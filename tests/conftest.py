@@ -12,6 +12,7 @@ from allowed_skips import pytest_configure as pytest_configure
 from case_tiers import pytest_itemcollected as pytest_itemcollected
 from children import restore_sigint
 from file_order import pytest_collection_modifyitems as pytest_collection_modifyitems
+from freed_memory import pytest_runtest_protocol as pytest_runtest_protocol
 from shared_certificates import share_certificates
 from through_cluster import pytest_addoption as pytest_addoption
 from through_cluster import pytest_runtest_call as pytest_runtest_call

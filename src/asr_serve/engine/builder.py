@@ -54,6 +54,7 @@ from asr_serve.errors import ModelError, OptionError, WeightsCorrupt, WeightsMis
 from asr_serve.models.auxiliary import silero
 from asr_serve.models.checkpoints import store as model_weights
 from asr_serve.models.checkpoints.config_file import read_config
+from asr_serve.models.checkpoints.quantized_weights import refuse_quantized_tensors
 from asr_serve.models.decoding_graph import GRAPH_FILE, DecodingGraph, GraphInfo, checksum_tokens
 from asr_serve.models.interfaces import (
     EncoderDecoderModel,
@@ -276,9 +277,11 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise WeightsMissing(f"{path} is not there", "config.json names it", "convert or fetch the checkpoint again")
     try:
-        return load_file(path)
+        tensors = load_file(path)
     except SafetensorError as failure:
         raise WeightsCorrupt(f"{path} cannot be read: {failure}") from failure
+    refuse_quantized_tensors(path, tensors)
+    return tensors
 
 
 def find_checkpoint(

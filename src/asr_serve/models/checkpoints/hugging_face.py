@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asr_serve.errors import WeightsCorrupt
+from asr_serve.models.checkpoints.quantized_weights import refuse_quantized_settings, refuse_quantized_tensors
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 """Index files: tensor name -> shard. Safetensors come first, as in transformers."""
@@ -38,11 +39,15 @@ def has_all_shards(folder: Path) -> bool:
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns the settings of config.json, and every tensor by its name in the checkpoint. Nothing but tensors is
-    unpickled. Raises WeightsCorrupt: names the shard that is missing, cannot be read, or lacks what the index lists."""
+    unpickled. Raises WeightsCorrupt: names the shard that is missing, cannot be read, or lacks what the index lists;
+    also for quantized weights."""
     path = _weights(folder)
     assert path is not None
     settings = _json(folder / "config.json")
-    return settings, _file(path) if path.name == PICKLE else _sharded(path)
+    refuse_quantized_settings(folder / "config.json", settings)
+    tensors = _file(path) if path.name == PICKLE else _sharded(path)
+    refuse_quantized_tensors(path, tensors)
+    return settings, tensors
 
 
 def _weights(folder: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""The order of test files: the longest first, so that neither of two processes ends long before the other."""
+"""The order of test files: the longest first, so that no process ends long before the others."""
 
 from __future__ import annotations
 

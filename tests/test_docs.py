@@ -105,7 +105,7 @@ def check_command(command: object, words: list[str], line: str) -> None:
 
 @pytest.fixture
 def beside_audio(packaged_speech: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to run examples in, with the files that they name. One thread: the tests run in two processes."""
+    """A folder to run examples in, with the files that they name. One thread: the tests run in several processes."""
     with wave.open(str(packaged_speech / "two_cities.wav")) as whole:
         settings, begun = whole.getparams(), whole.readframes(EXAMPLE_S * whole.getframerate())
     for name in ("talk.wav", "call.wav", "two_cities.wav"):

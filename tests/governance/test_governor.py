@@ -125,6 +125,20 @@ def test_a_regression_is_rolled_back_and_the_log_says_why(governed: Governed) ->
     governor.close()
 
 
+def test_a_candidate_is_not_promoted_on_requests_that_failed(governed: Governed) -> None:
+    """Two requests are enough for the next stage here, and a rollback asks for four."""
+    governor = governed.open()
+    to_canary(governor)
+    serve(governor, IN_CANARY, 1)
+    serve(governor, IN_CANARY, 1, failed=True)
+    assert governor.status("default").stage == "canary"
+    with pytest.raises(PromotionRefused, match=r"1 of its last 2 requests failed \(error_percent_above = 10\)"):
+        governor.promote("default", by="admin-1")
+    serve(governor, IN_CANARY, 1)
+    assert "1 of its last 3 requests failed" in governor.status("default").blocked_by[0]
+    governor.close()
+
+
 def test_a_promoted_model_that_becomes_slow_is_rolled_back(governed: Governed) -> None:
     governor = governed.open()
     to_canary(governor)

@@ -74,6 +74,10 @@ def test_stages_follow_each_other(tmp_path: Path) -> None:
         (f'{ROUTE}{REQUIRES}rollout = {{stages = ["canary", "canary"]}}', ["rollout.stages", "at most once"]),
         (f"{ROUTE}{REQUIRES}rollback = {{error_percent_above = -1}}", ["rollback.error_percent_above"]),
         (f"{ROUTE}{REQUIRES}rollback = {{window_s = 0}}", ["rollback.window_s"]),
+        (
+            f"{ROUTE}{REQUIRES}rollback = {{minimum_requests = 5000}}",  # more than are remembered: no rule would apply
+            ["rollback.minimum_requests = 5000|minimum_requests: minimum_requests = 5000", "1 to 2048"],
+        ),
         (f"{ROUTE}{REQUIRES}{ROUTE}{REQUIRES}", ["route 2: name: two routes 'default'"]),
         (ROUTE.replace("base", "tiny") + REQUIRES, ["route 1: candidate: candidate = 'tiny', the stable model"]),
         (ROUTE.replace("base", "default") + REQUIRES, ["its model 'default' is the name of a route"]),

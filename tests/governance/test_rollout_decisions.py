@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from policies import BASE, GOOD, NOW_S, POLICY, changed
 
 from asr_serve.governance.evidence import check_evidence, check_standing
-from asr_serve.governance.policy import ModelRoute, Requirements, RollbackRules, Rollout, read_policy
-from asr_serve.governance.rollback_monitor import MAX_OUTCOMES, RollbackMonitor, percentile_95
+from asr_serve.governance.policy import MAX_OUTCOMES, ModelRoute, Requirements, RollbackRules, Rollout, read_policy
+from asr_serve.governance.rollback_monitor import RollbackMonitor, percentile_95
 from asr_serve.governance.routing import caller_position, choose_model, is_sampled
 from asr_serve.governance.word_differences import split_words, word_differences
 
@@ -149,10 +149,22 @@ def test_errors_count_from_the_minimum_and_within_the_window() -> None:
     assert found.rule == "error_percent_above"
     assert "9 of its last 10 requests failed" in found.reason
     assert found.figures["candidate_failed"] == 9
-    assert monitor.regression(200) is None, "it is long ago"
     for n in range(10):  # exactly the rate: not above
         monitor.candidate.add_request(300, failed=n == 0)
-    assert monitor.regression(300) is None
+    assert monitor.regression(300) is None, "what failed is long ago"
+
+
+def test_a_candidate_with_few_callers_is_watched_too() -> None:
+    monitor = RollbackMonitor(RollbackRules(error_percent_above=10, minimum_requests=10, window_s=60))
+    for n in range(9):  # one in five minutes: no window holds two of them
+        monitor.candidate.add_request(300 * n, failed=True)
+    assert monitor.regression(2_700) is None
+    monitor.candidate.add_request(2_700, failed=True)
+    assert "10 of its last 10 requests failed" in monitor.regression(2_700).reason
+    for n in range(10):
+        monitor.candidate.add_request(3_000 + n, failed=False)
+    assert monitor.regression(3_010) is None
+    assert monitor.candidate.requests(3_010) == (10, 0)
 
 
 def test_latencies_of_a_kind_are_compared_with_those_of_the_stable_model() -> None:

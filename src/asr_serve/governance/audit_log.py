@@ -1,7 +1,8 @@
 """Audit log of a policy: JSON lines that are only appended, each with the digest of the line before it.
 
-A line that is changed, removed or put in breaks the chain. Lines cut off at the end do not: compare the digest of the
-last line (`asr-serve policy verify --head`) with one that was noted elsewhere; the server logs each.
+A line that is changed, removed or put in breaks the chain. A changed last line, lines cut off at the end, and a file
+written anew with all its digests do not: compare the digest of the last line (`asr-serve policy verify --head`) with
+one that was noted elsewhere; the server logs each.
 """
 
 from __future__ import annotations
@@ -155,6 +156,7 @@ class AuditLog:
                     stable=last.stable if last else "",
                     candidate=last.candidate if last else None,
                     policy_sha256=last.policy_sha256 if last else "",
+                    figures=last.figures if last else {},  # a promoted model's baselines are read from the last line
                     reason=f"a last line of {found.torn_bytes} bytes without its end was dropped",
                 )
             undo.pop_all()

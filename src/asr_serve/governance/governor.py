@@ -374,10 +374,13 @@ class ModelGovernor:
         if state.stage == "stable":
             return ()
         monitor = state.monitor
-        finished = monitor.shadow_clips if state.stage == "shadow" else monitor.candidate.finished
-        if finished >= least:
-            return ()
-        return (f"it has finished {finished} requests as {state.stage}, and minimum_requests = {least}",)
+        with self._lock:
+            finished = monitor.shadow_clips if state.stage == "shadow" else monitor.candidate.finished
+            # What was enough to go on is enough to be judged by, even if a rollback asks for more requests.
+            regression = monitor.regression(self._clock(), min(least, route.rollback.minimum_requests))
+        if finished < least:
+            return (f"it has finished {finished} requests as {state.stage}, and minimum_requests = {least}",)
+        return () if regression is None else (regression.reason,)
 
     def _decide(self, route: ModelRoute) -> EvidenceDecision:
         candidate = route.candidate

@@ -15,6 +15,8 @@ from asr_serve.toml_file import describe_invalid, read_toml
 from asr_serve.types import suggest_name
 
 MAX_ROUTES = 64
+MAX_OUTCOMES = 2_048
+"""Outcomes of one model that are remembered, the newest: a rule cannot ask for more of them."""
 PARAM = "governance.policy"
 """Setting that names the file, in errors."""
 
@@ -80,10 +82,11 @@ class RollbackRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Times that the candidate's engine died and was started again, since the stage began."""
     disagreement_percent_above: Positive | None = None
     """Share of the words in which a shadow's texts differ from those of the stable model."""
-    minimum_requests: Count = 20
-    """Requests within the window from which rates and latencies count."""
+    minimum_requests: Annotated[int, Meta(ge=1, le=MAX_OUTCOMES)] = 20
+    """Requests from which rates and latencies count."""
     window_s: Positive = 600.0
-    """Seconds that are looked at."""
+    """Seconds that are looked at; where they hold fewer than `minimum_requests`, the last so many of the stage, so that
+    a canary with few callers is watched too."""
 
 
 class ModelRoute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,10 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from asr_serve.governance.policy import RollbackRules
-
-MAX_OUTCOMES = 2_048
-"""Outcomes of one model that are remembered, the newest; a window with more is that much shorter."""
+from asr_serve.governance.policy import MAX_OUTCOMES, RollbackRules
 
 RequestKind = Literal["upload", "live"]
 """Kind of a request. Latencies of the two are not compared: one is that of a recording, the other of a sentence."""
@@ -30,10 +27,11 @@ class Regression(NamedTuple):
 
 
 class ModelOutcomes:
-    """Outcomes of one model's requests within a window."""
+    """Outcomes of one model's requests within a window, and at least the last `minimum` of them; of more than
+    MAX_OUTCOMES the newest."""
 
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
+    def __init__(self, window_s: float, minimum: int) -> None:
+        self._window_s, self._minimum = window_s, minimum
         self._requests: deque[tuple[float, bool]] = deque(maxlen=MAX_OUTCOMES)
         self._latencies: dict[RequestKind, deque[tuple[float, float]]] = {
             kind: deque(maxlen=MAX_OUTCOMES) for kind in KINDS
@@ -50,18 +48,17 @@ class ModelOutcomes:
 
     def requests(self, now_s: float) -> tuple[int, int]:
         """Number of requests in the window, and of those that failed."""
-        _forget(self._requests, now_s - self._window_s)
+        self._forget(self._requests, now_s)
         return len(self._requests), sum(failed for _, failed in self._requests)
 
     def latencies(self, now_s: float, kind: RequestKind) -> list[float]:
         found = self._latencies[kind]
-        _forget(found, now_s - self._window_s)
+        self._forget(found, now_s)
         return [latency_s for _, latency_s in found]
 
-
-def _forget(found: deque[tuple[float, bool]] | deque[tuple[float, float]], before_s: float) -> None:
-    while found and found[0][0] < before_s:
-        found.popleft()
+    def _forget(self, found: deque[tuple[float, bool]] | deque[tuple[float, float]], now_s: float) -> None:
+        while len(found) > self._minimum and found[0][0] < now_s - self._window_s:
+            found.popleft()
 
 
 def percentile_95(values: Sequence[float]) -> float:
@@ -81,7 +78,7 @@ class RollbackMonitor:
         nobody."""
         self._rules = rules
         self._baselines_s = dict(baselines_s or {})
-        self.stable, self.candidate = ModelOutcomes(rules.window_s), ModelOutcomes(rules.window_s)
+        self.stable, self.candidate = (ModelOutcomes(rules.window_s, rules.minimum_requests) for _ in range(2))
         self.restarts = 0
         self.shadow_words = self.shadow_differences = self.shadow_clips = 0
 
@@ -119,9 +116,11 @@ class RollbackMonitor:
             }
         return figures
 
-    def regression(self, now_s: float) -> Regression | None:
-        """The first rule that is broken; None: none is."""
-        rules, least = self._rules, self._rules.minimum_requests
+    def regression(self, now_s: float, least: int | None = None) -> Regression | None:
+        """The first rule that is broken; None: none is. `least`: requests from which rates and latencies count, in
+        place of the rules' own number."""
+        rules = self._rules
+        least = rules.minimum_requests if least is None else max(1, least)
         if rules.restarts_above is not None and self.restarts > rules.restarts_above:
             return self._broken(now_s, "restarts_above", f"its engine died {self.restarts} times", rules.restarts_above)
         requests, failed = self.candidate.requests(now_s)

@@ -78,6 +78,9 @@ class ShadowTranscriber:
             job = self._waiting.popleft()
             try:
                 await self._transcribe(job)
+            except Exception:  # those that wait are still transcribed, and their uploads freed
+                log.exception("an upload for the shadow %s ended in an error", job.candidate)
+                self._metrics.governance.shadow_dropped.labels(job.routed.route).inc()
             finally:
                 job.upload.close()
 

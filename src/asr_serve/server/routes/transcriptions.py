@@ -121,7 +121,7 @@ class UploadTranscription(Generic[RequestT]):
         self._dependencies, self._context, self._upload, self._read = dependencies, context, upload, parse
         self._upload_trace, self._engine_use = upload_trace, engine_use
         self.request = _parse_fields(upload, parse)
-        self._text_sent = False
+        self._text_sent = self._repeated = False
         self._uploaded_s = time.perf_counter()
         self._use(self._models.get_for_files(self.request.model))
         self._job = self._start_job()
@@ -211,13 +211,14 @@ class UploadTranscription(Generic[RequestT]):
         log.warning("the candidate %s failed, and %s transcribes its upload: %s", self.engine.name, engine.name, error)
         await self._job.wait_closed()
         self._use(engine)
-        self._job = self._start_job()
+        self._job, self._repeated = self._start_job(), True
         return True
 
     def _finish_watch(self) -> None:
         """Counts the upload for the policy, and offers it to the shadow of its route."""
         watch = self._models.watch(self.request.model, "upload")
-        watch.note_latency(time.perf_counter() - self._uploaded_s)
+        if not self._repeated:  # the candidate's time is in it, and it would be the stable model's
+            watch.note_latency(time.perf_counter() - self._uploaded_s)
         watch.finish()
         self._upload.handed_over = self._dependencies.shadows.offer(
             watch.routed, self._context.request_id, self._upload, self._job_options(), self.transcript.text

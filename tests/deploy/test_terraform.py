@@ -173,7 +173,8 @@ def test_the_servers_and_the_edge_read_the_settings_that_hosts_get(tmp_path: Pat
     file.write_text(_settings("edge_settings", tmp_path))
     edge = load_edge_config(str(file), {})
     assert (edge.server, edge.port) == ("http://host:8000", 5_004)
-    assert f"from_port         = {edge.port}\n" in SOURCES["network.tf"]
+    (rtp,) = re.findall(r'name = "rtp", .* port = (\d+),', SOURCES["network.tf"])
+    assert int(rtp) == edge.port
 
 
 def _check_files_of_a_start(script: str, role: str, folder: Path) -> None:

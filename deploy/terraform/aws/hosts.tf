@@ -188,49 +188,6 @@ resource "aws_launch_template" "ingest" {
   }
 }
 
-resource "aws_autoscaling_group" "ingest" {
-  name                = local.groups.ingest
-  min_size            = var.ingest.min_size
-  max_size            = var.ingest.max_size
-  desired_capacity    = var.ingest.desired
-  vpc_zone_identifier = [for subnet in aws_subnet.private : subnet.id]
-  health_check_type   = "EC2"
-
-  # User data reports CONTINUE once the service answers; a host that does not is replaced.
-  initial_lifecycle_hook {
-    name                 = "started"
-    lifecycle_transition = "autoscaling:EC2_INSTANCE_LAUNCHING"
-    default_result       = "ABANDON"
-    heartbeat_timeout    = 1800
-  }
-
-  launch_template {
-    id      = aws_launch_template.ingest.id
-    version = aws_launch_template.ingest.latest_version
-  }
-
-  instance_refresh {
-    strategy = "Rolling"
-    preferences {
-      min_healthy_percentage = 100
-      max_healthy_percentage = 150
-    }
-  }
-
-  dynamic "tag" {
-    for_each = merge(local.tags, { Name = "${var.name}-ingest" })
-    content {
-      key                 = tag.key
-      value               = tag.value
-      propagate_at_launch = true
-    }
-  }
-
-  lifecycle {
-    ignore_changes = [desired_capacity]
-  }
-}
-
 # --- servers and engines ---
 
 resource "aws_launch_template" "engine" {
@@ -352,15 +309,37 @@ locals {
   ))
 }
 
-resource "aws_autoscaling_group" "engine" {
-  name                      = local.groups.engine
-  min_size                  = var.engine.min_size
-  max_size                  = var.engine.max_size
-  desired_capacity          = var.engine.desired
+# --- groups of both ---
+
+locals {
+  scaled = {
+    ingest = {
+      size     = { min = var.ingest.min_size, max = var.ingest.max_size, desired = var.ingest.desired }
+      template = { id = aws_launch_template.ingest.id, version = aws_launch_template.ingest.latest_version }
+      # Callers' packets come to the hosts themselves.
+      targets = []
+      health  = { type = "EC2", grace_s = 300 }
+    }
+    engine = {
+      size     = { min = var.engine.min_size, max = var.engine.max_size, desired = var.engine.desired }
+      template = { id = aws_launch_template.engine.id, version = aws_launch_template.engine.latest_version }
+      targets  = [for group in aws_lb_target_group.server : group.arn]
+      health   = { type = "ELB", grace_s = 900 }
+    }
+  }
+}
+
+resource "aws_autoscaling_group" "host" {
+  for_each = local.groups
+
+  name                      = each.value
+  min_size                  = local.scaled[each.key].size.min
+  max_size                  = local.scaled[each.key].size.max
+  desired_capacity          = local.scaled[each.key].size.desired
   vpc_zone_identifier       = [for subnet in aws_subnet.private : subnet.id]
-  target_group_arns         = [for group in aws_lb_target_group.server : group.arn]
-  health_check_type         = "ELB"
-  health_check_grace_period = 900
+  target_group_arns         = local.scaled[each.key].targets
+  health_check_type         = local.scaled[each.key].health.type
+  health_check_grace_period = local.scaled[each.key].health.grace_s
 
   # User data reports CONTINUE once the service answers; a host that does not is replaced.
   initial_lifecycle_hook {
@@ -371,8 +350,8 @@ resource "aws_autoscaling_group" "engine" {
   }
 
   launch_template {
-    id      = aws_launch_template.engine.id
-    version = aws_launch_template.engine.latest_version
+    id      = local.scaled[each.key].template.id
+    version = local.scaled[each.key].template.version
   }
 
   instance_refresh {
@@ -384,7 +363,7 @@ resource "aws_autoscaling_group" "engine" {
   }
 
   dynamic "tag" {
-    for_each = merge(local.tags, { Name = "${var.name}-engine" })
+    for_each = merge(local.tags, { Name = each.value })
     content {
       key                 = tag.key
       value               = tag.value

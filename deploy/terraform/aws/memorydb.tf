@@ -62,17 +62,6 @@ resource "aws_security_group" "memorydb" {
   }
 }
 
-resource "aws_vpc_security_group_ingress_rule" "memorydb" {
-  count                        = var.memorydb == null ? 0 : 1
-  security_group_id            = aws_security_group.memorydb[0].id
-  description                  = "Servers"
-  referenced_security_group_id = aws_security_group.engine.id
-  from_port                    = 6379
-  to_port                      = 6379
-  ip_protocol                  = "tcp"
-  tags                         = local.tags
-}
-
 resource "aws_memorydb_cluster" "this" {
   count                    = var.memorydb == null ? 0 : 1
   name                     = var.name

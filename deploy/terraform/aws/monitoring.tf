@@ -52,108 +52,81 @@ resource "aws_flow_log" "this" {
 
 locals {
   alarm_actions = var.alarm_topic_arn == null ? [] : [var.alarm_topic_arn]
-}
 
-resource "aws_cloudwatch_metric_alarm" "no_server" {
-  alarm_name          = "${var.name}-no-server"
-  alarm_description   = "No server answers to /ready: callers are refused."
-  namespace           = "AWS/NetworkELB"
-  metric_name         = "HealthyHostCount"
-  statistic           = "Minimum"
-  comparison_operator = "LessThanThreshold"
-  threshold           = 1
-  period              = 60
-  evaluation_periods  = 2
-  treat_missing_data  = "breaching"
-  alarm_actions       = local.alarm_actions
-  ok_actions          = local.alarm_actions
-  dimensions = {
-    LoadBalancer = aws_lb.this.arn_suffix
-    TargetGroup  = aws_lb_target_group.server["callers"].arn_suffix
+  # The fullest queue of a server, which the collector writes.
+  queue_fill = { namespace = "asr-serve", metric = "asr_serve_ingress_queue_fill_ratio", dimensions = { service = var.name } }
+
+  # `collector`: whether it is made with a collector alone. `scales`: the step of scaling that an alarm takes, in place of
+  # telling somebody.
+  alarms = {
+    "no-server" = {
+      description = "No server answers to /ready: callers are refused."
+      collector   = false
+      source = {
+        namespace  = "AWS/NetworkELB"
+        metric     = "HealthyHostCount"
+        dimensions = { LoadBalancer = aws_lb.this.arn_suffix, TargetGroup = aws_lb_target_group.server["callers"].arn_suffix }
+      }
+      statistic = "Minimum", comparison = "LessThanThreshold", threshold = 1, minutes = 2, missing = "breaching", scales = null
+    }
+    "queue-full" = {
+      description = "The queue of a server is more than 80 % full: callers are refused soon. Add engines."
+      collector   = true
+      source      = local.queue_fill
+      statistic   = "Maximum", comparison = "GreaterThanThreshold", threshold = 0.8, minutes = 2, missing = "notBreaching", scales = null
+    }
+    "scale-out" = {
+      description = "Adds two hosts of engines."
+      collector   = true
+      source      = local.queue_fill
+      statistic   = "Maximum", comparison = "GreaterThanThreshold", threshold = 0.8, minutes = 1, missing = "notBreaching", scales = "out"
+    }
+    "scale-in" = {
+      description = "Removes one host of engines. Without data nothing is removed: an unknown load is not a low one."
+      collector   = true
+      source      = local.queue_fill
+      statistic   = "Maximum", comparison = "LessThanThreshold", threshold = 0.05, minutes = 5, missing = "notBreaching", scales = "in"
+    }
   }
-  tags = local.tags
-}
 
-resource "aws_cloudwatch_metric_alarm" "queue" {
-  count               = var.collector ? 1 : 0
-  alarm_name          = "${var.name}-queue-full"
-  alarm_description   = "The queue of a server is more than 80 % full: callers are refused soon. Add engines."
-  namespace           = "asr-serve"
-  metric_name         = "asr_serve_ingress_queue_fill_ratio"
-  statistic           = "Maximum"
-  comparison_operator = "GreaterThanThreshold"
-  threshold           = 0.8
-  period              = 60
-  evaluation_periods  = 2
-  treat_missing_data  = "notBreaching"
-  alarm_actions       = local.alarm_actions
-  ok_actions          = local.alarm_actions
-  dimensions = {
-    service = var.name
+  # Out while the queue fills, in after five minutes in which it stays empty. Never by CPU: docs/scaling.md
+  scaling = {
+    out = { change = 2, from = 0, to = null, warmup_s = 300 }
+    in  = { change = -1, from = null, to = 0, warmup_s = null }
   }
-  tags = local.tags
 }
 
-# Alarms and scaling below look at metrics of the collector, and are made with it alone.
-# --- scaling: out while the queue fills, in after five minutes in which it stays empty. Never by CPU: docs/scaling.md ---
+resource "aws_cloudwatch_metric_alarm" "this" {
+  for_each = { for name, each in local.alarms : name => each if var.collector || !each.collector }
 
-resource "aws_autoscaling_policy" "out" {
-  count                     = var.collector ? 1 : 0
-  name                      = "${var.name}-queue-out"
-  autoscaling_group_name    = aws_autoscaling_group.engine.name
+  alarm_name          = "${var.name}-${each.key}"
+  alarm_description   = each.value.description
+  namespace           = each.value.source.namespace
+  metric_name         = each.value.source.metric
+  dimensions          = each.value.source.dimensions
+  statistic           = each.value.statistic
+  comparison_operator = each.value.comparison
+  threshold           = each.value.threshold
+  period              = 60
+  evaluation_periods  = each.value.minutes
+  treat_missing_data  = each.value.missing
+  alarm_actions       = each.value.scales == null ? local.alarm_actions : [aws_autoscaling_policy.queue[each.value.scales].arn]
+  ok_actions          = each.value.scales == null ? local.alarm_actions : []
+  tags                = local.tags
+}
+
+resource "aws_autoscaling_policy" "queue" {
+  for_each = { for name, each in local.scaling : name => each if var.collector }
+
+  name                      = "${var.name}-queue-${each.key}"
+  autoscaling_group_name    = aws_autoscaling_group.host["engine"].name
   policy_type               = "StepScaling"
   adjustment_type           = "ChangeInCapacity"
-  estimated_instance_warmup = 300
+  estimated_instance_warmup = each.value.warmup_s
 
   step_adjustment {
-    metric_interval_lower_bound = 0
-    scaling_adjustment          = 2
+    metric_interval_lower_bound = each.value.from
+    metric_interval_upper_bound = each.value.to
+    scaling_adjustment          = each.value.change
   }
-}
-
-resource "aws_autoscaling_policy" "in" {
-  count                  = var.collector ? 1 : 0
-  name                   = "${var.name}-queue-in"
-  autoscaling_group_name = aws_autoscaling_group.engine.name
-  policy_type            = "StepScaling"
-  adjustment_type        = "ChangeInCapacity"
-
-  step_adjustment {
-    metric_interval_upper_bound = 0
-    scaling_adjustment          = -1
-  }
-}
-
-resource "aws_cloudwatch_metric_alarm" "scale_out" {
-  count               = var.collector ? 1 : 0
-  alarm_name          = "${var.name}-scale-out"
-  alarm_description   = "Adds two hosts of engines."
-  namespace           = "asr-serve"
-  metric_name         = "asr_serve_ingress_queue_fill_ratio"
-  statistic           = "Maximum"
-  comparison_operator = "GreaterThanThreshold"
-  threshold           = 0.8
-  period              = 60
-  evaluation_periods  = 1
-  treat_missing_data  = "notBreaching"
-  alarm_actions       = [aws_autoscaling_policy.out[0].arn]
-  dimensions          = { service = var.name }
-  tags                = local.tags
-}
-
-resource "aws_cloudwatch_metric_alarm" "scale_in" {
-  count               = var.collector ? 1 : 0
-  alarm_name          = "${var.name}-scale-in"
-  alarm_description   = "Removes one host of engines. Without data nothing is removed: an unknown load is not a low one."
-  namespace           = "asr-serve"
-  metric_name         = "asr_serve_ingress_queue_fill_ratio"
-  statistic           = "Maximum"
-  comparison_operator = "LessThanThreshold"
-  threshold           = 0.05
-  period              = 60
-  evaluation_periods  = 5
-  treat_missing_data  = "notBreaching"
-  alarm_actions       = [aws_autoscaling_policy.in[0].arn]
-  dimensions          = { service = var.name }
-  tags                = local.tags
 }

@@ -108,37 +108,6 @@ resource "aws_security_group" "balancer" {
   }
 }
 
-resource "aws_vpc_security_group_ingress_rule" "callers" {
-  for_each          = toset(var.caller_cidrs)
-  security_group_id = aws_security_group.balancer.id
-  description       = "Callers"
-  cidr_ipv4         = each.value
-  from_port         = local.listen_port
-  to_port           = local.listen_port
-  ip_protocol       = "tcp"
-  tags              = local.tags
-}
-
-resource "aws_vpc_security_group_ingress_rule" "edge" {
-  security_group_id            = aws_security_group.balancer.id
-  description                  = "Hosts of the edge"
-  referenced_security_group_id = aws_security_group.ingest.id
-  from_port                    = 8000
-  to_port                      = 8000
-  ip_protocol                  = "tcp"
-  tags                         = local.tags
-}
-
-resource "aws_vpc_security_group_egress_rule" "balancer_engine" {
-  security_group_id            = aws_security_group.balancer.id
-  description                  = "Servers"
-  referenced_security_group_id = aws_security_group.engine.id
-  from_port                    = 8000
-  to_port                      = 8000
-  ip_protocol                  = "tcp"
-  tags                         = local.tags
-}
-
 resource "aws_security_group" "ingest" {
   name_prefix = "${var.name}-ingest-"
   description = "Hosts of the edge of ${var.name}"
@@ -148,64 +117,6 @@ resource "aws_security_group" "ingest" {
   lifecycle {
     create_before_destroy = true
   }
-}
-
-resource "aws_vpc_security_group_ingress_rule" "rtp" {
-  for_each          = toset(var.rtp_cidrs)
-  security_group_id = aws_security_group.ingest.id
-  description       = "RTP of telephone gateways"
-  cidr_ipv4         = each.value
-  from_port         = 5004
-  to_port           = 5004
-  ip_protocol       = "udp"
-  tags              = local.tags
-}
-
-resource "aws_vpc_security_group_egress_rule" "rtp" {
-  for_each          = toset(var.rtp_cidrs)
-  security_group_id = aws_security_group.ingest.id
-  description       = "RTP to telephone gateways, which choose their ports"
-  cidr_ipv4         = each.value
-  from_port         = 1024
-  to_port           = 65535
-  ip_protocol       = "udp"
-  tags              = local.tags
-}
-
-resource "aws_vpc_security_group_ingress_rule" "control" {
-  security_group_id = aws_security_group.ingest.id
-  description       = "Control API of the edge, with an API key"
-  cidr_ipv4         = var.vpc_cidr
-  from_port         = 8004
-  to_port           = 8004
-  ip_protocol       = "tcp"
-  tags              = local.tags
-}
-
-locals {
-  sip_ways = var.sip == null ? {} : { for way in setproduct(var.rtp_cidrs, ["udp", "tcp"]) : join(" ", way) => { cidr = way[0], protocol = way[1] } }
-}
-
-resource "aws_vpc_security_group_ingress_rule" "sip" {
-  for_each          = local.sip_ways
-  security_group_id = aws_security_group.ingest.id
-  description       = "SIP of telephone gateways"
-  cidr_ipv4         = each.value.cidr
-  from_port         = 5060
-  to_port           = 5060
-  ip_protocol       = each.value.protocol
-  tags              = local.tags
-}
-
-resource "aws_vpc_security_group_egress_rule" "sip" {
-  for_each          = local.sip_ways
-  security_group_id = aws_security_group.ingest.id
-  description       = "SIP to telephone gateways"
-  cidr_ipv4         = each.value.cidr
-  from_port         = 5060
-  to_port           = 5060
-  ip_protocol       = each.value.protocol
-  tags              = local.tags
 }
 
 resource "aws_security_group" "engine" {
@@ -219,70 +130,82 @@ resource "aws_security_group" "engine" {
   }
 }
 
-resource "aws_vpc_security_group_ingress_rule" "engine" {
-  security_group_id            = aws_security_group.engine.id
-  description                  = "Requests from the load balancers"
-  referenced_security_group_id = aws_security_group.balancer.id
-  from_port                    = 8000
-  to_port                      = 8000
-  ip_protocol                  = "tcp"
-  tags                         = local.tags
-}
-
-resource "aws_vpc_security_group_ingress_rule" "encode" {
-  security_group_id            = aws_security_group.engine.id
-  description                  = "Engines that encode for others"
-  referenced_security_group_id = aws_security_group.engine.id
-  from_port                    = 8100
-  to_port                      = 8100
-  ip_protocol                  = "tcp"
-  tags                         = local.tags
-}
-
-resource "aws_vpc_security_group_egress_rule" "hosts" {
-  for_each = {
-    ingest = aws_security_group.ingest.id
-    engine = aws_security_group.engine.id
+locals {
+  # Who opens a connection to whom inside: a rule of each of the two groups.
+  connections = {
+    edge_server = { from = "ingest", to = "balancer", port = 8000, description = "Hosts of the edge to servers, by the load balancer inside" }
+    server      = { from = "balancer", to = "engine", port = 8000, description = "Load balancers to servers" }
+    encode      = { from = "engine", to = "engine", port = 8100, description = "Engines to those that encode for them" }
+    memorydb    = { from = "engine", to = "memorydb", port = 6379, description = "Servers to MemoryDB" }
   }
-  security_group_id = each.value
-  description       = "Packages, secrets, CloudWatch: by HTTPS"
-  cidr_ipv4         = "0.0.0.0/0"
-  from_port         = 443
-  to_port           = 443
-  ip_protocol       = "tcp"
+
+  security_groups = merge(
+    {
+      balancer = aws_security_group.balancer.id
+      ingest   = aws_security_group.ingest.id
+      engine   = aws_security_group.engine.id
+    },
+    var.memorydb == null ? {} : { memorydb = one(aws_security_group.memorydb[*].id) }
+  )
+
+  # Who comes from outside, and where hosts go: a rule for each range of addresses.
+  sip_protocols = var.sip == null ? [] : ["udp", "tcp"]
+  incoming = concat(
+    [{ name = "callers", group = "balancer", cidrs = var.caller_cidrs, protocol = "tcp", port = local.listen_port, description = "Callers" }],
+    [{ name = "rtp", group = "ingest", cidrs = var.rtp_cidrs, protocol = "udp", port = 5004, description = "RTP of telephone gateways" }],
+    [{ name = "control", group = "ingest", cidrs = [var.vpc_cidr], protocol = "tcp", port = 8004, description = "Control API of the edge, with an API key" }],
+    [for protocol in local.sip_protocols : { name = "sip-${protocol}", group = "ingest", cidrs = var.rtp_cidrs, protocol = protocol, port = 5060, description = "SIP of telephone gateways" }]
+  )
+  # The resolver, the clock and instance metadata need no rule: security groups do not filter them.
+  outgoing = concat(
+    [for group in ["ingest", "engine"] : { name = "https-${group}", group = group, cidrs = ["0.0.0.0/0"], protocol = "tcp", ports = [443, 443], description = "Packages, secrets, CloudWatch: by HTTPS" }],
+    [{ name = "rtp", group = "ingest", cidrs = var.rtp_cidrs, protocol = "udp", ports = [1024, 65535], description = "RTP to telephone gateways, which choose their ports" }],
+    [for protocol in local.sip_protocols : { name = "sip-${protocol}", group = "ingest", cidrs = var.rtp_cidrs, protocol = protocol, ports = [5060, 5060], description = "SIP to telephone gateways" }]
+  )
+}
+
+resource "aws_vpc_security_group_ingress_rule" "inside" {
+  for_each                     = { for name, each in local.connections : name => each if contains(keys(local.security_groups), each.to) }
+  security_group_id            = local.security_groups[each.value.to]
+  referenced_security_group_id = local.security_groups[each.value.from]
+  description                  = each.value.description
+  from_port                    = each.value.port
+  to_port                      = each.value.port
+  ip_protocol                  = "tcp"
+  tags                         = local.tags
+}
+
+resource "aws_vpc_security_group_egress_rule" "inside" {
+  for_each                     = { for name, each in local.connections : name => each if contains(keys(local.security_groups), each.to) }
+  security_group_id            = local.security_groups[each.value.from]
+  referenced_security_group_id = local.security_groups[each.value.to]
+  description                  = each.value.description
+  from_port                    = each.value.port
+  to_port                      = each.value.port
+  ip_protocol                  = "tcp"
+  tags                         = local.tags
+}
+
+resource "aws_vpc_security_group_ingress_rule" "outside" {
+  for_each          = merge([for rule in local.incoming : { for cidr in toset(rule.cidrs) : "${rule.name} ${cidr}" => merge(rule, { cidr = cidr }) }]...)
+  security_group_id = local.security_groups[each.value.group]
+  description       = each.value.description
+  cidr_ipv4         = each.value.cidr
+  from_port         = each.value.port
+  to_port           = each.value.port
+  ip_protocol       = each.value.protocol
   tags              = local.tags
 }
 
-# The resolver, the clock and instance metadata need no rule: security groups do not filter them.
-resource "aws_vpc_security_group_egress_rule" "ingest_server" {
-  security_group_id            = aws_security_group.ingest.id
-  description                  = "Servers, by the load balancer inside"
-  referenced_security_group_id = aws_security_group.balancer.id
-  from_port                    = 8000
-  to_port                      = 8000
-  ip_protocol                  = "tcp"
-  tags                         = local.tags
-}
-
-resource "aws_vpc_security_group_egress_rule" "encode" {
-  security_group_id            = aws_security_group.engine.id
-  description                  = "Engines that encode for others"
-  referenced_security_group_id = aws_security_group.engine.id
-  from_port                    = 8100
-  to_port                      = 8100
-  ip_protocol                  = "tcp"
-  tags                         = local.tags
-}
-
-resource "aws_vpc_security_group_egress_rule" "memorydb" {
-  count                        = var.memorydb == null ? 0 : 1
-  security_group_id            = aws_security_group.engine.id
-  description                  = "MemoryDB"
-  referenced_security_group_id = aws_security_group.memorydb[0].id
-  from_port                    = 6379
-  to_port                      = 6379
-  ip_protocol                  = "tcp"
-  tags                         = local.tags
+resource "aws_vpc_security_group_egress_rule" "outside" {
+  for_each          = merge([for rule in local.outgoing : { for cidr in toset(rule.cidrs) : "${rule.name} ${cidr}" => merge(rule, { cidr = cidr }) }]...)
+  security_group_id = local.security_groups[each.value.group]
+  description       = each.value.description
+  cidr_ipv4         = each.value.cidr
+  from_port         = each.value.ports[0]
+  to_port           = each.value.ports[1]
+  ip_protocol       = each.value.protocol
+  tags              = local.tags
 }
 
 # --- load balancers: live callers hold connections for hours, and TCP passes through as it is ---

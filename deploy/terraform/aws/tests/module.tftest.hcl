@@ -56,22 +56,36 @@ run "defaults" {
     error_message = "Hosts of the edge have frames that native XDP takes."
   }
   assert {
-    condition     = length(aws_cloudwatch_metric_alarm.queue) + length(aws_cloudwatch_metric_alarm.scale_in) + length(aws_cloudwatch_metric_alarm.scale_out) + length(aws_autoscaling_policy.in) + length(aws_autoscaling_policy.out) == 0 && !strcontains(base64decode(aws_launch_template.engine.user_data), "metrics-key") && !strcontains(output.server_settings, "otel_endpoint")
+    condition     = keys(aws_cloudwatch_metric_alarm.this) == ["no-server"] && length(aws_autoscaling_policy.queue) == 0 && !strcontains(base64decode(aws_launch_template.engine.user_data), "metrics-key") && !strcontains(output.server_settings, "otel_endpoint")
     error_message = "Without a collector nothing waits for its metrics."
   }
   assert {
-    condition     = length(aws_vpc_security_group_ingress_rule.sip) == 0 && !strcontains(output.edge_settings, "sip") && aws_vpc_security_group_ingress_rule.control.cidr_ipv4 == var.vpc_cidr && aws_vpc_security_group_ingress_rule.control.from_port == 8004
+    condition     = keys(aws_vpc_security_group_ingress_rule.outside) == ["callers 203.0.113.0/24", "control ${var.vpc_cidr}"] && !strcontains(output.edge_settings, "sip") && aws_vpc_security_group_ingress_rule.outside["control ${var.vpc_cidr}"].from_port == 8004
     error_message = "The control API is reached from the VPC, and no calls by SIP are taken."
   }
   assert {
-    condition     = alltrue([for rule in concat(values(aws_vpc_security_group_egress_rule.hosts), [aws_vpc_security_group_egress_rule.ingest_server, aws_vpc_security_group_egress_rule.encode]) : rule.ip_protocol == "tcp" && rule.from_port == rule.to_port])
+    condition     = alltrue([for rule in concat(values(aws_vpc_security_group_egress_rule.outside), values(aws_vpc_security_group_egress_rule.inside)) : rule.ip_protocol == "tcp" && rule.from_port == rule.to_port])
     error_message = "Hosts reach named ports alone."
   }
   assert {
-    condition = alltrue([for group in [aws_autoscaling_group.ingest, aws_autoscaling_group.engine] :
-      one(group.initial_lifecycle_hook).default_result == "ABANDON" && contains(values(local.groups), group.name)
+    condition = toset(keys(aws_vpc_security_group_ingress_rule.inside)) == toset(["edge_server", "encode", "server"]) && alltrue([for name, rule in aws_vpc_security_group_ingress_rule.inside :
+      rule.security_group_id == aws_vpc_security_group_egress_rule.inside[name].referenced_security_group_id && rule.referenced_security_group_id == aws_vpc_security_group_egress_rule.inside[name].security_group_id && rule.from_port == aws_vpc_security_group_egress_rule.inside[name].from_port
+    ])
+    error_message = "Who may open a connection is expected where it goes."
+  }
+  assert {
+    condition     = aws_vpc_security_group_ingress_rule.inside["server"].security_group_id == aws_security_group.engine.id && aws_vpc_security_group_ingress_rule.inside["server"].referenced_security_group_id == aws_security_group.balancer.id && aws_vpc_security_group_ingress_rule.inside["server"].from_port == 8000
+    error_message = "Servers are reached by the load balancers."
+  }
+  assert {
+    condition = alltrue([for role, group in aws_autoscaling_group.host :
+      one(group.initial_lifecycle_hook).default_result == "ABANDON" && group.name == local.groups[role]
     ])
     error_message = "A host that does not report is replaced."
+  }
+  assert {
+    condition     = aws_autoscaling_group.host["engine"].health_check_type == "ELB" && length(aws_autoscaling_group.host["engine"].target_group_arns) > 0 && aws_autoscaling_group.host["ingest"].health_check_type == "EC2" && length(aws_autoscaling_group.host["ingest"].target_group_arns) == 0
+    error_message = "Servers are behind the load balancers, and hosts of the edge are not."
   }
   assert {
     condition     = strcontains(base64decode(aws_launch_template.ingest.user_data), "${var.package["arm64"].sha256}  asr_serve-0.1.0-py3-none-any.whl' | sha256sum --check")
@@ -84,8 +98,12 @@ run "collector" {
     collector = true
   }
   assert {
-    condition     = aws_cloudwatch_metric_alarm.scale_in[0].treat_missing_data == "notBreaching"
+    condition     = aws_cloudwatch_metric_alarm.this["scale-in"].treat_missing_data == "notBreaching"
     error_message = "An unknown load is not a low one."
+  }
+  assert {
+    condition     = alltrue([for way in ["out", "in"] : one(aws_cloudwatch_metric_alarm.this["scale-${way}"].alarm_actions) == aws_autoscaling_policy.queue[way].arn]) && aws_autoscaling_policy.queue["out"].autoscaling_group_name == local.groups.engine
+    error_message = "Each alarm of scaling takes its own step."
   }
   assert {
     condition     = strcontains(base64decode(aws_launch_template.engine.user_data), "credentials_file: /run/asr-serve/metrics-key\n") && strcontains(output.server_settings, "otel_endpoint")
@@ -107,7 +125,7 @@ run "sip" {
     sip       = { registrar = "sip:198.51.100.5", password_secret_arn = "arn:aws:secretsmanager:eu-central-1:123456789012:secret:sip" }
   }
   assert {
-    condition     = length(aws_vpc_security_group_ingress_rule.sip) == 2 && alltrue([for rule in values(aws_vpc_security_group_ingress_rule.sip) : rule.cidr_ipv4 == "198.51.100.0/24" && rule.from_port == 5060])
+    condition     = alltrue([for protocol in ["udp", "tcp"] : alltrue([for rules in [aws_vpc_security_group_ingress_rule.outside, aws_vpc_security_group_egress_rule.outside] : rules["sip-${protocol} 198.51.100.0/24"].from_port == 5060 && rules["sip-${protocol} 198.51.100.0/24"].ip_protocol == protocol])])
     error_message = "Exchanges reach SIP by UDP and TCP."
   }
   assert {
@@ -131,6 +149,10 @@ run "memorydb" {
   assert {
     condition     = contains(local.secrets.engine, var.memorydb.password_secret_arn) && !contains(local.secrets.ingest, var.memorydb.password_secret_arn)
     error_message = "Only servers may read its password."
+  }
+  assert {
+    condition     = aws_vpc_security_group_ingress_rule.inside["memorydb"].security_group_id == aws_security_group.memorydb[0].id && aws_vpc_security_group_ingress_rule.inside["memorydb"].referenced_security_group_id == aws_security_group.engine.id
+    error_message = "Only servers reach MemoryDB."
   }
   assert {
     condition     = !aws_lb_target_group.server["callers"].stickiness[0].enabled

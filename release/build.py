@@ -141,19 +141,8 @@ def empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def main() -> None:
-    """Builds everything; the folder is emptied first."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "dist")
-    parser.add_argument("--commit", default="HEAD")
-    parser.add_argument("--pure", action="store_true", help="no wheel with native modules: seconds, not minutes")
-    chosen = parser.parse_args()
-    commit = run(["git", "-C", ROOT, "rev-parse", chosen.commit]).strip()
-    epoch = (
-        os.environ.get("SOURCE_DATE_EPOCH") or run(["git", "-C", ROOT, "show", "-s", "--format=%ct", commit]).strip()
-    )
-    out: Path = chosen.out
-    empty(out)
+def build_release(out: Path, commit: str, epoch: str, *, pure: bool) -> list[str]:
+    """Builds everything of a commit into an empty folder, and returns the lines of its SHA256SUMS."""
     with tempfile.TemporaryDirectory(prefix="asr-serve-release-") as name:
         work = Path(name).resolve()
         source, built = work / "source", work / "built"
@@ -168,19 +157,46 @@ def main() -> None:
         with tarfile.open(sdist) as tar:
             tar.extractall(work / "unpacked", filter="data")
         (unpacked,) = (work / "unpacked").iterdir()
-        pure = build(unpacked, built, epoch, "--wheel", "-Cwheel.cmake=false")
-        made = [sdist, pure]
-        if not chosen.pure:
+        plain = build(unpacked, built, epoch, "--wheel", "-Cwheel.cmake=false")
+        made = [sdist, plain]
+        if not pure:
             native = build(unpacked, built, epoch, "--wheel")
             made.append(tagged(native, work / "tagged", epoch) if sys.platform == "linux" else native)
         for file in made:
             shutil.copy(file, out / file.name)
-        installed = dependencies(pure)
+        installed = dependencies(plain)
     (out / "sbom.cdx.json").write_text(sbom(installed, epoch, commit))
     (out / "LICENSES.txt").write_text(licence_table([item["metadata"] for item in installed]))
     files = sorted(path for path in out.iterdir())
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
     (out / "SHA256SUMS").write_text("".join(sums))
+    return sums
+
+
+def main() -> None:
+    """Builds everything; the folder is emptied first."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument("--commit", default="HEAD")
+    parser.add_argument("--pure", action="store_true", help="no wheel with native modules: seconds, not minutes")
+    parser.add_argument(
+        "--twice", action="store_true", help="build again elsewhere, and fail unless all bytes are equal"
+    )
+    chosen = parser.parse_args()
+    commit = run(["git", "-C", ROOT, "rev-parse", chosen.commit]).strip()
+    epoch = (
+        os.environ.get("SOURCE_DATE_EPOCH") or run(["git", "-C", ROOT, "show", "-s", "--format=%ct", commit]).strip()
+    )
+    out: Path = chosen.out
+    empty(out)
+    sums = build_release(out, commit, epoch, pure=chosen.pure)
+    if chosen.twice:
+        with tempfile.TemporaryDirectory(prefix="asr-serve-again-") as name:
+            again = build_release(Path(name), commit, epoch, pure=chosen.pure)
+        if different := sorted({line.split()[1] for line in {*sums} ^ {*again}}):
+            raise ValueError(
+                f"built twice from {commit}, these differ: {', '.join(different)}; allowed: the same bytes"
+            )
     for line in sums:
         print(line, end="")
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -35,8 +36,7 @@ def release(out: Path, *arguments: str) -> dict[str, str]:
 @pytest.mark.timeout(6_000)
 def test_two_releases_of_one_commit_are_the_same_bytes(tmp_path: Path) -> None:
     """Eight minutes of a core: the native modules are compiled twice."""
-    first, second = release(tmp_path / "one"), release(tmp_path / "another-one")
-    assert first == second
+    assert len(release(tmp_path / "one", "--twice")) == 5
     native = next((tmp_path / "one").glob("*linux*.whl"))
     with zipfile.ZipFile(native) as wheel:
         modules = [name for name in wheel.namelist() if name.endswith(".so")]
@@ -56,30 +56,65 @@ def test_a_folder_with_other_files_is_not_emptied(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
+@pytest.fixture(scope="module")
+def pure(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a release without native modules."""
+    folder = tmp_path_factory.mktemp("release") / "pure"
+    release(folder, "--pure")
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1_200)
-def test_a_release_without_native_modules_names_all_that_it_brings(tmp_path: Path) -> None:
-    sums = release(tmp_path / "one", "--pure")
+def test_a_release_without_native_modules_names_all_that_it_brings(pure: Path) -> None:
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)
     assert version is not None
     wheel = f"asr_serve-{version[1]}-py3-none-any.whl"
-    assert sums.keys() == {wheel, f"asr_serve-{version[1]}.tar.gz", "sbom.cdx.json", "LICENSES.txt"}
-    with zipfile.ZipFile(tmp_path / "one" / wheel) as archive:
+    names = {wheel, f"asr_serve-{version[1]}.tar.gz", "sbom.cdx.json", "LICENSES.txt", "SHA256SUMS"}
+    assert {path.name for path in pure.iterdir()} == names
+    with zipfile.ZipFile(pure / wheel) as archive:
         names = archive.namelist()
         assert not [name for name in names if name.endswith((".so", ".cpp"))]
         assert "asr_serve/models/tts/weights/fastpitch-en/model.safetensors" in names
         assert len({info.date_time for info in archive.infolist()}) == 1
-    sbom = json.loads((tmp_path / "one" / "sbom.cdx.json").read_text())
+    sbom = json.loads((pure / "sbom.cdx.json").read_text())
     listed = {each["name"]: each for each in sbom["components"]}
     assert {"torch", "moonshine-voice", "hibari-tts", "onnxruntime", "granian"} <= listed.keys()
     assert all(each["licenses"] for each in listed.values())
     assert "pytest" not in listed
-    licences = (tmp_path / "one" / "LICENSES.txt").read_text().splitlines()
+    licences = (pure / "LICENSES.txt").read_text().splitlines()
     assert len(licences) == len(listed) + 1
     assert {line.rpartition(": ")[2] for line in licences if line.startswith(("asr-serve ", "click "))} == {
         "Apache-2.0",
         "BSD-3-Clause",
     }
+
+
+def try_wheel(wheel: Path, *arguments: str | Path) -> None:
+    """Has a server hear and speak that nothing but the wheel gives, and shows the times."""
+    command = [sys.executable, ROOT / "release" / "try_wheel.py", *arguments, wheel]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1_800, check=False)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    found = json.loads(done.stdout)
+    assert found["seconds"].keys() == {"install", "start", "transcript", "speech"}
+    assert "fail better" in found["transcript"].casefold()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_800)
+def test_the_wheel_and_what_it_requires_give_a_server_that_hears_and_speaks(pure: Path) -> None:
+    """Packages of this environment stand in for downloads."""
+    (wheel,) = pure.glob("*.whl")
+    try_wheel(wheel, "--packages-from-here")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1_800)
+def test_an_empty_environment_becomes_a_server_that_hears_and_speaks(pure: Path) -> None:
+    """All is downloaded: a gigabyte."""
+    (wheel,) = pure.glob("*.whl")
+    try_wheel(wheel, "--constraints", ROOT / "constraints.txt")
 
 
 def test_the_tools_of_a_release_are_those_of_its_pins() -> None:

@@ -1,12 +1,15 @@
-"""Governance in a real server with two real models: a canary under 16 live callers, promotion, a regression that is
-injected, and the way back. No caller loses a word, whichever model hears it."""
+"""Governance in a real server with two real models: a canary under 16 live callers, promotion, regressions that are
+injected (an engine that dies, one that is slow, other words), and the way back. No caller loses a word, whichever model
+hears it."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +27,27 @@ from asr_serve.evaluation.store import EvaluatedDataset, EvaluatedSystem, Evalua
 from asr_serve.governance.audit_log import AuditEntry, verify_log
 from asr_serve.governance.routing import caller_position
 from asr_serve.models.registry import asr_card
-from asr_serve.server.engine_registry import open_engine
+from asr_serve.server.engine_registry import ModelEngine, open_engine
 
 STABLE, CANDIDATE = "moonshine-tiny-en", "vosk-small-en"
 ADMIN = {"Authorization": "Bearer boss"}
 ROUTE = "/v1/audio/transcriptions"
+REQUIRES = """
+[route.requires]
+dataset = "calls"
+wer_percent_below = 20.0
+license_in = ["MIT", "Apache-2.0"]
+residency = ["eu-central-1"]
+"""
+RATIO = 2.0
+"""Latency of the route `speed`: that of the candidate may be this multiple of the stable model's."""
 POLICY = f"""
 [[route]]
 name = "default"
 default = true
 stable = "{STABLE}"
 candidate = "{CANDIDATE}"
-
-[route.requires]
-dataset = "calls"
-wer_percent_below = 20.0
-license_in = ["MIT", "Apache-2.0"]
-residency = ["eu-central-1"]
-
+{REQUIRES}
 [route.rollout]
 stages = ["shadow", "canary"]
 shadow_percent = 100
@@ -51,6 +57,32 @@ minimum_requests = 2
 [route.rollback]
 latency_p95_ratio_above = 1000.0
 restarts_above = 0
+minimum_requests = 3
+
+[[route]]
+name = "words"
+stable = "{STABLE}"
+candidate = "{CANDIDATE}"
+{REQUIRES}
+[route.rollout]
+stages = ["shadow"]
+shadow_percent = 100
+
+[route.rollback]
+disagreement_percent_above = 1.0
+minimum_requests = 2
+
+[[route]]
+name = "speed"
+stable = "{STABLE}"
+candidate = "{CANDIDATE}"
+{REQUIRES}
+[route.rollout]
+stages = ["canary"]
+canary_percent = 50
+
+[route.rollback]
+latency_p95_ratio_above = {RATIO}
 minimum_requests = 3
 """
 CALLERS = [f"caller-{number}" for number in range(16)]
@@ -110,12 +142,26 @@ def pcm(cities: Path) -> bytes:
     return pcm_of(cities, 4.0)
 
 
-def promote(running: Running, to: str, **body: Any) -> Any:
-    return running.http.post("/v1/policy/default/promote", headers=ADMIN, json={"to": to} | body)
+def promote(running: Running, to: str, route: str = "default") -> Any:
+    return running.http.post(f"/v1/policy/{route}/promote", headers=ADMIN, json={"to": to})
 
 
-def status(running: Running) -> Any:
-    return running.http.get("/v1/policy", headers=ADMIN).json()["routes"][0]
+def status(running: Running, route: str = "default") -> Any:
+    routes = running.http.get("/v1/policy", headers=ADMIN).json()["routes"]
+    return next(each for each in routes if each["name"] == route)
+
+
+def candidates_engine(running: Running) -> ModelEngine:
+    return next(engine for engine in running.engines if engine.name == CANDIDATE)
+
+
+def send_candidate(running: Running, number: signal.Signals) -> ProcessBackend:
+    """Sends a signal to the candidate's engine, and returns its back end."""
+    backend = candidates_engine(running).client.backend
+    assert isinstance(backend, ProcessBackend)
+    assert backend.pid is not None
+    os.kill(backend.pid, number)
+    return backend
 
 
 class Callers:
@@ -162,8 +208,8 @@ def alone(running: Running, pcm: bytes) -> dict[str, list[tuple[float, float, st
     return found
 
 
-def entries(folder: Path) -> list[AuditEntry]:
-    return verify_log(folder / "audit.jsonl").entries
+def entries(folder: Path, route: str = "default") -> list[AuditEntry]:
+    return [entry for entry in verify_log(folder / "audit.jsonl").entries if entry.route == route]
 
 
 def test_a_shadow_transcribes_uploads_and_callers_notice_nothing(
@@ -217,12 +263,8 @@ def test_canary_promotion_regression_and_rollback_under_16_callers(
     second.speak(0.5)
 
     # The regression: the candidate's engine dies under 16 callers.
-    engine = next(engine for engine in running.engines if engine.name == CANDIDATE)
-    assert isinstance(engine.client.backend, ProcessBackend)
-    pid = engine.client.backend.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    eventually(lambda: engine.client.backend.restarts == 1)
+    backend = send_candidate(running, signal.SIGKILL)
+    eventually(lambda: backend.restarts == 1)
     third = Callers(running, CALLERS, pcm)
     assert set(third.models.values()) == {STABLE}, "nobody asked for it"
     assert status(running)["stage"] == "stable"
@@ -277,6 +319,71 @@ def test_every_protocol_comes_to_the_route(running: Running, cities: Path) -> No
     assert (answer.status_code, "the policy has routes to" in answer.text) == (403, True)
 
 
+def test_a_shadow_that_writes_other_words_is_rolled_back(
+    running: Running, folder: Path, wav: Callable[[float, float], bytes], cities: Path
+) -> None:
+    """The regression is a model with other weights. As long as there is nothing to hear it agrees, and stays."""
+    assert promote(running, "shadow", "words").status_code == 200
+    for clips in (1, 2):
+        answer = running.http.post(ROUTE, files={"file": wav(0, 2)}, data={"model": "words"})
+        assert (answer.headers["x-model"], answer.json()["text"]) == (STABLE, "")
+        eventually(lambda clips=clips: status(running, "words")["figures"].get("shadow_clips") == clips)
+    assert status(running, "words")["stage"] == "shadow", "it agrees"
+    answer = running.http.post(ROUTE, files={"file": cities.read_bytes()}, data={"model": "words"})
+    assert (answer.headers["x-model"], len(answer.json()["text"]) > 20) == (STABLE, True)
+    eventually(lambda: entries(folder, "words")[-1].action == "rolled_back")
+    assert status(running, "words")["stage"] == "stable"
+    log = entries(folder, "words")
+    assert [(each.action, each.stage, each.by) for each in log[1:]] == [
+        ("promoted", "shadow", "admin-1"),
+        ("rolled_back", "stable", "server"),
+    ]
+    figures = log[-1].figures
+    assert figures["shadow_clips"] == 3
+    assert figures["shadow_differences"] > 0.01 * figures["shadow_words"] > 0
+    assert "recordings differ (disagreement_percent_above = 1)" in log[-1].reason
+    answer = running.http.post(ROUTE, files={"file": wav(0, 2)}, data={"model": "words"})
+    assert answer.headers["x-model"] == STABLE
+    assert "shadow_clips" not in status(running, "words")["figures"], "it is asked no more"
+
+
+def test_a_canary_that_is_slow_is_rolled_back(running: Running, folder: Path, wav: Callable[[float], bytes]) -> None:
+    """The regression is an engine whose process stands still for a while, and goes on: no request fails."""
+    assert promote(running, "canary", "speed").status_code == 200
+    clip = wav(3)
+
+    def upload(caller: str) -> tuple[str, str]:
+        headers = {"x-caller-id": caller}
+        answer = running.http.post(ROUTE, files={"file": clip}, data={"model": "speed"}, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return answer.headers["x-model"], answer.json()["text"]
+
+    in_canary = [each for each in CALLERS if caller_position("speed", f"anonymous\0{each}") < 50]
+    (stable,) = {upload(next(each for each in CALLERS if each not in in_canary)) for _ in range(3)}
+    (usual,) = {upload(in_canary[0]) for _ in range(2)}
+    assert (stable[0], usual[0]) == (STABLE, CANDIDATE)
+    assert status(running, "speed")["stage"] == "canary"
+    baseline_s = status(running, "speed")["figures"]["baseline_upload_latency_p95_s"]
+    still_s = RATIO * baseline_s + 0.5
+    with ThreadPoolExecutor(1) as pool:
+        send_candidate(running, signal.SIGSTOP)
+        try:
+            slow = pool.submit(upload, in_canary[0])
+            time.sleep(still_s)
+            assert not slow.done()
+        finally:
+            send_candidate(running, signal.SIGCONT)
+        assert slow.result() == usual, "nothing is lost by it"
+    eventually(lambda: entries(folder, "speed")[-1].action == "rolled_back")
+    last = entries(folder, "speed")[-1]
+    assert (last.by, last.stage) == ("server", "stable")
+    assert f"(latency_p95_ratio_above = {RATIO:g})" in last.reason
+    assert last.figures["candidate_upload_latency_p95_s"] > still_s
+    assert (last.figures["candidate_failed"], last.figures["restarts"]) == (0, 0)
+    assert upload(in_canary[0]) == stable
+    running.expect_empty()
+
+
 def test_uploads_of_a_candidate_that_fails_are_transcribed_by_the_stable_model(
     running: Running, folder: Path, wav: Callable[[float], bytes]
 ) -> None:
@@ -290,8 +397,7 @@ def test_uploads_of_a_candidate_that_fails_are_transcribed_by_the_stable_model(
     assert promote(running, "canary").status_code == 200
     by_candidate = running.http.post(ROUTE, files={"file": clip}, headers=caller)
     assert (by_candidate.headers["x-model"], by_candidate.json()["text"] != expected) == (CANDIDATE, True)
-    engine = next(engine for engine in running.engines if engine.name == CANDIDATE)
-
+    engine = candidates_engine(running)
     form = httpx.Request("POST", f"{running.url}{ROUTE}", files={"file": ("a.wav", clip)})
     body = form.read()
 

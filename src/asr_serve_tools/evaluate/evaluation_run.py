@@ -110,7 +110,7 @@ class _Pass:
         self.samples = self.known = self.answered = 0
 
     def answer(self, todo: Sequence[EvaluationClip]) -> None:
-        """Has the clips transcribed, and stores every answer and the speed."""
+        """Transcribes the clips, and stores every answer and the speed."""
         score_text("a", "a", self.run.dataset.language)  # loads the normalizer, off the clock
         if self.options.live:
             self._live(todo)
@@ -125,7 +125,7 @@ class _Pass:
             self.store.add_pass(self.run.run_id, len(todo), self.audio_s, self.seconds)
 
     def _warm_up(self, block: Sequence[_Decoded]) -> None:
-        """Has a block transcribed off the clock: by a server, which is warm or not for others too, one clip of it."""
+        """Transcribes a block off the clock; with a server, which others keep warm, one clip of it."""
         if self.system.reads_files:
             block = [sorted(block, key=lambda each: len(each.pcm))[len(block) // 2]]
         end_s = time.perf_counter() + WARM_UP_S

@@ -200,6 +200,10 @@ class EvaluationStore:
             raise SourceNotFound(f"there is no file of evaluations at {path}", todo="make it with: asr-serve eval run")
         try:
             self._db = self._open(create)
+        except sqlite3.OperationalError as failure:  # locked, full, or a folder in which nothing may be written
+            raise OptionError(
+                f"{path} cannot be opened: {failure}", "a file that can be written, and room for it", param="store"
+            ) from failure
         except sqlite3.Error as failure:
             raise OptionError(
                 f"{path} is no file of evaluations: {failure}",
@@ -415,16 +419,17 @@ class EvaluationStore:
     def _summary(self, run: EvaluationRun) -> EvaluationSummary | None:
         """Figures of a run, computed again when its rows have changed; None without a row."""
         state = self._rows(
-            "SELECT count(*), total(word_errors), count(seconds), count(error) FROM results WHERE run_id = ?",
+            "SELECT count(*), total(word_errors), total(character_errors), total(audio_s), total(seconds), count(error)"
+            " FROM results WHERE run_id = ?",
             run.run_id,
         )[0]
         if not state[0]:
             return None
-        key = (run, *state)
+        passes = self._rows("SELECT clips, audio_s, seconds FROM passes WHERE run_id = ?", run.run_id)
+        key = (run, *state, len(passes))
         with self._lock:
             if (cached := self._summaries.get(run.run_id)) is not None and cached[0] == key:
                 return cached[1]
-        passes = self._rows("SELECT clips, audio_s, seconds FROM passes WHERE run_id = ?", run.run_id)
         found = summarize(run, self.results(run.run_id), passes)
         with self._lock:
             while len(self._summaries) >= CACHED_SUMMARIES:

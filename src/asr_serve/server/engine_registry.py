@@ -377,11 +377,14 @@ class EngineRegistry:
         found = {}
         for name in governor.policy.models:
             engine = self.get(name)
-            own_weights = name != self._config.model or self._config.weights is None
-            revision = engine.card.weights_revision if own_weights else f"weights={self._config.weights}"
-            quantization = engine.client.config.quantize
-            found[name] = GovernedModel(name, revision, engine.card.licence, quantization)
+            revision = self.weights_revision(engine) or f"weights={self._config.weights}"
+            found[name] = GovernedModel(name, revision, engine.card.licence, engine.client.config.quantize)
         return found
+
+    def weights_revision(self, engine: ModelEngine) -> str:
+        """Revision of a model's weights, as evaluations record it; empty for weights of the setting `weights`."""
+        configured = engine.name == self._config.model and self._config.weights is not None
+        return "" if configured else engine.card.weights_revision
 
     async def _load_pipeline(self, spec: PipelineSpec) -> ServedPipeline:
         """Loads the models of a pipeline. Raises errors of loading, NotAllowed (`max_models`)."""

@@ -1,7 +1,7 @@
 """Score of one clip: errors in words and in characters, hotwords that were found, and errors of speakers.
 
-Texts are normalized by Whisper's English normalizer (evaluate/wer.py), whatever the language; those in a
-script without spaces (Chinese, Japanese) are reduced to letters and digits, and have no error rate of words.
+Texts are normalized by Whisper's normalizers (evaluate/wer.py), English ones by its own; those in a script without
+spaces (Chinese, Japanese) are reduced to letters and digits, and have no error rate of words.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def score_text(reference: str, hypothesis: str, language: str, hotwords: Sequenc
     errors = sum(max(len(part.reference), len(part.hypothesis)) for part in differences if part.kind != "equal")
     if unspaced:
         characters, character_errors = said, errors
-    elif normalize(reference):
-        rate = cer([reference], [hypothesis])
+    elif normalize(reference, language):
+        rate = cer([reference], [hypothesis], language)
         characters, character_errors = rate.reference, rate.errors
     else:
-        characters, character_errors = 0, len(normalize(hypothesis))
+        characters, character_errors = 0, len(normalize(hypothesis, language))
     hot, found = hotwords_of(differences, hotwords, language) if hotwords else (None, None)
     return ClipScore(
         words=None if unspaced else said,
@@ -83,4 +83,4 @@ def _tokens(text: str, language: str) -> list[str]:
     if language in UNSPACED_LANGUAGES:
         folded = unicodedata.normalize("NFKC", text).lower()
         return [letter for letter in folded if unicodedata.category(letter)[0] in "LN"]
-    return normalize(text).split()
+    return normalize(text, language).split()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,8 @@ from asr_serve.api.cli.options import AsJson, Device
 from asr_serve.errors import OptionError
 
 if TYPE_CHECKING:
-    from asr_serve.evaluation.store import EvaluationSummary
+    from asr_serve.evaluation.store import EvaluationStore, EvaluationSummary
+    from asr_serve_tools.evaluate.rate_differences import RateDifference
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,6 +25,8 @@ app = typer.Typer(
 )
 DEFAULT_STORE = Path("evaluations.sqlite")
 MAX_JOBS = 256
+MOST_REASONS = 3
+"""Reasons of failures that are printed."""
 
 Store = Annotated[Path, typer.Option("--store", metavar="FILE", help="SQLite file of all results.")]
 
@@ -111,12 +115,14 @@ def run(
     from asr_serve.config import client_key
     from asr_serve.evaluation.store import EvaluationStore
     from asr_serve_tools.evaluate.clip_lists import read_clips
-    from asr_serve_tools.evaluate.evaluated_systems import check_system, open_system
+    from asr_serve_tools.evaluate.evaluated_systems import check_key, check_system, open_system
     from asr_serve_tools.evaluate.evaluation_run import RunOptions, evaluate
+    from asr_serve_tools.evaluate.rate_differences import differences_to_best
 
     names = _names(systems, "systems")
     for name in names:
         check_system(name)
+    check_key(names, client_key())
     options = RunOptions(live, jobs, shared.hotwords(hotwords), language, cost_per_hour, not again)
     datasets = [read_clips(Path(folder), clips, language) for folder in _names(data, "data")]
     run_ids, failed = [], 0
@@ -140,9 +146,13 @@ def run(
                                 )
                 finally:
                     system.close()
-        print_summaries([each for each in results.summaries() if each.run_id in run_ids])
+        found = [each for each in results.summaries() if each.run_id in run_ids]
+        print_summaries(found)
+        for each in differences_to_best(results, found):
+            print_difference(each)
         if failed:
-            print_error(f"{failed} clips failed; asr-serve eval report shows why. The same command tries them again")
+            _print_failures(results, run_ids)
+            print_error(f"{failed} clips failed; asr-serve eval report shows all. The same command tries them again")
     return FAILED if failed else 0
 
 
@@ -203,7 +213,7 @@ def report(
 
 
 def print_summaries(found: list[EvaluationSummary]) -> None:
-    """Prints one line for each run; `-`: not measured."""
+    """Prints one line for each run; `-`: not measured. Columns that no run has are left out."""
     from asr_serve.api.cli.progress import print_ruled_table
 
     def figure(value: float | None, digits: int = 2, unit: str = "") -> str:
@@ -233,7 +243,31 @@ def print_summaries(found: list[EvaluationSummary]) -> None:
         *("system", "dataset", "clips", "WER % (95 %)", "CER %", "RTFx", "p50 s", "first word ms", "final p95 ms"),
         *("DER %", "hot words %", "cost/h"),
     )
-    print_ruled_table("", columns, rows)
+    measured = [any(row[place] != "-" for row in rows) or place < 3 for place in range(len(columns))]
+    print_ruled_table(
+        "",
+        tuple(column for column, shown in zip(columns, measured, strict=True) if shown),
+        [tuple(cell for cell, shown in zip(row, measured, strict=True) if shown) for row in rows],
+    )
+
+
+def print_difference(found: RateDifference) -> None:
+    """Prints how far a system is behind the best one, and whether these clips tell the two apart."""
+    bounds = f"95 %: {found.low:+.2f} to {found.high:+.2f}"
+    said = "" if found.is_certain else ": these clips do not tell them apart"
+    print_error(
+        f"{found.dataset}: {found.system} has {found.points:.2f} points of {found.measure} more than {found.other} "
+        f"({bounds}, over {found.clips} clips){said}"
+    )
+
+
+def _print_failures(results: EvaluationStore, run_ids: list[str]) -> None:
+    """Prints the most frequent reasons of clips that failed, with one clip of each."""
+    failures = [row for run_id in run_ids for row in results.results(run_id) if row.error is not None]
+    clips = {row.error: row.path for row in failures}
+    for reason, count in Counter(row.error for row in failures).most_common(MOST_REASONS):
+        others = f" and {count - 1} more" if count > 1 else ""
+        print_error(f"{clips[reason]}{others}: {reason}")
 
 
 def _names(given: str, param: str) -> list[str]:

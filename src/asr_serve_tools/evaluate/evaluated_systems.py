@@ -17,17 +17,22 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from urllib.parse import quote
 
+import msgspec
 import numpy as np
 
 from asr_serve.api.client.connection import parse_server
+from asr_serve.decoding.biasing_graph import parse_phrase
 from asr_serve.errors import AsrServeError, OptionError, Refused, Unreachable, UnsupportedOption
 from asr_serve.evaluation.store import EvaluatedSystem
+from asr_serve.protocols.openai.models import ModelEntry
 from asr_serve.types import SpeakerTurn, without_secrets
 
 if TYPE_CHECKING:
@@ -82,7 +87,7 @@ class AsrSystem(ABC):
     diarizes = False
 
     @abstractmethod
-    def transcribe(self, clips: Sequence[ClipInput], request: TranscribeRequest) -> Iterator[ClipAnswer]:
+    def transcribe(self, clips: Sequence[ClipInput], request: TranscribeRequest) -> Generator[ClipAnswer, None, None]:
         """Yields the answer of every clip, in any order, as it comes. A clip's own failure is an answer."""
 
     def close(self) -> None:  # noqa: B027  # most hold nothing
@@ -90,8 +95,8 @@ class AsrSystem(ABC):
 
 
 def check_system(name: str) -> None:
-    """Checks a system's name, and that its package is installed, before anything is loaded. Raises OptionError,
-    UnknownModel."""
+    """Checks a system's name, that its package is installed, or that its server is there, before anything is loaded.
+    Raises OptionError, UnknownModel, Unreachable."""
     kind, colon, rest = name.partition(":")
     if name.startswith(("http://", "https://")):
         address, _, model = name.partition("#")
@@ -100,6 +105,7 @@ def check_system(name: str) -> None:
             raise OptionError(
                 f"the system {without_secrets(name)!r} names no model", "http://host:port/v1#MODEL", param="systems"
             )
+        _connected(address).close()
     elif kind in _PEERS:
         if not rest:
             raise OptionError(f"the system {name!r} names no model", f"{kind}:NAME or {kind}:FOLDER", param="systems")
@@ -113,6 +119,20 @@ def check_system(name: str) -> None:
         )
     else:
         _card_and_precision(name)
+
+
+def check_key(names: Sequence[str], api_key: str | None) -> None:
+    """Raises OptionError where one key would be sent to servers of several hosts: it is the secret of one of them."""
+    hosts = dict.fromkeys(
+        parse_server(name.partition("#")[0]).hostname for name in names if name.startswith(("http://", "https://"))
+    )
+    if api_key and len(hosts) > 1:
+        raise OptionError(
+            f"one key, ASR_SERVE_API_KEY, for servers at {', '.join(map(str, hosts))}",
+            "servers of one host in a command with a key",
+            "run a command for each host with its key; with the same --store they are compared all the same",
+            param="systems",
+        )
 
 
 def open_system(name: str, *, jobs: int = 1, device: str = "auto", api_key: str | None = None) -> AsrSystem:
@@ -147,7 +167,7 @@ class LocalModel(AsrSystem):
         # As a policy's evidence is looked up: by the weights and by the server's setting `quantize`.
         self.info = EvaluatedSystem(name, model, card.weights_revision, card.licence, precision or "none")
 
-    def transcribe(self, clips: Sequence[ClipInput], request: TranscribeRequest) -> Iterator[ClipAnswer]:
+    def transcribe(self, clips: Sequence[ClipInput], request: TranscribeRequest) -> Generator[ClipAnswer, None, None]:
         from asr_serve.audio.input_manifest import InputItem
         from asr_serve.pipelines.offline.transcribe import FileDone, FileFailed
         from asr_serve.pipelines.options import TranscribeOptions
@@ -179,9 +199,22 @@ class OpenAiServer(AsrSystem):
         self.address, self._parts = address.rstrip("/"), parse_server(address)
         self._jobs, self.api_key = jobs, api_key
         self.takes_hotwords = True
-        self.info = EvaluatedSystem(f"{without_secrets(self.address)}#{self.model}", self.model)
+        self.info = self._identify()
 
-    def transcribe(self, clips: Sequence[ClipInput], request: TranscribeRequest) -> Iterator[ClipAnswer]:
+    def _identify(self) -> EvaluatedSystem:
+        """The system with its model's revision, licence and quantization, which a server of ours tells, and others do
+        not. A route of a policy has none: it may stand for several models. Raises Unreachable."""
+        name = f"{without_secrets(self.address)}#{self.model}"
+        try:
+            status, content = self._request("GET", f"/models/{quote(self.model, safe='')}")
+            found = msgspec.json.decode(content, type=ModelEntry) if status == 200 else None
+        except (OSError, http.client.HTTPException, msgspec.MsgspecError):  # not ours
+            found = None
+        if found is None or self.model not in (found.id, *found.aliases):
+            return EvaluatedSystem(name, self.model)
+        return EvaluatedSystem(name, found.id, found.revision, found.licence, found.quantization)
+
+    def transcribe(self, clips: Sequence[ClipInput], request: TranscribeRequest) -> Generator[ClipAnswer, None, None]:
         with ThreadPoolExecutor(self._jobs) as pool:
             waiting = [pool.submit(self._answer, place, clip.file, request) for place, clip in enumerate(clips)]
             try:
@@ -213,23 +246,35 @@ class OpenAiServer(AsrSystem):
         head = f'Content-Disposition: form-data; name="file"; filename="audio{file.suffix}"'
         body += f"--{boundary}\r\n{head}\r\nContent-Type: application/octet-stream\r\n\r\n".encode()
         body += file.read_bytes() + f"\r\n--{boundary}--\r\n".encode()
-        headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        parts = self._parts
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        with contextlib.closing(kind(parts.hostname or "", parts.port, timeout=OPEN_S)) as connection:
-            try:
-                connection.connect()
-            except OSError as failure:
-                raise Unreachable(
-                    f"no server answers at {without_secrets(self.address)}: {failure}", "a running server"
-                ) from None
+        kind = f"multipart/form-data; boundary={boundary}"
+        return _text_of(*self._request("POST", "/audio/transcriptions", body, {"Content-Type": kind}))
+
+    def _request(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[int, bytes]:
+        """Status and content of an answer. Raises Unreachable, OSError, HTTPException."""
+        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        with contextlib.closing(_connected(self.address)) as connection:
             connection.sock.settimeout(ANSWER_S)
-            connection.request("POST", f"{parts.path.rstrip('/')}/audio/transcriptions", body, headers)
+            connection.request(method, self._parts.path.rstrip("/") + path, body, {**headers, **key})
             answer = connection.getresponse()
-            content = answer.read(MOST_ANSWER_BYTES)
-        return _text_of(answer.status, content)
+            return answer.status, answer.read(MOST_ANSWER_BYTES)
+
+
+def _connected(address: str) -> http.client.HTTPConnection:
+    """Open connection to a server. Raises Unreachable."""
+    parts = parse_server(address)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=OPEN_S)
+    try:
+        connection.connect()
+    except OSError as failure:
+        raise Unreachable(
+            f"no server answers at {without_secrets(address)}: {failure}",
+            "the address of a running server, with its prefix: http://host:port/v1#MODEL",
+            "check the address, or start one: asr-serve serve",
+        ) from None
+    return connection
 
 
 class FasterWhisper(AsrSystem):
@@ -251,12 +296,12 @@ class FasterWhisper(AsrSystem):
             f"faster-whisper:{model}", name, f"faster-whisper {version('faster-whisper')}", "MIT", compute or "int8"
         )
 
-    def transcribe(self, clips: Sequence[ClipInput], request: TranscribeRequest) -> Iterator[ClipAnswer]:
+    def transcribe(self, clips: Sequence[ClipInput], request: TranscribeRequest) -> Generator[ClipAnswer, None, None]:
         for place, clip in enumerate(clips):
             began = time.perf_counter()
             options: dict[str, Any] = {"language": request.language} if request.language else {}
             if request.hotwords:
-                options["hotwords"] = " ".join(request.hotwords)
+                options["hotwords"] = " ".join(parse_phrase(word).text for word in request.hotwords)
             segments, _ = self._model.transcribe(clip.pcm, **options)
             text = "".join(segment.text for segment in segments)
             yield ClipAnswer(place, text.strip(), time.perf_counter() - began)
@@ -285,7 +330,7 @@ class Vosk(AsrSystem):
         name = f"vosk-{model}" if model in self.PACKAGED else folder.name
         self.info = EvaluatedSystem(f"vosk:{model}", name, f"vosk {version('vosk')}", "Apache-2.0")
 
-    def transcribe(self, clips: Sequence[ClipInput], request: TranscribeRequest) -> Iterator[ClipAnswer]:
+    def transcribe(self, clips: Sequence[ClipInput], request: TranscribeRequest) -> Generator[ClipAnswer, None, None]:
         for place, clip in enumerate(clips):
             began = time.perf_counter()
             recognizer = self._make(self._model, RATE_HZ)

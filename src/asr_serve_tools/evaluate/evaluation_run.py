@@ -1,12 +1,13 @@
 """Runs of an evaluation: each system over each dataset, every clip committed as its answer comes.
 
 A run that was killed goes on: clips with an answer are not asked again, those that failed are. RTFx is the speed of one
-uninterrupted pass over all clips; a run that took several has none, because the pieces were warmed up and batched in
-another way.
+uninterrupted pass over all clips, after one that warms up; a run that took several has none, because the pieces were
+batched in another way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -15,6 +16,7 @@ import msgspec
 import numpy as np
 
 from asr_serve.audio.reader import read_audio
+from asr_serve.decoding.biasing_graph import parse_phrase
 from asr_serve.errors import AsrServeError, UnsupportedOption
 from asr_serve.evaluation.store import EvaluationResult, EvaluationRun, EvaluationStore, RunSettings
 from asr_serve.units import RATE_HZ, s_to_samples, samples_to_s
@@ -26,6 +28,9 @@ from asr_serve_tools.evaluate.live_clips import stream_clip
 
 BLOCK_SAMPLES = s_to_samples(1_200)
 """Audio that is decoded and handed over at once."""
+WARM_UP_S = 60.0
+"""Longest pass over the first block that warms a system of this process up: kernels are compiled, and memory is mapped,
+for each new shape of a batch, which makes a first pass up to twice as long."""
 ALONE_CLIPS = 20
 """Clips whose time is measured alone, for a system that works on all of them together."""
 
@@ -75,8 +80,11 @@ def evaluate(
     run = store.begin_run(system.info, clips.dataset, settings, options.cost_per_hour, resume=options.resume)
     done = store.done_paths(run.run_id)
     todo = [clip for clip in clips.clips if clip.path not in done]
+    work = _Pass(store, system, run, options, diarize, show)
     if todo:
-        _Pass(store, system, run, options, diarize, show).work(todo)
+        work.answer(todo)
+    if system.batches:
+        work.time_alone(clips.clips)
     if run.finished is None:
         store.finish_run(run.run_id)
     failed = sum(row.error is not None for row in store.results(run.run_id))
@@ -97,25 +105,34 @@ class _Pass:
     ) -> None:
         self.store, self.system, self.run, self.options, self.show = store, system, run, options, show
         self.request = TranscribeRequest(options.language, options.hotwords, diarize)
+        self.phrases = [parse_phrase(word).text for word in options.hotwords]  # without weights: Ada, of Ada:2
         self.seconds = self.audio_s = 0.0
         self.samples = self.known = self.answered = 0
 
-    def work(self, todo: Sequence[EvaluationClip]) -> None:
+    def answer(self, todo: Sequence[EvaluationClip]) -> None:
+        """Transcribes the clips, and stores every answer and the speed."""
         score_text("a", "a", self.run.dataset.language)  # loads the normalizer, off the clock
         if self.options.live:
             self._live(todo)
             return
         warm = False
         for block in self._blocks(todo):
-            if not warm:  # on the clip of middle length, as bench/offline.py does
-                middle = sorted(block, key=lambda each: len(each.pcm))[len(block) // 2]
-                list(self.system.transcribe([self._input(middle)], self.request))
+            if not warm:
+                self._warm_up(block)
                 warm = True
             self._block(block)
         if self.answered:
             self.store.add_pass(self.run.run_id, len(todo), self.audio_s, self.seconds)
-        if self.system.batches:
-            self._alone(todo)
+
+    def _warm_up(self, block: Sequence[_Decoded]) -> None:
+        """Transcribes a block off the clock; with a server, which others keep warm, one clip of it."""
+        if self.system.reads_files:
+            block = [sorted(block, key=lambda each: len(each.pcm))[len(block) // 2]]
+        end_s = time.perf_counter() + WARM_UP_S
+        with contextlib.closing(self.system.transcribe([self._input(each) for each in block], self.request)) as answers:
+            for _ in answers:
+                if time.perf_counter() > end_s:
+                    break
 
     def _blocks(self, todo: Sequence[EvaluationClip]) -> Iterator[list[_Decoded]]:
         """Decoded clips, off the clock. A clip that cannot be read is a failure already here."""
@@ -150,16 +167,18 @@ class _Pass:
         if alone:  # it waits while a clip is stored; others work on
             self.seconds -= storing_s
 
-    def _alone(self, todo: Sequence[EvaluationClip]) -> None:
-        count = min(ALONE_CLIPS, len(todo))
-        good = self.store.done_paths(self.run.run_id)
-        for place in range(count):
-            clip = todo[place * len(todo) // count]
-            if clip.path not in good:
-                continue
-            found = _Decoded(clip, read_audio(clip.file))
+    def time_alone(self, clips: Sequence[EvaluationClip]) -> None:
+        """Times ALONE_CLIPS of all clips, each alone, except those that an earlier run has timed."""
+        missing = {row.path for row in self.store.results(self.run.run_id) if row.error is None and row.seconds is None}
+        count = min(ALONE_CLIPS, len(clips))
+        chosen = [clips[place * len(clips) // count] for place in range(count)]
+        untimed = [clip for clip in chosen if clip.path in missing]
+        for place, clip in enumerate(untimed):
+            found = self._input(_Decoded(clip, read_audio(clip.file)))
+            if place == 0:  # its batches were larger so far, or there were none
+                list(self.system.transcribe([found], self.request))
             began = time.perf_counter()
-            list(self.system.transcribe([self._input(found)], self.request))
+            list(self.system.transcribe([found], self.request))
             self.store.set_seconds(self.run.run_id, clip.path, time.perf_counter() - began)
 
     def _live(self, todo: Sequence[EvaluationClip]) -> None:
@@ -175,7 +194,12 @@ class _Pass:
             self.known += len(pcm)
             try:
                 found = stream_clip(
-                    server.address.removesuffix("/v1"), server.model, pcm, server.api_key, self.options.language
+                    server.address.removesuffix("/v1"),
+                    server.model,
+                    pcm,
+                    server.api_key,
+                    self.options.language,
+                    self.options.hotwords,
                 )
             except (AsrServeError, TimeoutError) as failure:
                 error = str(failure) or "no end of the text came in time"
@@ -209,7 +233,7 @@ class _Pass:
             return EvaluationResult(clip.path, audio_s, clip.reference, error=answer.error)
         row = EvaluationResult(clip.path, audio_s, clip.reference, answer.text, seconds=answer.seconds)
         if clip.reference is not None:
-            score = score_text(clip.reference, answer.text, self.run.dataset.language, self.options.hotwords)
+            score = score_text(clip.reference, answer.text, self.run.dataset.language, self.phrases)
             row = msgspec.structs.replace(row, **msgspec.structs.asdict(score))
         if clip.turns is not None and answer.turns is not None:
             found = diarization_error(clip.turns, answer.turns, len(decoded.pcm))

@@ -8,6 +8,7 @@ for clips whose last segment that command closed.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, NamedTuple
@@ -33,13 +34,17 @@ class LiveAnswer(NamedTuple):
     final_ms: float | None
 
 
-def stream_clip(server: str, model: str, pcm: np.ndarray, api_key: str | None, language: str | None) -> LiveAnswer:
+def stream_clip(
+    server: str, model: str, pcm: np.ndarray, api_key: str | None, language: str | None, hotwords: Sequence[str] = ()
+) -> LiveAnswer:
     """Streams (n,) float32 at 16 kHz and returns the text and its times. Raises Refused, Unreachable."""
     data = np.clip(np.rint(pcm * 32_768), -32_768, 32_767).astype("<i2")
     onset = speech_onset_samples(pcm)
     query: dict[str, Any] = {"encoding": "s16le", "rate": RATE_HZ, "model": model}
     if language:
         query["language"] = language
+    if hotwords:
+        query["hotwords"] = ",".join(hotwords)
     texts: list[tuple[float, str]] = []
     segments: list[float] = []
     said = SessionTranscript()

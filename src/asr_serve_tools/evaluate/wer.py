@@ -1,9 +1,11 @@
-"""Word and character error rate of a corpus, in percent, after Whisper's English normalizer.
+"""Word and character error rate of a corpus, in percent, after Whisper's normalizers: the English one, or the basic one
+of other languages.
 
 The rate is over the corpus: all errors over all reference words, so a long utterance weighs more than a
 short one. Papers report this rate, not the mean of per-utterance rates.
 
-Source  jiwer for the alignment; openai/whisper's EnglishTextNormalizer, as packaged by whisper_normalizer
+Source  jiwer for the alignment; openai/whisper's EnglishTextNormalizer and BasicTextNormalizer, as packaged by
+        whisper_normalizer
 """
 
 from __future__ import annotations
@@ -43,23 +45,24 @@ class ErrorRate(msgspec.Struct, frozen=True):
         return 100.0 * self.errors / self.reference
 
 
-def normalize(text: str) -> str:
-    """Normalize a text: lower case, no punctuation or fillers, numbers as digits, American spelling.
+def normalize(text: str, language: str = "en") -> str:
+    """Normalize a text. English: lower case, no punctuation or fillers, numbers as digits, American spelling. Other
+    languages: lower case, no punctuation, for an English filler is a word elsewhere (`um` in German).
 
-    Exactly the published normalizer, oddities included ("..." becomes "."), so that rates are comparable with
+    Exactly the published normalizers, oddities included ("..." becomes "."), so that rates are comparable with
     published ones. Raises OptionError when whisper_normalizer is not installed.
     """
-    return " ".join(_normalizer()(text).split())
+    return " ".join(_normalizer(english=language == "en")(text).split())
 
 
-def wer(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRate:
+def wer(references: Sequence[str], hypotheses: Sequence[str], language: str = "en") -> ErrorRate:
     """Word error rate. Raises OptionError for lists of different lengths, or without a reference word."""
-    return _error_rate(_jiwer().process_words, references, hypotheses, lambda text: len(text.split()))
+    return _error_rate(_jiwer().process_words, references, hypotheses, lambda text: len(text.split()), language)
 
 
-def cer(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRate:
+def cer(references: Sequence[str], hypotheses: Sequence[str], language: str = "en") -> ErrorRate:
     """Character error rate; spaces between words count. Raises OptionError as `wer` does."""
-    return _error_rate(_jiwer().process_characters, references, hypotheses, len)
+    return _error_rate(_jiwer().process_characters, references, hypotheses, len, language)
 
 
 class Difference(NamedTuple):
@@ -92,6 +95,7 @@ def _error_rate(
     references: Sequence[str],
     hypotheses: Sequence[str],
     units_in: Callable[[str], int],
+    language: str,
 ) -> ErrorRate:
     # A string is a sequence of strings too, and would silently be scored letter by letter.
     if isinstance(references, str) or isinstance(hypotheses, str):
@@ -102,7 +106,7 @@ def _error_rate(
             "as many of one as of the other, in the same order",
         )
     pairs = [
-        (normalize(reference), normalize(hypothesis))
+        (normalize(reference, language), normalize(hypothesis, language))
         for reference, hypothesis in zip(references, hypotheses, strict=True)
     ]
     spoken = [(reference, hypothesis) for reference, hypothesis in pairs if reference]
@@ -120,12 +124,13 @@ def _error_rate(
 
 
 @cache
-def _normalizer() -> Callable[[str], str]:
+def _normalizer(*, english: bool) -> Callable[[str], str]:
     try:
+        from whisper_normalizer.basic import BasicTextNormalizer
         from whisper_normalizer.english import EnglishTextNormalizer
     except ImportError as missing:
         raise _not_installed("whisper_normalizer") from missing
-    normalizer: Callable[[str], str] = EnglishTextNormalizer()
+    normalizer: Callable[[str], str] = EnglishTextNormalizer() if english else BasicTextNormalizer()
     return normalizer
 
 

@@ -13,10 +13,11 @@ import threading
 import time
 import wave
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import msgspec
 import pytest
 from children import Child
 from hypothesis import given, settings
@@ -27,7 +28,7 @@ from typer.testing import CliRunner
 from asr_serve.api.cli import app
 from asr_serve.config import EngineConfig
 from asr_serve.errors import OptionError, SourceNotFound, UnsupportedOption
-from asr_serve.evaluation.store import EvaluationStore
+from asr_serve.evaluation.store import EvaluatedDataset, EvaluationResult, EvaluationStore, RunSettings
 from asr_serve.governance.evidence import GovernedModel, check_evidence
 from asr_serve.governance.policy import Requirements
 from asr_serve.models.registry import asr_card
@@ -36,8 +37,9 @@ from asr_serve_tools.evaluate import evaluated_systems
 from asr_serve_tools.evaluate.clip_lists import read_clips
 from asr_serve_tools.evaluate.clip_scores import guess_language, score_text, text_differences
 from asr_serve_tools.evaluate.diarization_error import best_assignment, diarization_error, read_rttm
-from asr_serve_tools.evaluate.evaluated_systems import check_system, open_system
+from asr_serve_tools.evaluate.evaluated_systems import check_key, check_system, open_system
 from asr_serve_tools.evaluate.evaluation_run import RunOptions, evaluate
+from asr_serve_tools.evaluate.rate_differences import differences_to_best
 from asr_serve_tools.evaluate.wer import cer, wer
 
 pytest.importorskip("jiwer")
@@ -104,6 +106,14 @@ def test_chinese_is_counted_in_characters() -> None:
 )
 def test_the_script_tells_the_language(texts: list[str], language: str) -> None:
     assert guess_language(texts) == language
+
+
+def test_only_english_loses_fillers() -> None:
+    """`um` is a filler in English, and "at" or "around" in German."""
+    assert score_text("um sechs Uhr", "sechs Uhr", "de").word_errors == 1
+    assert score_text("um six o'clock", "six o'clock", "en").word_errors == 0
+    assert score_text("Grüße, Jürgen!", "grüße jürgen", "de").word_errors == 0
+    assert score_text("Grüße", "Gruße", "de").character_errors == 1
 
 
 def test_differences_are_marked() -> None:
@@ -257,8 +267,11 @@ def test_the_numbers_of_library_and_server_are_the_benchs(folder: Path, server: 
     assert (local.system, local.model, local.clips, local.failed, local.finished) == (MODEL, MODEL, 3, 0, True)
     card, requires = asr_card(MODEL), Requirements(dataset=local.dataset, wer_percent_below=60.0, clips_at_least=3)
     as_served = GovernedModel(MODEL, card.weights_revision, card.licence, EngineConfig().quantize)
-    decision = check_evidence(requires, as_served, [remote, local], time.time())
-    assert (decision.refusals, decision.summaries) == ((), (local,))  # the server's weights are not known
+    # The server tells which weights it has: both are evidence of what it serves.
+    assert (remote.model, remote.revision, remote.quantization) == (MODEL, local.revision, local.quantization)
+    for summary in (local, remote):
+        decision = check_evidence(requires, as_served, [summary], time.time())
+        assert (decision.refusals, decision.summaries) == ((), (summary,))
     for summary in (local, remote):  # the server finds speech first, the library takes clips whole
         assert summary.wer is not None
         assert summary.wer < 60
@@ -290,6 +303,15 @@ def test_live_words_have_times(folder: Path, server: Running, tmp_path: Path) ->
         outcome = evaluate(store, system, clips, RunOptions(live=True))
         (row,) = store.results(outcome.run.run_id)
         (summary,) = store.summaries()
+        refused = evaluate(store, system, clips, RunOptions(live=True, hotwords=("你好",)))
+        (failed,) = store.results(refused.run.run_id)
+    assert "hotword" in (failed.error or ""), "they are sent"
+    card = asr_card(MODEL)
+    requires = Requirements(dataset=summary.dataset, final_p95_ms_below=60_000.0)
+    recorded = msgspec.structs.replace(summary, live=False)
+    as_served = GovernedModel(MODEL, card.weights_revision, card.licence, EngineConfig().quantize)
+    decision = check_evidence(requires, as_served, [recorded, summary], time.time())
+    assert decision.summaries == (recorded, summary), "what was measured live is evidence for a policy"
     assert row.error is None
     assert row.first_word_ms is not None
     assert row.first_word_ms > 0
@@ -314,9 +336,9 @@ def test_live_needs_a_server(folder: Path, tmp_path: Path) -> None:
 
 class Vendor:
     """Somebody's server with OpenAI's route: it tells how much it was asked of each file, and answers `most` requests;
-    the others wait. A second request of one file is how a repeated clip would show."""
+    the others wait. A second request of one file is how a repeated clip would show. `refusal`: what all get at once."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, refusal: bytes | None = None) -> None:
         self.asked: Counter[int] = Counter()
         self._answers = threading.Semaphore(most)
         vendor = self
@@ -325,10 +347,11 @@ class Vendor:
             def do_POST(self) -> None:
                 size = len(self.rfile.read(int(self.headers["Content-Length"])))
                 vendor.asked[size] += 1
-                if not vendor._answers.acquire(timeout=WAIT_S):
+                if refusal is None and not vendor._answers.acquire(timeout=WAIT_S):
                     return
                 body = b'{"text": "it was"}' if size % 2 == 0 else b'{"text": "it was the"}'
-                self.send_response(200)
+                body = body if refusal is None else refusal
+                self.send_response(200 if refusal is None else 404)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -399,9 +422,105 @@ def test_a_server_that_is_not_there(folder: Path, tmp_path: Path) -> None:
     vendor = Vendor(most=0)
     vendor.close()
     done = CliRunner().invoke(app, ["eval", "run", "-s", vendor.url, "-d", str(folder), "--store", str(path), "-q"])
+    assert (done.exit_code, "no server answers" in done.stderr, path.exists()) == (1, True, False), done.stderr
+
+
+def test_clips_that_fail_are_told_with_their_reason(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "e.sqlite"
+    vendor = Vendor(most=0, refusal=b'{"error": {"message": "no such model", "code": "model_not_found"}}')
+    try:
+        done = CliRunner().invoke(app, ["eval", "run", "-s", vendor.url, "-d", str(folder), "--store", str(path), "-q"])
+    finally:
+        vendor.close()
     assert done.exit_code == 1
+    assert "and 2 more: 404: no such model" in done.stderr
     assert "3 clips failed" in done.stderr
     with EvaluationStore(path) as store:
         (summary,) = store.summaries()
-        assert all("no server answers" in (row.error or "") for row in store.results(summary.run_id))
     assert (summary.clips, summary.failed, summary.wer) == (0, 3, None)
+
+
+def test_one_key_is_for_the_servers_of_one_host() -> None:
+    here, there = "http://127.0.0.1:8000/v1#a", "https://api.example.org/v1#b"
+    check_key([here, there, MODEL], None)
+    check_key([here, "http://127.0.0.1:9000/v1#a", MODEL], "secret")
+    with pytest.raises(OptionError, match=r"127\.0\.0\.1, api\.example\.org"):
+        check_key([here, there], "secret")
+
+
+class Batched(evaluated_systems.AsrSystem):
+    """A system that works on all clips together, and tells how many it was asked each time. `most`: answers before it
+    ends, as a process does that is killed."""
+
+    info = evaluated_systems.EvaluatedSystem("batched", "batched")
+    batches = True
+
+    def __init__(self, most: int = 1_000) -> None:
+        self.asked, self._most = list[int](), most
+
+    def transcribe(
+        self, clips: Sequence[evaluated_systems.ClipInput], request: object
+    ) -> Generator[evaluated_systems.ClipAnswer, None, None]:
+        self.asked.append(len(clips))
+        for place in range(len(clips)):
+            self._most -= 1
+            if self._most < 0:
+                raise KeyboardInterrupt
+            yield evaluated_systems.ClipAnswer(place, "it was")
+
+
+def test_a_pass_warms_up_before_the_one_that_is_timed(folder: Path, tmp_path: Path) -> None:
+    with EvaluationStore(tmp_path / "e.sqlite", create=True) as store:
+        system = Batched()
+        evaluate(store, system, read_clips(folder), RunOptions())
+        assert system.asked == [3, 3, 1, 1, 1, 1]  # then each clip alone, the first one twice
+        (summary,) = store.summaries()
+        assert summary.rtfx is not None
+        assert summary.latency_p95_s is not None
+
+
+def test_a_run_that_is_killed_while_clips_are_timed_alone_times_the_others(folder: Path, tmp_path: Path) -> None:
+    with EvaluationStore(tmp_path / "e.sqlite", create=True) as store:
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(store, Batched(most=8), read_clips(folder), RunOptions())
+        (first,) = store.summaries()
+        assert (first.clips, first.finished) == (3, False)
+        system = Batched()
+        evaluate(store, system, read_clips(folder), RunOptions())
+        assert system.asked == [1, 1, 1]
+        (second,) = store.summaries()
+        assert (second.finished, second.rtfx) == (True, first.rtfx)
+        assert all(row.seconds is not None for row in store.results(second.run_id))
+        evaluate(store, system, read_clips(folder), RunOptions())
+        assert system.asked == [1, 1, 1], "nothing is left"
+
+
+def test_the_difference_of_two_systems_is_told_clip_by_clip(tmp_path: Path) -> None:
+    """Clips differ widely, and one system has one error more in each: rates overlap, their difference is certain."""
+    dataset = EvaluatedDataset("calls", "/calls", "0" * 64, "en", 20)
+    with EvaluationStore(tmp_path / "e.sqlite", create=True) as store:
+        for name, more in (("one", 0), ("two", 1), ("three", 0)):
+            run = store.begin_run(evaluated_systems.EvaluatedSystem(name, name), dataset, RunSettings())
+            for clip in range(20):
+                # the third has as many errors as the first, two more here and two fewer there
+                errors = clip % 7 + more + (0 if name != "three" else 2 * (-1) ** clip)
+                store.add_result(run.run_id, EvaluationResult(f"{clip:02}", 4.0, "a", "b", 20, errors, 80, errors))
+        found = {each.system: each for each in differences_to_best(store, store.summaries())}
+        summaries = {each.system: each for each in store.summaries()}
+    best = ({"one", "three"} - set(found)).pop()
+    two, same = found["two"], found[({"one", "three"} - {best}).pop()]
+    assert (two.points, two.measure, two.clips) == (5.0, "WER", 20)
+    assert (same.points, same.is_certain) == (0.0, False)
+    assert same.low < 0 < same.high
+    assert summaries["two"].wer_low < summaries["one"].wer_high, "the intervals overlap"
+    if best == "one":
+        assert (two.low, two.high, two.is_certain) == (5.0, 5.0, True)
+
+
+def test_weights_of_hotwords_are_not_part_of_them(folder: Path, tmp_path: Path) -> None:
+    system = Batched()
+    system.takes_hotwords = True
+    with EvaluationStore(tmp_path / "e.sqlite", create=True) as store:
+        outcome = evaluate(store, system, read_clips(folder), RunOptions(hotwords=("it was:3", "wisdom")))
+        rows = store.results(outcome.run.run_id)
+    assert [(row.hotwords, row.hotwords_found) for row in rows] == [(2, 1), (3, 1), (2, 1)]

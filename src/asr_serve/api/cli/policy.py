@@ -67,7 +67,9 @@ def check(
                 refusals += decision.refusals
             refused |= bool(refusals)
             role = "candidate" if name == route.candidate else "stable"
-            print(f"{route.name}: {role} {name}: {'refused' if refusals else 'ok'}")
+            unchecked = ", its evaluations not looked at (--evaluations FILE)"
+            said = "refused" if refusals else "ok" + (unchecked if role == "candidate" and evaluations is None else "")
+            print(f"{route.name}: {role} {name}: {said}")
             for each in refusals:
                 print(f"  {each}")
     return FAILED if refused else 0
@@ -181,8 +183,8 @@ def verify(
 ) -> int:
     """Check that no line of an audit log was changed, removed or put in.
 
-    Lines that were cut off at the end are found by --head: the server logs
-    the digest of each line that it writes.
+    A change of the last line, lines cut off at the end, and a file written
+    anew are found by --head: the server logs the digest of each line.
 
     \b
     Example
@@ -196,7 +198,7 @@ def verify(
     if found.torn_bytes:
         print_error(f"a last line of {found.torn_bytes} bytes without its end: a crash, or a server that writes it now")
     if head is not None and head not in digests:
-        print_error(f"no line has the digest {head}: lines were cut off, or it is that of another log")
+        print_error(f"no line has the digest {head}: lines were cut off or changed, or it is that of another log")
         return FAILED
     return FAILED if found.torn_bytes else 0
 

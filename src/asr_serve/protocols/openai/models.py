@@ -82,6 +82,11 @@ class ModelEntry(msgspec.Struct, frozen=True):
     """Built-in voices of a speech model."""
     stages: tuple[ModelStage, ...] = ()
     """Stages of a pipeline, which transcribes files; none for a model."""
+    revision: str = ""
+    """Revision of the weights of a loaded recognition model, as evaluations record it; empty for a pipeline, and for
+    weights of the setting `weights`."""
+    quantization: str = ""
+    """Quantization of a loaded recognition model, `none` where there is none."""
     object: Literal["model"] = "model"
 
 

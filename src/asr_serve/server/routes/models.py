@@ -43,6 +43,8 @@ _EXAMPLE = {
     "speaks": False,
     "voices": [],
     "stages": [],
+    "revision": "moonshine-voice==0.1.0",
+    "quantization": "none",
     "object": "model",
 }
 _RENEWAL_RESPONSE = {
@@ -67,10 +69,13 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
 
     def entry(name: str) -> ModelEntry:
         card, chunk, speakers = engines.known_models()[name], 0, False
+        revision = quantization = ""
         for engine in engines:
             speakers |= engine.client.has_diarization  # known for the machine, by any engine
             if engine.name == name:  # the loaded card and the configured chunk
                 card, chunk = engine.card_of_any_kind, engine.client.config.chunk_frames or 0
+                if not engine.is_tts:
+                    revision, quantization = engines.weights_revision(engine), engine.client.config.quantize
         base = ModelEntry(
             id=name,
             created=created,
@@ -80,6 +85,8 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
             parameters=card.parameters,
             licence=card.licence,
             aliases=engines.aliases(name),
+            revision=revision,
+            quantization=quantization,
         )
         if isinstance(card, TtsCard):
             return msgspec.structs.replace(base, speaks=True, streaming=card.chunk_frames > 0, voices=card.voices)

@@ -331,6 +331,10 @@ class GovernanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             )
 
 
+AUTO_MODEL, NO_MODEL = "auto", "none"
+"""Values of `auto_model`; the first of `model` too."""
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a server. `config_sources.load_serve_config` reads them from a file, the environment and flags.
 
@@ -343,6 +347,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Port to listen on; 0 takes any free one."""
     realtime_port: Port | None = None
     """Second port, for FunASR's realtime clients, which use 10095 by default. None: they use `port`."""
+    wyoming_port: Port | None = None
+    """Port for Wyoming, Home Assistant's protocol, which has no keys and no TLS: not beside `api_keys`. None: it is not
+    served."""
     funasr_language: NonEmptyText | None = None
     """Language, a code or a name, of sessions of FunASR's WebSockets that send no LANGUAGE:, where
     their model has it. None: the model's own."""
@@ -354,7 +361,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     tls_key: NonEmptyText | None = None
     """File with the certificate's key, in PEM, without a password."""
     model: Name = "moonshine-tiny-en"
-    """Model that answers when a request names none; loaded at start."""
+    """Model that answers when a request names none; loaded at start. auto: the multilingual Whisper whose weights are
+    on this machine."""
     more_models: tuple[Name, ...] = ()
     """Further models loaded at start."""
     pipeline: NonEmptyText | None = None
@@ -370,8 +378,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     strict_fields: bool = False
     """Refuse requests with fields that nobody knows. false: such fields are ignored, and named in the header x-ignored
     of the answer and in the log; misspellings of known fields are refused either way."""
+    auto_model: Name = AUTO_MODEL
+    """Model for uploads that name none, in a language that the default model does not speak, or to be translated:
+    loaded when the first one comes. auto: the multilingual Whisper whose weights are on this machine; none: such
+    uploads are refused."""
     max_models: PositiveInt = 2
-    """Models that may be loaded at once, not counting `voice`."""
+    """Models that may be loaded at once, not counting `voice` and `auto_model`."""
     device: DeviceName = "auto"
     """Device to compute on: auto, cpu, cuda or cuda:N."""
     dtype: DtypeName = "auto"
@@ -482,6 +494,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.sessions.redis_url is not None and not self.resume_s:
             raise OptionError(
                 "resume_s=0 with sessions.redis_url", "above 0: Redis stores sessions to be resumed", param="resume_s"
+            )
+        if self.wyoming_port is not None and self.api_keys:
+            raise OptionError(
+                f"wyoming_port={self.wyoming_port} beside api_keys",
+                "one of them: clients of Wyoming can send no key",
+                "serve Wyoming by a second server without keys, on a network that may use it",
+                param="wyoming_port",
             )
         if self.ring_slots & (self.ring_slots - 1):
             raise OptionError(f"ring_slots={self.ring_slots}", "a power of two", param="ring_slots")

@@ -26,6 +26,7 @@ BY_THE_CHART = {
         "tls_cert",
         "tls_key",
         "realtime_port",
+        "wyoming_port",
         *SECRETS,
     },
     "SessionsConfig": {"redis_url", "redis_password_file", "key_file"},

@@ -152,7 +152,9 @@ def serve(request: pytest.FixtureRequest) -> Iterator[Callable[..., Running]]:
                 STARTED.servers.append(running[-1])
         else:
             parts = request.getfixturevalue("parts")
-            running.append(Running(ServeConfig(**{"voice": "none"} | settings), lambda name, config: parts))
+            running.append(
+                Running(ServeConfig(**{"voice": "none", "auto_model": "none"} | settings), lambda name, config: parts)
+            )
         made: Running = running[-1]
         return made
 
@@ -180,7 +182,7 @@ def serve_voice(request: pytest.FixtureRequest, serve: Callable[..., Running]) -
         if through_cluster:
             return serve(**{"voice": VOICE} | settings)
         voice_parts, parts = request.getfixturevalue("voice_parts"), request.getfixturevalue("parts")
-        config = ServeConfig(**{"voice": VOICE} | settings)
+        config = ServeConfig(**{"voice": VOICE, "auto_model": "none"} | settings)
         running.append(Running(config, lambda name, config: voice_parts if name == VOICE else parts))
         return running[-1]
 

@@ -103,7 +103,7 @@ BODIES: dict[str, tuple[bytes, str | None, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", [ROUTE, "/asr"])
+@pytest.mark.parametrize("path", [ROUTE, "/asr", "/inference"])
 @pytest.mark.parametrize("name", BODIES)
 def test_bodies(small, name, path):
     body, kind, says = BODIES[name]
@@ -283,6 +283,7 @@ def test_a_small_file_of_many_hours_is_left_at_the_limit(small, name, stream):
         (ROUTE, "include", "belongs in the form"),
         ("/v1/audio/translations", "beam", "belongs in the form"),
         ("/asr", "language", "belongs in the form"),
+        ("/inference", "prompt", "belongs in the form"),
         ("/v1/audio/speech", "voice", 'belongs in the JSON body. send it there: {"voice": ...}'),
     ],
 )

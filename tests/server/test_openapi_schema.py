@@ -24,6 +24,8 @@ PATHS = (
     ROUTE,
     "/v1/audio/translations",
     "/asr",
+    "/detect-language",
+    "/inference",
     "/v1/audio/speech",
     "/v1/audio/voices",
     "/v1/voices",

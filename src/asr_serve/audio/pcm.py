@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 
 from asr_serve.errors import AudioError, UnsupportedAudio
+from asr_serve.units import RATE_HZ
 
 SAMPLE_BYTES = 2
 """Bytes of a 16-bit sample."""
+UNKNOWN_WAV_SIZE = 0xFFFFFFFF
+"""Size in a WAV header that means an unknown one."""
+WAV_HEADER = struct.pack(
+    "<4sI4s4sIHHIIHH4sI",
+    *(b"RIFF", UNKNOWN_WAV_SIZE, b"WAVE", b"fmt ", 16, 1, 1),
+    *(RATE_HZ, RATE_HZ * SAMPLE_BYTES, SAMPLE_BYTES, 8 * SAMPLE_BYTES, b"data", UNKNOWN_WAV_SIZE),
+)
+"""Header that makes a WAV of unknown length of s16le samples at 16 kHz."""
 
 MAX_LEVEL = 8.0
 """Highest absolute float sample. Floats slightly above full scale come from mixing or lossy codecs and are clipped

@@ -37,10 +37,12 @@ Source = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | np
 
 
 class AudioLimits(msgspec.Struct, frozen=True):
-    """Limits on one input. None: no limit. `max_bytes` is for files, buffers and streams, not arrays."""
+    """Limits on one input. None: no limit. `max_bytes` and `head_s` are for files, buffers and streams, not arrays."""
 
     max_duration_s: float | None = None
     max_bytes: int | None = None
+    head_s: float | None = None
+    """Seconds at the beginning that are read; the rest is left out. None: all."""
 
 
 NO_LIMITS = AudioLimits()
@@ -67,11 +69,13 @@ class AudioStream:
         hint_samples: int | None,
         max_samples: int | None,
         parts: tuple[MediaFile | ByteSource, ...] = (),
+        head_samples: int | None = None,
     ) -> None:
         self.duration_hint_samples = hint_samples
         self._parts = parts
         self._closed = False
-        self._chunks = _closing(parts, _rechunked(_limited(_at_16k(pieces), max_samples)))
+        ready = _limited(_at_16k(pieces), max_samples)
+        self._chunks = _closing(parts, _rechunked(ready if head_samples is None else _head(ready, head_samples)))
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return self
@@ -118,7 +122,8 @@ def open_audio(source: Source, *, limits: AudioLimits = NO_LIMITS) -> AudioStrea
         if media.announced_samples is not None:
             _expect_allowed(media.announced_samples, max_samples, s_to_samples(HEADER_SLACK_S))
         undo.pop_all()
-    return AudioStream(media.audio_chunks(), media.hint_samples, max_samples, (media, opened))
+    head_samples = None if limits.head_s is None else s_to_samples(limits.head_s)
+    return AudioStream(media.audio_chunks(), media.hint_samples, max_samples, (media, opened), head_samples)
 
 
 def read_audio(source: Source, *, limits: AudioLimits = NO_LIMITS) -> np.ndarray:
@@ -207,6 +212,13 @@ def _limited(pieces: Iterator[np.ndarray], max_samples: int | None) -> Iterator[
         samples += len(piece)
         _expect_allowed(samples, max_samples)
         yield clipped(piece)
+
+
+def _head(pieces: Iterator[np.ndarray], samples: int) -> Iterator[np.ndarray]:
+    """The first samples; what follows is not decoded."""
+    while samples > 0 and (piece := next(pieces, None)) is not None:
+        yield piece[:samples]
+        samples -= len(piece)
 
 
 def _closing(

@@ -102,7 +102,7 @@ class EngineTransport:
     def _begin(
         self, owner: SessionOwner, request: NewSessionRequest, reserved: contextlib.ExitStack, context: object
     ) -> tuple[str, StartListener]:
-        card, client, tokenizer, _ = self._engine.parts()
+        card, client, tokenizer, *_ = self._engine.parts()
         assert isinstance(card, AsrCard)
         _check_model(request, card)
         assert tokenizer is not None

@@ -68,6 +68,7 @@ from asr_serve.models.interfaces import (
 from asr_serve.models.model_files import AsrModel, AsrModelConfig, AsrModelFile, SpeechModel
 from asr_serve.models.registry import (
     AUTO_VOICE,
+    MULTILINGUAL,
     AnyCard,
     AsrCard,
     TimestampTokens,
@@ -79,6 +80,7 @@ from asr_serve.models.registry import (
     names_folder,
 )
 from asr_serve.text import tokenizers
+from asr_serve.text.languages import MULTILINGUAL_COMMAND
 from asr_serve.text.tokenizers import Tokenizer
 from asr_serve.transfer.checksum import checksum, file_checksum
 from asr_serve.types import LanguageModelBackend, Quantize
@@ -288,10 +290,15 @@ def find_checkpoint(
     model: str, weights: str | os.PathLike[str] | None, config: EngineConfig
 ) -> AsrCheckpoint | VoiceCheckpoint:
     """Finds the checkpoint of any model that an engine can run; `auto` is a voice
-    (models/checkpoints/store.auto_voice), and a path is a folder, or the name of a hub repository, whose model is
-    recognized. Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError."""
+    (models/checkpoints/store.auto_voice), `multilingual` a Whisper, and a path is a folder, or the name of a hub
+    repository, whose model is recognized. Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError."""
     if weights is not None and (hub_repository(model) is not None or names_folder(model)):
         raise OptionError(f"model={model} and weights={weights}", "a folder as one of them", param="weights")
+    if model == MULTILINGUAL:
+        whisper = model_weights.multilingual_model()
+        if whisper is None:
+            raise WeightsMissing("no multilingual Whisper is on this machine", todo=MULTILINGUAL_COMMAND)
+        model = whisper.name
     model, folder = model_weights.find_model(model)
     weights = weights if folder is None else folder
     card = model_weights.auto_voice() if model == AUTO_VOICE else engine_card(model)

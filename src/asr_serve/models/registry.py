@@ -193,6 +193,10 @@ P = TypeVar("P", bound=ModelCard)
 AnyCard = AsrCard | TtsCard
 """Card of a model that an engine runs."""
 AUTO_VOICE = "auto"
+MULTILINGUAL = "multilingual"
+"""Name that stands for the multilingual Whisper whose weights are on this machine."""
+MAX_AUTO_PARAMETERS = 1_000_000_000
+"""Size up to which the largest Whisper is MULTILINGUAL."""
 AUTO_VOICES = ("fastpitch-en", "hibari")
 """Candidates for AUTO_VOICE: the first whose weights are on this machine is used."""
 

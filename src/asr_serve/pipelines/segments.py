@@ -19,7 +19,7 @@ from asr_serve.decoding.search_options import SearchOptions, Task
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError, UnsupportedOption, WeightsMissing
 from asr_serve.models.registry import AsrCard
-from asr_serve.text.languages import languages_by_name, requested_language_code
+from asr_serve.text.languages import MULTILINGUAL_COMMAND, is_language_code, languages_by_name, requested_language_code
 from asr_serve.text.normalization import inverse
 from asr_serve.text.word_timing import align_words
 from asr_serve.types import Alternative, Segment, Span, Word, suggest_name, unknown_name_error
@@ -162,7 +162,9 @@ def check_language(card: AsrCard, wanted: str | None) -> None:
         raise OptionError(
             f"unknown language for {card.name}: {str(wanted)[:20]!r}",
             f"languages that it recognizes: {', '.join(card.languages)}",
-            suggest_name(wanted, languages_by_name(card.languages)),
+            MULTILINGUAL_COMMAND
+            if is_language_code(str(wanted)) and not card.detects
+            else suggest_name(wanted, languages_by_name(card.languages)),
             param="language",
         )
 
@@ -172,10 +174,7 @@ def check_task(client: EngineClient, task: str) -> None:
     tasks = client.card.tasks
     if task not in tasks:
         raise UnsupportedOption(
-            f"task={task}",
-            f"{client.card.name} can only {' or '.join(tasks)}",
-            "ask a multilingual Whisper",
-            param="task",
+            f"task={task}", f"{client.card.name} can only {' or '.join(tasks)}", MULTILINGUAL_COMMAND, param="task"
         )
 
 

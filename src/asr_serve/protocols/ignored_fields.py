@@ -60,6 +60,12 @@ def collect_ignored_fields(ignored: IgnoredFields) -> Iterator[None]:
         _current.reset(token)
 
 
+def report_ignored(names: Iterable[str]) -> None:
+    """Reports fields that are known, and that have no effect here."""
+    if (ignored := _current.get()) is not None:
+        ignored.add(names)
+
+
 def refuse_or_ignore(name: str, known: Collection[str], refusal: OptionError) -> None:
     """Handles an unknown field. Raises `refusal` where nobody collects, the server is strict, or `name` is another
     spelling or another program's name of a `known` one."""

@@ -34,7 +34,9 @@ from asr_serve.server.realtime.openai import endpoint as openai_endpoint
 from asr_serve.server.realtime.stream import endpoint as stream_endpoint
 from asr_serve.server.realtime.webrtc import endpoint as webrtc_endpoint
 from asr_serve.server.realtime.webrtc.call_manager import CallManager
-from asr_serve.server.routes import health, models, policy, speech, transcriptions
+from asr_serve.server.realtime.wyoming import endpoint as wyoming_endpoint
+from asr_serve.server.realtime.wyoming.tcp_server import WyomingServer
+from asr_serve.server.routes import asr, health, models, policy, speech, transcriptions
 from asr_serve.server.shadow_transcriber import ShadowTranscriber
 from asr_serve.server.telemetry.tracing import Tracer
 from asr_serve.server.transcription_job import TranscriptionExecutor
@@ -64,8 +66,12 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await streams.start()
+        if wyoming is not None:
+            await wyoming.start()
         with gate.on_drain(streams.drain), gate.on_drain(voice_dependencies.clonings.drain):
             yield
+        if wyoming is not None:
+            await wyoming.close()
         await voice_dependencies.clonings.close()
         await streams.close()
         await calls.close()
@@ -95,15 +101,20 @@ def create_app(
             RequestValidationError: error_handlers.handle_validation_error,
         },
     )
+    port = config.wyoming_port if full_server else None
+    wyoming = None if port is None else WyomingServer(app, config.host, port)
+    app.state.wyoming = wyoming
     for route in app.routes:  # FastAPI's own: the document
         if isinstance(route, Route):
             admitted_as(AdmissionClass.PUBLIC)(route.endpoint)
     health_routes = health.routes(
         engines, gate, metrics, with_metrics=config.metrics, store_state=lambda: streams.store_state
     )
+    uploads = transcriptions.TranscriptionDependencies.create(config, engines, executor, shadows)
     if full_server:
         routers = [
-            transcriptions.routes(transcriptions.TranscriptionDependencies.create(config, engines, executor, shadows)),
+            transcriptions.routes(uploads),
+            asr.routes(uploads),
             speech.routes(speech_dependencies),
             voices.routes(voice_dependencies),
             models.routes(engines, admins=bool(config.admin_keys)),
@@ -118,6 +129,9 @@ def create_app(
             *stream_endpoint.routes(streams, config.max_frame_bytes),
             *webrtc_endpoint.routes(dependencies, calls, streams),
         ]
+        if wyoming is not None:
+            begin = speech.SpeechEndpoint(speech_dependencies).begin
+            live.append(wyoming_endpoint.route(dependencies, speech_dependencies.voices, begin))
     else:
         routers, live = [health_routes], []
     console = pages.routes(console=config.console and full_server, docs=docs)

@@ -14,7 +14,7 @@ import msgspec
 
 from asr_serve import units
 from asr_serve.audio.input_manifest import InputItem
-from asr_serve.config import EngineConfig, ServeConfig
+from asr_serve.config import AUTO_MODEL, NO_MODEL, EngineConfig, ServeConfig
 from asr_serve.decoding.language_model.sentence_scorer import SentenceScorer
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.backend import ProcessBackend, process_backend
@@ -37,7 +37,7 @@ from asr_serve.errors import (
 from asr_serve.governance.evidence import GovernedModel
 from asr_serve.governance.governor import ModelGovernor
 from asr_serve.metrics import MIGRATIONS, ServerMetrics
-from asr_serve.models.registry import AUTO_VOICE, AnyCard, AsrCard, ModelCard, TtsCard, wrong_model
+from asr_serve.models.registry import AUTO_VOICE, MULTILINGUAL, AnyCard, AsrCard, ModelCard, TtsCard, wrong_model
 from asr_serve.pipelines.offline import transcribe
 from asr_serve.pipelines.offline.transcribe import Event, TranscribeCanceller
 from asr_serve.pipelines.options import TranscribeOptions
@@ -63,6 +63,21 @@ class EngineParts(NamedTuple):
     """None for a synthesis model."""
     cards: Mapping[str, AnyCard]
     """Every known model, by name."""
+    multilingual: str = ""
+    """Name of the multilingual Whisper whose weights are on this machine; empty: there is none."""
+
+
+class ModelNeeds(NamedTuple):
+    """Abilities that a request needs of its model."""
+
+    language: str | None
+    task: str
+    detects: bool
+    """Whether it must tell languages apart."""
+
+    def met_by(self, card: AsrCard) -> bool:
+        spoken = self.language is None or self.language in card.languages
+        return spoken and self.task in card.tasks and (card.detects or not self.detects)
 
 
 def engine_spec(name: str, config: ServeConfig) -> EngineSpec:
@@ -95,7 +110,8 @@ def open_engine(name: str, config: ServeConfig) -> EngineParts:
     assert isinstance(client.backend, ProcessBackend)
     if offer is not None:
         offer.publish(client.backend, ring, spec.config)
-    return engine_parts(client, client.backend.ready, Path(client.backend.ready.tokenizer_folder))
+    ready = client.backend.ready
+    return engine_parts(client, ready, Path(ready.tokenizer_folder))._replace(multilingual=ready.multilingual)
 
 
 def engine_parts(client: EngineClient, ready: EngineReady, tokenizer_folder: Path) -> EngineParts:
@@ -151,7 +167,7 @@ class ModelEngine:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self.card_of_any_kind, self.client, self._tokenizer, self.cards = parts
+        self.card_of_any_kind, self.client, self._tokenizer, self.cards, self.multilingual = parts
         self._counted: dict[object, float] = {}
         self._counting = threading.Lock()
         self._draining = False
@@ -301,6 +317,8 @@ class EngineRegistry:
     ) -> None:
         """`scorers`: language models of the pipeline, by the index of their stage; None: they are loaded with it.
         Raises OptionError, SourceNotFound for a pipeline file or a policy that is wrong, and as ModelGovernor.open."""
+        if config.model == AUTO_MODEL:
+            config = msgspec.structs.replace(config, model=MULTILINGUAL)
         self._config, self._open, self._scorers = config, open_engine, scorers
         self.governor = None if config.governance.policy is None else ModelGovernor.open(config.governance)
         """Governor of the models of the policy, if there is one."""
@@ -500,6 +518,36 @@ class EngineRegistry:
         return self._is_openai_name(name, is_openai_recognition_model)
 
     @property
+    def auto_model(self) -> str | None:
+        """Name of the model that serves uploads in place of the default one; None: there is none. It may not be loaded
+        yet."""
+        if self._config.auto_model == AUTO_MODEL:
+            return next((engine.multilingual for engine in self if engine.multilingual), None)
+        return None if self._config.auto_model == NO_MODEL else self._config.auto_model
+
+    def substitute(self, name: str | None, needs: ModelNeeds) -> str | None:
+        """Name of the model that serves an upload in place of the default model, which does not meet its needs: one
+        that is loaded, or `auto_model`. None: none does, or the upload names its model. Raises as `resolve`."""
+        chosen = name is not None and not self.means_default(name)
+        if chosen or self.governor is not None or self._config.auto_model == NO_MODEL:
+            return None
+        card = self._cards.get(self.resolve_for_files(name))
+        if not isinstance(card, AsrCard) or needs.met_by(card):
+            return None
+        for engine in self:
+            if not engine.is_tts and engine.state == "ready" and needs.met_by(engine.card):
+                return engine.name
+        auto = self.auto_model
+        card = self._cards.get(auto) if auto is not None else None
+        return auto if isinstance(card, AsrCard) and needs.met_by(card) else None
+
+    async def load_substitute(self, name: str | None, needs: ModelNeeds) -> None:
+        """Loads what `substitute` names, if it is not loaded. Raises as `load`."""
+        substitute = self.substitute(name, needs)
+        if substitute is not None and self.state(substitute) in ("not_loaded", "loading"):
+            await self.load(substitute)
+
+    @property
     def pipeline_state(self) -> str:
         """State of the pipeline: its models', or `loading`."""
         return "loading" if self.pipeline is None else self.pipeline.state
@@ -576,8 +624,9 @@ class EngineRegistry:
         if own in self._engines:
             return self._engines[own]
         if own not in self._loading:
-            loaded = len({*self._engines, *self._loading} - {self._default_tts, own})
-            if loaded >= self._config.max_models and own != self._default_tts:
+            uncounted = (self._default_tts, self.auto_model)
+            loaded = len({*self._engines, *self._loading} - {*uncounted, own})
+            if loaded >= self._config.max_models and own not in uncounted:
                 raise NotAllowed(
                     f"{loaded} models are loaded", f"max_models={self._config.max_models}", "unload one first"
                 )

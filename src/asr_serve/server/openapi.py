@@ -20,8 +20,9 @@ from asr_serve.protocols.schemas.responses import Schema, ref
 OpenApi = dict[Any, Any]
 
 DESCRIPTION = """\
-Speech in, text out, and the other way round. Clients of OpenAI's audio API and of FunASR's `POST /asr` work as
-they are.
+Speech in, text out, and the other way round. Clients of OpenAI's audio API, of FunASR's `POST /asr` and of
+whisper.cpp's `POST /inference` work as they are. `POST /asr` with `audio_file` and options in the query is
+whisper-asr-webservice's.
 
 Errors have OpenAI's shape on every route; every answer carries `x-request-id`.
 
@@ -81,7 +82,7 @@ WORK_ERRORS: OpenApi = {
 
 def _route(form: Schema, example: OpenApi, answers: OpenApi) -> OpenApi:
     """Arguments of a route that takes `form`. `answers`: content type -> schema and example of the response."""
-    body = {"schema": form, "example": {"file": "@audio.wav", **example}}
+    body = {"schema": form, "example": {form["required"][0]: "@audio.wav", **example}}
     return {
         "response_class": Response,
         "responses": {200: {"description": "The text.", "content": answers}, **WORK_ERRORS},
@@ -160,6 +161,35 @@ ASR = _route(
                 "processing_time": 0.094,
                 "rtf": 0.0168,
             },
+        }
+    },
+)
+INFERENCE = _route(
+    heard.inference_form_schema(),
+    {"response_format": "json"},
+    {
+        _JSON: {
+            "schema": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+            "example": {"text": f"{_SEGMENT['text']}\n"},
+        },
+        **_texts(),
+    },
+)
+DETECT_LANGUAGE = _route(
+    heard.detection_form_schema(),
+    {},
+    {
+        _JSON: {
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "detected_language": {"type": "string", "description": "Its English name."},
+                    "language_code": {"type": "string", "description": "ISO 639-1."},
+                    "confidence": {"type": "number", "minimum": 0, "maximum": 1},
+                },
+                "required": ["detected_language", "language_code", "confidence"],
+            },
+            "example": {"detected_language": "english", "language_code": "en", "confidence": 0.9921},
         }
     },
 )

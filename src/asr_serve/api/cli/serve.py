@@ -17,6 +17,7 @@ FLAGS = {
     "--host": "host",
     "--port": "port",
     "--realtime-port": "realtime_port",
+    "--wyoming-port": "wyoming_port",
     "--model": "model",
     "--pipeline": "pipeline",
     "--voice": "voice",
@@ -52,6 +53,7 @@ def serve(
     host: Annotated[str | None, flag("--host", metavar="ADDRESS")] = None,
     port: Annotated[str | None, flag("--port", "-p", metavar="PORT")] = None,
     realtime_port: Annotated[str | None, flag("--realtime-port", metavar="PORT")] = None,
+    wyoming_port: Annotated[str | None, flag("--wyoming-port", metavar="PORT")] = None,
     model: Annotated[
         list[str] | None, flag("--model", "-m", metavar="NAME", more="Repeat it to load further models.")
     ] = None,
@@ -139,6 +141,7 @@ def serve(
             "--host": host,
             "--port": port,
             "--realtime-port": realtime_port,
+            "--wyoming-port": wyoming_port,
             "--pipeline": pipeline,
             "--voice": voice,
             "--alias": alias,

@@ -31,6 +31,7 @@ from asr_serve.engine.stats import EngineStats
 from asr_serve.engine.turn_runner import TurnRunner, load_turn_model
 from asr_serve.errors import AsrServeError
 from asr_serve.metrics import EngineMetrics
+from asr_serve.models.checkpoints.store import multilingual_model
 from asr_serve.models.registry import AsrCard, engine_cards
 from asr_serve.text.tokenizers import tokenizer_checksum
 from asr_serve.transfer.ring import PcmReader
@@ -95,6 +96,7 @@ class EngineProcessServer:
         except AsrServeError as failure:
             self._owner.send(messages.EngineLoadFailed(messages.ErrorMessage.from_error(failure)))
             return 1
+        whisper = multilingual_model()
         ready = messages.EngineReady(
             card_of_loaded(checkpoint.card, parts),
             turns.card if turns else None,
@@ -106,6 +108,7 @@ class EngineProcessServer:
             round(time.perf_counter() - started, 3),
             models_available(),
             self._address(loop, spec),
+            multilingual="" if whisper is None else whisper.name,
         )
         self._owner.send(ready)
         threading.Thread(target=self._owner.read_messages, args=(facts,), name="messages", daemon=True).start()

@@ -241,6 +241,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """Voice-activity sessions for which there is room, for a server that did not start the engine."""
     servers: int = 1
     """Connected servers that did not start the engine, for one of them; it is counted."""
+    multilingual: str = ""
+    """Name of the multilingual Whisper whose weights are on this machine; empty: there is none."""
 
 
 class RequestsStarted(msgspec.Struct, frozen=True, tag=True):

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from asr_serve.config import EngineConfig, ServeConfig, engine_environment
+from asr_serve.config import AUTO_MODEL, EngineConfig, ServeConfig, engine_environment
 from asr_serve.engine.process.messages import ErrorMessage
 from asr_serve.errors import AsrServeError, OptionError
+from asr_serve.text.languages import MULTILINGUAL_COMMAND
 from asr_serve.types import suggest_name
 
 CHECK_TIMEOUT_S = 60.0
@@ -47,6 +48,7 @@ class StartupNames(msgspec.Struct, frozen=True):
     """Routes of the policy, which aliases may stand for."""
     routed_models: tuple[str, ...] = ()
     """Models of those routes."""
+    auto_model: str = AUTO_MODEL
     split: tuple[str, ...] = ()
     """Models whose encoder and decoder run in different engines."""
 
@@ -62,6 +64,7 @@ class StartupNames(msgspec.Struct, frozen=True):
             config.weights,
             pipeline,
             stage_devices,
+            auto_model=config.auto_model,
         )
 
     @property
@@ -75,6 +78,7 @@ class StartupNames(msgspec.Struct, frozen=True):
             and self.turn_model in ("auto", "none")
             and self.device in ("auto", "cpu")
             and self.weights is None
+            and self.auto_model in (AUTO_MODEL, "none")
             and not self.stage_devices
         )
 
@@ -138,8 +142,17 @@ def check_names(names: StartupNames) -> None:
             store.model_of_folder(Path(name).expanduser())
     targets = [*([names.pipeline] if names.pipeline else []), *names.routes, *models, *places]
     for setting, name in chosen:
-        if name not in places:
+        if name not in places and (setting, name) != ("model", AUTO_MODEL):
             _check_name(setting, name, models, "model")
+    if names.model == AUTO_MODEL and store.multilingual_model() is None:
+        raise OptionError(
+            f"model={AUTO_MODEL}, and no multilingual Whisper is on this machine",
+            "a multilingual Whisper, or another model",
+            MULTILINGUAL_COMMAND,
+            param="model",
+        )
+    if names.auto_model not in (AUTO_MODEL, "none") and names.auto_model not in places:
+        _check_name("auto_model", names.auto_model, models, "model")
     if names.weights is not None and names.model in recognizers:
         store.find(recognizers[names.model], names.weights)
     for alias, name in names.aliases.items():

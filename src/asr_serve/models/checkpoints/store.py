@@ -28,6 +28,7 @@ from asr_serve.config import cache_dir
 from asr_serve.errors import CacheNotWritable, NoCheckpoint, OptionError, WeightsCorrupt, WeightsMissing
 from asr_serve.models.registry import (
     AUTO_VOICES,
+    MAX_AUTO_PARAMETERS,
     AsrCard,
     ModelCard,
     PackagedWeights,
@@ -441,6 +442,17 @@ def published_or_given_folder(card: ModelCard, weights: str | os.PathLike[str] |
     if not folder.exists():
         raise NoCheckpoint(f"there is nothing at {folder}", todo="check the path")
     return folder
+
+
+def multilingual_model() -> AsrCard | None:
+    """Returns the card of the multilingual Whisper that is on this machine: the largest of up to MAX_AUTO_PARAMETERS,
+    else the smallest; None: there is none."""
+    cards = [card for card in asr_cards().values() if card.kind == "whisper" and card.detects]
+    found = sorted(
+        (card for card in cards if "translate" in card.tasks and locate(card) is not None),
+        key=lambda card: card.parameters,
+    )
+    return next((card for card in reversed(found) if card.parameters <= MAX_AUTO_PARAMETERS), next(iter(found), None))
 
 
 def auto_voice() -> TtsCard:

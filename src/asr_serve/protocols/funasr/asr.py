@@ -26,6 +26,10 @@ class AsrRequest(msgspec.Struct, frozen=True):
     options: TranscribeOptions
     stream: bool = False
     """Always false: the response is sent whole."""
+    raw_pcm: bool = False
+    """Always false: the file has a header."""
+    detects_language: bool = False
+    """Always false: the language is detected where the model can."""
 
     @property
     def option_to_field(self) -> dict[str, str]:

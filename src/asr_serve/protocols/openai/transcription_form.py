@@ -80,6 +80,10 @@ class TranscriptionRequest(msgspec.Struct, frozen=True):
     """Requested granularities of times: segment, word."""
     keywords: bool = False
     """Whether hotwords came under OpenAI's name."""
+    raw_pcm: bool = False
+    """Always false: the file has a header."""
+    detects_language: bool = False
+    """Always false: the language is detected where the model can."""
 
     @property
     def option_to_field(self) -> dict[str, str]:

@@ -22,6 +22,14 @@ from asr_serve.protocols.openai.transcription_form import (
     TRANSLATION_FIELDS,
     TRANSLATION_FORMATS,
 )
+from asr_serve.protocols.whisper_asr.asr import FILE_FIELD
+from asr_serve.protocols.whisper_cpp.inference import (
+    INFERENCE_FORMATS,
+    MAX_PAD_MS,
+    MIN_VAD_THRESHOLD,
+    ONLY_ZERO,
+    WITHOUT_EFFECT,
+)
 
 Schema = dict[str, Any]
 
@@ -210,6 +218,59 @@ def asr_form_schema() -> Schema:
             },
         }
     )
+
+
+def inference_form_schema() -> Schema:
+    switch: Schema = {"type": "boolean"}
+    without_effect = {**_TEXT, "description": "A setting of whisper.cpp's own decoder: without effect."}
+    return _form(
+        {
+            "file": _FILE,
+            "response_format": {"type": "string", "enum": list(INFERENCE_FORMATS), "default": "json"},
+            "language": _language(),
+            "detect_language": {**switch, "description": "As no language."},
+            "translate": {**switch, "default": False, "description": "Into English, by models that can."},
+            "prompt": {**_TEXT, "maxLength": MAX_PROMPT_CHARACTERS, "description": _PROMPT_MODELS_ONLY},
+            "temperature": {**_NUMBER, "minimum": 0, "maximum": 1, "default": 0},
+            "temperature_inc": {
+                **_NUMBER,
+                "minimum": 0,
+                "maximum": 1,
+                "default": 0.2,
+                "description": "Step to the next temperature, where an answer is improbable; 0: none is tried.",
+            },
+            "beam_size": {
+                **_WHOLE,
+                "minimum": -1,
+                "maximum": MAX_BEAMS,
+                "description": "Up to the server's max_beam; -1, 0 and 1 are greedy search.",
+            },
+            "diarize": {**switch, "default": False, "description": "Label speakers, of one channel too."},
+            "no_language_probabilities": {**switch, "default": False},
+            "no_timestamps": {**switch, "default": False},
+            "token_timestamps": {**switch, "default": True, "description": "Words with times in verbose_json."},
+            "vad": {**switch, "default": True, "description": "False: all audio counts as speech."},
+            "vad_threshold": {**_NUMBER, "minimum": MIN_VAD_THRESHOLD, "maximum": 1},
+            "vad_speech_pad_ms": _ms("Audio before speech that belongs to a segment.", MAX_PAD_MS),
+            "model": {"type": "string", "description": "Ours. A model of GET /v1/models. Default: the server's."},
+            "hotwords": _hotwords("Ours. "),
+            **{name: {**_NUMBER, "enum": [0], "description": "Refused otherwise."} for name in ONLY_ZERO},
+            **dict.fromkeys(WITHOUT_EFFECT, without_effect),
+        }
+    )
+
+
+def detection_form_schema() -> Schema:
+    fields = {
+        FILE_FIELD: _FILE,
+        "encode": {
+            "type": "boolean",
+            "default": True,
+            "description": "False: the file is s16le at 16 kHz without a header. As `model`, in the query too.",
+        },
+        "model": {"type": "string", "description": "Ours. A model that tells languages apart."},
+    }
+    return {**_form(fields), "required": [FILE_FIELD]}
 
 
 def _form(fields: dict[str, Schema]) -> Schema:

@@ -25,6 +25,7 @@ from asr_serve.protocols.openai.events import ErrorAnswer, Problem
 from asr_serve.protocols.openai.realtime_server_events import ServerEventEncoder
 from asr_serve.protocols.stream import client_messages, server_events
 from asr_serve.protocols.stream import speech_messages as speech_live
+from asr_serve.protocols.wyoming import events as wyoming
 from asr_serve.server.middleware.request_context import CLIENT_GONE, SWITCHING_PROTOCOLS, drain_body, request_context
 
 JSON = "application/json"
@@ -162,6 +163,8 @@ def live_error_event(error: Exception, request_id: str, path: str = "/") -> str:
         return speech_live.speech_error(
             problem.code or problem.type, problem.message, retry_after_ms(error), problem.param
         )
+    if path == wyoming.PATH:
+        return wyoming.encode_error(problem.code or problem.type, problem.message)
     return websocket.error_answer(problem.code or problem.type, problem.message, retry_after_ms(error))
 
 

@@ -155,7 +155,7 @@ class SpeechEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, dependencies = request_context(scope), self._dependencies
         FormFields(parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True), QUERY)
-        conversation = self._conversation(receive, send, context, self._begin)
+        conversation = self._conversation(receive, send, context, self.begin)
         try:
             with dependencies.admission.on_drain(conversation.drain):
                 error = await conversation.run()
@@ -193,11 +193,11 @@ class SpeechEndpoint:
             )
         model = context.model
         try:
-            return self._begin(context, start)
+            return self.begin(context, start)
         finally:
             context.model = model  # the call's own is the one that hears
 
-    def _begin(self, context: RequestContext, start: StartSpeech) -> SpeechSession:
+    def begin(self, context: RequestContext, start: StartSpeech) -> SpeechSession:
         """Creates the session. Raises AtCapacity, and what `SpeechSynthesizer.resolve` does."""
         dependencies = self._dependencies
         speaker = SpeechSynthesizer.resolve(dependencies, start)

@@ -1,4 +1,4 @@
-"""POST /v1/audio/transcriptions, /v1/audio/translations, /asr: transcription of uploads while they arrive."""
+"""POST /v1/audio/transcriptions, /v1/audio/translations: transcription of uploads while they arrive."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from asr_serve.errors import AsrServeError, ClientGone, EngineClosed, ModelNotLo
 from asr_serve.pipelines.offline.transcribe import SegmentDone
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.protocols.form_fields import reject_query_fields
-from asr_serve.protocols.funasr.asr import ASR_FIELDS, parse_asr_form, render_asr_answer
 from asr_serve.protocols.openai import transcription_form, transcription_response
 from asr_serve.protocols.openai.events import TokenTexts
 from asr_serve.protocols.openai.known_speakers import MAX_KNOWN_SPEAKERS, MAX_REFERENCE_BYTES, REFERENCES_FIELD
 from asr_serve.protocols.recognition_fields import MAX_HOTWORDS, MAX_HOTWORDS_CHARACTERS
 from asr_serve.server import openapi
 from asr_serve.server.caller_models import CallerModels, is_model_failure
-from asr_serve.server.engine_registry import EngineRegistry, FileEngine
+from asr_serve.server.engine_registry import EngineRegistry, FileEngine, ModelNeeds
 from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
-from asr_serve.server.middleware.error_handlers import JSON
 from asr_serve.server.middleware.request_context import RequestContext, request_context
 from asr_serve.server.server_sent_events import EVENT_STREAM, StreamedResponse, with_keep_alive
 from asr_serve.server.shadow_transcriber import ShadowTranscriber
 from asr_serve.server.transcription_job import TranscriptionExecutor, TranscriptionJob
+from asr_serve.server.uploads.multipart_form import FILE_FIELD
 from asr_serve.server.uploads.upload import Upload, UploadLimits, read_body
 from asr_serve.types import Transcript
 
@@ -60,6 +59,14 @@ class ParsedForm(Protocol):
     @property
     def stream(self) -> bool: ...
     @property
+    def raw_pcm(self) -> bool:
+        """Whether the file is s16le at 16 kHz without a header."""
+
+    @property
+    def detects_language(self) -> bool:
+        """Whether its model must tell languages apart."""
+
+    @property
     def option_to_field(self) -> Mapping[str, str]:
         """Option -> name of its field, where they differ."""
 
@@ -72,6 +79,17 @@ class FormParser(Protocol[RequestT_co]):
     """Parser of a form. Until it is `complete`, errors that a later field can correct are ignored."""
 
     def __call__(self, sent: Mapping[str, Sequence[str]], *, complete: bool) -> RequestT_co: ...
+
+
+class UploadForm(NamedTuple, Generic[RequestT_co]):
+    """Form of a protocol, as its route reads it."""
+
+    parse: FormParser[RequestT_co]
+    fields: Collection[str]
+    """Every field but the file."""
+    file_field: str = FILE_FIELD
+    has_query_fields: bool = False
+    """Whether fields may come in the address, too; `parse` then has them."""
 
 
 class TranscriptionDependencies(NamedTuple):
@@ -111,19 +129,19 @@ class UploadTranscription(Generic[RequestT]):
         dependencies: TranscriptionDependencies,
         context: RequestContext,
         upload: Upload,
-        parse: FormParser[RequestT],
+        form: UploadForm[RequestT],
         upload_trace: contextlib.ExitStack,
         engine_use: contextlib.ExitStack,
     ) -> None:
         """`upload_trace`: closed when the upload is complete. `engine_use`: held as long as this exists.
         Raises OptionError, UnknownModel, ModelNotLoaded, EngineClosed, NotAllowed."""
         self._models = CallerModels(dependencies.engines, context)
-        self._dependencies, self._context, self._upload, self._read = dependencies, context, upload, parse
+        self._dependencies, self._context, self._upload, self._form = dependencies, context, upload, form
         self._upload_trace, self._engine_use = upload_trace, engine_use
-        self.request = _parse_fields(upload, parse)
+        self.request = _parse_fields(upload, form)
         self._text_sent = self._repeated = False
         self._uploaded_s = time.perf_counter()
-        self._use(self._models.get_for_files(self.request.model))
+        self._use(self._models.get_for_files(self._model_name(self.request)))
         self._job = self._start_job()
         self._form_task: asyncio.Task[None] | None = None
         if upload.complete:
@@ -135,15 +153,10 @@ class UploadTranscription(Generic[RequestT]):
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls,
-        dependencies: TranscriptionDependencies,
-        request: Request,
-        parse: FormParser[RequestT],
-        fields: Collection[str],
+        cls, dependencies: TranscriptionDependencies, request: Request, *forms: UploadForm[RequestT]
     ) -> AsyncIterator[UploadTranscription[RequestT]]:
-        """Starts reading the request's body. `fields`: those of the form. Raises what `__init__` and `Upload.start` do;
-        OptionError for fields in the address."""
-        reject_query_fields(request.url.query, fields, "the form")
+        """Starts reading the request's body. `forms`: of protocols that share the route, told apart by the field of
+        their file. Raises what `__init__` and `Upload.start` do; OptionError for fields in the address."""
         context, headers = request_context(request.scope), request.headers
         length = headers.get("content-length", "")
         async with contextlib.AsyncExitStack() as resources:
@@ -156,21 +169,32 @@ class UploadTranscription(Generic[RequestT]):
                 int(length) if length.isdecimal() else None,
                 dependencies.uploads,
                 gone=ClientGone,
+                file_fields=[form.file_field for form in forms],
             )
             resources.push_async_callback(_end, upload)
-            parsed = _parse_fields(upload, parse)
+            form = next((form for form in forms if form.file_field == upload.file_field), forms[0])
+            if not form.has_query_fields:
+                reject_query_fields(request.url.query, form.fields, "the form")
+            parsed = _parse_fields(upload, form)
             resources.enter_context(_errors_named_by_field(parsed.option_to_field))
             model_named = parsed.model is not None
+            await _load_substitute(dependencies.engines, parsed)
             try:
-                work = cls(dependencies, context, upload, parse, upload_trace, engine_use)
+                work = cls(dependencies, context, upload, form, upload_trace, engine_use)
             except (OptionError, ModelNotLoaded, EngineClosed):
                 if model_named or upload.complete:
                     raise
                 engine_use.close()
                 await upload.finish()  # a suitable model may be named after the file
-                work = cls(dependencies, context, upload, parse, upload_trace, engine_use)
+                await _load_substitute(dependencies.engines, _parse_fields(upload, form))
+                work = cls(dependencies, context, upload, form, upload_trace, engine_use)
             resources.push_async_callback(work._close)
             yield work
+
+    @property
+    def filename(self) -> str | None:
+        """Name of the file, as the client sent it."""
+        return self._upload.filename
 
     async def wait_form(self) -> None:
         """Waits until the whole form is read, and `request` is final. Raises what is wrong with the form."""
@@ -230,6 +254,10 @@ class UploadTranscription(Generic[RequestT]):
             pass
         return self.transcript
 
+    def _model_name(self, request: RequestT) -> str | None:
+        """Name of the model that serves a request: the one that it names, or one in place of the default."""
+        return self._dependencies.engines.substitute(request.model, _needs(request)) or request.model
+
     def _use(self, engine: FileEngine) -> None:
         """Sets `engine`, and holds this one, and no other, in use."""
         previous = self._engine_use.pop_all()
@@ -240,10 +268,13 @@ class UploadTranscription(Generic[RequestT]):
     def _start_job(self) -> TranscriptionJob:
         self._context.model = self.engine.name
         options = self._job_options()
+        self._upload.raw_pcm = self.request.raw_pcm
         return self._dependencies.executor.start(self.engine, self._upload.open_bytes(), options, self._upload.filename)
 
     def _job_options(self) -> TranscribeOptions:
-        return msgspec.structs.replace(self.request.options, limits=self._dependencies.audio)
+        options = self.request.options
+        limits = msgspec.structs.replace(self._dependencies.audio, head_s=options.limits.head_s)
+        return msgspec.structs.replace(options, limits=limits)
 
     async def _finish_form(self) -> None:
         """Reads the form to its end; restarts the job if later fields change the request."""
@@ -260,18 +291,20 @@ class UploadTranscription(Generic[RequestT]):
             finishing.cancel()
             self._upload_trace.close()
             self._uploaded_s = time.perf_counter()
-        previous, self.request = self.request, _parse_fields(self._upload, self._read)
+        previous, self.request = self.request, _parse_fields(self._upload, self._form)
+        await _load_substitute(self._dependencies.engines, self.request)
         # The engine is not looked up again: it may be unloading by now, but still serves this request.
-        same = self._models.resolve_for_files(self.request.model) == self.engine.name
+        same = self._models.resolve_for_files(self._model_name(self.request)) == self.engine.name
         if self._text_sent and not (same and self._output_options(self.request) == self._output_options(previous)):
             raise OptionError(
                 "a field after the file changes what was asked, and text was sent already",
                 "a stream is as the fields before the file say",
                 "send the file last",
             )
-        if same and self._options(self.request) == self._options(previous):
+        same_audio = self.request.raw_pcm == previous.raw_pcm
+        if same and same_audio and self._options(self.request) == self._options(previous):
             return
-        engine = self.engine if same else self._models.get_for_files(self.request.model)
+        engine = self.engine if same else self._models.get_for_files(self._model_name(self.request))
         self._job.cancel()
         await self._job.wait_closed()
         self._use(engine)
@@ -303,18 +336,28 @@ class UploadTranscription(Generic[RequestT]):
         await self._job.wait_closed()
 
 
-def _parse_fields(upload: Upload, parse: FormParser[RequestT]) -> RequestT:
+def _needs(request: ParsedForm) -> ModelNeeds:
+    return ModelNeeds(request.options.language, request.options.task, request.detects_language)
+
+
+async def _load_substitute(engines: EngineRegistry, request: ParsedForm) -> None:
+    """Loads the model that serves a request in place of the default one, if there is one. Raises errors of loading."""
+    await engines.load_substitute(request.model, _needs(request))
+
+
+def _parse_fields(upload: Upload, form: UploadForm[RequestT]) -> RequestT:
     """Parses the fields that have arrived. Raises OptionError."""
+    field = form.file_field
     if upload.complete and not upload.has_file:
-        raise OptionError("no file came", "audio, in the field file", "curl -F file=@audio.wav", param="file")
+        raise OptionError("no file came", f"audio, in the field {field}", f"curl -F {field}=@audio.wav", param=field)
     if upload.has_file and upload.filename is None:
         raise OptionError(
-            "the field file came as text, without a filename",
+            f"the field {field} came as text, without a filename",
             "the audio itself: nothing is fetched from paths or addresses",
-            "curl -F file=@audio.wav, with the @",
-            param="file",
+            f"curl -F {field}=@audio.wav, with the @",
+            param=field,
         )
-    return parse(upload.fields, complete=upload.complete)
+    return form.parse(upload.fields, complete=upload.complete)
 
 
 @contextlib.contextmanager
@@ -378,6 +421,8 @@ def routes(dependencies: TranscriptionDependencies) -> APIRouter:
     router = APIRouter(tags=["Transcription"])
     parse = partial(transcription_form.parse_transcription_form, max_beam=dependencies.max_beam)
     parse_translation = partial(transcription_form.parse_translation_form, max_beam=dependencies.max_beam)
+    form = UploadForm(parse, transcription_form.TRANSCRIPTION_FIELDS)
+    translation_form = UploadForm(parse_translation, transcription_form.TRANSLATION_FIELDS)
 
     @router.post("/v1/audio/transcriptions", summary="Transcribe audio", **openapi.TRANSCRIPTIONS)
     @admitted_as(AdmissionClass.WORK)
@@ -385,9 +430,7 @@ def routes(dependencies: TranscriptionDependencies) -> APIRouter:
         """OpenAI's route. Audio is transcribed while it arrives; with `stream=true` before the file, its text is
         returned meanwhile, too."""
         async with contextlib.AsyncExitStack() as resources:
-            work = await resources.enter_async_context(
-                UploadTranscription.open(dependencies, request, parse, transcription_form.TRANSCRIPTION_FIELDS)
-            )
+            work = await resources.enter_async_context(UploadTranscription.open(dependencies, request, form))
             if not work.request.stream:
                 await work.wait_form()
             if work.request.stream:
@@ -398,20 +441,8 @@ def routes(dependencies: TranscriptionDependencies) -> APIRouter:
     @admitted_as(AdmissionClass.WORK)
     async def translations(request: Request) -> Response:
         """OpenAI's route, for models that translate. Other models are refused by name."""
-        fields = transcription_form.TRANSLATION_FIELDS
-        async with UploadTranscription.open(dependencies, request, parse_translation, fields) as work:
+        async with UploadTranscription.open(dependencies, request, translation_form) as work:
             await work.wait_form()
             return await _answer(request, work)
-
-    @router.post("/asr", summary="Transcribe audio, as FunASR does", **openapi.ASR)
-    @admitted_as(AdmissionClass.WORK)
-    async def asr(request: Request) -> Response:
-        """FunASR's route. Its options that no model here supports are refused by name."""
-        context = request_context(request.scope)
-        async with UploadTranscription.open(dependencies, request, parse_asr_form, ASR_FIELDS) as work:
-            await work.wait_form()
-            transcript = await work.transcribe()
-            context.mark_first_text()
-            return Response(render_asr_answer(transcript, work.request, context.elapsed_s()), media_type=JSON)
 
     return router

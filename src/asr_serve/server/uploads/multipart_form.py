@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from urllib.parse import unquote
 
 import msgspec
@@ -14,7 +15,7 @@ from asr_serve.errors import MalformedRequest
 from asr_serve.server.uploads.spool import Spool
 
 FILE_FIELD = "file"
-"""The one field whose part may be a file."""
+"""Field of the file, unless a protocol names another."""
 PREAMBLE_BYTES = 4_096
 """Longest text before the first boundary. Mail clients write a line there, HTTP clients nothing."""
 
@@ -45,12 +46,16 @@ class MultipartForm:
     Raises  MalformedRequest, from `write` too, which also raises what the spool does
     """
 
-    def __init__(self, content_type: str, spool: Spool, limits: FormLimits) -> None:
+    def __init__(
+        self, content_type: str, spool: Spool, limits: FormLimits, file_fields: Sequence[str] = (FILE_FIELD,)
+    ) -> None:
+        """`file_fields`: names of which one may be the file's."""
         self.fields: dict[str, list[str]] = {}
+        self.file_field: str | None = None
         self.has_file = self.ended = False
         self.filename: str | None = None
         self.content_type: str | None = None
-        self._spool, self._limits = spool, limits
+        self._spool, self._limits, self._file_fields = spool, limits, tuple(file_fields)
         self._boundary = _boundary(content_type)
         self._preamble: bytearray | None = bytearray(b"\r\n")  # so that the first boundary also begins a line
         self._field: str | None = None  # name of the current part; None for the file
@@ -106,15 +111,15 @@ class MultipartForm:
 
     def _part_begin(self) -> None:
         name, filename = self._named()
-        if name == FILE_FIELD:
+        if name in self._file_fields:
             if self.has_file:
                 raise MalformedRequest("a second file came", "one file a request is allowed", "send a request for each")
-            self.has_file, self._field, self.filename = True, None, filename
+            self.has_file, self._field, self.file_field, self.filename = True, None, name, filename
             self.content_type = self._headers.get("content-type")
             return
         if filename is not None:
             raise MalformedRequest(
-                f"a file came as {_field(name)}", f"one file is allowed, in the field {FILE_FIELD!r}", _FORM
+                f"a file came as {_field(name)}", f"one file is allowed, in the field {self._file_names}", _FORM
             )
         self._begin_field(name)
 
@@ -144,6 +149,10 @@ class MultipartForm:
             )
         return name, filename
 
+    @property
+    def _file_names(self) -> str:
+        return " or ".join(map(repr, self._file_fields))
+
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         if self._field is None:
             self._spool.append(memoryview(data)[start:end])
@@ -154,7 +163,7 @@ class MultipartForm:
             raise MalformedRequest(
                 f"{_field(self._field)} holds more than {limit} bytes",
                 "that many are allowed",
-                f"send less; audio goes into the field {FILE_FIELD!r}",
+                f"send less; audio goes into the field {self._file_names}",
             )
         self._text_bytes += end - start
         if limits.max_text_bytes is not None and self._text_bytes > limits.max_text_bytes:

@@ -107,14 +107,21 @@ class SpoolReader(io.RawIOBase):
     seekable_when_read = True
     """Tells audio/byte_source that it can seek once read to its end."""
 
-    def __init__(self, spool: Spool) -> None:
-        self._spool, self._at = spool, 0
+    def __init__(self, spool: Spool, prefix: bytes = b"") -> None:
+        """`prefix`: bytes before those of the spool."""
+        self._spool, self._prefix, self._at = spool, prefix, 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        count = self._spool.read(self._at, memoryview(buffer).cast("B"))
+        view = memoryview(buffer).cast("B")
+        if self._at < len(self._prefix):
+            piece = self._prefix[self._at : self._at + len(view)]
+            view[: len(piece)] = piece
+            count = len(piece)
+        else:
+            count = self._spool.read(self._at - len(self._prefix), view)
         self._at += count
         return count
 
@@ -124,7 +131,7 @@ class SpoolReader(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         if not self._spool.ended:
             raise io.UnsupportedOperation("an upload that is still arriving cannot be seeked in")
-        self._at = max(0, offset + (0, self._at, self._spool.size_bytes)[whence])
+        self._at = max(0, offset + (0, self._at, len(self._prefix) + self._spool.size_bytes)[whence])
         return self._at
 
     def tell(self) -> int:

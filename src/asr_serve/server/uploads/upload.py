@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import BinaryIO, cast
 
 from starlette.types import Receive
 
+from asr_serve.audio.pcm import WAV_HEADER
 from asr_serve.errors import AudioTooLarge, Cancelled, ClientGone, MalformedRequest, RequestTimeout
-from asr_serve.server.uploads.multipart_form import FormLimits, MultipartForm
+from asr_serve.server.uploads.multipart_form import FILE_FIELD, FormLimits, MultipartForm
 from asr_serve.server.uploads.spool import Spool, SpoolReader
 
 
@@ -38,6 +39,8 @@ class Upload:
     filename        as sent: a label, never a path
     content_type    of the file's part, as sent
     has_file        the file's part has begun; it may hold 0 bytes
+    file_field      name of its field
+    raw_pcm         the file is s16le at 16 kHz, without a header: set by who reads the fields, before `open_bytes`
     complete        the body has arrived, whole and well-formed
     received_bytes  of the body
     """
@@ -49,14 +52,16 @@ class Upload:
         limits: UploadLimits,
         patience_bytes: int,
         gone: type[Exception] | tuple[type[Exception], ...],
+        file_fields: Sequence[str] = (FILE_FIELD,),
     ) -> None:
         self.complete = False
         self.handed_over = False
         """Whether another user reads the file now, and closes the upload."""
         self.received_bytes = 0
+        self.raw_pcm = False
         self._limits, self._patience_bytes, self._disconnect_error = limits, patience_bytes, gone
         self._spool = Spool(limits.memory_bytes)
-        self._form = MultipartForm(content_type, self._spool, limits)
+        self._form = MultipartForm(content_type, self._spool, limits, file_fields)
         self._file_started, self._prefix_ready = asyncio.Event(), asyncio.Event()
         self._reading = asyncio.create_task(self._read(body))
         self._reading.add_done_callback(self._on_body_read)
@@ -72,18 +77,20 @@ class Upload:
         patience_s: float = 0.05,
         patience_bytes: int = 1 << 20,
         gone: type[Exception] | tuple[type[Exception], ...] = (),
+        file_fields: Sequence[str] = (FILE_FIELD,),
     ) -> Upload:
         """Reads until the file has begun, and then until the body is complete, `patience_bytes` of the file have
         arrived or `patience_s` have passed: a short upload is complete at the return. Without a file, reads all.
 
-        `gone`: exceptions of `body` for a client that disconnects; they become ClientGone.
+        `gone`: exceptions of `body` for a client that disconnects; they become ClientGone. `file_fields`: names of
+        which one may be the file's.
 
         Raises  MalformedRequest, RequestTimeout (a kind of it), AudioTooLarge, ClientGone, AtCapacity (the disk
                 is full)
         """
         if content_length is not None:
             check_body_size(content_length, limits)
-        upload = cls(body, content_type, limits, patience_bytes, gone)
+        upload = cls(body, content_type, limits, patience_bytes, gone, file_fields)
         with contextlib.ExitStack() as undo:
             undo.callback(upload.close)
             await upload._file_started.wait()
@@ -101,6 +108,10 @@ class Upload:
     @property
     def has_file(self) -> bool:
         return self._form.has_file
+
+    @property
+    def file_field(self) -> str | None:
+        return self._form.file_field
 
     @property
     def filename(self) -> str | None:
@@ -123,7 +134,7 @@ class Upload:
         It can seek, and knows its size, once the file is whole. Raises OSError when the upload has failed or is
         closed, even for bytes that have arrived: their text is not needed any more.
         """
-        return cast(BinaryIO, SpoolReader(self._spool))
+        return cast(BinaryIO, SpoolReader(self._spool, WAV_HEADER if self.raw_pcm else b""))
 
     async def finish(self) -> None:
         """Waits until the body is complete. Raises what `start` does; Cancelled if closed meanwhile."""

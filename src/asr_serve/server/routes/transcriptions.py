@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError, ClientGone, EngineClosed, ModelNotLoaded, OptionError
 from asr_serve.pipelines.offline.transcribe import SegmentDone
 from asr_serve.pipelines.options import TranscribeOptions
-from asr_serve.protocols.form_fields import reject_query_fields
+from asr_serve.protocols.form_fields import errors_named_by_field, reject_query_fields
 from asr_serve.protocols.funasr.asr import ASR_FIELDS, parse_asr_form, render_asr_answer
 from asr_serve.protocols.openai import transcription_form, transcription_response
 from asr_serve.protocols.openai.events import TokenTexts
@@ -34,7 +34,8 @@ from asr_serve.server.middleware.request_context import RequestContext, request_
 from asr_serve.server.server_sent_events import EVENT_STREAM, StreamedResponse, with_keep_alive
 from asr_serve.server.shadow_transcriber import ShadowTranscriber
 from asr_serve.server.transcription_job import TranscriptionExecutor, TranscriptionJob
-from asr_serve.server.uploads.upload import Upload, UploadLimits, read_body
+from asr_serve.server.uploads.multipart_form import MultipartForm
+from asr_serve.server.uploads.upload import BodyFactory, Upload, UploadLimits, read_body
 from asr_serve.types import Transcript
 
 log = logging.getLogger(__name__)
@@ -140,9 +141,10 @@ class UploadTranscription(Generic[RequestT]):
         request: Request,
         parse: FormParser[RequestT],
         fields: Collection[str],
+        create_body: BodyFactory = MultipartForm,
     ) -> AsyncIterator[UploadTranscription[RequestT]]:
-        """Starts reading the request's body. `fields`: those of the form. Raises what `__init__` and `Upload.start` do;
-        OptionError for fields in the address."""
+        """Starts reading the request's body. `fields`: those of the form. `create_body`: parser of the body. Raises
+        what `__init__` and `Upload.start` do; OptionError for fields in the address."""
         reject_query_fields(request.url.query, fields, "the form")
         context, headers = request_context(request.scope), request.headers
         length = headers.get("content-length", "")
@@ -156,10 +158,11 @@ class UploadTranscription(Generic[RequestT]):
                 int(length) if length.isdecimal() else None,
                 dependencies.uploads,
                 gone=ClientGone,
+                create_body=create_body,
             )
             resources.push_async_callback(_end, upload)
             parsed = _parse_fields(upload, parse)
-            resources.enter_context(_errors_named_by_field(parsed.option_to_field))
+            resources.enter_context(errors_named_by_field(parsed.option_to_field))
             model_named = parsed.model is not None
             try:
                 work = cls(dependencies, context, upload, parse, upload_trace, engine_use)
@@ -315,17 +318,6 @@ def _parse_fields(upload: Upload, parse: FormParser[RequestT]) -> RequestT:
             param="file",
         )
     return parse(upload.fields, complete=upload.complete)
-
-
-@contextlib.contextmanager
-def _errors_named_by_field(params: Mapping[str, str]) -> Iterator[None]:
-    """Replaces the option in an OptionError by the name of its field."""
-    try:
-        yield
-    except OptionError as error:
-        if error.param is not None:
-            error.param = params.get(error.param, error.param)
-        raise
 
 
 async def _end(upload: Upload) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator
-from typing import BinaryIO, cast
+from collections.abc import AsyncIterator, Callable
+from typing import BinaryIO, Protocol, cast
 
 from starlette.types import Receive
 
@@ -26,6 +26,27 @@ class UploadLimits(FormLimits, frozen=True, kw_only=True):
     """Least mean rate since the start, checked from `idle_timeout_s` on; 0: none."""
     memory_bytes: int = 1 << 20
     """Bytes of the file in memory; the rest goes to disk."""
+
+
+class BodyParser(Protocol):
+    """Parser of a body as it arrives: MultipartForm, RawBody."""
+
+    fields: dict[str, list[str]]
+    has_file: bool
+    ended: bool
+    """Whether the body is whole and well-formed."""
+    filename: str | None
+    content_type: str | None
+
+    def write(self, data: bytes) -> None:
+        """Parses more of the body. Raises MalformedRequest, AtCapacity (the disk is full)."""
+
+    def end_of_body(self) -> None:
+        """Takes note that nothing more will come."""
+
+
+BodyFactory = Callable[[str, Spool, FormLimits], BodyParser]
+"""Makes the parser of a body with that Content-Type, whose file goes into the spool."""
 
 
 class Upload:
@@ -49,6 +70,7 @@ class Upload:
         limits: UploadLimits,
         patience_bytes: int,
         gone: type[Exception] | tuple[type[Exception], ...],
+        create_body: BodyFactory,
     ) -> None:
         self.complete = False
         self.handed_over = False
@@ -56,7 +78,7 @@ class Upload:
         self.received_bytes = 0
         self._limits, self._patience_bytes, self._disconnect_error = limits, patience_bytes, gone
         self._spool = Spool(limits.memory_bytes)
-        self._form = MultipartForm(content_type, self._spool, limits)
+        self._form = create_body(content_type, self._spool, limits)
         self._file_started, self._prefix_ready = asyncio.Event(), asyncio.Event()
         self._reading = asyncio.create_task(self._read(body))
         self._reading.add_done_callback(self._on_body_read)
@@ -72,18 +94,20 @@ class Upload:
         patience_s: float = 0.05,
         patience_bytes: int = 1 << 20,
         gone: type[Exception] | tuple[type[Exception], ...] = (),
+        create_body: BodyFactory = MultipartForm,
     ) -> Upload:
         """Reads until the file has begun, and then until the body is complete, `patience_bytes` of the file have
         arrived or `patience_s` have passed: a short upload is complete at the return. Without a file, reads all.
 
-        `gone`: exceptions of `body` for a client that disconnects; they become ClientGone.
+        `gone`: exceptions of `body` for a client that disconnects; they become ClientGone. `create_body`: parser of
+        the body.
 
         Raises  MalformedRequest, RequestTimeout (a kind of it), AudioTooLarge, ClientGone, AtCapacity (the disk
                 is full)
         """
         if content_length is not None:
             check_body_size(content_length, limits)
-        upload = cls(body, content_type, limits, patience_bytes, gone)
+        upload = cls(body, content_type, limits, patience_bytes, gone, create_body)
         with contextlib.ExitStack() as undo:
             undo.callback(upload.close)
             await upload._file_started.wait()
@@ -149,6 +173,7 @@ class Upload:
                 self._file_started.set()
             if self._spool.size_bytes >= self._patience_bytes:
                 self._prefix_ready.set()
+        self._form.end_of_body()
         if not self._form.ended:
             raise MalformedRequest(
                 f"the body ends after {self.received_bytes} bytes, before its closing boundary",

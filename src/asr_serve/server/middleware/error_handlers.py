@@ -23,7 +23,7 @@ from asr_serve.protocols.deepgram import live_messages
 from asr_serve.protocols.deepgram.listen_query import LISTEN_PATH
 from asr_serve.protocols.deepgram.models import DeepgramProblem
 from asr_serve.protocols.deepgram.speak import SPEAK_PATH
-from asr_serve.protocols.funasr import websocket
+from asr_serve.protocols.funasr import runtime, websocket
 from asr_serve.protocols.openai import realtime_client_events
 from asr_serve.protocols.openai.events import ErrorAnswer, Problem
 from asr_serve.protocols.openai.realtime_server_events import ServerEventEncoder
@@ -179,6 +179,12 @@ def live_error_event(error: Exception, request_id: str, path: str = "/") -> str:
     return websocket.error_answer(problem.code or problem.type, problem.message, retry_after_ms(error))
 
 
+def runtime_error_event(error: Exception, request_id: str) -> str:
+    """Error event of FunASR's runtime protocol, which is told from FunASR's other one by its first message."""
+    problem = problem_for(error, request_id)
+    return runtime.runtime_error(problem.code or problem.type, problem.message, retry_after_ms(error))
+
+
 def realtime_problem(error: Exception, request_id: str) -> tuple[Problem, int | None]:
     """Problem with the code of OpenAI's realtime protocol, and the retry time in ms."""
     problem = problem_for(error, request_id)
@@ -264,8 +270,8 @@ class ErrorMiddleware:
             )
 
 
-SUBPROTOCOLS = (realtime_client_events.SUBPROTOCOL, "token", "bearer")
-"""Subprotocols that are accepted: OpenAI's; Deepgram's, which a key follows."""
+SUBPROTOCOLS = (realtime_client_events.SUBPROTOCOL, "token", "bearer", "binary")
+"""Subprotocols that are accepted: OpenAI's; Deepgram's, which a key follows; FunASR's."""
 
 
 def _subprotocol(scope: Scope) -> str | None:

@@ -64,13 +64,13 @@ $(VENV)/.bench: $(STAMP)
 	@$(PIP) -e '.[bench]'
 	@touch $@
 
-clients: .venv-clients/.done  ## build .venv-clients: livekit-agents and pipecat, for tests of their plugins
+clients: .venv-clients/.done  ## build .venv-clients: livekit-agents, pipecat and Deepgram's SDK, for tests
 
 .venv-clients/.done: constraints-clients.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed" >&2; exit 1; }
 	@$(PYTHON) -m venv .venv-clients
 	@PIP_CONSTRAINT=constraints-clients.txt PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-clients/bin/python -m pip install --quiet \
-	  $(PIP_ARGS) livekit-agents livekit-plugins-openai 'pipecat-ai[openai]'
+	  $(PIP_ARGS) livekit-agents livekit-plugins-deepgram livekit-plugins-openai 'pipecat-ai[openai]' deepgram-sdk
 	@touch $@
 
 vllm: .venv-vllm/.done  ## build .venv-vllm: vLLM for CPUs, for tests of the back end vllm

@@ -281,9 +281,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--callers", type=serve.numbers, default=[1, 8, 32], metavar="A,B", help="how many speak at once (1,8,32)")
     add("--seconds", type=float, default=60.0, metavar="S", help="how long each speaks, about (60)")
     add("--pause", type=float, default=2.5, metavar="S", help="silence between clips (2.5)")
-    add(
-        "--protocol", type=offline.named(NAMES), default=["funasr"], metavar="A,B", help="funasr,openai,stream (funasr)"
-    )
+    add("--protocol", type=offline.named(NAMES), default=["funasr"], metavar="A,B", help=f"{','.join(NAMES)} (funasr)")
     add("--silence-ms", type=int, metavar="MS", help="the pause that ends a sentence; default: the streaming table's")
     add("--at-once", action="store_true", help="all connect in one instant; those refused are counted, not measured")
     add("--retry", action="store_true", help="with --at-once: those refused dial again when they were told to")

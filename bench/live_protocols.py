@@ -47,15 +47,21 @@ class Protocol(Typed):
 
 def code(answer: Message) -> str | None:
     """What a server says was wrong, in whichever protocol; None for any other message."""
-    if "error" not in (answer.get("event"), answer.get("type")):
+    if "error" not in (answer.get("event"), str(answer.get("type")).lower()):
         return None
-    return str((answer.get("error") or answer).get("code"))
+    return str(_problem(answer).get("code"))
 
 
 def retry_s(answer: Message) -> float | None:
     """When a server that refuses says to try again, in whichever protocol; None where it does not."""
-    wait_ms = (answer.get("error") or answer).get("retry_after_ms")
+    wait_ms = _problem(answer).get("retry_after_ms")
     return None if wait_ms is None else wait_ms / 1_000
+
+
+def _problem(answer: Message) -> Message:
+    """OpenAI's error is a member of its own; FunASR's runtime has its text there."""
+    inner = answer.get("error")
+    return inner if isinstance(inner, dict) else answer
 
 
 def packet_ends(samples: int) -> list[int]:
@@ -174,4 +180,72 @@ class OpenAi:
                     yield when, sentence(answer["transcript"], *spans[answer["item_id"]])
 
 
-NAMES: dict[str, Callable[[int | None], Protocol]] = {"funasr": FunAsr, "openai": OpenAi, "stream": Stream}
+class FunAsr2Pass:
+    """FunASR's runtime protocol: words as they come, then each sentence."""
+
+    hello: str | None = '{"mode":"2pass","wav_name":"a","itn":false,"is_speaking":false}'
+    """Only this first message has an answer; its options stand for what follows."""
+    goodbye = '{"is_speaking":false,"is_end":true}'
+
+    def __init__(self, silence_ms: int | None) -> None:
+        self.path = "/" + ("" if silence_ms is None else f"?silence_schedule=inf:{silence_ms}")
+
+    def packets(self, pcm: np.ndarray) -> list[str | bytes]:
+        return plain_packets(pcm)
+
+    def ready(self, answer: Message) -> bool:
+        return bool(answer.get("is_final"))
+
+    def ended(self, text: str, *, parting: bool) -> bool:
+        return parting and '"is_end":true' in text
+
+    def heard(self, answers: Iterable[Timed]) -> Iterator[Timed]:
+        partial = ""
+        for when, answer in answers:
+            if answer["mode"] == "2pass-online":
+                partial += answer["text"]
+                yield when, {"sentences": [], "partial": partial}
+            elif answer["text"]:
+                partial = ""
+                times = json.loads(answer["timestamp"])
+                yield when, sentence(answer["text"].strip(), times[0][0], times[-1][1])
+
+
+class Deepgram:
+    """PCM in frames, interim and final results."""
+
+    hello: str | None = '{"type":"Finalize"}'
+    """Only an answer to something tells that the server is there."""
+    goodbye = '{"type":"CloseStream"}'
+
+    def __init__(self, silence_ms: int | None) -> None:
+        pause = "" if silence_ms is None else f"&endpointing={silence_ms}"
+        self.path = f"/v1/listen?encoding=linear16&sample_rate={RATE_HZ}&interim_results=true{pause}"
+
+    def packets(self, pcm: np.ndarray) -> list[str | bytes]:
+        return plain_packets(pcm)
+
+    def ready(self, answer: Message) -> bool:
+        return bool(answer.get("from_finalize"))
+
+    def ended(self, text: str, *, parting: bool) -> bool:
+        return text.startswith('{"type":"Metadata"')
+
+    def heard(self, answers: Iterable[Timed]) -> Iterator[Timed]:
+        for when, answer in answers:
+            if answer["type"] != "Results":
+                continue
+            text, start_s = answer["channel"]["alternatives"][0]["transcript"], answer["start"]
+            if not answer["is_final"]:
+                yield when, {"sentences": [], "partial": text}
+            elif text:
+                yield when, sentence(text, 1_000 * start_s, 1_000 * (start_s + answer["duration"]))
+
+
+NAMES: dict[str, Callable[[int | None], Protocol]] = {
+    "funasr": FunAsr,
+    "funasr2pass": FunAsr2Pass,
+    "openai": OpenAi,
+    "stream": Stream,
+    "deepgram": Deepgram,
+}

@@ -1,7 +1,7 @@
-"""A recording through livekit-agents' OpenAI plugin, as an agent would use it; prints what its STT tells, a JSON
-object a line. Runs in the environment of `make clients`.
+"""A recording through livekit-agents' OpenAI plugin, or its Deepgram plugin, as an agent would use it; prints what its
+STT tells, a JSON object a line. Runs in the environment of `make clients`.
 
-    livekit_stt.py URL WAV MODEL
+    livekit_stt.py URL WAV MODEL     a model nova-...: by the Deepgram plugin
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import wave
 
 from livekit import rtc
 from livekit.agents import stt, utils
-from livekit.plugins import openai
+from livekit.plugins import deepgram, openai
 
 QUIET_S = 5.0
 """Nothing new for so long: all has been told."""
@@ -32,7 +32,11 @@ def frames(path: str) -> list[rtc.AudioFrame]:
 
 async def main(url: str, path: str, model: str) -> None:
     async with utils.http_context.open():
-        ears = openai.STT(base_url=url, api_key="none", model=model, language="en", use_realtime=True)
+        ears: stt.STT
+        if model.startswith("nova"):
+            ears = deepgram.STT(base_url=f"{url}/listen", api_key="none", model=model, language="en")
+        else:
+            ears = openai.STT(base_url=url, api_key="none", model=model, language="en", use_realtime=True)
         stream = ears.stream()
 
         async def speak() -> None:

@@ -1,7 +1,8 @@
-"""A recording through pipecat's OpenAI realtime STT, in a pipeline of its own; prints what it tells, a JSON object
-a line. Runs in the environment of `make clients`.
+"""A recording through pipecat's OpenAI realtime STT, or its Deepgram STT, in a pipeline of its own; prints what it
+tells, a JSON object a line. Runs in the environment of `make clients`.
 
     pipecat_stt.py URL WAV MODEL server|local     who says when a turn is over: the server, or Silero here
+    pipecat_stt.py URL WAV MODEL deepgram         by Deepgram's protocol, where pauses end a turn
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from pipecat.pipeline.pipeline import Pipeline
 from pipecat.pipeline.worker import PipelineParams, PipelineWorker
 from pipecat.processors.audio.vad_processor import VADProcessor
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
+from pipecat.services.deepgram.stt import DeepgramSTTService
 from pipecat.services.openai.stt import OpenAIRealtimeSTTService
+from pipecat.services.stt_service import STTService
 from pipecat.workers.runner import WorkerRunner
 
 QUIET_S = 5.0
@@ -69,14 +72,19 @@ def frames(path: str) -> Iterator[InputAudioRawFrame]:
 
 
 async def main(url: str, path: str, model: str, turns: str) -> None:
-    stt = OpenAIRealtimeSTTService(
-        api_key="none",
-        base_url=url,
-        turn_detection={"type": "server_vad"} if turns == "server" else False,
-        settings=OpenAIRealtimeSTTService.Settings(model=model),
-    )
+    stt: STTService
+    if turns == "deepgram":
+        settings = DeepgramSTTService.Settings(model=model)
+        stt = DeepgramSTTService(api_key="none", base_url=url, settings=settings)
+    else:
+        stt = OpenAIRealtimeSTTService(
+            api_key="none",
+            base_url=url,
+            turn_detection={"type": "server_vad"} if turns == "server" else False,
+            settings=OpenAIRealtimeSTTService.Settings(model=model),
+        )
     listener = Listener()
-    before = [] if turns == "server" else [VADProcessor(vad_analyzer=SileroVADAnalyzer())]
+    before = [] if turns != "local" else [VADProcessor(vad_analyzer=SileroVADAnalyzer())]
     worker = PipelineWorker(
         Pipeline([*before, stt, listener]),
         params=PipelineParams(audio_in_sample_rate=RATE_HZ),

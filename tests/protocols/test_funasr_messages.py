@@ -62,8 +62,8 @@ def test_what_is_no_command_is_told_which_there_are(text):
         '{"is_speaking": false}',
     ],
 )
-def test_the_two_pass_protocol_is_refused_by_name(text):
-    with pytest.raises(UnsupportedProtocol, match=r"2-pass .* not served here.* START"):
+def test_the_runtime_protocol_is_refused_by_name_among_commands(text):
+    with pytest.raises(UnsupportedProtocol, match=r"runtime protocol.* begun with commands.* START"):
         parse_command(text)
 
 

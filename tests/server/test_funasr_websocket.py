@@ -219,8 +219,9 @@ def test_a_start_behind_a_stop_waits_for_the_text(server, beckett_pcm):
 
 
 @pytest.mark.parametrize("path", ["/", "/ws"])
-def test_two_pass_clients_are_told_at_once_and_closed(server, path):
+def test_a_client_that_changes_to_the_runtime_protocol_is_told_and_closed(server, path):
     with calling(server, path) as caller:
+        assert caller.ask("START") == STARTED
         caller.send('{"mode":"2pass","chunk_size":[5,10,5],"wav_name":"x","is_speaking":true}')
         caller.send(bytes(PACKET_BYTES))
         assert refusal(caller) == ("unsupported_protocol", 1_008)

@@ -10,7 +10,7 @@ from websockets.sync.client import connect
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/stream", "/v1/stream?start=true", "/v1/realtime", "/v1/audio/speech/stream", "/", "/ws"]
+    "path", ["/v1/stream", "/v1/stream?start=true", "/v1/realtime", "/v1/audio/speech/stream", "/", "/ws", "/v1/listen"]
 )
 @pytest.mark.parametrize("message", ["[" * 4_000, '{"type":' * 2_000, "[" * 100_000], ids=["lists", "objects", "long"])
 def test_json_that_is_nested_too_deeply(server: Running, path: str, message: str) -> None:

@@ -1,5 +1,5 @@
-"""OpenAI Realtime through the plugins of voice-agent frameworks, as they are published: `make clients` installs
-them. Words arrive through each one's own interface."""
+"""OpenAI Realtime and Deepgram through the plugins of voice-agent frameworks and Deepgram's SDK, as they are published:
+`make clients` installs them. Words arrive through each one's own interface."""
 
 from __future__ import annotations
 
@@ -69,3 +69,45 @@ def test_pipecat(python, agents_server, beckett, turns):
     assert proposed[0] == proposed[1]
     assert (proposed[0] >= 4) == (turns == "server")
     agents_server.expect_empty()
+
+
+@pytest.mark.slow
+def test_livekit_with_deepgram(python, agents_server, beckett):
+    events = told(python, "livekit_stt.py", f"{agents_server.url}/v1", beckett, "nova-3")
+    expect_beckett([text for event, text in events if event == "final_transcript"])
+    kinds = [event for event, _ in events]
+    assert kinds.count("start_of_speech") == kinds.count("end_of_speech") >= 4
+    assert "interim_transcript" in kinds
+    agents_server.expect_empty()
+
+
+@pytest.mark.slow
+def test_pipecat_with_deepgram(python, agents_server, beckett):
+    events = told(python, "pipecat_stt.py", agents_server.url, beckett, "nova-3-general", "deepgram")
+    expect_beckett([text for event, text in events if event == "TranscriptionFrame"])
+    kinds = [event for event, _ in events]
+    assert "error" not in kinds
+    assert "InterimTranscriptionFrame" in kinds
+    agents_server.expect_empty()
+
+
+def test_deepgrams_sdk_hears(python, agents_server, beckett):
+    """A recording, then the same live: with interim results and UtteranceEnd."""
+    events = told(python, "deepgram_sdk.py", agents_server.url, "listen", beckett)
+    texts = {kind: [text for event, text in events if event == kind] for kind, _ in events}
+    expect_beckett(texts["file"])
+    expect_beckett(texts["final"])
+    assert texts["interim"]
+    assert {"SpeechStarted", "UtteranceEnd", "Metadata"} <= set(texts)
+    assert texts["refused"] == ["400 unsupported_option"]
+    agents_server.expect_empty()
+
+
+def test_deepgrams_sdk_speaks(python, speaker):
+    """A text, then the same in parts: the same samples, but for the last ones of the resampler."""
+    [file, *live] = told(python, "deepgram_sdk.py", speaker.url, "speak", "Ever tried. Ever failed.")
+    assert file[0] == "file"
+    assert int(file[1] or 0) > 30_000
+    kinds = [event for event, _ in live]
+    assert kinds == ["Metadata", "Flushed", "audio"]
+    assert abs(int(live[-1][1] or 0) - int(file[1] or 0)) < 10_000

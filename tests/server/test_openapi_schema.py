@@ -27,6 +27,8 @@ PATHS = (
     "/detect-language",
     "/inference",
     "/v1/audio/speech",
+    "/v1/listen",
+    "/v1/speak",
     "/v1/audio/voices",
     "/v1/voices",
     "/v1/voices/jobs",

@@ -13,13 +13,6 @@ SAMPLE_BYTES = 2
 """Bytes of a 16-bit sample."""
 UNKNOWN_WAV_SIZE = 0xFFFFFFFF
 """Size in a WAV header that means an unknown one."""
-WAV_HEADER = struct.pack(
-    "<4sI4s4sIHHIIHH4sI",
-    *(b"RIFF", UNKNOWN_WAV_SIZE, b"WAVE", b"fmt ", 16, 1, 1),
-    *(RATE_HZ, RATE_HZ * SAMPLE_BYTES, SAMPLE_BYTES, 8 * SAMPLE_BYTES, b"data", UNKNOWN_WAV_SIZE),
-)
-"""Header that makes a WAV of unknown length of s16le samples at 16 kHz."""
-
 MAX_LEVEL = 8.0
 """Highest absolute float sample. Floats slightly above full scale come from mixing or lossy codecs and are clipped
 on input; far larger ones are really integers, and clipping them would leave square waves."""
@@ -32,6 +25,16 @@ _SCALES: dict[tuple[str, int], tuple[float, float]] = {
     ("f", 4): (0.0, 1.0),
     ("f", 8): (0.0, 1.0),
 }
+
+
+def wav_header(rate_hz: int = RATE_HZ, *, format_tag: int = 1, sample_bytes: int = SAMPLE_BYTES) -> bytes:
+    """Header of mono samples of unknown number. `format_tag`: 1 for integers, 3 for floating point, 6 for A-law, 7 for
+    mu-law."""
+    return struct.pack(
+        "<4sI4s4sIHHIIHH4sI",
+        *(b"RIFF", UNKNOWN_WAV_SIZE, b"WAVE", b"fmt ", 16, format_tag, 1),
+        *(rate_hz, rate_hz * sample_bytes, sample_bytes, 8 * sample_bytes, b"data", UNKNOWN_WAV_SIZE),
+    )
 
 
 def to_mono(planes: np.ndarray, bad: type[AudioError] = UnsupportedAudio) -> np.ndarray:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -119,6 +120,17 @@ def reject_query_fields(query: str, known: Collection[str], place: str) -> None:
                 f"send it there: {_BODY_EXAMPLES[place].format(name)}",
                 param=name,
             )
+
+
+@contextlib.contextmanager
+def errors_named_by_field(params: Mapping[str, str]) -> Iterator[None]:
+    """Replaces the option in an OptionError by the name of its field. `params`: options to fields."""
+    try:
+        yield
+    except OptionError as error:
+        if error.param is not None:
+            error.param = params.get(error.param, error.param)
+        raise
 
 
 def parse_word_list(text: str, name: str = "hotwords") -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -27,6 +28,7 @@ from asr_serve.server.middleware.admission import (
     admitted_as,
 )
 from asr_serve.server.middleware.request_context import IGNORED_HEADER, RequestContextMiddleware
+from asr_serve.server.realtime.deepgram import endpoint as deepgram_endpoint
 from asr_serve.server.realtime.endpoint import LiveDependencies
 from asr_serve.server.realtime.funasr import endpoint as funasr_endpoint
 from asr_serve.server.realtime.funasr.session_defaults import FunAsrSessionDefaults
@@ -36,7 +38,7 @@ from asr_serve.server.realtime.webrtc import endpoint as webrtc_endpoint
 from asr_serve.server.realtime.webrtc.call_manager import CallManager
 from asr_serve.server.realtime.wyoming import endpoint as wyoming_endpoint
 from asr_serve.server.realtime.wyoming.tcp_server import WyomingServer
-from asr_serve.server.routes import asr, health, models, policy, speech, transcriptions
+from asr_serve.server.routes import asr, deepgram, health, models, policy, speech, transcriptions
 from asr_serve.server.shadow_transcriber import ShadowTranscriber
 from asr_serve.server.telemetry.tracing import Tracer
 from asr_serve.server.transcription_job import TranscriptionExecutor
@@ -116,6 +118,8 @@ def create_app(
             transcriptions.routes(uploads),
             asr.routes(uploads),
             speech.routes(speech_dependencies),
+            deepgram.listen_routes(uploads),
+            deepgram.speak_routes(speech_dependencies),
             voices.routes(voice_dependencies),
             models.routes(engines, admins=bool(config.admin_keys)),
             *([] if engines.governor is None else [policy.routes(engines.governor, admins=bool(config.admin_keys))]),
@@ -126,11 +130,13 @@ def create_app(
             *funasr_endpoint.routes(dependencies, funasr_defaults or FunAsrSessionDefaults(config)),
             openai_endpoint.route(dependencies),
             speech.route(speech_dependencies),
+            deepgram_endpoint.route(dependencies),
+            deepgram.speak_route(speech_dependencies),
             *stream_endpoint.routes(streams, config.max_frame_bytes),
             *webrtc_endpoint.routes(dependencies, calls, streams),
         ]
         if wyoming is not None:
-            begin = speech.SpeechEndpoint(speech_dependencies).begin
+            begin = partial(speech.begin_speech, speech_dependencies)
             live.append(wyoming_endpoint.route(dependencies, speech_dependencies.voices, begin))
     else:
         routers, live = [health_routes], []

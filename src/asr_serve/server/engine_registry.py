@@ -45,6 +45,7 @@ from asr_serve.pipelines.stages.language_models import load_scorers
 from asr_serve.pipelines.stages.pipeline_file import PipelineSpec, open_pipeline
 from asr_serve.pipelines.stages.staged_recognizer import StagedRecognizer, StageEngine
 from asr_serve.pipelines.tts.frontend import preload_frontend
+from asr_serve.protocols.deepgram.models import is_deepgram_recognition_model
 from asr_serve.protocols.openai.models import is_openai_recognition_model, is_openai_speech_model
 from asr_serve.server.engine_offer import EdgeOffer
 from asr_serve.text import tokenizers
@@ -478,9 +479,9 @@ class EngineRegistry:
         return self._config.aliases.get(name, name)
 
     def resolve(self, name: str | None, kind: type[ModelCard] = ModelCard) -> str:
-        """Resolves an alias, or a route, to the model's name; None, and the names of OpenAI's recognition models: the
-        default model. Callers of a route come to their model by CallerModels. `kind`: class of the cards of models that
-        an error lists. Raises UnknownModel, EngineClosed, WrongModel for the pipeline."""
+        """Resolves an alias, or a route, to the model's name; None, and names of OpenAI's and Deepgram's recognition
+        models: the default model. Callers of a route come to their model by CallerModels. `kind`: class of the cards of
+        models that an error lists. Raises UnknownModel, EngineClosed, WrongModel for the pipeline."""
         if name is None or self.means_default(name):
             name = self._config.model
         own = self.without_alias(name)
@@ -507,15 +508,18 @@ class EngineRegistry:
             f"there is no model {name[:100]!r}", f"models: {', '.join(names)}", suggest_name(name, names)
         )
 
-    def _is_openai_name(self, name: str, is_openai_model: Callable[[str], bool]) -> bool:
-        """Whether a name is that of one of OpenAI's models, and neither an alias nor a model here."""
-        return is_openai_model(name) and not any(
+    def _is_foreign_name(self, name: str, is_foreign_model: Callable[[str], bool]) -> bool:
+        """Whether a name is that of a model of another service, and neither an alias nor a model here."""
+        return is_foreign_model(name) and not any(
             name in names for names in (self._config.aliases, self._cards, self._expected, self._folders, self._routes)
         )
 
     def means_default(self, name: str) -> bool:
         """Whether a name as the recognition model of a request stands for the default one, as no name does."""
-        return self._is_openai_name(name, is_openai_recognition_model)
+        return any(
+            self._is_foreign_name(name, is_foreign_model)
+            for is_foreign_model in (is_openai_recognition_model, is_deepgram_recognition_model)
+        )
 
     @property
     def auto_model(self) -> str | None:
@@ -578,7 +582,7 @@ class EngineRegistry:
     def get_tts(self, name: str | None = None) -> ModelEngine:
         """Returns the engine of a synthesis model; None, and the names of OpenAI's speech models: the default one.
         Raises as `get` does."""
-        if name and self._is_openai_name(name, is_openai_speech_model):
+        if name and self._is_foreign_name(name, is_openai_speech_model):
             name = None
         model = name or self._default_tts
         if model is None:

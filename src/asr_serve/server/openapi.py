@@ -11,6 +11,8 @@ from fastapi.openapi.utils import get_openapi
 from starlette.responses import Response
 
 from asr_serve.protocols import cloned_voices
+from asr_serve.protocols.deepgram.listen_query import RAW_ENCODINGS
+from asr_serve.protocols.deepgram.speak import CONTAINERS, UPLOAD_ENCODINGS
 from asr_serve.protocols.openai.transcription_form import RESPONSE_FORMATS
 from asr_serve.protocols.schemas import forms as heard
 from asr_serve.protocols.schemas import responses
@@ -27,8 +29,8 @@ whisper-asr-webservice's.
 Errors have OpenAI's shape on every route; every answer carries `x-request-id`.
 
 WebSockets are beyond what this document can describe: FunASR's at `/` and `/ws`, OpenAI's at `/v1/realtime`, ours
-at `/v1/stream` and, to speak, at `/v1/audio/speech/stream`. So is `POST /v1/stream`, whose answer comes while its
-body is sent: see docs/protocols.md.
+at `/v1/stream` and, to speak, at `/v1/audio/speech/stream`, Deepgram's at `/v1/listen` and `/v1/speak`. So is
+`POST /v1/stream`, whose answer comes while its body is sent: see docs/protocols.md.
 """
 TAGS = [
     {"name": "Transcription", "description": "Audio to text."},
@@ -213,6 +215,65 @@ def speech_operation(most_characters: int) -> OpenApi:
         "responses": {200: {"description": "The sound.", "content": spoken.speech_response_content()}, **SPEECH_ERRORS},
         "openapi_extra": {"requestBody": {"required": True, "content": {_JSON: body}}},
     }
+
+
+def _parameters(**schemas: Schema) -> list[OpenApi]:
+    """Parameters of a query."""
+    return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in schemas.items()]
+
+
+_NAME: Schema = {"type": "string", "maxLength": 200}
+_FLAG: Schema = {"type": "boolean"}
+_RATE: Schema = {"type": "integer", "minimum": 8_000, "maximum": 48_000}
+LISTEN: OpenApi = {
+    "response_class": Response,
+    "responses": {
+        200: {"description": "The text.", "content": {_JSON: {"schema": ref("DeepgramAnswer")}}},
+        **WORK_ERRORS,
+        **error_response_entry(415, "A form came: the body is the audio."),
+    },
+    "openapi_extra": {
+        "parameters": _parameters(
+            model=_NAME,
+            language=_NAME,
+            detect_language=_FLAG,
+            punctuate=_FLAG,
+            smart_format=_FLAG,
+            numerals=_FLAG,
+            diarize=_FLAG,
+            utterances=_FLAG,
+            paragraphs=_FLAG,
+            keyterm=_NAME,
+            encoding={"enum": list(RAW_ENCODINGS)},
+            sample_rate=_RATE,
+        ),
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        },
+    },
+}
+SPEAK: OpenApi = {
+    "response_class": Response,
+    "responses": {200: {"description": "The sound.", "content": spoken.speech_response_content()}, **SPEECH_ERRORS},
+    "openapi_extra": {
+        "parameters": _parameters(
+            model=_NAME,
+            encoding={"enum": list(UPLOAD_ENCODINGS)},
+            sample_rate=_RATE,
+            container={"enum": list(CONTAINERS)},
+        ),
+        "requestBody": {
+            "required": True,
+            "content": {
+                _JSON: {
+                    "schema": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+                    "example": {"text": "Ever tried. Ever failed. No matter."},
+                }
+            },
+        },
+    },
+}
 
 
 LIVE_ERRORS: OpenApi = {

@@ -242,6 +242,11 @@ class LiveSession:
         return max(0, self.received_samples - done)
 
     @property
+    def scored_samples(self) -> int:
+        """End of the received audio in which speech has been looked for; all of it that is in events is before that."""
+        return min(self._scored_samples, self.received_samples)
+
+    @property
     def due_s(self) -> float | None:
         """Time on `clock` at which to call `advance` even without `wake`, for a partial that was put off; None:
         never."""

@@ -19,6 +19,7 @@ from asr_serve.pipelines.options import (
     check_speakers_not_disabled,
 )
 from asr_serve.protocols.form_fields import FALSE, TRUE, FormFields, parse_word_list, quote_for_message
+from asr_serve.protocols.funasr.runtime import is_runtime_message
 from asr_serve.protocols.speaker_names import speaker_number
 from asr_serve.text import languages
 from asr_serve.types import Segment, suggest_name
@@ -27,8 +28,6 @@ FLAGS = ("spk", "words", "itn")
 """Optional results: speakers, words with times, inverse text normalization. Our extensions, as commands
 (`SPK:true`) and in the query."""
 COMMANDS = ("START", "STOP", "LANGUAGE:", "HOTWORDS:", *(f"{flag.upper()}:" for flag in FLAGS))
-TWO_PASS_KEYS = frozenset({"mode", "is_speaking"})
-"""Keys of FunASR's 2-pass protocol, one in every message; it is refused by name."""
 PLACES = 4
 """Decimal places of a probability."""
 MAX_COMMAND_CHARACTERS = 1 << 20
@@ -113,11 +112,11 @@ def parse_command(text: str) -> Command:
             f"commands are up to {MAX_COMMAND_CHARACTERS} characters long",
             "send audio in binary frames",
         )
-    if _is_two_pass(text):
+    if is_runtime_message(text):
         raise UnsupportedProtocol(
-            "the text is FunASR's older 2-pass protocol, whose first message is JSON with a `mode`",
-            "it is not served here; `/` tells text while somebody speaks, `/ws` after STOP",
-            "send START, samples and STOP, as FunASR's client_python.py does; or use /v1/stream",
+            "the text is one of FunASR's runtime protocol, whose first message is JSON with a `mode`",
+            "a connection has one protocol, and this one has begun with commands",
+            "connect again, or send START, samples and STOP",
         )
     name, colon, value = text.strip().partition(":")
     match name + colon:
@@ -136,18 +135,6 @@ def parse_command(text: str) -> Command:
         f"commands: {', '.join(COMMANDS)}",
         suggest_name((name + colon).upper(), COMMANDS),
     )
-
-
-def _is_two_pass(text: str) -> bool:
-    """Whether a text belongs to FunASR's 2-pass protocol: `{"mode": "2pass", "chunk_size": [5, 10, 5], ...}`, with
-    modes 2pass, online and offline, or its closing message, `{"is_speaking": false}`."""
-    if not text.lstrip().startswith("{"):
-        return False
-    try:
-        message = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return isinstance(message, dict) and not TWO_PASS_KEYS.isdisjoint(message)
 
 
 def _flag(name: str, value: str) -> bool:

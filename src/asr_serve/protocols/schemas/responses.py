@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from asr_serve.protocols.deepgram import listen_response
 from asr_serve.protocols.funasr import asr
 from asr_serve.protocols.openai import events, models, transcription_response
 
@@ -30,6 +31,7 @@ def response_components() -> dict[str, Schema]:
             models.ModelList,
             models.ModelRenewal,
             asr.AsrAnswer,
+            listen_response.DeepgramAnswer,
         ),
         ref_template="#/components/schemas/{name}",
     )

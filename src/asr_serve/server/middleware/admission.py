@@ -113,6 +113,8 @@ class AdmissionTable:
 
 ANONYMOUS = ApiClient("anonymous")
 """Client of all requests where no keys are configured; together they have the limits of one key."""
+KEY_SCHEME_SUBPROTOCOL = "token"
+"""Scheme of Deepgram's clients; a WebSocket may offer it as a subprotocol, followed by the key."""
 CALLER_HEADER, CALLER_FIELD = "x-caller-id", "caller_id"
 MAX_CALLER_CHARACTERS = 256
 DRAIN_RETRY_MS = 5_000
@@ -130,9 +132,10 @@ class ApiKeys:
         self._known += [(_digest(key), ApiClient(f"admin-{n}", admin=True)) for n, key in enumerate(admin_keys, 1)]
 
     def authenticate(self, authorization: str) -> ApiClient:
-        """Client of an `Authorization` header, `Bearer KEY`. Raises InvalidKey."""
+        """Client of an `Authorization` header, `Bearer KEY` or, as Deepgram's clients send it, `Token KEY`. Raises
+        InvalidKey."""
         scheme, _, key = authorization.partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else ""
+        key = key.strip() if scheme.lower() in ("bearer", KEY_SCHEME_SUBPROTOCOL) else ""
         digest, found = _digest(key), None
         for known, client in self._known:
             if hmac.compare_digest(known, digest):
@@ -366,7 +369,10 @@ class AdmissionMiddleware:
         key = headers.get("authorization", "")
         if not key and (keys := parse_qs(scope["query_string"].decode("latin-1")).get("api_key")):
             key = f"Bearer {keys[0]}"  # a browser's WebSocket has no such header
-        for offered in () if key else scope.get("subprotocols", ()):
+        subprotocols = list(scope.get("subprotocols", ()))
+        if not key and len(subprotocols) == 2 and subprotocols[0].lower() in ("bearer", KEY_SCHEME_SUBPROTOCOL):
+            key = f"Bearer {subprotocols[1]}"  # a page with Deepgram's client
+        for offered in () if key else subprotocols:
             if offered.startswith(KEY_SUBPROTOCOL):
                 key = f"Bearer {offered.removeprefix(KEY_SUBPROTOCOL)}"
         context.client = self.admission.keys.authenticate(key)

@@ -19,7 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asr_serve import errors
 from asr_serve.errors import AsrServeError, ClientGone, NoSuchRoute, OptionError
-from asr_serve.protocols.funasr import websocket
+from asr_serve.protocols.deepgram import live_messages
+from asr_serve.protocols.deepgram.listen_query import LISTEN_PATH
+from asr_serve.protocols.deepgram.models import DeepgramProblem
+from asr_serve.protocols.deepgram.speak import SPEAK_PATH
+from asr_serve.protocols.funasr import runtime, websocket
 from asr_serve.protocols.openai import realtime_client_events
 from asr_serve.protocols.openai.events import ErrorAnswer, Problem
 from asr_serve.protocols.openai.realtime_server_events import ServerEventEncoder
@@ -29,6 +33,7 @@ from asr_serve.protocols.wyoming import events as wyoming
 from asr_serve.server.middleware.request_context import CLIENT_GONE, SWITCHING_PROTOCOLS, drain_body, request_context
 
 JSON = "application/json"
+NORMAL_CLOSURE = 1_000
 POLICY, TOO_BIG, INTERNAL_ERROR, SERVICE_RESTART, TRY_AGAIN_LATER = 1_008, 1_009, 1_011, 1_012, 1_013
 """WebSocket close codes."""
 CLOSE_TIMEOUT_S = 2.0
@@ -37,6 +42,8 @@ DRAIN_WEBSOCKET_S = 0.5
 """Time to drain what a WebSocket's client still sends after its last event."""
 RESTART_MS = 2_000
 """Retry time while an engine starts or restarts."""
+
+DEEPGRAM_PATHS = (LISTEN_PATH, SPEAK_PATH)
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +119,8 @@ def problem_for(error: Exception, request_id: str) -> Problem:
     )
 
 
-def error_response(error: Exception, request_id: str) -> Response:
+def error_response(error: Exception, request_id: str, path: str = "") -> Response:
+    """Response to an exception at that path."""
     status = error_mapping(error).status if isinstance(error, AsrServeError) else 500
     headers: dict[str, str] = {}
     if status == 401:
@@ -123,7 +131,11 @@ def error_response(error: Exception, request_id: str) -> Response:
         headers["retry-after-ms"] = str(retry_ms)
     if _is_permanent(error):
         headers["x-should-retry"] = "false"  # OpenAI's clients retry a 500 otherwise
-    return json_error_response(status, problem_for(error, request_id), headers)
+    problem = problem_for(error, request_id)
+    if path in DEEPGRAM_PATHS:
+        body = DeepgramProblem(problem, problem.code or problem.type, problem.message, request_id)
+        return Response(msgspec.json.encode(body), status, headers, JSON)
+    return json_error_response(status, problem, headers)
 
 
 def _is_permanent(error: Exception) -> bool:
@@ -155,6 +167,8 @@ def live_error_event(error: Exception, request_id: str, path: str = "/") -> str:
     if path == realtime_client_events.PATH:
         return ServerEventEncoder(beta=False).error(*realtime_problem(error, request_id))
     problem = problem_for(error, request_id)
+    if path in DEEPGRAM_PATHS:
+        return live_messages.deepgram_error(problem.code or problem.type, problem.message, retry_after_ms(error))
     if path == client_messages.PATH:
         return server_events.stream_error(
             problem.code or problem.type, problem.message, retry_after_ms(error), problem.param
@@ -166,6 +180,12 @@ def live_error_event(error: Exception, request_id: str, path: str = "/") -> str:
     if path == wyoming.PATH:
         return wyoming.encode_error(problem.code or problem.type, problem.message)
     return websocket.error_answer(problem.code or problem.type, problem.message, retry_after_ms(error))
+
+
+def runtime_error_event(error: Exception, request_id: str) -> str:
+    """Error event of FunASR's runtime protocol, which is told from FunASR's other one by its first message."""
+    problem = problem_for(error, request_id)
+    return runtime.runtime_error(problem.code or problem.type, problem.message, retry_after_ms(error))
 
 
 def realtime_problem(error: Exception, request_id: str) -> tuple[Problem, int | None]:
@@ -231,7 +251,7 @@ class ErrorMiddleware:
                 if isinstance(error, errors.Draining):
                     return  # cut off on purpose; granian would log an exception as a failure
                 raise
-            await error_response(error, request_context(scope).request_id)(scope, receive, send)
+            await error_response(error, request_context(scope).request_id, scope["path"])(scope, receive, send)
 
     async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = request_context(scope)
@@ -253,10 +273,14 @@ class ErrorMiddleware:
             )
 
 
+SUBPROTOCOLS = (realtime_client_events.SUBPROTOCOL, "token", "bearer", "binary")
+"""Subprotocols that are accepted: OpenAI's; Deepgram's, which a key follows; FunASR's."""
+
+
 def _subprotocol(scope: Scope) -> str | None:
     """Known subprotocol among those offered; a browser disconnects if none is accepted."""
-    known = realtime_client_events.SUBPROTOCOL
-    return known if known in scope.get("subprotocols", ()) else None
+    offered = scope.get("subprotocols", ())
+    return next((known for known in SUBPROTOCOLS if known in offered), None)
 
 
 async def handle_http_exception(request: Request, error: HTTPException) -> Response:

@@ -123,6 +123,11 @@ class AsyncListener:
     def received_samples(self) -> int:
         return self._session.received_samples
 
+    @property
+    def scored_samples(self) -> int:
+        """End of the received audio in which speech has been looked for."""
+        return self._session.scored_samples
+
     def export_state(self) -> LiveSessionState | None:
         """Returns the state after the events that were passed on; None: not now."""
         return self._session.export_state()

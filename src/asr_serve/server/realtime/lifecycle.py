@@ -21,6 +21,10 @@ from asr_serve.units import samples_to_s
 DRAIN_RETRY_MS = 5_000
 
 
+class _Completed(BaseException):
+    """Outcome of a conversation that has said all there is to say."""
+
+
 class SessionLimits(msgspec.Struct, frozen=True):
     idle_s: float
     """Longest time without a message."""
@@ -69,6 +73,8 @@ class ConnectionLifecycle:
         self._blocked = False
         self.finishing = False
         """Whether the running session takes no more input."""
+        self.completed = False
+        """Whether the protocol, and not the client, ended the conversation."""
         self.end_reason: BaseException | None = None
         """Reason for ending the conversation once the running session is done."""
         self._outcome: BaseException | None = None
@@ -79,8 +85,8 @@ class ConnectionLifecycle:
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> Draining | None:
-        """Runs until the end. Returns None when the client has left, Draining when the server drains. Raises what
-        else ends it, once all earlier events are sent: AtCapacity, IdleTimeout, ClientGone, StepFailed, ..."""
+        """Runs until the end. Returns None when the client has left or all was said, Draining when the server drains.
+        Raises what else ends it, once all earlier events are sent: AtCapacity, IdleTimeout, ClientGone and others."""
         self._main = asyncio.current_task()
         writer = self._start(self._outbox.run())
         self._check_timeouts()
@@ -97,6 +103,8 @@ class ConnectionLifecycle:
                 await cancel_and_wait(*self._tasks)
             finally:  # also when cancelled once more
                 await self._conversation.close()
+        if isinstance(outcome, _Completed):
+            return None
         if outcome is not None and outcome is not self._drain_error:
             raise outcome
         return self._drain_error if outcome is not None else None
@@ -162,6 +170,14 @@ class ConnectionLifecycle:
         if not self._conversation.active:
             self._stop(self.end_reason)
 
+    def complete(self) -> None:
+        """Ends the conversation at once, and well: what has been sent reaches the client before the end."""
+        self.completed = True
+        if asyncio.current_task() is self._main:  # it reads no more
+            self._outcome = self._outcome or _Completed()
+        else:
+            self._stop(_Completed())
+
     # --- reading and time limits ----------------------------------------------------------------------
 
     async def _until_over(self) -> BaseException | None:
@@ -169,7 +185,7 @@ class ConnectionLifecycle:
         assert self._main is not None
         try:
             await self._read()
-            return None
+            return self._outcome
         except asyncio.CancelledError:
             if self._outcome is None:
                 raise
@@ -186,6 +202,8 @@ class ConnectionLifecycle:
         while (message := await self._receive())["type"] != "websocket.disconnect":
             self._last_activity_s = self._loop.time()
             await self._conversation.on_message(message)
+            if self._outcome is not None:
+                return
             if self._outbox.congested:
                 await self.pause_reading(self._outbox.wait_empty())
         self._conversation.on_disconnect(message.get("code"))

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
+from asr_serve.audio.encode.companded_encoder import create_audio_encoder
 from asr_serve.audio.encode.stream_encoder import AudioEncoder, supported_rate_hz
 from asr_serve.config import ServeConfig, voices_dir
 from asr_serve.errors import ClientGone, RequestTimeout, TextTooLong, UnsupportedOption
@@ -95,7 +96,7 @@ class SpeechSynthesizer(NamedTuple):
         lexicon = style.pop("lexicon")
         voice = voices.voice(card, request.voice)
         options = SpeakOptions(voice=voice, rate_hz=rate_hz, **style)
-        return cls(engine, options, lexicon, most_characters, AudioEncoder(request.format, rate_hz))
+        return cls(engine, options, lexicon, most_characters, create_audio_encoder(request.format, rate_hz))
 
     @property
     def voice(self) -> str:
@@ -155,7 +156,7 @@ class SpeechEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, dependencies = request_context(scope), self._dependencies
         FormFields(parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True), QUERY)
-        conversation = self._conversation(receive, send, context, self.begin)
+        conversation = self._conversation(receive, send, context, partial(begin_speech, self._dependencies))
         try:
             with dependencies.admission.on_drain(conversation.drain):
                 error = await conversation.run()
@@ -193,34 +194,34 @@ class SpeechEndpoint:
             )
         model = context.model
         try:
-            return self.begin(context, start)
+            return begin_speech(self._dependencies, context, start)
         finally:
             context.model = model  # the call's own is the one that hears
 
-    def begin(self, context: RequestContext, start: StartSpeech) -> SpeechSession:
-        """Creates the session. Raises AtCapacity, and what `SpeechSynthesizer.resolve` does."""
-        dependencies = self._dependencies
-        speaker = SpeechSynthesizer.resolve(dependencies, start)
-        context.model = speaker.engine.name
-        with contextlib.ExitStack() as resources:
-            resources.enter_context(dependencies.admission.reserve_work())
-            resources.enter_context(speaker.engine.in_use())
-            texts = TextQueue()
-            stream = SpeechStream(
-                dependencies.executor.threads, partial(speaker.start_session, None), speaker.encoder, texts
-            )
-            started = SpeechStarted(
-                model=speaker.engine.name,
-                voice=speaker.voice,
-                format=start.format,
-                sample_rate=speaker.encoder.to_hz,
-                ignored=start.ignored,
-            )
-            return SpeechSession(start, started, texts, stream, resources.pop_all())
+
+def begin_speech(dependencies: SpeechDependencies, context: RequestContext, start: StartSpeech) -> SpeechSession:
+    """Creates the session of a speech. Raises AtCapacity, and what `SpeechSynthesizer.resolve` does."""
+    speaker = SpeechSynthesizer.resolve(dependencies, start)
+    context.model = speaker.engine.name
+    with contextlib.ExitStack() as resources:
+        resources.enter_context(dependencies.admission.reserve_work())
+        resources.enter_context(speaker.engine.in_use())
+        texts = TextQueue()
+        stream = SpeechStream(
+            dependencies.executor.threads, partial(speaker.start_session, None), speaker.encoder, texts
+        )
+        started = SpeechStarted(
+            model=speaker.engine.name,
+            voice=speaker.voice,
+            format=start.format,
+            sample_rate=speaker.encoder.to_hz,
+            ignored=start.ignored,
+        )
+        return SpeechSession(start, started, texts, stream, resources.pop_all())
 
 
-async def _read_body(request: Request, config: ServeConfig) -> bytes:
-    """Reads the body. Raises TextTooLong, RequestTimeout, ClientGone."""
+async def read_speech_body(request: Request, config: ServeConfig) -> bytes:
+    """Reads the body of a request for speech. Raises TextTooLong, RequestTimeout, ClientGone."""
     max_bytes, body = max_body_bytes(config.max_characters), bytearray()
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:
@@ -267,7 +268,7 @@ def routes(dependencies: SpeechDependencies) -> APIRouter:
         """OpenAI's route. The first bytes are sent with the first audio; synthesis waits for slow clients."""
         reject_query_fields(request.url.query, SPEECH_MEMBERS, "the JSON body")
         parsed = parse_speech_request(
-            await _read_body(request, dependencies.config), dependencies.config.max_characters
+            await read_speech_body(request, dependencies.config), dependencies.config.max_characters
         )
         context = request_context(request.scope)
         async with contextlib.AsyncExitStack() as resources:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError, ClientGone, EngineClosed, ModelNotLoaded, OptionError
 from asr_serve.pipelines.offline.transcribe import SegmentDone
 from asr_serve.pipelines.options import TranscribeOptions
-from asr_serve.protocols.form_fields import reject_query_fields
+from asr_serve.protocols.form_fields import errors_named_by_field, reject_query_fields
 from asr_serve.protocols.openai import transcription_form, transcription_response
 from asr_serve.protocols.openai.events import TokenTexts
 from asr_serve.protocols.openai.known_speakers import MAX_KNOWN_SPEAKERS, MAX_REFERENCE_BYTES, REFERENCES_FIELD
@@ -32,8 +32,8 @@ from asr_serve.server.middleware.request_context import RequestContext, request_
 from asr_serve.server.server_sent_events import EVENT_STREAM, StreamedResponse, with_keep_alive
 from asr_serve.server.shadow_transcriber import ShadowTranscriber
 from asr_serve.server.transcription_job import TranscriptionExecutor, TranscriptionJob
-from asr_serve.server.uploads.multipart_form import FILE_FIELD
-from asr_serve.server.uploads.upload import Upload, UploadLimits, read_body
+from asr_serve.server.uploads.multipart_form import FILE_FIELD, MultipartForm
+from asr_serve.server.uploads.upload import BodyFactory, Upload, UploadLimits, read_body
 from asr_serve.types import Transcript
 
 log = logging.getLogger(__name__)
@@ -153,10 +153,15 @@ class UploadTranscription(Generic[RequestT]):
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls, dependencies: TranscriptionDependencies, request: Request, *forms: UploadForm[RequestT]
+        cls,
+        dependencies: TranscriptionDependencies,
+        request: Request,
+        *forms: UploadForm[RequestT],
+        create_body: BodyFactory | None = None,
     ) -> AsyncIterator[UploadTranscription[RequestT]]:
         """Starts reading the request's body. `forms`: of protocols that share the route, told apart by the field of
-        their file. Raises what `__init__` and `Upload.start` do; OptionError for fields in the address."""
+        their file. `create_body`: parser of the body; None: one of multipart forms. Raises what `__init__` and
+        `Upload.start` do; OptionError for fields in the address."""
         context, headers = request_context(request.scope), request.headers
         length = headers.get("content-length", "")
         async with contextlib.AsyncExitStack() as resources:
@@ -169,14 +174,14 @@ class UploadTranscription(Generic[RequestT]):
                 int(length) if length.isdecimal() else None,
                 dependencies.uploads,
                 gone=ClientGone,
-                file_fields=[form.file_field for form in forms],
+                create_body=create_body or partial(MultipartForm, file_fields=[form.file_field for form in forms]),
             )
             resources.push_async_callback(_end, upload)
             form = next((form for form in forms if form.file_field == upload.file_field), forms[0])
             if not form.has_query_fields:
                 reject_query_fields(request.url.query, form.fields, "the form")
             parsed = _parse_fields(upload, form)
-            resources.enter_context(_errors_named_by_field(parsed.option_to_field))
+            resources.enter_context(errors_named_by_field(parsed.option_to_field))
             model_named = parsed.model is not None
             await _load_substitute(dependencies.engines, parsed)
             try:
@@ -358,17 +363,6 @@ def _parse_fields(upload: Upload, form: UploadForm[RequestT]) -> RequestT:
             param=field,
         )
     return form.parse(upload.fields, complete=upload.complete)
-
-
-@contextlib.contextmanager
-def _errors_named_by_field(params: Mapping[str, str]) -> Iterator[None]:
-    """Replaces the option in an OptionError by the name of its field."""
-    try:
-        yield
-    except OptionError as error:
-        if error.param is not None:
-            error.param = params.get(error.param, error.param)
-        raise
 
 
 async def _end(upload: Upload) -> None:

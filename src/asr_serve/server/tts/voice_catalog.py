@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 from asr_serve.errors import UnknownVoice
 from asr_serve.models.registry import TtsCard
+from asr_serve.protocols.deepgram.models import is_deepgram_voice
 from asr_serve.protocols.form_fields import quote_for_message
+from asr_serve.protocols.openai.models import is_openai_speech_model
 from asr_serve.protocols.openai.speech import VoiceEntry
 from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
 from asr_serve.types import suggest_name
@@ -43,6 +45,14 @@ class VoiceCatalog:
         """Engine of the model of that name, or the server's own. Raises UnknownModel, ModelNotLoaded, WrongModel,
         EngineClosed."""
         return self._engines.get_tts(model)
+
+    def model_and_voice(self, name: str | None) -> tuple[str | None, str | None]:
+        """Model and voice of a name that may be either; None: the default, as Deepgram's voices are unless they
+        are aliases."""
+        if name is None or (is_deepgram_voice(name) and name not in self._aliases):
+            return None, None
+        is_model = is_openai_speech_model(name) or self._engines.without_alias(name) in self._engines.known_models()
+        return (name, None) if is_model and name not in self._aliases else (None, name)
 
     def voice(self, card: TtsCard, name: str | None) -> str:
         """Resolves a voice to its own name. Reads a folder if the model supports cloning. Raises UnknownVoice."""

@@ -89,6 +89,9 @@ class MultipartForm:
         except FormParserError as error:
             raise MalformedRequest(f"the body is no well-formed multipart: {error}", todo=_FORM) from error
 
+    def end_of_body(self) -> None:
+        """Does nothing: the closing boundary ends a form."""
+
     def _after_preamble(self, preamble: bytearray, data: bytes) -> bytes:
         preamble += data
         start = preamble.find(f"\r\n--{self._boundary}".encode())

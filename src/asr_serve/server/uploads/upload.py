@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Sequence
-from typing import BinaryIO, cast
+from collections.abc import AsyncIterator, Callable
+from typing import BinaryIO, Protocol, cast
 
 from starlette.types import Receive
 
-from asr_serve.audio.pcm import WAV_HEADER
+from asr_serve.audio.pcm import wav_header
 from asr_serve.errors import AudioTooLarge, Cancelled, ClientGone, MalformedRequest, RequestTimeout
-from asr_serve.server.uploads.multipart_form import FILE_FIELD, FormLimits, MultipartForm
+from asr_serve.server.uploads.multipart_form import FormLimits, MultipartForm
 from asr_serve.server.uploads.spool import Spool, SpoolReader
 
 
@@ -27,6 +27,29 @@ class UploadLimits(FormLimits, frozen=True, kw_only=True):
     """Least mean rate since the start, checked from `idle_timeout_s` on; 0: none."""
     memory_bytes: int = 1 << 20
     """Bytes of the file in memory; the rest goes to disk."""
+
+
+class BodyParser(Protocol):
+    """Parser of a body as it arrives: MultipartForm, RawBody."""
+
+    fields: dict[str, list[str]]
+    has_file: bool
+    file_field: str | None
+    """Name of the field of the file, once it has begun; None where there are no fields."""
+    ended: bool
+    """Whether the body is whole and well-formed."""
+    filename: str | None
+    content_type: str | None
+
+    def write(self, data: bytes) -> None:
+        """Parses more of the body. Raises MalformedRequest, AtCapacity (the disk is full)."""
+
+    def end_of_body(self) -> None:
+        """Takes note that nothing more will come."""
+
+
+BodyFactory = Callable[[str, Spool, FormLimits], BodyParser]
+"""Makes the parser of a body with that Content-Type, whose file goes into the spool."""
 
 
 class Upload:
@@ -52,7 +75,7 @@ class Upload:
         limits: UploadLimits,
         patience_bytes: int,
         gone: type[Exception] | tuple[type[Exception], ...],
-        file_fields: Sequence[str] = (FILE_FIELD,),
+        create_body: BodyFactory,
     ) -> None:
         self.complete = False
         self.handed_over = False
@@ -61,7 +84,7 @@ class Upload:
         self.raw_pcm = False
         self._limits, self._patience_bytes, self._disconnect_error = limits, patience_bytes, gone
         self._spool = Spool(limits.memory_bytes)
-        self._form = MultipartForm(content_type, self._spool, limits, file_fields)
+        self._form = create_body(content_type, self._spool, limits)
         self._file_started, self._prefix_ready = asyncio.Event(), asyncio.Event()
         self._reading = asyncio.create_task(self._read(body))
         self._reading.add_done_callback(self._on_body_read)
@@ -77,20 +100,20 @@ class Upload:
         patience_s: float = 0.05,
         patience_bytes: int = 1 << 20,
         gone: type[Exception] | tuple[type[Exception], ...] = (),
-        file_fields: Sequence[str] = (FILE_FIELD,),
+        create_body: BodyFactory = MultipartForm,
     ) -> Upload:
         """Reads until the file has begun, and then until the body is complete, `patience_bytes` of the file have
         arrived or `patience_s` have passed: a short upload is complete at the return. Without a file, reads all.
 
-        `gone`: exceptions of `body` for a client that disconnects; they become ClientGone. `file_fields`: names of
-        which one may be the file's.
+        `gone`: exceptions of `body` for a client that disconnects; they become ClientGone. `create_body`: parser of
+        the body.
 
         Raises  MalformedRequest, RequestTimeout (a kind of it), AudioTooLarge, ClientGone, AtCapacity (the disk
                 is full)
         """
         if content_length is not None:
             check_body_size(content_length, limits)
-        upload = cls(body, content_type, limits, patience_bytes, gone, file_fields)
+        upload = cls(body, content_type, limits, patience_bytes, gone, create_body)
         with contextlib.ExitStack() as undo:
             undo.callback(upload.close)
             await upload._file_started.wait()
@@ -134,7 +157,7 @@ class Upload:
         It can seek, and knows its size, once the file is whole. Raises OSError when the upload has failed or is
         closed, even for bytes that have arrived: their text is not needed any more.
         """
-        return cast(BinaryIO, SpoolReader(self._spool, WAV_HEADER if self.raw_pcm else b""))
+        return cast(BinaryIO, SpoolReader(self._spool, wav_header() if self.raw_pcm else b""))
 
     async def finish(self) -> None:
         """Waits until the body is complete. Raises what `start` does; Cancelled if closed meanwhile."""
@@ -160,6 +183,7 @@ class Upload:
                 self._file_started.set()
             if self._spool.size_bytes >= self._patience_bytes:
                 self._prefix_ready.set()
+        self._form.end_of_body()
         if not self._form.ended:
             raise MalformedRequest(
                 f"the body ends after {self.received_bytes} bytes, before its closing boundary",

@@ -8,8 +8,9 @@ An invalid message is answered with an error event and changes nothing.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, MutableMapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from starlette.types import Receive
@@ -18,6 +19,7 @@ from asr_serve import units
 from asr_serve.audio.pcm import SAMPLE_BYTES, Pcm16Assembler
 from asr_serve.errors import AsrServeError, AudioTooLarge, MalformedRequest, OptionError, OutOfTurn
 from asr_serve.protocols.funasr import websocket
+from asr_serve.protocols.funasr.runtime import is_runtime_message
 from asr_serve.protocols.funasr.websocket import (
     FlagCommand,
     FunAsrOptions,
@@ -26,9 +28,13 @@ from asr_serve.protocols.funasr.websocket import (
     StartCommand,
     StopCommand,
 )
+from asr_serve.protocols.sherpa_onnx.messages import guess_protocol
 from asr_serve.server.realtime.lifecycle import ConnectionLifecycle, SessionLimits, cancel_and_wait
 from asr_serve.server.realtime.outbox import Outbox
 
+OtherProtocol = Literal["runtime", "sherpa_online", "sherpa_offline"]
+MAX_SILENCE_BYTES = 1 << 22
+"""Zeros that wait for what follows: a minute of floating point samples."""
 SLICE_BYTES = units.RATE_HZ * SAMPLE_BYTES
 """Bytes of a large frame that are written before `full` is checked again."""
 
@@ -95,6 +101,14 @@ class FunAsrConversation:
         self._session: FunAsrSession | None = None
         self._session_task: asyncio.Task[None] | None = None
         self._began_s = 0.0
+        self._silence_bytes = 0
+        """Zeros before anything else."""
+        self._started = False
+        """Whether a session has ever begun."""
+        self.other_protocol: OtherProtocol | None = None
+        """Protocol of the first message, where it is another: the conversation has ended, and one of that goes on."""
+        self._first_messages = list[MutableMapping[str, Any]]()
+        """Messages for the conversation that goes on."""
         self._reported_not_started = False
         self._options = self._session_options = options
         """Options requested last, and those requested when the session started."""
@@ -105,6 +119,15 @@ class FunAsrConversation:
         """Whether the client left before all its text was sent."""
         self.disconnect_code: int | None = None
         """Close code of the client; 1005 when it sent none."""
+
+    def receive_again(self, receive: Receive) -> Receive:
+        """Returns a `receive` for the conversation that goes on: it begins with what came first."""
+        first = deque(self._first_messages)
+
+        async def receive_next() -> MutableMapping[str, Any]:
+            return first.popleft() if first else await receive()
+
+        return receive_next
 
     # --- connection lifecycle -------------------------------------------------------------------------
 
@@ -154,8 +177,29 @@ class FunAsrConversation:
 
     # --- messages -------------------------------------------------------------------------------------
 
+    def _hand_over(self, protocol: OtherProtocol, message: MutableMapping[str, Any]) -> None:
+        """Ends the conversation for one of another protocol, which begins with that message."""
+        self.other_protocol = protocol
+        self._first_messages.append(message)
+        self._lifecycle.complete()
+
+    def _is_handed_over(self, frame: bytes) -> bool:
+        """Whether audio before any command is of a client of sherpa-onnx, or may be: zeros wait for what follows."""
+        found = None if self._started or self._reported_not_started else guess_protocol(frame)
+        if found == "silence" and self._silence_bytes + len(frame) <= MAX_SILENCE_BYTES:
+            self._silence_bytes += len(frame)
+            self._first_messages.append({"type": "websocket.receive", "bytes": frame})
+            return True
+        if found is None or found == "silence":
+            self._first_messages.clear()
+            return False
+        self._hand_over(found, {"type": "websocket.receive", "bytes": frame})
+        return True
+
     async def _audio(self, frame: bytes) -> None:
         session = self._session
+        if session is None and self._is_handed_over(frame):
+            return
         if session is None or self._lifecycle.finishing:
             if not self._reported_not_started and self._lifecycle.end_reason is None:
                 self._reported_not_started = True
@@ -182,6 +226,9 @@ class FunAsrConversation:
         self._lifecycle.check_audio_limit(session.received_samples)
 
     async def _text(self, text: str) -> None:
+        if not self._started and is_runtime_message(text):
+            self._hand_over("runtime", {"type": "websocket.receive", "text": text})
+            return
         match websocket.parse_command(text):
             case StartCommand():
                 await self._start()
@@ -248,7 +295,8 @@ class FunAsrConversation:
     def _start_session(self, options: FunAsrOptions) -> None:
         language = self._session_factory.resolve_language(options.language)
         session = self._session_factory.start(msgspec.structs.replace(options, language=language), self._outbox)
-        self._session, self._reported_not_started = session, False
+        self._session, self._reported_not_started, self._started = session, False, True
+        self._first_messages.clear()
         self._session_options = options
         self._pcm = Pcm16Assembler()
         self._began_s = self._loop.time()

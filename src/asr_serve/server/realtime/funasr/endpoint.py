@@ -10,25 +10,35 @@ import msgspec
 from starlette.routing import WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
+from asr_serve.audio.pcm import wav_header
 from asr_serve.audio.silence_schedule import SilenceSchedule
 from asr_serve.governance.rollback_monitor import RequestKind
 from asr_serve.metrics import LiveRouteMetrics
-from asr_serve.pipelines.options import SPEAKER_COUNT_FIELDS, ListenOptions
+from asr_serve.pipelines.options import SPEAKER_COUNT_FIELDS, ListenOptions, TranscribeOptions
 from asr_serve.pipelines.segments import resolve_language
 from asr_serve.protocols.form_fields import FormFields
 from asr_serve.protocols.funasr.websocket import FLAGS, FunAsrOptions
 from asr_serve.server.caller_models import CallerModels, RequestWatch
 from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
 from asr_serve.server.middleware.admission import CALLER_FIELD, AdmissionClass, admitted_as
-from asr_serve.server.middleware.error_handlers import live_error_event
+from asr_serve.server.middleware.error_handlers import (
+    NORMAL_CLOSURE,
+    close_websocket,
+    live_error_event,
+    runtime_error_event,
+)
 from asr_serve.server.middleware.request_context import RequestContext, request_context
 from asr_serve.server.realtime.endpoint import LiveDependencies, run_conversation
 from asr_serve.server.realtime.funasr.conversation import FunAsrConversation, FunAsrSession
 from asr_serve.server.realtime.funasr.offline_session import FunAsrOfflineSession
 from asr_serve.server.realtime.funasr.realtime_session import FunAsrRealtimeSession
+from asr_serve.server.realtime.funasr.runtime_conversation import FunAsrRuntimeConversation
+from asr_serve.server.realtime.funasr.runtime_session import EngineRuntimeSessionFactory
 from asr_serve.server.realtime.funasr.session_defaults import FunAsrSessionDefaults, validate_options
 from asr_serve.server.realtime.lifecycle import SessionLimits
 from asr_serve.server.realtime.outbox import OUTBOX_SEND_TIMEOUT_S, Outbox
+from asr_serve.server.realtime.sherpa_onnx.conversation import SherpaConversation
+from asr_serve.server.realtime.sherpa_onnx.sessions import EngineSherpaSessionFactory
 
 REALTIME_PATH, OFFLINE_PATH = "/", "/ws"
 QUERY = ("model", "api_key", CALLER_FIELD, *FLAGS, *SPEAKER_COUNT_FIELDS)
@@ -50,7 +60,7 @@ class EngineFunAsrSessionFactory:
         kind: RequestKind,
     ) -> None:
         """Raises UnknownModel, ModelNotLoaded, EngineClosed, NotAllowed."""
-        self._models, self._kind = CallerModels(engines, context), kind
+        self.models, self._kind = CallerModels(engines, context), kind
         self._model, self._visit, self._begin = model, context, begin
         _ = self.engine
 
@@ -62,27 +72,31 @@ class EngineFunAsrSessionFactory:
 
     def start(self, options: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
         engine = self.engine
-        return self._begin(engine, options, outbox, self._models.watch(self._model, self._kind))
+        return self._begin(engine, options, outbox, self.models.watch(self._model, self._kind))
 
     @property
     def engine(self) -> ModelEngine:
         """Engine of the requested model. Raises UnknownModel, ModelNotLoaded, EngineClosed."""
-        engine = self._models.get(self._model)
+        engine = self.models.get(self._model)
         self._visit.model = engine.name
         return engine
+
+
+def _listen_options(fields: FormFields) -> ListenOptions:
+    """Options of live sessions that a query has. Raises OptionError."""
+    partial_ms, schedule = fields.integer("partial_ms", 100, 60_000), fields.text("silence_schedule")
+    return ListenOptions(
+        partial_ms=ListenOptions().partial_ms if partial_ms is None else partial_ms,
+        max_segment_ms=fields.integer("max_segment_ms", 1_000, 86_400_000),
+        silence_schedule=None if schedule is None else SilenceSchedule.from_text(schedule),
+    )
 
 
 def _realtime(
     dependencies: LiveDependencies, fields: FormFields, context: RequestContext, meter: LiveRouteMetrics
 ) -> StartFunAsrSession:
-    partial_ms = fields.integer("partial_ms", 100, 60_000)
-    schedule = fields.text("silence_schedule")
     only_new = fields.choice("sentences", ("all", "new")) == "new"
-    options = ListenOptions(
-        partial_ms=ListenOptions().partial_ms if partial_ms is None else partial_ms,
-        max_segment_ms=fields.integer("max_segment_ms", 1_000, 86_400_000),
-        silence_schedule=None if schedule is None else SilenceSchedule.from_text(schedule),
-    )
+    options = _listen_options(fields)
 
     def begin(engine: ModelEngine, requested: FunAsrOptions, outbox: Outbox, watch: RequestWatch) -> FunAsrSession:
         chosen = msgspec.structs.replace(options, **requested.pipeline_options())
@@ -105,8 +119,16 @@ def _offline(
     dependencies: LiveDependencies, fields: FormFields, context: RequestContext, meter: LiveRouteMetrics
 ) -> StartFunAsrSession:
     def begin(engine: ModelEngine, options: FunAsrOptions, outbox: Outbox, watch: RequestWatch) -> FunAsrSession:
+        chosen = TranscribeOptions(priority="interactive", **options.pipeline_options())
         return FunAsrOfflineSession(
-            dependencies.executor, engine, dependencies.admission.reserve_work(), options, context, meter, watch
+            dependencies.executor,
+            engine,
+            dependencies.admission.reserve_work(),
+            chosen,
+            context,
+            meter,
+            watch,
+            wav_header(),
         )
 
     return begin
@@ -147,6 +169,30 @@ class FunAsrEndpoint:
             self._defaults.apply(factory.engine, FunAsrOptions.from_query(fields)),
         )
         await run_conversation(conversation, dependencies.admission, context, receive, send)
+        again = conversation.receive_again(receive)
+        models, model, options = factory.models, fields.text("model"), _listen_options(fields)
+        match conversation.other_protocol:
+            case "runtime":
+                runtime = FunAsrRuntimeConversation(
+                    again,
+                    Outbox(send, OUTBOX_SEND_TIMEOUT_S),
+                    EngineRuntimeSessionFactory(dependencies, models, model, context, self._meter, options),
+                    self._limits,
+                    partial(runtime_error_event, request_id=context.request_id),
+                )
+                await run_conversation(runtime, dependencies.admission, context, receive, send)
+            case "sherpa_online" | "sherpa_offline" as protocol:
+                sherpa = SherpaConversation(
+                    again,
+                    Outbox(send, OUTBOX_SEND_TIMEOUT_S),
+                    EngineSherpaSessionFactory(dependencies, models, model, context, self._meter, options),
+                    self._limits,
+                    partial(live_error_event, request_id=context.request_id),
+                    live=protocol == "sherpa_online",
+                )
+                await run_conversation(sherpa, dependencies.admission, context, receive, send)
+                if sherpa.completed:
+                    await close_websocket(receive, send, NORMAL_CLOSURE)
 
 
 def routes(dependencies: LiveDependencies, defaults: FunAsrSessionDefaults) -> list[WebSocketRoute]:

@@ -1,0 +1,1 @@
+"""Protocols of sherpa-onnx's WebSocket servers, streaming and offline."""

@@ -1,0 +1,1 @@
+"""Deepgram's live transcription: the WebSocket `/v1/listen`."""

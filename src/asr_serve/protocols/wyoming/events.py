@@ -16,7 +16,6 @@ from asr_serve.protocols.wyoming.framing import WyomingEvent, encode_event
 PATH = "/wyoming"
 """Route in logs and metrics. No URL leads there."""
 PROGRAM = "asr-serve"
-WEBSITE = "https://pypi.org/project/asr-serve/"
 MAX_NAMES = 1_000
 """Names and terms of one request."""
 RATES_HZ = (8_000, 48_000)
@@ -213,17 +212,17 @@ class WyomingModel(msgspec.Struct, frozen=True):
     languages: tuple[str, ...]
     description: str
     source: str
-    """Who made it."""
+    """Paper or program that it comes from."""
     url: str
 
 
 def encode_info(version: str, models: Iterable[WyomingModel], voices: Iterable[WyomingModel]) -> bytes:
-    """What is served. Wake words and intents are not."""
+    """The event `info`: models and voices; wake words and intents are not served."""
     recognizers, speakers = [_artifact(each, version) for each in models], [_artifact(each, version) for each in voices]
     program = {
         "name": PROGRAM,
         "description": "Speech recognition and synthesis",
-        "attribution": {"name": PROGRAM, "url": WEBSITE},
+        "attribution": {"name": PROGRAM, "url": ""},
         "installed": True,
         "version": version,
     }

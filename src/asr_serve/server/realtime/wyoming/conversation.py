@@ -243,7 +243,7 @@ class _Transcription:
         self._outbox, self._rate_hz, self._pcm = outbox, form.rate, decoder
         self._texts: list[str] = []
         self._sent = ""
-        """What was sent of the open segment."""
+        """Text of the open segment that was sent."""
         self._language = ""
         self._finished = False
 

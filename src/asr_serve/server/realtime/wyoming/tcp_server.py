@@ -62,8 +62,6 @@ class WyomingServer:
             await self._app(_scope(writer), socket.receive, socket.send)
         except asyncio.CancelledError:
             pass  # by `close`
-        except Exception:
-            log.exception("a Wyoming connection failed")
         finally:
             self._connections.discard(task)
             writer.close()

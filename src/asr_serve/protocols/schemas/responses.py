@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from asr_serve.protocols.funasr import asr
-from asr_serve.protocols.openai import events, models, transcription_response
+from asr_serve.protocols.openai import batches, events, models, transcription_response
 
 Schema = dict[str, Any]
 
@@ -30,6 +30,9 @@ def response_components() -> dict[str, Schema]:
             models.ModelList,
             models.ModelRenewal,
             asr.AsrAnswer,
+            batches.FileList,
+            batches.FileDeleted,
+            batches.BatchList,
         ),
         ref_template="#/components/schemas/{name}",
     )

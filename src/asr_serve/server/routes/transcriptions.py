@@ -176,7 +176,7 @@ class UploadTranscription(Generic[RequestT]):
             if not form.has_query_fields:
                 reject_query_fields(request.url.query, form.fields, "the form")
             parsed = _parse_fields(upload, form)
-            resources.enter_context(_errors_named_by_field(parsed.option_to_field))
+            resources.enter_context(errors_named_by_field(parsed.option_to_field))
             model_named = parsed.model is not None
             await _load_substitute(dependencies.engines, parsed)
             try:
@@ -256,7 +256,7 @@ class UploadTranscription(Generic[RequestT]):
 
     def _model_name(self, request: RequestT) -> str | None:
         """Name of the model that serves a request: the one that it names, or one in place of the default."""
-        return self._dependencies.engines.substitute(request.model, _needs(request)) or request.model
+        return self._dependencies.engines.substitute(request.model, recognition_needs(request)) or request.model
 
     def _use(self, engine: FileEngine) -> None:
         """Sets `engine`, and holds this one, and no other, in use."""
@@ -336,13 +336,14 @@ class UploadTranscription(Generic[RequestT]):
         await self._job.wait_closed()
 
 
-def _needs(request: ParsedForm) -> ModelNeeds:
+def recognition_needs(request: ParsedForm) -> ModelNeeds:
+    """Needs by which a request of no named model is served by another than the default one."""
     return ModelNeeds(request.options.language, request.options.task, request.detects_language)
 
 
 async def _load_substitute(engines: EngineRegistry, request: ParsedForm) -> None:
     """Loads the model that serves a request in place of the default one, if there is one. Raises errors of loading."""
-    await engines.load_substitute(request.model, _needs(request))
+    await engines.load_substitute(request.model, recognition_needs(request))
 
 
 def _parse_fields(upload: Upload, form: UploadForm[RequestT]) -> RequestT:
@@ -361,7 +362,7 @@ def _parse_fields(upload: Upload, form: UploadForm[RequestT]) -> RequestT:
 
 
 @contextlib.contextmanager
-def _errors_named_by_field(params: Mapping[str, str]) -> Iterator[None]:
+def errors_named_by_field(params: Mapping[str, str]) -> Iterator[None]:
     """Replaces the option in an OptionError by the name of its field."""
     try:
         yield

@@ -23,7 +23,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 BASE_UNITS = {"seconds", "bytes", "ratio"}
 COUNTED = {"requests", "rejections", "rows", "pages", "sessions", "slots", "tokens"}
 COUNTED |= {"packets", "datagrams", "peers", "batches", "failures", "entries", "moves", "writes", "migrations"}
-COUNTED |= {"routes", "rollbacks", "words"}
+COUNTED |= {"routes", "rollbacks", "words", "lines", "notices"}
 COUNTED |= {"fallbacks", "steps", "restarts", "waits", "partials", "resumes", "sleeps", "streams", "evictions"}
 SPOKEN_FOR = {
     "asr_serve_requests_in_flight",

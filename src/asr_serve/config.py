@@ -331,6 +331,48 @@ class GovernanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             )
 
 
+class BatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Files and batches of /v1/files and /v1/batches, which outlive the server.
+
+    Raises OptionError for a value of the wrong type or out of range.
+    """
+
+    enabled: bool = True
+    """Whether to serve /v1/files and /v1/batches. Nothing is written before a client uploads a file there."""
+    folder: NonEmptyText | None = None
+    """Folder of the files and the queue of batches, on a local disk, for one server at a time. None: asr-serve/batch in
+    the user's data folder (XDG_DATA_HOME)."""
+    concurrent_lines: Annotated[int, Meta(ge=1, le=4_096)] = 4
+    """Lines of all batches in work at once, with the priority bulk: those of callers come first. The default suits two
+    cores; a GPU needs more to be busy."""
+    max_bytes: PositiveInt = 32 << 30
+    """Bytes of all files and answers together; an upload that does not fit is refused."""
+    bytes_per_key: PositiveInt = 16 << 30
+    """Bytes of the files and answers of one API key."""
+    files_per_key: PositiveInt = 200_000
+    """Files of one API key, those of answers included."""
+    batches_per_key: PositiveInt = 100
+    """Batches of one API key that have not ended; one more is refused with a retry time."""
+    keep_s: PositiveFloat = 30 * 86_400.0
+    """Seconds after which a file is deleted, unless it is the input of a batch that has not ended, and after which an
+    ended batch is forgotten."""
+    webhook: Url | None = None
+    """URL to which the end of every batch is posted. None: none is."""
+    webhook_key_file: NonEmptyText | None = None
+    """File with the key by which those posts are signed, in the way of Standard Webhooks: whsec_BASE64. None: they
+    are not signed."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        if self.webhook is None and self.webhook_key_file is not None:
+            raise OptionError(
+                f"webhook_key_file={self.webhook_key_file!r} without webhook",
+                "both, or the webhook alone",
+                "set batch.webhook",
+                param="webhook_key_file",
+            )
+
+
 AUTO_MODEL, NO_MODEL = "auto", "none"
 """Values of `auto_model`; the first of `model` too."""
 
@@ -482,6 +524,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Calls over WebRTC."""
     governance: GovernanceConfig = GovernanceConfig()
     """Policy by which models are rolled out."""
+    batch: BatchConfig = BatchConfig()
+    """Files and batches."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -629,6 +673,13 @@ def voices_dir(chosen: str | None) -> Path:
     if chosen:
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "asr-serve" / "voices"
+
+
+def batch_dir(chosen: str | None) -> Path:
+    """Folder of files and batches: `BatchConfig.folder`, else XDG_DATA_HOME/asr-serve/batch."""
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "asr-serve" / "batch"
 
 
 def native_kernels_enabled() -> bool:

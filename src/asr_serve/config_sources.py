@@ -26,6 +26,7 @@ from asr_serve import config
 from asr_serve.config import (
     NON_SETTING_VARIABLES,
     PREFIX,
+    BatchConfig,
     EngineConfig,
     GovernanceConfig,
     ServeConfig,
@@ -39,11 +40,13 @@ SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(T
 """Suffixes after the prefix of variables that Kubernetes sets in pods beside a service called asr-serve."""
 
 
-TABLES: dict[str, type[EngineConfig] | type[SessionsConfig] | type[WebRtcConfig] | type[GovernanceConfig]] = {
+SettingsTable = EngineConfig | SessionsConfig | WebRtcConfig | GovernanceConfig | BatchConfig
+TABLES: dict[str, type[SettingsTable]] = {
     "engine": EngineConfig,
     "sessions": SessionsConfig,
     "webrtc": WebRtcConfig,
     "governance": GovernanceConfig,
+    "batch": BatchConfig,
 }
 """Settings of ServeConfig that are tables of settings."""
 

@@ -215,6 +215,26 @@ class UnknownJob(RequestError):
     """No cloning job of that number, or no longer."""
 
 
+class UnknownFile(RequestError):
+    """No file of that id of this key's, or not any more."""
+
+
+class UnknownBatch(RequestError):
+    """No batch of that id of this key's, or not any more."""
+
+
+class FileInUse(RequestError):
+    """A file that a batch still reads."""
+
+
+class BatchEnded(RequestError):
+    """A change of a batch that has ended."""
+
+
+class QuotaExceeded(RequestError):
+    """More files or bytes than this key, or this server, may keep."""
+
+
 class EventsExpired(RequestError):
     """The live session exists, but events that its client missed have been dropped."""
 

@@ -243,6 +243,17 @@ class SessionStoreMetrics(NamedTuple):
     rewritten: Counter
 
 
+class BatchMetrics(NamedTuple):
+    """Metrics of /v1/files and /v1/batches."""
+
+    lines: Counter
+    batches: Counter
+    open_batches: Gauge
+    waiting_lines: Gauge
+    stored_bytes: Gauge
+    notices: Counter
+
+
 class GovernanceMetrics(NamedTuple):
     """Metrics of the routes of a policy."""
 
@@ -394,6 +405,22 @@ class ServerMetrics:
         self.ring_depth = gauge("asr_serve_ring_depth", "Slots written and not yet read.", ("model",))
         self.ring_full_waits = counter(
             "asr_serve_ring_full_waits_total", "Times the server waited for a free slot.", ("model",)
+        )
+        self.batch = BatchMetrics(
+            counter(
+                "asr_serve_batch_lines_total",
+                "Lines of batches that were answered: completed, or failed by an error of their own.",
+                ("endpoint", "outcome"),
+            ),
+            counter("asr_serve_batches_total", "Batches that ended, by their last status.", ("endpoint", "status")),
+            gauge("asr_serve_batch_open_batches", "Batches that have not ended."),
+            gauge("asr_serve_batch_waiting_lines", "Lines of batches without an answer."),
+            gauge("asr_serve_batch_stored_bytes", "Bytes of the files and answers of /v1/files and /v1/batches."),
+            counter(
+                "asr_serve_batch_webhook_notices_total",
+                "Ends of batches for the webhook: delivered, or dropped after days of attempts.",
+                ("outcome",),
+            ),
         )
         self.governance = GovernanceMetrics(
             counter(

@@ -19,7 +19,15 @@ from prometheus_client.parser import text_string_to_metric_families
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 AUDIENCES = {
     "caller": ["Service level", "Traffic", "Latency", "Live", "Speech", "Calls over WebRTC"],
-    "operator": ["Engine", "Errors and rejections", "Peers", "Below the device", "Stored sessions", "Governance"],
+    "operator": [
+        "Engine",
+        "Errors and rejections",
+        "Peers",
+        "Below the device",
+        "Stored sessions",
+        "Governance",
+        "Batches",
+    ],
     "capacity": ["Scaling", "Limits", "Throughput", "What was heard before"],
 }
 """Dashboards, by whom they are for, with their rows."""

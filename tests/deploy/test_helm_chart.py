@@ -85,7 +85,7 @@ def test_the_schema_is_that_of_the_servers_config() -> None:
 def test_the_schema_has_every_setting_but_those_that_the_chart_makes() -> None:
     definitions = json.loads(SCHEMA.read_text())["$defs"]
     tables = {"": "ServeConfig", "engine": "EngineConfig", "sessions": "SessionsConfig", "webrtc": "WebRtcConfig"}
-    tables["governance"] = "GovernanceConfig"
+    tables |= {"governance": "GovernanceConfig", "batch": "BatchConfig"}
     for name in all_settings():
         table, _, field = name.rpartition(".")
         made = field in BY_THE_CHART.get(tables[table], ())
@@ -212,6 +212,7 @@ def test_every_setting_reaches_the_server_as_it_is(helm: Any, tmp_path: Path) ->
             ("sessions", "SessionsConfig", made["sessions"]),
             ("webrtc", "WebRtcConfig", made["webrtc"]),
             ("governance", "GovernanceConfig", made["governance"]),
+            ("batch", "BatchConfig", made["batch"]),
         )
     }
     settings = {**defaults.pop(""), **defaults}

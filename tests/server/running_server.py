@@ -21,7 +21,7 @@ from openai import OpenAI
 from through_cluster import STARTED, THROUGH_CLUSTER
 
 from asr_serve import __version__
-from asr_serve.config import EngineConfig, ServeConfig
+from asr_serve.config import BatchConfig, EngineConfig, ServeConfig
 from asr_serve.errors import AsrServeError
 from asr_serve.metrics import ServerMetrics
 from asr_serve.models.auxiliary import eres2net, pyannote
@@ -143,6 +143,7 @@ def ingress_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[IngressHo
 def serve(request: pytest.FixtureRequest) -> Iterator[Callable[..., Running]]:
     """`serve(api_keys=(...,))`: a server with these settings. It is stopped at the end."""
     through_cluster = request.config.getoption(THROUGH_CLUSTER)
+    folders = request.getfixturevalue("tmp_path_factory").mktemp("batch")
     running: list[Any] = []
 
     def start(**settings: Any) -> Running:
@@ -152,9 +153,9 @@ def serve(request: pytest.FixtureRequest) -> Iterator[Callable[..., Running]]:
                 STARTED.servers.append(running[-1])
         else:
             parts = request.getfixturevalue("parts")
-            running.append(
-                Running(ServeConfig(**{"voice": "none", "auto_model": "none"} | settings), lambda name, config: parts)
-            )
+            batch = BatchConfig(folder=str(folders / str(len(running))))
+            defaults = {"voice": "none", "auto_model": "none", "batch": batch}
+            running.append(Running(ServeConfig(**defaults | settings), lambda name, config: parts))
         made: Running = running[-1]
         return made
 

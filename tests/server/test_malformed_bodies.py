@@ -87,7 +87,7 @@ BODIES: dict[str, tuple[bytes, str | None, str]] = {
     "bytes in a name": (part(b'Content-Disposition: form-data; name="caf\xe9"'), FORM, "not UTF-8"),
     "no name": (part(b"Content-Disposition: form-data"), FORM, "has no name"),
     "no header": (part(b""), FORM, "has no name|well-formed"),
-    "two files": (parts()[:-len(FORM_END)] + parts(), FORM, "a second file came"),
+    "two files": (parts()[:-len(FORM_END)] + parts(), FORM, "a second file came|more than 1 files came"),
     "a file elsewhere": (parts().replace(b'"file"', b'"audio"'), FORM, "a file came as the field 'audio'"),
     "a list of files": (parts().replace(b'"file"', b'"file[]"'), FORM, "a file came as the field 'file\\[\\]'"),
     "base64": (part(b'Content-Disposition: form-data; name="file"; filename="a"\r\n'

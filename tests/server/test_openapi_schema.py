@@ -30,6 +30,12 @@ PATHS = (
     "/v1/listen",
     "/v1/speak",
     "/v1/audio/voices",
+    "/v1/files",
+    "/v1/files/{file_id}",
+    "/v1/files/{file_id}/content",
+    "/v1/batches",
+    "/v1/batches/{batch_id}",
+    "/v1/batches/{batch_id}/cancel",
     "/v1/voices",
     "/v1/voices/jobs",
     "/v1/voices/jobs/{job}",
@@ -51,6 +57,8 @@ OPEN = ("/asr", "/v1/audio/speech", "/v1/models/{model}", "/v1/models/{model}/lo
 """One path of each kind, for which the server without keys is asked in `make test`."""
 OPEN_TOO = (ROUTE, "/v1/voices", "/v1/models/{model}/unload")
 """Others for which it is asked in `make test-slow`."""
+LATER = tuple(path for path in PATHS if path.startswith(("/v1/files/", "/v1/batches/")))
+"""Those that `make test-all` asks alone: they answer 404 to what is random."""
 KEY = "secret-boss"
 """An administrator's, so that load, unload and renew get to their names. Those are random: nothing is unloaded."""
 
@@ -122,6 +130,8 @@ def read(server: Running) -> Document:
 
 
 def tier(path: str, keys: bool) -> Sequence[pytest.MarkDecorator]:
+    if path in LATER:
+        return [pytest.mark.slow, pytest.mark.exhaustive]
     if keys or path in OPEN:
         return ()
     return [pytest.mark.slow] if path in OPEN_TOO else [pytest.mark.slow, pytest.mark.exhaustive]

@@ -206,6 +206,15 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 "govern models on a server of its own: asr-serve serve",
                 param="governance.policy",
             )
+        if values.get("batch.enabled", SettingValue(False, "")).value:
+            # Each ingress would have files and batches of its own.
+            raise OptionError(
+                "serve: batch.enabled",
+                "no batches in a cluster: their files and queue are in a folder of one server",
+                "run batches on a server of its own: asr-serve serve",
+                param="batch.enabled",
+            )
+        values["batch.enabled"] = SettingValue(False, "a cluster")
         names = [each.model for each in self.served]
         values["model"] = SettingValue(names[0], "models")
         values["more_models"] = SettingValue(tuple(names[1:]), "models")

@@ -13,7 +13,6 @@ from msgspec import Meta
 from asr_serve.edge.packet_driver import GATHER_MS
 from asr_serve.edge.payload_format import parse_payload_types
 from asr_serve.edge.sip_config import SipConfig, load_sip_config
-from asr_serve.edge.webhook import read_webhook_secret
 from asr_serve.errors import OptionError, UnknownOption
 from asr_serve.protocols.stream.client_messages import QUERY, RESUME, START, NewSessionRequest, parse_query
 from asr_serve.toml_file import read_toml
@@ -28,6 +27,7 @@ from asr_serve.types import (
     is_loopback,
     suggest_name,
 )
+from asr_serve.webhook import read_webhook_secret
 
 UplinkName = Literal["websocket", "http2"]
 DriverName = Literal["auto", "af_xdp", "recvmmsg"]

@@ -31,10 +31,10 @@ from asr_serve.edge.speech_gate import GateOutput
 from asr_serve.edge.srtp import SrtpKey, SrtpReceiver, checked_key
 from asr_serve.edge.uplink import Uplink, encode_event
 from asr_serve.edge.uplink_transport import UplinkTransport
-from asr_serve.edge.webhook import Webhook
 from asr_serve.errors import AtCapacity, OptionError, SessionExpired, UnknownSession
 from asr_serve.metrics import EdgeMetrics
 from asr_serve.units import samples_to_s
+from asr_serve.webhook import Webhook
 
 RECEIVE_MS = 10
 TICK_S = 0.02

@@ -17,6 +17,9 @@ from asr_serve import __version__
 from asr_serve.config import ServeConfig
 from asr_serve.metrics import ServerMetrics
 from asr_serve.server import openapi
+from asr_serve.server.batch import routes as batch_routes
+from asr_serve.server.batch.batch_queue import BatchQueue
+from asr_serve.server.batch.line_runner import LineRunner
 from asr_serve.server.console import pages
 from asr_serve.server.engine_registry import EngineRegistry
 from asr_serve.server.middleware import error_handlers
@@ -70,10 +73,18 @@ def create_app(
         await streams.start()
         if wyoming is not None:
             await wyoming.start()
-        with gate.on_drain(streams.drain), gate.on_drain(voice_dependencies.clonings.drain):
+        if full_server:
+            await batches.start()
+        with (
+            gate.on_drain(streams.drain),
+            gate.on_drain(voice_dependencies.clonings.drain),
+            gate.on_drain(batches.drain),
+        ):
             yield
         if wyoming is not None:
             await wyoming.close()
+        await batches.close()
+        line_executor.close()
         await voice_dependencies.clonings.close()
         await streams.close()
         await calls.close()
@@ -82,6 +93,8 @@ def create_app(
 
     voice_dependencies = voices.VoiceDependencies.create(config, engines)
     speech_dependencies = speech.SpeechDependencies.create(config, engines, gate, executor)
+    line_executor = TranscriptionExecutor(config.batch.concurrent_lines)
+    batches = BatchQueue(config.batch, LineRunner(config, engines, line_executor, speech_dependencies), metrics.batch)
     calls = CallManager(
         dependencies,
         speech.SpeechEndpoint(speech_dependencies).call_conversation,
@@ -121,6 +134,7 @@ def create_app(
             deepgram.listen_routes(uploads),
             deepgram.speak_routes(speech_dependencies),
             voices.routes(voice_dependencies),
+            batch_routes.routes(batch_routes.BatchDependencies.create(config, batches)),
             models.routes(engines, admins=bool(config.admin_keys)),
             *([] if engines.governor is None else [policy.routes(engines.governor, admins=bool(config.admin_keys))]),
             health_routes,

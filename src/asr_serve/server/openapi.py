@@ -35,6 +35,7 @@ at `/v1/stream` and, to speak, at `/v1/audio/speech/stream`, Deepgram's at `/v1/
 TAGS = [
     {"name": "Transcription", "description": "Audio to text."},
     {"name": "Speech", "description": "Text to audio."},
+    {"name": "Batches", "description": "Files, and batches of requests that wait for room. They outlive the server."},
     {"name": "Voices", "description": "Voices that were cloned, and cloning them. For administrators."},
     {"name": "Live", "description": "Transcription of live audio."},
     {"name": "Models", "description": "Models of this server."},

@@ -83,7 +83,7 @@ default
 {{- /* The settings as the server's TOML file. */ -}}
 {{- define "asr-serve.toml" -}}
 {{- $settings := include "asr-serve.settings" . | fromJson -}}
-{{- $tables := list "engine" "sessions" "webrtc" "governance" -}}
+{{- $tables := list "engine" "sessions" "webrtc" "governance" "batch" -}}
 {{- range $name := keys $settings | sortAlpha -}}
 {{- $value := get $settings $name -}}
 {{- if and (not (has $name $tables)) (not (kindIs "invalid" $value)) }}

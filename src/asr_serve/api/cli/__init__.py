@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from asr_serve.api.cli import (
+    batch,
     clone,
     cluster,
     doctor,
@@ -62,6 +63,7 @@ def top(
       asr-serve label calls/ --out labels        pseudo-labels for training, from two models
       asr-serve train voice --help               train a voice of your own
       asr-serve serve                            serve all of it over HTTP, for OpenAI's clients
+      asr-serve batch submit calls/              have a server answer a folder, whenever it has time
       asr-serve cluster up                       serve on several machines, with Ray
       asr-serve models list                      list models
       asr-serve policy --help                    roll a model out to a share of the callers
@@ -79,6 +81,7 @@ app.command("speak", no_args_is_help=True)(speak.speak)
 app.command("clone", no_args_is_help=True)(clone.clone)
 app.add_typer(voices.app, name="voices")
 app.command("serve")(serve.serve)
+app.add_typer(batch.app, name="batch")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(models.app, name="models")
 app.add_typer(policy.app, name="policy")

@@ -237,21 +237,26 @@ class RemoteSynthesizer:
 
 @contextlib.contextmanager
 def server_answer(
-    server: str, api_key: str | None, method: str, path: str, body: bytes | None
+    server: str,
+    api_key: str | None,
+    method: str,
+    path: str,
+    body: bytes | Iterable[bytes] | None,
+    headers: Mapping[str, str] | None = None,
 ) -> Iterator[http.client.HTTPResponse]:
-    """Context manager around a server's answer to a request in JSON. Raises Refused, Unreachable, OptionError for an
-    invalid address."""
+    """Context manager around a server's answer to a request, in JSON unless `headers` say otherwise; they give the
+    Content-Length of a body in parts. Raises Refused, Unreachable, OptionError for an invalid address."""
     parts = parse_server(server)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=OPEN_S)
     route = parts.path.rstrip("/").removesuffix("/v1") + path
-    headers = {"Content-Type": "application/json", "Accept": "text/event-stream, */*"}
+    sent = {"Content-Type": "application/json", "Accept": "text/event-stream, */*", **(headers or {})}
     if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
+        sent["Authorization"] = f"Bearer {api_key}"
     try:
         connection.connect()
         connection.sock.settimeout(READ_S)
-        connection.request(method, route, body, headers)
+        connection.request(method, route, body, sent)
         with contextlib.closing(connection.getresponse()) as answer:
             if answer.status != 200:
                 raise _refusal(answer, server, path)

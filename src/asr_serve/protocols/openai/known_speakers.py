@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import binascii
 from collections.abc import Sequence
-from urllib.parse import unquote_to_bytes
 
 from asr_serve.errors import OptionError
 from asr_serve.pipelines.options import KnownSpeaker
 from asr_serve.protocols import speaker_names
+from asr_serve.protocols.data_urls import decode_data_url
 from asr_serve.protocols.form_fields import FormFields, quote_for_message
 
 NAMES_FIELD, REFERENCES_FIELD = "known_speaker_names[]", "known_speaker_references[]"
@@ -33,7 +32,9 @@ def parse_known_speakers(fields: FormFields, *, complete: bool) -> tuple[KnownSp
         if not complete:
             return ()
         raise _unpaired(names, references)
-    return tuple(KnownSpeaker(name, _decode_data_url(url)) for name, url in zip(names, references, strict=True))
+    return tuple(
+        KnownSpeaker(name, decode_data_url(url, REFERENCES_FIELD)) for name, url in zip(names, references, strict=True)
+    )
 
 
 def _unpaired(names: Sequence[str], references: Sequence[str]) -> OptionError:
@@ -68,35 +69,3 @@ def _expect_names(names: Sequence[str]) -> None:
             )
     if len(set(names)) < len(names):
         raise OptionError(f"{NAMES_FIELD} holds a name twice", "each speaker once", param=NAMES_FIELD)
-
-
-def _decode_data_url(url: str) -> bytes:
-    """Bytes in `data:audio/wav;base64,...`; the media type is ignored, for the format is detected from the bytes.
-
-    >>> _decode_data_url("data:audio/wav;base64,UklGRg=="), _decode_data_url("data:,RIFF")
-    (b'RIFF', b'RIFF')
-    """
-    head, comma, body = url.partition(",")
-    if not comma and head.casefold().startswith("data:"):
-        raise OptionError(
-            f"{REFERENCES_FIELD}={quote_for_message(url)} ends before its audio",
-            "all of a data URL, like data:audio/wav;base64,UklGR...",
-            "curl cuts it at the ; unless it is sent with --form-string instead of -F",
-            param=REFERENCES_FIELD,
-        )
-    if not comma or not head.casefold().startswith("data:"):
-        raise OptionError(
-            f"{REFERENCES_FIELD}={quote_for_message(url)}",
-            "a data URL, like data:audio/wav;base64,UklGR...: nothing is fetched from addresses",
-            param=REFERENCES_FIELD,
-        )
-    if not head.casefold().endswith(";base64"):
-        return unquote_to_bytes(body)
-    try:
-        return binascii.a2b_base64("".join(body.split()), strict_mode=True)
-    except (binascii.Error, ValueError):
-        raise OptionError(
-            f"{REFERENCES_FIELD}={quote_for_message(url)}",
-            "after the comma, base64 with its padding",
-            param=REFERENCES_FIELD,
-        ) from None

@@ -8,7 +8,7 @@ import msgspec
 
 from asr_serve.protocols.deepgram import listen_response
 from asr_serve.protocols.funasr import asr
-from asr_serve.protocols.openai import events, models, transcription_response
+from asr_serve.protocols.openai import batches, events, models, transcription_response
 
 Schema = dict[str, Any]
 
@@ -32,6 +32,9 @@ def response_components() -> dict[str, Schema]:
             models.ModelRenewal,
             asr.AsrAnswer,
             listen_response.DeepgramAnswer,
+            batches.FileList,
+            batches.FileDeleted,
+            batches.BatchList,
         ),
         ref_template="#/components/schemas/{name}",
     )

@@ -128,8 +128,11 @@ class ApiKeys:
 
     def __init__(self, api_keys: Sequence[str], admin_keys: Sequence[str]) -> None:
         self.required = bool(api_keys)
-        self._known = [(_digest(key), ApiClient(f"key-{n}")) for n, key in enumerate(api_keys, 1)]
-        self._known += [(_digest(key), ApiClient(f"admin-{n}", admin=True)) for n, key in enumerate(admin_keys, 1)]
+        self._known = [(_digest(key), ApiClient(f"key-{n}", owner=_owner(key))) for n, key in enumerate(api_keys, 1)]
+        self._known += [
+            (_digest(key), ApiClient(f"admin-{n}", admin=True, owner=_owner(key)))
+            for n, key in enumerate(admin_keys, 1)
+        ]
 
     def authenticate(self, authorization: str) -> ApiClient:
         """Client of an `Authorization` header, `Bearer KEY` or, as Deepgram's clients send it, `Token KEY`. Raises
@@ -147,6 +150,11 @@ class ApiKeys:
                 "ask whoever runs it for one",
             )
         return found or ANONYMOUS
+
+
+def _owner(key: str) -> str:
+    """Hash of a key that is stored: another than the one that requests are compared with."""
+    return hashlib.sha256(b"owner\0" + key.encode()).hexdigest()[:32]
 
 
 def _digest(key: str) -> bytes:

@@ -68,6 +68,11 @@ ERROR_MAPPINGS = (
     ErrorMapping(errors.NoSuchRoute, 404),
     ErrorMapping(errors.UnknownJob, 404),
     ErrorMapping(errors.UnknownCall, 404),
+    ErrorMapping(errors.UnknownFile, 404),
+    ErrorMapping(errors.UnknownBatch, 404),
+    ErrorMapping(errors.FileInUse, 409),
+    ErrorMapping(errors.BatchEnded, 409),
+    ErrorMapping(errors.QuotaExceeded, 413),
     ErrorMapping(errors.UnsupportedMediaType, 415),
     ErrorMapping(errors.PreconditionRequired, 428),
     ErrorMapping(errors.PreconditionFailed, 412),
@@ -130,7 +135,7 @@ def error_response(error: Exception, request_id: str, path: str = "") -> Respons
         headers["Retry-After"] = str(max(1, math.ceil(retry_ms / 1_000)))
         headers["retry-after-ms"] = str(retry_ms)
     if _is_permanent(error):
-        headers["x-should-retry"] = "false"  # OpenAI's clients retry a 500 otherwise
+        headers["x-should-retry"] = "false"  # OpenAI's clients retry a 409 or a 500 otherwise
     problem = problem_for(error, request_id)
     if path in DEEPGRAM_PATHS:
         body = DeepgramProblem(problem, problem.code or problem.type, problem.message, request_id)
@@ -140,7 +145,7 @@ def error_response(error: Exception, request_id: str, path: str = "") -> Respons
 
 def _is_permanent(error: Exception) -> bool:
     """Whether the same request would fail again, and do the same harm."""
-    return isinstance(error, errors.EngineCrashed)
+    return isinstance(error, errors.EngineCrashed | errors.FileInUse | errors.BatchEnded)
 
 
 def json_error_response(status: int, problem: Problem, headers: Mapping[str, str] | None = None) -> Response:

@@ -43,6 +43,8 @@ class ApiClient(msgspec.Struct, frozen=True):
 
     name: str
     admin: bool = False
+    owner: str = ""
+    """Hash of its key, by which what it stores is told from that of others: names follow the order of the keys."""
 
 
 class RequestContext(msgspec.Struct, kw_only=True):

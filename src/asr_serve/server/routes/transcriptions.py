@@ -261,7 +261,7 @@ class UploadTranscription(Generic[RequestT]):
 
     def _model_name(self, request: RequestT) -> str | None:
         """Name of the model that serves a request: the one that it names, or one in place of the default."""
-        return self._dependencies.engines.substitute(request.model, _needs(request)) or request.model
+        return self._dependencies.engines.substitute(request.model, recognition_needs(request)) or request.model
 
     def _use(self, engine: FileEngine) -> None:
         """Sets `engine`, and holds this one, and no other, in use."""
@@ -341,13 +341,14 @@ class UploadTranscription(Generic[RequestT]):
         await self._job.wait_closed()
 
 
-def _needs(request: ParsedForm) -> ModelNeeds:
+def recognition_needs(request: ParsedForm) -> ModelNeeds:
+    """Needs by which a request of no named model is served by another than the default one."""
     return ModelNeeds(request.options.language, request.options.task, request.detects_language)
 
 
 async def _load_substitute(engines: EngineRegistry, request: ParsedForm) -> None:
     """Loads the model that serves a request in place of the default one, if there is one. Raises errors of loading."""
-    await engines.load_substitute(request.model, _needs(request))
+    await engines.load_substitute(request.model, recognition_needs(request))
 
 
 def _parse_fields(upload: Upload, form: UploadForm[RequestT]) -> RequestT:

@@ -1,4 +1,7 @@
-"""Webhook: events posted as JSON, one after the other, by a thread of its own."""
+"""Webhooks: signed posts of events as JSON, and a sender that posts them one after the other on a thread of its own.
+
+Source  Standard Webhooks (standardwebhooks.com), as OpenAI's clients verify them
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import http.client
 import logging
 import queue
 import threading
@@ -44,16 +48,45 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
+class WebhookPoster:
+    """Poster of single events to one URL: signed where it has a key, without redirects. May be used by any thread."""
+
+    def __init__(self, url: str, secret: str | None = None, user_agent: str = "asr-serve") -> None:
+        """`secret`: key of the signatures, as `read_webhook_secret` reads it; None: posts are not signed."""
+        self._url, self._user_agent = url, user_agent
+        self._key = None if secret is None else read_webhook_secret(secret)
+        self._opener = urllib.request.build_opener(_NoRedirects)
+
+    def post(self, event_id: str, json: bytes) -> str | None:
+        """Posts an event; blocks for up to TIMEOUT_S for each step. None: the receiver has it (2xx); else the reason
+        why not."""
+        try:
+            # A URL that only a request finds to be no URL raises here too.
+            request = urllib.request.Request(self._url, json, self._headers(event_id, json), method="POST")
+            with self._opener.open(request, timeout=TIMEOUT_S) as answer:
+                return None if 200 <= answer.status < 300 else f"status {answer.status}"
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            return str(error) or type(error).__name__
+
+    def _headers(self, event_id: str, json: bytes) -> dict[str, str]:
+        """Headers of a post; those of Standard Webhooks (standardwebhooks.com) among them."""
+        now = str(int(time.time()))
+        headers = {"Content-Type": "application/json", "User-Agent": self._user_agent}
+        headers |= {"webhook-id": event_id, "webhook-timestamp": now}
+        if self._key is not None:
+            digest = hmac.digest(self._key, b"%s.%s.%s" % (event_id.encode(), now.encode(), json), hashlib.sha256)
+            headers["webhook-signature"] = f"v1,{base64.b64encode(digest).decode()}"
+        return headers
+
+
 class Webhook:
     """Sender of events to one URL, in order. A receiver that answers 2xx has an event; otherwise it is sent again,
     ATTEMPTS times in all, and then dropped and counted, as are events behind MAX_QUEUED that wait."""
 
     def __init__(self, url: str, secret: str | None = None) -> None:
         """`secret`: key of the signatures, as `read_webhook_secret` reads it; None: posts are not signed."""
-        self._url = url
-        self._key = None if secret is None else read_webhook_secret(secret)
+        self._poster = WebhookPoster(url, secret, "asr-serve-edge")
         self._queue: queue.Queue[tuple[str, bytes] | None] = queue.Queue(MAX_QUEUED)
-        self._opener = urllib.request.build_opener(_NoRedirects)
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -98,29 +131,14 @@ class Webhook:
                 self._unfinished -= 1
                 self._idle.notify_all()
 
-    def _headers(self, event_id: str, json: bytes) -> dict[str, str]:
-        """Headers of a post; those of Standard Webhooks (standardwebhooks.com) among them."""
-        now = str(int(time.time()))
-        headers = {"Content-Type": "application/json", "User-Agent": "asr-serve-edge"}
-        headers |= {"webhook-id": event_id, "webhook-timestamp": now}
-        if self._key is not None:
-            digest = hmac.digest(self._key, b"%s.%s.%s" % (event_id.encode(), now.encode(), json), hashlib.sha256)
-            headers["webhook-signature"] = f"v1,{base64.b64encode(digest).decode()}"
-        return headers
-
     def _deliver(self, event_id: str, json: bytes) -> bool:
         wait_s, reason = FIRST_RETRY_S, ""
         for attempt in range(ATTEMPTS):
             if attempt and self._closing.wait(wait_s):
                 break
             wait_s *= 2 if attempt else 1
-            request = urllib.request.Request(self._url, json, self._headers(event_id, json), method="POST")
-            try:
-                with self._opener.open(request, timeout=TIMEOUT_S) as answer:
-                    if 200 <= answer.status < 300:
-                        return True
-                    reason = f"status {answer.status}"
-            except (OSError, ValueError) as error:
-                reason = str(error)
+            if (failure := self._poster.post(event_id, json)) is None:
+                return True
+            reason = failure
         log.warning("an event was not delivered to the webhook: %s", reason)
         return False

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from running_server import WAIT_S
 
-from asr_serve.edge import webhook
-from asr_serve.edge.webhook import Webhook
+from asr_serve import webhook
+from asr_serve.webhook import Webhook
 
 
 class Receiver(ThreadingHTTPServer):

@@ -1,0 +1,355 @@
+"""`asr-serve batch`: submits recordings to a server's queue, follows them, fetches their answers, cancels."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
+
+import typer
+
+from asr_serve.api.cli.exit_codes import FAILED, exit_on_error, print_error
+from asr_serve.api.cli.models import as_text, print_table
+from asr_serve.api.cli.options import AsJson
+from asr_serve.api.cli.progress import WorkProgress
+from asr_serve.config import client_key
+from asr_serve.errors import OptionError, Refused, SourceNotFound
+from asr_serve.output_file import replaced_file
+
+app = typer.Typer(
+    no_args_is_help=True, help="Recordings that a server answers whenever it has time: submit, status, fetch, cancel."
+)
+
+SERVER = "http://127.0.0.1:8000"
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
+ENDED = ("completed", "failed", "expired", "cancelled")
+CHUNK_BYTES = 1 << 20
+FOLLOW_S = 2.0
+"""Time between two looks at a batch."""
+ATTEMPTS, RETRY_S = 8, 1.0
+T = TypeVar("T")
+
+Server = Annotated[str, typer.Option(metavar="URL", help="Server with the queue.")]
+Key = Annotated[
+    str | None, typer.Option("--api-key", metavar="KEY", help="API key; safer in the variable ASR_SERVE_API_KEY.")
+]
+BatchId = Annotated[str, typer.Argument(metavar="BATCH", help="Id of a batch: batch_...", show_default=False)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+
+
+@app.command("submit", no_args_is_help=True)
+@exit_on_error
+def submit(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER|FILE.jsonl",
+            help="Folder of recordings; or requests, one on a line: custom_id, method, url, body. A body's `file` "
+            "that is the path of a recording is uploaded.",
+            show_default=False,
+        ),
+    ],
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model. Default: the server's own.")] = None,
+    language: Annotated[str | None, typer.Option("--language", "-l", help="Language, like en.")] = None,
+    response_format: Annotated[
+        str, typer.Option("--format", "-f", help="Format of the answers: json, text, srt, vtt, verbose_json, ...")
+    ] = "json",
+    window: Annotated[
+        str, typer.Option(metavar="TIME", help="Time after which open requests are given up: 24h, 90m, 7d.")
+    ] = "24h",
+    follow: Annotated[bool, typer.Option("--follow", help="Wait for the end of the batch.")] = False,
+    server: Server = SERVER,
+    api_key: Key = None,
+    quiet: Quiet = False,
+) -> int:
+    """Upload recordings and have them answered whenever the server has time.
+
+    Callers of the server come first; the batch takes what they leave, and goes
+    on after a restart. The id of the batch is written on stdout. Answers of a
+    folder have the path of their recording as custom_id.
+
+    \b
+    Examples
+      asr-serve batch submit calls/
+      asr-serve batch submit calls/ -f verbose_json -l en --window 7d --follow
+      asr-serve batch submit requests.jsonl
+      asr-serve batch fetch $(asr-serve batch submit calls/ --follow) -o answers/
+
+    \b
+    A line of requests.jsonl
+      {"custom_id": "1", "method": "POST", "url": "/v1/audio/transcriptions",
+       "body": {"file": "calls/1.wav", "response_format": "verbose_json"}}
+    """
+    session = _Session(server, api_key)
+    if source.is_dir():
+        options = {"model": model, "language": language, "response_format": response_format}
+        requests, endpoint = _folder_requests(source, options), TRANSCRIPTIONS
+        base = Path()
+    else:
+        requests, endpoint = _file_requests(source)
+        base = source.parent
+    lines = []
+    with WorkProgress(print_error, shown=not quiet) as progress:
+        for number, request in enumerate(requests):
+            body = request["body"]
+            path = base / body["file"] if isinstance(body.get("file"), str) and not _is_sent(body["file"]) else None
+            if path is not None:
+                progress.update(number / len(requests), "uploading", f"{number} of {len(requests)}")
+                body = {**body, "file": session.upload(path)}
+            lines.append(json.dumps({**request, "body": body}, ensure_ascii=False))
+        input_id = session.upload(None, "\n".join(lines).encode())
+    created = session.ask(
+        "POST",
+        "/v1/batches",
+        {"input_file_id": input_id, "endpoint": endpoint, "completion_window": window},
+        {"Idempotency-Key": secrets.token_hex(16)},
+    )
+    print(created["id"], flush=True)
+    return _follow(session, created["id"], quiet) if follow else 0
+
+
+@app.command("status")
+@exit_on_error
+def status(
+    batch: Annotated[
+        str | None, typer.Argument(metavar="[BATCH]", help="Id of a batch. Default: the last twenty.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Wait for the end of the batch.")] = False,
+    server: Server = SERVER,
+    api_key: Key = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> int:
+    """Show how far a batch is, or list batches.
+
+    Exit code 1: the batch failed, expired or was cancelled.
+
+    \b
+    Examples
+      asr-serve batch status
+      asr-serve batch status batch_0123 --follow
+    """
+    session = _Session(server, api_key)
+    code = 0
+    if batch is None:
+        found = session.ask("GET", "/v1/batches")["data"]
+    else:
+        code = _follow(session, batch, quiet) if follow else 0
+        found = [session.batch(batch)]
+    if as_json:
+        print(as_text(found if batch is None else found[0]))
+        return code
+    columns = ("BATCH", "STATUS", "DONE", "FAILED", "TOTAL", "ENDPOINT")
+    rows = []
+    for each in found:
+        counts = each["request_counts"]
+        numbers = (str(counts[name]) for name in ("completed", "failed", "total"))
+        rows.append((each["id"], each["status"], *numbers, each["endpoint"].rpartition("/")[2]))
+    print_table(columns, rows)
+    for each in found if batch is not None else ():
+        for error in (each["errors"] or {"data": []})["data"]:
+            print_error(f"line {error['line']}: {error['message']}" if error["line"] else error["message"])
+    return code if batch is None or found[0]["status"] not in ENDED[1:] else FAILED
+
+
+@app.command("fetch")
+@exit_on_error
+def fetch(
+    batch: BatchId,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder of the answers.")],
+    server: Server = SERVER,
+    api_key: Key = None,
+    quiet: Quiet = False,
+) -> int:
+    """Write the answers of a batch that has ended: output.jsonl, errors.jsonl, and audio of speech.
+
+    Exit code 1: some requests failed.
+
+    \b
+    Example
+      asr-serve batch fetch batch_0123 -o answers/
+    """
+    session = _Session(server, api_key)
+    found = session.batch(batch)
+    if found["status"] not in ENDED:
+        raise OptionError(
+            f"the batch is {found['status']}", "one that has ended", f"asr-serve batch status {batch} --follow"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    for name, file_id in (("output.jsonl", found["output_file_id"]), ("errors.jsonl", found["error_file_id"])):
+        if file_id is not None:
+            session.download(file_id, output / name)
+    if found["endpoint"] == "/v1/audio/speech" and found["output_file_id"] is not None:
+        with WorkProgress(print_error, shown=not quiet) as progress, (output / "output.jsonl").open() as answers:
+            for number, line in enumerate(answers, 1):
+                file_id = json.loads(line)["response"]["body"]["file_id"]
+                name = session.ask("GET", f"/v1/files/{quote(file_id, safe='')}")["filename"]
+                progress.update(number / max(1, found["request_counts"]["completed"]), "downloading", name)
+                session.download(file_id, output / f"{number:06}-{Path(name).name}")
+    counts = found["request_counts"]
+    print_error(f"{counts['completed']} answers and {counts['failed']} errors of {batch} in {output}")
+    return FAILED if counts["failed"] or found["status"] != "completed" else 0
+
+
+@app.command("cancel")
+@exit_on_error
+def cancel(batch: BatchId, server: Server = SERVER, api_key: Key = None) -> None:
+    """Cancel a batch. What was answered stays, and can be fetched.
+
+    \b
+    Example
+      asr-serve batch cancel batch_0123
+    """
+    found = _Session(server, api_key).ask("POST", f"/v1/batches/{quote(batch, safe='')}/cancel")
+    print(f"{found['id']} is {found['status']}")
+
+
+class _Session:
+    """Requests to one server with one key."""
+
+    def __init__(self, server: str, api_key: str | None) -> None:
+        self._server, self._key = server, api_key or client_key()
+
+    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
+        """Answer in JSON. Raises Refused, Unreachable."""
+        from asr_serve.api.cli.backends import server_answer
+
+        content = None if body is None else json.dumps(body).encode()
+
+        def send() -> Any:
+            with server_answer(self._server, self._key, method, path, content, headers) as answer:
+                return json.loads(answer.read())
+
+        return _retried(send)
+
+    def batch(self, batch_id: str) -> Any:
+        return self.ask("GET", f"/v1/batches/{quote(batch_id, safe='')}")
+
+    def upload(self, path: Path | None, data: bytes = b"") -> str:
+        """Uploads a recording, or `data` as the lines of a batch; returns its id. Raises SourceNotFound, Refused,
+        Unreachable."""
+        from asr_serve.api.cli.backends import server_answer
+
+        name = "lines.jsonl" if path is None else path.name
+        boundary = secrets.token_hex(16)
+        shown = name.replace("\\", "\\\\").replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
+        head = (
+            f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--{boundary}\r\n'
+            f'Content-Disposition: form-data; name="file"; filename="{shown}"\r\n\r\n'
+        ).encode("utf-8", "replace")
+        tail = f"\r\n--{boundary}--\r\n".encode()
+        try:
+            size = len(data) if path is None else path.stat().st_size
+        except OSError as error:
+            raise SourceNotFound(f"{path}: {error.strerror}", "recordings that can be read") from None
+
+        def parts() -> Iterator[bytes]:
+            yield head
+            yield from [data] if path is None else _chunks(path)
+            yield tail
+
+        headers = {
+            "Content-Type": f"multipart/form-data; boundary={boundary}",
+            "Content-Length": str(len(head) + size + len(tail)),
+        }
+
+        def send() -> str:
+            with server_answer(self._server, self._key, "POST", "/v1/files", parts(), headers) as answer:
+                return str(json.loads(answer.read())["id"])
+
+        return _retried(send)
+
+    def download(self, file_id: str, path: Path) -> None:
+        """Writes a file, whole or not at all. Raises Refused, Unreachable."""
+        from asr_serve.api.cli.backends import server_answer
+
+        route = f"/v1/files/{quote(file_id, safe='')}/content"
+        with (
+            replaced_file(path) as part,
+            part.open("wb") as file,
+            server_answer(self._server, self._key, "GET", route, None) as answer,
+        ):
+            while chunk := answer.read(CHUNK_BYTES):
+                file.write(chunk)
+
+
+def _retried(send: Callable[[], T]) -> T:
+    """Result of a request, which is sent again while the server is full, starting or going down."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return send()
+        except Refused as refusal:
+            if attempt == ATTEMPTS or not refusal.is_retryable:
+                raise
+            time.sleep((refusal.retry_after_ms or 0) / 1_000 or RETRY_S * attempt)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _follow(session: _Session, batch_id: str, quiet: bool) -> int:
+    """Shows the progress of a batch until its end. Returns the exit code."""
+    with WorkProgress(print_error, shown=not quiet) as progress:
+        while True:
+            found = session.batch(batch_id)
+            counts = found["request_counts"]
+            done = counts["completed"] + counts["failed"]
+            progress.update(done / max(1, counts["total"]), found["status"], f"{done} of {counts['total']}")
+            if found["status"] in ENDED:
+                return 0 if found["status"] == "completed" else FAILED
+            time.sleep(FOLLOW_S)
+
+
+def _folder_requests(folder: Path, options: dict[str, str | None]) -> list[dict[str, Any]]:
+    """Requests for the recordings of a folder. Raises OptionError where it has none."""
+    from asr_serve.audio.input_manifest import AUDIO_SUFFIXES
+
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in AUDIO_SUFFIXES and path.is_file())
+    if not paths:
+        raise OptionError(f"{folder} has no recordings", f"files like {', '.join(sorted(AUDIO_SUFFIXES)[:6])}")
+    given = {name: value for name, value in options.items() if value is not None}
+    return [
+        {
+            "custom_id": path.relative_to(folder).as_posix(),
+            "method": "POST",
+            "url": TRANSCRIPTIONS,
+            "body": {"file": str(path), **given},
+        }
+        for path in paths
+    ]
+
+
+def _file_requests(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Requests of a JSONL file, and their endpoint. Raises SourceNotFound, OptionError."""
+    try:
+        lines: Iterable[str] = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise SourceNotFound(f"{path}: {reason}", "a folder of recordings, or requests in JSONL") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            request = json.loads(line)
+        except ValueError as error:
+            raise OptionError(f"{path}:{number}: {error}", "a JSON object on each line") from None
+        if not isinstance(request, dict) or not isinstance(request.get("body"), dict):
+            raise OptionError(f"{path}:{number}: no request", "custom_id, method, url and body on each line")
+        found.append(request)
+    if not found:
+        raise OptionError(f"{path} has no requests", "a request on each line")
+    return found, str(found[0].get("url", TRANSCRIPTIONS))
+
+
+def _is_sent(file: str) -> bool:
+    """Whether a body's `file` is what a server takes, and no path."""
+    return file.startswith("data:") or (file.startswith("file-") and "." not in file and "/" not in file)
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk

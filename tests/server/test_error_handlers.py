@@ -125,7 +125,8 @@ def test_status_and_headers(kind):
     assert ("retry-after" in answer.headers) == (answer.status_code in (429, 503))
     assert ("www-authenticate" in answer.headers) == (answer.status_code == 401)
     told = problem_for(make(kind), "req_1")
-    final = kind is errors.EngineCrashed  # the one failure of ours that a client must not try again
+    # The one failure of ours that a client must not try again, and conflicts that OpenAI's clients would.
+    final = kind in (errors.EngineCrashed, errors.FileInUse, errors.BatchEnded)
     assert (answer.headers.get("x-should-retry") == "false") == final
     if answer.status_code == 500 and not final:
         assert "it came" not in told.message

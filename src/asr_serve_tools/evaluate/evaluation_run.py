@@ -30,7 +30,7 @@ BLOCK_SAMPLES = s_to_samples(1_200)
 """Audio that is decoded and handed over at once."""
 WARM_UP_S = 60.0
 """Longest pass over the first block that warms a system of this process up: kernels are compiled, and memory is mapped,
-for each new shape of a batch, which makes a first pass up to twice as long."""
+for each new shape of a batch, so that a first pass takes up to 1.6 times as long (bench/results/offline-cpu.json)."""
 ALONE_CLIPS = 20
 """Clips whose time is measured alone, for a system that works on all of them together."""
 

@@ -366,7 +366,8 @@ def test_switched_off(serve):
 def test_the_document_is_whole(server):
     document = server.http.get("/openapi.json").json()
     assert set(document["paths"]) == {
-        ROUTE, "/v1/audio/translations", "/asr", "/v1/audio/speech", "/v1/audio/voices",
+        ROUTE, "/v1/audio/translations", "/asr", "/detect-language", "/inference",
+        "/v1/audio/speech", "/v1/audio/voices",
         *(path for path in document["paths"] if path.startswith("/v1/voices")),  # in test_schema
         "/v1/models", "/v1/models/{model}", "/v1/models/{model}/load", "/v1/models/{model}/unload",
         "/v1/models/{model}/renew",

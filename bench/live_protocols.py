@@ -207,8 +207,7 @@ class FunAsr2Pass:
                 yield when, {"sentences": [], "partial": partial}
             elif answer["text"]:
                 partial = ""
-                times = json.loads(answer["timestamp"])
-                yield when, sentence(answer["text"].strip(), times[0][0], times[-1][1])
+                yield when, sentence(answer["text"].strip(), answer["start_time"], answer["end_time"])
 
 
 class Deepgram:

@@ -148,6 +148,7 @@ def test_times_and_sentences():
     found = json.loads(answer)
     assert found["wav_name"] == "name"
     assert found["is_final"] is False
+    assert (found["start_time"], found["end_time"]) == (500, 900)
     assert json.loads(found["timestamp"]) == [[500, 590], [600, 690], [700, 790], [800, 890]]
     assert found["stamp_sents"] == [
         {"text_seg": "Ever tried", "punc": ",", "start": 500, "end": 690, "ts_list": [[500, 590], [600, 690]]},

@@ -314,15 +314,17 @@ def test_every_route_has_the_class_that_its_endpoint_declares(server: Running) -
         ("POST", "/v1/audio/translations", AdmissionClass.WORK),
         ("POST", "/asr", AdmissionClass.WORK),
         ("POST", "/v1/audio/speech", AdmissionClass.WORK),
+        ("POST", "/v1/listen", AdmissionClass.WORK),
+        ("POST", "/v1/speak", AdmissionClass.WORK),
         ("GET", "/v1/audio/speech", AdmissionClass.KEY),
         ("GET", "/v1/audio/voices", AdmissionClass.KEY),
         ("POST", "/v1/stream", AdmissionClass.KEY),
     ):
         assert table.http(method, path) is kind, path
-    for path in ("/", "/ws", "/v1/realtime", "/v1/audio/speech/stream"):
+    for path in ("/", "/ws", "/v1/realtime", "/v1/audio/speech/stream", "/v1/listen", "/v1/speak"):
         assert table.socket(path) is AdmissionClass.LIVE
     assert table.socket("/v1/stream") is AdmissionClass.RESERVES_ITSELF
-    with pytest.raises(NoSuchRoute, match="WebSockets: /, /v1/audio/speech/stream, /v1/realtime, "):
+    with pytest.raises(NoSuchRoute, match="WebSockets: /, /v1/audio/speech/stream, /v1/listen, /v1/realtime, "):
         table.socket("/v2")
 
 

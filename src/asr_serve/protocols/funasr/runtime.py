@@ -190,6 +190,9 @@ class RuntimeAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     stamp_sents: list[RuntimeSentence] | None = None
     spk_name: str | None = None
     is_end: bool = False
+    start_time: int | None = None
+    """Start and end in ms, of a sentence."""
+    end_time: int | None = None
 
 
 def runtime_error(code: str, message: str, retry_after_ms: int | None = None) -> str:
@@ -268,6 +271,7 @@ class RuntimeAnswers:
     ) -> str:
         words = [word for segment in segments for word in segment.words if _is_spoken(word.text)]
         speakers = {segment.speaker for segment in segments}
+        sentence = segments[0] if mode == "2pass-offline" and segments else None
         speaker = speakers.pop() if len(speakers) == 1 else ""
         answer = RuntimeAnswer(
             mode,
@@ -278,6 +282,11 @@ class RuntimeAnswers:
             _sentences(words) if words else None,
             funasr_speaker(speaker) if speaker else None,
             is_end,
+            *(
+                (samples_to_ms(sentence.start_samples), samples_to_ms(sentence.end_samples))
+                if sentence
+                else (None, None)
+            ),
         )
         return msgspec.json.encode(answer).decode()
 

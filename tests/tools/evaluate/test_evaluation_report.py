@@ -4,58 +4,27 @@ from __future__ import annotations
 
 import re
 import shutil
-import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from stored_evaluations import EVIL, store_evaluations
 from typer.testing import CliRunner
 
 from asr_serve.api.cli import app
-from asr_serve.evaluation.store import EvaluatedDataset, EvaluatedSystem, EvaluationResult, EvaluationStore, RunSettings
-from asr_serve_tools.evaluate.clip_scores import score_text
+from asr_serve.evaluation.store import EvaluationStore
 from asr_serve_tools.evaluate.evaluation_report import write_report
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
 )
-EVIL = "</script><script>window.evil = 1</script><img src=x onerror='window.evil = 2'>"
-CLIPS = (
-    ("one.wav", "the cat sat on the mat today", "the dog sat on the big mat"),
-    ("two.wav", "all is well", "all is well"),
-    ("three.wav", "script", f"script {EVIL}"),
-)
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EvaluationStore]:
-    """Two systems over three clips: `slow` with few errors, `fast` with many; and a run that failed."""
-    folder = tmp_path_factory.mktemp("clips")
-    for name, _, _ in CLIPS:
-        with wave.open(str(folder / name), "wb") as file:
-            file.setparams((1, 2, 16_000, 0, "NONE", ""))
-            file.writeframes(b"\0\1" * 8_000)
-    dataset = EvaluatedDataset("calls", str(folder), "0" * 64, "en", 3)
-    with EvaluationStore(folder / "e.sqlite", create=True) as store:
-        for system, seconds in (("slow", 2.0), ("fast", 0.1)):
-            run = store.begin_run(EvaluatedSystem(system, system, license="MIT"), dataset, RunSettings())
-            for name, reference, hypothesis in CLIPS:
-                text = hypothesis if system == "fast" else reference
-                score = score_text(reference, text, "en")
-                store.add_result(
-                    run.run_id,
-                    EvaluationResult(
-                        *(name, 0.5, reference, text, score.words, score.word_errors, score.characters),
-                        *(score.character_errors, seconds),
-                    ),
-                )
-            store.add_pass(run.run_id, 3, 1.5, seconds)
-            store.finish_run(run.run_id)
-        other = EvaluatedDataset("<b>other</b>", str(folder), "1" * 64, "en", 1)
-        run = store.begin_run(EvaluatedSystem("fast", "fast"), other, RunSettings())
-        store.add_result(run.run_id, EvaluationResult("gone.wav", 0.0, "a", error="it <i>broke</i>"))
+    with EvaluationStore(store_evaluations(tmp_path_factory.mktemp("clips"))) as store:
         yield store
 
 

@@ -10,6 +10,7 @@ import { askForKey } from "../page/key";
 import { words } from "../page/problems";
 import { themeButton } from "../page/theme";
 import { count, language } from "../page/words";
+import { part, sentences, type Route } from "./stages";
 
 /** As many as the server sends at once. */
 const MOST_RUNS = 200;
@@ -22,18 +23,6 @@ interface ServedModel {
   parameters: number;
   licence: string;
   speaks: boolean;
-}
-
-interface Route {
-  name: string;
-  stage: "stable" | "shadow" | "canary" | "promoted";
-  next_stage: string | null;
-  stable: string;
-  candidate: string | null;
-  since_utc: string;
-  by: string;
-  reason: string;
-  blocked_by: string[];
 }
 
 interface Run {
@@ -54,13 +43,6 @@ async function json<T>(route: string): Promise<T> {
 async function routes(): Promise<Route[]> {
   const answer = await fetch(address("v1/policy"), { headers: authorization(), cache: "no-store" });
   return answer.ok ? ((await answer.json()) as { routes: Route[] }).routes : [];
-}
-
-/** What a model does for a route; nothing where it has no part in it. */
-function part(model: string, { stage, stable, candidate }: Route): string | undefined {
-  if (model === candidate) return stage === "promoted" ? "serving" : stage === "stable" ? "waiting" : stage;
-  if (model === stable) return stage === "promoted" ? "stand-by" : "serving";
-  return undefined;
 }
 
 function showServed(models: ServedModel[], policy: Route[]): void {
@@ -85,17 +67,7 @@ function showServed(models: ServedModel[], policy: Route[]): void {
   });
   const head = make("tr", {}, ...columns.map((name) => make("th", { scope: "col" }, name)));
   byId("models").replaceChildren(make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)));
-  byId("routes").replaceChildren(...policy.filter((route) => route.candidate !== null).map(told));
-}
-
-/** Where the candidate of a route stands, and what keeps it from the next stage. */
-function told(route: Route): HTMLElement {
-  const since = route.since_utc ? ` since ${route.since_utc.slice(0, 10)}` : "";
-  const why = route.reason ? ` (${route.by}: ${route.reason})` : "";
-  const stage = `${route.name}: ${route.candidate} is ${part(route.candidate!, route)}${since}${why}.`;
-  if (route.next_stage === null) return make("li", {}, stage);
-  if (!route.blocked_by.length) return make("li", {}, `${stage} It may become ${route.next_stage}.`);
-  return make("li", {}, `${stage} It may not become ${route.next_stage}: ${route.blocked_by.join("; ")}.`);
+  byId("routes").replaceChildren(...policy.map(sentences).filter(Boolean).map((text) => make("li", {}, text)));
 }
 
 async function showRuns(): Promise<void> {

@@ -129,15 +129,15 @@ def strict(beckett: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("strict")
     (folder / "policy.toml").write_text(POLICY)
     settings = {
-        "api_keys": [KEY],
-        "admin_keys": [ADMIN_KEY],
+        "api_keys": KEY,
+        "admin_keys": ADMIN_KEY,
         "max_live_sessions": 1,
         "max_body_bytes": 2_000_000,
-        "evaluations": str(store_evaluations(folder)),
-        "governance.policy": str(folder / "policy.toml"),
-        "governance.audit_log": str(folder / "audit.jsonl"),
+        "evaluations": store_evaluations(folder),
+        "governance.policy": folder / "policy.toml",
+        "governance.audit_log": folder / "audit.jsonl",
     }
-    flags = [flag for name, value in settings.items() for flag in ("--set", f"{name}={json.dumps(value)}")]
+    flags = [flag for name, value in settings.items() for flag in ("--set", f"{name}={value}")]
     server = Served(folder / "log", *flags)
     yield server
     server.stop()

@@ -21,6 +21,8 @@ CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
 )
 
+AXE = Path(__file__).resolve().parents[3] / "console" / "node_modules" / "axe-core" / "axe.min.js"
+
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EvaluationStore]:
@@ -119,6 +121,17 @@ def test_the_page_fits_a_phone_and_shows_what_is_left_out(page: Any) -> None:
     assert page.locator("#plot .point").first.get_attribute("aria-label").count("x real time") == 1
     assert "1 of 3 runs" in page.locator("#plot-note").inner_text()
     assert page.locator("#left-out").inner_text() == "1 clips have no audio, because their files are gone."
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed: npm --prefix console ci")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(page: Any, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme)
+    page.locator("details summary").first.click()
+    page.locator("details .soft").first.wait_for()
+    page.evaluate(AXE.read_text())
+    found = page.evaluate("() => axe.run({resultTypes: ['violations']})")["violations"]
+    assert [(each["id"], node["html"]) for each in found for node in each["nodes"] if each["impact"] != "minor"] == []
 
 
 def test_audio_beyond_the_bound_is_named_by_its_path(stored: EvaluationStore, tmp_path: Path) -> None:

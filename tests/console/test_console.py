@@ -594,7 +594,7 @@ def test_models_compare_and_clips_play(strict, visit, scheme, device):
     assert clip.locator("audio").evaluate(play) == pytest.approx(0.5, abs=0.1)
     me.expect_accessible("evaluations")
     clip.locator("summary").click()
-    assert clip.locator("audio").count() == 0  # its memory is let go of
+    clip.locator("audio").wait_for(state="detached")  # its memory is let go of
     me.page.select_option("#run", label="fast, <b>other</b>")
     me.page.click("#clips summary:has-text('failed: gone.wav')")
     me.until("#clips p:has-text('is not on this server')")

@@ -30,7 +30,9 @@ export default defineConfig({
     assetsInlineLimit: 0, // the pages' policy allows no data: addresses for scripts
     modulePreload: { polyfill: false },
     reportCompressedSize: false,
-    rolldownOptions: { input: { index: "index.html", speak: "speak.html", status: "status.html", docs: "docs.html" } },
+    rolldownOptions: {
+      input: { index: "index.html", speak: "speak.html", models: "models.html", status: "status.html", docs: "docs.html" },
+    },
   },
   server: {
     proxy: {

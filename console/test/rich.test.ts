@@ -1,4 +1,4 @@
-/** The parts of the console that need no page: `npm --prefix console test`. */
+/** The parts of the console that need no page. */
 
 import assert from "node:assert/strict";
 import { test } from "node:test";

@@ -315,8 +315,6 @@ class GovernanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     a candidate is rolled out. Their models are loaded at start. None: no routes."""
     audit_log: NonEmptyText | None = None
     """File to which every change of a route is appended; it holds the stages, so it must outlive the server."""
-    evaluations: NonEmptyText | None = None
-    """SQLite file in which asr-serve eval has stored its results. None: nothing can be promoted."""
     region: NonEmptyText | None = None
     """Region of this server, like eu-central-1, for the policy's residency. None: no region."""
 
@@ -482,9 +480,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     docs: bool = True
     """Whether to serve the OpenAPI page."""
     console: bool = True
-    """Whether to serve the web console, at / and /status."""
+    """Whether to serve the web console: /, /speak, /models and /status."""
     metrics: bool = True
     """Whether to serve /metrics."""
+    evaluations: NonEmptyText | None = None
+    """SQLite file in which asr-serve eval stores its results: shown at /models, and evidence for governance.policy. It
+    need not be there yet. None: none are shown, and no model can be promoted."""
 
     log_format: Literal["text", "json"] = "text"
     """Format of the log lines."""

@@ -309,6 +309,26 @@ class AuditLogInUse(GovernanceError):
     """An audit log that another server appends to."""
 
 
+class EvaluationError(AsrServeError):
+    """Evaluations that cannot be shown."""
+
+
+class NoEvaluations(EvaluationError):
+    """A server without a file of evaluations."""
+
+
+class UnknownEvaluation(EvaluationError):
+    """No run of that id, or no such clip in it."""
+
+
+class ClipAudioMissing(EvaluationError):
+    """The recording of a clip is not on this machine."""
+
+
+class EvaluationsUnreadable(EvaluationError):
+    """A file of evaluations that is damaged, or of another version, or may not be read."""
+
+
 class ServerError(AsrServeError):
     """An error of our own clients."""
 

@@ -26,7 +26,17 @@ from console_page import (
     told_by_stream,
     words,
 )
+from stored_evaluations import store_evaluations
 
+ADMIN_KEY = "k-admin"
+POLICY = """
+[[route]]
+name = "calls"
+stable = "moonshine-tiny-en"
+
+[route.requires]
+dataset = "calls"
+"""
 FOCUS = """() => {
   const at = document.activeElement;
   const name = at === document.body ? "BODY" : at.id || at.textContent.trim();
@@ -115,9 +125,20 @@ def served(beckett: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def strict(beckett: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """It asks for a key, and has room for one caller and short files."""
-    flags = ("--api-key", KEY, "--set", "max_live_sessions=1", "--set", "max_body_bytes=2000000")
-    server = Served(tmp_path_factory.mktemp("strict") / "log", *flags)
+    """It asks for a key, has room for one caller and short files, a policy, and evaluations for administrators."""
+    folder = tmp_path_factory.mktemp("strict")
+    (folder / "policy.toml").write_text(POLICY)
+    settings = {
+        "api_keys": KEY,
+        "admin_keys": ADMIN_KEY,
+        "max_live_sessions": 1,
+        "max_body_bytes": 2_000_000,
+        "evaluations": store_evaluations(folder),
+        "governance.policy": folder / "policy.toml",
+        "governance.audit_log": folder / "audit.jsonl",
+    }
+    flags = [flag for name, value in settings.items() for flag in ("--set", f"{name}={value}")]
+    server = Served(folder / "log", *flags)
     yield server
     server.stop()
 
@@ -530,6 +551,54 @@ def test_status_says_when_the_server_is_gone(served, visit):
     cable.close()
     me.until("#problem:has-text('does not answer')")
     me.expect_calm("Failed to load")
+
+
+# --- the models -------------------------------------------------------------------------------------------
+
+
+@needs_axe
+def test_models_without_evaluations_teach_the_command(served, visit):
+    me = visit(f"{served.url}/models")
+    me.until("#teach:not([hidden])")
+    assert "asr-serve eval run --systems moonshine-tiny-en" in me.page.inner_text("#teach")
+    assert "`evaluations` is not set" in me.page.inner_text("#teach-why")
+    assert me.page.locator("#models tbody th").all_inner_texts() == ["moonshine-tiny-en"]
+    me.expect_accessible("no evaluations")
+    me.expect_calm("404", "401")  # no evaluations, and no policy that this visitor may see
+
+
+@needs_axe
+@devices_and_schemes
+def test_models_compare_and_clips_play(strict, visit, scheme, device):
+    me = visit(f"{strict.url}/models", color_scheme=scheme, **device)
+    give(me, KEY)
+    me.until("#problem:has-text('Only administrators')")
+    me.page.click("#other-key")
+    give(me, ADMIN_KEY)
+    me.until("#models td:has-text('calls: serving')")
+    me.until("#about:has-text('3 runs')")
+    systems = me.page.locator("#runs tbody th")
+    assert systems.all_inner_texts() == ["slow", "fast", "fast"]
+    me.page.click("#runs thead button:has-text('RTFx')")
+    assert systems.all_inner_texts() == ["slow", "fast", "fast"]
+    me.page.click("#runs thead button:has-text('RTFx')")
+    assert systems.all_inner_texts() == ["fast", "slow", "fast"]
+    assert me.page.locator("#plot .point").count() == 2
+    me.page.select_option("#run", label="fast, calls")
+    clip = me.page.locator("#clips details", has_text="3/7 wrong: one.wav")
+    clip.locator("summary").click()
+    marked = "p => [...p.querySelectorAll('del, ins')].map(e => e.lastChild.textContent)"
+    assert clip.locator(".words").evaluate(marked) == ["cat", "dog", "big", "today"]
+    clip.locator("audio").wait_for()
+    play = "a => new Promise((done, fail) => { a.onended = () => done(a.currentTime); a.onerror = fail; a.play() })"
+    assert clip.locator("audio").evaluate(play) == pytest.approx(0.5, abs=0.1)
+    me.expect_accessible("evaluations")
+    clip.locator("summary").click()
+    clip.locator("audio").wait_for(state="detached")  # its memory is let go of
+    me.page.select_option("#run", label="fast, <b>other</b>")
+    me.page.click("#clips summary:has-text('failed: gone.wav')")
+    me.until("#clips p:has-text('is not on this server')")
+    me.expect_calm("401", "403", "404")
 
 
 def test_the_page_that_speaks_says_that_there_is_no_voice(served, visit):

@@ -125,11 +125,9 @@ def running(folder: Path, run_id: str, packaged_speech: Path) -> Iterator[Runnin
         admin_keys=("boss",),
         engine=EngineConfig(prefix_bytes=0),
         governance=GovernanceConfig(
-            policy=str(folder / "policy.toml"),
-            audit_log=str(folder / "audit.jsonl"),
-            evaluations=str(folder / "evaluations.sqlite"),
-            region="eu-central-1",
+            policy=str(folder / "policy.toml"), audit_log=str(folder / "audit.jsonl"), region="eu-central-1"
         ),
+        evaluations=str(folder / "evaluations.sqlite"),
     )
     started = Running(config, open_engine)
     yield started

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 
@@ -34,7 +34,7 @@ from asr_serve.evaluation.bootstrap import error_interval
 
 APPLICATION_ID = 0x41535245
 """`ASRE`, in the header of the file."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_MS = 10_000
 """Time to wait for another process that writes."""
 CACHED_SUMMARIES = 512
@@ -61,9 +61,31 @@ CREATE TABLE results (
     run_id TEXT NOT NULL REFERENCES runs ON DELETE CASCADE, path TEXT NOT NULL, audio_s REAL NOT NULL,
     reference TEXT, hypothesis TEXT, words INTEGER, word_errors INTEGER, characters INTEGER, character_errors INTEGER,
     seconds REAL, first_word_ms REAL, final_ms REAL, speaker_s REAL, speaker_error_s REAL,
-    hotwords INTEGER, hotwords_found INTEGER, error TEXT, PRIMARY KEY (run_id, path)
+    hotwords INTEGER, hotwords_found INTEGER, error TEXT, differences TEXT, PRIMARY KEY (run_id, path)
 ) STRICT, WITHOUT ROWID;
 """
+
+
+ClipOrder = Literal["path", "errors", "error_rate", "slowest", "longest"]
+_ERRORS = "iif(words IS NULL, character_errors, word_errors)"
+_CLIP_ORDERS: dict[ClipOrder, str] = {
+    "path": "path",
+    "errors": f"error IS NULL, {_ERRORS} DESC, path",
+    "error_rate": f"error IS NULL, 1.0 * {_ERRORS} / max(iif(words IS NULL, characters, words), 1) DESC, path",
+    "slowest": "coalesce(seconds, final_ms / 1000) DESC, path",
+    "longest": "audio_s DESC, path",
+}
+"""Orders of clips in SQL; those that failed have most errors."""
+_WITH_RESULTS = "EXISTS (SELECT 1 FROM results x WHERE x.run_id = r.id)"
+
+
+class TextDifference(NamedTuple):
+    """Stretch of an alignment of two normalized texts: what is the same, or what is there in place of what."""
+
+    kind: str
+    """equal, substitute, delete or insert."""
+    reference: str
+    hypothesis: str
 
 
 class EvaluatedSystem(msgspec.Struct, frozen=True):
@@ -128,6 +150,8 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     hotwords_found: int | None = None
     error: str | None = None
     """The reason why there is no hypothesis."""
+    differences: tuple[TextDifference, ...] | None = None
+    """Alignment of reference and hypothesis, of which the errors are counted."""
 
 
 class EvaluationRun(msgspec.Struct, frozen=True):
@@ -248,6 +272,8 @@ class EvaluationStore:
     def add_result(self, run_id: str, result: EvaluationResult) -> None:
         """Commits one clip; a clip that is there is replaced."""
         fields = msgspec.structs.asdict(result)
+        if result.differences is not None:
+            fields["differences"] = msgspec.json.encode(result.differences).decode()
         names = ("run_id", *fields)
         with self._write() as db:
             db.execute(
@@ -283,21 +309,43 @@ class EvaluationStore:
         """All runs, newest first."""
         return list(self._runs(""))
 
-    def results(self, run_id: str) -> list[EvaluationResult]:
-        """Clips of a run, by path."""
+    def results(
+        self, run_id: str, order: ClipOrder = "path", limit: int | None = None, offset: int = 0
+    ) -> list[EvaluationResult]:
+        """Clips of a run. `limit`: so many at most, from the place `offset` on."""
         names = EvaluationResult.__struct_fields__
-        rows = self._rows(f"SELECT {', '.join(names)} FROM results WHERE run_id = ? ORDER BY path", run_id)
-        return [EvaluationResult(*row) for row in rows]
+        rows = self._rows(
+            f"SELECT {', '.join(names)} FROM results WHERE run_id = ? ORDER BY {_CLIP_ORDERS[order]} LIMIT ? OFFSET ?",
+            *(run_id, _limit(limit), offset),
+        )
+        return [_result(dict(zip(names, row, strict=True))) for row in rows]
 
-    def summaries(self, model: str | None = None, dataset: str | None = None) -> list[EvaluationSummary]:
-        """Figures of all runs that have a result, newest first. `model`, `dataset`: of that name only."""
-        found = []
-        for run in self.runs():
-            if model not in (None, run.system.model) or dataset not in (None, run.dataset.name):
-                continue
-            if (summary := self._summary(run)) is not None:
-                found.append(summary)
-        return found
+    def result(self, run_id: str, path: str) -> EvaluationResult | None:
+        """One clip of a run; None where it has none of that path."""
+        names = EvaluationResult.__struct_fields__
+        rows = self._rows(f"SELECT {', '.join(names)} FROM results WHERE run_id = ? AND path = ?", run_id, path)
+        return _result(dict(zip(names, rows[0], strict=True))) if rows else None
+
+    def summaries(
+        self, model: str | None = None, dataset: str | None = None, limit: int | None = None, offset: int = 0
+    ) -> list[EvaluationSummary]:
+        """Figures of the runs that have a result, newest first. `model`, `dataset`: of that name only. `limit`: of so
+        many at most, from the place `offset` on."""
+        runs = self._runs(
+            f"WHERE {_WITH_RESULTS} AND coalesce(s.model = ?, true) AND coalesce(d.name = ?, true)",
+            *(model, dataset),
+            limit=limit,
+            offset=offset,
+        )
+        return [summary for run in runs if (summary := self._summary(run)) is not None]
+
+    def summary(self, run_id: str) -> EvaluationSummary | None:
+        """Figures of one run; None where it is unknown, or has no result."""
+        return next((found for run in self._runs("WHERE r.id = ?", run_id) if (found := self._summary(run))), None)
+
+    def count_summaries(self) -> int:
+        """Number of runs that have a result."""
+        return int(self._rows(f"SELECT count(*) FROM runs r WHERE {_WITH_RESULTS}")[0][0])
 
     def close(self) -> None:
         with self._lock:
@@ -396,14 +444,14 @@ class EvaluationStore:
             db.execute(f"UPDATE {table} SET {what} WHERE {where}", [*(fields[name] for name in changing), *values])
         return int(db.execute(f"SELECT id FROM {table} WHERE {where}", values).fetchone()[0])
 
-    def _runs(self, where: str, *values: object) -> Iterator[EvaluationRun]:
+    def _runs(self, where: str, *values: object, limit: int | None = None, offset: int = 0) -> Iterator[EvaluationRun]:
         systems, datasets = EvaluatedSystem.__struct_fields__, EvaluatedDataset.__struct_fields__
         columns = [*(f"s.{name}" for name in systems), *(f"d.{name}" for name in datasets)]
         rows = self._rows(
             f"SELECT r.id, r.settings, r.cost_per_hour, r.created, r.finished, {', '.join(columns)} FROM runs r"
             f" JOIN systems s ON s.id = r.system_id JOIN datasets d ON d.id = r.dataset_id {where}"
-            " ORDER BY r.created DESC, r.rowid DESC",
-            *values,
+            " ORDER BY r.created DESC, r.rowid DESC LIMIT ? OFFSET ?",
+            *(*values, _limit(limit), offset),
         )
         for run_id, settings, cost, created, finished, *fields in rows:
             yield EvaluationRun(
@@ -497,6 +545,16 @@ def summarize(run: EvaluationRun, results: list[EvaluationResult], passes: list[
         finished=run.finished is not None,
         dataset_clips=run.dataset.clips,
     )
+
+
+def _result(fields: dict[str, Any]) -> EvaluationResult:
+    if fields["differences"] is not None:
+        fields["differences"] = msgspec.json.decode(fields["differences"], type=tuple[TextDifference, ...])
+    return EvaluationResult(**fields)
+
+
+def _limit(limit: int | None) -> int:
+    return -1 if limit is None else limit  # SQLite's word for all
 
 
 def percentile(values: list[float], percent: float) -> float | None:

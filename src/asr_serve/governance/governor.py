@@ -91,16 +91,16 @@ class ModelGovernor:
         self._states = {name: self._resumed_state(route) for name, route in policy.routes.items()}
 
     @classmethod
-    def open(cls, config: GovernanceConfig) -> Self:
-        """Reads the policy of these settings, and opens the log. Raises OptionError, SourceNotFound, AuditLogCorrupt,
-        AuditLogInUse, GovernanceError."""
+    def open(cls, config: GovernanceConfig, evaluations: str | None) -> Self:
+        """Reads the policy of these settings, and opens the log. `evaluations`: file of evaluations. Raises
+        OptionError, SourceNotFound, AuditLogCorrupt, AuditLogInUse, GovernanceError."""
         assert config.policy is not None
         assert config.audit_log is not None, "neither is set without the other"
         policy = read_policy(Path(config.policy))
         with ExitStack() as undo:
             opened = AuditLog.open(Path(config.audit_log))
             undo.callback(opened.close)
-            find = None if config.evaluations is None else partial(find_evaluations, Path(config.evaluations))
+            find = None if evaluations is None else partial(find_evaluations, Path(evaluations))
             governor = cls(policy, opened, find, config.region)
             undo.pop_all()
         return governor
@@ -387,7 +387,7 @@ class ModelGovernor:
         if candidate is None or candidate not in self._models:
             return EvidenceDecision((), ("its models are still being loaded",))
         if self._find is None:
-            return EvidenceDecision((), ("this server knows no evaluations: set governance.evaluations",))
+            return EvidenceDecision((), ("this server knows no evaluations: set evaluations",))
         try:
             found = self._find(candidate)
         except AsrServeError as error:

@@ -15,6 +15,7 @@ from starlette.types import Scope
 
 from asr_serve import __version__
 from asr_serve.config import ServeConfig
+from asr_serve.evaluation.reader import EvaluationReader
 from asr_serve.metrics import ServerMetrics
 from asr_serve.server import openapi
 from asr_serve.server.batch import routes as batch_routes
@@ -41,7 +42,7 @@ from asr_serve.server.realtime.webrtc import endpoint as webrtc_endpoint
 from asr_serve.server.realtime.webrtc.call_manager import CallManager
 from asr_serve.server.realtime.wyoming import endpoint as wyoming_endpoint
 from asr_serve.server.realtime.wyoming.tcp_server import WyomingServer
-from asr_serve.server.routes import asr, deepgram, health, models, policy, speech, transcriptions
+from asr_serve.server.routes import asr, deepgram, evaluations, health, models, policy, speech, transcriptions
 from asr_serve.server.shadow_transcriber import ShadowTranscriber
 from asr_serve.server.telemetry.tracing import Tracer
 from asr_serve.server.transcription_job import TranscriptionExecutor
@@ -89,6 +90,7 @@ def create_app(
         await streams.close()
         await calls.close()
         await shadows.close()
+        evaluation_reader.close()
         executor.close()
 
     voice_dependencies = voices.VoiceDependencies.create(config, engines)
@@ -100,6 +102,7 @@ def create_app(
         speech.SpeechEndpoint(speech_dependencies).call_conversation,
         lambda: any(engine.is_tts for engine in engines),
     )
+    evaluation_reader = EvaluationReader(config.evaluations)
     full_server = config.engine.role != "encode"
     docs = config.docs and full_server
     app = FastAPI(
@@ -136,6 +139,7 @@ def create_app(
             voices.routes(voice_dependencies),
             batch_routes.routes(batch_routes.BatchDependencies.create(config, batches)),
             models.routes(engines, admins=bool(config.admin_keys)),
+            evaluations.routes(evaluation_reader, admins=bool(config.admin_keys)),
             *([] if engines.governor is None else [policy.routes(engines.governor, admins=bool(config.admin_keys))]),
             health_routes,
             stream_endpoint.commands(streams),

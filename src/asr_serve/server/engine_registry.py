@@ -321,7 +321,9 @@ class EngineRegistry:
         if config.model == AUTO_MODEL:
             config = msgspec.structs.replace(config, model=MULTILINGUAL)
         self._config, self._open, self._scorers = config, open_engine, scorers
-        self.governor = None if config.governance.policy is None else ModelGovernor.open(config.governance)
+        self.governor = (
+            None if config.governance.policy is None else ModelGovernor.open(config.governance, config.evaluations)
+        )
         """Governor of the models of the policy, if there is one."""
         self._expected = [config.model, *config.more_models]
         if self.governor is not None:

@@ -6,10 +6,12 @@ import json
 from collections.abc import Callable, Collection
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.responses import Response
 
+from asr_serve.evaluation.reader import EvaluationClips, EvaluationList
 from asr_serve.protocols import cloned_voices
 from asr_serve.protocols.deepgram.listen_query import RAW_ENCODINGS
 from asr_serve.protocols.deepgram.speak import CONTAINERS, UPLOAD_ENCODINGS
@@ -343,6 +345,9 @@ def openapi_builder(
                 **responses.response_components(),
                 **spoken.speech_components(),
                 **cloned_voices.cloned_voice_components(),
+                **msgspec.json.schema_components(
+                    (EvaluationList, EvaluationClips), ref_template="#/components/schemas/{name}"
+                )[1],
             }
             components["securitySchemes"] = {
                 "key": {

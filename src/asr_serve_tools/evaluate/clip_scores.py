@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from asr_serve.evaluation.store import TextDifference
 from asr_serve.text.word_timing import is_unspaced
 from asr_serve_tools.evaluate.wer import Difference, align_words, cer, normalize
 
@@ -26,11 +27,13 @@ class ClipScore(msgspec.Struct, frozen=True):
     character_errors: int
     hotwords: int | None = None
     hotwords_found: int | None = None
+    differences: tuple[TextDifference, ...] = ()
 
 
 def score_text(reference: str, hypothesis: str, language: str, hotwords: Sequence[str] = ()) -> ClipScore:
     """Counts errors as bench/offline.py does, clip by clip: their sums over a corpus are those of `wer` and `cer`."""
     unspaced = language in UNSPACED_LANGUAGES
+    space = "" if unspaced else " "
     differences = text_differences(reference, hypothesis, language)
     said = sum(len(part.reference) for part in differences)
     errors = sum(max(len(part.reference), len(part.hypothesis)) for part in differences if part.kind != "equal")
@@ -49,6 +52,9 @@ def score_text(reference: str, hypothesis: str, language: str, hotwords: Sequenc
         character_errors=character_errors,
         hotwords=hot,
         hotwords_found=found,
+        differences=tuple(
+            TextDifference(part.kind, space.join(part.reference), space.join(part.hypothesis)) for part in differences
+        ),
     )
 
 

@@ -4,58 +4,29 @@ from __future__ import annotations
 
 import re
 import shutil
-import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from stored_evaluations import EVIL, store_evaluations
 from typer.testing import CliRunner
 
 from asr_serve.api.cli import app
-from asr_serve.evaluation.store import EvaluatedDataset, EvaluatedSystem, EvaluationResult, EvaluationStore, RunSettings
-from asr_serve_tools.evaluate.clip_scores import score_text
+from asr_serve.evaluation.store import EvaluationStore
 from asr_serve_tools.evaluate.evaluation_report import write_report
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
 )
-EVIL = "</script><script>window.evil = 1</script><img src=x onerror='window.evil = 2'>"
-CLIPS = (
-    ("one.wav", "the cat sat on the mat today", "the dog sat on the big mat"),
-    ("two.wav", "all is well", "all is well"),
-    ("three.wav", "script", f"script {EVIL}"),
-)
+
+AXE = Path(__file__).resolve().parents[3] / "console" / "node_modules" / "axe-core" / "axe.min.js"
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EvaluationStore]:
-    """Two systems over three clips: `slow` with few errors, `fast` with many; and a run that failed."""
-    folder = tmp_path_factory.mktemp("clips")
-    for name, _, _ in CLIPS:
-        with wave.open(str(folder / name), "wb") as file:
-            file.setparams((1, 2, 16_000, 0, "NONE", ""))
-            file.writeframes(b"\0\1" * 8_000)
-    dataset = EvaluatedDataset("calls", str(folder), "0" * 64, "en", 3)
-    with EvaluationStore(folder / "e.sqlite", create=True) as store:
-        for system, seconds in (("slow", 2.0), ("fast", 0.1)):
-            run = store.begin_run(EvaluatedSystem(system, system, license="MIT"), dataset, RunSettings())
-            for name, reference, hypothesis in CLIPS:
-                text = hypothesis if system == "fast" else reference
-                score = score_text(reference, text, "en")
-                store.add_result(
-                    run.run_id,
-                    EvaluationResult(
-                        *(name, 0.5, reference, text, score.words, score.word_errors, score.characters),
-                        *(score.character_errors, seconds),
-                    ),
-                )
-            store.add_pass(run.run_id, 3, 1.5, seconds)
-            store.finish_run(run.run_id)
-        other = EvaluatedDataset("<b>other</b>", str(folder), "1" * 64, "en", 1)
-        run = store.begin_run(EvaluatedSystem("fast", "fast"), other, RunSettings())
-        store.add_result(run.run_id, EvaluationResult("gone.wav", 0.0, "a", error="it <i>broke</i>"))
+    with EvaluationStore(store_evaluations(tmp_path_factory.mktemp("clips"))) as store:
         yield store
 
 
@@ -150,6 +121,17 @@ def test_the_page_fits_a_phone_and_shows_what_is_left_out(page: Any) -> None:
     assert page.locator("#plot .point").first.get_attribute("aria-label").count("x real time") == 1
     assert "1 of 3 runs" in page.locator("#plot-note").inner_text()
     assert page.locator("#left-out").inner_text() == "1 clips have no audio, because their files are gone."
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed: npm --prefix console ci")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(page: Any, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme)
+    page.locator("details summary").first.click()
+    page.locator("details .soft").first.wait_for()
+    page.evaluate(AXE.read_text())
+    found = page.evaluate("() => axe.run({resultTypes: ['violations']})")["violations"]
+    assert [(each["id"], node["html"]) for each in found for node in each["nodes"] if each["impact"] != "minor"] == []
 
 
 def test_audio_beyond_the_bound_is_named_by_its_path(stored: EvaluationStore, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Pages `/`, `/speak`, `/status`, `/docs` and their assets: files built by `make console`, read once, and sent with the
-headers that they need."""
+"""Pages `/`, `/speak`, `/models`, `/status`, `/docs` and their assets: files built by `make console`, read once,
+and sent with the headers that they need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from starlette.routing import Route
 from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
 
 STATIC = Path(__file__).parent / "static"
-PAGES = {"/": "index.html", "/speak": "speak.html", "/status": "status.html", "/favicon.svg": "favicon.svg"}
+PAGES = {
+    "/": "index.html",
+    "/speak": "speak.html",
+    "/models": "models.html",
+    "/status": "status.html",
+    "/favicon.svg": "favicon.svg",
+}
 """Path -> file."""
 DOCS_PAGES = {"/docs": "docs.html", "/favicon.svg": "favicon.svg"}
 """Path -> file of the page that shows the OpenAPI document."""

@@ -91,6 +91,8 @@ ERROR_MAPPINGS = (
     ErrorMapping(errors.WrongModel, 400),
     ErrorMapping(errors.PromotionRefused, 409),
     ErrorMapping(errors.UnknownRoute, 404),
+    ErrorMapping(errors.EvaluationsUnreadable, 503, "server_error"),
+    ErrorMapping(errors.EvaluationError, 404),
     ErrorMapping(errors.Draining, 503, "server_error"),
     ErrorMapping(errors.StoreUnavailable, 503, "server_error"),
     ErrorMapping(errors.RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),

@@ -1,0 +1,4 @@
+/** `npm --prefix console test` */
+
+import "./rich.test";
+import "./stages.test";

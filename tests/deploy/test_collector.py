@@ -91,7 +91,7 @@ def test_what_is_scraped_is_exported_by_labels_that_it_has() -> None:
 
 def test_alarms_look_at_what_is_exported() -> None:
     text = (MODULE / "monitoring.tf").read_text()
-    alarms = re.findall(r'namespace\s+= "asr-serve"\n\s+metric_name\s+= "(\w+)"', text)
+    alarms = re.findall(r'namespace = "asr-serve", metric = "(\w+)"', text)
     assert alarms
     for name in alarms:
         assert {"service"} in declared(name), name

@@ -60,6 +60,19 @@ def test_streaming(server, samples, zeros):
     assert zeros / 64_000 < finals[0]["start_time"] + 0.2
 
 
+def test_a_microphone_that_is_muted_for_minutes_loses_no_word(server, samples):
+    with calling(server) as line:
+        for _ in range(100):
+            line.send(bytes(64_000))
+        line.send(samples)
+        line.send("Done")
+        finals = []
+        while (message := line.recv(WAIT_S)) != "Done!":
+            answer = json.loads(message)
+            finals += [answer["text"]] if answer["is_final"] and not answer["is_eof"] else []
+    assert " ".join(finals) == BECKETT
+
+
 def test_recordings_one_after_another(server, samples):
     with calling(server) as line:
         for step in (10_240, len(samples) + 8):

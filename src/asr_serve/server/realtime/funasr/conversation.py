@@ -8,7 +8,6 @@ An invalid message is answered with an error event and changes nothing.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, MutableMapping
 from typing import Any, Literal, Protocol
 
@@ -28,13 +27,15 @@ from asr_serve.protocols.funasr.websocket import (
     StartCommand,
     StopCommand,
 )
+from asr_serve.protocols.sherpa_onnx.messages import SAMPLE_BYTES as FLOAT_BYTES
 from asr_serve.protocols.sherpa_onnx.messages import guess_protocol
 from asr_serve.server.realtime.lifecycle import ConnectionLifecycle, SessionLimits, cancel_and_wait
 from asr_serve.server.realtime.outbox import Outbox
 
 OtherProtocol = Literal["runtime", "sherpa_online", "sherpa_offline"]
 MAX_SILENCE_BYTES = 1 << 22
-"""Zeros that wait for what follows: a minute of floating point samples."""
+"""Zeros before anything else that the conversation goes on with: a minute of floating point samples. Earlier ones are
+dropped."""
 SLICE_BYTES = units.RATE_HZ * SAMPLE_BYTES
 """Bytes of a large frame that are written before `full` is checked again."""
 
@@ -102,13 +103,13 @@ class FunAsrConversation:
         self._session_task: asyncio.Task[None] | None = None
         self._began_s = 0.0
         self._silence_bytes = 0
-        """Zeros before anything else."""
+        """Zeros before anything else: their number says all, however many frames they came in."""
         self._started = False
         """Whether a session has ever begun."""
         self.other_protocol: OtherProtocol | None = None
         """Protocol of the first message, where it is another: the conversation has ended, and one of that goes on."""
-        self._first_messages = list[MutableMapping[str, Any]]()
-        """Messages for the conversation that goes on."""
+        self._first_message: MutableMapping[str, Any] | None = None
+        """Message that the conversation that goes on begins with, after the zeros."""
         self._reported_not_started = False
         self._options = self._session_options = options
         """Options requested last, and those requested when the session started."""
@@ -122,10 +123,19 @@ class FunAsrConversation:
 
     def receive_again(self, receive: Receive) -> Receive:
         """Returns a `receive` for the conversation that goes on: it begins with what came first."""
-        first = deque(self._first_messages)
+        zeros, first = self._silence_bytes, self._first_message
+        most = self._limits.frame_bytes // FLOAT_BYTES * FLOAT_BYTES
 
         async def receive_next() -> MutableMapping[str, Any]:
-            return first.popleft() if first else await receive()
+            nonlocal zeros, first
+            if zeros:
+                count = min(zeros, most)
+                zeros -= count
+                return {"type": "websocket.receive", "bytes": bytes(count)}
+            if first is not None:
+                message, first = first, None
+                return message
+            return await receive()
 
         return receive_next
 
@@ -179,19 +189,19 @@ class FunAsrConversation:
 
     def _hand_over(self, protocol: OtherProtocol, message: MutableMapping[str, Any]) -> None:
         """Ends the conversation for one of another protocol, which begins with that message."""
-        self.other_protocol = protocol
-        self._first_messages.append(message)
+        self.other_protocol, self._first_message = protocol, message
+        if protocol == "runtime":
+            self._silence_bytes = 0  # no session was open
         self._lifecycle.complete()
 
     def _is_handed_over(self, frame: bytes) -> bool:
         """Whether audio before any command is of a client of sherpa-onnx, or may be: zeros wait for what follows."""
         found = None if self._started or self._reported_not_started else guess_protocol(frame)
-        if found == "silence" and self._silence_bytes + len(frame) <= MAX_SILENCE_BYTES:
-            self._silence_bytes += len(frame)
-            self._first_messages.append({"type": "websocket.receive", "bytes": frame})
+        if found == "silence":
+            self._silence_bytes = min(self._silence_bytes + len(frame), MAX_SILENCE_BYTES)
             return True
-        if found is None or found == "silence":
-            self._first_messages.clear()
+        if found is None:
+            self._silence_bytes = 0
             return False
         self._hand_over(found, {"type": "websocket.receive", "bytes": frame})
         return True
@@ -296,7 +306,7 @@ class FunAsrConversation:
         language = self._session_factory.resolve_language(options.language)
         session = self._session_factory.start(msgspec.structs.replace(options, language=language), self._outbox)
         self._session, self._reported_not_started, self._started = session, False, True
-        self._first_messages.clear()
+        self._silence_bytes = 0
         self._session_options = options
         self._pcm = Pcm16Assembler()
         self._began_s = self._loop.time()

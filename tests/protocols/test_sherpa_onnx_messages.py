@@ -36,6 +36,13 @@ def test_integers_are_never_taken_for_floats(samples):
     assert guess_protocol(frame) in ((None,) if any(samples) else ("silence", None))
 
 
+def test_traces_that_resampling_leaves_in_silence_make_no_other_protocol():
+    speech = np.sin(np.arange(1_600, dtype=np.float32) / 9) / 2
+    speech[:300] = 1e-12
+    assert guess_protocol(speech.tobytes()) == "sherpa_online"
+    assert guess_protocol(np.array([0.1, 0.2, 9.0], np.float32).tobytes()) is None
+
+
 def test_headers_are_told_from_samples():
     assert guess_protocol(struct.pack("<ii", 16_000, 4) + bytes(4)) == "sherpa_offline"
     assert guess_protocol(struct.pack("<ii", 44_100, 4_000_000)) == "sherpa_offline"

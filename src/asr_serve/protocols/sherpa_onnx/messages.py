@@ -26,7 +26,8 @@ RATES_HZ = (8_000, 192_000)
 USUAL_RATES_HZ = (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 96_000, 192_000)
 """Rates by which the header of a first recording is known."""
 LEAST, MOST = 1e-8, 4.0
-"""Magnitudes that samples in floating point have, unless they are 0. Other data, like integers, soon has others."""
+"""Magnitudes of samples in floating point: none is greater, and few are smaller, as resampling leaves them in silence.
+Integers, read as floating point, are smaller where they are quiet, and greater or no numbers otherwise."""
 
 
 def guess_protocol(frame: bytes) -> Literal["sherpa_online", "sherpa_offline", "silence"] | None:
@@ -42,7 +43,9 @@ def guess_protocol(frame: bytes) -> Literal["sherpa_online", "sherpa_offline", "
     sounding = magnitudes[magnitudes != 0]
     if not len(sounding):
         return "silence"
-    return "sherpa_online" if bool(np.all((sounding >= LEAST) & (sounding <= MOST))) else None
+    if not np.all(sounding <= MOST):  # NaN is not
+        return None
+    return "sherpa_online" if 2 * np.count_nonzero(sounding >= LEAST) > len(sounding) else None
 
 
 def decode_samples(frame: bytes | memoryview) -> np.ndarray:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asr_serve.errors import AudioTooLong, MalformedRequest, UnsupportedAudio
+from asr_serve.errors import AudioTooLarge, AudioTooLong, MalformedRequest, UnsupportedAudio
 from asr_serve.protocols.sherpa_onnx.messages import (
     OnlineAnswers,
     decode_samples,
@@ -58,16 +58,17 @@ def test_samples():
 
 
 def test_headers():
-    header = parse_header(struct.pack("<ii", 48_000, 400), 60)
+    header = parse_header(struct.pack("<ii", 48_000, 400), 60, 10_000_000)
     assert (header.rate_hz, header.size_bytes) == (48_000, 400)
     for rate, size, error in (
         (1, 4, UnsupportedAudio),
         (16_000, 3, UnsupportedAudio),
         (16_000, -4, UnsupportedAudio),
         (16_000, 61 * 64_000, AudioTooLong),
+        (192_000, 59 * 4 * 192_000, AudioTooLarge),
     ):
         with pytest.raises(error):
-            parse_header(struct.pack("<ii", rate, size), 60)
+            parse_header(struct.pack("<ii", rate, size), 60, 10_000_000)
 
 
 def test_answers():

@@ -88,6 +88,15 @@ def test_recordings_one_after_another(server, samples):
             line.recv(WAIT_S)
 
 
+def test_done_behind_a_recording_waits_for_its_answer(server, samples):
+    with calling(server) as line:
+        line.send(struct.pack("<ii", 16_000, len(samples)) + samples)
+        line.send("Done")
+        assert hear(line)["text"] == BECKETT
+        with pytest.raises(ConnectionClosed, match="1000"):
+            line.recv(WAIT_S)
+
+
 HALF = struct.pack("<f", 0.5) * 100
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from asr_serve.errors import AudioTooLong, MalformedRequest, UnsupportedAudio
+from asr_serve.errors import AudioTooLarge, AudioTooLong, MalformedRequest, UnsupportedAudio
 from asr_serve.types import Segment, Transcript
 
 DONE, DONE_ANSWER = "Done", "Done!"
@@ -67,8 +67,8 @@ class RecordingHeader(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-def parse_header(header: bytes, max_duration_s: float) -> RecordingHeader:
-    """Parses HEADER_BYTES. Raises UnsupportedAudio, AudioTooLong."""
+def parse_header(header: bytes, max_duration_s: float, max_bytes: int) -> RecordingHeader:
+    """Parses HEADER_BYTES. Raises UnsupportedAudio, AudioTooLong, AudioTooLarge."""
     rate_hz, size = struct.unpack("<ii", header)
     if not RATES_HZ[0] <= rate_hz <= RATES_HZ[1] or size < 0 or size % SAMPLE_BYTES:
         raise UnsupportedAudio(
@@ -79,6 +79,10 @@ def parse_header(header: bytes, max_duration_s: float) -> RecordingHeader:
     if size > max_duration_s * rate_hz * SAMPLE_BYTES:
         raise AudioTooLong(
             f"a recording of {size / SAMPLE_BYTES / rate_hz:g} s was announced", f"up to {max_duration_s:g} s"
+        )
+    if size > max_bytes:
+        raise AudioTooLarge(
+            f"a recording of {size} bytes was announced", f"up to {max_bytes}", "send it in parts, or at 16000 Hz"
         )
     return RecordingHeader(rate_hz, size)
 

@@ -41,6 +41,8 @@ class SherpaSessionFactory(Protocol):
 
     max_duration_s: float
     """Longest recording."""
+    max_bytes: int
+    """Most bytes of a recording."""
 
     def start_live(self, on_events: Callable[[list[LiveEvent]], None]) -> AsyncListener:
         """Starts a live session. Raises AtCapacity, ModelNotLoaded, EngineClosed."""
@@ -100,7 +102,7 @@ class SherpaConversation:
 
     async def on_message(self, message: MutableMapping[str, Any]) -> None:
         if (frame := message.get("bytes")) is None:
-            self._on_text(message.get("text") or "")
+            await self._on_text(message.get("text") or "")
             return
         if len(frame) > self._limits.frame_bytes:
             raise AudioTooLarge(
@@ -131,10 +133,11 @@ class SherpaConversation:
 
     # --- messages -------------------------------------------------------------------------------------
 
-    def _on_text(self, text: str) -> None:
+    async def _on_text(self, text: str) -> None:
         if text != DONE:
             raise UnknownCommand(f"the text {quote_for_message(text)} came", f"the text {DONE}, behind the samples")
         if not self._live:
+            await self._wait_answered()
             if self._session is not None or self._header:
                 raise MalformedRequest(
                     f"{DONE} came, and {self._missing_bytes} bytes of a recording had not",
@@ -165,8 +168,7 @@ class SherpaConversation:
 
     async def _on_recording(self, rest: memoryview) -> None:
         while rest:
-            if self._lifecycle.finishing and self._session_task is not None:
-                await self._lifecycle.pause_reading(asyncio.wait({self._session_task}))
+            await self._wait_answered()
             if self._lifecycle.end_reason is not None:
                 return
             if self._session is None:
@@ -179,12 +181,17 @@ class SherpaConversation:
             if not self._missing_bytes:
                 self._lifecycle.finish()
 
+    async def _wait_answered(self) -> None:
+        """Waits until a recording whose bytes have all come is answered."""
+        if self._lifecycle.finishing and self._session_task is not None:
+            await self._lifecycle.pause_reading(asyncio.wait({self._session_task}))
+
     def _read_header(self, rest: memoryview) -> memoryview:
         """Reads the header of the next recording; returns what is behind it."""
         missing = HEADER_BYTES - len(self._header)
         self._header += rest[:missing]
         if len(self._header) == HEADER_BYTES:
-            header = parse_header(bytes(self._header), self._factory.max_duration_s)
+            header = parse_header(bytes(self._header), self._factory.max_duration_s, self._factory.max_bytes)
             self._header.clear()
             self._missing_bytes = header.size_bytes
             session = self._session = self._factory.start_recording(header)

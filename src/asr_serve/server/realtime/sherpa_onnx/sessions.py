@@ -35,7 +35,7 @@ class EngineSherpaSessionFactory:
         """`options`: those of live sessions, from the query."""
         self._dependencies, self._models, self._model, self._options = dependencies, models, model, options
         self._context, self._meter = context, meter
-        self.max_duration_s = dependencies.config.max_duration_s
+        self.max_duration_s, self.max_bytes = dependencies.config.max_duration_s, dependencies.config.max_body_bytes
 
     def start_live(self, on_events: Callable[[list[LiveEvent]], None]) -> AsyncListener:
         """Starts a live session. Raises AtCapacity, ModelNotLoaded, EngineClosed."""

@@ -47,6 +47,12 @@ def test_hotwords(sent, found):
     assert parse_runtime_message(text, RuntimeOptions(hotwords=("old",))).options.hotwords == found
 
 
+@pytest.mark.parametrize(("sent", "found"), [({}, "zh"), ({"svs_lang": "auto"}, None), ({"svs_lang": "ja"}, "ja")])
+def test_a_language_stands_until_another_or_none_comes(sent, found):
+    message = parse_runtime_message(json.dumps({"mode": "2pass", **sent}), RuntimeOptions(language="zh"))
+    assert message.options.language == found
+
+
 @pytest.mark.parametrize(
     ("sent", "param"),
     [
@@ -114,7 +120,7 @@ def test_two_pass_sends_words_on_which_two_hypotheses_agree_then_the_sentence():
         ("2pass-online", "Ever"),
         ("2pass-online", " tried"),
         ("2pass-offline", "Never tried, ever failed."),
-        ("2pass-online", "No"),
+        ("2pass-online", " No"),
         ("2pass-offline", " No matter."),
     ]
 

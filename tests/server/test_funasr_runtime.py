@@ -121,6 +121,33 @@ def test_a_mistake_is_answered_and_the_connection_goes_on(server, message, code)
         assert hear(line)["is_final"] is True
 
 
+def test_audio_behind_refused_options_is_dropped_until_others_come(server, beckett, beckett_pcm):
+    """A file of which only samples are allowed is not recognized as samples."""
+    with calling(server) as line:
+        line.send('{"mode": "offline", "wav_name": "a", "is_speaking": true}')
+        for _ in range(2):  # also while the recording before is finishing
+            line.send(beckett_pcm)
+            line.send('{"is_speaking": false}')
+            line.send('{"mode": "2pass", "wav_name": "b", "wav_format": "others", "is_speaking": true}')
+            line.send(beckett.read_bytes())
+            line.send('{"is_speaking": false}')
+            assert hear(line)["text"] == BECKETT
+            assert hear(line)["code"] == "unsupported_option"
+            assert (end := hear(line))["text"] == ""
+            assert end["is_final"] is True
+            line.send('{"mode": "offline", "wav_name": "a", "is_speaking": true}')
+
+
+def test_hotwords_that_the_model_refuses_are_told_and_left_out(server, beckett_pcm):
+    with calling(server) as line:
+        line.send(json.dumps({"mode": "offline", "wav_name": "a", "is_speaking": True, "hotwords": '{"阿里巴巴": 20}'}))
+        assert hear(line)["code"] == "option_error"
+        line.send(beckett_pcm)
+        line.send('{"is_speaking": false}')
+        answer = hear(line)
+        assert (answer["mode"], answer["wav_name"], answer["text"]) == ("offline", "a", BECKETT)
+
+
 def test_options_stand_for_recordings_that_follow(server, beckett_pcm):
     with calling(server) as line:
         line.send('{"mode": "online", "wav_name": "b", "is_speaking": false}')

@@ -101,7 +101,9 @@ def parse_runtime_message(text: str, before: RuntimeOptions) -> RuntimeMessage:
         rate_hz=_rate(members) or before.rate_hz,
         hotwords=before.hotwords if (words := members.pop("hotwords")) is None else _hotwords(words),
         itn=before.itn if (itn := _flag(members, "itn")) is None else itn,
-        language=languages.requested_language_code(members.text("svs_lang")) or before.language,
+        language=before.language
+        if (language := members.text("svs_lang")) is None
+        else languages.requested_language_code(language),
     )
     members.refuse_or_ignore_unknown()
     if options.mode != "offline" and options.wav_format != PCM:
@@ -255,9 +257,9 @@ class RuntimeAnswers:
         return self._answer(mode, "", is_final=True, is_end=is_end)
 
     def _online(self, text: str) -> str:
+        if self._sent == text:  # the sentence begins
+            text = self._separated(text)
         if self._options.mode == "online":
-            if self._sent == text:  # the sentence begins
-                text = self._separated(text)
             self._any_text = True
             return self._answer("online", text)
         return self._answer("2pass-online", text)

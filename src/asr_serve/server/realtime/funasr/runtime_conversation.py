@@ -2,7 +2,9 @@
 
     idle --audio, by the options of the last message--> listening --{"is_speaking": false}--> finishing --> idle
 
-An invalid message is answered with an error and changes nothing.
+An invalid message is answered with an error and changes nothing in a session. Audio behind options that are refused is
+dropped, until others come: it would be recognized as the client did not ask, or a file as samples. Only hotwords are
+left out where the model refuses them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import asyncio
 from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol
 
+import msgspec
 from starlette.types import Receive
 
 from asr_serve.errors import AsrServeError, AudioTooLarge, MalformedRequest, OptionError, OutOfTurn
@@ -81,6 +84,8 @@ class FunAsrRuntimeConversation:
         self._session_task: asyncio.Task[None] | None = None
         self._options = RuntimeOptions()
         """Options requested last."""
+        self._options_refused = False
+        """Whether others came after them, and were refused."""
         self._began_s = 0.0
         self._awaits_end = False
         """Whether the client waits for `is_end`."""
@@ -137,23 +142,40 @@ class FunAsrRuntimeConversation:
     # --- messages -------------------------------------------------------------------------------------
 
     async def _on_text(self, text: str) -> None:
-        message = parse_runtime_message(text, self._options)
-        if message.is_speaking is False:
-            self._end(message)
-            return
-        await self._wait_finished()
-        self._factory.validate(message.options)
-        if self._session is not None and message.options != self._options:
+        try:
+            message = parse_runtime_message(text, self._options)
+            if message.is_speaking is False:
+                self._end(message)
+                return
+            await self._wait_finished()
+            options = self._without_refused_hotwords(message.options)
+        except OptionError:
+            await self._wait_finished()
+            self._options_refused = self._session is None
+            raise
+        if self._session is not None and options != self._options:
             raise OutOfTurn(
                 "other options came after audio",
                 "a session goes on as it began",
                 'send {"is_speaking": false}, and then them',
             )
-        self._options = message.options
+        self._options, self._options_refused = options, False
+
+    def _without_refused_hotwords(self, options: RuntimeOptions) -> RuntimeOptions:
+        """Options that the model supports: FunASR's page sends Chinese hotwords unless its user takes them out, which
+        is no reason to hear nothing. Raises OptionError for what else is not supported."""
+        try:
+            self._factory.validate(options)
+        except OptionError as error:
+            if error.param != "hotwords":
+                raise
+            self.send_error(error)
+            return msgspec.structs.replace(options, hotwords=())
+        return options
 
     async def _on_audio(self, frame: bytes) -> None:
         await self._wait_finished()
-        if self._lifecycle.end_reason is not None or not frame:
+        if self._lifecycle.end_reason is not None or self._options_refused or not frame:
             return
         if len(frame) > self._limits.frame_bytes:
             raise AudioTooLarge(
@@ -179,8 +201,7 @@ class FunAsrRuntimeConversation:
     def _end(self, message: RuntimeMessage) -> None:
         self._awaits_end = message.is_end
         if self._session is None:  # nothing was sent: nothing was said
-            self._factory.validate(message.options)
-            self._options = message.options
+            self._options = self._without_refused_hotwords(message.options)
             self._outbox.send(RuntimeAnswers(message.options).end(is_end=message.is_end))
         else:
             self._lifecycle.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -32,7 +33,7 @@ def both(parts: EngineParts, whisper: EngineParts) -> Iterator[Running]:
     """A server with the default model, and a multilingual one that is loaded when it is needed."""
     assert whisper.card.name == WHISPER
     english = parts._replace(multilingual=WHISPER)
-    config = ServeConfig(voice="none", max_models=1)
+    config = ServeConfig(voice="none", max_models=1, wyoming_port=0)
     running = Running(config, lambda name, _: whisper if name == WHISPER else english)
     yield running
     running.stop()
@@ -55,6 +56,22 @@ def test_another_language_is_served_by_the_multilingual_model(both, beckett):
     assert (after.status_code, after.headers["x-model"]) == (200, WHISPER)  # the field follows the file
     english = post(both, ROUTE, beckett, language="en")
     assert (english.status_code, english.headers["x-model"]) == (200, MODEL)
+
+
+def test_home_assistant_chooses_a_language_and_gets_a_loaded_model_of_it(both, beckett):
+    post(both, ROUTE, beckett, language="de")  # loads it
+    form = b'"data": {"rate": 16000, "width": 2, "channels": 1}'
+    with socket.create_connection(("127.0.0.1", both.app.state.wyoming.port), 60) as raw:
+        raw.sendall(b'{"type": "transcribe", "data": {"language": "de-DE"}}\n{"type": "audio-start", %b}\n' % form)
+        raw.sendall(b'{"type": "audio-chunk", %b, "payload_length": 32000}\n%b' % (form, bytes(32_000)))
+        raw.sendall(b'{"type": "audio-stop"}\n')
+        found = b""
+        while b'"type":"transcript"' not in found:
+            data = raw.recv(4_096)
+            assert data, found
+            found += data
+    assert b'{"language":"de"}' in found
+    assert b'"error"' not in found
 
 
 def test_translations_work_without_a_model_named(both, beckett):

@@ -114,6 +114,14 @@ def test_a_text_is_spoken_while_it_is_written(port):
     assert sound[0] == sound[1]
 
 
+def test_requests_that_do_not_wait_are_answered_in_their_order(port, pcm):
+    again = [asr.Transcribe(language="en-US"), *spoken(pcm)[1:]]
+    found = talk(port, *spoken(pcm), *again, tts.Synthesize("Ever tried."), until="audio-stop")
+    texts = [asr.Transcript.from_event(event).text for event in found if event.type == "transcript"]
+    assert texts == [BECKETT, BECKETT]
+    assert found[-1].type == "audio-stop"
+
+
 @pytest.mark.parametrize(
     ("sent", "code"),
     [

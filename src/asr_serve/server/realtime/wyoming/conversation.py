@@ -3,7 +3,8 @@
 idle --transcribe, audio-start--> listening --audio-stop--> finishing --(transcript)--> idle
 idle --synthesize or synthesize-start--> speaking --(audio-stop)--> idle
 
-An error ends the connection, after the event `error`: clients wait for nothing but an answer.
+A request behind one that is finishing waits for its answer. An error ends the connection, after the event `error`:
+clients wait for nothing but an answer.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class WyomingConversation:
         self._requested = WyomingTranscribe()
         self._listening: _Transcription | None = None
         self._speech: SpeechSession | None = None
+        self._session_task: asyncio.Task[None] | None = None
         self._streamed_text = False
         """Whether the text of the speech comes in chunks."""
         self._began_s = 0.0
@@ -127,6 +129,8 @@ class WyomingConversation:
     # --- requests -------------------------------------------------------------------------------------
 
     async def _handle(self, request: WyomingRequest) -> None:
+        if not isinstance(request, WyomingDescribe | WyomingPing):
+            await self._wait_answered()
         match request:
             case WyomingDescribe():
                 self._outbox.send(self._describe())
@@ -157,6 +161,11 @@ class WyomingConversation:
                 self._open_text("synthesize-stop")
                 self._lifecycle.finish()
 
+    async def _wait_answered(self) -> None:
+        """Waits until a request whose input has ended is answered."""
+        if self._lifecycle.finishing and self._session_task is not None:
+            await self._lifecycle.pause_reading(asyncio.wait({self._session_task}))
+
     def _expect_idle(self, event: str) -> None:
         """Raises OutOfTurn."""
         if self.active:
@@ -173,15 +182,13 @@ class WyomingConversation:
         self._requested = WyomingTranscribe()
         self._listening, self._began_s = transcription, self._loop.time()
         self._outbox.send(events.encode_transcript_start(transcription.listener.language))
-        self._lifecycle.start_session(self._transcribe(transcription))
+        self._session_task = self._lifecycle.start_session(self._transcribe(transcription))
 
     async def _take_audio(self, form: WyomingAudioFormat, audio: bytes) -> None:
         if self._listening is None:
             self._start_audio(form)
         listening = self._listening
         assert listening is not None
-        if self._lifecycle.finishing:
-            raise OutOfTurn("audio-chunk came after audio-stop", "one transcription at a time", "wait for its text")
         listening.write(form, audio)
         while listening.listener.full and self._listening is listening:
             await self._lifecycle.pause_reading(listening.listener.wait_writable())
@@ -199,7 +206,7 @@ class WyomingConversation:
         self._expect_idle("synthesize")
         self._speech = speech = self._open_speech(voice, ssml)
         self._streamed_text, self._began_s = streamed, self._loop.time()
-        self._lifecycle.start_session(self._speak(speech, streamed))
+        self._session_task = self._lifecycle.start_session(self._speak(speech, streamed))
         return speech
 
     def _open_text(self, event: str) -> SpeechSession:

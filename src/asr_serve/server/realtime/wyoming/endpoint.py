@@ -26,6 +26,7 @@ from asr_serve.server.realtime.outbox import OUTBOX_SEND_TIMEOUT_S, Outbox
 from asr_serve.server.realtime.wyoming.conversation import WyomingConversation
 from asr_serve.server.tts.speech_session import SpeechSession
 from asr_serve.server.tts.voice_catalog import VoiceCatalog
+from asr_serve.text import languages
 
 EXTENSION = "asr_serve.wyoming"
 """Extension of the scopes that the TCP server makes: nobody else comes in by this route."""
@@ -93,9 +94,11 @@ class WyomingEndpoint:
         on_events: Callable[[list[LiveEvent]], None],
     ) -> AsyncListener:
         """Raises UnknownModel, ModelNotLoaded, EngineClosed, NotAllowed, OptionError."""
-        engine = models.get(requested.name)
+        language = languages.requested_language_code(requested.language)
+        name = requested.name or self._recognizer_of(models, language)
+        engine = models.get(name)
         context.model = engine.name
-        options = ListenOptions(language=requested.language or None, hotwords=requested.hotwords)
+        options = ListenOptions(language=language, hotwords=requested.hotwords)
         return AsyncListener(
             engine.client,
             engine.tokenizer,
@@ -104,8 +107,17 @@ class WyomingEndpoint:
             engine.in_use(),
             on_events,
             api_client=context.client.name if context.client else None,
-            watch=models.watch(requested.name, "live"),
+            watch=models.watch(name, "live"),
         )
+
+    def _recognizer_of(self, models: CallerModels, language: str | None) -> str | None:
+        """Name of a loaded model for a language that the default one does not have: Home Assistant offers the languages
+        of all, and names no model. None: the default one, also where a policy chooses. Raises as `CallerModels.get`."""
+        engines = self._dependencies.engines
+        if language is None or engines.governor is not None or language in models.get(None).card.languages:
+            return None
+        ready = (engine for engine in engines if not engine.is_tts and engine.state == "ready")
+        return next((engine.name for engine in ready if language in engine.card.languages), None)
 
     def _open_speech(self, context: RequestContext, voice: WyomingVoice | None, ssml: bool) -> SpeechSession:
         """Raises as `SpeechSynthesizer.resolve`, UnsupportedOption for a language that nobody speaks."""

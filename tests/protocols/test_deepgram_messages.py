@@ -162,9 +162,10 @@ def test_a_pause_makes_a_result_speech_final():
 
 def test_an_end_of_speech_behind_its_text_comes_as_an_empty_result():
     results = encoder("")
-    assert said(results.on_events([segment("Ever tried.", 0, 1)])) == [("Ever tried.", "is_final")]
+    assert said(results.on_events([turn("started", 0), segment("Ever tried.", 0, 1)])) == [("Ever tried.", "is_final")]
     assert said(results.on_events([turn("ended", 1)])) == [("", "is_final", "speech_final")]
-    assert results.on_events([turn("started", 2), turn("ended", 2.2)]) == []  # it was no speech
+    noise = results.on_events([turn("started", 2), turn("ended", 2.2)])
+    assert said(noise) == [("", "is_final", "speech_final")]  # LiveKit takes it for speech until then
 
 
 def test_a_finalized_result_says_so():
@@ -194,6 +195,19 @@ def test_utterance_end_comes_once_after_enough_silence_and_not_while_somebody_sp
     assert json.loads(message) == {"type": "UtteranceEnd", "channel": [0, 1], "last_word_end": 1.0}
     assert results.on_silence(9 * S) is None
     assert encoder("").on_silence(9 * S) is None
+
+
+def test_text_that_is_final_late_does_not_end_the_utterance_after_it():
+    """Under load the next utterance starts before the text of the last is final."""
+    results = encoder("utterance_end_ms=1000")
+    results.on_events([turn("started", 0)])
+    results.on_events([turn("started", 1.5)])
+    results.on_events([segment("Ever tried.", 0, 1), turn("ended", 1)])
+    assert results.busy
+    assert results.on_silence(3 * S) is None
+    results.on_events([segment("Ever failed.", 1.5, 3), turn("ended", 3)])
+    assert not results.busy
+    assert results.on_silence(4 * S) is not None
 
 
 def test_plain_text_and_interim_results():

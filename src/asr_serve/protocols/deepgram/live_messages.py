@@ -151,9 +151,8 @@ class ListenResultsEncoder:
     def __init__(self, query: ListenQuery, model: str, request_id: str) -> None:
         self._query, self._model, self._request_id = query, model, request_id
         self._metadata = LiveMetadata(request_id, DeepgramModelInfo(model), model_uuid(model))
-        self._in_speech = False
-        self._open = False
-        """Whether final text has come that no result with `speech_final` has followed."""
+        self._open_turns = 0
+        """Turns that have started and not ended: the next one may start before the text of the last is final."""
         self._last_word_end: int | None = None
         """End of the last word, until the silence after it was reported."""
         self._final_samples = 0
@@ -162,7 +161,7 @@ class ListenResultsEncoder:
     @property
     def busy(self) -> bool:
         """Whether somebody speaks, or text of what was said is not final."""
-        return self._in_speech
+        return self._open_turns > 0
 
     def on_events(self, events: Sequence[LiveEvent]) -> list[str]:
         """Messages for new events, interim results excepted."""
@@ -179,13 +178,13 @@ class ListenResultsEncoder:
                 case LiveSegmentDone():
                     segment, speech_final = event.segment, False
                 case TurnEvent("started", position):
-                    self._in_speech = True
+                    self._open_turns += 1
                     if self._query.vad_events:
                         messages.append(ListenSpeechStarted(channel=CHANNEL, timestamp=_seconds(position)).to_json())
                 case TurnEvent("ended", position):
-                    self._in_speech = False
+                    self._open_turns -= 1
                     speech_final = True
-                    if segment is None and self._open:
+                    if segment is None:  # also of no speech: clients wait for the end of what has started
                         messages.append(self._empty(position, speech_final=True))
                 case FlushDone(_, position):
                     if segment is None:
@@ -205,7 +204,7 @@ class ListenResultsEncoder:
     def on_silence(self, scored_samples: int) -> str | None:
         """The message for silence up to a position, where it has become long enough; None: no message."""
         end, needed_ms = self._last_word_end, self._query.utterance_end_ms
-        if end is None or needed_ms is None or self._in_speech:
+        if end is None or needed_ms is None or self.busy:
             return None
         if scored_samples - end < units.ms_to_samples(needed_ms):
             return None
@@ -237,7 +236,6 @@ class ListenResultsEncoder:
         words = deepgram_words(segment)
         self._last_word_end = segment.words[-1].end_samples if segment.words else segment.end_samples
         self._final_samples = max(self._final_samples, segment.end_samples)
-        self._open = not speech_final
         return self._results(
             segment.start_samples,
             segment.end_samples,
@@ -251,8 +249,6 @@ class ListenResultsEncoder:
 
     def _empty(self, position: int, *, speech_final: bool = False, from_finalize: bool = False) -> str:
         """Final result without text: of the audio from the last final result to a position."""
-        if speech_final:
-            self._open = False
         start = min(self._final_samples, position)
         return self._results(
             start, position, "", 0.0, [], is_final=True, speech_final=speech_final, from_finalize=from_finalize

@@ -130,6 +130,15 @@ def test_a_number_of_speakers_for_funasrs_sockets(server: Running, endgame_pcm: 
 
 
 @needs_speakers
+def test_speakers_of_funasrs_runtime_protocol(server: Running, endgame_pcm: bytes) -> None:
+    with calling(server, num_speakers="1") as caller:
+        caller.send('{"mode": "offline", "is_speaking": true}')
+        caller.pour(endgame_pcm)
+        answer = caller.ask('{"is_speaking": false}')
+    assert answer["spk_name"] == "SPK0"
+
+
+@needs_speakers
 def test_our_python_client_knows_them(server: Running, endgame_pcm: bytes) -> None:
     known, told = SessionTranscript(), list[SpeakersEvent]()
     with StreamClient(server.url, words=True, speakers=True) as stream:

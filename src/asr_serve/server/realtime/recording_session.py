@@ -44,7 +44,7 @@ class RecordingSession:
         are written; empty for those of a file. `sample_bytes`: size of a sample at 16 kHz, for the length so far; None:
         it is known at the end. `max_bytes`: limit of the recording. Raises AtCapacity."""
         self.language, self.received_samples, self.full = options.language or "", 0, False
-        self._jobs, self._engine, self._visit, self._meter = executor, engine, context, meter
+        self._jobs, self._engine, self._context, self._meter = executor, engine, context, meter
         self._options = options
         self._watch, self._ended_s, self._header, self._sample_bytes = watch, 0.0, header, sample_bytes
         self._max_bytes = max_bytes
@@ -91,7 +91,7 @@ class RecordingSession:
         try:
             async for event in self._job:
                 if event.phases is not None:
-                    self._visit.trace.engine_phases(event.phases)
+                    self._context.trace.engine_phases(event.phases)
             transcript = await self._job.transcript
         except AsrServeError as error:
             self._watch.finish(error)

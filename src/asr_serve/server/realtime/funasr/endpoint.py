@@ -61,7 +61,7 @@ class EngineFunAsrSessionFactory:
     ) -> None:
         """Raises UnknownModel, ModelNotLoaded, EngineClosed, NotAllowed."""
         self.models, self._kind = CallerModels(engines, context), kind
-        self._model, self._visit, self._begin = model, context, begin
+        self._model, self._context, self._begin = model, context, begin
         _ = self.engine
 
     def resolve_language(self, code: str | None) -> str:
@@ -78,7 +78,7 @@ class EngineFunAsrSessionFactory:
     def engine(self) -> ModelEngine:
         """Engine of the requested model. Raises UnknownModel, ModelNotLoaded, EngineClosed."""
         engine = self.models.get(self._model)
-        self._visit.model = engine.name
+        self._context.model = engine.name
         return engine
 
 
@@ -160,13 +160,14 @@ class FunAsrEndpoint:
         fields = FormFields(query, self._fields)
         begin = self._begin(dependencies, fields, context, self._meter)
         factory = EngineFunAsrSessionFactory(dependencies.engines, fields.text("model"), context, begin, self._kind)
+        defaults = self._defaults.apply(factory.engine, FunAsrOptions.from_query(fields))
         conversation = FunAsrConversation(
             receive,
             Outbox(send, OUTBOX_SEND_TIMEOUT_S),
             factory,
             self._limits,
             partial(live_error_event, request_id=context.request_id),
-            self._defaults.apply(factory.engine, FunAsrOptions.from_query(fields)),
+            defaults,
         )
         await run_conversation(conversation, dependencies.admission, context, receive, send)
         again = conversation.receive_again(receive)
@@ -176,7 +177,7 @@ class FunAsrEndpoint:
                 runtime = FunAsrRuntimeConversation(
                     again,
                     Outbox(send, OUTBOX_SEND_TIMEOUT_S),
-                    EngineRuntimeSessionFactory(dependencies, models, model, context, self._meter, options),
+                    EngineRuntimeSessionFactory(dependencies, models, model, context, self._meter, options, defaults),
                     self._limits,
                     partial(runtime_error_event, request_id=context.request_id),
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import msgspec
 
@@ -17,6 +18,7 @@ from asr_serve.pipelines.options import ListenOptions, TranscribeOptions
 from asr_serve.pipelines.prompting import hotword_bias, normalizes_text
 from asr_serve.pipelines.segments import SegmentNormalizer, resolve_language
 from asr_serve.protocols.funasr.runtime import PCM, RuntimeAnswers, RuntimeOptions
+from asr_serve.protocols.funasr.websocket import FunAsrOptions
 from asr_serve.server.caller_models import CallerModels, RequestWatch
 from asr_serve.server.engine_registry import ModelEngine
 from asr_serve.server.middleware.request_context import RequestContext
@@ -121,10 +123,12 @@ class EngineRuntimeSessionFactory:
         context: RequestContext,
         meter: LiveRouteMetrics,
         options: ListenOptions,
+        defaults: FunAsrOptions,
     ) -> None:
-        """`options`: those of live sessions, from the query."""
+        """`options`: those of live sessions, from the query. `defaults`: language and hotwords of sessions that send
+        none, and speakers."""
         self._dependencies, self._models, self._model, self._options = dependencies, models, model, options
-        self._context, self._meter = context, meter
+        self._context, self._meter, self._defaults = context, meter, defaults
 
     def validate(self, options: RuntimeOptions) -> None:
         engine = self._engine()
@@ -132,16 +136,12 @@ class EngineRuntimeSessionFactory:
         hotword_bias(engine.client, engine.tokenizer, options.hotwords)
 
     def start(self, options: RuntimeOptions, outbox: Outbox) -> RuntimeSession:
-        engine = self._engine()
-        client, card = self._context.client, engine.client.card
-        itn = _itn(engine, options)
+        engine, client = self._engine(), self._context.client
         if options.mode != "offline":
             return RuntimeLiveSession(
                 engine.client,
                 engine.tokenizer,
-                msgspec.structs.replace(
-                    self._options, language=options.language, hotwords=options.hotwords, words=None, itn=itn
-                ),
+                msgspec.structs.replace(self._options, **self._pipeline_options(engine, options)),
                 options,
                 outbox,
                 self._meter,
@@ -156,11 +156,8 @@ class EngineRuntimeSessionFactory:
             self._dependencies.admission.reserve_work(),
             TranscribeOptions(
                 priority="interactive",
-                language=card.language(options.language) or None,
-                hotwords=options.hotwords,
-                words=None,
-                itn=itn,
                 limits=AudioLimits(max_duration_s=self._dependencies.config.max_duration_s),
+                **self._pipeline_options(engine, options),
             ),
             self._context,
             self._meter,
@@ -170,6 +167,19 @@ class EngineRuntimeSessionFactory:
             self._dependencies.config.max_body_bytes,
         )
 
+    def _pipeline_options(self, engine: ModelEngine, options: RuntimeOptions) -> dict[str, Any]:
+        """Arguments of TranscribeOptions and ListenOptions."""
+        language = options.language or self._defaults.language
+        chosen = self._defaults.pipeline_options() | {
+            "language": language,
+            "hotwords": options.hotwords or self._defaults.hotwords,
+            "words": None,
+            "itn": _itn(engine, language, itn=options.itn),
+        }
+        if options.mode == "online":  # its text is final before it is known who says it
+            chosen = {name: value for name, value in chosen.items() if "speakers" not in name}
+        return chosen
+
     def _engine(self) -> ModelEngine:
         """Raises UnknownModel, ModelNotLoaded, EngineClosed."""
         engine = self._models.get(self._model)
@@ -177,14 +187,14 @@ class EngineRuntimeSessionFactory:
         return engine
 
 
-def _itn(engine: ModelEngine, options: RuntimeOptions) -> bool | None:
+def _itn(engine: ModelEngine, language: str | None, *, itn: bool) -> bool | None:
     """Whether numbers get their written form. FunASR's clients ask for it unless told otherwise: it has no effect where
     it is not possible."""
-    if not options.itn:
+    if not itn:
         return False
     card = engine.client.card
     try:
-        SegmentNormalizer(card.language(options.language), itn=normalizes_text(card, True))
+        SegmentNormalizer(card.language(language), itn=normalizes_text(card, True))
     except UnsupportedOption:
         return None
     return True

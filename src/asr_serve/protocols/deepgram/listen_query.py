@@ -25,7 +25,6 @@ ENCODINGS = {"linear16": "s16le", "mulaw": "mulaw", "alaw": "alaw", "opus": "opu
 """Deepgram's encodings of live audio -> ours."""
 RAW_ENCODINGS = ("linear16", "mulaw", "alaw")
 """Encodings of a recording without a header."""
-MAX_KEYWORDS = 10_000
 MIN_ENDPOINTING_MS = 300
 """Shortest pause that ends an utterance; a shorter one, like Deepgram's default of 10 ms, counts as this. Models here
 recognize an utterance as a whole, which a pause inside a phrase must not cut."""

@@ -20,8 +20,8 @@ from asr_serve.server.uploads.spool import Spool, SpoolReader
 from asr_serve.types import Transcript
 from asr_serve.units import samples_to_s
 
-OFFLINE_MEMORY_BYTES = 1 << 20
-"""Bytes of a `/ws` recording that stay in memory; the rest goes to disk."""
+MEMORY_BYTES = 1 << 20
+"""Bytes of a recording that stay in memory; the rest goes to disk."""
 
 
 class RecordingSession:
@@ -48,7 +48,7 @@ class RecordingSession:
         self._options = options
         self._watch, self._ended_s, self._header, self._sample_bytes = watch, 0.0, header, sample_bytes
         self._max_bytes = max_bytes
-        self._spool = Spool(OFFLINE_MEMORY_BYTES)
+        self._spool = Spool(MEMORY_BYTES)
         self._job: TranscriptionJob | None = None
         self._audio_started = asyncio.Event()
         with contextlib.ExitStack() as stack:

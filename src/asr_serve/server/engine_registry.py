@@ -548,9 +548,9 @@ class EngineRegistry:
         return auto if isinstance(card, AsrCard) and needs.met_by(card) else None
 
     async def load_substitute(self, name: str | None, needs: ModelNeeds) -> None:
-        """Loads what `substitute` names, if it is not loaded. Raises as `load`."""
+        """Loads what `substitute` names, if it is not loaded, or is being unloaded. Raises as `load`."""
         substitute = self.substitute(name, needs)
-        if substitute is not None and self.state(substitute) in ("not_loaded", "loading"):
+        if substitute is not None and self.state(substitute) in ("not_loaded", "loading", "unloading"):
             await self.load(substitute)
 
     @property

@@ -60,14 +60,14 @@ def listen_routes(dependencies: TranscriptionDependencies) -> APIRouter:
         created, context = datetime.now(UTC), request_context(request.scope)
         _check_media_type(request.headers.get("content-type", ""))
         query = parse_listen_query(request.url.query, live=False)
-        engine = CallerModels(dependencies.engines, context).get_for_files(query.model)
-        itn, without_effect = query.formatting(engine.card)
+        models = CallerModels(dependencies.engines, context)
+        itn, without_effect = query.formatting(models.get_for_files(query.model).card)
         context.ignored.add((*query.ignored, *without_effect))
         parsed = ListenRequest(query, query.transcribe_options(itn))
         digest = hashlib.sha256()
         body = partial(RawBody, header=partial(_wav_header, query), on_bytes=digest.update)
         form = UploadForm(partial(_already_parsed, parsed), (), has_query_fields=True)
-        async with UploadTranscription.open(dependencies, request, form, create_body=body) as work:
+        async with UploadTranscription.open(dependencies, request, form, create_body=body, models=models) as work:
             await work.wait_form()
             transcript = await work.transcribe()
             context.mark_first_text()

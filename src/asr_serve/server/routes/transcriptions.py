@@ -132,10 +132,11 @@ class UploadTranscription(Generic[RequestT]):
         form: UploadForm[RequestT],
         upload_trace: contextlib.ExitStack,
         engine_use: contextlib.ExitStack,
+        models: CallerModels,
     ) -> None:
         """`upload_trace`: closed when the upload is complete. `engine_use`: held as long as this exists.
         Raises OptionError, UnknownModel, ModelNotLoaded, EngineClosed, NotAllowed."""
-        self._models = CallerModels(dependencies.engines, context)
+        self._models = models
         self._dependencies, self._context, self._upload, self._form = dependencies, context, upload, form
         self._upload_trace, self._engine_use = upload_trace, engine_use
         self.request = _parse_fields(upload, form)
@@ -158,11 +159,13 @@ class UploadTranscription(Generic[RequestT]):
         request: Request,
         *forms: UploadForm[RequestT],
         create_body: BodyFactory | None = None,
+        models: CallerModels | None = None,
     ) -> AsyncIterator[UploadTranscription[RequestT]]:
         """Starts reading the request's body. `forms`: of protocols that share the route, told apart by the field of
-        their file. `create_body`: parser of the body; None: one of multipart forms. Raises what `__init__` and
-        `Upload.start` do; OptionError for fields in the address."""
+        their file. `create_body`: parser of the body; None: one of multipart forms. `models`: the caller's, where some
+        were looked up before. Raises what `__init__` and `Upload.start` do; OptionError for fields in the address."""
         context, headers = request_context(request.scope), request.headers
+        models = models or CallerModels(dependencies.engines, context)
         length = headers.get("content-length", "")
         async with contextlib.AsyncExitStack() as resources:
             upload_trace = resources.enter_context(contextlib.ExitStack())
@@ -185,14 +188,14 @@ class UploadTranscription(Generic[RequestT]):
             model_named = parsed.model is not None
             await _load_substitute(dependencies.engines, parsed)
             try:
-                work = cls(dependencies, context, upload, form, upload_trace, engine_use)
+                work = cls(dependencies, context, upload, form, upload_trace, engine_use, models)
             except (OptionError, ModelNotLoaded, EngineClosed):
                 if model_named or upload.complete:
                     raise
                 engine_use.close()
                 await upload.finish()  # a suitable model may be named after the file
                 await _load_substitute(dependencies.engines, _parse_fields(upload, form))
-                work = cls(dependencies, context, upload, form, upload_trace, engine_use)
+                work = cls(dependencies, context, upload, form, upload_trace, engine_use, models)
             resources.push_async_callback(work._close)
             yield work
 

@@ -16,8 +16,27 @@ from running_server import WAIT_S, Running
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
+from asr_serve.protocols.funasr.websocket import FunAsrOptions
+from asr_serve.server.realtime.funasr.conversation import FunAsrConversation
+from asr_serve.server.realtime.lifecycle import SessionLimits
+from asr_serve.server.realtime.outbox import Outbox
+
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
 STEP_BYTES = 32_000
+HALF = struct.pack("<f", 0.5) * 100
+
+
+class AnyOptions:
+    """Factory of no sessions."""
+
+    def validate(self, options: FunAsrOptions) -> None:
+        """Takes all."""
+
+    def resolve_language(self, code: str | None) -> str:
+        raise NotImplementedError
+
+    def start(self, options: FunAsrOptions, outbox: Outbox) -> Any:
+        raise NotImplementedError
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +79,25 @@ def test_streaming(server, samples, zeros):
     assert zeros / 64_000 < finals[0]["start_time"] + 0.2
 
 
+@pytest.mark.asyncio
+async def test_zeros_in_many_small_frames_are_held_as_their_number():
+    frames = [*[bytes(4)] * 1_000, HALF]
+
+    async def receive():
+        return {"type": "websocket.receive", "bytes": frames.pop(0)}
+
+    async def send(message):
+        raise AssertionError(message)
+
+    conversation = FunAsrConversation(
+        receive, Outbox(send), AnyOptions(), SessionLimits(60.0, 60.0, 3_000), str, FunAsrOptions()
+    )
+    assert await conversation.run() is None
+    assert conversation.other_protocol == "sherpa_online"
+    again = conversation.receive_again(receive)
+    assert [(await again())["bytes"] for _ in range(3)] == [bytes(3_000), bytes(1_000), HALF]
+
+
 def test_a_microphone_that_is_muted_for_minutes_loses_no_word(server, samples):
     with calling(server) as line:
         for _ in range(100):
@@ -95,9 +133,6 @@ def test_done_behind_a_recording_waits_for_its_answer(server, samples):
         assert hear(line)["text"] == BECKETT
         with pytest.raises(ConnectionClosed, match="1000"):
             line.recv(WAIT_S)
-
-
-HALF = struct.pack("<f", 0.5) * 100
 
 
 @pytest.mark.parametrize(

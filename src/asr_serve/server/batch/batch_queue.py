@@ -36,6 +36,7 @@ from asr_serve.protocols.openai.events import Problem
 from asr_serve.server.batch.batch_store import (
     MAX_ATTEMPTS,
     STORE_RETRY_MS,
+    SUSPECT_ATTEMPTS,
     AnsweredLine,
     BatchLine,
     BatchStore,
@@ -176,10 +177,6 @@ class BatchQueue:
         if self._notices is not None:
             await self._notices.close()
         if self._store is not None:
-            for active in self._active.values():
-                ahead = [line.number for line in active.ahead]
-                with contextlib.suppress(StoreUnavailable):
-                    await self.call(self._store.release_lines, active.batch.number, ahead)
             await self.call(self._store.close)
         self._threads.shutdown(wait=False)
 
@@ -274,6 +271,8 @@ class BatchQueue:
         for active in self._active.values():
             running[active.batch.owner] += len(active.running)
         room = self._config.concurrent_lines - running.total()
+        if any(_is_suspect(line) for active in self._active.values() for line in active.running.values()):
+            room = 0
         while room > 0 and not self._closed:
             ready = [
                 active
@@ -283,9 +282,11 @@ class BatchQueue:
             if not ready:
                 break
             active = min(ready, key=lambda each: (running[each.batch.owner], each.served_s))
+            if (suspect := _is_suspect(active.ahead[0])) and running.total():
+                break  # it begins when those in work have ended
             active.served_s = now_s
             running[active.batch.owner] += 1
-            room -= 1
+            room = 0 if suspect else room - 1
             line = active.ahead.popleft()
             task = asyncio.create_task(self._answer(active, line))
             active.running[task] = line
@@ -316,7 +317,7 @@ class BatchQueue:
     async def _fetch(self, active: ActiveBatch) -> None:
         assert self._store is not None
         try:
-            lines = await self.call(self._store.begin_lines, active.batch.number, active.last_line, LINES_AHEAD)
+            lines = await self.call(self._store.open_lines, active.batch.number, active.last_line, LINES_AHEAD)
         except StoreUnavailable as error:
             log.error("batch %s waits: %s", active.batch.id, error)
             active.retry_at_s = asyncio.get_running_loop().time() + MAX_RETRY_S
@@ -337,15 +338,19 @@ class BatchQueue:
     async def _answer(self, active: ActiveBatch, line: BatchLine) -> None:
         """Answers a line and stores the answer. Raises what is in RETRIED where it is to be tried again."""
         assert self._store is not None
-        store, batch, answer = self._store, active.batch, None
+        store, batch, answer, stored = self._store, active.batch, None, False
         try:
+            await self.call(store.begin_line, batch.number, line.number)
             answer = await self._line_answer(store, batch, line)
             if await self._store_answer(store, batch, line, answer):
                 self._metrics.lines.labels(batch.endpoint, answer.outcome).inc()
-        except asyncio.CancelledError:
+            stored = True
+        finally:
             if answer is not None and answer.file is not None:
-                answer.file.part.unlink(missing_ok=True)
-            raise
+                answer.file.part.unlink(missing_ok=True)  # where it was not moved: the disk is full, the line stopped
+            if not stored:
+                with contextlib.suppress(StoreUnavailable):
+                    await self.call(store.release_line, batch.number, line.number)
 
     def _on_line_done(self, active: ActiveBatch, task: asyncio.Task[None]) -> None:
         """Puts a line back that has no answer: the engine had no room, the store failed, or it was stopped."""
@@ -523,6 +528,11 @@ def read_input(path: Path, endpoint: str) -> tuple[list[tuple[str, int, int]], l
             BatchLineError("empty_file", "the input has no requests. one or more. write a line for each", None)
         )
     return lines, errors
+
+
+def _is_suspect(line: BatchLine) -> bool:
+    """Whether several servers in a row died while a line was in work."""
+    return line.attempts >= SUSPECT_ATTEMPTS
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -62,6 +62,8 @@ SCHEMA_VERSION = 1
 BUSY_MS = 10_000
 MAX_ATTEMPTS = 10
 """Times that a line is begun: a server that dies ten times in a row over a line died of it."""
+SUSPECT_ATTEMPTS = 3
+"""Times after which a line is in work alone: else those beside it would be given up with the one that kills."""
 BATCH_RETRY_MS = 30_000
 STORE_RETRY_MS = 5_000
 EXPIRED_AT_ONCE = 1_000
@@ -635,28 +637,28 @@ class BatchStore:
 
     # --- lines
 
-    def begin_lines(self, batch: int, after: int, count: int) -> list[BatchLine]:
-        """The next lines of a batch without an answer, behind the line `after`; each is counted as begun once more."""
-        with self._write(synced=False) as db:
-            rows = db.execute(
-                "SELECT number, custom_id, start, length, attempts FROM lines"
-                " WHERE batch = ? AND outcome IS NULL AND number > ? ORDER BY number LIMIT ?",
-                (batch, after, count),
-            ).fetchall()
-            if rows:
-                db.execute(
-                    "UPDATE lines SET attempts = attempts + 1 WHERE batch = ? AND outcome IS NULL"
-                    " AND number BETWEEN ? AND ?",
-                    (batch, rows[0][0], rows[-1][0]),
-                )
-            return [BatchLine(*row) for row in rows]
+    def open_lines(self, batch: int, after: int, count: int) -> list[BatchLine]:
+        """The next lines of a batch without an answer, behind the line `after`."""
+        rows = self._rows(
+            "SELECT number, custom_id, start, length, attempts FROM lines"
+            " WHERE batch = ? AND outcome IS NULL AND number > ? ORDER BY number LIMIT ?",
+            batch,
+            after,
+            count,
+        )
+        return [BatchLine(*row) for row in rows]
 
-    def release_lines(self, batch: int, numbers: list[int]) -> None:
-        """Takes back that lines were begun: the server goes down in order."""
+    def begin_line(self, batch: int, line: int) -> None:
+        """Counts that a line is begun."""
         with self._write(synced=False) as db:
-            db.executemany(
+            db.execute("UPDATE lines SET attempts = attempts + 1 WHERE batch = ? AND number = ?", (batch, line))
+
+    def release_line(self, batch: int, line: int) -> None:
+        """Takes back that a line was begun: the server lives, and the line has no answer yet."""
+        with self._write(synced=False) as db:
+            db.execute(
                 "UPDATE lines SET attempts = max(0, attempts - 1) WHERE batch = ? AND number = ? AND outcome IS NULL",
-                ((batch, number) for number in numbers),
+                (batch, line),
             )
 
     def answer_line(

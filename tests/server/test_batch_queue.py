@@ -1,0 +1,136 @@
+"""The queue of batches without a server: what it counts, what it keeps, what it gives back. Its runner holds lines for
+as long as a test wants; lines of the real one are in test_batches."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asr_serve.config import BatchConfig
+from asr_serve.metrics import ServerMetrics
+from asr_serve.protocols.openai.batches import Batch, BatchRequest, BatchStatus
+from asr_serve.server.batch.batch_queue import BatchQueue
+from asr_serve.server.batch.batch_store import SUSPECT_ATTEMPTS, BatchLine, BatchStore, NewFile, OpenBatch, new_file_id
+from asr_serve.server.batch.line_runner import LineAnswer, LineRunner
+
+ENDPOINT = "/v1/audio/transcriptions"
+OWNER = "somebody"
+LIMIT_S = 60.0
+
+
+class HeldRunner(LineRunner):
+    """Runner whose lines are answered when the test says so."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.in_work: set[int] = set()
+        self.together: dict[int, int] = {}
+        """Most lines that were in work beside each line, itself counted."""
+
+    async def run(self, store: BatchStore, batch: OpenBatch, line: BatchLine) -> LineAnswer:
+        self.in_work.add(line.number)
+        for number in self.in_work:
+            self.together[number] = max(self.together.get(number, 0), len(self.in_work))
+        try:
+            await self.go_on.wait()
+            await asyncio.sleep(0)
+        finally:
+            self.in_work.discard(line.number)
+        return LineAnswer("completed", b"{}")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> BatchConfig:
+    return BatchConfig(folder=str(tmp_path / "batch"), concurrent_lines=3)
+
+
+def add_file(store: BatchStore, data: bytes, owner: str = OWNER) -> str:
+    file_id = new_file_id()
+    part = store.part_path(file_id)
+    part.write_bytes(data)
+    made = NewFile(file_id, part, "lines.jsonl", "batch", "application/jsonl", len(data), 3_600.0)
+    return store.add_file(owner, made, object()).id
+
+
+def add_batch(store: BatchStore, lines: int) -> Batch:
+    """A batch in the store, whose input is read when a queue opens it."""
+    each = {"method": "POST", "url": ENDPOINT, "body": {"file": "data:,x"}}
+    data = b"\n".join(msgspec.json.encode({"custom_id": str(number), **each}) for number in range(lines))
+    request = BatchRequest(add_file(store, data), ENDPOINT, "24h", 86_400, None, None)
+    return store.create_batch(OWNER, "", request)
+
+
+def attempts(config: BatchConfig) -> list[int]:
+    assert config.folder is not None
+    with closing(sqlite3.connect(Path(config.folder) / "queue.sqlite")) as db:
+        return [row[0] for row in db.execute("SELECT attempts FROM lines ORDER BY number")]
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+async def until_ended(store: BatchStore, batch_id: str) -> BatchStatus:
+    await until(lambda: store.batch(OWNER, batch_id).status in ("completed", "failed"))
+    return store.batch(OWNER, batch_id).status
+
+
+def with_queue(config: BatchConfig, test: Callable[[BatchQueue, HeldRunner], Awaitable[None]]) -> None:
+    async def run() -> None:
+        runner = HeldRunner()
+        queue = BatchQueue(config, runner, ServerMetrics("0").batch)
+        try:
+            await test(queue, runner)
+        finally:
+            await queue.close()
+
+    asyncio.run(run())
+
+
+def test_lines_in_work_are_counted_as_begun_and_no_others(config: BatchConfig) -> None:
+    """A server that is killed counts against the lines in work alone, not against those read ahead; one that goes down
+    in order counts against none."""
+    with closing(BatchStore(config)) as store:
+        add_batch(store, 30)
+
+    async def test(queue: BatchQueue, runner: HeldRunner) -> None:
+        await queue.start()
+        await until(lambda: len(runner.in_work) == 3)
+        assert attempts(config) == [1] * 3 + [0] * 27
+
+    with_queue(config, test)
+    assert attempts(config) == [0] * 30
+
+
+def test_a_line_over_which_servers_died_is_in_work_alone(config: BatchConfig) -> None:
+    with closing(BatchStore(config)) as store:
+        batch = add_batch(store, 8)
+
+    async def begin(queue: BatchQueue, runner: HeldRunner) -> None:
+        await queue.start()
+        await until(lambda: len(runner.in_work) == 3)
+
+    with_queue(config, begin)
+    with closing(BatchStore(config)) as store:
+        (number,) = [each.number for each in store.open_batches()]
+        for line in (2, 5):
+            for _ in range(SUSPECT_ATTEMPTS):
+                store.begin_line(number, line)
+
+    async def test(queue: BatchQueue, runner: HeldRunner) -> None:
+        store = await queue.store()
+        await until(lambda: bool(runner.in_work))
+        runner.go_on.set()
+        assert await until_ended(store, batch.id) == "completed"
+        assert sorted(runner.together) == list(range(1, 9))
+        assert (runner.together[2], runner.together[5]) == (1, 1)
+
+    with_queue(config, test)

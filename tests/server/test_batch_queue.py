@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from asr_serve.config import BatchConfig
+from asr_serve.errors import QuotaExceeded
 from asr_serve.metrics import ServerMetrics
 from asr_serve.protocols.openai.batches import Batch, BatchRequest, BatchStatus
 from asr_serve.server.batch.batch_queue import BatchQueue
@@ -132,5 +133,52 @@ def test_a_line_over_which_servers_died_is_in_work_alone(config: BatchConfig) ->
         assert await until_ended(store, batch.id) == "completed"
         assert sorted(runner.together) == list(range(1, 9))
         assert (runner.together[2], runner.together[5]) == (1, 1)
+
+    with_queue(config, test)
+
+
+def test_a_client_that_leaves_while_the_folder_is_opened_leaves_it_free(config: BatchConfig) -> None:
+    async def test(queue: BatchQueue, runner: HeldRunner) -> None:
+        first = asyncio.create_task(queue.store())
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait({first})
+        assert first.cancelled()
+        await queue.store()
+
+    with_queue(config, test)
+
+
+def test_uploads_in_progress_take_no_room_from_answers(config: BatchConfig) -> None:
+    config = msgspec.structs.replace(config, bytes_per_key=10_000)
+    with closing(BatchStore(config)) as store:
+        batch = add_batch(store, 2)
+        store.reserve(ticket := object(), OWNER, 9_000)
+        with pytest.raises(QuotaExceeded):
+            store.reserve(object(), OWNER, 9_000)
+        (found,) = store.open_batches()
+        store.begin_batch(found.number, [("0", 0, 1), ("1", 1, 1)])
+        assert store.answer_line(found, 1, "completed", bytes(5_000))
+        with pytest.raises(QuotaExceeded):
+            store.answer_line(found, 2, "completed", bytes(5_000))
+        store.release(ticket)
+        store.release(ticket)
+        assert store.batch(OWNER, batch.id).request_counts.completed == 1
+
+
+def test_a_reservation_is_released_while_the_store_is_busy(config: BatchConfig) -> None:
+    """The event loop's thread releases it, and must not wait for a transaction."""
+
+    async def test(queue: BatchQueue, runner: HeldRunner) -> None:
+        store, ticket = await queue.store(), object()
+        await queue.call(store.reserve, ticket, OWNER, 1)
+        with closing(sqlite3.connect(store.folder / "queue.sqlite", isolation_level=None)) as db:
+            db.execute("BEGIN IMMEDIATE")  # the next write waits for this one, with the store's lock
+            writing = asyncio.create_task(queue.call(store.begin_line, 1, 1))
+            await asyncio.sleep(0.2)
+            store.release(ticket)
+            assert not writing.done()
+            db.execute("ROLLBACK")
+            await writing
 
     with_queue(config, test)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
@@ -136,12 +137,21 @@ class BatchQueue:
             raise Draining("the server is going down", "it takes no new requests", STORE_RETRY_MS)
         async with self._opening:
             if self._store is None:
-                opened = await self.call(BatchStore, self._config)
-                self._store = opened
+                opened = self._store = await self._open()
                 if self._poster is not None:
                     self._notices = NoticeSender(opened, self._poster, self.call, self._metrics)
                 self._main = asyncio.create_task(self._run())
             return self._store
+
+    async def _open(self) -> BatchStore:
+        opening = asyncio.get_running_loop().run_in_executor(self._threads, BatchStore, self._config)
+        try:
+            return await _finished(opening)
+        except asyncio.CancelledError:
+            # The client whose request came first has left: the folder must not stay locked.
+            if opening.done() and opening.exception() is None:
+                await self.call(opening.result().close)
+            raise
 
     async def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs a method of the store on its thread. Raises what that does."""
@@ -458,8 +468,10 @@ class OutputWriter:
             self._bytes[kind] += self._files[kind].write(answer + b"\n")
 
     def finish(self) -> tuple[NewFile | None, NewFile | None]:
-        """Files that hold something: of answers, and of errors."""
+        """Files that hold something, synced: of answers, and of errors."""
         for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
             file.close()
         made = {
             kind: output_file(

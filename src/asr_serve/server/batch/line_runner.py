@@ -21,7 +21,6 @@ from asr_serve.errors import (
     EngineClosed,
     MalformedRequest,
     StoreUnavailable,
-    UnknownFile,
     UnsupportedOption,
 )
 from asr_serve.protocols.form_fields import errors_named_by_field
@@ -46,7 +45,10 @@ from asr_serve.server.batch.batch_store import (
     NewFile,
     OpenBatch,
     new_file_id,
+    open_stored,
     output_file,
+    sync_file,
+    unreadable,
 )
 from asr_serve.server.caller_models import CallerModels
 from asr_serve.server.engine_registry import EngineRegistry, FileEngine
@@ -147,7 +149,7 @@ class LineRunner:
         engine = models.get_for_files(model)
         with errors_named_by_field(request.option_to_field):
             while True:
-                audio = io.BytesIO(named.data) if path is None else await asyncio.to_thread(_open_file, path)
+                audio = io.BytesIO(named.data) if path is None else await asyncio.to_thread(open_stored, path)
                 try:
                     answer = await self._transcript(engine, audio, request, name)
                 except AsrServeError as error:
@@ -201,6 +203,7 @@ class LineRunner:
                             written += await asyncio.to_thread(file.write, piece.audio)
                     finally:
                         await stream.close()
+                await asyncio.to_thread(sync_file, part)
             except OSError as error:
                 raise StoreUnavailable(
                     f"the audio cannot be written: {error.strerror}", "room in the folder of batches", STORE_RETRY_MS
@@ -227,19 +230,15 @@ def failed_line(line: BatchLine, error: Exception, request_id: str) -> LineAnswe
 
 
 def _read_body(path: Path, line: BatchLine, endpoint: str) -> dict[str, Any]:
-    with path.open("rb") as file:
-        file.seek(line.start)
-        data = file.read(line.length)
+    with open_stored(path) as file:
+        try:
+            file.seek(line.start)
+            data = file.read(line.length)
+        except OSError as error:
+            raise unreadable(error) from error
     if len(data) < line.length:
         raise MalformedRequest(f"the input ends in line {line.number}", "the file that was uploaded")
     return parse_line_body(parse_line(data, endpoint))
-
-
-def _open_file(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except FileNotFoundError:
-        raise UnknownFile(f"the file {path.name} was deleted", "files that are there") from None
 
 
 def _file_stem(custom_id: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
@@ -13,9 +14,9 @@ import msgspec
 import pytest
 
 from asr_serve.config import BatchConfig
-from asr_serve.errors import QuotaExceeded
+from asr_serve.errors import QuotaExceeded, StepFailed
 from asr_serve.metrics import ServerMetrics
-from asr_serve.protocols.openai.batches import Batch, BatchRequest, BatchStatus
+from asr_serve.protocols.openai.batches import Batch, BatchRequest, BatchStatus, ListQuery
 from asr_serve.server.batch.batch_queue import BatchQueue
 from asr_serve.server.batch.batch_store import SUSPECT_ATTEMPTS, BatchLine, BatchStore, NewFile, OpenBatch, new_file_id
 from asr_serve.server.batch.line_runner import LineAnswer, LineRunner
@@ -30,6 +31,8 @@ class HeldRunner(LineRunner):
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()
+        self.failures = Counter[int]()
+        """Times that a line is to fail in the engine, by its number."""
         self.in_work: set[int] = set()
         self.together: dict[int, int] = {}
         """Most lines that were in work beside each line, itself counted."""
@@ -41,6 +44,9 @@ class HeldRunner(LineRunner):
         try:
             await self.go_on.wait()
             await asyncio.sleep(0)
+            if self.failures[line.number]:
+                self.failures[line.number] -= 1
+                raise StepFailed("a step failed")
         finally:
             self.in_work.discard(line.number)
         return LineAnswer("completed", b"{}")
@@ -182,3 +188,32 @@ def test_a_reservation_is_released_while_the_store_is_busy(config: BatchConfig) 
             await writing
 
     with_queue(config, test)
+
+
+def test_a_line_whose_step_failed_is_tried_again_twice(config: BatchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asr_serve.server.batch.batch_queue.FIRST_RETRY_S", 0.01)
+    with closing(BatchStore(config)) as store:
+        batch = add_batch(store, 3)
+
+    async def test(queue: BatchQueue, runner: HeldRunner) -> None:
+        runner.failures.update({1: 2, 2: 3})
+        runner.go_on.set()
+        store = await queue.store()
+        assert await until_ended(store, batch.id) == "completed"
+        counts = store.batch(OWNER, batch.id).request_counts
+        assert (counts.completed, counts.failed) == (2, 1)
+
+    with_queue(config, test)
+
+
+def test_ended_batches_are_bounded(config: BatchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asr_serve.server.batch.batch_store.MAX_ENDED", 3)
+    config = msgspec.structs.replace(config, batches_per_key=2)
+    with closing(BatchStore(config)) as store:
+        made = []
+        for _ in range(8):
+            made.append(add_batch(store, 1).id)
+            (found,) = store.open_batches()
+            store.fail_batch(found.number, [])
+        listed = [each.id for each in store.list_batches(OWNER, ListQuery(None, 20))]
+        assert listed == made[:-6:-1]

@@ -47,7 +47,14 @@ from asr_serve.server.batch.batch_store import (
     new_file_id,
     output_file,
 )
-from asr_serve.server.batch.line_runner import RETRIED, LineAnswer, LineRunner, failed_line, line_request_id
+from asr_serve.server.batch.line_runner import (
+    RETRIED,
+    RETRIED_TWICE,
+    LineAnswer,
+    LineRunner,
+    failed_line,
+    line_request_id,
+)
 from asr_serve.server.batch.notice_sender import NoticeSender, open_poster
 
 JSONL = "application/jsonl"
@@ -76,6 +83,8 @@ class ActiveBatch:
         self.ahead: deque[BatchLine] = deque()
         """Lines to be begun, taken from the store."""
         self.running: dict[asyncio.Task[None], BatchLine] = {}
+        self.failures = Counter[int]()
+        """Times that a line in `ahead` or `running` failed by what is in RETRIED_TWICE."""
         self.last_line = 0
         """Last line that was taken from the store."""
         self.exhausted = self.ending = self.fetching = False
@@ -206,6 +215,9 @@ class BatchQueue:
                 due_s = await self._step()
             except StoreUnavailable as error:
                 log.error("batches wait: %s", error)
+                due_s = MAX_RETRY_S
+            except Exception:  # without this task, batches would wait for ever in a server that looks healthy
+                log.exception("a step of the queue of batches failed")
                 due_s = MAX_RETRY_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(due_s, MAX_SLEEP_S)):
@@ -346,15 +358,17 @@ class BatchQueue:
         task.add_done_callback(self._fetches.discard)
 
     async def _answer(self, active: ActiveBatch, line: BatchLine) -> None:
-        """Answers a line and stores the answer. Raises what is in RETRIED where it is to be tried again."""
+        """Answers a line and stores the answer. Raises what is in RETRIED or RETRIED_TWICE where it is to be tried
+        again."""
         assert self._store is not None
         store, batch, answer, stored = self._store, active.batch, None, False
         try:
             await self.call(store.begin_line, batch.number, line.number)
-            answer = await self._line_answer(store, batch, line)
+            answer = await self._line_answer(store, active, line)
             if await self._store_answer(store, batch, line, answer):
                 self._metrics.lines.labels(batch.endpoint, answer.outcome).inc()
             stored = True
+            active.failures.pop(line.number, None)
         finally:
             if answer is not None and answer.file is not None:
                 answer.file.part.unlink(missing_ok=True)  # where it was not moved: the disk is full, the line stopped
@@ -373,7 +387,7 @@ class BatchQueue:
         else:
             active.retry_s = min(MAX_RETRY_S, 2 * active.retry_s or FIRST_RETRY_S)
             active.retry_at_s = asyncio.get_running_loop().time() + active.retry_s
-            expected = isinstance(error, RETRIED)
+            expected = isinstance(error, (*RETRIED, *RETRIED_TWICE))
             log.log(
                 logging.INFO if expected else logging.ERROR,
                 "line %d of %s waits %g s: %s",
@@ -382,8 +396,8 @@ class BatchQueue:
             )
         self._wake.set()
 
-    async def _line_answer(self, store: BatchStore, batch: OpenBatch, line: BatchLine) -> LineAnswer:
-        request_id = line_request_id(batch, line)
+    async def _line_answer(self, store: BatchStore, active: ActiveBatch, line: BatchLine) -> LineAnswer:
+        batch, request_id = active.batch, line_request_id(active.batch, line)
         if line.attempts >= MAX_ATTEMPTS:
             error = EngineCrashed(
                 f"the server died {line.attempts} times while it worked on this line", "requests that it can do"
@@ -393,6 +407,11 @@ class BatchQueue:
             return await self._runner.run(store, batch, line)
         except RETRIED:  # those of the store among them
             raise
+        except RETRIED_TWICE as error:
+            active.failures[line.number] += 1
+            if active.failures[line.number] <= 2:
+                raise
+            return failed_line(line, error, request_id)
         except Exception as error:
             log.exception("line %d of %s failed inside", line.number, batch.id)
             return failed_line(line, error, request_id)

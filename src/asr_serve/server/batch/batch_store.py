@@ -67,6 +67,8 @@ SUSPECT_ATTEMPTS = 3
 BATCH_RETRY_MS = 30_000
 STORE_RETRY_MS = 5_000
 EXPIRED_AT_ONCE = 1_000
+MAX_ENDED = 10_000
+"""Ended batches of a key that are remembered; with more, the oldest is forgotten before its time."""
 QUEUE, PART = "queue.sqlite", ".part"
 _STORED_NAME = re.compile(r"file-[0-9a-f]{32}(\.part)?", re.ASCII)
 
@@ -623,6 +625,11 @@ class BatchStore:
         """Marks a batch as ended, and adds the notice of that."""
         now = int(time.time())
         db.execute("UPDATE batches SET ended = ? WHERE number = ?", (now, row.number))
+        db.execute(
+            "DELETE FROM batches WHERE owner = ? AND ended IS NOT NULL AND number <="
+            " (SELECT number FROM batches WHERE owner = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
+            (row.owner, row.owner, MAX_ENDED + self._config.batches_per_key),
+        )
         if self._config.webhook is not None:
             notice = BatchNotice(f"evt_{secrets.token_hex(16)}", now, f"batch.{status}", BatchNoticeData(row.id))
             db.execute(

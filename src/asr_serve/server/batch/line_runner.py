@@ -20,6 +20,9 @@ from asr_serve.errors import (
     AtCapacity,
     EngineClosed,
     MalformedRequest,
+    ProgramFailed,
+    RankLost,
+    StepFailed,
     StoreUnavailable,
     UnsupportedOption,
 )
@@ -64,6 +67,8 @@ from asr_serve.server.tts.audio_stream import SpeechStream
 ROUTE = "/v1/batches"
 RETRIED = (AtCapacity, EngineClosed)
 """Errors after which a line waits and is tried again: the engine is full, starting or going down."""
+RETRIED_TWICE = (StepFailed, RankLost, ProgramFailed)
+"""Errors after which a line is tried again twice: what failed may have been another request of the same step."""
 OK = 200
 
 Parse = Callable[..., transcription_form.TranscriptionRequest]
@@ -105,7 +110,7 @@ class LineRunner:
         }
 
     async def run(self, store: BatchStore, batch: OpenBatch, line: BatchLine) -> LineAnswer:
-        """Answers a line; an error of its request is an answer too. Raises what is in RETRIED."""
+        """Answers a line; an error of its request is an answer too. Raises what is in RETRIED and RETRIED_TWICE."""
         request_id = line_request_id(batch, line)
         context = RequestContext(
             request_id=request_id,
@@ -124,7 +129,7 @@ class LineRunner:
                     if batch.endpoint == SPEECH_ENDPOINT
                     else self._transcribe(store, batch, body, context)
                 )
-            except RETRIED:
+            except (*RETRIED, *RETRIED_TWICE):
                 raise
             except AsrServeError as error:
                 return failed_line(line, error, request_id)

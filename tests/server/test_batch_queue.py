@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +13,7 @@ import msgspec
 import pytest
 
 from asr_serve.config import BatchConfig
-from asr_serve.errors import QuotaExceeded, StepFailed
+from asr_serve.errors import ModelNotLoaded, QuotaExceeded, StepFailed
 from asr_serve.metrics import ServerMetrics
 from asr_serve.protocols.openai.batches import Batch, BatchRequest, BatchStatus, ListQuery
 from asr_serve.server.batch.batch_queue import BatchQueue
@@ -31,8 +30,8 @@ class HeldRunner(LineRunner):
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()
-        self.failures = Counter[int]()
-        """Times that a line is to fail in the engine, by its number."""
+        self.failures: dict[int, list[Exception]] = {}
+        """Errors with which a line fails before it is answered, by its number."""
         self.in_work: set[int] = set()
         self.together: dict[int, int] = {}
         """Most lines that were in work beside each line, itself counted."""
@@ -44,9 +43,8 @@ class HeldRunner(LineRunner):
         try:
             await self.go_on.wait()
             await asyncio.sleep(0)
-            if self.failures[line.number]:
-                self.failures[line.number] -= 1
-                raise StepFailed("a step failed")
+            if self.failures.get(line.number):
+                raise self.failures[line.number].pop()
         finally:
             self.in_work.discard(line.number)
         return LineAnswer("completed", b"{}")
@@ -196,12 +194,31 @@ def test_a_line_whose_step_failed_is_tried_again_twice(config: BatchConfig, monk
         batch = add_batch(store, 3)
 
     async def test(queue: BatchQueue, runner: HeldRunner) -> None:
-        runner.failures.update({1: 2, 2: 3})
+        runner.failures = {1: [StepFailed("a step failed")] * 2, 2: [StepFailed("a step failed")] * 3}
         runner.go_on.set()
         store = await queue.store()
         assert await until_ended(store, batch.id) == "completed"
         counts = store.batch(OWNER, batch.id).request_counts
         assert (counts.completed, counts.failed) == (2, 1)
+
+    with_queue(config, test)
+
+
+@pytest.mark.parametrize(("wait_s", "failed"), [(60.0, 0), (0.0, 1)])
+def test_a_line_waits_for_its_model(
+    config: BatchConfig, monkeypatch: pytest.MonkeyPatch, wait_s: float, failed: int
+) -> None:
+    monkeypatch.setattr("asr_serve.server.batch.batch_queue.FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("asr_serve.server.batch.batch_queue.MODEL_WAIT_S", wait_s)
+    with closing(BatchStore(config)) as store:
+        batch = add_batch(store, 3)
+
+    async def test(queue: BatchQueue, runner: HeldRunner) -> None:
+        runner.failures = {2: [ModelNotLoaded("the model is not loaded")] * 4}
+        runner.go_on.set()
+        store = await queue.store()
+        assert await until_ended(store, batch.id) == "completed"
+        assert store.batch(OWNER, batch.id).request_counts.failed == failed
 
     with_queue(config, test)
 

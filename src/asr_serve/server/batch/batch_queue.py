@@ -50,6 +50,7 @@ from asr_serve.server.batch.batch_store import (
 from asr_serve.server.batch.line_runner import (
     RETRIED,
     RETRIED_TWICE,
+    WAITED_FOR,
     LineAnswer,
     LineRunner,
     failed_line,
@@ -63,6 +64,8 @@ LINES_AHEAD = 16
 ANSWERS_AT_ONCE = 64
 """Answers that are read from the store at once, to be written."""
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 30.0
+MODEL_WAIT_S = 600.0
+"""Time for which lines wait for a model that is not loaded, before they fail."""
 CLEAN_S = 5.0
 """Time between two looks for files that are too old, and for what metrics show."""
 MAX_SLEEP_S = 3_600.0
@@ -85,6 +88,8 @@ class ActiveBatch:
         self.running: dict[asyncio.Task[None], BatchLine] = {}
         self.failures = Counter[int]()
         """Times that a line in `ahead` or `running` failed by what is in RETRIED_TWICE."""
+        self._missing_s: tuple[float, float] | None = None
+        """First and last time at which a model was not loaded."""
         self.last_line = 0
         """Last line that was taken from the store."""
         self.exhausted = self.ending = self.fetching = False
@@ -93,6 +98,14 @@ class ActiveBatch:
     @property
     def idle(self) -> bool:
         return not self.running and not self.fetching
+
+    def waits_for_model(self, now_s: float) -> bool:
+        """Notes that a model is not loaded; returns whether its lines still wait for it."""
+        first_s, last_s = self._missing_s or (now_s, now_s)
+        if now_s - last_s > MODEL_WAIT_S:  # it was there meanwhile
+            first_s = now_s
+        self._missing_s = first_s, now_s
+        return now_s - first_s < MODEL_WAIT_S
 
 
 class BatchQueue:
@@ -358,8 +371,8 @@ class BatchQueue:
         task.add_done_callback(self._fetches.discard)
 
     async def _answer(self, active: ActiveBatch, line: BatchLine) -> None:
-        """Answers a line and stores the answer. Raises what is in RETRIED or RETRIED_TWICE where it is to be tried
-        again."""
+        """Answers a line and stores the answer. Raises what is in RETRIED, RETRIED_TWICE or WAITED_FOR where it is to
+        be tried again."""
         assert self._store is not None
         store, batch, answer, stored = self._store, active.batch, None, False
         try:
@@ -387,7 +400,7 @@ class BatchQueue:
         else:
             active.retry_s = min(MAX_RETRY_S, 2 * active.retry_s or FIRST_RETRY_S)
             active.retry_at_s = asyncio.get_running_loop().time() + active.retry_s
-            expected = isinstance(error, (*RETRIED, *RETRIED_TWICE))
+            expected = isinstance(error, (*RETRIED, *RETRIED_TWICE, *WAITED_FOR))
             log.log(
                 logging.INFO if expected else logging.ERROR,
                 "line %d of %s waits %g s: %s",
@@ -410,6 +423,10 @@ class BatchQueue:
         except RETRIED_TWICE as error:
             active.failures[line.number] += 1
             if active.failures[line.number] <= 2:
+                raise
+            return failed_line(line, error, request_id)
+        except WAITED_FOR as error:
+            if active.waits_for_model(asyncio.get_running_loop().time()):
                 raise
             return failed_line(line, error, request_id)
         except Exception as error:

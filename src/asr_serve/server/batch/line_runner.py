@@ -20,6 +20,7 @@ from asr_serve.errors import (
     AtCapacity,
     EngineClosed,
     MalformedRequest,
+    ModelNotLoaded,
     ProgramFailed,
     RankLost,
     StepFailed,
@@ -69,6 +70,8 @@ RETRIED = (AtCapacity, EngineClosed)
 """Errors after which a line waits and is tried again: the engine is full, starting or going down."""
 RETRIED_TWICE = (StepFailed, RankLost, ProgramFailed)
 """Errors after which a line is tried again twice: what failed may have been another request of the same step."""
+WAITED_FOR = (ModelNotLoaded,)
+"""Errors after which a line waits for a while: a model is loaded again, or by hand after a restart."""
 OK = 200
 
 Parse = Callable[..., transcription_form.TranscriptionRequest]
@@ -110,7 +113,8 @@ class LineRunner:
         }
 
     async def run(self, store: BatchStore, batch: OpenBatch, line: BatchLine) -> LineAnswer:
-        """Answers a line; an error of its request is an answer too. Raises what is in RETRIED and RETRIED_TWICE."""
+        """Answers a line; an error of its request is an answer too. Raises what is in RETRIED,
+        RETRIED_TWICE and WAITED_FOR."""
         request_id = line_request_id(batch, line)
         context = RequestContext(
             request_id=request_id,
@@ -129,7 +133,7 @@ class LineRunner:
                     if batch.endpoint == SPEECH_ENDPOINT
                     else self._transcribe(store, batch, body, context)
                 )
-            except (*RETRIED, *RETRIED_TWICE):
+            except (*RETRIED, *RETRIED_TWICE, *WAITED_FOR):
                 raise
             except AsrServeError as error:
                 return failed_line(line, error, request_id)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import hmac
 import http.client
@@ -32,10 +33,9 @@ log = logging.getLogger(__name__)
 
 def read_webhook_secret(text: str) -> bytes:
     """Key in `whsec_BASE64`. Raises OptionError, also for one that is too short: anybody signs with an empty one."""
-    try:
+    key: bytes | None = None
+    with contextlib.suppress(binascii.Error, ValueError):
         key = base64.b64decode(text.removeprefix("whsec_"), validate=True)
-    except (binascii.Error, ValueError):
-        key = None
     if key is None or not MIN_SECRET_BYTES <= len(key) <= MAX_SECRET_BYTES:
         raise OptionError(
             "webhook_secret is no base64 behind whsec_"

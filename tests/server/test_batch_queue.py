@@ -15,7 +15,7 @@ import pytest
 from asr_serve.config import BatchConfig
 from asr_serve.errors import ModelNotLoaded, QuotaExceeded, StepFailed
 from asr_serve.metrics import ServerMetrics
-from asr_serve.protocols.openai.batches import Batch, BatchRequest, BatchStatus, ListQuery
+from asr_serve.protocols.openai.batches import ENDED_STATUSES, Batch, BatchRequest, BatchStatus, ListQuery
 from asr_serve.server.batch.batch_queue import BatchQueue
 from asr_serve.server.batch.batch_store import SUSPECT_ATTEMPTS, BatchLine, BatchStore, NewFile, OpenBatch, new_file_id
 from asr_serve.server.batch.line_runner import LineAnswer, LineRunner
@@ -63,11 +63,11 @@ def add_file(store: BatchStore, data: bytes, owner: str = OWNER) -> str:
     return store.add_file(owner, made, object()).id
 
 
-def add_batch(store: BatchStore, lines: int) -> Batch:
+def add_batch(store: BatchStore, lines: int, window_s: int = 86_400) -> Batch:
     """A batch in the store, whose input is read when a queue opens it."""
     each = {"method": "POST", "url": ENDPOINT, "body": {"file": "data:,x"}}
     data = b"\n".join(msgspec.json.encode({"custom_id": str(number), **each}) for number in range(lines))
-    request = BatchRequest(add_file(store, data), ENDPOINT, "24h", 86_400, None, None)
+    request = BatchRequest(add_file(store, data), ENDPOINT, "24h", window_s, None, None)
     return store.create_batch(OWNER, "", request)
 
 
@@ -84,7 +84,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 async def until_ended(store: BatchStore, batch_id: str) -> BatchStatus:
-    await until(lambda: store.batch(OWNER, batch_id).status in ("completed", "failed"))
+    await until(lambda: store.batch(OWNER, batch_id).status in ENDED_STATUSES)
     return store.batch(OWNER, batch_id).status
 
 
@@ -234,3 +234,15 @@ def test_ended_batches_are_bounded(config: BatchConfig, monkeypatch: pytest.Monk
             store.fail_batch(found.number, [])
         listed = [each.id for each in store.list_batches(OWNER, ListQuery(None, 20))]
         assert listed == made[:-6:-1]
+
+
+def test_a_batch_whose_input_was_not_read_in_time_expires(config: BatchConfig) -> None:
+    with closing(BatchStore(config)) as store:
+        batch = add_batch(store, 3, window_s=-1)
+
+    async def test(queue: BatchQueue, runner: HeldRunner) -> None:
+        store = await queue.store()
+        assert await until_ended(store, batch.id) == "expired"
+        assert runner.together == {}
+
+    with_queue(config, test)

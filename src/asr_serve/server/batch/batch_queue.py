@@ -268,9 +268,13 @@ class BatchQueue:
             active.batch = batch._replace(ending=batch.ending or active.batch.ending)
             if batch.status == "cancelling" and not active.ending:
                 self._stop(active, "cancelled")
-        elif batch.status == "validating" and batch.number not in self._tasks:
+        elif batch.number in self._tasks:
+            pass
+        elif batch.status == "validating" and batch.expires > time.time():
             self._start_task(batch, self._check(batch))
-        elif batch.status != "validating" and batch.number not in self._tasks:
+        else:
+            if batch.status == "validating":  # its input could not be read until now, or no server ran
+                batch = batch._replace(ending="expired")
             active = self._active[batch.number] = ActiveBatch(batch)
             active.ending = batch.ending is not None
 

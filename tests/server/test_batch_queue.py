@@ -246,3 +246,17 @@ def test_a_batch_whose_input_was_not_read_in_time_expires(config: BatchConfig) -
         assert runner.together == {}
 
     with_queue(config, test)
+
+
+def test_files_that_are_too_old_are_deleted_in_parts(config: BatchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asr_serve.server.batch.batch_store.EXPIRED_AT_ONCE", 2)
+    with closing(BatchStore(config)) as store:
+        kept = [add_file(store, b"x") for _ in range(3)]
+        expires = store.file(OWNER, kept[0]).object.expires_at
+        later = float(expires + 60)
+        assert store.remove_expired(expires - 1.0) == expires
+        first = store.remove_expired(later)
+        assert first is not None
+        assert first <= later
+        assert store.remove_expired(later) is None
+        assert list((store.folder / "files").iterdir()) == []

@@ -61,8 +61,8 @@ from asr_serve.server.batch.notice_sender import NoticeSender, open_poster
 JSONL = "application/jsonl"
 LINES_AHEAD = 16
 """Lines of a batch that are taken from the store at once."""
-ANSWERS_AT_ONCE = 64
-"""Answers that are read from the store at once, to be written."""
+ANSWERS_AT_ONCE = 16
+"""Answers that are read from the store at once, to be written: each has megabytes where it is the words of a day."""
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 30.0
 MODEL_WAIT_S = 600.0
 """Time for which lines wait for a model that is not loaded, before they fail."""

@@ -405,17 +405,15 @@ class BatchStore:
             self.path(file_id).unlink(missing_ok=True)
 
     def remove_expired(self, now: float) -> int | None:
-        """Deletes files that are too old, and forgets batches that ended too long ago. Returns the Unix time at which
-        the next file is too old; None: there is none."""
+        """Deletes EXPIRED_AT_ONCE of the files that are too old, for other calls wait meanwhile, and forgets batches
+        that ended too long ago. Returns the Unix time at which the next file is too old; None: there is none."""
         unread = "FROM files f WHERE NOT EXISTS (SELECT 1 FROM batches b WHERE b.input_file = f.id AND b.ended IS NULL)"
         oldest_ended = int(now - self._config.keep_s)
         if self._rows("SELECT 1 FROM batches WHERE ended <= ? LIMIT 1", oldest_ended):
             with self._write() as db:
                 db.execute("DELETE FROM batches WHERE ended <= ?", (oldest_ended,))
-        while True:
-            next_expiry = self._rows(f"SELECT f.expires {unread} ORDER BY f.expires LIMIT 1")
-            if not next_expiry or next_expiry[0][0] > now:
-                return next_expiry[0][0] if next_expiry else None
+        next_expiry = self._rows(f"SELECT f.expires {unread} ORDER BY f.expires LIMIT 1")
+        if next_expiry and next_expiry[0][0] <= now:
             with self._write() as db:
                 expired = db.execute(
                     f"DELETE FROM files WHERE id IN (SELECT f.id {unread} AND f.expires <= ? LIMIT ?) RETURNING id",
@@ -424,6 +422,8 @@ class BatchStore:
             with self._failing():
                 for (file_id,) in expired:
                     self.path(file_id).unlink(missing_ok=True)
+            next_expiry = self._rows(f"SELECT f.expires {unread} ORDER BY f.expires LIMIT 1")
+        return next_expiry[0][0] if next_expiry else None
 
     @contextmanager
     def _placed(self, files: Sequence[NewFile]) -> Iterator[None]:

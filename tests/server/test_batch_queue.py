@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from asr_serve.config import BatchConfig
-from asr_serve.errors import ModelNotLoaded, QuotaExceeded, StepFailed
+from asr_serve.errors import EngineCrashed, ModelNotLoaded, QuotaExceeded, StepFailed
 from asr_serve.metrics import ServerMetrics
 from asr_serve.protocols.openai.batches import ENDED_STATUSES, Batch, BatchRequest, BatchStatus, ListQuery
 from asr_serve.server.batch.batch_queue import BatchQueue
@@ -195,6 +195,25 @@ def test_a_line_whose_step_failed_is_tried_again_twice(config: BatchConfig, monk
 
     async def test(queue: BatchQueue, runner: HeldRunner) -> None:
         runner.failures = {1: [StepFailed("a step failed")] * 2, 2: [StepFailed("a step failed")] * 3}
+        runner.go_on.set()
+        store = await queue.store()
+        assert await until_ended(store, batch.id) == "completed"
+        counts = store.batch(OWNER, batch.id).request_counts
+        assert (counts.completed, counts.failed) == (2, 1)
+
+    with_queue(config, test)
+
+
+def test_a_line_in_work_when_engines_died_is_tried_again_alone(
+    config: BatchConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asr_serve.server.batch.batch_queue.FIRST_RETRY_S", 0.01)
+    with closing(BatchStore(config)) as store:
+        batch = add_batch(store, 3)
+
+    async def test(queue: BatchQueue, runner: HeldRunner) -> None:
+        crash = EngineCrashed("the engine died three times")
+        runner.failures = {1: [crash], 2: [crash] * 2, 3: [crash]}
         runner.go_on.set()
         store = await queue.store()
         assert await until_ended(store, batch.id) == "completed"

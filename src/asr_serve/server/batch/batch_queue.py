@@ -397,6 +397,8 @@ class BatchQueue:
         """Puts a line back that has no answer: the engine had no room, the store failed, or it was stopped."""
         line = active.running.pop(task)
         error = None if task.cancelled() else task.exception()
+        if isinstance(error, EngineCrashed):
+            line = line._replace(attempts=max(line.attempts, SUSPECT_ATTEMPTS))
         if task.cancelled() or error is not None:
             active.ahead.appendleft(line)
         if error is None:
@@ -404,7 +406,7 @@ class BatchQueue:
         else:
             active.retry_s = min(MAX_RETRY_S, 2 * active.retry_s or FIRST_RETRY_S)
             active.retry_at_s = asyncio.get_running_loop().time() + active.retry_s
-            expected = isinstance(error, (*RETRIED, *RETRIED_TWICE, *WAITED_FOR))
+            expected = isinstance(error, (*RETRIED, *RETRIED_TWICE, *WAITED_FOR, EngineCrashed))
             log.log(
                 logging.INFO if expected else logging.ERROR,
                 "line %d of %s waits %g s: %s",
@@ -427,6 +429,10 @@ class BatchQueue:
         except RETRIED_TWICE as error:
             active.failures[line.number] += 1
             if active.failures[line.number] <= 2:
+                raise
+            return failed_line(line, error, request_id)
+        except EngineCrashed as error:
+            if not _is_suspect(line):  # one of the lines beside it may be the cause: it is tried again, alone
                 raise
             return failed_line(line, error, request_id)
         except WAITED_FOR as error:
@@ -583,7 +589,7 @@ def read_input(path: Path, endpoint: str) -> tuple[list[tuple[str, int, int]], l
 
 
 def _is_suspect(line: BatchLine) -> bool:
-    """Whether several servers in a row died while a line was in work."""
+    """Whether several servers or engines in a row died while a line was in work."""
     return line.attempts >= SUSPECT_ATTEMPTS
 
 

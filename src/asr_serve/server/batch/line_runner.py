@@ -19,6 +19,7 @@ from asr_serve.errors import (
     AsrServeError,
     AtCapacity,
     EngineClosed,
+    EngineCrashed,
     MalformedRequest,
     ModelNotLoaded,
     ProgramFailed,
@@ -114,7 +115,7 @@ class LineRunner:
 
     async def run(self, store: BatchStore, batch: OpenBatch, line: BatchLine) -> LineAnswer:
         """Answers a line; an error of its request is an answer too. Raises what is in RETRIED,
-        RETRIED_TWICE and WAITED_FOR."""
+        RETRIED_TWICE and WAITED_FOR, and EngineCrashed."""
         request_id = line_request_id(batch, line)
         context = RequestContext(
             request_id=request_id,
@@ -133,7 +134,7 @@ class LineRunner:
                     if batch.endpoint == SPEECH_ENDPOINT
                     else self._transcribe(store, batch, body, context)
                 )
-            except (*RETRIED, *RETRIED_TWICE, *WAITED_FOR):
+            except (*RETRIED, *RETRIED_TWICE, *WAITED_FOR, EngineCrashed):
                 raise
             except AsrServeError as error:
                 return failed_line(line, error, request_id)

@@ -513,7 +513,8 @@ class BatchStore:
         rows = self._rows(f"SELECT {_COLUMNS} FROM batches WHERE owner = ? AND request_key = ?", owner, request_key)
         for row in rows:
             found = _BatchRow(*row).describe()
-            if (found.input_file_id, found.endpoint) != (request.input_file_id, request.endpoint):
+            asked = request.input_file_id, request.endpoint, request.completion_window, request.metadata
+            if (found.input_file_id, found.endpoint, found.completion_window, found.metadata) != asked:
                 raise OptionError(
                     f"the Idempotency-Key of {found.id} came with another request",
                     "a key for each request",

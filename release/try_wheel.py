@@ -29,7 +29,6 @@ import zipfile
 from email.parser import HeaderParser
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import IO
 
 START_S = 600
 """Longest wait for the server's first line that tells its address, conversion of the weights included."""
@@ -51,14 +50,17 @@ def form(fields: dict[str, str], clip: Path) -> tuple[bytes, str]:
     return body, f"multipart/form-data; boundary={limit}"
 
 
-def address(lines: IO[str]) -> str:
-    """Address that a starting server prints. Raises RuntimeError if it ends without one."""
-    seen = []
-    for line in lines:
-        seen.append(line)
-        if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+def address(server: subprocess.Popen[bytes], output: Path) -> str:
+    """Address that a starting server prints. Raises RuntimeError if it ends without one, TimeoutError."""
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        ended, text = server.poll() is not None, output.read_text(errors="replace")
+        if found := re.search(r"http://127\.0\.0\.1:\d+(?=\D)", text):
             return found.group()
-    raise RuntimeError("the server ended: " + "".join(seen[-20:]))
+        if ended:
+            raise RuntimeError(f"the server ended: {text[-4_000:]}")
+        time.sleep(0.1)
+    raise TimeoutError(f"the server told no address within {START_S} s")
 
 
 def requirements(wheel: Path) -> list[str]:
@@ -159,17 +161,17 @@ def main() -> None:
         check_origin(home)
         seconds["install"] = time.monotonic() - began
         began = time.monotonic()
-        server = subprocess.Popen(
-            [home / "venv/bin/asr-serve", "serve", "--port", "0"],
-            env=clean(home),
-            cwd=home,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        output = home / "server.log"  # no pipe, which a server that logs much would fill, and then wait
+        with output.open("wb") as log:
+            server = subprocess.Popen(
+                [home / "venv/bin/asr-serve", "serve", "--port", "0"],
+                env=clean(home),
+                cwd=home,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
         try:
-            assert server.stdout is not None
-            url = address(server.stdout)
+            url = address(server, output)
             wait_until_ready(url)
             seconds["start"] = time.monotonic() - began
             began = time.monotonic()

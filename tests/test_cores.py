@@ -96,3 +96,12 @@ def test_version_1_of_a_container(tmp_path: Path, group: str) -> None:
 def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path / "none") is None
     assert cpu_quota(process(tmp_path, V2.format(root=tmp_path), "")) is None
+
+
+def test_mounts_of_odd_names_are_passed_over(tmp_path: Path) -> None:
+    """A device without a name, a path that is no UTF-8, and one with a character at which texts are split."""
+    odd = b"40 23 0:30 / /a\xff rw - tmpfs  rw\n41 23 0:31 / /b\xe2\x80\xa8c\x85d\x0ce rw - tmpfs tmpfs rw\n42\n"
+    me = process(tmp_path, "", "0::/\n")
+    (me / "mountinfo").write_bytes(odd + V2.format(root=tmp_path).encode())
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert cpu_quota(me) == 0.5

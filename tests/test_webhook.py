@@ -10,7 +10,8 @@ import pytest
 from running_server import WAIT_S
 
 from asr_serve import webhook
-from asr_serve.webhook import Webhook
+from asr_serve.errors import OptionError
+from asr_serve.webhook import Webhook, read_webhook_secret
 
 
 class Receiver(ThreadingHTTPServer):
@@ -71,3 +72,10 @@ def test_closing_waits_for_the_event_in_flight(receivers: list[Receiver]) -> Non
     assert receivers[0].arrived.wait(WAIT_S)
     sender.close(WAIT_S)
     assert (sender.delivered, sender.dropped, len(receivers[0].came)) == (1, 0, 4)
+
+
+@pytest.mark.parametrize("text", ["", "whsec_", "whsec_c2hvcnQ=", "whsec_x", "whsec_\u00e4", "whsec_" + "QUJD" * 22])
+def test_secrets_that_could_be_guessed_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="24 to 64 random bytes"):
+        read_webhook_secret(text)
+    assert read_webhook_secret("whsec_" + "QUJD" * 8) == b"ABC" * 8

@@ -37,7 +37,7 @@ def cpu_quota(process: Path = Path("/proc/self")) -> float | None:
             (cpu.cfs_quota_us)
     """
     try:
-        mounts, groups = (process / "mountinfo").read_text(), (process / "cgroup").read_text()
+        mounts, groups = (os.fsdecode((process / name).read_bytes()) for name in ("mountinfo", "cgroup"))
     except OSError:
         return None
     quotas = list[float]()
@@ -50,10 +50,11 @@ def cpu_quota(process: Path = Path("/proc/self")) -> float | None:
 
 def _hierarchies(mounts: str) -> list[_Hierarchy]:
     found = list[_Hierarchy]()
-    for line in mounts.splitlines():
+    for line in mounts.split("\n"):
+        # By single spaces and line feeds: the name of a device may be empty, and a path hold other white space.
         place, _, kind = line.partition(" - ")
-        root, mount = place.split()[3:5]
-        file_system, _, options = kind.split()[:3]
+        root, mount = (*place.split(" ")[3:5], "", "")[:2]
+        file_system, _, options = (*kind.split(" ")[:3], "", "", "")[:3]
         if file_system == "cgroup2":
             found.append(_Hierarchy("", PurePosixPath(root), Path(mount)))
         elif file_system == "cgroup" and "cpu" in options.split(","):
@@ -63,7 +64,7 @@ def _hierarchies(mounts: str) -> list[_Hierarchy]:
 
 def _group(groups: str, hierarchy: _Hierarchy) -> PurePosixPath | None:
     """The group of the process, relative to the mounted one; None if the process is in none of this hierarchy."""
-    for line in groups.splitlines():
+    for line in filter(None, groups.split("\n")):
         _, controllers, path = line.split(":", 2)
         if hierarchy.name in controllers.split(","):
             group = PurePosixPath(path)

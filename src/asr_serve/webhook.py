@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import hmac
 import http.client
@@ -24,21 +25,27 @@ MAX_QUEUED = 10_000
 TIMEOUT_S = 5.0
 ATTEMPTS = 5
 FIRST_RETRY_S = 0.5
+MIN_SECRET_BYTES, MAX_SECRET_BYTES = 24, 64
+"""Length of a key, as Standard Webhooks recommends it."""
 
 log = logging.getLogger(__name__)
 
 
 def read_webhook_secret(text: str) -> bytes:
-    """Key in `whsec_BASE64`. Raises OptionError."""
-    try:
-        return base64.b64decode(text.removeprefix("whsec_"), validate=True)
-    except binascii.Error:
+    """Key in `whsec_BASE64`. Raises OptionError, also for one that is too short: anybody signs with an empty one."""
+    key: bytes | None = None
+    with contextlib.suppress(binascii.Error, ValueError):
+        key = base64.b64decode(text.removeprefix("whsec_"), validate=True)
+    if key is None or not MIN_SECRET_BYTES <= len(key) <= MAX_SECRET_BYTES:
         raise OptionError(
-            "webhook_secret is no base64 behind whsec_",
-            "24 to 64 random bytes",
+            "webhook_secret is no base64 behind whsec_"
+            if key is None
+            else f"webhook_secret has {len(key)} bytes behind whsec_",
+            f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} random bytes",
             "whsec_$(openssl rand -base64 32)",
             param="webhook_secret",
-        ) from None
+        )
+    return key
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

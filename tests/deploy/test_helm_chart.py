@@ -227,6 +227,13 @@ def test_every_setting_reaches_the_server_as_it_is(helm: Any, tmp_path: Path) ->
     assert config.sessions.redis_url == "rediss://redis:6379/1"
 
 
+def test_pods_keep_no_batches_unless_told_to(helm: Any, tmp_path: Path) -> None:
+    """Their disk ends with them."""
+    assert not server_config(render({}), tmp_path).batch.enabled
+    asked = server_config(render({"settings": {"batch": {"concurrent_lines": 8}}}), tmp_path)
+    assert (asked.batch.enabled, asked.batch.concurrent_lines) == (True, 8)
+
+
 @pytest.mark.parametrize("drain_s", [None, 0, 0.5, 90])
 def test_a_pod_that_ends_has_the_time_that_its_server_may_take(
     drain_s: float | None, helm: Any, tmp_path: Path

@@ -170,6 +170,7 @@ def test_the_servers_and_the_edge_read_the_settings_that_hosts_get(tmp_path: Pat
     config = load_serve_config(str(file), {})
     assert (config.host, config.port, config.drain_s) == ("0.0.0.0", 8_000, 60.0)
     assert config.sessions.redis_url == "rediss+cluster://user@host:6379"
+    assert not config.batch.enabled
     file.write_text(_settings("edge_settings", tmp_path))
     edge = load_edge_config(str(file), {})
     assert (edge.server, edge.port) == ("http://host:8000", 5_004)
@@ -184,7 +185,7 @@ def _check_files_of_a_start(script: str, role: str, folder: Path) -> None:
     written.mkdir()
     file.write_text('host = "0.0.0.0"\nport = 5004\n\n[sip]\nhost = "0.0.0.0"\nallow = ["10.0.0.0/8"]\n')
     for name, text in {
-        "aws": "printf 'a-key-of-some-length\\n\\nanother-key-of-some-length\\n'",
+        "aws": "printf '# callers\\n\\n a-key-of-some-length  # the first\\n\\nanother-key-of-some-length\\n'",
         "hostname": "echo 10.40.128.7 fe80::1",
         "python3.11": f'exec {sys.executable} "$@"',
     }.items():
@@ -197,6 +198,7 @@ def _check_files_of_a_start(script: str, role: str, folder: Path) -> None:
     assert {each.stat().st_mode & 0o077 for each in written.iterdir()} == {0}
     assert (written / "edge.toml").exists() == (role == "edge")
     if role == "edge":
+        assert (written / "api-key").read_text() == "a-key-of-some-length\n"
         config = load_edge_config(str(written / "edge.toml"), {})
         assert (config.control_host, config.port) == ("10.40.128.7", 5_004)
         assert config.api_keys == ("a-key-of-some-length", "another-key-of-some-length")

@@ -302,7 +302,8 @@ def test_quotas_and_repeated_requests(client, server):
     ask = {"input_file_id": file, "endpoint": TRANSCRIPTIONS, "completion_window": "24h"}
     made = [client.batches.create(**ask, extra_headers={"Idempotency-Key": "one"}).id for _ in range(3)]
     assert len(set(made)) == 1
-    with pytest.raises(openai.BadRequestError, match="Idempotency-Key"):
-        client.batches.create(**(ask | {"endpoint": SPEECH}), extra_headers={"Idempotency-Key": "one"})
+    for other in ({"endpoint": SPEECH}, {"completion_window": "1h"}, {"metadata": {"a": "b"}}):
+        with pytest.raises(openai.BadRequestError, match="Idempotency-Key"):
+            client.batches.create(**(ask | other), extra_headers={"Idempotency-Key": "one"})
     ended(client, made[0])
     assert server.counted("asr_serve_batch_stored_bytes") >= 0

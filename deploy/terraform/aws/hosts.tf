@@ -299,6 +299,12 @@ locals {
       "api_keys_file = \"/run/asr-serve/api-keys\"",
     ],
     var.collector ? ["otel_endpoint = \"http://127.0.0.1:4318\""] : [],
+    # Requests of a client come to any host, and hosts are replaced: files and batches would be lost on one of them.
+    [
+      "",
+      "[batch]",
+      "enabled = false",
+    ],
     var.memorydb == null ? [] : [
       "",
       "[sessions]",

@@ -58,7 +58,8 @@ class DigitPressed(EdgeEvent, frozen=True, kw_only=True, tag="digit"):
 
 
 class AudioDiscarded(EdgeEvent, frozen=True, kw_only=True, tag="discarded"):
-    """Audio that the spool had no room for: the server was away, or too slow, for too long. Silence stands for it."""
+    """Audio that the spool had no room for: the server was away, or too slow, for too long. Silence stands for it. Or
+    audio over which the engine died twice, which is not sent again."""
 
     start_s: float
     end_s: float

@@ -21,6 +21,7 @@ from asr_serve.api.client.stream import DUPLICATE_CODE, LOST_CODES, RETRY_S
 from asr_serve.audio.pcm import SAMPLE_BYTES
 from asr_serve.edge.audio_spool import AudioSpool
 from asr_serve.edge.edge_events import (
+    AudioDiscarded,
     EdgeEvent,
     LockedText,
     PartialText,
@@ -58,6 +59,8 @@ END_TIMEOUT_S = 60.0
 """Longest wait, after the end of a call, for a server that is away."""
 LOST_SESSION_CODES = {"session_expired", "events_expired", "taken_over", "out_of_step", "engine_crashed"}
 """Codes of refusals after which a new session goes on where text was final."""
+CRASHED_CODE = "engine_crashed"
+"""Code of the refusal of a session during which the engine died several times: its audio may be the cause."""
 DRAINING_CODE = "draining"
 """Code of a server that goes down in order, and ends each session with what it has."""
 END_TOLERANCE_SAMPLES = RATE_HZ // 100
@@ -118,6 +121,8 @@ class Uplink:
         self._final_end = 0
         """End of the last final segment."""
         self._last_seq = 0
+        self._crash_end: int | None = None
+        """End of the last final segment when the engine died over this session last."""
         self._resume_s = 0.0
         self._end_sent = False
         self.segments = 0
@@ -160,7 +165,7 @@ class Uplink:
             except Refused as refused:
                 retry_after_s = (refused.retry_after_ms or 0) / 1_000
                 if resuming and refused.code in LOST_SESSION_CODES:
-                    self._forget_session()
+                    self._forget_session(refused.code)
                     retry_after_s = 0.0
                     continue
                 if not refused.is_retryable:
@@ -210,8 +215,16 @@ class Uplink:
         self._more.set()
         return connection
 
-    def _forget_session(self) -> None:
+    def _forget_session(self, code: str | None = None) -> None:
+        """Goes on with a new session, which is sent again what has no final text. Where the engine died over that
+        twice, it is not sent a third time: it would kill the engine of all callers, again and again."""
         self._session_id, self._last_seq = None, 0
+        if code != CRASHED_CODE:
+            return
+        if self._crash_end == self._final_end and self._sent > self._final_end:
+            start, self._final_end = self._final_end, self._sent
+            self._tell(AudioDiscarded(start_s=samples_to_s(start), end_s=samples_to_s(self._sent)))
+        self._crash_end = self._final_end
 
     # --- one connection --------------------------------------------------------------------------------
 
@@ -255,7 +268,7 @@ class Uplink:
                 if refused is None:
                     return False
                 if refused.code in LOST_SESSION_CODES:
-                    self._forget_session()
+                    self._forget_session(refused.code)
                     return False
                 if refused.is_retryable or lost.close_code in LOST_CODES:
                     return False

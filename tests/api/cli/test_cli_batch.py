@@ -86,6 +86,23 @@ def test_files_that_are_no_requests(run, tmp_path, text, says):
     assert (done.exit_code, says in done.stderr) == (2, True), done.output
 
 
+def test_texts_with_other_line_breaks_are_one_request(run, wav, tmp_path):
+    (tmp_path / "clip.wav").write_bytes(wav(1))
+    request = {"custom_id": "a\u2028b\x85c", "method": "POST", "url": "/v1/audio/transcriptions"}
+    requests = tmp_path / "requests.jsonl"
+    text = json.dumps({**request, "body": {"file": "clip.wav"}}, ensure_ascii=False)
+    requests.write_bytes(f"\ufeff{text}\r\n".encode())
+    done = run("submit", requests, "--follow", "-q")
+    assert done.exit_code == 0, done.output
+
+
+def test_too_many_requests_are_refused_before_an_upload(run, tmp_path):
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"body": {"file": "missing.wav"}}\n' * 50_001)
+    done = run("submit", requests)
+    assert (done.exit_code, "up to 50000 in a batch" in done.stderr) == (2, True), done.output
+
+
 def test_sources_that_are_none(run, tmp_path):
     done = run("submit", tmp_path)
     assert (done.exit_code, "has no recordings" in done.stderr) == (2, True)

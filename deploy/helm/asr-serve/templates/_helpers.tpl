@@ -83,6 +83,10 @@ default
 {{- /* The settings as the server's TOML file. */ -}}
 {{- define "asr-serve.toml" -}}
 {{- $settings := include "asr-serve.settings" . | fromJson -}}
+{{- /* A pod's disk ends with it, and the next request comes to another pod: files and batches would be lost. */ -}}
+{{- if not (hasKey $settings "batch") -}}
+{{- $_ := set $settings "batch" (dict "enabled" false) -}}
+{{- end -}}
 {{- $tables := list "engine" "sessions" "webrtc" "governance" "batch" -}}
 {{- range $name := keys $settings | sortAlpha -}}
 {{- $value := get $settings $name -}}

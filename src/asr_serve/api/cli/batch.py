@@ -17,7 +17,7 @@ from asr_serve.api.cli.models import as_text, print_table
 from asr_serve.api.cli.options import AsJson
 from asr_serve.api.cli.progress import WorkProgress
 from asr_serve.config import client_key
-from asr_serve.errors import OptionError, Refused, SourceNotFound
+from asr_serve.errors import OptionError, Refused, SourceNotFound, Unreachable
 from asr_serve.output_file import replaced_file
 
 app = typer.Typer(
@@ -84,6 +84,8 @@ def submit(
       {"custom_id": "1", "method": "POST", "url": "/v1/audio/transcriptions",
        "body": {"file": "calls/1.wav", "response_format": "verbose_json"}}
     """
+    from asr_serve.protocols.openai.batches import MAX_LINES
+
     session = _Session(server, api_key)
     if source.is_dir():
         options = {"model": model, "language": language, "response_format": response_format}
@@ -92,6 +94,10 @@ def submit(
     else:
         requests, endpoint = _file_requests(source)
         base = source.parent
+    if len(requests) > MAX_LINES:
+        raise OptionError(
+            f"{source} has {len(requests)} requests", f"up to {MAX_LINES} in a batch", "submit it in several parts"
+        )
     lines = []
     with WorkProgress(print_error, shown=not quiet) as progress:
         for number, request in enumerate(requests):
@@ -107,6 +113,7 @@ def submit(
         "/v1/batches",
         {"input_file_id": input_id, "endpoint": endpoint, "completion_window": window},
         {"Idempotency-Key": secrets.token_hex(16)},
+        repeatable=True,
     )
     print(created["id"], flush=True)
     return _follow(session, created["id"], quiet) if follow else 0
@@ -184,7 +191,10 @@ def fetch(
         if file_id is not None:
             session.download(file_id, output / name)
     if found["endpoint"] == "/v1/audio/speech" and found["output_file_id"] is not None:
-        with WorkProgress(print_error, shown=not quiet) as progress, (output / "output.jsonl").open() as answers:
+        with (
+            WorkProgress(print_error, shown=not quiet) as progress,
+            (output / "output.jsonl").open(encoding="utf-8") as answers,
+        ):
             for number, line in enumerate(answers, 1):
                 file_id = json.loads(line)["response"]["body"]["file_id"]
                 name = session.ask("GET", f"/v1/files/{quote(file_id, safe='')}")["filename"]
@@ -214,8 +224,10 @@ class _Session:
     def __init__(self, server: str, api_key: str | None) -> None:
         self._server, self._key = server, api_key or client_key()
 
-    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
-        """Answer in JSON. Raises Refused, Unreachable."""
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, repeatable: bool = False
+    ) -> Any:
+        """Answer in JSON. `repeatable`: it is sent again while no server answers. Raises Refused, Unreachable."""
         from asr_serve.api.cli.backends import server_answer
 
         content = None if body is None else json.dumps(body).encode()
@@ -224,10 +236,10 @@ class _Session:
             with server_answer(self._server, self._key, method, path, content, headers) as answer:
                 return json.loads(answer.read())
 
-        return _retried(send)
+        return _retried(send, repeatable)
 
-    def batch(self, batch_id: str) -> Any:
-        return self.ask("GET", f"/v1/batches/{quote(batch_id, safe='')}")
+    def batch(self, batch_id: str, repeatable: bool = False) -> Any:
+        return self.ask("GET", f"/v1/batches/{quote(batch_id, safe='')}", repeatable=repeatable)
 
     def upload(self, path: Path | None, data: bytes = b"") -> str:
         """Uploads a recording, or `data` as the lines of a batch; returns its id. Raises SourceNotFound, Refused,
@@ -277,8 +289,9 @@ class _Session:
                 file.write(chunk)
 
 
-def _retried(send: Callable[[], T]) -> T:
-    """Result of a request, which is sent again while the server is full, starting or going down."""
+def _retried(send: Callable[[], T], repeatable: bool = False) -> T:
+    """Result of a request, which is sent again while the server is full, starting or going down. `repeatable`: also
+    while no server answers, as in a restart."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return send()
@@ -286,14 +299,19 @@ def _retried(send: Callable[[], T]) -> T:
             if attempt == ATTEMPTS or not refusal.is_retryable:
                 raise
             time.sleep((refusal.retry_after_ms or 0) / 1_000 or RETRY_S * attempt)
+        except Unreachable:
+            if attempt == ATTEMPTS or not repeatable:
+                raise
+            time.sleep(RETRY_S * attempt)
     raise AssertionError("the last attempt returns or raises")
 
 
 def _follow(session: _Session, batch_id: str, quiet: bool) -> int:
     """Shows the progress of a batch until its end. Returns the exit code."""
     with WorkProgress(print_error, shown=not quiet) as progress:
+        found: Any = None
         while True:
-            found = session.batch(batch_id)
+            found = session.batch(batch_id, repeatable=found is not None)  # a server with the batch may restart
             counts = found["request_counts"]
             done = counts["completed"] + counts["failed"]
             progress.update(done / max(1, counts["total"]), found["status"], f"{done} of {counts['total']}")
@@ -324,7 +342,8 @@ def _folder_requests(folder: Path, options: dict[str, str | None]) -> list[dict[
 def _file_requests(path: Path) -> tuple[list[dict[str, Any]], str]:
     """Requests of a JSONL file, and their endpoint. Raises SourceNotFound, OptionError."""
     try:
-        lines: Iterable[str] = path.read_text("utf-8").splitlines()
+        # By line feeds alone: a text in JSON may hold the other characters at which `splitlines` splits.
+        lines: Iterable[str] = path.read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise SourceNotFound(f"{path}: {reason}", "a folder of recordings, or requests in JSONL") from None

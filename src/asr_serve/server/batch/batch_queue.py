@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
@@ -36,6 +37,7 @@ from asr_serve.protocols.openai.events import Problem
 from asr_serve.server.batch.batch_store import (
     MAX_ATTEMPTS,
     STORE_RETRY_MS,
+    SUSPECT_ATTEMPTS,
     AnsweredLine,
     BatchLine,
     BatchStore,
@@ -45,15 +47,25 @@ from asr_serve.server.batch.batch_store import (
     new_file_id,
     output_file,
 )
-from asr_serve.server.batch.line_runner import RETRIED, LineAnswer, LineRunner, failed_line, line_request_id
+from asr_serve.server.batch.line_runner import (
+    RETRIED,
+    RETRIED_TWICE,
+    WAITED_FOR,
+    LineAnswer,
+    LineRunner,
+    failed_line,
+    line_request_id,
+)
 from asr_serve.server.batch.notice_sender import NoticeSender, open_poster
 
 JSONL = "application/jsonl"
 LINES_AHEAD = 16
 """Lines of a batch that are taken from the store at once."""
-ANSWERS_AT_ONCE = 64
-"""Answers that are read from the store at once, to be written."""
+ANSWERS_AT_ONCE = 16
+"""Answers that are read from the store at once, to be written: each has megabytes where it is the words of a day."""
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 30.0
+MODEL_WAIT_S = 600.0
+"""Time for which lines wait for a model that is not loaded, before they fail."""
 CLEAN_S = 5.0
 """Time between two looks for files that are too old, and for what metrics show."""
 MAX_SLEEP_S = 3_600.0
@@ -74,6 +86,10 @@ class ActiveBatch:
         self.ahead: deque[BatchLine] = deque()
         """Lines to be begun, taken from the store."""
         self.running: dict[asyncio.Task[None], BatchLine] = {}
+        self.failures = Counter[int]()
+        """Times that a line in `ahead` or `running` failed by what is in RETRIED_TWICE."""
+        self._missing_s: tuple[float, float] | None = None
+        """First and last time at which a model was not loaded."""
         self.last_line = 0
         """Last line that was taken from the store."""
         self.exhausted = self.ending = self.fetching = False
@@ -82,6 +98,14 @@ class ActiveBatch:
     @property
     def idle(self) -> bool:
         return not self.running and not self.fetching
+
+    def waits_for_model(self, now_s: float) -> bool:
+        """Notes that a model is not loaded; returns whether its lines still wait for it."""
+        first_s, last_s = self._missing_s or (now_s, now_s)
+        if now_s - last_s > MODEL_WAIT_S:  # it was there meanwhile
+            first_s = now_s
+        self._missing_s = first_s, now_s
+        return now_s - first_s < MODEL_WAIT_S
 
 
 class BatchQueue:
@@ -135,12 +159,21 @@ class BatchQueue:
             raise Draining("the server is going down", "it takes no new requests", STORE_RETRY_MS)
         async with self._opening:
             if self._store is None:
-                opened = await self.call(BatchStore, self._config)
-                self._store = opened
+                opened = self._store = await self._open()
                 if self._poster is not None:
                     self._notices = NoticeSender(opened, self._poster, self.call, self._metrics)
                 self._main = asyncio.create_task(self._run())
             return self._store
+
+    async def _open(self) -> BatchStore:
+        opening = asyncio.get_running_loop().run_in_executor(self._threads, BatchStore, self._config)
+        try:
+            return await _finished(opening)
+        except asyncio.CancelledError:
+            # The client whose request came first has left: the folder must not stay locked.
+            if opening.done() and opening.exception() is None:
+                await self.call(opening.result().close)
+            raise
 
     async def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs a method of the store on its thread. Raises what that does."""
@@ -176,10 +209,6 @@ class BatchQueue:
         if self._notices is not None:
             await self._notices.close()
         if self._store is not None:
-            for active in self._active.values():
-                ahead = [line.number for line in active.ahead]
-                with contextlib.suppress(StoreUnavailable):
-                    await self.call(self._store.release_lines, active.batch.number, ahead)
             await self.call(self._store.close)
         self._threads.shutdown(wait=False)
 
@@ -199,6 +228,9 @@ class BatchQueue:
                 due_s = await self._step()
             except StoreUnavailable as error:
                 log.error("batches wait: %s", error)
+                due_s = MAX_RETRY_S
+            except Exception:  # without this task, batches would wait for ever in a server that looks healthy
+                log.exception("a step of the queue of batches failed")
                 due_s = MAX_RETRY_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(due_s, MAX_SLEEP_S)):
@@ -236,9 +268,13 @@ class BatchQueue:
             active.batch = batch._replace(ending=batch.ending or active.batch.ending)
             if batch.status == "cancelling" and not active.ending:
                 self._stop(active, "cancelled")
-        elif batch.status == "validating" and batch.number not in self._tasks:
+        elif batch.number in self._tasks:
+            pass
+        elif batch.status == "validating" and batch.expires > time.time():
             self._start_task(batch, self._check(batch))
-        elif batch.status != "validating" and batch.number not in self._tasks:
+        else:
+            if batch.status == "validating":  # its input could not be read until now, or no server ran
+                batch = batch._replace(ending="expired")
             active = self._active[batch.number] = ActiveBatch(batch)
             active.ending = batch.ending is not None
 
@@ -274,6 +310,8 @@ class BatchQueue:
         for active in self._active.values():
             running[active.batch.owner] += len(active.running)
         room = self._config.concurrent_lines - running.total()
+        if any(_is_suspect(line) for active in self._active.values() for line in active.running.values()):
+            room = 0
         while room > 0 and not self._closed:
             ready = [
                 active
@@ -283,9 +321,11 @@ class BatchQueue:
             if not ready:
                 break
             active = min(ready, key=lambda each: (running[each.batch.owner], each.served_s))
+            if (suspect := _is_suspect(active.ahead[0])) and running.total():
+                break  # it begins when those in work have ended
             active.served_s = now_s
             running[active.batch.owner] += 1
-            room -= 1
+            room = 0 if suspect else room - 1
             line = active.ahead.popleft()
             task = asyncio.create_task(self._answer(active, line))
             active.running[task] = line
@@ -316,7 +356,7 @@ class BatchQueue:
     async def _fetch(self, active: ActiveBatch) -> None:
         assert self._store is not None
         try:
-            lines = await self.call(self._store.begin_lines, active.batch.number, active.last_line, LINES_AHEAD)
+            lines = await self.call(self._store.open_lines, active.batch.number, active.last_line, LINES_AHEAD)
         except StoreUnavailable as error:
             log.error("batch %s waits: %s", active.batch.id, error)
             active.retry_at_s = asyncio.get_running_loop().time() + MAX_RETRY_S
@@ -335,22 +375,30 @@ class BatchQueue:
         task.add_done_callback(self._fetches.discard)
 
     async def _answer(self, active: ActiveBatch, line: BatchLine) -> None:
-        """Answers a line and stores the answer. Raises what is in RETRIED where it is to be tried again."""
+        """Answers a line and stores the answer. Raises what is in RETRIED, RETRIED_TWICE or WAITED_FOR where it is to
+        be tried again."""
         assert self._store is not None
-        store, batch, answer = self._store, active.batch, None
+        store, batch, answer, stored = self._store, active.batch, None, False
         try:
-            answer = await self._line_answer(store, batch, line)
+            await self.call(store.begin_line, batch.number, line.number)
+            answer = await self._line_answer(store, active, line)
             if await self._store_answer(store, batch, line, answer):
                 self._metrics.lines.labels(batch.endpoint, answer.outcome).inc()
-        except asyncio.CancelledError:
+            stored = True
+            active.failures.pop(line.number, None)
+        finally:
             if answer is not None and answer.file is not None:
-                answer.file.part.unlink(missing_ok=True)
-            raise
+                answer.file.part.unlink(missing_ok=True)  # where it was not moved: the disk is full, the line stopped
+            if not stored:
+                with contextlib.suppress(StoreUnavailable):
+                    await self.call(store.release_line, batch.number, line.number)
 
     def _on_line_done(self, active: ActiveBatch, task: asyncio.Task[None]) -> None:
         """Puts a line back that has no answer: the engine had no room, the store failed, or it was stopped."""
         line = active.running.pop(task)
         error = None if task.cancelled() else task.exception()
+        if isinstance(error, EngineCrashed):
+            line = line._replace(attempts=max(line.attempts, SUSPECT_ATTEMPTS))
         if task.cancelled() or error is not None:
             active.ahead.appendleft(line)
         if error is None:
@@ -358,7 +406,7 @@ class BatchQueue:
         else:
             active.retry_s = min(MAX_RETRY_S, 2 * active.retry_s or FIRST_RETRY_S)
             active.retry_at_s = asyncio.get_running_loop().time() + active.retry_s
-            expected = isinstance(error, RETRIED)
+            expected = isinstance(error, (*RETRIED, *RETRIED_TWICE, *WAITED_FOR, EngineCrashed))
             log.log(
                 logging.INFO if expected else logging.ERROR,
                 "line %d of %s waits %g s: %s",
@@ -367,8 +415,8 @@ class BatchQueue:
             )
         self._wake.set()
 
-    async def _line_answer(self, store: BatchStore, batch: OpenBatch, line: BatchLine) -> LineAnswer:
-        request_id = line_request_id(batch, line)
+    async def _line_answer(self, store: BatchStore, active: ActiveBatch, line: BatchLine) -> LineAnswer:
+        batch, request_id = active.batch, line_request_id(active.batch, line)
         if line.attempts >= MAX_ATTEMPTS:
             error = EngineCrashed(
                 f"the server died {line.attempts} times while it worked on this line", "requests that it can do"
@@ -378,6 +426,19 @@ class BatchQueue:
             return await self._runner.run(store, batch, line)
         except RETRIED:  # those of the store among them
             raise
+        except RETRIED_TWICE as error:
+            active.failures[line.number] += 1
+            if active.failures[line.number] <= 2:
+                raise
+            return failed_line(line, error, request_id)
+        except EngineCrashed as error:
+            if not _is_suspect(line):  # one of the lines beside it may be the cause: it is tried again, alone
+                raise
+            return failed_line(line, error, request_id)
+        except WAITED_FOR as error:
+            if active.waits_for_model(asyncio.get_running_loop().time()):
+                raise
+            return failed_line(line, error, request_id)
         except Exception as error:
             log.exception("line %d of %s failed inside", line.number, batch.id)
             return failed_line(line, error, request_id)
@@ -453,8 +514,10 @@ class OutputWriter:
             self._bytes[kind] += self._files[kind].write(answer + b"\n")
 
     def finish(self) -> tuple[NewFile | None, NewFile | None]:
-        """Files that hold something: of answers, and of errors."""
+        """Files that hold something, synced: of answers, and of errors."""
         for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
             file.close()
         made = {
             kind: output_file(
@@ -523,6 +586,11 @@ def read_input(path: Path, endpoint: str) -> tuple[list[tuple[str, int, int]], l
             BatchLineError("empty_file", "the input has no requests. one or more. write a line for each", None)
         )
     return lines, errors
+
+
+def _is_suspect(line: BatchLine) -> bool:
+    """Whether several servers or engines in a row died while a line was in work."""
+    return line.attempts >= SUSPECT_ATTEMPTS
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

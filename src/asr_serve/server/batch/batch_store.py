@@ -23,10 +23,10 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -62,9 +62,13 @@ SCHEMA_VERSION = 1
 BUSY_MS = 10_000
 MAX_ATTEMPTS = 10
 """Times that a line is begun: a server that dies ten times in a row over a line died of it."""
+SUSPECT_ATTEMPTS = 3
+"""Times after which a line is in work alone: else those beside it would be given up with the one that kills."""
 BATCH_RETRY_MS = 30_000
 STORE_RETRY_MS = 5_000
 EXPIRED_AT_ONCE = 1_000
+MAX_ENDED = 10_000
+"""Ended batches of a key that are remembered; with more, the oldest is forgotten before its time."""
 QUEUE, PART = "queue.sqlite", ".part"
 _STORED_NAME = re.compile(r"file-[0-9a-f]{32}(\.part)?", re.ASCII)
 
@@ -231,6 +235,8 @@ class BatchStore:
         self._lock = threading.Lock()
         self._reserved: dict[object, tuple[str, int]] = {}
         """Uploads in progress: their owner, and bytes that they may have."""
+        self._reserved_lock = threading.Lock()
+        """Held for a moment, so that `release` waits for no transaction."""
         with self._failing(), contextlib.ExitStack() as undo:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._files.mkdir(exist_ok=True, mode=0o700)
@@ -318,26 +324,27 @@ class BatchStore:
     def path(self, file_id: str) -> Path:
         return self._files / file_id
 
-    def reserve(self, owner: str, size_bytes: int) -> object:
-        """Reserves room for an upload, until `release`. Raises QuotaExceeded."""
-        ticket = object()
+    def reserve(self, ticket: object, owner: str, size_bytes: int) -> None:
+        """Reserves room for an upload, until `release` of that ticket. Raises QuotaExceeded."""
         with self._lock, self._failing():
-            self._check_quota(owner, 1, size_bytes)
-            self._reserved[ticket] = (owner, size_bytes)
-        return ticket
+            self._check_quota(owner, 1, size_bytes, self._reservations())
+            with self._reserved_lock:
+                self._reserved[ticket] = (owner, size_bytes)
 
     def release(self, ticket: object) -> None:
-        with self._lock:
+        """Gives up what was reserved, if it was. Does not block, and may be called on the event loop's thread."""
+        with self._reserved_lock:
             self._reserved.pop(ticket, None)
+
+    def _reservations(self, but: object = None) -> list[tuple[str, int]]:
+        with self._reserved_lock:
+            return [reserved for ticket, reserved in self._reserved.items() if ticket is not but]
 
     def add_file(self, owner: str, file: NewFile, reserved: object) -> FileObject:
         """Moves the bytes of a file to their place and adds its row, synced, in the room that was `reserved`. Raises
         QuotaExceeded."""
-        with self._failing():
-            self._place(file)
-        with self._unplaced([file]), self._write() as db:
-            self._reserved.pop(reserved, None)
-            self._check_quota(owner, 1, file.bytes)
+        with self._placed([file]), self._write() as db:
+            self._check_quota(owner, 1, file.bytes, self._reservations(but=reserved))
             return self._insert(db, owner, file)
 
     def file(self, owner: str, file_id: str) -> StoredFile:
@@ -398,17 +405,15 @@ class BatchStore:
             self.path(file_id).unlink(missing_ok=True)
 
     def remove_expired(self, now: float) -> int | None:
-        """Deletes files that are too old, and forgets batches that ended too long ago. Returns the Unix time at which
-        the next file is too old; None: there is none."""
+        """Deletes EXPIRED_AT_ONCE of the files that are too old, for other calls wait meanwhile, and forgets batches
+        that ended too long ago. Returns the Unix time at which the next file is too old; None: there is none."""
         unread = "FROM files f WHERE NOT EXISTS (SELECT 1 FROM batches b WHERE b.input_file = f.id AND b.ended IS NULL)"
         oldest_ended = int(now - self._config.keep_s)
         if self._rows("SELECT 1 FROM batches WHERE ended <= ? LIMIT 1", oldest_ended):
             with self._write() as db:
                 db.execute("DELETE FROM batches WHERE ended <= ?", (oldest_ended,))
-        while True:
-            next_expiry = self._rows(f"SELECT f.expires {unread} ORDER BY f.expires LIMIT 1")
-            if not next_expiry or next_expiry[0][0] > now:
-                return next_expiry[0][0] if next_expiry else None
+        next_expiry = self._rows(f"SELECT f.expires {unread} ORDER BY f.expires LIMIT 1")
+        if next_expiry and next_expiry[0][0] <= now:
             with self._write() as db:
                 expired = db.execute(
                     f"DELETE FROM files WHERE id IN (SELECT f.id {unread} AND f.expires <= ? LIMIT ?) RETURNING id",
@@ -417,24 +422,20 @@ class BatchStore:
             with self._failing():
                 for (file_id,) in expired:
                     self.path(file_id).unlink(missing_ok=True)
-
-    def _place(self, file: NewFile) -> None:
-        """Syncs the bytes of a file, and moves them to their place."""
-        with file.part.open("rb+") as part:
-            os.fsync(part.fileno())
-        file.part.replace(self.path(file.id))
-        folder = os.open(self._files, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            next_expiry = self._rows(f"SELECT f.expires {unread} ORDER BY f.expires LIMIT 1")
+        return next_expiry[0][0] if next_expiry else None
 
     @contextmanager
-    def _unplaced(self, files: Iterable[NewFile]) -> Iterator[None]:
-        """Deletes bytes at their place if their rows are not written."""
+    def _placed(self, files: Sequence[NewFile]) -> Iterator[None]:
+        """Syncs the bytes of files and moves them to their place; deletes them there if their rows are not written."""
         with contextlib.ExitStack() as undo:
-            for file in files:
-                undo.callback(_unlink, self.path(file.id))
+            with self._failing():
+                for file in files:
+                    sync_file(file.part)
+                    undo.callback(_unlink, self.path(file.id))
+                    file.part.replace(self.path(file.id))
+                if files:
+                    sync_file(self._files)
             yield
             undo.pop_all()
 
@@ -450,14 +451,15 @@ class BatchStore:
             id=file.id, bytes=file.bytes, created_at=now, expires_at=expires, filename=file.name, purpose=file.purpose
         )
 
-    def _check_quota(self, owner: str, files: int, size_bytes: int) -> None:
-        """Checks that there is room for so many more, with the lock held. Raises QuotaExceeded."""
+    def _check_quota(self, owner: str, files: int, size_bytes: int, reserved: Iterable[tuple[str, int]] = ()) -> None:
+        """Checks that there is room for so many more beside what is `reserved`, with the lock held. Raises
+        QuotaExceeded."""
         usage = {key: (count, size) for key, count, size in self._db.execute("SELECT owner, files, bytes FROM usage")}
         own_files, own_bytes = usage.get(owner, (0, 0))
         total_bytes = sum(size for _, size in usage.values())
-        for who, reserved in self._reserved.values():
-            total_bytes += reserved
-            own_bytes += reserved if who == owner else 0
+        for who, upload_bytes in reserved:
+            total_bytes += upload_bytes
+            own_bytes += upload_bytes if who == owner else 0
             own_files += who == owner
         config, todo = self._config, "delete files that are not needed any more, or have the limit raised"
         for came, after, limit, setting in (
@@ -511,7 +513,8 @@ class BatchStore:
         rows = self._rows(f"SELECT {_COLUMNS} FROM batches WHERE owner = ? AND request_key = ?", owner, request_key)
         for row in rows:
             found = _BatchRow(*row).describe()
-            if (found.input_file_id, found.endpoint) != (request.input_file_id, request.endpoint):
+            asked = request.input_file_id, request.endpoint, request.completion_window, request.metadata
+            if (found.input_file_id, found.endpoint, found.completion_window, found.metadata) != asked:
                 raise OptionError(
                     f"the Idempotency-Key of {found.id} came with another request",
                     "a key for each request",
@@ -588,10 +591,7 @@ class BatchStore:
     def finish_batch(self, number: int, output: NewFile | None, errors: NewFile | None) -> BatchStatus:
         """Ends a batch: its files and its status appear together, and its lines are forgotten. Returns the status."""
         files = [file for file in (output, errors) if file is not None]
-        with self._failing():
-            for file in files:
-                self._place(file)
-        with self._unplaced(files), self._write() as db:
+        with self._placed(files), self._write() as db:
             row = self._batch(db, "number = ?", number)
             assert row.ending is not None, "begin_ending was called"
             # Answers have been counted as bytes of their owner since they came.
@@ -626,6 +626,11 @@ class BatchStore:
         """Marks a batch as ended, and adds the notice of that."""
         now = int(time.time())
         db.execute("UPDATE batches SET ended = ? WHERE number = ?", (now, row.number))
+        db.execute(
+            "DELETE FROM batches WHERE owner = ? AND ended IS NOT NULL AND number <="
+            " (SELECT number FROM batches WHERE owner = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
+            (row.owner, row.owner, MAX_ENDED + self._config.batches_per_key),
+        )
         if self._config.webhook is not None:
             notice = BatchNotice(f"evt_{secrets.token_hex(16)}", now, f"batch.{status}", BatchNoticeData(row.id))
             db.execute(
@@ -635,28 +640,28 @@ class BatchStore:
 
     # --- lines
 
-    def begin_lines(self, batch: int, after: int, count: int) -> list[BatchLine]:
-        """The next lines of a batch without an answer, behind the line `after`; each is counted as begun once more."""
-        with self._write(synced=False) as db:
-            rows = db.execute(
-                "SELECT number, custom_id, start, length, attempts FROM lines"
-                " WHERE batch = ? AND outcome IS NULL AND number > ? ORDER BY number LIMIT ?",
-                (batch, after, count),
-            ).fetchall()
-            if rows:
-                db.execute(
-                    "UPDATE lines SET attempts = attempts + 1 WHERE batch = ? AND outcome IS NULL"
-                    " AND number BETWEEN ? AND ?",
-                    (batch, rows[0][0], rows[-1][0]),
-                )
-            return [BatchLine(*row) for row in rows]
+    def open_lines(self, batch: int, after: int, count: int) -> list[BatchLine]:
+        """The next lines of a batch without an answer, behind the line `after`."""
+        rows = self._rows(
+            "SELECT number, custom_id, start, length, attempts FROM lines"
+            " WHERE batch = ? AND outcome IS NULL AND number > ? ORDER BY number LIMIT ?",
+            batch,
+            after,
+            count,
+        )
+        return [BatchLine(*row) for row in rows]
 
-    def release_lines(self, batch: int, numbers: list[int]) -> None:
-        """Takes back that lines were begun: the server goes down in order."""
+    def begin_line(self, batch: int, line: int) -> None:
+        """Counts that a line is begun."""
         with self._write(synced=False) as db:
-            db.executemany(
+            db.execute("UPDATE lines SET attempts = attempts + 1 WHERE batch = ? AND number = ?", (batch, line))
+
+    def release_line(self, batch: int, line: int) -> None:
+        """Takes back that a line was begun: the server lives, and the line has no answer yet."""
+        with self._write(synced=False) as db:
+            db.execute(
                 "UPDATE lines SET attempts = max(0, attempts - 1) WHERE batch = ? AND number = ? AND outcome IS NULL",
-                ((batch, number) for number in numbers),
+                (batch, line),
             )
 
     def answer_line(
@@ -664,11 +669,9 @@ class BatchStore:
     ) -> bool:
         """Sets the answer of a line, and adds the file with its audio. False: it has an answer already. Raises
         QuotaExceeded where neither has room."""
-        if file is not None:
-            with self._failing():
-                self._place(file)
-        with self._unplaced([] if file is None else [file]), self._write(synced=False) as db:
-            if outcome == "completed":  # an error is short, and must have room
+        with self._placed([] if file is None else [file]), self._write(synced=False) as db:
+            # An error is short, and must have room. What uploads in progress reserve is no reason to lose an answer.
+            if outcome == "completed":
                 self._check_quota(batch.owner, int(file is not None), len(answer) + (file.bytes if file else 0))
             changed = db.execute(
                 "UPDATE lines SET outcome = ?, answer = ? WHERE batch = ? AND number = ? AND outcome IS NULL",
@@ -741,6 +744,32 @@ def has_queue(config: BatchConfig) -> bool:
         return (batch_dir(config.folder) / QUEUE).is_file()
     except OSError:
         return False
+
+
+def open_stored(path: Path) -> BinaryIO:
+    """Opens the bytes of a file. Raises UnknownFile where it was deleted meanwhile, StoreUnavailable."""
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise UnknownFile(f"the file {path.name} was deleted", "files that are there") from None
+    except OSError as error:  # too many open files, a disk that fails: this passes, and is no error of a request
+        raise unreadable(error) from error
+
+
+def unreadable(error: OSError) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"a file of batches cannot be read: {error.strerror}", "a disk that can be read", STORE_RETRY_MS
+    )
+
+
+def sync_file(path: Path) -> None:
+    """Syncs a file or a folder. A big file takes seconds: who wrote it syncs it on a thread of its own first, so that
+    the store's thread finds nothing to write."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _unlink(path: Path) -> None:

@@ -19,9 +19,13 @@ from asr_serve.errors import (
     AsrServeError,
     AtCapacity,
     EngineClosed,
+    EngineCrashed,
     MalformedRequest,
+    ModelNotLoaded,
+    ProgramFailed,
+    RankLost,
+    StepFailed,
     StoreUnavailable,
-    UnknownFile,
     UnsupportedOption,
 )
 from asr_serve.protocols.form_fields import errors_named_by_field
@@ -46,7 +50,10 @@ from asr_serve.server.batch.batch_store import (
     NewFile,
     OpenBatch,
     new_file_id,
+    open_stored,
     output_file,
+    sync_file,
+    unreadable,
 )
 from asr_serve.server.caller_models import CallerModels
 from asr_serve.server.engine_registry import EngineRegistry, FileEngine
@@ -62,6 +69,10 @@ from asr_serve.server.tts.audio_stream import SpeechStream
 ROUTE = "/v1/batches"
 RETRIED = (AtCapacity, EngineClosed)
 """Errors after which a line waits and is tried again: the engine is full, starting or going down."""
+RETRIED_TWICE = (StepFailed, RankLost, ProgramFailed)
+"""Errors after which a line is tried again twice: what failed may have been another request of the same step."""
+WAITED_FOR = (ModelNotLoaded,)
+"""Errors after which a line waits for a while: a model is loaded again, or by hand after a restart."""
 OK = 200
 
 Parse = Callable[..., transcription_form.TranscriptionRequest]
@@ -103,7 +114,8 @@ class LineRunner:
         }
 
     async def run(self, store: BatchStore, batch: OpenBatch, line: BatchLine) -> LineAnswer:
-        """Answers a line; an error of its request is an answer too. Raises what is in RETRIED."""
+        """Answers a line; an error of its request is an answer too. Raises what is in RETRIED,
+        RETRIED_TWICE and WAITED_FOR, and EngineCrashed."""
         request_id = line_request_id(batch, line)
         context = RequestContext(
             request_id=request_id,
@@ -122,7 +134,7 @@ class LineRunner:
                     if batch.endpoint == SPEECH_ENDPOINT
                     else self._transcribe(store, batch, body, context)
                 )
-            except RETRIED:
+            except (*RETRIED, *RETRIED_TWICE, *WAITED_FOR, EngineCrashed):
                 raise
             except AsrServeError as error:
                 return failed_line(line, error, request_id)
@@ -147,7 +159,7 @@ class LineRunner:
         engine = models.get_for_files(model)
         with errors_named_by_field(request.option_to_field):
             while True:
-                audio = io.BytesIO(named.data) if path is None else await asyncio.to_thread(_open_file, path)
+                audio = io.BytesIO(named.data) if path is None else await asyncio.to_thread(open_stored, path)
                 try:
                     answer = await self._transcript(engine, audio, request, name)
                 except AsrServeError as error:
@@ -201,6 +213,7 @@ class LineRunner:
                             written += await asyncio.to_thread(file.write, piece.audio)
                     finally:
                         await stream.close()
+                await asyncio.to_thread(sync_file, part)
             except OSError as error:
                 raise StoreUnavailable(
                     f"the audio cannot be written: {error.strerror}", "room in the folder of batches", STORE_RETRY_MS
@@ -227,19 +240,15 @@ def failed_line(line: BatchLine, error: Exception, request_id: str) -> LineAnswe
 
 
 def _read_body(path: Path, line: BatchLine, endpoint: str) -> dict[str, Any]:
-    with path.open("rb") as file:
-        file.seek(line.start)
-        data = file.read(line.length)
+    with open_stored(path) as file:
+        try:
+            file.seek(line.start)
+            data = file.read(line.length)
+        except OSError as error:
+            raise unreadable(error) from error
     if len(data) < line.length:
         raise MalformedRequest(f"the input ends in line {line.number}", "the file that was uploaded")
     return parse_line_body(parse_line(data, endpoint))
-
-
-def _open_file(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except FileNotFoundError:
-        raise UnknownFile(f"the file {path.name} was deleted", "files that are there") from None
 
 
 def _file_stem(custom_id: str) -> str:

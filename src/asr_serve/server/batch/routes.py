@@ -30,7 +30,7 @@ from asr_serve.protocols.openai.batches import (
 )
 from asr_serve.server.batch import openapi
 from asr_serve.server.batch.batch_queue import BatchQueue
-from asr_serve.server.batch.batch_store import NewFile, new_file_id
+from asr_serve.server.batch.batch_store import NewFile, new_file_id, open_stored, sync_file
 from asr_serve.server.middleware.error_handlers import JSON
 from asr_serve.server.middleware.request_context import request_context
 from asr_serve.server.transcription_job import recording_key
@@ -75,10 +75,11 @@ def routes(dependencies: BatchDependencies) -> APIRouter:
         if length.isdecimal():
             check_body_size(int(length), dependencies.uploads)
         size = int(length) if length.isdecimal() else dependencies.uploads.max_bytes
-        reserved = await queue.call(store.reserve, owner, size)
-        file_id = new_file_id()
+        reserved, file_id = object(), new_file_id()
         folder = store.part_path(file_id)
         try:
+            # Inside: a client that leaves here has it released too.
+            await queue.call(store.reserve, reserved, owner, size)
             await asyncio.to_thread(folder.mkdir)
             limits = dependencies.uploads
             form = MultiFileForm(request.headers.get("content-type", ""), folder, (FILE,), 1, limits)
@@ -90,6 +91,7 @@ def routes(dependencies: BatchDependencies) -> APIRouter:
                 )
             ((path, label),) = form.names.items()
             size = (await asyncio.to_thread(path.stat)).st_size
+            await asyncio.to_thread(sync_file, path)
             keep_s = dependencies.keep_s if fields.expires_after_s is None else fields.expires_after_s
             name = recording_key(label)
             made = NewFile(file_id, path, name, fields.purpose, UPLOADED_TYPE, size, min(keep_s, dependencies.keep_s))
@@ -118,7 +120,7 @@ def routes(dependencies: BatchDependencies) -> APIRouter:
         """Sends the bytes of a file: the answers of a batch, its audio, or what was uploaded."""
         store = await queue.store()
         found = await queue.call(store.file, _owner(request), file_id)
-        opened = await asyncio.to_thread(found.path.open, "rb")
+        opened = await asyncio.to_thread(open_stored, found.path)
         headers = {
             "content-length": str(os.fstat(opened.fileno()).st_size),
             "content-disposition": f"attachment; filename*=utf-8''{quote(found.object.filename, safe='')}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -83,7 +84,9 @@ def routes(reader: EvaluationReader, *, admins: bool) -> APIRouter:
     """Router of /v1/evaluations. `admins`: whether any admin keys are configured: transcripts and recordings of test
     data may be of real callers, so that a key for transcriptions is not enough then."""
     router = APIRouter(prefix="/v1/evaluations", tags=["Models"])
-    one_at_a_time = asyncio.Lock()
+    # The figures of many clips take a while. A request that is cancelled leaves its work behind: on the threads that
+    # all routes share, a client that asks and leaves would fill them.
+    thread = ThreadPoolExecutor(1, "evaluations")
     refusals = {
         **AUTH_ERRORS,
         **(error_response_entry(403, "Only with an admin key.") if admins else {}),
@@ -94,8 +97,7 @@ def routes(reader: EvaluationReader, *, admins: bool) -> APIRouter:
     async def read(request: Request, work: Callable[[], T]) -> T:
         if admins:
             expect_admin(request, "see evaluations", admins=True)
-        async with one_at_a_time:  # the figures of many clips take a while, and one thread is enough for them
-            return await asyncio.to_thread(work)
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     @router.get(
         "",

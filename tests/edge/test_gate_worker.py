@@ -229,7 +229,7 @@ def test_counted_silence_is_no_overload(pool: VoiceActivityPool, speech: np.ndar
 
 
 def test_instances_are_stepped_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(voice_activity.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(voice_activity, "usable_cores", lambda: 2)
     pool, both = VoiceActivityPool(2), threading.Barrier(2)
     step = voice_activity.VoiceActivityInstance.step
 

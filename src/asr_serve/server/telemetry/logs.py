@@ -129,7 +129,12 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
         "logger": record.name,
         "message": record.getMessage(),
     }
-    extra = {name: _plain(value) for name, value in vars(record).items() if name not in _STANDARD}
+    # Names with an underscore are those of libraries: Ray adds a time of its own to every record.
+    extra = {
+        name: _plain(value)
+        for name, value in vars(record).items()
+        if name not in _STANDARD and not name.startswith("_")
+    }
     return standard | extra | standard
 
 

@@ -71,6 +71,7 @@ class ConnectionLifecycle:
         self._loop = asyncio.get_running_loop()
         self._last_activity_s = self._loop.time()
         self._blocked = False
+        self._session_task: asyncio.Task[None] | None = None
         self.finishing = False
         """Whether the running session takes no more input."""
         self.completed = False
@@ -121,11 +122,16 @@ class ConnectionLifecycle:
     def start_session(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts a session as a task of `work`; an error of the task ends the conversation."""
         self.finishing = False
-        task = self._start(work)
+        task = self._session_task = self._start(work)
         self._check_timeouts()
         if self.end_reason is not None:  # set since the session before was cancelled
             self.end(self.end_reason)
         return task
+
+    async def wait_finished(self) -> None:
+        """Waits, with reading paused, for the end of a session that is finishing."""
+        if self.finishing and self._session_task is not None:
+            await self.pause_reading(asyncio.wait({self._session_task}))
 
     def check_audio_limit(self, samples: int) -> None:
         """Ends the conversation when `samples` are longer than the session limit."""

@@ -257,8 +257,7 @@ class FunAsrConversation:
                 self._outbox.send(websocket.flag_answer(flag, note))
 
     async def _start(self) -> None:
-        if self._lifecycle.finishing and self._session_task is not None:
-            await self._lifecycle.pause_reading(asyncio.wait({self._session_task}))
+        await self._lifecycle.wait_finished()
         if self._session is not None:
             raise OutOfTurn("START came again", "a session is open, and goes on", "send STOP to end it")
         self._start_session(self._options)

@@ -81,7 +81,6 @@ class FunAsrRuntimeConversation:
         self._lifecycle = ConnectionLifecycle(receive, outbox, limits, self)
         self.run, self.drain = self._lifecycle.run, self._lifecycle.drain
         self._session: RuntimeSession | None = None
-        self._session_task: asyncio.Task[None] | None = None
         self._options = RuntimeOptions()
         """Options requested last."""
         self._options_refused = False
@@ -147,10 +146,10 @@ class FunAsrRuntimeConversation:
             if message.is_speaking is False:
                 self._end(message)
                 return
-            await self._wait_finished()
+            await self._lifecycle.wait_finished()
             options = self._without_refused_hotwords(message.options)
         except OptionError:
-            await self._wait_finished()
+            await self._lifecycle.wait_finished()
             self._options_refused = self._session is None
             raise
         if self._session is not None and options != self._options:
@@ -174,7 +173,7 @@ class FunAsrRuntimeConversation:
         return options
 
     async def _on_audio(self, frame: bytes) -> None:
-        await self._wait_finished()
+        await self._lifecycle.wait_finished()
         if self._lifecycle.end_reason is not None or self._options_refused or not frame:
             return
         if len(frame) > self._limits.frame_bytes:
@@ -193,11 +192,6 @@ class FunAsrRuntimeConversation:
                 rest = rest[session.slice_bytes :]
         self._lifecycle.check_audio_limit(session.received_samples)
 
-    async def _wait_finished(self) -> None:
-        """Waits until the text of a session whose audio has ended is sent."""
-        if self._lifecycle.finishing and self._session_task is not None:
-            await self._lifecycle.pause_reading(asyncio.wait({self._session_task}))
-
     def _end(self, message: RuntimeMessage) -> None:
         self._awaits_end = message.is_end
         if self._session is None:  # nothing was sent: nothing was said
@@ -213,7 +207,7 @@ class FunAsrRuntimeConversation:
         session = self._session = self._factory.start(self._options, self._outbox)
         self._awaits_end = False
         self._began_s = self._loop.time()
-        self._session_task = self._lifecycle.start_session(self._run_session(session))
+        self._lifecycle.start_session(self._run_session(session))
         return session
 
     async def _run_session(self, session: RuntimeSession) -> None:

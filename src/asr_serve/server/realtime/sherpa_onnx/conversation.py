@@ -70,7 +70,6 @@ class SherpaConversation:
         self._lifecycle = ConnectionLifecycle(receive, outbox, limits, self)
         self.run, self.drain = self._lifecycle.run, self._lifecycle.drain
         self._session: AsyncListener | RecordingSession | None = None
-        self._session_task: asyncio.Task[None] | None = None
         self._answers = OnlineAnswers()
         self._header, self._missing_bytes = bytearray(), 0
         """Header so far, and bytes of its recording that have not come."""
@@ -137,7 +136,7 @@ class SherpaConversation:
         if text != DONE:
             raise UnknownCommand(f"the text {quote_for_message(text)} came", f"the text {DONE}, behind the samples")
         if not self._live:
-            await self._wait_answered()
+            await self._lifecycle.wait_finished()
             if self._session is not None or self._header:
                 raise MalformedRequest(
                     f"{DONE} came, and {self._missing_bytes} bytes of a recording had not",
@@ -168,7 +167,7 @@ class SherpaConversation:
 
     async def _on_recording(self, rest: memoryview) -> None:
         while rest:
-            await self._wait_answered()
+            await self._lifecycle.wait_finished()
             if self._lifecycle.end_reason is not None:
                 return
             if self._session is None:
@@ -180,11 +179,6 @@ class SherpaConversation:
             self._missing_bytes -= len(part)
             if not self._missing_bytes:
                 self._lifecycle.finish()
-
-    async def _wait_answered(self) -> None:
-        """Waits until a recording whose bytes have all come is answered."""
-        if self._lifecycle.finishing and self._session_task is not None:
-            await self._lifecycle.pause_reading(asyncio.wait({self._session_task}))
 
     def _read_header(self, rest: memoryview) -> memoryview:
         """Reads the header of the next recording; returns what is behind it."""
@@ -204,7 +198,7 @@ class SherpaConversation:
 
     def _start(self, work: Any) -> None:
         self._began_s = self._loop.time()
-        self._session_task = self._lifecycle.start_session(work)
+        self._lifecycle.start_session(work)
 
     async def _run_live(self, session: AsyncListener) -> None:
         await session.run()

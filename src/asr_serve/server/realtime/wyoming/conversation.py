@@ -73,7 +73,6 @@ class WyomingConversation:
         self._requested = WyomingTranscribe()
         self._listening: _Transcription | None = None
         self._speech: SpeechSession | None = None
-        self._session_task: asyncio.Task[None] | None = None
         self._streamed_text = False
         """Whether the text of the speech comes in chunks."""
         self._began_s = 0.0
@@ -130,7 +129,7 @@ class WyomingConversation:
 
     async def _handle(self, request: WyomingRequest) -> None:
         if not isinstance(request, WyomingDescribe | WyomingPing):
-            await self._wait_answered()
+            await self._lifecycle.wait_finished()
         match request:
             case WyomingDescribe():
                 self._outbox.send(self._describe())
@@ -161,11 +160,6 @@ class WyomingConversation:
                 self._open_text("synthesize-stop")
                 self._lifecycle.finish()
 
-    async def _wait_answered(self) -> None:
-        """Waits until a request whose input has ended is answered."""
-        if self._lifecycle.finishing and self._session_task is not None:
-            await self._lifecycle.pause_reading(asyncio.wait({self._session_task}))
-
     def _expect_idle(self, event: str) -> None:
         """Raises OutOfTurn."""
         if self.active:
@@ -182,7 +176,7 @@ class WyomingConversation:
         self._requested = WyomingTranscribe()
         self._listening, self._began_s = transcription, self._loop.time()
         self._outbox.send(events.encode_transcript_start(transcription.listener.language))
-        self._session_task = self._lifecycle.start_session(self._transcribe(transcription))
+        self._lifecycle.start_session(self._transcribe(transcription))
 
     async def _take_audio(self, form: WyomingAudioFormat, audio: bytes) -> None:
         if self._listening is None:
@@ -206,7 +200,7 @@ class WyomingConversation:
         self._expect_idle("synthesize")
         self._speech = speech = self._open_speech(voice, ssml)
         self._streamed_text, self._began_s = streamed, self._loop.time()
-        self._session_task = self._lifecycle.start_session(self._speak(speech, streamed))
+        self._lifecycle.start_session(self._speak(speech, streamed))
         return speech
 
     def _open_text(self, event: str) -> SpeechSession:

@@ -57,6 +57,7 @@ from asr_serve.server.batch.line_runner import (
     line_request_id,
 )
 from asr_serve.server.batch.notice_sender import NoticeSender, open_poster
+from asr_serve.server.uploads.thread_work import finished
 
 JSONL = "application/jsonl"
 LINES_AHEAD = 16
@@ -168,7 +169,7 @@ class BatchQueue:
     async def _open(self) -> BatchStore:
         opening = asyncio.get_running_loop().run_in_executor(self._threads, BatchStore, self._config)
         try:
-            return await _finished(opening)
+            return await finished(opening)
         except asyncio.CancelledError:
             # The client whose request came first has left: the folder must not stay locked.
             if opening.done() and opening.exception() is None:
@@ -177,9 +178,7 @@ class BatchQueue:
 
     async def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs a method of the store on its thread. Raises what that does."""
-        return await _finished(
-            asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
-        )
+        return await finished(asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs)))
 
     def notify(self) -> None:
         """Reads batches again: one was created or cancelled."""
@@ -594,15 +593,4 @@ def _is_suspect(line: BatchLine) -> bool:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    return await _finished(asyncio.get_running_loop().run_in_executor(None, work))
-
-
-async def _finished(future: asyncio.Future[T]) -> T:
-    """Result of work on a thread, which is waited for also by a task that is cancelled."""
-    try:
-        await asyncio.wait({future})
-    except asyncio.CancelledError:
-        await asyncio.wait({future})
-        future.exception()  # retrieved: no warning
-        raise
-    return future.result()
+    return await finished(asyncio.get_running_loop().run_in_executor(None, work))

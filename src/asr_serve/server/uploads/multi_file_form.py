@@ -13,6 +13,7 @@ from typing import BinaryIO
 from asr_serve.errors import AtCapacity, MalformedRequest, RequestTimeout
 from asr_serve.server.uploads.multipart_form import MultipartForm
 from asr_serve.server.uploads.spool import RETRY_MS, Spool
+from asr_serve.server.uploads.thread_work import finished
 from asr_serve.server.uploads.upload import UploadLimits, check_body_size
 
 UNSAFE_NAME_CHARACTERS = re.compile(r"[^\w.-]+")
@@ -88,19 +89,6 @@ class MultiFileForm(MultipartForm):
             self.close()
 
 
-async def _write(form: MultiFileForm, chunk: bytes) -> None:
-    """Writes on a thread: a disk that is behind with gigabytes of recordings would hold up the event loop, and every
-    live session with it. Waits for the thread also where it is cancelled."""
-    writing = asyncio.get_running_loop().run_in_executor(None, form.write, chunk)
-    try:
-        await asyncio.wait({writing})
-    except asyncio.CancelledError:
-        await asyncio.wait({writing})
-        writing.exception()  # retrieved: no warning
-        raise
-    writing.result()
-
-
 async def read_form_body(body: AsyncIterator[bytes], form: MultiFileForm, limits: UploadLimits) -> None:
     """Reads all of it into the form. Raises what MultiFileForm does, RequestTimeout, AudioTooLarge, ClientGone."""
     count, start_s = 0, time.monotonic()
@@ -122,7 +110,8 @@ async def read_form_body(body: AsyncIterator[bytes], form: MultiFileForm, limits
                 raise RequestTimeout(
                     f"{count} bytes came in {took_s:.3g} s", f"at least {limits.min_bytes_per_s} a second are needed"
                 )
-            await _write(form, chunk)
+            # A disk that is behind with gigabytes of recordings would hold up the event loop, and every live session.
+            await finished(asyncio.get_running_loop().run_in_executor(None, form.write, chunk))
         if not form.ended:
             raise MalformedRequest(
                 f"the body ends after {count} bytes, before its closing boundary",

@@ -131,7 +131,7 @@ def test_files_that_are_no_store(tmp_path: Path) -> None:
         assert path.read_bytes() == before
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes into folders without permission")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write into folders without permission")
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     path = tmp_path / "e.sqlite"
     with EvaluationStore(path, create=True) as store:

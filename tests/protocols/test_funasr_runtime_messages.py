@@ -103,26 +103,34 @@ def told(answers: RuntimeAnswers, *events: Any) -> list[tuple[str, str]]:
     return [(each["mode"], each["text"]) for each in map(json.loads, found)]
 
 
-def test_two_pass_sends_words_on_which_two_hypotheses_agree_then_the_sentence():
+def test_two_pass_sends_all_but_a_new_last_word_then_the_sentence():
     answers = RuntimeAnswers(RuntimeOptions("2pass", "a"))
     found = told(
         answers,
-        partial("", "Ever"),
-        partial("", "Ever tried"),
-        partial("", "Ever tried over"),
+        partial("", "Ever."),
+        partial("", "ever tried."),
+        partial("", "Ever, tried over"),
         partial("", "Never tried, ever"),
+        partial("", "Never tried, ever failed?"),
         segment("Never tried, ever failed."),
         partial("", "No"),
-        partial("", "No matter"),
+        partial("", "No!"),
         segment("No matter.", 1_000),
     )
     assert found == [
-        ("2pass-online", "Ever"),
+        ("2pass-online", "ever"),
         ("2pass-online", " tried"),
+        ("2pass-online", " ever"),
         ("2pass-offline", "Never tried, ever failed."),
         ("2pass-online", " No"),
         ("2pass-offline", " No matter."),
     ]
+
+
+def test_two_pass_begins_anew_after_text_that_was_no_speech():
+    answers = RuntimeAnswers(RuntimeOptions("2pass", "a"))
+    found = told(answers, partial("", "Thank you so"), partial("", ""), partial("", "Ever tried"))
+    assert found == [("2pass-online", "Thank you"), ("2pass-online", "Ever")]
 
 
 def test_online_sends_locked_words_and_at_the_end_the_rest():
@@ -146,7 +154,12 @@ def test_online_sends_locked_words_and_at_the_end_the_rest():
 def test_scripts_without_spaces_are_joined_without_any():
     answers = RuntimeAnswers(RuntimeOptions("2pass", "a"))
     found = told(answers, partial("", "你好"), partial("", "你好吗"), segment("你好吗?"), segment("再见。"))
-    assert found == [("2pass-online", "你好"), ("2pass-offline", "你好吗?"), ("2pass-offline", "再见。")]
+    assert found == [
+        ("2pass-online", "你"),
+        ("2pass-online", "好"),
+        ("2pass-offline", "你好吗?"),
+        ("2pass-offline", "再见。"),
+    ]
 
 
 def test_times_and_sentences():

@@ -20,7 +20,7 @@ from asr_serve.protocols.json_members import JsonMembers, decode_json
 from asr_serve.protocols.speaker_names import funasr_speaker
 from asr_serve.text import languages
 from asr_serve.text.normalization.inverse import strip_punctuation
-from asr_serve.text.word_timing import is_spoken_character, is_unspaced
+from asr_serve.text.word_timing import is_spoken_character, is_unspaced, split_words
 from asr_serve.types import Segment, Word
 from asr_serve.units import samples_to_ms
 
@@ -211,27 +211,51 @@ class RuntimeAnswers:
     `2pass-offline` and `offline`: spaces between are part of them.
 
     In `online` text that has been sent is final: it is sent when its words are locked. In `2pass` it is corrected at
-    the end of its sentence: words are sent once two hypotheses in a row agree on them.
+    the end of its sentence: all words but a hypothesis' last are sent at once, and the last one too if the hypothesis
+    before it agrees; punctuation waits for the sentence.
     """
 
     def __init__(self, options: RuntimeOptions) -> None:
         self._options = options
         self._sent = ""
-        """Text of the open sentence that was sent."""
-        self._hypothesis = ""
+        """Text of the open sentence that was sent, in `online`."""
+        self._sent_words = 0
+        """The same in words, in `2pass`, whose hypotheses may change behind them."""
+        self._hypothesis: list[str] = []
+        """Words of the last hypothesis, in `2pass`."""
         self._any_text = False
 
     def partial(self, partial: LivePartial) -> str | None:
         """Answer with what is new of an open sentence; None: nothing is."""
+        if self._options.mode == "online":
+            return self._locked(partial.locked_text)
         text = partial.text
-        known = partial.locked_text if self._options.mode == "online" else _common_words(self._hypothesis, text)
-        self._hypothesis = text
-        if not text:  # it was no speech
-            self._sent = ""
-        if len(known) <= len(self._sent) or not known.startswith(self._sent):
+        ranges = split_words(text)
+        words = [strip_punctuation(text[first:behind]).casefold() for first, behind in ranges]
+        known = max(_agreed(self._hypothesis, words), len(words) - 1)
+        self._hypothesis = words
+        sent = self._sent_words
+        if not words:  # it was no speech
+            self._sent_words = 0
+        if known <= sent:
             return None
-        new, self._sent = known[len(self._sent) :], known
-        return self._online(new)
+        self._sent_words = known
+        start, end = ranges[sent][0], ranges[known - 1][1]
+        new = strip_punctuation(text[start:end])
+        if not sent:
+            new = self._separated(new)
+        elif text[start - 1].isspace():
+            new = f" {new}"
+        return self._answer("2pass-online", new)
+
+    def _locked(self, text: str) -> str | None:
+        if len(text) <= len(self._sent) or not text.startswith(self._sent):
+            return None
+        new, first = text[len(self._sent) :], not self._sent
+        self._sent = text
+        new = self._separated(new) if first else new
+        self._any_text = True
+        return self._answer("online", new)
 
     def segment(self, segment: Segment) -> list[str]:
         """Answers for a sentence that is final."""
@@ -239,7 +263,7 @@ class RuntimeAnswers:
         rest = spoken[len(self._sent) :] if spoken.startswith(self._sent) else ""
         text = self._separated(segment.text)
         first = not self._sent
-        self._sent = self._hypothesis = ""
+        self._sent, self._sent_words, self._hypothesis = "", 0, []
         if self._options.mode == "online":
             rest = self._separated(rest) if first else rest
             self._any_text |= bool(rest)
@@ -255,14 +279,6 @@ class RuntimeAnswers:
         """Last answer, without text."""
         mode = {"2pass": "2pass-offline"}.get(self._options.mode, self._options.mode)
         return self._answer(mode, "", is_final=True, is_end=is_end)
-
-    def _online(self, text: str) -> str:
-        if self._sent == text:  # the sentence begins
-            text = self._separated(text)
-        if self._options.mode == "online":
-            self._any_text = True
-            return self._answer("online", text)
-        return self._answer("2pass-online", text)
 
     def _separated(self, text: str) -> str:
         """Text of a sentence, with the space that is between it and the one before."""
@@ -293,23 +309,10 @@ class RuntimeAnswers:
         return msgspec.json.encode(answer).decode()
 
 
-def _common_words(before: str, now: str) -> str:
-    """Beginning of a hypothesis on which the one before it agrees, in whole words; in scripts without spaces each
-    letter is one.
-
-    >>> _common_words("Ever tri", "Ever tried, ever"), _common_words("Ever tried", "Ever tried, ever")
-    ('Ever', 'Ever')
-    """
-    length = next(
-        (at for at, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), min(len(before), len(now))
-    )
-    while length and not (_is_word_end(before, length) and _is_word_end(now, length)):
-        length -= 1
-    return now[:length]
-
-
-def _is_word_end(text: str, at: int) -> bool:
-    return at == len(text) or text[at] == " " or is_unspaced(text[at]) or is_unspaced(text[at - 1])
+def _agreed(before: Sequence[str], now: Sequence[str]) -> int:
+    """Number of words at the start of two hypotheses that are the same."""
+    pairs = enumerate(zip(before, now, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(before), len(now)))
 
 
 def _is_spoken(text: str) -> bool:

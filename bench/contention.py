@@ -1,4 +1,5 @@
-"""One engine alone, and two at once on the same cores, for several lengths of OpenMP's spinning.
+"""One engine alone, two at once on the same cores, and one beside a neighbour that keeps all cores busy, for several
+lengths of OpenMP's spinning.
 
     python bench/contention.py --data DIR --json contention.json
 
@@ -12,6 +13,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,8 @@ HERE = Path(__file__).resolve().parent
 SETTINGS: dict[str, dict[str, str]] = {
     "3000 (ours)": {"GOMP_SPINCOUNT": "3000"},
     "300000 (the default)": {"GOMP_SPINCOUNT": "300000"},
-    "10000": {"GOMP_SPINCOUNT": "10000"},
+    "1000": {"GOMP_SPINCOUNT": "1000"},
+    "300": {"GOMP_SPINCOUNT": "300"},
     "passive": {"OMP_WAIT_POLICY": "passive"},
 }
 
@@ -51,6 +55,18 @@ def at_once(count: int, setting: dict[str, str], args: argparse.Namespace) -> li
     return [float(process.communicate()[0]) for process in running]
 
 
+@contextmanager
+def full_load() -> Iterator[None]:
+    """A neighbour: on every core a process that never waits."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(machine.cores())]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder with transcripts.tsv")
@@ -69,6 +85,9 @@ def main() -> None:
             two = at_once(2, setting, args)
             row = {"round": number + 1, "spins": name, "alone": round(alone, 1), "two": [round(x, 1) for x in two]}
             row["kept"] = round(sum(two) / alone, 3)
+            with full_load():
+                [beside] = at_once(1, setting, args)
+            row |= {"beside": round(beside, 1), "beside_kept": round(beside / alone, 3)}
             print(row, file=sys.stderr, flush=True)
             rows.append(row)
     result = {"bench": "contention", "machine": machine.describe(machine.cores()), "rows": rows}

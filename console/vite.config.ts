@@ -2,6 +2,7 @@ import { readFileSync } from "node:fs";
 import { fileURLToPath } from "node:url";
 import { defineConfig, type Plugin } from "vite";
 
+const PAGES = ["index", "history", "speak", "batches", "models", "status", "key", "docs"];
 const server = process.env["ASR_SERVE_URL"] ?? "http://127.0.0.1:8000";
 
 /** `<!--part top current="Status"-->` in a page stands for parts/top.html, with {{names}} filled in. */
@@ -31,7 +32,7 @@ export default defineConfig({
     modulePreload: { polyfill: false },
     reportCompressedSize: false,
     rolldownOptions: {
-      input: { index: "index.html", speak: "speak.html", models: "models.html", status: "status.html", docs: "docs.html" },
+      input: Object.fromEntries(PAGES.map((name) => [name, `${name}.html`])),
     },
   },
   server: {

@@ -373,7 +373,7 @@ def test_the_document_is_whole(server):
         "/v1/models/{model}/renew", "/v1/listen", "/v1/speak",
         "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content",
         "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel",
-        "/v1/evaluations", "/v1/evaluations/{run_id}", "/v1/evaluations/{run_id}/audio",
+        "/v1/key", "/v1/keys", "/v1/evaluations", "/v1/evaluations/{run_id}", "/v1/evaluations/{run_id}/audio",
         "/health", "/ready", "/metrics", "/v1/stream/{session_id}/flush", "/v1/stream/{session_id}/end",
     }  # fmt: skip
     text = json.dumps(document)

@@ -47,6 +47,8 @@ PATHS = (
     "/v1/models/{model}/load",
     "/v1/models/{model}/unload",
     "/v1/models/{model}/renew",
+    "/v1/key",
+    "/v1/keys",
     "/v1/evaluations",
     "/v1/evaluations/{run_id}",
     "/v1/evaluations/{run_id}/audio",

@@ -42,7 +42,7 @@ from asr_serve.server.realtime.webrtc import endpoint as webrtc_endpoint
 from asr_serve.server.realtime.webrtc.call_manager import CallManager
 from asr_serve.server.realtime.wyoming import endpoint as wyoming_endpoint
 from asr_serve.server.realtime.wyoming.tcp_server import WyomingServer
-from asr_serve.server.routes import asr, deepgram, evaluations, health, models, policy, speech, transcriptions
+from asr_serve.server.routes import asr, deepgram, evaluations, health, keys, models, policy, speech, transcriptions
 from asr_serve.server.shadow_transcriber import ShadowTranscriber
 from asr_serve.server.telemetry.tracing import Tracer
 from asr_serve.server.transcription_job import TranscriptionExecutor
@@ -139,6 +139,7 @@ def create_app(
             voices.routes(voice_dependencies),
             batch_routes.routes(batch_routes.BatchDependencies.create(config, batches)),
             models.routes(engines, admins=bool(config.admin_keys)),
+            keys.routes(config, gate, batches.quotas),
             evaluations.routes(evaluation_reader, admins=bool(config.admin_keys)),
             *([] if engines.governor is None else [policy.routes(engines.governor, admins=bool(config.admin_keys))]),
             health_routes,

@@ -15,6 +15,7 @@ from asr_serve.evaluation.reader import EvaluationClips, EvaluationList
 from asr_serve.protocols import cloned_voices
 from asr_serve.protocols.deepgram.listen_query import RAW_ENCODINGS
 from asr_serve.protocols.deepgram.speak import CONTAINERS, UPLOAD_ENCODINGS
+from asr_serve.protocols.key_status import key_status_components
 from asr_serve.protocols.openai.transcription_form import RESPONSE_FORMATS
 from asr_serve.protocols.schemas import forms as heard
 from asr_serve.protocols.schemas import responses
@@ -345,6 +346,7 @@ def openapi_builder(
                 **responses.response_components(),
                 **spoken.speech_components(),
                 **cloned_voices.cloned_voice_components(),
+                **key_status_components(),
                 **msgspec.json.schema_components(
                     (EvaluationList, EvaluationClips), ref_template="#/components/schemas/{name}"
                 )[1],

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import msgspec
 from asr_serve.config import BatchConfig
 from asr_serve.errors import AsrServeError, Draining, EngineCrashed, NoSuchRoute, StoreUnavailable
 from asr_serve.metrics import BatchMetrics
+from asr_serve.protocols.key_status import BatchQuotas, Quota
 from asr_serve.protocols.openai.batches import (
     MAX_INPUT_BYTES,
     MAX_LINE_BYTES,
@@ -43,6 +44,7 @@ from asr_serve.server.batch.batch_store import (
     BatchStore,
     NewFile,
     OpenBatch,
+    OwnerUsage,
     has_queue,
     new_file_id,
     output_file,
@@ -175,6 +177,25 @@ class BatchQueue:
             if opening.done() and opening.exception() is None:
                 await self.call(opening.result().close)
             raise
+
+    async def quotas(self, owners: Sequence[str]) -> list[BatchQuotas] | None:
+        """Limits of each of these owners, and their use; None where batches are off. Raises StoreUnavailable,
+        Draining."""
+        config = self._config
+        if not config.enabled:
+            return None
+        if self._store is None and not await asyncio.to_thread(has_queue, config):
+            usage = [OwnerUsage(0, 0, 0)] * len(owners)  # nothing is written before the first file comes
+        else:
+            usage = await self.call((await self.store()).usage, owners)
+        return [
+            BatchQuotas(
+                Quota(each.bytes, config.bytes_per_key),
+                Quota(each.files, config.files_per_key),
+                Quota(each.open_batches, config.batches_per_key),
+            )
+            for each in usage
+        ]
 
     async def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs a method of the store on its thread. Raises what that does."""

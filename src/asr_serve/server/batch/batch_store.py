@@ -154,6 +154,15 @@ class OpenBatch(NamedTuple):
     """Status that it will have at its end, once that is known."""
 
 
+class OwnerUsage(NamedTuple):
+    """Use of the store by one owner."""
+
+    files: int
+    bytes: int
+    open_batches: int
+    """Batches that have not ended."""
+
+
 class BatchLine(NamedTuple):
     """Line without an answer."""
 
@@ -323,6 +332,12 @@ class BatchStore:
 
     def path(self, file_id: str) -> Path:
         return self._files / file_id
+
+    def usage(self, owners: Sequence[str]) -> list[OwnerUsage]:
+        """Use of the store by each of these owners, without uploads in progress."""
+        stored = {owner: (files, size) for owner, files, size in self._rows("SELECT owner, files, bytes FROM usage")}
+        open_batches = dict(self._rows("SELECT owner, count(*) FROM batches WHERE ended IS NULL GROUP BY owner"))
+        return [OwnerUsage(*stored.get(owner, (0, 0)), open_batches.get(owner, 0)) for owner in owners]
 
     def reserve(self, ticket: object, owner: str, size_bytes: int) -> None:
         """Reserves room for an upload, until `release` of that ticket. Raises QuotaExceeded."""

@@ -32,7 +32,7 @@ from asr_serve.server.batch import openapi
 from asr_serve.server.batch.batch_queue import BatchQueue
 from asr_serve.server.batch.batch_store import NewFile, new_file_id, open_stored, sync_file
 from asr_serve.server.middleware.error_handlers import JSON
-from asr_serve.server.middleware.request_context import request_context
+from asr_serve.server.middleware.request_context import batch_owner, request_context
 from asr_serve.server.transcription_job import recording_key
 from asr_serve.server.uploads import request_body
 from asr_serve.server.uploads.multi_file_form import MultiFileForm, read_form_body
@@ -176,8 +176,7 @@ def routes(dependencies: BatchDependencies) -> APIRouter:
 
 def _owner(request: Request) -> str:
     """Owner of the files and batches that a request sees."""
-    client = request_context(request.scope).client
-    return (client.owner if client is not None else "") or "anonymous"
+    return batch_owner(request_context(request.scope).client)
 
 
 def _query(request: Request) -> dict[str, list[str]]:

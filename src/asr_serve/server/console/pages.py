@@ -1,5 +1,5 @@
-"""Pages `/`, `/speak`, `/models`, `/status`, `/docs` and their assets: files built by `make console`, read once,
-and sent with the headers that they need."""
+"""Pages of the console, `/docs`, and their assets: files built by `make console`, read once, and sent with the headers
+that they need."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
 STATIC = Path(__file__).parent / "static"
 PAGES = {
     "/": "index.html",
+    "/history": "history.html",
     "/speak": "speak.html",
+    "/batches": "batches.html",
     "/models": "models.html",
     "/status": "status.html",
+    "/key": "key.html",
     "/favicon.svg": "favicon.svg",
 }
 """Path -> file."""

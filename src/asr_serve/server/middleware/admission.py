@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -134,6 +135,11 @@ class ApiKeys:
             for n, key in enumerate(admin_keys, 1)
         ]
 
+    @property
+    def clients(self) -> list[ApiClient]:
+        """Clients of all keys, in their order."""
+        return [client for _, client in self._known]
+
     def authenticate(self, authorization: str) -> ApiClient:
         """Client of an `Authorization` header, `Bearer KEY` or, as Deepgram's clients send it, `Token KEY`. Raises
         InvalidKey."""
@@ -170,14 +176,21 @@ class TokenBucket:
 
     def acquire(self) -> float:
         """Takes one token and returns 0; without one, returns the seconds until there is one."""
-        now_s = self._clock()
-        per_s = self._per_minute / 60
-        self._tokens = min(self._per_minute, self._tokens + (now_s - self._at_s) * per_s)
-        self._at_s = now_s
+        self._refill()
         if self._tokens < 1:
-            return (1 - self._tokens) / per_s
+            return (1 - self._tokens) * 60 / self._per_minute
         self._tokens -= 1
         return 0.0
+
+    def taken(self) -> int:
+        """Tokens that were taken and have not come again."""
+        self._refill()
+        return math.ceil(self._per_minute - self._tokens)
+
+    def _refill(self) -> None:
+        now_s = self._clock()
+        self._tokens = min(self._per_minute, self._tokens + (now_s - self._at_s) * self._per_minute / 60)
+        self._at_s = now_s
 
 
 class AdmissionController:
@@ -211,6 +224,15 @@ class AdmissionController:
     def active_work(self) -> int:
         """Work in progress: of requests, and of WebSockets that reserve it."""
         return self._active_work
+
+    def in_use(self, client: ApiClient) -> int:
+        """Requests and live sessions of a client in work."""
+        return self._in_use_by_client[client]
+
+    def recent_requests(self, client: ApiClient) -> int:
+        """Requests of a client that its rate still remembers; 0 where rates are not limited."""
+        bucket = self._buckets.get(client)
+        return 0 if bucket is None else bucket.taken()
 
     def drain(self) -> None:
         """Admits no more requests, and calls the callbacks of `on_drain`."""

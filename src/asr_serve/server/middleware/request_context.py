@@ -87,6 +87,11 @@ def request_context(scope: Scope) -> RequestContext:
     return cast(RequestContext, scope[_KEY])
 
 
+def batch_owner(client: ApiClient | None) -> str:
+    """Owner of the files and batches that a client sees."""
+    return (client.owner if client is not None else "") or "anonymous"
+
+
 def expect_admin(request: Request, what: str, *, admins: bool) -> str:
     """Name of the administrator who sends a request. `what`: what only those do. `admins`: whether any admin keys are
     configured. Raises NotAllowed, InvalidKey."""

@@ -1,0 +1,5 @@
+import "../styles/page";
+
+import { themeButton } from "../page/theme";
+
+themeButton();

@@ -1,0 +1,1 @@
+import{n as e}from"./theme-C0Gc4Aqb.js";e();

@@ -1,4 +1,4 @@
-import { readFileSync } from "node:fs";
+import { readdirSync, readFileSync } from "node:fs";
 import { fileURLToPath } from "node:url";
 import { defineConfig, type Plugin } from "vite";
 
@@ -31,7 +31,7 @@ export default defineConfig({
     modulePreload: { polyfill: false },
     reportCompressedSize: false,
     rolldownOptions: {
-      input: { index: "index.html", speak: "speak.html", models: "models.html", status: "status.html", docs: "docs.html" },
+      input: readdirSync(fileURLToPath(new URL(".", import.meta.url))).filter((name) => name.endsWith(".html")),
     },
   },
   server: {

@@ -1,8 +1,7 @@
-import { readFileSync } from "node:fs";
+import { readdirSync, readFileSync } from "node:fs";
 import { fileURLToPath } from "node:url";
 import { defineConfig, type Plugin } from "vite";
 
-const PAGES = ["index", "history", "speak", "batches", "models", "status", "key", "docs"];
 const server = process.env["ASR_SERVE_URL"] ?? "http://127.0.0.1:8000";
 
 /** `<!--part top current="Status"-->` in a page stands for parts/top.html, with {{names}} filled in. */
@@ -32,7 +31,7 @@ export default defineConfig({
     modulePreload: { polyfill: false },
     reportCompressedSize: false,
     rolldownOptions: {
-      input: Object.fromEntries(PAGES.map((name) => [name, `${name}.html`])),
+      input: readdirSync(fileURLToPath(new URL(".", import.meta.url))).filter((name) => name.endsWith(".html")),
     },
   },
   server: {

@@ -41,6 +41,17 @@ def test_the_first_message_of_funasrs_python_client():
     assert (end.options, end.is_speaking, end.is_end) == (message.options, False, True)
 
 
+@pytest.mark.parametrize("wav_format", ["pcm", "others"])
+def test_the_client_of_funasrs_offline_server_sends_no_mode(wav_format):
+    """funasr-wss-client takes the first answer for the text of its file, and closes."""
+    sent = {"chunk_size": [5, 10, 5], "wav_name": "a", "wav_format": wav_format, "audio_fs": 16_000}
+    sent["is_speaking"] = True
+    message = parse_runtime_message(json.dumps(sent), RuntimeOptions())
+    assert message.options == RuntimeOptions("offline", "a", wav_format)
+    again = parse_runtime_message('{"is_speaking": true}', message.options)
+    assert again.options == message.options
+
+
 @pytest.mark.parametrize(("sent", "found"), [("Ada, Babbage", ("Ada", "Babbage")), ("", ()), ({"Ada": 10}, ("Ada:1",))])
 def test_hotwords(sent, found):
     text = json.dumps({"mode": "online", "hotwords": sent})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import wave
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from running_server import WAIT_S, Running
 from websockets.exceptions import ConnectionClosed
@@ -66,6 +68,21 @@ def test_offline_the_answer_comes_once(server, beckett, beckett_pcm, path):
         # Another over the same connection: a whole file.
         [answer] = say(line, beckett.read_bytes(), 7_777, mode="offline", wav_format="wav", wav_name="two")
         assert (answer["text"], answer["wav_name"]) == (BECKETT, "two")
+
+
+def test_files_as_funasrs_clients_send_them(server, beckett):
+    """The C++ client without a mode; the html5 page a stereo file with its header, as samples."""
+    with wave.open(str(beckett)) as file, io.BytesIO() as stereo:
+        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+        with wave.open(stereo, "wb") as two:
+            two.setparams(file.getparams()._replace(nchannels=2, nframes=0))
+            two.writeframes(np.repeat(samples, 2).tobytes())
+        whole = stereo.getvalue()
+    with calling(server) as line:
+        [answer] = say(line, beckett.read_bytes(), wav_format="others")
+        assert (answer["mode"], answer["text"]) == ("offline", BECKETT)
+        [answer] = say(line, whole, 960, mode="offline", wav_format="PCM", audio_fs=16_000)
+        assert answer["text"] == BECKETT
 
 
 def test_two_pass_words_come_first_and_then_sentences(server, beckett_pcm):

@@ -37,6 +37,11 @@ def wav_header(rate_hz: int = RATE_HZ, *, format_tag: int = 1, sample_bytes: int
     )
 
 
+def is_wav_header(data: bytes | memoryview) -> bool:
+    """Whether bytes begin with the header of a WAV file."""
+    return data[:4] == b"RIFF" and data[8:12] == b"WAVE"
+
+
 def to_mono(planes: np.ndarray, bad: type[AudioError] = UnsupportedAudio) -> np.ndarray:
     """Mean over channels, scaled to full scale 1.
 

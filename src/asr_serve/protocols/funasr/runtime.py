@@ -78,7 +78,8 @@ def is_runtime_message(text: str) -> bool:
 
 
 def parse_runtime_message(text: str, before: RuntimeOptions) -> RuntimeMessage:
-    """Parses a text message. `before`: the options so far, which stand where the message has none. Raises
+    """Parses a text message. `before`: the options so far, which stand where the message has none. One with
+    `wav_format` and no `mode` means `offline`: clients of FunASR's offline server send no mode. Raises
     MalformedRequest, OptionError."""
     allowed = 'messages are JSON like {"mode": "2pass", "wav_name": "a", "is_speaking": true}'
     if len(text) > MAX_MESSAGE_CHARACTERS:
@@ -95,7 +96,7 @@ def parse_runtime_message(text: str, before: RuntimeOptions) -> RuntimeMessage:
     if is_speaking is None and _flag(members, "is_finished"):
         is_speaking = False
     options = RuntimeOptions(
-        mode=members.choice("mode", MODES) or before.mode,
+        mode=members.choice("mode", MODES) or ("offline" if "wav_format" in sent else before.mode),
         wav_name=_name(members) or before.wav_name,
         wav_format=(members.text("wav_format") or before.wav_format).lower(),
         rate_hz=_rate(members) or before.rate_hz,

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from asr_serve.audio.pcm import SAMPLE_BYTES, wav_header
+from asr_serve.audio.pcm import SAMPLE_BYTES, is_wav_header, wav_header
 from asr_serve.audio.reader import AudioLimits
 from asr_serve.audio.stream_decoder import create_live_decoder
 from asr_serve.engine.client import EngineClient
@@ -102,6 +102,12 @@ class RuntimeOfflineSession(RecordingSession):
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         self._answers = RuntimeAnswers(runtime)
         self._transcript: Transcript | None = None
+
+    def write(self, pcm: bytes | memoryview) -> None:
+        if self._job is None and is_wav_header(pcm):
+            # FunASR's html5 page sends WAV files whole as samples: their header tells channels and rate
+            self._header, self._sample_bytes = b"", None
+        super().write(pcm)
 
     async def complete(self) -> None:
         self._transcript = await self.transcribe()

@@ -111,3 +111,27 @@ def test_deepgrams_sdk_speaks(python, speaker):
     kinds = [event for event, _ in live]
     assert kinds == ["Metadata", "Flushed", "audio"]
     assert abs(int(live[-1][1] or 0) - int(file[1] or 0)) < 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "ways"),
+    [
+        ("livekit_tts.py", ()),
+        ("pipecat_tts.py", ("socket",)),
+        ("pipecat_tts.py", ("http",)),
+        ("pipecat_tts.py", ("interrupted",)),
+    ],
+)
+def test_deepgrams_voice_in_agents(python, speaker, tmp_path, script, ways):
+    """Over HTTP and over the WebSocket, word by word: the text is in what the agent would play. `interrupted`: nothing
+    of the sentence that the caller interrupted is left."""
+    text = "Ever tried. Ever failed. No matter. Try again."
+    events = told(python, script, *([f"{speaker.url}/v1"] if not ways else [speaker.url]), tmp_path, text, *ways)
+    assert "error" not in dict(events), events
+    written = {event: Path(path) for event, path in events if path}
+    assert set(written) == (set(ways) or {"http", "socket", "socket-again"})
+    for path in written.values():
+        answer = speaker.http.post("/v1/audio/transcriptions", files={"file": path.read_bytes()})
+        assert wer([text], [answer.json()["text"]]).errors <= 1, answer.text
+    speaker.expect_empty()

@@ -8,18 +8,21 @@ DIR holds transcripts.tsv, lines of relative/path.flac<TAB>text. README.md says 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import batch_kills
 import clips
 import footprint
 import live_peers
@@ -28,6 +31,7 @@ import live_speech
 import machine
 import numpy as np
 import offline
+import openai
 import serve
 import serve_load
 import serve_peers
@@ -36,10 +40,12 @@ from live_protocols import NAMES, REFUSED
 from live_report import OURS, Row
 from live_speech import RATE_HZ, Caller
 from offline import say
+from openai.types.batch_request_counts import BatchRequestCounts
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = (*serve.PACKAGES, "websockets")
 SEED = 20_26
+BATCH_CLIP_S = 3.0
 GRACE_S = 30.0
 """How long a caller waits for its last words before it gives up."""
 WARM_UP = 4
@@ -169,6 +175,7 @@ def ours(bench: Bench) -> list[Row]:
     """One life of a server, every level in turn; then the same audio through the library."""
     args, port = bench.args, serve.free_port()
     options = ["--model", args.model, *args.server, "--device", args.device]
+    options += [f"--set=batch.folder={bench.folder / 'batches'}"] if args.batch else []
     service = serve_peers.asr_serve(serve_peers.Setting(port, args.threads, bench.folder, options))
     run = serve.Run(args, bench.speech, [], bench.env, bench.folder)
     load = {"url": f"ws://{serve_peers.HOST}:{port}", "grace_s": GRACE_S, "silence_ms": args.silence_ms}
@@ -177,20 +184,61 @@ def ours(bench: Bench) -> list[Row]:
     with ExitStack() as stack:
         process, trouble = stack.enter_context(serve.started(service, port, run))
 
-        def level(count: int, protocol: str, seconds: float = args.seconds) -> Row:
+        def level(count: int, protocol: str, seconds: float = args.seconds, *, batch: int = 0) -> Row:
             callers = bench.callers(count, seconds)
             job = {**load, "protocol": protocol, "callers": callers, "pid": process.pid, "seconds": seconds}
-            found = {"failed": trouble} if trouble else bench.work("live_load.py", job)
+            batch_lines_per_s = None
+            if trouble:
+                found = {"failed": trouble}
+            elif batch:
+                with RunningBatch(port, batch) as running:
+                    found = bench.work("live_load.py", job)
+                    batch_lines_per_s = running.lines_per_s()
+                if batch_lines_per_s is None:
+                    found = {"failed": f"the batch ended before the callers: more lines than {batch} are needed"}
+            else:
+                found = bench.work("live_load.py", job)
             if process.poll() is not None:
                 found = {"failed": f"the server ended, exit {process.returncode}"}
-            return {**bench.row(OURS, callers, found), "protocol": protocol, "notes": service.notes}
+            name = f"{protocol}, beside a batch" if batch else protocol
+            row = {**bench.row(OURS, callers, found), "protocol": name, "notes": service.notes}
+            return {**row, "batch_lines_per_s": batch_lines_per_s}
 
         for protocol in args.protocol:
             if trouble is None:
                 level(WARM_UP, protocol, 0.0)
-            rows += levels(OURS, partial(level, protocol=protocol), args)
+            for batch in (0, args.batch)[: 1 + bool(args.batch)]:
+                rows += levels(OURS, partial(level, protocol=protocol, batch=batch), args)
     alone(bench, [row for row in rows if "failed" not in row and row["callers"] in args.callers])
     return [{key: value for key, value in row.items() if key != ADMITTED} for row in rows]
+
+
+class RunningBatch:
+    """A batch of clips of 3 s that the server answers meanwhile; what is left of it at the end is cancelled."""
+
+    def __init__(self, port: int, lines: int) -> None:
+        self._client = openai.OpenAI(base_url=f"http://{serve_peers.HOST}:{port}/v1", api_key="none", timeout=60)
+        self._id, _ = batch_kills.submit(self._client, lines, BATCH_CLIP_S)
+
+    def __enter__(self) -> RunningBatch:
+        self._began_s, self._answered = time.perf_counter(), self._look().completed
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        with self._client, contextlib.suppress(openai.ConflictError):  # it has ended
+            self._client.batches.cancel(self._id)
+
+    def lines_per_s(self) -> float | None:
+        """Lines answered per second since it was entered; None where none are left."""
+        counts, took_s = self._look(), time.perf_counter() - self._began_s
+        done = counts.completed + counts.failed == counts.total
+        return None if done else round((counts.completed - self._answered) / took_s, 2)
+
+    def _look(self) -> BatchRequestCounts:
+        counts = self._client.batches.retrieve(self._id).request_counts
+        assert counts is not None
+        assert not counts.failed, "a line failed"
+        return counts
 
 
 def alone(bench: Bench, rows: Sequence[Row]) -> None:
@@ -285,6 +333,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--silence-ms", type=int, metavar="MS", help="the pause that ends a sentence; default: the streaming table's")
     add("--at-once", action="store_true", help="all connect in one instant; those refused are counted, not measured")
     add("--retry", action="store_true", help="with --at-once: those refused dial again when they were told to")
+    add("--batch", type=int, default=0, metavar="N", help="each level again, beside a batch of N clips of 3 s (0)")
     add("--peers", type=offline.named(live_peers.MAKERS), default=[], metavar="A,B", help="moonshine-voice,vosk")
     add("--only-peers", action="store_true", help="leave asr-serve out")
     add("--find-max", action="store_true", help="look for the most callers that each system holds")

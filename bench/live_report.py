@@ -44,6 +44,7 @@ KEYS = (
     "load_cpu",
     "others_cpu",
     "duty",
+    "batch_lines_per_s",
     "seconds",
     "audio_s",
 )

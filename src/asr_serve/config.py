@@ -390,6 +390,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     wyoming_port: Port | None = None
     """Port for Wyoming, Home Assistant's protocol, which has no keys and no TLS: not beside `api_keys`. None: it is not
     served."""
+    riva_port: Port | None = None
+    """Port for Riva's gRPC services, 50051 by default in its clients; it needs the extra riva. None: they are not
+    served."""
     funasr_language: NonEmptyText | None = None
     """Language, a code or a name, of sessions of FunASR's WebSockets that send no LANGUAGE:, where
     their model has it. None: the model's own."""

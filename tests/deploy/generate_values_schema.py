@@ -27,6 +27,7 @@ BY_THE_CHART = {
         "tls_key",
         "realtime_port",
         "wyoming_port",
+        "riva_port",
         *SECRETS,
     },
     "SessionsConfig": {"redis_url", "redis_password_file", "key_file"},

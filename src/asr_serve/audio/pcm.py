@@ -27,13 +27,16 @@ _SCALES: dict[tuple[str, int], tuple[float, float]] = {
 }
 
 
-def wav_header(rate_hz: int = RATE_HZ, *, format_tag: int = 1, sample_bytes: int = SAMPLE_BYTES) -> bytes:
-    """Header of mono samples of unknown number. `format_tag`: 1 for integers, 3 for floating point, 6 for A-law, 7 for
-    mu-law."""
+def wav_header(
+    rate_hz: int = RATE_HZ, *, format_tag: int = 1, sample_bytes: int = SAMPLE_BYTES, channels: int = 1
+) -> bytes:
+    """Header of samples of unknown number. `format_tag`: 1 for integers, 3 for floating point, 6 for A-law, 7 for
+    mu-law. `sample_bytes`: of one channel."""
+    frame_bytes = sample_bytes * channels
     return struct.pack(
         "<4sI4s4sIHHIIHH4sI",
-        *(b"RIFF", UNKNOWN_WAV_SIZE, b"WAVE", b"fmt ", 16, format_tag, 1),
-        *(rate_hz, rate_hz * sample_bytes, sample_bytes, 8 * sample_bytes, b"data", UNKNOWN_WAV_SIZE),
+        *(b"RIFF", UNKNOWN_WAV_SIZE, b"WAVE", b"fmt ", 16, format_tag, channels),
+        *(rate_hz, rate_hz * frame_bytes, frame_bytes, 8 * sample_bytes, b"data", UNKNOWN_WAV_SIZE),
     )
 
 

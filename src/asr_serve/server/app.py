@@ -37,6 +37,7 @@ from asr_serve.server.realtime.endpoint import LiveDependencies
 from asr_serve.server.realtime.funasr import endpoint as funasr_endpoint
 from asr_serve.server.realtime.funasr.session_defaults import FunAsrSessionDefaults
 from asr_serve.server.realtime.openai import endpoint as openai_endpoint
+from asr_serve.server.realtime.riva.packages import load_riva
 from asr_serve.server.realtime.stream import endpoint as stream_endpoint
 from asr_serve.server.realtime.webrtc import endpoint as webrtc_endpoint
 from asr_serve.server.realtime.webrtc.call_manager import CallManager
@@ -61,7 +62,8 @@ def create_app(
     funasr_defaults: FunAsrSessionDefaults | None = None,
 ) -> FastAPI:
     """Builds the application. The caller drains `gate`, and closes `engines` and `tracer` at the end.
-    `funasr_defaults`: None: those of `config`. Raises OptionError where these cannot be read."""
+    `funasr_defaults`: None: those of `config`. Raises OptionError where these cannot be read, ProgramMissing for
+    `riva_port` without the extra `riva`."""
     executor = TranscriptionExecutor(config.max_concurrent)
     shadows = ShadowTranscriber(engines, executor, metrics)
     if engines.governor is not None:
@@ -72,8 +74,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await streams.start()
-        if wyoming is not None:
-            await wyoming.start()
+        for server in own_ports:
+            await server.start()
         if full_server:
             await batches.start()
         with (
@@ -82,8 +84,8 @@ def create_app(
             gate.on_drain(batches.drain),
         ):
             yield
-        if wyoming is not None:
-            await wyoming.close()
+        for server in own_ports:
+            await server.close()
         await batches.close()
         line_executor.close()
         await voice_dependencies.clonings.close()
@@ -121,7 +123,10 @@ def create_app(
     )
     port = config.wyoming_port if full_server else None
     wyoming = None if port is None else WyomingServer(app, config.host, port)
-    app.state.wyoming = wyoming
+    riva_packages = None if config.riva_port is None or not full_server else load_riva()
+    riva = None if riva_packages is None else riva_packages.grpc_server.RivaServer(app, config)
+    own_ports = [server for server in (wyoming, riva) if server is not None]
+    app.state.wyoming, app.state.riva = wyoming, riva
     for route in app.routes:  # FastAPI's own: the document
         if isinstance(route, Route):
             admitted_as(AdmissionClass.PUBLIC)(route.endpoint)
@@ -157,6 +162,8 @@ def create_app(
         if wyoming is not None:
             begin = partial(speech.begin_speech, speech_dependencies)
             live.append(wyoming_endpoint.route(dependencies, speech_dependencies.voices, begin))
+        if riva_packages is not None:
+            live += riva_packages.endpoints.routes(dependencies, uploads, speech_dependencies)
     else:
         routers, live = [health_routes], []
     console = pages.routes(console=config.console and full_server, docs=docs)

@@ -36,6 +36,7 @@ from asr_serve.server.app import create_app
 from asr_serve.server.engine_registry import EngineParts, EngineRegistry, ServedPipeline, open_engine
 from asr_serve.server.middleware.admission import AdmissionController
 from asr_serve.server.realtime.funasr.session_defaults import FunAsrSessionDefaults
+from asr_serve.server.realtime.riva.packages import load_riva
 from asr_serve.server.sessions.redis_store import create_store
 from asr_serve.server.telemetry import logs
 from asr_serve.server.telemetry.tracing import Tracer
@@ -81,6 +82,8 @@ def check_settings(config: ServeConfig, *, check_models: bool = True) -> None:
     """Checks what settings name: files, models, devices. `check_models`: whether names of models and devices are
     checked, which are of this machine. Raises OptionError as `serve` does."""
     _certificate(config)
+    if config.riva_port is not None:
+        load_riva()
     if config.sessions.redis_url is not None:
         create_store(config.sessions)
     policy = None if config.governance.policy is None else read_policy(Path(config.governance.policy))
@@ -102,14 +105,17 @@ def prepare(config: ServeConfig, *, check_models: bool = True, in_cluster: bool 
     config = _with_peer_port(config)
     _tune_malloc()
     connections = _connection_limit(config)
-    sources: tuple[str, ...] = ("--port", "--realtime-port", "--wyoming-port")
+    sources: tuple[str, ...] = ("--port", "--realtime-port", "--wyoming-port", "--riva-port")
     if in_cluster:
-        sources = tuple(f"serve.{name} in the cluster file" for name in ("port", "realtime_port", "wyoming_port"))
+        names = ("port", "realtime_port", "wyoming_port", "riva_port")
+        sources = tuple(f"serve.{name} in the cluster file" for name in names)
     ports = [free_port(config.host, config.port, sources[0])]
     if config.realtime_port is not None:
         ports.append(free_port(config.host, config.realtime_port, sources[1]))
     if config.wyoming_port is not None:
         free_port(config.host, config.wyoming_port, sources[2])
+    if config.riva_port is not None:
+        free_port(config.host, config.riva_port, sources[3])
     return ServerSetup(config, ports, connections, scorers)
 
 

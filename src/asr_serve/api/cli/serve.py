@@ -18,6 +18,7 @@ FLAGS = {
     "--port": "port",
     "--realtime-port": "realtime_port",
     "--wyoming-port": "wyoming_port",
+    "--riva-port": "riva_port",
     "--model": "model",
     "--pipeline": "pipeline",
     "--voice": "voice",
@@ -54,6 +55,7 @@ def serve(
     port: Annotated[str | None, flag("--port", "-p", metavar="PORT")] = None,
     realtime_port: Annotated[str | None, flag("--realtime-port", metavar="PORT")] = None,
     wyoming_port: Annotated[str | None, flag("--wyoming-port", metavar="PORT")] = None,
+    riva_port: Annotated[str | None, flag("--riva-port", metavar="PORT")] = None,
     model: Annotated[
         list[str] | None, flag("--model", "-m", metavar="NAME", more="Repeat it to load further models.")
     ] = None,
@@ -142,6 +144,7 @@ def serve(
             "--port": port,
             "--realtime-port": realtime_port,
             "--wyoming-port": wyoming_port,
+            "--riva-port": riva_port,
             "--pipeline": pipeline,
             "--voice": voice,
             "--alias": alias,

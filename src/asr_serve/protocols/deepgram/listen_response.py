@@ -10,14 +10,8 @@ import msgspec
 
 from asr_serve.protocols.deepgram.listen_query import ListenQuery
 from asr_serve.protocols.deepgram.models import DEPRECATED_KEY, DeepgramModelInfo, model_uuid
-from asr_serve.protocols.deepgram.transcript_parts import (
-    CONFIDENCE_PLACES,
-    PLACES,
-    DeepgramWord,
-    deepgram_words,
-    segment_confidence,
-    transcript_text,
-)
+from asr_serve.protocols.deepgram.transcript_parts import PLACES, DeepgramWord, deepgram_words
+from asr_serve.protocols.segment_text import CONFIDENCE_PLACES, segment_confidence, transcript_text
 from asr_serve.protocols.speaker_names import speaker_number
 from asr_serve.text.word_timing import locate_words
 from asr_serve.types import Segment, Transcript

@@ -15,15 +15,10 @@ from asr_serve.errors import UnknownCommand
 from asr_serve.pipelines.live.events import FlushDone, LiveEvent, LivePartial, LiveSegmentDone, TurnEvent
 from asr_serve.protocols.deepgram.listen_query import ListenQuery
 from asr_serve.protocols.deepgram.models import DEPRECATED_KEY, DeepgramModelInfo, model_uuid
-from asr_serve.protocols.deepgram.transcript_parts import (
-    PLACES,
-    DeepgramWord,
-    deepgram_words,
-    segment_confidence,
-    transcript_text,
-)
+from asr_serve.protocols.deepgram.transcript_parts import PLACES, DeepgramWord, deepgram_words
 from asr_serve.protocols.form_fields import quote_for_message
 from asr_serve.protocols.json_members import decode_json
+from asr_serve.protocols.segment_text import segment_confidence, transcript_text
 from asr_serve.types import Segment, suggest_name
 
 COMMANDS = ("KeepAlive", "Finalize", "CloseStream", "Configure")

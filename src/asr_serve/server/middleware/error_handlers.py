@@ -27,6 +27,7 @@ from asr_serve.protocols.funasr import runtime, websocket
 from asr_serve.protocols.openai import realtime_client_events
 from asr_serve.protocols.openai.events import ErrorAnswer, Problem
 from asr_serve.protocols.openai.realtime_server_events import ServerEventEncoder
+from asr_serve.protocols.riva import methods as riva
 from asr_serve.protocols.stream import client_messages, server_events
 from asr_serve.protocols.stream import speech_messages as speech_live
 from asr_serve.protocols.wyoming import events as wyoming
@@ -108,6 +109,11 @@ def error_mapping(error: AsrServeError) -> ErrorMapping:
     return next(mapping for mapping in ERROR_MAPPINGS if isinstance(error, mapping.error))
 
 
+def error_status(error: Exception) -> int:
+    """HTTP status of an error."""
+    return error_mapping(error).status if isinstance(error, AsrServeError) else 500
+
+
 def error_code(error: AsrServeError) -> str:
     """Code of the error in responses and metrics."""
     return error_mapping(error).code or error.code
@@ -128,7 +134,9 @@ def problem_for(error: Exception, request_id: str) -> Problem:
 
 def error_response(error: Exception, request_id: str, path: str = "") -> Response:
     """Response to an exception at that path."""
-    status = error_mapping(error).status if isinstance(error, AsrServeError) else 500
+    status = error_status(error)
+    if path in riva.PATHS:
+        return Response(riva_status(error, request_id), status, media_type=JSON)
     headers: dict[str, str] = {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -184,9 +192,16 @@ def live_error_event(error: Exception, request_id: str, path: str = "/") -> str:
         return speech_live.speech_error(
             problem.code or problem.type, problem.message, retry_after_ms(error), problem.param
         )
+    if path in riva.PATHS:
+        return riva_status(error, request_id).decode()
     if path == wyoming.PATH:
         return wyoming.encode_error(problem.code or problem.type, problem.message)
     return websocket.error_answer(problem.code or problem.type, problem.message, retry_after_ms(error))
+
+
+def riva_status(error: Exception, request_id: str) -> bytes:
+    """Status of an error for the gRPC server."""
+    return riva.encode_status(error_status(error), problem_for(error, request_id).message, retry_after_ms(error))
 
 
 def runtime_error_event(error: Exception, request_id: str) -> str:
@@ -206,7 +221,7 @@ def close_code(error: Exception) -> int:
     """WebSocket close code of an error."""
     if isinstance(error, errors.Draining):
         return SERVICE_RESTART
-    status = error_mapping(error).status if isinstance(error, AsrServeError) else 500
+    status = error_status(error)
     return {413: TOO_BIG, 429: TRY_AGAIN_LATER, 503: TRY_AGAIN_LATER, 500: INTERNAL_ERROR}.get(status, POLICY)
 
 
@@ -274,7 +289,7 @@ class ErrorMiddleware:
             await close_websocket(receive, send, POLICY)
         except Exception as error:
             record_error(error, scope)
-            context.status = error_mapping(error).status if isinstance(error, AsrServeError) else 500
+            context.status = error_status(error)
             await close_websocket(
                 receive, send, close_code(error), live_error_event(error, context.request_id, scope["path"])
             )

@@ -17,14 +17,14 @@ CONGESTION_EVENTS = 64
 
 
 class Outbox:
-    """Outgoing messages of one socket. Every event is sent, in order; bytes are audio. Only the newest state is
-    pending, formatted when its turn comes: a slow reader gets fewer states and delays nobody. Belongs to the event
+    """Outgoing messages of one socket. Every event is sent, in order; bytes as a binary message. Only the newest state
+    is pending, formatted when its turn comes: a slow reader gets fewer states and delays nobody. Belongs to the event
     loop's thread."""
 
     def __init__(self, send: Send, send_s: float = OUTBOX_SEND_TIMEOUT_S) -> None:
         self._send, self._send_s = send, send_s
         self._events: deque[str | bytes] = deque()
-        self._state: Callable[[], str] | None = None
+        self._state: Callable[[], str | bytes] | None = None
         self._filled, self._emptied = asyncio.Event(), asyncio.Event()
         self._emptied.set()
 
@@ -32,13 +32,13 @@ class Outbox:
         self._events.append(event)
         self._mark_filled()
 
-    def send_state(self, state: Callable[[], str]) -> bool:
+    def send_state(self, state: Callable[[], str | bytes]) -> bool:
         """Sends a state after all pending events. False: it replaces one that was not sent."""
         replaced, self._state = self._state is not None, state
         self._mark_filled()
         return not replaced
 
-    def send_replacing_state(self, event: str) -> None:
+    def send_replacing_state(self, event: str | bytes) -> None:
         """Sends an event that contains all that the pending state would show, in place of that state."""
         self._state = None
         self.send(event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from asr_serve.errors import UnknownVoice
+from asr_serve.errors import UnknownVoice, UnsupportedOption
 from asr_serve.models.registry import TtsCard
 from asr_serve.protocols.deepgram.models import is_deepgram_voice
 from asr_serve.protocols.form_fields import quote_for_message
@@ -34,6 +34,12 @@ MAX_LISTED_VOICES = 50
 """Cloned voices that an error message lists."""
 
 
+def speaks(card: TtsCard, language: str) -> bool:
+    """Whether a model speaks a language, a code like de or en-GB: that of a country is spoken as the language is."""
+    tag = language.replace("_", "-").lower()
+    return tag in card.languages or tag.partition("-")[0] in card.languages
+
+
 class VoiceCatalog:
     """Speech models and voices by name. Belongs to the event loop's thread."""
 
@@ -53,6 +59,23 @@ class VoiceCatalog:
             return None, None
         is_model = is_openai_speech_model(name) or self._engines.without_alias(name) in self._engines.known_models()
         return (name, None) if is_model and name not in self._aliases else (None, name)
+
+    def model_speaking(self, language: str) -> str:
+        """Name of the first model that speaks a language, a code like de or en-GB. Raises UnsupportedOption."""
+        cards = [engine.tts_card for engine in self._engines if engine.is_tts]
+        for card in cards:
+            if speaks(card, language):
+                return card.name
+        raise UnsupportedOption(
+            f"no voice speaks {language[:40]!r}",
+            f"languages: {', '.join(sorted({each for card in cards for each in card.languages})) or 'none'}",
+            "name one of these, or one of the voices that are listed",
+            param="language",
+        )
+
+    def model_of(self, voice: str) -> str | None:
+        """Name of the first model with a voice of that name of its own; None: of none, though it may be an alias."""
+        return next((each.model for each in self.list_voices() if each.name == voice), None)
 
     def voice(self, card: TtsCard, name: str | None) -> str:
         """Resolves a voice to its own name. Reads a folder if the model supports cloning. Raises UnknownVoice."""

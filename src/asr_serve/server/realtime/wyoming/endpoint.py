@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from asr_serve import __version__
 from asr_serve.audio.stream_decoder import create_live_decoder
-from asr_serve.errors import NoSuchRoute, UnsupportedOption
+from asr_serve.errors import NoSuchRoute
 from asr_serve.pipelines.live.events import LiveEvent
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.protocols.openai.speech import SpeechStyle
@@ -122,26 +122,11 @@ class WyomingEndpoint:
     def _open_speech(self, context: RequestContext, voice: WyomingVoice | None, ssml: bool) -> SpeechSession:
         """Raises as `SpeechSynthesizer.resolve`, UnsupportedOption for a language that nobody speaks."""
         name = voice.name if voice is not None else None
-        found = [each for each in self._voices.list_voices() if name in (None, each.name)]
-        model = found[0].model if name is not None and found else None
+        model = None if name is None else self._voices.model_of(name)
         if voice is not None and name is None and voice.language is not None:
-            model = self._model_of(voice.language)
+            model = self._voices.model_speaking(voice.language)
         style = SpeechStyle(ssml=ssml)
         return self._begin_speech(context, StartSpeech(model=model, voice=name, words=False, style=style))
-
-    def _model_of(self, language: str) -> str:
-        wanted = language.replace("_", "-").lower()
-        cards = [engine.tts_card for engine in self._dependencies.engines if engine.is_tts]
-        for tag in (wanted, wanted.partition("-")[0]):
-            for card in cards:
-                if tag in card.languages:
-                    return card.name
-        raise UnsupportedOption(
-            f"no voice speaks {language[:40]!r}",
-            f"languages: {', '.join(sorted({each for card in cards for each in card.languages})) or 'none'}",
-            "name one of the voices that describe lists",
-            param="voice",
-        )
 
 
 def _url(hub: str) -> str:

@@ -70,7 +70,7 @@ class OnnxGraph:
 def _load(path: Path) -> Any:
     try:
         import onnx
-        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+        from google.protobuf.message import DecodeError
     except ModuleNotFoundError as missing:
         raise _reader_missing(path, missing) from missing
     try:

@@ -31,7 +31,7 @@ class OnnxSession:
         try:
             import onnx
             import onnxruntime
-            from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+            from google.protobuf.message import DecodeError
             from onnxruntime.capi import onnxruntime_pybind11_state as state
         except ModuleNotFoundError as missing:
             raise WeightsMissing(

@@ -6,7 +6,7 @@ Source  the API reference of POST /v1/audio/speech, as openai 3.52 for Python se
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -172,17 +172,22 @@ def _lexicon(members: JsonMembers) -> dict[str, str]:
     allowed = f"an object of up to {MAX_LEXICON_WORDS} words, each with its phonemes"
     if not isinstance(sent, dict):
         raise OptionError(f"{name} is no object", allowed, param=name)
-    if len(sent) > MAX_LEXICON_WORDS:
-        raise OptionError(f"{name} has {len(sent)} words", allowed, param=name)
-    for word, phonemes in sent.items():
-        valid = isinstance(phonemes, str) and phonemes.strip() and word.strip()
-        if not valid or max(len(word), len(phonemes)) > MAX_LEXICON_WORD_CHARACTERS:
+    check_lexicon(sent, name)
+    return sent
+
+
+def check_lexicon(lexicon: Mapping[str, object], name: str) -> None:
+    """Checks phonemes of words, which came as the member `name`. Raises OptionError."""
+    if len(lexicon) > MAX_LEXICON_WORDS:
+        raise OptionError(f"{name} has {len(lexicon)} words", f"up to {MAX_LEXICON_WORDS}", param=name)
+    for word, phonemes in lexicon.items():
+        valid = isinstance(phonemes, str) and phonemes.strip() and len(phonemes) <= MAX_LEXICON_WORD_CHARACTERS
+        if not valid or not word.strip() or len(word) > MAX_LEXICON_WORD_CHARACTERS:
             raise OptionError(
                 f"{name}[{quote_for_message(word)}] is {quote_for_message(str(phonemes))}",
                 f"phonemes, and a word, of 1 to {MAX_LEXICON_WORD_CHARACTERS} characters",
                 param=name,
             )
-    return sent
 
 
 # --- responses --------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def parse_message(message_class: Any, data: bytes, audio_field: str | None = Non
             f"a {name} of {options_bytes} bytes without its audio came", f"up to {MAX_OPTIONS_BYTES}", "send less text"
         )
     for field in _unknown_fields(message):
-        known = "fields that Riva's client 2.16 has"
+        known = "fields that Riva's client 2.28 has"
         refuse_or_ignore(field, (), OptionError(f"unknown field {field}", known, "leave it out", param=field))
     return message
 

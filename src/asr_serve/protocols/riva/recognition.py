@@ -1,6 +1,6 @@
 """Recognition: RecognitionConfig to options, transcripts and live events to messages.
 
-Source  the messages of nvidia-riva-client 2.16 for Python, and what its scripts send
+Source  the messages of nvidia-riva-client 2.28 for Python, and what its scripts send
 """
 
 from __future__ import annotations
@@ -198,6 +198,7 @@ def parse_recognize(data: bytes, max_beam: int) -> RivaRecognizeRequest:
 def parse_streaming(data: bytes) -> RivaStreamingRequest:
     """Raises MalformedRequest, OptionError."""
     message = parse_message(message_classes.StreamingRecognizeRequest, data, "audio_content")
+    refuse_configuration("runtime_config", message.runtime_config)
     kind = message.WhichOneof("streaming_request")
     if kind == "streaming_config":
         config = message.streaming_config
@@ -273,13 +274,7 @@ def _refuse_unsupported(config: Any) -> None:
     ):
         if getattr(config, name):
             raise UnsupportedOption(f"{name}=true is not supported", instead, "leave it out", param=name)
-    for key in config.custom_configuration:
-        raise UnsupportedOption(
-            f"custom_configuration has {quote_for_message(key)}, which is not supported",
-            "the fields of RecognitionConfig",
-            "leave it out",
-            param="custom_configuration",
-        )
+    refuse_configuration("custom_configuration", config.custom_configuration)
     for name in ENDPOINTING_FIELDS:
         if config.endpointing_config.HasField(name):
             raise UnsupportedOption(
@@ -288,6 +283,17 @@ def _refuse_unsupported(config: Any) -> None:
                 "leave it out",
                 param=name,
             )
+
+
+def refuse_configuration(name: str, configuration: Mapping[str, str]) -> None:
+    """Raises UnsupportedOption for a table of options that are Riva's own, unless it is empty."""
+    for key in configuration:
+        raise UnsupportedOption(
+            f"{name} has {quote_for_message(key)}, which is not supported",
+            "the fields of the message",
+            "leave it out",
+            param=name,
+        )
 
 
 def _integer(message: Any, name: str, least: int, most: int) -> int | None:
@@ -332,7 +338,7 @@ def encode_recognize(transcript: Transcript, options: RivaRecognitionOptions, re
         if not (text := _text(segment.text, options)):
             continue
         result = response.results.add(channel_tag=CHANNEL_TAG, audio_processed=segment.end_s)
-        _fill(result.alternatives.add(), text, segment, options)
+        _fill(result.alternatives.add(), text, segment, transcript.language, options)
         for other in segment.alternatives[1:]:
             _fill_words(result.alternatives.add(transcript=_text(other.text, options)), other.words, "", options)
     return bytes(response.SerializeToString())
@@ -347,7 +353,7 @@ def encode_final(done: LiveSegmentDone, options: RivaRecognitionOptions, request
     result = response.results.add(
         is_final=True, stability=1.0, channel_tag=CHANNEL_TAG, audio_processed=samples_to_s(done.decided_samples)
     )
-    _fill(result.alternatives.add(), text, done.segment, options)
+    _fill(result.alternatives.add(), text, done.segment, done.language, options)
     return bytes(response.SerializeToString())
 
 
@@ -371,8 +377,10 @@ def _text(text: str, options: RivaRecognitionOptions) -> str:
     return f"{shown} " if shown else ""
 
 
-def _fill(alternative: Any, text: str, segment: Segment, options: RivaRecognitionOptions) -> None:
+def _fill(alternative: Any, text: str, segment: Segment, language: str, options: RivaRecognitionOptions) -> None:
     alternative.transcript, alternative.confidence = text, segment_confidence(segment)
+    if language:
+        alternative.language_code.append(language)
     _fill_words(alternative, segment.words, segment.speaker, options)
 
 

@@ -1,6 +1,6 @@
 """Synthesis: SynthesizeSpeechRequest to a request for speech, audio and voices to messages.
 
-Source  the messages of nvidia-riva-client 2.16 for Python, and what its scripts send
+Source  the messages of nvidia-riva-client 2.28 for Python, and what its scripts send
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import NamedTuple
 import msgspec
 
 from asr_serve.errors import MissingOption, OptionError, TextTooLong, UnsupportedOption
-from asr_serve.protocols.openai.speech import SpeechRequest, SpeechStyle
+from asr_serve.protocols.form_fields import quote_for_message
+from asr_serve.protocols.openai.speech import SpeechRequest, SpeechStyle, SpeechWord, check_lexicon
 from asr_serve.protocols.riva import message_classes
 from asr_serve.protocols.riva.message_classes import parse_message
+from asr_serve.protocols.riva.recognition import refuse_configuration
 
 FORMATS = {0: "pcm", 1: "pcm", 2: "flac", 3: "mulaw", 4: "opus", 20: "alaw"}
 """Number of an encoding -> our format; an unspecified one is LINEAR_PCM."""
@@ -30,11 +32,14 @@ class RivaSpeechRequest(NamedTuple):
     language: str | None
     voice: str | None
     """Name of a voice, of a model, or both with a dot between."""
+    lexicon: dict[str, str]
+    """Phonemes of words."""
+    word_times: bool
     id: str
 
     def speech(self, model: str | None, voice: str | None) -> SpeechRequest:
         """The same for a model and a voice. Text in an element `speak` is SSML."""
-        style = SpeechStyle(ssml=self.text.lstrip().startswith("<speak"))
+        style = SpeechStyle(ssml=self.text.lstrip().startswith("<speak"), lexicon=self.lexicon)
         return SpeechRequest(self.text, model, voice, self.format, self.rate_hz, style)
 
 
@@ -58,6 +63,7 @@ def parse_synthesize(data: bytes, most_characters: int) -> RivaSpeechRequest:
             "leave it out, or clone the voice first, with POST /v1/audio/voices",
             param="zero_shot_data",
         )
+    refuse_configuration("custom_configuration", message.custom_configuration)
     if message.encoding not in FORMATS:
         allowed = "LINEAR_PCM (1), FLAC (2), MULAW (3), OGGOPUS (4), ALAW (20)"
         raise OptionError(f"encoding={message.encoding}", f"one of: {allowed}", param="encoding")
@@ -83,14 +89,35 @@ def parse_synthesize(data: bytes, most_characters: int) -> RivaSpeechRequest:
         rate_hz or None,
         message.language_code or None,
         message.voice_name or None,
+        _lexicon(message.custom_dictionary),
+        message.enable_word_time_offsets,
         message.id.value,
     )
 
 
-def encode_audio(audio: bytes, request_id: str) -> bytes:
-    """SynthesizeSpeechResponse with audio, all of it or a part."""
+def _lexicon(dictionary: str) -> dict[str, str]:
+    """Phonemes of words, of pairs `word  phonemes` with commas between. Raises OptionError."""
+    lexicon = dict[str, str]()
+    for pair in dictionary.split(",") if dictionary.strip() else ():
+        word, spaces, phonemes = pair.strip().partition("  ")
+        if not spaces:
+            raise OptionError(
+                f"custom_dictionary has {quote_for_message(pair)}",
+                "pairs of a word and its phonemes, two spaces between both, commas between pairs",
+                param="custom_dictionary",
+            )
+        lexicon[word] = phonemes.strip()
+    check_lexicon(lexicon, "custom_dictionary")
+    return lexicon
+
+
+def encode_audio(audio: bytes, request_id: str, words: Iterable[SpeechWord] = (), start_s: float = 0.0) -> bytes:
+    """SynthesizeSpeechResponse with audio, all of it or a part. `words`: those with times, from `start_s` on."""
     response = message_classes.SynthesizeSpeechResponse(audio=audio)
     response.id.value = request_id
+    for word in words:
+        start_ms, end_ms = (round(1_000 * (start_s + time_s)) for time_s in (word.start, word.end))
+        response.meta.words.add(word=word.word, start_time=start_ms, end_time=end_ms)
     return bytes(response.SerializeToString())
 
 

@@ -16,12 +16,22 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Message, Receive, Scope, Send
 
 from asr_serve.audio.pcm import wav_header
-from asr_serve.errors import NoSuchRoute, RequestTimeout, UnknownModel, UnsupportedOption
+from asr_serve.errors import (
+    ClientGone,
+    IdleTimeout,
+    MalformedRequest,
+    MissingOption,
+    NoSuchRoute,
+    RequestTimeout,
+    UnknownModel,
+    UnsupportedOption,
+)
 from asr_serve.models.registry import TtsCard
 from asr_serve.pipelines.live.events import LiveEvent
 from asr_serve.pipelines.prompting import hotword_bias
 from asr_serve.pipelines.segments import check_diarization, resolve_language
 from asr_serve.protocols.form_fields import errors_named_by_field
+from asr_serve.protocols.openai.speech import SpeechWord
 from asr_serve.protocols.riva import recognition, synthesis
 from asr_serve.protocols.riva.methods import (
     MESSAGE_TYPE,
@@ -58,6 +68,9 @@ MESSAGE_S = 300.0
 WAV_FORMATS = {"s16le": (1, 2), "alaw": (6, 1), "mulaw": (7, 1)}
 """Encoding -> format tag of a WAV header, and bytes of a sample."""
 
+SPEECH_FIELDS = {"voice": "voice_name", "language": "language_code", "input": "text", "lexicon": "custom_dictionary"}
+"""Options of speech -> the fields that set them."""
+
 Endpoint = Callable[[Request, bytes], Awaitable[Response]]
 """Answers a call with its message."""
 
@@ -70,7 +83,7 @@ def routes(live: LiveDependencies, uploads: TranscriptionDependencies, speech: S
         _route(RECOGNIZE, AdmissionClass.WORK, RivaRecognizer(uploads).recognize),
         _route(RECOGNITION_CONFIG, AdmissionClass.KEY, models.describe),
         _route(SYNTHESIZE, AdmissionClass.WORK, synthesizer.synthesize),
-        _route(SYNTHESIZE_ONLINE, AdmissionClass.WORK, synthesizer.synthesize_online),
+        _streamed_route(SYNTHESIZE_ONLINE, synthesizer.synthesize_online),
         _route(SYNTHESIS_CONFIG, AdmissionClass.KEY, voices.describe),
         WebSocketRoute(STREAMING_RECOGNIZE, RivaStreamingEndpoint(live)),
     ]
@@ -85,6 +98,15 @@ def _route(path: str, kind: AdmissionClass, endpoint: Endpoint) -> Route:
     return Route(path, call, methods=["POST"], include_in_schema=False)
 
 
+def _streamed_route(path: str, endpoint: Callable[[Request], Response]) -> Route:
+    @admitted_as(AdmissionClass.WORK)
+    async def call(request: Request) -> Response:
+        _check_grpc(request.scope)
+        return endpoint(request)
+
+    return Route(path, call, methods=["POST"], include_in_schema=False)
+
+
 def _check_grpc(scope: Scope) -> None:
     """Raises NoSuchRoute for a request that did not come by gRPC."""
     if EXTENSION not in scope.get("extensions", {}):
@@ -94,14 +116,21 @@ def _check_grpc(scope: Scope) -> None:
 
 
 async def _read_message(request: Request) -> bytes:
-    """Message of a call. Raises RequestTimeout, ClientDisconnect."""
+    """Message of a call. Raises RequestTimeout, ClientGone, MalformedRequest."""
     try:
         async with asyncio.timeout(MESSAGE_S):
-            return await request.body()
+            first, end = await request.receive(), await request.receive()
     except TimeoutError:
         raise RequestTimeout(
             f"no whole message came for {MESSAGE_S:g} s", "one message, sent at once", "send it again"
         ) from None
+    if "http.disconnect" in (first["type"], end["type"]):
+        raise ClientGone("the client left while it sent its request")
+    if not first["more_body"]:
+        raise MalformedRequest("the call ended without a message", "one message", "send it")
+    if end["more_body"]:
+        raise MalformedRequest("a second message came", f"one message for {request.url.path}", "start another call")
+    return bytes(first["body"])
 
 
 # --- recognition ------------------------------------------------------------------------------------------
@@ -245,25 +274,56 @@ class RivaSynthesizer:
         context = request_context(request.scope)
         async with contextlib.AsyncExitStack() as resources:
             sent, stream = await self._start(context, message, resources)
+            audio, words = list[bytes](), list[SpeechWord]()
             try:
-                audio = b"".join([piece.audio async for piece in stream])
+                async for piece in stream:
+                    audio.append(piece.audio)
+                    words += piece.sentence or () if sent.word_times else ()
             finally:
                 context.synthesized_s = stream.seconds
-            return Response(synthesis.encode_audio(audio, sent.id or context.request_id), media_type=MESSAGE_TYPE)
+            answer = synthesis.encode_audio(b"".join(audio), sent.id or context.request_id, words)
+            return Response(answer, media_type=MESSAGE_TYPE)
 
-    async def synthesize_online(self, request: Request, message: bytes) -> Response:
+    def synthesize_online(self, request: Request) -> Response:
         """Answers with a message for each piece of audio; synthesis waits for slow clients."""
-        context = request_context(request.scope)
-        async with contextlib.AsyncExitStack() as resources:
-            sent, stream = await self._start(context, message, resources)
-            return _SpeechMessages(stream, sent.id or context.request_id, resources.pop_all())
+        return _SpeechMessages(self._online(request))
+
+    async def _online(self, request: Request) -> AsyncGenerator[bytes, None]:
+        """Yields responses for the texts of a call, one after another."""
+        context, done_s = request_context(request.scope), 0.0
+        while (message := await self._next_message(request)) is not None:
+            async with contextlib.AsyncExitStack() as resources:
+                sent, stream = await self._start(context, message, resources)
+                try:
+                    async for piece in stream:
+                        words = piece.sentence or () if sent.word_times else ()
+                        if piece.audio or words:
+                            yield synthesis.encode_audio(piece.audio, sent.id or context.request_id, words, done_s)
+                finally:
+                    done_s += stream.seconds
+                    context.synthesized_s = done_s
+        if not done_s:
+            raise MissingOption("no text came", "a SynthesizeSpeechRequest, or several", "send one", param="text")
+
+    async def _next_message(self, request: Request) -> bytes | None:
+        """Next text of a call; None where there is none any more. Raises IdleTimeout, ClientGone."""
+        idle_s = self._dependencies.config.session_idle_s
+        try:
+            async with asyncio.timeout(idle_s):
+                message = await request.receive()
+        except TimeoutError:
+            raise IdleTimeout(f"no text came for {idle_s:g} s", "the next one, or the end of the call") from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone("the client left while it sent its texts")
+        return message["body"] if message["more_body"] else None
 
     async def _start(
         self, context: RequestContext, message: bytes, resources: contextlib.AsyncExitStack
     ) -> tuple[RivaSpeechRequest, SpeechStream]:
+        """Starts the speech of a text. Raises what prevents it."""
         dependencies = self._dependencies
         sent = synthesis.parse_synthesize(message, dependencies.config.max_characters)
-        with errors_named_by_field({"voice": "voice_name", "language": "language_code", "input": "text"}):
+        with errors_named_by_field(SPEECH_FIELDS):
             speaker = SpeechSynthesizer.resolve(dependencies, sent.speech(*_model_and_voice(dependencies.voices, sent)))
             _check_language(speaker.engine.tts_card, sent.language)
             context.model = speaker.engine.name
@@ -277,19 +337,14 @@ class RivaSynthesizer:
 
 
 class _SpeechMessages(StreamedResponse):
-    """Response of messages with audio. Closes `resources`, the stream included."""
+    """Response of messages with audio."""
 
-    def __init__(self, stream: SpeechStream, request_id: str, resources: contextlib.AsyncExitStack) -> None:
-        super().__init__(MESSAGE_TYPE, {}, resources)
-        self._stream, self._id = stream, request_id
+    def __init__(self, messages: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(MESSAGE_TYPE, {}, contextlib.AsyncExitStack())
+        self._messages = messages
 
-    async def pieces(self, context: RequestContext) -> AsyncGenerator[bytes, None]:
-        try:
-            async for piece in self._stream:
-                if piece.audio:
-                    yield synthesis.encode_audio(piece.audio, self._id)
-        finally:
-            context.synthesized_s = self._stream.seconds
+    def pieces(self, context: RequestContext) -> AsyncGenerator[bytes, None]:
+        return self._messages
 
 
 def _model_and_voice(voices: VoiceCatalog, request: RivaSpeechRequest) -> tuple[str | None, str | None]:

@@ -15,9 +15,10 @@ import grpc
 from starlette.types import ASGIApp, Message, Scope
 
 from asr_serve.config import ServeConfig
-from asr_serve.errors import AsrServeError, Draining
+from asr_serve.errors import ClientGone, Draining
 from asr_serve.protocols.riva.methods import PATHS, STREAMING_RECOGNIZE, RivaStatus, decode_status
 from asr_serve.server.middleware.error_handlers import NORMAL_CLOSURE, SERVICE_RESTART, riva_status
+from asr_serve.server.realtime.lifecycle import DRAIN_RETRY_MS
 from asr_serve.server.realtime.riva.endpoints import EXTENSION
 
 log = logging.getLogger(__name__)
@@ -107,13 +108,10 @@ class RivaServer:
             raise
         finally:
             call.close()
-        error = None if work.cancelled() else work.exception()
-        if error is not None and call.status is None:  # its response had begun
-            call.status = decode_status(riva_status(error if isinstance(error, AsrServeError) else Exception(), ""))
-        elif not call.completed and call.status is None:  # cut off on purpose
-            call.status = decode_status(riva_status(Draining("the server is going down", "", 0), ""))
-        trailers = list(call.trailers)
-        if (status := call.status) is not None:
+        trailers, status = list(call.trailers), call.status
+        if status is None and (error := _late_error(work, completed=call.completed)) is not None:
+            status = decode_status(riva_status(error, dict(trailers).get("x-request-id", "")))
+        if status is not None:
             context.set_code(grpc.StatusCode[status.code])
             context.set_details(status.message)
             if status.retry_after_ms is not None:
@@ -121,6 +119,15 @@ class RivaServer:
                     (name, str(status.retry_after_ms)) for name in ("retry-after-ms", "grpc-retry-pushback-ms")
                 ]
         context.set_trailing_metadata(tuple(trailers))
+
+
+def _late_error(work: asyncio.Future[None], *, completed: bool) -> Exception | None:
+    """Error of a call whose response had begun; None: it has ended well. One that ends without an end was cut off by
+    a server that drains."""
+    error = None if work.cancelled() else work.exception()
+    if error is None and not completed:
+        error = Draining("the server is going down", "it ends every call", DRAIN_RETRY_MS)
+    return error if error is None or isinstance(error, Exception) else RuntimeError("the call was broken off")
 
 
 def _scope(path: str, context: Any, kind: str, config: ServeConfig) -> Scope:
@@ -215,22 +222,22 @@ class _Call:
 
 
 class _RequestCall(_Call):
-    """Call with one message, as a request. Each part of a response's body is a message."""
+    """Call as a request: each part of its body is a message, and so is each of a response's."""
 
     kind = "http"
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
-        self._read_body = self._sent = False
+        self._half_closed = self._sent = False
         self._http_status = 0
         self._error = b""
 
     async def receive(self) -> Message:
-        if not self._read_body:
-            self._read_body = True
+        if not self._half_closed and not self._gone.is_set():
             message = await self._read()
             if not self._gone.is_set():
-                return {"type": "http.request", "body": message or b"", "more_body": False}
+                self._half_closed = message is None
+                return {"type": "http.request", "body": message or b"", "more_body": message is not None}
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
@@ -245,6 +252,8 @@ class _RequestCall(_Call):
             self._error += body
         elif body or not self._sent:
             self._sent = True
+            if self._gone.is_set():
+                raise ClientGone("the client left before its answer")
             await self._write(body)
         if not more:
             self.completed = True

@@ -42,7 +42,7 @@ class RivaStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     code: str
     """Name of gRPC's code."""
     message: str
-    """What came, what is allowed, what to do."""
+    """Sentences that say what came, what is allowed and what to do."""
     retry_after_ms: int | None = None
 
 

@@ -119,7 +119,9 @@ async def _read_message(request: Request) -> bytes:
     """Message of a call. Raises RequestTimeout, ClientGone, MalformedRequest."""
     try:
         async with asyncio.timeout(MESSAGE_S):
-            first, end = await request.receive(), await request.receive()
+            first = end = await request.receive()
+            if first.get("more_body"):
+                end = await request.receive()
     except TimeoutError:
         raise RequestTimeout(
             f"no whole message came for {MESSAGE_S:g} s", "one message, sent at once", "send it again"

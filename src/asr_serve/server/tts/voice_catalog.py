@@ -61,14 +61,15 @@ class VoiceCatalog:
         return (name, None) if is_model and name not in self._aliases else (None, name)
 
     def model_speaking(self, language: str) -> str:
-        """Name of the first model that speaks a language, a code like de or en-GB. Raises UnsupportedOption."""
-        cards = [engine.tts_card for engine in self._engines if engine.is_tts]
+        """Name of the first model that speaks a language, a code like de or en-GB. Raises UnsupportedOption, and as
+        `engine` where none is loaded."""
+        cards = [engine.tts_card for engine in self._engines if engine.is_tts] or [self.engine(None).tts_card]
         for card in cards:
             if speaks(card, language):
                 return card.name
         raise UnsupportedOption(
             f"no voice speaks {language[:40]!r}",
-            f"languages: {', '.join(sorted({each for card in cards for each in card.languages})) or 'none'}",
+            f"languages: {', '.join(sorted({each for card in cards for each in card.languages}))}",
             "name one of these, or one of the voices that are listed",
             param="language",
         )

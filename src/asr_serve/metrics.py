@@ -372,7 +372,7 @@ class ServerMetrics:
             ("route",),
         )
         self.language_identifications = counter(
-            "asr_serve_language_identifications_total",
+            "asr_serve_language_identification_requests_total",
             "Recordings and live sessions whose language was to be identified, by what came of it.",
             ("outcome", "language"),
         )

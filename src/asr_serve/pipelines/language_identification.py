@@ -38,7 +38,7 @@ Outcome = Literal["identified", "unsure", "no_speech", "timeout", "unavailable",
 
 
 class LanguageIdentification(msgspec.Struct, frozen=True):
-    """What came of an identification, of a recording or of a live session.
+    """Result of an identification, of a recording or of a live session.
 
     identified   the language is believed, and `model` serves it
     unsure       no language was likely enough

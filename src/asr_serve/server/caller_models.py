@@ -48,6 +48,10 @@ class CallerModels:
             return engine
         return IdentifyingEngine(language, self._engines)
 
+    def identifies_language(self, name: str | None) -> bool:
+        """Whether the language of requests under that name, which name none, is identified."""
+        return self._spoken_language(name) is not None
+
     def _spoken_language(self, name: str | None) -> SpokenLanguage | None:
         """Identification of the language of requests under that name; None: it is not identified."""
         found = self._engines.language_identifier(name)
@@ -135,8 +139,8 @@ class RequestWatch:
         self._finished = False
 
     def file_engine(self, engine: FileEngine) -> FileEngine:
-        """What transcribes a recording for which `engine` was found: one that identifies its language first, where
-        that is not known."""
+        """Returns the transcriber of a recording for which `engine` was found: one that identifies its language first,
+        where that is not known."""
         if self.language is None or self.language.default is not engine:
             return engine
         return IdentifyingEngine(self.language, self._engines)

@@ -111,7 +111,7 @@ class IdentifyingEngine:
     def events(
         self, items: Iterable[InputItem], options: TranscribeOptions, stop: TranscribeCanceller
     ) -> Generator[Event, None, None]:
-        """As that of FileEngine, for one item."""
+        """Transcribes one item, as FileEngine does."""
         (item,) = items
         default = self._language.default
         plain = default.events([item], options, stop)  # raises OptionError for what the default model cannot do

@@ -74,7 +74,7 @@ class IdentifyingSession:
         self._session, self._model, self._identifier = session, model, identifier
         self._choose, self._wake, self._clock = choose, wake, clock
         self.identification: LanguageIdentification | None = None
-        """What came of it, once the session's model is fixed."""
+        """Result, once the session's model is fixed."""
         self._audio = AudioHistory()
         """Audio since the checkpoint, as far as its session may need it."""
         self._held: list[LiveEvent] = []
@@ -110,7 +110,7 @@ class IdentifyingSession:
 
     @property
     def due_s(self) -> float | None:
-        """As that of LiveSession; also when an answer is given up."""
+        """Time on `clock` as that of LiveSession; also that at which an answer is given up."""
         due_s = self._session.due_s
         if self._ticket is None:
             return due_s
@@ -120,7 +120,7 @@ class IdentifyingSession:
         return self._session.received_audio(from_samples)
 
     def export_state(self) -> LiveSessionState | None:
-        """As that of LiveSession; None until the session's model is fixed."""
+        """Returns the state as LiveSession does; None until the session's model is fixed."""
         return None if self.identification is None else self._session.export_state()
 
     def append_audio(self, pcm: np.ndarray) -> None:

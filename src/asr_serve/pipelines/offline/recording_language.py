@@ -141,7 +141,7 @@ class RecordingLanguage:
                     read_samples += len(chunk)
                     if unscored.samples < min(PIECE_SAMPLES, most_samples):
                         continue  # one step for a piece costs as much as one for a chunk
-                last = self._reader.exhausted
+                last, scored = self._reader.exhausted, len(speech)
                 while unscored.samples >= WINDOW_SAMPLES or (last and unscored.samples):
                     whole = min(unscored.samples, most_samples) // WINDOW_SAMPLES * WINDOW_SAMPLES
                     pcm = unscored.take_windows(whole, WINDOW_SAMPLES, last=not whole)
@@ -150,7 +150,7 @@ class RecordingLanguage:
                 start = read_samples if first is None else max(0, first * WINDOW_SAMPLES - LEAD_SAMPLES)
                 if last or read_samples - start >= PIECE_SAMPLES or read_samples >= MAX_SEARCH_SAMPLES:
                     break
-                if chunk is None:
+                if chunk is None and len(speech) == scored:  # a wait for scores takes the reader's notices, too
                     stop.awake.get()
                     stop.check()
         except AsrServeError as error:
@@ -170,9 +170,9 @@ class RecordingLanguage:
             ticket = submit_piece(self._client, piece, "interactive")
             try:
                 answer: Recognition = self._wait(ticket.future)
-            except BaseException:
-                self._client.cancel(ticket)
-                raise
+            finally:
+                if not ticket.future.done():
+                    self._client.cancel(ticket)
         except AsrServeError as error:
             self._stop.check()
             raise _NotIdentified("unavailable") from error

@@ -162,7 +162,7 @@ class StreamTurnEvent(NumberedEvent, frozen=True, kw_only=True, tag="turn"):
 
 
 class LanguageEvent(NumberedEvent, frozen=True, kw_only=True, omit_defaults=True, tag="language"):
-    """What came of the identification of the session's language, once. `model` serves the session from here on."""
+    """Result of the identification of the session's language, once. `model` serves the session from here on."""
 
     outcome: Outcome
     model: str

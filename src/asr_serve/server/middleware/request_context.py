@@ -31,7 +31,7 @@ DRAIN_BODY_BYTES, DRAIN_BODY_S = 64 << 20, 2.0
 IGNORED_HEADER = "x-ignored"
 """Header of a response: fields of the request that had no effect."""
 LANGUAGE_HEADER = "x-identified-language"
-"""Header of a response: what came of the identification of its language."""
+"""Header of a response: the result of the identification of its language."""
 WEBSOCKET = "WEBSOCKET"
 """Method label of WebSockets; SWITCHING_PROTOCOLS is the status of one that was not refused."""
 SWITCHING_PROTOCOLS = 101
@@ -67,7 +67,7 @@ class RequestContext(msgspec.Struct, kw_only=True):
     """Code of the error that it was refused with or failed by."""
     model: str | None = None
     identified_language: str = ""
-    """What came of the identification of its language, as in the header; empty: there was none."""
+    """Result of the identification of its language, as in the header; empty: there was none."""
     audio_s: float | None = None
     """Duration of the transcribed audio."""
     synthesized_s: float | None = None

@@ -105,7 +105,7 @@ class AsyncListener:
         """`on_events` receives new events. `lease` holds the engine until `close`. `api_client`: whose session it is,
         where that is known. `saved`: the session to continue. `watch`: what is told of its latencies and its end.
         `identifies`: whether its model may change once its language is identified. Raises as LiveSession does."""
-        self.language = client.card.language(options.language)
+        self._default_language = self.language = client.card.language(options.language)
         self.model = client.name
         """Name of its model, by now."""
         self.after_advance: Callable[[], None] = lambda: None
@@ -129,6 +129,7 @@ class AsyncListener:
         if identifies and saved is None and watch is not None and watch.language is not None:
             self._spoken = watch.language.for_live(options)
         if self._spoken is not None:
+            self.language = ""
             self._resources.enter_context(self._spoken.identifier.in_use())
             identifier = self._spoken.identifier.client
             self._session = IdentifyingSession(session, client.name, identifier, self._choose_model, self._wake)
@@ -252,7 +253,10 @@ class AsyncListener:
                 case LanguageIdentification():
                     assert self._spoken is not None
                     self._spoken.tell(event)
-                    self.model, self.language = event.model, event.language or self.language
+                    self.model, self.language = (
+                        event.model,
+                        event.language if event.outcome == "identified" else self._default_language,
+                    )
                 case SessionFinished():
                     self._finished = True
                     self._awake.set()

@@ -216,7 +216,8 @@ class UploadTranscription(Generic[RequestT]):
         """Waits until it is known which model serves the request, or that none does."""
         if isinstance(self.engine, IdentifyingEngine):
             identified = asyncio.ensure_future(self.engine.identified.wait())
-            await asyncio.wait({identified, self._job.transcript}, return_when=asyncio.FIRST_COMPLETED)
+            outcomes: set[asyncio.Future[Any]] = {identified, self._job.transcript}
+            await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
             identified.cancel()
 
     async def segments(self) -> AsyncIterator[SegmentDone]:

@@ -70,6 +70,9 @@ def busy_server() -> ServerMetrics:
     metrics.live_open.labels("/").inc()
     metrics.live_ended.labels("/", "done").inc()
     metrics.live_waiting.set(3)
+    for outcome in ("unsure", "timeout", "unavailable"):
+        metrics.language_identifications.labels(outcome, "").inc()
+    metrics.language_identifications.labels("identified", "de").inc()
     metrics.session_store.up.set(1)
     metrics.governance.requests.labels("default", "canary", "m", "done").inc()
     metrics.governance.stage.labels("default", "canary").set(1)

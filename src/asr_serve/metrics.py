@@ -371,6 +371,11 @@ class ServerMetrics:
             "Partials that a newer one replaced before the client took them.",
             ("route",),
         )
+        self.language_identifications = counter(
+            "asr_serve_language_identification_requests_total",
+            "Recordings and live sessions whose language was to be identified, by what came of it.",
+            ("outcome", "language"),
+        )
         self.engine_up = gauge("asr_serve_engine_up", "1 while the engine process can take work.", ("model",))
         self.engine_restarts = counter(
             "asr_serve_engine_restarts_total", "Engine processes started in place of a dead one.", ("model",)

@@ -26,7 +26,7 @@ from asr_serve.audio.reader import open_audio
 
 WAIT_S = 60.0
 Event = dict[str, Any]
-NUMBERED = {"locked", "segment", "flushed", "turn", "speakers", "end"}
+NUMBERED = {"locked", "segment", "flushed", "turn", "speakers", "language", "end"}
 
 
 def pcm_of(path: Path, seconds: float | None = None) -> bytes:

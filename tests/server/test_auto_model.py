@@ -54,6 +54,8 @@ def test_another_language_is_served_by_the_multilingual_model(both, beckett):
         assert (german.status_code, german.headers["x-model"]) == (200, WHISPER), german.text
     after = both.http.post(ROUTE, files=[("file", beckett.read_bytes()), ("language", (None, "fr"))])
     assert (after.status_code, after.headers["x-model"]) == (200, WHISPER)  # the field follows the file
+    plain = post(both, ROUTE, beckett)  # a model that an upload had loaded identifies no language
+    assert (plain.headers["x-model"], "x-identified-language" in plain.headers) == (MODEL, False)
     english = post(both, ROUTE, beckett, language="en")
     assert (english.status_code, english.headers["x-model"]) == (200, MODEL)
 
@@ -102,6 +104,9 @@ def test_without_a_multilingual_model_the_error_names_the_command(server, becket
         refused = post(server, path, beckett, **data)
         assert refused.status_code == 400
         assert MULTILINGUAL_COMMAND in refused.json()["error"]["message"]
+    detects = server.http.post("/v1/listen?detect_language=true", content=beckett.read_bytes())
+    assert (detects.status_code, detects.json()["error"]["param"]) == (400, "model")
+    assert MULTILINGUAL_COMMAND in detects.json()["error"]["message"]
     unknown = post(server, ROUTE, beckett, language="xx").json()["error"]["message"]
     assert MULTILINGUAL_COMMAND not in unknown
     assert asr_card(WHISPER).package in MULTILINGUAL_COMMAND

@@ -31,7 +31,7 @@ from asr_serve.server.middleware.admission import (
     AdmissionTable,
     admitted_as,
 )
-from asr_serve.server.middleware.request_context import IGNORED_HEADER, RequestContextMiddleware
+from asr_serve.server.middleware.request_context import IGNORED_HEADER, LANGUAGE_HEADER, RequestContextMiddleware
 from asr_serve.server.realtime.deepgram import endpoint as deepgram_endpoint
 from asr_serve.server.realtime.endpoint import LiveDependencies
 from asr_serve.server.realtime.funasr import endpoint as funasr_endpoint
@@ -194,6 +194,7 @@ def create_app(
                 "retry-after-ms",
                 IGNORED_HEADER,
                 "x-model",
+                LANGUAGE_HEADER,
                 *(name for name in speech.SPEECH_HEADERS if name != "x-model"),
                 *webrtc_endpoint.CALL_HEADERS,
             ],

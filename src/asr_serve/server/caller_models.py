@@ -21,6 +21,7 @@ from asr_serve.governance.routing import RoutedModel
 from asr_serve.models.registry import AsrCard
 from asr_serve.server.engine_registry import EngineRegistry, FileEngine, ModelEngine
 from asr_serve.server.middleware.request_context import RequestContext
+from asr_serve.server.spoken_language import IdentifyingEngine, SpokenLanguage
 
 
 class CallerModels:
@@ -40,7 +41,21 @@ class CallerModels:
 
     def get_for_files(self, name: str | None) -> FileEngine:
         """Raises as `EngineRegistry.get_for_files`, NotAllowed."""
-        return self._engines.get_for_files(name) if self.routed(name) is None else self.get(name)
+        if self.routed(name) is not None:
+            return self.get(name)
+        engine, language = self._engines.get_for_files(name), self._spoken_language(name)
+        if language is None or language.default is not engine:
+            return engine
+        return IdentifyingEngine(language, self._engines)
+
+    def identifies_language(self, name: str | None) -> bool:
+        """Whether the language of requests under that name, which name none, is identified."""
+        return self._spoken_language(name) is not None
+
+    def _spoken_language(self, name: str | None) -> SpokenLanguage | None:
+        """Identification of the language of requests under that name; None: it is not identified."""
+        found = self._engines.language_identifier(name)
+        return None if found is None else SpokenLanguage(self._engines, *found, self._context)
 
     def get(self, name: str | None) -> ModelEngine:
         """Engine of the model that serves this caller under that name. Where a candidate's engine is not ready, the
@@ -103,17 +118,32 @@ class CallerModels:
         """Watch over the next request or live session under that name."""
         routed = self.routed(name)
         governor = self._engines.governor
-        return RequestWatch(self._engines, None if routed is None else governor, routed, kind)
+        watched = None if routed is None else governor
+        return RequestWatch(self._engines, watched, routed, kind, self._spoken_language(name))
 
 
 class RequestWatch:
     """Outcome of one recording or live session of a route, for the policy's rules. Without a route, it is idle."""
 
     def __init__(
-        self, engines: EngineRegistry, governor: ModelGovernor | None, routed: RoutedModel | None, kind: RequestKind
+        self,
+        engines: EngineRegistry,
+        governor: ModelGovernor | None,
+        routed: RoutedModel | None,
+        kind: RequestKind,
+        language: SpokenLanguage | None = None,
     ) -> None:
         self._engines, self._governor, self.routed, self._kind = engines, governor, routed, kind
+        self.language = language
+        """Identification of its language; None: it is not identified."""
         self._finished = False
+
+    def file_engine(self, engine: FileEngine) -> FileEngine:
+        """Returns the transcriber of a recording for which `engine` was found: one that identifies its language first,
+        where that is not known."""
+        if self.language is None or self.language.default is not engine:
+            return engine
+        return IdentifyingEngine(self.language, self._engines)
 
     def note_latency(self, latency_s: float) -> None:
         """Takes the time that a recording, or a sentence of a live session, took."""

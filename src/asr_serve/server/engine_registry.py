@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ from asr_serve.governance.governor import ModelGovernor
 from asr_serve.metrics import MIGRATIONS, ServerMetrics
 from asr_serve.models.registry import AUTO_VOICE, MULTILINGUAL, AnyCard, AsrCard, ModelCard, TtsCard, wrong_model
 from asr_serve.pipelines.offline import transcribe
+from asr_serve.pipelines.offline.audio_reader import OpenReader, open_reader
 from asr_serve.pipelines.offline.transcribe import Event, TranscribeCanceller
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.stages.language_models import load_scorers
@@ -205,9 +207,13 @@ class ModelEngine:
         return self._tokenizer
 
     def events(
-        self, items: Iterable[InputItem], options: TranscribeOptions, stop: TranscribeCanceller
+        self,
+        items: Iterable[InputItem],
+        options: TranscribeOptions,
+        stop: TranscribeCanceller,
+        open_reader: OpenReader = open_reader,
     ) -> Generator[Event, None, None]:
-        return transcribe.events(self.client, self.tokenizer, items, options, stop)
+        return transcribe.events(self.client, self.tokenizer, items, options, stop, open_reader=open_reader)
 
     @property
     def state(self) -> str:
@@ -347,6 +353,10 @@ class EngineRegistry:
         self._loading: dict[str, asyncio.Task[ModelEngine]] = {}
         self._unloading: dict[str, asyncio.Task[None]] = {}
         self._renewing: set[asyncio.Task[HandoverResult]] = set()
+        self._on_demand: set[str] = set()
+        """Models that an upload had loaded, and that nobody chose to serve."""
+        self._identifications: Counter[tuple[str, str]] = Counter()
+        """Identifications of languages since the last `observe`, by outcome and language."""
 
     def _check_policy(self, governor: ModelGovernor) -> None:
         """Raises OptionError for a policy that does not fit the other settings."""
@@ -551,7 +561,28 @@ class EngineRegistry:
         """Loads what `substitute` names, if it is not loaded, or is being unloaded. Raises as `load`."""
         substitute = self.substitute(name, needs)
         if substitute is not None and self.state(substitute) in ("not_loaded", "loading", "unloading"):
-            await self.load(substitute)
+            self._on_demand.add((await self.load(substitute)).name)
+
+    def language_identifier(self, name: str | None) -> tuple[ModelEngine, ModelEngine] | None:
+        """Engines of the default model, and of the one that identifies the language of requests under that name. None:
+        nothing identifies it. A multilingual Whisper does that where it is served beside a default model that does not
+        tell languages apart; not one that was loaded for an upload in another language, for a request that names its
+        model, with a policy, or with `auto_model` none."""
+        chosen = name is not None and not self.means_default(name)
+        if chosen or self.governor is not None or self._config.auto_model == NO_MODEL:
+            return None
+        default = self._engines.get(self._folders.get(self._config.model, self._config.model))
+        if default is None or default.is_tts or default.card.detects:
+            return None
+        able = (
+            engine for engine in self if not engine.is_tts and engine.card.kind == "whisper" and engine.card.detects
+        )
+        identifier = next((engine for engine in able if engine.name not in self._on_demand), None)
+        return None if identifier is None else (default, identifier)
+
+    def count_identification(self, outcome: str, language: str) -> None:
+        """Counts an identification for the metrics. `language`: empty where none was identified."""
+        self._identifications[outcome, language] += 1
 
     @property
     def pipeline_state(self) -> str:
@@ -625,6 +656,7 @@ class EngineRegistry:
     async def load(self, name: str) -> ModelEngine:
         """Waits until the model is loaded. Raises UnknownModel, NotAllowed (`max_models`), errors of loading."""
         own = self.resolve(name)
+        self._on_demand.discard(own)
         if unloading := self._unloading.get(own):
             await asyncio.shield(unloading)
         if own in self._engines:
@@ -703,6 +735,9 @@ class EngineRegistry:
         reports = await asyncio.gather(*(asyncio.to_thread(engine.observe, metrics) for engine in self))
         for name in self._cards.keys() - self._engines.keys():
             metrics.remove_model(name)
+        counted, self._identifications = self._identifications, Counter()
+        for labels, count in counted.items():
+            metrics.language_identifications.labels(*labels).inc(count)
         return reports
 
     def describe(self) -> dict[str, Any]:

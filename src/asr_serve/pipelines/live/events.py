@@ -9,6 +9,7 @@ import msgspec
 from asr_serve.audio.endpointing import EndpointConfig
 from asr_serve.audio.silence_schedule import STREAMING_SCHEDULE
 from asr_serve.engine.client import EngineClient
+from asr_serve.pipelines.language_identification import LanguageIdentification
 from asr_serve.pipelines.live.repeated_segment import OVERLAP_MS
 from asr_serve.pipelines.options import MAX_LIVE_SEGMENT_MS, ListenOptions
 from asr_serve.pipelines.segments import PADDING_MS, endpoint_overrides, segment_limit_ms
@@ -97,4 +98,6 @@ class SessionFinished(msgspec.Struct, frozen=True):
     duration_samples: int
 
 
-LiveEvent = LivePartial | LiveSegmentDone | TurnEvent | FlushDone | SpeakersRevised | SessionFinished
+LiveEvent = (
+    LivePartial | LiveSegmentDone | TurnEvent | FlushDone | SpeakersRevised | SessionFinished | LanguageIdentification
+)

@@ -242,6 +242,16 @@ class LiveSession:
         return max(0, self.received_samples - done)
 
     @property
+    def open_speech(self) -> tuple[Span, bool] | None:
+        """Span of the first segment that is not done, as far as it is known, and whether it has ended; None: there is
+        none."""
+        if not self._segments:
+            return None
+        first = self._segments[0]
+        end = self.scored_samples if first.end is None else min(first.end, self.received_samples)
+        return Span(first.start, max(first.start, end)), first.closed
+
+    @property
     def scored_samples(self) -> int:
         """End of the received audio in which speech has been looked for; all of it that is in events is before that."""
         return min(self._scored_samples, self.received_samples)

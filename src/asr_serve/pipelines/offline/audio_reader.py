@@ -118,6 +118,10 @@ class ThreadedReader:
         return not closed
 
 
+OpenReader = Callable[[Source, AudioLimits, Callable[[], None]], AudioReader]
+"""Opens the reader of a source; the last argument is called whenever a slow input has more."""
+
+
 def open_reader(source: Source, limits: AudioLimits, wake: Callable[[], None]) -> AudioReader:
     """Opens the reader for a source. Streams that cannot seek may be slow."""
     if callable(getattr(source, "read", None)) and not _seekable(source):

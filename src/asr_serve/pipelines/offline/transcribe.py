@@ -22,7 +22,7 @@ from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.diarization.word_speakers import TurnIndex
 from asr_serve.engine.client import EngineClient, Ticket, VadSession
 from asr_serve.errors import AsrServeError, AtCapacity, Cancelled
-from asr_serve.pipelines.offline.audio_reader import AudioReader, open_reader
+from asr_serve.pipelines.offline.audio_reader import AudioReader, OpenReader, open_reader
 from asr_serve.pipelines.offline.file_diarizer import DiarizedReader, FileDiarizer, KnownSpeakerVoices
 from asr_serve.pipelines.offline.long_form import LongFormStrategy, SegmentAnswer, SegmentRequest
 from asr_serve.pipelines.offline.parallel import ParallelLongForm
@@ -117,11 +117,14 @@ def events(
     options: TranscribeOptions,
     stop: TranscribeCanceller | None = None,
     recognizer: SegmentRecognizer | None = None,
+    open_reader: OpenReader = open_reader,
 ) -> Generator[Event, None, None]:
     """Transcribes `items`; see Model.events. `recognizer`: what recognizes segments, where it is not `client` alone,
-    its first engine. Raises OptionError at once, Cancelled after `stop.cancel()`."""
+    its first engine. `open_reader`: opens the reader of an item's source. Raises OptionError at once, Cancelled after
+    `stop.cancel()`."""
     segments: SegmentRecognizer = EngineRecognizer(client, tokenizer.decode) if recognizer is None else recognizer
-    return _Transcription(client, tokenizer, options, stop or TranscribeCanceller(), segments).run(iter(items))
+    work = _Transcription(client, tokenizer, options, stop or TranscribeCanceller(), segments, open_reader)
+    return work.run(iter(items))
 
 
 class _Transcription:
@@ -135,8 +138,10 @@ class _Transcription:
         options: TranscribeOptions,
         stop: TranscribeCanceller,
         recognizer: SegmentRecognizer,
+        open_reader: OpenReader,
     ) -> None:
         self.client, self.tokenizer, self.options = client, tokenizer, options
+        self.open_reader = open_reader
         self.stop, self.awake, self.recognizer = stop, stop.awake, recognizer
         stop.recognizer = recognizer
         self.language = resolve_language(client, options.language)
@@ -263,7 +268,7 @@ class _FileJob:
         self.pending: deque[tuple[Span, Ticket]] = deque()
         self.answers: deque[SegmentAnswer] = deque()
         try:
-            source = open_reader(item.source, options.limits, call.wake)
+            source = call.open_reader(item.source, options.limits, call.wake)
             self.source = DiarizedReader(source, self.diarizer) if self.diarizer else source
             self.announced = self.source.hint_samples or 0
             if not self.announced:

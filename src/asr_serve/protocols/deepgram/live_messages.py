@@ -12,6 +12,7 @@ import msgspec
 
 from asr_serve import units
 from asr_serve.errors import UnknownCommand
+from asr_serve.pipelines.language_identification import LanguageIdentification
 from asr_serve.pipelines.live.events import FlushDone, LiveEvent, LivePartial, LiveSegmentDone, TurnEvent
 from asr_serve.protocols.deepgram.listen_query import ListenQuery
 from asr_serve.protocols.deepgram.models import DEPRECATED_KEY, DeepgramModelInfo, model_uuid
@@ -19,7 +20,7 @@ from asr_serve.protocols.deepgram.transcript_parts import PLACES, DeepgramWord, 
 from asr_serve.protocols.form_fields import quote_for_message
 from asr_serve.protocols.json_members import decode_json
 from asr_serve.protocols.segment_text import segment_confidence, transcript_text
-from asr_serve.types import Segment, suggest_name
+from asr_serve.types import suggest_name
 
 COMMANDS = ("KeepAlive", "Finalize", "CloseStream", "Configure")
 MAX_COMMAND_CHARACTERS = 1 << 16
@@ -56,10 +57,12 @@ class ListenMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
         return msgspec.json.encode(self).decode()
 
 
-class LiveAlternative(msgspec.Struct, frozen=True):
+class LiveAlternative(msgspec.Struct, frozen=True, omit_defaults=True):
     transcript: str
     confidence: float
     words: Sequence[DeepgramWord]
+    languages: list[str] = []
+    """Language of the words, where it was detected or identified."""
 
 
 class LiveChannel(msgspec.Struct, frozen=True):
@@ -144,14 +147,17 @@ class ListenResultsEncoder:
     """Encoder of one connection's results, from the events of its live session."""
 
     def __init__(self, query: ListenQuery, model: str, request_id: str) -> None:
-        self._query, self._model, self._request_id = query, model, request_id
-        self._metadata = LiveMetadata(request_id, DeepgramModelInfo(model), model_uuid(model))
+        self._query, self._request_id = query, request_id
+        self._set_model(model)
         self._open_turns = 0
         """Turns that have started and not ended: the next one may start before the text of the last is final."""
         self._last_word_end: int | None = None
         """End of the last word, until the silence after it was reported."""
         self._final_samples = 0
         """End of the audio in final results."""
+
+    def _set_model(self, model: str) -> None:
+        self._metadata = LiveMetadata(self._request_id, DeepgramModelInfo(model), model_uuid(model))
 
     @property
     def busy(self) -> bool:
@@ -161,7 +167,7 @@ class ListenResultsEncoder:
     def on_events(self, events: Sequence[LiveEvent]) -> list[str]:
         """Messages for new events, interim results excepted."""
         messages = list[str]()
-        segment: Segment | None = None
+        segment: LiveSegmentDone | None = None
         """Segment whose result waits for the event behind it, which tells how it ended."""
         speech_final = False
         for event in events:
@@ -170,8 +176,10 @@ class ListenResultsEncoder:
                     messages.append(self._final(segment, speech_final=speech_final))
                     segment = None
             match event:
+                case LanguageIdentification():
+                    self._set_model(event.model)
                 case LiveSegmentDone():
-                    segment, speech_final = event.segment, False
+                    segment, speech_final = event, False
                 case TurnEvent("started", position):
                     self._open_turns += 1
                     if self._query.vad_events:
@@ -227,8 +235,8 @@ class ListenResultsEncoder:
             description="the options of a session are those of its query; connect again with others",
         ).to_json()
 
-    def _final(self, segment: Segment, *, speech_final: bool = False, from_finalize: bool = False) -> str:
-        words = deepgram_words(segment)
+    def _final(self, done: LiveSegmentDone, *, speech_final: bool = False, from_finalize: bool = False) -> str:
+        segment, words = done.segment, deepgram_words(done.segment)
         self._last_word_end = segment.words[-1].end_samples if segment.words else segment.end_samples
         self._final_samples = max(self._final_samples, segment.end_samples)
         return self._results(
@@ -237,6 +245,7 @@ class ListenResultsEncoder:
             segment.text,
             segment_confidence(segment),
             words,
+            [done.language] if done.language_prob else [],
             is_final=True,
             speech_final=speech_final,
             from_finalize=from_finalize,
@@ -256,6 +265,7 @@ class ListenResultsEncoder:
         text: str,
         confidence: float,
         words: Sequence[DeepgramWord],
+        languages: Sequence[str] = (),
         *,
         is_final: bool,
         speech_final: bool = False,
@@ -268,7 +278,7 @@ class ListenResultsEncoder:
             start=_seconds(start),
             is_final=is_final,
             speech_final=speech_final,
-            channel=LiveChannel([LiveAlternative(transcript, confidence, words)]),
+            channel=LiveChannel([LiveAlternative(transcript, confidence, words, list(languages))]),
             metadata=self._metadata,
             from_finalize=from_finalize,
         ).to_json()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from asr_serve import types
+from asr_serve.pipelines.language_identification import LanguageIdentification, Outcome
 from asr_serve.pipelines.live import events
 from asr_serve.units import samples_to_s
 
@@ -160,6 +161,16 @@ class StreamTurnEvent(NumberedEvent, frozen=True, kw_only=True, tag="turn"):
     by: str
 
 
+class LanguageEvent(NumberedEvent, frozen=True, kw_only=True, omit_defaults=True, tag="language"):
+    """Result of the identification of the session's language, once. `model` serves the session from here on."""
+
+    outcome: Outcome
+    model: str
+    language: str | None = None
+    probability: float | None = None
+    """Probability of `language`, 0 to 1."""
+
+
 class EndEvent(NumberedEvent, frozen=True, kw_only=True, tag="end"):
     """Last event."""
 
@@ -204,6 +215,13 @@ class StreamEventEncoder:
                 yield from self._speakers(speakers)
             case events.TurnEvent(state, position, probability, by):
                 yield StreamTurnEvent(state=state, position_s=samples_to_s(position), probability=probability, by=by)
+            case LanguageIdentification(outcome, model, language, probability):
+                yield LanguageEvent(
+                    outcome=outcome,
+                    model=model,
+                    language=language or None,
+                    probability=round(probability, 4) if language else None,
+                )
             case events.FlushDone(name, position):
                 yield FlushedEvent(id=name, position_s=samples_to_s(position))
             case events.SessionFinished(duration):

@@ -175,7 +175,8 @@ class LineRunner:
         self, engine: FileEngine, audio: BinaryIO, request: transcription_form.TranscriptionRequest, name: str | None
     ) -> bytes:
         options = msgspec.structs.replace(request.options, priority="bulk", limits=self._limits)
-        texts = engine.tokenizer.decode if request.logprobs else lambda _: ""
+        if request.logprobs:
+            _ = engine.tokenizer  # raises UnsupportedOption
         with audio, engine.in_use():
             job = self._executor.start(engine, audio, options, name)
             try:
@@ -183,6 +184,7 @@ class LineRunner:
             finally:
                 job.cancel()
                 await job.wait_closed()
+        texts = engine.tokenizer.decode if request.logprobs else lambda _: ""
         rendered = transcription_response.render_transcription(transcript, request, texts)
         if transcription_form.RESPONSE_FORMATS[request.response_format] == JSON:
             return rendered

@@ -30,6 +30,8 @@ DRAIN_BODY_BYTES, DRAIN_BODY_S = 64 << 20, 2.0
 """Limits of what is still read from a client after its response."""
 IGNORED_HEADER = "x-ignored"
 """Header of a response: fields of the request that had no effect."""
+LANGUAGE_HEADER = "x-identified-language"
+"""Header of a response: the result of the identification of its language."""
 WEBSOCKET = "WEBSOCKET"
 """Method label of WebSockets; SWITCHING_PROTOCOLS is the status of one that was not refused."""
 SWITCHING_PROTOCOLS = 101
@@ -64,6 +66,8 @@ class RequestContext(msgspec.Struct, kw_only=True):
     rejection_reason: str = ""
     """Code of the error that it was refused with or failed by."""
     model: str | None = None
+    identified_language: str = ""
+    """Result of the identification of its language, as in the header; empty: there was none."""
     audio_s: float | None = None
     """Duration of the transcribed audio."""
     synthesized_s: float | None = None
@@ -273,6 +277,8 @@ class ClientConnection:
                 headers[IGNORED_HEADER] = ignored
             if self.visit.model is not None:
                 headers["x-model"] = self.visit.model
+            if self.visit.identified_language:
+                headers[LANGUAGE_HEADER] = self.visit.identified_language
         elif not message.get("more_body"):
             self._answered = True
         try:

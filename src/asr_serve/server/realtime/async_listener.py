@@ -11,17 +11,21 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 
 from asr_serve import units
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import AsrServeError
 from asr_serve.metrics import LiveRouteMetrics
+from asr_serve.pipelines.language_identification import LanguageIdentification, possible_itn
 from asr_serve.pipelines.live.events import LiveEvent, LivePartial, LiveSegmentDone, SessionFinished
+from asr_serve.pipelines.live.identifying_session import IdentifyingSession, OpenInLanguage
 from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.live.session_state import LiveSessionState, SavedLiveSession
 from asr_serve.pipelines.options import ListenOptions
 from asr_serve.server.caller_models import RequestWatch
+from asr_serve.server.spoken_language import SpokenLanguage
 from asr_serve.text.tokenizers import Tokenizer
 
 MARK_SAMPLES = units.ms_to_samples(100)
@@ -96,11 +100,14 @@ class AsyncListener:
         api_client: str | None = None,
         saved: SavedLiveSession | None = None,
         watch: RequestWatch | None = None,
+        identifies: bool = True,
     ) -> None:
         """`on_events` receives new events. `lease` holds the engine until `close`. `api_client`: whose session it is,
         where that is known. `saved`: the session to continue. `watch`: what is told of its latencies and its end.
-        Raises as LiveSession does."""
-        self.language = client.card.language(options.language)
+        `identifies`: whether its model may change once its language is identified. Raises as LiveSession does."""
+        self._default_language = self.language = client.card.language(options.language)
+        self.model = client.name
+        """Name of its model, by now."""
         self.after_advance: Callable[[], None] = lambda: None
         """Called after every step of the session, with or without events."""
         self._loop = asyncio.get_running_loop()
@@ -114,10 +121,43 @@ class AsyncListener:
         self._partial_s: float | None = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(lease)
-            self._session = LiveSession(client, tokenizer, options, self._wake, api_client=api_client, saved=saved)
+            session = LiveSession(client, tokenizer, options, self._wake, api_client=api_client, saved=saved)
             self._resources = stack.pop_all()
+        self._session: LiveSession | IdentifyingSession = session
+        self._tokenizer, self._options, self._api_client = tokenizer, options, api_client
+        self._spoken: SpokenLanguage | None = None
+        if identifies and saved is None and watch is not None and watch.language is not None:
+            self._spoken = watch.language.for_live(options)
+        if self._spoken is not None:
+            self.language = ""
+            self._resources.enter_context(self._spoken.identifier.in_use())
+            identifier = self._spoken.identifier.client
+            self._session = IdentifyingSession(session, client.name, identifier, self._choose_model, self._wake)
         if saved is not None:
             self._awake.set()
+
+    def _choose_model(self, language: str) -> tuple[str, OpenInLanguage | None]:
+        spoken = self._spoken
+        assert spoken is not None
+        engine = spoken.model_for(language)
+        if engine is spoken.default:
+            return engine.name, None
+
+        def open_session(saved: SavedLiveSession) -> LiveSession:
+            itn = possible_itn(engine.card, language, self._options.itn)
+            options = msgspec.structs.replace(self._options, language=language, itn=itn)
+            session = LiveSession(
+                engine.client, engine.tokenizer, options, self._wake, api_client=self._api_client, saved=saved
+            )
+            self._resources.enter_context(engine.in_use())
+            self._tokenizer = engine.tokenizer
+            return session
+
+        return engine.name, open_session
+
+    def decode_tokens(self, tokens: list[int]) -> str:
+        """Text of tokens of its segments."""
+        return self._tokenizer.decode(tokens)
 
     @property
     def received_samples(self) -> int:
@@ -210,6 +250,13 @@ class AsyncListener:
                     self._note_final(event)
                 case LivePartial():
                     self._note_partial(event)
+                case LanguageIdentification():
+                    assert self._spoken is not None
+                    self._spoken.tell(event)
+                    self.model, self.language = (
+                        event.model,
+                        event.language if event.outcome == "identified" else self._default_language,
+                    )
                 case SessionFinished():
                     self._finished = True
                     self._awake.set()

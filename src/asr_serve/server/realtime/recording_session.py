@@ -13,7 +13,7 @@ from asr_serve.errors import AsrServeError, AudioTooLong
 from asr_serve.metrics import LiveRouteMetrics
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.server.caller_models import RequestWatch
-from asr_serve.server.engine_registry import ModelEngine
+from asr_serve.server.engine_registry import FileEngine
 from asr_serve.server.middleware.request_context import RequestContext
 from asr_serve.server.transcription_job import TranscriptionExecutor, TranscriptionJob
 from asr_serve.server.uploads.spool import Spool, SpoolReader
@@ -30,7 +30,7 @@ class RecordingSession:
     def __init__(
         self,
         executor: TranscriptionExecutor,
-        engine: ModelEngine,
+        engine: FileEngine,
         reservation: AbstractContextManager[None],
         options: TranscribeOptions,
         context: RequestContext,
@@ -44,6 +44,7 @@ class RecordingSession:
         are written; empty for those of a file. `sample_bytes`: size of a sample at 16 kHz, for the length so far; None:
         it is known at the end. `max_bytes`: limit of the recording. Raises AtCapacity."""
         self.language, self.received_samples, self.full = options.language or "", 0, False
+        engine = watch.file_engine(engine)
         self._jobs, self._engine, self._context, self._meter = executor, engine, context, meter
         self._options = options
         self._watch, self._ended_s, self._header, self._sample_bytes = watch, 0.0, header, sample_bytes

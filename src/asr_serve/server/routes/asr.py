@@ -8,7 +8,6 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from asr_serve.errors import UnsupportedOption
 from asr_serve.protocols.funasr.asr import ASR_FIELDS, AsrRequest, parse_asr_form, render_asr_answer
 from asr_serve.protocols.whisper_asr import asr as whisper_asr
 from asr_serve.protocols.whisper_asr.asr import WhisperAsrRequest
@@ -19,7 +18,6 @@ from asr_serve.server.middleware.error_handlers import JSON
 from asr_serve.server.middleware.request_context import request_context
 from asr_serve.server.routes.transcriptions import TranscriptionDependencies, UploadForm, UploadTranscription
 from asr_serve.text.formats.registry import PLAIN_TEXT
-from asr_serve.text.languages import MULTILINGUAL_COMMAND
 
 
 def routes(dependencies: TranscriptionDependencies) -> APIRouter:
@@ -64,14 +62,6 @@ def routes(dependencies: TranscriptionDependencies) -> APIRouter:
         )
         async with UploadTranscription.open(dependencies, request, form) as work:
             await work.wait_form()
-            card = work.engine.card
-            if not card.detects:
-                raise UnsupportedOption(
-                    f"{card.name} does not tell languages apart",
-                    f"it is for {', '.join(card.languages)}",
-                    MULTILINGUAL_COMMAND,
-                    param="model",
-                )
             transcript = await work.transcribe()
             request_context(request.scope).mark_first_text()
             return Response(whisper_asr.render_detection(transcript), media_type=JSON)

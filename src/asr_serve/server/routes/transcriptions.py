@@ -16,7 +16,8 @@ from starlette.responses import Response
 
 from asr_serve.audio.reader import AudioLimits
 from asr_serve.config import ServeConfig
-from asr_serve.errors import AsrServeError, ClientGone, EngineClosed, ModelNotLoaded, OptionError
+from asr_serve.errors import AsrServeError, ClientGone, EngineClosed, ModelNotLoaded, OptionError, UnsupportedOption
+from asr_serve.models.registry import AsrCard
 from asr_serve.pipelines.offline.transcribe import SegmentDone
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.protocols.form_fields import errors_named_by_field, reject_query_fields
@@ -31,9 +32,11 @@ from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
 from asr_serve.server.middleware.request_context import RequestContext, request_context
 from asr_serve.server.server_sent_events import EVENT_STREAM, StreamedResponse, with_keep_alive
 from asr_serve.server.shadow_transcriber import ShadowTranscriber
+from asr_serve.server.spoken_language import IdentifyingEngine
 from asr_serve.server.transcription_job import TranscriptionExecutor, TranscriptionJob
 from asr_serve.server.uploads.multipart_form import FILE_FIELD, MultipartForm
 from asr_serve.server.uploads.upload import BodyFactory, Upload, UploadLimits, read_body
+from asr_serve.text.languages import MULTILINGUAL_COMMAND
 from asr_serve.types import Transcript
 
 log = logging.getLogger(__name__)
@@ -209,6 +212,14 @@ class UploadTranscription(Generic[RequestT]):
         if self._form_task is not None:
             await self._form_task
 
+    async def wait_model(self) -> None:
+        """Waits until it is known which model serves the request, or that none does."""
+        if isinstance(self.engine, IdentifyingEngine):
+            identified = asyncio.ensure_future(self.engine.identified.wait())
+            outcomes: set[asyncio.Future[Any]] = {identified, self._job.transcript}
+            await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
+            identified.cancel()
+
     async def segments(self) -> AsyncIterator[SegmentDone]:
         """Yields segments as they are recognized, once; sets `transcript`. Raises errors of form and audio."""
         while True:
@@ -274,6 +285,8 @@ class UploadTranscription(Generic[RequestT]):
         self.engine = engine
 
     def _start_job(self) -> TranscriptionJob:
+        if self.request.detects_language:
+            check_detects_language(self.engine.card)
         self._context.model = self.engine.name
         options = self._job_options()
         self._upload.raw_pcm = self.request.raw_pcm
@@ -349,6 +362,17 @@ def recognition_needs(request: ParsedForm) -> ModelNeeds:
     return ModelNeeds(request.options.language, request.options.task, request.detects_language)
 
 
+def check_detects_language(card: AsrCard) -> None:
+    """Raises UnsupportedOption for a model that cannot tell which language is spoken."""
+    if not card.detects:
+        raise UnsupportedOption(
+            f"{card.name} does not tell languages apart",
+            f"it is for {', '.join(card.languages)}",
+            MULTILINGUAL_COMMAND,
+            param="model",
+        )
+
+
 async def _load_substitute(engines: EngineRegistry, request: ParsedForm) -> None:
     """Loads the model that serves a request in place of the default one, if there is one. Raises errors of loading."""
     await engines.load_substitute(request.model, recognition_needs(request))
@@ -404,7 +428,10 @@ class TranscriptEventStream(StreamedResponse):
 def _token_texts(work: UploadTranscription[transcription_form.TranscriptionRequest]) -> TokenTexts:
     """Texts of tokens, which log-probabilities are told with. Raises UnsupportedOption where those were requested of
     a pipeline with the tokens of several models."""
-    return work.engine.tokenizer.decode if work.request.logprobs else lambda _: ""
+    if not work.request.logprobs:
+        return lambda _: ""
+    _ = work.engine.tokenizer  # raises
+    return lambda tokens: work.engine.tokenizer.decode(tokens)  # which it is, is known once they are recognized
 
 
 async def _answer(request: Request, work: UploadTranscription[transcription_form.TranscriptionRequest]) -> Response:
@@ -432,6 +459,7 @@ def routes(dependencies: TranscriptionDependencies) -> APIRouter:
             if not work.request.stream:
                 await work.wait_form()
             if work.request.stream:
+                await work.wait_model()  # the head of the answer names it
                 return TranscriptEventStream(work, resources.pop_all())
             return await _answer(request, work)
 

@@ -65,7 +65,8 @@ class EngineFunAsrSessionFactory:
         _ = self.engine
 
     def resolve_language(self, code: str | None) -> str:
-        return resolve_language(self.engine.client, code)
+        language = resolve_language(self.engine.client, code)
+        return "" if code is None and self.models.identifies_language(self._model) else language
 
     def validate(self, options: FunAsrOptions) -> None:
         validate_options(self.engine, options)

@@ -62,7 +62,7 @@ class EngineRealtimeSessionFactory:
             api_client=self._visit.client.name if self._visit.client else None,
             watch=self._models.watch(settings.model, "live"),
         )
-        return listener, engine.tokenizer.decode
+        return listener, listener.decode_tokens
 
     def _engine(self, settings: RealtimeSettings) -> ModelEngine:
         engine = self._models.get(settings.model)

@@ -114,6 +114,7 @@ def create_session_manager(dependencies: LiveDependencies) -> StreamSessionManag
                 api_client=cast(Key, owner).name,
                 saved=saved,
                 watch=watch,
+                identifies=config.sessions.redis_url is None,  # a stored session is continued by its first model
             )
 
         return engine.name, start_listener
@@ -156,7 +157,7 @@ async def _connected(
         session,
         connection,
     ):
-        context.model, before_samples = session.info.model, session.received_samples
+        context.model, before_samples = session.model, session.received_samples
         reader = asyncio.create_task(read(session, connection))
         reader.add_done_callback(connection.stop_if_failed)
         try:

@@ -66,6 +66,7 @@ class StreamSessionInfo(msgspec.Struct, frozen=True):
 
     session_id: str
     model: str
+    """Name of its first model."""
     encoding: str
     resume_s: float
     words: bool = False
@@ -130,6 +131,11 @@ class StreamSession:
         self._length = self._loop.call_later(max(0.0, limits.session_s - started_s), lambda: self.end(self._too_long()))
         self._work = self._loop.create_task(self._run())
         self._work.add_done_callback(self._on_task_done)
+
+    @property
+    def model(self) -> str:
+        """Name of its model, by now."""
+        return self.info.model if self._listener is None else self._listener.model
 
     @property
     def received_samples(self) -> int:
@@ -271,8 +277,8 @@ class StreamSession:
         return SessionEvent(
             session_id=self.info.session_id,
             resumed=resumed,
-            model=self.info.model,
-            language=self._language,
+            model=self.model,
+            language=self._language if self._listener is None else self._listener.language,
             encoding=self.info.encoding,
             rate_hz=self._decoder.rate_hz,
             received_bytes=self.received_bytes,

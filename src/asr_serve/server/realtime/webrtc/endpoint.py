@@ -199,7 +199,7 @@ class CallRoutes:
         )
         conversation = StreamCallConversation(self._streams, session, connection, call.inbox, call.send)
         resources.push_async_callback(conversation.close)
-        context.model = session.info.model
+        context.model = session.model
         return conversation
 
 

@@ -1,4 +1,5 @@
 /** `npm --prefix console test` */
 
+import "./batches.test";
 import "./rich.test";
 import "./stages.test";

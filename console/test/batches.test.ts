@@ -3,7 +3,7 @@ import { test } from "node:test";
 import { crc32 as reference } from "node:zlib";
 import { answers, archivePaths } from "../src/batches/answers";
 import { countsOf, customIds, inputLines, isOpen, shareOf, tookS, type Batch } from "../src/batches/batch";
-import { crc32, zip } from "../src/batches/zip";
+import { crc32, zip } from "../src/page/zip";
 
 const batch: Batch = {
   id: "batch_1",

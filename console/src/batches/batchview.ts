@@ -1,3 +1,4 @@
+import { SpeechError } from "asr-serve";
 import { get, request } from "../page/api";
 import { confirm } from "../page/confirm";
 import { make } from "../page/dom";
@@ -8,7 +9,7 @@ import { toast } from "../page/toast";
 import { clock, size } from "../page/words";
 import { answers, archivePaths, type Answer } from "./answers";
 import { countsOf, isOpen, lasting, shareOf, stateOf, tookS, type Batch } from "./batch";
-import { zip } from "./zip";
+import { zip } from "../page/zip";
 
 /** Larger results are downloaded and not shown. */
 const LARGEST_SHOWN_BYTES = 64e6;
@@ -79,8 +80,8 @@ export class BatchView {
     this.#results.hidden = open || !(batch.output_file_id || batch.error_file_id);
     this.#errors.hidden = !batch.errors;
     this.#errors.replaceChildren(
-      ...(batch.errors?.data ?? []).map(({ line, message }) => {
-        const said = words(new Error(message));
+      ...(batch.errors?.data ?? []).map(({ line, code, message }) => {
+        const said = words(new SpeechError(code, message));
         return make("li", {}, line === null ? said : `Line ${line}: ${said}`);
       }),
     );

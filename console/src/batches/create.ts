@@ -50,7 +50,12 @@ export class Create {
     });
   }
 
-  /** Rejects with SpeechError. */
+  /** Whether the server has told its models. */
+  get known(): boolean {
+    return this.#known.length > 0;
+  }
+
+  /** Ask for the models, and show the form. Rejects with SpeechError. */
   async load(): Promise<void> {
     this.#known = await models();
     const ready = this.#known.filter(({ state }) => state === "ready");

@@ -56,13 +56,17 @@ async function look(): Promise<void> {
     const first = !views.size;
     show([...page.data, ...others]);
     if (first) byId("older").hidden = !page.has_more;
+    if (!create.known) {
+      await create.load();
+      byId("teach").hidden = false;
+    }
     if (lost) hush();
     plan();
   } catch (failure) {
     lost = true;
     if (failure instanceof SpeechError && failure.code === "no_such_route") return off();
     const waits = failure instanceof SpeechError && failure.code !== "invalid_api_key";
-    complain(words(failure), () => void load());
+    complain(words(failure), () => void look());
     if (waits) timer = setTimeout(() => void look(), LOOK_AGAIN_MS);
   }
 }
@@ -133,17 +137,6 @@ function tell(text: string): void {
   byId("told").textContent = text;
 }
 
-async function load(): Promise<void> {
-  await look();
-  if (lost) return;
-  try {
-    await create.load();
-    byId("teach").hidden = false;
-  } catch (failure) {
-    complain(words(failure), () => void load());
-  }
-}
-
 for (const room of document.querySelectorAll(".server")) room.textContent = new URL("./", document.baseURI).href.replace(/\/$/, "");
 byId("again").addEventListener("click", () => {
   const act = again;
@@ -156,4 +149,4 @@ document.addEventListener("visibilitychange", () => {
   if (document.visibilityState === "visible" && !byId("list-room").hidden) void look();
 });
 themeButton();
-void load();
+void look();

@@ -4,6 +4,7 @@ import "../styles/paper.css";
 import "../styles/empty.css";
 import "../styles/rail.css";
 import "../styles/dock.css";
+import "../styles/switch.css";
 import "../styles/rich.css";
 
 import { byId } from "../page/dom";
@@ -91,6 +92,21 @@ shortcuts({
 addEventListener("beforeunload", (event) => {
   if (stage.mode !== "idle") event.preventDefault();
 });
+/** A transcript of the history: `#saved=ID`, and `&at=SECONDS` for a place in it. */
+async function recall(): Promise<void> {
+  const asked = new URLSearchParams(location.hash.slice(1));
+  const id = asked.get("saved");
+  if (!id || stage.mode !== "idle") return;
+  history.replaceState(null, "", location.pathname + location.search); // a page that is loaded again is a new one
+  const take = await stage.remember.open(id);
+  if (!take) return stage.banner.show("This transcript is not in the history of this browser any more.");
+  if (stage.mode !== "idle") return;
+  stage.show(take);
+  if (asked.has("at")) stage.view.reveal(Number(asked.get("at")));
+}
+
 stage.refresh();
+void recall();
+addEventListener("hashchange", () => void recall());
 void known();
 void stage.chooser.devices();

@@ -10,6 +10,7 @@ import "../styles/rich.css";
 import { byId } from "../page/dom";
 import { themeButton } from "../page/theme";
 import { files } from "./drop";
+import { Share } from "../share/share";
 import { Keeper } from "./keep";
 import { Recordings } from "./recordings";
 import { sheet } from "./sheet";
@@ -26,6 +27,7 @@ const keeper = new Keeper(
   () => stage.shown,
   (busy) => byId("download").setAttribute("aria-busy", String(busy)),
 );
+const share = new Share(() => (stage.mode === "idle" ? stage.shown : undefined));
 const { player } = stage;
 
 /** The big button: what it does depends on what goes on. */
@@ -79,6 +81,7 @@ shortcuts({
   o: () => (stage.mode === "idle" ? browse() : false),
   c: () => void keeper.copy(),
   d: () => keeper.choose(),
+  s: () => share.open(),
   t: nextTheme,
   arrowleft: () => skip(-SKIP_S),
   arrowright: () => skip(SKIP_S),

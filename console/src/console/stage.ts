@@ -131,7 +131,7 @@ export class Stage {
     primary.title = label!;
     byId("talk").hidden = !this.plays;
     byId("level").hidden = mode !== "starting" && mode !== "live";
-    byId("browse", HTMLButtonElement).disabled = mode !== "idle";
+    byId("browse", HTMLButtonElement).disabled = byId("share", HTMLButtonElement).disabled = mode !== "idle";
     this.chooser.enable(mode === "idle");
     this.wanted.enable(mode === "idle");
     this.#legend.show(shown);

@@ -21,6 +21,7 @@ test("all words have to be somewhere, whatever their case and accents", () => {
   assert.deepEqual(hits(saved, terms("failed MATTER")), [1, 2]);
   assert.deepEqual(hits(saved, terms("cafe matter")), [2]); // one in the title
   assert.deepEqual(hits(saved, terms("cafe")), []);
+  assert.deepEqual(hits(saved, terms("ever istanbul")), [1, 0]); // the one with both comes first
   assert.equal(hits(saved, terms("ever nothing")), undefined);
 });
 

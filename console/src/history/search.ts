@@ -11,12 +11,17 @@ export function terms(query: string): string[] {
   return [...new Set(fold(query).text.split(/\s+/).filter(Boolean))];
 }
 
-/** Numbers of the segments that hold any of the terms; undefined: a term is nowhere in the title or the text. */
+/** Numbers of the segments that hold any of the terms, those with most of them first; undefined: a term is nowhere in
+ * the title or the text. */
 export function hits({ title, segments }: Saved, wanted: readonly string[]): number[] | undefined {
   const texts = segments.map(({ text }) => fold(text).text);
   const heading = fold(title).text;
   if (!wanted.every((term) => heading.includes(term) || texts.some((text) => text.includes(term)))) return undefined;
-  return texts.flatMap((text, n) => (wanted.some((term) => text.includes(term)) ? [n] : []));
+  return texts
+    .map((text, n) => ({ n, found: wanted.filter((term) => text.includes(term)).length }))
+    .filter(({ found }) => found)
+    .sort((a, b) => b.found - a.found)
+    .map(({ n }) => n);
 }
 
 /** All of a text, cut where hits begin and end. */

@@ -13,6 +13,7 @@ import argparse
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,69 @@ def conversing(page: Any, url: str, dialogue: Path) -> None:
     page.wait_for_selector("#word-tip:not([hidden])")
 
 
+def batching(page: Any, url: str, speech: Path) -> None:
+    """One batch that is done, its results open, and one that runs."""
+    page.goto(f"{url}/batches")
+    page.wait_for_selector("#choose-files")
+    for name, count in (("Interviews, week 47", 3), ("Archive 1998", 60)):
+        files = [
+            {"name": f"{name.split()[0].lower()}-{n:02}.wav", "mimeType": "audio/wav", "buffer": speech.read_bytes()}
+            for n in range(1, count + 1)
+        ]
+        page.set_input_files("#files", files)
+        page.fill("#name", name)
+        page.click("#submit")
+        if count == 3:
+            page.wait_for_selector(".batch .pill[data-state=completed]")
+            page.click(".batch summary")
+            page.wait_for_selector(".answers li")
+    page.wait_for_selector(".batch .pill[data-state=in_progress]")
+    page.wait_for_timeout(PLAYED_MS)
+    page.evaluate("document.querySelectorAll('.toast').forEach((each) => each.remove())")
+    page.evaluate("document.activeElement.blur()")
+
+
+def searching(page: Any, url: str, *recordings: Path) -> None:
+    """A history of some recordings, and a search in it."""
+    page.goto(url)
+    page.wait_for_selector("#model option[value=moonshine-tiny-en]", state="attached")
+    page.evaluate("localStorage.setItem('asr-serve.history', 'on')")
+    page.reload()
+    page.wait_for_selector("#model option[value=moonshine-tiny-en]", state="attached")
+    for recording in recordings:
+        page.set_input_files("#file", recording)
+        page.wait_for_selector(DONE)
+    page.goto(f"{url}/history")
+    page.wait_for_selector("#list .saved")
+    page.fill("#query", "times")
+    page.wait_for_selector("#list mark")
+
+
+def sharing(page: Any, url: str, speech: Path) -> None:
+    """The file that is shared, as its reader has it."""
+    page.goto(url)
+    page.wait_for_selector("#model option[value=moonshine-tiny-en]", state="attached")
+    page.set_input_files("#file", speech)
+    page.wait_for_selector(DONE)
+    page.wait_for_selector("button.stamp")
+    page.click("#share")
+    page.check("#share-audio")
+    with page.expect_download() as coming:
+        page.click("#share-download")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / coming.value.suggested_filename
+        coming.value.save_as(file)
+        page.goto(file.as_uri())
+        page.locator("button.time").nth(1).click()
+        page.wait_for_selector("li.now")
+        page.wait_for_timeout(PLAYED_MS // 2)
+
+
+def asking_for_keys(page: Any, url: str) -> None:
+    page.goto(f"{url}/key")
+    page.wait_for_selector("#limits:not([hidden])")
+
+
 def uploads(url: str, speech: Path, over: threading.Event) -> None:
     """Somebody else's recordings, so that there is something to draw."""
     while not over.wait(2):
@@ -152,6 +216,24 @@ def main() -> int:
             shown = page(DESKTOP)
             reading(shown, given.url)
             keep(shown, "speak")
+        for name, viewport, scheme in (("batches", DESKTOP, "light"), ("batches-phone", PHONE, "light")):
+            if wants(name):
+                shown = page(viewport, scheme)
+                batching(shown, given.url, given.speech)
+                keep(shown, name)
+        for name, viewport, scheme in (("history", DESKTOP, "light"), ("history-phone", PHONE, "dark")):
+            if wants(name):
+                shown = page(viewport, scheme)
+                searching(shown, given.url, given.speech, given.dialogue)
+                keep(shown, name)
+        if wants("key"):
+            shown = page(DESKTOP, "dark")
+            asking_for_keys(shown, given.url)
+            keep(shown, "key")
+        if wants("shared"):
+            shown = page(PHONE)
+            sharing(shown, given.url, given.speech)
+            keep(shown, "shared")
         if wants("status"):
             over = threading.Event()
             others = threading.Thread(target=uploads, args=(given.url, given.speech, over))

@@ -1,4 +1,8 @@
 /** `npm --prefix console test` */
 
+import "./batches.test";
+import "./history.test";
+import "./key.test";
 import "./rich.test";
+import "./share.test";
 import "./stages.test";

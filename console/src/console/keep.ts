@@ -1,6 +1,7 @@
 import { SpeechError } from "asr-serve";
-import { byId, make } from "../page/dom";
+import { byId } from "../page/dom";
 import { words } from "../page/problems";
+import { fileName, save } from "../page/save";
 import { toast } from "../page/toast";
 import { asked, FORMS, lacks, made, stem } from "./export";
 import type { Take } from "./take";
@@ -82,10 +83,7 @@ export class Keeper {
     } else {
       text = made(take, form);
     }
-    const url = URL.createObjectURL(new Blob([text], { type: form.type }));
-    const name = stem(take.title).replace(/[^\p{L}\p{N}._-]+/gu, "-");
-    make("a", { href: url, download: `${name || "transcript"}${form.suffix}` }).click();
-    setTimeout(() => URL.revokeObjectURL(url), 10_000);
+    save(`${fileName(stem(take.title)) || "transcript"}${form.suffix}`, new Blob([text], { type: form.type }));
   }
 
   #toggle(open: boolean): void {

@@ -4,11 +4,13 @@ import "../styles/paper.css";
 import "../styles/empty.css";
 import "../styles/rail.css";
 import "../styles/dock.css";
+import "../styles/switch.css";
 import "../styles/rich.css";
 
 import { byId } from "../page/dom";
 import { themeButton } from "../page/theme";
 import { files } from "./drop";
+import { Share } from "../share/share";
 import { Keeper } from "./keep";
 import { Recordings } from "./recordings";
 import { sheet } from "./sheet";
@@ -25,6 +27,7 @@ const keeper = new Keeper(
   () => stage.shown,
   (busy) => byId("download").setAttribute("aria-busy", String(busy)),
 );
+const share = new Share(() => (stage.mode === "idle" ? stage.shown : undefined));
 const { player } = stage;
 
 /** The big button: what it does depends on what goes on. */
@@ -78,6 +81,7 @@ shortcuts({
   o: () => (stage.mode === "idle" ? browse() : false),
   c: () => void keeper.copy(),
   d: () => keeper.choose(),
+  s: () => share.open(),
   t: nextTheme,
   arrowleft: () => skip(-SKIP_S),
   arrowright: () => skip(SKIP_S),
@@ -91,6 +95,21 @@ shortcuts({
 addEventListener("beforeunload", (event) => {
   if (stage.mode !== "idle") event.preventDefault();
 });
+/** A transcript of the history: `#saved=ID`, and `&at=SECONDS` for a place in it. */
+async function recall(): Promise<void> {
+  const asked = new URLSearchParams(location.hash.slice(1));
+  const id = asked.get("saved");
+  if (!id || stage.mode !== "idle") return;
+  history.replaceState(null, "", location.pathname + location.search); // a page that is loaded again is a new one
+  const take = await stage.remember.open(id);
+  if (!take) return stage.banner.show("This transcript is not in the history of this browser any more.");
+  if (stage.mode !== "idle") return;
+  stage.show(take);
+  if (asked.has("at")) stage.view.reveal(Number(asked.get("at")));
+}
+
 stage.refresh();
+void recall();
+addEventListener("hashchange", () => void recall());
 void known();
 void stage.chooser.devices();

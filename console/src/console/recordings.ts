@@ -60,11 +60,13 @@ export class Recordings {
     this.#sending?.cancel();
   }
 
-  #over({ transcript }: Take): void {
+  #over(take: Take): void {
+    const { transcript } = take;
     this.#sending = undefined;
     this.#progress.end();
     transcript.duration ||= transcript.segments.at(-1)?.end ?? 0;
     this.stage.enter("idle");
+    this.stage.remember.keep(take);
   }
 
   async #play(take: Take, file: File): Promise<void> {

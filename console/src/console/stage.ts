@@ -6,6 +6,7 @@ import { Chooser } from "./chooser";
 import { Meter } from "./level";
 import { Player } from "./player";
 import { Legend } from "./legend";
+import { Remember } from "./remember";
 import { facts, type Sound, type Take } from "./take";
 import { TextView } from "./textview";
 import { Wanted } from "./wanted";
@@ -45,6 +46,7 @@ export class Stage {
   readonly view = new TextView((seconds) => this.player.playFrom(seconds), this.#legend);
   readonly #awake = new Awake();
   readonly #takes: Take[] = [];
+  readonly remember = new Remember(() => (this.#mode === "idle" ? this.#takes : this.#takes.filter((take) => take !== this.#shown)));
   #mode: Mode = "idle";
   #shown: Take | undefined;
 
@@ -99,6 +101,7 @@ export class Stage {
   /** Somebody has another name, or has said other segments. */
   voices(): void {
     this.view.voices();
+    if (this.#mode === "idle" && this.#shown) this.remember.keep(this.#shown);
     this.refresh();
   }
 
@@ -128,7 +131,7 @@ export class Stage {
     primary.title = label!;
     byId("talk").hidden = !this.plays;
     byId("level").hidden = mode !== "starting" && mode !== "live";
-    byId("browse", HTMLButtonElement).disabled = mode !== "idle";
+    byId("browse", HTMLButtonElement).disabled = byId("share", HTMLButtonElement).disabled = mode !== "idle";
     this.chooser.enable(mode === "idle");
     this.wanted.enable(mode === "idle");
     this.#legend.show(shown);

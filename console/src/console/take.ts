@@ -15,6 +15,8 @@ export interface Take {
   sound: Sound | undefined;
   /** How sure the model was of the language that it heard, 0..1. */
   languageScore?: number;
+  /** When the history got it: milliseconds since 1970. */
+  savedMs?: number;
 }
 
 export interface Source {

@@ -160,6 +160,7 @@ export class Talking {
     stage.wave.settled(transcript.duration);
     stage.meter.rest();
     stage.enter("idle");
+    stage.remember.keep(this.#take!);
     const none = !transcript.segments.length;
     stage.tell(none ? "" : "The transcript is done");
     if (failure) return stage.banner.error(failure);

@@ -94,6 +94,17 @@ export class TextView {
     this.#waiting.hidden = !none || !text;
   }
 
+  /** Show what was said at this time, and put the focus there. */
+  reveal(seconds: number): void {
+    const at = this.#take?.transcript.segments.findIndex(({ end }) => seconds < end) ?? -1;
+    const row = this.#list.children[at];
+    if (!(row instanceof HTMLElement)) return;
+    row.tabIndex = -1;
+    row.classList.add("found");
+    row.scrollIntoView({ block: "center" });
+    row.focus({ preventScroll: true });
+  }
+
   /** Times became something to play from, or not. */
   refresh(): void {
     const take = this.#take;

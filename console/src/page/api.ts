@@ -12,12 +12,20 @@ export function authorization(): Record<string, string> {
 }
 
 /** GET. Asks for a key where one is needed. Rejects with SpeechError. */
-export async function get(route: string, signal?: AbortSignal): Promise<Response> {
+export function get(route: string, signal?: AbortSignal): Promise<Response> {
+  return request(route, { signal: signal ?? null });
+}
+
+/** A request whose body can be sent again. Asks for a key where one is needed. Rejects with SpeechError; its code is
+ * `cancelled` after the signal of `init`. */
+export async function request(route: string, init: RequestInit = {}): Promise<Response> {
   for (;;) {
     let answer: Response;
     try {
-      answer = await fetch(address(route), { headers: authorization(), cache: "no-store", signal: signal ?? null });
+      const headers = { ...(init.headers as Record<string, string>), ...authorization() };
+      answer = await fetch(address(route), { ...init, headers, cache: "no-store" });
     } catch (cause) {
+      if (init.signal?.aborted) throw new SpeechError("cancelled", "Cancelled.", { cause });
       throw new SpeechError("connection_failed", "The server does not answer.", { cause });
     }
     if (answer.ok) return answer;

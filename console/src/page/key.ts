@@ -4,21 +4,43 @@ const KEPT = "asr-serve.key";
 let held: string | undefined;
 let asking: Promise<string | undefined> | undefined;
 
-/** The key somebody gave in this tab. */
+/** The key somebody gave in this tab, or for all tabs of this browser. */
 export function key(): string | undefined {
   try {
-    return held ?? sessionStorage.getItem(KEPT) ?? undefined;
+    return held ?? sessionStorage.getItem(KEPT) ?? localStorage.getItem(KEPT) ?? undefined;
   } catch {
     return held;
   }
 }
 
-function keepKey(value: string): void {
+/** Whether the key stays when the tab is closed. */
+export function isRemembered(): boolean {
+  try {
+    return localStorage.getItem(KEPT) !== null;
+  } catch {
+    return false;
+  }
+}
+
+/** Use this key. `remember`: in all tabs of this browser, until it is forgotten. */
+export function keepKey(value: string, remember = isRemembered()): void {
   held = value;
   try {
     sessionStorage.setItem(KEPT, value);
+    if (remember) localStorage.setItem(KEPT, value);
+    else localStorage.removeItem(KEPT);
   } catch {
     // then it lasts as long as the page
+  }
+}
+
+export function forgetKey(): void {
+  held = undefined;
+  try {
+    sessionStorage.removeItem(KEPT);
+    localStorage.removeItem(KEPT);
+  } catch {
+    // nothing was kept
   }
 }
 
@@ -46,7 +68,7 @@ function show(wrong: boolean): Promise<string | undefined> {
     make(
       "p",
       { class: "soft" },
-      "Whoever runs it can give you one. It is kept in this tab, and forgotten when the tab is closed.",
+      "Whoever runs it can give you one. It is kept in this tab, and forgotten when the tab is closed, unless you have it remembered on the page Key.",
     ),
     make("label", { for: "key" }, "Key"),
     field,

@@ -29,10 +29,18 @@ const WORDS: Record<string, string> = {
   audio_too_long: "This is longer than the server takes.",
   model_not_loaded: "This model is not loaded on the server.",
   weights_missing: "The weights of this model are not on the server.",
+  quota_exceeded: "There is no room for more files with this key.",
+  store_unavailable: "The server cannot read its files and batches right now.",
+  unknown_file: "The server does not have this file any more: files are deleted after a while.",
+  unknown_batch: "The server does not have this batch any more.",
+  batch_ended: "This batch has ended already.",
+  batch_expired: "The batch ran out of time before this one.",
+  batch_cancelled: "The batch was cancelled before this one.",
+  engine_crashed: "The model crashed over this recording again and again, so it was given up.",
 };
 
 /** Codes whose own message has a number in it that one wants to know. */
-const WITH_MESSAGE = new Set(["audio_too_large", "audio_too_long", "unsupported_audio", "weights_missing"]);
+const WITH_MESSAGE = new Set(["audio_too_large", "audio_too_long", "unsupported_audio", "weights_missing", "quota_exceeded"]);
 
 /** Beside what the server itself says a time for. */
 const LATER = new Set(["connection_failed", "invalid_api_key"]);

@@ -1,0 +1,122 @@
+import type { Segment } from "asr-serve";
+import { keep, recall } from "../page/dom";
+
+/** A transcript that this browser keeps. Sound is not in it. */
+export interface Saved {
+  id: string;
+  /** Milliseconds since 1970. */
+  savedMs: number;
+  kind: "talk" | "file";
+  title: string;
+  model: string;
+  language: string;
+  /** Seconds. */
+  duration: number;
+  languageScore?: number;
+  /** Names that somebody gave to speakers, by the server's. */
+  names: [string, string][];
+  segments: Segment[];
+}
+
+interface Row extends Saved {
+  /** Of its JSON. */
+  bytes: number;
+}
+
+/** With more, the oldest are deleted. */
+export const MOST_BYTES = 25_000_000;
+const [DATABASE, STORE, BY_AGE] = ["asr-serve", "transcripts", "by-age"];
+const SWITCH = "history";
+
+/** Whether transcripts are kept. They are not before somebody has switched it on. */
+export function keeps(): boolean {
+  return recall(SWITCH) === "on";
+}
+
+export function setKeeps(on: boolean): void {
+  keep(SWITCH, on ? "on" : undefined);
+}
+
+/** Keep a transcript, or keep it anew. Resolves to false where it alone is larger than all may be. Rejects where the
+ * browser keeps nothing. */
+export async function put(saved: Saved): Promise<boolean> {
+  const bytes = new TextEncoder().encode(JSON.stringify(saved)).length;
+  if (bytes > MOST_BYTES) return false;
+  await change(async (store) => {
+    await done(store.put({ ...saved, bytes } satisfies Row));
+    let left = MOST_BYTES;
+    await each(store.index(BY_AGE).openCursor(null, "prev"), (cursor) => {
+      left -= (cursor.value as Row).bytes;
+      if (left < 0) cursor.delete();
+    });
+  });
+  return true;
+}
+
+/** All of them, the newest first, and their size. Rejects where the browser keeps nothing. */
+export async function all(): Promise<{ saved: Saved[]; bytes: number }> {
+  let rows: Row[] = [];
+  await change(async (store) => {
+    rows = (await done(store.index(BY_AGE).getAll())) as Row[];
+  }, "readonly");
+  return { saved: rows.reverse(), bytes: rows.reduce((sum, { bytes }) => sum + bytes, 0) };
+}
+
+/** undefined: it is not there any more. */
+export async function find(id: string): Promise<Saved | undefined> {
+  let found: Saved | undefined;
+  await change(async (store) => {
+    found = (await done(store.get(id))) as Saved | undefined;
+  }, "readonly");
+  return found;
+}
+
+export async function remove(id: string): Promise<void> {
+  await change((store) => done(store.delete(id)));
+}
+
+export async function removeAll(): Promise<void> {
+  await change((store) => done(store.clear()));
+}
+
+/** One transaction; resolves when it is committed. */
+async function change(work: (store: IDBObjectStore) => Promise<unknown>, mode: IDBTransactionMode = "readwrite"): Promise<void> {
+  const database = await open();
+  try {
+    const transaction = database.transaction(STORE, mode);
+    const over = new Promise<void>((resolve, reject) => {
+      transaction.addEventListener("complete", () => resolve());
+      transaction.addEventListener("abort", () => reject(transaction.error ?? new Error("The browser did not keep it.")));
+    });
+    await Promise.all([work(transaction.objectStore(STORE)), over]);
+  } finally {
+    database.close();
+  }
+}
+
+function open(): Promise<IDBDatabase> {
+  const opening = indexedDB.open(DATABASE, 1);
+  opening.addEventListener("upgradeneeded", () => {
+    opening.result.createObjectStore(STORE, { keyPath: "id" }).createIndex(BY_AGE, "savedMs");
+  });
+  return done(opening);
+}
+
+function done<T>(request: IDBRequest<T>): Promise<T> {
+  return new Promise((resolve, reject) => {
+    request.addEventListener("success", () => resolve(request.result));
+    request.addEventListener("error", () => reject(request.error ?? new Error("The browser did not keep it.")));
+  });
+}
+
+function each(request: IDBRequest<IDBCursorWithValue | null>, visit: (cursor: IDBCursorWithValue) => void): Promise<void> {
+  return new Promise((resolve, reject) => {
+    request.addEventListener("error", () => reject(request.error));
+    request.addEventListener("success", () => {
+      const cursor = request.result;
+      if (!cursor) return resolve();
+      visit(cursor);
+      cursor.continue();
+    });
+  });
+}

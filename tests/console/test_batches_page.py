@@ -1,0 +1,387 @@
+"""The page of batches as its visitors have it: a real server with a queue, and a Chromium that uploads."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from console_page import KEY, Cable, Served, Visitor, browsers, devices_and_schemes, needs_axe, words
+
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
+DONE = ".batch .pill[data-state=completed]"
+COUNT_LOOKS = """() => {
+  window.looks = 0;
+  const ask = window.fetch.bind(window);
+  window.fetch = (address, ...given) => {
+    if (String(address).includes("v1/batches")) window.looks++;
+    return ask(address, ...given);
+  };
+}"""
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    return [flag for name, value in settings.items() for flag in ("--set", f"{name}={value}")]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("batches")
+    server = Served(folder / "log", *flags({"batch.folder": folder / "queue"}))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """It asks for a key, and has room for three files."""
+    folder = tmp_path_factory.mktemp("small")
+    settings = {"batch.folder": folder / "queue", "batch.files_per_key": 3, "api_keys": KEY}
+    server = Served(folder / "log", *flags(settings))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def browser(packaged_speech: Path) -> Iterator[Any]:
+    with browsers() as launch:
+        yield launch(packaged_speech / "beckett.wav")
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Callable[..., Visitor]]:
+    """`visit(url, key)`: a new visitor at the page of batches there."""
+    visitors: list[Visitor] = []
+
+    def come(url: str, key: str = "", **context: Any) -> Visitor:
+        visitors.append(Visitor(browser, **context))
+        page = visitors[-1].page
+        if key:
+            page.add_init_script(f"sessionStorage.setItem('asr-serve.key', sessionStorage['asr-serve.key'] ?? '{key}')")
+        page.goto(f"{url}/batches")
+        return visitors[-1]
+
+    yield come
+    for visitor in visitors:
+        visitor.context.close()
+
+
+@pytest.fixture
+def calls(packaged_speech: Path, tmp_path: Path) -> Path:
+    """A folder with two recordings, a text that pretends to be one, and notes."""
+    folder = tmp_path / "calls"
+    (folder / "monday").mkdir(parents=True)
+    shutil.copy(packaged_speech / "beckett.wav", folder / "first.wav")
+    shutil.copy(packaged_speech / "beckett.wav", folder / "monday" / "second.wav")
+    (folder / "broken.wav").write_text("this is no audio\n" * 20)
+    (folder / "notes.md").write_text("notes")
+    return folder
+
+
+def ask(served: Served, method: str, path: str, key: str = "", **body: Any) -> Any:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    answer = httpx.request(method, f"{served.url}{path}", headers=headers, timeout=30, **body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def submit(served: Served, lines: bytes, window: str = "24h", name: str = "", key: str = "") -> str:
+    """Submits a batch past the page; returns its id."""
+    files = {"file": ("lines.jsonl", lines)}
+    file_id = ask(served, "POST", "/v1/files", key, data={"purpose": "batch"}, files=files)["id"]
+    body = {"input_file_id": file_id, "endpoint": TRANSCRIPTIONS, "completion_window": window}
+    return str(
+        ask(served, "POST", "/v1/batches", key, json=body | ({"metadata": {"name": name}} if name else {}))["id"]
+    )
+
+
+def long_lines(served: Served, recording: Path, count: int) -> bytes:
+    """So many requests of one recording."""
+    files = {"file": (recording.name, recording.read_bytes())}
+    file_id = ask(served, "POST", "/v1/files", data={"purpose": "batch"}, files=files)["id"]
+    return b"\n".join(
+        json.dumps(
+            {"custom_id": f"part {n}", "method": "POST", "url": TRANSCRIPTIONS, "body": {"file": file_id}}
+        ).encode()
+        for n in range(count)
+    )
+
+
+def card(me: Visitor, name: str) -> Any:
+    return me.page.locator(f".batch:has(h3:text-is('{name}'))")
+
+
+def downloaded(me: Visitor, button: Any) -> tuple[str, bytes]:
+    with me.page.expect_download() as coming:
+        button.click()
+    return coming.value.suggested_filename, Path(coming.value.path()).read_bytes()
+
+
+def test_a_folder_becomes_transcripts(served, visit, calls, packaged_speech):
+    me = visit(served.url)
+    me.until("#teach:has-text('asr-serve batch submit calls/')")
+    assert served.url in me.page.inner_text("#teach pre")
+    me.page.set_input_files("#folder", calls)
+    me.until("#chosen-count:has-text('3 recordings'):has-text('1 other file left out')")
+    assert me.page.input_value("#name") == "calls"
+    me.page.select_option("#model", "moonshine-tiny-en")
+    me.page.click("#submit")
+    mine = card(me, "calls")
+    mine.locator(".pill[data-state=completed]").wait_for()
+    assert mine.locator(".batch-facts").inner_text().startswith("3 recordings, 1 failed")
+    assert me.page.locator("#form").is_hidden()
+    mine.locator("summary").click()
+    mine.locator(".answers li").nth(2).wait_for()
+    wrong = mine.locator(".answers .wrong")
+    assert "calls/broken.wav" in wrong.inner_text()
+    assert "no audio or video that the server can read" in wrong.inner_text()
+    spoken = mine.locator(".answers li", has_text="calls/first.wav").locator("p").inner_text()
+    assert {"ever", "tried", "failed"} <= set(words(spoken))
+    assert "deletes these results on" in mine.inner_text()
+    name, archive = downloaded(me, mine.get_by_text("Transcripts (.zip)"))
+    with zipfile.ZipFile(io.BytesIO(archive)) as found:
+        assert found.testzip() is None
+        assert sorted(found.namelist()) == ["calls/first.txt", "calls/monday/second.txt"]
+        assert found.read("calls/first.txt").decode() == f"{spoken}\n"
+    assert name == "calls.zip"
+    name, one = downloaded(me, mine.locator(".answers li", has_text="second.wav").get_by_text("Download"))
+    assert (name, one.decode()) == ("second.txt", f"{spoken}\n")
+    name, lines = downloaded(me, mine.get_by_text("All answers (.jsonl)"))
+    assert name == "calls.jsonl"
+    assert {json.loads(line)["custom_id"] for line in lines.splitlines()} == {
+        "calls/first.wav",
+        "calls/monday/second.wav",
+    }
+    name, lines = downloaded(me, mine.get_by_text("Errors (.jsonl)"))
+    assert json.loads(lines)["response"]["body"]["error"]["code"] == "not_audio"
+    me.expect_calm()
+
+
+def test_what_is_chosen_is_asked_for(served, visit, packaged_speech):
+    me = visit(served.url)
+    me.until("#choose-files")
+    me.page.set_input_files("#files", [packaged_speech / "beckett.wav"])
+    me.page.select_option("#model", "moonshine-tiny-en")
+    me.page.select_option("#format", "srt")
+    me.page.select_option("#window", "1h")
+    me.page.fill("#name", "subtitles of a clip")
+    me.page.click("#submit")
+    mine = card(me, "subtitles of a clip")
+    mine.locator(".pill[data-state=completed]").wait_for()
+    mine.locator("summary").click()
+    mine.locator(".answers li").wait_for()
+    name, text = downloaded(me, mine.locator(".answers").get_by_text("Download"))
+    assert name == "beckett.srt"
+    assert text.decode().startswith("1\n00:00:0")
+    batch = next(
+        each
+        for each in ask(served, "GET", "/v1/batches")["data"]
+        if each["metadata"] == {"name": "subtitles of a clip"}
+    )
+    lines = httpx.get(f"{served.url}/v1/files/{batch['input_file_id']}/content").text.splitlines()
+    body = json.loads(lines[0])["body"]
+    file = ask(served, "GET", f"/v1/files/{body.pop('file')}")
+    assert body == {"model": "moonshine-tiny-en", "response_format": "srt"}
+    assert batch["completion_window"] == "1h"
+    assert file["expires_at"] - file["created_at"] == 3_600 + 86_400  # the recording does not stay for a month
+    me.expect_calm()
+
+
+def test_a_folder_is_dropped(served, visit, calls):
+    me = visit(served.url)
+    me.until("#choose-files")
+    devtools = me.context.new_cdp_session(me.page)
+    dragged = {"items": [], "files": [str(calls)], "dragOperationsMask": 1}
+    for kind in ("dragEnter", "dragOver"):
+        devtools.send("Input.dispatchDragEvent", {"type": kind, "x": 300, "y": 300, "data": dragged})
+    me.until("#drop:not([hidden])")
+    devtools.send("Input.dispatchDragEvent", {"type": "drop", "x": 300, "y": 300, "data": dragged})
+    me.until("#chosen-count:has-text('3 recordings')")
+    assert "calls/monday/second.wav" in me.page.inner_text("#chosen-list")
+    assert me.page.locator("#drop").is_hidden()
+    me.page.click("#clear")
+    me.until("#pick:not([hidden])")
+    me.page.set_input_files("#files", [calls / "notes.md"])
+    me.until(".toast:has-text('notes.md is no recording')")
+    me.expect_calm()
+
+
+def test_it_is_cancelled_and_the_page_looks_while_something_runs(served, visit, packaged_speech):
+    submit(served, long_lines(served, packaged_speech / "two_cities.wav", 200), name="long")
+    me = visit(served.url)
+    me.page.evaluate(COUNT_LOOKS)
+    mine = card(me, "long")
+    mine.locator(".pill[data-state=in_progress]").wait_for()
+    me.holds("looks >= 2")  # by itself
+    me.holds("Number(document.querySelector('.batch .track').getAttribute('aria-valuenow')) >= 0")
+    assert "until" in mine.locator(".batch-facts").inner_text()
+    mine.get_by_text("Cancel", exact=True).click()
+    me.until("dialog[open]:has-text('keep their transcripts')")
+    me.page.click("dialog .plain")
+    assert mine.locator(".pill").get_attribute("data-state") == "in_progress"
+    mine.get_by_text("Cancel", exact=True).click()
+    me.page.click("dialog[open] .strong")
+    mine.locator(".pill[data-state=cancelled]").wait_for()
+    me.holds("document.querySelector('#told').textContent.startsWith('long: cancelled')")
+    mine.locator("summary").click()
+    mine.locator(".answers .wrong").first.wait_for()
+    assert "The batch was cancelled before this one" in mine.locator(".answers .wrong").first.inner_text()
+    assert mine.locator(".answers li").count() == 50
+    mine.get_by_text("Show 50 more").click()
+    assert mine.locator(".answers li").count() == 100
+    looks = me.page.evaluate("looks")
+    me.page.wait_for_timeout(2_500)
+    assert me.page.evaluate("looks") == looks  # nothing runs: it looks no more
+    me.expect_calm()
+
+
+def test_a_batch_whose_input_is_no_good(served, visit):
+    submit(served, b'{"custom_id": "1"}\n', name="no good")
+    me = visit(served.url)
+    mine = card(me, "no good")
+    mine.locator(".pill[data-state=failed]").wait_for()
+    assert mine.locator(".line-errors").inner_text().startswith("Line 1: A line that is no request")
+    assert mine.locator("summary").is_hidden()
+    me.expect_calm()
+
+
+def test_a_batch_that_ran_out_of_time(served, visit, packaged_speech):
+    submit(served, long_lines(served, packaged_speech / "two_cities.wav", 100), window="1s", name="too slow")
+    me = visit(served.url)
+    mine = card(me, "too slow")
+    mine.locator(".pill[data-state=expired]").wait_for()
+    mine.locator("summary").click()
+    mine.locator(".answers .wrong").first.wait_for()
+    assert "ran out of time" in mine.locator(".answers .wrong").first.inner_text()
+    me.expect_calm()
+
+
+def test_a_server_that_is_gone_for_a_while(served, visit, packaged_speech):
+    batch = submit(served, long_lines(served, packaged_speech / "two_cities.wav", 200), name="cut")
+    cable = Cable(served.port)
+    try:
+        me = visit(cable.url)
+        mine = card(me, "cut")
+        mine.locator(".pill[data-state=in_progress]").wait_for()
+        cable.cut()
+        me.until("#problem:has-text('The server does not answer')")
+        assert mine.is_visible()
+        cable.mend()
+        me.holds("document.querySelector('#notice').hidden")
+        ask(served, "POST", f"/v1/batches/{batch}/cancel")
+        mine.locator(".pill[data-state=cancelled]").wait_for()
+        me.expect_calm("ERR_")
+    finally:
+        cable.close()
+
+
+def test_an_upload_is_cancelled_and_leaves_nothing(small, visit, packaged_speech):
+    me = visit(small.url, KEY)
+    me.until("#choose-files")
+    devtools = me.context.new_cdp_session(me.page)
+    slow = {"offline": False, "latency": 5, "downloadThroughput": -1, "uploadThroughput": 300_000}
+    me.page.set_input_files("#files", [packaged_speech / "beckett.wav", packaged_speech / "two_cities.wav"])
+    devtools.send("Network.emulateNetworkConditions", slow)
+    me.page.click("#submit")
+    me.until("#sending:has-text('1 of 2 recordings')")
+    me.page.click("#stop")
+    me.until(".toast:has-text('Cancelled')")
+    assert me.page.locator("#form").is_hidden()
+    assert ask(small, "GET", "/v1/files", KEY)["data"] == []
+    assert ask(small, "GET", "/v1/batches", KEY)["data"] == []
+    me.expect_calm()
+
+
+def test_a_quota_and_another_try(small, visit, packaged_speech, tmp_path):
+    clips = [shutil.copy(packaged_speech / "beckett.wav", tmp_path / f"{n}.wav") for n in range(2)]
+    stored = [
+        ask(small, "POST", "/v1/files", KEY, data={"purpose": "batch"}, files={"file": ("x", b"x")})["id"]
+        for _ in range(2)
+    ]
+    me = visit(small.url, KEY)
+    me.until("#choose-files")
+    me.page.set_input_files("#files", clips)
+    me.page.click("#submit")
+    me.until("#problem:has-text('There is no room for more files with this key')")
+    for file_id in stored:
+        ask(small, "DELETE", f"/v1/files/{file_id}", KEY)
+    me.page.click("#again")
+    me.until(".batch .pill[data-state]")
+    names = sorted(
+        each["filename"] for each in ask(small, "GET", "/v1/files", KEY)["data"] if each["purpose"] == "batch"
+    )
+    assert names == ["0.wav", "1.wav", "lines.jsonl"]  # nothing was uploaded twice
+    me.expect_calm("413")
+
+
+def test_a_key_that_is_refused(small, visit):
+    me = visit(small.url, "wrong")
+    me.until("dialog[open] #key-problem:has-text('does not know that key')")
+    me.page.get_by_text("Not now").click()
+    me.until("#problem:has-text('This server asks for a key')")
+    me.page.click("#again")
+    me.until("dialog[open] #key")
+    me.page.fill("#key", KEY)
+    me.page.keyboard.press("Enter")
+    me.until("#create:not([hidden])")
+    assert me.page.locator("#notice").is_hidden()
+    me.expect_calm("401")
+
+
+def test_batches_are_off(visit, tmp_path):
+    server = Served(tmp_path / "log", *flags({"batch.enabled": "false"}))
+    try:
+        me = visit(server.url)
+        me.until("#problem:has-text('This server keeps no batches')")
+        for room in ("#create", "#list-room", "#teach"):
+            assert me.page.locator(room).is_hidden()
+        me.expect_calm("404")
+    finally:
+        server.stop()
+
+
+@needs_axe
+@devices_and_schemes
+def test_axe_finds_nothing_serious(served, visit, calls, scheme, device):
+    submit(served, b"{}\n", name="axe")
+    me = visit(served.url, color_scheme=scheme, reduced_motion="reduce", **device)
+    me.until("#choose-files")
+    me.until(".batch")
+    me.expect_accessible("the list")
+    me.page.set_input_files("#folder", calls)
+    me.until("#submit")
+    me.expect_accessible("the form")
+    me.page.fill("#name", f"axe {scheme} {bool(device)}")
+    me.page.click("#submit")
+    mine = card(me, f"axe {scheme} {bool(device)}")
+    mine.locator(".pill[data-state=completed]").wait_for()
+    mine.locator("summary").click()
+    mine.locator(".answers li").nth(2).wait_for()
+    me.expect_accessible("the results")
+    me.expect_calm()
+
+
+def test_by_keyboard_alone(served, visit, packaged_speech):
+    me = visit(served.url)
+    me.until("#choose-files")
+    with me.page.expect_file_chooser() as choosing:
+        me.page.focus("#choose-files")
+        me.page.wait_for_timeout(100)  # until the browser's own chooser is switched off
+        me.page.keyboard.press("Enter")
+    choosing.value.set_files(packaged_speech / "beckett.wav")
+    me.holds("document.activeElement.id === 'submit'")
+    me.page.keyboard.press("Enter")
+    me.until(".batch")
+    me.page.locator(DONE).first.wait_for()
+    me.page.locator(".batch summary").first.focus()
+    me.page.keyboard.press("Enter")
+    me.until(".batch .answers li")
+    me.page.keyboard.press("Tab")
+    assert me.page.evaluate("document.activeElement.textContent") == "Transcripts (.zip)"
+    me.expect_calm()

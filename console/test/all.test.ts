@@ -2,3 +2,4 @@
 
 import "./rich.test";
 import "./stages.test";
+import "./compare.test";

@@ -49,7 +49,7 @@ ELSEWHERE = "console.test"
 class Served:
     """`asr-serve serve` in a process of its own."""
 
-    def __init__(self, log: Path, *flags: str, port: int = 0, voice: str = "none") -> None:
+    def __init__(self, log: Path, *flags: str, port: int = 0, voice: str = "none", auto_model: str = "none") -> None:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
@@ -66,6 +66,8 @@ class Served:
             "engine_threads=1",
             "--set",
             "engine.prefix_bytes=0",  # a recording that comes again is worked for again
+            "--set",
+            f"auto_model={auto_model}",
             "--voice",
             voice,
         ]

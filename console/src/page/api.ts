@@ -11,19 +11,25 @@ export function authorization(): Record<string, string> {
   return held === undefined ? {} : { Authorization: `Bearer ${held}` };
 }
 
-/** GET. Asks for a key where one is needed. Rejects with SpeechError. */
-export async function get(route: string, signal?: AbortSignal): Promise<Response> {
+/** Ask the server. Asks for a key where one is needed. Rejects with SpeechError; with an AbortError after the signal. */
+export async function ask(route: string, init: RequestInit & { headers?: Record<string, string> } = {}): Promise<Response> {
   for (;;) {
     let answer: Response;
     try {
-      answer = await fetch(address(route), { headers: authorization(), cache: "no-store", signal: signal ?? null });
+      answer = await fetch(address(route), { cache: "no-store", ...init, headers: { ...init.headers, ...authorization() } });
     } catch (cause) {
+      if (init.signal?.aborted) throw cause;
       throw new SpeechError("connection_failed", "The server does not answer.", { cause });
     }
     if (answer.ok) return answer;
     const refused = refusal(answer.status, await answer.text(), answer.headers.get("retry-after-ms"));
     if (refused.code !== "invalid_api_key" || (await askForKey(key() !== undefined)) === undefined) throw refused;
   }
+}
+
+/** GET, as `ask`. */
+export function get(route: string): Promise<Response> {
+  return ask(route);
 }
 
 /** An error as OpenAI tells it. */
@@ -54,9 +60,15 @@ export interface Model {
   languages: string[];
   parameters: number;
   speaks: boolean;
+  /** It answers requests that name no model. */
+  default: boolean;
+  /** It serves recordings for which no model is named and that the default one cannot; loaded for the first one. */
+  auto: boolean;
   /** What else it can be asked for. */
   words: boolean;
   hotwords: boolean;
+  /** Longest delay of a word of a streaming model; of others null. */
+  lag_ms: number | null;
   speakers: boolean;
   /** Languages whose numbers can be written in digits. */
   itn: string[];

@@ -1,6 +1,5 @@
 import { SpeechError } from "asr-serve";
-import { address, authorization, refusal } from "../page/api";
-import { askForKey, key } from "../page/key";
+import { ask } from "../page/api";
 
 export const RATE_HZ = 24_000;
 
@@ -31,9 +30,9 @@ interface ServerSent {
 }
 
 /** Have it spoken, and take it as it comes. Throws SpeechError; an AbortError after `signal`. */
-export async function* spoken(ask: Ask, signal: AbortSignal): AsyncGenerator<Heard> {
+export async function* spoken(asked: Ask, signal: AbortSignal): AsyncGenerator<Heard> {
   const more = { response_format: "pcm", sample_rate: RATE_HZ, stream_format: "sse", words: true };
-  const answer = await post({ ...ask, ...more }, signal);
+  const answer = await post({ ...asked, ...more }, signal);
   let whole = false;
   for await (const event of events(answer, signal)) {
     if (event.type === "speech.audio.delta") yield { pcm: samples(event.audio ?? "") };
@@ -45,8 +44,8 @@ export async function* spoken(ask: Ask, signal: AbortSignal): AsyncGenerator<Hea
 }
 
 /** All of it, as a file. Rejects with SpeechError; with an AbortError after `signal`. */
-export async function recorded(ask: Ask, format: string, signal: AbortSignal): Promise<Blob> {
-  const answer = await post({ ...ask, response_format: format }, signal);
+export async function recorded(asked: Ask, format: string, signal: AbortSignal): Promise<Blob> {
+  const answer = await post({ ...asked, response_format: format }, signal);
   try {
     return await answer.blob();
   } catch (cause) {
@@ -54,24 +53,9 @@ export async function recorded(ask: Ask, format: string, signal: AbortSignal): P
   }
 }
 
-/** Asks for a key where one is needed. */
-async function post(body: object, signal: AbortSignal): Promise<Response> {
-  for (;;) {
-    let answer: Response;
-    try {
-      answer = await fetch(address("v1/audio/speech"), {
-        method: "POST",
-        headers: { ...authorization(), "Content-Type": "application/json" },
-        body: JSON.stringify(body),
-        signal,
-      });
-    } catch (cause) {
-      throw signal.aborted ? cause : new SpeechError("connection_failed", "The server does not answer.", { cause });
-    }
-    if (answer.ok) return answer;
-    const refused = refusal(answer.status, await answer.text(), answer.headers.get("retry-after-ms"));
-    if (refused.code !== "invalid_api_key" || (await askForKey(key() !== undefined)) === undefined) throw refused;
-  }
+function post(body: object, signal: AbortSignal): Promise<Response> {
+  const headers = { "Content-Type": "application/json" };
+  return ask("v1/audio/speech", { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
 async function* events(answer: Response, signal: AbortSignal): AsyncGenerator<ServerSent> {

@@ -34,7 +34,7 @@ export async function* spoken(asked: Ask, signal: AbortSignal): AsyncGenerator<H
   const more = { response_format: "pcm", sample_rate: RATE_HZ, stream_format: "sse", words: true };
   const answer = await post({ ...asked, ...more }, signal);
   let whole = false;
-  for await (const event of events(answer, signal)) {
+  for await (const event of sentEvents<ServerSent>(answer, signal)) {
     if (event.type === "speech.audio.delta") yield { pcm: samples(event.audio ?? "") };
     else if (event.type === "speech.audio.words") yield { words: event.words ?? [] };
     else if (event.type === "speech.audio.done") whole = true;
@@ -58,7 +58,8 @@ function post(body: object, signal: AbortSignal): Promise<Response> {
   return ask("v1/audio/speech", { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
-async function* events(answer: Response, signal: AbortSignal): AsyncGenerator<ServerSent> {
+/** Events of an answer, as they come. Throws SpeechError where it breaks off; an AbortError after `signal`. */
+export async function* sentEvents<T>(answer: Response, signal?: AbortSignal): AsyncGenerator<T> {
   const reader = answer.body!.pipeThrough(new TextDecoderStream()).getReader();
   let left = "";
   try {
@@ -68,11 +69,11 @@ async function* events(answer: Response, signal: AbortSignal): AsyncGenerator<Se
       const blocks = (left + value).split("\n\n");
       left = blocks.pop()!;
       for (const line of blocks.flatMap((block) => block.split("\n"))) {
-        if (line.startsWith("data: ")) yield JSON.parse(line.slice(6)) as ServerSent;
+        if (line.startsWith("data: ")) yield JSON.parse(line.slice(6)) as T;
       }
     }
   } catch (cause) {
-    if (signal.aborted || cause instanceof SpeechError) throw cause;
+    if (signal?.aborted || cause instanceof SpeechError) throw cause;
     throw new SpeechError("connection_lost", "The answer broke off.", { cause });
   } finally {
     void reader.cancel().catch(() => undefined); // of one that has failed there is nothing to cancel

@@ -3,8 +3,8 @@
     npm install --prefix /tmp/lighthouse lighthouse@12
     python bench/console_lighthouse.py --lighthouse /tmp/lighthouse/node_modules/.bin/lighthouse --json scores.json
 
-Needs Node 20 or newer and a Chromium. A page is measured as Lighthouse does by default, as a slow phone has it (`mobile`),
-and as a desktop has it. The table goes to stdout; the exit code is 1 if a score is below `--least`.
+Needs Node 20 or newer and a Chromium. A page is measured as Lighthouse does by default, as a slow phone has it
+(`mobile`), and as a desktop has it. The table goes to stdout; the exit code is 1 if a score is below `--least`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What every page of the console costs and promises: bytes, requests, blocking files, layout, accessibility. The pages are
-those of the routes, so a page that is added is measured too."""
+"""What every page of the console costs and promises: bytes, requests, blocking files, layout, accessibility. The pages
+are those of the routes, so a page that is added is measured too."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-import{n as e}from"./theme-C0Gc4Aqb.js";e();

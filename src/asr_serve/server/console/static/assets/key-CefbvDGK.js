@@ -1,0 +1,1 @@
+import{n as e}from"./theme-DVHkYvxL.js";e();

@@ -6,3 +6,4 @@ import "./key.test";
 import "./rich.test";
 import "./share.test";
 import "./stages.test";
+import "./compare.test";

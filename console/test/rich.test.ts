@@ -101,6 +101,7 @@ test("a refusal keeps what was refused", () => {
 
 test("what a take is about", () => {
   assert.equal(facts(take()), "0:06 · 3 segments · 2 speakers · English · m");
+  assert.match(facts({ ...take(), automatic: true }), / · English · m, chosen automatically$/);
   assert.equal(facts({ ...take(), languageScore: 0.984 }), "0:06 · 3 segments · 2 speakers · English (98 %) · m");
   assert.equal(facts(take([])), "0:06 · English · m");
 });

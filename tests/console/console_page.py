@@ -49,7 +49,7 @@ ELSEWHERE = "console.test"
 class Served:
     """`asr-serve serve` in a process of its own."""
 
-    def __init__(self, log: Path, *flags: str, port: int = 0, voice: str = "none") -> None:
+    def __init__(self, log: Path, *flags: str, port: int = 0, voice: str = "none", auto_model: str = "none") -> None:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
@@ -66,6 +66,8 @@ class Served:
             "engine_threads=1",
             "--set",
             "engine.prefix_bytes=0",  # a recording that comes again is worked for again
+            "--set",
+            f"auto_model={auto_model}",
             "--voice",
             voice,
         ]
@@ -179,9 +181,12 @@ def browsers() -> Iterator[Callable[[Path, bool], Any]]:
 class Visitor:
     """Somebody at a page. What the browser complains of is kept, and has to be expected by the test."""
 
-    def __init__(self, browser: Any, **context: Any) -> None:
+    def __init__(self, browser: Any, *, first: bool = False, **context: Any) -> None:
+        """`first`: they were never here, and are shown around."""
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **context})
         self.context.set_default_timeout(1_000 * WAIT_S)
+        if not first:
+            self.context.add_init_script("try { localStorage.setItem('asr-serve.tour', 'seen') } catch {}")
         self.page = self.context.new_page()
         self.complaints: list[str] = []
         self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)

@@ -71,6 +71,14 @@ async def test_a_page_with_a_line_feed_behind_its_path_is_none(client):
     assert (await client().get("/status%0A")).status_code == 404
 
 
+async def test_the_demo_clip_is_real_speech(client, packaged_speech):
+    me = client()
+    whole = await me.get("/assets/two_cities.wav")
+    assert (whole.status_code, whole.headers["content-type"]) == (200, "audio/wav")
+    assert whole.content == (packaged_speech / "two_cities.wav").read_bytes()
+    assert (await me.get("/assets/beckett.wav")).status_code == 404
+
+
 async def test_packed_and_asked_again(client):
     me = client()
     plain = await me.get("/", headers={"accept-encoding": "identity"})

@@ -70,7 +70,7 @@ def me(launch: Callable[..., Any], served: Served, packaged_speech: Path) -> Ite
     visitor = Visitor(launch(packaged_speech / "beckett.wav"))
     visitor.page.add_init_script(f"sessionStorage.setItem('asr-serve.key', '{KEY}'); ({WATCH})()")
     visitor.page.goto(f"{served.url}/speak")
-    visitor.page.wait_for_selector("#voice option[value=heart]", state="attached")
+    visitor.page.wait_for_selector("#voice-list input[value=heart]", state="attached")
     yield visitor
     visitor.context.close()
 
@@ -102,10 +102,28 @@ def test_it_ends_by_itself(me):
     me.holds("document.querySelector('#told').textContent === 'All has been said'")
     assert me.page.evaluate("seen.answered") is True
     assert {"Ever", "tried.", "No", "matter."} >= set(me.page.evaluate("[...seen.words]")) != set()
-    me.page.click("#sample")
-    me.mode("speaking")
+    me.expect_calm()
+
+
+def test_a_sample_is_fetched_once_and_stops_what_sounds(me):
+    asked = []
+    me.page.on("request", lambda request: asked.append(request.url) if "audio/speech" in request.url else None)
+    me.page.fill("#text", LONG)
     me.page.click("#primary")
+    me.mode("speaking")
+    sample = me.page.locator("[data-sample=heart]")
+    sample.click()
+    me.until("[data-sample=heart][aria-pressed=true]")
+    me.mode("speaking")
+    assert me.page.evaluate("seen.contexts.filter(({ state }) => state !== 'closed').length") == 1
     me.mode("idle")
+    assert len(asked) == 2
+    sample.click()
+    me.mode("speaking")
+    sample.click()  # pressed again: it stops
+    me.until("[data-sample=heart][aria-pressed=false]")
+    me.mode("idle")
+    assert len(asked) == 2, "heard before: from the page's memory"
     me.expect_calm()
 
 
@@ -132,6 +150,15 @@ def test_what_cannot_be_said_is_told(me):
     me.page.check("#ssml")
     me.page.click("#primary")
     me.until("#banner-text:has-text('Line 2')")
+    assert me.page.inner_text("#text-problem").split() == ["Line", "2,", "column", "1:", "<b>x</b></speak>", "↑"]
+    assert me.page.get_attribute("#text", "aria-invalid") == "true"
+    marked = "(text => text.value.slice(text.selectionStart, text.selectionEnd))(document.activeElement)"
+    assert me.page.evaluate(marked) == "<b>"
+    me.page.fill("#text", '<speak>😀 naïve <break time="1h"/></speak>')
+    assert me.page.inner_text("#text-problem") == ""
+    me.page.click("#primary")
+    me.until("#text-problem:has-text('Line 1, column 16')")
+    assert me.page.evaluate(marked) == '<break time="1h"/>'
     me.page.fill("#text", "")
     me.page.uncheck("#ssml")
     me.page.click("#primary")
@@ -149,12 +176,40 @@ def test_axe_finds_nothing_serious(me, scheme, width):
     me.page.emulate_media(color_scheme=scheme)
     me.page.set_viewport_size({"width": width, "height": 740})
     me.expect_accessible("the page that speaks")
+    if width == 320:
+        me.page.click("#settings")
+    me.page.click("#ssml-help")
+    me.expect_accessible("examples of SSML")
 
 
 def test_by_keyboard_alone(me):
     order = []
     me.page.focus("#text")
-    for _ in range(5):
-        order.append(me.page.evaluate("document.activeElement.id"))
+    for _ in range(8):
+        order.append(me.page.evaluate("document.activeElement.id || document.activeElement.value || 'sample'"))
         me.page.keyboard.press("Tab")
-    assert order == ["text", "sample", "speed", "pitch", "ssml"]  # of one model and one voice there is no choice
+    # Of one model there is no choice.
+    assert order == ["text", "heart", "sample", "clone", "speed", "pitch", "ssml", "ssml-help"]
+
+
+def test_every_example_of_ssml_is_inserted_and_read(me):
+    me.page.fill("#text", "Before & after")
+    me.page.evaluate("document.querySelector('#text').setSelectionRange(7, 7)")
+    me.page.click("#ssml-help")
+    count = me.page.locator("#examples li").count()
+    assert count >= 9
+    for number in range(count):
+        if number:
+            me.page.click("#ssml-help")
+        me.page.locator("#examples button").nth(number).click()
+        assert me.page.evaluate("document.activeElement.id") == "text"
+    assert me.page.is_checked("#ssml")
+    text = me.page.input_value("#text")
+    assert text.startswith("<speak>\nBefore ")
+    assert text.endswith("&amp; after\n</speak>")
+    assert all(code in text for code in me.page.locator("#examples code").all_text_contents())
+    with me.page.expect_download():
+        me.page.click("#download")
+    me.mode("idle")
+    assert me.page.inner_text("#text-problem") == ""
+    me.expect_calm()

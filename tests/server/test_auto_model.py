@@ -93,6 +93,12 @@ def test_the_language_of_a_recording_is_detected(both, beckett):
     assert 0.5 < told["confidence"] <= 1
 
 
+def test_the_list_of_models_tells_which_serve_who_names_none(both):
+    listed = both.http.get("/v1/models").json()["data"]
+    assert [model["id"] for model in listed if model["default"]] == [MODEL]
+    assert [model["id"] for model in listed if model["auto"]] == [WHISPER]
+
+
 def test_a_model_that_is_named_is_not_replaced(both, beckett):
     refused = post(both, ROUTE, beckett, language="de", model=MODEL)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "language")

@@ -3,6 +3,8 @@ import { byId, keep, make, recall } from "../page/dom";
 import { language } from "../page/words";
 
 const LOOK_AGAIN_MS = 3_000;
+/** Value of the choice that names no model: the server has one for each recording. */
+const AUTOMATIC = "";
 
 /** What to be heard with: model, language, microphone. */
 export class Chooser {
@@ -34,6 +36,7 @@ export class Chooser {
     navigator.mediaDevices?.addEventListener("devicechange", () => void this.devices());
   }
 
+  /** "": the server chooses. */
   get model(): string {
     return this.#model.value;
   }
@@ -43,14 +46,31 @@ export class Chooser {
     return this.#language.value;
   }
 
+  /** Whether the language of a recording is to be found out first, because the model follows from it. */
+  get detects(): boolean {
+    return this.#substitute !== undefined && !this.model && !this.language;
+  }
+
+  /** The model that a talk names, and no one chooses for it: that of the language. */
+  get liveModel(): string {
+    return this.entry?.id ?? this.model;
+  }
+
   /** Whether the sound goes over WebRTC: a call, and no WebSocket. */
   get calls(): boolean {
     return this.#transport.value === "webrtc";
   }
 
-  /** The chosen model, as the server tells it. */
+  /** The chosen model, as the server tells it; where the server chooses, the one that it takes for this language. */
   get entry(): Model | undefined {
-    return this.#known.find(({ id }) => id === this.#model.value);
+    if (this.model) return this.#known.find(({ id }) => id === this.model);
+    const usual = this.#known.find((model) => model.default);
+    return !this.language || usual?.languages.includes(this.language) ? usual : (this.#substitute ?? usual);
+  }
+
+  /** The model that the server takes where the default one does not speak a language. */
+  get #substitute(): Model | undefined {
+    return this.#known.find((model) => model.auto);
   }
 
   /** undefined: the browser's choice. */
@@ -68,16 +88,17 @@ export class Chooser {
     clearTimeout(this.#timer);
     this.#known = await models();
     const chosen = this.#model.value || recall("model"); // without either the browser takes the first that is ready
+    const automatic = this.#substitute ? [make("option", { value: AUTOMATIC }, "Automatic")] : [];
     const options = this.#known.map(({ id, state }) => {
       const option = make("option", { value: id }, state === "ready" ? id : `${id} (${state.replaceAll("_", " ")})`);
       option.disabled = state !== "ready";
       option.selected = state === "ready" && id === chosen;
       return option;
     });
-    this.#model.replaceChildren(...options);
+    this.#model.replaceChildren(...automatic, ...options);
     this.#languages();
     const settled = this.#known.every(({ state }) => state === "ready" || state === "not_loaded");
-    if (!settled || !this.#model.value) this.#timer = setTimeout(() => void this.load().catch(() => {}), LOOK_AGAIN_MS);
+    if (!settled || !this.#model.selectedOptions.length) this.#timer = setTimeout(() => void this.load().catch(() => {}), LOOK_AGAIN_MS);
   }
 
   /** Their names are told once a microphone was allowed. */
@@ -107,7 +128,12 @@ export class Chooser {
   }
 
   #languages(): void {
-    const codes = this.entry?.languages ?? [];
+    const substitute = this.model ? undefined : this.#substitute;
+    const usual = substitute ? this.#known.find((model) => model.default) : this.entry;
+    const codes = [...new Set([...(usual?.languages ?? []), ...(substitute?.languages ?? [])])];
+    byId("model-hint").textContent = substitute
+      ? `${usual?.id}. Recordings in other languages: ${substitute.id}${substitute.state === "ready" ? "" : ", loaded for the first one"}.`
+      : "";
     const chosen = recall("language");
     const options = codes.length > 1 ? ["", ...codes] : codes;
     this.#language.replaceChildren(

@@ -36,7 +36,6 @@ export function files(open: (file: File) => void): () => void {
     input.value = "";
   });
   const browse = (): void => input.click();
-  byId("browse").addEventListener("click", browse);
-  byId("invite-open").addEventListener("click", browse);
+  for (const button of document.querySelectorAll("#browse, #invite-open")) button.addEventListener("click", browse);
   return browse;
 }

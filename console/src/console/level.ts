@@ -7,11 +7,15 @@ const TOLD_MS = 500;
 
 /** The bar that says how loud it is. */
 export class Meter {
-  readonly #meter = byId("level");
-  readonly #fill = byId("level-fill");
+  readonly #meter: HTMLElement;
+  readonly #fill: HTMLElement;
   #db = FLOOR_DB;
   #at = 0;
   #toldAt = 0;
+
+  constructor(id = "level") {
+    [this.#meter, this.#fill] = [byId(id), byId(`${id}-fill`)];
+  }
 
   /** `peak` of the last moment, 0..1. */
   level(peak: number): void {

@@ -9,6 +9,7 @@ import "../styles/rich.css";
 
 import { byId } from "../page/dom";
 import { themeButton } from "../page/theme";
+import { tour } from "../page/tour";
 import { files } from "./drop";
 import { Share } from "../share/share";
 import { Keeper } from "./keep";
@@ -91,6 +92,11 @@ shortcuts({
     else if (stage.mode === "starting") void talking.abandon();
     else stage.banner.hide();
   },
+});
+const showTour = tour();
+byId("tour").addEventListener("click", () => {
+  byId("keys-dialog", HTMLDialogElement).close();
+  showTour();
 });
 addEventListener("beforeunload", (event) => {
   if (stage.mode !== "idle") event.preventDefault();

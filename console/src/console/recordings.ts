@@ -1,5 +1,6 @@
 import { SpeechError, Transcript } from "asr-serve";
 import { toast } from "../page/toast";
+import { detect } from "./detect";
 import { Progress } from "./progress";
 import { refused } from "./refused";
 import { open } from "./sound";
@@ -11,15 +12,16 @@ import { upload, type Upload } from "./upload";
 export class Recordings {
   readonly #progress = new Progress();
   #sending: Upload | undefined;
+  #detecting: AbortController | undefined;
 
   constructor(private readonly stage: Stage) {}
 
   async hear(file: File): Promise<void> {
     const { stage } = this;
     if (stage.mode !== "idle") return toast("One thing at a time: stop or cancel this first.");
-    const { model, language } = stage.chooser;
+    const { model, language, detects } = stage.chooser;
     const transcript = new Transcript();
-    const fields = { ...(model && { model }), ...(language && { language }), ...stage.wanted.fields() };
+    const fields: Record<string, string> = { ...(model && { model }), ...(language && { language }), ...stage.wanted.fields() };
     const source = { file, fields };
     const take: Take = { kind: "file", title: file.name, transcript, names: new Map(), source, sound: undefined };
     [transcript.model, transcript.language] = [model, language];
@@ -29,20 +31,27 @@ export class Recordings {
     stage.show(take);
     this.#progress.begin(file.size, "spk" in fields);
     void this.#play(take, file);
-    this.#sending = upload(file, fields, {
-      sent: (bytes, total) => this.#progress.sent(bytes, total),
-      segment: (segment) => {
-        transcript.segments.push(segment);
-        stage.view.segment(segment);
-        this.#progress.heard(segment.end);
-        stage.refresh();
-      },
-      language: (code, score) => {
-        transcript.language = code;
-        if (score !== undefined) take.languageScore = score;
-      },
-    });
     try {
+      if (detects) await this.#detect(take, file, fields);
+      this.#sending = upload(file, fields, {
+        model: (name) => {
+          if (model) return; // a route's name stands for several
+          transcript.model = name;
+          take.automatic = true;
+          stage.refresh();
+        },
+        sent: (bytes, total) => this.#progress.sent(bytes, total),
+        segment: (segment) => {
+          transcript.segments.push(segment);
+          stage.view.segment(segment);
+          this.#progress.heard(segment.end);
+          stage.refresh();
+        },
+        language: (code, score) => {
+          transcript.language = code;
+          if (score !== undefined && !fields["language"]) take.languageScore = score;
+        },
+      });
       await this.#sending.done;
       this.#over(take);
       if (!transcript.segments.length) toast("No speech was found in it");
@@ -57,7 +66,24 @@ export class Recordings {
   }
 
   cancel(): void {
+    this.#detecting?.abort();
     this.#sending?.cancel();
+  }
+
+  /** Find out which language is spoken; the server chooses the model by it. Rejects when it is cancelled: where it fails
+   * otherwise, the default model hears the recording, and says itself what is wrong with it. */
+  async #detect(take: Take, file: File, fields: Record<string, string>): Promise<void> {
+    this.#detecting = new AbortController();
+    this.#progress.detecting();
+    try {
+      const { language, score } = await detect(file, this.#detecting.signal);
+      [fields["language"], take.transcript.language, take.languageScore] = [language, language, score];
+      void this.stage.chooser.load().catch(() => undefined); // the model that detects is loaded now
+    } catch (failure) {
+      if (failure instanceof SpeechError && failure.code === "cancelled") throw failure;
+    } finally {
+      this.#detecting = undefined;
+    }
   }
 
   #over(take: Take): void {

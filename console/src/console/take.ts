@@ -17,6 +17,8 @@ export interface Take {
   languageScore?: number;
   /** When the history got it: milliseconds since 1970. */
   savedMs?: number;
+  /** The server has chosen the model. */
+  automatic?: true;
 }
 
 export interface Source {
@@ -33,8 +35,8 @@ export interface Sound {
   peaks: Float32Array | undefined;
 }
 
-/** `0:44 · 5 segments · 2 speakers · English (98 %) · moonshine-tiny-en` */
-export function facts({ transcript, languageScore }: Take): string {
+/** `0:44 · 5 segments · 2 speakers · English (98 %) · moonshine-tiny-en, chosen automatically` */
+export function facts({ transcript, languageScore, automatic }: Take): string {
   const { model, duration, segments } = transcript;
   const speakers = speakersOf(segments).size;
   const sure = languageScore === undefined ? "" : ` (${Math.round(100 * languageScore)} %)`;
@@ -43,7 +45,7 @@ export function facts({ transcript, languageScore }: Take): string {
     segments.length ? count(segments.length, "segment") : "",
     speakers ? count(speakers, "speaker") : "",
     transcript.language && language(transcript.language) + sure,
-    model,
+    automatic ? `${model}, chosen automatically` : model,
   ]
     .filter(Boolean)
     .join(" · ");

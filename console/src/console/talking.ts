@@ -33,7 +33,7 @@ export class Talking {
     this.#talk = talk;
     stage.wanted.refused();
     try {
-      const { deviceId, model, language, calls } = stage.chooser;
+      const { deviceId, liveModel: model, language, calls } = stage.chooser;
       const { speechOnly } = stage.wanted;
       byId("sent-share").textContent = "";
       await talk.begin({ deviceId, model, language, speechOnly, calls, rich: stage.wanted.options() });

@@ -9,6 +9,8 @@ export interface Upload {
 }
 
 export interface UploadEvents {
+  /** The model that the server has chosen, or that was named. */
+  model(name: string): void;
   sent(bytes: number, total: number): void;
   segment(segment: Segment): void;
   /** What is known of the whole when all of it was heard. `score`: how sure the language is, 0..1. */
@@ -74,6 +76,10 @@ export function upload(file: File, fields: Record<string, string>, events: Uploa
   const done = new Promise<void>((resolve, reject) => {
     request.upload.addEventListener("progress", ({ loaded, total }) => events.sent(loaded, total));
     request.upload.addEventListener("load", ({ total }) => events.sent(total, total));
+    request.addEventListener("readystatechange", () => {
+      const model = request.readyState === XMLHttpRequest.HEADERS_RECEIVED && request.getResponseHeader("x-model");
+      if (model) events.model(model);
+    });
     request.addEventListener("progress", readOn);
     request.addEventListener("load", () => {
       readOn();

@@ -23,7 +23,7 @@ export async function request(route: string, init: RequestInit = {}): Promise<Re
     let answer: Response;
     try {
       const headers = { ...(init.headers as Record<string, string>), ...authorization() };
-      answer = await fetch(address(route), { ...init, headers, cache: "no-store" });
+      answer = await fetch(address(route), { cache: "no-store", ...init, headers });
     } catch (cause) {
       if (init.signal?.aborted) throw new SpeechError("cancelled", "Cancelled.", { cause });
       throw new SpeechError("connection_failed", "The server does not answer.", { cause });
@@ -62,9 +62,15 @@ export interface Model {
   languages: string[];
   parameters: number;
   speaks: boolean;
+  /** It answers requests that name no model. */
+  default: boolean;
+  /** It serves recordings for which no model is named and that the default one cannot; loaded for the first one. */
+  auto: boolean;
   /** What else it can be asked for. */
   words: boolean;
   hotwords: boolean;
+  /** Longest delay of a word of a streaming model; of others null. */
+  lag_ms: number | null;
   speakers: boolean;
   /** Languages whose numbers can be written in digits. */
   itn: string[];

@@ -5,6 +5,7 @@ import "../styles/rail.css";
 import "../styles/dock.css";
 import "../styles/speak.css";
 
+import { SpeechError } from "asr-serve";
 import { Banner } from "../console/banner";
 import { sheet } from "../console/sheet";
 import { byId, make, setIcon } from "../page/dom";
@@ -14,16 +15,18 @@ import { clock, count, delay } from "../page/words";
 import { Bars } from "./bars";
 import { Caption } from "./caption";
 import { Player } from "./player";
-import { recorded, spoken, type Ask } from "./request";
-import { Voices } from "./voices";
+import { Cloning, deleted } from "./cloning";
+import { recorded, spoken, type Ask, type Heard } from "./request";
+import { forget, sampled } from "./samples";
+import { endOf, inserted, placeOf, ssmlHelp } from "./ssml";
+import { Voices, type Voice } from "./voices";
 
 /** So much is taken ahead of what is heard; then the server is left waiting. */
 const AHEAD_S = 30;
 const LOOK_MS = 250;
-const SAMPLE = "I read whatever you write. Shall we begin?";
 
 const banner = new Banner();
-const voices = new Voices();
+const voices = new Voices({ sample: (voice) => sample(voice), remove: (voice) => void remove(voice) });
 const caption = new Caption();
 const bars = new Bars();
 const text = byId("text", HTMLTextAreaElement);
@@ -31,9 +34,9 @@ const [speed, pitch] = [byId("speed", HTMLInputElement), byId("pitch", HTMLInput
 const ssml = byId("ssml", HTMLInputElement);
 let going: AbortController | undefined;
 
-function ask(input: string, marked = ssml.checked): Ask {
+function ask(): Ask {
   const { model, voice } = voices;
-  return { input, model, voice, speed: Number(speed.value), pitch: Number(pitch.value), ssml: marked };
+  return { input: text.value, model, voice, speed: Number(speed.value), pitch: Number(pitch.value), ssml: ssml.checked };
 }
 
 function enter(mode: "idle" | "waiting" | "speaking" | "fetching", hint = ""): void {
@@ -42,7 +45,7 @@ function enter(mode: "idle" | "waiting" | "speaking" | "fetching", hint = ""): v
   setIcon(byId("primary-icon"), idle ? "play" : "stop");
   byId("primary").setAttribute("aria-label", idle ? "Speak" : "Stop");
   byId("hint").textContent = idle ? "Ready when you are" : hint;
-  for (const id of ["sample", "download"]) byId(id, HTMLButtonElement).disabled = !idle;
+  byId("download", HTMLButtonElement).disabled = !idle;
   if (idle) {
     caption.clear();
     bars.clear();
@@ -62,12 +65,14 @@ async function known(): Promise<boolean> {
   return false;
 }
 
-async function speak(asked: () => Ask): Promise<void> {
+async function speak(heard: (signal: AbortSignal) => AsyncGenerator<Heard>, sampling?: Voice): Promise<void> {
   const pressed = performance.now();
   const player = new Player(); // now: a browser lets a page sound that was just asked to
   const stop = new AbortController();
   going = stop;
   banner.hide();
+  wrong();
+  voices.sampling(sampling);
   enter("waiting", "Waiting for the first sound");
   byId("clock").textContent = clock(0);
   const show = (): void => {
@@ -81,10 +86,10 @@ async function speak(asked: () => Ask): Promise<void> {
   let failure: unknown;
   try {
     if (!(await known())) return;
-    for await (const heard of spoken(asked(), stop.signal)) {
-      if ("words" in heard) caption.add(heard.words);
+    for await (const piece of heard(stop.signal)) {
+      if ("words" in piece) caption.add(piece.words);
       else {
-        player.push(heard.pcm);
+        player.push(piece.pcm);
         if (document.body.dataset["mode"] === "waiting") {
           byId("first").textContent = delay(performance.now() - pressed);
           enter("speaking");
@@ -103,11 +108,61 @@ async function speak(asked: () => Ask): Promise<void> {
     await player.close();
     if (going === stop) {
       going = undefined;
+      voices.sampling(undefined);
       enter("idle");
       tell(stopped ? "Stopped" : failure ? "" : "All has been said");
-      if (failure) banner.error(failure, () => void speak(asked));
+      if (failure) refused(failure, () => void speak(heard, sampling));
     }
   }
+}
+
+/** A sample of one voice, in place of whatever sounds. Pressed again, it stops. */
+function sample(voice: Voice): void {
+  const stops = document.querySelector(`[data-sample="${CSS.escape(voice.id)}"]`)?.getAttribute("aria-pressed") === "true";
+  going?.abort();
+  caption.clear();
+  if (!stops) void speak((signal) => sampled(voice.model, voice.id, signal), voice);
+}
+
+async function remove(voice: Voice): Promise<void> {
+  going?.abort();
+  banner.hide();
+  try {
+    if (!(await deleted(voice.id))) return;
+    forget(voice.model, voice.id);
+    toast(`The voice ${voice.name} is deleted`);
+    await voices.load();
+  } catch (failure) {
+    banner.error(failure, () => void remove(voice));
+  }
+}
+
+/** An error of SSML is shown where it is: the place is selected, and its line stands below the text. */
+function refused(failure: unknown, again: () => void): void {
+  banner.error(failure, again);
+  const place = ssml.checked && failure instanceof SpeechError ? placeOf(failure.message, text.value) : undefined;
+  if (!place) return;
+  wrong(place.line, place.column);
+  text.focus();
+  text.setSelectionRange(place.at, endOf(text.value, place.at));
+}
+
+/** Show a line of the text with a mark below its column; no line: none is wrong. */
+function wrong(line?: number, column = 1): void {
+  if (line === undefined) text.removeAttribute("aria-invalid");
+  else text.setAttribute("aria-invalid", "true");
+  const around = 40;
+  const letters = line === undefined ? [] : [...(text.value.split("\n")[line - 1] ?? "")];
+  const from = Math.max(0, column - around);
+  const shown = letters.slice(from, column + around).join("");
+  byId("text-problem").replaceChildren(
+    ...(line === undefined
+      ? []
+      : [
+          make("p", { class: "fine" }, `Line ${line}, column ${column}:`),
+          make("pre", { "aria-hidden": "true" }, `${shown}\n${" ".repeat(column - 1 - from)}↑`),
+        ]),
+  );
 }
 
 async function download(): Promise<void> {
@@ -118,12 +173,12 @@ async function download(): Promise<void> {
   banner.hide();
   enter("fetching", "Making the file");
   try {
-    const url = URL.createObjectURL(await recorded(ask(text.value), format, stop.signal));
+    const url = URL.createObjectURL(await recorded(ask(), format, stop.signal));
     make("a", { href: url, download: `speech.${format}` }).click();
     setTimeout(() => URL.revokeObjectURL(url), 10_000);
   } catch (failure) {
     if (stop.signal.aborted) toast("Nothing was kept");
-    else banner.error(failure, () => void download());
+    else refused(failure, () => void download());
   } finally {
     going = undefined;
     enter("idle");
@@ -132,7 +187,7 @@ async function download(): Promise<void> {
 
 function primary(): void {
   if (going) going.abort();
-  else void speak(() => ask(text.value));
+  else void speak((signal) => spoken(ask(), signal));
 }
 
 function told(): void {
@@ -153,7 +208,18 @@ function pause(ms: number): Promise<void> {
 const closeSheet = sheet();
 themeButton();
 byId("primary").addEventListener("click", primary);
-byId("sample").addEventListener("click", () => void speak(() => ask(SAMPLE, false)));
+new Cloning(
+  (name) => {
+    forget(voices.model, name);
+    void voices.load(name).catch((failure) => banner.error(failure));
+  },
+  () => going?.abort(),
+);
+ssmlHelp((example) => {
+  ssml.checked = true;
+  inserted(text, example);
+});
+text.addEventListener("input", () => wrong());
 byId("download").addEventListener("click", () => void download());
 for (const field of [text, speed, pitch]) field.addEventListener("input", told);
 document.addEventListener("keydown", (event) => {

@@ -1,6 +1,5 @@
 import { SpeechError } from "asr-serve";
-import { address, authorization, refusal } from "../page/api";
-import { askForKey, key } from "../page/key";
+import { request } from "../page/api";
 
 export const RATE_HZ = 24_000;
 
@@ -30,12 +29,12 @@ interface ServerSent {
   error?: { code: string | null; type: string; message: string };
 }
 
-/** Have it spoken, and take it as it comes. Throws SpeechError; an AbortError after `signal`. */
-export async function* spoken(ask: Ask, signal: AbortSignal): AsyncGenerator<Heard> {
+/** Have it spoken, and take it as it comes. Throws SpeechError; its code is `cancelled` after `signal`. */
+export async function* spoken(asked: Ask, signal: AbortSignal): AsyncGenerator<Heard> {
   const more = { response_format: "pcm", sample_rate: RATE_HZ, stream_format: "sse", words: true };
-  const answer = await post({ ...ask, ...more }, signal);
+  const answer = await post({ ...asked, ...more }, signal);
   let whole = false;
-  for await (const event of events(answer, signal)) {
+  for await (const event of sentEvents<ServerSent>(answer, signal)) {
     if (event.type === "speech.audio.delta") yield { pcm: samples(event.audio ?? "") };
     else if (event.type === "speech.audio.words") yield { words: event.words ?? [] };
     else if (event.type === "speech.audio.done") whole = true;
@@ -44,9 +43,9 @@ export async function* spoken(ask: Ask, signal: AbortSignal): AsyncGenerator<Hea
   if (!whole) throw new SpeechError("connection_lost", "The answer broke off.");
 }
 
-/** All of it, as a file. Rejects with SpeechError; with an AbortError after `signal`. */
-export async function recorded(ask: Ask, format: string, signal: AbortSignal): Promise<Blob> {
-  const answer = await post({ ...ask, response_format: format }, signal);
+/** All of it, as a file. Rejects with SpeechError; its code is `cancelled` after `signal`. */
+export async function recorded(asked: Ask, format: string, signal: AbortSignal): Promise<Blob> {
+  const answer = await post({ ...asked, response_format: format }, signal);
   try {
     return await answer.blob();
   } catch (cause) {
@@ -54,27 +53,13 @@ export async function recorded(ask: Ask, format: string, signal: AbortSignal): P
   }
 }
 
-/** Asks for a key where one is needed. */
-async function post(body: object, signal: AbortSignal): Promise<Response> {
-  for (;;) {
-    let answer: Response;
-    try {
-      answer = await fetch(address("v1/audio/speech"), {
-        method: "POST",
-        headers: { ...authorization(), "Content-Type": "application/json" },
-        body: JSON.stringify(body),
-        signal,
-      });
-    } catch (cause) {
-      throw signal.aborted ? cause : new SpeechError("connection_failed", "The server does not answer.", { cause });
-    }
-    if (answer.ok) return answer;
-    const refused = refusal(answer.status, await answer.text(), answer.headers.get("retry-after-ms"));
-    if (refused.code !== "invalid_api_key" || (await askForKey(key() !== undefined)) === undefined) throw refused;
-  }
+function post(body: object, signal: AbortSignal): Promise<Response> {
+  const headers = { "Content-Type": "application/json" };
+  return request("v1/audio/speech", { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
-async function* events(answer: Response, signal: AbortSignal): AsyncGenerator<ServerSent> {
+/** Events of an answer, as they come. Throws SpeechError where it breaks off; its code is `cancelled` after `signal`. */
+export async function* sentEvents<T>(answer: Response, signal?: AbortSignal): AsyncGenerator<T> {
   const reader = answer.body!.pipeThrough(new TextDecoderStream()).getReader();
   let left = "";
   try {
@@ -84,11 +69,11 @@ async function* events(answer: Response, signal: AbortSignal): AsyncGenerator<Se
       const blocks = (left + value).split("\n\n");
       left = blocks.pop()!;
       for (const line of blocks.flatMap((block) => block.split("\n"))) {
-        if (line.startsWith("data: ")) yield JSON.parse(line.slice(6)) as ServerSent;
+        if (line.startsWith("data: ")) yield JSON.parse(line.slice(6)) as T;
       }
     }
   } catch (cause) {
-    if (signal.aborted || cause instanceof SpeechError) throw cause;
+    if (signal?.aborted || cause instanceof SpeechError) throw cause;
     throw new SpeechError("connection_lost", "The answer broke off.", { cause });
   } finally {
     void reader.cancel().catch(() => undefined); // of one that has failed there is nothing to cancel

@@ -54,6 +54,11 @@ class ModelEntry(msgspec.Struct, frozen=True):
     parameters: int
     licence: str
     aliases: list[str]
+    default: bool = False
+    """Whether it answers requests of its kind that name no model."""
+    auto: bool = False
+    """Whether it serves uploads that name no model in place of the default one, where that one cannot: `auto_model`. It
+    is loaded when the first one comes."""
     streaming: bool = False
     """Whether it recognizes audio as it arrives, chunk by chunk; others recognize whole utterances. For a speech
     model: whether audio of a sentence is sent before all of it is made."""

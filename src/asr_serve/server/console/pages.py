@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
@@ -22,6 +23,7 @@ PAGES = {
     "/": "index.html",
     "/history": "history.html",
     "/speak": "speak.html",
+    "/compare": "compare.html",
     "/batches": "batches.html",
     "/models": "models.html",
     "/status": "status.html",
@@ -34,6 +36,8 @@ DOCS_PAGES = {"/docs": "docs.html", "/favicon.svg": "favicon.svg"}
 ASSETS = "/assets/{name}"
 VOICE_ACTIVITY = Path(__file__).parents[2] / "edge" / "wasm" / "vad.wasm"
 """Voice activity for the page that sends speech only."""
+DEMO_CLIP = "two_cities.wav"
+"""Asset with real speech, of the package with the weights of the default model."""
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -94,12 +98,22 @@ class ConsolePage(msgspec.Struct, frozen=True):
         return Response(self.body, headers=self.headers)
 
 
+def demo_clip() -> Path | None:
+    """Path of DEMO_CLIP; None where its package is not installed. That is not imported: it needs a sound card."""
+    spec = importlib.util.find_spec("moonshine_voice")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0]) / "assets" / DEMO_CLIP
+    return path if path.is_file() else None
+
+
 def routes(*, console: bool, docs: bool) -> list[Route]:
     """Routes of the console's pages, and of the page that shows the OpenAPI document."""
     files = {**(PAGES if console else {}), **(DOCS_PAGES if docs else {})}
     if not files:
         return []
     pages = {path: ConsolePage.load(STATIC / name) for path, name in files.items()}
+    clip = demo_clip()
     assets = {path.name: ConsolePage.load(path) for path in [*sorted((STATIC / "assets").iterdir()), VOICE_ACTIVITY]}
 
     @admitted_as(AdmissionClass.PUBLIC)
@@ -111,7 +125,10 @@ def routes(*, console: bool, docs: bool) -> list[Route]:
 
     @admitted_as(AdmissionClass.PUBLIC)
     async def asset(request: Request) -> Response:
-        file = assets.get(request.path_params["name"])
+        name = request.path_params["name"]
+        if name == DEMO_CLIP and clip is not None:
+            return FileResponse(clip, headers={**SECURITY_HEADERS, "Cache-Control": "no-cache"}, media_type="audio/wav")
+        file = assets.get(name)
         if file is None:
             raise HTTPException(404)
         return file.response(request.headers)

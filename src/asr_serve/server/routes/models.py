@@ -30,6 +30,8 @@ _EXAMPLE = {
     "parameters": 27_100_000,
     "licence": "MIT",
     "aliases": ["whisper-1"],
+    "default": True,
+    "auto": False,
     "streaming": False,
     "heads": [],
     "chunk_ms": None,
@@ -76,6 +78,7 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
                 card, chunk = engine.card_of_any_kind, engine.client.config.chunk_frames or 0
                 if not engine.is_tts:
                     revision, quantization = engines.weights_revision(engine), engine.client.config.quantize
+        default = name == (engines.default_tts_model if isinstance(card, TtsCard) else engines.resolve_for_files(None))
         base = ModelEntry(
             id=name,
             created=created,
@@ -85,6 +88,8 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
             parameters=card.parameters,
             licence=card.licence,
             aliases=engines.aliases(name),
+            default=default,
+            auto=not default and engines.governor is None and name == engines.auto_model,
             revision=revision,
             quantization=quantization,
         )
@@ -118,6 +123,7 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
             parameters=sum(each.parameters for each in recognizers),
             licence=", ".join(dict.fromkeys(each.licence for each in recognizers)),
             aliases=engines.aliases(spec.name),
+            default=True,
             words=all(each.words for each in recognizers),
             speakers=first.speakers,
             itn=first.itn,

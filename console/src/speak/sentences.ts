@@ -1,0 +1,23 @@
+/** Sentences to read aloud for a clone: everyday words that hold all sounds of English, three to eight seconds each. */
+export const SENTENCES: readonly string[] = [
+  "The early train was late again, so I walked along the river and counted the boats.",
+  "She bought a pound of cheese, two fresh loaves, and a small jar of orange honey.",
+  "Could you measure the width of the garage before we choose a colour for the door?",
+  "My uncle usually joins us on Thursday, when the weather is good enough to play outside.",
+  "They found a brown leather bag beneath the table, but nobody knew whose it was.",
+  "Please give the young boy a towel, because he fell into the pool with all his clothes on.",
+  "I thought the judge would be strict, yet her voice was calm and rather cheerful.",
+  "Five thousand birds crossed the valley this morning, and the noise was astonishing.",
+  "If you turn left at the church, you will see a huge stone wall and a narrow path.",
+  "We watched the moon rise over the hills while the soup was cooling on the stove.",
+  "The vision of a quiet village by the sea kept him working through the winter.",
+  "Do not worry about the broken chair, it was old and never stood quite straight.",
+  "Her new job begins in July, and she hopes to travel north to visit both her brothers.",
+  "Just put the letters in the blue box near the entrance, and ring the bell twice.",
+  "He poured the coffee slowly, looked at the clock, and wondered where the day had gone.",
+  "Bright yellow flowers grew between the stones, though it had hardly rained for weeks.",
+  "What a pleasure it was to hear you sing, I had no idea that you knew those songs.",
+  "The cook chopped garlic, ginger and thyme, then shook the pan over a high flame.",
+  "Unless something changes, the northern bridge will be closed until the end of March.",
+  "Thank you for reading all of this, your voice should sound much like you very soon.",
+];

@@ -1,0 +1,1 @@
+import{a as e}from"./theme-DVHkYvxL.js";function t(e){return e.replace(/[^\p{L}\p{N}._-]+/gu,`-`).replace(/^[.-]+|-+$/g,``)}function n(t,n){let r=URL.createObjectURL(n);e(`a`,{href:r,download:t}).click(),setTimeout(()=>URL.revokeObjectURL(r),1e4)}export{n,t};

@@ -1,1 +1,0 @@
-import{a as e}from"./theme-C0Gc4Aqb.js";function t(e){return e.replace(/[^\p{L}\p{N}._-]+/gu,`-`).replace(/^[.-]+|-+$/g,``)}function n(t,n){let r=URL.createObjectURL(n);e(`a`,{href:r,download:t}).click(),setTimeout(()=>URL.revokeObjectURL(r),1e4)}export{n,t};

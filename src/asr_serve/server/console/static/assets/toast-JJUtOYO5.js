@@ -1,0 +1,1 @@
+import{a as e,r as t}from"./theme-DVHkYvxL.js";var n=4e3;function r(r){let i=e(`p`,{class:`toast`},r),a=t(`toasts`);for(;a.childElementCount>1;)a.firstElementChild?.remove();a.append(i),setTimeout(()=>i.remove(),n)}export{r as t};

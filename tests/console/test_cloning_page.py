@@ -1,0 +1,236 @@
+"""Cloning from the microphone: the real server, a Chromium whose microphone reads sentences, and the real cloning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from case_tiers import exhaustive_after
+from console_page import Cable, Served, Visitor, browsers, needs_axe
+
+from asr_serve.models.auxiliary import ge2e
+from asr_serve.models.checkpoints import store
+from asr_serve.models.registry import tts_card
+from asr_serve.voices.voice_store import VoiceStore
+
+ADMIN, USER = "k-admin", "k-user"
+READ_ALOUD = """() => {
+  navigator.mediaDevices.getUserMedia = async () => {
+    const [context, sentence] = [new AudioContext(), document.querySelector("#sentence")];
+    const answer = await fetch("/v1/audio/speech", {
+      method: "POST",
+      headers: { Authorization: "Bearer %s", "Content-Type": "application/json" },
+      body: JSON.stringify({ input: sentence.textContent, voice: "emma", response_format: "wav" }),
+    });
+    const source = context.createBufferSource();
+    source.buffer = await context.decodeAudioData(await answer.arrayBuffer());
+    const microphone = context.createMediaStreamDestination();
+    source.connect(microphone);
+    source.start(context.currentTime + 0.3);
+    window.read = new Promise((resolve) => (source.onended = resolve));
+    return microphone.stream;
+  };
+}"""
+"""A microphone in whose room a voice of the server reads the sentence that is shown."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("voices")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Served]:
+    if store.published_folder(tts_card("fastpitch-en")) is None or store.published_folder(ge2e.CARDS[0]) is None:
+        pytest.skip("the weights of fastpitch-en or of the speaker encoder are not here")
+    log = tmp_path_factory.mktemp("clones") / "log"
+    flags = ("--api-key", USER, "--set", f"admin_keys={ADMIN}", "--set", f"engine.voices_dir={folder}")
+    server = Served(log, *flags, voice="fastpitch-en")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def launch() -> Iterator[Callable[..., Any]]:
+    with browsers() as found:
+        yield found
+
+
+def at_the_page(browser: Any, url: str, key: str = ADMIN, read_aloud: bool = True) -> Visitor:
+    visitor = Visitor(browser)
+    reads = f"({READ_ALOUD % ADMIN})();" if read_aloud else ""
+    visitor.page.add_init_script(f"sessionStorage.setItem('asr-serve.key', '{key}'); {reads}")
+    visitor.page.goto(f"{url}/speak")
+    visitor.page.wait_for_selector("#voice-list input[value=emma]", state="attached")
+    return visitor
+
+
+@pytest.fixture
+def me(launch: Callable[..., Any], served: Served, packaged_speech: Path) -> Iterator[Visitor]:
+    visitor = at_the_page(launch(packaged_speech / "beckett.wav"), served.url)
+    yield visitor
+    visitor.context.close()
+
+
+def read(me: Visitor, sentences: int) -> None:
+    """The first sentences are read aloud and recorded."""
+    for number in range(sentences):
+        me.page.click("#read")
+        me.until("#read[aria-pressed=true]")
+        me.holds("document.querySelector('#read-state').textContent.startsWith('Recording, ')")
+        me.page.evaluate("read")
+        me.page.click("#read")
+        me.until(f"#read-state:has-text('{number + 1} sentence')")
+        me.page.click("#read-next")
+
+
+def test_nothing_is_sent_without_consent_or_enough_speech(me):
+    me.page.click("#clone")
+    assert me.page.evaluate("document.activeElement.id") == "speaker"
+    me.page.fill("#speaker", "Ada Lovelace")
+    assert me.page.input_value("#voice-name") == "ada-lovelace"
+    assert me.page.input_value("#consent").startswith("I, Ada Lovelace, am the speaker in these recordings and agree")
+    me.page.check("#agree")
+    assert me.page.is_disabled("#clone-make"), "nothing is recorded"
+    read(me, 6)
+    assert me.page.is_enabled("#clone-make")
+    me.page.uncheck("#agree")
+    assert me.page.is_disabled("#clone-make")
+    me.page.check("#agree")
+    me.page.fill("#voice-name", "Ada!")
+    assert "small letters" in me.page.inner_text("#voice-name-problem")
+    assert me.page.is_disabled("#clone-make")
+    me.page.fill("#voice-name", "emma")
+    me.page.click("#clone-make")
+    me.until("#voice-name-problem:has-text('emma')")  # the server's: a voice of the model has the name
+    me.page.fill("#voice-name", "ada")
+    me.page.fill("#consent", "Go on then, whatever it may be.")
+    assert not me.page.is_checked("#agree"), "to another statement nobody has agreed"
+    me.page.check("#agree")
+    me.page.click("#clone-make")
+    me.until("#consent-problem:has-text('does not say who agrees')")
+    assert me.page.evaluate("document.activeElement.id") == "consent"
+    me.page.keyboard.press("Escape")
+    me.page.click("#clone")
+    assert "6 sentences" in me.page.inner_text("#read-state"), "what was recorded is kept"
+    me.expect_calm("400")
+
+
+def test_a_sentence_is_heard_again_and_recorded_anew(me):
+    me.page.click("#clone")
+    me.page.click("#read")
+    me.holds("document.querySelector('#read-state').textContent.startsWith('Recording, ')")
+    me.page.keyboard.press("Escape")  # ends the recording, and leaves the dialog open
+    me.until("#read[aria-pressed=false]")
+    assert me.page.evaluate("document.querySelector('#clone-dialog').open")
+    assert "too short" in me.page.inner_text("#read-problem")
+    read(me, 1)
+    me.page.click("#read-before")
+    assert me.page.inner_text("#read-text") == "Record again"
+    me.page.click("#read-listen")
+    assert me.page.is_disabled("#read-before")
+    me.expect_calm()
+
+
+def test_no_permission_for_the_microphone(launch, served, packaged_speech):
+    me = at_the_page(launch(packaged_speech / "beckett.wav", False), served.url, read_aloud=False)
+    me.page.click("#clone")
+    me.page.click("#read")
+    me.until("#read-problem:has-text('not allowed to use the microphone')")
+    assert me.page.get_attribute("#read", "aria-pressed") == "false"
+    me.expect_calm()
+    me.context.close()
+
+
+def test_only_administrators_clone_and_delete(launch, served, packaged_speech):
+    me = at_the_page(launch(packaged_speech / "beckett.wav"), served.url, USER)
+    me.page.click("#clone")
+    me.until("#clone-problem:has-text('Only administrators clone voices')")
+    me.page.click("#clone-key")
+    me.page.fill("#key", ADMIN)
+    me.page.click("dialog:has(#key) [type=submit]")
+    me.holds("document.querySelector('#clone-problem').textContent === ''")
+    assert me.page.is_hidden("#clone-key")
+    me.expect_calm("403")
+    me.context.close()
+
+
+def test_the_server_is_gone(launch, served, packaged_speech):
+    cable = Cable(served.port)
+    me = at_the_page(launch(packaged_speech / "beckett.wav"), cable.url)
+    me.page.click("#clone")
+    me.page.fill("#speaker", "Ada")
+    read(me, 6)
+    me.page.check("#agree")
+    cable.cut()
+    me.page.click("#clone-make")
+    me.until("#clone-problem:has-text('does not answer')")
+    assert me.page.is_enabled("#clone-make")
+    assert "6 sentences" in me.page.inner_text("#read-state")
+    me.expect_calm("ERR_", "Failed to load")
+    me.context.close()
+    cable.close()
+
+
+@pytest.mark.slow
+def test_a_voice_is_made_heard_and_deleted(me, served, folder):
+    me.page.click("#clone")
+    me.page.fill("#speaker", "Ada")
+    read(me, 8)
+    me.page.check("#agree")
+    me.page.click("#clone-make")
+    me.until("#cloning-state:has-text('Cloning ada')")
+    assert not me.page.evaluate("document.querySelector('#clone-dialog').open")
+    me.until("#voice-list input[value=ada]:checked")
+    assert me.page.is_hidden("#cloning")
+    card = VoiceStore(folder).card("ada")
+    assert card.consent.statement == (
+        "I, Ada, am the speaker in these recordings and agree that my voice is cloned and used to speak."
+    )
+    me.page.click("[data-sample=ada]")
+    me.mode("speaking")
+    me.mode("idle")
+    me.page.click("[aria-label='Delete the voice ada']")
+    me.page.click("#delete-dialog [value=keep]")
+    assert me.page.locator("#voice-list input[value=ada]").count() == 1
+    me.page.click("[aria-label='Delete the voice ada']")
+    me.page.click("#delete-dialog [value=delete]")
+    me.page.wait_for_selector("#voice-list input[value=ada]", state="detached")
+    assert httpx.get(f"{served.url}/v1/voices", headers={"Authorization": f"Bearer {USER}"}).json()["data"] == []
+    me.expect_calm()
+
+
+@pytest.mark.slow
+def test_a_cloning_is_cancelled_from_a_page_that_was_opened_anew(me, served):
+    me.page.click("#clone")
+    me.page.fill("#speaker", "Bob")
+    read(me, 6)
+    me.page.check("#agree")
+    me.page.click("#clone-make")
+    me.until("#cloning-state:has-text('Cloning bob')")
+    me.page.reload()
+    me.page.wait_for_selector("#voice-list input[value=emma]", state="attached")
+    me.page.click("#clone")  # it is found again
+    me.until("#cloning-state:has-text('Cloning bob')")
+    me.page.click("#clone-close")
+    me.page.click("#cloning-cancel")
+    me.until(".toast:has-text('The cloning was cancelled')")
+    assert me.page.is_hidden("#cloning")
+    me.expect_calm()
+
+
+@needs_axe
+@pytest.mark.parametrize(
+    ("scheme", "width"), exhaustive_after(2, [("light", 1280), ("dark", 320), ("dark", 1280), ("light", 320)])
+)
+def test_axe_finds_nothing_serious(me, scheme, width):
+    me.page.emulate_media(color_scheme=scheme)
+    me.page.set_viewport_size({"width": width, "height": 740})
+    if width == 320:
+        me.page.click("#settings")
+    me.page.click("#clone")
+    me.page.fill("#voice-name", "Not a name")
+    me.expect_accessible("the dialog that clones")

@@ -174,12 +174,15 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def ours(bench: Bench) -> list[Row]:
     """One life of a server, every level in turn; then the same audio through the library."""
     args, port = bench.args, serve.free_port()
+    riva_port = serve.free_port()
     options = ["--model", args.model, *args.server, "--device", args.device]
+    if "riva" in args.protocol:
+        options += ["--riva-port", str(riva_port)]
     options += [f"--set=batch.folder={bench.folder / 'batches'}"] if args.batch else []
     service = serve_peers.asr_serve(serve_peers.Setting(port, args.threads, bench.folder, options))
     run = serve.Run(args, bench.speech, [], bench.env, bench.folder)
     load = {"url": f"ws://{serve_peers.HOST}:{port}", "grace_s": GRACE_S, "silence_ms": args.silence_ms}
-    load |= {"at_once": args.at_once, "retry": args.retry}
+    load |= {"at_once": args.at_once, "retry": args.retry, "riva": f"{serve_peers.HOST}:{riva_port}"}
     rows: list[Row] = []
     with ExitStack() as stack:
         process, trouble = stack.enter_context(serve.started(service, port, run))
@@ -348,6 +351,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if "openai" in args.protocol and args.silence_ms is None:
         parser.error("--protocol openai needs --silence-ms: it waits for one pause, whatever was said before")
+    if "riva" in args.protocol and args.silence_ms is None:
+        parser.error("--protocol riva needs --silence-ms: the ends of sentences are told by it")
     if args.at_once and args.find_max:
         parser.error("--at-once refuses callers whom --find-max looks for: one or the other")
     if args.retry and not args.at_once:

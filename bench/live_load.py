@@ -24,7 +24,7 @@ import machine
 from live_protocols import REFUSED, code
 from live_speech import Caller, Pace, Pcm
 from serve_load import tree, tree_cpu_s
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 Job = dict[str, Any]
@@ -75,6 +75,12 @@ class Line:
     async def call(self) -> None:
         """One attempt: dial, talk, hang up."""
         try:
+            if self.job["protocol"] == "riva":
+                from live_riva import dial
+
+                async with dial(self.job["riva"], self.protocol) as call:
+                    await self.talk(call)
+                return
             async with connect(
                 self.job["url"] + self.protocol.path,
                 proxy=None,
@@ -96,7 +102,8 @@ class Line:
         except ConnectionClosed as closed:
             self.error = self.error or f"closed {closed.rcvd.code if closed.rcvd else ''}".strip()
 
-    async def talk(self, line: ClientConnection) -> None:
+    async def talk(self, line: Any) -> None:
+        """The call over a ClientConnection, or a RivaLine."""
         clock = asyncio.get_running_loop()
         if self.protocol.hello is not None:
             await line.send(self.protocol.hello)
@@ -124,7 +131,7 @@ class Line:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
-    async def read(self, line: ClientConnection) -> None:
+    async def read(self, line: Any) -> None:
         """Until the server has said all."""
         clock = asyncio.get_running_loop()
         async for text in line:

@@ -241,10 +241,18 @@ class Deepgram:
                 yield when, sentence(text, 1_000 * start_s, 1_000 * (start_s + answer["duration"]))
 
 
+def riva(silence_ms: int | None) -> Protocol:
+    """Riva's, by gRPC: its packages are loaded for it alone."""
+    from live_riva import Riva
+
+    return Riva(silence_ms)
+
+
 NAMES: dict[str, Callable[[int | None], Protocol]] = {
     "funasr": FunAsr,
     "funasr2pass": FunAsr2Pass,
     "openai": OpenAi,
     "stream": Stream,
     "deepgram": Deepgram,
+    "riva": riva,
 }

@@ -234,3 +234,18 @@ def test_moonshines_own_streams(bench: SimpleNamespace, packaged_speech: Path, t
     assert any(told["partial"] for _, told in one["messages"])
     assert any(told["sentences"] for _, told in one["messages"])
     assert found["server_cpu"] > 0
+
+
+def test_results_of_riva_become_sentences(bench: SimpleNamespace) -> None:
+    """Their end is where the pause began by which they were decided, with the sound behind it that is part of them."""
+    pytest.importorskip("riva.client", reason="no client of Riva here: pip install nvidia-riva-client")
+    protocol = bench.live_protocols.NAMES["riva"](800)
+    [first, rest] = protocol.packets(np.ones(2_000, np.int16))
+    assert (len(first.audio_content), len(rest.audio_content)) == (3_200, 800)
+    interim = {"type": "interim", "text": "Ever"}
+    final = {"type": "final", "text": "Ever tried.", "start_ms": 100, "decided_ms": 3_000.0}
+    assert list(protocol.heard([(1.0, interim), (2.0, final), (2.1, {"type": "ended"})])) == [
+        (1.0, {"sentences": [], "partial": "Ever"}),
+        (2.0, {"sentences": [{"text": "Ever tried.", "start": 100, "end": 2_450.0}], "partial": ""}),
+    ]
+    assert protocol.ended('{"type": "ended"}', parting=True)

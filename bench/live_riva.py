@@ -1,5 +1,5 @@
-"""Riva's StreamingRecognize, for the callers of live_load.py: a call of gRPC as they know a WebSocket, with the messages
-of nvidia-riva-client.
+"""Riva's StreamingRecognize, for the callers of live_load.py: a call of gRPC as they know a WebSocket, with the
+messages of nvidia-riva-client.
 
 A module for the process of the callers: nothing of asr-serve is imported.
 """

@@ -55,7 +55,9 @@ class ContainerStreamDecoder:
             return create_live_decoder("ogg"), 0
         if header[:4] != b"RIFF"[: len(header)] and header[:4] != b"OggS"[: len(header)]:
             raise UnsupportedAudio(
-                f"a stream that begins with {bytes(header[:8])!r}", ALLOWED, "or send samples, with encoding=linear16"
+                f"a stream that begins with {bytes(header[:8])!r}",
+                ALLOWED,
+                "or send samples, and their encoding and rate",
             )
         decoder: LiveAudioDecoder | None = None
         at = 12

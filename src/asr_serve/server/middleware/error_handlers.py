@@ -265,7 +265,9 @@ class ErrorMiddleware:
             if not started:
                 # It may still be connected: an invalid chunk and a half-closed connection look the same. Granian
                 # answers 500 where the app does not answer.
-                await json_error_response(400, problem)(scope, receive, tracked_send)
+                riva_call = scope["path"] in riva.PATHS
+                response = error_response(error, "", scope["path"]) if riva_call else json_error_response(400, problem)
+                await response(scope, receive, tracked_send)
             request_context(scope).status = CLIENT_GONE
         except Exception as error:
             record_error(error, scope)

@@ -311,6 +311,24 @@ def test_a_recording_whose_client_leaves_is_given_up(auth, riva, cities):
     eventually(lambda: riva.counted("asr_serve_requests_total", route=RECOGNIZE, method="POST", status="499"))
 
 
+def test_a_client_that_leaves_before_its_message(auth, riva):
+    more = threading.Event()
+
+    def nothing():
+        more.wait(WAIT_S)
+        yield from ()
+
+    def left():
+        return riva.counted("asr_serve_requests_total", route=RECOGNIZE, method="POST", status="499")
+
+    before = left()
+    call = auth.channel.stream_stream(RECOGNIZE)(nothing())
+    eventually(lambda: riva.gate.active_work)
+    call.cancel()
+    more.set()
+    eventually(lambda: left() == before + 1)
+
+
 # --- synthesis --------------------------------------------------------------------------------------------
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import wave
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from running_server import MODEL, VOICE, WAIT_S, Running
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
+
+from asr_serve.audio.reader import open_audio
 
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
 LISTEN, SPEAK = "/v1/listen", "/v1/speak"
@@ -252,8 +256,18 @@ def test_speech(speaker):
     assert plain.content == answer.content[-len(plain.content) :]
     assert plain.headers["x-ignored"] == "bit_rate"
     mulaw = speaker.http.post(f"{SPEAK}?model=heart&encoding=mulaw", json={"text": "Ever tried."})
-    assert mulaw.headers["content-type"] == "audio/basic"
-    assert abs(len(mulaw.content) - len(plain.content) / 6) < 100
+    assert (mulaw.headers["content-type"], mulaw.content[:4]) == ("audio/wav", b"RIFF")
+    samples = {}
+    for encoding, tag in (("mulaw", 7), ("alaw", 6)):
+        query = f"{SPEAK}?model=heart&encoding={encoding}"
+        file = speaker.http.post(query, json={"text": "Ever tried."}).content
+        assert struct.unpack_from("<HHIIHH", file, 20) == (tag, 1, 8_000, 8_000, 1, 8)
+        samples[encoding] = speaker.http.post(f"{query}&container=none", json={"text": "Ever tried."})
+        assert file[44:] == samples[encoding].content
+        decoded = np.concatenate(list(open_audio(file)))
+        assert abs(len(decoded) - 2 * len(samples[encoding].content)) <= 2
+    assert samples["mulaw"].headers["content-type"] == "audio/basic"
+    assert abs(len(samples["mulaw"].content) - len(plain.content) / 6) < 100
 
 
 @pytest.mark.parametrize(

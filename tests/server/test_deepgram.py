@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import threading
 import wave
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from asr_serve.audio.reader import open_audio
+from asr_serve.protocols.deepgram.listen_response import render_listen_answer
+from asr_serve.server.routes import deepgram
 
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
 LISTEN, SPEAK = "/v1/listen", "/v1/speak"
@@ -83,6 +86,20 @@ def test_a_recording(server, beckett):
     assert (metadata["channels"], metadata["tags"]) == (1, ["mine"])
     assert metadata["request_id"] == answer.headers["x-request-id"] == answer.headers["dg-request-id"]
     assert "dictation" in answer.headers["x-ignored"]
+
+
+def test_an_answer_is_not_rendered_on_the_event_loop(server, beckett, monkeypatch):
+    """That of a recording of hours is megabytes."""
+    threads = []
+
+    def render(*arguments):
+        threads.append(threading.current_thread())
+        return render_listen_answer(*arguments)
+
+    monkeypatch.setattr(deepgram, "render_listen_answer", render)
+    assert server.http.post(LISTEN, content=beckett.read_bytes()).status_code == 200
+    assert threads
+    assert server._thread not in threads
 
 
 def test_samples_without_a_header_and_plain_text(server, beckett_pcm):

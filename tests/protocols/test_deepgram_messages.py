@@ -210,6 +210,35 @@ def test_text_that_is_final_late_does_not_end_the_utterance_after_it():
     assert results.on_silence(4 * S) is not None
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_end_of_an_utterance_is_told_though_the_next_one_has_started(at_once):
+    """Under load its text is final after that, or nothing is asked between."""
+    results = encoder("utterance_end_ms=1000&vad_events=true")
+    events = [
+        turn("started", 0),
+        turn("started", 2.5),
+        segment("Ever tried.", 0, 1),
+        turn("ended", 1),
+        segment("Ever failed.", 2.5, 4),
+        turn("ended", 4),
+    ]
+    batches = [events] if at_once else [[event] for event in events]
+    kinds = [json.loads(message) for batch in batches for message in results.on_events(batch)]
+    told = [(each["type"], each.get("last_word_end")) for each in kinds if each["type"] != "SpeechStarted"]
+    assert [kind for kind, _ in told].count("UtteranceEnd") == 1
+    texts = [each["channel"]["alternatives"][0]["transcript"] for each in kinds if each["type"] == "Results"]
+    assert [text for text in texts if text] == ["Ever tried.", "Ever failed."]
+    assert told.index(("UtteranceEnd", 1.0)) < max(index for index, (kind, _) in enumerate(told) if kind == "Results")
+    assert results.on_silence(5 * S) is not None
+
+
+def test_the_end_of_an_utterance_is_told_before_the_start_that_comes_first():
+    results = encoder("utterance_end_ms=1000&vad_events=true")
+    results.on_events([turn("started", 0), segment("Ever tried.", 0, 1), turn("ended", 1)])
+    found = [json.loads(message)["type"] for message in results.on_events([turn("started", 2.5)])]
+    assert found == ["UtteranceEnd", "SpeechStarted"]
+
+
 def test_plain_text_and_interim_results():
     results = encoder("punctuate=false")
     assert said(results.on_events([segment("Ever tried, it's - no matter!", 0, 1)])) == [
@@ -229,7 +258,9 @@ def test_plain_text_and_interim_results():
         ("", False, "mp3", None),
         ("encoding=linear16", False, "wav", 24_000),
         ("encoding=linear16&container=none&sample_rate=16000", False, "pcm", 16_000),
-        ("encoding=mulaw", False, "mulaw", 8_000),
+        ("encoding=mulaw", False, "mulaw-wav", 8_000),
+        ("encoding=alaw&container=wav", False, "alaw-wav", 8_000),
+        ("encoding=mulaw&container=none", False, "mulaw", 8_000),
         ("encoding=opus&container=ogg", False, "opus", None),
         ("", True, "pcm", 24_000),
         ("encoding=alaw", True, "alaw", 8_000),

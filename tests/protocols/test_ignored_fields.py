@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asr_serve.errors import OptionError, UnknownOption
+from asr_serve.protocols import form_fields
 from asr_serve.protocols.form_fields import FormFields
 from asr_serve.protocols.ignored_fields import MAX_REPORTED, IgnoredFields, collect_ignored_fields
 from asr_serve.protocols.json_members import JsonMembers
@@ -85,6 +86,25 @@ def test_members_of_objects_are_reported_by_their_path() -> None:
         with pytest.raises(UnknownOption, match=r"session\.thershold.*did you mean 'threshold'"):
             misspelt.refuse_or_ignore_unknown()
     assert str(ignored) == "session.audio.colour, tools"
+
+
+def test_names_beyond_the_limit_are_counted_once_though_a_form_is_parsed_twice() -> None:
+    ignored = IgnoredFields()
+    names = {f"colour_{number}": ["1"] for number in range(MAX_REPORTED + 5)}
+    with collect_ignored_fields(ignored):
+        for _ in range(2):
+            FormFields(names, TRANSCRIPTION_FIELDS)
+    assert str(ignored).endswith(", 5 more")
+
+
+def test_no_nearest_name_is_looked_for_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(form_fields, "suggest_name", lambda name, known: looked.append(name) or "")
+    assert read("colour") == "colour"
+    assert looked == []
+    with pytest.raises(OptionError, match="unknown field"):
+        read("colour", strict=True)
+    assert looked == ["colour"]
 
 
 def test_names_of_openai_models() -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
+import threading
 import wave
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from running_server import MODEL, VOICE, WAIT_S, Running
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
+
+from asr_serve.audio.reader import open_audio
+from asr_serve.protocols.deepgram.listen_response import render_listen_answer
+from asr_serve.server.routes import deepgram
 
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
 LISTEN, SPEAK = "/v1/listen", "/v1/speak"
@@ -79,6 +86,20 @@ def test_a_recording(server, beckett):
     assert (metadata["channels"], metadata["tags"]) == (1, ["mine"])
     assert metadata["request_id"] == answer.headers["x-request-id"] == answer.headers["dg-request-id"]
     assert "dictation" in answer.headers["x-ignored"]
+
+
+def test_an_answer_is_not_rendered_on_the_event_loop(server, beckett, monkeypatch):
+    """That of a recording of hours is megabytes."""
+    threads = []
+
+    def render(*arguments):
+        threads.append(threading.current_thread())
+        return render_listen_answer(*arguments)
+
+    monkeypatch.setattr(deepgram, "render_listen_answer", render)
+    assert server.http.post(LISTEN, content=beckett.read_bytes()).status_code == 200
+    assert threads
+    assert server._thread not in threads
 
 
 def test_samples_without_a_header_and_plain_text(server, beckett_pcm):
@@ -252,8 +273,18 @@ def test_speech(speaker):
     assert plain.content == answer.content[-len(plain.content) :]
     assert plain.headers["x-ignored"] == "bit_rate"
     mulaw = speaker.http.post(f"{SPEAK}?model=heart&encoding=mulaw", json={"text": "Ever tried."})
-    assert mulaw.headers["content-type"] == "audio/basic"
-    assert abs(len(mulaw.content) - len(plain.content) / 6) < 100
+    assert (mulaw.headers["content-type"], mulaw.content[:4]) == ("audio/wav", b"RIFF")
+    samples = {}
+    for encoding, tag in (("mulaw", 7), ("alaw", 6)):
+        query = f"{SPEAK}?model=heart&encoding={encoding}"
+        file = speaker.http.post(query, json={"text": "Ever tried."}).content
+        assert struct.unpack_from("<HHIIHH", file, 20) == (tag, 1, 8_000, 8_000, 1, 8)
+        samples[encoding] = speaker.http.post(f"{query}&container=none", json={"text": "Ever tried."})
+        assert file[44:] == samples[encoding].content
+        decoded = np.concatenate(list(open_audio(file)))
+        assert abs(len(decoded) - 2 * len(samples[encoding].content)) <= 2
+    assert samples["mulaw"].headers["content-type"] == "audio/basic"
+    assert abs(len(samples["mulaw"].content) - len(plain.content) / 6) < 100
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,14 @@ def test_what_is_named_is_done(served, beckett, german):
     assert HEADER not in after.headers
 
 
+def test_deepgrams_whisper_is_a_whisper_where_one_is_served(served, server, beckett):
+    for name in ("whisper", "whisper-large", "whisper-cloud"):
+        assert upload(served, beckett, model=name).headers["x-model"] == WHISPER
+        assert upload(server, beckett, model=name).headers["x-model"] == MODEL
+    for name in ("base", "enhanced", "nova-2-medical", "base-general"):
+        assert upload(server, beckett, model=name).headers["x-model"] == MODEL
+
+
 def test_streamed_text_and_its_head(served, german):
     answer = upload(served, german, stream="true")
     assert (answer.headers["x-model"], identified(answer)[:2]) == (WHISPER, ("de", "identified"))

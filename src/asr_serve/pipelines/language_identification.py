@@ -25,8 +25,9 @@ EARLY_PIECE_SAMPLES = units.s_to_samples(2)
 with PIECE_SAMPLES."""
 MIN_PIECE_SAMPLES = units.ms_to_samples(500)
 """Shortest piece: in less, languages sound alike."""
-SHORT_PIECE_SAMPLES = units.ms_to_samples(1_500)
-"""Pieces below this must be more certain: of 1 s, whisper-base takes Spanish for Arabic at 0.83."""
+SHORT_PIECE_SAMPLES = EARLY_PIECE_SAMPLES
+"""Pieces below this must be more certain: of 1 s, whisper-base takes Spanish for Arabic at 0.83, and of 1.5 s English
+at 0.74."""
 MIN_PROBABILITY, MIN_SHORT_PROBABILITY = 0.5, 0.9
 """Least probability of a language that is believed, of a piece and of a short one, measured by
 bench/language_identification.py."""

@@ -6,6 +6,7 @@ import contextlib
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -36,13 +37,7 @@ class FormFields:
         for name, values in sent.items():
             field = name if name in known else f"{name}[]"
             if field not in known:
-                refusal = OptionError(
-                    f"unknown field {quote_for_message(name)}",
-                    f"fields: {', '.join(known)}",
-                    suggest_name(name, known),
-                    param=name[:MAX_QUOTED_CHARACTERS],
-                )
-                refuse_or_ignore(name, known, refusal)
+                refuse_or_ignore(name, known, name[:MAX_QUOTED_CHARACTERS], partial(_unknown_field, name, known))
                 continue
             self._values.setdefault(field, []).extend(values)
         for name, values in self._values.items():
@@ -107,6 +102,15 @@ class FormFields:
         """Raises UnsupportedOption if the field was sent. `can`: what is supported instead."""
         if name in self:
             raise UnsupportedOption(f"{name} is not supported", can, todo or "leave it out", param=name)
+
+
+def _unknown_field(name: str, known: Sequence[str]) -> OptionError:
+    return OptionError(
+        f"unknown field {quote_for_message(name)}",
+        f"fields: {', '.join(known)}",
+        suggest_name(name, known),
+        param=name[:MAX_QUOTED_CHARACTERS],
+    )
 
 
 def reject_query_fields(query: str, known: Collection[str], place: str) -> None:

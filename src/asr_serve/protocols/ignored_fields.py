@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 
 from asr_serve.errors import OptionError
 from asr_serve.types import option_synonyms
 
 MAX_REPORTED = 32
-"""Names that one request reports; further ones are counted."""
+"""Names that one request reports; further ones are counted, up to MAX_COUNTED."""
+MAX_COUNTED = 4_096
 MAX_REPORTED_CHARACTERS = 60
 MAX_EDITS = ((8, 2), (5, 1), (0, 0))
 """Edits by which a misspelling may differ, for names of at least so many letters."""
@@ -31,7 +32,8 @@ class IgnoredFields:
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
         self._names: dict[str, None] = {}
-        self._unnamed = 0
+        self._unnamed: set[int] = set()
+        """Hashes of further names: a form whose file comes first is parsed twice."""
 
     def add(self, names: Iterable[str]) -> None:
         """Adds names, which may be any text that a client sent."""
@@ -39,12 +41,12 @@ class IgnoredFields:
             shown = name if _PRINTABLE.fullmatch(name) else ascii(name[:MAX_REPORTED_CHARACTERS])
             if shown in self._names or len(self._names) < MAX_REPORTED:
                 self._names[shown] = None
-            else:
-                self._unnamed += 1
+            elif len(self._unnamed) < MAX_COUNTED:
+                self._unnamed.add(hash(shown))
 
     def __str__(self) -> str:
         """Names with commas between, in printable ASCII, for a header and a log line; empty if there is none."""
-        return ", ".join([*self._names, *([f"{self._unnamed} more"] if self._unnamed else [])])
+        return ", ".join([*self._names, *([f"{len(self._unnamed)} more"] if self._unnamed else [])])
 
 
 _current: ContextVar[IgnoredFields | None] = ContextVar("ignored_fields", default=None)
@@ -66,13 +68,14 @@ def report_ignored(names: Iterable[str]) -> None:
         ignored.add(names)
 
 
-def refuse_or_ignore(name: str, known: Collection[str], refusal: OptionError) -> None:
-    """Handles an unknown field. Raises `refusal` where nobody collects, the server is strict, or `name` is another
-    spelling or another program's name of a `known` one."""
+def refuse_or_ignore(name: str, known: Collection[str], shown: str, refusal: Callable[[], OptionError]) -> None:
+    """Handles an unknown field, which is reported as `shown`. Raises `refusal` where nobody collects, the server is
+    strict, or `name` is another spelling or another program's name of a `known` one. It is made only then: it looks
+    for the nearest name among all, and a body may have thousands of unknown ones."""
     ignored = _current.get()
     if ignored is None or ignored.strict or _means_a_known_one(name, known):
-        raise refusal
-    ignored.add([refusal.param or name])
+        raise refusal()
+    ignored.add([shown or name])
 
 
 def _means_a_known_one(name: str, known: Collection[str]) -> bool:

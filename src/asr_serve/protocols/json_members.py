@@ -3,6 +3,7 @@ that names it."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -115,12 +116,14 @@ class JsonMembers:
     def refuse_or_ignore_unknown(self) -> None:
         """Refuses members that were never read, with UnknownOption, or ignores them: see `refuse_or_ignore`."""
         for member in self._remaining:
-            name, known = self.name(member), ", ".join(sorted(set(self._requested)))
-            near = suggest_name(member, self._requested)
-            refusal = UnknownOption(
-                f"unknown parameter {quote_for_message(name)}", f"known here: {known}", near, param=name[:200]
-            )
-            refuse_or_ignore(member, self._requested, refusal)
+            refuse_or_ignore(member, self._requested, self.name(member)[:200], partial(self._unknown_member, member))
+
+    def _unknown_member(self, member: str) -> UnknownOption:
+        name, known = self.name(member), ", ".join(sorted(set(self._requested)))
+        near = suggest_name(member, self._requested)
+        return UnknownOption(
+            f"unknown parameter {quote_for_message(name)}", f"known here: {known}", near, param=name[:200]
+        )
 
 
 def _describe(value: Any) -> str:

@@ -47,7 +47,7 @@ from asr_serve.pipelines.stages.language_models import load_scorers
 from asr_serve.pipelines.stages.pipeline_file import PipelineSpec, open_pipeline
 from asr_serve.pipelines.stages.staged_recognizer import StagedRecognizer, StageEngine
 from asr_serve.pipelines.tts.frontend import preload_frontend
-from asr_serve.protocols.deepgram.models import is_deepgram_recognition_model
+from asr_serve.protocols.deepgram.models import is_deepgram_recognition_model, is_deepgram_whisper
 from asr_serve.protocols.openai.models import is_openai_recognition_model, is_openai_speech_model
 from asr_serve.server.engine_offer import EdgeOffer
 from asr_serve.text import tokenizers
@@ -492,10 +492,13 @@ class EngineRegistry:
 
     def resolve(self, name: str | None, kind: type[ModelCard] = ModelCard) -> str:
         """Resolves an alias, or a route, to the model's name; None, and names of OpenAI's and Deepgram's recognition
-        models: the default model. Callers of a route come to their model by CallerModels. `kind`: class of the cards of
-        models that an error lists. Raises UnknownModel, EngineClosed, WrongModel for the pipeline."""
+        models: the default model, or for Deepgram's Whisper the first one that is loaded. Callers of a route come to
+        their model by CallerModels. `kind`: class of the cards of models that an error lists. Raises UnknownModel,
+        EngineClosed, WrongModel for the pipeline."""
         if name is None or self.means_default(name):
             name = self._config.model
+        elif self._is_foreign_name(name, is_deepgram_whisper):
+            name = self._served_whisper or name
         own = self.without_alias(name)
         own = self._serving(own) or own
         own = self._folders.get(own, own)
@@ -528,10 +531,16 @@ class EngineRegistry:
 
     def means_default(self, name: str) -> bool:
         """Whether a name as the recognition model of a request stands for the default one, as no name does."""
-        return any(
-            self._is_foreign_name(name, is_foreign_model)
-            for is_foreign_model in (is_openai_recognition_model, is_deepgram_recognition_model)
-        )
+        kinds = [is_openai_recognition_model, is_deepgram_recognition_model]
+        if self._served_whisper is None:
+            kinds.append(is_deepgram_whisper)
+        return any(self._is_foreign_name(name, is_foreign_model) for is_foreign_model in kinds)
+
+    @property
+    def _served_whisper(self) -> str | None:
+        """Name of the first Whisper that is loaded; None: there is none."""
+        loaded = (engine for engine in self if not engine.is_tts and engine.card.kind == "whisper")
+        return next((engine.name for engine in loaded), None)
 
     @property
     def auto_model(self) -> str | None:

@@ -5,6 +5,7 @@ Source  Deepgram's API reference, Listen v1, streaming
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
@@ -149,8 +150,8 @@ class ListenResultsEncoder:
     def __init__(self, query: ListenQuery, model: str, request_id: str) -> None:
         self._query, self._request_id = query, request_id
         self._set_model(model)
-        self._open_turns = 0
-        """Turns that have started and not ended: the next one may start before the text of the last is final."""
+        self._open_turns: deque[int] = deque()
+        """Starts of turns that have not ended: the next one may start before the text of the last is final."""
         self._last_word_end: int | None = None
         """End of the last word, until the silence after it was reported."""
         self._final_samples = 0
@@ -162,7 +163,7 @@ class ListenResultsEncoder:
     @property
     def busy(self) -> bool:
         """Whether somebody speaks, or text of what was said is not final."""
-        return self._open_turns > 0
+        return bool(self._open_turns)
 
     def on_events(self, events: Sequence[LiveEvent]) -> list[str]:
         """Messages for new events, interim results excepted."""
@@ -174,6 +175,7 @@ class ListenResultsEncoder:
             match event:
                 case LiveSegmentDone() | TurnEvent("started") if segment is not None:
                     messages.append(self._final(segment, speech_final=speech_final))
+                    messages += self._late_utterance_end()
                     segment = None
             match event:
                 case LanguageIdentification():
@@ -181,11 +183,14 @@ class ListenResultsEncoder:
                 case LiveSegmentDone():
                     segment, speech_final = event, False
                 case TurnEvent("started", position):
-                    self._open_turns += 1
+                    if not self.busy and (message := self.on_silence(position)):
+                        messages.append(message)
+                    self._open_turns.append(position)
                     if self._query.vad_events:
                         messages.append(ListenSpeechStarted(channel=CHANNEL, timestamp=_seconds(position)).to_json())
                 case TurnEvent("ended", position):
-                    self._open_turns -= 1
+                    if self._open_turns:
+                        self._open_turns.popleft()
                     speech_final = True
                     if segment is None:  # also of no speech: clients wait for the end of what has started
                         messages.append(self._empty(position, speech_final=True))
@@ -197,7 +202,11 @@ class ListenResultsEncoder:
                         segment = None
         if segment is not None:
             messages.append(self._final(segment, speech_final=speech_final))
-        return messages
+        return messages + self._late_utterance_end()
+
+    def _late_utterance_end(self) -> list[str]:
+        """Message for the silence between the last word and the next turn, which started before that word was final."""
+        return [message] if self._open_turns and (message := self._utterance_end(self._open_turns[0])) else []
 
     def interim(self, partial: LivePartial) -> str:
         """Interim result: the text known beyond the final results."""
@@ -206,10 +215,13 @@ class ListenResultsEncoder:
 
     def on_silence(self, scored_samples: int) -> str | None:
         """The message for silence up to a position, where it has become long enough; None: no message."""
+        return None if self.busy else self._utterance_end(scored_samples)
+
+    def _utterance_end(self, silent_to_samples: int) -> str | None:
         end, needed_ms = self._last_word_end, self._query.utterance_end_ms
-        if end is None or needed_ms is None or self.busy:
+        if end is None or needed_ms is None:
             return None
-        if scored_samples - end < units.ms_to_samples(needed_ms):
+        if silent_to_samples - end < units.ms_to_samples(needed_ms):
             return None
         self._last_word_end = None
         return ListenUtteranceEnd(channel=CHANNEL, last_word_end=_seconds(end)).to_json()

@@ -9,6 +9,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from asr_serve.audio.encode.companded_encoder import WAV_SUFFIX
 from asr_serve.errors import (
     MalformedRequest,
     MissingOption,
@@ -80,14 +81,18 @@ def parse_speak_query(query: str, *, live: bool) -> SpeakQuery:
 
 def _format(encoding: str, container: str | None, *, live: bool) -> str:
     """Our name of an encoding in a container."""
-    possible = {"linear16": ("none",) if live else ("wav", "none"), "opus": ("ogg",)}.get(encoding, ("none",))
+    raw = encoding in RAW_RATES_HZ
+    possible: tuple[str, ...] = ("ogg",) if encoding == "opus" else ("none",)
+    if raw and not live:
+        possible = ("wav", "none")
     if container is not None and container not in possible:
         raise UnsupportedOption(
             f"container={container} with encoding={encoding}", f"one of: {', '.join(possible)}", param="container"
         )
+    in_wav = raw and (container or possible[0]) == "wav"
     if encoding == "linear16":
-        return "pcm" if (container or possible[0]) == "none" else "wav"
-    return encoding
+        return "wav" if in_wav else "pcm"
+    return f"{encoding}{WAV_SUFFIX}" if in_wav else encoding
 
 
 def parse_speak_body(body: bytes, content_type: str, most_characters: int) -> str:

@@ -47,8 +47,28 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MAX_BATCH_BODY_BYTES = 64 << 10
 MAX_WINDOW_S = 30 * 86_400
 MAX_LIST, DEFAULT_LIST, MAX_FILE_LIST = 100, 20, 10_000
-_WINDOW = re.compile(r"([1-9]\d{0,6})([smhd])", re.ASCII)
 _WINDOW_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+
+
+def _numbers_up_to(most: int) -> str:
+    """Pattern of the whole numbers from 1 to `most`, for a schema that has no ranges of texts.
+
+    >>> _numbers_up_to(30)
+    '[1-9][0-9]{0,0}|[1-2][0-9]{1}|30'
+    """
+    digits = str(most)
+    found = [f"[1-9][0-9]{{0,{len(digits) - 2}}}"] if len(digits) > 1 else []
+    for place, digit in enumerate(digits):
+        low, high, rest = int(place == 0), int(digit) - 1, len(digits) - place - 1
+        if high >= low:
+            found.append(f"{digits[:place]}[{low}-{high}]" + (f"[0-9]{{{rest}}}" if rest else ""))
+    return "|".join([*found, digits])
+
+
+_WINDOWS = (f"({_numbers_up_to(MAX_WINDOW_S // unit_s)}){unit}" for unit, unit_s in _WINDOW_S.items())
+WINDOW_PATTERN = f"^({'|'.join(_WINDOWS)})$"
+"""Pattern of `completion_window`: a number with s, m, h or d, up to 30 days."""
+_WINDOW = re.compile(WINDOW_PATTERN)
 _FILE_ID = re.compile(r"file-[0-9a-f]{1,64}", re.ASCII)
 _LINE_EXAMPLE = (
     '{"custom_id": "1", "method": "POST", "url": "/v1/audio/transcriptions", "body": {"model": "whisper-1", '
@@ -223,11 +243,9 @@ def _window(members: JsonMembers) -> tuple[str, int]:
     text, allowed = members.text("completion_window"), "a number with s, m, h or d, up to 30d, like 24h"
     if text is None:
         raise MissingOption("completion_window is missing", allowed, param="completion_window")
-    found = _WINDOW.fullmatch(text)
-    window_s = int(found[1]) * _WINDOW_S[found[2]] if found else 0
-    if not 0 < window_s <= MAX_WINDOW_S:
+    if not _WINDOW.fullmatch(text):
         raise OptionError(f"completion_window={quote_for_message(text)}", allowed, param="completion_window")
-    return text, window_s
+    return text, int(text[:-1]) * _WINDOW_S[text[-1]]
 
 
 def _metadata(members: JsonMembers) -> dict[str, str] | None:

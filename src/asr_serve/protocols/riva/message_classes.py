@@ -4,6 +4,7 @@ beside Riva's client has the client's classes too, of the same names."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
@@ -64,9 +65,12 @@ def parse_message(message_class: Any, data: bytes, audio_field: str | None = Non
             f"a {name} of {options_bytes} bytes without its audio came", f"up to {MAX_OPTIONS_BYTES}", "send less text"
         )
     for field in _unknown_fields(message):
-        known = "fields that Riva's client 2.28 has"
-        refuse_or_ignore(field, (), OptionError(f"unknown field {field}", known, "leave it out", param=field))
+        refuse_or_ignore(field, (), field, partial(_unknown_field, field))
     return message
+
+
+def _unknown_field(field: str) -> OptionError:
+    return OptionError(f"unknown field {field}", "fields that Riva's client 2.28 has", "leave it out", param=field)
 
 
 def _unknown_fields(message: Message) -> Iterator[str]:

@@ -41,8 +41,8 @@ from asr_serve.protocols.openai.batches import (
     parse_line_body,
     pop_line_audio,
 )
-from asr_serve.protocols.openai.events import ErrorAnswer
-from asr_serve.protocols.openai.speech import parse_speech_request
+from asr_serve.protocols.openai.events import ErrorAnswer, TokenTexts
+from asr_serve.protocols.openai.speech import SpeechRequest, parse_speech_request
 from asr_serve.server.batch.batch_store import (
     STORE_RETRY_MS,
     BatchLine,
@@ -65,6 +65,7 @@ from asr_serve.server.routes.transcriptions import recognition_needs
 from asr_serve.server.telemetry.tracing import RequestTrace
 from asr_serve.server.transcription_job import TranscriptionExecutor
 from asr_serve.server.tts.audio_stream import SpeechStream
+from asr_serve.types import Transcript
 
 ROUTE = "/v1/batches"
 RETRIED = (AtCapacity, EngineClosed)
@@ -146,7 +147,7 @@ class LineRunner:
         self, store: BatchStore, batch: OpenBatch, body: dict[str, Any], context: RequestContext
     ) -> _Body:
         named = await asyncio.to_thread(pop_line_audio, body)
-        request = self._parsers[batch.endpoint](line_fields(body))
+        request = await asyncio.to_thread(lambda: self._parsers[batch.endpoint](line_fields(body)))
         name, path = None, None
         if named.file_id is not None:
             found = await asyncio.to_thread(store.file, batch.owner, named.file_id)
@@ -185,15 +186,12 @@ class LineRunner:
                 job.cancel()
                 await job.wait_closed()
         texts = engine.tokenizer.decode if request.logprobs else lambda _: ""
-        rendered = transcription_response.render_transcription(transcript, request, texts)
-        if transcription_form.RESPONSE_FORMATS[request.response_format] == JSON:
-            return rendered
-        return msgspec.json.encode(rendered.decode())
+        return await asyncio.to_thread(_render, transcript, request, texts)
 
     async def _speak(
         self, store: BatchStore, line: BatchLine, body: Mapping[str, Any], context: RequestContext
     ) -> _Body:
-        request = parse_speech_request(msgspec.json.encode(body), self._config.max_characters)
+        request = await asyncio.to_thread(_parse_speech, body, self._config.max_characters)
         if request.sse:
             raise UnsupportedOption(
                 "stream_format=sse in a batch", "audio is written as a file", "leave it out", param="stream_format"
@@ -251,6 +249,18 @@ def _read_body(path: Path, line: BatchLine, endpoint: str) -> dict[str, Any]:
     if len(data) < line.length:
         raise MalformedRequest(f"the input ends in line {line.number}", "the file that was uploaded")
     return parse_line_body(parse_line(data, endpoint))
+
+
+def _render(transcript: Transcript, request: transcription_form.TranscriptionRequest, texts: TokenTexts) -> bytes:
+    """Body of an answer, as JSON."""
+    rendered = transcription_response.render_transcription(transcript, request, texts)
+    is_json = transcription_form.RESPONSE_FORMATS[request.response_format] == JSON
+    return rendered if is_json else msgspec.json.encode(rendered.decode())
+
+
+def _parse_speech(body: Mapping[str, Any], most_characters: int) -> SpeechRequest:
+    """Raises OptionError, TextTooLong."""
+    return parse_speech_request(msgspec.json.encode(body), most_characters)
 
 
 def _file_stem(custom_id: str) -> str:

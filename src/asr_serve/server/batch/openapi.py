@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asr_serve.protocols.openai.batches import ENDPOINTS, MAX_EXPIRY_S, MIN_EXPIRY_S, UPLOAD_PURPOSES
+from asr_serve.protocols.openai.batches import ENDPOINTS, MAX_EXPIRY_S, MIN_EXPIRY_S, UPLOAD_PURPOSES, WINDOW_PATTERN
 from asr_serve.protocols.schemas.responses import Schema, ref
 from asr_serve.server.openapi import AUTH_ERRORS, error_response_entry, response_entry
 
@@ -76,7 +76,7 @@ _BODY: Schema = {
         "endpoint": {"type": "string", "enum": list(ENDPOINTS), "description": "`url` of every line."},
         "completion_window": {
             "type": "string",
-            "pattern": "^([1-9][0-9]?[smhd]|[1-9][0-9]{2}[smh])$",
+            "pattern": WINDOW_PATTERN,
             "description": "Time after which open lines are given up: a number with s, m, h or d, up to 30d.",
         },
         "metadata": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 from datetime import UTC, datetime
@@ -71,7 +72,10 @@ def listen_routes(dependencies: TranscriptionDependencies) -> APIRouter:
             await work.wait_form()
             transcript = await work.transcribe()
             context.mark_first_text()
-            answer = render_listen_answer(transcript, query, context.request_id, digest.hexdigest(), created)
+            sha256 = digest.hexdigest()
+            answer = await asyncio.to_thread(
+                render_listen_answer, transcript, query, context.request_id, sha256, created
+            )
             return Response(answer, media_type=JSON, headers={"dg-request-id": context.request_id})
 
     return router

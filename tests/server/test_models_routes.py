@@ -255,6 +255,17 @@ def test_one_model(server):
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
+def test_an_alias_with_a_slash(serve):
+    """As hubs name models: OpenAI's Python client sends the slash as it is, others encode it."""
+    server = serve(aliases={"openai/whisper-large-v3": MODEL}, admin_keys=("boss",))
+    assert server.openai().models.retrieve("openai/whisper-large-v3").id == MODEL
+    assert server.http.get("/v1/models/openai%2Fwhisper-large-v3").json()["id"] == MODEL
+    gone = server.http.get("/v1/models/openai/nobody")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+    loaded = server.http.post("/v1/models/openai/whisper-large-v3/load", headers={"Authorization": "Bearer boss"})
+    assert (loaded.status_code, loaded.json()["id"]) == (200, MODEL)
+
+
 @pytest.mark.parametrize("verb", ["load", "unload", "renew"])
 def test_not_without_an_admin_key(server, serve, verb):
     for headers, status in (({}, 401), ({"Authorization": "Bearer boss"}, 403)):

@@ -310,7 +310,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": "vtt", "stream": "true"}, "stream", "option_error"),
     ({"response_format": "text", "include[]": "logprobs"}, "include[]", "option_error"),
     ({"include[]": "everything"}, "include[]", "option_error"),
-    ({"timestamp_granularities[]": "segment"}, "timestamp_granularities[]", "option_error"),
+    ({"timestamp_granularities[]": "word"}, "timestamp_granularities[]", "option_error"),
+    ({"timestamp_granularities[]": ["segment", "word"]}, "timestamp_granularities[]", "option_error"),
     ({"stream": "maybe"}, "stream", "option_error"),
     ({"temperature": "hot"}, "temperature", "option_error"),
     ({"temperature": "1.1"}, "temperature", "option_error"),
@@ -683,11 +684,17 @@ def test_a_form_says_nothing_by_default():
 
 
 def test_what_a_later_field_may_put_right_passes_at_first():
-    half = {"timestamp_granularities[]": ["segment"]}
+    half = {"timestamp_granularities[]": ["word"]}
     assert parse_transcription_form(half, complete=False).response_format == "json"
     with pytest.raises(Exception, match="verbose_json"):
         parse_transcription_form(half, complete=True)
     parse_transcription_form({"chunking_strategy[threshold]": ["0.5"]}, complete=False)
+
+
+@pytest.mark.parametrize("form", ["json", "text", "verbose_json"])
+def test_segments_are_openais_default_and_no_mistake_where_there_is_no_place_for_times(form):
+    sent = {"timestamp_granularities[]": ["segment"], "response_format": [form]}
+    assert parse_transcription_form(sent, complete=True).response_format == form
 
 
 def test_tokens_that_share_a_character():

@@ -170,7 +170,7 @@ def _expect_together(fields: FormFields, form: str, stream: bool, granularities:
         raise OptionError(
             f"include[]=logprobs with response_format={form}", "json alone has a place for them", param="include[]"
         )
-    if granularities and form not in FORMATS_WITH_WORDS:
+    if "word" in granularities and form not in FORMATS_WITH_WORDS:  # segment, OpenAI's default, has no effect there
         raise OptionError(
             f"{GRANULARITIES} with response_format={form}",
             f"those that have a place for times: {', '.join(FORMATS_WITH_WORDS)}",

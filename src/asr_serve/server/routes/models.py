@@ -65,7 +65,10 @@ _ADMIN = {**AUTH_ERRORS, **error_response_entry(403, "Not with this key, or not 
 
 
 def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
-    """Router of /v1/models. `admins`: whether any admin keys are configured."""
+    """Router of /v1/models. `admins`: whether any admin keys are configured.
+
+    Names are paths: aliases such as `openai/whisper-large-v3` have a slash, which OpenAI's clients send as it is.
+    """
     router = APIRouter(prefix="/v1/models", tags=["Models"])
     created = int(time.time())
 
@@ -149,7 +152,7 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
         return Response(msgspec.json.encode(found), media_type=JSON)
 
     @router.get(
-        "/{model}",
+        "/{model:path}",
         summary="Look at a model",
         **openapi.response_entry(ref("ModelEntry"), "The model.", {**AUTH_ERRORS, **_NOT_FOUND}, _EXAMPLE),
     )
@@ -163,7 +166,7 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
         return model_response(name)
 
     @router.post(
-        "/{model}/load",
+        "/{model:path}/load",
         summary="Load a model",
         **openapi.response_entry(ref("ModelEntry"), "It is loaded.", _ADMIN, _EXAMPLE),
     )
@@ -173,7 +176,7 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
         return model_response((await engines.load(model)).name)
 
     @router.post(
-        "/{model}/unload",
+        "/{model:path}/unload",
         summary="Unload a model",
         **openapi.response_entry(
             ref("ModelEntry"), "It is not loaded any more.", _ADMIN, {**_EXAMPLE, "state": "not_loaded"}
@@ -189,7 +192,7 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
         return Response(msgspec.json.encode(unloaded), media_type=JSON)
 
     @router.post(
-        "/{model}/renew",
+        "/{model:path}/renew",
         summary="Renew a model's engine",
         **openapi.response_entry(ref("ModelRenewal"), "Another process has taken over.", _ADMIN, _RENEWAL_RESPONSE),
     )

@@ -24,6 +24,7 @@ import msgspec
 
 from asr_serve import units
 from asr_serve.errors import ModelError, OptionError, UnknownModel, WrongModel
+from asr_serve.types import Int8Calibration
 
 if TYPE_CHECKING:
     from asr_serve.models.model_files import AsrModelFile, GatheredModelFile, TtsModelFile, TurnModelFile, VocoderFile
@@ -114,6 +115,8 @@ class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does
     """Look-ahead of a streaming model: samples after a chunk that it needs before it emits the chunk's tokens.
     Negative where a frame covers earlier audio."""
 
+    int8: Int8Calibration | None = None
+    """Layers that are quantized by default where that is faster; None: none are."""
     tasks: tuple[str, ...] = ("transcribe",)
     """Supported tasks; `translate` is into English."""
     detects: bool = False

@@ -28,6 +28,7 @@ from asr_serve.devices.interface import LayerUse
 from asr_serve.devices.tensor_parallel import TensorParallelGroup
 from asr_serve.errors import OptionError
 from asr_serve.models.asr.moonshine import moonshine
+from asr_serve.models.registry import asr_card
 from asr_serve.types import Int8Calibration
 
 MODES = ("int8", "dynamic")
@@ -344,6 +345,12 @@ def linears_of(model: moonshine.Model) -> list[Any]:
         id(part): part for owner in owners for part in vars(owner).values() if type(part).__name__.endswith("Linear")
     }
     return [*found.values()]
+
+
+def test_evaluations_of_models_that_auto_leaves_alone_are_those_of_none() -> None:
+    calibrated, other = asr_card("moonshine-tiny-en"), asr_card("whisper-tiny-en")
+    assert [calibrated.quantization(mode) for mode in ("auto", "none", "int8")] == ["auto", "none", "int8"]
+    assert [other.quantization(mode) for mode in ("auto", "none", "int8")] == ["none", "none", "int8"]
 
 
 def test_patterns_on_cards_are_of_layers_that_models_have() -> None:

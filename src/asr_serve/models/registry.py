@@ -132,6 +132,11 @@ class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does
     language_models: tuple[str, ...] = ()
     """Names of the language models that the engine has loaded for it. The engine fills this in."""
 
+    def quantization(self, quantize: str) -> str:
+        """Returns the setting `engine.quantize` as evaluations of the model record it: none for `auto` where no layer
+        may be quantized."""
+        return "none" if quantize == "auto" and self.int8 is None else quantize
+
     def language(self, wanted: str | None = None) -> str:
         """Returns the language of the audio as far as it is known before decoding: empty where the model detects
         it."""

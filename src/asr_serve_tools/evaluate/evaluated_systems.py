@@ -166,9 +166,8 @@ class LocalModel(AsrSystem):
         self.takes_hotwords = True
         self.diarizes = True
         # As a policy's evidence is looked up: by the weights and by the server's setting `quantize`.
-        self.info = EvaluatedSystem(
-            name, model, card.weights_revision, card.licence, precision or EngineConfig().quantize
-        )
+        quantization = precision or card.quantization(EngineConfig().quantize)
+        self.info = EvaluatedSystem(name, model, card.weights_revision, card.licence, quantization)
 
     def transcribe(self, clips: Sequence[ClipInput], request: TranscribeRequest) -> Generator[ClipAnswer, None, None]:
         from asr_serve.audio.input_manifest import InputItem

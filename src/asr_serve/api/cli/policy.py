@@ -62,7 +62,7 @@ def check(
     for route in policy.routes.values():
         for name in route.models:
             card = asr_card(name)
-            model = GovernedModel(name, card.weights_revision, card.licence, quantize)
+            model = GovernedModel(name, card.weights_revision, card.licence, card.quantization(quantize))
             refusals = list(check_standing(route.requires, model, region))
             if evaluations is not None and name == route.candidate:
                 decision = check_evidence(route.requires, model, find_evaluations(evaluations, name), time.time())

@@ -1,6 +1,6 @@
 """Where the time goes: seconds spent in each kind of work while the clips are transcribed whole.
 
-    python bench/breakdown.py --data DIR [--dtype bf16] [--json FILE]
+    python bench/breakdown.py --data DIR [--dtype bf16] [--quantize none] [--json FILE]
 
 Timers are put around the device's products, attention and kernels on the engine's thread; they cost a few
 percent. Nested rows (attention holds softmax, a step holds its products) are marked by `within`.
@@ -30,10 +30,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with transcripts.tsv")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--model", default="moonshine-tiny-en")
+    parser.add_argument("--quantize", default=EngineConfig().quantize)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     audio = [clip.audio for clip in clips.load(args.data)]
-    with asr_serve.load(dtype=args.dtype, engine=EngineConfig(prefix_bytes=0)) as model:
+    with asr_serve.load(
+        args.model,
+        dtype=args.dtype,
+        turn_model="none",
+        engine=EngineConfig.from_mapping({"prefix_bytes": 0, "quantize": args.quantize}),
+    ) as model:
         spent = watch(model)
         model.transcribe(audio, vad=False)  # compiles for each shape, maps memory
         spent.clear()
@@ -57,6 +64,7 @@ def main() -> None:
             }
         )
     found = {"bench": "breakdown", "machine": machine.describe(facts["threads"]), "dtype": facts["dtype"], "rows": rows}
+    found["products"] = facts["products"]
     machine.tell(args.json, found)
 
 
@@ -82,7 +90,7 @@ def watch(model: Any) -> dict[str, list[float]]:
     device.attention = timed("attention", device.attention)
     loop.executor.encode_runner.encode = timed("encode", loop.executor.encode_runner.encode)
     decode.step = timed("step", decode.step)
-    decode.join = timed("join", decode.join)
+    decode.add_row = timed("add_row", decode.add_row)
 
     def shape(result: Any, x: Any) -> str:
         return f"product {x.shape[-1]}->{result.shape[-1]} ({'encode' if x.shape[0] > 64 else 'step'})"

@@ -55,6 +55,7 @@ MODES: dict[str, tuple[str, Quantize]] = {
     "bf16": ("bf16", "none"),
     "int8": ("bf16", "int8"),
     "dynamic": ("bf16", "dynamic"),
+    "auto": ("auto", "auto"),
 }
 """Name -> dtype, quantize."""
 WAYS: dict[str, dict[str, Any]] = {
@@ -286,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--data", type=Path, action="append", default=[], metavar="DIR", help="folder with transcripts.tsv")
     add("--speech", type=Path, action="append", default=[], metavar="DIR", help="folder of clips without text")
-    add("--modes", default="fp32,bf16,int8", metavar="A,B", help="of fp32, bf16, int8, dynamic")
+    add("--modes", default="fp32,bf16,int8", metavar="A,B", help="of fp32, bf16, int8, dynamic, auto")
     add("--models", default="moonshine-tiny-en", metavar="A,B", help="which (moonshine-tiny-en)")
     add("--clips", type=int, default=50, metavar="N", help="of --data at most (50)")
     add("--speech-clips", type=int, default=60, metavar="N", help="of --speech at most (60)")

@@ -197,7 +197,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--data", type=Path, required=True, metavar="DIR", help="folder with transcripts.tsv")
     add("--peers", type=named(PEERS), default=[], metavar="A,B", help=f"any of {','.join(PEERS)}")
     add("--model", default="moonshine-tiny-en", help="ours (moonshine-tiny-en)")
-    add("--quantize", type=named(("int8", "dynamic")), default=[], metavar="A,B", help="int8,dynamic: a row each")
+    add("--quantize", type=named(("none", "int8", "dynamic")), default=[], metavar="A,B", help="a row each")
     add("--beams", type=named(("2", "5", "8")), default=[], metavar="A,B", help="2, 5, 8: a row each")
     add("--device", choices=tuple(BATCHES), default="cpu")
     add("--dtypes", type=named(("fp32", "bf16")), default=["fp32", "bf16"], metavar="A,B")

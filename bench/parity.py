@@ -76,14 +76,16 @@ class Ours:
         return [torch.stack(steps, 1)[row, : len(mine)] for row, mine in enumerate(tokens)]
 
     @torch.inference_mode()
-    def greedy(self, frames: Sequence[Tensor], limits: Sequence[int]) -> list[list[int]]:
-        """BOS and what follows; up to `limits` tokens, or to EOS, which is kept."""
+    def greedy(self, frames: Sequence[Tensor], limits: Sequence[int], start: Sequence[int] = ()) -> list[list[int]]:
+        """BOS, or `start`, and what follows; up to `limits` tokens, or to EOS, which is kept."""
         own, audio = self._pages(frames, max(limits))
-        found = [[self.network.bos] for _ in frames]
+        found = [[*start] or [self.network.bos] for _ in frames]
         for at in range(max(limits)):
             own.lengths.fill_(at + 1)
-            last = torch.tensor([row[-1] for row in found])
+            last = torch.tensor([row[min(at, len(row) - 1)] for row in found])
             chosen = self.network.decode(last, own, audio)[0].argmax(-1).tolist()
+            if at < len(start) - 1:
+                continue
             for row, (token, most) in enumerate(zip(chosen, limits, strict=True)):
                 if found[row][-1] != self.network.eos and len(found[row]) <= most:
                     found[row].append(token)

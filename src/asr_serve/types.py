@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import ipaddress
 from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Literal, NamedTuple
@@ -25,6 +26,17 @@ class LanguageModelChoice(msgspec.Struct, frozen=True):
     """Name in EngineConfig.language_models."""
     weight: float
     """Factor of its log-probabilities."""
+
+
+class Int8Calibration(msgspec.Struct, frozen=True):
+    """Layers of a set of weights that quantize=auto may compute in 8 bits, as bench/int8_layers.py chose them."""
+
+    kept: tuple[str, ...] = ()
+    """Patterns (fnmatch) of the names of layers, see devices/interface.LayerUse, that keep the device's dtype."""
+
+    def quantizes(self, name: str) -> bool:
+        """Whether the layer of that name may be quantized."""
+        return not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.kept)
 
 
 class Span(msgspec.Struct, frozen=True, order=True):
@@ -269,7 +281,7 @@ DeviceName = Annotated[
     str, Meta(pattern=r"\A(auto|cpu|cuda(:\d{1,3})?)\Z", description="auto, cpu, cuda or cuda:N, N the number of a GPU")
 ]
 DtypeName = Literal["auto", "fp32", "bf16"]
-Quantize = Literal["none", "int8", "dynamic"]
+Quantize = Literal["auto", "none", "int8", "dynamic"]
 LanguageModelBackend = Literal["native", "vllm"]
 Window = Literal["packed", "checked", "whole"]
 Role = Literal["both", "encode", "decode"]

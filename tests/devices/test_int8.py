@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,21 @@ from asr_serve import devices
 from asr_serve import kernels as native
 from asr_serve.devices.cpu import CpuDevice, PlainVocabulary
 from asr_serve.devices.cuda import WidenedLinear, WidenedVocabulary
-from asr_serve.devices.int8 import ActivationBits, CpuInt8Linear, Int8Selector, Int8Vocabulary, outlying
+from asr_serve.devices.int8 import (
+    FRAME_PROBES,
+    STEP_PROBES,
+    ActivationBits,
+    CpuInt8Linear,
+    Int8Selector,
+    Int8Vocabulary,
+    outlying,
+)
+from asr_serve.devices.interface import LayerUse
+from asr_serve.devices.tensor_parallel import TensorParallelGroup
 from asr_serve.errors import OptionError
 from asr_serve.models.asr.moonshine import moonshine
+from asr_serve.models.registry import asr_card
+from asr_serve.types import Int8Calibration
 
 MODES = ("int8", "dynamic")
 
@@ -39,7 +52,7 @@ def relative(came: Tensor, expected: Tensor) -> float:
 
 
 def test_an_unknown_quantization_is_refused_by_name() -> None:
-    with pytest.raises(OptionError, match="none, int8, dynamic"):
+    with pytest.raises(OptionError, match="auto, none, int8, dynamic"):
         devices.make_device("cpu", "auto", "int4")
 
 
@@ -126,8 +139,10 @@ class Recording(CpuDevice):
         super().__init__(torch.bfloat16, quantize)
         self.held = self.in_16_bits = 0
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Any:
-        made = super().linear(weight, bias, dtype)
+    def linear(
+        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, use: LayerUse | None = None
+    ) -> Any:
+        made = super().linear(weight, bias, dtype, use)
         return self.count(made, weight, bias)
 
     def vocabulary(self, weight: Tensor) -> Any:
@@ -200,14 +215,17 @@ def test_an_int8_model_takes_at_most_55_percent_of_the_bytes(mode: str) -> None:
     assert all(t.dtype == torch.int8 for t in beside), "a copy of the vocabulary beside its 8 bits"
 
 
-def test_auto_takes_int8_only_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamic_rounds_rows_to_8_bits_only_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     if native.core() is None:
         pytest.skip("the native core is not built here")
     times = {8: 1.0, 16: 1.0}
-    monkeypatch.setattr("asr_serve.devices.int8._timed", lambda call: times[call.args[-1]])
+    monkeypatch.setattr("asr_serve.devices.int8._timed", lambda call: times[call.args[-1]])  # its bits
     for seconds, bits in ((2.0, 8), (1.1, 16), (0.5, 16)):
         times[16] = seconds
-        gate = Int8Selector(native.kernels(), 1)
+        monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path / str(seconds)))
+        gate = Int8Selector(native.kernels(), native.kernels().set_threads, 1)
         if not native.kernels().int8_dots():
             bits = 16
         assert gate.bits(64, 96) == bits
@@ -215,6 +233,146 @@ def test_auto_takes_int8_only_where_it_is_faster(monkeypatch: pytest.MonkeyPatch
         assert len(gate.choices) == 1, "a shape is timed once"
         assert f"{1 if bits == 8 else 0} of 1 shapes" in gate.describe()
         assert "64x96" in gate.shapes()
+
+
+EVERYTHING = Int8Calibration()
+ENCODER_FC1, DECODER_FC2 = LayerUse("encoder.layers.0.mlp.fc1", True), LayerUse("decoder.layers.0.mlp.fc2", False)
+
+
+@pytest.fixture
+def gains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[bool, float]:
+    """Measured gains of 8 bits, as a test sets them: of layers of frames (True), and of steps."""
+    if native.core() is None or not native.kernels().int8_dots():
+        pytest.skip("there are no 8-bit instructions here, or the native core is not built")
+    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path))
+    found = {True: 2.0, False: 2.0}
+
+    def measure(self: Int8Selector, inputs: int, outputs: int, probes: tuple[int, ...], *more: object) -> float:
+        return found[probes == FRAME_PROBES]
+
+    monkeypatch.setattr(Int8Selector, "_measure_layer", measure)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "resolved"),
+    [
+        ({"calibration": EVERYTHING}, "auto"),
+        ({}, "none"),  # nobody has measured what 8 bits do to that model
+        ({"calibration": EVERYTHING, "dtype": "bf16"}, "none"),  # the user has chosen
+        ({"calibration": EVERYTHING, "dtype": "fp32"}, "none"),
+        ({"calibration": EVERYTHING, "group": TensorParallelGroup(0, 2)}, "none"),
+    ],
+)
+def test_auto_is_for_calibrated_models_whose_dtype_nobody_chose(options: dict[str, Any], resolved: str) -> None:
+    assert devices.make_device("cpu", quantize="auto", **options).quantize == resolved
+
+
+def test_auto_takes_8_bits_where_they_were_measured_faster(gains: dict[bool, float]) -> None:
+    weight = torch.randn(96, 64)
+    gains[True] = 1.0  # as on a processor with matrix tiles of bf16
+    device = devices.make_device("cpu", quantize="auto", calibration=EVERYTHING)
+    assert not isinstance(device.linear(weight, use=ENCODER_FC1), CpuInt8Linear)
+    chosen = device.linear(weight, use=DECODER_FC2)
+    assert isinstance(chosen, CpuInt8Linear)
+    assert chosen.bits == 8
+    assert "1 of 2 shapes" in device.describe()["products"]
+    # Layers that no calibration can name, those with a dtype of their own, and the first and last: the device's.
+    assert not isinstance(device.linear(weight), CpuInt8Linear)
+    assert not isinstance(device.linear(weight, dtype=torch.float32, use=DECODER_FC2), CpuInt8Linear)
+    assert isinstance(device.vocabulary(weight), PlainVocabulary)
+
+
+def test_auto_leaves_sensitive_layers_alone(gains: dict[bool, float]) -> None:
+    kept = Int8Calibration(("encoder.layers.0.*", "*.fc2"))
+    device, weight = devices.make_device("cpu", quantize="auto", calibration=kept), torch.randn(96, 64)
+    for use in (ENCODER_FC1, DECODER_FC2):
+        assert not isinstance(device.linear(weight, use=use), CpuInt8Linear)
+    assert isinstance(device.linear(weight, use=LayerUse("encoder.layers.1.mlp.fc1", True)), CpuInt8Linear)
+
+
+def test_a_choice_is_that_of_the_machine_and_not_of_the_load(gains: dict[bool, float]) -> None:
+    weight = torch.randn(96, 64)
+    first = devices.make_device("cpu", quantize="auto", calibration=EVERYTHING).linear(weight, use=ENCODER_FC1)
+    gains[True] = 0.5  # a disturbed moment
+    second = devices.make_device("cpu", quantize="auto", calibration=EVERYTHING).linear(weight, use=ENCODER_FC1)
+    assert type(first) is type(second) is CpuInt8Linear
+
+
+@pytest.mark.parametrize("frames", [True, False])
+def test_what_is_timed_is_both_ways_to_compute_the_layer(
+    frames: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if native.core() is None or not native.kernels().int8_dots():
+        pytest.skip("there are no 8-bit instructions here, or the native core is not built")
+    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path))
+    seen = []
+
+    def timed(call: Any) -> float:
+        seen.append((isinstance(call.func, CpuInt8Linear), len(call.args[0])))
+        call()
+        return 1.0 if seen[-1][0] else 3.0
+
+    monkeypatch.setattr("asr_serve.devices.int8._timed", timed)
+    device = devices.make_device("cpu", quantize="auto", calibration=EVERYTHING)
+    assert isinstance(device.linear(torch.randn(96, 64), use=LayerUse("any", frames)), CpuInt8Linear)
+    rows = FRAME_PROBES if frames else STEP_PROBES
+    assert set(seen) == {(quantized, count) for quantized in (True, False) for count in rows}
+    assert (tmp_path / "products.json").is_file()
+
+
+def test_an_auto_model_holds_less_and_a_row_is_the_same_in_any_batch(gains: dict[bool, float]) -> None:
+    config = moonshine.Config(encoder_num_hidden_layers=1, decoder_num_hidden_layers=1, vocab_size=512)
+    weights = checkpoint(config)
+    plain = moonshine.Model(config, weights, devices.make_device("cpu"))
+    device = devices.make_device("cpu", quantize="auto", calibration=EVERYTHING)
+    model = moonshine.Model(config, weights, device)
+    held, plainly = (sum(each.nbytes for each in linears_of(net)) for net in (model, plain))
+    assert held < 0.7 * plainly
+    layer, x = model.encoder[0], torch.randn(256, config.hidden_size).to(device.dtype)
+    for linear in (layer.qkv, layer.up):
+        whole = linear(x)
+        for rows in (1, 7, 96, 100):
+            torch.testing.assert_close(linear(x[:rows]), whole[:rows], rtol=0, atol=0)
+    clip = torch.randn(16_000) * 0.1
+    first, again = model.encode([clip])[0], model.encode([clip])[0]
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+
+
+def linears_of(model: moonshine.Model) -> list[Any]:
+    owners = [*model.encoder, *model.decoder, model]
+    found = {
+        id(part): part for owner in owners for part in vars(owner).values() if type(part).__name__.endswith("Linear")
+    }
+    return [*found.values()]
+
+
+def test_evaluations_of_models_that_auto_leaves_alone_are_those_of_none() -> None:
+    calibrated, other = asr_card("moonshine-tiny-en"), asr_card("whisper-tiny-en")
+    assert [calibrated.quantization(mode) for mode in ("auto", "none", "int8")] == ["auto", "none", "int8"]
+    assert [other.quantization(mode) for mode in ("auto", "none", "int8")] == ["none", "none", "int8"]
+
+
+def test_patterns_on_cards_are_of_layers_that_models_have() -> None:
+    """A pattern of no layer would keep nothing, silently."""
+
+    class Named(CpuDevice):
+        def linear(self, *args: Any, use: LayerUse | None = None, **more: Any) -> Any:
+            names.append(use.name if use else "")
+            return super().linear(*args, **more)
+
+    names: list[str] = []
+    moonshine.Model(moonshine.Config(vocab_size=512), checkpoint(moonshine.Config(vocab_size=512)), Named())
+    assert {"encoder.layers.5.mlp.fc2", "decoder.layers.0.encoder_attn.k_proj", "decoder.layers.5.mlp.fc1"} <= {*names}
+    for card in moonshine.CARDS:
+        for pattern in card.int8.kept if card.int8 else ():
+            assert fnmatch.filter(names, pattern), f"{card.name}: {pattern}"
+
+
+def test_without_int8_instructions_auto_quantizes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASR_SERVE_NATIVE", "0")
+    device = devices.make_device("cpu", quantize="auto", calibration=EVERYTHING)
+    assert not isinstance(device.linear(torch.randn(96, 64), use=ENCODER_FC1), CpuInt8Linear)
 
 
 def test_without_int8_instructions_nothing_is_quantized(monkeypatch: pytest.MonkeyPatch) -> None:

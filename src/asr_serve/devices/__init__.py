@@ -10,7 +10,7 @@ import torch
 from asr_serve.devices.interface import Device
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup
 from asr_serve.errors import OptionError
-from asr_serve.types import Quantize, unknown_name_error
+from asr_serve.types import Int8Calibration, Quantize, unknown_name_error
 
 QUANTIZE_MODES: dict[str, Quantize] = {way: way for way in get_args(Quantize)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -47,16 +47,23 @@ def rank_device(device: str, group: TensorParallelGroup) -> str:
 
 
 def make_device(
-    device: str = "auto", dtype: str = "auto", quantize: str = "none", group: TensorParallelGroup = SINGLE_RANK
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: str = "none",
+    group: TensorParallelGroup = SINGLE_RANK,
+    calibration: Int8Calibration | None = None,
 ) -> Device:
-    """Returns the device of that name: auto, cpu, cuda or cuda:N; dtype: auto, fp32 or bf16; quantize: none, int8 or
-    dynamic; group: ranks among which the decoder is split, each with a CUDA device or its share of the cores. Raises
+    """Returns the device of that name: auto, cpu, cuda or cuda:N; dtype: auto, fp32 or bf16; quantize: auto, none,
+    int8 or dynamic; group: ranks among which the decoder is split, each with a CUDA device or its share of the cores;
+    calibration: layers that quantize=auto may quantize: on a CPU, in one process, where no dtype is chosen. Raises
     OptionError for an unknown name, or for a device this machine lacks: there is no silent fall-back."""
     if dtype not in ("auto", *DTYPES):
         raise unknown_name_error("dtype", dtype, ["auto", *DTYPES])
     if quantize not in QUANTIZE_MODES:
         raise unknown_name_error("quantize", quantize, list(QUANTIZE_MODES))
     mode = QUANTIZE_MODES[quantize]
+    if mode == "auto" and (calibration is None or dtype != "auto" or group.size > 1):
+        mode = "none"
     check_device(device)
     kind = device.split(":")[0]
     torch_dtype = None if dtype == "auto" else DTYPES[dtype]
@@ -64,7 +71,8 @@ def make_device(
         from asr_serve.devices.cuda import CudaDevice
 
         name = "cuda" if kind == "auto" else device
+        mode = "none" if mode == "auto" else mode
         return CudaDevice(name if group.size == 1 else rank_device(name, group), torch_dtype, mode, group)
     from asr_serve.devices.cpu import CpuDevice
 
-    return CpuDevice(torch_dtype, mode, group)
+    return CpuDevice(torch_dtype, mode, group, calibration)

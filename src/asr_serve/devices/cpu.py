@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -17,10 +18,10 @@ from asr_serve.cores import usable_cores
 from asr_serve.devices import bf16
 from asr_serve.devices.huge_pages import ask_for_huge_pages
 from asr_serve.devices.int8 import CpuInt8Linear, Int8Selector, Int8Vocabulary
-from asr_serve.devices.interface import Device, GatedLinear, Linear, VocabularyMatrix
+from asr_serve.devices.interface import Device, GatedLinear, LayerUse, Linear, VocabularyMatrix
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup
 from asr_serve.models.packing import PackedBatch
-from asr_serve.types import Quantize
+from asr_serve.types import Int8Calibration, Quantize
 
 
 def bf16_supported() -> bool:
@@ -166,10 +167,15 @@ class CpuDevice:
     language_models = True
 
     def __init__(
-        self, dtype: torch.dtype | None = None, quantize: Quantize = "none", group: TensorParallelGroup = SINGLE_RANK
+        self,
+        dtype: torch.dtype | None = None,
+        quantize: Quantize = "none",
+        group: TensorParallelGroup = SINGLE_RANK,
+        calibration: Int8Calibration | None = None,
     ) -> None:
-        """`group`: ranks on this machine, among which its cores are divided."""
-        self.quantize, self.group = quantize, group
+        """`group`: ranks on this machine, among which its cores are divided. `calibration`: layers that `auto` may
+        quantize; None: none."""
+        self.quantize, self.group, self.calibration = quantize, group, calibration
         self.chosen_because = "asked for"
         if dtype is None:
             native_bf16 = bf16_supported()
@@ -179,7 +185,7 @@ class CpuDevice:
         self.threads = max(1, (thread_limit() or usable_cores()) // group.size)
         self.encoder_threads = 0 if self.threads == 1 else self.threads - self.threads // 4
         self.kernels = kernels.kernels()
-        self.gate = Int8Selector(self.kernels, self.threads)
+        self.gate = Int8Selector(self.kernels, self.set_threads, self.threads)
         self.set_threads(self.threads)
         self.packed_dtypes = packed_dtypes()
 
@@ -187,15 +193,26 @@ class CpuDevice:
     def dtype_name(self) -> str:
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
-        if self.quantize != "none" and dtype is None:
+    def linear(
+        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, use: LayerUse | None = None
+    ) -> Linear:
+        if dtype is None and self._quantizes(weight, use):
             return CpuInt8Linear(weight, bias, self.kernels, self._bits(weight))
         dtype = dtype or self.dtype
         bias = None if bias is None else bias.to(dtype)
         return (PackedLinear if dtype in self.packed_dtypes else PlainLinear)(weight.to(dtype), bias)
 
+    def _quantizes(self, weight: Tensor, use: LayerUse | None) -> bool:
+        if self.quantize != "auto":
+            return self.quantize != "none"
+        if use is None or self.calibration is None or not self.calibration.quantizes(use.name):
+            return False
+        outputs, inputs = weight.shape
+        plain = partial(self.linear, dtype=self.dtype)
+        return self.gate.is_faster(inputs, outputs, use.frames, self.dtype, plain)
+
     def vocabulary(self, weight: Tensor) -> VocabularyMatrix:
-        if self.quantize != "none":
+        if self.quantize in ("int8", "dynamic"):
             return Int8Vocabulary(weight, self.kernels, self._bits(weight), self.dtype)
         weight = weight.to(self.dtype)
         return PlainVocabulary(weight, self.linear(weight))
@@ -216,10 +233,12 @@ class CpuDevice:
         return bf16.Bf16Vocabulary(weight, self.kernels) if self._packs_bf16(weight) else self.vocabulary(weight)
 
     def _packs_bf16(self, weight: Tensor) -> bool:
-        return self.quantize == "none" and self.dtype == torch.bfloat16 and bf16.fits(self.kernels, weight)
+        return self.quantize in ("none", "auto") and self.dtype == torch.bfloat16 and bf16.fits(self.kernels, weight)
 
     def _bits(self, weight: Tensor) -> int:
-        return self.gate.bits(weight.shape[1], weight.shape[0]) if self.quantize == "dynamic" else 16
+        if self.quantize == "dynamic":
+            return self.gate.bits(weight.shape[1], weight.shape[0])
+        return 8 if self.quantize == "auto" else 16
 
     def attention(self, qkv: Tensor, packing: PackedBatch) -> Tensor:
         total, _, heads, head_dim = qkv.shape
@@ -288,7 +307,8 @@ class CpuDevice:
 
     def describe(self) -> dict[str, Any]:
         core = kernels.core()
-        products = {"none": self.dtype_name, "int8": "8-bit weights", "dynamic": self.gate.describe()}
+        measured = self.gate.describe()
+        products = {"none": self.dtype_name, "int8": "8-bit weights", "dynamic": measured, "auto": measured}
         return {
             "device": self.name,
             "dtype": self.dtype_name,

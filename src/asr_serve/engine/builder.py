@@ -211,7 +211,7 @@ class AsrCheckpoint(NamedTuple):
         dtype = "fp32" if dtype == "auto" and self.card.streaming else dtype
         if tensor_parallel_size > 1:
             return self._build_split(device, dtype, quantize, tensor_parallel_size)
-        target = devices.make_device(device, dtype, quantize)
+        target = devices.make_device(device, dtype, quantize, calibration=self.card.int8)
         target.language_models = self.backend == "native"
         return self._components(self.load_model(target), target)
 

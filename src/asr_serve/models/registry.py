@@ -24,6 +24,7 @@ import msgspec
 
 from asr_serve import units
 from asr_serve.errors import ModelError, OptionError, UnknownModel, WrongModel
+from asr_serve.types import Int8Calibration
 
 if TYPE_CHECKING:
     from asr_serve.models.model_files import AsrModelFile, GatheredModelFile, TtsModelFile, TurnModelFile, VocoderFile
@@ -114,6 +115,8 @@ class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does
     """Look-ahead of a streaming model: samples after a chunk that it needs before it emits the chunk's tokens.
     Negative where a frame covers earlier audio."""
 
+    int8: Int8Calibration | None = None
+    """Layers that are quantized by default where that is faster; None: none are."""
     tasks: tuple[str, ...] = ("transcribe",)
     """Supported tasks; `translate` is into English."""
     detects: bool = False
@@ -128,6 +131,11 @@ class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does
     """Whether it has times of words. The engine fills this in for speech LLMs, from the model that it has loaded."""
     language_models: tuple[str, ...] = ()
     """Names of the language models that the engine has loaded for it. The engine fills this in."""
+
+    def quantization(self, quantize: str) -> str:
+        """Returns the setting `engine.quantize` as evaluations of the model record it: none for `auto` where no layer
+        may be quantized."""
+        return "none" if quantize == "auto" and self.int8 is None else quantize
 
     def language(self, wanted: str | None = None) -> str:
         """Returns the language of the audio as far as it is known before decoding: empty where the model detects

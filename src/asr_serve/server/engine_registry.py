@@ -409,7 +409,8 @@ class EngineRegistry:
         for name in governor.policy.models:
             engine = self.get(name)
             revision = self.weights_revision(engine) or f"weights={self._config.weights}"
-            found[name] = GovernedModel(name, revision, engine.card.licence, engine.client.config.quantize)
+            quantization = engine.card.quantization(engine.client.config.quantize)
+            found[name] = GovernedModel(name, revision, engine.card.licence, quantization)
         return found
 
     def weights_revision(self, engine: ModelEngine) -> str:

@@ -87,7 +87,7 @@ def run(
     \b
     Systems
       whisper-tiny-en             a model of ours (asr-serve models list)
-      whisper-tiny-en@int8        with int8 or dynamic weights, in fp32 or bf16
+      whisper-tiny-en@int8        with int8 or dynamic weights, without (none), in fp32 or bf16
       http://host:8000/v1#MODEL   any OpenAI-compatible server or cluster ingress;
                                   the key is read from ASR_SERVE_API_KEY
       faster-whisper:tiny.en      if faster-whisper is installed; @float32

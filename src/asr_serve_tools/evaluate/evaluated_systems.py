@@ -1,6 +1,7 @@
 """Systems that an evaluation measures, by the name that the command line gives them. START HERE for another one.
 
-    NAME[@PRECISION]                    a model of ours in this process: whisper-tiny-en@int8; int8, dynamic, fp32, bf16
+    NAME[@PRECISION]                    a model of ours in this process: whisper-tiny-en@int8; int8, dynamic, fp32,
+                                        bf16; none: without quantization
     http://host:port/v1#MODEL           any server with OpenAI's POST /audio/transcriptions
     faster-whisper:NAME|FOLDER[@TYPE]   faster-whisper in this process; TYPE is CTranslate2's, int8 by default
     vosk:NAME|FOLDER                    Vosk in this process
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from asr_serve.api.library import Model
     from asr_serve.models.registry import AsrCard
 
-PRECISIONS = ("int8", "dynamic", "fp32", "bf16")
+PRECISIONS = ("none", "int8", "dynamic", "fp32", "bf16")
 OPEN_S, ANSWER_S = 10.0, 600.0
 """Time for a server to accept a connection, and to answer with a transcript."""
 MOST_FILE_BYTES = 1 << 30
@@ -156,7 +157,7 @@ class LocalModel(AsrSystem):
         card, precision = _card_and_precision(name)
         model = card.name
         settings: dict[str, Any] = {"prefix_bytes": 0}  # the same clip again is computed again
-        if precision in ("int8", "dynamic"):
+        if precision in ("none", "int8", "dynamic"):
             settings["quantize"] = precision
         dtype = precision if precision in ("fp32", "bf16") else "auto"
         self._model: Model = asr_serve.load(
@@ -165,7 +166,8 @@ class LocalModel(AsrSystem):
         self.takes_hotwords = True
         self.diarizes = True
         # As a policy's evidence is looked up: by the weights and by the server's setting `quantize`.
-        self.info = EvaluatedSystem(name, model, card.weights_revision, card.licence, precision or "none")
+        quantization = precision or card.quantization(EngineConfig().quantize)
+        self.info = EvaluatedSystem(name, model, card.weights_revision, card.licence, quantization)
 
     def transcribe(self, clips: Sequence[ClipInput], request: TranscribeRequest) -> Generator[ClipAnswer, None, None]:
         from asr_serve.audio.input_manifest import InputItem

@@ -39,7 +39,9 @@ def check(
         Path | None, typer.Option(metavar="FILE", help="File of asr-serve eval. Default: the evidence is not checked.")
     ] = None,
     region: Annotated[str | None, typer.Option(metavar="NAME", help="Region of the server, for residency.")] = None,
-    quantize: Annotated[str, typer.Option(metavar="none|int8|dynamic", help="Quantization of the server.")] = "none",
+    quantize: Annotated[
+        str, typer.Option(metavar="auto|none|int8|dynamic", help="The server's setting engine.quantize.")
+    ] = "auto",
 ) -> int:
     """Check a policy file, and whether its models have shown what it requires.
 
@@ -60,7 +62,7 @@ def check(
     for route in policy.routes.values():
         for name in route.models:
             card = asr_card(name)
-            model = GovernedModel(name, card.weights_revision, card.licence, quantize)
+            model = GovernedModel(name, card.weights_revision, card.licence, card.quantization(quantize))
             refusals = list(check_standing(route.requires, model, region))
             if evaluations is not None and name == route.candidate:
                 decision = check_evidence(route.requires, model, find_evaluations(evaluations, name), time.time())

@@ -64,7 +64,7 @@ def serve(
     alias: Annotated[list[str] | None, flag("--alias", metavar="NAME=MODEL", more="May be repeated.")] = None,
     device: Annotated[str | None, flag("--device", metavar="DEVICE")] = None,
     dtype: Annotated[str | None, flag("--dtype", metavar="DTYPE")] = None,
-    quantize: Annotated[str | None, flag("--quantize", metavar="none|int8|dynamic")] = None,
+    quantize: Annotated[str | None, flag("--quantize", metavar="auto|none|int8|dynamic")] = None,
     tensor_parallel_size: Annotated[str | None, flag("--tensor-parallel-size", metavar="N")] = None,
     weights: Annotated[str | None, flag("--weights", metavar="DIR")] = None,
     role: Annotated[str | None, flag("--role", metavar="both|encode|decode")] = None,

@@ -86,7 +86,7 @@ def measure_encoder(
     assert hidden.dtype == cross.dtype == device.dtype
     shapes = {"hidden": tuple(hidden.shape[1:]), "cross": tuple(cross.shape[1:])}
     identity = EncoderIdentity(
-        chosen.name, weights, device.dtype_name, config.quantize, hidden=shapes["hidden"], cross=shapes["cross"]
+        chosen.name, weights, device.dtype_name, device.quantize, hidden=shapes["hidden"], cross=shapes["cross"]
     )
     longest = max(model.count_frames(samples[1], whole) for whole in (False, True))
     return EncoderFacts(

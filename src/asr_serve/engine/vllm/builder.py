@@ -43,7 +43,7 @@ def build_vllm_executor(
     ProgramFailed."""
     require_language_model(chosen, isinstance(model, SpeechLlm))
     assert isinstance(model, SpeechLlm)
-    if config.quantize != "none":
+    if config.quantize not in ("auto", "none"):
         raise UnsupportedOption(
             f"quantize={config.quantize} with backend=vllm",
             "none: vLLM computes the language model in the dtype of the engine",

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve.devices.interface import Device, Linear, VocabularyMatrix
+from asr_serve.devices.interface import Device, LayerUse, Linear, VocabularyMatrix
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models import alignment_heads as again
 from asr_serve.models.alignment_heads import moonshine_alignment
@@ -29,6 +29,7 @@ from asr_serve.models.interfaces import EncoderDecoderModel
 from asr_serve.models.model_files import AsrModelConfig, WeightsConverter
 from asr_serve.models.packing import PackedBatch, PagedKeyValues, pack_clips, packed_buffer, tap_matrix
 from asr_serve.models.registry import AsrCard, PackagedWeights
+from asr_serve.types import Int8Calibration
 
 STEM_STRIDE = 64 * 3 * 2
 """Samples between two encoder frames: 24 ms at 16 kHz."""
@@ -63,6 +64,7 @@ CARDS = (
         parameters=27_100_000,
         hub="UsefulSensors/moonshine-tiny",
         packaged=_PACKAGE,
+        int8=Int8Calibration(),
         **_SHARED,
     ),
     AsrCard(name="moonshine-base-en", parameters=61_500_000, hub="UsefulSensors/moonshine-base", **_SHARED),
@@ -220,7 +222,7 @@ class MoonshineTensors:
         for i in range(rotary):
             parts[i] = self._halves(parts[i], names[i])
         biases = torch.cat([self.get(f"{name}.bias") for name in names]) if bias else None
-        return self.device.linear(torch.cat(parts), biases)
+        return self.device.linear(torch.cat(parts), biases, use=LayerUse.of(names[0]))
 
     def _halves(self, weight: Tensor, name: str) -> Tensor:
         # Scores are dot products: the same reordering of a head's dimensions in queries and keys does not change

@@ -9,6 +9,7 @@ Source  arXiv:2212.04356; numbers match transformers' WhisperEncoder, GlmAsrEnco
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asr_serve.audio.features.whisper_log_mel import PackedLogMel
-from asr_serve.devices.interface import Device, Linear
+from asr_serve.devices.interface import Device, LayerUse, Linear
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup, row_parallel
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.kernels.decoder_reference import rotate_halves
@@ -125,11 +126,12 @@ class WhisperTensors:
         """Returns a linear layer, column-parallel in a group."""
         weight, bias = self.get(f"{name}.weight"), self.get(f"{name}.bias")
         part = self.group.part(len(weight))
-        return self.device.linear(weight[part], bias[part])
+        return self.device.linear(weight[part], bias[part], use=LayerUse.of(name))
 
     def row_linear(self, name: str) -> Linear:
         """Returns a linear layer after a column-parallel one."""
-        return row_parallel(self.device.linear, self.group, self.get(f"{name}.weight"), self.get(f"{name}.bias"))
+        make = partial(self.device.linear, use=LayerUse.of(name))
+        return row_parallel(make, self.group, self.get(f"{name}.weight"), self.get(f"{name}.bias"))
 
     def heads(self, heads: int, *names: str, scale: float = 1.0) -> Linear:
         """Stacks queries, keys and values of the same input into one extended linear layer; queries are multiplied
@@ -145,13 +147,14 @@ class WhisperTensors:
             biases.append(F.pad((bias * factor).view(heads, -1)[part], (0, self.extra)))
             if self.extra:
                 biases[-1][:, -1] = extra_bias
-        return self.device.linear(torch.cat(weights), torch.cat(biases).flatten())
+        return self.device.linear(torch.cat(weights), torch.cat(biases).flatten(), use=LayerUse.of(names[0]))
 
     def out(self, heads: int, name: str) -> Linear:
         """Returns the projection after attention, extended to ignore the extra dimensions."""
         weight = self.get(f"{name}.weight")
         by_head = F.pad(weight.view(len(weight), heads, -1), (0, self.extra))
-        return row_parallel(self.device.linear, self.group, by_head.flatten(1), self.get(f"{name}.bias"))
+        make = partial(self.device.linear, use=LayerUse.of(name))
+        return row_parallel(make, self.group, by_head.flatten(1), self.get(f"{name}.bias"))
 
 
 class _WhisperStem:

@@ -1,0 +1,152 @@
+"""Which layers a model's 8 bits may be in: the error of each layer alone, on speech that no error rate is measured on.
+
+    python bench/int8_layers.py --speech DIR --model moonshine-tiny-en --json int8-layers-moonshine-tiny-en.json
+
+DIR holds FLAC files, whose text need not be known. The model in float32 transcribes them; then each variant predicts
+the tokens of that answer one after another, and its error is how far its probabilities of the next token are from
+float32's: the mean Kullback-Leibler divergence in nats. Variants are bf16 throughout, and bf16 with one layer, a group
+of layers, or all of them in 8-bit weights and activations. Layers that alone add more than MOST_NATS are `kept` in
+bf16: they are what stands in the model's card (models/registry.AsrCard.int8). The first and the last layer, which are
+the convolutions and the vocabulary, are always.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import clips
+import machine
+import torch
+from clips import Audio
+from parity import BATCH, Ours
+from torch import Tensor
+
+from asr_serve.decoding.search_options import SearchOptions
+from asr_serve.devices.cpu import CpuDevice
+from asr_serve.devices.interface import LayerUse
+from asr_serve.engine.builder import AsrCheckpoint
+from asr_serve.models.registry import asr_card
+
+MOST_NATS = 0.001
+"""Error that a layer may add alone. Where every layer adds a hundredth of it, one token in a thousand changes."""
+
+
+class ChosenLayers(CpuDevice):
+    """A bf16 CPU that computes the named layers in 8 bits, whether that is faster or not."""
+
+    def __init__(self, chosen: frozenset[str] | None) -> None:
+        """`chosen`: names of layers; None: all of them."""
+        super().__init__(torch.bfloat16, "auto")
+        self.chosen = chosen
+        self.layers: list[str] = []
+        """Names of all layers that may be chosen, in the order in which the model took them."""
+
+    def _quantizes(self, weight: Tensor, use: LayerUse | None) -> bool:
+        if use is None:
+            return False
+        self.layers.append(use.name)
+        return self.chosen is None or use.name in self.chosen
+
+
+class Calibration:
+    """float32's answers and probabilities on the speech, and the errors of variants against them."""
+
+    def __init__(self, model: str, audio: Sequence[Audio]) -> None:
+        self.checkpoint = AsrCheckpoint.find(model, None)
+        card = asr_card(model)
+        self.batches = [audio[start : start + BATCH] for start in range(0, len(audio), BATCH)]
+        exact = self._network(CpuDevice(torch.float32))
+        start = exact.network.prompt_tokens(SearchOptions(language=card.language() or "en"))
+        self.frames, self.tokens, self.logprobs = [], [], []
+        self.skipped = len(start) - 1
+        """First predictions that are those of the prompt."""
+        for batch in self.batches:
+            frames = exact.frames(batch)
+            limits = [int(len(clip) / clips.RATE_HZ * card.tokens_per_s) + len(start) for clip in batch]
+            found = exact.greedy(frames, limits, start)
+            self.tokens.append([row[:-1] for row in found])
+            self.frames.append(torch.cat(frames))
+            self.logprobs.append(self._predicted(exact, frames, self.tokens[-1]))
+        self.positions = sum(map(len, self.logprobs))
+
+    def _network(self, device: CpuDevice) -> Ours:
+        network: Any = self.checkpoint.load_model(device)
+        return Ours(network, device)
+
+    def _predicted(self, ours: Ours, frames: Sequence[Tensor], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Log probabilities (positions, vocabulary) after each token of each clip."""
+        logits = ours.logits(frames, tokens)
+        return torch.cat([each[self.skipped :] for each in logits]).log_softmax(-1)
+
+    def layers(self) -> list[str]:
+        device = ChosenLayers(frozenset())
+        self._network(device)
+        return device.layers
+
+    def measure(self, name: str, chosen: frozenset[str] | None) -> dict[str, Any]:
+        """A row: errors of the variant with those layers in 8 bits."""
+        ours = self._network(ChosenLayers(chosen))
+        divergence, same, off, size = 0.0, 0, 0.0, 0.0
+        for batch, exact_frames, tokens, exact in zip(
+            self.batches, self.frames, self.tokens, self.logprobs, strict=True
+        ):
+            frames = ours.frames(batch)
+            off += float((torch.cat(frames).float() - exact_frames).square().sum())
+            size += float(exact_frames.square().sum())
+            found = self._predicted(ours, frames, tokens)
+            divergence += float((exact.exp() * (exact - found)).sum())
+            same += int((exact.argmax(-1) == found.argmax(-1)).sum())
+        row = {
+            "name": name,
+            "divergence_nats": float(f"{divergence / self.positions:.4g}"),
+            "frames_error": float(f"{(off / size) ** 0.5:.4g}"),
+            "same_tokens_percent": round(100 * same / self.positions, 2),
+        }
+        print(row, file=sys.stderr, flush=True)
+        return row
+
+
+def run(model: str, audio: Sequence[Audio], threads: int) -> dict[str, Any]:
+    measured = Calibration(model, audio)
+    names = measured.layers()
+    base = measured.measure("bf16", frozenset())
+    layers = [measured.measure(name, frozenset({name})) for name in names]
+    # What a layer adds to bf16's own error.
+    added = {row["name"]: max(row["divergence_nats"] - base["divergence_nats"], 0.0) for row in layers}
+    kept = [name for name in names if added[name] > MOST_NATS]
+    rows = [base, measured.measure("all layers", None)]
+    if kept:
+        rows.append(measured.measure("all layers but those kept", frozenset(names) - frozenset(kept)))
+    for side in ("encoder", "decoder"):
+        group = frozenset(name for name in names if name.startswith(f"{side}."))
+        rows.append(measured.measure(f"{side} layers", group))
+    return {
+        "bench": "int8_layers",
+        "machine": machine.describe(threads),
+        "model": model,
+        "clips": len(audio),
+        "audio_s": round(clips.seconds(audio), 1),
+        "positions": measured.positions,
+        "most_nats": MOST_NATS,
+        "kept": kept,
+        "rows": rows + layers,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--speech", type=Path, required=True, metavar="DIR", help="folder of FLAC files")
+    parser.add_argument("--model", default="moonshine-tiny-en", help="an encoder-decoder model (moonshine-tiny-en)")
+    parser.add_argument("--clips", type=int, default=20, metavar="N", help="how many (20)")
+    parser.add_argument("--json", type=Path, help="write here, too")
+    args = parser.parse_args()
+    audio = [clip.audio for clip in clips.without_text(args.speech, args.clips)]
+    machine.tell(args.json, run(args.model, audio, machine.cores()))
+
+
+if __name__ == "__main__":
+    main()

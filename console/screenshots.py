@@ -22,6 +22,7 @@ from playwright.sync_api import sync_playwright
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "img"
 DESKTOP = {"width": 1280, "height": 800}
+TALL = {"width": 1280, "height": 1040}
 PHONE = {"width": 390, "height": 844}
 SPOKEN_MS = 28_000
 PLAYED_MS = 4_000
@@ -94,19 +95,19 @@ def batching(page: Any, url: str, speech: Path) -> None:
     page.goto(f"{url}/batches")
     page.wait_for_selector("#choose-files")
     for name, count in (("Interviews, week 47", 3), ("Archive 1998", 60)):
-        files = [
-            {"name": f"{name.split()[0].lower()}-{n:02}.wav", "mimeType": "audio/wav", "buffer": speech.read_bytes()}
-            for n in range(1, count + 1)
-        ]
-        page.set_input_files("#files", files)
-        page.fill("#name", name)
-        page.click("#submit")
+        with tempfile.TemporaryDirectory() as folder:
+            for n in range(1, count + 1):
+                shutil.copy(speech, Path(folder) / f"{name.split(',')[0].split()[0].lower()}-{n:02}.wav")
+            page.set_input_files("#files", sorted(Path(folder).iterdir()))
+            page.fill("#name", name)
+            page.click("#submit")
+            page.wait_for_selector("#form", state="hidden")  # it is submitted, and the first in the list
         if count == 3:
-            page.wait_for_selector(".batch .pill[data-state=completed]")
-            page.click(".batch summary")
+            page.wait_for_selector(".batch:first-child .pill[data-state=completed]", timeout=120_000)
+            page.click(".batch:first-child summary")
             page.wait_for_selector(".answers li")
     page.wait_for_selector(".batch .pill[data-state=in_progress]")
-    page.wait_for_timeout(PLAYED_MS)
+    page.wait_for_timeout(2 * PLAYED_MS)
     page.evaluate("document.querySelectorAll('.toast').forEach((each) => each.remove())")
     page.evaluate("document.activeElement.blur()")
 
@@ -147,8 +148,12 @@ def sharing(page: Any, url: str, speech: Path) -> None:
         page.wait_for_timeout(PLAYED_MS // 2)
 
 
-def asking_for_keys(page: Any, url: str) -> None:
+def limited(page: Any, url: str, key: str) -> None:
     page.goto(f"{url}/key")
+    page.wait_for_selector("#state")
+    if key:
+        page.fill("#key-field", key)
+        page.keyboard.press("Enter")
     page.wait_for_selector("#limits:not([hidden])")
 
 
@@ -165,6 +170,7 @@ def main() -> int:
     asked.add_argument("--url", default="http://127.0.0.1:8000")
     asked.add_argument("--speech", type=Path, required=True)
     asked.add_argument("--dialogue", type=Path, required=True)
+    asked.add_argument("--key", default="", help="for the picture of the page of the key, of a server that has some")
     asked.add_argument("--only", help="the one picture to take, like rich")
     asked.add_argument("--out", type=Path, default=IMAGES)
     asked.add_argument("--chromium", default=shutil.which("chromium") or shutil.which("google-chrome"))
@@ -216,7 +222,7 @@ def main() -> int:
             shown = page(DESKTOP)
             reading(shown, given.url)
             keep(shown, "speak")
-        for name, viewport, scheme in (("batches", DESKTOP, "light"), ("batches-phone", PHONE, "light")):
+        for name, viewport, scheme in (("batches", TALL, "light"), ("batches-phone", PHONE, "dark")):
             if wants(name):
                 shown = page(viewport, scheme)
                 batching(shown, given.url, given.speech)
@@ -227,8 +233,8 @@ def main() -> int:
                 searching(shown, given.url, given.speech, given.dialogue)
                 keep(shown, name)
         if wants("key"):
-            shown = page(DESKTOP, "dark")
-            asking_for_keys(shown, given.url)
+            shown = page(TALL, "dark")
+            limited(shown, given.url, given.key)
             keep(shown, "key")
         if wants("shared"):
             shown = page(PHONE)

@@ -34,7 +34,7 @@ export function limits({ concurrent, requests_per_minute: rate, batches }: KeySt
     ...(batches
       ? [
           limit("Files that are stored", batches.files, whole),
-          limit("Their size", batches.bytes, size),
+          limit("Their size", batches.bytes, (bytes) => (bytes ? size(bytes) : "0")),
           limit("Batches that have not ended", batches.open_batches, whole),
         ]
       : []),
@@ -58,7 +58,7 @@ export function permissions({ admin, batches }: KeyStatus): { text: string; allo
     { text: "Have texts spoken", allowed: true },
     { text: "Store files and run batches", allowed: batches !== null },
     { text: "Load and unload models, clone voices", allowed: admin },
-    { text: "See evaluations, the policy and other keys", allowed: admin },
+    { text: "See the policy of models, and all keys", allowed: admin },
   ];
 }
 

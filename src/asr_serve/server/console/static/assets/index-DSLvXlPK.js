@@ -52,6 +52,7 @@ ol {
   padding: 0.75rem 0;
 }
 li {
+  align-items: start;
   border-left: 3px solid transparent;
   display: grid;
   gap: 0 1rem;

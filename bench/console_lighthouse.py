@@ -92,12 +92,15 @@ def main() -> int:
     asked.add_argument("--lighthouse", default=shutil.which("lighthouse"), help="its program")
     asked.add_argument("--chromium", default=shutil.which("chromium") or shutil.which("google-chrome"))
     asked.add_argument("--presets", default="mobile,desktop")
+    asked.add_argument("--pages", help="paths, like /status,/docs; all, if it is left out")
     asked.add_argument("--least", type=int, default=95, help="score that every category of every page has at least")
     asked.add_argument("--json", type=Path)
     given = asked.parse_args()
     if not given.lighthouse or not given.chromium:
         raise SystemExit("a program is missing: name it with --lighthouse, --chromium")
     paths = [path for path, name in {**PAGES, **DOCS_PAGES}.items() if name.endswith(".html")]
+    if given.pages:
+        paths = given.pages.split(",")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         server, url = start(Path(folder) / "log")

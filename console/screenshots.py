@@ -1,6 +1,6 @@
 """The pictures of docs/console.md, taken of a server that runs.
 
-    asr-serve serve &
+    ASR_SERVE_ADMIN_KEYS=k-admin asr-serve serve --set more_models=vosk-small-en &
     python console/screenshots.py --speech two_cities.wav --dialogue endgame_nagg_nell.wav
 
 Needs playwright and a Chromium. The speech is half a minute or longer: it is spoken into the page's microphone. In
@@ -32,7 +32,9 @@ TEXT = (
     "foolishness. It was the epoch of belief, it was the epoch of incredulity."
 )
 DONE = 'body[data-mode="idle"] #segments .said'
-LARGEST_BYTES = 150_000
+LARGEST_BYTES = 170_000
+ADMIN_KEY = "k-admin"
+"""The server's, for the picture of cloning."""
 
 
 def speaking(page: Any, url: str) -> None:
@@ -63,7 +65,7 @@ def playing(page: Any, url: str, speech: Path) -> None:
 
 def reading(page: Any, url: str) -> None:
     page.goto(f"{url}/speak")
-    page.wait_for_selector("#voice option:not([value=''])", state="attached")
+    page.wait_for_selector("#voice-list input", state="attached")
     page.fill("#text", TEXT)
     page.click("#primary")
     page.wait_for_selector('body[data-mode="speaking"]')
@@ -157,6 +159,29 @@ def limited(page: Any, url: str, key: str) -> None:
     page.wait_for_selector("#limits:not([hidden])")
 
 
+def comparing(page: Any, url: str) -> None:
+    """Two models with their differences; the demo clip has its text."""
+    page.goto(f"{url}/compare")
+    page.wait_for_selector("#model-b option:not([value='']):not([disabled])", state="attached")
+    page.click("#demo")
+    page.wait_for_selector("#primary:not([disabled])")
+    page.click("#primary")
+    page.wait_for_selector("#results:not([hidden])", timeout=120_000)
+    page.evaluate("document.querySelector('#results').scrollIntoView()")
+
+
+def cloning(page: Any, url: str) -> None:
+    """The dialog in which somebody reads sentences aloud; one is being recorded."""
+    page.add_init_script(f"sessionStorage.setItem('asr-serve.key', '{ADMIN_KEY}')")
+    page.goto(f"{url}/speak")
+    page.wait_for_selector("#voice-list input", state="attached")
+    page.click("#clone")
+    page.fill("#speaker", "Ada Lovelace")
+    page.click("#read")
+    page.wait_for_selector("#read[aria-pressed=true]")
+    page.wait_for_timeout(PLAYED_MS)
+
+
 def uploads(url: str, speech: Path, over: threading.Event) -> None:
     """Somebody else's recordings, so that there is something to draw."""
     while not over.wait(2):
@@ -184,11 +209,14 @@ def main() -> int:
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=given.chromium, args=flags)
 
-        def page(viewport: dict[str, int], scheme: str = "light") -> Any:
+        def page(viewport: dict[str, int], scheme: str = "light", *, first: bool = False) -> Any:
             phone = viewport is PHONE
-            return browser.new_context(
+            context = browser.new_context(
                 viewport=viewport, color_scheme=scheme, has_touch=phone, is_mobile=phone, locale="en-GB"
-            ).new_page()
+            )
+            if not first:
+                context.add_init_script("try { localStorage.setItem('asr-serve.tour', 'seen') } catch {}")
+            return context.new_page()
 
         def keep(shown: Any, name: str) -> None:
             path = given.out / f"console-{name}.png"
@@ -240,6 +268,25 @@ def main() -> int:
             shown = page(PHONE)
             sharing(shown, given.url, given.speech)
             keep(shown, "shared")
+        for name, viewport, scheme in (
+            ("compare", DESKTOP, "light"),
+            ("compare-dark", DESKTOP, "dark"),
+            ("compare-phone", PHONE, "light"),
+        ):
+            if wants(name):
+                shown = page(viewport, scheme)
+                comparing(shown, given.url)
+                keep(shown, name)
+        if wants("clone"):
+            shown = page(DESKTOP)
+            cloning(shown, given.url)
+            keep(shown, "clone")
+        if wants("tour"):
+            shown = page(PHONE, first=True)
+            shown.goto(given.url)
+            shown.wait_for_selector("dialog.tour[open]")
+            shown.wait_for_timeout(PLAYED_MS // 8)
+            keep(shown, "tour")
         if wants("status"):
             over = threading.Event()
             others = threading.Thread(target=uploads, args=(given.url, given.speech, over))

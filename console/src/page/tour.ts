@@ -4,12 +4,12 @@ import { keep, make, recall } from "./dom";
 const STEPS = [
   {
     title: "Transcribe a recording",
-    text: "Drop an audio or video file anywhere on this page, or press O. The text comes while the rest is still being heard.",
+    text: "Drop an audio or video file anywhere on this page, or open one. The text comes while the rest is still being heard.",
     target: "#invite-open",
   },
   {
     title: "Talk, and read along",
-    text: "Press Space and talk. Grey words may still change; dark ones are settled. Press it again to stop.",
+    text: "Press the round button, or Space, and talk. Grey words may still change; dark ones are settled. Press again to stop.",
     target: "#primary",
   },
   {

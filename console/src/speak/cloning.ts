@@ -84,6 +84,7 @@ export class Cloning {
     this.#speaker.addEventListener("input", () => this.#fill());
     this.#name.addEventListener("input", () => {
       this.#own.name = this.#name.value !== "";
+      this.#check();
       this.#refresh();
     });
     this.#consent.addEventListener("input", () => {
@@ -131,7 +132,8 @@ export class Cloning {
       this.#agree.checked = false;
     }
     if (!this.#own.name) {
-      this.#name.value = speaker.toLowerCase().normalize("NFKD").replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "");
+      this.#name.value = speaker.toLowerCase().normalize("NFKD").replace(/\p{M}/gu, "").replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "");
+      this.#check();
     }
     this.#refresh();
   }
@@ -151,10 +153,14 @@ export class Cloning {
     const enough = this.#clips.size >= LEAST_CLIPS && seconds >= LEAST_S;
     const lacks = enough ? "More make it better." : `At least ${LEAST_CLIPS} sentences and ${LEAST_S} seconds are needed.`;
     if (!recording) byId("read-state").textContent = `${count(this.#clips.size, "sentence")}, ${clock(seconds)} recorded. ${lacks}`;
-    const wrong = this.#name.value && !NAME.test(this.#name.value) ? "Only small letters, figures, - and _, beginning with a letter or a figure." : "";
-    this.#say("voice-name-problem", this.#name, wrong);
     const ready = enough && !recording && this.#agree.checked && NAME.test(this.#name.value) && this.#speaker.value.trim() !== "";
     byId("clone-make", HTMLButtonElement).disabled = !ready || this.#sending !== undefined || this.#job !== undefined;
+  }
+
+  /** Whether a voice can have this name, as far as the page knows. */
+  #check(): void {
+    const wrong = this.#name.value && !NAME.test(this.#name.value);
+    this.#say("voice-name-problem", this.#name, wrong ? "Only small letters, figures, - and _, beginning with a letter or a figure." : "");
   }
 
   #say(problem: string, field: HTMLElement, text: string): void {

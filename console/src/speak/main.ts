@@ -223,6 +223,7 @@ text.addEventListener("input", () => wrong());
 byId("download").addEventListener("click", () => void download());
 for (const field of [text, speed, pitch]) field.addEventListener("input", told);
 document.addEventListener("keydown", (event) => {
+  if (document.querySelector("dialog[open]")) return; // Escape closes that
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
     if (!going) primary();
   } else if (event.key === "Escape") {

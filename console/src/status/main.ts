@@ -56,8 +56,10 @@ function problem(text: string): void {
 async function look(): Promise<void> {
   clearTimeout(timer);
   try {
-    show(parse(await (await get("metrics")).text()));
+    const page = parse(await (await get("metrics")).text());
     await about();
+    show(page);
+    byId("measured").hidden = false; // all at once: what is there does not move
     problem("");
   } catch (failure) {
     const code = failure instanceof SpeechError ? failure.code : "";

@@ -213,7 +213,7 @@ class RuntimeAnswers:
 
     In `online` text that has been sent is final: it is sent when its words are locked. In `2pass` it is corrected at
     the end of its sentence: all words but a hypothesis' last are sent at once, and the last one too if the hypothesis
-    before it agrees; punctuation waits for the sentence.
+    before it agrees, without the punctuation around what is sent.
     """
 
     def __init__(self, options: RuntimeOptions) -> None:

@@ -152,20 +152,6 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
         found = ModelList(sorted(entries, key=lambda model: model.state == "not_loaded"))
         return Response(msgspec.json.encode(found), media_type=JSON)
 
-    @router.get(
-        "/{model:path}",
-        summary="Look at a model",
-        **openapi.response_entry(ref("ModelEntry"), "The model.", {**AUTH_ERRORS, **_NOT_FOUND}, _EXAMPLE),
-    )
-    async def model_of(model: str) -> Response:
-        """Finds a model or a pipeline by its name or an alias."""
-        name, spec = engines.resolve_for_files(model), engines.pipeline_spec
-        if spec is not None and name == spec.name:
-            if not engines.known_models():
-                raise EngineClosed("the server is still loading its models", todo="try again in a few seconds")
-            return Response(msgspec.json.encode(pipeline_entry(spec)), media_type=JSON)
-        return model_response(name)
-
     @router.post(
         "/{model:path}/load",
         summary="Load a model",
@@ -205,6 +191,21 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
         found = await engines.renew(name)
         renewal = ModelRenewal(name, engines.state(name), *found)
         return Response(msgspec.json.encode(renewal), media_type=JSON)
+
+    # Last: its path also matches those above, and the first route that matches a path tells which methods it has.
+    @router.get(
+        "/{model:path}",
+        summary="Look at a model",
+        **openapi.response_entry(ref("ModelEntry"), "The model.", {**AUTH_ERRORS, **_NOT_FOUND}, _EXAMPLE),
+    )
+    async def model_of(model: str) -> Response:
+        """Finds a model or a pipeline by its name or an alias."""
+        name, spec = engines.resolve_for_files(model), engines.pipeline_spec
+        if spec is not None and name == spec.name:
+            if not engines.known_models():
+                raise EngineClosed("the server is still loading its models", todo="try again in a few seconds")
+            return Response(msgspec.json.encode(pipeline_entry(spec)), media_type=JSON)
+        return model_response(name)
 
     return router
 

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from raw_http import FILE_END, FORM_END, Raw, field, file_head
 from running_server import MODEL, Running, eventually
 from stream_client import WAIT_S, Http2, WebSocket, expect_sound, numbered, pcm_of, segments, whole
 from test_funasr_websocket import STARTED, STOPPED, calling, texts
@@ -146,6 +147,32 @@ def test_what_is_named_is_done(served, beckett, german):
     after = served.http.post(ROUTE, files=[("file", german.read_bytes()), ("language", (None, "en"))])
     assert (after.status_code, after.headers["x-model"]) == (200, MODEL)  # the field follows the file
     assert HEADER not in after.headers
+
+
+@pytest.mark.parametrize(
+    ("late", "model"),
+    [
+        (("language", "en"), MODEL),
+        (("model", MODEL), MODEL),
+        (("model", "whisper-1"), WHISPER),
+        (("max_segment_ms", "6000"), WHISPER),
+    ],
+)
+def test_a_field_that_follows_the_file(served, german, late, model):
+    """It comes when the language is already identified, and is done as if it had come before the file."""
+    audio, before = wav(pcm_of(german) * 2), counted(served, "identified", "de")
+    with Raw(served.port) as raw:
+        raw.head(ROUTE)
+        raw.chunk(file_head() + audio)
+        eventually(lambda: counted(served, "identified", "de") > before)
+        raw.chunk(FILE_END + field(*late) + FORM_END)
+        raw.end()
+        status, headers, body = raw.answer()
+    early = upload(served, audio, **dict([late]))
+    assert (status, headers["x-model"]) == (200, model)
+    assert headers.get(HEADER, "").split(";")[:2] == early.headers.get(HEADER, "").split(";")[:2]
+    assert (HEADER in headers) == (model == WHISPER)
+    assert json.loads(body)["text"] == early.json()["text"]
 
 
 def test_deepgrams_whisper_is_a_whisper_where_one_is_served(served, server, beckett):

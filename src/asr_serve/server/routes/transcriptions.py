@@ -287,7 +287,7 @@ class UploadTranscription(Generic[RequestT]):
     def _start_job(self) -> TranscriptionJob:
         if self.request.detects_language:
             check_detects_language(self.engine.card)
-        self._context.model = self.engine.name
+        self._context.model, self._context.identified_language = self.engine.name, ""
         options = self._job_options()
         self._upload.raw_pcm = self.request.raw_pcm
         return self._dependencies.executor.start(self.engine, self._upload.open_bytes(), options, self._upload.filename)
@@ -316,6 +316,9 @@ class UploadTranscription(Generic[RequestT]):
         await _load_substitute(self._dependencies.engines, self.request)
         # The engine is not looked up again: it may be unloading by now, but still serves this request.
         same = self._models.resolve_for_files(self._model_name(self.request)) == self.engine.name
+        identifies = isinstance(self.engine, IdentifyingEngine)
+        if identifies and self._identification_fields(self.request) != self._identification_fields(previous):
+            same = False  # what the default model does anyway is now asked for, and no language is to be identified
         if self._text_sent and not (same and self._output_options(self.request) == self._output_options(previous)):
             raise OptionError(
                 "a field after the file changes what was asked, and text was sent already",
@@ -325,11 +328,19 @@ class UploadTranscription(Generic[RequestT]):
         same_audio = self.request.raw_pcm == previous.raw_pcm
         if same and same_audio and self._options(self.request) == self._options(previous):
             return
-        engine = self.engine if same else self._models.get_for_files(self._model_name(self.request))
+        # An IdentifyingEngine serves one job.
+        reused = same and not identifies
+        engine = self.engine if reused else self._models.get_for_files(self._model_name(self.request))
         self._job.cancel()
         await self._job.wait_closed()
         self._use(engine)
         self._job = self._start_job()
+
+    def _identification_fields(self, request: RequestT) -> tuple[str | None, str | None, str]:
+        """Model, language and task as requested, each of which decides whether the language is identified; None as the
+        model for the names of the default one."""
+        default = request.model is None or self._dependencies.engines.means_default(request.model)
+        return None if default else request.model, request.options.language, request.options.task
 
     def _options(self, request: RequestT) -> TranscribeOptions:
         """Options with language and longest segment as this engine takes them by default."""

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -173,6 +174,37 @@ def test_a_field_that_follows_the_file(served, german, late, model):
     assert headers.get(HEADER, "").split(";")[:2] == early.headers.get(HEADER, "").split(";")[:2]
     assert (HEADER in headers) == (model == WHISPER)
     assert json.loads(body)["text"] == early.json()["text"]
+
+
+def test_a_field_that_follows_the_file_ends_a_wait_for_the_identification(parts, german):
+    """Of a recording of which more was read than is looked at: nothing waits for a reader of it."""
+    whisper = open_model(WHISPER)
+    server = serve_models(english=parts, multilingual=whisper)
+    backend = whisper.client.backend
+    assert isinstance(backend, ProcessBackend)
+    try:
+        os.kill(backend.pid, signal.SIGSTOP)
+        try:
+            with Raw(server.port) as raw:
+                raw.head(ROUTE)
+                raw.chunk(file_head() + wav(pcm_of(german) * 10))
+                eventually(lambda: readers() and engine_of(server, WHISPER)._users)
+                raw.chunk(FILE_END + field("language", "en") + FORM_END)
+                raw.end()
+                status, headers, _ = raw.answer()
+            assert (status, headers["x-model"], HEADER in headers) == (200, MODEL, False)
+            eventually(lambda: not readers(), lambda: str(readers()))
+        finally:
+            os.kill(backend.pid, signal.SIGCONT)
+        server.expect_empty()
+    finally:
+        server.stop()
+        whisper.client.close()
+
+
+def readers() -> list[threading.Thread]:
+    """Threads that read uploads in progress."""
+    return [thread for thread in threading.enumerate() if thread.name == "slow audio"]
 
 
 def test_deepgrams_whisper_is_a_whisper_where_one_is_served(served, server, beckett):

@@ -124,19 +124,20 @@ class IdentifyingEngine:
     def _events(
         self, item: InputItem, options: TranscribeOptions, stop: TranscribeCanceller, loop: asyncio.AbstractEventLoop
     ) -> Generator[Event, None, None]:
-        try:
-            reader = PeekedReader(item.source, options.limits, lambda: stop.awake.put(None))
-            identification, stream = self._identify(item, options, stop, reader)
-            loop.call_soon_threadsafe(self._language.tell, identification)
-        finally:
-            loop.call_soon_threadsafe(self.identified.set)
-        with closing(reader), closing(stream):
-            for event in stream:
-                if isinstance(event, FileDone) and identification.outcome == "identified":
-                    probability = event.transcript.language_prob or identification.probability
-                    transcript = msgspec.structs.replace(event.transcript, language_prob=probability)
-                    event = msgspec.structs.replace(event, transcript=transcript)
-                yield event
+        # Around the identification, too: a thread that reads ahead waits for ever for a reader that nobody closes.
+        with closing(PeekedReader(item.source, options.limits, lambda: stop.awake.put(None))) as reader:
+            try:
+                identification, stream = self._identify(item, options, stop, reader)
+                loop.call_soon_threadsafe(self._language.tell, identification)
+            finally:
+                loop.call_soon_threadsafe(self.identified.set)
+            with closing(stream):
+                for event in stream:
+                    if isinstance(event, FileDone) and identification.outcome == "identified":
+                        probability = event.transcript.language_prob or identification.probability
+                        transcript = msgspec.structs.replace(event.transcript, language_prob=probability)
+                        event = msgspec.structs.replace(event, transcript=transcript)
+                    yield event
 
     def _identify(
         self, item: InputItem, options: TranscribeOptions, stop: TranscribeCanceller, reader: PeekedReader

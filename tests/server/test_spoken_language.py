@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import os
 import shutil
@@ -27,10 +28,18 @@ from websockets.sync.client import connect
 
 from asr_serve.audio.pcm import wav_header
 from asr_serve.config import EngineConfig, ServeConfig
+from asr_serve.engine.client import Ticket
 from asr_serve.engine.process.backend import ProcessBackend
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import asr_card
+from asr_serve.pipelines.offline import recording_language
+from asr_serve.pipelines.options import TranscribeOptions
+from asr_serve.server.caller_models import CallerModels
 from asr_serve.server.engine_registry import EngineParts, ModelEngine, open_engine
+from asr_serve.server.middleware.request_context import RequestContext
+from asr_serve.server.telemetry.tracing import RequestTrace
+from asr_serve.server.transcription_job import TranscriptionExecutor
+from asr_serve.types import Priority
 
 WHISPER, CHINESE = "whisper-base", "vosk-small-zh"
 ROUTE = "/v1/audio/transcriptions"
@@ -266,6 +275,41 @@ def test_recorded_speech(served, speech_data, language):
     clip = speech_data / "multilingual" / f"test_{language}.flac"
     answer = upload(served, clip)
     assert (answer.headers["x-model"], identified(answer)[:2]) == (WHISPER, (language, "identified"))
+
+
+def transcribed(server: Running, clip: Path, priority: Priority) -> str:
+    """The header of a recording of that priority."""
+
+    async def transcribe() -> str:
+        context = RequestContext(request_id="req_1", route=ROUTE, method="POST", trace=RequestTrace())
+        engine, executor = CallerModels(server.engines, context).get_for_files(None), TranscriptionExecutor(1)
+        with clip.open("rb") as audio, engine.in_use():
+            job = executor.start(engine, audio, TranscribeOptions(priority=priority))
+            try:
+                await job.transcript
+            finally:
+                job.cancel()
+                await job.wait_closed()
+                executor.close()
+        return context.identified_language
+
+    return str(server.call(transcribe()))
+
+
+def test_bulk_work_is_identified_at_its_priority_however_long_that_takes(served, german, monkeypatch):
+    client = engine_of(served, WHISPER).client
+    submit, priorities = client.submit, []
+
+    def noted(*given: Any, **named: Any) -> Ticket:
+        priorities.append(inspect.signature(submit).bind(*given, **named).arguments["priority"])
+        return submit(*given, **named)
+
+    monkeypatch.setattr(client, "submit", noted)
+    monkeypatch.setattr(recording_language, "ANSWER_TIMEOUT_S", 0.0)
+    assert transcribed(served, german, "bulk").startswith("de;outcome=identified")
+    assert len(priorities) >= 2  # what is identified, and what is transcribed
+    assert set(priorities) == {"bulk"}
+    assert transcribed(served, german, "interactive") == "und;outcome=timeout"
 
 
 def test_fifty_at_once(served, beckett, german):

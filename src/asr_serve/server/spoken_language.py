@@ -148,7 +148,8 @@ class IdentifyingEngine:
             return reader
 
         spoken = self._language
-        outcome, language, probability = RecordingLanguage(spoken.identifier.client, reader, stop).identify()
+        identification = RecordingLanguage(spoken.identifier.client, reader, stop, options.priority)
+        outcome, language, probability = identification.identify()
         if outcome == "identified":
             engine = choose_model(language, spoken.default, spoken.identifier, self._engines)
             try:

@@ -27,11 +27,13 @@ from asr_serve.pipelines.language_identification import (
 )
 from asr_serve.pipelines.offline.audio_reader import AudioReader, open_reader
 from asr_serve.pipelines.offline.transcribe import TranscribeCanceller
+from asr_serve.types import Priority
 
 MAX_SEARCH_SAMPLES = units.s_to_samples(60)
 """Beginning of a recording in which speech is looked for; it is kept until it is transcribed."""
 ANSWER_TIMEOUT_S = 30.0
-"""Longest time for the engine's work, the waiting included; not for an upload in progress."""
+"""Longest time for the engine's work, the waiting included; not for an upload in progress, and not for bulk work, which
+waits until those who come first are served."""
 SPEECH_THRESHOLD = EndpointConfig().threshold
 LEAD_SAMPLES = units.ms_to_samples(300)
 """Audio before the first window of speech that belongs to the piece."""
@@ -103,10 +105,14 @@ class _NotIdentified(Exception):
 class RecordingLanguage:
     """Identification of one recording's language. Runs on the thread of its transcription."""
 
-    def __init__(self, client: EngineClient, reader: PeekedReader, stop: TranscribeCanceller) -> None:
-        """`client`: of the identifying model. `reader` was opened with a `wake` that puts to `stop.awake`."""
-        self._client, self._reader, self._stop = client, reader, stop
-        self._left_s = ANSWER_TIMEOUT_S
+    def __init__(
+        self, client: EngineClient, reader: PeekedReader, stop: TranscribeCanceller, priority: Priority
+    ) -> None:
+        """`client`: of the identifying model. `reader` was opened with a `wake` that puts to `stop.awake`. `priority`:
+        of the recording's requests."""
+        self._client, self._reader, self._stop, self._priority = client, reader, stop, priority
+        self._left_s: float | None = None if priority == "bulk" else ANSWER_TIMEOUT_S
+        """Rest of the time for the engine's work; None: without a limit."""
 
     def identify(self) -> tuple[Outcome, str, float]:
         """Returns what came of it, the language and its probability. Blocks. Raises Cancelled after `stop.cancel()`."""
@@ -167,7 +173,7 @@ class RecordingLanguage:
     def _ask(self, piece: np.ndarray) -> Recognition:
         """Raises _NotIdentified, Cancelled."""
         try:
-            ticket = submit_piece(self._client, piece, "interactive")
+            ticket = submit_piece(self._client, piece, self._priority)
             try:
                 answer: Recognition = self._wait(ticket.future)
             finally:
@@ -184,12 +190,13 @@ class RecordingLanguage:
         started_s = time.monotonic()
         while not future.done():
             self._stop.check()
-            left_s = self._left_s - (time.monotonic() - started_s)
-            if left_s <= 0:
+            left_s = None if self._left_s is None else self._left_s - (time.monotonic() - started_s)
+            if left_s is not None and left_s <= 0:
                 raise _NotIdentified("timeout")
             try:
                 self._stop.awake.get(timeout=left_s)
             except queue.Empty:
                 continue
-        self._left_s -= time.monotonic() - started_s
+        if self._left_s is not None:
+            self._left_s -= time.monotonic() - started_s
         return future.result()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from raw_http import FILE_END, FORM_END, Raw, field, file_head
@@ -27,7 +28,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from asr_serve.audio.pcm import wav_header
-from asr_serve.config import EngineConfig, ServeConfig
+from asr_serve.config import EngineConfig, GovernanceConfig, ServeConfig
 from asr_serve.engine.client import Ticket
 from asr_serve.engine.process.backend import ProcessBackend
 from asr_serve.models.checkpoints import store
@@ -35,7 +36,7 @@ from asr_serve.models.registry import asr_card
 from asr_serve.pipelines.offline import recording_language
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.server.caller_models import CallerModels
-from asr_serve.server.engine_registry import EngineParts, ModelEngine, open_engine
+from asr_serve.server.engine_registry import EngineParts, EngineRegistry, ModelEngine, open_engine
 from asr_serve.server.middleware.request_context import RequestContext
 from asr_serve.server.telemetry.tracing import RequestTrace
 from asr_serve.server.transcription_job import TranscriptionExecutor
@@ -222,6 +223,29 @@ def test_deepgrams_whisper_is_a_whisper_where_one_is_served(served, server, beck
         assert upload(server, beckett, model=name).headers["x-model"] == MODEL
     for name in ("base", "enhanced", "nova-2-medical", "base-general"):
         assert upload(server, beckett, model=name).headers["x-model"] == MODEL
+
+
+async def test_which_whisper_has_deepgrams_names(parts, whisper, tmp_path):
+    """A multilingual one while it takes requests; none where a policy decides which model serves callers."""
+    english = asr_card("whisper-base-en")
+    models = {MODEL: parts, english.name: whisper._replace(card=english), WHISPER: whisper}
+    config = ServeConfig(model=MODEL, more_models=(english.name, WHISPER), max_models=3, voice="none")
+    engines = EngineRegistry(config, lambda name, _: models[name])
+    await engines.start()
+    assert engines.resolve("whisper-large") == WHISPER
+    await next(engine for engine in engines if engine.name == WHISPER).drain(0)
+    assert engines.resolve("whisper-large") == english.name
+
+    policy = tmp_path / "policy.toml"
+    policy.write_text(f'[[route]]\nname = "calls"\ndefault = true\nstable = "{MODEL}"\n')
+    governance = GovernanceConfig(policy=str(policy), audit_log=str(tmp_path / "audit.jsonl"))
+    engines = EngineRegistry(msgspec.structs.replace(config, governance=governance), lambda name, _: models[name])
+    assert engines.governor is not None
+    try:
+        await engines.start()
+        assert (engines.means_default("whisper-large"), engines.resolve("whisper-large")) == (True, MODEL)
+    finally:
+        engines.governor.close()
 
 
 def test_streamed_text_and_its_head(served, german):

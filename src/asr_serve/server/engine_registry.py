@@ -493,8 +493,8 @@ class EngineRegistry:
 
     def resolve(self, name: str | None, kind: type[ModelCard] = ModelCard) -> str:
         """Resolves an alias, or a route, to the model's name; None, and names of OpenAI's and Deepgram's recognition
-        models: the default model, or for Deepgram's Whisper the first one that is loaded. Callers of a route come to
-        their model by CallerModels. `kind`: class of the cards of models that an error lists. Raises UnknownModel,
+        models: the default model, or for Deepgram's Whisper the one that serves those. Callers of a route come to their
+        model by CallerModels. `kind`: class of the cards of models that an error lists. Raises UnknownModel,
         EngineClosed, WrongModel for the pipeline."""
         if name is None or self.means_default(name):
             name = self._config.model
@@ -539,9 +539,17 @@ class EngineRegistry:
 
     @property
     def _served_whisper(self) -> str | None:
-        """Name of the first Whisper that is loaded; None: there is none."""
-        loaded = (engine for engine in self if not engine.is_tts and engine.card.kind == "whisper")
-        return next((engine.name for engine in loaded), None)
+        """Name of the Whisper that serves Deepgram's names of it: of those that are loaded one that takes requests, of
+        those one that tells languages apart, as Deepgram's does, and the first. None: there is none, or the policy
+        decides which models serve callers."""
+        if self.governor is not None:
+            return None
+        loaded = [engine for engine in self if not engine.is_tts and engine.card.kind == "whisper"]
+
+        def suitability(engine: ModelEngine) -> tuple[bool, bool, bool]:
+            return engine.state in ("ready", "restarting"), engine.card.detects, engine.state == "ready"
+
+        return max(loaded, key=suitability).name if loaded else None
 
     @property
     def auto_model(self) -> str | None:

@@ -170,12 +170,14 @@ def test_what_is_named_is_done(served, beckett, german):
     ],
 )
 def test_a_field_that_follows_the_file(served, german, late, model):
-    """It comes when the language is already identified, and is done as if it had come before the file."""
+    """It comes when the language is already identified, and only the model of that in use; it is done as if it had come
+    before the file."""
     audio, before = wav(pcm_of(german) * 2), counted(served, "identified", "de")
     with Raw(served.port) as raw:
         raw.head(ROUTE)
         raw.chunk(file_head() + audio)
         eventually(lambda: counted(served, "identified", "de") > before)
+        eventually(lambda: (engine_of(served, MODEL)._users, engine_of(served, WHISPER)._users) == (0, 1))
         raw.chunk(FILE_END + field(*late) + FORM_END)
         raw.end()
         status, headers, body = raw.answer()
@@ -380,6 +382,15 @@ def test_the_default_language_is_recognized_as_ever(served, server, beckett):
     named = live(served, pcm, language="en")
     assert not [event for event in named if event["type"] == "language"]
     assert segments(named) == segments(events)
+
+
+def test_a_live_session_leaves_the_identifying_model_once_that_has_answered(served, beckett):
+    with WebSocket(served.port) as line:
+        line.send(pcm_of(beckett))
+        assert line.hear("language")["model"] == MODEL
+        eventually(lambda: (engine_of(served, MODEL)._users, engine_of(served, WHISPER)._users) == (1, 0))
+        line.end()
+        line.rest()
 
 
 def test_nothing_that_was_final_is_lost_when_a_later_sentence_tells_the_language(served, german):

@@ -85,6 +85,8 @@ class IdentifyingEngine:
         """`engines`: all that are loaded."""
         self._language = language
         self._engines = [engine for engine in engines if not engine.is_tts]
+        self._uses = {engine.name: ExitStack() for engine in self._engines}
+        """Use of each engine by this recording."""
         self._chosen: ModelEngine = language.default
         self.identified = asyncio.Event()
         """Set once it is known, and told, which model serves the recording; or there is nothing to identify."""
@@ -103,10 +105,17 @@ class IdentifyingEngine:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        with ExitStack() as stack:
+        """Holds all engines until one is chosen, then that one."""
+        with ExitStack() as uses:
             for engine in self._engines:
-                stack.enter_context(engine.in_use())
+                uses.enter_context(self._uses[engine.name]).enter_context(engine.in_use())
             yield
+
+    def _set_identified(self) -> None:
+        for name, use in self._uses.items():
+            if name != self._chosen.name:
+                use.close()
+        self.identified.set()
 
     def events(
         self, items: Iterable[InputItem], options: TranscribeOptions, stop: TranscribeCanceller
@@ -116,7 +125,7 @@ class IdentifyingEngine:
         default = self._language.default
         plain = default.events([item], options, stop)  # raises OptionError for what the default model cannot do
         if options.language or options.task != "transcribe":
-            self.identified.set()
+            self._set_identified()
             return plain
         plain.close()
         return self._events(item, options, stop, asyncio.get_running_loop())
@@ -130,7 +139,7 @@ class IdentifyingEngine:
                 identification, stream = self._identify(item, options, stop, reader)
                 loop.call_soon_threadsafe(self._language.tell, identification)
             finally:
-                loop.call_soon_threadsafe(self.identified.set)
+                loop.call_soon_threadsafe(self._set_identified)
             with closing(stream):
                 for event in stream:
                     if isinstance(event, FileDone) and identification.outcome == "identified":

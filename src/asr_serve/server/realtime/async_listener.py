@@ -126,11 +126,13 @@ class AsyncListener:
         self._session: LiveSession | IdentifyingSession = session
         self._tokenizer, self._options, self._api_client = tokenizer, options, api_client
         self._spoken: SpokenLanguage | None = None
+        self._identifier_use = self._resources.enter_context(contextlib.ExitStack())
+        """Use of the identifying engine, until the language is identified."""
         if identifies and saved is None and watch is not None and watch.language is not None:
             self._spoken = watch.language.for_live(options)
         if self._spoken is not None:
             self.language = ""
-            self._resources.enter_context(self._spoken.identifier.in_use())
+            self._identifier_use.enter_context(self._spoken.identifier.in_use())
             identifier = self._spoken.identifier.client
             self._session = IdentifyingSession(session, client.name, identifier, self._choose_model, self._wake)
         if saved is not None:
@@ -253,6 +255,7 @@ class AsyncListener:
                 case LanguageIdentification():
                     assert self._spoken is not None
                     self._spoken.tell(event)
+                    self._identifier_use.close()
                     self.model, self.language = (
                         event.model,
                         event.language if event.outcome == "identified" else self._default_language,

@@ -33,6 +33,7 @@ from asr_serve.engine.client import Ticket
 from asr_serve.engine.process.backend import ProcessBackend
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import asr_card
+from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.offline import recording_language
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.server.caller_models import CallerModels
@@ -431,6 +432,16 @@ def test_silence_alone_and_flushes(served, german):
     assert [event["id"] for event in events if event["type"] == "flushed"] == ["before", "within", "after"]
     assert language_event(events)["model"] == WHISPER
     expect_sound(events)
+
+
+def test_words_of_a_session_whose_state_is_never_known_are_no_silence(served, beckett, monkeypatch):
+    """It could not go on with another model, so that nothing is asked; its words are passed on."""
+    monkeypatch.setattr(LiveSession, "export_state", lambda _: None)
+    events = live(served, pcm_of(beckett))
+    told = language_event(events)
+    assert (told["outcome"], told["model"]) == ("unsure", MODEL)
+    expect_sound(events)
+    assert segments(events)
 
 
 def test_a_session_that_is_resumed_tells_its_model(served, german):

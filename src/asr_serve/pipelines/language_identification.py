@@ -42,7 +42,7 @@ class LanguageIdentification(msgspec.Struct, frozen=True):
     """Result of an identification, of a recording or of a live session.
 
     identified   the language is believed, and `model` serves it
-    unsure       no language was likely enough
+    unsure       no language was likely enough, or a live caller's words could not be asked about
     no_speech    nobody spoke
     timeout      the identifying model did not answer in time
     unavailable  its engine has failed, or was full

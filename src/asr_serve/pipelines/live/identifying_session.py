@@ -85,6 +85,8 @@ class IdentifyingSession:
         """Length of the last piece of this speech."""
         self._deadline_s = 0.0
         self._unsure = 0
+        self._speech_found = False
+        """Whether words were passed on."""
         self._started_samples = -1
         """Start of the last turn that was reported."""
         state = session.export_state()
@@ -174,8 +176,10 @@ class IdentifyingSession:
 
     def _pass_on(self, events: list[LiveEvent]) -> list[LiveEvent]:
         """Passes on events while no speech is asked about, and keeps the state behind them."""
+        self._speech_found |= any(isinstance(event, LiveSegmentDone) for event in events)
         if events and isinstance(events[-1], SessionFinished):
-            outcome: Outcome = "unsure" if self._unsure else "no_speech"
+            # Words may have been too short to ask about, or the session had no state to continue from.
+            outcome: Outcome = "unsure" if self._unsure or self._speech_found else "no_speech"
             return [*events[:-1], *self._stay(outcome), events[-1]]
         age = self.received_samples - (0 if self._checkpoint is None else self._checkpoint.received_samples)
         if events or self._checkpoint is None or age >= CHECKPOINT_SAMPLES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from asr_serve.audio.encode.companded_encoder import create_audio_encoder
 from asr_serve.audio.reader import read_audio
 from asr_serve.config import ServeConfig
 from asr_serve.errors import ProgramMissing
+from asr_serve.protocols.riva import recognition as recognition_messages
+from asr_serve.protocols.riva import synthesis as synthesis_messages
 from asr_serve.protocols.riva.methods import PATHS, RECOGNIZE, STREAMING_RECOGNIZE, SYNTHESIZE, SYNTHESIZE_ONLINE
 from asr_serve.server.realtime.riva import packages
 
@@ -182,6 +185,30 @@ def test_likely_words_reach_the_search(asr, beckett):
     code, message = refusal(lambda: asr.offline_recognize(beckett.read_bytes(), config))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "日本" in message
+
+
+def test_large_messages_are_handled_beside_the_event_loop(asr, tts, beckett, monkeypatch):
+    found = dict[str, bool]()
+
+    def watch(module, name):
+        work = getattr(module, name)
+
+        def run(*args, **kwargs):
+            found[name] = asyncio._get_running_loop() is None
+            return work(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, run)
+
+    for module, name in (
+        (recognition_messages, "parse_recognize"),
+        (recognition_messages, "encode_recognize"),
+        (synthesis_messages, "parse_synthesize"),
+        (synthesis_messages, "encode_audio"),
+    ):
+        watch(module, name)
+    assert text_of(asr.offline_recognize(beckett.read_bytes(), recognition()).results) == BECKETT
+    assert tts.synthesize("Hello.", sample_rate_hz=8_000).audio
+    assert found == dict.fromkeys(("parse_recognize", "encode_recognize", "parse_synthesize", "encode_audio"), True)
 
 
 def test_silence_has_no_result(asr):

@@ -181,7 +181,8 @@ def parse_recognize(data: bytes, max_beam: int) -> RivaRecognizeRequest:
     message = parse_message(message_classes.RecognizeRequest, data, "audio")
     if not message.HasField("config"):
         raise MissingOption("no config came", "a RecognitionConfig", "set config", param="config")
-    if not message.audio:
+    audio = bytes(message.audio)  # a copy, each time that it is read
+    if not audio:
         raise MissingOption("no audio came", "a recording, in one message", "set audio", param="audio")
     options = _parse_config(message.config)
     if options.n_best > max_beam:
@@ -193,7 +194,7 @@ def parse_recognize(data: bytes, max_beam: int) -> RivaRecognizeRequest:
             "leave endpointing_config out",
             param="stop_history",
         )
-    return RivaRecognizeRequest(options, message.audio, message.id.value)
+    return RivaRecognizeRequest(options, audio, message.id.value)
 
 
 def parse_streaming(data: bytes) -> RivaStreamingRequest:

@@ -1,6 +1,7 @@
 """Riva's methods behind the middleware of all routes: keys, limits, logs and metrics are those of HTTP and WebSockets.
 
-A call of StreamingRecognize comes as a WebSocket, others as a POST whose body is a message.
+A call of StreamingRecognize comes as a WebSocket, others as a POST whose body is a message. Messages of a POST, which
+may be large, are parsed and made on threads.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ from asr_serve.server.server_sent_events import StreamedResponse
 from asr_serve.server.tts.audio_stream import SpeechStream
 from asr_serve.server.tts.voice_catalog import VoiceCatalog, speaks
 from asr_serve.server.uploads.raw_body import RawBody
+from asr_serve.server.uploads.thread_work import finished_on_thread
 
 EXTENSION = "asr_serve.grpc"
 """Extension of the scopes that the gRPC server makes: nobody else comes in by these routes."""
@@ -146,7 +148,7 @@ class RivaRecognizer:
 
     async def recognize(self, request: Request, message: bytes) -> Response:
         context, dependencies = request_context(request.scope), self._dependencies
-        sent = recognition.parse_recognize(message, dependencies.max_beam)
+        sent = await finished_on_thread(partial(recognition.parse_recognize, message, dependencies.max_beam))
         models = CallerModels(dependencies.engines, context)
         card = models.get_for_files(sent.options.model).card
         with errors_named_by_field(OPTION_FIELDS):
@@ -159,8 +161,8 @@ class RivaRecognizer:
             await work.wait_form()
             transcript = await work.transcribe()
             context.mark_first_text()
-            answer = recognition.encode_recognize(transcript, sent.options, sent.id or context.request_id)
-            return Response(answer, media_type=MESSAGE_TYPE)
+            answer = partial(recognition.encode_recognize, transcript, sent.options, sent.id or context.request_id)
+            return Response(await finished_on_thread(answer), media_type=MESSAGE_TYPE)
 
 
 class _AudioBody:
@@ -252,7 +254,7 @@ class RivaModels:
         self._engines = engines
 
     async def describe(self, request: Request, message: bytes) -> Response:
-        name = recognition.parse_config_request(message)
+        name = await finished_on_thread(partial(recognition.parse_config_request, message))
         cards = [engine.card for engine in self._engines if not engine.is_tts]
         found = [card for card in cards if name in (None, card.name)]
         if not found and name is not None:
@@ -283,8 +285,8 @@ class RivaSynthesizer:
                     words += piece.sentence or () if sent.word_times else ()
             finally:
                 context.synthesized_s = stream.seconds
-            answer = synthesis.encode_audio(b"".join(audio), sent.id or context.request_id, words)
-            return Response(answer, media_type=MESSAGE_TYPE)
+            answer = partial(_encode_speech, audio, sent.id or context.request_id, words)
+            return Response(await finished_on_thread(answer), media_type=MESSAGE_TYPE)
 
     def synthesize_online(self, request: Request) -> Response:
         """Answers with a message for each piece of audio; synthesis waits for slow clients."""
@@ -324,7 +326,8 @@ class RivaSynthesizer:
     ) -> tuple[RivaSpeechRequest, SpeechStream]:
         """Starts the speech of a text. Raises what prevents it."""
         dependencies = self._dependencies
-        sent = synthesis.parse_synthesize(message, dependencies.config.max_characters)
+        most = dependencies.config.max_characters
+        sent = await finished_on_thread(partial(synthesis.parse_synthesize, message, most))
         with errors_named_by_field(SPEECH_FIELDS):
             speaker = SpeechSynthesizer.resolve(dependencies, sent.speech(*_model_and_voice(dependencies.voices, sent)))
             _check_language(speaker.engine.tts_card, sent.language)
@@ -336,6 +339,10 @@ class RivaSynthesizer:
             resources.push_async_callback(stream.close)
             await stream.start()
         return sent, stream
+
+
+def _encode_speech(audio: list[bytes], request_id: str, words: list[SpeechWord]) -> bytes:
+    return synthesis.encode_audio(b"".join(audio), request_id, words)
 
 
 class _SpeechMessages(StreamedResponse):
@@ -380,7 +387,7 @@ class RivaVoiceList:
         self._engines, self._voices = engines, voices
 
     async def describe(self, request: Request, message: bytes) -> Response:
-        name = synthesis.parse_config_request(message)
+        name = await finished_on_thread(partial(synthesis.parse_config_request, message))
         cards = [engine.tts_card for engine in self._engines if engine.is_tts]
         if name is not None and name not in [card.name for card in cards]:
             names = ", ".join(card.name for card in cards) or "none"

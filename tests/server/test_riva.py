@@ -576,6 +576,49 @@ def test_limits_are_those_of_all_routes(serve, pcm):
     auth.channel.close()
 
 
+@pytest.mark.parametrize(
+    ("settings", "texts", "code", "word"),
+    [
+        ({"max_session_s": 1.0}, ["Hello."], grpc.StatusCode.INVALID_ARGUMENT, "up to 1 s, of audio and of time"),
+        ({"max_session_s": 1.0}, [SPOKEN] * 9, grpc.StatusCode.INVALID_ARGUMENT, "up to 1 s, of audio and of time"),
+        ({"upload_idle_s": 0.5}, [], grpc.StatusCode.DEADLINE_EXCEEDED, "no text came for 0.5 s"),
+        ({"session_idle_s": 0.5}, ["Hello."], grpc.StatusCode.DEADLINE_EXCEEDED, "no text came for 0.5 s"),
+    ],
+    ids=["time", "audio", "first", "next"],
+)
+def test_a_call_of_texts_has_an_end(serve_voice, settings, texts, code, word):
+    """Also where the client never half-closes."""
+    bounded = serve_voice(riva_port=0, **settings)
+    auth, more = riva_client.Auth(uri=address(bounded)), threading.Event()
+
+    def requests():
+        for text in texts:
+            yield riva_tts.SynthesizeSpeechRequest(text=text, sample_rate_hz=8_000).SerializeToString()
+        more.wait(WAIT_S)
+
+    found = refusal(lambda: list(auth.channel.stream_stream(SYNTHESIZE_ONLINE)(requests())))
+    more.set()
+    assert found[0] is code, found
+    assert word in found[1]
+    eventually(lambda: not bounded.gate.active_work)
+    auth.channel.close()
+
+
+def test_a_call_whose_message_does_not_come_is_ended(serve_voice):
+    bounded = serve_voice(riva_port=0, upload_idle_s=0.5)
+    auth, more = riva_client.Auth(uri=address(bounded)), threading.Event()
+
+    def nothing():
+        more.wait(WAIT_S)
+        yield from ()
+
+    found = refusal(lambda: list(auth.channel.stream_stream(SYNTHESIZE)(nothing())))
+    more.set()
+    assert found[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "no whole message came for 0.5 s" in found[1]
+    auth.channel.close()
+
+
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")

@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from asr_serve.audio.pcm import wav_header
 from asr_serve.errors import (
+    AudioTooLong,
     ClientGone,
     IdleTimeout,
     MalformedRequest,
@@ -65,8 +66,8 @@ from asr_serve.server.uploads.thread_work import finished_on_thread
 
 EXTENSION = "asr_serve.grpc"
 """Extension of the scopes that the gRPC server makes: nobody else comes in by these routes."""
-MESSAGE_S = 300.0
-"""Longest time in which the message of a call arrives. gRPC tells nothing of its parts."""
+RECORDING_S = 300.0
+"""Longest time in which a recording arrives, where `upload_idle_s` is less: gRPC tells nothing of its parts."""
 WAV_FORMATS = {"s16le": (1, 2), "alaw": (6, 1), "mulaw": (7, 1)}
 """Encoding -> format tag of a WAV header, and bytes of a sample."""
 
@@ -81,21 +82,25 @@ def routes(live: LiveDependencies, uploads: TranscriptionDependencies, speech: S
     """Routes of all methods."""
     models, voices = RivaModels(live.engines), RivaVoiceList(live.engines, speech.voices)
     synthesizer = RivaSynthesizer(speech)
+    message_s = live.config.upload_idle_s
+    recording_s = max(message_s, RECORDING_S)
     return [
-        _route(RECOGNIZE, AdmissionClass.WORK, RivaRecognizer(uploads).recognize),
-        _route(RECOGNITION_CONFIG, AdmissionClass.KEY, models.describe),
-        _route(SYNTHESIZE, AdmissionClass.WORK, synthesizer.synthesize),
+        _route(RECOGNIZE, AdmissionClass.WORK, RivaRecognizer(uploads).recognize, recording_s),
+        _route(RECOGNITION_CONFIG, AdmissionClass.KEY, models.describe, message_s),
+        _route(SYNTHESIZE, AdmissionClass.WORK, synthesizer.synthesize, message_s),
         _streamed_route(SYNTHESIZE_ONLINE, synthesizer.synthesize_online),
-        _route(SYNTHESIS_CONFIG, AdmissionClass.KEY, voices.describe),
+        _route(SYNTHESIS_CONFIG, AdmissionClass.KEY, voices.describe, message_s),
         WebSocketRoute(STREAMING_RECOGNIZE, RivaStreamingEndpoint(live)),
     ]
 
 
-def _route(path: str, kind: AdmissionClass, endpoint: Endpoint) -> Route:
+def _route(path: str, kind: AdmissionClass, endpoint: Endpoint, message_s: float) -> Route:
+    """`message_s`: longest time in which the message arrives."""
+
     @admitted_as(kind)
     async def call(request: Request) -> Response:
         _check_grpc(request.scope)
-        return await endpoint(request, await _read_message(request))
+        return await endpoint(request, await _read_message(request, message_s))
 
     return Route(path, call, methods=["POST"], include_in_schema=False)
 
@@ -117,16 +122,16 @@ def _check_grpc(scope: Scope) -> None:
         )
 
 
-async def _read_message(request: Request) -> bytes:
+async def _read_message(request: Request, message_s: float) -> bytes:
     """Message of a call. Raises RequestTimeout, ClientGone, MalformedRequest."""
     try:
-        async with asyncio.timeout(MESSAGE_S):
+        async with asyncio.timeout(message_s):
             first = end = await request.receive()
             if first.get("more_body"):
                 end = await request.receive()
     except TimeoutError:
         raise RequestTimeout(
-            f"no whole message came for {MESSAGE_S:g} s", "one message, sent at once", "send it again"
+            f"no whole message came for {message_s:g} s", "one message, sent at once", "send it again"
         ) from None
     if "http.disconnect" in (first["type"], end["type"]):
         raise ClientGone("the client left while it sent its request")
@@ -293,13 +298,19 @@ class RivaSynthesizer:
         return _SpeechMessages(self._online(request))
 
     async def _online(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Yields responses for the texts of a call, one after another."""
-        context, done_s = request_context(request.scope), 0.0
-        while (message := await self._next_message(request)) is not None:
+        """Yields responses for the texts of a call, one after another, until the client half-closes or the call has
+        lasted for `max_session_s`, of audio or of time."""
+        config, context, done_s = self._dependencies.config, request_context(request.scope), 0.0
+        clock = asyncio.get_running_loop().time
+        due_s, idle_s = clock() + config.max_session_s, config.upload_idle_s
+        while (message := await self._next_message(request, idle_s, due_s)) is not None:
+            idle_s = config.session_idle_s
             async with contextlib.AsyncExitStack() as resources:
                 sent, stream = await self._start(context, message, resources)
                 try:
                     async for piece in stream:
+                        if clock() >= due_s or done_s + stream.seconds > config.max_session_s:
+                            raise self._too_long()
                         words = piece.sentence or () if sent.word_times else ()
                         if piece.audio or words:
                             yield synthesis.encode_audio(piece.audio, sent.id or context.request_id, words, done_s)
@@ -309,17 +320,25 @@ class RivaSynthesizer:
         if not done_s:
             raise MissingOption("no text came", "a SynthesizeSpeechRequest, or several", "send one", param="text")
 
-    async def _next_message(self, request: Request) -> bytes | None:
-        """Next text of a call; None where there is none any more. Raises IdleTimeout, ClientGone."""
-        idle_s = self._dependencies.config.session_idle_s
+    async def _next_message(self, request: Request, idle_s: float, due_s: float) -> bytes | None:
+        """Next text of a call; None where there is none any more. Raises IdleTimeout, AudioTooLong, ClientGone."""
+        idle_due_s = asyncio.get_running_loop().time() + idle_s
         try:
-            async with asyncio.timeout(idle_s):
+            async with asyncio.timeout_at(min(idle_due_s, due_s)):
                 message = await request.receive()
         except TimeoutError:
+            if due_s <= idle_due_s:
+                raise self._too_long() from None
             raise IdleTimeout(f"no text came for {idle_s:g} s", "the next one, or the end of the call") from None
         if message["type"] == "http.disconnect":
             raise ClientGone("the client left while it sent its texts")
         return message["body"] if message["more_body"] else None
+
+    def _too_long(self) -> AudioTooLong:
+        most_s = self._dependencies.config.max_session_s
+        return AudioTooLong(
+            "the call has become too long", f"up to {most_s:g} s, of audio and of time", "start another one"
+        )
 
     async def _start(
         self, context: RequestContext, message: bytes, resources: contextlib.AsyncExitStack

@@ -34,6 +34,8 @@ RATE_HZ = 16_000
 CHUNK_BYTES = 3_200
 LINEAR_PCM, FLAC, MULAW, OGGOPUS, ALAW = 1, 2, 3, 4, 20
 STREAMS = 12
+UNKNOWN_FIELD = b"\x90\x03\x01"
+"""Field 50, a number, of any message."""
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,10 @@ def streaming(interim_results=False, **fields):
 
 def cut(audio, size=CHUNK_BYTES):
     return [audio[at : at + size] for at in range(0, len(audio), size)]
+
+
+def audio_message(audio):
+    return riva_asr.StreamingRecognizeRequest(audio_content=audio).SerializeToString()
 
 
 def text_of(results):
@@ -245,6 +251,20 @@ def test_speech_becomes_text_while_it_is_spoken(asr, riva, pcm):
         lambda: riva.http.get("/metrics").text,
     )
     assert riva.counted("asr_serve_live_audio_seconds_total", route=STREAMING_RECOGNIZE) > len(pcm) / 32_000 - 0.001
+
+
+def test_a_live_call_has_trailing_metadata(auth, pcm):
+    sent = riva_asr.StreamingRecognizeRequest(streaming_config=streaming()).SerializeToString()
+    call = auth.channel.stream_stream(STREAMING_RECOGNIZE)(
+        iter([sent + UNKNOWN_FIELD, *map(audio_message, cut(pcm))]), metadata=[("x-request-id", "call-8")]
+    )
+    assert len(list(call)) == 1
+    found = dict(call.trailing_metadata())
+    assert (found["x-request-id"], found["x-model"]) == ("call-8", MODEL)
+    assert found["x-ignored"] == "StreamingRecognizeRequest.50"
+    refused = auth.channel.stream_stream(STREAMING_RECOGNIZE)(iter([b"\xff"]), metadata=[("x-request-id", "call-9")])
+    assert refusal(lambda: list(refused))[0] is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(refused.trailing_metadata())["x-request-id"] == "call-9"
 
 
 def test_without_interim_results_only_final_ones_come(asr, pcm):
@@ -506,13 +526,13 @@ def test_speech_that_is_not_served(tts, fields, code, word, online):
     assert word in found[1]
 
 
-AUDIO = riva_asr.StreamingRecognizeRequest(audio_content=bytes(64)).SerializeToString()
+AUDIO = audio_message(bytes(64))
 CONFIG = riva_asr.StreamingRecognizeRequest(
     streaming_config=riva_asr.StreamingRecognitionConfig(
         config=riva_asr.RecognitionConfig(encoding=LINEAR_PCM, sample_rate_hertz=RATE_HZ)
     )
 ).SerializeToString()
-LARGE = riva_asr.StreamingRecognizeRequest(audio_content=bytes(17 << 20)).SerializeToString()
+LARGE = audio_message(bytes(17 << 20))
 HUGE = riva_asr.RecognizeRequest(audio=bytes(65 << 20)).SerializeToString()
 
 

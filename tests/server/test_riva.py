@@ -419,8 +419,9 @@ def test_voices_are_listed_and_named(tts, riva):
     ]
     assert sorted(names) == sorted(f"{VOICE}.{name}" for name in listed)
     whole = tts.synthesize("Hello.", sample_rate_hz=8_000).audio
-    for name in (names[0], listed[0], VOICE):
-        assert tts.synthesize("Hello.", name, sample_rate_hz=8_000).audio == whole
+    for name in (names[0], listed[0], VOICE, None):
+        for language in ("en-US", "en-GB", "en"):
+            assert tts.synthesize("Hello.", name, language, sample_rate_hz=8_000).audio == whole
 
 
 def test_ssml_is_spoken(tts):

@@ -349,7 +349,7 @@ class RivaSynthesizer:
         sent = await finished_on_thread(partial(synthesis.parse_synthesize, message, most))
         with errors_named_by_field(SPEECH_FIELDS):
             speaker = SpeechSynthesizer.resolve(dependencies, sent.speech(*_model_and_voice(dependencies.voices, sent)))
-            _check_language(speaker.engine.tts_card, sent.language)
+            _check_language(speaker.engine.tts_card, speaker.voice, sent.language)
             context.model = speaker.engine.name
             resources.enter_context(speaker.engine.in_use())
             stream = SpeechStream(
@@ -377,24 +377,26 @@ class _SpeechMessages(StreamedResponse):
 
 def _model_and_voice(voices: VoiceCatalog, request: RivaSpeechRequest) -> tuple[str | None, str | None]:
     """Model and voice of a request, by the name of a voice, of a model, or of both with a dot between, as voices are
-    listed; without a name, by the language. Raises UnsupportedOption for a language that nobody speaks."""
-    name = request.voice
+    listed; without the name of a voice, by the language. Raises UnsupportedOption for a language that nobody speaks."""
+    name, language = request.voice, request.language
     if name is None:
-        return None if request.language is None else voices.model_speaking(request.language), None
+        return (None, None) if language is None else voices.voice_speaking(language)
     model, _, subvoice = name.partition(".")
     if subvoice and voices.model_of(subvoice) is not None and voices.model_of(name) is None:
         return model, subvoice
     model_named, voice = voices.model_and_voice(name)
-    return (model_named, None) if voice is None else (voices.model_of(voice), voice)
+    if voice is not None:
+        return voices.model_of(voice), voice
+    return (model_named, None) if language is None else voices.voice_speaking(language, model_named)
 
 
-def _check_language(card: TtsCard, language: str | None) -> None:
-    """Raises UnsupportedOption for a language that the model does not speak."""
-    if language is not None and not speaks(card, language):
+def _check_language(card: TtsCard, voice: str, language: str | None) -> None:
+    """Raises UnsupportedOption for a language that the voice does not speak."""
+    if language is not None and not speaks(card, voice, language):
         raise UnsupportedOption(
-            f"language_code={language[:40]!r} with a voice of {card.name}",
-            f"its languages: {', '.join(card.languages)}",
-            "name one of them, or another voice",
+            f"language_code={language[:40]!r} with the voice {voice} of {card.name}",
+            f"its language: {card.language(voice)}",
+            "name that one, or another voice",
             param="language_code",
         )
 

@@ -10,7 +10,8 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from asr_serve.errors import MalformedRequest, MissingOption, OptionError, UnsupportedOption
 from asr_serve.models.registry import asr_card
 from asr_serve.pipelines.live.events import LivePartial, LiveSegmentDone
-from asr_serve.protocols.ignored_fields import IgnoredFields, collect_ignored_fields
+from asr_serve.protocols.ignored_fields import MAX_REPORTED, IgnoredFields, collect_ignored_fields
+from asr_serve.protocols.recognition_fields import MAX_HOTWORDS
 from asr_serve.protocols.riva import message_classes, recognition, synthesis
 from asr_serve.protocols.riva.methods import DESCRIPTORS, PATHS, decode_status, encode_status
 from asr_serve.types import Alternative, Segment, Transcript, Word
@@ -183,13 +184,88 @@ def test_bytes_that_are_no_message_are_refused(data):
 
 def test_a_message_is_bounded_without_its_audio():
     sent = config(x=context("Ada" * (2 << 20)))
-    with pytest.raises(MalformedRequest, match="without its audio"):
+    with pytest.raises(MalformedRequest, match="without its audio") as refused:
         recognition.parse_recognize(sent.SerializeToString(), MAX_BEAM)
+    assert f"{sent.config.ByteSize()} of them in config" in str(refused.value)
+    assert f"up to {message_classes.MAX_OPTIONS_BYTES} bytes" in str(refused.value)
     sent = config()
     sent.audio = b"RIFF" + bytes(message_classes.MAX_OPTIONS_BYTES)
     assert (
         len(recognition.parse_recognize(sent.SerializeToString(), MAX_BEAM).audio) > message_classes.MAX_OPTIONS_BYTES
     )
+
+
+def test_a_live_message_has_a_lower_bound():
+    sent = message_classes.StreamingRecognizeRequest()
+    sent.streaming_config.config.speech_contexts.add(phrases=["a" * message_classes.MAX_LIVE_OPTIONS_BYTES])
+    with pytest.raises(MalformedRequest, match="of them in streaming_config") as refused:
+        recognition.parse_streaming(sent.SerializeToString())
+    assert f"up to {message_classes.MAX_LIVE_OPTIONS_BYTES} bytes without its audio" in str(refused.value)
+    sent = message_classes.StreamingRecognizeRequest(audio_content=bytes(1 << 20))
+    assert len(recognition.parse_streaming(sent.SerializeToString()).audio) == 1 << 20
+
+
+class NeverBuilt:
+    """A class of messages that is not made from a message which is too large."""
+
+    DESCRIPTOR = message_classes.RecognizeRequest.DESCRIPTOR
+
+    @staticmethod
+    def FromString(data):
+        raise AssertionError(f"built of {len(data)} bytes")
+
+
+@pytest.mark.parametrize(
+    ("data", "came"),
+    [
+        (b"\x0a\x00" * (1 << 20), "more than 256 fields came"),  # an empty config, again and again
+        (b"\x12\x00" * (1 << 20), "more than 256 fields came"),  # so with audio
+        (b"\x0a\x80\x80\x40" + b"\x32\x00" * (1 << 19), "1048576 of them in config"),  # empty speech_contexts
+        (b"\x92\x03\x80\x80\x40" + bytes(1 << 20), "1048576 of them in field 50"),
+        (b"\x0a\xff\xff\xff\x7f" + bytes(1 << 20), "are no RecognizeRequest"),  # longer than what came
+        (b"\x0b" + bytes(1 << 20), "are no RecognizeRequest"),  # a group
+        (b"\xff" * (1 << 20), "are no RecognizeRequest"),
+    ],
+    ids=["configs", "audio", "contexts", "unknown", "cut", "group", "number"],
+)
+def test_nothing_is_built_of_a_message_that_is_too_large(data, came):
+    with pytest.raises(MalformedRequest, match=came):
+        message_classes.parse_message(NeverBuilt, data, "audio")
+
+
+def test_fields_of_all_kinds_are_counted():
+    sent = config()
+    sent.audio = b"RIFF" + bytes(message_classes.MAX_OPTIONS_BYTES)
+    others = b"\x90\x03\x80\x01" + b"\x99\x03" + bytes(8) + b"\xa5\x03" + bytes(4)  # 50, 51 and 52
+    ignored = IgnoredFields()
+    with collect_ignored_fields(ignored):
+        parsed = recognition.parse_recognize(sent.SerializeToString() + others, MAX_BEAM)
+    assert parsed.audio == sent.audio
+    assert str(ignored) == "RecognizeRequest.50, RecognizeRequest.51, RecognizeRequest.52"
+
+
+def test_speech_contexts_are_bounded():
+    many = [context() for _ in range(message_classes.MAX_LIST_MESSAGES)]
+    fields = {f"x{number}": each for number, each in enumerate(many)}
+    assert parse(**fields).hotwords == ()
+    with pytest.raises(OptionError, match=r"1001 speech_contexts\. up to 1000") as refused:
+        parse(**fields, another=context("Ada"))
+    assert refused.value.param == "speech_contexts"
+    words = ["a"] * (MAX_HOTWORDS // 2)
+    assert len(parse(x=context(*words), y=context(*words)).hotwords) == MAX_HOTWORDS
+    with pytest.raises(OptionError, match=r"10001 phrases in speech_contexts\. up to 10000") as refused:
+        parse(x=context(*words), y=context(*words, "b"))
+    assert refused.value.param == "speech_contexts"
+
+
+def test_unknown_fields_are_looked_at_up_to_a_bound():
+    tags = [number << 3 for number in range(200, 1_200)]
+    others = b"".join(bytes([tag & 0x7F | 0x80, tag >> 7, 0]) for tag in tags)
+    ignored = IgnoredFields()
+    with collect_ignored_fields(ignored):
+        recognition.parse_recognize(config().SerializeToString() + others, MAX_BEAM)
+    assert str(ignored).endswith(f", {message_classes.MAX_UNKNOWN_FIELDS - MAX_REPORTED} more")
+    assert str(ignored).count("RecognizeRequest.") == MAX_REPORTED
 
 
 def test_a_field_that_nobody_knows_is_told_or_refused():
@@ -316,6 +392,22 @@ def test_speech_that_is_not_supported_is_refused_by_name(fields, error, param):
     with pytest.raises(error) as refused:
         speech(**fields)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "largest"),
+    [({"text": "x" * (300 << 10)}, "text"), ({"zero_shot_data": {"audio_prompt": bytes(300 << 10)}}, "zero_shot_data")],
+)
+def test_a_request_for_speech_is_bounded(fields, largest):
+    with pytest.raises(MalformedRequest, match=f"of them in {largest}") as refused:
+        speech(**fields)
+    assert f"up to {message_classes.MAX_OPTIONS_BYTES + 400} bytes" in str(refused.value)
+
+
+def test_the_longest_text_is_taken_in_every_script():
+    text = "𝄞" * 100_000
+    sent = message_classes.SynthesizeSpeechRequest(text=text).SerializeToString()
+    assert synthesis.parse_synthesize(sent, len(text)).text == text
 
 
 def test_a_request_for_speech():

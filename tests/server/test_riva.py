@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from asr_serve.audio.encode.companded_encoder import create_audio_encoder
 from asr_serve.audio.reader import read_audio
 from asr_serve.config import ServeConfig
 from asr_serve.errors import ProgramMissing
+from asr_serve.protocols.riva import recognition as recognition_messages
+from asr_serve.protocols.riva import synthesis as synthesis_messages
 from asr_serve.protocols.riva.methods import PATHS, RECOGNIZE, STREAMING_RECOGNIZE, SYNTHESIZE, SYNTHESIZE_ONLINE
 from asr_serve.server.realtime.riva import packages
 
@@ -31,6 +34,10 @@ RATE_HZ = 16_000
 CHUNK_BYTES = 3_200
 LINEAR_PCM, FLAC, MULAW, OGGOPUS, ALAW = 1, 2, 3, 4, 20
 STREAMS = 12
+LIKELY = "tride"
+"""Word that sounds like one of the text, which a search finds where it is boosted."""
+UNKNOWN_FIELD = b"\x90\x03\x01"
+"""Field 50, a number, of any message."""
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +92,10 @@ def streaming(interim_results=False, **fields):
 
 def cut(audio, size=CHUNK_BYTES):
     return [audio[at : at + size] for at in range(0, len(audio), size)]
+
+
+def audio_message(audio):
+    return riva_asr.StreamingRecognizeRequest(audio_content=audio).SerializeToString()
 
 
 def text_of(results):
@@ -174,14 +185,43 @@ def test_alternatives_are_different_texts(asr, beckett):
     assert len(set(texts)) == len(texts)
 
 
-def test_likely_words_reach_the_search(asr, beckett):
-    config = recognition()
-    riva_client.add_word_boosting_to_config(config, ["Beckett"], 40.0)
-    assert text_of(asr.offline_recognize(beckett.read_bytes(), config).results)
+def test_likely_words_reach_the_search(asr, riva, beckett):
+    """They change the text as those of our own route do: a boost of 10 is a weight of 1."""
+    config, sound = recognition(), beckett.read_bytes()
+    riva_client.add_word_boosting_to_config(config, [LIKELY], 40.0)
+    boosted = text_of(asr.offline_recognize(sound, config).results)
+    sent = {"files": {"file": sound}, "data": {"hotwords": f"{LIKELY}:4"}}
+    assert boosted == riva.http.post("/v1/audio/transcriptions", **sent).json()["text"]
+    assert LIKELY in boosted
+    assert LIKELY not in BECKETT
     riva_client.add_word_boosting_to_config(config, ["日本"], 4.0)
     code, message = refusal(lambda: asr.offline_recognize(beckett.read_bytes(), config))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "日本" in message
+
+
+def test_large_messages_are_handled_beside_the_event_loop(asr, tts, beckett, monkeypatch):
+    found = dict[str, bool]()
+
+    def watch(module, name):
+        work = getattr(module, name)
+
+        def run(*args, **kwargs):
+            found[name] = asyncio._get_running_loop() is None
+            return work(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, run)
+
+    for module, name in (
+        (recognition_messages, "parse_recognize"),
+        (recognition_messages, "encode_recognize"),
+        (synthesis_messages, "parse_synthesize"),
+        (synthesis_messages, "encode_audio"),
+    ):
+        watch(module, name)
+    assert text_of(asr.offline_recognize(beckett.read_bytes(), recognition()).results) == BECKETT
+    assert tts.synthesize("Hello.", sample_rate_hz=8_000).audio
+    assert found == dict.fromkeys(("parse_recognize", "encode_recognize", "parse_synthesize", "encode_audio"), True)
 
 
 def test_silence_has_no_result(asr):
@@ -218,6 +258,20 @@ def test_speech_becomes_text_while_it_is_spoken(asr, riva, pcm):
         lambda: riva.http.get("/metrics").text,
     )
     assert riva.counted("asr_serve_live_audio_seconds_total", route=STREAMING_RECOGNIZE) > len(pcm) / 32_000 - 0.001
+
+
+def test_a_live_call_has_trailing_metadata(auth, pcm):
+    sent = riva_asr.StreamingRecognizeRequest(streaming_config=streaming()).SerializeToString()
+    call = auth.channel.stream_stream(STREAMING_RECOGNIZE)(
+        iter([sent + UNKNOWN_FIELD, *map(audio_message, cut(pcm))]), metadata=[("x-request-id", "call-8")]
+    )
+    assert len(list(call)) == 1
+    found = dict(call.trailing_metadata())
+    assert (found["x-request-id"], found["x-model"]) == ("call-8", MODEL)
+    assert found["x-ignored"] == "StreamingRecognizeRequest.50"
+    refused = auth.channel.stream_stream(STREAMING_RECOGNIZE)(iter([b"\xff"]), metadata=[("x-request-id", "call-9")])
+    assert refusal(lambda: list(refused))[0] is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(refused.trailing_metadata())["x-request-id"] == "call-9"
 
 
 def test_without_interim_results_only_final_ones_come(asr, pcm):
@@ -372,8 +426,9 @@ def test_voices_are_listed_and_named(tts, riva):
     ]
     assert sorted(names) == sorted(f"{VOICE}.{name}" for name in listed)
     whole = tts.synthesize("Hello.", sample_rate_hz=8_000).audio
-    for name in (names[0], listed[0], VOICE):
-        assert tts.synthesize("Hello.", name, sample_rate_hz=8_000).audio == whole
+    for name in (names[0], listed[0], VOICE, None):
+        for language in ("en-US", "en-GB", "en"):
+            assert tts.synthesize("Hello.", name, language, sample_rate_hz=8_000).audio == whole
 
 
 def test_ssml_is_spoken(tts):
@@ -479,13 +534,13 @@ def test_speech_that_is_not_served(tts, fields, code, word, online):
     assert word in found[1]
 
 
-AUDIO = riva_asr.StreamingRecognizeRequest(audio_content=bytes(64)).SerializeToString()
+AUDIO = audio_message(bytes(64))
 CONFIG = riva_asr.StreamingRecognizeRequest(
     streaming_config=riva_asr.StreamingRecognitionConfig(
         config=riva_asr.RecognitionConfig(encoding=LINEAR_PCM, sample_rate_hertz=RATE_HZ)
     )
 ).SerializeToString()
-LARGE = riva_asr.StreamingRecognizeRequest(audio_content=bytes(17 << 20)).SerializeToString()
+LARGE = audio_message(bytes(17 << 20))
 HUGE = riva_asr.RecognizeRequest(audio=bytes(65 << 20)).SerializeToString()
 
 
@@ -546,6 +601,49 @@ def test_limits_are_those_of_all_routes(serve, pcm):
     more.set()
     list(first)
     assert final_text(service.streaming_response_generator(cut(pcm), streaming())) == BECKETT
+    auth.channel.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "texts", "code", "word"),
+    [
+        ({"max_session_s": 1.0}, ["Hello."], grpc.StatusCode.INVALID_ARGUMENT, "up to 1 s, of audio and of time"),
+        ({"max_session_s": 1.0}, [SPOKEN] * 9, grpc.StatusCode.INVALID_ARGUMENT, "up to 1 s, of audio and of time"),
+        ({"upload_idle_s": 0.5}, [], grpc.StatusCode.DEADLINE_EXCEEDED, "no text came for 0.5 s"),
+        ({"session_idle_s": 0.5}, ["Hello."], grpc.StatusCode.DEADLINE_EXCEEDED, "no text came for 0.5 s"),
+    ],
+    ids=["time", "audio", "first", "next"],
+)
+def test_a_call_of_texts_has_an_end(serve_voice, settings, texts, code, word):
+    """Also where the client never half-closes."""
+    bounded = serve_voice(riva_port=0, **settings)
+    auth, more = riva_client.Auth(uri=address(bounded)), threading.Event()
+
+    def requests():
+        for text in texts:
+            yield riva_tts.SynthesizeSpeechRequest(text=text, sample_rate_hz=8_000).SerializeToString()
+        more.wait(WAIT_S)
+
+    found = refusal(lambda: list(auth.channel.stream_stream(SYNTHESIZE_ONLINE)(requests())))
+    more.set()
+    assert found[0] is code, found
+    assert word in found[1]
+    eventually(lambda: not bounded.gate.active_work)
+    auth.channel.close()
+
+
+def test_a_call_whose_message_does_not_come_is_ended(serve_voice):
+    bounded = serve_voice(riva_port=0, upload_idle_s=0.5)
+    auth, more = riva_client.Auth(uri=address(bounded)), threading.Event()
+
+    def nothing():
+        more.wait(WAIT_S)
+        yield from ()
+
+    found = refusal(lambda: list(auth.channel.stream_stream(SYNTHESIZE)(nothing())))
+    more.set()
+    assert found[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "no whole message came for 0.5 s" in found[1]
     auth.channel.close()
 
 

@@ -114,6 +114,15 @@ def test_a_text_is_spoken_while_it_is_written(port):
     assert sound[0] == sound[1]
 
 
+def test_a_voice_is_chosen_by_its_language(port):
+    """Home Assistant names no voice where none is chosen in its settings."""
+    voices = (None, *(tts.SynthesizeVoice(language=tag) for tag in ("en", "en-GB", "en_US")))
+    found = [talk(port, tts.Synthesize("Ever tried.", voice=voice), until="audio-stop") for voice in voices]
+    sounds = [b"".join(event.payload or b"" for event in events) for events in found]
+    assert np.frombuffer(sounds[0], "<i2").any()
+    assert sounds == [sounds[0]] * len(voices)
+
+
 def test_requests_that_do_not_wait_are_answered_in_their_order(port, pcm):
     again = [asr.Transcribe(language="en-US"), *spoken(pcm)[1:]]
     found = talk(port, *spoken(pcm), *again, tts.Synthesize("Ever tried."), until="audio-stop")

@@ -20,8 +20,9 @@ from asr_serve.pipelines.options import MAX_SPEAKERS, ListenOptions, TranscribeO
 from asr_serve.pipelines.prompting import normalizes_text
 from asr_serve.pipelines.segments import SegmentNormalizer
 from asr_serve.protocols.form_fields import quote_for_message
+from asr_serve.protocols.recognition_fields import MAX_HOTWORDS
 from asr_serve.protocols.riva import message_classes
-from asr_serve.protocols.riva.message_classes import parse_message
+from asr_serve.protocols.riva.message_classes import MAX_LIST_MESSAGES, MAX_LIVE_OPTIONS_BYTES, parse_message
 from asr_serve.protocols.segment_text import plain_text, segment_confidence, transcript_text
 from asr_serve.protocols.speaker_names import speaker_number
 from asr_serve.text import languages
@@ -180,7 +181,8 @@ def parse_recognize(data: bytes, max_beam: int) -> RivaRecognizeRequest:
     message = parse_message(message_classes.RecognizeRequest, data, "audio")
     if not message.HasField("config"):
         raise MissingOption("no config came", "a RecognitionConfig", "set config", param="config")
-    if not message.audio:
+    audio = bytes(message.audio)  # a copy, each time that it is read
+    if not audio:
         raise MissingOption("no audio came", "a recording, in one message", "set audio", param="audio")
     options = _parse_config(message.config)
     if options.n_best > max_beam:
@@ -192,12 +194,12 @@ def parse_recognize(data: bytes, max_beam: int) -> RivaRecognizeRequest:
             "leave endpointing_config out",
             param="stop_history",
         )
-    return RivaRecognizeRequest(options, message.audio, message.id.value)
+    return RivaRecognizeRequest(options, audio, message.id.value)
 
 
 def parse_streaming(data: bytes) -> RivaStreamingRequest:
     """Raises MalformedRequest, OptionError."""
-    message = parse_message(message_classes.StreamingRecognizeRequest, data, "audio_content")
+    message = parse_message(message_classes.StreamingRecognizeRequest, data, "audio_content", MAX_LIVE_OPTIONS_BYTES)
     refuse_configuration("runtime_config", message.runtime_config)
     kind = message.WhichOneof("streaming_request")
     if kind == "streaming_config":
@@ -257,7 +259,7 @@ def _parse_config(config: Any) -> RivaRecognitionOptions:
         rate_hz=rate_hz,
         channels=_integer(config, "audio_channel_count", 1, MAX_CHANNELS) or 1,
         n_best=_integer(config, "max_alternatives", 1, 50) or 1,
-        hotwords=tuple(word for context in config.speech_contexts for word in _hotwords(context)),
+        hotwords=_hotwords(config.speech_contexts),
         words=config.enable_word_time_offsets or speakers,
         punctuated=config.enable_automatic_punctuation,
         verbatim=config.verbatim_transcripts,
@@ -304,8 +306,26 @@ def _integer(message: Any, name: str, least: int, most: int) -> int | None:
     return value or None
 
 
-def _hotwords(context: Any) -> Iterable[str]:
-    """Hotwords of a speech context: ours have a weight from 0.1 to 10, of which 1 is the default."""
+def _hotwords(contexts: Any) -> tuple[str, ...]:
+    """Hotwords of speech contexts: ours have a weight from 0.1 to 10, of which 1 is the default. Raises OptionError."""
+    if len(contexts) > MAX_LIST_MESSAGES:
+        raise OptionError(
+            f"{len(contexts)} speech_contexts",
+            f"up to {MAX_LIST_MESSAGES}",
+            "put phrases with the same boost into one",
+            param="speech_contexts",
+        )
+    if (phrases := sum(len(context.phrases) for context in contexts)) > MAX_HOTWORDS:
+        raise OptionError(
+            f"{phrases} phrases in speech_contexts",
+            f"up to {MAX_HOTWORDS}",
+            "name those that matter most",
+            param="speech_contexts",
+        )
+    return tuple(word for context in contexts for word in _context_hotwords(context))
+
+
+def _context_hotwords(context: Any) -> Iterable[str]:
     boost = context.boost
     if not 0 <= boost <= MAX_BOOST:
         raise OptionError(

@@ -14,12 +14,14 @@ from asr_serve.errors import MissingOption, OptionError, TextTooLong, Unsupporte
 from asr_serve.protocols.form_fields import quote_for_message
 from asr_serve.protocols.openai.speech import SpeechRequest, SpeechStyle, SpeechWord, check_lexicon
 from asr_serve.protocols.riva import message_classes
-from asr_serve.protocols.riva.message_classes import parse_message
+from asr_serve.protocols.riva.message_classes import MAX_OPTIONS_BYTES, parse_message
 from asr_serve.protocols.riva.recognition import refuse_configuration
 
 FORMATS = {0: "pcm", 1: "pcm", 2: "flac", 3: "mulaw", 4: "opus", 20: "alaw"}
 """Number of an encoding -> our format; an unspecified one is LINEAR_PCM."""
 MIN_RATE_HZ, MAX_RATE_HZ = 8_000, 48_000
+MAX_CHARACTER_BYTES = 4
+"""Bytes of a character in UTF-8."""
 
 
 class RivaSpeechRequest(NamedTuple):
@@ -55,7 +57,8 @@ class RivaVoices(msgspec.Struct, frozen=True):
 
 def parse_synthesize(data: bytes, most_characters: int) -> RivaSpeechRequest:
     """Raises MalformedRequest, OptionError, TextTooLong."""
-    message = parse_message(message_classes.SynthesizeSpeechRequest, data)
+    most_bytes = MAX_CHARACTER_BYTES * most_characters + MAX_OPTIONS_BYTES
+    message = parse_message(message_classes.SynthesizeSpeechRequest, data, max_options_bytes=most_bytes)
     if message.HasField("zero_shot_data"):
         raise UnsupportedOption(
             "zero_shot_data is not supported: no voice here imitates a recording at once",

@@ -34,10 +34,23 @@ MAX_LISTED_VOICES = 50
 """Cloned voices that an error message lists."""
 
 
-def speaks(card: TtsCard, language: str) -> bool:
-    """Whether a model speaks a language, a code like de or en-GB: that of a country is spoken as the language is."""
-    tag = language.replace("_", "-").lower()
-    return tag in card.languages or tag.partition("-")[0] in card.languages
+def speaks(card: TtsCard, voice: str, language: str) -> bool:
+    """Whether a voice of a model speaks a language, a code like de or en-GB. A voice without a country speaks the
+    language of each, one with a country that one alone, and the language without any."""
+    tag = _language_tag(language)
+    return any(
+        own in (tag, tag.partition("-")[0]) or own.startswith(f"{tag}-") for own in _voice_languages(card, voice)
+    )
+
+
+def _language_tag(language: str) -> str:
+    return language.strip().replace("_", "-").lower()
+
+
+def _voice_languages(card: TtsCard, voice: str) -> tuple[str, ...]:
+    """Languages of a voice: its own one, or those of a model whose voices are not told apart by it."""
+    own = card.language(voice)
+    return (own,) if own in card.languages else card.languages
 
 
 class VoiceCatalog:
@@ -60,13 +73,18 @@ class VoiceCatalog:
         is_model = is_openai_speech_model(name) or self._engines.without_alias(name) in self._engines.known_models()
         return (name, None) if is_model and name not in self._aliases else (None, name)
 
-    def model_speaking(self, language: str) -> str:
-        """Name of the first model that speaks a language, a code like de or en-GB. Raises UnsupportedOption, and as
-        `engine` where none is loaded."""
-        cards = [engine.tts_card for engine in self._engines if engine.is_tts] or [self.engine(None).tts_card]
-        for card in cards:
-            if speaks(card, language):
-                return card.name
+    def voice_speaking(self, language: str, model: str | None = None) -> tuple[str, str]:
+        """Model and voice for a language, a code like de or en-GB: the first voice whose own language that is, else
+        the first that speaks it, of all models or of `model`. Raises UnsupportedOption, and as `engine`."""
+        cards = [engine.tts_card for engine in self._engines if engine.is_tts and model is None]
+        cards = cards or [self.engine(model).tts_card]
+        voices = [(card, voice) for card in cards for voice in card.voices]
+        for card, voice in voices:
+            if _language_tag(language) in _voice_languages(card, voice):
+                return card.name, voice
+        for card, voice in voices:
+            if speaks(card, voice, language):
+                return card.name, voice
         raise UnsupportedOption(
             f"no voice speaks {language[:40]!r}",
             f"languages: {', '.join(sorted({each for card in cards for each in card.languages}))}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -17,3 +18,8 @@ async def finished(work: asyncio.Future[T]) -> T:
         work.exception()  # retrieved: no warning
         raise
     return work.result()
+
+
+async def finished_on_thread(work: Callable[[], T]) -> T:
+    """Result of work that is done on a thread, in the context of the request. Waits and raises as `finished`."""
+    return await finished(asyncio.ensure_future(asyncio.to_thread(work)))

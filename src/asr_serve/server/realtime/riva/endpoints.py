@@ -1,6 +1,7 @@
 """Riva's methods behind the middleware of all routes: keys, limits, logs and metrics are those of HTTP and WebSockets.
 
-A call of StreamingRecognize comes as a WebSocket, others as a POST whose body is a message.
+A call of StreamingRecognize comes as a WebSocket, others as a POST whose body is a message. Messages of a POST, which
+may be large, are parsed and made on threads.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from asr_serve.audio.pcm import wav_header
 from asr_serve.errors import (
+    AudioTooLong,
     ClientGone,
     IdleTimeout,
     MalformedRequest,
@@ -60,11 +62,12 @@ from asr_serve.server.server_sent_events import StreamedResponse
 from asr_serve.server.tts.audio_stream import SpeechStream
 from asr_serve.server.tts.voice_catalog import VoiceCatalog, speaks
 from asr_serve.server.uploads.raw_body import RawBody
+from asr_serve.server.uploads.thread_work import finished_on_thread
 
 EXTENSION = "asr_serve.grpc"
 """Extension of the scopes that the gRPC server makes: nobody else comes in by these routes."""
-MESSAGE_S = 300.0
-"""Longest time in which the message of a call arrives. gRPC tells nothing of its parts."""
+RECORDING_S = 300.0
+"""Longest time in which a recording arrives, where `upload_idle_s` is less: gRPC tells nothing of its parts."""
 WAV_FORMATS = {"s16le": (1, 2), "alaw": (6, 1), "mulaw": (7, 1)}
 """Encoding -> format tag of a WAV header, and bytes of a sample."""
 
@@ -79,21 +82,25 @@ def routes(live: LiveDependencies, uploads: TranscriptionDependencies, speech: S
     """Routes of all methods."""
     models, voices = RivaModels(live.engines), RivaVoiceList(live.engines, speech.voices)
     synthesizer = RivaSynthesizer(speech)
+    message_s = live.config.upload_idle_s
+    recording_s = max(message_s, RECORDING_S)
     return [
-        _route(RECOGNIZE, AdmissionClass.WORK, RivaRecognizer(uploads).recognize),
-        _route(RECOGNITION_CONFIG, AdmissionClass.KEY, models.describe),
-        _route(SYNTHESIZE, AdmissionClass.WORK, synthesizer.synthesize),
+        _route(RECOGNIZE, AdmissionClass.WORK, RivaRecognizer(uploads).recognize, recording_s),
+        _route(RECOGNITION_CONFIG, AdmissionClass.KEY, models.describe, message_s),
+        _route(SYNTHESIZE, AdmissionClass.WORK, synthesizer.synthesize, message_s),
         _streamed_route(SYNTHESIZE_ONLINE, synthesizer.synthesize_online),
-        _route(SYNTHESIS_CONFIG, AdmissionClass.KEY, voices.describe),
+        _route(SYNTHESIS_CONFIG, AdmissionClass.KEY, voices.describe, message_s),
         WebSocketRoute(STREAMING_RECOGNIZE, RivaStreamingEndpoint(live)),
     ]
 
 
-def _route(path: str, kind: AdmissionClass, endpoint: Endpoint) -> Route:
+def _route(path: str, kind: AdmissionClass, endpoint: Endpoint, message_s: float) -> Route:
+    """`message_s`: longest time in which the message arrives."""
+
     @admitted_as(kind)
     async def call(request: Request) -> Response:
         _check_grpc(request.scope)
-        return await endpoint(request, await _read_message(request))
+        return await endpoint(request, await _read_message(request, message_s))
 
     return Route(path, call, methods=["POST"], include_in_schema=False)
 
@@ -115,16 +122,16 @@ def _check_grpc(scope: Scope) -> None:
         )
 
 
-async def _read_message(request: Request) -> bytes:
+async def _read_message(request: Request, message_s: float) -> bytes:
     """Message of a call. Raises RequestTimeout, ClientGone, MalformedRequest."""
     try:
-        async with asyncio.timeout(MESSAGE_S):
+        async with asyncio.timeout(message_s):
             first = end = await request.receive()
             if first.get("more_body"):
                 end = await request.receive()
     except TimeoutError:
         raise RequestTimeout(
-            f"no whole message came for {MESSAGE_S:g} s", "one message, sent at once", "send it again"
+            f"no whole message came for {message_s:g} s", "one message, sent at once", "send it again"
         ) from None
     if "http.disconnect" in (first["type"], end["type"]):
         raise ClientGone("the client left while it sent its request")
@@ -146,7 +153,7 @@ class RivaRecognizer:
 
     async def recognize(self, request: Request, message: bytes) -> Response:
         context, dependencies = request_context(request.scope), self._dependencies
-        sent = recognition.parse_recognize(message, dependencies.max_beam)
+        sent = await finished_on_thread(partial(recognition.parse_recognize, message, dependencies.max_beam))
         models = CallerModels(dependencies.engines, context)
         card = models.get_for_files(sent.options.model).card
         with errors_named_by_field(OPTION_FIELDS):
@@ -159,8 +166,8 @@ class RivaRecognizer:
             await work.wait_form()
             transcript = await work.transcribe()
             context.mark_first_text()
-            answer = recognition.encode_recognize(transcript, sent.options, sent.id or context.request_id)
-            return Response(answer, media_type=MESSAGE_TYPE)
+            answer = partial(recognition.encode_recognize, transcript, sent.options, sent.id or context.request_id)
+            return Response(await finished_on_thread(answer), media_type=MESSAGE_TYPE)
 
 
 class _AudioBody:
@@ -252,7 +259,7 @@ class RivaModels:
         self._engines = engines
 
     async def describe(self, request: Request, message: bytes) -> Response:
-        name = recognition.parse_config_request(message)
+        name = await finished_on_thread(partial(recognition.parse_config_request, message))
         cards = [engine.card for engine in self._engines if not engine.is_tts]
         found = [card for card in cards if name in (None, card.name)]
         if not found and name is not None:
@@ -283,21 +290,27 @@ class RivaSynthesizer:
                     words += piece.sentence or () if sent.word_times else ()
             finally:
                 context.synthesized_s = stream.seconds
-            answer = synthesis.encode_audio(b"".join(audio), sent.id or context.request_id, words)
-            return Response(answer, media_type=MESSAGE_TYPE)
+            answer = partial(_encode_speech, audio, sent.id or context.request_id, words)
+            return Response(await finished_on_thread(answer), media_type=MESSAGE_TYPE)
 
     def synthesize_online(self, request: Request) -> Response:
         """Answers with a message for each piece of audio; synthesis waits for slow clients."""
         return _SpeechMessages(self._online(request))
 
     async def _online(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Yields responses for the texts of a call, one after another."""
-        context, done_s = request_context(request.scope), 0.0
-        while (message := await self._next_message(request)) is not None:
+        """Yields responses for the texts of a call, one after another, until the client half-closes or the call has
+        lasted for `max_session_s`, of audio or of time."""
+        config, context, done_s = self._dependencies.config, request_context(request.scope), 0.0
+        clock = asyncio.get_running_loop().time
+        due_s, idle_s = clock() + config.max_session_s, config.upload_idle_s
+        while (message := await self._next_message(request, idle_s, due_s)) is not None:
+            idle_s = config.session_idle_s
             async with contextlib.AsyncExitStack() as resources:
                 sent, stream = await self._start(context, message, resources)
                 try:
                     async for piece in stream:
+                        if clock() >= due_s or done_s + stream.seconds > config.max_session_s:
+                            raise self._too_long()
                         words = piece.sentence or () if sent.word_times else ()
                         if piece.audio or words:
                             yield synthesis.encode_audio(piece.audio, sent.id or context.request_id, words, done_s)
@@ -307,27 +320,36 @@ class RivaSynthesizer:
         if not done_s:
             raise MissingOption("no text came", "a SynthesizeSpeechRequest, or several", "send one", param="text")
 
-    async def _next_message(self, request: Request) -> bytes | None:
-        """Next text of a call; None where there is none any more. Raises IdleTimeout, ClientGone."""
-        idle_s = self._dependencies.config.session_idle_s
+    async def _next_message(self, request: Request, idle_s: float, due_s: float) -> bytes | None:
+        """Next text of a call; None where there is none any more. Raises IdleTimeout, AudioTooLong, ClientGone."""
+        idle_due_s = asyncio.get_running_loop().time() + idle_s
         try:
-            async with asyncio.timeout(idle_s):
+            async with asyncio.timeout_at(min(idle_due_s, due_s)):
                 message = await request.receive()
         except TimeoutError:
+            if due_s <= idle_due_s:
+                raise self._too_long() from None
             raise IdleTimeout(f"no text came for {idle_s:g} s", "the next one, or the end of the call") from None
         if message["type"] == "http.disconnect":
             raise ClientGone("the client left while it sent its texts")
         return message["body"] if message["more_body"] else None
+
+    def _too_long(self) -> AudioTooLong:
+        most_s = self._dependencies.config.max_session_s
+        return AudioTooLong(
+            "the call has become too long", f"up to {most_s:g} s, of audio and of time", "start another one"
+        )
 
     async def _start(
         self, context: RequestContext, message: bytes, resources: contextlib.AsyncExitStack
     ) -> tuple[RivaSpeechRequest, SpeechStream]:
         """Starts the speech of a text. Raises what prevents it."""
         dependencies = self._dependencies
-        sent = synthesis.parse_synthesize(message, dependencies.config.max_characters)
+        most = dependencies.config.max_characters
+        sent = await finished_on_thread(partial(synthesis.parse_synthesize, message, most))
         with errors_named_by_field(SPEECH_FIELDS):
             speaker = SpeechSynthesizer.resolve(dependencies, sent.speech(*_model_and_voice(dependencies.voices, sent)))
-            _check_language(speaker.engine.tts_card, sent.language)
+            _check_language(speaker.engine.tts_card, speaker.voice, sent.language)
             context.model = speaker.engine.name
             resources.enter_context(speaker.engine.in_use())
             stream = SpeechStream(
@@ -336,6 +358,10 @@ class RivaSynthesizer:
             resources.push_async_callback(stream.close)
             await stream.start()
         return sent, stream
+
+
+def _encode_speech(audio: list[bytes], request_id: str, words: list[SpeechWord]) -> bytes:
+    return synthesis.encode_audio(b"".join(audio), request_id, words)
 
 
 class _SpeechMessages(StreamedResponse):
@@ -351,24 +377,26 @@ class _SpeechMessages(StreamedResponse):
 
 def _model_and_voice(voices: VoiceCatalog, request: RivaSpeechRequest) -> tuple[str | None, str | None]:
     """Model and voice of a request, by the name of a voice, of a model, or of both with a dot between, as voices are
-    listed; without a name, by the language. Raises UnsupportedOption for a language that nobody speaks."""
-    name = request.voice
+    listed; without the name of a voice, by the language. Raises UnsupportedOption for a language that nobody speaks."""
+    name, language = request.voice, request.language
     if name is None:
-        return None if request.language is None else voices.model_speaking(request.language), None
+        return (None, None) if language is None else voices.voice_speaking(language)
     model, _, subvoice = name.partition(".")
     if subvoice and voices.model_of(subvoice) is not None and voices.model_of(name) is None:
         return model, subvoice
     model_named, voice = voices.model_and_voice(name)
-    return (model_named, None) if voice is None else (voices.model_of(voice), voice)
+    if voice is not None:
+        return voices.model_of(voice), voice
+    return (model_named, None) if language is None else voices.voice_speaking(language, model_named)
 
 
-def _check_language(card: TtsCard, language: str | None) -> None:
-    """Raises UnsupportedOption for a language that the model does not speak."""
-    if language is not None and not speaks(card, language):
+def _check_language(card: TtsCard, voice: str, language: str | None) -> None:
+    """Raises UnsupportedOption for a language that the voice does not speak."""
+    if language is not None and not speaks(card, voice, language):
         raise UnsupportedOption(
-            f"language_code={language[:40]!r} with a voice of {card.name}",
-            f"its languages: {', '.join(card.languages)}",
-            "name one of them, or another voice",
+            f"language_code={language[:40]!r} with the voice {voice} of {card.name}",
+            f"its language: {card.language(voice)}",
+            "name that one, or another voice",
             param="language_code",
         )
 
@@ -380,7 +408,7 @@ class RivaVoiceList:
         self._engines, self._voices = engines, voices
 
     async def describe(self, request: Request, message: bytes) -> Response:
-        name = synthesis.parse_config_request(message)
+        name = await finished_on_thread(partial(synthesis.parse_config_request, message))
         cards = [engine.tts_card for engine in self._engines if engine.is_tts]
         if name is not None and name not in [card.name for card in cards]:
             names = ", ".join(card.name for card in cards) or "none"

@@ -18,6 +18,7 @@ from asr_serve.config import ServeConfig
 from asr_serve.errors import ClientGone, Draining
 from asr_serve.protocols.riva.methods import PATHS, STREAMING_RECOGNIZE, RivaStatus, decode_status
 from asr_serve.server.middleware.error_handlers import NORMAL_CLOSURE, SERVICE_RESTART, riva_status
+from asr_serve.server.middleware.request_context import IGNORED_HEADER, RequestContext, request_context
 from asr_serve.server.realtime.lifecycle import DRAIN_RETRY_MS
 from asr_serve.server.realtime.riva.endpoints import EXTENSION
 
@@ -35,8 +36,6 @@ LEAVE_S = 10.0
 """Longest wait for a call to end by itself, once its client has left."""
 CLOSE_S = 2.0
 """Longest wait for calls to end when the port is closed."""
-TRAILERS = ("x-request-id", "x-model", "x-ignored")
-"""Headers of a response that are trailing metadata too."""
 
 
 class RivaServer:
@@ -108,9 +107,10 @@ class RivaServer:
             raise
         finally:
             call.close()
-        trailers, status = list(call.trailers), call.status
+        facts, status = request_context(scope), call.status
+        trailers = _trailers(facts)
         if status is None and (error := _late_error(work, completed=call.completed)) is not None:
-            status = decode_status(riva_status(error, dict(trailers).get("x-request-id", "")))
+            status = decode_status(riva_status(error, facts.request_id))
         if status is not None:
             context.set_code(grpc.StatusCode[status.code])
             context.set_details(status.message)
@@ -119,6 +119,12 @@ class RivaServer:
                     (name, str(status.retry_after_ms)) for name in ("retry-after-ms", "grpc-retry-pushback-ms")
                 ]
         context.set_trailing_metadata(tuple(trailers))
+
+
+def _trailers(facts: RequestContext) -> list[tuple[str, str]]:
+    """Trailing metadata of a call, which HTTP has as headers."""
+    found = {"x-request-id": facts.request_id, "x-model": facts.model, IGNORED_HEADER: str(facts.ignored)}
+    return [(name, value) for name, value in found.items() if value]
 
 
 def _late_error(work: asyncio.Future[None], *, completed: bool) -> Exception | None:
@@ -176,7 +182,6 @@ class _Call:
         self._context = context
         self._reading: asyncio.Future[Any] | None = None
         self._gone = asyncio.Event()
-        self.trailers: list[tuple[str, str]] = []
         self.status: RivaStatus | None = None
         """Status of an error; None: none came."""
         self.completed = False
@@ -244,8 +249,6 @@ class _RequestCall(_Call):
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._http_status = message["status"]
-            headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in message["headers"])
-            self.trailers = [(name, value) for name, value in headers if name in TRAILERS]
             return
         body, more = message.get("body", b""), message.get("more_body", False)
         if self._http_status != 200:

@@ -124,7 +124,7 @@ class WyomingEndpoint:
         name = voice.name if voice is not None else None
         model = None if name is None else self._voices.model_of(name)
         if voice is not None and name is None and voice.language is not None:
-            model = self._voices.model_speaking(voice.language)
+            model, name = self._voices.voice_speaking(voice.language)
         style = SpeechStyle(ssml=ssml)
         return self._begin_speech(context, StartSpeech(model=model, voice=name, words=False, style=style))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -87,7 +88,9 @@ class Int8Selector:
     def _known(self, product: str, measure: Callable[[], float]) -> float:
         """Returns the gain in the machine's table, where the product is measured if it is not in it."""
         if self._table is None:
-            self._table = ProductTable(machine_key(self.kernels.isa(), self.kernels.int8_isa()))
+            self._table = ProductTable(
+                machine_key(Path(str(self.kernels.__file__)), self.kernels.isa(), self.kernels.int8_isa())
+            )
 
         def measured() -> float:
             self.set_threads(1)

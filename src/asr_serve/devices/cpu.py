@@ -190,6 +190,10 @@ class CpuDevice:
         self.packed_dtypes = packed_dtypes()
 
     @property
+    def quantization(self) -> Quantize:
+        return "none" if self.quantize == "auto" and not self.gate.quantizes_layers else self.quantize
+
+    @property
     def dtype_name(self) -> str:
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 

@@ -289,6 +289,7 @@ def test_quantization_is_auto_only_where_a_layer_is_quantized(gains: dict[bool, 
     assert device.quantization == "none"
     device.linear(weight, use=ENCODER_FC1)
     assert device.quantization == "none", "it was slower"
+    assert device.describe()["products"] == device.dtype_name
     device.linear(weight, use=DECODER_FC2)
     assert device.quantization == "auto"
 
@@ -389,6 +390,7 @@ def test_without_int8_instructions_auto_quantizes_nothing(monkeypatch: pytest.Mo
     device = devices.make_device("cpu", quantize="auto", calibration=EVERYTHING)
     assert not isinstance(device.linear(torch.randn(96, 64), use=ENCODER_FC1), CpuInt8Linear)
     assert (device.quantize, device.quantization) == ("auto", "none")
+    assert device.describe()["products"] == device.dtype_name
 
 
 def test_without_int8_instructions_nothing_is_quantized(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,7 +312,8 @@ class CpuDevice:
     def describe(self) -> dict[str, Any]:
         core = kernels.core()
         measured = self.gate.describe()
-        products = {"none": self.dtype_name, "int8": "8-bit weights", "dynamic": measured, "auto": measured}
+        automatic = self.dtype_name if self.quantization == "none" else measured
+        products = {"none": self.dtype_name, "int8": "8-bit weights", "dynamic": measured, "auto": automatic}
         return {
             "device": self.name,
             "dtype": self.dtype_name,

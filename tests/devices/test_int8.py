@@ -283,6 +283,22 @@ def test_auto_takes_8_bits_where_they_were_measured_faster(gains: dict[bool, flo
     assert isinstance(device.vocabulary(weight), PlainVocabulary)
 
 
+def test_quantization_is_auto_only_where_a_layer_is_quantized(gains: dict[bool, float]) -> None:
+    gains[True] = 1.0
+    device, weight = devices.make_device("cpu", quantize="auto", calibration=EVERYTHING), torch.randn(96, 64)
+    assert device.quantization == "none"
+    device.linear(weight, use=ENCODER_FC1)
+    assert device.quantization == "none", "it was slower"
+    assert device.describe()["products"] == device.dtype_name
+    device.linear(weight, use=DECODER_FC2)
+    assert device.quantization == "auto"
+
+
+@pytest.mark.parametrize("mode", ["none", "int8", "dynamic"])
+def test_a_chosen_quantization_is_that_of_the_layers(mode: str) -> None:
+    assert devices.make_device("cpu", "fp32", mode).quantization == mode
+
+
 def test_auto_leaves_sensitive_layers_alone(gains: dict[bool, float]) -> None:
     kept = Int8Calibration(("encoder.layers.0.*", "*.fc2"))
     device, weight = devices.make_device("cpu", quantize="auto", calibration=kept), torch.randn(96, 64)
@@ -373,6 +389,8 @@ def test_without_int8_instructions_auto_quantizes_nothing(monkeypatch: pytest.Mo
     monkeypatch.setenv("ASR_SERVE_NATIVE", "0")
     device = devices.make_device("cpu", quantize="auto", calibration=EVERYTHING)
     assert not isinstance(device.linear(torch.randn(96, 64), use=ENCODER_FC1), CpuInt8Linear)
+    assert (device.quantize, device.quantization) == ("auto", "none")
+    assert device.describe()["products"] == device.dtype_name
 
 
 def test_without_int8_instructions_nothing_is_quantized(monkeypatch: pytest.MonkeyPatch) -> None:

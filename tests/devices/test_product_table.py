@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 from pathlib import Path
 
 import msgspec
@@ -85,12 +87,44 @@ def test_the_file_is_bounded_and_the_oldest_go_first(tmp_path: Path) -> None:
     assert "machine 1" not in machines, "machine 0 was used later"
 
 
-def test_another_processor_or_version_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = machine_key("avx512", "avx512_vnni")
-    assert here == machine_key("avx512", "avx512_vnni")
-    assert here != machine_key("avx512", "avx512")
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """File of compiled kernels."""
+    path = tmp_path / "_core.so"
+    path.write_bytes(b"multiply")
+    return path
+
+
+def test_another_processor_or_version_is_another_machine(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = machine_key(library, "avx512", "avx512_vnni")
+    assert here == machine_key(library, "avx512", "avx512_vnni")
+    assert here != machine_key(library, "avx512", "avx512")
     monkeypatch.setattr(product_table.torch, "__version__", "9.9")
-    assert here != machine_key("avx512", "avx512_vnni")
+    assert here != machine_key(library, "avx512", "avx512_vnni")
     monkeypatch.undo()
     monkeypatch.setattr(product_table, "cpu_fields", lambda: {"model name": "another"})
-    assert here != machine_key("avx512", "avx512_vnni")
+    assert here != machine_key(library, "avx512", "avx512_vnni")
+
+
+def test_kernels_that_were_built_anew_are_measured_anew(library: Path, tmp_path: Path) -> None:
+    """Between releases the version of the package stays the same."""
+    here, stat = machine_key(library), library.stat()
+    same = tmp_path / "elsewhere.so"
+    same.write_bytes(library.read_bytes())
+    assert machine_key(same) == here
+    library.write_bytes(b"MULTIPLY")
+    os.utime(library, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert machine_key(library) != here
+
+
+def test_it_is_known_without_the_metadata_of_an_installed_package(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the package is run from its sources."""
+
+    def absent(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    here = machine_key(library)
+    monkeypatch.setattr(importlib.metadata, "distribution", absent)
+    assert machine_key(library) == here

@@ -14,11 +14,12 @@ from raw_http import FILE_END, FORM_END, Raw, field, file_head
 from running_server import MODEL, VOICE, WAIT_S, Running, eventually
 
 from asr_serve import __version__
-from asr_serve.config import EngineConfig, ServeConfig
+from asr_serve.config import EngineConfig, GovernanceConfig, ServeConfig
 from asr_serve.errors import EngineClosed, ModelNotLoaded, NotAllowed, OptionError, UnknownModel, WeightsMissing
 from asr_serve.metrics import ServerMetrics, render_exposition
 from asr_serve.models.registry import AsrCard, TtsCard
 from asr_serve.server.engine_registry import EngineParts, EngineRegistry, ModelEngine
+from asr_serve.server.routes import models
 
 ROUTE = "/v1/audio/transcriptions"
 OTHER = "moonshine-base-en"
@@ -223,6 +224,31 @@ async def test_a_load_that_fails_leaves_its_place(shelf):
     with pytest.raises(WeightsMissing):
         await engines.start()
     assert engines.describe() == {}
+
+
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+async def test_evidence_is_of_the_arithmetic_that_runs(shelf, parts, tmp_path, quantization):
+    """The setting is `auto` for both: it is the engine that knows whether it chose 8 bits for any layer."""
+    shelf.parts = parts._replace(quantization=quantization)
+    policy = tmp_path / "policy.toml"
+    policy.write_text(f'[[route]]\nname = "calls"\nstable = "{MODEL}"\n[route.requires]\ndataset = "calls"\n')
+    governance = GovernanceConfig(policy=str(policy), audit_log=str(tmp_path / "audit.jsonl"))
+    engines = EngineRegistry(ServeConfig(voice="none", governance=governance), shelf.open)
+    await engines.start()
+    assert engines.get(MODEL).client.config.quantize == "auto"
+    assert engines.governor._models[MODEL].quantization == quantization
+    router = models.routes(engines, admins=False)
+    (find,) = [each.endpoint for each in router.routes if each.path.endswith("}") and each.methods == {"GET"}]
+    assert json.loads((await find(MODEL)).body)["quantization"] == quantization
+    await engines.close()
+
+
+def test_an_engine_tells_whether_it_chose_8_bits(parts):
+    ready = parts.client.backend.ready
+    assert parts.quantization == ready.quantization
+    assert (ready.quantization == "auto") == (
+        ready.device["quantize"] == "auto" and "faster" in ready.device["products"]
+    )
 
 
 # --- over HTTP --------------------------------------------------------------------------------------------

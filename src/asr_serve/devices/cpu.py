@@ -190,6 +190,10 @@ class CpuDevice:
         self.packed_dtypes = packed_dtypes()
 
     @property
+    def quantization(self) -> Quantize:
+        return "none" if self.quantize == "auto" and not self.gate.quantizes_layers else self.quantize
+
+    @property
     def dtype_name(self) -> str:
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 
@@ -308,7 +312,8 @@ class CpuDevice:
     def describe(self) -> dict[str, Any]:
         core = kernels.core()
         measured = self.gate.describe()
-        products = {"none": self.dtype_name, "int8": "8-bit weights", "dynamic": measured, "auto": measured}
+        automatic = self.dtype_name if self.quantization == "none" else measured
+        products = {"none": self.dtype_name, "int8": "8-bit weights", "dynamic": measured, "auto": automatic}
         return {
             "device": self.name,
             "dtype": self.dtype_name,

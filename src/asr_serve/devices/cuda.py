@@ -145,6 +145,10 @@ class CudaDevice:
         self.kernels: ModuleType = reference
 
     @property
+    def quantization(self) -> Quantize:
+        return self.quantize
+
+    @property
     def dtype_name(self) -> str:
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ class Int8Selector:
         return self.choices[shape].bits
 
     def _choose(self, inputs: int, outputs: int) -> ActivationBits:
-        if not self._has_dots():
+        if not self.has_dots:
             return ActivationBits(16, 1.0)  # the same instructions for both
         gain = self._known(f"{inputs}x{outputs} 8-bit to 16-bit rows", partial(self._measure_bits, inputs, outputs))
         return ActivationBits(8 if gain >= GAIN else 16, gain)
@@ -71,7 +72,7 @@ class Int8Selector:
     ) -> bool:
         """Whether 8-bit weights and activations are faster for a layer than `linear`, which makes the layer of a
         weight (out, in) that the device would take otherwise, in `dtype`. `frames`: see interface.LayerUse."""
-        if not self._has_dots():
+        if not self.has_dots:
             return False
         shape = f"{inputs}x{outputs} {'frames' if frames else 'steps'}"
         if shape not in self.layers:
@@ -81,13 +82,22 @@ class Int8Selector:
             self.layers[shape] = self._known(name, measure)
         return self.layers[shape] >= GAIN
 
-    def _has_dots(self) -> bool:
+    @property
+    def quantizes_layers(self) -> bool:
+        """Whether 8 bits are faster for any of the layers that `is_faster` was called for."""
+        return any(gain >= GAIN for gain in self.layers.values())
+
+    @property
+    def has_dots(self) -> bool:
+        """Whether the kernels have 8-bit instructions of this CPU; without them 8 bits are never faster."""
         return bool(getattr(self.kernels, "int8_dots", bool)())
 
     def _known(self, product: str, measure: Callable[[], float]) -> float:
         """Returns the gain in the machine's table, where the product is measured if it is not in it."""
         if self._table is None:
-            self._table = ProductTable(machine_key(self.kernels.isa(), self.kernels.int8_isa()))
+            self._table = ProductTable(
+                machine_key(Path(str(self.kernels.__file__)), self.kernels.isa(), self.kernels.int8_isa())
+            )
 
         def measured() -> float:
             self.set_threads(1)

@@ -102,6 +102,10 @@ class Device(Protocol):
         """Quantization of the weights."""
 
     @property
+    def quantization(self) -> Quantize:
+        """Quantization of the layers that it has made: `quantize`, but `none` for `auto` while none was quantized."""
+
+    @property
     def dtype_name(self) -> str:
         """fp32 or bf16."""
 

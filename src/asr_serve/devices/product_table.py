@@ -1,7 +1,8 @@
 """Table of the products that were measured on this machine, so that a model's next load need not measure them again.
 
-The file is one for all machines that share the cache folder. Its entries are those of one processor and of one version
-of the libraries that multiply; a file that cannot be read, or holds something else, is as one that is not there.
+The file is one for all machines that share the cache folder. Its entries are those of one processor, of one build of
+the native kernels and of one version of torch; a file that cannot be read, or holds something else, is as one that is
+not there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import hashlib
 import logging
 import platform
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +18,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
+from asr_serve import __version__
 from asr_serve.config import cache_dir
 from asr_serve.output_file import replaced_file
 
@@ -40,10 +41,13 @@ class ProductFile(msgspec.Struct, forbid_unknown_fields=True):
     machines: dict[str, dict[str, Gain]] = {}
 
 
-def machine_key(*versions: str) -> str:
-    """Digest of this machine's processor and of the versions of what multiplies on it."""
+def machine_key(library: Path, *versions: str) -> str:
+    """Digest of this machine's processor and of what multiplies on it: torch, the native kernels in the file `library`,
+    and `versions` of their instructions. Raises OSError."""
+    with library.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()  # kernels may change between releases
     facts = [f"{name}={value}" for name, value in cpu_fields().items()]
-    facts += [platform.machine(), version("asr-serve"), torch.__version__, *versions]
+    facts += [platform.machine(), __version__, torch.__version__, digest, *versions]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
 
 

@@ -133,8 +133,8 @@ class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does
     """Names of the language models that the engine has loaded for it. The engine fills this in."""
 
     def quantization(self, quantize: str) -> str:
-        """Returns the setting `engine.quantize` as evaluations of the model record it: none for `auto` where no layer
-        may be quantized."""
+        """Returns what evaluations of the model record with the setting `engine.quantize` on a machine where 8 bits are
+        faster: none for `auto` where no layer may be quantized."""
         return "none" if quantize == "auto" and self.int8 is None else quantize
 
     def language(self, wanted: str | None = None) -> str:

@@ -68,6 +68,8 @@ class EngineParts(NamedTuple):
     """Every known model, by name."""
     multilingual: str = ""
     """Name of the multilingual Whisper whose weights are on this machine; empty: there is none."""
+    quantization: str = "none"
+    """Quantization that the model computes with, as evaluations record it; of a cluster, that of its first replica."""
 
 
 class ModelNeeds(NamedTuple):
@@ -123,12 +125,13 @@ def engine_parts(client: EngineClient, ready: EngineReady, tokenizer_folder: Pat
     cards = {card.name: card for card in ready.cards}
     try:
         if isinstance(ready.card, AsrCard):
-            return EngineParts(ready.card, client, tokenizers.load_tokenizer(tokenizer_folder), cards)
+            tokenizer = tokenizers.load_tokenizer(tokenizer_folder)
+            return EngineParts(ready.card, client, tokenizer, cards, quantization=ready.quantization)
         preload_frontend(ready.card)
     except AsrServeError:
         client.close()
         raise
-    return EngineParts(ready.card, client, None, cards)
+    return EngineParts(ready.card, client, None, cards, quantization=ready.quantization)
 
 
 def _standalone(config: EngineConfig) -> EngineConfig:
@@ -170,7 +173,8 @@ class ModelEngine:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self.card_of_any_kind, self.client, self._tokenizer, self.cards, self.multilingual = parts
+        self.card_of_any_kind, self.client, self._tokenizer, self.cards = parts[:4]
+        self.multilingual, self.quantization = parts.multilingual, parts.quantization
         self._counted: dict[object, float] = {}
         self._counting = threading.Lock()
         self._draining = False
@@ -409,8 +413,7 @@ class EngineRegistry:
         for name in governor.policy.models:
             engine = self.get(name)
             revision = self.weights_revision(engine) or f"weights={self._config.weights}"
-            quantization = engine.card.quantization(engine.client.config.quantize)
-            found[name] = GovernedModel(name, revision, engine.card.licence, quantization)
+            found[name] = GovernedModel(name, revision, engine.card.licence, engine.quantization)
         return found
 
     def weights_revision(self, engine: ModelEngine) -> str:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from asr_serve.api.cli import app, doctor
+from asr_serve.devices.int8 import Int8Selector
 from asr_serve.models.checkpoints import store
 
 
@@ -23,6 +24,7 @@ def test_doctor_as_json_tells_what_runs_here(monkeypatch: pytest.MonkeyPatch) ->
     assert report["packages"]["torch"]
     assert report["device"]["dtype"] in ("fp32", "bf16")
     assert report["device"]["threads"] >= 1
+    assert report["device"]["quantize_auto"], "the default of the engine, and of this command"
     assert report["codecs"]["flac"] is True
     assert report["models"]["moonshine-tiny-en"] == "/weights/moonshine-tiny-en"
     assert report["models"]["smart-turn"] == "/weights/smart-turn"
@@ -67,6 +69,22 @@ def test_without_torch_the_doctor_still_answers(monkeypatch: pytest.MonkeyPatch)
     assert (report.device, report.models) == (None, {})
     assert any(finding.command == "pip install torch" and finding.needed for finding in report.missing)
     assert "pip install torch" in doctor.format_report(report)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_dots", "does"),
+    [
+        ("auto", False, "none: there are no 8-bit instructions here"),
+        ("auto", True, "8-bit layers where they are measured to be faster than {}, in moonshine-tiny-en"),
+        ("bf16", True, "none: a dtype was chosen"),
+    ],
+)
+def test_it_tells_what_auto_does(dtype: str, has_dots: bool, does: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Int8Selector, "has_dots", has_dots)
+    device = doctor.chosen_device("cpu", dtype, "auto")
+    assert device["quantize_auto"] == does.format(device["dtype"])
+    assert device["products"] == device["dtype"], "nothing is measured for it"
+    assert "quantize_auto" not in doctor.chosen_device("cpu", dtype, "none")
 
 
 def test_a_device_that_does_not_exist_is_wrong_usage() -> None:

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import tiny_moonshine
 import tiny_whisper
-from engine_clients import engine_pid, fail_calls, spy, start_engine, wait_until
+from engine_clients import backend_of, engine_pid, fail_calls, spy, start_engine, wait_until
 from tiny_moonshine import WAIT_S, clip, expect_empty, on_loop, outcome, save
 
 from asr_serve.config import EngineConfig
@@ -449,6 +449,55 @@ def test_a_refusal_is_quoted_and_short(message) -> None:
             handshake.handshake_as_client(client, messages.EncoderIdentity("m", "w", "fp32", "none", (1,), (1,)), ())
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 500
+
+
+def test_a_refusal_names_what_differs_and_what_both_sides_need() -> None:
+    here, there = tcp_pair()
+    client = messages.PeerChannel(here, messages.decode_to_client)
+    worker = messages.PeerChannel(there, messages.decode_to_worker)
+    whole = messages.EncoderIdentity("m", "w", "fp32", "none", (1,), (1,))
+    eighth = msgspec.structs.replace(whole, quantize="int8")
+    told: list[str] = []
+
+    def serve() -> None:
+        with pytest.raises(PeerRefused) as refused:
+            handshake.handshake_as_worker(worker, eighth, (), handshake.PeerDescription(eighth, ("tcp",), 1, 1))
+        told.append(str(refused.value))
+
+    with contextlib.closing(client), contextlib.closing(worker):
+        serving = threading.Thread(target=serve)
+        serving.start()
+        with pytest.raises(PeerRefused) as refused:
+            handshake.handshake_as_client(client, whole, ())
+        serving.join(WAIT_S)
+    for message in (str(refused.value), *told):
+        assert "quantize: 'none' asks, 'int8' encodes" in message
+        assert "both sides need the same model, weights, dtype and quantize" in message
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "quantize"),
+    [
+        ({"role": "encode"}, "none"),
+        ({"role": "decode"}, "none"),
+        ({"peers": ("here:1",)}, "none"),
+        ({}, "auto"),
+        ({"role": "encode", "quantize": "int8"}, "int8"),
+        ({"role": "decode", "quantize": "none"}, "none"),
+    ],
+)
+def test_engines_that_share_encoders_leave_no_arithmetic_to_the_machine(settings, quantize) -> None:
+    assert roles.quantize_mode(EngineConfig(**settings)) == quantize
+
+
+def test_an_engine_that_encodes_quantizes_nothing_by_default(close_later, checkpoint) -> None:
+    """Its peers may have other processors, for which `auto` chooses otherwise."""
+    listen = ("127.0.0.1", free_port())
+    options: dict[str, Any] = {"turn_model": "none", "listen": listen, "dtype": "auto"}
+    engine = close_later(start_engine(MODEL, checkpoint, ENCODE, process=True, **options))
+    assert asr_card(MODEL).int8 is not None
+    assert (ENCODE.quantize, backend_of(engine).ready.device["quantize"]) == ("auto", "none")
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:

@@ -26,7 +26,6 @@ from running_server import Running
 from typer.testing import CliRunner
 
 from asr_serve.api.cli import app
-from asr_serve.config import EngineConfig
 from asr_serve.errors import OptionError, SourceNotFound, UnsupportedOption
 from asr_serve.evaluation.store import EvaluatedDataset, EvaluationResult, EvaluationStore, RunSettings
 from asr_serve.governance.evidence import GovernedModel, check_evidence
@@ -266,7 +265,7 @@ def test_the_numbers_of_library_and_server_are_the_benchs(folder: Path, server: 
         rows = {each.run_id: store.results(each.run_id) for each in (remote, local)}
     assert (local.system, local.model, local.clips, local.failed, local.finished) == (MODEL, MODEL, 3, 0, True)
     card, requires = asr_card(MODEL), Requirements(dataset=local.dataset, wer_percent_below=60.0, clips_at_least=3)
-    as_served = GovernedModel(MODEL, card.weights_revision, card.licence, card.quantization(EngineConfig().quantize))
+    as_served = GovernedModel(MODEL, card.weights_revision, card.licence, server.engines.get(MODEL).quantization)
     # The server tells which weights it has: both are evidence of what it serves.
     assert (remote.model, remote.revision, remote.quantization) == (MODEL, local.revision, local.quantization)
     for summary in (local, remote):
@@ -309,7 +308,7 @@ def test_live_words_have_times(folder: Path, server: Running, tmp_path: Path) ->
     card = asr_card(MODEL)
     requires = Requirements(dataset=summary.dataset, final_p95_ms_below=60_000.0)
     recorded = msgspec.structs.replace(summary, live=False)
-    as_served = GovernedModel(MODEL, card.weights_revision, card.licence, card.quantization(EngineConfig().quantize))
+    as_served = GovernedModel(MODEL, card.weights_revision, card.licence, server.engines.get(MODEL).quantization)
     decision = check_evidence(requires, as_served, [recorded, summary], time.time())
     assert decision.summaries == (recorded, summary), "what was measured live is evidence for a policy"
     assert row.error is None

@@ -8,7 +8,7 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -19,6 +19,9 @@ from asr_serve.api.cli.models import as_text, ways_to_get
 from asr_serve.api.cli.options import AsJson, Device, Dtype
 from asr_serve.cores import usable_cores
 from asr_serve.errors import AsrServeError, OptionError
+
+if TYPE_CHECKING:
+    from asr_serve.devices import interface
 
 X86_FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 ARM_FLAGS = ("asimd", "asimddp", "i8mm", "bf16", "sve")
@@ -67,9 +70,9 @@ def doctor(
     quantize: Annotated[
         str,
         typer.Option(
-            help="8-bit quantization: none, int8, or dynamic, which also shows what is faster for common shapes."
+            help="8-bit quantization: auto, none, int8, or dynamic, which also shows what is faster for common shapes."
         ),
-    ] = "none",
+    ] = "auto",
     edge: Annotated[
         bool, typer.Option("--edge", help="Show instead what this host allows `asr-serve edge`, and what mends it.")
     ] = False,
@@ -128,7 +131,7 @@ def doctor(
     return FAILED if any(finding.needed for finding in machine_report.missing) else 0
 
 
-def inspect_machine(device: str = "auto", dtype: str = "auto", quantize: str = "none") -> DoctorReport:
+def inspect_machine(device: str = "auto", dtype: str = "auto", quantize: str = "auto") -> DoctorReport:
     """Inspects everything. Raises OptionError for a device, dtype or quantization that does not exist here."""
     missing: list[MissingDependency] = []
     packages = {name: installed(name) for name in PACKAGES}
@@ -203,12 +206,14 @@ def native_modules() -> dict[str, bool]:
 
 
 def chosen_device(device: str, dtype: str, quantize: str) -> dict[str, object]:
-    """Describes the device that is chosen, for `auto` as well; with `dynamic`, the choice for common products too."""
+    """Describes the device that is chosen, for `auto` as well: what `quantize=auto` does on it, and with `dynamic` the
+    choice for common products."""
     from asr_serve.devices import make_device
     from asr_serve.devices.cpu import CpuDevice
     from asr_serve.devices.int8 import SHAPES
+    from asr_serve.types import Int8Calibration
 
-    resolved = make_device(device, dtype, quantize)
+    resolved = make_device(device, dtype, quantize, calibration=Int8Calibration())
     shapes = {}
     if quantize == "dynamic" and isinstance(resolved, CpuDevice):
         for inputs, outputs in SHAPES:
@@ -216,7 +221,24 @@ def chosen_device(device: str, dtype: str, quantize: str) -> dict[str, object]:
         shapes = resolved.gate.shapes()
     details = {"device": resolved.name, "dtype": resolved.dtype_name, "threads": resolved.threads}
     details |= {name: value if is_plain(value) else str(value) for name, value in resolved.describe().items()}
+    if quantize == "auto":
+        details["quantize_auto"] = quantize_auto(resolved)
     return details | {f"product {name}": choice for name, choice in shapes.items()}
+
+
+def quantize_auto(device: interface.Device) -> str:
+    """Describes what `quantize=auto` does on a device that was made with it."""
+    from asr_serve.devices.cpu import CpuDevice
+    from asr_serve.models.registry import asr_cards
+
+    if not isinstance(device, CpuDevice):
+        return f"none: 8-bit layers are chosen on a CPU, and this is {device.name}"
+    if device.quantize == "none":
+        return "none: a dtype was chosen"
+    if not device.gate.has_dots:
+        return "none: there are no 8-bit instructions here"
+    models = ", ".join(card.name for card in asr_cards().values() if card.int8 is not None)
+    return f"8-bit layers where they are measured to be faster than {device.dtype_name}, in {models}"
 
 
 def is_plain(value: object) -> bool:

@@ -40,7 +40,11 @@ def check(
     ] = None,
     region: Annotated[str | None, typer.Option(metavar="NAME", help="Region of the server, for residency.")] = None,
     quantize: Annotated[
-        str, typer.Option(metavar="auto|none|int8|dynamic", help="The server's setting engine.quantize.")
+        str,
+        typer.Option(
+            metavar="auto|none|int8|dynamic",
+            help="Quantization of the models on the server, as /v1/models tells: auto only where 8 bits are faster.",
+        ),
     ] = "auto",
 ) -> int:
     """Check a policy file, and whether its models have shown what it requires.

@@ -27,6 +27,7 @@ from asr_serve.engine.process import messages
 from asr_serve.engine.process.server_link import SERVER_BITS, EngineFacts, ServerLink
 from asr_serve.engine.process.server_listener import ServerListener
 from asr_serve.engine.remote.encode_worker import EncodeWorker
+from asr_serve.engine.remote.roles import quantize_mode
 from asr_serve.engine.stats import EngineStats
 from asr_serve.engine.turn_runner import TurnRunner, load_turn_model
 from asr_serve.errors import AsrServeError
@@ -72,7 +73,7 @@ class EngineProcessServer:
             turns = load_turn_model(spec.turn_model if isinstance(checkpoint.card, AsrCard) else "none")
             keep_memory()
             config = _with_room(spec)
-            parts = checkpoint.build(spec.device, spec.dtype, config.quantize, config.tensor_parallel_size)
+            parts = checkpoint.build(spec.device, spec.dtype, quantize_mode(config), config.tensor_parallel_size)
             meeting = checkpoint.peer_identity(spec.config, spec.listen, spec.peer_keys)
             metrics = EngineMetrics(checkpoint.card.name)
             loop = build_loop(
@@ -109,6 +110,7 @@ class EngineProcessServer:
             models_available(),
             self._address(loop, spec),
             multilingual="" if whisper is None else whisper.name,
+            quantization=parts.device.quantization,
         )
         self._owner.send(ready)
         threading.Thread(target=self._owner.read_messages, args=(facts,), name="messages", daemon=True).start()

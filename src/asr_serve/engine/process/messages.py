@@ -243,6 +243,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """Connected servers that did not start the engine, for one of them; it is counted."""
     multilingual: str = ""
     """Name of the multilingual Whisper whose weights are on this machine; empty: there is none."""
+    quantization: str = "none"
+    """Quantization that the model computes with, see devices/interface.Device.quantization."""
 
 
 class RequestsStarted(msgspec.Struct, frozen=True, tag=True):

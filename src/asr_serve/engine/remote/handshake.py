@@ -25,6 +25,7 @@ HELLO_S = 5.0
 MAX_CLIENTS = 64
 """Engines that one which encodes works for at once; each has three threads there."""
 NONCE_BYTES = 32
+BOTH_NEED = "both sides need the same model, weights, dtype and quantize"
 CLIENT_ROLE, WORKER_ROLE = b"asks", b"encodes"
 _facts = msgspec.msgpack.Encoder().encode
 
@@ -89,7 +90,7 @@ def handshake_as_client(line: PeerChannel, identity: EncoderIdentity, keys: Sequ
     if keys and not hmac.compare_digest(answer.proof, proof(keys[0], WORKER_ROLE, nonces, answer.identity)):
         raise PeerRefused("it does not know the key", "both sides need one of the same peer_keys")
     if difference := identity_difference(identity, answer.identity):
-        raise PeerRefused(difference, "both sides need the same model, weights and dtype")
+        raise PeerRefused(difference, BOTH_NEED)
     if answer.requests < 1 or answer.samples < 1:
         raise PeerRefused(f"it takes {answer.requests} requests and {answer.samples} samples")
     return PeerDescription(answer.identity, answer.transports, answer.requests, answer.samples)
@@ -110,7 +111,7 @@ def handshake_as_worker(
     if keys and not known:
         _refuse(line, "it does not know the key; both sides need one of the same peer_keys")
     if difference := identity_difference(terms.identity, identity):
-        _refuse(line, difference)
+        _refuse(line, f"{difference}; {BOTH_NEED}")
     own_proof = proof(known[0], WORKER_ROLE, nonces, identity) if known else b""
     line.send(messages.WorkerWelcome(identity, bounds.transports, bounds.requests, bounds.samples, own_proof))
     return terms.identity

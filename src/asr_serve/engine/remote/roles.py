@@ -21,11 +21,18 @@ from asr_serve.errors import OptionError
 from asr_serve.metrics import EngineMetrics
 from asr_serve.models.interfaces import EncoderDecoderModel
 from asr_serve.models.registry import AnyCard, AsrCard, asr_cards
+from asr_serve.types import Quantize
 
 
 def uses_peers(config: EngineConfig) -> bool:
     """Whether this engine encodes for others, or has peers."""
     return config.role != "both" or bool(config.peers)
+
+
+def quantize_mode(config: EngineConfig) -> Quantize:
+    """Returns the setting `quantize`, but `none` for `auto` where engines encode for each other: which layers `auto`
+    quantizes depends on the machine, and peers must compute alike."""
+    return "none" if config.quantize == "auto" and uses_peers(config) else config.quantize
 
 
 def validate_roles(chosen: AnyCard, config: EngineConfig) -> None:

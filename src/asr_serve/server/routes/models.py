@@ -80,8 +80,7 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
             if engine.name == name:  # the loaded card and the configured chunk
                 card, chunk = engine.card_of_any_kind, engine.client.config.chunk_frames or 0
                 if not engine.is_tts:
-                    revision = engines.weights_revision(engine)
-                    quantization = engine.card.quantization(engine.client.config.quantize)
+                    revision, quantization = engines.weights_revision(engine), engine.quantization
         default = name == (engines.default_tts_model if isinstance(card, TtsCard) else engines.resolve_for_files(None))
         base = ModelEntry(
             id=name,

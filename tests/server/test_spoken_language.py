@@ -240,7 +240,8 @@ async def test_which_whisper_has_deepgrams_names(parts, whisper, tmp_path):
     assert engines.resolve("whisper-large") == english.name
 
     policy = tmp_path / "policy.toml"
-    policy.write_text(f'[[route]]\nname = "calls"\ndefault = true\nstable = "{MODEL}"\n')
+    requires = '[route.requires]\ndataset = "calls"\nwer_percent_below = 20.0\n'
+    policy.write_text(f'[[route]]\nname = "calls"\ndefault = true\nstable = "{MODEL}"\n{requires}')
     governance = GovernanceConfig(policy=str(policy), audit_log=str(tmp_path / "audit.jsonl"))
     engines = EngineRegistry(msgspec.structs.replace(config, governance=governance), lambda name, _: models[name])
     assert engines.governor is not None

@@ -3,6 +3,7 @@
 import "./batches.test";
 import "./history.test";
 import "./key.test";
+import "./pool.test";
 import "./rich.test";
 import "./share.test";
 import "./stages.test";

@@ -70,17 +70,22 @@ test("answers are texts, sounds or words for what went wrong", () => {
     line("b", "1\n00:00:00,000 --> 00:00:01,000\nOne.\n"),
     line("c", "WEBVTT\n\n"),
     line("d", speech),
+    line("g", { text: "One.", segments: [{ id: 0, start: 0, end: 1, text: "One." }] }),
     wrong,
     never,
   ].join("\n");
   const found = answers(`${jsonl}\n`);
+  const [srt, vtt] = ["1\n00:00:00,000 --> 00:00:01,000\nOne.\n", "WEBVTT\n\n"];
   assert.deepEqual(found.slice(0, 4), [
-    { id: "a", text: "One.", suffix: ".txt" },
-    { id: "b", text: "1\n00:00:00,000 --> 00:00:01,000\nOne.\n", suffix: ".srt" },
-    { id: "c", text: "WEBVTT\n\n", suffix: ".vtt" },
+    { id: "a", text: "One.", suffix: ".txt", file: "One.\n" },
+    { id: "b", text: srt, suffix: ".srt", file: srt },
+    { id: "c", text: vtt, suffix: ".vtt", file: vtt },
     { id: "d", audio: { fileId: "file-9", bytes: 44, seconds: 1.5 }, suffix: ".mp3" },
   ]);
-  assert.deepEqual(found.slice(4), [
+  const { file, ...segmented } = found[4] as { file: string };
+  assert.deepEqual(segmented, { id: "g", text: "One.", suffix: ".json" });
+  assert.deepEqual(JSON.parse(file), { text: "One.", segments: [{ id: 0, start: 0, end: 1, text: "One." }] }); // nothing is left out
+  assert.deepEqual(found.slice(5), [
     { id: "e", wrong: "This file is empty." },
     { id: "f", wrong: "The batch ran out of time before this one." },
   ]);

@@ -73,6 +73,26 @@ def test_a_file_of_another_format_is_of_the_model_that_was_chosen(me, packaged_s
     assert answer.value.header_value("x-model") == WHISPER
 
 
+def test_an_uncertain_language_does_not_choose_the_model(me, packaged_speech):
+    me.page.route("**/detect-language", lambda route: route.fulfill(json={"language_code": "de", "confidence": 0.4}))
+    me.page.set_input_files("#file", packaged_speech / "beckett.wav")
+    me.until(".toast:has-text('The language is uncertain, German at 40 %')")
+    me.mode("idle")
+    assert f"{ENGLISH}, chosen automatically" in me.page.inner_text("#subtitle")
+    assert "German" not in me.page.inner_text("#subtitle")
+    assert "fail better" in me.text().lower()
+
+
+def test_a_language_that_cannot_be_found_out_is_told(me, packaged_speech):
+    me.page.route("**/detect-language", lambda route: route.fulfill(status=503, body=""))
+    me.page.set_input_files("#file", packaged_speech / "beckett.wav")
+    me.until(".toast:has-text('The language could not be found out: The server'):has-text('with status 503')")
+    me.mode("idle")
+    assert "fail better" in me.text().lower()
+    me.expect_calm("503")
+    me.complaints.clear()
+
+
 def test_a_search_for_the_language_can_be_cancelled(me, packaged_speech):
     me.page.route("**/detect-language", lambda route: None)  # it never answers
     me.page.set_input_files("#file", packaged_speech / "beckett.wav")

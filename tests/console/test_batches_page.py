@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 from console_page import KEY, Cable, Served, Visitor, browsers, devices_and_schemes, needs_axe, words
 
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
+OTHER_KEY = "k-other"
 DONE = ".batch .pill[data-state=completed]"
 COUNT_LOOKS = """() => {
   window.looks = 0;
@@ -40,9 +42,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """It asks for a key, and has room for three files."""
+    """It asks for a key, and has room for three files of each."""
     folder = tmp_path_factory.mktemp("small")
-    settings = {"batch.folder": folder / "queue", "batch.files_per_key": 3, "api_keys": KEY}
+    settings = {"batch.folder": folder / "queue", "batch.files_per_key": 3, "api_keys": f"{KEY},{OTHER_KEY}"}
     server = Served(folder / "log", *flags(settings))
     yield server
     server.stop()
@@ -101,10 +103,10 @@ def submit(served: Served, lines: bytes, window: str = "24h", name: str = "", ke
     )
 
 
-def long_lines(served: Served, recording: Path, count: int) -> bytes:
+def long_lines(served: Served, recording: Path, count: int, key: str = "") -> bytes:
     """So many requests of one recording."""
     files = {"file": (recording.name, recording.read_bytes())}
-    file_id = ask(served, "POST", "/v1/files", data={"purpose": "batch"}, files=files)["id"]
+    file_id = ask(served, "POST", "/v1/files", key, data={"purpose": "batch"}, files=files)["id"]
     return b"\n".join(
         json.dumps(
             {"custom_id": f"part {n}", "method": "POST", "url": TRANSCRIPTIONS, "body": {"file": file_id}}
@@ -189,7 +191,56 @@ def test_what_is_chosen_is_asked_for(served, visit, packaged_speech):
     file = ask(served, "GET", f"/v1/files/{body.pop('file')}")
     assert body == {"model": "moonshine-tiny-en", "response_format": "srt"}
     assert batch["completion_window"] == "1h"
-    assert file["expires_at"] - file["created_at"] == 3_600 + 86_400  # the recording does not stay for a month
+    assert file["expires_at"] - file["created_at"] == 3_600 + 2 * 86_400  # the recording does not stay for a month
+    me.expect_calm()
+
+
+def test_a_recording_that_would_expire_before_its_batch_is_uploaded_again(served, visit, packaged_speech):
+    me = visit(served.url)
+    me.until("#choose-files")
+    me.page.route("**/v1/batches", lambda route: route.fulfill(status=503, body=""), times=1)
+    me.page.set_input_files("#files", [packaged_speech / "beckett.wav"])
+    me.page.select_option("#window", "1h")
+    me.page.fill("#name", "later")
+    me.page.click("#submit")
+    me.until("#problem:has-text('answered with status 503')")
+    me.page.select_option("#window", "7d")
+    me.page.click("#again")
+    card(me, "later").wait_for()
+    batch = next(each for each in ask(served, "GET", "/v1/batches")["data"] if each["metadata"] == {"name": "later"})
+    (line,) = httpx.get(f"{served.url}/v1/files/{batch['input_file_id']}/content").text.splitlines()
+    file = ask(served, "GET", f"/v1/files/{json.loads(line)['body']['file']}")
+    assert file["expires_at"] - file["created_at"] == (7 + 2) * 86_400
+    assert file["expires_at"] > batch["expires_at"] + 86_400
+    me.expect_calm("503")
+
+
+def test_a_transcript_with_segments_is_downloaded_and_read_whole(served, visit, packaged_speech):
+    me = visit(served.url, viewport={"width": 360, "height": 740})
+    me.until("#choose-files")
+    me.page.set_input_files("#files", [packaged_speech / "two_cities.wav"])
+    me.page.select_option("#format", "verbose_json")
+    me.page.fill("#name", "segments")
+    me.page.click("#submit")
+    mine = card(me, "segments")
+    mine.locator(".pill[data-state=completed]").wait_for()
+    mine.locator("summary").click()
+    text = mine.locator(".answer")
+    name, file = downloaded(me, mine.locator(".answers").get_by_text("Download"))
+    assert name == "two_cities.json"
+    told = json.loads(file)
+    assert told["segments"]
+    assert words(told["text"]) == words(text.inner_text())
+    _, archive = downloaded(me, mine.get_by_text("Transcripts (.zip)"))
+    with zipfile.ZipFile(io.BytesIO(archive)) as found:
+        assert found.namelist() == ["two_cities.json"]
+        assert json.loads(found.read("two_cities.json")) == told
+    cut = "element => element.scrollHeight > element.clientHeight"
+    assert text.evaluate(cut)
+    mine.get_by_text("Show all").click()
+    assert not text.evaluate(cut)
+    mine.get_by_text("Show less").click()
+    assert text.evaluate(cut)
     me.expect_calm()
 
 
@@ -219,7 +270,7 @@ def test_it_is_cancelled_and_the_page_looks_while_something_runs(served, visit, 
     mine = card(me, "long")
     mine.locator(".pill[data-state=in_progress]").wait_for()
     me.holds("looks >= 2")  # by itself
-    me.holds("Number(document.querySelector('.batch .track').getAttribute('aria-valuenow')) >= 0")
+    me.holds("Number(document.querySelector('.batch .track').getAttribute('aria-valuenow')) > 0")
     assert "until" in mine.locator(".batch-facts").inner_text()
     mine.get_by_text("Cancel", exact=True).click()
     me.until("dialog[open]:has-text('keep their transcripts')")
@@ -296,6 +347,42 @@ def test_an_upload_is_cancelled_and_leaves_nothing(small, visit, packaged_speech
     assert ask(small, "GET", "/v1/files", KEY)["data"] == []
     assert ask(small, "GET", "/v1/batches", KEY)["data"] == []
     me.expect_calm()
+
+
+def test_what_could_not_be_deleted_is_told(small, visit, packaged_speech):
+    me = visit(small.url, KEY)
+    me.until("#choose-files")
+    uploads = iter([True])
+
+    def answer(route: Any) -> None:
+        """One upload succeeds, the other never ends, and no deletion succeeds."""
+        if route.request.method == "DELETE":
+            route.fulfill(status=503, body="")
+        elif next(uploads, False):
+            route.continue_()
+
+    me.page.route(re.compile("/v1/files"), answer)
+    me.page.set_input_files("#files", [packaged_speech / "beckett.wav", packaged_speech / "two_cities.wav"])
+    me.page.click("#submit")
+    me.until("#sending:has-text('1 of 2 recordings')")
+    me.page.click("#stop")
+    me.until(".toast:has-text('1 of 1 uploaded file could not be deleted')")
+    (left,) = ask(small, "GET", "/v1/files", KEY)["data"]
+    ask(small, "DELETE", f"/v1/files/{left['id']}", KEY)
+    me.expect_calm("503")
+
+
+def test_a_batch_of_another_key_leaves_the_list(small, visit, packaged_speech):
+    lines = long_lines(small, packaged_speech / "two_cities.wav", 200, OTHER_KEY)
+    batch = submit(small, lines, name="of another", key=OTHER_KEY)
+    me = visit(small.url, OTHER_KEY)
+    mine = card(me, "of another")
+    mine.locator(".pill[data-state=in_progress]").wait_for()
+    me.page.evaluate(f"sessionStorage.setItem('asr-serve.key', '{KEY}')")
+    mine.wait_for(state="detached")
+    assert me.page.locator("#notice").is_hidden()
+    ask(small, "POST", f"/v1/batches/{batch}/cancel", OTHER_KEY)
+    me.expect_calm("404")
 
 
 def test_a_quota_and_another_try(small, visit, packaged_speech, tmp_path):

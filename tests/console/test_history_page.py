@@ -26,6 +26,11 @@ PUT = """async ([transcripts]) => {
   await new Promise((resolve) => (store.transaction.oncomplete = resolve));
   database.close();
 }"""
+REFUSE_DELETION = """() => {
+  for (const name of ["delete", "clear"]) {
+    IDBObjectStore.prototype[name] = () => { throw new DOMException("no", "UnknownError"); };
+  }
+}"""
 COUNT = """async () => {
   const database = await new Promise((resolve) => {
     const opening = indexedDB.open("asr-serve", 1);
@@ -168,6 +173,29 @@ def test_a_new_name_of_a_speaker_is_kept(served, visit):
     me.expect_calm()
 
 
+def test_other_tabs_switch_the_history_and_delete_from_it(served, visit):
+    me = visit(f"{served.url}/history")
+    fill(me, transcript(1, "calls.wav"))
+    me.page.click("#list h2 a")
+    me.until("#voices button:has-text('Ada')")
+    other = me.context.new_page()
+    other.goto(f"{served.url}/history")
+    other.locator("label:has(#keep-history)").click()
+    me.holds("!document.querySelector('#keep-history').checked")
+    me.page.locator("label:has(#keep-history)").click()
+    other.wait_for_selector("#keep-hint:has-text('New transcripts are kept')")
+    assert other.is_checked("#keep-history")
+    other.locator("#list").get_by_text("Delete").click()
+    other.click("dialog[open] .strong")
+    other.wait_for_selector(".toast:has-text('Deleted')")
+    me.page.locator("#voices button", has_text="Speaker 2").click()
+    me.page.keyboard.type("Grace")
+    me.page.keyboard.press("Enter")
+    me.until("#voices button:has-text('Grace')")
+    assert me.page.evaluate(COUNT) == []  # a new name does not bring it back
+    me.expect_calm()
+
+
 def test_the_oldest_go_when_there_is_no_room(served, visit, packaged_speech):
     me = visit(f"{served.url}/history")
     fill(me, transcript(1, "oldest"), transcript(2, "older", bytes=24_999_900), transcript(3, "newer"))
@@ -232,6 +260,17 @@ def test_one_is_deleted_and_all_are(served, visit):
     me.until("dialog[open]:has-text('Delete 2.wav?')")
     me.page.click("dialog[open] .plain")
     assert len(titles(me)) == 4
+    me.page.evaluate(REFUSE_DELETION)
+    me.page.locator("#list .saved", has_text="2.wav").get_by_text("Delete").click()
+    me.page.click("dialog[open] .strong")
+    me.until(".toast:has-text('did not delete it')")
+    me.page.evaluate("document.querySelector('#toasts').replaceChildren()")
+    me.page.click("#delete-all")
+    me.page.click("dialog[open] .strong")
+    me.until(".toast:has-text('did not delete it')")
+    assert len(me.page.evaluate(COUNT)) == 4
+    me.page.reload()  # which the page says, and which ends the refusal
+    me.page.locator("#list .saved").nth(3).wait_for()
     me.page.locator("#list .saved", has_text="2.wav").get_by_text("Delete").click()
     me.page.click("dialog[open] .strong")
     me.until(".toast:has-text('Deleted')")

@@ -12,6 +12,12 @@ import pytest
 from console_page import KEY, Cable, Served, Visitor, browsers, devices_and_schemes, needs_axe
 
 ADMIN_KEY = "k-admin"
+COUNT_CHANGES = """(selector) => {
+  window.changes = 0;
+  const kinds = { attributes: true, childList: true, subtree: true };
+  const count = (changed) => (window.changes += changed.length);
+  new MutationObserver(count).observe(document.querySelector(selector), kinds);
+}"""
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
@@ -73,7 +79,7 @@ def test_a_key_is_used_shown_and_forgotten(strict, visit, packaged_speech):
     assert me.page.locator("#limits").is_hidden()
     use(me, "wrong")
     me.until("#key-problem:has-text('does not know this key')")
-    assert me.page.get_attribute("#key-field", "aria-invalid") is not None
+    assert me.page.get_attribute("#key-field", "aria-invalid") == "true"
     use(me, KEY)
     me.until("#state:has-text('The server’s logs name it key-1')")
     assert me.page.inner_text("#state code >> nth=0") == KEY[-4:]
@@ -153,7 +159,8 @@ def test_a_key_that_is_made_works_once_it_is_in_the_settings(visit, tmp_path):
     try:
         me = visit(first.url)
         me.until("#state:has-text('This server asks for no key')")
-        assert me.page.locator("#form").is_hidden()
+        assert me.page.locator("#forget").is_hidden()
+        assert me.page.inner_text("#key-problem") == ""
         assert me.page.inner_text("#may-title") == "What anybody may do"
         me.page.click("#make-api")
         made = me.page.input_value("#made-key")
@@ -171,6 +178,28 @@ def test_a_key_that_is_made_works_once_it_is_in_the_settings(visit, tmp_path):
         second.stop()
 
 
+def test_an_admin_key_is_entered_where_others_need_none(visit, tmp_path):
+    server = Served(tmp_path / "log", *flags({"admin_keys": ADMIN_KEY}))
+    try:
+        me = visit(server.url)
+        me.until("#state:has-text('This server asks for no key')")
+        assert me.page.locator("#all").is_hidden()
+        use(me, "wrong")  # the server answers it as it does all who come without one
+        me.until("#key-problem:has-text('does not know this key')")
+        assert me.page.get_attribute("#key-field", "aria-invalid") == "true"
+        use(me, ADMIN_KEY)
+        me.until("#all:not([hidden])")
+        assert "admin-1" in me.page.inner_text("#state")
+        assert me.page.inner_text("#key-problem") == ""
+        assert me.page.get_attribute("#key-field", "aria-invalid") is None
+        me.page.click("#forget")
+        me.until("#state:has-text('This server asks for no key')")
+        me.until("#form:not([hidden])")
+        me.expect_calm()
+    finally:
+        server.stop()
+
+
 def test_a_server_that_is_gone(strict, visit):
     cable = Cable(strict.port)
     try:
@@ -180,6 +209,11 @@ def test_a_server_that_is_gone(strict, visit):
         cable.cut()
         me.until("#problem:has-text('The server does not answer')")
         assert me.page.locator("#limits").is_visible()
+        me.page.evaluate(COUNT_CHANGES, "#notice")
+        with me.page.expect_event("requestfailed"):
+            me.page.click("#again")
+        assert me.page.evaluate("changes") == 0  # it stays until the server answers, and is announced once
+        assert me.page.locator("#notice").is_visible()
         cable.mend()
         me.page.click("#again")
         me.holds("document.querySelector('#notice').hidden")

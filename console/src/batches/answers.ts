@@ -1,9 +1,9 @@
 import { SpeechError } from "asr-serve";
 import { words } from "../page/problems";
 
-/** The answer to one line of a batch. */
+/** The answer to one line of a batch; `file`: what a file of it holds. */
 export type Answer =
-  | { id: string; text: string; suffix: string }
+  | { id: string; text: string; suffix: string; file: string }
   | { id: string; audio: { fileId: string; bytes: number; seconds: number }; suffix: string }
   | { id: string; wrong: string };
 
@@ -25,10 +25,15 @@ function answer({ custom_id: id, response, error }: Line): Answer {
   const body = response?.body;
   const told = error ?? (body as { error?: Line["error"] } | null)?.error;
   if (told) return { id, wrong: words(new SpeechError(told.code ?? told.type, told.message)) };
-  if (typeof body === "string") return { id, text: body, suffix: suffixOf(body) };
+  if (typeof body === "string") return { id, text: body, suffix: suffixOf(body), file: ended(body) };
   const { text = "", file_id, bytes = 0, seconds = 0, content_type = "" } = body as Record<string, string & number>;
   if (file_id) return { id, audio: { fileId: file_id, bytes, seconds }, suffix: audioSuffix(content_type) };
-  return { id, text, suffix: ".txt" };
+  if ("segments" in (body as object)) return { id, text, suffix: ".json", file: ended(JSON.stringify(body, undefined, 2)) };
+  return { id, text, suffix: ".txt", file: ended(text) };
+}
+
+function ended(text: string): string {
+  return text.endsWith("\n") ? text : `${text}\n`;
 }
 
 /** Of the file that holds a text which the server wrote: its format is not told beside it. */

@@ -129,7 +129,7 @@ export class BatchView {
       row.append(
         button("Transcripts (.zip)", `Download the transcripts of ${this.#name}`, async () => {
           const paths = archivePaths(texts.map(({ id }) => id), texts.map(({ suffix }) => suffix));
-          save(`${stem}.zip`, zip(texts.map(({ text }, n) => ({ path: paths[n]!, text: ended(text) })), new Date()));
+          save(`${stem}.zip`, zip(texts.map(({ file }, n) => ({ path: paths[n]!, text: file })), new Date()));
         }),
       );
     }
@@ -150,6 +150,7 @@ function list(found: readonly Answer[]): HTMLElement {
   const show = (): void => {
     const next = found.slice(shown, shown + SHOWN_AT_ONCE).map(row);
     rows.append(...next);
+    requestAnimationFrame(() => next.forEach(letOpen)); // once it is laid out
     if (shown) next[0]?.querySelector<HTMLElement>("button")?.focus();
     shown += next.length;
     more.hidden = shown >= found.length;
@@ -165,11 +166,28 @@ function row(answer: Answer): HTMLElement {
   if ("wrong" in answer) return make("li", { class: "wrong" }, name, make("p", {}, answer.wrong));
   const stem = fileName(answer.id.replace(/^.*[\\/]/, "").replace(/\.\w{1,5}$/, "")) || "transcript";
   const act = button("Download", `Download ${answer.id}`, async () => {
-    const made = "text" in answer ? new Blob([ended(answer.text)], { type: "text/plain" }) : await (await content(answer.audio.fileId)).blob();
+    const made = "text" in answer ? new Blob([answer.file], { type: "text/plain" }) : await (await content(answer.audio.fileId)).blob();
     save(stem + answer.suffix, made);
   });
   const what = "text" in answer ? answer.text.trim() || "No speech was found in it." : `${clock(answer.audio.seconds)} of speech, ${size(answer.audio.bytes)}`;
   return make("li", {}, name, act, make("p", { class: "answer" }, what));
+}
+
+/** A text that is cut off gets a button that shows all of it. */
+function letOpen(row: HTMLElement): void {
+  const text = row.querySelector<HTMLElement>(".answer");
+  if (!text || text.scrollHeight <= text.clientHeight) return;
+  const name = row.querySelector("b")!.textContent;
+  const toggle = make("button", { class: "plain", type: "button" });
+  const show = (whole: boolean): void => {
+    text.classList.toggle("whole", whole);
+    toggle.textContent = whole ? "Show less" : "Show all";
+    toggle.setAttribute("aria-label", `${toggle.textContent} of ${name}`);
+    toggle.setAttribute("aria-expanded", String(whole));
+  };
+  toggle.addEventListener("click", () => show(!text.classList.contains("whole")));
+  show(false);
+  row.append(toggle);
 }
 
 function button(text: string, label: string, act: () => Promise<void>): HTMLButtonElement {
@@ -193,10 +211,6 @@ function content(id: string): Promise<Response> {
 
 async function text(id: string): Promise<string> {
   return (await content(id)).text();
-}
-
-function ended(text: string): string {
-  return text.endsWith("\n") ? text : `${text}\n`;
 }
 
 /** When it began, and how long it has. */

@@ -1,6 +1,7 @@
 import { SpeechError } from "asr-serve";
 import { models, type Model } from "../page/api";
 import { byId, make } from "../page/dom";
+import { onDrop } from "../page/drop";
 import { Gauge } from "../page/gauge";
 import { toast } from "../page/toast";
 import { count, language, size } from "../page/words";
@@ -37,7 +38,14 @@ export class Create {
         field.value = "";
       });
     }
-    this.#drop();
+    onDrop(
+      () => !byId("create").hidden,
+      (data) =>
+        fromDrop(data).then(
+          (picked) => this.#choose(picked),
+          () => toast("The browser cannot read what was dropped. Choose it instead."),
+        ),
+    );
     this.#model.addEventListener("change", () => this.#languages());
     byId("clear").addEventListener("click", () => void this.#clear());
     byId("stop").addEventListener("click", () => void this.#clear());
@@ -85,7 +93,7 @@ export class Create {
     if (recordings.length > MOST_LINES) {
       return toast(`${recordings.length.toLocaleString("en")} recordings: a batch takes up to ${MOST_LINES.toLocaleString("en")}`);
     }
-    void this.#submission?.cancel();
+    if (this.#submission) void this.#cancel(this.#submission);
     this.#submission = undefined;
     this.#picked = recordings;
     const bytes = recordings.reduce((sum, { file }) => sum + file.size, 0);
@@ -125,8 +133,14 @@ export class Create {
     this.#run(false);
     this.#show(false);
     byId("choose-files").focus();
-    await submission?.cancel();
-    if (running) toast("Cancelled: what was uploaded is deleted again");
+    if (submission) await this.#cancel(submission, running ? "Cancelled: what was uploaded is deleted again" : "");
+  }
+
+  /** Says how many files could not be deleted, and otherwise `done`. */
+  async #cancel(submission: Submission, done = ""): Promise<void> {
+    const { files, left } = await submission.cancel();
+    if (left) toast(`${left.toLocaleString("en")} of ${count(files, "uploaded file")} could not be deleted; the server deletes them when they expire`);
+    else if (done) toast(done);
   }
 
   async #submit(): Promise<void> {
@@ -166,32 +180,5 @@ export class Create {
     const [format, window] = [byId("format", HTMLSelectElement).value, byId("window", HTMLSelectElement).value];
     const choice = { model: this.#model.value, language: this.#language.value, format };
     return { choice, window, windowS: WINDOWS_S[window]!, name: byId("name", HTMLInputElement).value.trim() };
-  }
-
-  /** Anywhere on the page. */
-  #drop(): void {
-    const veil = byId("drop");
-    const holdsFiles = (event: DragEvent): boolean =>
-      (event.dataTransfer?.types.includes("Files") ?? false) && !byId("create").hidden;
-    let depth = 0; // each element entered is left again
-    addEventListener("dragenter", (event) => {
-      if (holdsFiles(event)) veil.hidden = ++depth === 0;
-    });
-    addEventListener("dragleave", (event) => {
-      if (holdsFiles(event)) veil.hidden = --depth <= 0;
-    });
-    addEventListener("dragover", (event) => {
-      if (holdsFiles(event)) event.preventDefault();
-    });
-    addEventListener("drop", (event) => {
-      if (!holdsFiles(event)) return;
-      event.preventDefault();
-      depth = 0;
-      veil.hidden = true;
-      fromDrop(event.dataTransfer).then(
-        (picked) => this.#choose(picked),
-        () => toast("The browser cannot read what was dropped. Choose it instead."),
-      );
-    });
   }
 }

@@ -5,6 +5,7 @@ import "../styles/batches.css";
 import { SpeechError } from "asr-serve";
 import { get } from "../page/api";
 import { byId } from "../page/dom";
+import { forEach } from "../page/pool";
 import { words } from "../page/problems";
 import { themeButton } from "../page/theme";
 import { toast } from "../page/toast";
@@ -13,6 +14,8 @@ import { BatchView } from "./batchview";
 import { Create } from "./create";
 
 const PAGE = 50;
+/** Requests for older batches at a time. */
+const AT_ONCE = 3;
 /** Between two looks, while a batch runs. */
 const LOOK_MS = 2_000;
 /** The same, while the server does not answer. */
@@ -29,6 +32,8 @@ let timer: ReturnType<typeof setTimeout> | undefined;
 let again: () => void = () => void look();
 /** Whether the problem that is shown is that the list could not be had. */
 let lost = false;
+/** Whether to ask again by itself, because the server did not answer. */
+let waits = false;
 
 const create = new Create(
   (batch) => {
@@ -52,22 +57,36 @@ async function look(): Promise<void> {
     const page = (await (await get(`v1/batches?limit=${PAGE}`)).json()) as Page;
     const known = new Set(page.data.map(({ id }) => id));
     const older = [...views.values()].filter(({ batch }) => isOpen(batch) && !known.has(batch.id));
-    const others = await Promise.all(older.map(async ({ batch }) => (await (await get(`v1/batches/${batch.id}`)).json()) as Batch));
     const first = !views.size;
-    show([...page.data, ...others]);
+    await forEach(older, AT_ONCE, ask);
+    show(page.data);
     if (first) byId("older").hidden = !page.has_more;
     if (!create.known) {
       await create.load();
       byId("teach").hidden = false;
     }
     if (lost) hush();
+    waits = false;
     plan();
   } catch (failure) {
     lost = true;
     if (failure instanceof SpeechError && failure.code === "no_such_route") return off();
-    const waits = failure instanceof SpeechError && failure.code !== "invalid_api_key";
+    waits = failure instanceof SpeechError && failure.code !== "invalid_api_key";
     complain(words(failure), () => void look());
-    if (waits) timer = setTimeout(() => void look(), LOOK_AGAIN_MS);
+    if (waits) plan();
+  }
+}
+
+/** Ask for one batch. One that the server does not have, or not for this key, leaves the list. */
+async function ask(view: BatchView): Promise<void> {
+  const { id } = view.batch;
+  try {
+    show([(await (await get(`v1/batches/${id}`)).json()) as Batch]);
+  } catch (failure) {
+    if (!(failure instanceof SpeechError && failure.code === "unknown_batch")) throw failure;
+    views.delete(id);
+    if (view.element.contains(document.activeElement)) byId("main").focus();
+    view.element.remove();
   }
 }
 
@@ -108,11 +127,11 @@ function place({ element, batch }: BatchView): void {
   list.insertBefore(element, after?.element ?? null);
 }
 
-/** Look again while something runs and somebody sees it. */
+/** Look again while something runs, or the server does not answer, and somebody sees it. */
 function plan(): void {
   clearTimeout(timer);
   const open = [...views.values()].some(({ batch }) => isOpen(batch));
-  if (open && document.visibilityState === "visible") timer = setTimeout(() => void look(), LOOK_MS);
+  if ((open || waits) && document.visibilityState === "visible") timer = setTimeout(() => void look(), waits ? LOOK_AGAIN_MS : LOOK_MS);
 }
 
 function off(): void {
@@ -146,7 +165,7 @@ byId("again").addEventListener("click", () => {
 });
 byId("older").addEventListener("click", () => void older());
 document.addEventListener("visibilitychange", () => {
-  if (document.visibilityState === "visible" && !byId("list-room").hidden) void look();
+  if (document.visibilityState === "visible" && (waits || !byId("list-room").hidden)) void look();
 });
 themeButton();
 void look();

@@ -1,14 +1,15 @@
 import { SpeechError } from "asr-serve";
 import { address, authorization, refusal, request } from "../page/api";
 import { askForKey, key } from "../page/key";
+import { forEach } from "../page/pool";
 import { customIds, inputLines, TRANSCRIPTIONS, type Batch, type Choice } from "./batch";
 import type { Picked } from "./pick";
 
-/** Uploads at once. */
+/** Uploads, or deletions, at once. */
 const AT_ONCE = 3;
-/** The server deletes recordings so long after the batch has ended at the latest. */
-const KEPT_S = 86_400;
-const LONGEST_KEPT_S = 30 * 86_400;
+const DAY_S = 86_400;
+/** The server keeps a file no longer. */
+const LONGEST_KEPT_S = 30 * DAY_S;
 
 /** What is asked for. */
 export interface Order {
@@ -20,17 +21,32 @@ export interface Order {
   name: string;
 }
 
+/** A file as the server tells it; times in seconds since 1970. */
+interface FileObject {
+  id: string;
+  created_at: number;
+  expires_at: number;
+}
+
+/** A file on the server. */
+interface Uploaded {
+  id: string;
+  /** Milliseconds since 1970, by this machine's clock. */
+  expiresMs: number;
+}
+
 /** A new batch, from the first upload on. What is uploaded is not sent again when something fails on the way. */
 export class Submission {
-  readonly #fileIds = new Map<Picked, string>();
-  readonly #sentBytes = new Map<Picked, number>();
+  readonly #uploaded = new Map<Picked, Uploaded>();
+  /** Ids of all files that were uploaded, inputs and replaced recordings among them. */
+  readonly #ids: string[] = [];
+  #sentBytes = 0;
   readonly #stop = new AbortController();
   readonly #bytes: number;
   #order: Order | undefined;
   /** The same however often one order is sent. */
   #key = "";
-  /** Ids of the inputs that were uploaded: one for each order. */
-  readonly #inputs: string[] = [];
+  /** Id of the input that was uploaded for this order. */
   #input: string | undefined;
   /** The recording whose upload failed; "": none did. */
   about = "";
@@ -47,29 +63,28 @@ export class Submission {
     return this.#stop.signal.aborted;
   }
 
-  /** Upload what is not uploaded yet, and create the batch; may be called again after a failure, with another order
-   * too. Rejects with SpeechError; its code is `cancelled` after `cancel`. */
+  /** Upload what is not uploaded yet, or would expire before the batch has run, and create the batch; may be called
+   * again after a failure, with another order too. Rejects with SpeechError; its code is `cancelled` after `cancel`. */
   async run(order: Order): Promise<Batch> {
     const { choice, window, windowS, name } = order;
-    if (JSON.stringify(order) !== JSON.stringify(this.#order)) {
+    const leastMs = Date.now() + 1_000 * Math.min(windowS + DAY_S, LONGEST_KEPT_S - DAY_S);
+    const expiring = this.recordings.filter((recording) => (this.#uploaded.get(recording)?.expiresMs ?? Infinity) < leastMs);
+    for (const recording of expiring) {
+      this.#uploaded.delete(recording);
+      this.#sentBytes -= recording.file.size;
+    }
+    if (expiring.length || JSON.stringify(order) !== JSON.stringify(this.#order)) {
       this.#order = order;
       this.#input = undefined;
       this.#key = [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
     }
-    const keptS = Math.min(LONGEST_KEPT_S, windowS + KEPT_S);
+    const keptS = Math.min(windowS + 2 * DAY_S, LONGEST_KEPT_S); // a day for the upload, and for another try
     this.about = "";
-    const open = this.recordings.filter((recording) => !this.#fileIds.has(recording));
-    const uploadSome = async (): Promise<void> => {
-      for (let next = open.shift(); next; next = open.shift()) await this.#upload(next, keptS, () => (open.length = 0));
-    };
-    const ends = await Promise.allSettled(Array.from({ length: AT_ONCE }, uploadSome));
-    for (const end of ends) if (end.status === "rejected") throw end.reason;
+    const open = this.recordings.filter((recording) => !this.#uploaded.has(recording));
+    await forEach(open, AT_ONCE, (recording) => this.#upload(recording, keptS));
     const ids = customIds(this.recordings.map(({ path }) => path));
-    const lines = this.recordings.map((recording, n) => ({ id: ids[n]!, fileId: this.#fileIds.get(recording)! }));
-    if (!this.#input) {
-      this.#input = await this.#send(new File([inputLines(lines, choice)], "lines.jsonl"), keptS);
-      this.#inputs.push(this.#input);
-    }
+    const lines = this.recordings.map((recording, n) => ({ id: ids[n]!, fileId: this.#uploaded.get(recording)!.id }));
+    this.#input ??= (await this.#send(new File([inputLines(lines, choice)], "lines.jsonl"), keptS)).id;
     const body = JSON.stringify({
       input_file_id: this.#input,
       endpoint: TRANSCRIPTIONS,
@@ -81,36 +96,45 @@ export class Submission {
     return (await answer.json()) as Batch;
   }
 
-  /** Stop, and delete what was uploaded, as far as the server can be reached. */
-  async cancel(): Promise<void> {
+  /** Stop, and delete what was uploaded. Resolves to how many files there were, and how many of them could not be
+   * deleted. */
+  async cancel(): Promise<{ files: number; left: number }> {
     this.#stop.abort();
-    const ids = [...this.#fileIds.values(), ...this.#inputs];
     const headers = authorization();
-    await Promise.allSettled(ids.map((id) => fetch(address(`v1/files/${id}`), { method: "DELETE", headers })));
+    let left = 0;
+    await forEach(this.#ids, AT_ONCE, async (id) => {
+      const answer = await fetch(address(`v1/files/${id}`), { method: "DELETE", headers }).catch(() => undefined);
+      if (!answer?.ok && answer?.status !== 404) left++; // 404: it has expired
+    });
+    return { files: this.#ids.length, left };
   }
 
-  async #upload(recording: Picked, keptS: number, failed: () => void): Promise<void> {
+  async #upload(recording: Picked, keptS: number): Promise<void> {
+    let before = 0;
+    const count = (bytes: number): void => {
+      this.#sentBytes += bytes - before;
+      before = bytes;
+    };
     const tell = (bytes: number): void => {
-      this.#sentBytes.set(recording, bytes);
-      const sent = [...this.#sentBytes.values()].reduce((sum, each) => sum + each, 0);
-      this.progress(this.#fileIds.size, this.#bytes ? sent / this.#bytes : 1);
+      count(bytes);
+      this.progress(this.#uploaded.size, this.#bytes ? this.#sentBytes / this.#bytes : 1);
     };
     try {
-      this.#fileIds.set(recording, await this.#send(recording.file, keptS, tell));
+      this.#uploaded.set(recording, await this.#send(recording.file, keptS, tell));
       tell(recording.file.size);
     } catch (failure) {
-      this.#sentBytes.delete(recording);
+      count(0);
       this.about ||= recording.path;
-      failed();
       throw failure;
     }
   }
 
-  /** Returns the id of the uploaded file. */
-  async #send(file: File, keptS: number, sent?: (bytes: number) => void): Promise<string> {
+  async #send(file: File, keptS: number, sent?: (bytes: number) => void): Promise<Uploaded> {
     for (;;) {
       try {
-        return await this.#sendOnce(file, keptS, sent);
+        const { id, created_at, expires_at } = await this.#sendOnce(file, keptS, sent);
+        this.#ids.push(id);
+        return { id, expiresMs: Date.now() + 1_000 * (expires_at - created_at) };
       } catch (failure) {
         const needsKey = failure instanceof SpeechError && failure.code === "invalid_api_key";
         if (!needsKey || (await askForKey(key() !== undefined)) === undefined) throw failure;
@@ -118,7 +142,7 @@ export class Submission {
     }
   }
 
-  #sendOnce(file: File, keptS: number, sent?: (bytes: number) => void): Promise<string> {
+  #sendOnce(file: File, keptS: number, sent?: (bytes: number) => void): Promise<FileObject> {
     const form = new FormData();
     form.append("purpose", "batch");
     form.append("expires_after[anchor]", "created_at");
@@ -132,7 +156,7 @@ export class Submission {
       signal.addEventListener("abort", stop);
       upload.upload.addEventListener("progress", ({ loaded, total }) => sent?.((file.size * loaded) / total));
       upload.addEventListener("load", () => {
-        if (upload.status === 200) resolve((JSON.parse(upload.responseText) as { id: string }).id);
+        if (upload.status === 200) resolve(JSON.parse(upload.responseText) as FileObject);
         else reject(refusal(upload.status, upload.responseText, upload.getResponseHeader("retry-after-ms")));
       });
       upload.addEventListener("error", () => reject(new SpeechError("connection_failed", "The server does not answer.")));

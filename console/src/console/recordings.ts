@@ -1,5 +1,7 @@
 import { SpeechError, Transcript } from "asr-serve";
+import { words } from "../page/problems";
 import { toast } from "../page/toast";
+import { language as nameOf } from "../page/words";
 import { detect } from "./detect";
 import { Progress } from "./progress";
 import { refused } from "./refused";
@@ -7,6 +9,9 @@ import { open } from "./sound";
 import type { Stage } from "./stage";
 import type { Take } from "./take";
 import { upload, type Upload } from "./upload";
+
+/** Least probability of a detected language by which the server is to choose the model. */
+const LEAST_SCORE = 0.5;
 
 /** From a file to its text. */
 export class Recordings {
@@ -70,17 +75,19 @@ export class Recordings {
     this.#sending?.cancel();
   }
 
-  /** Find out which language is spoken; the server chooses the model by it. Rejects when it is cancelled: where it fails
-   * otherwise, the default model hears the recording, and says itself what is wrong with it. */
+  /** Find out which language is spoken; the server chooses the model by it. Rejects when it is cancelled, or a key is
+   * missing: where it fails otherwise, or the language is uncertain, the default model hears the recording. */
   async #detect(take: Take, file: File, fields: Record<string, string>): Promise<void> {
     this.#detecting = new AbortController();
     this.#progress.detecting();
     try {
       const { language, score } = await detect(file, this.#detecting.signal);
-      [fields["language"], take.transcript.language, take.languageScore] = [language, language, score];
+      if (score < LEAST_SCORE) toast(`The language is uncertain, ${nameOf(language)} at ${Math.round(100 * score)} %: the default model hears it`);
+      else [fields["language"], take.transcript.language, take.languageScore] = [language, language, score];
       void this.stage.chooser.load().catch(() => undefined); // the model that detects is loaded now
     } catch (failure) {
-      if (failure instanceof SpeechError && failure.code === "cancelled") throw failure;
+      if (failure instanceof SpeechError && ["cancelled", "invalid_api_key"].includes(failure.code)) throw failure;
+      toast(`The language could not be found out: ${words(failure)}`);
     } finally {
       this.#detecting = undefined;
     }

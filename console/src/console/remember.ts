@@ -1,5 +1,5 @@
 import { Transcript } from "asr-serve";
-import { find, keeps, put, setKeeps, type Saved } from "../history/store";
+import { find, keeps, put, setKeeps, watchKeeps, type Saved } from "../history/store";
 import { byId } from "../page/dom";
 import { toast } from "../page/toast";
 import type { Take } from "./take";
@@ -10,6 +10,8 @@ const NOT_KEPT = "This browser keeps no history: it does not let the page store 
 export class Remember {
   readonly #switch = byId("keep-history", HTMLInputElement);
   readonly #ids = new WeakMap<Take, string>();
+  /** Those that are in the history, or were until they were deleted there. */
+  readonly #stored = new WeakSet<Take>();
   #told = false;
 
   /** `takes`: those of this tab, which are kept too when the history is switched on. */
@@ -20,13 +22,17 @@ export class Remember {
       this.#told = false;
       if (this.#switch.checked) for (const take of takes()) this.keep(take);
     });
+    watchKeeps(() => (this.#switch.checked = keeps()));
   }
 
   /** A take is finished, or was changed since. */
   keep(take: Take): void {
     if (!keeps() || !take.transcript.segments.length) return;
-    put(this.#saved(take)).then(
-      (kept) => (kept ? undefined : toast("This transcript is too large for the history")),
+    put(this.#saved(take), this.#stored.has(take)).then(
+      (kept) => {
+        if (kept) this.#stored.add(take);
+        else toast("This transcript is too large for the history");
+      },
       () => {
         if (!this.#told) toast(NOT_KEPT);
         this.#told = true;
@@ -48,6 +54,7 @@ export class Remember {
     const take: Take = { kind, title, transcript, names: new Map(names), sound: undefined, savedMs: saved.savedMs };
     if (languageScore !== undefined) take.languageScore = languageScore;
     this.#ids.set(take, id);
+    this.#stored.add(take);
     return take;
   }
 

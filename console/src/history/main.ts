@@ -15,13 +15,14 @@ import { toast } from "../page/toast";
 import { clock, count, language, size } from "../page/words";
 import { zip } from "../page/zip";
 import { hits, marked, terms } from "./search";
-import { all, keeps, MOST_BYTES, remove, removeAll, setKeeps, type Saved } from "./store";
+import { all, keeps, MOST_BYTES, remove, removeAll, setKeeps, watchKeeps, type Saved } from "./store";
 
 const SHOWN_AT_ONCE = 50;
 /** Places that are shown of one transcript. */
 const MOST_PLACES = 3;
 const SEARCH_AFTER_MS = 120;
 const REFUSED = "This browser does not let the page store anything, so there is no history.";
+const NOT_DELETED = "The browser did not delete it. Load the page again, then try again.";
 
 const query = byId("query", HTMLInputElement);
 const gauge = new Gauge("meter", "Room that is used");
@@ -107,7 +108,11 @@ function card(each: Saved, places: readonly number[], wanted: readonly string[])
 async function forget(each: Saved, item: HTMLElement): Promise<void> {
   if (!(await confirm(`Delete ${each.title}?`, "It is in this browser alone, and cannot be had back.", "Delete"))) return;
   const after = item.nextElementSibling ?? item.previousElementSibling;
-  await remove(each.id);
+  try {
+    await remove(each.id);
+  } catch {
+    return toast(NOT_DELETED);
+  }
   const at = after && [...byId("list").children].indexOf(after) - (after === item.nextElementSibling ? 1 : 0);
   await load();
   const next = at === null ? undefined : byId("list").children[at]?.querySelector("a");
@@ -177,15 +182,21 @@ byId("delete-all").addEventListener("click", () => {
   const what = count(saved.length, "transcript");
   void confirm(`Delete ${what}?`, "They are in this browser alone, and cannot be had back.", "Delete all").then(async (yes) => {
     if (!yes) return;
-    await removeAll();
+    try {
+      await removeAll();
+    } catch {
+      return toast(NOT_DELETED);
+    }
     query.value = "";
     await load();
     keeping.focus();
     toast(`Deleted ${what}`);
   });
 });
-document.addEventListener("visibilitychange", () => {
-  if (document.visibilityState === "visible") void load(); // another tab may have changed it
+watchKeeps(() => {
+  keeping.checked = keeps();
+  hint();
+  void load(); // another tab may have changed what is kept, too
 });
 themeButton();
 hint();

@@ -37,12 +37,23 @@ export function setKeeps(on: boolean): void {
   keep(SWITCH, on ? "on" : undefined);
 }
 
-/** Keep a transcript, or keep it anew. Resolves to false where it alone is larger than all may be. Rejects where the
- * browser keeps nothing. */
-export async function put(saved: Saved): Promise<boolean> {
+/** Call `changed` when another tab may have changed the switch. */
+export function watchKeeps(changed: () => void): void {
+  addEventListener("storage", ({ key }) => {
+    if (key === null || key === `asr-serve.${SWITCH}`) changed();
+  });
+  document.addEventListener("visibilitychange", () => {
+    if (document.visibilityState === "visible") changed();
+  });
+}
+
+/** Keep a transcript. `again`: it was kept before, and is changed; one that was deleted since stays deleted. Resolves
+ * to false where it alone is larger than all may be. Rejects where the browser keeps nothing. */
+export async function put(saved: Saved, again = false): Promise<boolean> {
   const bytes = new TextEncoder().encode(JSON.stringify(saved)).length;
   if (bytes > MOST_BYTES) return false;
   await change(async (store) => {
+    if (again && (await done(store.getKey(saved.id))) === undefined) return;
     await done(store.put({ ...saved, bytes } satisfies Row));
     let left = MOST_BYTES;
     await each(store.index(BY_AGE).openCursor(null, "prev"), (cursor) => {

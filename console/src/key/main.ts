@@ -35,16 +35,16 @@ async function ask<T>(route: string): Promise<T> {
 
 async function look(): Promise<void> {
   clearTimeout(timer);
-  byId("notice").hidden = true;
   try {
     const status = await ask<KeyStatus>("v1/key");
     show(status);
     if (status.admin) showAll((await ask<{ data: KeyStatus[] }>("v1/keys")).data, status.name);
     byId("all").hidden = !status.admin;
     byId("new").hidden = !status.admin && status.name !== ANONYMOUS;
+    byId("notice").hidden = true;
   } catch (failure) {
     if (failure instanceof SpeechError && failure.code === "invalid_api_key") return refused();
-    byId("problem").textContent = words(failure);
+    setText(byId("problem"), words(failure));
     byId("notice").hidden = false;
   }
   if (document.visibilityState === "visible") timer = setTimeout(() => void look(), LOOK_MS);
@@ -53,13 +53,12 @@ async function look(): Promise<void> {
 function show(status: KeyStatus): void {
   const open = status.name === ANONYMOUS;
   const held = key();
-  byId("key-problem").textContent = "";
-  field.removeAttribute("aria-invalid");
-  byId("form").hidden = open && held === undefined;
+  markUnknown(open && held !== undefined); // it answers without keys, and is asked with one that is none of its own
+  byId("form").hidden = false;
   byId("forget").hidden = held === undefined;
   byId("state").replaceChildren(
     ...(open
-      ? ["This server asks for no key. All who use it without one share the limits below."]
+      ? ["This server asks for no key. All who use it without one share the limits below. If it has admin keys, one of them allows more."]
       : ["The key ending in ", make("code", {}, held!.slice(-4)), ` is used ${isRemembered() ? "in all tabs of this browser" : "in this tab, and forgotten when it is closed"}. The server’s logs name it `, make("code", {}, status.name), "."]),
   );
   byId("may-title").textContent = open ? "What anybody may do" : "What it may do";
@@ -108,12 +107,24 @@ function showAll(all: readonly KeyStatus[], own: string): void {
 function refused(): void {
   const held = key();
   byId("state").textContent = held === undefined ? "This server asks for a key. Whoever runs it can give you one." : "The server refuses the key of this browser.";
-  byId("key-problem").textContent = held === undefined ? "" : "The server does not know this key.";
-  field.toggleAttribute("aria-invalid", held !== undefined);
+  markUnknown(held !== undefined);
+  byId("notice").hidden = true;
   byId("form").hidden = false;
   byId("forget").hidden = held === undefined;
   for (const id of ["may", "limits", "all", "new"]) byId(id).hidden = true;
   if (held !== undefined) field.focus();
+}
+
+/** Say, or say no more, that the key of this browser is none of the server's. */
+function markUnknown(unknown: boolean): void {
+  setText(byId("key-problem"), unknown ? "The server does not know this key." : "");
+  if (unknown) field.setAttribute("aria-invalid", "true");
+  else field.removeAttribute("aria-invalid");
+}
+
+/** Once for screen readers, however often the page looks. */
+function setText(alert: HTMLElement, text: string): void {
+  if (alert.textContent !== text) alert.textContent = text;
 }
 
 function made(admin: boolean): void {

@@ -42,6 +42,21 @@ devices_and_schemes = pytest.mark.parametrize(
         pytest.param(PHONE, "light", id="phone-light", marks=pytest.mark.exhaustive),
     ],
 )
+ASKED_LATE = """() => {
+  const ask = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
+  window.tracks = [];
+  navigator.mediaDevices.getUserMedia = (...given) =>
+    new Promise((resolve, reject) => {
+      window.allow = async () => {
+        const stream = await ask(...given);
+        tracks.push(...stream.getTracks());
+        resolve(stream);
+      };
+      window.refuse = () => reject(new DOMException("no", "NotAllowedError"));
+    });
+}"""
+"""The browser asks whether the page may use the microphone, and nobody answers until the test does."""
+MICROPHONE_OFF = "tracks.length > 0 && tracks.every(({ readyState }) => readyState === 'ended')"
 ELSEWHERE = "console.test"
 """A name that the browser takes for this machine, and not for a safe one."""
 

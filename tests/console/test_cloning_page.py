@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from case_tiers import exhaustive_after
-from console_page import Cable, Served, Visitor, browsers, needs_axe
+from console_page import ASKED_LATE, MICROPHONE_OFF, WAIT_S, Cable, Served, Visitor, browsers, needs_axe
 
 from asr_serve.models.auxiliary import ge2e
 from asr_serve.models.checkpoints import store
@@ -143,6 +145,87 @@ def test_no_permission_for_the_microphone(launch, served, packaged_speech):
     assert me.page.get_attribute("#read", "aria-pressed") == "false"
     me.expect_calm()
     me.context.close()
+
+
+@pytest.mark.parametrize("stopped", ["#read", "#clone-close", "Escape"])
+def test_the_microphone_is_allowed_after_the_recording_was_stopped(launch, served, packaged_speech, stopped):
+    me = at_the_page(launch(packaged_speech / "beckett.wav"), served.url, read_aloud=False)
+    me.page.evaluate(ASKED_LATE)
+    me.page.click("#clone")
+    me.page.click("#read")
+    me.until("#read[aria-pressed=true]")
+    if stopped == "Escape":
+        me.page.keyboard.press(stopped)
+    else:
+        me.page.click(stopped)
+    me.holds("document.querySelector('#read').getAttribute('aria-pressed') === 'false'")
+    me.page.evaluate("allow()")
+    me.holds(MICROPHONE_OFF)
+    assert me.page.text_content("#read-state").startswith("0 sentences")
+    assert me.page.text_content("#read-problem") == ""
+    me.expect_calm()
+    me.context.close()
+
+
+@contextmanager
+def cloning_of_another(served: Served, speech: Path) -> Iterator[dict[str, Any]]:
+    """A cloning that another administrator begins."""
+    consent = "I, Carl, am the speaker in these recordings and agree that my voice is cloned and used to speak."
+    with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {ADMIN}"}, timeout=WAIT_S) as http:
+        with speech.open("rb") as file:
+            answer = http.post("/v1/voices", data={"name": "carl", "consent": consent}, files={"files": file})
+        assert answer.status_code == 202, answer.text
+        job = answer.json()
+        try:
+            yield job
+        finally:
+            ended = http.delete(f"/v1/voices/jobs/{job['id']}").json()
+        assert ended["state"] == "cancelled"
+
+
+def answer_events(me: Visitor, body: str) -> None:
+    """Whoever follows a cloning gets these events, and then the stream ends."""
+    event_stream = "text/event-stream"
+    me.page.route("**/v1/voices/jobs/*/events", lambda route: route.fulfill(body=body, content_type=event_stream))
+
+
+def test_what_was_read_stays_when_the_cloning_of_another_ends(me, served, packaged_speech):
+    me.page.click("#clone")
+    read(me, 1)
+    me.page.click("#clone-close")
+    with cloning_of_another(served, packaged_speech / "two_cities.wav") as job:
+        for state, end in (
+            ("running", "#cloning-state:has-text('The connection is lost')"),
+            ("done", ".toast:has-text('The voice carl is made')"),
+        ):
+            body = f"data: {json.dumps(job | {'state': state})}\n\n"
+            answer_events(me, body)
+            me.page.click("#clone")  # the cloning is found
+            me.until(end)
+            assert "1 sentence," in me.page.inner_text("#read-state")
+            me.page.click("#clone-close")
+    assert me.page.is_hidden("#cloning")
+    me.expect_calm()
+
+
+def test_a_cloning_is_cancelled_after_its_connection_was_lost(launch, served, packaged_speech):
+    cable = Cable(served.port)
+    me = at_the_page(launch(packaged_speech / "beckett.wav"), cable.url, read_aloud=False)
+    with cloning_of_another(served, packaged_speech / "two_cities.wav") as job:
+        me.page.click("#clone")
+        me.until("#cloning-state:has-text('Cloning carl')")
+        me.page.click("#clone-close")
+        cable.cut()
+        me.until("#cloning-state:has-text('The cloning goes on if the server does')")
+        cable.mend()
+        me.page.click("#cloning-cancel")
+        me.until(".toast:has-text('The cloning was cancelled')")
+        assert me.page.is_hidden("#cloning")
+        found = httpx.get(f"{served.url}/v1/voices/jobs/{job['id']}", headers={"Authorization": f"Bearer {ADMIN}"})
+        assert found.json()["state"] == "cancelled"
+    me.expect_calm("ERR_", "Failed to load")
+    me.context.close()
+    cable.close()
 
 
 def test_only_administrators_clone_and_delete(launch, served, packaged_speech):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from case_tiers import exhaustive_after
-from console_page import Cable, Served, Visitor, browsers, needs_axe
+from console_page import ASKED_LATE, MICROPHONE_OFF, Cable, Served, Visitor, browsers, needs_axe
 
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import asr_card
@@ -105,7 +105,7 @@ def test_one_model_with_two_settings_and_a_reference(me, packaged_speech):
     assert me.page.locator("#text-a .gap").text_content().endswith("nothing here, the reference has: Much better,")
     assert "14.3 % (0 replaced, 2 missing, 0 added)" in me.page.locator("#figures tbody tr").first.inner_text()
     me.page.fill("#reference", "")
-    assert me.page.input_value("#against") == "other"
+    me.holds("document.querySelector('#against').value === 'other'")
     assert "no reference" in me.page.locator("#figures tbody tr").first.inner_text()
     me.expect_calm()
 
@@ -177,6 +177,33 @@ def test_a_recording_of_the_microphone(me):
     me.expect_calm()
 
 
+def test_the_microphone_is_allowed_after_the_recording_was_stopped(me):
+    me.page.evaluate(ASKED_LATE)
+    before = me.page.inner_text("#chosen")
+    me.page.click("#record")
+    me.mode("recording")
+    me.page.keyboard.press("Escape")
+    me.until(".toast:has-text('Nothing was recorded')")
+    me.mode("idle")
+    me.page.evaluate("allow()")
+    me.holds(MICROPHONE_OFF)
+    assert me.page.get_attribute("#record", "aria-pressed") == "false"
+    assert me.page.inner_text("#chosen") == before
+    assert me.page.is_disabled("#primary"), "there is no recording to compare"
+    me.page.click("#record")
+    me.page.keyboard.press("Escape")
+    me.page.evaluate("refuse()")
+    assert me.page.is_hidden("#banner"), "nobody waits for this answer"
+    me.page.click("#record")
+    me.page.evaluate("allow()")
+    me.until("#record[aria-pressed=true]")
+    me.holds("document.querySelector('#chosen').textContent.endsWith('0:01')")
+    me.page.click("#record")
+    me.until("#chosen:has-text('recording-')")
+    me.holds(MICROPHONE_OFF)
+    me.expect_calm()
+
+
 def test_no_permission_for_the_microphone(launch, served, packaged_speech):
     me = at_the_page(launch(packaged_speech / "beckett.wav", False), served.url)
     me.page.click("#record")
@@ -216,12 +243,34 @@ def test_no_audio_no_server_and_a_stop(launch, served, packaged_speech, tmp_path
 def test_what_fails_of_one_side_leaves_the_other(me, packaged_speech):
     me.page.fill("#hotwords-a", "word:high")
     me.page.set_input_files("#file", packaged_speech / "beckett.wav")
+    me.page.click("#reference-room summary")
+    me.page.fill("#reference", "Ever tried. Ever failed. No matter. Try again. Fail again. Fail better.")
     me.page.click("#primary")
     me.until("#text-a .problem")
     me.until("#banner-text:has-text('high')")
     assert "tried" in " ".join(said(me, "b")).lower()
     assert me.page.is_disabled("#download")
+    assert " missing, " in me.page.locator("#figures tbody tr").nth(1).inner_text(), "its word error rate"
+    me.page.select_option("#against", "reference")
+    assert "tried" in " ".join(said(me, "b")).lower()
     me.expect_calm("400")
+
+
+def test_texts_are_aligned_once_for_many_keystrokes_in_the_reference(me, packaged_speech):
+    compare(me, packaged_speech / "beckett.wav")
+    me.page.evaluate("""() => {
+      window.draws = 0;
+      const watch = new MutationObserver((changes) => (draws += changes.length));
+      watch.observe(document.querySelector("#figures"), { childList: true });
+      const reference = document.querySelector("#reference");
+      for (const letter of "Ever tried. Ever failed.") {
+        reference.value += letter;
+        reference.dispatchEvent(new Event("input"));
+      }
+    }""")
+    me.until("#figures tbody tr:first-child:has-text(' added')")
+    assert me.page.evaluate("draws") == 1
+    me.expect_calm()
 
 
 @needs_axe

@@ -141,6 +141,20 @@ def test_a_file_of_it(me, tmp_path):
     me.expect_calm()
 
 
+def test_a_sample_in_place_of_a_download(me):
+    me.page.fill("#text", LONG)
+    me.page.click("#download")
+    me.mode("fetching")
+    me.page.click("[data-sample=heart]")
+    me.until(".toast:has-text('Nothing was kept')")
+    me.mode("speaking")
+    me.page.keyboard.press("Escape")
+    me.mode("idle")
+    me.until("[data-sample=heart][aria-pressed=false]")
+    assert me.page.evaluate("seen.contexts.every(({ state }) => state === 'closed')")
+    me.expect_calm()
+
+
 def test_what_cannot_be_said_is_told(me):
     me.page.fill("#text", "Привет")
     me.page.click("#primary")

@@ -72,7 +72,8 @@ function tokenized(words: readonly SaidWord[]): { tokens: string[]; owner: numbe
   return { tokens, owner };
 }
 
-function equalSide(words: readonly SaidWord[]): Side {
+/** A side that has no other, or one that agrees with it in every word. */
+export function equalSide(words: readonly SaidWord[]): Side {
   return { marks: words.map(() => ({ kind: "equal" })), gaps: new Map() };
 }
 

@@ -13,12 +13,13 @@ import { request, models } from "../page/api";
 import { byId, make, setIcon } from "../page/dom";
 import { words as told } from "../page/problems";
 import { Recorder } from "../page/recorder";
+import { fileName, save } from "../page/save";
 import { themeButton } from "../page/theme";
 import { toast } from "../page/toast";
 import { clock, count, language, size } from "../page/words";
 import { rate } from "./alignment";
 import { Column } from "./column";
-import { compare, wordsOf, type Comparison } from "./differences";
+import { compare, equalSide, wordsOf, type Comparison } from "./differences";
 import { FILES, type Report } from "./report";
 import { run, type Result } from "./run";
 import { SideSettings } from "./settings";
@@ -26,6 +27,8 @@ import { SideSettings } from "./settings";
 const RATE_HZ = 16_000;
 const LONGEST_S = 600;
 const LOOK_AGAIN_MS = 3_000;
+/** Texts are aligned with the reference once nobody has typed for so long. */
+const TYPED_MS = 200;
 /** The beginning of Dickens's novel, which is read in the demo clip. */
 const DEMO_TEXT =
   "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, it was the " +
@@ -46,7 +49,21 @@ const primary = byId("primary", HTMLButtonElement);
 let recording: File | undefined;
 let recorder: Recorder | undefined;
 let going: AbortController | undefined;
-let results: { a: Result | Error; b: Result | Error } | undefined;
+let results: Results | undefined;
+let typed: ReturnType<typeof setTimeout> | undefined;
+/** What stands there before anything is chosen. */
+const nothing = byId("chosen").textContent;
+
+interface Results {
+  a: Result | Error;
+  b: Result | Error;
+  /** A to B; undefined where one is missing. */
+  between: Comparison | undefined;
+  /** The text that `versus` was made with. */
+  reference: string | undefined;
+  /** The reference to each; undefined where there is no reference or no result. */
+  versus: { a: Comparison | undefined; b: Comparison | undefined };
+}
 
 function play(seconds: number): void {
   player.currentTime = seconds;
@@ -70,13 +87,17 @@ function choose(file: File, said = ""): void {
   recording = file;
   if (player.src) URL.revokeObjectURL(player.src);
   player.src = URL.createObjectURL(file);
-  byId("chosen").textContent = `${file.name}, ${size(file.size)}`;
+  showChosen();
   reference.value = said;
   byId("reference-room", HTMLDetailsElement).open = said !== "";
   results = undefined;
   byId("results").hidden = true;
   byId("state").textContent = "";
   refresh();
+}
+
+function showChosen(): void {
+  byId("chosen").textContent = recording ? `${recording.name}, ${size(recording.size)}` : nothing;
 }
 
 async function takeDemo(): Promise<void> {
@@ -102,11 +123,13 @@ async function record(): Promise<void> {
   refresh();
   try {
     await made.start();
+    if (recorder !== made) return; // stopped before the browser had its answer
     byId("level").hidden = false;
     byId("record").setAttribute("aria-pressed", "true");
     byId("record-text").textContent = "Stop recording";
     setIcon(byId("record-icon", SVGUseElement), "stop");
   } catch (failure) {
+    if (recorder !== made) return;
     recorder = undefined;
     refresh();
     banner.error(failure);
@@ -124,7 +147,12 @@ async function endRecording(): Promise<void> {
   byId("record").setAttribute("aria-pressed", "false");
   byId("record-text").textContent = "Record";
   setIcon(byId("record-icon", SVGUseElement), "mic");
-  choose(file);
+  if (file) choose(file);
+  else {
+    showChosen();
+    refresh();
+    if (!made.failed) toast("Nothing was recorded");
+  }
   if (made.failed) banner.error(made.failed);
 }
 
@@ -148,7 +176,8 @@ async function start(): Promise<void> {
   };
   try {
     const [a, b] = [await one("a"), await one("b")];
-    results = { a, b };
+    const between = a instanceof Error || b instanceof Error ? undefined : compare(a.words, b.words);
+    results = { a, b, between, reference: undefined, versus: { a: undefined, b: undefined } };
     const bad = [a, b].filter((result) => result instanceof Error);
     byId("state").textContent = bad.length ? "" : "Done";
     if (bad[0]) banner.error(bad[0], () => void start());
@@ -164,24 +193,36 @@ async function start(): Promise<void> {
   }
 }
 
+/** Align each side with the reference, unless it is the one that they are aligned with. */
+function alignReference(found: Results): void {
+  if (found.reference === reference.value) return;
+  found.reference = reference.value;
+  const said = wordsOf(reference.value);
+  const versus = (result: Result | Error): Comparison | undefined =>
+    said.length && !(result instanceof Error) ? compare(said, result.words) : undefined;
+  found.versus = { a: versus(found.a), b: versus(found.b) };
+}
+
 /** The comparison of both results; undefined where one is missing. */
 function report(): Report | undefined {
-  if (!recording || !results || results.a instanceof Error || results.b instanceof Error) return undefined;
-  const { a, b } = results;
-  const said = wordsOf(reference.value);
-  const versus = said.length ? { versus: { a: compare(said, a.words), b: compare(said, b.words) } } : {};
-  return { recording: recording.name, reference: reference.value.trim(), a, b, between: compare(a.words, b.words), ...versus };
+  if (!recording || !results) return undefined;
+  alignReference(results);
+  const { a, b, between, versus } = results;
+  if (a instanceof Error || b instanceof Error || !between) return undefined;
+  const both = versus.a && versus.b ? { versus: { a: versus.a, b: versus.b } } : {};
+  return { recording: recording.name, reference: reference.value.trim(), a, b, between, ...both };
 }
 
 function show(): void {
+  clearTimeout(typed);
   if (!results) return;
-  const whole = report();
-  const { a, b } = results;
+  alignReference(results);
+  const { a, b, between, versus } = results;
   byId("results").hidden = a instanceof Error && b instanceof Error;
-  byId("download", HTMLButtonElement).disabled = byId("format", HTMLSelectElement).disabled = !whole;
-  const said = wordsOf(reference.value);
-  against.options[1]!.disabled = !said.length;
-  if (!said.length) against.value = "other";
+  byId("download", HTMLButtonElement).disabled = byId("format", HTMLSelectElement).disabled = !between;
+  const said = versus.a ?? versus.b;
+  against.options[1]!.disabled = !said;
+  if (!said) against.value = "other";
   const toReference = against.value === "reference";
   for (const side of ["a", "b"] as const) {
     const result = results[side];
@@ -192,17 +233,16 @@ function show(): void {
       continue;
     }
     title.textContent = `${side.toUpperCase()}: ${result.model}`;
-    const alone = compare(result.words, result.words)[side];
-    const marked = toReference ? compare(said, result.words).b : (whole?.between[side] ?? alone);
+    const marked = (toReference ? versus[side]?.b : between?.[side]) ?? equalSide(result.words);
     columns[side].show(result.words, marked, toReference ? "the reference" : side === "a" ? "B" : "A");
   }
-  figures(a, b, whole);
-  byId("summary").textContent = whole ? summary(whole.between) : "";
+  figures(results);
+  byId("summary").textContent = between ? summary(between) : "";
 }
 
-function figures(a: Result | Error, b: Result | Error, whole: Report | undefined): void {
+function figures({ a, b, versus }: Results): void {
   const columns = ["", "Model", "Language", "Words", "Time", "Real-time factor", "Word error rate"];
-  const row = (name: "A" | "B", result: Result | Error, versus: Comparison | undefined): HTMLElement => {
+  const row = (name: "A" | "B", result: Result | Error, reference: Comparison | undefined): HTMLElement => {
     const head = make("th", { scope: "row" }, name);
     if (result instanceof Error) return make("tr", {}, head, make("td", { colspan: "6" }, told(result)));
     const cells = [
@@ -211,7 +251,7 @@ function figures(a: Result | Error, b: Result | Error, whole: Report | undefined
       String(result.words.length),
       `${result.seconds.toFixed(2)} s`,
       `${(result.seconds / result.duration).toFixed(3)}, ${(result.duration / result.seconds).toFixed(1)} × real time`,
-      versus ? `${percent(versus)} (${counts(versus)})` : "no reference",
+      reference ? `${percent(reference)} (${counts(reference)})` : "no reference",
     ];
     return make("tr", {}, head, ...cells.map((cell) => make("td", { class: "num" }, cell)));
   };
@@ -219,7 +259,7 @@ function figures(a: Result | Error, b: Result | Error, whole: Report | undefined
   byId("figures").replaceChildren(
     make("caption", { class: "unseen" }, "Speed and accuracy of A and B"),
     make("thead", {}, head),
-    make("tbody", {}, row("A", a, whole?.versus?.a), row("B", b, whole?.versus?.b)),
+    make("tbody", {}, row("A", a, versus.a), row("B", b, versus.b)),
   );
 }
 
@@ -243,10 +283,8 @@ function download(): void {
   const format = byId("format", HTMLSelectElement).value;
   const file = FILES[format];
   if (!whole || !file) return;
-  const url = URL.createObjectURL(new Blob([file.made(whole)], { type: file.type }));
-  const name = stem(whole.recording).replace(/[^\p{L}\p{N}._-]+/gu, "-") || "recording";
-  make("a", { href: url, download: `${name}-comparison.${format}` }).click();
-  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+  const name = fileName(stem(whole.recording)) || "recording";
+  save(`${name}-comparison.${format}`, new Blob([file.made(whole)], { type: file.type }));
 }
 
 async function load(): Promise<void> {
@@ -274,7 +312,10 @@ byId("demo").addEventListener("click", () => void takeDemo());
 byId("record").addEventListener("click", () => void record());
 primary.addEventListener("click", () => (going ? going.abort() : void start()));
 byId("download").addEventListener("click", download);
-reference.addEventListener("input", show);
+reference.addEventListener("input", () => {
+  clearTimeout(typed);
+  typed = setTimeout(show, TYPED_MS);
+});
 against.addEventListener("change", show);
 for (const event of ["play", "pause", "ended", "seeked"]) player.addEventListener(event, follow);
 document.addEventListener("keydown", (event) => {

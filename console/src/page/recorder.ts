@@ -6,6 +6,7 @@ export class Recorder {
   #frames: Int16Array<ArrayBuffer>[] = [];
   #samples = 0;
   #failed: SpeechError | undefined;
+  #stopped = false;
 
   /** `level`: the loudest sample of the last moment, 0..1. `full`: `longestS` seconds are recorded, or the microphone is
    * gone; `stop` gives what there is. */
@@ -16,9 +17,11 @@ export class Recorder {
     private readonly full: () => void,
   ) {}
 
-  /** Resolves when it records. Rejects with SpeechError, as `microphone` does. */
+  /** Resolves when it records, or once the browser has answered after `stop`: then the microphone is off again. Rejects
+   * with SpeechError, as `microphone` does. */
   async start(): Promise<void> {
     const opened = await microphone({ rate: this.rateHz });
+    if (this.#stopped) return opened.stop();
     this.#opened = opened;
     opened.on("level", ({ peak }) => this.level(peak, this.#samples / this.rateHz));
     opened.on("frame", (frame) => {
@@ -38,9 +41,11 @@ export class Recorder {
     return this.#failed;
   }
 
-  /** End it. Resolves with what was recorded. */
-  async stop(name: string): Promise<File> {
+  /** End it. Resolves with what was recorded; undefined: nothing was. */
+  async stop(name: string): Promise<File | undefined> {
+    this.#stopped = true;
     await this.#opened?.stop();
+    if (!this.#samples) return undefined;
     return new File([wavHead(this.#samples, this.rateHz), ...this.#frames], name, { type: "audio/wav" });
   }
 }

@@ -57,7 +57,12 @@ export class Cloning {
   /** Somebody has changed the statement, or the name of the voice: it is no more made of the speaker's name. */
   #own = { consent: false, name: false };
   #sending: AbortController | undefined;
+  /** The cloning that this page began, and the recordings it was made of. */
+  #sent: { id: string; clips: Map<number, Clip> } | undefined;
+  /** The cloning that is shown, until it is over: after a lost connection too. */
   #job: Job | undefined;
+  /** Its events come. */
+  #followed = false;
 
   /** `done`: the server has this voice now. `busy`: it is listened to somebody, and nothing else should sound. */
   constructor(
@@ -114,8 +119,8 @@ export class Cloning {
     byId("clone-key").hidden = true;
     try {
       const { data } = (await (await request("v1/voices/jobs")).json()) as { data: Job[] };
-      const going = data.find(({ state }) => state === "running" || state === "waiting");
-      if (going && !this.#job) void this.#follow(going);
+      const shown = data.find(({ id }) => id === this.#job?.id) ?? data.find(unfinished);
+      if (shown && !this.#followed) void this.#follow(shown);
     } catch (failure) {
       this.#refused(failure);
     }
@@ -154,7 +159,7 @@ export class Cloning {
     const lacks = enough ? "More make it better." : `At least ${LEAST_CLIPS} sentences and ${LEAST_S} seconds are needed.`;
     if (!recording) byId("read-state").textContent = `${count(this.#clips.size, "sentence")}, ${clock(seconds)} recorded. ${lacks}`;
     const ready = enough && !recording && this.#agree.checked && NAME.test(this.#name.value) && this.#speaker.value.trim() !== "";
-    byId("clone-make", HTMLButtonElement).disabled = !ready || this.#sending !== undefined || this.#job !== undefined;
+    byId("clone-make", HTMLButtonElement).disabled = !ready || this.#sending !== undefined || this.#followed;
   }
 
   /** Whether a voice can have this name, as far as the page knows. */
@@ -202,6 +207,7 @@ export class Cloning {
     try {
       await made.start();
     } catch (failure) {
+      if (this.#recorder !== made) return;
       this.#recorder = undefined;
       byId("read-problem").textContent = words(failure);
       this.#refresh();
@@ -216,18 +222,19 @@ export class Cloning {
     this.#recorder = undefined;
     this.#meter.rest();
     if (made.failed) byId("read-problem").textContent = words(made.failed);
-    if (this.#recorded > 1) this.#clips.set(this.#at, { file, seconds: this.#recorded });
-    else byId("read-problem").textContent ||= "That was too short: read the whole sentence.";
+    if (file && this.#recorded > 1) this.#clips.set(this.#at, { file, seconds: this.#recorded });
+    else if (file) byId("read-problem").textContent ||= "That was too short: read the whole sentence.";
     this.#refresh();
   }
 
   async #send(): Promise<void> {
     if (byId("clone-make", HTMLButtonElement).disabled) return;
+    const clips = new Map(this.#clips);
     const form = new FormData();
     form.append("name", this.#name.value);
     form.append("consent", this.#consent.value);
-    form.append("texts", [...this.#clips.keys()].map((at) => `${String(at + 1).padStart(2, "0")}|${SENTENCES[at]}`).join("\n"));
-    for (const { file } of this.#clips.values()) form.append("files", file);
+    form.append("texts", [...clips.keys()].map((at) => `${String(at + 1).padStart(2, "0")}|${SENTENCES[at]}`).join("\n"));
+    for (const { file } of clips.values()) form.append("files", file);
     const stop = new AbortController();
     this.#sending = stop;
     byId("clone-problem").textContent = "";
@@ -235,6 +242,7 @@ export class Cloning {
     this.#refresh();
     try {
       const job = (await (await request("v1/voices", { method: "POST", body: form, signal: stop.signal })).json()) as Job;
+      this.#sent = { id: job.id, clips };
       void this.#follow(job);
       this.#dialog.close();
     } catch (failure) {
@@ -261,18 +269,21 @@ export class Cloning {
 
   /** Show how far a cloning is, until it is over. */
   async #follow(first: Job): Promise<void> {
-    this.#job = first;
+    [this.#job, this.#followed] = [first, true];
     byId("cloning").hidden = false;
     this.#progress(first);
     this.#refresh();
     try {
       const answer = await request(`v1/voices/jobs/${first.id}/events`);
-      for await (const job of sentEvents<Job>(answer)) this.#progress((this.#job = job));
-      this.#over(this.#job);
+      let job = first;
+      for await (job of sentEvents<Job>(answer)) this.#progress((this.#job = job));
+      if (unfinished(job)) throw new SpeechError("connection_lost", "The answer broke off.");
+      this.#over(job);
     } catch (failure) {
-      byId("cloning-state").textContent = `${words(failure)} The cloning goes on if the server does.`;
+      const lost = failure instanceof SpeechError && failure.code === "connection_lost";
+      byId("cloning-state").textContent = `${lost ? "The connection is lost." : words(failure)} The cloning goes on if the server does.`;
     } finally {
-      this.#job = undefined;
+      this.#followed = false;
       this.#refresh();
     }
   }
@@ -287,28 +298,44 @@ export class Cloning {
     byId("cloning-fill").style.transform = `scaleX(${progress.share})`;
   }
 
-  #over({ name, state, error }: Job): void {
+  #over({ id, name, state, error }: Job): void {
+    this.#job = undefined;
     if (state === "failed") {
       byId("cloning-state").textContent = `The voice ${name} was not made: ${error?.message ?? "the server does not say why"}`;
       return;
     }
     byId("cloning").hidden = true;
     if (state === "cancelled") return toast("The cloning was cancelled");
-    this.#clips.clear();
-    this.#at = 0;
-    this.#agree.checked = false;
+    if (id === this.#sent?.id) this.#forget(this.#sent.clips);
     toast(`The voice ${name} is made`);
     this.done(name);
   }
 
+  /** A voice is made of these. What was recorded since stays. */
+  #forget(clips: Map<number, Clip>): void {
+    for (const [at, clip] of clips) if (this.#clips.get(at) === clip) this.#clips.delete(at);
+    if (!this.#recorder) this.#at = 0;
+    this.#agree.checked = false;
+    this.#refresh();
+  }
+
   async #cancelJob(): Promise<void> {
-    if (!this.#job) return void (byId("cloning").hidden = true);
+    const id = this.#job?.id;
+    if (id === undefined) return void (byId("cloning").hidden = true);
     try {
-      await request(`v1/voices/jobs/${this.#job.id}`, { method: "DELETE" });
+      const job = (await (await request(`v1/voices/jobs/${id}`, { method: "DELETE" })).json()) as Job;
+      if (this.#job?.id === id && !this.#followed) this.#over(job); // otherwise its last event says so
     } catch (failure) {
       toast(words(failure));
+      if (!(failure instanceof SpeechError && failure.code === "unknown_job") || this.#job?.id !== id) return;
+      this.#job = undefined;
+      byId("cloning").hidden = true;
     }
   }
+}
+
+function unfinished({ state }: Job): boolean {
+  return state === "waiting" || state === "running";
 }
 
 /** Ask whether a voice is to be deleted, and have the server do so. Resolves with whether it did. Rejects with

@@ -9,6 +9,7 @@ import { SpeechError } from "asr-serve";
 import { Banner } from "../console/banner";
 import { sheet } from "../console/sheet";
 import { byId, make, setIcon } from "../page/dom";
+import { save } from "../page/save";
 import { themeButton } from "../page/theme";
 import { toast } from "../page/toast";
 import { clock, count, delay } from "../page/words";
@@ -173,15 +174,15 @@ async function download(): Promise<void> {
   banner.hide();
   enter("fetching", "Making the file");
   try {
-    const url = URL.createObjectURL(await recorded(ask(), format, stop.signal));
-    make("a", { href: url, download: `speech.${format}` }).click();
-    setTimeout(() => URL.revokeObjectURL(url), 10_000);
+    save(`speech.${format}`, await recorded(ask(), format, stop.signal));
   } catch (failure) {
     if (stop.signal.aborted) toast("Nothing was kept");
     else refused(failure, () => void download());
   } finally {
-    going = undefined;
-    enter("idle");
+    if (going === stop) {
+      going = undefined;
+      enter("idle");
+    }
   }
 }
 

@@ -18,7 +18,6 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from asr_serve import __version__
 from asr_serve.config import cache_dir
 from asr_serve.output_file import replaced_file
 
@@ -47,7 +46,7 @@ def machine_key(library: Path, *versions: str) -> str:
     with library.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()  # kernels may change between releases
     facts = [f"{name}={value}" for name, value in cpu_fields().items()]
-    facts += [platform.machine(), __version__, torch.__version__, digest, *versions]
+    facts += [platform.machine(), torch.__version__, digest, *versions]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
 
 

@@ -64,13 +64,23 @@ def word_ends(tokens: Sequence[int], text: Text) -> list[int]:
     return ends
 
 
-def agreed_prefix_tokens(before: Sequence[int], after: Sequence[int], text: Text) -> int:
-    """Number of tokens of `after` in the whole words at its start that `before` has too."""
+def agreed_count(before: Sequence[object], after: Sequence[object]) -> int:
+    """Number of words or tokens at the start of two hypotheses that are the same.
+
+    >>> agreed_count(["ever", "tried"], ["ever", "failed", "no"])
+    1
+    """
     same = 0
     for old, new in zip(before, after, strict=False):
         if old != new:
             break
         same += 1
+    return same
+
+
+def agreed_prefix_tokens(before: Sequence[int], after: Sequence[int], text: Text) -> int:
+    """Number of tokens of `after` in the whole words at its start that `before` has too."""
+    same = agreed_count(before, after)
     return max((end for end in word_ends(after, text) if end <= same), default=0)
 
 

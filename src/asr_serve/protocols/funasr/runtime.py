@@ -19,6 +19,7 @@ from asr_serve.protocols.form_fields import FALSE, TRUE, parse_word_list, quote_
 from asr_serve.protocols.json_members import JsonMembers, decode_json
 from asr_serve.protocols.speaker_names import funasr_speaker
 from asr_serve.text import languages
+from asr_serve.text.local_agreement import agreed_count
 from asr_serve.text.normalization.inverse import strip_punctuation
 from asr_serve.text.word_timing import is_spoken_character, is_unspaced, split_words
 from asr_serve.types import Segment, Word
@@ -233,7 +234,7 @@ class RuntimeAnswers:
         text = partial.text
         ranges = split_words(text)
         words = [strip_punctuation(text[first:behind]).casefold() for first, behind in ranges]
-        known = max(_agreed(self._hypothesis, words), len(words) - 1)
+        known = max(agreed_count(self._hypothesis, words), len(words) - 1)
         self._hypothesis = words
         sent = self._sent_words
         if not words:  # it was no speech
@@ -308,12 +309,6 @@ class RuntimeAnswers:
             ),
         )
         return msgspec.json.encode(answer).decode()
-
-
-def _agreed(before: Sequence[str], now: Sequence[str]) -> int:
-    """Number of words at the start of two hypotheses that are the same."""
-    pairs = enumerate(zip(before, now, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(before), len(now)))
 
 
 def _is_spoken(text: str) -> bool:

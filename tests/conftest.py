@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.resources
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +22,14 @@ from through_cluster import pytest_runtest_setup as pytest_runtest_setup
 
 from asr_serve.config import limit_openmp_spinning
 from asr_serve.engine import executor
+from asr_serve.server.telemetry.logs import LOGGER_NAMES
 
 restore_sigint()  # before any test starts a process
 share_certificates()
 limit_openmp_spinning()  # before any test loads torch: the servers some of them start want the same cores
 executor.CHECKS_PER_IDLE = executor.MAX_CHECKS = 1 << 30  # an engine that does nothing looks through all that it holds
 
+LOGGERS = tuple(logging.getLogger(name) for name in (None, *LOGGER_NAMES))
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("ASR_SERVE_DATA", ROOT.parent / "shared" / "data"))
 
@@ -50,3 +54,15 @@ def packaged_speech() -> Path:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20_26)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Undoes a logging setup: its handler writes to a stream that pytest closes after the test, and servers of other
+    tests would fail to log there."""
+    kept = [(logger.handlers[:], logger.level, logger.propagate) for logger in LOGGERS]
+    yield
+    for logger, (handlers, level, propagate) in zip(LOGGERS, kept, strict=True):
+        logger.handlers[:], logger.propagate = handlers, propagate
+        if logger.level != level:  # setting it forgets what every logger has cached
+            logger.setLevel(level)

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import numpy as np
@@ -23,15 +23,9 @@ Read = Callable[[], list[str]]
 
 
 @pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """`setup` changes loggers that all tests share; and so is the context they run in."""
+def no_request() -> None:
+    """The context that tests run in is shared too."""
     logs.request_id.set("")
-    loggers = [logging.getLogger(name) for name in (None, *logs.LOGGER_NAMES)]
-    kept = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
-    yield
-    for logger, (handlers, level, propagate) in zip(loggers, kept, strict=True):
-        logger.handlers[:], logger.propagate = handlers, propagate
-        logger.setLevel(level)
 
 
 @pytest.fixture

@@ -26,11 +26,12 @@ export class Connection {
   constructor(
     WebSocket: SocketConstructor,
     url: string,
+    protocols: string[] | undefined,
     private readonly silenceMs: number,
     private readonly events: ConnectionEvents,
     first?: string,
   ) {
-    this.#socket = new WebSocket(url);
+    this.#socket = protocols ? new WebSocket(url, protocols) : new WebSocket(url);
     this.#socket.binaryType = "arraybuffer";
     if (first !== undefined) this.#socket.addEventListener("open", () => this.#socket.send(first));
     this.#socket.addEventListener("message", ({ data }: { data: unknown }) => this.#message(data));

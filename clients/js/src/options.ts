@@ -9,7 +9,7 @@ export interface Socket {
   // eslint-disable-next-line @typescript-eslint/no-explicit-any -- each has event classes of its own
   addEventListener(type: "open" | "message" | "close" | "error", listener: (event: any) => void): void;
 }
-export type SocketConstructor = new (url: string) => Socket;
+export type SocketConstructor = new (url: string, protocols?: string[]) => Socket;
 
 export interface StreamOptions {
   /** The server, or the route: `http://host:8000` is `ws://host:8000/v1/stream`. */
@@ -171,6 +171,15 @@ export function resumeUrl(
   return url.href;
 }
 
+/** Characters of a token (RFC 9110, 5.6.2), which a subprotocol is. */
+const TOKEN = /^[!#$%&'*+\-.^_`|~0-9A-Za-z]+$/;
+
+/** The subprotocols that carry the key: a browser's WebSocket sends no header of ours, and proxies log addresses. None
+ * without a key, and for one that a subprotocol cannot hold, which comes in the address. */
+export function keyProtocols({ apiKey }: StreamOptions): string[] | undefined {
+  return apiKey !== undefined && TOKEN.test(apiKey) ? ["bearer", apiKey] : undefined;
+}
+
 /** The class to connect with. Throws SpeechError. */
 export function socketClass(options: StreamOptions): SocketConstructor {
   const found = options.WebSocket ?? (globalThis as { WebSocket?: SocketConstructor }).WebSocket;
@@ -195,6 +204,6 @@ function routeUrl(options: StreamOptions): URL {
   const url = address(options.url, ["http:", "https:", "ws:", "wss:"]);
   url.protocol = ({ "http:": "ws:", "https:": "wss:" } as Record<string, string>)[url.protocol] ?? url.protocol;
   if (url.pathname === "/") url.pathname = "/v1/stream";
-  if (options.apiKey !== undefined) url.searchParams.set("api_key", options.apiKey);
+  if (options.apiKey !== undefined && !keyProtocols(options)) url.searchParams.set("api_key", options.apiKey);
   return url;
 }

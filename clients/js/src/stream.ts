@@ -3,7 +3,7 @@ import { Emitter } from "./emitter.js";
 import { SpeechError } from "./errors.js";
 import { counted } from "./events.js";
 import type * as wire from "./events.js";
-import { beginMessage, beginUrl, expectOptions, resumeUrl, socketClass, type StreamOptions } from "./options.js";
+import { beginMessage, beginUrl, expectOptions, keyProtocols, resumeUrl, socketClass, type StreamOptions } from "./options.js";
 import { Outgoing, type Command } from "./outgoing.js";
 import { toBytes } from "./pcm.js";
 import { Retry } from "./retry.js";
@@ -213,7 +213,7 @@ export class SpeechStream extends Emitter<StreamEvents> {
         lost: (reason: string, deliberate: boolean) => this.#lost(reason, deliberate),
       };
       const silenceMs = options.reconnect?.silenceMs ?? SILENCE_MS;
-      this.#connection = new Connection(socketClass(options), url, silenceMs, events, first);
+      this.#connection = new Connection(socketClass(options), url, keyProtocols(options), silenceMs, events, first);
     } catch (cause) {
       // A page from https may not connect to ws, for one.
       this.#fail(new SpeechError("connection_failed", `Cannot connect to ${options.url}: ${String(cause)}.`, { cause }));

@@ -10,7 +10,7 @@ import pytest
 
 from asr_serve.errors import UnsupportedOption
 from asr_serve.models.registry import tts_card
-from asr_serve.server.tts.voice_catalog import VoiceCatalog, speaks
+from asr_serve.server.tts.voice_catalog import VoiceCatalog, speaks, voice_languages
 from asr_serve.voices.voice_store import VoiceStore
 
 KOKORO, HIBARI, JOE = (tts_card(name) for name in ("kokoro", "hibari", "piper-joe"))
@@ -50,6 +50,12 @@ def test_a_voice_is_chosen_by_its_language(
     tmp_path: Path, cards: tuple[Any, ...], language: str, found: tuple[str, str]
 ) -> None:
     assert catalog(tmp_path, *cards).voice_speaking(language) == found
+
+
+def test_a_voice_speaks_its_own_language_and_not_all_of_its_models() -> None:
+    assert voice_languages(KOKORO, AMERICAN) == ("en",)
+    assert voice_languages(KOKORO, BRITISH) == ("en-gb",)
+    assert voice_languages(HIBARI, "a cloned one") == HIBARI.languages
 
 
 def test_a_voice_of_a_named_model_is_chosen_by_its_language(tmp_path: Path) -> None:

@@ -38,16 +38,14 @@ def speaks(card: TtsCard, voice: str, language: str) -> bool:
     """Whether a voice of a model speaks a language, a code like de or en-GB. A voice without a country speaks the
     language of each, one with a country that one alone, and the language without any."""
     tag = _language_tag(language)
-    return any(
-        own in (tag, tag.partition("-")[0]) or own.startswith(f"{tag}-") for own in _voice_languages(card, voice)
-    )
+    return any(own in (tag, tag.partition("-")[0]) or own.startswith(f"{tag}-") for own in voice_languages(card, voice))
 
 
 def _language_tag(language: str) -> str:
     return language.strip().replace("_", "-").lower()
 
 
-def _voice_languages(card: TtsCard, voice: str) -> tuple[str, ...]:
+def voice_languages(card: TtsCard, voice: str) -> tuple[str, ...]:
     """Languages of a voice: its own one, or those of a model whose voices are not told apart by it."""
     own = card.language(voice)
     return (own,) if own in card.languages else card.languages
@@ -80,7 +78,7 @@ class VoiceCatalog:
         cards = cards or [self.engine(model).tts_card]
         voices = [(card, voice) for card in cards for voice in card.voices]
         for card, voice in voices:
-            if _language_tag(language) in _voice_languages(card, voice):
+            if _language_tag(language) in voice_languages(card, voice):
                 return card.name, voice
         for card, voice in voices:
             if speaks(card, voice, language):

@@ -25,7 +25,7 @@ from asr_serve.server.realtime.lifecycle import SessionLimits
 from asr_serve.server.realtime.outbox import OUTBOX_SEND_TIMEOUT_S, Outbox
 from asr_serve.server.realtime.wyoming.conversation import WyomingConversation
 from asr_serve.server.tts.speech_session import SpeechSession
-from asr_serve.server.tts.voice_catalog import VoiceCatalog
+from asr_serve.server.tts.voice_catalog import VoiceCatalog, voice_languages
 from asr_serve.text import languages
 
 EXTENSION = "asr_serve.wyoming"
@@ -80,7 +80,13 @@ class WyomingEndpoint:
         ]
         cards = {engine.name: engine.tts_card for engine in engines if engine.is_tts}
         voices = [
-            WyomingModel(voice.name, card.languages, f"{voice.name} ({card.name})", card.source, _url(card.hub))
+            WyomingModel(
+                voice.name,
+                voice_languages(card, voice.name),
+                f"{voice.name} ({card.name})",
+                card.source,
+                _url(card.hub),
+            )
             for voice in self._voices.list_voices()
             for card in [cards[voice.model]]
         ]

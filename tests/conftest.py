@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,9 @@ restore_sigint()  # before any test starts a process
 share_certificates()
 limit_openmp_spinning()  # before any test loads torch: the servers some of them start want the same cores
 executor.CHECKS_PER_IDLE = executor.MAX_CHECKS = 1 << 30  # an engine that does nothing looks through all that it holds
+
+_user_data = tempfile.TemporaryDirectory(prefix="asr-serve-tests-")
+os.environ["XDG_DATA_HOME"] = _user_data.name  # batches and cloned voices of servers that no test gives a folder
 
 LOGGERS = tuple(logging.getLogger(name) for name in (None, *LOGGER_NAMES))
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.devices.cpu import CpuDevice
-from asr_serve.devices.interface import LayerUse
 from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.models.registry import asr_card
 
@@ -45,11 +44,11 @@ class ChosenLayers(CpuDevice):
         self.layers: list[str] = []
         """Names of all layers that may be chosen, in the order in which the model took them."""
 
-    def _quantizes(self, weight: Tensor, use: LayerUse | None) -> bool:
-        if use is None:
+    def _quantizes(self, layer: str | None) -> bool:
+        if layer is None:
             return False
-        self.layers.append(use.name)
-        return self.chosen is None or use.name in self.chosen
+        self.layers.append(layer)
+        return self.chosen is None or layer in self.chosen
 
 
 class Calibration:

@@ -106,10 +106,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     recognizes the words of the graph's lexicon and language model. For a server, it applies to the default model. None:
     the model's own search."""
     quantize: Quantize = "auto"
-    """8-bit quantization: auto, of weights and activations, of the layers for which that was measured to be faster on
-    this machine, in models whose error rate stays the same, where no dtype is chosen and engines do not encode for each
-    other; none; int8, of all weights, which takes about half their memory; or dynamic, of the activations too, where
-    that is faster."""
+    """8-bit quantization: auto, of weights and activations, where this processor computes that faster, in the layers of
+    a model whose error rate stays the same, where no dtype is chosen and engines do not encode for each other; none;
+    int8, of all weights, which takes about half their memory; or dynamic, of the activations too, where that is
+    faster."""
     backend: LanguageModelBackend = "native"
     """Engine of a speech LLM's language model: native, this one; or vllm, vLLM in a process of its own under
     `vllm_python`, which decodes greedily or samples, and has no beams, no biasing and no other language models. For a

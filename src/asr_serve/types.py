@@ -32,7 +32,7 @@ class Int8Calibration(msgspec.Struct, frozen=True):
     """Layers of a set of weights that quantize=auto may compute in 8 bits, as bench/int8_layers.py chose them."""
 
     kept: tuple[str, ...] = ()
-    """Patterns (fnmatch) of the names of layers, see devices/interface.LayerUse, that keep the device's dtype."""
+    """Patterns (fnmatch) of the names of layers, see devices/interface.Device.linear, that keep the device's dtype."""
 
     def quantizes(self, name: str) -> bool:
         """Whether the layer of that name may be quantized."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,16 +16,7 @@ from asr_serve import devices
 from asr_serve import kernels as native
 from asr_serve.devices.cpu import CpuDevice, PlainVocabulary
 from asr_serve.devices.cuda import WidenedLinear, WidenedVocabulary
-from asr_serve.devices.int8 import (
-    FRAME_PROBES,
-    STEP_PROBES,
-    ActivationBits,
-    CpuInt8Linear,
-    Int8Selector,
-    Int8Vocabulary,
-    outlying,
-)
-from asr_serve.devices.interface import LayerUse
+from asr_serve.devices.int8 import CpuInt8Linear, Int8Vocabulary, eight_bits_are_faster, outlying
 from asr_serve.devices.tensor_parallel import TensorParallelGroup
 from asr_serve.errors import OptionError
 from asr_serve.models.asr.moonshine import moonshine
@@ -140,9 +132,9 @@ class Recording(CpuDevice):
         self.held = self.in_16_bits = 0
 
     def linear(
-        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, use: LayerUse | None = None
+        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, layer: str | None = None
     ) -> Any:
-        made = super().linear(weight, bias, dtype, use)
+        made = super().linear(weight, bias, dtype, layer)
         return self.count(made, weight, bias)
 
     def vocabulary(self, weight: Tensor) -> Any:
@@ -207,7 +199,6 @@ def test_an_int8_model_takes_at_most_55_percent_of_the_bytes(mode: str) -> None:
         pytest.skip("the native core is not built here")
     config = moonshine.Config()
     device = Recording(mode)
-    device.gate._choose = lambda *_: ActivationBits(8, 2.0)  # type: ignore[method-assign]
     model = moonshine.Model(config, checkpoint(config), device)
     assert device.in_16_bits > 50e6
     assert device.held <= 0.55 * device.in_16_bits
@@ -215,43 +206,47 @@ def test_an_int8_model_takes_at_most_55_percent_of_the_bytes(mode: str) -> None:
     assert all(t.dtype == torch.int8 for t in beside), "a copy of the vocabulary beside its 8 bits"
 
 
-def test_dynamic_rounds_rows_to_8_bits_only_where_that_is_faster(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("dots", "dtype", "bf16_matrices", "faster"),
+    [
+        (True, torch.bfloat16, False, True),  # AVX512-VNNI beside AVX512-BF16
+        (True, torch.float32, False, True),
+        (True, torch.bfloat16, True, False),  # AMX, Arm's BF16
+        (True, torch.float32, True, True),
+        (False, torch.bfloat16, False, False),
+        (False, torch.float32, False, False),
+    ],
+)
+def test_the_processor_alone_decides_whether_8_bits_are_faster(
+    dots: bool, dtype: torch.dtype, bf16_matrices: bool, faster: bool
 ) -> None:
-    if native.core() is None:
-        pytest.skip("the native core is not built here")
-    times = {8: 1.0, 16: 1.0}
-    monkeypatch.setattr("asr_serve.devices.int8._timed", lambda call: times[call.args[-1]])  # its bits
-    for seconds, bits in ((2.0, 8), (1.1, 16), (0.5, 16)):
-        times[16] = seconds
-        monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path / str(seconds)))
-        gate = Int8Selector(native.kernels(), native.kernels().set_threads, 1)
-        if not native.kernels().int8_dots():
-            bits = 16
-        assert gate.bits(64, 96) == bits
-        assert gate.bits(64, 96) == bits
-        assert len(gate.choices) == 1, "a shape is timed once"
-        assert f"{1 if bits == 8 else 0} of 1 shapes" in gate.describe()
-        assert "64x96" in gate.shapes()
+    kernels: Any = SimpleNamespace(int8_dots=lambda: dots)
+    assert eight_bits_are_faster(kernels, dtype, bf16_matrices) == faster
+
+
+@pytest.mark.parametrize("mode", ["auto", "dynamic"])
+def test_engines_with_other_numbers_of_threads_choose_and_compute_the_same(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = torch.randn(96, 64), torch.randn(200, 64)
+    made = []
+    for threads in ("1", "2"):
+        monkeypatch.setenv("ASR_SERVE_THREADS", threads)
+        device = devices.make_device("cpu", quantize=mode, calibration=EVERYTHING)
+        linear = device.linear(weight, layer=ENCODER_FC1)
+        made.append((type(linear), device.describe()["products"], linear(x.to(device.dtype))))
+    assert made[0][:2] == made[1][:2]
+    torch.testing.assert_close(made[0][2], made[1][2], rtol=0, atol=0)
 
 
 EVERYTHING = Int8Calibration()
-ENCODER_FC1, DECODER_FC2 = LayerUse("encoder.layers.0.mlp.fc1", True), LayerUse("decoder.layers.0.mlp.fc2", False)
+ENCODER_FC1, DECODER_FC2 = "encoder.layers.0.mlp.fc1", "decoder.layers.0.mlp.fc2"
 
 
 @pytest.fixture
-def gains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[bool, float]:
-    """Measured gains of 8 bits, as a test sets them: of layers of frames (True), and of steps."""
-    if native.core() is None or not native.kernels().int8_dots():
-        pytest.skip("there are no 8-bit instructions here, or the native core is not built")
-    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path))
-    found = {True: 2.0, False: 2.0}
-
-    def measure(self: Int8Selector, inputs: int, outputs: int, probes: tuple[int, ...], *more: object) -> float:
-        return found[probes == FRAME_PROBES]
-
-    monkeypatch.setattr(Int8Selector, "_measure_layer", measure)
-    return found
+def needs_fast_8_bits() -> None:
+    if devices.make_device("cpu", quantize="auto", calibration=EVERYTHING).quantize == "none":
+        pytest.skip("this CPU, or what was compiled for it, has no fast 8-bit products")
 
 
 @pytest.mark.parametrize(
@@ -264,80 +259,44 @@ def gains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[bool, float]:
         ({"calibration": EVERYTHING, "group": TensorParallelGroup(0, 2)}, "none"),
     ],
 )
+@pytest.mark.usefixtures("needs_fast_8_bits")
 def test_auto_is_for_calibrated_models_whose_dtype_nobody_chose(options: dict[str, Any], resolved: str) -> None:
     assert devices.make_device("cpu", quantize="auto", **options).quantize == resolved
 
 
-def test_auto_takes_8_bits_where_they_were_measured_faster(gains: dict[bool, float]) -> None:
+@pytest.mark.usefixtures("needs_fast_8_bits")
+def test_auto_quantizes_layers_that_a_calibration_can_name() -> None:
     weight = torch.randn(96, 64)
-    gains[True] = 1.0  # as on a processor with matrix tiles of bf16
     device = devices.make_device("cpu", quantize="auto", calibration=EVERYTHING)
-    assert not isinstance(device.linear(weight, use=ENCODER_FC1), CpuInt8Linear)
-    chosen = device.linear(weight, use=DECODER_FC2)
+    chosen = device.linear(weight, layer=DECODER_FC2)
     assert isinstance(chosen, CpuInt8Linear)
     assert chosen.bits == 8
-    assert "1 of 2 shapes" in device.describe()["products"]
-    # Layers that no calibration can name, those with a dtype of their own, and the first and last: the device's.
+    assert (
+        device.describe()["products"]
+        == f"8-bit weights, 8-bit activations; {device.dtype_name} in the layers that need it"
+    )
+    # Layers without a name, those with a dtype of their own, and the first and last: the device's.
     assert not isinstance(device.linear(weight), CpuInt8Linear)
-    assert not isinstance(device.linear(weight, dtype=torch.float32, use=DECODER_FC2), CpuInt8Linear)
+    assert not isinstance(device.linear(weight, dtype=torch.float32, layer=DECODER_FC2), CpuInt8Linear)
     assert isinstance(device.vocabulary(weight), PlainVocabulary)
-
-
-def test_quantization_is_auto_only_where_a_layer_is_quantized(gains: dict[bool, float]) -> None:
-    gains[True] = 1.0
-    device, weight = devices.make_device("cpu", quantize="auto", calibration=EVERYTHING), torch.randn(96, 64)
-    assert device.quantization == "none"
-    device.linear(weight, use=ENCODER_FC1)
-    assert device.quantization == "none", "it was slower"
-    assert device.describe()["products"] == device.dtype_name
-    device.linear(weight, use=DECODER_FC2)
-    assert device.quantization == "auto"
 
 
 @pytest.mark.parametrize("mode", ["none", "int8", "dynamic"])
 def test_a_chosen_quantization_is_that_of_the_layers(mode: str) -> None:
-    assert devices.make_device("cpu", "fp32", mode).quantization == mode
+    assert devices.make_device("cpu", "fp32", mode).quantize == mode
 
 
-def test_auto_leaves_sensitive_layers_alone(gains: dict[bool, float]) -> None:
+@pytest.mark.usefixtures("needs_fast_8_bits")
+def test_auto_leaves_sensitive_layers_alone() -> None:
     kept = Int8Calibration(("encoder.layers.0.*", "*.fc2"))
     device, weight = devices.make_device("cpu", quantize="auto", calibration=kept), torch.randn(96, 64)
-    for use in (ENCODER_FC1, DECODER_FC2):
-        assert not isinstance(device.linear(weight, use=use), CpuInt8Linear)
-    assert isinstance(device.linear(weight, use=LayerUse("encoder.layers.1.mlp.fc1", True)), CpuInt8Linear)
+    for layer in (ENCODER_FC1, DECODER_FC2):
+        assert not isinstance(device.linear(weight, layer=layer), CpuInt8Linear)
+    assert isinstance(device.linear(weight, layer="encoder.layers.1.mlp.fc1"), CpuInt8Linear)
 
 
-def test_a_choice_is_that_of_the_machine_and_not_of_the_load(gains: dict[bool, float]) -> None:
-    weight = torch.randn(96, 64)
-    first = devices.make_device("cpu", quantize="auto", calibration=EVERYTHING).linear(weight, use=ENCODER_FC1)
-    gains[True] = 0.5  # a disturbed moment
-    second = devices.make_device("cpu", quantize="auto", calibration=EVERYTHING).linear(weight, use=ENCODER_FC1)
-    assert type(first) is type(second) is CpuInt8Linear
-
-
-@pytest.mark.parametrize("frames", [True, False])
-def test_what_is_timed_is_both_ways_to_compute_the_layer(
-    frames: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    if native.core() is None or not native.kernels().int8_dots():
-        pytest.skip("there are no 8-bit instructions here, or the native core is not built")
-    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path))
-    seen = []
-
-    def timed(call: Any) -> float:
-        seen.append((isinstance(call.func, CpuInt8Linear), len(call.args[0])))
-        call()
-        return 1.0 if seen[-1][0] else 3.0
-
-    monkeypatch.setattr("asr_serve.devices.int8._timed", timed)
-    device = devices.make_device("cpu", quantize="auto", calibration=EVERYTHING)
-    assert isinstance(device.linear(torch.randn(96, 64), use=LayerUse("any", frames)), CpuInt8Linear)
-    rows = FRAME_PROBES if frames else STEP_PROBES
-    assert set(seen) == {(quantized, count) for quantized in (True, False) for count in rows}
-    assert (tmp_path / "products.json").is_file()
-
-
-def test_an_auto_model_holds_less_and_a_row_is_the_same_in_any_batch(gains: dict[bool, float]) -> None:
+@pytest.mark.usefixtures("needs_fast_8_bits")
+def test_an_auto_model_holds_less_and_a_row_is_the_same_in_any_batch() -> None:
     config = moonshine.Config(encoder_num_hidden_layers=1, decoder_num_hidden_layers=1, vocab_size=512)
     weights = checkpoint(config)
     plain = moonshine.Model(config, weights, devices.make_device("cpu"))
@@ -373,8 +332,8 @@ def test_patterns_on_cards_are_of_layers_that_models_have() -> None:
     """A pattern of no layer would keep nothing, silently."""
 
     class Named(CpuDevice):
-        def linear(self, *args: Any, use: LayerUse | None = None, **more: Any) -> Any:
-            names.append(use.name if use else "")
+        def linear(self, *args: Any, layer: str | None = None, **more: Any) -> Any:
+            names.append(layer or "")
             return super().linear(*args, **more)
 
     names: list[str] = []
@@ -388,14 +347,16 @@ def test_patterns_on_cards_are_of_layers_that_models_have() -> None:
 def test_without_int8_instructions_auto_quantizes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASR_SERVE_NATIVE", "0")
     device = devices.make_device("cpu", quantize="auto", calibration=EVERYTHING)
-    assert not isinstance(device.linear(torch.randn(96, 64), use=ENCODER_FC1), CpuInt8Linear)
-    assert (device.quantize, device.quantization) == ("auto", "none")
+    assert not isinstance(device.linear(torch.randn(96, 64), layer=ENCODER_FC1), CpuInt8Linear)
+    assert device.quantize == "none"
     assert device.describe()["products"] == device.dtype_name
 
 
 def test_without_int8_instructions_nothing_is_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASR_SERVE_NATIVE", "0")
-    assert devices.make_device("cpu", "fp32", "dynamic").gate.bits(64, 96) == 16  # type: ignore[attr-defined]
+    linear = devices.make_device("cpu", "fp32", "dynamic").linear(torch.randn(96, 64))
+    assert isinstance(linear, CpuInt8Linear)
+    assert linear.bits == 16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

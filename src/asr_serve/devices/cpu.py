@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -17,21 +16,29 @@ from asr_serve.config import thread_limit
 from asr_serve.cores import usable_cores
 from asr_serve.devices import bf16
 from asr_serve.devices.huge_pages import ask_for_huge_pages
-from asr_serve.devices.int8 import CpuInt8Linear, Int8Selector, Int8Vocabulary
-from asr_serve.devices.interface import Device, GatedLinear, LayerUse, Linear, VocabularyMatrix
+from asr_serve.devices.int8 import CpuInt8Linear, Int8Vocabulary, eight_bits_are_faster, has_dots
+from asr_serve.devices.interface import Device, GatedLinear, Linear, VocabularyMatrix
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Int8Calibration, Quantize
 
 
-def bf16_supported() -> bool:
-    """Whether the CPU multiplies bf16 itself (AVX512-BF16, AMX, Arm BF16); emulation is slower than fp32."""
+def cpu_flags() -> frozenset[str]:
+    """Names of the processor's instruction sets, as Linux has them; none elsewhere."""
     try:
         with open("/proc/cpuinfo") as file:
-            flags = set(next((line for line in file if line.startswith(("flags", "Features"))), "").split())
+            return frozenset(next((line for line in file if line.startswith(("flags", "Features"))), "").split())
     except OSError:
-        return False
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+        return frozenset()
+
+
+def bf16_supported() -> bool:
+    """Whether the CPU multiplies bf16 itself (AVX512-BF16, AMX, Arm BF16); emulation is slower than fp32."""
+    return bool(cpu_flags() & {"avx512_bf16", *BF16_MATRICES})
+
+
+BF16_MATRICES = frozenset({"amx_bf16", "bf16"})
+"""Instruction sets that multiply matrices of bf16: Intel AMX, and Arm's BF16."""
 
 
 def packed_dtypes() -> frozenset[torch.dtype]:
@@ -175,7 +182,7 @@ class CpuDevice:
     ) -> None:
         """`group`: ranks on this machine, among which its cores are divided. `calibration`: layers that `auto` may
         quantize; None: none."""
-        self.quantize, self.group, self.calibration = quantize, group, calibration
+        self.group, self.calibration = group, calibration
         self.chosen_because = "asked for"
         if dtype is None:
             native_bf16 = bf16_supported()
@@ -185,39 +192,35 @@ class CpuDevice:
         self.threads = max(1, (thread_limit() or usable_cores()) // group.size)
         self.encoder_threads = 0 if self.threads == 1 else self.threads - self.threads // 4
         self.kernels = kernels.kernels()
-        self.gate = Int8Selector(self.kernels, self.set_threads, self.threads)
         self.set_threads(self.threads)
         self.packed_dtypes = packed_dtypes()
-
-    @property
-    def quantization(self) -> Quantize:
-        return "none" if self.quantize == "auto" and not self.gate.quantizes_layers else self.quantize
+        if quantize == "auto" and not eight_bits_are_faster(
+            self.kernels, dtype, bf16_matrices=bool(cpu_flags() & BF16_MATRICES)
+        ):
+            quantize = "none"
+        self.quantize: Quantize = quantize
 
     @property
     def dtype_name(self) -> str:
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 
     def linear(
-        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, use: LayerUse | None = None
+        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, layer: str | None = None
     ) -> Linear:
-        if dtype is None and self._quantizes(weight, use):
-            return CpuInt8Linear(weight, bias, self.kernels, self._bits(weight))
+        if dtype is None and self._quantizes(layer):
+            return CpuInt8Linear(weight, bias, self.kernels, self._bits)
         dtype = dtype or self.dtype
         bias = None if bias is None else bias.to(dtype)
         return (PackedLinear if dtype in self.packed_dtypes else PlainLinear)(weight.to(dtype), bias)
 
-    def _quantizes(self, weight: Tensor, use: LayerUse | None) -> bool:
+    def _quantizes(self, layer: str | None) -> bool:
         if self.quantize != "auto":
             return self.quantize != "none"
-        if use is None or self.calibration is None or not self.calibration.quantizes(use.name):
-            return False
-        outputs, inputs = weight.shape
-        plain = partial(self.linear, dtype=self.dtype)
-        return self.gate.is_faster(inputs, outputs, use.frames, self.dtype, plain)
+        return layer is not None and self.calibration is not None and self.calibration.quantizes(layer)
 
     def vocabulary(self, weight: Tensor) -> VocabularyMatrix:
         if self.quantize in ("int8", "dynamic"):
-            return Int8Vocabulary(weight, self.kernels, self._bits(weight), self.dtype)
+            return Int8Vocabulary(weight, self.kernels, self._bits, self.dtype)
         weight = weight.to(self.dtype)
         return PlainVocabulary(weight, self.linear(weight))
 
@@ -239,10 +242,10 @@ class CpuDevice:
     def _packs_bf16(self, weight: Tensor) -> bool:
         return self.quantize in ("none", "auto") and self.dtype == torch.bfloat16 and bf16.fits(self.kernels, weight)
 
-    def _bits(self, weight: Tensor) -> int:
-        if self.quantize == "dynamic":
-            return self.gate.bits(weight.shape[1], weight.shape[0])
-        return 8 if self.quantize == "auto" else 16
+    @property
+    def _bits(self) -> int:
+        """Bits of the activations in int8 products: 16 where 8 are not faster."""
+        return 16 if self.quantize == "int8" or not has_dots(self.kernels) else 8
 
     def attention(self, qkv: Tensor, packing: PackedBatch) -> Tensor:
         total, _, heads, head_dim = qkv.shape
@@ -311,9 +314,9 @@ class CpuDevice:
 
     def describe(self) -> dict[str, Any]:
         core = kernels.core()
-        measured = self.gate.describe()
-        automatic = self.dtype_name if self.quantization == "none" else measured
-        products = {"none": self.dtype_name, "int8": "8-bit weights", "dynamic": measured, "auto": automatic}
+        both = f"8-bit weights, {self._bits}-bit activations"
+        automatic = f"{both}; {self.dtype_name} in the layers that need it"
+        products = {"none": self.dtype_name, "int8": both, "dynamic": both, "auto": automatic}
         return {
             "device": self.name,
             "dtype": self.dtype_name,

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from asr_serve.devices.cpu import PlainLinear, PlainVocabulary, packed_bytes, stacked_gated_linear
 from asr_serve.devices.int8 import outlying
-from asr_serve.devices.interface import GatedLinear, LayerUse, Linear, VocabularyMatrix
+from asr_serve.devices.interface import GatedLinear, Linear, VocabularyMatrix
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup
 from asr_serve.errors import OptionError
 from asr_serve.kernels import int8_reference, reference
@@ -145,15 +145,11 @@ class CudaDevice:
         self.kernels: ModuleType = reference
 
     @property
-    def quantization(self) -> Quantize:
-        return self.quantize
-
-    @property
     def dtype_name(self) -> str:
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 
     def linear(
-        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, use: LayerUse | None = None
+        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, layer: str | None = None
     ) -> Linear:
         if self.quantize == "int8" and dtype is None:
             device_bias = None if bias is None else bias.to(self.torch_device)

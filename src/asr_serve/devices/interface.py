@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,21 +12,6 @@ from torch import Tensor
 from asr_serve.devices.tensor_parallel import TensorParallelGroup
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Quantize
-
-
-class LayerUse(NamedTuple):
-    """Use of a linear layer in its model, by which quantize=auto chooses its arithmetic."""
-
-    name: str
-    """Name in the checkpoint of the first of its tensors, without `model.` and `.weight`."""
-    frames: bool
-    """Whether it multiplies batches of encoder frames; False: the few rows of a decoding step."""
-
-    @classmethod
-    def of(cls, name: str) -> LayerUse:
-        """Returns the use of an encoder-decoder model's layer, by Hugging Face's name of its first tensor."""
-        name = name.removeprefix("model.").removesuffix(".weight")
-        return cls(name, name.startswith("encoder.") or name.endswith(("encoder_attn.k_proj", "encoder_attn.v_proj")))
 
 
 class Linear(Protocol):
@@ -99,22 +84,18 @@ class Device(Protocol):
 
     @property
     def quantize(self) -> Quantize:
-        """Quantization of the weights."""
-
-    @property
-    def quantization(self) -> Quantize:
-        """Quantization of the layers that it has made: `quantize`, but `none` for `auto` while none was quantized."""
+        """Quantization of the weights; `auto` only where 8 bits are faster."""
 
     @property
     def dtype_name(self) -> str:
         """fp32 or bf16."""
 
     def linear(
-        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, use: LayerUse | None = None
+        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, layer: str | None = None
     ) -> Linear:
         """Returns a Linear of `weight` (out, in) and `bias` (out,), by default in the device's dtype. A device
-        that quantizes does so here, except where the model names a dtype. `use`: of a layer that may be quantized
-        by default; others are where the engine is told to quantize."""
+        that quantizes does so here, except where the model names a dtype. `layer`: name of one that quantize=auto may
+        quantize, which is that of the first of its tensors in the checkpoint, without `model.` and `.weight`."""
 
     def vocabulary(self, weight: Tensor) -> VocabularyMatrix:
         """Returns the matrix of `weight` (vocab, dim). Call it once for a tied embedding and output projection."""

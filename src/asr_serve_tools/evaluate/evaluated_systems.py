@@ -166,7 +166,7 @@ class LocalModel(AsrSystem):
         self.takes_hotwords = True
         self.diarizes = True
         # As a policy's evidence is looked up: by the weights and by what the model computes with.
-        quantization = precision or self._model.device.quantization
+        quantization = precision or self._model.device.quantize
         self.info = EvaluatedSystem(name, model, card.weights_revision, card.licence, quantization)
 
     def transcribe(self, clips: Sequence[ClipInput], request: TranscribeRequest) -> Generator[ClipAnswer, None, None]:

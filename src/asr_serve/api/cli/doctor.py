@@ -67,12 +67,7 @@ class DoctorReport(msgspec.Struct):
 def doctor(
     device: Device = "auto",
     dtype: Dtype = "auto",
-    quantize: Annotated[
-        str,
-        typer.Option(
-            help="8-bit quantization: auto, none, int8, or dynamic, which also shows what is faster for common shapes."
-        ),
-    ] = "auto",
+    quantize: Annotated[str, typer.Option(help="8-bit quantization: auto, none, int8 or dynamic.")] = "auto",
     edge: Annotated[
         bool, typer.Option("--edge", help="Show instead what this host allows `asr-serve edge`, and what mends it.")
     ] = False,
@@ -206,39 +201,34 @@ def native_modules() -> dict[str, bool]:
 
 
 def chosen_device(device: str, dtype: str, quantize: str) -> dict[str, object]:
-    """Describes the device that is chosen, for `auto` as well: what `quantize=auto` does on it, and with `dynamic` the
-    choice for common products."""
+    """Describes the device that is chosen, for `auto` as well, and what `quantize=auto` does on it."""
     from asr_serve.devices import make_device
-    from asr_serve.devices.cpu import CpuDevice
-    from asr_serve.devices.int8 import SHAPES
     from asr_serve.types import Int8Calibration
 
     resolved = make_device(device, dtype, quantize, calibration=Int8Calibration())
-    shapes = {}
-    if quantize == "dynamic" and isinstance(resolved, CpuDevice):
-        for inputs, outputs in SHAPES:
-            resolved.gate.bits(inputs, outputs)
-        shapes = resolved.gate.shapes()
     details = {"device": resolved.name, "dtype": resolved.dtype_name, "threads": resolved.threads}
     details |= {name: value if is_plain(value) else str(value) for name, value in resolved.describe().items()}
     if quantize == "auto":
-        details["quantize_auto"] = quantize_auto(resolved)
-    return details | {f"product {name}": choice for name, choice in shapes.items()}
+        details["quantize_auto"] = quantize_auto(resolved, dtype)
+    return details
 
 
-def quantize_auto(device: interface.Device) -> str:
-    """Describes what `quantize=auto` does on a device that was made with it."""
+def quantize_auto(device: interface.Device, dtype: str) -> str:
+    """Describes what `quantize=auto` does on a device that was made with it and with the setting `dtype`."""
     from asr_serve.devices.cpu import CpuDevice
+    from asr_serve.devices.int8 import has_dots
     from asr_serve.models.registry import asr_cards
 
     if not isinstance(device, CpuDevice):
         return f"none: 8-bit layers are chosen on a CPU, and this is {device.name}"
-    if device.quantize == "none":
+    if dtype != "auto":
         return "none: a dtype was chosen"
-    if not device.gate.has_dots:
+    if not has_dots(device.kernels):
         return "none: there are no 8-bit instructions here"
+    if device.quantize == "none":
+        return f"none: matrices of {device.dtype_name} are faster here"
     models = ", ".join(card.name for card in asr_cards().values() if card.int8 is not None)
-    return f"8-bit layers where they are measured to be faster than {device.dtype_name}, in {models}"
+    return f"8-bit layers, which are faster than {device.dtype_name} here, in {models}"
 
 
 def is_plain(value: object) -> bool:

@@ -20,8 +20,8 @@ Quantize = Annotated[
     str | None,
     typer.Option(
         metavar="auto|none|int8|dynamic",
-        help="8-bit quantization. auto: of the layers for which it is faster here, in models whose error rate stays "
-        "the same; int8: of all weights; dynamic: of the activations too, where that is faster. Default: auto.",
+        help="8-bit quantization. auto: where it is faster on this processor, in the layers that leave a model's error "
+        "rate the same; int8: of all weights; dynamic: of the activations too, where that is faster. Default: auto.",
         show_default=False,
     ),
 ]

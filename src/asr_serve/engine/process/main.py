@@ -110,7 +110,7 @@ class EngineProcessServer:
             models_available(),
             self._address(loop, spec),
             multilingual="" if whisper is None else whisper.name,
-            quantization=parts.device.quantization,
+            quantization=parts.device.quantize,
         )
         self._owner.send(ready)
         threading.Thread(target=self._owner.read_messages, args=(facts,), name="messages", daemon=True).start()

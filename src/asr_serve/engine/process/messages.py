@@ -244,7 +244,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     multilingual: str = ""
     """Name of the multilingual Whisper whose weights are on this machine; empty: there is none."""
     quantization: str = "none"
-    """Quantization that the model computes with, see devices/interface.Device.quantization."""
+    """Quantization that the model computes with, see devices/interface.Device.quantize."""
 
 
 class RequestsStarted(msgspec.Struct, frozen=True, tag=True):

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve.devices.interface import Device, LayerUse, Linear, VocabularyMatrix
+from asr_serve.devices.interface import Device, Linear, VocabularyMatrix
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models import alignment_heads as again
 from asr_serve.models.alignment_heads import moonshine_alignment
@@ -222,7 +222,7 @@ class MoonshineTensors:
         for i in range(rotary):
             parts[i] = self._halves(parts[i], names[i])
         biases = torch.cat([self.get(f"{name}.bias") for name in names]) if bias else None
-        return self.device.linear(torch.cat(parts), biases, use=LayerUse.of(names[0]))
+        return self.device.linear(torch.cat(parts), biases, layer=names[0].removeprefix("model."))
 
     def _halves(self, weight: Tensor, name: str) -> Tensor:
         # Scores are dot products: the same reordering of a head's dimensions in queries and keys does not change

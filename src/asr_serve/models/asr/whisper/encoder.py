@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asr_serve.audio.features.whisper_log_mel import PackedLogMel
-from asr_serve.devices.interface import Device, LayerUse, Linear
+from asr_serve.devices.interface import Device, Linear
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup, row_parallel
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.kernels.decoder_reference import rotate_halves
@@ -126,11 +126,11 @@ class WhisperTensors:
         """Returns a linear layer, column-parallel in a group."""
         weight, bias = self.get(f"{name}.weight"), self.get(f"{name}.bias")
         part = self.group.part(len(weight))
-        return self.device.linear(weight[part], bias[part], use=LayerUse.of(name))
+        return self.device.linear(weight[part], bias[part], layer=name)
 
     def row_linear(self, name: str) -> Linear:
         """Returns a linear layer after a column-parallel one."""
-        make = partial(self.device.linear, use=LayerUse.of(name))
+        make = partial(self.device.linear, layer=name)
         return row_parallel(make, self.group, self.get(f"{name}.weight"), self.get(f"{name}.bias"))
 
     def heads(self, heads: int, *names: str, scale: float = 1.0) -> Linear:
@@ -147,13 +147,13 @@ class WhisperTensors:
             biases.append(F.pad((bias * factor).view(heads, -1)[part], (0, self.extra)))
             if self.extra:
                 biases[-1][:, -1] = extra_bias
-        return self.device.linear(torch.cat(weights), torch.cat(biases).flatten(), use=LayerUse.of(names[0]))
+        return self.device.linear(torch.cat(weights), torch.cat(biases).flatten(), layer=names[0])
 
     def out(self, heads: int, name: str) -> Linear:
         """Returns the projection after attention, extended to ignore the extra dimensions."""
         weight = self.get(f"{name}.weight")
         by_head = F.pad(weight.view(len(weight), heads, -1), (0, self.extra))
-        make = partial(self.device.linear, use=LayerUse.of(name))
+        make = partial(self.device.linear, layer=name)
         return row_parallel(make, self.group, by_head.flatten(1), self.get(f"{name}.bias"))
 
 

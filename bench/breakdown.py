@@ -23,7 +23,7 @@ import asr_serve
 from asr_serve.config import EngineConfig
 
 PASSES = 5
-WITHIN = {"softmax": "attention", "attention": "encode", "tanh_norm": "encode", "rope": "encode and step"}
+WITHIN = {"softmax": "attention", "attend_clips": "attention", "attention": "encode", "tanh_norm": "encode"}
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from asr_serve.devices.cuda import CudaDevice
 from asr_serve.engine.stats import EngineStats
 from asr_serve.engine.turn_runner import LoadedTurnModel, TurnRunner
 from asr_serve.errors import OptionError
+from asr_serve.kernels import reference
 from asr_serve.models.packing import pack_clips
 
 
@@ -54,22 +55,29 @@ def test_auto_takes_bf16_only_where_the_cpu_multiplies_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize("kernels", ["native", "products", "reference"])
+@pytest.mark.parametrize("half", [0, 5])
 def test_attention_of_packed_clips_is_each_clip_alone(
-    dtype: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+    dtype: str, kernels: str, half: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kernels == "native" and native.core() is None:
+    """`products`: of oneDNN, as on a CPU with matrix tiles."""
+    if kernels != "reference" and native.core() is None:
         pytest.skip("the native core is not built here")
-    monkeypatch.setenv("ASR_SERVE_NATIVE", "1" if kernels == "native" else "0")
+    monkeypatch.setenv("ASR_SERVE_NATIVE", "0" if kernels == "reference" else "1")
     device = devices.make_device("cpu", dtype)
+    if kernels == "products":
+        device.fused_attention = False
     torch.manual_seed(0)
     packing = pack_clips([5, 70, 1, 33], 64)
     qkv = torch.randn(packing.total, 3, 4, 12).to(device.dtype)
-    out = device.attention(qkv, packing)
+    angles = torch.rand(70, half) * 6
+    rotated = qkv.float().clone()
+    reference.rope(rotated, packing.positions(qkv.device), angles.cos(), angles.sin())
+    out = device.attention(qkv, packing, (angles.cos(), angles.sin()) if half else None)
     assert out.shape == (packing.total, 48)
     assert out.isfinite().all()
     for offset, frames in zip(packing.offsets, packing.frames, strict=True):
-        expected = plain_attention(qkv, offset, frames)
+        expected = plain_attention(rotated, offset, frames)
         torch.testing.assert_close(
             out[offset : offset + frames].float(),
             expected,

@@ -19,6 +19,7 @@ from asr_serve.devices.huge_pages import ask_for_huge_pages
 from asr_serve.devices.int8 import CpuInt8Linear, Int8Vocabulary, eight_bits_are_faster, has_dots
 from asr_serve.devices.interface import Device, GatedLinear, Linear, VocabularyMatrix
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup
+from asr_serve.kernels import attention_reference
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Int8Calibration, Quantize
 
@@ -192,6 +193,8 @@ class CpuDevice:
         self.threads = max(1, (thread_limit() or usable_cores()) // group.size)
         self.encoder_threads = 0 if self.threads == 1 else self.threads - self.threads // 4
         self.kernels = kernels.kernels()
+        self.fused_attention = self.kernels is not kernels.reference and bool(self.kernels.prefers_attend_clips())
+        """Whether bf16 clips are attended to in one kernel."""
         self.set_threads(self.threads)
         self.packed_dtypes = packed_dtypes()
         if quantize == "auto" and not eight_bits_are_faster(
@@ -247,32 +250,30 @@ class CpuDevice:
         """Bits of the activations in int8 products: 16 where 8 are not faster."""
         return 16 if self.quantize == "int8" or not has_dots(self.kernels) else 8
 
-    def attention(self, qkv: Tensor, packing: PackedBatch) -> Tensor:
+    def attention(self, qkv: Tensor, packing: PackedBatch, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
         total, _, heads, head_dim = qkv.shape
-        out = torch.empty(total, heads, head_dim, dtype=qkv.dtype)
+        out = torch.empty(total, heads * head_dim, dtype=qkv.dtype)
+        bf16 = qkv.dtype == torch.bfloat16 and self.kernels is not kernels.reference
+        if bf16 and not self.fused_attention:
+            if angles is not None:
+                self.kernels.rope(qkv, packing.positions(qkv.device), *angles)
+            self._attend_by_products(qkv, packing, out.view(total, heads, head_dim))
+        else:
+            attend_clips = self.kernels.attend_clips if bf16 else attention_reference.attend_clips
+            attend_clips(qkv, packing.frames, *(angles or (None, None)), head_dim**-0.5, out)
+        return out
+
+    def _attend_by_products(self, qkv: Tensor, packing: PackedBatch, out: Tensor) -> None:
+        """Attends by oneDNN's batched products in bf16, which torch's fused kernel converts to float32 first."""
         out[sum(packing.frames) :] = 0
-        attend = self._attend_packed if self.fast_bf16(qkv) else self._attend_plain
         for offset, frames in zip(packing.offsets, packing.frames, strict=True):
-            out[offset : offset + frames] = attend(qkv, offset, frames)
-        return out.view(total, heads * head_dim)
-
-    def fast_bf16(self, x: Tensor) -> bool:
-        """Whether oneDNN's batched product and the native softmax beat torch's fused kernel: in bf16, which that
-        kernel converts to float32 first."""
-        return x.dtype == torch.bfloat16 and self.kernels is not kernels.reference
-
-    def _attend_packed(self, qkv: Tensor, offset: int, frames: int) -> Tensor:
-        # Each new shape costs a millisecond of compiling: read on into the next clip up to a round length,
-        # where there is that much; softmax gives those keys no weight and those queries are dropped.
-        end = min(offset + -(-frames // ATTENTION_BLOCK) * ATTENTION_BLOCK, qkv.shape[0])
-        q, k, v = (qkv[offset:end, i].transpose(0, 1) for i in range(3))
-        scores = torch.matmul(q, k.transpose(1, 2))
-        self.kernels.softmax(scores[None], torch.tensor([frames]), qkv.shape[3] ** -0.5)
-        return torch.matmul(scores, v).transpose(0, 1)[:frames]
-
-    def _attend_plain(self, qkv: Tensor, offset: int, frames: int) -> Tensor:
-        q, k, v = (qkv[None, offset : offset + frames, i].transpose(1, 2) for i in range(3))
-        return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
+            # Each new shape costs a millisecond of compiling: read on into the next clip up to a round length,
+            # where there is that much; softmax gives those keys no weight and those queries are dropped.
+            end = min(offset + -(-frames // ATTENTION_BLOCK) * ATTENTION_BLOCK, len(qkv))
+            q, k, v = (qkv[offset:end, i].transpose(0, 1) for i in range(3))
+            scores = torch.matmul(q, k.transpose(1, 2))
+            self.kernels.softmax(scores[None], torch.tensor([frames]), qkv.shape[3] ** -0.5)
+            out[offset : offset + frames] = torch.matmul(scores, v).transpose(0, 1)[:frames]
 
     def causal_attention(self, qkv: Tensor, packing: PackedBatch, scale: float) -> Tensor:
         total, _, heads, head_dim = qkv.shape

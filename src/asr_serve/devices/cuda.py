@@ -175,7 +175,9 @@ class CudaDevice:
     def decoder_vocabulary(self, weight: Tensor) -> VocabularyMatrix:
         return self.vocabulary(weight)
 
-    def attention(self, qkv: Tensor, packing: PackedBatch) -> Tensor:
+    def attention(self, qkv: Tensor, packing: PackedBatch, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        if angles is not None:
+            self.kernels.rope(qkv, packing.positions(qkv.device), *angles)
         return self._attention(qkv, packing)
 
     def causal_attention(self, qkv: Tensor, packing: PackedBatch, scale: float) -> Tensor:

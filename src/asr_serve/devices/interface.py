@@ -113,9 +113,11 @@ class Device(Protocol):
     def decoder_vocabulary(self, weight: Tensor) -> VocabularyMatrix:
         """Returns a matrix like `vocabulary`, for a causal language model."""
 
-    def attention(self, qkv: Tensor, packing: PackedBatch) -> Tensor:
+    def attention(self, qkv: Tensor, packing: PackedBatch, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Full self-attention within each clip of qkv (total, 3, heads, head_dim); returns (total, heads *
-        head_dim). Past the last clip qkv must be finite, and so is the result."""
+        head_dim). Past the last clip qkv must be finite, and so is the result. `angles`: cosines and sines (positions,
+        half) float32, by which queries and keys are rotated in their first 2 * half numbers, halves apart, for their
+        position in the clip; qkv may be overwritten then."""
 
     def causal_attention(self, qkv: Tensor, packing: PackedBatch, scale: float) -> Tensor:
         """Like `attention`, but causal: each position to those not after it; scores are products times `scale`."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from asr_serve.kernels import PAGE
+from asr_serve.kernels.attention_reference import attend_clips as attend_clips
 from asr_serve.kernels.decoder_reference import gate as gate
 from asr_serve.kernels.decoder_reference import rms_norm as rms_norm
 from asr_serve.kernels.decoder_reference import rotate_append as rotate_append

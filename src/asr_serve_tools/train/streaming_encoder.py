@@ -106,9 +106,9 @@ class TeacherEncoder:
         model = self.model
         x, packing = model.stem(batch)
         outputs = {"front": x}
-        cos, sin = model.angles(max(packing.frames))
+        angles = model.angles(max(packing.frames))
         for i, layer in enumerate(model.encoder):
-            x = layer(x, packing, cos, sin, self.device)
+            x = layer(x, packing, angles, self.device)
             if i + 1 == self.middle:
                 outputs["layer"] = x
         outputs["end"] = F.layer_norm(x, x.shape[-1:], model.encoder_norm)

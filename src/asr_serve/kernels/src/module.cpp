@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "attention_module.h"
 #include "bf16_module.h"
 #include "decoder.h"
 #include "int8_module.h"
@@ -498,6 +499,7 @@ NB_MODULE(_core, m) {
         nb::arg("frames").noconvert(), nb::arg("out").noconvert());
   add_int8(m, parallel_for);
   add_bf16(m, parallel_for);
+  add_attention(m, parallel_for);
   add_layers(m, &chosen.run_layers, team_for);
   m.def(
       "address", [](Tensor x) { return reinterpret_cast<uintptr_t>(x.data()); }, nb::arg("tensor").noconvert(),

@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include <stdexcept>
+#include <vector>
 
 namespace nb = nanobind;
 
@@ -43,6 +44,12 @@ inline Numbers numbers(nb::handle x) {
   require(nb::cast<bool>(x.attr(names.is_contiguous)()), "tensors must be contiguous");
   return {reinterpret_cast<void*>(nb::cast<uintptr_t>(x.attr(names.data_ptr)())), dtype == names.bfloat16,
           nb::cast<int64_t>(x.attr(names.numel)())};
+}
+
+inline std::vector<int64_t> shape_of(nb::handle x) {
+  std::vector<int64_t> shape;
+  for (nb::handle size : nb::object(x.attr(torch().shape))) shape.push_back(nb::cast<int64_t>(size));
+  return shape;
 }
 
 inline int64_t last(nb::handle x) {

@@ -179,9 +179,9 @@ class Model(MoonshineDecoderModel):
 
     def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
         x, packing = self.stem(batch)
-        cos, sin = self.angles(max(packing.frames))
+        angles = self.angles(max(packing.frames))
         for layer in self.encoder:
-            x = layer(x, packing, cos, sin, self.device)
+            x = layer(x, packing, angles, self.device)
         return F.layer_norm(x, x.shape[-1:], self.encoder_norm), packing
 
     def angles(self, frames: int) -> tuple[Tensor, Tensor]:
@@ -296,11 +296,10 @@ class _MoonshineEncoderLayer:
         self.norm2 = take.vector(f"{at}.post_attention_layernorm.weight")
         self.up, self.down = (take.linear(f"{at}.mlp.{name}", bias=True) for name in ("fc1", "fc2"))
 
-    def __call__(self, x: Tensor, packing: PackedBatch, cos: Tensor, sin: Tensor, device: Device) -> Tensor:
+    def __call__(self, x: Tensor, packing: PackedBatch, angles: tuple[Tensor, Tensor], device: Device) -> Tensor:
         width = x.shape[1]
         qkv = self.qkv(F.layer_norm(x, (width,), self.norm1)).view(-1, 3, self.heads, width // self.heads)
-        device.kernels.rope(qkv, packing.positions(x.device), cos, sin)
-        x = self.out(device.attention(qkv, packing), add=x)
+        x = self.out(device.attention(qkv, packing, angles), add=x)
         return self.down(self.up(F.layer_norm(x, (width,), self.norm2), gelu=True), add=x)
 
 

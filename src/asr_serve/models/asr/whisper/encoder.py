@@ -20,7 +20,6 @@ from asr_serve.audio.features.whisper_log_mel import PackedLogMel
 from asr_serve.devices.interface import Device, Linear
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup, row_parallel
 from asr_serve.errors import WeightsCorrupt
-from asr_serve.kernels.decoder_reference import rotate_halves
 from asr_serve.models.asr.whisper.encoder_window import SILENCE_STRIDE, WhisperWindow
 from asr_serve.models.causal_lm import RotaryConfig
 from asr_serve.models.packing import PackedBatch, pack_clips, packed_buffer, tap_matrix
@@ -53,10 +52,10 @@ class WhisperEncoder:
         self.layers = [WhisperEncoderLayer(take, f"encoder.layers.{i}", config.heads) for i in range(config.layers)]
         self.norm = take.norm("encoder.layer_norm")
         self.angles: tuple[Tensor, Tensor] | None = None
-        """Cosines and sines (window_positions, 1, rotary_dims / 2)."""
+        """Cosines and sines (window_positions, rotary_dims / 2)."""
         if config.rotary is not None:
             cos, sin = config.rotary.angles(config.rotary_dims, config.window_positions)
-            self.angles = cos[:, None].to(self.device.torch_device), sin[:, None].to(self.device.torch_device)
+            self.angles = cos.to(self.device.torch_device), sin.to(self.device.torch_device)
 
     def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, Tensor, PackedBatch]:
         """Encodes clips (samples,), of one window each at most, end to end.
@@ -78,12 +77,8 @@ class WhisperEncoder:
         return self._layers(x, None, packing), packing
 
     def _layers(self, x: Tensor, counts: Tensor | None, packing: PackedBatch) -> Tensor:
-        rotation = None
-        if self.angles is not None:
-            positions = packing.positions(self.device.torch_device)
-            rotation = self.angles[0][positions], self.angles[1][positions]
         for layer in self.layers:
-            x = layer(x, counts, packing, self.device, rotation)
+            x = layer(x, counts, packing, self.device, self.angles)
         return F.layer_norm(x, x.shape[-1:], *self.norm)
 
 
@@ -258,17 +253,13 @@ class WhisperEncoderLayer:
         counts: Tensor | None,
         packing: PackedBatch,
         device: Device,
-        rotation: tuple[Tensor, Tensor] | None = None,
+        angles: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """`counts`: the logarithm of how many positions each stands for (total,), None for one each. `rotation`:
-        cosines and sines (total, 1, rotated numbers / 2) of the positions."""
+        """`counts`: the logarithm of how many positions each stands for (total,), None for one each. `angles`: see
+        `Device.attention`."""
         width = x.shape[1]
         qkv = self.qkv(F.layer_norm(x, (width,), *self.norm1)).view(-1, 3, self.heads, self.extended)
         if self.weighted:
             qkv[:, 1, :, -1] = 0.0 if counts is None else counts[:, None] * self.extended**0.5
-        if rotation is not None:
-            rotated = qkv[:, :2, :, : 2 * rotation[0].shape[-1]]
-            cos, sin = (angles[:, None] for angles in rotation)
-            rotated.copy_(rotate_halves(rotated.float(), cos, sin))
-        x = self.out(device.attention(qkv, packing), add=x)
+        x = self.out(device.attention(qkv, packing, angles), add=x)
         return self.down(self.up(F.layer_norm(x, (width,), *self.norm2), gelu=True), add=x)

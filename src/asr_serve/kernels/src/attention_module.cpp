@@ -1,0 +1,66 @@
+#include "attention_module.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "attention.h"
+#include "tiles.h"
+#include "torch_numbers.h"
+
+namespace asr_serve {
+namespace {
+
+ParallelFor threads = nullptr;
+
+using Angles = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void attend_clips(nb::handle qkv, const std::vector<int64_t>& frames, std::optional<Angles> cos,
+                  std::optional<Angles> sin, float scale, nb::handle out) {
+  static const AttendClips attend = find_clip_attention();
+  require(attend, "this CPU has no products of bf16");
+  const std::vector<int64_t> shape = shape_of(qkv);
+  require(shape.size() == 4 && shape[1] == 3 && shape[2] >= 1 && shape[3] >= 1 && shape[3] <= LONGEST_HEAD,
+          "qkv must be (frames, 3, heads, head_dim), with a head_dim of at most 512");
+  const Numbers from = numbers(qkv), to = numbers(out);
+  require(from.bf16 && to.bf16, "qkv and out must be bfloat16");
+  require(shape_of(out) == std::vector<int64_t>{shape[0], shape[2] * shape[3]}, "out must be (frames, heads * head_dim)");
+  int64_t total = 0, longest = 0;
+  for (int64_t count : frames) {
+    require(count >= 0 && count <= shape[0] - total, "clips have 0 frames or more, and not more than qkv together");
+    total += count;
+    longest = std::max(longest, count);
+  }
+  require(bool(cos) == bool(sin), "cos and sin come together");
+  if (cos)
+    require(cos->shape(0) == sin->shape(0) && cos->shape(1) == sin->shape(1) && 2 * int64_t(cos->shape(1)) <= shape[3] &&
+                int64_t(cos->shape(0)) >= longest,
+            "cos, sin must be (positions, half), with a position for each frame of a clip");
+  const ClipAttention call{.qkv = static_cast<const uint16_t*>(from.data), .out = static_cast<uint16_t*>(to.data),
+                           .frames = frames.data(), .clips = int64_t(frames.size()), .heads = shape[2],
+                           .head_dim = shape[3], .cos = cos ? cos->data() : nullptr,
+                           .sin = sin ? sin->data() : nullptr, .half = cos ? int64_t(cos->shape(1)) : 0, .scale = scale};
+  nb::gil_scoped_release release;
+  attend(call, threads);
+  const int64_t width = shape[2] * shape[3];
+  std::memset(static_cast<uint16_t*>(to.data) + total * width, 0, size_t((shape[0] - total) * width) * 2);
+}
+
+}  // namespace
+
+void add_attention(nb::module_& m, ParallelFor parallel) {
+  threads = parallel;
+  m.def("has_attend_clips", [] { return find_clip_attention() != nullptr; }, "Whether this CPU has what attend_clips needs.");
+  // Where products take matrix tiles, oneDNN's do.
+  m.def("prefers_attend_clips", [] { return find_clip_attention() && !find_tiles_of_rows(LONGEST_HEAD); },
+        "Whether attend_clips is the fastest way on this CPU.");
+  m.def("attend_clips", &attend_clips, nb::arg("qkv"), nb::arg("frames"), nb::arg("cos").noconvert().none(),
+        nb::arg("sin").noconvert().none(), nb::arg("scale"), nb::arg("out"), "See attention_reference.attend_clips.");
+}
+
+}  // namespace asr_serve

@@ -83,7 +83,6 @@ LEAVES = {
         "models/checkpoints/onnx_session.py",
     },
     "grpc": {"server/realtime/riva/grpc_server.py"},
-    "grpc_tools": {"protocols/riva/build_descriptors.py"},
     "granian": {"server/run.py", "edge/run.py"},
     "opentelemetry": {"server/telemetry/tracing.py"},
     "prometheus_client": {"metrics.py"},

@@ -3,10 +3,9 @@ grpcio-tools."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
-
-from grpc_tools import protoc
 
 from asr_serve.protocols.riva.methods import DESCRIPTORS
 
@@ -14,10 +13,12 @@ PROTOS = DESCRIPTORS.parent / "proto"
 
 
 def build(to: Path) -> None:
-    """Writes the FileDescriptorSet of all .proto files. Raises SystemExit where one cannot be compiled."""
+    """Writes the FileDescriptorSet of all .proto files. Raises CalledProcessError where one cannot be compiled; the
+    compiler tells the reason on standard error."""
     names = sorted(path.name for path in PROTOS.glob("*.proto"))
-    if protoc.main(["protoc", f"-I{PROTOS}", f"--descriptor_set_out={to}", "--include_imports", *names]):
-        sys.exit("a .proto file cannot be compiled: see above")
+    # A process of its own: the compiler brings a libprotobuf, which crashes where another library has brought one.
+    compiler = [sys.executable, "-m", "grpc_tools.protoc"]
+    subprocess.run([*compiler, f"-I{PROTOS}", f"--descriptor_set_out={to}", "--include_imports", *names], check=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test every run has, and which `make test-all` alone."""
+"""Which cases of a parametrised test every run has, and which `make test-all` alone; and how long their names may be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ REPEATS = "repeats"
 other cases show. They are `exhaustive`: `@pytest.mark.repeats(model="whisper-tiny-en", vad=True)`."""
 
 
+MAX_ID = 1_000
+"""Characters of a test's id. Every process of a run tells each id to the others, several times: one parameter of
+megabytes whose id was its text took all memory of a machine."""
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
+    if len(item.nodeid) > MAX_ID:
+        raise pytest.UsageError(f"{item.nodeid[:100]}...: an id of {len(item.nodeid)} characters; give its cases `ids`")
     callspec = getattr(item, "callspec", None)
     chosen = callspec.params if callspec is not None else {}
     for mark in item.iter_markers(REPEATS):

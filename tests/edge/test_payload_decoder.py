@@ -114,7 +114,7 @@ def test_forward_error_correction_brings_a_lost_packet_back(speech: np.ndarray) 
     assert errors[True] < 0.6 * errors[False]
 
 
-@pytest.mark.parametrize("payload", [b"", b"\x03", b"\x03\x00", b"\x1b\x3f", bytes(70_000)])
+@pytest.mark.parametrize("payload", [b"", b"\x03", b"\x03\x00", b"\x1b\x3f", bytes(70_000)], ids=len)
 def test_bytes_that_are_no_opus_have_no_length(payload: bytes) -> None:
     assert opus_packet_units(payload) is None
     with pytest.raises(CorruptAudio):

@@ -564,7 +564,7 @@ HUGE = riva_asr.RecognizeRequest(audio=bytes(65 << 20)).SerializeToString()
         ("/nvidia.riva.asr.RivaSpeechRecognition/Dream", [b""], grpc.StatusCode.UNIMPLEMENTED, "not found"),
         ("/nvidia.riva.nlp.RivaLanguageUnderstanding/AnalyzeIntent", [b""], grpc.StatusCode.UNIMPLEMENTED, "not found"),
     ],
-    ids=str,
+    ids=lambda value: f"{len(value)} messages" if isinstance(value, list) else str(value),
 )
 def test_messages_that_are_no_good(auth, path, messages, code, word):
     call = auth.channel.stream_stream(path)

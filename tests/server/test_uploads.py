@@ -455,7 +455,7 @@ async def test_a_reader_can_seek_from_the_moment_the_file_is_whole():
     upload.close()
 
 
-@pytest.mark.parametrize("begun", [b"", bytes(100_000)])
+@pytest.mark.parametrize("begun", [b"", bytes(100_000)], ids=len)
 async def test_closing_wakes_a_blocked_reader(begun):
     tap, waiting = Tap(), threading.Event()
     upload = await begin_with(tap, UploadLimits(max_bytes=1 << 20, memory_bytes=1_000))

@@ -87,6 +87,7 @@ class Schedules(RuleBasedStateMachine):
 
     def do_put(self, name: bytes, sizes: list[int], keep: bool) -> None:
         version = Version(self.content(sizes), keep)
+        version.excused = self.disk_may_lose
         self.do_drop(name, False)
         held = any(one.keep for one in self.there.values()) or self.looking or self.disk._busy
         if self.tiers.put(name, version.parts, pinned=keep):
@@ -111,6 +112,11 @@ class Schedules(RuleBasedStateMachine):
         seen = [asked for asked in self.asked if asked.views]
         if seen:
             seen[index % len(seen)].views = None
+
+    @property
+    def disk_may_lose(self) -> bool:
+        """Whether it will do wrong with what is, or comes, there; it may do so within the step in which that comes."""
+        return bool(self.disk.failing_reads or self.disk.torn_writes)
 
     @property
     def looking(self) -> bool:
@@ -211,7 +217,7 @@ class Schedules(RuleBasedStateMachine):
     def books_are_right(self) -> None:
         self.shelves.reclaim_returned()
         self.shelves.check_invariants()
-        if self.disk.failing_reads or self.disk.torn_writes:
+        if self.disk_may_lose:
             self.excuse()
 
     @invariant()

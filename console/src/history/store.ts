@@ -92,25 +92,36 @@ export async function removeAll(): Promise<void> {
 
 /** One transaction; resolves when it is committed. */
 async function change(work: (store: IDBObjectStore) => Promise<unknown>, mode: IDBTransactionMode = "readwrite"): Promise<void> {
-  const database = await open();
-  try {
-    const transaction = database.transaction(STORE, mode);
-    const over = new Promise<void>((resolve, reject) => {
-      transaction.addEventListener("complete", () => resolve());
-      transaction.addEventListener("abort", () => reject(transaction.error ?? new Error("The browser did not keep it.")));
-    });
-    await Promise.all([work(transaction.objectStore(STORE)), over]);
-  } finally {
-    database.close();
-  }
+  const transaction = (await connection()).transaction(STORE, mode);
+  const over = new Promise<void>((resolve, reject) => {
+    transaction.addEventListener("complete", () => resolve());
+    transaction.addEventListener("abort", () => reject(transaction.error ?? new Error("The browser did not keep it.")));
+  });
+  await Promise.all([work(transaction.objectStore(STORE)), over]);
 }
 
-function open(): Promise<IDBDatabase> {
+let opened: Promise<IDBDatabase> | undefined;
+
+/** The page's one connection: somebody may leave right after a change, when there is no time to open another. */
+function connection(): Promise<IDBDatabase> {
+  return (opened ??= open().catch((failure: unknown) => {
+    opened = undefined;
+    throw failure;
+  }));
+}
+
+async function open(): Promise<IDBDatabase> {
   const opening = indexedDB.open(DATABASE, 1);
   opening.addEventListener("upgradeneeded", () => {
     opening.result.createObjectStore(STORE, { keyPath: "id" }).createIndex(BY_AGE, "savedMs");
   });
-  return done(opening);
+  const database = await done(opening);
+  database.addEventListener("close", () => (opened = undefined)); // the browser's doing: its data was deleted
+  database.addEventListener("versionchange", () => {
+    opened = undefined;
+    database.close(); // it is deleted, or another page brings a newer form
+  });
+  return database;
 }
 
 function done<T>(request: IDBRequest<T>): Promise<T> {

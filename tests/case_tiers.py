@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test every run has, and which `make test-all` alone; and how long their names may be."""
+"""Which cases of a parametrised test every run has, and which `make test-all` alone; and how long names may be."""
 
 from __future__ import annotations
 

@@ -12,17 +12,22 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import clips
 import machine
+from torch import Tensor
 
 import asr_serve
 from asr_serve.config import EngineConfig
+from asr_serve.devices.int8 import CpuInt8Linear
 
 PASSES = 5
+EIGHT_BITS = " of 8 bits"
+"""In the names of such products."""
 WITHIN = {"softmax": "attention", "attend_clips": "attention", "attention": "encode", "tanh_norm": "encode"}
 
 
@@ -53,13 +58,13 @@ def main() -> None:
     rows: list[dict[str, Any]] = [
         {"name": "asr-serve", "wall_s": round(wall_s, 4), "audio_s": total_s, "rtfx": round(total_s / wall_s, 1)}
     ]
-    for name, (calls, seconds) in sorted(spent.items(), key=lambda row: -row[1][1]):
+    for name, work in sorted(spent.items(), key=lambda row: -row[1].seconds):
         rows.append(
             {
                 "name": name,
-                "wall_s": round(seconds / PASSES, 4),
-                "share": round(seconds / PASSES / wall_s, 3),
-                "calls": calls // PASSES,
+                "wall_s": round(work.seconds / PASSES, 4),
+                "share": round(work.seconds / PASSES / wall_s, 3),
+                "calls": work.calls // PASSES,
                 "within": WITHIN.get(name.split()[0], ""),
             }
         )
@@ -68,40 +73,92 @@ def main() -> None:
     machine.tell(args.json, found)
 
 
-def watch(model: Any) -> dict[str, list[float]]:
-    """Put timers around what the engine's thread calls; (calls, seconds) by name."""
-    spent: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+@dataclass
+class Work:
+    """What was spent on one kind of work, and its size; products and attention alone tell theirs."""
 
-    def timed(name: str | Callable[..., str], call: Callable[..., Any]) -> Callable[..., Any]:
+    calls: int = 0
+    seconds: float = 0.0
+    operations: int = 0
+    """Multiplications and additions."""
+    moved_bytes: int = 0
+    """Inputs, weights and outputs, once each."""
+
+
+Size = tuple[int, int]
+"""Operations and bytes of a call."""
+
+
+def attention_size(result: Tensor, qkv: Tensor, packing: Any, *_: Any) -> Size:
+    width = qkv.shape[2] * qkv.shape[3]
+    return 4 * width * sum(frames**2 for frames in packing.frames), qkv.nbytes + result.nbytes
+
+
+def attend_size(
+    result: None, pool: Tensor, layer: int, q: Tensor, out: Tensor, tables: Tensor, lengths: Tensor, *_: Any
+) -> Size:
+    numbers = 2 * int(lengths.sum()) * q.shape[1]  # keys and values
+    return 2 * numbers, numbers * pool.element_size()
+
+
+def product_size(weight_bytes: int) -> Callable[..., Size]:
+    def size(result: Tensor, x: Tensor) -> Size:
+        return 2 * result.numel() * x.shape[-1], weight_bytes + x.nbytes + result.nbytes
+
+    return size
+
+
+def watch(model: Any) -> dict[str, Work]:
+    """Puts timers around what the engine's thread calls."""
+    spent: dict[str, Work] = defaultdict(Work)
+
+    def timed(
+        name: str | Callable[..., str], call: Callable[..., Any], size: Callable[..., Size] | None = None
+    ) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
             started = time.perf_counter()
             result = call(*arguments, **options)
-            entry = spent[name if isinstance(name, str) else name(result, *arguments)]
-            entry[0] += 1
-            entry[1] += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            work = spent[name if isinstance(name, str) else name(result, *arguments)]
+            work.calls += 1
+            work.seconds += seconds
+            if size is not None:
+                operations, moved_bytes = size(result, *arguments)
+                work.operations += operations
+                work.moved_bytes += moved_bytes
             return result
 
         return run
 
     loop = model._client.backend.loop
     device, network, decode = model.device, loop.executor.model, loop.executor.decode_runner
-    kernels = {n: timed(n, f) for n, f in vars(device.kernels).items() if callable(f)}
+    sizes = {"attend": attend_size}
+    kernels = {n: timed(n, f, sizes.get(n)) for n, f in vars(device.kernels).items() if callable(f)}
     device.kernels = network.kernels = SimpleNamespace(**kernels)
-    device.attention = timed("attention", device.attention)
+    device.attention = timed("attention", device.attention, attention_size)
     loop.executor.encode_runner.encode = timed("encode", loop.executor.encode_runner.encode)
     decode.step = timed("step", decode.step)
     decode.add_row = timed("add_row", decode.add_row)
 
-    def shape(result: Any, x: Any) -> str:
-        return f"product {x.shape[-1]}->{result.shape[-1]} ({'encode' if x.shape[0] > 64 else 'step'})"
+    def shape(bits: str) -> Callable[..., str]:
+        def name(result: Any, x: Any) -> str:
+            return f"product{bits} {x.shape[-1]}->{result.shape[-1]} ({'encode' if x.shape[0] > 64 else 'step'})"
+
+        return name
 
     audio = network if isinstance(network.encoder, list) else network.encoder  # Whisper's is an object of its own
     layers = network.encoder if audio is network else audio.layers
-    owners = [audio.stem, *layers, *network.decoder, network]
+    owners = [audio.stem, *layers, *network.decoder, network, network.head]
     for owner in owners:
         for name, part in list(vars(owner).items()):
             if type(part).__name__.endswith("Linear"):
-                setattr(owner, name, timed(shape, part))
+                setattr(
+                    owner,
+                    name,
+                    timed(
+                        shape(EIGHT_BITS if isinstance(part, CpuInt8Linear) else ""), part, product_size(part.nbytes)
+                    ),
+                )
     return spent
 
 

@@ -71,6 +71,8 @@ class Calibration:
             self.frames.append(torch.cat(frames))
             self.logprobs.append(self._predicted(exact, frames, self.tokens[-1]))
         self.positions = sum(map(len, self.logprobs))
+        bf16 = self._network(ChosenLayers(frozenset()))
+        self.bf16_frames = [bf16.frames(batch) for batch in self.batches]
 
     def _network(self, device: CpuDevice) -> Ours:
         network: Any = self.checkpoint.load_model(device)
@@ -89,11 +91,12 @@ class Calibration:
     def measure(self, name: str, chosen: frozenset[str] | None) -> dict[str, Any]:
         """A row: errors of the variant with those layers in 8 bits."""
         ours = self._network(ChosenLayers(chosen))
+        encodes_as_bf16 = chosen is not None and not any(layer.startswith("encoder.") for layer in chosen)
         divergence, same, off, size = 0.0, 0, 0.0, 0.0
-        for batch, exact_frames, tokens, exact in zip(
-            self.batches, self.frames, self.tokens, self.logprobs, strict=True
+        for batch, bf16_frames, exact_frames, tokens, exact in zip(
+            self.batches, self.bf16_frames, self.frames, self.tokens, self.logprobs, strict=True
         ):
-            frames = ours.frames(batch)
+            frames = bf16_frames if encodes_as_bf16 else ours.frames(batch)
             off += float((torch.cat(frames).float() - exact_frames).square().sum())
             size += float(exact_frames.square().sum())
             found = self._predicted(ours, frames, tokens)
@@ -109,20 +112,21 @@ class Calibration:
         return row
 
 
-def run(model: str, audio: Sequence[Audio], threads: int) -> dict[str, Any]:
+def run(model: str, audio: Sequence[Audio], threads: int, alone: bool) -> dict[str, Any]:
+    """`alone`: whether each layer is measured alone, too."""
     measured = Calibration(model, audio)
     names = measured.layers()
     base = measured.measure("bf16", frozenset())
-    layers = [measured.measure(name, frozenset({name})) for name in names]
-    # What a layer adds to bf16's own error.
-    added = {row["name"]: max(row["divergence_nats"] - base["divergence_nats"], 0.0) for row in layers}
-    kept = [name for name in names if added[name] > MOST_NATS]
     rows = [base, measured.measure("all layers", None)]
-    if kept:
-        rows.append(measured.measure("all layers but those kept", frozenset(names) - frozenset(kept)))
     for side in ("encoder", "decoder"):
         group = frozenset(name for name in names if name.startswith(f"{side}."))
         rows.append(measured.measure(f"{side} layers", group))
+    layers = [measured.measure(name, frozenset({name})) for name in names if alone]
+    # What a layer adds to bf16's own error.
+    added = {row["name"]: max(row["divergence_nats"] - base["divergence_nats"], 0.0) for row in layers}
+    kept = [name for name, nats in added.items() if nats > MOST_NATS]
+    if kept:
+        rows.append(measured.measure("all layers but those kept", frozenset(names) - frozenset(kept)))
     return {
         "bench": "int8_layers",
         "machine": machine.describe(threads),
@@ -142,9 +146,10 @@ def main() -> None:
     parser.add_argument("--model", default="moonshine-tiny-en", help="an encoder-decoder model (moonshine-tiny-en)")
     parser.add_argument("--clips", type=int, default=20, metavar="N", help="how many (20)")
     parser.add_argument("--json", type=Path, help="write here, too")
+    parser.add_argument("--groups-only", action="store_true", help="no layer alone: encoder, decoder, all of them")
     args = parser.parse_args()
     audio = [clip.audio for clip in clips.without_text(args.speech, args.clips)]
-    machine.tell(args.json, run(args.model, audio, machine.cores()))
+    machine.tell(args.json, run(args.model, audio, machine.cores(), not args.groups_only))
 
 
 if __name__ == "__main__":

@@ -71,6 +71,11 @@ def peak_mib(process: str = "self") -> float:
         return 0.0
 
 
+def resident_gib() -> float:
+    """Memory of this process that is resident now."""
+    return round(int(proc("self/status", "VmRSS").split()[0]) / 2**20, 2)
+
+
 def installed(package: str) -> str | None:
     try:
         return version(package)

@@ -42,7 +42,11 @@ Entry = tuple[str, str, Options]
 def entries(args: argparse.Namespace) -> list[Entry]:
     """Everything that takes its turn in a round, ours first."""
     peers: Iterable[str] = args.peers
-    extra: Options = {"model": args.model, **({"engine": args.engine} if args.engine else {})}
+    extra: Options = {
+        "model": args.model,
+        "language": args.language,
+        **({"engine": args.engine} if args.engine else {}),
+    }
     ours: list[Entry] = [(OURS, OURS, {"dtype": "auto", **extra})]
     ours += [(f"{OURS} {dtype}", OURS, {"dtype": dtype, **extra}) for dtype in args.dtypes]
     for kind in args.quantize:
@@ -197,7 +201,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--data", type=Path, required=True, metavar="DIR", help="folder with transcripts.tsv")
     add("--peers", type=named(PEERS), default=[], metavar="A,B", help=f"any of {','.join(PEERS)}")
     add("--model", default="moonshine-tiny-en", help="ours (moonshine-tiny-en)")
-    add("--quantize", type=named(("none", "int8", "dynamic")), default=[], metavar="A,B", help="a row each")
+    add("--language", help="of the clips, for ours that would detect it")
+    add("--quantize", type=named(("none", "int8", "dynamic", "auto")), default=[], metavar="A,B", help="a row each")
     add("--beams", type=named(("2", "5", "8")), default=[], metavar="A,B", help="2, 5, 8: a row each")
     add("--device", choices=tuple(BATCHES), default="cpu")
     add("--dtypes", type=named(("fp32", "bf16")), default=["fp32", "bf16"], metavar="A,B")

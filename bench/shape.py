@@ -11,7 +11,11 @@ ROUNDS times; the median counts. `graphs off` runs every decoding step operation
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -34,9 +38,12 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.engine.thread_backend import thread_backend
 from asr_serve.models.asr.whisper import whisper
 from asr_serve.models.auxiliary import silero
+from asr_serve.types import Int8Calibration
 
 ROUNDS = 3
 PAGE_POSITIONS = 16
+CALIBRATION = Int8Calibration(kept=("decoder.*",))
+"""Layers that --quantize auto computes in 8 bits: an encoder's, which no card of Whisper allows, to see their cost."""
 
 
 class Shape(NamedTuple):
@@ -121,7 +128,7 @@ def start(shape: Shape, args: argparse.Namespace, requests: int) -> EngineClient
     card = msgspec.structs.replace(whisper.CARDS[0], name="random", tokens_per_s=args.tokens_per_s)
 
     def build() -> EngineComponents:
-        device = devices.make_device(args.device, args.dtype, args.quantize)
+        device = devices.make_device(args.device, args.dtype, args.quantize, calibration=CALIBRATION)
         model = whisper.Model(config, weights(config, str(device.torch_device)), device)
         return EngineComponents(model, silero.load(), device, lambda tokens: " ".join(map(str, tokens)))
 
@@ -153,6 +160,7 @@ def point(shape: Shape, args: argparse.Namespace, requests: int, graphs: bool) -
         client.close()
     wall = statistics.median(walls)
     return {
+        "name": "asr-serve" if args.quantize == "none" else f"asr-serve {args.quantize}",
         "requests": requests,
         "graphs": graphs,
         "x_real_time": round(requests * args.clip_s / wall, 1),
@@ -161,7 +169,42 @@ def point(shape: Shape, args: argparse.Namespace, requests: int, graphs: bool) -
         "wall_s": round(wall, 4),
         "walls_s": [round(each, 4) for each in walls],
         "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if args.device != "cpu" else None,
+        "resident_gib": machine.resident_gib(),
         "engine": described,
+    }
+
+
+def peer_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from shape_peer import point as peer_point
+
+    config = config_of(SHAPES[args.shape])
+    tokens = 4 + int(args.clip_s * args.tokens_per_s)  # as many as ours
+    rows = []
+    for requests in map(int, args.requests.split(",")):
+        rows.append(peer_point(config, weights(config, "cpu"), "int8", machine.cores(), requests, args.clip_s, tokens))
+        print(rows[-1], flush=True)
+    return rows
+
+
+def compared(argv: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of all systems, each measured in a process of its own: what one holds is not counted for another."""
+    rows: list[dict[str, Any]] = []
+    for options in (["--quantize=none"], ["--quantize=auto"], ["--peer"]):
+        with tempfile.TemporaryDirectory() as name:
+            found = Path(name, "found.json")
+            rest = [option for option in argv if option != "--compare"]
+            subprocess.run([sys.executable, __file__, *rest, *options, f"--json={found}"], check=True)
+            rows += json.loads(found.read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def result_of(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "bench": "shape",
+        "machine": machine.describe(torch.get_num_threads()),
+        "shape": args.shape,
+        "clip_s": args.clip_s,
+        "rows": rows,
     }
 
 
@@ -172,15 +215,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny.en")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto", help="auto, fp32 or bf16")
-    parser.add_argument("--quantize", default="none", choices=("none", "int8"))
+    parser.add_argument("--quantize", default="none", choices=("none", "int8", "auto"))
+    parser.add_argument("--peer", action="store_true", help="CTranslate2 in int8 on these weights, instead")
+    parser.add_argument("--compare", action="store_true", help="ours in none and auto and CTranslate2, a process each")
     parser.add_argument("--requests", default="1,8,32,64", help="clips at once, a point each")
     parser.add_argument("--clip-s", type=float, default=10.0)
     parser.add_argument("--tokens-per-s", type=float, default=4.0, help="length of an answer, by its clip's")
     parser.add_argument("--graphs", default="on", help="on,off: a point each; off is for CUDA")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
-    rows = []
-    for kind in args.graphs.split(","):
+    if args.compare:
+        rows = compared(sys.argv[1:] if argv is None else argv)
+        machine.write(args.json, result_of(args, rows))
+        return 0
+    rows = peer_rows(args) if args.peer else []
+    for kind in [] if args.peer else args.graphs.split(","):
         without = patch.object(CudaDevice, "capture", lambda self, function: function)
         with without if kind == "off" else nullcontext():
             for requests in map(int, args.requests.split(",")):
@@ -188,15 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row = rows[-1]
                 speed = f"{row['x_real_time']:>8} x real time  {row['tokens_per_s']:>8} tokens/s"
                 print(f"{args.shape}  {requests:>4} at once  graphs {kind:<3}  {speed}", flush=True)
-    result = {
-        "bench": "shape",
-        "machine": machine.describe(torch.get_num_threads()),
-        "shape": args.shape,
-        "clip_s": args.clip_s,
-        "quantize": args.quantize,
-        "rows": rows,
-    }
-    machine.write(args.json, result)
+    machine.write(args.json, result_of(args, rows))
     return 0
 
 

@@ -323,7 +323,7 @@ def linears_of(model: moonshine.Model) -> list[Any]:
 
 
 def test_evaluations_of_models_that_auto_leaves_alone_are_those_of_none() -> None:
-    calibrated, other = asr_card("moonshine-tiny-en"), asr_card("whisper-tiny-en")
+    calibrated, other = asr_card("moonshine-tiny-en"), asr_card("moonshine-base-en")
     assert [calibrated.quantization(mode) for mode in ("auto", "none", "int8")] == ["auto", "none", "int8"]
     assert [other.quantization(mode) for mode in ("auto", "none", "int8")] == ["none", "none", "int8"]
 

@@ -78,9 +78,7 @@ class Machine:
         return ids
 
 
-def expect_bounds(
-    plans: Seq2SeqScheduler, batch: list[ScheduledRequest], rows: int, pages: int, packed: bool
-) -> None:
+def expect_bounds(plans: Seq2SeqScheduler, batch: list[ScheduledRequest], rows: int, pages: int, packed: bool) -> None:
     frames = [r.frames for r in batch]
     assert len(batch) <= rows
     assert sum(r.pages for r in batch) <= pages

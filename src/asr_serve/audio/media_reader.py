@@ -319,7 +319,7 @@ class MediaFile:
 
 
 def _chunk_kind(rate_hz: int, planes: np.ndarray) -> tuple[int, np.dtype, tuple[int, ...]]:
-    """What samples must have in common to be converted together."""
+    """Properties that samples must have in common to be converted together."""
     return rate_hz, planes.dtype, planes.shape[:-1]
 
 

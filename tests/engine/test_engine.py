@@ -18,6 +18,7 @@ from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.builder import EngineComponents
 from asr_serve.engine.client import EngineClient, Ticket
+from asr_serve.engine.seq2seq.executor import GATHER_ROWS, GATHER_STEPS
 from asr_serve.errors import AtCapacity, AudioTooLong, Cancelled, EngineClosed, OptionError, StepFailed, WeightsMissing
 from asr_serve.models.auxiliary.silero import WINDOW_SAMPLES
 
@@ -116,6 +117,53 @@ def test_an_idle_engine_resumes(begin, alone):
         for i in (0, 3):
             expect_same(client.submit(CLIPS[i], ONCE).future.result(WAIT_S), alone[i])
         expect_empty(client)
+
+
+@pytest.mark.parametrize("priority", ["interactive", "bulk"])
+def test_requests_that_come_one_by_one_are_encoded_together_while_many_rows_decode(begin, alone, priority):
+    longest = max(range(len(CLIPS)), key=lambda i: len(alone[i].tokens))
+    client = begin(max_decode_rows=2 * GATHER_ROWS, kv_bytes=1 << 22)
+    runner, encode_runner = client.backend.loop.executor.decode_runner, client.backend.loop.executor.encode_runner
+    rows: list[int] = []
+    encoded: list[tuple[int, int]] = []
+    """Decoding steps until a batch, and its clips."""
+    late: list[Ticket] = []
+
+    def on_step() -> None:
+        rows.append(len(runner.rows))
+        if rows[-1] == GATHER_ROWS and len(late) < GATHER_STEPS:
+            late.append(client.submit(CLIPS[len(late)], ONCE, priority))
+
+    with held(client):
+        first = [client.submit(CLIPS[longest], ONCE, priority) for _ in range(GATHER_ROWS)]
+    spy(runner, "step", on_step)
+    spy(encode_runner, "encode", lambda batch, *_: encoded.append((len(rows), len(batch))))
+    expect_answers(first, [alone[longest]] * GATHER_ROWS)
+    expect_answers(late, alone[:GATHER_STEPS])
+    begun = rows.index(GATHER_ROWS) + 1
+    assert encoded[-1] == (begun + GATHER_STEPS, GATHER_STEPS), (rows, encoded)
+    expect_empty(client)
+
+
+def test_a_request_is_encoded_at_once_where_few_rows_decode(begin, alone):
+    client = begin(max_decode_rows=2 * GATHER_ROWS)
+    runner, encode_runner = client.backend.loop.executor.decode_runner, client.backend.loop.executor.encode_runner
+    steps: list[int] = []
+    encoded: list[tuple[int, int]] = []
+    late: list[Ticket] = []
+
+    def on_step() -> None:
+        steps.append(len(runner.rows))
+        if not late:
+            late.append(client.submit(CLIPS[0], ONCE))
+
+    with held(client):
+        first = [client.submit(CLIPS[4], ONCE) for _ in range(2)]
+    spy(runner, "step", on_step)
+    spy(encode_runner, "encode", lambda batch, *_: encoded.append((len(steps), len(batch))))
+    expect_answers(first, [alone[4]] * 2)
+    expect_answers(late, alone[:1])
+    assert encoded == [(0, 2), (1, 1)]
 
 
 # --- one mixed day --------------------------------------------------------------------------------

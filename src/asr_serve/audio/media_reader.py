@@ -162,21 +162,23 @@ class MediaFile:
         the same length, so that later audio keeps its time. Otherwise time is counted in decoded samples.
         """
         pending: list[np.ndarray] = []
-        pending_samples, pending_hz, total_s = 0, 0, Fraction(0)
-        for rate_hz, mono in self._frames():
-            if pending and (rate_hz != pending_hz or pending_samples >= DECODE_CHUNK_SAMPLES):
-                yield pending_hz, np.concatenate(pending)
-                total_s += Fraction(pending_samples, pending_hz)
+        pending_samples, pending_kind, total_s = 0, _chunk_kind(0, np.zeros(0, np.float32)), Fraction(0)
+        for rate_hz, planes in self._frames():
+            kind = _chunk_kind(rate_hz, planes)
+            if pending and (kind != pending_kind or pending_samples >= DECODE_CHUNK_SAMPLES):
+                yield pending_kind[0], to_mono(np.concatenate(pending, -1), CorruptAudio)
+                total_s += Fraction(pending_samples, pending_kind[0])
                 pending, pending_samples = [], 0
-            pending.append(mono)
-            pending_hz = rate_hz
-            pending_samples += len(mono)
+            pending.append(planes)
+            pending_kind = kind
+            pending_samples += planes.shape[-1]
         if pending:
-            yield pending_hz, np.concatenate(pending)
-            total_s += Fraction(pending_samples, pending_hz)
+            yield pending_kind[0], to_mono(np.concatenate(pending, -1), CorruptAudio)
+            total_s += Fraction(pending_samples, pending_kind[0])
         self._expect_whole(int(total_s * RATE_HZ))
 
     def _frames(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Pairs of rate_hz and samples, as `_planes` returns them; lost audio is silence in between."""
         packets = refused = refused_in_a_row = 0
         frames = 0
         gaps = GapDetector()
@@ -203,9 +205,10 @@ class MediaFile:
                         f"by its timestamps more is missing than may be (frame {frames} shows it)",
                         f"{FREE_HOLES_S:g} s and {MAX_HOLES_SHARE:.0%} may be, besides pauses up to {PAUSE_S:g} s",
                     )
-                yield from _silence(gap_s, rate_hz)
+                if gap_s:
+                    yield from _silence(gap_s, rate_hz)
                 frames += 1
-                yield rate_hz, to_mono(_planes(frame), CorruptAudio)
+                yield rate_hz, _planes(frame)
         if refused and (not frames or refused > max(2, MAX_REFUSED_SHARE * packets)):
             if not frames and self._source.ended and self._announced_more(0):
                 return
@@ -313,6 +316,11 @@ class MediaFile:
 
     def _corrupt(self, why: str, allowed: str = f"up to {MAX_REFUSED_SHARE:.0%} of its packets may be") -> CorruptAudio:
         return CorruptAudio(f"{self._source.label} is damaged: {why}", allowed, "copy or convert it again")
+
+
+def _chunk_kind(rate_hz: int, planes: np.ndarray) -> tuple[int, np.dtype, tuple[int, ...]]:
+    """Properties that samples must have in common to be converted together."""
+    return rate_hz, planes.dtype, planes.shape[:-1]
 
 
 _MONO_TYPES = {"s16": "i2", "s16p": "i2", "s32": "i4", "s32p": "i4", "flt": "f4", "fltp": "f4"}

@@ -171,6 +171,7 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     encode_frames = 1_280
     frame_block = 128
+    packs_clips = True
     rows_cost_time = True
     language_models = True
 

@@ -122,6 +122,7 @@ class CudaDevice:
 
     encode_frames = 16_384
     frame_block = 256
+    packs_clips = False
     encoder_threads = 0
     rows_cost_time = False
     language_models = True

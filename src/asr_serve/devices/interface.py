@@ -69,6 +69,8 @@ class Device(Protocol):
     """Frames of an encode batch beyond which a larger one is not faster."""
     frame_block: int
     """Batches of frames are padded to a multiple of this, so that few shapes occur."""
+    packs_clips: bool
+    """Whether a clip of an encode batch costs the time of its own frames. False: that of the longest clip's."""
     encoder_threads: int
     """Encode batches that may run beside the decoder, each on its own thread; 0 where the device does one at a time."""
     rows_cost_time: bool

@@ -16,8 +16,8 @@ from asr_serve.engine.seq2seq.scheduler import DEADLINE_MS, ScheduledRequest, Se
 ROWS, PAGES, FRAMES = 16, 200, 1_280
 
 
-def planner(frames: int = FRAMES, **settings) -> Seq2SeqScheduler:
-    return Seq2SeqScheduler(EngineConfig(**{"max_decode_rows": ROWS, **settings}), frames)
+def planner(frames: int = FRAMES, packed: bool = False, **settings) -> Seq2SeqScheduler:
+    return Seq2SeqScheduler(EngineConfig(**{"max_decode_rows": ROWS, **settings}), frames, packed=packed)
 
 
 def waiting(
@@ -37,11 +37,12 @@ requests = st.builds(
 class Machine:
     """A device that decodes: rows come with a plan and go after a random time, pages with them."""
 
-    def __init__(self, plans: Seq2SeqScheduler, seed: int) -> None:
-        self.plans, self.random = plans, random.Random(seed)
+    def __init__(self, seed: int, packed: bool) -> None:
+        self.plans, self.packed, self.random = planner(packed=packed), packed, random.Random(seed)
         self.running: list[ScheduledRequest] = []
         self.known: dict[int, ScheduledRequest] = {}
         self.order: list[int] = []
+        self.removed: set[int] = set()
 
     def add(self, request: ScheduledRequest) -> None:
         self.known[request.id] = request
@@ -61,10 +62,12 @@ class Machine:
         ids = self.plans.schedule(rows, pages)
         batch = [self.known[i] for i in ids]
         assert len(self.plans) == before - len(ids)
+        waiting_ids = self.known.keys() - set(self.order) - set(ids) - self.removed
+        assert self.plans.waiting_frames == sum(self.known[i].frames for i in waiting_ids)
         assert len(set(ids)) == len(ids)
         assert not set(ids) & set(self.order), "planned twice"
         if batch:
-            expect_bounds(self.plans, batch, rows, pages)
+            expect_bounds(self.plans, batch, rows, pages, self.packed)
         self.order += ids
         self.running += batch
         # What runs ends; at least one row when nothing joined, for a row's tokens are bounded.
@@ -75,20 +78,23 @@ class Machine:
         return ids
 
 
-def expect_bounds(plans: Seq2SeqScheduler, batch: list[ScheduledRequest], rows: int, pages: int) -> None:
+def expect_bounds(plans: Seq2SeqScheduler, batch: list[ScheduledRequest], rows: int, pages: int, packed: bool) -> None:
     frames = [r.frames for r in batch]
     assert len(batch) <= rows
     assert sum(r.pages for r in batch) <= pages
     assert frames == sorted(frames)
+    if packed:
+        assert len(batch) == 1 or sum(frames) <= plans.encode_frames
+        return
     padded = max(frames) * len(frames)
     assert 1 - sum(frames) / padded <= plans.config.encode_padding + 1e-9
     assert len(batch) == 1 or padded <= plans.encode_frames
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(requests, max_size=60), st.integers(0, 2**32))
-def test_everybody_is_planned_once_within_every_bound(arrivals, seed):
-    machine, now = Machine(planner(), seed), 0.0
+@given(st.lists(requests, max_size=60), st.integers(0, 2**32), st.booleans())
+def test_everybody_is_planned_once_within_every_bound(arrivals, seed, packed):
+    machine, now = Machine(seed, packed), 0.0
     for number, (frames, priority, gap) in enumerate(arrivals):
         now += gap
         machine.add(waiting(number, frames, priority, now))
@@ -103,9 +109,10 @@ def test_everybody_is_planned_once_within_every_bound(arrivals, seed):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(requests, min_size=1, max_size=40), st.lists(st.integers(0, 39)), st.integers(0, 2**32))
-def test_a_request_can_be_taken_back_at_any_time(arrivals, cancels, seed):
-    machine, gone, cancels = Machine(planner(), seed), set(), list(cancels)
+@given(st.lists(requests, min_size=1, max_size=40), st.lists(st.integers(0, 39)), st.integers(0, 2**32), st.booleans())
+def test_a_request_can_be_taken_back_at_any_time(arrivals, cancels, seed, packed):
+    machine, cancels = Machine(seed, packed), list(cancels)
+    gone = machine.removed
     for number, (frames, priority, gap) in enumerate(arrivals):
         machine.add(waiting(number, frames, priority, float(number)))
         if cancels and gap % 2:
@@ -149,6 +156,22 @@ def test_a_batch_holds_neighbours_in_length():
     for number, frames in enumerate([100, 1_000, 98, 400, 102, 95]):
         plans.enqueue(waiting(number, frames))
     assert plans.schedule(ROWS, PAGES) == [5, 2, 0, 4]
+
+
+def test_a_packed_batch_takes_any_lengths_up_to_its_frames():
+    plans = planner(packed=True)
+    for number, frames in enumerate([100, 1_000, 98, 400, 102, 95]):
+        plans.enqueue(waiting(number, frames))
+    assert plans.schedule(ROWS, PAGES) == [5, 2, 0, 4, 3], "all but the one with which they were over 1,280"
+    assert plans.schedule(ROWS, PAGES) == [1]
+
+
+def test_a_packed_batch_takes_a_shorter_one_where_the_next_in_length_is_too_long():
+    plans = planner(packed=True)
+    for number, frames in enumerate([900, 500, 400, 300, 80]):
+        plans.enqueue(waiting(number, frames, at=float(number)))
+    assert plans.schedule(ROWS, PAGES) == [4, 3, 0], "900, 300 and 80 frames"
+    assert plans.schedule(ROWS, PAGES) == [2, 1]
 
 
 def test_who_does_not_fit_is_waited_for_and_not_passed_for_ever():

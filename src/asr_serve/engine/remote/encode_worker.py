@@ -62,7 +62,9 @@ class EncodeWorker:
     ) -> None:
         """Raises OptionError where the address cannot be listened at."""
         self.runner, self.device = runner, runner.device
-        self.scheduler = Seq2SeqScheduler(config, config.encode_frames or runner.device.encode_frames)
+        self.scheduler = Seq2SeqScheduler(
+            config, config.encode_frames or runner.device.encode_frames, packed=runner.device.packs_clips
+        )
         self._identity, self._handshake, self._timeout_s = identity, meeting, config.peer_timeout_s
         self._samples, self._frame_bytes = samples, frame_bytes
         self._waiting: dict[int, EncodeRequest] = {}

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 MAX_BULK_ENCODES = 8
 """Encode batches in a row while there is only bulk work: decoding is cheapest with all rows taken."""
+GATHER_STEPS, GATHER_ROWS = 4, 8
+"""Most decoding steps for which requests wait until a whole batch of them can be encoded, and the rows that must decode
+meanwhile: some of them end with each step, and their callers send more."""
 LIVE_DECODE_STEPS = 6
 """Decoding steps between two encode batches while live rows decode: a verified draft needs a few more tokens, and
 encoding takes much longer than a step."""
@@ -78,7 +81,9 @@ class Seq2SeqExecutor:
         self.incremental, self.borrowed_page_count = incremental, 0
         """`borrowed_page_count`: pages of the runner that the incremental encoder holds; no row frees them."""
         self.model, self.device, self.encode_runner, self.decode_runner = model, encode.device, encode, decode
-        self.scheduler = Seq2SeqScheduler(config, config.encode_frames or encode.device.encode_frames)
+        self.scheduler = Seq2SeqScheduler(
+            config, config.encode_frames or encode.device.encode_frames, packed=encode.device.packs_clips
+        )
         self.requests = RequestTable(
             model, decode, config.window, text, tokens_per_s, on_done, on_start, language_models
         )
@@ -101,6 +106,8 @@ class Seq2SeqExecutor:
         self.peers, self._alone, self._decoded_s = peers, config.role == "both", -DECODE_PACE_S
         self._deferring = False
         """Whether the last decoding pass left drafts of requests that are not urgent to the next one."""
+        self._gathered_steps = 0
+        """Decoding steps for which requests were left waiting."""
         self._check_throttle = CheckThrottle()
 
     def attach(self, context: LoopContext) -> None:
@@ -217,7 +224,7 @@ class Seq2SeqExecutor:
             return self.finalizer.rescore() or decoded or started or encoded
         vad_stepped = False
         for _ in range(MAX_BULK_ENCODES if self.encoder_pool.encodes_locally else 0):
-            if not self._encode(self._schedule()):
+            if self._gather() or not self._encode(self._schedule()):
                 break
             encoded = True
             self.loop.drain()  # new requests must not wait for all of them
@@ -232,6 +239,19 @@ class Seq2SeqExecutor:
             self.loop.drain()
             self._decode()
         return self.finalizer.rescore() or decoded or encoded or vad_stepped
+
+    def _gather(self) -> bool:
+        """Whether the requests that wait are encoded at a later step, with others: a few of them do not keep the device
+        busy. Not where a step takes as long with few rows as with many."""
+        waits = (
+            self.device.rows_cost_time
+            and 0 < self.scheduler.waiting_frames < self.scheduler.encode_frames
+            and len(self.decode_runner.rows) >= GATHER_ROWS
+            and not self.requests.counts["live"]
+            and self._gathered_steps < GATHER_STEPS
+        )
+        self._gathered_steps = self._gathered_steps + 1 if waits else 0
+        return waits
 
     def _live_active(self) -> bool:
         """Whether live requests arrived lately: silent sessions cost files nothing, and sessions whose audio is

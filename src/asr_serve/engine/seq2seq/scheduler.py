@@ -46,8 +46,12 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
 class Seq2SeqScheduler:
     """Turns waiting requests into encode batches."""
 
-    def __init__(self, config: EngineConfig, encode_frames: int) -> None:
-        self.config, self.encode_frames = config, encode_frames
+    def __init__(self, config: EngineConfig, encode_frames: int, *, packed: bool = False) -> None:
+        """`packed`: requests of a batch cost their own frames, whatever the length of the others. False: each costs as
+        many as the longest."""
+        self.config, self.encode_frames, self._packed = config, encode_frames, packed
+        self.waiting_frames = 0
+        """Frames of all requests that wait."""
         self._queue: dict[int, ScheduledRequest] = {}
         # (frames, id) and (deadline_ms, id), sorted
         self._by_length: dict[Priority, list[tuple[int, int]]] = {p: [] for p in DEADLINE_MS}
@@ -66,6 +70,7 @@ class Seq2SeqScheduler:
             # A class that had nothing to do does not save up service for later.
             self._virtual_time[request.priority] = max(self._virtual_time[request.priority], self._system_virtual_time)
         self._queue[request.id] = request
+        self.waiting_frames += request.frames
         bisect.insort(self._by_length[request.priority], (request.frames, request.id))
         bisect.insort(self._by_deadline[request.priority], (request.deadline_ms, request.id))
 
@@ -74,6 +79,7 @@ class Seq2SeqScheduler:
         request = self._queue.pop(request_id, None)
         if request is None:
             return False
+        self.waiting_frames -= request.frames
         for order, key in (
             (self._by_length[request.priority], (request.frames, request.id)),
             (self._by_deadline[request.priority], (request.deadline_ms, request.id)),
@@ -149,7 +155,8 @@ class Seq2SeqScheduler:
     def _fill(
         self, head: ScheduledRequest, room: dict[Priority, tuple[int, int]], most_frames: int
     ) -> list[ScheduledRequest]:
-        """Returns `head` and its neighbours in length, while the batch stays dense and within every bound.
+        """Returns `head` and its neighbours in length, while the batch is within every bound and, unless it is packed,
+        stays dense.
 
         Other classes get only the room that is left: mixing all classes by length would undo the shares.
         """
@@ -166,13 +173,15 @@ class Seq2SeqScheduler:
                 )
                 candidate = self._queue[order[below if take_below else above][1]]
                 below, above = (below - 1, above) if take_below else (below, above + 1)
-                padded = (len(batch) + 1) * max(longest, candidate.frames)
-                dense = 1 - (frames + candidate.frames) / padded <= self.config.encode_padding
-                if padded > most_frames or not dense:
-                    if take_below:
-                        below = -1  # even shorter ones would pad more
-                    else:
+                together = frames + candidate.frames
+                padded = together if self._packed else (len(batch) + 1) * max(longest, candidate.frames)
+                if padded > most_frames or 1 - together / padded > self.config.encode_padding:
+                    if not take_below:
                         above = len(order)
+                    elif self._packed:
+                        below = bisect.bisect_left(order, (most_frames - frames + 1, 0), 0, below + 1) - 1
+                    else:
+                        below = -1  # even shorter ones would pad more
                     continue
                 if not _fits(candidate, (free_rows - rows, free_pages - pages)):
                     continue

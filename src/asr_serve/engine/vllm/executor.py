@@ -109,7 +109,9 @@ class VllmExecutor:
             config.max_decode_rows,
         )
         self.prompts = DecoderPrompts(model, self.device)
-        self.scheduler = Seq2SeqScheduler(config, config.encode_frames or self.device.encode_frames)
+        self.scheduler = Seq2SeqScheduler(
+            config, config.encode_frames or self.device.encode_frames, packed=self.device.packs_clips
+        )
         self.requests = RequestTable(
             model, VllmCapacity(self.prompts), config.window, text, tokens_per_s, on_done, on_start, {}
         )

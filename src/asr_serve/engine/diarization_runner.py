@@ -20,9 +20,10 @@ from asr_serve.devices.interface import Device
 from asr_serve.diarization.local_speakers import BUDGET_SAMPLES, LocalSpeakers
 from asr_serve.diarization.overlapped_speech import Talks
 from asr_serve.engine.executor import StepGuard
+from asr_serve.engine.speaker_separation import separate_speakers
 from asr_serve.engine.stats import EngineStats
 from asr_serve.errors import AsrServeError, WeightsCorrupt, WeightsMissing
-from asr_serve.models.auxiliary import eres2net, pyannote, speech_separation
+from asr_serve.models.auxiliary import eres2net, pyannote
 from asr_serve.models.checkpoints import store
 from asr_serve.models.interfaces import SpeakerEmbedder, SpeakerSegmentationModel
 
@@ -208,7 +209,7 @@ class DiarizationRequest(NamedTuple):
 
 
 class SeparationRequest(NamedTuple):
-    """Mixture of two speakers; see SpeechSeparator.separate."""
+    """Mixture of two speakers; see speaker_separation.separate_speakers."""
 
     pcm: np.ndarray
     talks: Talks
@@ -227,8 +228,6 @@ class DiarizationRunner:
         self._mixtures: deque[SeparationRequest] = deque()
         self._model: WindowDiarizer | None = None
         """Loaded with the first window."""
-        self._separator: speech_separation.SpeechSeparator | None = None
-        """Loaded with the first mixture."""
 
     def submit(self, question: DiarizationRequest) -> None:
         (self._live if question.live else self._waiting).append(question._replace(due_s=time.monotonic() + MAX_WAIT_S))
@@ -278,9 +277,7 @@ class DiarizationRunner:
     def _separate(self, question: SeparationRequest) -> None:
         started = time.perf_counter()
         with StepGuard(self._stats, "speakers", "separating speakers", question.future.set_exception):
-            if self._separator is None:
-                self._separator = speech_separation.load(self._device)
-            question.future.set_result(self._separator.separate(question.pcm, question.talks))
+            question.future.set_result(separate_speakers(question.pcm, question.talks, self._device.torch_device))
         self._stats.record_step("speakers", time.perf_counter() - started, 1, 1.0)
 
     def close(self, error: AsrServeError) -> None:

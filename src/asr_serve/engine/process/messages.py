@@ -372,7 +372,7 @@ class SpeakersAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class SeparatedSpeech(msgspec.Struct, frozen=True, tag=True):
-    """What each of two speakers says: (2, samples) float32."""
+    """Audio of each of two speakers, (2, samples) float32."""
 
     number: int
     tracks: bytes

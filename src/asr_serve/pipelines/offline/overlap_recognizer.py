@@ -168,6 +168,7 @@ class OverlapRecognizer:
     def _separate(self, segment: _SeparatedSegment) -> None:
         pcm = segment.kept.pcm.astype(np.float32) / FULL_SCALE
         speakers = list(segment.overlap.talks)
+        asked: list[tuple[str, ...]]
         if len(speakers) > 2:
             asked = [(name,) for name in dict.fromkeys(turn.speaker for turn in segment.overlap.turns)]
         else:

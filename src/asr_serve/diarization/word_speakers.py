@@ -61,6 +61,25 @@ def split_by_speaker(segment: Segment, turns: TurnIndex, words: bool) -> list[Se
     return [_part(segment, tagged, first, after, words) for first, after in itertools.pairwise(runs)]
 
 
+def outside_ranges(segment: Segment, ranges: Sequence[tuple[int, int]]) -> list[Segment]:
+    """Returns the parts of a segment whose words are outside of the ranges (start, end), in samples, by their middles.
+    A segment without words is either left whole or dropped, where ranges cover most of it."""
+
+    def inside(at: float) -> bool:
+        return any(start <= at < end for start, end in ranges)
+
+    if not segment.words:
+        length = segment.end_samples - segment.start_samples
+        places = (segment.start_samples + length * (2 * part + 1) / 20 for part in range(10))
+        return [] if sum(map(inside, places)) > 5 else [segment]
+    words = list(segment.words)
+    kept = [not inside((word.start_samples + word.end_samples) / 2) for word in words]
+    if all(kept):
+        return [segment]
+    edges = [i for i in range(len(kept) + 1) if (i < len(kept) and kept[i]) != (i > 0 and kept[i - 1])]
+    return [_part(segment, words, first, after, True) for first, after in zip(edges[::2], edges[1::2], strict=True)]
+
+
 def _part(segment: Segment, said: list[Word], first: int, after: int, words: bool) -> Segment:
     """Returns a part of the segment without tokens, since the split of tokens is not known here."""
     cuts = _cuts(segment.text, said)

@@ -18,7 +18,9 @@ import numpy as np
 from asr_serve import units
 from asr_serve.devices.interface import Device
 from asr_serve.diarization.local_speakers import BUDGET_SAMPLES, LocalSpeakers
+from asr_serve.diarization.overlapped_speech import Talks
 from asr_serve.engine.executor import StepGuard
+from asr_serve.engine.speaker_separation import separate_speakers
 from asr_serve.engine.stats import EngineStats
 from asr_serve.errors import AsrServeError, WeightsCorrupt, WeightsMissing
 from asr_serve.models.auxiliary import eres2net, pyannote
@@ -206,6 +208,15 @@ class DiarizationRequest(NamedTuple):
     """Time on the monotonic clock at which it runs without waiting for others."""
 
 
+class SeparationRequest(NamedTuple):
+    """Mixture of two speakers; see speaker_separation.separate_speakers."""
+
+    pcm: np.ndarray
+    talks: Talks
+    future: Future[np.ndarray]
+    """Never cancelled."""
+
+
 class DiarizationRunner:
     """Queue of windows and their batched steps. Belongs to the loop's thread; EngineClient limits how many
     wait."""
@@ -214,16 +225,23 @@ class DiarizationRunner:
         self._device, self._stats = device, stats
         self._waiting: deque[DiarizationRequest] = deque()
         self._live: deque[DiarizationRequest] = deque()
+        self._mixtures: deque[SeparationRequest] = deque()
         self._model: WindowDiarizer | None = None
         """Loaded with the first window."""
 
     def submit(self, question: DiarizationRequest) -> None:
         (self._live if question.live else self._waiting).append(question._replace(due_s=time.monotonic() + MAX_WAIT_S))
 
+    def submit_separation(self, question: SeparationRequest) -> None:
+        self._mixtures.append(question)
+
     def step(self, *, live: bool, idle: bool) -> bool:
-        """Diarizes one batch; returns False when none was due. `live`: live callers are connected. `idle`: there
-        is no other work; while there is, windows wait for a full batch, because they arrive one by one as files
-        are read."""
+        """Separates a mixture or diarizes a batch; returns False when none was due. `live`: live callers are
+        connected. `idle`: there is no other work; while there is, windows wait for a full batch, because they arrive
+        one by one as files are read."""
+        if self._mixtures and not self._live:
+            self._separate(self._mixtures.popleft())
+            return True
         batch: list[DiarizationRequest] = []
         queue = self._live or self._waiting
         waits = not (live or idle or self._live or len(queue) >= MAX_STEP_WINDOWS)
@@ -256,8 +274,14 @@ class DiarizationRunner:
         self._stats.record_step("speakers", time.perf_counter() - started, len(batch), len(batch) / MAX_STEP_WINDOWS)
         return True
 
+    def _separate(self, question: SeparationRequest) -> None:
+        started = time.perf_counter()
+        with StepGuard(self._stats, "speakers", "separating speakers", question.future.set_exception):
+            question.future.set_result(separate_speakers(question.pcm, question.talks, self._device.torch_device))
+        self._stats.record_step("speakers", time.perf_counter() - started, 1, 1.0)
+
     def close(self, error: AsrServeError) -> None:
-        for queue in (self._live, self._waiting):
+        for queue in (self._live, self._waiting, self._mixtures):
             while queue:
                 queue.popleft().future.set_exception(error)
         if self._model is not None:

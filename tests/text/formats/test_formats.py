@@ -460,3 +460,30 @@ def test_names_of_recordings_and_formats() -> None:
         assert render(HELLO, name).startswith(row.signature)
     with pytest.raises(OptionError, match="--format"):
         transcript_format("srtt", param="--format")
+
+
+def test_cues_of_two_who_talk_at_once_are_shown_together():
+    def said(speaker: str, start_s: float, text: str) -> Segment:
+        words = []
+        for number, word in enumerate(text.split()):
+            begin = round((start_s + number / 2) * 16_000)
+            words.append(Word(word, begin, begin + 8_000, 0.9, speaker))
+        return Segment(words[0].start_samples, words[-1].end_samples, text, words=tuple(words), speaker=speaker)
+
+    segments = [
+        said("A", 0.0, "The first speaker goes on. And on with this sentence. Until the end."),
+        said("B", 2.0, "Another one interrupts them."),
+        said("A", 20.0, "Later."),
+    ]
+    cues = list(build_cues(segments))
+    assert [cue.start_ms for cue in cues] == sorted(cue.start_ms for cue in cues)
+    shown = {who: [cue for cue in cues if cue.speaker == who] for who in "AB"}
+    assert " ".join(line for cue in shown["B"] for line in cue.lines) == segments[1].text
+    assert " ".join(line for cue in shown["A"] for line in cue.lines) == f"{segments[0].text} {segments[2].text}"
+    assert shown["B"][0].start_ms == 2_000
+    for own in shown.values():
+        assert all(before.end_ms <= after.start_ms for before, after in itertools.pairwise(own))
+        assert all(cue.end_ms - cue.start_ms >= 500 for cue in own)
+    alone = [said("A", 0.0, "One. Two."), said("B", 1.0, "Three."), said("A", 1.5, "Four.")]
+    timed = list(build_cues(alone))
+    assert all(before.end_ms <= after.start_ms for before, after in itertools.pairwise(timed))

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from asr_serve.diarization.local_speakers import LocalSpeakers
+from asr_serve.diarization.overlapped_speech import Talks
 from asr_serve.engine.client import Connect
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.engine_process import EngineProcess, RingSize
@@ -213,6 +214,14 @@ class ProcessBackend:
             self._supervisor.expect_open()
             if ready := self._current.process_ready:
                 self._current.request_speakers(pcm, budget_samples, live, answer)
+        if not ready:
+            answer.set_exception(unanswered_query("is being started again"))
+
+    def separate_speakers(self, pcm: np.ndarray, talks: Talks, answer: Future[np.ndarray]) -> None:
+        with self._lock:
+            self._supervisor.expect_open()
+            if ready := self._current.process_ready:
+                self._current.request_separation(pcm, talks, answer)
         if not ready:
             answer.set_exception(unanswered_query("is being started again"))
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from asr_serve.diarization.local_speakers import LocalSpeakers
+from asr_serve.diarization.overlapped_speech import Talks
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.connection import EngineConnection, ExportedStream
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
@@ -461,6 +462,10 @@ class InFlight:
         number = self.queries.add(answer)
         self.send(messages.SpeakersQuery(number, len(pcm), budget_samples, live), pcm, number)
 
+    def request_separation(self, pcm: np.ndarray, talks: Talks, answer: Future[np.ndarray]) -> None:
+        number = self.queries.add(answer)
+        self.send(messages.SeparationQuery(number, len(pcm), talks), pcm, number)
+
     def request_report(self, answer: Future[messages.EngineReport]) -> None:
         self.send(messages.ReportQuery(self.queries.add(answer)))
 
@@ -561,6 +566,9 @@ class InFlight:
                 return [PendingAnswer(self.queries.pop_answered(number), probability)]
             case messages.SpeakersAnswer(number=number, voices=voices):
                 return [PendingAnswer(self.queries.pop_answered(number), voices)]
+            case messages.SeparatedSpeech(number=number, tracks=data):
+                tracks = np.frombuffer(data, np.float32).reshape(2, -1)
+                return [PendingAnswer(self.queries.pop_answered(number), tracks)]
             case messages.QueryFailed(number=number, failure=failure):
                 return [PendingAnswer(self.queries.pop_answered(number), failure.to_error())]
         return []

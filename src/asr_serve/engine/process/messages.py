@@ -16,6 +16,7 @@ from asr_serve.config import EngineConfig
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.diarization.local_speakers import LocalSpeakers
+from asr_serve.diarization.overlapped_speech import Talks
 from asr_serve.engine.request import HypothesisRequest
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.models.registry import AnyCard, TurnCard
@@ -184,6 +185,15 @@ class SpeakersQuery(msgspec.Struct, frozen=True, tag=True):
     length: int
     budget_samples: int
     live: bool
+
+
+class SeparationQuery(msgspec.Struct, frozen=True, tag=True):
+    """Query what each of two speakers says; `length` samples are in the ring. Answered by SeparatedSpeech or
+    QueryFailed."""
+
+    number: int
+    length: int
+    talks: Talks
 
 
 class ReportQuery(msgspec.Struct, frozen=True, tag=True):
@@ -361,6 +371,13 @@ class SpeakersAnswer(msgspec.Struct, frozen=True, tag=True):
     voices: LocalSpeakers
 
 
+class SeparatedSpeech(msgspec.Struct, frozen=True, tag=True):
+    """Audio of each of two speakers, (2, samples) float32."""
+
+    number: int
+    tracks: bytes
+
+
 class QueryFailed(msgspec.Struct, frozen=True, tag=True):
     """Reports that a query failed."""
 
@@ -436,6 +453,7 @@ ToEngine = (
     | CloseSession
     | TurnQuery
     | SpeakersQuery
+    | SeparationQuery
     | ReportQuery
     | SetPeers
     | EnginePing
@@ -456,6 +474,7 @@ ToServer = (
     | RequestFailed
     | TurnAnswer
     | SpeakersAnswer
+    | SeparatedSpeech
     | QueryFailed
     | EngineReport
     | PeersSet

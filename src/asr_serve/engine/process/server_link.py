@@ -21,7 +21,7 @@ from asr_serve import units
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.engine.cache.digest import set_request_digests, set_window_digest
-from asr_serve.engine.diarization_runner import DiarizationRequest
+from asr_serve.engine.diarization_runner import DiarizationRequest, SeparationRequest
 from asr_serve.engine.executor import StepGuard
 from asr_serve.engine.loop import Loop
 from asr_serve.engine.process import messages
@@ -373,6 +373,10 @@ class ServerLink:
                 )
                 question.future.add_done_callback(partial(self._on_speakers, number))
                 put(lambda loop: loop.diarization.submit(question))
+            case messages.SeparationQuery(number=number, length=length, talks=talks):
+                mixture = SeparationRequest(self._pcm.read_message(number, length), talks, Future[np.ndarray]())
+                mixture.future.add_done_callback(partial(self._on_separated, number))
+                put(lambda loop: loop.diarization.submit_separation(mixture))
             case messages.ReportQuery(number=number):
                 self.send(messages.EngineReport(number, loop.describe(), facts.metrics_text(), facts.load()))
             case messages.SetPeers(number=number, addresses=addresses):
@@ -520,6 +524,14 @@ class ServerLink:
         error = answer.exception()
         if error is None:
             self.send(messages.SpeakersAnswer(number, answer.result()))
+        else:
+            assert isinstance(error, AsrServeError)
+            self.send(messages.QueryFailed(number, messages.ErrorMessage.from_error(error)))
+
+    def _on_separated(self, number: int, answer: Future[np.ndarray]) -> None:
+        error = answer.exception()
+        if error is None:
+            self.send(messages.SeparatedSpeech(number, answer.result().tobytes()))
         else:
             assert isinstance(error, AsrServeError)
             self.send(messages.QueryFailed(number, messages.ErrorMessage.from_error(error)))

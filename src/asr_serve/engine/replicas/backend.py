@@ -25,6 +25,7 @@ import numpy as np
 from asr_serve import units
 from asr_serve.config import EngineConfig
 from asr_serve.diarization.local_speakers import LocalSpeakers
+from asr_serve.diarization.overlapped_speech import Talks
 from asr_serve.engine.cache.digest import audio_digest, keyed
 from asr_serve.engine.client import Connect
 from asr_serve.engine.process import messages
@@ -403,6 +404,14 @@ class ReplicatedBackend:
             self._expect_open()
             if (in_flight := self._for_request()) is not self._waiting:
                 in_flight.request_speakers(pcm, budget_samples, live, answer)
+        if in_flight is self._waiting:
+            answer.set_exception(unanswered_query("is being started again"))
+
+    def separate_speakers(self, pcm: np.ndarray, talks: Talks, answer: Future[np.ndarray]) -> None:
+        with self._lock:
+            self._expect_open()
+            if (in_flight := self._for_request()) is not self._waiting:
+                in_flight.request_separation(pcm, talks, answer)
         if in_flight is self._waiting:
             answer.set_exception(unanswered_query("is being started again"))
 

@@ -18,6 +18,7 @@ from asr_serve.diarization.clustering import SpeakerCount
 from asr_serve.diarization.diarize import diarize
 from asr_serve.diarization.enrollment import dominant_embedding, rename_enrolled
 from asr_serve.diarization.local_speakers import WINDOW_SAMPLES, LocalSpeakers
+from asr_serve.diarization.overlapped_speech import OVERLAP_SAMPLES
 from asr_serve.diarization.speaker_groups import DiarizationWindow
 from asr_serve.diarization.windowing import DENSE, plan_windows
 from asr_serve.diarization.word_speakers import TurnIndex, split_by_speaker
@@ -25,7 +26,7 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.errors import AudioError, AudioTooLong, OptionError
 from asr_serve.pipelines.offline.audio_reader import AudioReader
 from asr_serve.pipelines.options import KnownSpeaker, TranscribeOptions
-from asr_serve.types import Segment, SpeakerTurn
+from asr_serve.types import Segment, Span, SpeakerTurn
 from asr_serve.units import s_to_samples
 
 MIN_REFERENCE_S, MAX_REFERENCE_S = 2, 10
@@ -120,6 +121,8 @@ class FileDiarizer:
         """Start and end of the kept chunks in the file, and start of the next window."""
         self._pending: deque[PendingSpeakerWindow] = deque()
         self._windows_done: list[DiarizationWindow] = []
+        self._overlaps: deque[tuple[int, int]] = deque()
+        """(start, end) of stretches in which a window has two speakers at once, by windows."""
         self._ended = False
         self._total_samples: int | None = None
         self._windows = 0
@@ -165,7 +168,9 @@ class FileDiarizer:
             progressed = self._names is not None
         while self._pending and self._pending[0].answer.done():
             start, samples, answer = self._pending.popleft()
-            self._windows_done.append(DiarizationWindow(start, samples, answer.result()))
+            speakers = answer.result()
+            self._windows_done.append(DiarizationWindow(start, samples, speakers))
+            self._overlaps += [(start + first, start + end) for first, end in speakers.overlaps()]
             progressed = True
         return progressed
 
@@ -173,6 +178,21 @@ class FileDiarizer:
         """Returns the turns of all speakers, once finished."""
         assert self._names is not None
         return rename_enrolled(diarize(self._windows_done, self._how_many), self._names).turns
+
+    @property
+    def known_samples(self) -> int:
+        """Audio from the start of which all windows are done."""
+        if self._pending:
+            return self._pending[0].start_samples
+        return self._samples if self._ended else self._next_start
+
+    def may_overlap(self, span: Span) -> bool:
+        """Whether windows have two speakers at once in the span, for half of OVERLAP_SAMPLES together. Spans are asked
+        for in order, once known."""
+        while self._overlaps and self._overlaps[0][1] <= span.start_samples:
+            self._overlaps.popleft()
+        common = (min(end, span.end_samples) - max(start, span.start_samples) for start, end in self._overlaps)
+        return 2 * sum(max(0, each) for each in common) >= OVERLAP_SAMPLES
 
     def split_by_speaker(self, segment: Segment, turns: TurnIndex) -> list[Segment]:
         """Splits the segment at each change of speaker."""

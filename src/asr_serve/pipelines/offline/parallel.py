@@ -38,7 +38,7 @@ from asr_serve.pipelines.segments import (
     select_tokens,
 )
 from asr_serve.pipelines.silence_tracker import SilenceTracker, silences_by_level
-from asr_serve.types import Span
+from asr_serve.types import Segment, Span
 
 VAD_BATCH_WINDOWS = 512
 """Limit of windows submitted to voice activity at once: 16 s."""
@@ -121,6 +121,19 @@ class ParallelLongForm:
         return SegmentAnswer(
             segments, span.end_samples, answer.language, answer.phases, follow_up, answer.language_prob
         )
+
+    def turn_request(self, span: Span, pcm: np.ndarray, search: SearchOptions) -> SegmentRequest:
+        """Returns the request for one speaker's turn, `pcm` (span.samples,) float32, separated from others."""
+        silences = silences_by_level(pcm, span) if search.words else ()
+        return SegmentRequest(span, pad_with_silence(pcm) if self._context else pcm, search, silences=silences)
+
+    def turn_segment(self, request: SegmentRequest, answer: Recognition) -> Segment | None:
+        """Returns the segment of a `turn_request`; None if it has no text."""
+        model = self._model_of(answer)
+        if not is_speech(answer, model.card, request.search.task):
+            return None
+        origin, spoken = request.span.start_samples - self._context, _without_times(answer, model.card.times)
+        return build_segment(request.span, spoken, model.text, origin, request.silences, request.search.hypotheses)
 
     def _follow_up(
         self, request: SegmentRequest, answer: Recognition, times: TimestampTokens | None

@@ -25,6 +25,7 @@ from asr_serve.errors import AsrServeError, AtCapacity, Cancelled
 from asr_serve.pipelines.offline.audio_reader import AudioReader, OpenReader, open_reader
 from asr_serve.pipelines.offline.file_diarizer import DiarizedReader, FileDiarizer, KnownSpeakerVoices
 from asr_serve.pipelines.offline.long_form import LongFormStrategy, SegmentAnswer, SegmentRequest
+from asr_serve.pipelines.offline.overlap_recognizer import OverlapRecognizer
 from asr_serve.pipelines.offline.parallel import ParallelLongForm
 from asr_serve.pipelines.offline.sequential import SequentialLongForm
 from asr_serve.pipelines.offline.speech_activity import SpeechActivity
@@ -263,8 +264,17 @@ class _FileJob:
         self.diarizer = (
             FileDiarizer(call.client, options, call.known_voices, call.wake, check) if options.speakers else None
         )
+        self.overlaps = (
+            OverlapRecognizer(
+                call.client, call.recognizer, way, self.diarizer, call.wake, check, words=options.words is not False
+            )
+            if self.diarizer is not None and isinstance(way, ParallelLongForm)
+            else None
+        )
         self.undiarized: list[tuple[Segment, EngineTimestamps | None, str]] = []
         """Segments with their languages, emitted once their speakers are known."""
+        self.turns: tuple[SpeakerTurn, ...] | None = None
+        """Turns of all speakers, once they are known."""
         self.pending: deque[tuple[Span, Ticket]] = deque()
         self.answers: deque[SegmentAnswer] = deque()
         try:
@@ -299,6 +309,18 @@ class _FileJob:
         return self.call.has_room and (self.diarizer is None or self.diarizer.has_room)
 
     @property
+    def _recognized(self) -> bool:
+        """Whether all of it is recognized, but for overlapped speech."""
+        return not self.pending and not self.open
+
+    def _diarized(self) -> tuple[SpeakerTurn, ...]:
+        """Returns the turns of all speakers, once the diarizer has finished."""
+        assert self.diarizer is not None
+        if self.turns is None:
+            self.turns = self.diarizer.turns()
+        return self.turns
+
+    @property
     def open(self) -> bool:
         """Whether more of it is to be submitted."""
         return self.error is None and not self.long_form.finished
@@ -308,6 +330,8 @@ class _FileJob:
         check()
         priority = "bulk" if span.start_samples >= PROMPT_SAMPLES else self.call.options.priority
         ticket = self.call.recognizer.submit(request.pcm, request.search, priority, check)
+        if self.overlaps is not None:
+            self.overlaps.keep(request)
         self.call.ahead_samples += span.samples
         ticket.future.add_done_callback(self.call.wake)
         return span, ticket
@@ -316,6 +340,11 @@ class _FileJob:
         progressed = False
         try:
             progressed = self.diarizer is not None and self.diarizer.advance()
+            if self.overlaps is not None and self.error is None:
+                self.overlaps.drop_single_speakers()
+                if self._recognized and self.diarizer is not None and self.diarizer.finished:
+                    self.overlaps.start(self._diarized())
+                    progressed |= self.overlaps.advance()
         except AsrServeError as error:
             self._fail(error)
         while self.pending and self.pending[0][1].future.done():
@@ -355,15 +384,15 @@ class _FileJob:
                 else:
                     yield self._segment_done(segment, answer.phases, answer.language)
             yield self._progress(answer.end_samples, unopened)
-        if self.pending or self.open or not (self.error or self.diarizer is None or self.diarizer.finished):
+        if not self._recognized or not (self.error or self.diarizer is None or self.diarizer.finished):
+            return
+        if self.overlaps is not None and self.error is None and not self.overlaps.finished:
             return
         turns: tuple[SpeakerTurn, ...] = ()
         if self.diarizer is not None and self.error is None:
-            turns = self.diarizer.turns()
-            turn_index = TurnIndex(turns)
-            for segment, phases, language in self.undiarized:
-                for part in self.diarizer.split_by_speaker(segment, turn_index):
-                    yield self._segment_done(part, phases, language)
+            turns = self._diarized()
+            for segment, phases, language in self._by_speaker(TurnIndex(turns)):
+                yield self._segment_done(segment, phases, language)
         self._release()
         self.finished = True
         yield self._progress(self.long_form.read_samples, unopened)
@@ -375,6 +404,18 @@ class _FileJob:
             language, language_prob = self._language, self._language_prob
             transcript = Transcript(self.key, text, language, length, segments, model, cached, language_prob, turns)
             yield FileDone(self.index, self.key, transcript)
+
+    def _by_speaker(self, turns: TurnIndex) -> list[tuple[Segment, EngineTimestamps | None, str]]:
+        """Returns the segments of the file, each of one speaker, in order of time."""
+        assert self.diarizer is not None
+        found = []
+        for segment, phases, language in self.undiarized:
+            for rest in [segment] if self.overlaps is None else self.overlaps.outside_turns(segment):
+                found += [(part, phases, language) for part in self.diarizer.split_by_speaker(rest, turns)]
+        if self.overlaps is not None:
+            found += [(segment, None, self._language) for segment in self.overlaps.segments()]
+            found.sort(key=lambda each: each[0].start_samples)
+        return found
 
     def _segment_done(self, segment: Segment, phases: EngineTimestamps | None, language: str) -> SegmentDone:
         segment = self.call.normalizer.normalize(segment, language)
@@ -412,6 +453,8 @@ class _FileJob:
             self.call.ahead_samples -= span.samples
             self.call.recognizer.cancel(ticket)
         self.pending.clear()
+        if self.overlaps is not None:
+            self.overlaps.abandon()
         self._release()
 
     def _release(self) -> None:

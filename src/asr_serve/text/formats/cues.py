@@ -67,20 +67,20 @@ class Cue(msgspec.Struct, frozen=True):
 
 
 def build_cues(segments: Iterable[Segment], end_ms: int | None = None, *, names: bool = False) -> Iterator[Cue]:
-    """Cues in order; each lasts 1 ms or more. `end_ms`: end of the recording, after which no cue is shown unless
-    its segment is later. `names`: text begins with a name where the speaker changes, for formats without a field
-    for it."""
-    pending: Cue | None = None
+    """Cues in order; each lasts 1 ms or more, and one is shown at a time, but for those of speakers who talk at once.
+    `end_ms`: end of the recording, after which no cue is shown unless its segment is later. `names`: text begins with
+    a name where the speaker changes, for formats without a field for it."""
+    pending: list[list[Cue]] = []
     free_ms = 0
-    for cut in _cut(segments, names):
-        if pending is not None:
-            pending = _timed(pending, free_ms, cut.start_ms)
-            free_ms = pending.end_ms
-            yield pending
-        pending = cut
-    if pending is not None:
-        last = max(pending.end_ms, free_ms)
-        yield _timed(pending, free_ms, last if end_ms is None else max(end_ms, last), is_last=True)
+    for chains in _chains(segments, names):
+        if pending:
+            cues = _timed_chains(pending, free_ms, min(chain[0].start_ms for chain in chains))
+            free_ms = max(cue.end_ms for cue in cues)
+            yield from cues
+        pending = chains
+    if pending:
+        last = max(free_ms, *(chain[-1].end_ms for chain in pending))
+        yield from _timed_chains(pending, free_ms, last if end_ms is None else max(end_ms, last), is_last=True)
 
 
 def split_lines(text: str) -> list[str]:
@@ -114,9 +114,51 @@ def ends_with(text: str, marks: str) -> bool:
     return bool(bare) and bare[-1] in marks
 
 
-def _cut(segments: Iterable[Segment], names: bool) -> Iterator[Cue]:
-    """Cues with the times of their speech, not yet extended for reading."""
+def _chains(segments: Iterable[Segment], names: bool) -> Iterator[list[list[Cue]]]:
+    """Cues with the times of their speech, not yet extended for reading: one alone, or those of segments that overlap
+    in time, a chain for each speaker."""
     last_speaker = ""
+    for group in _overlapping(segments):
+        cues = list(_cut(group, last_speaker, names))
+        last_speaker = cues[-1].speaker if cues else last_speaker
+        if len(group) == 1:
+            yield from ([[cue]] for cue in cues)
+        elif cues:
+            by_speaker: dict[str, list[Cue]] = {}
+            for cue in cues:
+                by_speaker.setdefault(cue.speaker, []).append(cue)
+            yield list(by_speaker.values())
+
+
+def _overlapping(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
+    """Segments one by one, those of different speakers that overlap in time together."""
+    group: list[Segment] = []
+    for segment in segments:
+        if group and segment.start_samples >= max(each.end_samples for each in group):
+            yield group
+            group = []
+        group.append(segment)
+        if not segment.speaker:  # no other one can overlap it
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _timed_chains(chains: list[list[Cue]], free_ms: int, next_ms: int, *, is_last: bool = False) -> list[Cue]:
+    """Cues of each chain with their times on screen, in order of time."""
+    timed: list[Cue] = []
+    for chain in chains:
+        at_ms = free_ms
+        for cue, following in zip(chain, [*chain[1:], None], strict=True):
+            limit_ms = next_ms if following is None else following.start_ms
+            timed.append(_timed(cue, at_ms, limit_ms, is_last=is_last and following is None))
+            at_ms = timed[-1].end_ms
+    return sorted(timed, key=lambda cue: (cue.start_ms, cue.end_ms))
+
+
+def _cut(segments: Iterable[Segment], last_speaker: str, names: bool) -> Iterator[Cue]:
+    """Cues of segments, each of one speaker."""
     for segment in segments:
         for speaker, group in groupby(subtitle_tokens(segment), key=lambda each: each[0]):
             tokens = [piece for _, piece in group]

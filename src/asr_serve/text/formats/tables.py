@@ -60,7 +60,8 @@ def ctm(transcript: Transcript) -> str:
 def textgrid(transcript: Transcript) -> str:
     """TextGrid with the tiers `words`, `segments` and `speakers`; where several people speak at once, `speakers`
     names all of them."""
-    words = (word for segment in transcript.segments for word in segment.words)
+    words = [word for segment in transcript.segments for word in segment.words]
+    words.sort(key=lambda word: word.start_samples)  # of speakers who talk at once
     tiers = {
         "words": [TextGridInterval(word.start_samples, word.end_samples, word.text) for word in words],
         "segments": [TextGridInterval(s.start_samples, s.end_samples, s.text) for s in transcript.segments],

@@ -1,0 +1,78 @@
+"""Stretches in which two speakers talk at once, and the turns of each that have to be recognized apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from asr_serve import units
+from asr_serve.types import Span, SpeakerTurn
+
+Talks = tuple[tuple[tuple[int, int], ...], ...]
+"""(start, end) of the turns of each speaker, in samples."""
+MAX_MIXTURE_SAMPLES = units.s_to_samples(30)
+"""Longest audio that is separated at once."""
+OVERLAP_SAMPLES = units.ms_to_samples(500)
+"""Overlap of two turns from which they are recognized apart."""
+MARGIN_SAMPLES = units.ms_to_samples(250)
+"""Audio before and after a turn that is recognized with it."""
+
+
+class OverlappedTurn(NamedTuple):
+    """Turn of one speaker, or several that follow closely, during which others talk."""
+
+    speaker: str
+    start_samples: int
+    end_samples: int
+
+
+class OverlappedSpeech(NamedTuple):
+    """Turns of a segment to recognize apart. Times are the recording's."""
+
+    span: Span
+    turns: tuple[OverlappedTurn, ...]
+    talks: dict[str, tuple[tuple[int, int], ...]]
+    """Turns of each speaker in the segment."""
+
+    ranges: tuple[tuple[int, int], ...]
+    """(start, end) of `turns` without margins, sorted."""
+
+    def mixture_of(self, speaker: str) -> Talks:
+        """Returns when the speaker and when anybody else talks, in samples since the segment's start."""
+        first = self.span.start_samples
+
+        def from_start(turns: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+            return tuple((start - first, end - first) for start, end in turns)
+
+        others = (turn for name, turns in self.talks.items() if name != speaker for turn in turns)
+        return from_start(self.talks[speaker]), from_start(sorted(others))
+
+
+def overlapped_speech(span: Span, turns: Sequence[SpeakerTurn]) -> OverlappedSpeech | None:
+    """Returns the turns of a segment that overlap another speaker's by OVERLAP_SAMPLES, each with what it overlaps;
+    None if there are none. Turns are cut to the segment."""
+    talks: dict[str, list[tuple[int, int]]] = {}
+    for turn in turns:
+        start, end = max(turn.start_samples, span.start_samples), min(turn.end_samples, span.end_samples)
+        if start < end:
+            talks.setdefault(turn.speaker, []).append((start, end))
+    cut = [(name, start, end) for name, own in talks.items() for start, end in own]
+    chosen = sorted(
+        {
+            one
+            for one in cut
+            for other in cut
+            if one[0] != other[0] and min(one[2], other[2]) - max(one[1], other[1]) >= OVERLAP_SAMPLES
+        },
+        key=lambda each: each[1:],
+    )
+    if not chosen:
+        return None
+    found = tuple(
+        OverlappedTurn(
+            name, max(start - MARGIN_SAMPLES, span.start_samples), min(end + MARGIN_SAMPLES, span.end_samples)
+        )
+        for name, start, end in chosen
+    )
+    ranges = tuple((start, end) for _, start, end in chosen)
+    return OverlappedSpeech(span, found, {name: tuple(sorted(own)) for name, own in talks.items()}, ranges)

@@ -1,0 +1,100 @@
+"""Separation of two speakers who talk at once, told by diarization when each of them talks.
+
+No weights are needed: the spectra of each voice are learnt from the frames of the same audio in which the speaker
+talks alone. Where both talk, each frame is explained as a sum of spectra of both voices, and each speaker gets their
+share of every frequency. A speaker who hardly talks alone gets spectra that are learnt from what the other one's do
+not explain.
+
+Source  non-negative matrix factorization with the Kullback-Leibler divergence: Lee and Seung 2001; of speakers with
+        spectra learnt from each: Schmidt and Olsson 2006, "Single-channel speech separation using sparse non-negative
+        matrix factorization"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asr_serve.diarization.overlapped_speech import Talks
+
+FFT_SAMPLES, HOP_SAMPLES = 1_024, 256
+"""Window and step of spectra: windows of 64 ms tell the harmonics of two voices apart. These numbers and the next were
+chosen on mixes of training speech, whose references are the recognizer's words for each voice alone."""
+SPECTRA = 40
+"""Spectra of a voice; twice as many fit the other one's voice, too."""
+ITERATIONS = 30
+"""Updates of spectra and of their gains; more fit the other one's voice, too."""
+ALONE_FRAMES = 60
+"""Frames of a voice alone, about a second, from which its spectra are learnt from these."""
+LEVEL = 0.05
+"""Root mean square to which audio is scaled."""
+
+
+@torch.inference_mode()
+def separate_speakers(pcm: np.ndarray, talks: Talks, device: torch.device) -> np.ndarray:
+    """Returns what each of two speakers says, (2, samples) float32, of pcm (samples,) float32 at 16 kHz, 64 ms or
+    longer. `talks`: the (start, end) of each one's turns, in samples. Where nobody or one speaker talks, the audio is
+    the mixture's, or silence for who does not talk. The same for the same audio."""
+    mixture = torch.from_numpy(pcm).to(device)
+    level = mixture.square().mean().sqrt().clamp(min=1e-6) / LEVEL
+    window = torch.hann_window(FFT_SAMPLES, device=device).sqrt()
+    padded = torch.nn.functional.pad(mixture / level, (0, max(0, FFT_SAMPLES - len(pcm))))
+    spectrum = torch.stft(padded, FFT_SAMPLES, HOP_SAMPLES, window=window, pad_mode="constant", return_complex=True)
+    active = activity_of(talks, spectrum.shape[1]).to(device)
+    masks = (active >= active.flip(0)).float()[:, None].repeat(1, spectrum.shape[0], 1)
+    both = active.all(0)
+    if both.any():
+        masks[:, :, both] = _shares(spectrum.abs() + 1e-5, active)
+    tracks = torch.istft(masks * spectrum, FFT_SAMPLES, HOP_SAMPLES, window=window, length=len(padded))
+    return np.ascontiguousarray((tracks[:, : len(pcm)] * level).cpu().numpy())
+
+
+def activity_of(talks: Sequence[Sequence[tuple[int, int]]], frames: int) -> Tensor:
+    """Returns the activity (speakers, frames) bool: frames whose centre is in a turn."""
+    activity = torch.zeros(len(talks), frames, dtype=torch.bool)
+    for row, turns in zip(activity, talks, strict=True):
+        for start, end in turns:
+            row[-(-max(0, start) // HOP_SAMPLES) : -(-max(0, end) // HOP_SAMPLES)] = True
+    return activity
+
+
+def _shares(magnitudes: Tensor, active: Tensor) -> Tensor:
+    """Returns the share of each speaker, (2, bins, frames in which both talk), of magnitudes (bins, frames)."""
+    chance = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.rand(*shape, generator=chance) + 0.1).to(magnitudes.device)
+
+    spectra, learnt = random(2, magnitudes.shape[0], SPECTRA), []
+    for speaker, other in ((0, 1), (1, 0)):
+        alone = active[speaker] & ~active[other]
+        learnt.append(bool(alone.sum() >= ALONE_FRAMES))
+        if learnt[-1]:
+            own = magnitudes[:, alone]
+            gains = random(SPECTRA, own.shape[1])
+            for _ in range(ITERATIONS):
+                _update_gains(own, spectra[speaker], gains)
+                _update_spectra(own, spectra[speaker], spectra[speaker] @ gains, gains)
+    spectra /= spectra.sum(1, keepdim=True)
+    mixed = magnitudes[:, active.all(0)]
+    gains = random(2 * SPECTRA, mixed.shape[1])
+    for _ in range(ITERATIONS):
+        _update_gains(mixed, torch.cat(list(spectra), 1), gains)
+        for speaker in (0, 1):
+            if not learnt[speaker]:
+                found = torch.cat(list(spectra), 1) @ gains
+                _update_spectra(mixed, spectra[speaker], found, gains[speaker * SPECTRA : (speaker + 1) * SPECTRA])
+    parts = spectra @ gains.view(2, SPECTRA, -1)
+    return parts / (parts.sum(0) + 1e-9)
+
+
+def _update_gains(magnitudes: Tensor, spectra: Tensor, gains: Tensor) -> None:
+    gains *= spectra.T @ (magnitudes / (spectra @ gains + 1e-9)) / spectra.sum(0)[:, None]
+
+
+def _update_spectra(magnitudes: Tensor, spectra: Tensor, found: Tensor, gains: Tensor) -> None:
+    """`found`: the magnitudes as all spectra explain them now."""
+    spectra *= (magnitudes / (found + 1e-9)) @ gains.T / (gains.sum(1) + 1e-9)

@@ -17,6 +17,7 @@ from asr_serve import kernels as native
 from asr_serve.devices.cpu import CpuDevice, PlainVocabulary
 from asr_serve.devices.cuda import WidenedLinear, WidenedVocabulary
 from asr_serve.devices.int8 import CpuInt8Linear, Int8Vocabulary, eight_bits_are_faster, outlying
+from asr_serve.devices.interface import LayerNorm
 from asr_serve.devices.tensor_parallel import TensorParallelGroup
 from asr_serve.errors import OptionError
 from asr_serve.models.asr.moonshine import moonshine
@@ -63,6 +64,17 @@ def test_linear_is_act_of_product_plus_bias(mode: str, dtype: str, kernels: str)
     assert relative(linear(x, gelu=True), F.gelu(expected)) < most
     assert relative(linear(x, add=more), expected + more.float()) < most
     assert relative(linear(x.transpose(0, 1)), expected.transpose(0, 1)) < most
+
+
+@pytest.mark.parametrize("mode", ["none", *MODES])
+def test_a_norm_is_part_of_its_linear(mode: str) -> None:
+    device = devices.make_device("cpu", "bf16", mode)
+    weight, x = torch.randn(24, 32), torch.randn(5, 32) * 3 + 2
+    scale, shift = torch.rand(32).bfloat16() + 0.5, torch.randn(32).bfloat16()
+    linear = device.linear(weight, norm=LayerNorm(scale, shift))
+    expected = F.gelu(F.linear(F.layer_norm(x, (32,), scale.float(), shift.float()), weight))
+    assert relative(linear(x.bfloat16(), gelu=True), expected) < 0.03
+    assert linear.nbytes > device.linear(weight).nbytes
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -131,11 +143,8 @@ class Recording(CpuDevice):
         super().__init__(torch.bfloat16, quantize)
         self.held = self.in_16_bits = 0
 
-    def linear(
-        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, layer: str | None = None
-    ) -> Any:
-        made = super().linear(weight, bias, dtype, layer)
-        return self.count(made, weight, bias)
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *rest: Any, **more: Any) -> Any:
+        return self.count(super().linear(weight, bias, *rest, **more), weight, bias)
 
     def vocabulary(self, weight: Tensor) -> Any:
         return self.count(super().vocabulary(weight), weight, None)

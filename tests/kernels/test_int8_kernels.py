@@ -71,10 +71,32 @@ def test_every_instruction_set_equals_the_reference(core, shape, dtypes, bits, g
 
 
 @pytest.mark.parametrize("bits", [8, 16])
-def test_a_row_is_the_same_in_any_batch(core, bits):
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize(("inputs", "shifted"), [(288, False), (30, True), (1_152, True)])
+def test_a_norm_before_the_product_is_that_of_torch(core, inputs, shifted, dtypes, bits):
+    """Rows far from zero too, and one whose values are all the same."""
+    made, results = Made(inputs, 50, 100, dtypes[0]), []
+    made.x[:50] += 20
+    made.x[3] = 7
+    norm = torch.rand(inputs) + 0.5, torch.randn(inputs) if shifted else None, 1e-5
+    for kernels in (core, reference):
+        product = kernels.Int8Linear(made.packed, made.scale, made.bias, inputs, *norm)
+        out = torch.full((100, 50), torch.nan, dtype=dtypes[1])
+        product(made.x, out, made.add, True, bits)
+        results.append(out.float())
+    # The norms differ in their last digits, so that numbers halfway between two integers may become either.
+    step = 2 * float(made.scale.max()) * 127 * 8 / (127 if bits == 8 else 32_767)
+    rtol, atol = 2**-7 if dtypes[1] == torch.bfloat16 else 1e-5, step + 3e-4 * inputs**0.5
+    torch.testing.assert_close(*results, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_row_is_the_same_in_any_batch(core, bits, normed):
     """Bit for bit, with any neighbours, any number of them and any number of threads."""
     made = Made(288, 96, 131)
-    product, whole = made.by(core), torch.empty(131, 96)
+    norm = (torch.rand(288), None, 1e-5) if normed else ()
+    product, whole = core.Int8Linear(made.packed, made.scale, made.bias, 288, *norm), torch.empty(131, 96)
     product(made.x, whole, None, False, bits)
     try:
         core.set_threads(2)
@@ -177,6 +199,9 @@ def test_a_weight_that_is_packed_otherwise_is_refused(core):
         core.Int8Linear(made.packed, made.scale, made.bias, 40)
     with pytest.raises(ValueError):
         core.Int8Linear(made.packed, made.scale[:10].contiguous(), None, 30)
+    for norm in ((torch.ones(29), None), (torch.ones(30), torch.ones(29)), (None, torch.ones(30))):
+        with pytest.raises(ValueError):
+            core.Int8Linear(made.packed, made.scale, None, 30, *norm, 1e-5)
 
 
 def test_float_logits_are_picked_from_without_a_weight(core):

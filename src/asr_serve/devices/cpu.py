@@ -17,7 +17,7 @@ from asr_serve.cores import usable_cores
 from asr_serve.devices import bf16
 from asr_serve.devices.huge_pages import ask_for_huge_pages
 from asr_serve.devices.int8 import CpuInt8Linear, Int8Vocabulary, eight_bits_are_faster, has_dots
-from asr_serve.devices.interface import Device, GatedLinear, Linear, VocabularyMatrix
+from asr_serve.devices.interface import Device, GatedLinear, LayerNorm, Linear, VocabularyMatrix
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup
 from asr_serve.kernels import attention_reference
 from asr_serve.models.packing import PackedBatch
@@ -118,6 +118,17 @@ class PlainLinear:
         return out if add is None else out + add
 
 
+class NormedLinear:
+    """Linear after a layer norm of its input."""
+
+    def __init__(self, norm: LayerNorm, linear: Linear) -> None:
+        self.norm, self.linear = norm, linear
+        self.nbytes = linear.nbytes + packed_bytes(norm.weight, norm.bias)
+
+    def __call__(self, x: Tensor, *, gelu: bool = False, add: Tensor | None = None) -> Tensor:
+        return self.linear(self.norm(x), gelu=gelu, add=add)
+
+
 class StackedGatedLinear:
     """GatedLinear as one Linear over both matrices, and the kernel that multiplies its halves."""
 
@@ -209,13 +220,19 @@ class CpuDevice:
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 
     def linear(
-        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, layer: str | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        layer: str | None = None,
+        norm: LayerNorm | None = None,
     ) -> Linear:
         if dtype is None and self._quantizes(layer):
-            return CpuInt8Linear(weight, bias, self.kernels, self._bits)
+            return CpuInt8Linear(weight, bias, self.kernels, self._bits, norm=norm)
         dtype = dtype or self.dtype
         bias = None if bias is None else bias.to(dtype)
-        return (PackedLinear if dtype in self.packed_dtypes else PlainLinear)(weight.to(dtype), bias)
+        linear = (PackedLinear if dtype in self.packed_dtypes else PlainLinear)(weight.to(dtype), bias)
+        return linear if norm is None else NormedLinear(norm, linear)
 
     def _quantizes(self, layer: str | None) -> bool:
         if self.quantize != "auto":
@@ -261,7 +278,8 @@ class CpuDevice:
             self._attend_by_products(qkv, packing, out.view(total, heads, head_dim))
         else:
             attend_clips = self.kernels.attend_clips if bf16 else attention_reference.attend_clips
-            attend_clips(qkv, packing.frames, *(angles or (None, None)), head_dim**-0.5, out)
+            cos, sin = angles or (None, None)
+            attend_clips(qkv, packing.frames, cos, sin, head_dim**-0.5, out)
         return out
 
     def _attend_by_products(self, qkv: Tensor, packing: PackedBatch, out: Tensor) -> None:

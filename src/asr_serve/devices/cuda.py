@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve.devices.cpu import PlainLinear, PlainVocabulary, packed_bytes, stacked_gated_linear
+from asr_serve.devices.cpu import NormedLinear, PlainLinear, PlainVocabulary, packed_bytes, stacked_gated_linear
 from asr_serve.devices.int8 import outlying
-from asr_serve.devices.interface import GatedLinear, Linear, VocabularyMatrix
+from asr_serve.devices.interface import GatedLinear, LayerNorm, Linear, VocabularyMatrix
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup
 from asr_serve.errors import OptionError
 from asr_serve.kernels import int8_reference, reference
@@ -150,8 +150,15 @@ class CudaDevice:
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 
     def linear(
-        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, layer: str | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        layer: str | None = None,
+        norm: LayerNorm | None = None,
     ) -> Linear:
+        if norm is not None:
+            return NormedLinear(norm, self.linear(weight, bias, dtype, layer))
         if self.quantize == "int8" and dtype is None:
             device_bias = None if bias is None else bias.to(self.torch_device)
             return WidenedLinear(weight.to(self.torch_device), device_bias, self.dtype)

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from asr_serve.devices.interface import LayerNorm
 from asr_serve.kernels import int8_reference
 
 
@@ -35,16 +36,28 @@ class CpuInt8Linear:
     """Linear over an int8 weight, with GELU and the sum fused in."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, kernels: ModuleType, bits: int, out_dtype: torch.dtype | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        kernels: ModuleType,
+        bits: int,
+        out_dtype: torch.dtype | None = None,
+        norm: LayerNorm | None = None,
     ) -> None:
         """`weight` (out, in), `bias` (out,) in any float dtype; `bits` of the activations: 8 or 16. `out_dtype`:
-        of the result, by default that of x."""
+        of the result, by default that of x. `norm`: of x, without a rounding between it and that to integers."""
         self.outputs, self.inputs = weight.shape
         self.bits, self.out_dtype = bits, out_dtype
         integers, self.scale = int8_reference.quantise(weight)
         self.packed = int8_reference.pack(integers)
         bias = None if bias is None else bias.float().contiguous()
-        self.product = kernels.Int8Linear(self.packed, self.scale, bias, self.inputs)
+        if norm is None:
+            self.product = kernels.Int8Linear(self.packed, self.scale, bias, self.inputs)
+        else:
+            shift = None if norm.bias is None else norm.bias.float()
+            self.product = kernels.Int8Linear(
+                self.packed, self.scale, bias, self.inputs, norm.weight.float(), shift, norm.eps
+            )
 
     @property
     def nbytes(self) -> int:

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from asr_serve.devices.tensor_parallel import TensorParallelGroup
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Quantize
+
+
+class LayerNorm(NamedTuple):
+    """Layer norm over the last axis."""
+
+    weight: Tensor
+    """(width,)"""
+    bias: Tensor | None = None
+    eps: float = 1e-5
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class Linear(Protocol):
@@ -93,11 +106,17 @@ class Device(Protocol):
         """fp32 or bf16."""
 
     def linear(
-        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, layer: str | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        layer: str | None = None,
+        norm: LayerNorm | None = None,
     ) -> Linear:
         """Returns a Linear of `weight` (out, in) and `bias` (out,), by default in the device's dtype. A device
         that quantizes does so here, except where the model names a dtype. `layer`: name of one that quantize=auto may
-        quantize, which is that of the first of its tensors in the checkpoint, without `model.` and `.weight`."""
+        quantize, which is that of the first of its tensors in the checkpoint, without `model.` and `.weight`. `norm`:
+        of the input, on the device in its dtype, as part of the layer."""
 
     def vocabulary(self, weight: Tensor) -> VocabularyMatrix:
         """Returns the matrix of `weight` (vocab, dim). Call it once for a tied embedding and output projection."""

@@ -27,7 +27,8 @@ def attend_clips(
         q, k, v = (clip[:, i] for i in range(3))
         if cos is not None and sin is not None:
             q, k = (_rotated(x, cos[:count, None], sin[:count, None]) for x in (q, k))
-        mixed = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), scale=scale)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, scale=scale)
         out[offset : offset + count] = mixed[0].transpose(0, 1).flatten(1)
         offset += count
 

@@ -77,15 +77,29 @@ def round_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 class Int8Linear:
-    """y = act(x W^T + b) + add, over a packed weight."""
+    """y = act(norm(x) W^T + b) + add, over a packed weight."""
 
-    def __init__(self, packed: Tensor, scale: Tensor, bias: Tensor | None, inputs: int) -> None:
-        """`packed`: from `pack`; `scale`, `bias`: (out,) float32."""
+    def __init__(
+        self,
+        packed: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        inputs: int,
+        norm_weight: Tensor | None = None,
+        norm_bias: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """`packed`: from `pack`; `scale`, `bias`: (out,) float32. `norm_weight`, `norm_bias` (in,) float32, `eps`: of a
+        layer norm of each row before it is rounded; without a weight there is none."""
         self.packed, self.scale, self.bias, self.inputs = packed, scale, bias, inputs
+        self.norm_weight, self.norm_bias, self.eps = norm_weight, norm_bias, eps
 
     def __call__(self, x: Tensor, out: Tensor, add: Tensor | None, gelu: bool, bits: int) -> None:
         """x (..., in) float32 or bf16; out (..., out) of the same, or float32; add (..., out) of x's, or None."""
-        integers, row_scale = round_rows(x.reshape(-1, self.inputs), bits)
+        x = x.reshape(-1, self.inputs)
+        if self.norm_weight is not None:
+            x = F.layer_norm(x.float(), (self.inputs,), self.norm_weight, self.norm_bias, self.eps)
+        integers, row_scale = round_rows(x, bits)
         outputs = torch.arange(len(self.scale), device=x.device)
         # Exact: float64 represents all integers up to 2^53.
         sums = integers @ rows_of(self.packed, self.inputs, outputs).double().T
@@ -101,5 +115,5 @@ class Int8Linear:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        tensors = (self.packed, self.scale, self.bias)
+        tensors = (self.packed, self.scale, self.bias, self.norm_weight, self.norm_bias)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)

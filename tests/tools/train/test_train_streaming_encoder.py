@@ -155,11 +155,10 @@ def test_a_student_starts_from_layers_of_its_teacher(folder: Path) -> None:
     teacher = streaming_encoder.TeacherEncoder(folder / "teacher", devices.make_device("cpu", "fp32"))
     student = StreamingStudent(config_of(teacher.config, WINDOWS))
     student.start_from(teacher.tensors)
-    for i, theirs in enumerate(teacher.model.encoder):
-        mine = student.encoder.layers[i].state_dict()
-        torch.testing.assert_close(mine["input_layernorm.gamma"] + 1, theirs.norm1)
-        name = f"model.encoder.layers.{i}.self_attn.q_proj.weight"
-        torch.testing.assert_close(mine["self_attn.q_proj.weight"], teacher.tensors[name])
+    for i, layer in enumerate(student.encoder.layers):
+        mine, at = layer.state_dict(), f"model.encoder.layers.{i}"
+        torch.testing.assert_close(mine["input_layernorm.gamma"] + 1, teacher.tensors[f"{at}.input_layernorm.weight"])
+        torch.testing.assert_close(mine["self_attn.q_proj.weight"], teacher.tensors[f"{at}.self_attn.q_proj.weight"])
     torch.testing.assert_close(student.encoder.final_norm.gamma + 1, teacher.model.encoder_norm)
 
 

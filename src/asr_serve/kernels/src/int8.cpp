@@ -14,17 +14,25 @@
 namespace asr_serve::ASR_SERVE_ISA {
 namespace {
 
+#define ASR_SERVE_INLINE __attribute__((always_inline))
+
 constexpr int VECTORS = INT8_OUTPUTS / LANES;  // in a block of outputs
 constexpr int64_t LONGEST_SUM = 512;           // inputs: 512 * 32767 * 127 is just under 2^31
 constexpr int64_t ROW_BLOCK = 96;              // rows whose integers stay near while all outputs pass
 constexpr int64_t ALONE = 1 << 19;             // products fewer than these are not worth waking threads for
 
-// gelu(x) = x / 2 (1 + erf(x / sqrt 2)); erf to 1.5e-7 by Abramowitz and Stegun 7.1.26.
-inline float gelu(float x) {
+// gelu(x) = x / 2 (1 + erf(x / sqrt 2)); erf to 3e-7 by Abramowitz and Stegun 7.1.28, which needs no exponential.
+ASR_SERVE_INLINE inline float gelu(float x) {
   float z = std::fabs(x) * 0.70710678f;
-  float t = 1.0f / (1.0f + 0.3275911f * z);
-  float p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
-  float tail = 0.5f * p * exp_negative(-z * z);
+  float p = 4.30638e-5f;
+  p = p * z + 2.765672e-4f;
+  p = p * z + 1.520143e-4f;
+  p = p * z + 9.2705272e-3f;
+  p = p * z + 4.22820123e-2f;
+  p = p * z + 7.05230784e-2f;
+  p = p * z + 1.0f;
+  p *= p, p *= p, p *= p, p *= p;
+  float tail = 0.5f / p;
   return x * (x < 0 ? tail : 1.0f - tail);
 }
 
@@ -85,6 +93,29 @@ void round_row(const T* x, int64_t in, int bits, bool dots, uint8_t* to, float* 
   }
 }
 
+// The same in float for all types of x: nothing is rounded in between.
+template <typename T>
+void norm_row(const T* x, int64_t in, const RowNorm& norm, float* to) {
+  float sum = 0, squares = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < in; ++i) {
+    to[i] = load(x[i]);
+    sum += to[i];
+  }
+  const float mean = sum / float(in);
+#pragma omp simd reduction(+ : squares)
+  for (int64_t i = 0; i < in; ++i) {
+    to[i] -= mean;
+    squares += to[i] * to[i];
+  }
+  const float inverse = 1.0f / std::sqrt(squares / float(in) + norm.eps);
+#pragma omp simd
+  for (int64_t i = 0; i < in; ++i) to[i] *= inverse * norm.weight[i];
+  if (norm.bias)
+#pragma omp simd
+    for (int64_t i = 0; i < in; ++i) to[i] += norm.bias[i];
+}
+
 inline int32_t word(const uint8_t* from) {
   int32_t x;
   std::memcpy(&x, from, 4);
@@ -98,7 +129,6 @@ __attribute__((always_inline)) inline void unrolled(F each) {
     (each(std::integral_constant<int, I>{}), ...);
   }(std::make_integer_sequence<int, N>{});
 }
-#define ASR_SERVE_INLINE __attribute__((always_inline))
 
 // Sums of R rows against B blocks of outputs over `groups` groups of inputs, into sums (R, B * 16) as floats: on top
 // of what is there when there is `more`.
@@ -158,28 +188,39 @@ constexpr std::array<Sums, sizeof...(I)> all_sums(std::integer_sequence<int, I..
 constexpr auto SUMS16 = all_sums<false>(std::make_integer_sequence<int, ROWS * BLOCKS>{});
 constexpr auto SUMS8 = all_sums<true>(std::make_integer_sequence<int, ROWS * BLOCKS>{});
 
-// act(sum * scales + bias) + add, for `n` outputs of one row.
-template <typename T, typename Out>
-void finish(const Int8Product& p, const float* sum, float row_scale, int64_t row, int64_t first, int64_t n) {
-  const Int8Weights& w = p.weights;
-  float y[BLOCKS * INT8_OUTPUTS];
-  const float* scale = w.scale + first;
+// act(sum * scales + bias) + add for `n` outputs of one row, at most INT8_OUTPUTS.
+template <bool GELU, typename T, typename Out>
+ASR_SERVE_INLINE inline void finish_block(const float* sum, float row_scale, const float* scale, const float* bias,
+                                          const T* add, Out* out, int64_t n) {
+  float y[INT8_OUTPUTS];
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) y[i] = sum[i] * (row_scale * scale[i]);
-  if (w.bias)
+  if (bias)
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) y[i] += w.bias[first + i];
-  if (p.gelu)
+    for (int64_t i = 0; i < n; ++i) y[i] += bias[i];
+  if (GELU)
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) y[i] = gelu(y[i]);
-  if (p.add) {
-    const T* add = static_cast<const T*>(p.add) + row * w.out + first;
+  if (add)
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) y[i] += load(add[i]);
-  }
-  Out* out = static_cast<Out*>(p.out) + row * w.out + first;
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) save(out + i, y[i]);
+}
+
+// The same for any number of outputs: whole blocks in loops whose length the compiler knows.
+template <bool GELU, typename T, typename Out>
+void finish(const Int8Product& p, const float* sum, float row_scale, int64_t row, int64_t first, int64_t n) {
+  const float *scale = p.weights.scale + first, *bias = p.weights.bias ? p.weights.bias + first : nullptr;
+  const int64_t at = row * p.weights.out + first;
+  const T* add = p.add ? static_cast<const T*>(p.add) + at : nullptr;
+  Out* out = static_cast<Out*>(p.out) + at;
+  int64_t i = 0;
+  auto block = [&](int64_t count) ASR_SERVE_INLINE {
+    finish_block<GELU>(sum + i, row_scale, scale + i, bias ? bias + i : nullptr, add ? add + i : nullptr, out + i, count);
+  };
+  for (; i + INT8_OUTPUTS <= n; i += INT8_OUTPUTS) block(INT8_OUTPUTS);
+  if (i < n) block(n - i);
 }
 
 template <typename T, typename Out>
@@ -206,9 +247,20 @@ void typed(const Int8Product& p, ParallelFor parallel) {
   };
   auto round = [&](int64_t item) {
     const int64_t end = std::min(p.rows, (item + 1) * ROW_BLOCK);
-    for (int64_t row = item * ROW_BLOCK; row < end; ++row)
-      round_row(static_cast<const T*>(p.x) + row * w.in, w.in, p.bits, dots, rounded + row * stride, row_scale + row,
-                row_start + row);
+    thread_local std::vector<float> normed;
+    if (w.norm.weight && normed.size() < size_t(w.in)) normed.resize(size_t(w.in));
+    for (int64_t row = item * ROW_BLOCK; row < end; ++row) {
+      const T* x = static_cast<const T*>(p.x) + row * w.in;
+      auto round_numbers = [&](const auto* numbers) {
+        round_row(numbers, w.in, p.bits, dots, rounded + row * stride, row_scale + row, row_start + row);
+      };
+      if (!w.norm.weight) {
+        round_numbers(x);
+        continue;
+      }
+      norm_row(x, w.in, w.norm, normed.data());
+      round_numbers(normed.data());
+    }
   };
   const int64_t row_blocks = (p.rows + ROW_BLOCK - 1) / ROW_BLOCK;
   spread_out(row_blocks, round);
@@ -218,6 +270,7 @@ void typed(const Int8Product& p, ParallelFor parallel) {
   while (width > 2 && blocks % width) --width;
   if (blocks % width) width = BLOCKS;
   const int64_t panels = (blocks + width - 1) / width;
+  const auto done = p.gelu ? finish<true, T, Out> : finish<false, T, Out>;
   auto one = [&](int64_t item) {
     const int64_t panel = item % panels, first_block = panel * width, n = std::min(width, blocks - first_block);
     const int64_t first = first_block * INT8_OUTPUTS, outputs = std::min(n * INT8_OUTPUTS, w.out - first);
@@ -238,7 +291,7 @@ void typed(const Int8Product& p, ParallelFor parallel) {
                std::min(STEP, groups - g), nullptr, sum, g > 0);
       }
       for (int64_t r = 0; r < count; ++r)
-        finish<T, Out>(p, sum + r * n * INT8_OUTPUTS, row_scale[row + r], row + r, first, outputs);
+        done(p, sum + r * n * INT8_OUTPUTS, row_scale[row + r], row + r, first, outputs);
       row += count;
     }
   };

@@ -14,11 +14,19 @@ namespace asr_serve {
 // Outputs that lie together, and inputs of one output that do: a group is one vector of 512 bits.
 constexpr int INT8_OUTPUTS = 16, INT8_INPUTS = 4;
 
+// Norm of a row before it is rounded: its mean taken off, over its standard deviation, times weight, plus bias.
+struct RowNorm {
+  const float* weight = nullptr;  // (in,); nullptr: there is no norm
+  const float* bias = nullptr;    // (in,) or nullptr
+  float eps = 0;
+};
+
 struct Int8Weights {
   const int8_t* packed;  // (out blocks of 16, in blocks of 4, 16, 4), both ends filled up with zeros
   const float* scale;    // (out,)
   const float* bias;     // (out,) or nullptr
   int64_t in, out;
+  RowNorm norm = {};
 };
 
 struct Int8Product {

@@ -73,8 +73,9 @@ using Array = nb::ndarray<S, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
 class Int8Linear {
  public:
-  Int8Linear(Array<int8_t, 4> packed, Array<float, 1> scale, std::optional<Array<float, 1>> bias, int64_t in)
-      : packed_(packed), scale_(scale), bias_(bias) {
+  Int8Linear(Array<int8_t, 4> packed, Array<float, 1> scale, std::optional<Array<float, 1>> bias, int64_t in,
+             std::optional<Array<float, 1>> norm_weight, std::optional<Array<float, 1>> norm_bias, float eps)
+      : packed_(packed), scale_(scale), bias_(bias), norm_weight_(norm_weight), norm_bias_(norm_bias) {
     int64_t out = int64_t(scale.size()), blocks = (out + INT8_OUTPUTS - 1) / INT8_OUTPUTS;
     int64_t groups = (in + INT8_INPUTS - 1) / INT8_INPUTS;
     require(out > 0 && in > 0 && in <= 65536, "a product has 1 to 65536 inputs, and an output");
@@ -82,7 +83,10 @@ class Int8Linear {
                 packed.shape(2) == INT8_OUTPUTS && packed.shape(3) == INT8_INPUTS,
             "packed must be (outputs / 16, inputs / 4, 16, 4)");
     require(!bias || int64_t(bias->size()) == out, "one bias for each output");
-    weights_ = {packed.data(), scale.data(), bias ? bias->data() : nullptr, in, out};
+    require(norm_weight || !norm_bias, "a norm's bias comes with its weight");
+    for (const auto& norm : {norm_weight, norm_bias}) require(!norm || int64_t(norm->size()) == in, "a norm is (inputs,)");
+    weights_ = {packed.data(), scale.data(), bias ? bias->data() : nullptr, in, out,
+                {norm_weight ? norm_weight->data() : nullptr, norm_bias ? norm_bias->data() : nullptr, eps}};
   }
 
   void product(nb::handle x, nb::handle out, nb::handle add, bool gelu, int bits) const {
@@ -101,12 +105,16 @@ class Int8Linear {
     chosen->product({weights_, from.data, to.data, more.data, from.bf16, to.bf16, rows, bits, gelu}, threads);
   }
 
-  int64_t nbytes() const { return int64_t(packed_.nbytes() + scale_.nbytes() + (bias_ ? bias_->nbytes() : 0)); }
+  int64_t nbytes() const {
+    size_t bytes = packed_.nbytes() + scale_.nbytes();
+    for (const auto& more : {bias_, norm_weight_, norm_bias_}) bytes += more ? more->nbytes() : 0;
+    return int64_t(bytes);
+  }
 
  private:
   Array<int8_t, 4> packed_;
   Array<float, 1> scale_;
-  std::optional<Array<float, 1>> bias_;
+  std::optional<Array<float, 1>> bias_, norm_weight_, norm_bias_;
   Int8Weights weights_;
 };
 
@@ -124,9 +132,11 @@ void add_int8(nb::module_& m, ParallelFor parallel) {
   m.def("int8_dots", [] { return chosen->dots; }, "Whether it multiplies integers of 8 bits by 8 in one go.");
   m.def("choose_int8_isa", &choose, nb::arg("isa"), "Force an instruction set, or 'auto'. For tests.");
   nb::class_<Int8Linear>(m, "Int8Linear", "See int8_reference.Int8Linear.")
-      .def(nb::init<Array<int8_t, 4>, Array<float, 1>, std::optional<Array<float, 1>>, int64_t>(),
+      .def(nb::init<Array<int8_t, 4>, Array<float, 1>, std::optional<Array<float, 1>>, int64_t,
+                    std::optional<Array<float, 1>>, std::optional<Array<float, 1>>, float>(),
            nb::arg("packed").noconvert(), nb::arg("scale").noconvert(), nb::arg("bias").noconvert().none(),
-           nb::arg("inputs"))
+           nb::arg("inputs"), nb::arg("norm_weight").noconvert() = nb::none(),
+           nb::arg("norm_bias").noconvert() = nb::none(), nb::arg("eps") = 0.0f)
       .def("__call__", &Int8Linear::product, nb::arg("x"), nb::arg("out"), nb::arg("add").none(), nb::arg("gelu"),
            nb::arg("bits"))
       .def_prop_ro("nbytes", &Int8Linear::nbytes);

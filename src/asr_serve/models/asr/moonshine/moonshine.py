@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve.devices.interface import Device, Linear, VocabularyMatrix
+from asr_serve.devices.interface import Device, LayerNorm, Linear, VocabularyMatrix
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models import alignment_heads as again
 from asr_serve.models.alignment_heads import moonshine_alignment
@@ -215,14 +215,15 @@ class MoonshineTensors:
         vocabulary = self.device.vocabulary(embedding)
         return vocabulary, vocabulary if torch.equal(embedding, head) else self.device.vocabulary(head)
 
-    def linear(self, *names: str, rotary: int = 0, bias: bool = False) -> Linear:
-        """Stacks several matrices with the same input into one linear layer. The first `rotary` of them are
-        queries and keys, whose rotated dimensions are moved from pairs to halves."""
+    def linear(self, *names: str, rotary: int = 0, bias: bool = False, norm: str | None = None) -> Linear:
+        """Stacks several matrices with the same input into one linear layer, after the input's `norm`. The first
+        `rotary` of them are queries and keys, whose rotated dimensions are moved from pairs to halves."""
         parts = [self.get(f"{name}.weight") for name in names]
         for i in range(rotary):
             parts[i] = self._halves(parts[i], names[i])
         biases = torch.cat([self.get(f"{name}.bias") for name in names]) if bias else None
-        return self.device.linear(torch.cat(parts), biases, layer=names[0].removeprefix("model."))
+        normed = None if norm is None else LayerNorm(self.vector(f"{norm}.weight"))
+        return self.device.linear(torch.cat(parts), biases, layer=names[0].removeprefix("model."), norm=normed)
 
     def _halves(self, weight: Tensor, name: str) -> Tensor:
         # Scores are dot products: the same reordering of a head's dimensions in queries and keys does not change
@@ -290,17 +291,16 @@ class _MoonshineEncoderLayer:
     def __init__(self, take: MoonshineTensors, index: int) -> None:
         at = f"model.encoder.layers.{index}"
         self.heads = take.config.encoder_num_attention_heads
-        self.norm1 = take.vector(f"{at}.input_layernorm.weight")
-        self.qkv = take.linear(*[f"{at}.self_attn.{p}_proj" for p in "qkv"], rotary=2)
+        projections = [f"{at}.self_attn.{p}_proj" for p in "qkv"]
+        self.qkv = take.linear(*projections, rotary=2, norm=f"{at}.input_layernorm")
         self.out = take.linear(f"{at}.self_attn.o_proj")
-        self.norm2 = take.vector(f"{at}.post_attention_layernorm.weight")
-        self.up, self.down = (take.linear(f"{at}.mlp.{name}", bias=True) for name in ("fc1", "fc2"))
+        self.up = take.linear(f"{at}.mlp.fc1", bias=True, norm=f"{at}.post_attention_layernorm")
+        self.down = take.linear(f"{at}.mlp.fc2", bias=True)
 
     def __call__(self, x: Tensor, packing: PackedBatch, angles: tuple[Tensor, Tensor], device: Device) -> Tensor:
-        width = x.shape[1]
-        qkv = self.qkv(F.layer_norm(x, (width,), self.norm1)).view(-1, 3, self.heads, width // self.heads)
+        qkv = self.qkv(x).view(len(x), 3, self.heads, -1)
         x = self.out(device.attention(qkv, packing, angles), add=x)
-        return self.down(self.up(F.layer_norm(x, (width,), self.norm2), gelu=True), add=x)
+        return self.down(self.up(x, gelu=True), add=x)
 
 
 class MoonshineDecoderLayer:

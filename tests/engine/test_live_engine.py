@@ -10,6 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from math import inf
 from typing import Any
 
@@ -36,6 +37,7 @@ from asr_serve.pipelines.live.live_session import (
     LiveSession,
     SessionFinished,
 )
+from asr_serve.pipelines.live.repeated_recognizer import DEADLINE_MS
 
 ONCE = SearchOptions(temperatures=(0.0,))
 HANG_S = 60.0
@@ -192,6 +194,54 @@ def test_closing_a_session_drops_its_waiting_windows(begin):
     assert len(other.submit_windows(np.zeros(WINDOW_SAMPLES, np.float32)).result(WAIT_S)) == 1
     other.close()
     assert on_loop(client, lambda loop: loop.vad_scheduler.queued_windows) == 0
+    expect_empty(client)
+
+
+def test_an_urgent_request_waits_for_no_other_that_is_encoded(begin, monkeypatch):
+    """Nor for those that wait for the encoders: it has a thread of its own, and so at its end has nobody waited."""
+    monkeypatch.setenv("ASR_SERVE_THREADS", "2")
+    client = begin(max_decode_rows=16)
+    session, release, running = client.open_vad_session(live=True), threading.Event(), threading.Semaphore(0)
+    runner = client.backend.loop.executor.encode_runner
+
+    def hold(batch, *_):
+        if any(len(pcm) > len(CLIPS[0]) for pcm in batch):
+            running.release()
+            assert release.wait(WAIT_S)
+
+    spy(runner, "encode", hold)
+    others = [client.submit(CLIPS[3], ONCE, "live", within_ms=2_000) for _ in range(6)]
+    for _ in range(2):
+        assert running.acquire(timeout=WAIT_S)
+    urgent = [client.submit(CLIPS[0], ONCE, "live", within_ms=100) for _ in range(3)]
+    expect_recognized(urgent)
+    assert not any(ticket.future.done() for ticket in others)
+    release.set()
+    expect_recognized(others)
+    session.close()
+    expect_empty(client)
+
+
+def test_drafts_of_urgent_requests_are_verified_first(begin):
+    """Those of others wait for one pass, and plain rows decode in the same one."""
+    client = begin(max_decode_rows=16)
+    plain = [client.submit(pcm, ONCE).future.result(WAIT_S) for pcm in CLIPS]
+    passes: list[tuple[set[int], set[int]]] = []
+    spy(
+        client.backend.loop.executor.decode_runner,
+        "prefill_and_verify",
+        lambda rows, beside: passes.append(({row.request_id for row in rows}, {row.request_id for row in beside})),
+    )
+    with held(client):
+        drafted = [
+            client.submit(CLIPS[1], ONCE, "live", draft=DraftTokens(plain[1].tokens), within_ms=within_ms)
+            for within_ms in (2_000, 100, 2_000, 100)
+        ]
+        undrafted = client.submit(CLIPS[1], ONCE, "live")
+    assert [outcome(ticket).tokens for ticket in (*drafted, undrafted)] == [plain[1].tokens] * 5
+    first, second = passes[:2]
+    assert first == ({drafted[1].id, drafted[3].id}, {undrafted.id})
+    assert second[0] >= {drafted[0].id, drafted[2].id}
     expect_empty(client)
 
 
@@ -419,6 +469,44 @@ def test_closing_at_any_moment_frees_everything(scripted, case, after):
     expect_empty(scripted)
     assert scripted.describe()["sessions"] == 0
     assert scripted.describe()["sessions_used"] == 0
+
+
+def test_a_segment_that_ends_does_not_wait_for_an_anchor_that_was_not_urgent(scripted, monkeypatch):
+    """It is submitted again, as urgent as the final that follows it, and changes nothing in the text."""
+    pcm, options = audio_with_vad([0.9] * 90), {"lock_ms": 500, "max_segment_ms": 5_000}
+    expected = run_session(scripted, pcm, options, [1 << 40], stopped_clock, in_step=False)
+    original, unanswered, urgent = scripted.submit, list[bytes](), list[bytes]()
+
+    def submit(pcm, *arguments, within_ms, **keywords):
+        if within_ms == DEADLINE_MS["anchor"]:
+            unanswered.append(pcm.tobytes())
+            return Ticket(-1, Future())
+        urgent.append(pcm.tobytes())
+        return original(pcm, *arguments, within_ms=within_ms, **keywords)
+
+    monkeypatch.setattr(scripted, "submit", submit)
+    changed, segments = threading.Event(), []
+    listening = LiveSession(scripted, VOCABULARY, ListenOptions.of(options), changed.set, stopped_clock)
+
+    def finished() -> bool:
+        changed.clear()
+        events = listening.advance()
+        segments.extend(
+            (event.segment.start_samples, event.segment.end_samples, event.segment.text)
+            for event in events
+            if isinstance(event, LiveSegmentDone)
+        )
+        return any(isinstance(event, SessionFinished) for event in events)
+
+    listening.append_audio(pcm[: len(pcm) // 2])
+    while not (finished() or unanswered):
+        assert changed.wait(HANG_S)
+    listening.append_audio(pcm[len(pcm) // 2 :])
+    listening.finish()
+    while not finished():
+        assert changed.wait(HANG_S)
+    assert segments == expected
+    assert set(unanswered) <= set(urgent)
 
 
 def test_a_model_with_a_short_segment_limit_works_live(scripted):

@@ -152,6 +152,8 @@ def test_speech_is_written_in_a_language_it_is_not_in(multilingual, speech, requ
 class Silent:
     """Hearing that is never asked."""
 
+    by_deadline = True
+
     def submit(self, question: HypothesisInput) -> tuple[Future[Recognition], Callable[[], None]]:
         raise AssertionError(question)
 
@@ -202,6 +204,30 @@ def test_what_is_not_believed_locks_nothing(doubtful):
     assert (each.locked_tokens, each.locked_text) == (0, "")
     sure = heard_as(*[("anchor", recognition((1, 2, 3)))] * 3, ("anchor", recognition((1, 2, 3, 4), **doubtful)))
     assert sure.locked_text == "w1 w2 w3"
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+@pytest.mark.parametrize("pending", [False, True])
+@pytest.mark.parametrize("due", [0, 1, 3])
+def test_anchors_that_can_lock_nothing_any_more_are_void_once_a_segment_has_ended(accepted, pending, due):
+    each = heard_as(*[("anchor", recognition((1, 2, 3)))] * accepted)
+    each.due_anchors.extend(range(9 * RATE_HZ, (9 + due) * RATE_HZ, RATE_HZ))
+    if pending:
+        each.job = PendingHypothesis("anchor", Span(0, 8 * RATE_HZ), Future(), lambda: None)
+    assert not each.drop_void_anchors()
+    assert len(each.due_anchors) == due, "while it is open, others may follow"
+    each.end = 20 * RATE_HZ
+    locks = accepted + pending + due >= 3
+    assert each.drop_void_anchors() == (pending and not locks)
+    assert len(each.due_anchors) == (due if locks else 0)
+
+
+def test_the_first_anchor_after_a_cut_is_never_void():
+    each = RepeatedSegment(0, starts_mid_speech=True, text=text, encoder=Silent())
+    each.due_anchors.append(3 * RATE_HZ)
+    each.end = 4 * RATE_HZ
+    assert not each.drop_void_anchors()
+    assert each.due_anchors
 
 
 def test_words_where_nobody_speaks_are_not_shown():

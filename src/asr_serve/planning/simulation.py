@@ -39,7 +39,7 @@ CACHED_FILES = 500
 """Recordings whose answers one replica caches."""
 DRAIN_FACTOR = 1.0
 """Time after the last arrival, as a share of the simulated time, after which what is not done counts as never done."""
-FIRST_PARTIAL_WITHIN_MS, PARTIAL_WITHIN_MS, FINAL_WITHIN_MS = 200, 2_000, 100
+FIRST_PARTIAL_WITHIN_MS, PARTIAL_WITHIN_MS, ANCHOR_WITHIN_MS, FINAL_WITHIN_MS = 100, 2_000, 500, 100
 """Deadlines of pipelines/live/repeated_recognizer.py."""
 PAD_S = EndpointConfig().pad_after_ms / 1_000
 PARTIAL_MS = float(ListenOptions().partial_ms)
@@ -423,7 +423,7 @@ class _UtteranceCaller:
 
     def _anchor(self, number: int) -> None:
         if not self._void(number) and (self._job is None or self._kind == "partial"):
-            self._submit("anchor", self._clock.now_s - self._start_s, FINAL_WITHIN_MS)
+            self._submit("anchor", self._clock.now_s - self._start_s, ANCHOR_WITHIN_MS)
 
     def _pause(self, number: int) -> None:
         """The hypothesis of the whole segment, while the pause may still turn out too short."""

@@ -272,6 +272,22 @@ def test_a_request_that_says_nothing_is_wanted_as_its_class_is():
     assert list(DEADLINE_MS.values()) == sorted(DEADLINE_MS.values())
 
 
+def test_urgent_live_requests_alone_are_scheduled_for_their_thread():
+    """Nearest deadline first, whatever else waits, within rows, pages and frames; one that is larger goes alone."""
+    plans = planner()
+    plans.enqueue(waiting(0, priority="interactive"))
+    plans.enqueue(ScheduledRequest(1, 100, 10, "live", 0.0, 10))
+    assert plans.schedule(ROWS, PAGES, urgent=True) == [], "near is not urgent"
+    for number, frames, at in ((2, 100, 30.0), (3, 400, 20.0), (4, 200, 10.0), (5, 50, 40.0)):
+        plans.enqueue(ScheduledRequest(number, frames, 10, "live", at, 100, urgent=True))
+    assert plans.schedule(0, PAGES, urgent=True) == plans.schedule(ROWS, 9, urgent=True) == []
+    assert plans.schedule(ROWS, PAGES, frames=100, urgent=True) == [4]
+    assert plans.schedule(ROWS, PAGES, frames=500, urgent=True) == [2, 3]
+    assert plans.schedule(1, PAGES, urgent=True) == [5]
+    assert plans.schedule(ROWS, PAGES, urgent=True) == []
+    assert sorted(plans.schedule(ROWS, PAGES)) == [0, 1]
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_three_classes_get_their_shares(rows):
     plans, luck = planner(live_share=0.8, interactive_share=0.75), random.Random(3)

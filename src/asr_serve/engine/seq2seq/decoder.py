@@ -412,10 +412,19 @@ class DecodeRunner:
         """Rows that are to be prefilled, or whose draft fixes the next token or proposes more than one."""
         return [row for row in self.rows if row.needs_prefill]
 
+    def rows_beside(self, drafted: Sequence[DecodeRow]) -> list[DecodeRow]:
+        """Rows that decode their next token in the pass that verifies `drafted`. Empty where there is not room for all
+        of them, where prompts with audio are fed, and in a beam search: those need a step of their own."""
+        rows = [row for row in self.rows if not row.needs_prefill]
+        positions = sum(len(row.prefill_tokens()) for row in (*drafted, *rows))
+        apart = self.prefilling or any(row.beams is not None for row in self.rows)
+        return [] if apart or positions > MAX_VERIFY_POSITIONS else rows
+
     @torch.inference_mode()
-    def prefill_and_verify(self, rows: Sequence[DecodeRow]) -> list[DecodeRow]:
+    def prefill_and_verify(self, rows: Sequence[DecodeRow], beside: Sequence[DecodeRow] = ()) -> list[DecodeRow]:
         """Feeds each row's prompt, accepts the tokens of its draft that decoding would have chosen, and the token
-        after them; returns the rows whose hypothesis has ended, which stay in the batch.
+        after them; returns the rows whose hypothesis has ended, which stay in the batch. `beside`: rows that decode
+        one token in the last pass.
 
         Every position of a draft is a row of its own over the same pages. All of a layer's keys and values are
         written before any is read, so each position sees what decoding one by one would show it.
@@ -435,7 +444,7 @@ class DecodeRunner:
                 batch, positions = [], 0
             batch.append(row)
             positions += count
-        return ended + (self._verify_batch(batch) if batch else [])
+        return ended + self._verify_batch([*batch, *beside])
 
     def _detect_languages(self, rows: Sequence[DecodeRow]) -> None:
         """Sets each row's language and prompt: the likeliest language after start-of-transcript alone."""

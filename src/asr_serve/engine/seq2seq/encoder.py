@@ -99,7 +99,8 @@ def tensor_from_array(array: np.ndarray) -> Tensor:
 
 ENCODER_NICENESS = 5
 """Niceness of encoder threads above the loop's: under Linux they get a third of its share where both want a
-core."""
+core. The thread for urgent batches has the loop's: a sentence that has ended does not wait for the partials of others,
+neither in the queue nor for a core."""
 MAX_LOST_PEERS = 2
 """Peers that may be lost over one request; then it is encoded here, where it may be given up
 (engine/process/backend)."""
@@ -119,6 +120,8 @@ class EncodeBatch(NamedTuple):
     classes: Sequence[tuple[Priority, int | None]] = ()
     timed: Sequence[bool] = ()
     """Whether times of each one's tokens are wanted."""
+    urgent: bool = False
+    """Whether it runs on the thread for urgent batches."""
 
 
 OnEncoded = Callable[[EncodeBatch, Future[list[EncoderResult]], float], None]
@@ -145,6 +148,7 @@ class EncoderPool:
         self._threads = ThreadPoolExecutor(
             max(1, self.threads), "asr-serve encoder", initializer=_init_encoder_thread, initargs=(runner.device,)
         )
+        self._urgent_thread = ThreadPoolExecutor(1, "asr-serve urgent encoder", runner.device.set_threads, (1,))
         self.in_flight: list[EncodeBatch] = []
         self._remote: list[tuple[EncodeBatch, PeerConnection, RemoteBatch]] = []
         self._lost_peers: Counter[int] = Counter()
@@ -158,7 +162,7 @@ class EncoderPool:
         """Sets whether batches are encoded beside the loop; returns whether they are. The cores are redistributed
         when live sessions begin or end, as soon as nothing is under way here."""
         wanted = live and self.threads > 0
-        if wanted != self._concurrent and not self._local_batches:
+        if wanted != self._concurrent and len(self.in_flight) == len(self._remote):
             self._concurrent = wanted
             device = self._runner.device
             device.set_threads(device.decode_threads(wanted))
@@ -166,13 +170,17 @@ class EncoderPool:
 
     @property
     def thread_available(self) -> bool:
-        """Whether a thread of this engine is free."""
-        return self._local_batches < self.threads
+        """Whether a thread of this engine is free, other than that for urgent batches."""
+        return len(self.in_flight) - len(self._remote) - self._urgent_batches < self.threads
 
     @property
-    def _local_batches(self) -> int:
-        """Batches under way on this engine's own threads."""
-        return len(self.in_flight) - len(self._remote)
+    def urgent_thread_available(self) -> bool:
+        """Whether the thread for urgent batches is free."""
+        return self.threads > 0 and not self._urgent_batches
+
+    @property
+    def _urgent_batches(self) -> int:
+        return sum(batch.urgent for batch in self.in_flight)
 
     @property
     def peer_available(self) -> bool:
@@ -224,12 +232,14 @@ class EncoderPool:
         if self._peers is not None:
             self._peers.close()
         self._threads.shutdown(wait=True)
+        self._urgent_thread.shutdown(wait=True)
 
     # --- threads of this engine ---------------------------------------------------------------------------
 
     def _run(self, batch: EncodeBatch, work: Callable[[], list[EncoderResult]], spent_s: float = 0.0) -> None:
         """Runs `work` on an encoder thread. `spent_s`: seconds that a peer has spent before."""
         begun_s: list[float] = []
+        threads = self._urgent_thread if batch.urgent else self._threads
 
         def encode() -> list[EncoderResult]:
             begun_s.append(time.perf_counter())
@@ -240,7 +250,7 @@ class EncoderPool:
             self._deliver(batch, encoded, spent_s + seconds)
 
         try:
-            self._threads.submit(encode).add_done_callback(deliver)
+            threads.submit(encode).add_done_callback(deliver)
         except RuntimeError as failure:  # no thread can be started, or a peer's result came after `close`
             failed: Future[list[EncoderResult]] = Future()
             failed.set_exception(failure)

@@ -99,6 +99,8 @@ class Seq2SeqExecutor:
         self._encoded_elsewhere: deque[int] = deque()
         """Requests with borrowed pages that wait for a row."""
         self.peers, self._alone, self._decoded_s = peers, config.role == "both", -DECODE_PACE_S
+        self._deferring = False
+        """Whether the last decoding pass left drafts of requests that are not urgent to the next one."""
         self._check_throttle = CheckThrottle()
 
     def attach(self, context: LoopContext) -> None:
@@ -245,16 +247,15 @@ class Seq2SeqExecutor:
         requests = [self.open_requests[row.request_id] for row in self.decode_runner.rows]
         return len(requests) < DECODE_PACE_ROWS and not any(request.urgent for request in requests)
 
-    def _schedule(self, frames: int | None = None) -> list[int]:
+    def _schedule(self, frames: int | None = None, *, urgent: bool = False) -> list[int]:
         runner, encoder_pool = self.decode_runner, self.encoder_pool
         free_rows = runner.free_rows - encoder_pool.reserved_rows
         reserved = (0, 0)
         busy = runner.all_rows or encoder_pool.in_flight
         if self._live_active() and busy:  # an idle engine gives a file all that it needs
             reserved = runner.max_rows // LIVE_RESERVE_FRACTION, runner.page_pool.pages // LIVE_RESERVE_FRACTION
-        return self.scheduler.schedule(
-            free_rows, runner.page_pool.free_count - encoder_pool.reserved_pages, reserved=reserved, frames=frames
-        )
+        free_pages = runner.page_pool.free_count - encoder_pool.reserved_pages
+        return self.scheduler.schedule(free_rows, free_pages, reserved=reserved, frames=frames, urgent=urgent)
 
     # --- encoding --------------------------------------------------------------------------------------
 
@@ -268,24 +269,24 @@ class Seq2SeqExecutor:
 
     def _encode_concurrently(self) -> bool:
         """Submits batches to encoder threads while some are free; returns whether there were any."""
-        started, frames = False, self.scheduler.encode_frames // CONCURRENT_BATCH_DIVISOR
-        while (
-            self.encoder_pool.encodes_locally
-            and self._live_active()
-            and self.encoder_pool.thread_available
-            and (ids := self._schedule(frames))
-        ):
-            self._submit_batch(ids, away=False)
+        pool, frames, started = self.encoder_pool, self.scheduler.encode_frames // CONCURRENT_BATCH_DIVISOR, False
+        if not (pool.encodes_locally and self._live_active()):
+            return False
+        if pool.urgent_thread_available and (ids := self._schedule(frames, urgent=True)):
+            self._submit_batch(ids, urgent=True)
+            started = True
+        while pool.thread_available and (ids := self._schedule(frames)):
+            self._submit_batch(ids)
             started = True
         return started
 
-    def _submit_batch(self, ids: list[int], *, away: bool) -> None:
+    def _submit_batch(self, ids: list[int], *, away: bool = False, urgent: bool = False) -> None:
         if not (batch := self._start_requests(ids)):
             return
         _, rows, pages = map(sum, zip(*map(self.requests.resources_needed, batch), strict=True))
         classes = [(u.priority, u.within_ms) for u in batch]
         pcm, whole = [u.pcm for u in batch if u.pcm is not None], [u.full_window for u in batch]
-        job = EncodeBatch([u.id for u in batch], rows, pages, classes, [u.options.words for u in batch])
+        job = EncodeBatch([u.id for u in batch], rows, pages, classes, [u.options.words for u in batch], urgent)
         self.encoder_pool.submit(job, pcm, whole, away=away)
 
     def _on_encoded(self, batch: EncodeBatch, encoded: Future[list[EncoderResult]], seconds: float) -> None:
@@ -371,15 +372,33 @@ class Seq2SeqExecutor:
 
     # --- decoding --------------------------------------------------------------------------------------
 
-    def _verify(self, rows: list[DecodeRow]) -> None:
-        """Prefills rows and verifies their drafts, in one pass over all their positions."""
+    def _decode(self) -> bool:
+        """Decodes a token of every row. Prompts and drafts are fed in the same pass, where that has room. Those of
+        urgent requests go first, so that a sentence that has ended does not wait for drafts of others, which wait for
+        one pass at most."""
+        runner = self.decode_runner
+        if not (runner.rows or runner.prefilling):
+            return False
+        self._decoded_s = time.monotonic()
+        drafted = runner.rows_to_prefill()
+        urgent = [row for row in drafted if self.open_requests[row.request_id].urgent]
+        self._deferring = not self._deferring and 0 < len(urgent) < len(drafted)
+        stepped = bool(drafted) and self._verify(urgent if self._deferring else drafted)
+        if not (stepped or self._deferring):
+            self._step_rows()
+        return True
+
+    def _verify(self, rows: list[DecodeRow]) -> bool:
+        """Prefills rows and verifies their drafts, in one pass over all their positions. Returns whether the other rows
+        decoded a token in it. A failure fails the rows with drafts alone: the others can go on."""
         started, runner = time.perf_counter(), self.decode_runner
         verified, accepted, fed = runner.positions_verified, runner.positions_accepted, runner.positions_fed
+        beside = runner.rows_beside(rows)
         ended: list[DecodeRow] | None = None
         with self._guard("verify", "verifying a draft", [row.request_id for row in rows]):
-            ended = runner.prefill_and_verify(rows)
+            ended = runner.prefill_and_verify(rows, beside)
         if ended is None:
-            return
+            return False
         self.finalizer.finalize(ended)
         verified, accepted = runner.positions_verified - verified, runner.positions_accepted - accepted
         positions, stats = runner.positions_fed - fed, self.loop.stats
@@ -387,15 +406,14 @@ class Seq2SeqExecutor:
             "verify", time.perf_counter() - started, positions, min(1.0, positions / MAX_VERIFY_POSITIONS)
         )
         stats.record_verification(verified, accepted)
+        return bool(beside)
 
-    def _decode(self) -> bool:
+    def _step_rows(self) -> None:
+        """Decodes one token of every row, and feeds parts of prompts with audio in them."""
         runner = self.decode_runner
-        if drafted := runner.rows_to_prefill():
-            self._verify(drafted)
         if not (runner.rows or runner.prefilling):
-            return bool(drafted)
+            return
         started, rows = time.perf_counter(), len(runner.rows)
-        self._decoded_s = time.monotonic()
         ended: list[DecodeRow] | None = None
         stepped = [*runner.rows, *runner.prefilling]
         with self._guard("decode", "decoding", list(dict.fromkeys(row.request_id for row in stepped))):
@@ -403,7 +421,6 @@ class Seq2SeqExecutor:
         if ended is not None:
             self.finalizer.finalize(ended)
             self.loop.stats.record_step("decode", time.perf_counter() - started, rows, rows / runner.max_rows)
-        return True
 
     # --- endings ---------------------------------------------------------------------------------------
 

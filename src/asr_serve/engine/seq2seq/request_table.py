@@ -165,7 +165,9 @@ class RequestTable:
     def to_scheduled(self, each: RecognitionRequest, like: RecognitionRequest) -> ScheduledRequest:
         """Returns the scheduler's record of the request, as urgent as `like`."""
         frames, rows, pages = self.resources_needed(each)
-        return ScheduledRequest(each.id, frames, pages, like.priority, like.arrived_s * 1_000, like.within_ms, rows)
+        urgent = like.priority == "live" and like.urgent
+        arrived_ms = like.arrived_s * 1_000
+        return ScheduledRequest(each.id, frames, pages, like.priority, arrived_ms, like.within_ms, rows, urgent)
 
     def validate_capacity(self, utterance: RecognitionRequest) -> None:
         """Raises OptionError if the request needs more rows or pages than there will ever be."""

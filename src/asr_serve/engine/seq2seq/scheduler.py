@@ -34,6 +34,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     within_ms: int | None = None
     rows: int = 1
     """Decoding rows: one, or as many as it has beams."""
+    urgent: bool = False
+    """Whether a caller waits for it now."""
 
     @property
     def deadline_ms(self) -> float:
@@ -80,14 +82,23 @@ class Seq2SeqScheduler:
         return True
 
     def schedule(
-        self, free_rows: int, free_pages: int, *, reserved: tuple[int, int] = (0, 0), frames: int | None = None
+        self,
+        free_rows: int,
+        free_pages: int,
+        *,
+        reserved: tuple[int, int] = (0, 0),
+        frames: int | None = None,
+        urgent: bool = False,
     ) -> list[int]:
         """Returns ids to encode now, in order of length; they are no longer waiting.
 
-        free_rows, free_pages: decoding rows and pages that nobody holds; kept: how many of both are reserved for
-        live requests; frames: bound of this batch, if lower than the usual one. Empty when decoding should go on
-        alone: nothing waits, nothing fits, or too few bulk requests would join to be worth it.
+        free_rows, free_pages: decoding rows and pages that nobody holds; reserved: how many of both are reserved for
+        live requests; frames: bound of this batch, if lower than the usual one; urgent: of live requests, those that a
+        caller waits for, alone. Empty when decoding should go on alone: nothing waits, nothing fits, or too few bulk
+        requests would join to be worth it.
         """
+        if urgent:
+            return self._schedule_urgent(free_rows, free_pages, frames or self.encode_frames)
         room = {
             p: (free_rows, free_pages) if p == "live" else _subtract_reserve(free_rows, free_pages, reserved)
             for p in DEADLINE_MS
@@ -107,7 +118,24 @@ class Seq2SeqScheduler:
             if not _fits(head, room[chosen]):
                 return []
         self._system_virtual_time = self._virtual_time[chosen]
-        batch = self._fill(head, room, min(frames or self.encode_frames, self.encode_frames))
+        return self._take(self._fill(head, room, min(frames or self.encode_frames, self.encode_frames)))
+
+    def _schedule_urgent(self, free_rows: int, free_pages: int, most_frames: int) -> list[int]:
+        """Urgent requests, nearest deadline first, as many as fit without padding in mind: there are few."""
+        batch: list[ScheduledRequest] = []
+        rows = pages = frames = 0
+        for _, request_id in self._by_deadline["live"]:
+            each = self._queue[request_id]
+            if not each.urgent:
+                continue
+            rows, pages, frames = rows + each.rows, pages + each.pages, frames + each.frames
+            if rows > free_rows or pages > free_pages or (batch and frames > most_frames):
+                break
+            batch.append(each)
+        return self._take(batch)
+
+    def _take(self, batch: list[ScheduledRequest]) -> list[int]:
+        """Takes a batch out of the queue; returns its ids in order of length."""
         for request in batch:
             self._virtual_time[request.priority] += request.frames / self._shares[request.priority]
             self.remove(request.id)

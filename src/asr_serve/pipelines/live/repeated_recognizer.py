@@ -34,13 +34,13 @@ from asr_serve.pipelines.options import ListenOptions
 from asr_serve.pipelines.prompting import prompt_hotwords, prompt_itn
 from asr_serve.types import Span
 
-DEADLINE_MS: dict[HypothesisKind, int] = {"final": 100, "anchor": 100, "partial": 2_000, "early": 2_000}
-"""Time until a hypothesis is to be encoded. A final may have to wait for an anchor, never for a partial, whose
-queue the partial rate keeps short."""
-FIRST_PARTIAL_DEADLINE_MS = 200
-"""Time for the first partial of a segment: a speaker who has just begun waits for a sign of recognition."""
+DEADLINE_MS: dict[HypothesisKind, int] = {"anchor": 500, "partial": 2_000, "early": 2_000}
+"""Time until a hypothesis that is not urgent is to be encoded."""
+URGENT_MS = 100
+"""Time for a hypothesis that the caller waits for: a final, whatever a final has to wait for, and the first
+hypothesis of a segment, because a speaker who has just begun waits for a sign of recognition."""
 URGENT_SAMPLES = units.ms_to_samples(800)
-"""Time before a pause is long enough from which the early final is as urgent as the final."""
+"""Time before a pause is long enough from which the early final, or an anchor before it, is as urgent as the final."""
 
 
 class RepeatedRecognizer:
@@ -136,7 +136,11 @@ class RepeatedRecognizer:
     def schedule(self, each: LiveSegment, at: AudioPosition) -> None:
         """Submits an anchor or the final if one is due; else a partial if it is time."""
         assert isinstance(each, RepeatedSegment)
-        job, self._position = each.job, at
+        self._position = at
+        if each.drop_void_anchors():
+            self._cancel_job(each)
+        self._hurry(each)
+        job = each.job
         if job is not None and job.kind in ("anchor", "final"):
             return
         if each.due_anchors and not each.waits_for_seam:
@@ -152,6 +156,22 @@ class RepeatedRecognizer:
         self._cancel_job(each)
         each.encoder.close()
 
+    def _hurry(self, each: RepeatedSegment) -> None:
+        """Submits a pending anchor or early final again, as urgent, when the segment's end waits for it. The engine
+        takes the new request for the old one's result, as far as that has come."""
+        job = each.job
+        if job is None or job.urgent or not each.encoder.by_deadline:
+            return
+        kinds: tuple[HypothesisKind, ...] = ("anchor",) if each.closed else ("anchor", "early")
+        if job.kind in kinds and (each.closed or self._closes_soon):
+            self._submit(each, job.kind, job.span, job.tries, urgent=True)
+
+    @property
+    def _closes_soon(self) -> bool:
+        """Whether the pause of the open segment is nearly long enough."""
+        closes_at = self._endpointer.closes_at_samples
+        return closes_at is not None and closes_at - self._position.scored_samples <= URGENT_SAMPLES
+
     @staticmethod
     def _cancel_job(each: RepeatedSegment) -> None:
         if each.job is not None:
@@ -160,8 +180,11 @@ class RepeatedRecognizer:
 
     def _schedule_final(self, each: RepeatedSegment, job: PendingHypothesis | None) -> None:
         span = each.final_span(self._position.decided_samples, all_known=self._position.input_ended)
-        if span is None or (job is not None and job.kind == "early" and job.span == span):
+        if span is None:
             return
+        overtakes = job is not None and each.encoder.by_deadline and not job.urgent
+        if job is not None and job.kind == "early" and job.span == span and not overtakes:
+            return  # it is the final
         if each.early is not None and each.early[0] == span:
             each.final = each.early[1]
             self._wake()
@@ -178,7 +201,7 @@ class RepeatedRecognizer:
         if early:
             if each.early is not None and each.early[0].end_samples == end:
                 return
-            urgent = closes_at is not None and closes_at - now <= URGENT_SAMPLES
+            urgent = self._closes_soon
         elif pause is not None or end - each.recognized_to < self._partial:
             return
         wait_ms = self._client.partial_interval_ms(self._options.partial_ms)
@@ -191,10 +214,11 @@ class RepeatedRecognizer:
     def _submit(
         self, each: RepeatedSegment, kind: HypothesisKind, span: Span, tries: int = 1, urgent: bool = False
     ) -> None:
-        self._cancel_job(each)
+        before = each.job
         if not each.closed:
             self._last_submit_s = self._clock()  # any hypothesis is shown, and so counts as a partial
-        first, each.submitted = not each.submitted, True
+        urgent = urgent or each.closed or not each.submitted
+        each.submitted = True
         options = self._final_options if kind in ("final", "early") else self._greedy_options
         if language := each.language_for(kind):
             options = msgspec.structs.replace(options, language=language)
@@ -203,9 +227,11 @@ class RepeatedRecognizer:
             options,
             self._pace.priority(self._position.received_samples),
             each.draft,
-            FIRST_PARTIAL_DEADLINE_MS if first and kind == "partial" else DEADLINE_MS["final" if urgent else kind],
+            URGENT_MS if urgent else DEADLINE_MS[kind],
             each.decided_samples if kind == "final" else None,
         )
         answer, cancel = each.encoder.submit(request)
-        each.job = PendingHypothesis(kind, span, answer, cancel, tries)
+        each.job = PendingHypothesis(kind, span, answer, cancel, tries, urgent)
+        if before is not None:
+            before.cancel()
         answer.add_done_callback(lambda _: self._wake())

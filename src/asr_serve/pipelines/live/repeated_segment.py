@@ -8,7 +8,7 @@ final      the hypothesis of the whole segment: the locked words, and what the m
 partials   hypotheses in between, as often as the load allows. They are shown, and serve as drafts; a draft makes
            the next hypothesis cheaper and changes nothing in it.
 
-Every anchor and the final are made, in order. Partials are made when none of these is due.
+Every anchor that can lock words and the final are made, in order. Partials are made when none of these is due.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class PendingHypothesis(msgspec.Struct, frozen=True):
     answer: Future[Recognition]
     cancel: Callable[[], None]
     tries: int = 1
+    urgent: bool = False
+    """Whether the caller waits for it."""
 
 
 class RepeatedSegment:
@@ -174,6 +176,17 @@ class RepeatedSegment:
         if end - self.anchored >= first:
             self.due_anchors.append(end)
             self.anchored = end
+
+    def drop_void_anchors(self) -> bool:
+        """Drops the due anchors of a closed segment if they and the pending one can lock nothing, because the segment
+        has fewer than AGREEING_ANCHORS in all; returns whether the pending one is void. The first anchor of a segment
+        that starts in the middle of speech is needed to join it to the one before."""
+        pending = self.job is not None and self.job.kind == "anchor"
+        anchors = len(self._anchors) + pending + len(self.due_anchors)
+        if not self.closed or self.starts_mid_speech or anchors >= AGREEING_ANCHORS:
+            return False
+        self.due_anchors.clear()
+        return pending
 
     @property
     def closed(self) -> bool:

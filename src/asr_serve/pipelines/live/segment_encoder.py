@@ -33,6 +33,9 @@ class HypothesisInput(NamedTuple):
 class SegmentEncoder(Protocol):
     """Sender of one segment's audio to the engine."""
 
+    by_deadline: bool
+    """Whether a request may overtake others: then a pending one is submitted again when it becomes urgent."""
+
     def submit(self, question: HypothesisInput) -> tuple[Future[Recognition], Callable[[], None]]:
         """Returns the future hypothesis, and a function that cancels it."""
 
@@ -42,6 +45,8 @@ class SegmentEncoder(Protocol):
 
 class WholeSegmentEncoder:
     """Sends all audio for each hypothesis."""
+
+    by_deadline = True
 
     def __init__(self, client: EngineClient, audio: AudioHistory) -> None:
         self._client, self._audio = client, audio
@@ -64,6 +69,8 @@ class WholeSegmentEncoder:
 class IncrementalSegmentEncoder:
     """Sends the audio since the last hypothesis; the engine caches the encoding of what came before. A stream
     begins where the segment's audio does, and anew if that moves."""
+
+    by_deadline = False
 
     def __init__(self, client: EngineClient, audio: AudioHistory, longest: int) -> None:
         """`longest`: limit of a segment, in samples."""

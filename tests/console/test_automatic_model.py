@@ -75,28 +75,6 @@ def test_a_file_of_another_format_is_of_the_model_that_was_chosen(me, packaged_s
     assert answer.value.header_value("x-model") == WHISPER
 
 
-@pytest.mark.parametrize(
-    ("outcome", "told"),
-    [("unsure", "The language is uncertain"), ("timeout", "The language could not be found out"), ("no_speech", "")],
-)
-def test_a_language_that_is_not_identified_is_told(me, packaged_speech, outcome, told):
-    """As the server tells it of a recording of noise, or when it has no time."""
-
-    def answer(route: Any) -> None:
-        response = route.fetch()
-        headers = {**response.headers, "x-identified-language": f"und;outcome={outcome}"}
-        route.fulfill(response=response, headers=headers)
-
-    me.page.route("**/v1/audio/transcriptions", answer)
-    me.page.set_input_files("#file", packaged_speech / "beckett.wav")
-    if told:
-        me.until(f".toast:has-text('{told}: {ENGLISH} hears it')")
-    me.until("#segments .said")
-    me.mode("idle")
-    assert told or not me.page.locator(".toast").count()
-    assert f"{ENGLISH}, chosen automatically" in me.page.inner_text("#subtitle")
-
-
 def test_a_talk_is_heard_by_the_default_model(me):
     me.page.click("#primary")
     me.mode("live")

@@ -45,7 +45,9 @@ def test_model_and_language_are_chosen_for_a_recording(me, packaged_speech):
     assert (me.page.input_value("#model"), me.page.input_value("#language")) == ("", "")
     assert me.page.inner_text("#model option:checked") == "Automatic"
     assert f"{ENGLISH}. Recordings in other languages: {WHISPER}" in me.page.inner_text("#model-hint")
-    me.hear(packaged_speech / "beckett.wav")
+    with me.page.expect_response("**/v1/audio/transcriptions") as answer:
+        me.hear(packaged_speech / "beckett.wav")
+    assert answer.value.header_value("x-identified-language").startswith("en;outcome=identified")
     told = me.page.inner_text("#subtitle")
     assert f"{ENGLISH}, chosen automatically" in told
     assert "English (" in told
@@ -71,36 +73,6 @@ def test_a_file_of_another_format_is_of_the_model_that_was_chosen(me, packaged_s
     with me.page.expect_response("**/v1/audio/transcriptions") as answer, me.page.expect_download():
         me.page.click("#formats [data-format=srt]")
     assert answer.value.header_value("x-model") == WHISPER
-
-
-def test_an_uncertain_language_does_not_choose_the_model(me, packaged_speech):
-    me.page.route("**/detect-language", lambda route: route.fulfill(json={"language_code": "de", "confidence": 0.4}))
-    me.page.set_input_files("#file", packaged_speech / "beckett.wav")
-    me.until(".toast:has-text('The language is uncertain, German at 40 %')")
-    me.mode("idle")
-    assert f"{ENGLISH}, chosen automatically" in me.page.inner_text("#subtitle")
-    assert "German" not in me.page.inner_text("#subtitle")
-    assert "fail better" in me.text().lower()
-
-
-def test_a_language_that_cannot_be_found_out_is_told(me, packaged_speech):
-    me.page.route("**/detect-language", lambda route: route.fulfill(status=503, body=""))
-    me.page.set_input_files("#file", packaged_speech / "beckett.wav")
-    me.until(".toast:has-text('The language could not be found out: The server'):has-text('with status 503')")
-    me.mode("idle")
-    assert "fail better" in me.text().lower()
-    me.expect_calm("503")
-    me.complaints.clear()
-
-
-def test_a_search_for_the_language_can_be_cancelled(me, packaged_speech):
-    me.page.route("**/detect-language", lambda route: None)  # it never answers
-    me.page.set_input_files("#file", packaged_speech / "beckett.wav")
-    me.until("#progress-what:has-text('Finding out the language')")
-    me.page.keyboard.press("Escape")
-    me.mode("idle")
-    me.until(".toast:has-text('Cancelled')")
-    assert me.page.inner_text("#title") == "New transcript"
 
 
 def test_a_talk_is_heard_by_the_default_model(me):

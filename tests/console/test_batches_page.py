@@ -349,6 +349,64 @@ def test_an_upload_is_cancelled_and_leaves_nothing(small, visit, packaged_speech
     me.expect_calm()
 
 
+HOLD_CREATION = """(lost) => {
+  const ask = window.fetch.bind(window);
+  window.fetch = async (address, init) => {
+    const answer = await ask(address, init);
+    if (init?.method !== "POST" || !String(address).endsWith("v1/batches") || window.answer) return answer;
+    await new Promise((resolve) => (window.answer = resolve));
+    if (lost) throw new TypeError("network");
+    return answer;
+  };
+}"""
+"""The server has created the batch, and its answer is on the way until `answer()`, or gets lost there."""
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_batch_that_is_being_created_is_cancelled(served, visit, packaged_speech, tmp_path, lost):
+    name = f"cancelled while created, {lost}"
+    clips = [shutil.copy(packaged_speech / "two_cities.wav", tmp_path / f"long {n} {lost}.wav") for n in range(6)]
+    me = visit(served.url)
+    me.until("#choose-files")
+    me.page.evaluate(HOLD_CREATION, lost)
+    me.page.set_input_files("#files", clips)
+    me.page.fill("#name", name)
+    me.page.click("#submit")
+    me.holds("window.answer !== undefined")
+    me.page.click("#stop")
+    me.until("#pick:not([hidden])")
+    assert not card(me, name).count()
+    me.page.evaluate("answer()")
+    me.until(".toast:has-text('Cancelled')")
+    card(me, name).locator(".pill[data-state=cancelled]").wait_for()
+    (batch,) = [each for each in ask(served, "GET", "/v1/batches")["data"] if each["metadata"] == {"name": name}]
+    assert batch["status"] == "cancelled"
+    assert batch["request_counts"]["completed"] < len(clips)
+    left = {each["filename"] for each in ask(served, "GET", "/v1/files")["data"]}
+    assert not left & {Path(clip).name for clip in clips}
+    me.expect_calm()
+
+
+def test_a_batch_that_may_go_on_is_told(served, visit, packaged_speech):
+    """Its creation and its cancellation got lost, until the page is told to try again."""
+    me = visit(served.url)
+    me.until("#choose-files")
+    me.page.evaluate(HOLD_CREATION, True)
+    me.page.set_input_files("#files", [packaged_speech / "two_cities.wav"])
+    me.page.fill("#name", "cancelled twice")
+    me.page.click("#submit")
+    me.holds("window.answer !== undefined")
+    me.page.route("**/v1/batches", lambda route: route.abort() if route.request.method == "POST" else route.continue_())
+    me.page.click("#stop")
+    me.page.evaluate("answer()")
+    me.until("#problem:has-text('The batch may go on: The server does not answer')")
+    me.page.unroute("**/v1/batches")
+    me.page.click("#again")
+    card(me, "cancelled twice").locator(".pill[data-state=cancelled], .pill[data-state=completed]").wait_for()
+    assert me.page.locator("#notice").is_hidden()
+    me.expect_calm("ERR_FAILED")
+
+
 def test_what_could_not_be_deleted_is_told(small, visit, packaged_speech):
     me = visit(small.url, KEY)
     me.until("#choose-files")

@@ -189,7 +189,9 @@ def answer_events(me: Visitor, body: str) -> None:
     me.page.route("**/v1/voices/jobs/*/events", lambda route: route.fulfill(body=body, content_type=event_stream))
 
 
-def test_what_was_read_stays_when_the_cloning_of_another_ends(me, served, packaged_speech):
+def test_what_was_read_and_chosen_stays_when_the_cloning_of_another_ends(me, served, packaged_speech):
+    chosen = me.page.locator("#voice-list input:not(:checked)").first.get_attribute("value")
+    me.page.check(f"#voice-list input[value={chosen}]", force=True)
     me.page.click("#clone")
     read(me, 1)
     me.page.click("#clone-close")
@@ -204,6 +206,11 @@ def test_what_was_read_stays_when_the_cloning_of_another_ends(me, served, packag
             me.until(end)
             assert "1 sentence," in me.page.inner_text("#read-state")
             me.page.click("#clone-close")
+    me.holds(
+        "performance.getEntriesByType('resource').filter(({ name }) => name.endsWith('/audio/voices')).length === 2"
+    )
+    me.page.wait_for_timeout(100)  # the list is shown
+    assert me.page.locator("#voice-list input:checked").get_attribute("value") == chosen
     assert me.page.is_hidden("#cloning")
     me.expect_calm()
 

@@ -80,6 +80,14 @@ def context(*phrases, boost=0.0):
     return lambda sent: sent.speech_contexts.add(phrases=phrases, boost=boost)
 
 
+def speakers(most):
+    def fill(sent):
+        sent.diarization_config.enable_speaker_diarization = True
+        sent.diarization_config.max_speaker_count = most
+
+    return fill
+
+
 def endpointing(**fields):
     def fill(sent):
         for name, value in fields.items():
@@ -119,6 +127,8 @@ def endpointing(**fields):
             OptionError,
             "max_speaker_count",
         ),
+        ({"x": speakers(33)}, OptionError, "max_speaker_count"),
+        ({"x": speakers(-1)}, OptionError, "max_speaker_count"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(fields, error, param):
@@ -161,6 +171,19 @@ def test_what_live_audio_cannot_have_is_refused_by_name(name, value):
     with pytest.raises(UnsupportedOption) as refused:
         recognition.parse_streaming(sent.SerializeToString())
     assert refused.value.param == name
+
+
+def test_a_configuration_of_the_session_is_refused_by_name():
+    for name in ("streaming_config", "audio_content"):
+        sent = message_classes.StreamingRecognizeRequest()
+        if name == "audio_content":
+            sent.audio_content = b"ab"
+        else:
+            sent.streaming_config.interim_results = True
+        sent.runtime_config["keepalive"] = "1"
+        with pytest.raises(UnsupportedOption, match="keepalive") as refused:
+            recognition.parse_streaming(sent.SerializeToString())
+        assert refused.value.param == "runtime_config"
 
 
 def test_a_message_of_nothing_is_refused():

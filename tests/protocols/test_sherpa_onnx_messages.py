@@ -62,6 +62,8 @@ def test_headers():
     assert (header.rate_hz, header.size_bytes) == (48_000, 400)
     for rate, size, error in (
         (1, 4, UnsupportedAudio),
+        (-16_000, 4, UnsupportedAudio),
+        (192_001, 4, UnsupportedAudio),
         (16_000, 3, UnsupportedAudio),
         (16_000, -4, UnsupportedAudio),
         (16_000, 61 * 64_000, AudioTooLong),

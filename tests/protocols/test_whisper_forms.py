@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 
 from asr_serve.errors import OptionError, UnsupportedOption
+from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS
 from asr_serve.protocols.ignored_fields import IgnoredFields, collect_ignored_fields
 from asr_serve.protocols.whisper_asr import asr
-from asr_serve.protocols.whisper_asr.asr import parse_detection, parse_whisper_asr, render_detection, render_whisper_asr
-from asr_serve.protocols.whisper_cpp.inference import WITHOUT_EFFECT, parse_inference_form, render_inference
+from asr_serve.protocols.whisper_asr.asr import (
+    ASR_FIELDS,
+    DETECTION_FIELDS,
+    parse_detection,
+    parse_whisper_asr,
+    render_detection,
+    render_whisper_asr,
+)
+from asr_serve.protocols.whisper_cpp.inference import (
+    INFERENCE_FIELDS,
+    WITHOUT_EFFECT,
+    parse_inference_form,
+    render_inference,
+)
 from asr_serve.types import Segment, Transcript, Word
 
 HELLO = Segment(
@@ -34,6 +48,17 @@ def inference(**form):
     return parse_inference_form({name: [value] for name, value in form.items()}, complete=True, max_beam=4)
 
 
+def detection(**form):
+    return parse_detection({name: [value] for name, value in form.items()}, complete=True, query="")
+
+
+LONG = "x" * 100_000
+INFERENCE_FLAGS = (
+    *("detect_language", "translate", "diarize", "vad"),
+    *("no_language_probabilities", "no_timestamps", "token_timestamps"),
+)
+
+
 def test_the_query_of_bazarr_is_what_is_asked():
     ignored = IgnoredFields()
     with collect_ignored_fields(ignored):
@@ -54,33 +79,63 @@ def test_further_options_of_that_program():
     assert (asked.raw_pcm, asked.options.limits.head_s, asked.options.language) == (True, 30, None)
 
 
-@pytest.mark.parametrize(
-    ("parse", "form", "param", "says"),
-    [
-        (partial(whisper_asr, "output=ass"), {}, "output", "one of: txt, vtt, srt, tsv, json"),
-        (partial(whisper_asr, "task=sing"), {}, "task", "one of: transcribe, translate"),
-        (partial(whisper_asr, "encode=perhaps"), {}, "encode", "true or false"),
-        (partial(whisper_asr, "outptu=srt"), {}, "outptu", "did you mean 'output'"),
-        (partial(whisper_asr, "output=srt&output=vtt"), {}, "output", "came 2 times"),
-        (partial(whisper_asr, "output=srt"), {"output": "vtt"}, "output", "came 2 times"),
-        (partial(whisper_asr, "diarize=false&min_speakers=2"), {}, "min_speakers", "diarize=false"),
-        (partial(whisper_asr, "max_speakers=0"), {}, "max_speakers", "1 to 32"),
-        (inference, {"response_format": "lrc"}, "response_format", "one of: json, text, srt, vtt, verbose_json"),
-        (inference, {"temperature": "2"}, "temperature", "from 0 to 1"),
-        (inference, {"temperature_inc": "-0.1"}, "temperature_inc", "from 0 to 1"),
-        (inference, {"beam_size": "5"}, "beam_size", "up to 4 on this server"),
-        (inference, {"max_len": "1"}, "max_len", "leave max_len out"),
-        (inference, {"offset_t": "500"}, "offset_t", "the whole recording"),
-        (inference, {"duration": "x"}, "duration", "a number"),
-        (inference, {"vad_threshold": "0"}, "vad_threshold", "0.01 to 1"),
-        (inference, {"respones_format": "srt"}, "respones_format", "did you mean 'response_format'"),
-    ],
-)
+WRONG_VALUES: list[tuple[Callable[..., object], dict[str, str], str, str]] = [
+    (partial(whisper_asr, "output=ass"), {}, "output", "one of: txt, vtt, srt, tsv, json"),
+    (partial(whisper_asr, "task=sing"), {}, "task", "one of: transcribe, translate"),
+    (partial(whisper_asr, "encode=perhaps"), {}, "encode", "true or false"),
+    (partial(whisper_asr, "outptu=srt"), {}, "outptu", "did you mean 'output'"),
+    (partial(whisper_asr, "output=srt&output=vtt"), {}, "output", "came 2 times"),
+    (partial(whisper_asr, "output=srt"), {"output": "vtt"}, "output", "came 2 times"),
+    (partial(whisper_asr, "diarize=false&min_speakers=2"), {}, "min_speakers", "diarize=false"),
+    (partial(whisper_asr, "max_speakers=0"), {}, "max_speakers", "1 to 32"),
+    (partial(whisper_asr, "min_speakers=two"), {}, "min_speakers", "a whole number"),
+    (partial(whisper_asr, "diarize=2"), {}, "diarize", "true or false"),
+    (partial(whisper_asr, "vad_filter=maybe"), {}, "vad_filter", "true or false"),
+    (partial(whisper_asr, "word_timestamps=segment"), {}, "word_timestamps", "true or false"),
+    (whisper_asr, {"language": LONG}, "language", "up to 1000"),
+    (whisper_asr, {"model": LONG}, "model", "up to 1000"),
+    (whisper_asr, {"initial_prompt": LONG}, "initial_prompt", f"up to {MAX_PROMPT_CHARACTERS}"),
+    (whisper_asr, {"hotwords": '{"Ada": "many"}'}, "hotwords", "words with commas"),
+    (detection, {"encode": "2"}, "encode", "true or false"),
+    (detection, {"model": LONG}, "model", "up to 1000"),
+    (detection, {"modle": "whisper-base"}, "modle", "did you mean 'model'"),
+    (inference, {"response_format": "lrc"}, "response_format", "one of: json, text, srt, vtt, verbose_json"),
+    (inference, {"temperature": "2"}, "temperature", "from 0 to 1"),
+    (inference, {"temperature_inc": "-0.1"}, "temperature_inc", "from 0 to 1"),
+    (inference, {"beam_size": "5"}, "beam_size", "up to 4 on this server"),
+    (inference, {"max_len": "1"}, "max_len", "leave max_len out"),
+    (inference, {"offset_t": "500"}, "offset_t", "the whole recording"),
+    (inference, {"duration": "x"}, "duration", "a number"),
+    (inference, {"vad_threshold": "0"}, "vad_threshold", "0.01 to 1"),
+    (inference, {"vad_speech_pad_ms": "5001"}, "vad_speech_pad_ms", "0 to 5000"),
+    (inference, {"language": LONG}, "language", "up to 1000"),
+    (inference, {"model": LONG}, "model", "up to 1000"),
+    (inference, {"prompt": LONG}, "prompt", f"up to {MAX_PROMPT_CHARACTERS}"),
+    (inference, {"hotwords": '["Ada"'}, "hotwords", "words with commas"),
+    *((inference, {name: "perhaps"}, name, "true or false") for name in INFERENCE_FLAGS),
+    (inference, {"respones_format": "srt"}, "respones_format", "did you mean 'response_format'"),
+]
+
+
+@pytest.mark.parametrize(("parse", "form", "param", "says"), WRONG_VALUES)
 def test_wrong_values_are_refused_by_name(parse, form, param, says):
     with pytest.raises(OptionError) as refused:
         parse(**form)
     assert refused.value.param == param
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields"),
+    [
+        (whisper_asr, set(ASR_FIELDS)),
+        (detection, set(DETECTION_FIELDS)),
+        (inference, set(INFERENCE_FIELDS) - set(WITHOUT_EFFECT)),
+    ],
+)
+def test_every_field_has_a_wrong_value(parse, fields):
+    tried = {param for tried, _, param, _ in WRONG_VALUES if getattr(tried, "func", tried) is parse}
+    assert not fields - tried
 
 
 def test_answers_of_whisper_asr_webservice():

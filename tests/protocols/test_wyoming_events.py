@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -128,25 +129,51 @@ def test_bytes_that_are_no_events_are_refused(sent, says):
         EventDecoder().feed(sent)
 
 
-@pytest.mark.parametrize(
-    ("kind", "data", "error"),
-    [
-        ("audio-start", {"rate": 16_000, "width": 4, "channels": 1}, OptionError),
-        ("audio-start", {"rate": 16_000, "width": 2, "channels": 2}, OptionError),
-        ("audio-start", {"rate": 1, "width": 2, "channels": 1}, OptionError),
-        ("audio-chunk", {}, MalformedRequest),
-        ("audio-chunk", {"rate": "16000", "width": 2, "channels": 1}, MalformedRequest),
-        ("transcribe", {"language": 5}, MalformedRequest),
-        ("transcribe", {"transcript_names": ["x"] * 1_001}, OptionError),
-        ("synthesize", {}, MalformedRequest),
-        ("synthesize", {"text": "a", "text_format": "html"}, MalformedRequest),
-        ("synthesize-chunk", {"text": None}, MalformedRequest),
-    ],
-)
+FORM = {"rate": 16_000, "width": 2, "channels": 1}
+WRONG_DATA: list[tuple[str, dict[str, Any], type[AsrServeError]]] = [
+    *((kind, FORM | {"rate": 1}, OptionError) for kind in ("audio-start", "audio-chunk")),
+    *((kind, FORM | {"width": 4}, OptionError) for kind in ("audio-start", "audio-chunk")),
+    *((kind, FORM | {"channels": 2}, OptionError) for kind in ("audio-start", "audio-chunk")),
+    ("audio-chunk", {}, MalformedRequest),
+    ("audio-chunk", FORM | {"rate": "16000"}, MalformedRequest),
+    ("ping", {"text": []}, MalformedRequest),
+    ("transcribe", {"name": 1}, MalformedRequest),
+    ("transcribe", {"language": 5}, MalformedRequest),
+    ("transcribe", {"transcript_names": ["x"] * 1_001}, OptionError),
+    ("transcribe", {"transcript_names": "Ada"}, MalformedRequest),
+    ("transcribe", {"transcript_terms": [None]}, MalformedRequest),
+    ("synthesize", {}, MalformedRequest),
+    ("synthesize", {"text": b"\xff"}, MalformedRequest),
+    ("synthesize", {"text": "a", "voice": "heart"}, MalformedRequest),
+    *(("synthesize", {"text": "a", "voice": {name: 1}}, MalformedRequest) for name in ("name", "language", "speaker")),
+    ("synthesize", {"text": "a", "text_format": "html"}, MalformedRequest),
+    ("synthesize-start", {"voice": []}, MalformedRequest),
+    ("synthesize-start", {"text_format": "html"}, MalformedRequest),
+    ("synthesize-chunk", {"text": None}, MalformedRequest),
+]
+
+
+@pytest.mark.parametrize(("kind", "data", "error"), WRONG_DATA)
 def test_data_that_is_no_good_is_refused(kind, data, error):
     with pytest.raises(AsrServeError) as refused:
         events.parse_event(WyomingEvent(kind, data))
     assert type(refused.value) is error
+    assert isinstance(refused.value, OptionError) or f"data of the event {kind}" in str(refused.value)
+
+
+def test_every_member_has_a_wrong_value():
+    members = {
+        "ping": events.WyomingPing,
+        "transcribe": events.WyomingTranscribe,
+        "audio-start": events.WyomingAudioStart,
+        "audio-chunk": events.WyomingAudioFormat,
+        "synthesize": events.WyomingSynthesize,
+        "synthesize-start": events.WyomingSynthesizeStart,
+        "synthesize-chunk": events.WyomingSynthesizeChunk,
+    }
+    for kind, struct in members.items():
+        tried = {name for sent, data, _ in WRONG_DATA if sent == kind for name in data}
+        assert tried >= set(struct.__struct_fields__), kind
 
 
 def test_an_event_of_another_service_is_dropped():

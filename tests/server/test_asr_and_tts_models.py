@@ -122,6 +122,8 @@ async def test_the_servers_voice_is_loaded_beside_its_models(parts: EngineParts,
     await engines.start()
     assert opened == [MODEL, "auto"]
     assert engines.get_tts().name == VOICE
+    # A name that leaves the choice to the server, not that of the voice of this name.
+    assert (engines.get("auto").name, engines.get_tts("auto").name) == (MODEL, VOICE)
     assert engines.describe() == {MODEL: "ready", VOICE: "ready"}
     assert (await engines.load(VOICE)).name == VOICE
 

@@ -15,6 +15,7 @@ from asr_serve.server.engine_registry import EngineParts, EngineRegistry, ModelN
 from asr_serve.text.languages import MULTILINGUAL_COMMAND
 
 WHISPER = "whisper-base"
+HEADER = "x-identified-language"
 ROUTE, TRANSLATE = "/v1/audio/transcriptions", "/v1/audio/translations"
 
 
@@ -58,6 +59,11 @@ def test_another_language_is_served_by_the_multilingual_model(both, beckett):
     assert (plain.headers["x-model"], "x-identified-language" in plain.headers) == (MODEL, False)
     english = post(both, ROUTE, beckett, language="en")
     assert (english.status_code, english.headers["x-model"]) == (200, MODEL)
+
+
+def test_auto_is_the_default_model_where_no_other_can_be_loaded(server, beckett):
+    answer = post(server, ROUTE, beckett, model="auto")
+    assert (answer.status_code, answer.headers["x-model"], HEADER in answer.headers) == (200, MODEL, False)
 
 
 def test_home_assistant_chooses_a_language_and_gets_a_loaded_model_of_it(both, beckett):

@@ -232,7 +232,7 @@ def test_a_quiet_stream_says_so(server, beckett, monkeypatch):
     monkeypatch.setattr(server_sent_events, "KEEP_ALIVE_S", 0.1)
     with Raw(server.port) as raw:
         raw.head(ROUTE)
-        raw.chunk(field("stream", "true") + file_head() + beckett.read_bytes()[:1_000])
+        raw.chunk(field("model", MODEL) + field("stream", "true") + file_head() + beckett.read_bytes()[:1_000])
         assert b" 200 " in raw.until(b"\r\n\r\n")
         for _ in range(3):
             raw.until(server_sent_events.KEEP_ALIVE)

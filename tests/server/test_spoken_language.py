@@ -36,6 +36,7 @@ from asr_serve.models.registry import asr_card
 from asr_serve.pipelines.live.live_session import LiveSession
 from asr_serve.pipelines.offline import recording_language
 from asr_serve.pipelines.options import TranscribeOptions
+from asr_serve.server import server_sent_events
 from asr_serve.server.caller_models import CallerModels
 from asr_serve.server.engine_registry import EngineParts, EngineRegistry, ModelEngine, open_engine
 from asr_serve.server.middleware.request_context import RequestContext
@@ -189,6 +190,28 @@ def test_a_field_that_follows_the_file(served, german, late, model):
     assert json.loads(body)["text"] == early.json()["text"]
 
 
+@pytest.mark.parametrize(
+    ("late", "model"), [(("model", WHISPER), WHISPER), (("language", "de"), WHISPER), (None, MODEL)]
+)
+def test_the_head_of_a_stream_names_the_model_of_a_late_field(served, beckett, monkeypatch, late, model):
+    """However long the file takes to come."""
+    monkeypatch.setattr(server_sent_events, "KEEP_ALIVE_S", 0.05)
+    audio = wav(pcm_of(beckett) * 4)
+    with Raw(served.port) as raw:
+        raw.head(ROUTE)
+        raw.chunk(field("stream", "true") + file_head() + audio[:2_000])
+        raw.socket.settimeout(0.5)
+        with pytest.raises(TimeoutError):  # ten times as long as a stream may be quiet
+            raw.socket.recv(1)
+        raw.socket.settimeout(WAIT_S)
+        raw.chunk(audio[2_000:] + FILE_END + (b"" if late is None else field(*late)) + FORM_END)
+        raw.end()
+        status, headers, body = raw.answer()
+    assert (status, headers["x-model"]) == (200, model)
+    assert (HEADER in headers) == (late is None)
+    assert b"transcript.text.done" in body
+
+
 def test_a_field_that_follows_the_file_ends_a_wait_for_the_identification(parts, german):
     """Of a recording of which more was read than is looked at: nothing waits for a reader of it."""
     whisper = open_model(WHISPER)
@@ -218,6 +241,28 @@ def test_a_field_that_follows_the_file_ends_a_wait_for_the_identification(parts,
 def readers() -> list[threading.Thread]:
     """Threads that read uploads in progress."""
     return [thread for thread in threading.enumerate() if thread.name == "slow audio"]
+
+
+def test_auto_names_the_model_of_the_language_that_is_spoken(parts, whisper, german, beckett):
+    """The model that identifies it is loaded for that, and changes nothing for those who do not name `auto`."""
+    config = ServeConfig(model=MODEL, voice="none", max_models=1, wyoming_port=0)
+    english = parts._replace(multilingual=WHISPER)
+    server = Running(config, lambda name, _: whisper if name == WHISPER else english)
+    try:
+        named = upload(server, beckett, model="auto", language="en")
+        assert (named.headers["x-model"], HEADER in named.headers) == (MODEL, False)
+        assert [engine.name for engine in server.engines] == [MODEL]  # there was nothing to identify
+        for clip, language, model in ((beckett, "en", MODEL), (german, "de", WHISPER)):
+            answer = upload(server, clip, model="auto", response_format="verbose_json")
+            assert (answer.headers["x-model"], identified(answer)[:2]) == (model, (language, "identified"))
+            assert answer.json()["language_probability"] > 0.5
+        late = server.http.post(ROUTE, files=[("file", german.read_bytes()), ("model", (None, "auto"))])
+        assert (late.headers["x-model"], late.headers[HEADER][:2]) == (WHISPER, "de")
+        plain = upload(server, german)
+        assert (plain.headers["x-model"], HEADER in plain.headers) == (MODEL, False)
+        assert upload(server, german, "/v1/audio/translations", model="auto").headers["x-model"] == WHISPER
+    finally:
+        server.stop()
 
 
 def test_deepgrams_whisper_is_a_whisper_where_one_is_served(served, server, beckett):

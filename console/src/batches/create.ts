@@ -24,9 +24,10 @@ export class Create {
   #submission: Submission | undefined;
   #running = false;
 
-  /** `problem`: to be shown, with what can be done again. */
+  /** `made`: the server has this batch, and what is to be said of it. `problem`: to be shown, with what can be done
+   * again. */
   constructor(
-    private readonly made: (batch: Batch) => void,
+    private readonly made: (batch: Batch, told: string) => void,
     private readonly problem: (failure: unknown, about?: string, again?: () => void) => void,
   ) {
     byId("sending").append(this.#what, this.#gauge.element);
@@ -136,11 +137,18 @@ export class Create {
     if (submission) await this.#cancel(submission, running ? "Cancelled: what was uploaded is deleted again" : "");
   }
 
-  /** Says how many files could not be deleted, and otherwise `done`. */
+  /** Says how many files could not be deleted, and otherwise `done`. A batch that the server has by then is shown. */
   async #cancel(submission: Submission, done = ""): Promise<void> {
-    const { files, left } = await submission.cancel();
+    let cancelled;
+    try {
+      cancelled = await submission.cancel();
+    } catch (failure) {
+      return this.problem(failure, "The batch may go on", () => void this.#cancel(submission, done));
+    }
+    const { batch, files, left } = cancelled;
+    if (batch) this.made(batch, done);
+    else if (done && !left) toast(done);
     if (left) toast(`${left.toLocaleString("en")} of ${count(files, "uploaded file")} could not be deleted; the server deletes them when they expire`);
-    else if (done) toast(done);
   }
 
   async #submit(): Promise<void> {
@@ -151,11 +159,12 @@ export class Create {
     byId("stop").focus();
     try {
       const batch = await submission.run(this.#order());
+      if (submission.cancelled) return;
       this.#submission = undefined;
       this.#picked = [];
       this.#run(false);
       this.#show(false);
-      this.made(batch);
+      this.made(batch, "Started. You may close this page.");
     } catch (failure) {
       if (submission.cancelled) return;
       this.#run(false);

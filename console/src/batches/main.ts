@@ -36,11 +36,10 @@ let lost = false;
 let waits = false;
 
 const create = new Create(
-  (batch) => {
+  (batch, told) => {
     hush();
     show([batch]);
-    tell("The batch is in the queue");
-    toast("Started. You may close this page.");
+    if (told) toast(told);
     plan();
   },
   (failure, about = "", retry) => {

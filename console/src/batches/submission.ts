@@ -39,7 +39,7 @@ interface Uploaded {
 export class Submission {
   readonly #uploaded = new Map<Picked, Uploaded>();
   /** Ids of all files that were uploaded, inputs and replaced recordings among them. */
-  readonly #ids: string[] = [];
+  readonly #ids = new Set<string>();
   #sentBytes = 0;
   readonly #stop = new AbortController();
   readonly #bytes: number;
@@ -48,6 +48,8 @@ export class Submission {
   #key = "";
   /** Id of the input that was uploaded for this order. */
   #input: string | undefined;
+  /** The request that creates the batch, once it was sent, and what comes of it. */
+  #creation: { init: RequestInit; batch: Promise<Batch> } | undefined;
   /** The recording whose upload failed; "": none did. */
   about = "";
 
@@ -85,6 +87,7 @@ export class Submission {
     const ids = customIds(this.recordings.map(({ path }) => path));
     const lines = this.recordings.map((recording, n) => ({ id: ids[n]!, fileId: this.#uploaded.get(recording)!.id }));
     this.#input ??= (await this.#send(new File([inputLines(lines, choice)], "lines.jsonl"), keptS)).id;
+    if (this.cancelled) throw new SpeechError("cancelled", "Cancelled.");
     const body = JSON.stringify({
       input_file_id: this.#input,
       endpoint: TRANSCRIPTIONS,
@@ -92,21 +95,50 @@ export class Submission {
       ...(name && { metadata: { name } }),
     });
     const headers = { "Content-Type": "application/json", "Idempotency-Key": this.#key };
-    const answer = await request("v1/batches", { method: "POST", headers, body, signal: this.#stop.signal });
-    return (await answer.json()) as Batch;
+    return this.#create({ method: "POST", headers, body });
   }
 
-  /** Stop, and delete what was uploaded. Resolves to how many files there were, and how many of them could not be
-   * deleted. */
-  async cancel(): Promise<{ files: number; left: number }> {
+  /** Stop, cancel the batch where the server has it by then, and delete what was uploaded. Resolves to that batch, to
+   * how many files there were, and how many of them could not be deleted. Rejects with SpeechError where a batch may go
+   * on; may be called again then. */
+  async cancel(): Promise<{ batch: Batch | undefined; files: number; left: number }> {
     this.#stop.abort();
+    const batch = await this.#cancelBatch();
+    if (batch) this.#ids.delete(batch.input_file_id); // the server keeps it with the batch
     const headers = authorization();
     let left = 0;
-    await forEach(this.#ids, AT_ONCE, async (id) => {
+    await forEach([...this.#ids], AT_ONCE, async (id) => {
       const answer = await fetch(address(`v1/files/${id}`), { method: "DELETE", headers }).catch(() => undefined);
       if (!answer?.ok && answer?.status !== 404) left++; // 404: it has expired
     });
-    return { files: this.#ids.length, left };
+    return { batch, files: this.#ids.size, left };
+  }
+
+  /** Create the batch, or find the one that the same request has created before. `cancel` does not abort it, since
+   * nobody could tell then whether there is a batch. */
+  #create(init: RequestInit): Promise<Batch> {
+    const batch = told(request("v1/batches", init));
+    this.#creation = { init, batch };
+    return batch;
+  }
+
+  /** Resolves to the batch, cancelled or ended; undefined: there is none. */
+  async #cancelBatch(): Promise<Batch | undefined> {
+    if (!this.#creation) return undefined;
+    const { init, batch } = this.#creation;
+    let id: string;
+    try {
+      ({ id } = await batch.catch((failure) => (isRefused(failure) ? batch : this.#create(init))));
+    } catch (failure) {
+      if (isRefused(failure)) return undefined;
+      throw failure;
+    }
+    try {
+      return await told(request(`v1/batches/${id}/cancel`, { method: "POST" }));
+    } catch (failure) {
+      if (!(failure instanceof SpeechError && failure.code === "batch_ended")) throw failure;
+      return told(request(`v1/batches/${id}`));
+    }
   }
 
   async #upload(recording: Picked, keptS: number): Promise<void> {
@@ -133,7 +165,7 @@ export class Submission {
     for (;;) {
       try {
         const { id, created_at, expires_at } = await this.#sendOnce(file, keptS, sent);
-        this.#ids.push(id);
+        this.#ids.add(id);
         return { id, expiresMs: Date.now() + 1_000 * (expires_at - created_at) };
       } catch (failure) {
         const needsKey = failure instanceof SpeechError && failure.code === "invalid_api_key";
@@ -167,4 +199,13 @@ export class Submission {
       upload.send(form);
     });
   }
+}
+
+async function told(answer: Promise<Response>): Promise<Batch> {
+  return (await answer).json() as Promise<Batch>;
+}
+
+/** Whether the server has read the request, and has not done it. After other failures it may have done it. */
+function isRefused(failure: unknown): boolean {
+  return failure instanceof SpeechError && failure.code !== "connection_failed" && !failure.code.startsWith("http_5");
 }

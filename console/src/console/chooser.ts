@@ -5,6 +5,8 @@ import { language } from "../page/words";
 const LOOK_AGAIN_MS = 3_000;
 /** Value of the choice that names no model: the server has one for each recording. */
 const AUTOMATIC = "";
+/** Name by which the server chooses the model of the language that is spoken in a recording. */
+const BY_LANGUAGE = "auto";
 
 /** What to be heard with: model, language, microphone. */
 export class Chooser {
@@ -46,9 +48,9 @@ export class Chooser {
     return this.#language.value;
   }
 
-  /** Whether the language of a recording is to be found out first, because the model follows from it. */
-  get detects(): boolean {
-    return this.#substitute !== undefined && !this.model && !this.language;
+  /** The model that a recording names; "": none. */
+  get fileModel(): string {
+    return this.#substitute && !this.model && !this.language ? BY_LANGUAGE : this.model;
   }
 
   /** The model that a talk names, and no one chooses for it: that of the language. */

@@ -25,12 +25,6 @@ export class Progress {
     this.sent(0, bytes);
   }
 
-  /** Which language is spoken. */
-  detecting(): void {
-    this.#what.textContent = "Finding out the language";
-    this.#show(undefined);
-  }
-
   /** Of the upload. */
   sent(bytes: number, total: number): void {
     this.#whole = bytes >= total;

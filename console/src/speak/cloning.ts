@@ -64,9 +64,9 @@ export class Cloning {
   /** Its events come. */
   #followed = false;
 
-  /** `done`: the server has this voice now. `busy`: it is listened to somebody, and nothing else should sound. */
+  /** `done`: the server has this voice now; `own`: this page has sent its recordings. `busy`: it is listened to somebody, and nothing else should sound. */
   constructor(
-    private readonly done: (name: string) => void,
+    private readonly done: (name: string, own: boolean) => void,
     private readonly busy: () => void,
   ) {
     byId("clone").addEventListener("click", () => void this.#open());
@@ -306,9 +306,10 @@ export class Cloning {
     }
     byId("cloning").hidden = true;
     if (state === "cancelled") return toast("The cloning was cancelled");
-    if (id === this.#sent?.id) this.#forget(this.#sent.clips);
+    const own = id === this.#sent?.id;
+    if (own) this.#forget(this.#sent!.clips);
     toast(`The voice ${name} is made`);
-    this.done(name);
+    this.done(name, own);
   }
 
   /** A voice is made of these. What was recorded since stays. */

@@ -210,9 +210,9 @@ const closeSheet = sheet();
 themeButton();
 byId("primary").addEventListener("click", primary);
 new Cloning(
-  (name) => {
+  (name, own) => {
     forget(voices.model, name);
-    void voices.load(name).catch((failure) => banner.error(failure));
+    void voices.load(own ? name : undefined).catch((failure) => banner.error(failure));
   },
   () => going?.abort(),
 );

@@ -538,7 +538,11 @@ class EngineRegistry:
         kinds = [is_openai_recognition_model, is_deepgram_recognition_model]
         if self._served_whisper is None:
             kinds.append(is_deepgram_whisper)
-        return any(self._is_foreign_name(name, is_foreign_model) for is_foreign_model in kinds)
+        return self._is_auto(name) or any(self._is_foreign_name(name, is_foreign_model) for is_foreign_model in kinds)
+
+    def _is_auto(self, name: str) -> bool:
+        """Whether a name leaves the model to the server, and is no alias or route of that name."""
+        return name == AUTO_MODEL and name not in self._config.aliases and name not in self._routes
 
     @property
     def _served_whisper(self) -> str | None:
@@ -579,7 +583,10 @@ class EngineRegistry:
         return auto if isinstance(card, AsrCard) and needs.met_by(card) else None
 
     async def load_substitute(self, name: str | None, needs: ModelNeeds) -> None:
-        """Loads what `substitute` names, if it is not loaded, or is being unloaded. Raises as `load`."""
+        """Loads what `substitute` names, if it is not loaded, or is being unloaded; for the name `auto` and no language
+        the model that identifies it. Raises as `load`."""
+        if name == AUTO_MODEL and needs.language is None and needs.task == "transcribe":
+            needs = needs._replace(detects=True)
         substitute = self.substitute(name, needs)
         if substitute is not None and self.state(substitute) in ("not_loaded", "loading", "unloading"):
             self._on_demand.add((await self.load(substitute)).name)
@@ -587,8 +594,8 @@ class EngineRegistry:
     def language_identifier(self, name: str | None) -> tuple[ModelEngine, ModelEngine] | None:
         """Engines of the default model, and of the one that identifies the language of requests under that name. None:
         nothing identifies it. A multilingual Whisper does that where it is served beside a default model that does not
-        tell languages apart; not one that was loaded for an upload in another language, for a request that names its
-        model, with a policy, or with `auto_model` none."""
+        tell languages apart; not one that was loaded for an upload in another language, unless the name is `auto`; not
+        for a request that names its model, with a policy, or with `auto_model` none."""
         chosen = name is not None and not self.means_default(name)
         if chosen or self.governor is not None or self._config.auto_model == NO_MODEL:
             return None
@@ -598,7 +605,8 @@ class EngineRegistry:
         able = (
             engine for engine in self if not engine.is_tts and engine.card.kind == "whisper" and engine.card.detects
         )
-        identifier = next((engine for engine in able if engine.name not in self._on_demand), None)
+        named = name == AUTO_MODEL
+        identifier = next((engine for engine in able if named or engine.name not in self._on_demand), None)
         return None if identifier is None else (default, identifier)
 
     def count_identification(self, outcome: str, language: str) -> None:
@@ -634,9 +642,9 @@ class EngineRegistry:
         return self._get(name, AsrCard)
 
     def get_tts(self, name: str | None = None) -> ModelEngine:
-        """Returns the engine of a synthesis model; None, and the names of OpenAI's speech models: the default one.
-        Raises as `get` does."""
-        if name and self._is_foreign_name(name, is_openai_speech_model):
+        """Returns the engine of a synthesis model; None, `auto`, and the names of OpenAI's speech models: the default
+        one. Raises as `get` does."""
+        if name and (self._is_auto(name) or self._is_foreign_name(name, is_openai_speech_model)):
             name = None
         model = name or self._default_tts
         if model is None:

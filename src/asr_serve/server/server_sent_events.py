@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
 from starlette.background import BackgroundTask
 from starlette.requests import Request
@@ -48,14 +48,17 @@ class StreamedResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def with_keep_alive(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yields `pieces`, and a comment whenever none came for KEEP_ALIVE_S."""
+async def with_keep_alive(
+    pieces: AsyncGenerator[bytes, None], allowed: Callable[[], bool] = lambda: True
+) -> AsyncGenerator[bytes, None]:
+    """Yields `pieces`, and a comment whenever none came for KEEP_ALIVE_S, while `allowed`."""
     async with contextlib.aclosing(pieces):
         while True:
             pending = asyncio.ensure_future(anext(pieces, None))
             try:
                 while not (await asyncio.wait({pending}, timeout=KEEP_ALIVE_S))[0]:
-                    yield KEEP_ALIVE
+                    if allowed():
+                        yield KEEP_ALIVE
             finally:
                 pending.cancel()
                 await asyncio.wait({pending})

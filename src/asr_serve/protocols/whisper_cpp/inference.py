@@ -87,8 +87,7 @@ def parse_inference_form(
                 f"{name}={value:g}", "the whole recording, in segments of its speech", f"leave {name} out", param=name
             )
     form = fields.choice("response_format", INFERENCE_FORMATS) or "json"
-    times = not fields.flag("no_timestamps")
-    wants_words = form == "verbose_json" and times and fields.flag("token_timestamps") is not False
+    times, words = not fields.flag("no_timestamps"), fields.flag("token_timestamps") is not False
     detect = fields.flag("detect_language")
     language = fields.language("language")
     return InferenceRequest(
@@ -104,7 +103,7 @@ def parse_inference_form(
             threshold=fields.number("vad_threshold", MIN_VAD_THRESHOLD, 1),
             pad_before_ms=fields.integer("vad_speech_pad_ms", 0, MAX_PAD_MS),
             vad=fields.flag("vad") is not False,
-            words=None if wants_words else False,
+            words=None if form == "verbose_json" and times and words else False,
             speakers=bool(fields.flag("diarize")),
         ),
         form,

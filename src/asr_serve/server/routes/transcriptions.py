@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from asr_serve.audio.reader import AudioLimits
-from asr_serve.config import ServeConfig
+from asr_serve.config import AUTO_MODEL, ServeConfig
 from asr_serve.errors import AsrServeError, ClientGone, EngineClosed, ModelNotLoaded, OptionError, UnsupportedOption
 from asr_serve.models.registry import AsrCard
 from asr_serve.pipelines.offline.transcribe import SegmentDone
@@ -212,13 +212,13 @@ class UploadTranscription(Generic[RequestT]):
         if self._form_task is not None:
             await self._form_task
 
-    async def wait_model(self) -> None:
-        """Waits until it is known which model serves the request, or that none does."""
-        if isinstance(self.engine, IdentifyingEngine):
-            identified = asyncio.ensure_future(self.engine.identified.wait())
-            outcomes: set[asyncio.Future[Any]] = {identified, self._job.transcript}
-            await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
-            identified.cancel()
+    @property
+    def model_known(self) -> bool:
+        """Whether no field that follows, nor the language that is spoken, can choose another model than `engine`."""
+        form_read = self._form_task is None or self._form_task.done()
+        if not (form_read or self._text_sent) and self._names_default(self.request.model):
+            return False
+        return not isinstance(self.engine, IdentifyingEngine) or self.engine.identified.is_set()
 
     async def segments(self) -> AsyncIterator[SegmentDone]:
         """Yields segments as they are recognized, once; sets `transcript`. Raises errors of form and audio."""
@@ -315,10 +315,13 @@ class UploadTranscription(Generic[RequestT]):
         previous, self.request = self.request, _parse_fields(self._upload, self._form)
         await _load_substitute(self._dependencies.engines, self.request)
         # The engine is not looked up again: it may be unloading by now, but still serves this request.
-        same = self._models.resolve_for_files(self._model_name(self.request)) == self.engine.name
-        identifies = isinstance(self.engine, IdentifyingEngine)
-        if identifies and self._identification_fields(self.request) != self._identification_fields(previous):
-            same = False  # what the default model does anyway is now asked for, and no language is to be identified
+        name = self._model_name(self.request)
+        same = self._models.resolve_for_files(name) == self.engine.name
+        identified = isinstance(self.engine, IdentifyingEngine)
+        if (identified or self._models.identifies_language(name)) and (
+            self._identification_fields(self.request) != self._identification_fields(previous)
+        ):
+            same = False  # the language is to be identified, or not any more, whichever model that ends with
         if self._text_sent and not (same and self._output_options(self.request) == self._output_options(previous)):
             raise OptionError(
                 "a field after the file changes what was asked, and text was sent already",
@@ -329,8 +332,8 @@ class UploadTranscription(Generic[RequestT]):
         if same and same_audio and self._options(self.request) == self._options(previous):
             return
         # An IdentifyingEngine serves one job.
-        reused = same and not identifies
-        engine = self.engine if reused else self._models.get_for_files(self._model_name(self.request))
+        reused = same and not identified
+        engine = self.engine if reused else self._models.get_for_files(name)
         self._job.cancel()
         await self._job.wait_closed()
         self._use(engine)
@@ -338,9 +341,13 @@ class UploadTranscription(Generic[RequestT]):
 
     def _identification_fields(self, request: RequestT) -> tuple[str | None, str | None, str]:
         """Model, language and task as requested, each of which decides whether the language is identified; None as the
-        model for the names of the default one."""
-        default = request.model is None or self._dependencies.engines.means_default(request.model)
-        return None if default else request.model, request.options.language, request.options.task
+        model for the names of the default one, but `auto`."""
+        model = request.model
+        named = model == AUTO_MODEL or not self._names_default(model)
+        return model if named else None, request.options.language, request.options.task
+
+    def _names_default(self, model: str | None) -> bool:
+        return model is None or self._dependencies.engines.means_default(model)
 
     def _options(self, request: RequestT) -> TranscribeOptions:
         """Options with language and longest segment as this engine takes them by default."""
@@ -422,7 +429,8 @@ class TranscriptEventStream(StreamedResponse):
         self._transcription = work
 
     def pieces(self, context: RequestContext) -> AsyncGenerator[bytes, None]:
-        return with_keep_alive(self._events(context))
+        # The head of the response names the model, and goes out with the first piece.
+        return with_keep_alive(self._events(context), lambda: self._transcription.model_known)
 
     async def _events(self, context: RequestContext) -> AsyncGenerator[bytes, None]:
         work = self._transcription
@@ -470,7 +478,6 @@ def routes(dependencies: TranscriptionDependencies) -> APIRouter:
             if not work.request.stream:
                 await work.wait_form()
             if work.request.stream:
-                await work.wait_model()  # the head of the answer names it
                 return TranscriptEventStream(work, resources.pop_all())
             return await _answer(request, work)
 

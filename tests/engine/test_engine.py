@@ -209,17 +209,17 @@ def test_two_hundred_mixed_requests_with_cancellations(begin, alone):
 
 
 def test_a_failed_encode_fails_its_own_batch_only(begin, alone):
-    client = begin()
+    client = begin(encode_frames=400)
     runner = client.backend.loop.executor.encode_runner
     with held(client):
-        near = [client.submit(CLIPS[i], ONCE) for i in (4, 5)]  # of one length: one batch
-        far = client.submit(CLIPS[0], ONCE)
+        near = [client.submit(CLIPS[i], ONCE) for i in (4, 5)]  # of 165 frames: one batch
+        far = client.submit(CLIPS[7], ONCE)
         fail_calls(runner, "encode", 1)
     for ticket in near:
         with pytest.raises(StepFailed, match="encoding failed: RuntimeError: the device hiccuped") as failed:
             ticket.future.result(WAIT_S)
         assert isinstance(failed.value.__cause__, RuntimeError)
-    expect_same(far.future.result(WAIT_S), alone[0])
+    expect_same(far.future.result(WAIT_S), alone[7])
     expect_same(client.submit(CLIPS[4], ONCE).future.result(WAIT_S), alone[4])
     expect_empty(client)
 

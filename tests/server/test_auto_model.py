@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -137,3 +139,27 @@ async def test_a_server_of_the_multilingual_model_alone(whisper):
     await engines.start()
     assert (opened, engines.resolve(None), engines.get().name) == ([MULTILINGUAL], WHISPER, WHISPER)
     assert engines.substitute(None, ModelNeeds("de", "translate", True)) is None  # it can do that itself
+
+
+@pytest.mark.asyncio
+async def test_an_upload_that_waits_for_a_model_of_the_server_does_not_make_it_one_for_uploads(parts, whisper):
+    """The model identifies languages for everybody, also where an upload with model=auto comes while it is loaded."""
+    may_load = threading.Event()
+
+    def open_slowly(name, config):
+        assert name == MODEL or may_load.wait(60)
+        return parts._replace(multilingual=WHISPER) if name == MODEL else whisper
+
+    engines = EngineRegistry(ServeConfig(more_models=(WHISPER,), voice="none"), open_slowly)
+    starting = asyncio.create_task(engines.start())
+    async with asyncio.timeout(60):
+        while not len(list(engines)):
+            await asyncio.sleep(0.01)
+        assert engines.state(WHISPER) == "loading"
+        upload = asyncio.create_task(engines.load_substitute("auto", ModelNeeds(None, "transcribe", False)))
+        await asyncio.sleep(0)
+        may_load.set()
+        await asyncio.gather(upload, starting)
+    identifier = engines.language_identifier(None)
+    assert identifier is not None
+    assert identifier[1].name == WHISPER

@@ -316,6 +316,11 @@ class ServedPipeline:
         return transcribe.events(first.client, first.tokenizer, items, chosen, stop, self.recognizer)
 
 
+def _identifies_languages(card: AnyCard | None) -> bool:
+    """Whether a model can identify the language of requests for others: a multilingual Whisper."""
+    return isinstance(card, AsrCard) and card.kind == "whisper" and card.detects
+
+
 class EngineRegistry:
     """Loads, finds and unloads models. Belongs to the event loop's thread."""
 
@@ -585,11 +590,18 @@ class EngineRegistry:
     async def load_substitute(self, name: str | None, needs: ModelNeeds) -> None:
         """Loads what `substitute` names, if it is not loaded, or is being unloaded; for the name `auto` and no language
         the model that identifies it. Raises as `load`."""
-        if name == AUTO_MODEL and needs.language is None and needs.task == "transcribe":
+        identifies = name == AUTO_MODEL and needs.language is None and needs.task == "transcribe"
+        if identifies:
             needs = needs._replace(detects=True)
         substitute = self.substitute(name, needs)
-        if substitute is not None and self.state(substitute) in ("not_loaded", "loading", "unloading"):
-            self._on_demand.add((await self.load(substitute)).name)
+        if identifies and substitute is not None and not _identifies_languages(self._cards.get(substitute)):
+            auto = self.auto_model
+            substitute = auto if auto is not None and _identifies_languages(self._cards.get(auto)) else None
+        if substitute is None or (state := self.state(substitute)) not in ("not_loaded", "loading", "unloading"):
+            return
+        engine = await self.load(substitute)
+        if state != "loading":  # else it is served anyway: at start, or because an administrator asked for it
+            self._on_demand.add(engine.name)
 
     def language_identifier(self, name: str | None) -> tuple[ModelEngine, ModelEngine] | None:
         """Engines of the default model, and of the one that identifies the language of requests under that name. None:
@@ -602,9 +614,7 @@ class EngineRegistry:
         default = self._engines.get(self._folders.get(self._config.model, self._config.model))
         if default is None or default.is_tts or default.card.detects:
             return None
-        able = (
-            engine for engine in self if not engine.is_tts and engine.card.kind == "whisper" and engine.card.detects
-        )
+        able = (engine for engine in self if not engine.is_tts and _identifies_languages(engine.card))
         named = name == AUTO_MODEL
         identifier = next((engine for engine in able if named or engine.name not in self._on_demand), None)
         return None if identifier is None else (default, identifier)

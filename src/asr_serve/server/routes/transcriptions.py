@@ -143,6 +143,8 @@ class UploadTranscription(Generic[RequestT]):
         self._dependencies, self._context, self._upload, self._form = dependencies, context, upload, form
         self._upload_trace, self._engine_use = upload_trace, engine_use
         self.request = _parse_fields(upload, form)
+        self._model_named = not self._names_default(self.request.model)
+        """Whether a field before the file names a model, which no later field changes."""
         self._text_sent = self._repeated = False
         self._uploaded_s = time.perf_counter()
         self._use(self._models.get_for_files(self._model_name(self.request)))
@@ -216,7 +218,7 @@ class UploadTranscription(Generic[RequestT]):
     def model_known(self) -> bool:
         """Whether no field that follows, nor the language that is spoken, can choose another model than `engine`."""
         form_read = self._form_task is None or self._form_task.done()
-        if not (form_read or self._text_sent) and self._names_default(self.request.model):
+        if not (form_read or self._text_sent or self._model_named):
             return False
         return not isinstance(self.engine, IdentifyingEngine) or self.engine.identified.is_set()
 

@@ -302,6 +302,19 @@ def test_a_failed_verification_fails_its_drafts_only(begin):
     expect_empty(client)
 
 
+def test_a_verification_that_fails_at_its_end_fails_all_that_have_a_token_of_it(begin):
+    """They would get it a second time."""
+    client = begin()
+    plain = client.submit(CLIPS[1], ONCE).future.result(WAIT_S)
+    with held(client):
+        drafted = client.submit(CLIPS[1], ONCE, "live", draft=DraftTokens(plain.tokens))
+        near = client.submit(CLIPS[1], ONCE, "live")
+        fail_calls(client.backend.loop.executor.decode_runner, "_advance_beams", 1)
+    assert [outcome(drafted), outcome(near)] == [StepFailed, StepFailed]
+    assert outcome(client.submit(CLIPS[1], ONCE)).tokens == plain.tokens
+    expect_empty(client)
+
+
 # --- listening, with probabilities to order -----------------------------------------------------------
 
 

@@ -410,12 +410,19 @@ class Seq2SeqExecutor:
 
     def _verify(self, rows: list[DecodeRow]) -> bool:
         """Prefills rows and verifies their drafts, in one pass over all their positions. Returns whether the other rows
-        decoded a token in it. A failure fails the rows with drafts alone: the others can go on."""
+        decoded a token in it. A failure fails the rows with drafts, and those that have a token of the pass already;
+        the others can go on."""
         started, runner = time.perf_counter(), self.decode_runner
         verified, accepted, fed = runner.positions_verified, runner.positions_accepted, runner.positions_fed
         beside = runner.rows_beside(rows)
+        scored = [len(row.hypothesis.logprobs) for row in beside]
+
+        def fail(error: Exception) -> None:
+            advanced = [row for row, n in zip(beside, scored, strict=True) if len(row.hypothesis.logprobs) > n]
+            self._fail([row.request_id for row in (*rows, *advanced)], error)
+
         ended: list[DecodeRow] | None = None
-        with self._guard("verify", "verifying a draft", [row.request_id for row in rows]):
+        with StepGuard(self.loop.stats, "verify", "verifying a draft", fail):
             ended = runner.prefill_and_verify(rows, beside)
         if ended is None:
             return False

@@ -700,11 +700,15 @@ def test_an_unexpected_error_closes_the_engine_and_fails_pending_requests(start,
     client = start("ctc")
     stream, engine = start_stream(client, "ctc"), engine_pid(client)
 
-    def broken(self: InFlight, message: Any) -> Any:
-        raise KeyError(1)
+    handle, broken = InFlight.handle_message, backend_of(client)._current
+
+    def handle_message(self: InFlight, message: Any) -> Any:
+        if self is broken:  # not the other engines, which stay for the next test
+            raise KeyError(1)
+        return handle(self, message)
 
     with monkeypatch.context() as patch:
-        patch.setattr(InFlight, "handle_message", broken)
+        patch.setattr(InFlight, "handle_message", handle_message)
         stream.send_next()
         with pytest.raises(EngineClosed):
             stream.futures()[-1].result(WAIT_S)

@@ -311,6 +311,26 @@ def test_urgent_live_requests_alone_are_scheduled_for_their_thread():
     assert sorted(plans.schedule(ROWS, PAGES)) == [0, 1]
 
 
+def test_urgent_requests_that_fit_pass_one_that_does_not():
+    plans = planner()
+    plans.enqueue(ScheduledRequest(0, 100, 10, "live", 0.0, 100, rows=5, urgent=True))
+    plans.enqueue(ScheduledRequest(1, 100, 10, "live", 1.0, 100, urgent=True))
+    assert plans.schedule(4, PAGES, urgent=True) == [1]
+    assert plans.schedule(5, PAGES, urgent=True) == [0]
+
+
+def test_files_that_come_after_urgent_requests_have_not_saved_up_service():
+    plans = planner()
+    for number in range(1_000):
+        plans.enqueue(ScheduledRequest(number, 400, 10, "live", float(number), 100, urgent=True))
+        assert plans.schedule(ROWS, PAGES, urgent=True) == [number]
+    for number in range(1_000, 1_020):
+        plans.enqueue(waiting(number, 400, "bulk", 100.0))
+        plans.enqueue(waiting(number + 1_000, 400, "live", 100.0))
+    first = [plans.schedule(ROWS, PAGES, frames=400) for _ in range(10)]
+    assert sum(ids[0] >= 2_000 for ids in first) >= 5, first
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_three_classes_get_their_shares(rows):
     plans, luck = planner(live_share=0.8, interactive_share=0.75), random.Random(3)

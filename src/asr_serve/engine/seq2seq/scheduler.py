@@ -129,15 +129,17 @@ class Seq2SeqScheduler:
     def _schedule_urgent(self, free_rows: int, free_pages: int, most_frames: int) -> list[int]:
         """Urgent requests, nearest deadline first, as many as fit without padding in mind: there are few."""
         batch: list[ScheduledRequest] = []
-        rows = pages = frames = 0
+        frames = 0
         for _, request_id in self._by_deadline["live"]:
             each = self._queue[request_id]
-            if not each.urgent:
+            if not each.urgent or each.rows > free_rows or each.pages > free_pages:
                 continue
-            rows, pages, frames = rows + each.rows, pages + each.pages, frames + each.frames
-            if rows > free_rows or pages > free_pages or (batch and frames > most_frames):
+            if batch and frames + each.frames > most_frames:
                 break
+            free_rows, free_pages, frames = free_rows - each.rows, free_pages - each.pages, frames + each.frames
             batch.append(each)
+        if batch:  # served like any other: who was idle meanwhile has not saved up service
+            self._system_virtual_time = max(self._system_virtual_time, self._virtual_time["live"])
         return self._take(batch)
 
     def _take(self, batch: list[ScheduledRequest]) -> list[int]:

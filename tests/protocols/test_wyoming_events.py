@@ -130,33 +130,35 @@ def test_bytes_that_are_no_events_are_refused(sent, says):
 
 
 FORM = {"rate": 16_000, "width": 2, "channels": 1}
-WRONG_DATA: list[tuple[str, dict[str, Any], type[AsrServeError]]] = [
-    *((kind, FORM | {"rate": 1}, OptionError) for kind in ("audio-start", "audio-chunk")),
-    *((kind, FORM | {"width": 4}, OptionError) for kind in ("audio-start", "audio-chunk")),
-    *((kind, FORM | {"channels": 2}, OptionError) for kind in ("audio-start", "audio-chunk")),
-    ("audio-chunk", {}, MalformedRequest),
-    ("audio-chunk", FORM | {"rate": "16000"}, MalformedRequest),
-    ("ping", {"text": []}, MalformedRequest),
-    ("transcribe", {"name": 1}, MalformedRequest),
-    ("transcribe", {"language": 5}, MalformedRequest),
-    ("transcribe", {"transcript_names": ["x"] * 1_001}, OptionError),
-    ("transcribe", {"transcript_names": "Ada"}, MalformedRequest),
-    ("transcribe", {"transcript_terms": [None]}, MalformedRequest),
-    ("synthesize", {}, MalformedRequest),
-    ("synthesize", {"text": b"\xff"}, MalformedRequest),
-    ("synthesize", {"text": "a", "voice": "heart"}, MalformedRequest),
-    *(("synthesize", {"text": "a", "voice": {name: 1}}, MalformedRequest) for name in ("name", "language", "speaker")),
-    ("synthesize", {"text": "a", "text_format": "html"}, MalformedRequest),
-    ("synthesize-start", {"voice": []}, MalformedRequest),
-    ("synthesize-start", {"text_format": "html"}, MalformedRequest),
-    ("synthesize-chunk", {"text": None}, MalformedRequest),
+SPOKEN = {"text": "a"}
+WRONG_DATA: list[tuple[str, dict[str, Any], dict[str, Any], type[AsrServeError]]] = [
+    *((kind, FORM, {"rate": 1}, OptionError) for kind in ("audio-start", "audio-chunk")),
+    *((kind, FORM, {"width": 4}, OptionError) for kind in ("audio-start", "audio-chunk")),
+    *((kind, FORM, {"channels": 2}, OptionError) for kind in ("audio-start", "audio-chunk")),
+    ("audio-chunk", {}, {}, MalformedRequest),
+    ("audio-chunk", FORM, {"rate": "16000"}, MalformedRequest),
+    ("ping", {}, {"text": []}, MalformedRequest),
+    ("transcribe", {}, {"name": 1}, MalformedRequest),
+    ("transcribe", {}, {"language": 5}, MalformedRequest),
+    ("transcribe", {}, {"transcript_names": ["x"] * 1_001}, OptionError),
+    ("transcribe", {}, {"transcript_names": "Ada"}, MalformedRequest),
+    ("transcribe", {}, {"transcript_terms": [None]}, MalformedRequest),
+    ("synthesize", {}, {}, MalformedRequest),
+    ("synthesize", {}, {"text": b"\xff"}, MalformedRequest),
+    ("synthesize", SPOKEN, {"voice": "heart"}, MalformedRequest),
+    *(("synthesize", SPOKEN, {"voice": {name: 1}}, MalformedRequest) for name in ("name", "language", "speaker")),
+    ("synthesize", SPOKEN, {"text_format": "html"}, MalformedRequest),
+    ("synthesize-start", {}, {"voice": []}, MalformedRequest),
+    ("synthesize-start", {}, {"text_format": "html"}, MalformedRequest),
+    ("synthesize-chunk", {}, {"text": None}, MalformedRequest),
 ]
+"""Kind of an event, data that is right, the members that are wrong in their place, and the error."""
 
 
-@pytest.mark.parametrize(("kind", "data", "error"), WRONG_DATA)
-def test_data_that_is_no_good_is_refused(kind, data, error):
+@pytest.mark.parametrize(("kind", "right", "wrong", "error"), WRONG_DATA)
+def test_data_that_is_no_good_is_refused(kind, right, wrong, error):
     with pytest.raises(AsrServeError) as refused:
-        events.parse_event(WyomingEvent(kind, data))
+        events.parse_event(WyomingEvent(kind, right | wrong))
     assert type(refused.value) is error
     assert isinstance(refused.value, OptionError) or f"data of the event {kind}" in str(refused.value)
 
@@ -172,7 +174,7 @@ def test_every_member_has_a_wrong_value():
         "synthesize-chunk": events.WyomingSynthesizeChunk,
     }
     for kind, struct in members.items():
-        tried = {name for sent, data, _ in WRONG_DATA if sent == kind for name in data}
+        tried = {name for sent, _, wrong, _ in WRONG_DATA if sent == kind for name in wrong}
         assert tried >= set(struct.__struct_fields__), kind
 
 

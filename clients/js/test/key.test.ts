@@ -7,17 +7,20 @@ import { test } from "node:test";
 import { SpeechStream } from "asr-serve";
 import { WebSocket, WebSocketServer } from "ws";
 
-async function asked(apiKey: string | undefined): Promise<IncomingMessage> {
+/** The request for a WebSocket that a stream makes. Rejects as `open` does where none comes. */
+async function upgradeRequest(apiKey: string | undefined): Promise<IncomingMessage> {
   const server = new WebSocketServer({ port: 0, host: "127.0.0.1" });
   try {
     await once(server, "listening");
-    const request = new Promise<IncomingMessage>((resolve) => server.on("connection", (_, asked) => resolve(asked)));
+    const request = new Promise<IncomingMessage>((resolve) => {
+      server.on("connection", (_, message) => resolve(message));
+    });
     const url = `http://127.0.0.1:${(server.address() as AddressInfo).port}`;
     const stream = new SpeechStream({ url, WebSocket, ...(apiKey !== undefined && { apiKey }) });
-    const refused = stream.open().catch(() => {});
-    const seen = await request;
+    const opened = stream.open();
+    const seen = await Promise.race([request, opened.then(() => request)]);
     stream.close();
-    await refused;
+    await opened.catch(() => {});
     return seen;
   } finally {
     server.close();
@@ -25,18 +28,18 @@ async function asked(apiKey: string | undefined): Promise<IncomingMessage> {
 }
 
 test("a key is no part of the address, which proxies log", async () => {
-  const { url, headers } = await asked("sk-live_1.~2");
+  const { url, headers } = await upgradeRequest("sk-live_1.~2");
   assert.equal(headers["sec-websocket-protocol"], "bearer,sk-live_1.~2");
   assert.equal(url, "/v1/stream");
 });
 
 test("a key that no subprotocol can hold is in the address", async () => {
-  const { url, headers } = await asked("a/b=c");
+  const { url, headers } = await upgradeRequest("a/b=c");
   assert.equal(headers["sec-websocket-protocol"], undefined);
   assert.equal(new URL(url ?? "", "ws://server").searchParams.get("api_key"), "a/b=c");
 });
 
 test("without a key nothing is said of one", async () => {
-  const { url, headers } = await asked(undefined);
+  const { url, headers } = await upgradeRequest(undefined);
   assert.deepEqual([url, headers["sec-websocket-protocol"]], ["/v1/stream", undefined]);
 });

@@ -462,14 +462,16 @@ def test_names_of_recordings_and_formats() -> None:
         transcript_format("srtt", param="--format")
 
 
-def test_cues_of_two_who_talk_at_once_are_shown_together():
-    def said(speaker: str, start_s: float, text: str) -> Segment:
-        words = []
-        for number, word in enumerate(text.split()):
-            begin = round((start_s + number / 2) * 16_000)
-            words.append(Word(word, begin, begin + 8_000, 0.9, speaker))
-        return Segment(words[0].start_samples, words[-1].end_samples, text, words=tuple(words), speaker=speaker)
+def said(speaker: str, start_s: float, text: str, word_s: float = 0.5) -> Segment:
+    """Segment whose words last equally long."""
+    words = []
+    for number, word in enumerate(text.split()):
+        begin = round((start_s + number * word_s) * 16_000)
+        words.append(Word(word, begin, begin + round(word_s * 16_000), 0.9, speaker))
+    return Segment(words[0].start_samples, words[-1].end_samples, text, words=tuple(words), speaker=speaker)
 
+
+def test_cues_of_two_who_talk_at_once_are_shown_together():
     segments = [
         said("A", 0.0, "The first speaker goes on. And on with this sentence. Until the end."),
         said("B", 2.0, "Another one interrupts them."),
@@ -487,3 +489,63 @@ def test_cues_of_two_who_talk_at_once_are_shown_together():
     alone = [said("A", 0.0, "One. Two."), said("B", 1.0, "Three."), said("A", 1.5, "Four.")]
     timed = list(build_cues(alone))
     assert all(before.end_ms <= after.start_ms for before, after in itertools.pairwise(timed))
+
+
+@st.composite
+def people_at_once(draw: st.DrawFn) -> list[Segment]:
+    """Segments in order of time, of speakers of whom each says one after the other, over the others."""
+    texts = st.lists(st.sampled_from(["one", "seven,", "of", "course.", "a-rather-long-word"]), min_size=1, max_size=30)
+    segments = []
+    for speaker in ("A", "Ada Lovelace", "a name that takes more than one line of 42 columns"):
+        at_s = 0.0
+        for words in draw(st.lists(texts, max_size=3)):
+            at_s += draw(st.sampled_from([0.0, 0.4, 3.0]))
+            segments.append(said(speaker, at_s, " ".join(words)))
+            at_s = segments[-1].end_samples / 16_000
+    return sorted(segments, key=lambda segment: segment.start_samples)
+
+
+@settings(deadline=None)
+@given(people_at_once())
+def test_a_cue_without_a_name_is_of_the_speaker_before(segments: list[Segment]) -> None:
+    cues = list(build_cues(segments, names=True))
+    assert [cue.start_ms for cue in cues] == sorted(cue.start_ms for cue in cues)
+    speaker, text = "", {segment.speaker: "" for segment in segments}
+    for cue in cues:
+        assert 1 <= len(cue.lines) <= CUE_LINES
+        assert all(0 < display_columns(line) <= LINE_COLUMNS for line in cue.lines)
+        shown = " ".join(cue.lines)
+        name = next((name for name in text if shown.startswith(f"{name}:")), "")
+        assert bool(name) == (cue.speaker != speaker)
+        assert cue.speaker == (name or speaker)
+        speaker = cue.speaker
+        text[speaker] += visible(shown.removeprefix(f"{name}:") if name else shown)
+    for name, whole in text.items():
+        assert whole == text_of([segment for segment in segments if segment.speaker == name])
+
+
+def test_who_goes_on_after_another_interrupted_is_named_again():
+    long = "I would like to tell you about everything that I saw there. And then about whatever else there was to see."
+    page = render(transcript(said("Ada", 0.0, long), said("Bob", 2.0, "No, thank you."), key="a.wav"), "srt")
+    lines = [block.splitlines()[2].split(":")[0] for block in page.split("\n\n")]
+    assert lines[:3] == ["Ada", "Bob", "Ada"]
+    assert not {"Ada", "Bob"} & set(lines[3:])
+
+
+def test_words_of_a_ctm_are_in_order_of_time():
+    whole = transcript(said("A", 0.0, "one two three four"), said("B", 0.75, "five six"), said("A", 2.0, "end"))
+    rows = [line.split() for line in render(whole, "ctm").splitlines()]
+    assert [row[4] for row in rows] == ["one", "two", "five", "three", "six", "four", "end"]
+    assert [float(row[2]) for row in rows] == [0.0, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0]
+
+
+def test_a_segment_inside_another_is_in_the_interval_of_textgrid_that_covers_it():
+    inside = [said("A", 0.0, "one two three four"), said("B", 0.5, "five"), said("A", 5.0, "later")]
+    over = [said("A", 0.0, "one two three four"), said("B", 1.0, "six seven eight"), said("C", 1.5, "nine")]
+    for segments, expected in (
+        (inside, [("0", "2", "one two three four five"), ("2", "5", ""), ("5", "5.5", "later")]),
+        (over, [("0", "2", "one two three four nine"), ("2", "2.5", "six seven eight")]),
+    ):
+        tier = render(transcript(*segments), "textgrid").split("    item [")[2]
+        assert expect_tier_without_gaps(tier) == [(start, end) for start, end, _ in expected]
+        assert re.findall(r' text = "(.*)"', tier) == [text for *_, text in expected]

@@ -12,7 +12,9 @@ Source  line length, reading speed, shortest and longest cue: Netflix's timed te
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
 from itertools import groupby, pairwise
 
 import msgspec
@@ -70,17 +72,17 @@ def build_cues(segments: Iterable[Segment], end_ms: int | None = None, *, names:
     """Cues in order; each lasts 1 ms or more, and one is shown at a time, but for those of speakers who talk at once.
     `end_ms`: end of the recording, after which no cue is shown unless its segment is later. `names`: text begins with
     a name where the speaker changes, for formats without a field for it."""
-    pending: list[list[Cue]] = []
+    pending: list[Cue] = []
     free_ms = 0
-    for chains in _chains(segments, names):
+    for group in _groups(segments, names):
         if pending:
-            cues = _timed_chains(pending, free_ms, min(chain[0].start_ms for chain in chains))
+            cues = _timed_group(pending, free_ms, group[0].start_ms)
             free_ms = max(cue.end_ms for cue in cues)
             yield from cues
-        pending = chains
+        pending = group
     if pending:
-        last = max(free_ms, *(chain[-1].end_ms for chain in pending))
-        yield from _timed_chains(pending, free_ms, last if end_ms is None else max(end_ms, last), is_last=True)
+        last = max(free_ms, *(cue.end_ms for cue in pending))
+        yield from _timed_group(pending, free_ms, last if end_ms is None else max(end_ms, last), is_last=True)
 
 
 def split_lines(text: str) -> list[str]:
@@ -114,20 +116,17 @@ def ends_with(text: str, marks: str) -> bool:
     return bool(bare) and bare[-1] in marks
 
 
-def _chains(segments: Iterable[Segment], names: bool) -> Iterator[list[list[Cue]]]:
+def _groups(segments: Iterable[Segment], names: bool) -> Iterator[list[Cue]]:
     """Cues with the times of their speech, not yet extended for reading: one alone, or those of segments that overlap
-    in time, a chain for each speaker."""
+    in time, in order."""
     last_speaker = ""
     for group in _overlapping(segments):
         cues = list(_cut(group, last_speaker, names))
         last_speaker = cues[-1].speaker if cues else last_speaker
         if len(group) == 1:
-            yield from ([[cue]] for cue in cues)
+            yield from ([cue] for cue in cues)
         elif cues:
-            by_speaker: dict[str, list[Cue]] = {}
-            for cue in cues:
-                by_speaker.setdefault(cue.speaker, []).append(cue)
-            yield list(by_speaker.values())
+            yield cues
 
 
 def _overlapping(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
@@ -145,28 +144,46 @@ def _overlapping(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
         yield group
 
 
-def _timed_chains(chains: list[list[Cue]], free_ms: int, next_ms: int, *, is_last: bool = False) -> list[Cue]:
-    """Cues of each chain with their times on screen, in order of time."""
+def _timed_group(cues: list[Cue], free_ms: int, next_ms: int, *, is_last: bool = False) -> list[Cue]:
+    """Cues with their times on screen, in order; those of one speaker do not overlap."""
+    following_ms: dict[str, int] = {}
+    limits_ms: list[int | None] = []
+    for cue in reversed(cues):
+        limits_ms.append(following_ms.get(cue.speaker))
+        following_ms[cue.speaker] = cue.start_ms
+    shown_ms: dict[str, int] = {}
     timed: list[Cue] = []
-    for chain in chains:
-        at_ms = free_ms
-        for cue, following in zip(chain, [*chain[1:], None], strict=True):
-            limit_ms = next_ms if following is None else following.start_ms
-            timed.append(_timed(cue, at_ms, limit_ms, is_last=is_last and following is None))
-            at_ms = timed[-1].end_ms
-    return sorted(timed, key=lambda cue: (cue.start_ms, cue.end_ms))
+    for cue, limit_ms in zip(cues, reversed(limits_ms), strict=True):
+        at_ms = shown_ms.get(cue.speaker, free_ms)
+        is_final = is_last and limit_ms is None
+        timed.append(_timed(cue, at_ms, next_ms if limit_ms is None else limit_ms, is_last=is_final))
+        shown_ms[cue.speaker] = timed[-1].end_ms
+    return sorted(timed, key=lambda cue: cue.start_ms)
 
 
 def _cut(segments: Iterable[Segment], last_speaker: str, names: bool) -> Iterator[Cue]:
-    """Cues of segments, each of one speaker."""
-    for segment in segments:
-        for speaker, group in groupby(subtitle_tokens(segment), key=lambda each: each[0]):
-            tokens = [piece for _, piece in group]
-            if names and speaker and speaker != last_speaker:
-                tokens = [*speaker_label(clean_text(speaker), tokens[0].start_ms), *tokens]
-            last_speaker = speaker
-            for part in _cheapest(tokens):
-                yield Cue(part[0].start_ms, part[-1].end_ms, _rows(part), speaker)
+    """Cues of segments in order of time, each of one speaker; those of one segment stay in its order. With `names`,
+    a cue of another speaker than the one before begins with a name, and what is left of its speech is cut again."""
+    waiting: list[tuple[int, bool, int, deque[tuple[str, list[SubtitleToken]]]]] = []
+    """Start of each segment's next cue, whether it is the first one, the segment's number, and the cues left. At equal
+    starts a segment goes on before another begins: a name may fill a cue, whose text has to follow it."""
+    for number, segment in enumerate(segments):
+        runs = groupby(subtitle_tokens(segment), key=lambda each: each[0])
+        parts = deque((speaker, part) for speaker, run in runs for part in _cheapest([piece for _, piece in run]))
+        if parts:
+            heappush(waiting, (parts[0][1][0].start_ms, True, number, parts))
+    while waiting:
+        start_ms, _, number, parts = heappop(waiting)
+        speaker = parts[0][0]
+        if names and speaker and speaker != last_speaker:
+            tokens = speaker_label(clean_text(speaker), start_ms)
+            while parts and parts[0][0] == speaker:
+                tokens += parts.popleft()[1]
+            parts.extendleft((speaker, part) for part in reversed([*_cheapest(tokens)]))
+        last_speaker, part = parts.popleft()
+        yield Cue(part[0].start_ms, part[-1].end_ms, _rows(part), speaker)
+        if parts:
+            heappush(waiting, (parts[0][1][0].start_ms, False, number, parts))
 
 
 def _cheapest(tokens: list[SubtitleToken]) -> Iterator[list[SubtitleToken]]:

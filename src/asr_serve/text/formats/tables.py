@@ -7,6 +7,7 @@ Source  RTTM and CTM: NIST's RT-09 evaluation plan, appendix A, and SCTK; TextGr
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import NamedTuple
@@ -40,10 +41,10 @@ def rttm(transcript: Transcript) -> str:
 
 
 def ctm(transcript: Transcript) -> str:
-    """CTM: a line for each word, with its time and confidence. A word that contains a space becomes a line for
-    each part; its time is divided by characters."""
+    """CTM: a line for each word in order of time, as sclite requires, with its time and confidence. A word that
+    contains a space becomes a line for each part; its time is divided by characters."""
     name = recording_name(transcript.key)
-    lines = []
+    lines: list[tuple[int, str]] = []
     for word in (word for segment in transcript.segments for word in segment.words):
         parts = word.text.split()
         total, passed = sum(map(len, parts)), 0
@@ -53,8 +54,9 @@ def ctm(transcript: Transcript) -> str:
             passed += len(part)
             ends = samples_to_ms(start + length * passed // total)
             fields = f"{_seconds(begins)} {_seconds(ends - begins)} {column_value(part)} {word.confidence:.3f}"
-            lines.append(f"{name} 1 {fields}\n")
-    return "".join(lines)
+            lines.append((begins, f"{name} 1 {fields}\n"))
+    lines.sort(key=lambda line: line[0])  # of speakers who talk at once
+    return "".join(line for _, line in lines)
 
 
 def textgrid(transcript: Transcript) -> str:
@@ -144,10 +146,15 @@ def _together(spoken: Iterable[SpeakerTurn]) -> Iterable[TextGridInterval]:
 
 def _filled(tier: Iterable[TextGridInterval], end: int) -> list[TextGridInterval]:
     """Tier without gaps from 0 to the end, as TextGrid requires. The text of an interval of no length joins the
-    next one, or the one before."""
+    next one, or the one before; that of an interval inside others joins the one in which it begins."""
     intervals: list[TextGridInterval] = []
     at, pending = 0, ""
     for interval in tier:
+        if interval.start_samples < at and interval.end_samples <= at:
+            index = bisect_right(intervals, interval.start_samples, key=lambda each: each.start_samples) - 1
+            covering = intervals[index]
+            intervals[index] = covering._replace(text=f"{covering.text} {interval.text}".strip())
+            continue
         text = f"{pending} {interval.text}".strip()
         start = max(at, interval.start_samples)
         if interval.end_samples <= start:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from asr_serve.diarization.local_speakers import LocalSpeakers
-from asr_serve.diarization.overlapped_speech import MARGIN_SAMPLES, OVERLAP_SAMPLES, overlapped_speech
+from asr_serve.diarization.overlapped_speech import (
+    MARGIN_SAMPLES,
+    MIN_ALONE_SAMPLES,
+    OVERLAP_SAMPLES,
+    OverlappedTurn,
+    overlapped_speech,
+    subtract_ranges,
+)
 from asr_serve.diarization.word_speakers import outside_ranges
 from asr_serve.types import Segment, Span, SpeakerTurn, Word
 
@@ -37,11 +45,10 @@ def test_turns_that_overlap_are_chosen_and_others_are_told():
     turns = [turn("A", 90_000, 180_000), turn("B", 150_000, 220_000), turn("A", 230_000, 290_000)]
     found = overlapped_speech(SPAN, turns)
     assert found is not None
-    assert [(each.speaker, each.start_samples, each.end_samples) for each in found.turns] == [
-        ("A", 100_000, 180_000 + MARGIN_SAMPLES),
-        ("B", 150_000 - MARGIN_SAMPLES, 220_000 + MARGIN_SAMPLES),
-    ]
-    assert found.ranges == ((100_000, 180_000), (150_000, 220_000))
+    assert found.turns == (
+        OverlappedTurn("A", 100_000, 180_000, Span(100_000, 180_000 + MARGIN_SAMPLES)),
+        OverlappedTurn("B", 150_000, 220_000, Span(150_000 - MARGIN_SAMPLES, 220_000 + MARGIN_SAMPLES)),
+    )
     assert found.mixture_of("A") == (((0, 80_000), (130_000, 190_000)), ((50_000, 120_000),))
     assert found.mixture_of("B") == (((50_000, 120_000),), ((0, 80_000), (130_000, 190_000)))
 
@@ -76,7 +83,38 @@ def test_words_outside_of_turns_stay():
     assert outside_ranges(whole, [(0, 1_000)]) == []
 
 
-def test_a_segment_without_words_is_dropped_where_turns_are_most_of_it():
+def test_a_segment_without_words_stays():
     whole = Segment(0, 1_000, "one two")
-    assert outside_ranges(whole, [(0, 400)]) == [whole]
-    assert outside_ranges(whole, [(0, 400), (300, 700)]) == []
+    assert outside_ranges(whole, [(0, 400), (300, 700)]) == [whole]
+
+
+def test_no_part_reaches_into_a_range():
+    whole = segment(("one", 0, 100), ("two", 200, 350), ("three", 600, 700))
+    first, last = outside_ranges(whole, [(300, 400)])
+    assert (first.text, first.start_samples, first.end_samples) == ("one two", 0, 300)
+    assert (first.words[-1].start_samples, first.words[-1].end_samples) == (200, 300)
+    assert (last.text, last.start_samples, last.end_samples) == ("three", 600, 1_000)
+    (all_words,) = outside_ranges(msgspec.structs.replace(whole, tokens=(1, 2)), [(650, 2_000), (-10, 20)])[:1]
+    assert (all_words.text, all_words.start_samples, all_words.end_samples) == ("one two", 20, 350)
+    (same,) = outside_ranges(msgspec.structs.replace(whole, tokens=(1, 2)), [(800, 2_000)])
+    assert (same.tokens, same.words, same.end_samples) == ((1, 2), whole.words, 800)
+
+
+def test_ranges_are_subtracted():
+    assert subtract_ranges([(0, 10), (5, 20), (30, 40)], [(8, 9), (35, 50)]) == [
+        (0, 5),
+        (5, 8),
+        (9, 10),
+        (10, 20),
+        (30, 35),
+    ]
+    assert subtract_ranges([(0, 10)], [(0, 10)]) == []
+
+
+@pytest.mark.parametrize(
+    ("alone", "separable"), [(MIN_ALONE_SAMPLES - 1, False), (MIN_ALONE_SAMPLES, True)], ids=["neither", "one"]
+)
+def test_two_are_separable_where_one_of_them_is_alone(alone, separable):
+    found = overlapped_speech(SPAN, [turn("A", 100_000, 200_000 + alone), turn("B", 100_000, 200_000)])
+    assert found is not None
+    assert (found.separable("A"), found.separable("B")) == (separable, separable)

@@ -95,11 +95,26 @@ def test_the_loop_separates_between_windows_and_fails_what_waits_when_it_ends(mi
     done, bad, late = (Future[np.ndarray]() for _ in range(3))
     runner.submit_separation(SeparationRequest(tracks.sum(0), talks, done))
     runner.submit_separation(SeparationRequest(tracks.sum(0), talks[:1], bad))
-    assert runner.step(live=True, idle=False)
+    assert runner.step(live=False, idle=False)
     assert done.result().shape == tracks.shape
     assert runner.step(live=False, idle=False)
     assert isinstance(bad.exception(), StepFailed)
     assert not runner.step(live=False, idle=False)
     runner.submit_separation(SeparationRequest(tracks.sum(0), talks, late))
+    assert not runner.step(live=True, idle=False)
     runner.close(EngineClosed("the test is over"))
     assert isinstance(late.exception(), EngineClosed)
+
+
+def test_a_mixture_waits_for_other_work_while_live_callers_are_connected_up_to_a_limit(mixture, monkeypatch):
+    tracks, talks = mixture
+    runner = DiarizationRunner(make_device("cpu", "fp32"), EngineStats())
+    idle, overdue = Future[np.ndarray](), Future[np.ndarray]()
+    runner.submit_separation(SeparationRequest(tracks.sum(0), talks, idle))
+    assert not runner.step(live=True, idle=False)
+    assert runner.step(live=True, idle=True)
+    assert idle.result().shape == tracks.shape
+    monkeypatch.setattr("asr_serve.engine.diarization_runner.MAX_SEPARATION_WAIT_S", 0.0)
+    runner.submit_separation(SeparationRequest(tracks.sum(0), talks, overdue))
+    assert runner.step(live=True, idle=False)
+    assert overdue.result().shape == tracks.shape

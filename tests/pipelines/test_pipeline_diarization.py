@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from loaded_models import load_model
@@ -238,11 +239,20 @@ def test_speakers_in_turn_are_not_separated(model, talk, monkeypatch):
     assert model.transcribe([talk], speakers=True)[0].segments
 
 
-def test_a_mixture_that_cannot_be_separated_fails_its_file_alone(model, talk, interrupted, monkeypatch):
-    monkeypatch.setattr("asr_serve.engine.diarization_runner.separate_speakers", lambda *_: 1 / 0)
-    with pytest.raises(StepFailed, match="separating speakers"):
-        model.transcribe([interrupted], speakers=True)
-    assert model.transcribe([talk], speakers=True)[0].segments
+def test_a_mixture_that_cannot_be_separated_keeps_its_transcript(model, interrupted, monkeypatch, caplog):
+    """And so does one of a model without times of words, which is not separated."""
+    with monkeypatch.context() as patch:
+        patch.setattr("asr_serve.engine.diarization_runner.separate_speakers", lambda *_: 1 / 0)
+        found = model.transcribe([interrupted], speakers=True)[0]
+    assert "separating speakers failed" in caplog.text
+    assert {turn.speaker for turn in found.turns} == {"SPEAKER_00", "SPEAKER_01"}
+    assert found.text.split() == model.transcribe([interrupted])[0].text.split()
+    backend = model._client.backend
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "card", msgspec.structs.replace(backend.card, word_times=False))
+        patch.setattr(backend, "separate_speakers", None)
+        without = model.transcribe([interrupted], speakers=True)[0]
+    assert without.text.split() == found.text.split()
 
 
 def test_more_than_half_a_minute_is_not_separated_at_once(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,9 @@ OVERLAP_SAMPLES = units.ms_to_samples(500)
 """Overlap of two turns from which they are recognized apart."""
 MARGIN_SAMPLES = units.ms_to_samples(250)
 """Audio before and after a turn that is recognized with it."""
+MIN_ALONE_SAMPLES = units.s_to_samples(1)
+"""Speech of one speaker alone from which two can be separated: the spectra of a voice are learnt from it. Where neither
+speaks alone for so long, the shares of each would be arbitrary."""
 
 
 class OverlappedTurn(NamedTuple):
@@ -24,6 +28,8 @@ class OverlappedTurn(NamedTuple):
     speaker: str
     start_samples: int
     end_samples: int
+    audio: Span
+    """The turn with its margins."""
 
 
 class OverlappedSpeech(NamedTuple):
@@ -34,9 +40,6 @@ class OverlappedSpeech(NamedTuple):
     talks: dict[str, tuple[tuple[int, int], ...]]
     """Turns of each speaker in the segment."""
 
-    ranges: tuple[tuple[int, int], ...]
-    """(start, end) of `turns` without margins, sorted."""
-
     def mixture_of(self, speaker: str) -> Talks:
         """Returns when the speaker and when anybody else talks, in samples since the segment's start."""
         first = self.span.start_samples
@@ -46,6 +49,22 @@ class OverlappedSpeech(NamedTuple):
 
         others = (turn for name, turns in self.talks.items() if name != speaker for turn in turns)
         return from_start(self.talks[speaker]), from_start(sorted(others))
+
+    def separable(self, speaker: str) -> bool:
+        """Returns whether the speaker can be separated from the others: either is alone for MIN_ALONE_SAMPLES."""
+        own, others = self.mixture_of(speaker)
+        alone = subtract_ranges(own, others), subtract_ranges(others, own)
+        return any(sum(end - start for start, end in each) >= MIN_ALONE_SAMPLES for each in alone)
+
+
+def subtract_ranges(ranges: Sequence[tuple[int, int]], removed: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns what of the ranges (start, end) is in none of `removed`: sorted and disjoint."""
+
+    def inside(start: int, end: int, among: Sequence[tuple[int, int]]) -> bool:
+        return any(first <= start and end <= last for first, last in among)
+
+    edges = itertools.pairwise(sorted({edge for each in (*ranges, *removed) for edge in each}))
+    return [each for each in edges if inside(*each, ranges) and not inside(*each, removed)]
 
 
 def overlapped_speech(span: Span, turns: Sequence[SpeakerTurn]) -> OverlappedSpeech | None:
@@ -70,9 +89,11 @@ def overlapped_speech(span: Span, turns: Sequence[SpeakerTurn]) -> OverlappedSpe
         return None
     found = tuple(
         OverlappedTurn(
-            name, max(start - MARGIN_SAMPLES, span.start_samples), min(end + MARGIN_SAMPLES, span.end_samples)
+            name,
+            start,
+            end,
+            Span(max(start - MARGIN_SAMPLES, span.start_samples), min(end + MARGIN_SAMPLES, span.end_samples)),
         )
         for name, start, end in chosen
     )
-    ranges = tuple((start, end) for _, start, end in chosen)
-    return OverlappedSpeech(span, found, {name: tuple(sorted(own)) for name, own in talks.items()}, ranges)
+    return OverlappedSpeech(span, found, {name: tuple(sorted(own)) for name, own in talks.items()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -13,6 +14,8 @@ from asr_serve.types import Segment, SpeakerTurn, Word
 KEPT_SHARE = 0.5
 """Advantage, as a share of the word, that another speaker needs over the last one: where two speak at once, a
 sentence stays with whoever began it."""
+
+Timed = TypeVar("Timed", Segment, Word)
 
 
 class TurnIndex:
@@ -63,21 +66,37 @@ def split_by_speaker(segment: Segment, turns: TurnIndex, words: bool) -> list[Se
 
 def outside_ranges(segment: Segment, ranges: Sequence[tuple[int, int]]) -> list[Segment]:
     """Returns the parts of a segment whose words are outside of the ranges (start, end), in samples, by their middles.
-    A segment without words is either left whole or dropped, where ranges cover most of it."""
+    No part or word of the result reaches into a range. A segment without words is left whole."""
 
     def inside(at: float) -> bool:
         return any(start <= at < end for start, end in ranges)
 
-    if not segment.words:
-        length = segment.end_samples - segment.start_samples
-        places = (segment.start_samples + length * (2 * part + 1) / 20 for part in range(10))
-        return [] if sum(map(inside, places)) > 5 else [segment]
-    words = list(segment.words)
-    kept = [not inside((word.start_samples + word.end_samples) / 2) for word in words]
-    if all(kept):
+    def clipped(each: Timed, at: float) -> Timed:
+        """Returns `each`, which `at` is in, without what is in a range before or after `at`."""
+        start = max((end for _, end in ranges if end <= at), default=each.start_samples)
+        end = min((start for start, _ in ranges if start > at), default=each.end_samples)
+        return msgspec.structs.replace(
+            each, start_samples=max(start, each.start_samples), end_samples=min(end, each.end_samples)
+        )
+
+    ranges = [each for each in ranges if each[0] < segment.end_samples and segment.start_samples < each[1]]
+    if not segment.words or not ranges:
         return [segment]
-    edges = [i for i in range(len(kept) + 1) if (i < len(kept) and kept[i]) != (i > 0 and kept[i - 1])]
-    return [_part(segment, words, first, after, True) for first, after in zip(edges[::2], edges[1::2], strict=True)]
+    words, middles = list(segment.words), [(word.start_samples + word.end_samples) / 2 for word in segment.words]
+    # A gap between two words that a range is in separates parts, too.
+    parts = list[list[int]]()
+    for index, middle in enumerate(middles):
+        if inside(middle):
+            continue
+        last = parts[-1][-1] if parts else -1
+        if last == index - 1 >= 0 and not any(middles[last] < start < middle for start, _ in ranges):
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    words = list(map(clipped, words, middles))
+    if len(parts) == 1 and len(parts[0]) == len(words):  # keeps its tokens
+        return [clipped(msgspec.structs.replace(segment, words=tuple(words)), middles[0])]
+    return [clipped(_part(segment, words, part[0], part[-1] + 1, True), middles[part[0]]) for part in parts]
 
 
 def _part(segment: Segment, said: list[Word], first: int, after: int, words: bool) -> Segment:

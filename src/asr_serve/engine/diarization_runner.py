@@ -195,6 +195,9 @@ each took 2.2 ms a second of audio, 8 at a time 2.6, so a step takes 0.35 s (bf1
 LIVE_STEP_WINDOWS = 1
 MAX_WAIT_S = 0.5
 """Maximum time that a window waits for a full batch while there is other work."""
+MAX_SEPARATION_WAIT_S = 10.0
+"""Maximum time that a mixture waits for a step without other work while live callers are connected, since they
+wait for its step."""
 
 
 class DiarizationRequest(NamedTuple):
@@ -215,6 +218,8 @@ class SeparationRequest(NamedTuple):
     talks: Talks
     future: Future[np.ndarray]
     """Never cancelled."""
+    due_s: float = 0.0
+    """Time on the monotonic clock at which it runs although live callers are connected and there is other work."""
 
 
 class DiarizationRunner:
@@ -233,13 +238,13 @@ class DiarizationRunner:
         (self._live if question.live else self._waiting).append(question._replace(due_s=time.monotonic() + MAX_WAIT_S))
 
     def submit_separation(self, question: SeparationRequest) -> None:
-        self._mixtures.append(question)
+        self._mixtures.append(question._replace(due_s=time.monotonic() + MAX_SEPARATION_WAIT_S))
 
     def step(self, *, live: bool, idle: bool) -> bool:
         """Separates a mixture or diarizes a batch; returns False when none was due. `live`: live callers are
         connected. `idle`: there is no other work; while there is, windows wait for a full batch, because they arrive
         one by one as files are read."""
-        if self._mixtures and not self._live:
+        if self._mixtures and not self._live and (not live or idle or time.monotonic() >= self._mixtures[0].due_s):
             self._separate(self._mixtures.popleft())
             return True
         batch: list[DiarizationRequest] = []

@@ -128,29 +128,38 @@ class ParallelLongForm:
         return SegmentRequest(span, pad_with_silence(pcm) if self._context else pcm, search, silences=silences)
 
     def turn_segment(self, request: SegmentRequest, answer: Recognition) -> Segment | None:
-        """Returns the segment of a `turn_request`; None if it has no text."""
-        model = self._model_of(answer)
-        if not is_speech(answer, model.card, request.search.task):
+        """Returns the segment of a `turn_request`, which ends where the answer ends; None if it has no text, or if the
+        model lost its place. It is not continued behind the end of an answer."""
+        model, span = self._model_of(answer), request.span
+        if answer.finish != "stop" or not is_speech(answer, model.card, request.search.task):
             return None
-        origin, spoken = request.span.start_samples - self._context, _without_times(answer, model.card.times)
-        return build_segment(request.span, spoken, model.text, origin, request.silences, request.search.hypotheses)
+        origin, spoken = span.start_samples - self._context, _without_times(answer, model.card.times)
+        if (end := self._early_end(request, answer, model.card.times)) is not None:
+            span = Span(span.start_samples, end)
+        return build_segment(span, spoken, model.text, origin, request.silences, request.search.hypotheses)
 
     def _follow_up(
         self, request: SegmentRequest, answer: Recognition, times: TimestampTokens | None
     ) -> SegmentRequest | None:
         """Returns the request for the rest of a segment whose answer ends early; None if there is none."""
         span = request.span
-        if times is None or self._session is None or request.retries == MAX_FOLLOW_UPS:
+        if self._session is None or request.retries == MAX_FOLLOW_UPS:
             return None
-        if answer.finish != "stop" or answer.tokens[-1] < times.first:
+        if (end := self._early_end(request, answer, times)) is None:
             return None
-        answered = (answer.tokens[-1] - times.first) * times.step_samples - PADDING_SAMPLES
-        if answered < MIN_ANSWER_SAMPLES or span.samples - answered <= TIMESTAMP_SLACK_SAMPLES:
-            return None
-        rest = Span(span.start_samples + answered, span.end_samples)
+        rest, answered = Span(end, span.end_samples), end - span.start_samples
         pcm = request.pcm[PADDING_SAMPLES + answered : PADDING_SAMPLES + span.samples]
         search = msgspec.structs.replace(request.search, language=request.search.language or answer.language)
         return SegmentRequest(rest, pad_with_silence(pcm), search, request.retries + 1, request.silences)
+
+    def _early_end(self, request: SegmentRequest, answer: Recognition, times: TimestampTokens | None) -> int | None:
+        """Returns where an answer ends that ends before the request's span does, in samples of the file."""
+        if times is None or answer.finish != "stop" or answer.tokens[-1] < times.first:
+            return None
+        answered = (answer.tokens[-1] - times.first) * times.step_samples - self._context
+        if answered < MIN_ANSWER_SAMPLES or request.span.samples - answered <= TIMESTAMP_SLACK_SAMPLES:
+            return None
+        return request.span.start_samples + answered
 
     def close(self) -> None:
         self._scoring.clear()

@@ -52,7 +52,7 @@ from asr_serve.pipelines.segments import (
     segment_limit_ms,
 )
 from asr_serve.text.tokenizers import Tokenizer
-from asr_serve.types import EngineTimestamps, Segment, Span, SpeakerTurn, Transcript
+from asr_serve.types import EngineTimestamps, Priority, Segment, Span, SpeakerTurn, Transcript
 
 MAX_OPEN_FILES = 64
 """Files that are read at once; results of the later ones wait, as text, for the first."""
@@ -241,6 +241,15 @@ class _Transcription:
     def has_room(self) -> bool:
         return self.ahead_samples < MAX_AHEAD_SAMPLES
 
+    @property
+    def word_times(self) -> bool:
+        """Whether every model of the recognizer has times of words."""
+        return all(each.card.word_times for each in self.recognizer.clients)
+
+    def priority(self, span: Span) -> Priority:
+        """Returns the priority of a request: the call's at the start of a file."""
+        return "bulk" if span.start_samples >= PROMPT_SAMPLES else self.options.priority
+
     def wake(self, _: Future[Any] | None = None) -> None:
         self.awake.put(None)
 
@@ -266,9 +275,16 @@ class _FileJob:
         )
         self.overlaps = (
             OverlapRecognizer(
-                call.client, call.recognizer, way, self.diarizer, call.wake, check, words=options.words is not False
+                call.client,
+                call.recognizer,
+                way,
+                self.diarizer,
+                call.wake,
+                check,
+                words=options.words is not False,
+                priority=call.priority,
             )
-            if self.diarizer is not None and isinstance(way, ParallelLongForm)
+            if self.diarizer is not None and isinstance(way, ParallelLongForm) and call.word_times
             else None
         )
         self.undiarized: list[tuple[Segment, EngineTimestamps | None, str]] = []
@@ -328,8 +344,7 @@ class _FileJob:
     def _submit(self, request: SegmentRequest) -> tuple[Span, Ticket]:
         check, span = self.call.stop.check, request.span
         check()
-        priority = "bulk" if span.start_samples >= PROMPT_SAMPLES else self.call.options.priority
-        ticket = self.call.recognizer.submit(request.pcm, request.search, priority, check)
+        ticket = self.call.recognizer.submit(request.pcm, request.search, self.call.priority(span), check)
         if self.overlaps is not None:
             self.overlaps.keep(request)
         self.call.ahead_samples += span.samples
@@ -409,6 +424,8 @@ class _FileJob:
         """Returns the segments of the file, each of one speaker, in order of time."""
         assert self.diarizer is not None
         found = []
+        if self.overlaps is not None:
+            self.overlaps.replace([segment for segment, _, _ in self.undiarized])
         for segment, phases, language in self.undiarized:
             for rest in [segment] if self.overlaps is None else self.overlaps.outside_turns(segment):
                 found += [(part, phases, language) for part in self.diarizer.split_by_speaker(rest, turns)]

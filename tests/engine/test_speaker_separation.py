@@ -43,16 +43,16 @@ def mixture() -> tuple[np.ndarray, tuple[tuple[tuple[int, int], ...], ...]]:
 
 
 def test_each_is_clearer_where_both_speak(mixture):
-    tracks, talks = mixture
-    found = separate_speakers(tracks.sum(0), talks, CPU)
+    tracks, speaker_ranges = mixture
+    found = separate_speakers(tracks.sum(0), speaker_ranges, CPU)
     both = slice(3 * RATE_HZ, 5 * RATE_HZ)
     for own, track in zip(found, tracks, strict=True):
         assert ratio_db(track[both], own[both]) > ratio_db(track[both], tracks.sum(0)[both]) + 5
 
 
 def test_who_speaks_alone_is_left_as_is_and_the_other_is_silent(mixture):
-    tracks, talks = mixture
-    found = separate_speakers(tracks.sum(0), talks, CPU)
+    tracks, speaker_ranges = mixture
+    found = separate_speakers(tracks.sum(0), speaker_ranges, CPU)
     alone = slice(RATE_HZ, 2 * RATE_HZ)
     np.testing.assert_allclose(found[0, alone], tracks[0, alone], atol=1e-5)
     assert np.abs(found[1, alone]).max() < 1e-6
@@ -61,15 +61,15 @@ def test_who_speaks_alone_is_left_as_is_and_the_other_is_silent(mixture):
 
 
 def test_the_order_of_speakers_is_that_of_their_turns(mixture):
-    tracks, talks = mixture
-    swapped = separate_speakers(tracks.sum(0), talks[::-1], CPU)
+    tracks, speaker_ranges = mixture
+    swapped = separate_speakers(tracks.sum(0), speaker_ranges[::-1], CPU)
     both = slice(3 * RATE_HZ, 5 * RATE_HZ)
     assert ratio_db(tracks[1][both], swapped[0][both]) > ratio_db(tracks[0][both], swapped[0][both])
 
 
 def test_the_same_audio_gives_the_same_tracks(mixture):
-    tracks, talks = mixture
-    one, other = (separate_speakers(tracks.sum(0), talks, CPU) for _ in range(2))
+    tracks, speaker_ranges = mixture
+    one, other = (separate_speakers(tracks.sum(0), speaker_ranges, CPU) for _ in range(2))
     np.testing.assert_array_equal(one, other)
 
 
@@ -82,39 +82,39 @@ def test_one_who_never_speaks_alone_gets_what_the_other_does_not_explain(mixture
 
 
 @pytest.mark.parametrize("samples", [1, 300, 1_023, 20_000])
-@pytest.mark.parametrize("talks", [((), ()), (((0, 500),), ((0, 500),)), (((-5, 10**6),), ((-5, 10**6),))])
-def test_any_length_and_silence_are_finite(samples, talks):
-    found = separate_speakers(np.zeros(samples, np.float32), talks, CPU)
+@pytest.mark.parametrize("speaker_ranges", [((), ()), (((0, 500),), ((0, 500),)), (((-5, 10**6),), ((-5, 10**6),))])
+def test_any_length_and_silence_are_finite(samples, speaker_ranges):
+    found = separate_speakers(np.zeros(samples, np.float32), speaker_ranges, CPU)
     assert found.shape == (2, samples)
     assert np.isfinite(found).all()
 
 
 def test_the_loop_separates_between_windows_and_fails_what_waits_when_it_ends(mixture):
-    tracks, talks = mixture
+    tracks, speaker_ranges = mixture
     runner = DiarizationRunner(make_device("cpu", "fp32"), EngineStats())
     done, bad, late = (Future[np.ndarray]() for _ in range(3))
-    runner.submit_separation(SeparationRequest(tracks.sum(0), talks, done))
-    runner.submit_separation(SeparationRequest(tracks.sum(0), talks[:1], bad))
+    runner.submit_separation(SeparationRequest(tracks.sum(0), speaker_ranges, done))
+    runner.submit_separation(SeparationRequest(tracks.sum(0), speaker_ranges[:1], bad))
     assert runner.step(live=False, idle=False)
     assert done.result().shape == tracks.shape
     assert runner.step(live=False, idle=False)
     assert isinstance(bad.exception(), StepFailed)
     assert not runner.step(live=False, idle=False)
-    runner.submit_separation(SeparationRequest(tracks.sum(0), talks, late))
+    runner.submit_separation(SeparationRequest(tracks.sum(0), speaker_ranges, late))
     assert not runner.step(live=True, idle=False)
     runner.close(EngineClosed("the test is over"))
     assert isinstance(late.exception(), EngineClosed)
 
 
 def test_a_mixture_waits_for_other_work_while_live_callers_are_connected_up_to_a_limit(mixture, monkeypatch):
-    tracks, talks = mixture
+    tracks, speaker_ranges = mixture
     runner = DiarizationRunner(make_device("cpu", "fp32"), EngineStats())
     idle, overdue = Future[np.ndarray](), Future[np.ndarray]()
-    runner.submit_separation(SeparationRequest(tracks.sum(0), talks, idle))
+    runner.submit_separation(SeparationRequest(tracks.sum(0), speaker_ranges, idle))
     assert not runner.step(live=True, idle=False)
     assert runner.step(live=True, idle=True)
     assert idle.result().shape == tracks.shape
     monkeypatch.setattr("asr_serve.engine.diarization_runner.MAX_SEPARATION_WAIT_S", 0.0)
-    runner.submit_separation(SeparationRequest(tracks.sum(0), talks, overdue))
+    runner.submit_separation(SeparationRequest(tracks.sum(0), speaker_ranges, overdue))
     assert runner.step(live=True, idle=False)
     assert overdue.result().shape == tracks.shape

@@ -42,7 +42,8 @@ def answer(*starts_s: float, first: int = 0, ends_s: float | None = None, **fiel
     times = tuple((round(at * S), round((at + 0.5) * S)) for at in starts_s)
     if ends_s is not None:
         tokens, times = (*tokens, TIMES.first + round(50 * ends_s)), (*times, (round(ends_s * S),) * 2)
-    options: dict[str, Any] = {"avg_logprob": -0.1, "temperature": 0.0, "finish": "stop", "compression_ratio": 1.0} | fields
+    options: dict[str, Any] = {"avg_logprob": -0.1, "temperature": 0.0, "finish": "stop", "compression_ratio": 1.0}
+    options |= fields
     return Recognition(tokens, logprobs=(-0.1,) * len(tokens), times=times, **options)
 
 

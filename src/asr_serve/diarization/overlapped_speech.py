@@ -9,7 +9,7 @@ from typing import NamedTuple
 from asr_serve import units
 from asr_serve.types import Span, SpeakerTurn
 
-Talks = tuple[tuple[tuple[int, int], ...], ...]
+SpeakerRanges = tuple[tuple[tuple[int, int], ...], ...]
 """(start, end) of the turns of each speaker, in samples."""
 MAX_MIXTURE_SAMPLES = units.s_to_samples(30)
 """Longest audio that is separated at once."""
@@ -37,18 +37,18 @@ class OverlappedSpeech(NamedTuple):
 
     span: Span
     turns: tuple[OverlappedTurn, ...]
-    talks: dict[str, tuple[tuple[int, int], ...]]
+    turns_by_speaker: dict[str, tuple[tuple[int, int], ...]]
     """Turns of each speaker in the segment."""
 
-    def mixture_of(self, speaker: str) -> Talks:
+    def mixture_of(self, speaker: str) -> SpeakerRanges:
         """Returns when the speaker and when anybody else talks, in samples since the segment's start."""
         first = self.span.start_samples
 
         def from_start(turns: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
             return tuple((start - first, end - first) for start, end in turns)
 
-        others = (turn for name, turns in self.talks.items() if name != speaker for turn in turns)
-        return from_start(self.talks[speaker]), from_start(sorted(others))
+        others = (turn for name, turns in self.turns_by_speaker.items() if name != speaker for turn in turns)
+        return from_start(self.turns_by_speaker[speaker]), from_start(sorted(others))
 
     def separable(self, speaker: str) -> bool:
         """Returns whether the speaker can be separated from the others: either is alone for MIN_ALONE_SAMPLES."""
@@ -70,12 +70,12 @@ def subtract_ranges(ranges: Sequence[tuple[int, int]], removed: Sequence[tuple[i
 def overlapped_speech(span: Span, turns: Sequence[SpeakerTurn]) -> OverlappedSpeech | None:
     """Returns the turns of a segment that overlap another speaker's by OVERLAP_SAMPLES, each with what it overlaps;
     None if there are none. Turns are cut to the segment."""
-    talks: dict[str, list[tuple[int, int]]] = {}
+    turns_by_speaker: dict[str, list[tuple[int, int]]] = {}
     for turn in turns:
         start, end = max(turn.start_samples, span.start_samples), min(turn.end_samples, span.end_samples)
         if start < end:
-            talks.setdefault(turn.speaker, []).append((start, end))
-    cut = [(name, start, end) for name, own in talks.items() for start, end in own]
+            turns_by_speaker.setdefault(turn.speaker, []).append((start, end))
+    cut = [(name, start, end) for name, own in turns_by_speaker.items() for start, end in own]
     chosen = sorted(
         {
             one
@@ -96,4 +96,4 @@ def overlapped_speech(span: Span, turns: Sequence[SpeakerTurn]) -> OverlappedSpe
         )
         for name, start, end in chosen
     )
-    return OverlappedSpeech(span, found, {name: tuple(sorted(own)) for name, own in talks.items()})
+    return OverlappedSpeech(span, found, {name: tuple(sorted(own)) for name, own in turns_by_speaker.items()})

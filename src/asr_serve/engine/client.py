@@ -19,7 +19,7 @@ from asr_serve.config import EngineConfig
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import NO_DRAFT, DraftTokens, SearchOptions
 from asr_serve.diarization.local_speakers import BUDGET_SAMPLES, WINDOW_SAMPLES, LocalSpeakers
-from asr_serve.diarization.overlapped_speech import MAX_MIXTURE_SAMPLES, Talks
+from asr_serve.diarization.overlapped_speech import MAX_MIXTURE_SAMPLES, SpeakerRanges
 from asr_serve.engine.partial_rate import LiveAdmission, PartialRateController
 from asr_serve.engine.request import HypothesisRequest, RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.engine.tts.request import SoundCallback, SoundDelivery, TtsRequest, validate_sentence
@@ -243,7 +243,7 @@ class EngineBackend(Protocol):
     def diarize_window(
         self, pcm: np.ndarray, budget_samples: int, live: bool, answer: Future[LocalSpeakers]
     ) -> None: ...
-    def separate_speakers(self, pcm: np.ndarray, talks: Talks, answer: Future[np.ndarray]) -> None: ...
+    def separate_speakers(self, pcm: np.ndarray, speaker_ranges: SpeakerRanges, answer: Future[np.ndarray]) -> None: ...
     def describe(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
@@ -524,10 +524,15 @@ class EngineClient:
         )
 
     def separate_speakers(
-        self, pcm: np.ndarray, talks: Talks, *, wait: bool = False, check: Callable[[], None] = lambda: None
+        self,
+        pcm: np.ndarray,
+        speaker_ranges: SpeakerRanges,
+        *,
+        wait: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> Future[np.ndarray]:
         """Separates two speakers: the future holds what each says, (2, samples) float32. `pcm` (samples,) float32,
-        16 kHz, up to 30 s; `talks`: the turns of each, in samples.
+        16 kHz, up to 30 s; `speaker_ranges`: the turns of each, in samples.
 
         Full, and errors: as in `diarize_window`, whose queue this shares.
         """
@@ -540,7 +545,7 @@ class EngineClient:
                 "cut it into parts",
             )
         return self._voices.submit(
-            lambda answer: self.backend.separate_speakers(pcm, talks, answer),
+            lambda answer: self.backend.separate_speakers(pcm, speaker_ranges, answer),
             wait=wait,
             check=check,
             closed=lambda: self._closed,

@@ -18,7 +18,7 @@ import numpy as np
 from asr_serve import units
 from asr_serve.devices.interface import Device
 from asr_serve.diarization.local_speakers import BUDGET_SAMPLES, LocalSpeakers
-from asr_serve.diarization.overlapped_speech import Talks
+from asr_serve.diarization.overlapped_speech import SpeakerRanges
 from asr_serve.engine.executor import StepGuard
 from asr_serve.engine.speaker_separation import separate_speakers
 from asr_serve.engine.stats import EngineStats
@@ -215,7 +215,7 @@ class SeparationRequest(NamedTuple):
     """Mixture of two speakers; see speaker_separation.separate_speakers."""
 
     pcm: np.ndarray
-    talks: Talks
+    speaker_ranges: SpeakerRanges
     future: Future[np.ndarray]
     """Never cancelled."""
     due_s: float = 0.0
@@ -282,7 +282,9 @@ class DiarizationRunner:
     def _separate(self, question: SeparationRequest) -> None:
         started = time.perf_counter()
         with StepGuard(self._stats, "speakers", "separating speakers", question.future.set_exception):
-            question.future.set_result(separate_speakers(question.pcm, question.talks, self._device.torch_device))
+            question.future.set_result(
+                separate_speakers(question.pcm, question.speaker_ranges, self._device.torch_device)
+            )
         self._stats.record_step("speakers", time.perf_counter() - started, 1, 1.0)
 
     def close(self, error: AsrServeError) -> None:

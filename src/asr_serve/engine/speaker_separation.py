@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asr_serve.diarization.overlapped_speech import Talks
+from asr_serve.diarization.overlapped_speech import SpeakerRanges
 
 FFT_SAMPLES, HOP_SAMPLES = 1_024, 256
 """Window and step of spectra: windows of 64 ms tell the harmonics of two voices apart. These numbers and the next were
@@ -34,16 +34,16 @@ LEVEL = 0.05
 
 
 @torch.inference_mode()
-def separate_speakers(pcm: np.ndarray, talks: Talks, device: torch.device) -> np.ndarray:
+def separate_speakers(pcm: np.ndarray, speaker_ranges: SpeakerRanges, device: torch.device) -> np.ndarray:
     """Returns what each of two speakers says, (2, samples) float32, of pcm (samples,) float32 at 16 kHz, 64 ms or
-    longer. `talks`: the (start, end) of each one's turns, in samples. Where nobody or one speaker talks, the audio is
-    the mixture's, or silence for who does not talk. The same for the same audio."""
+    longer. `speaker_ranges`: the (start, end) of each one's turns, in samples. Where nobody or one speaker talks, the
+    audio is the mixture's, or silence for who does not talk. The same for the same audio."""
     mixture = torch.from_numpy(pcm).to(device)
     level = mixture.square().mean().sqrt().clamp(min=1e-6) / LEVEL
     window = torch.hann_window(FFT_SAMPLES, device=device).sqrt()
     padded = torch.nn.functional.pad(mixture / level, (0, max(0, FFT_SAMPLES - len(pcm))))
     spectrum = torch.stft(padded, FFT_SAMPLES, HOP_SAMPLES, window=window, pad_mode="constant", return_complex=True)
-    active = activity_of(talks, spectrum.shape[1]).to(device)
+    active = activity_of(speaker_ranges, spectrum.shape[1]).to(device)
     masks = (active >= active.flip(0)).float()[:, None].repeat(1, spectrum.shape[0], 1)
     both = active.all(0)
     if both.any():
@@ -52,10 +52,10 @@ def separate_speakers(pcm: np.ndarray, talks: Talks, device: torch.device) -> np
     return np.ascontiguousarray((tracks[:, : len(pcm)] * level).cpu().numpy())
 
 
-def activity_of(talks: Sequence[Sequence[tuple[int, int]]], frames: int) -> Tensor:
+def activity_of(speaker_ranges: Sequence[Sequence[tuple[int, int]]], frames: int) -> Tensor:
     """Returns the activity (speakers, frames) bool: frames whose centre is in a turn."""
-    activity = torch.zeros(len(talks), frames, dtype=torch.bool)
-    for row, turns in zip(activity, talks, strict=True):
+    activity = torch.zeros(len(speaker_ranges), frames, dtype=torch.bool)
+    for row, turns in zip(activity, speaker_ranges, strict=True):
         for start, end in turns:
             row[-(-max(0, start) // HOP_SAMPLES) : -(-max(0, end) // HOP_SAMPLES)] = True
     return activity

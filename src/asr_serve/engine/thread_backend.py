@@ -11,7 +11,7 @@ import numpy as np
 
 from asr_serve.config import EngineConfig
 from asr_serve.diarization.local_speakers import LocalSpeakers
-from asr_serve.diarization.overlapped_speech import Talks
+from asr_serve.diarization.overlapped_speech import SpeakerRanges
 from asr_serve.engine.builder import EngineComponents, build_loop, card_of_loaded
 from asr_serve.engine.cache.digest import set_request_digests, set_window_digest
 from asr_serve.engine.client import Connect
@@ -119,8 +119,8 @@ class ThreadBackend:
     def diarize_window(self, pcm: np.ndarray, budget_samples: int, live: bool, answer: Future[LocalSpeakers]) -> None:
         self.call(lambda loop: loop.diarization.submit(DiarizationRequest(pcm, budget_samples, live, answer)))
 
-    def separate_speakers(self, pcm: np.ndarray, talks: Talks, answer: Future[np.ndarray]) -> None:
-        self.call(lambda loop: loop.diarization.submit_separation(SeparationRequest(pcm, talks, answer)))
+    def separate_speakers(self, pcm: np.ndarray, speaker_ranges: SpeakerRanges, answer: Future[np.ndarray]) -> None:
+        self.call(lambda loop: loop.diarization.submit_separation(SeparationRequest(pcm, speaker_ranges, answer)))
 
     def describe(self) -> dict[str, Any]:
         return self.loop.describe()

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from asr_serve.diarization.local_speakers import LocalSpeakers
-from asr_serve.diarization.overlapped_speech import Talks
+from asr_serve.diarization.overlapped_speech import SpeakerRanges
 from asr_serve.engine.client import Connect
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.engine_process import EngineProcess, RingSize
@@ -217,11 +217,11 @@ class ProcessBackend:
         if not ready:
             answer.set_exception(unanswered_query("is being started again"))
 
-    def separate_speakers(self, pcm: np.ndarray, talks: Talks, answer: Future[np.ndarray]) -> None:
+    def separate_speakers(self, pcm: np.ndarray, speaker_ranges: SpeakerRanges, answer: Future[np.ndarray]) -> None:
         with self._lock:
             self._supervisor.expect_open()
             if ready := self._current.process_ready:
-                self._current.request_separation(pcm, talks, answer)
+                self._current.request_separation(pcm, speaker_ranges, answer)
         if not ready:
             answer.set_exception(unanswered_query("is being started again"))
 

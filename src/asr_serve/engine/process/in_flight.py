@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from asr_serve.diarization.local_speakers import LocalSpeakers
-from asr_serve.diarization.overlapped_speech import Talks
+from asr_serve.diarization.overlapped_speech import SpeakerRanges
 from asr_serve.engine.process import messages
 from asr_serve.engine.process.connection import EngineConnection, ExportedStream
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
@@ -462,9 +462,9 @@ class InFlight:
         number = self.queries.add(answer)
         self.send(messages.SpeakersQuery(number, len(pcm), budget_samples, live), pcm, number)
 
-    def request_separation(self, pcm: np.ndarray, talks: Talks, answer: Future[np.ndarray]) -> None:
+    def request_separation(self, pcm: np.ndarray, speaker_ranges: SpeakerRanges, answer: Future[np.ndarray]) -> None:
         number = self.queries.add(answer)
-        self.send(messages.SeparationQuery(number, len(pcm), talks), pcm, number)
+        self.send(messages.SeparationQuery(number, len(pcm), speaker_ranges), pcm, number)
 
     def request_report(self, answer: Future[messages.EngineReport]) -> None:
         self.send(messages.ReportQuery(self.queries.add(answer)))

@@ -16,7 +16,7 @@ from asr_serve.config import EngineConfig
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.diarization.local_speakers import LocalSpeakers
-from asr_serve.diarization.overlapped_speech import Talks
+from asr_serve.diarization.overlapped_speech import SpeakerRanges
 from asr_serve.engine.request import HypothesisRequest
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.models.registry import AnyCard, TurnCard
@@ -193,7 +193,7 @@ class SeparationQuery(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     length: int
-    talks: Talks
+    speaker_ranges: SpeakerRanges
 
 
 class ReportQuery(msgspec.Struct, frozen=True, tag=True):

@@ -373,8 +373,10 @@ class ServerLink:
                 )
                 question.future.add_done_callback(partial(self._on_speakers, number))
                 put(lambda loop: loop.diarization.submit(question))
-            case messages.SeparationQuery(number=number, length=length, talks=talks):
-                mixture = SeparationRequest(self._pcm.read_message(number, length), talks, Future[np.ndarray]())
+            case messages.SeparationQuery(number=number, length=length, speaker_ranges=speaker_ranges):
+                mixture = SeparationRequest(
+                    self._pcm.read_message(number, length), speaker_ranges, Future[np.ndarray]()
+                )
                 mixture.future.add_done_callback(partial(self._on_separated, number))
                 put(lambda loop: loop.diarization.submit_separation(mixture))
             case messages.ReportQuery(number=number):

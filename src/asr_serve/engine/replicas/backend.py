@@ -25,7 +25,7 @@ import numpy as np
 from asr_serve import units
 from asr_serve.config import EngineConfig
 from asr_serve.diarization.local_speakers import LocalSpeakers
-from asr_serve.diarization.overlapped_speech import Talks
+from asr_serve.diarization.overlapped_speech import SpeakerRanges
 from asr_serve.engine.cache.digest import audio_digest, keyed
 from asr_serve.engine.client import Connect
 from asr_serve.engine.process import messages
@@ -407,11 +407,11 @@ class ReplicatedBackend:
         if in_flight is self._waiting:
             answer.set_exception(unanswered_query("is being started again"))
 
-    def separate_speakers(self, pcm: np.ndarray, talks: Talks, answer: Future[np.ndarray]) -> None:
+    def separate_speakers(self, pcm: np.ndarray, speaker_ranges: SpeakerRanges, answer: Future[np.ndarray]) -> None:
         with self._lock:
             self._expect_open()
             if (in_flight := self._for_request()) is not self._waiting:
-                in_flight.request_separation(pcm, talks, answer)
+                in_flight.request_separation(pcm, speaker_ranges, answer)
         if in_flight is self._waiting:
             answer.set_exception(unanswered_query("is being started again"))
 

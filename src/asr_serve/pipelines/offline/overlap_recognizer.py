@@ -226,17 +226,17 @@ class OverlapRecognizer:
 
     def _separate(self, segment: _SeparatedSegment) -> None:
         pcm = segment.kept.pcm.astype(np.float32) / FULL_SCALE
-        speakers = list(segment.overlap.talks)
-        asked: list[tuple[str, ...]]
+        speakers = list(segment.overlap.turns_by_speaker)
+        groups: list[tuple[str, ...]]
         if len(speakers) > 2:
-            asked = [(name,) for name in dict.fromkeys(turn.speaker for turn in segment.overlap.turns)]
+            groups = [(name,) for name in dict.fromkeys(turn.speaker for turn in segment.overlap.turns)]
         else:
-            asked = [tuple(speakers)]
-        for names in asked:
+            groups = [tuple(speakers)]
+        for names in groups:
             if not segment.overlap.separable(names[0]):
                 continue
-            talks = segment.overlap.mixture_of(names[0])
-            answer = self._client.separate_speakers(pcm, talks, wait=True, check=self._check)
+            speaker_ranges = segment.overlap.mixture_of(names[0])
+            answer = self._client.separate_speakers(pcm, speaker_ranges, wait=True, check=self._check)
             segment.mixtures.append((names, answer))
             answer.add_done_callback(self._wake)
 

@@ -408,7 +408,7 @@ def test_others_take_over_when_encoding_fails(begin):
 
 def test_the_more_urgent_request_for_one_clip_goes_first(begin):
     """Bulk work asked first; a caller wants the same: it is not behind all the bulk work there is."""
-    client = begin("moonshine", max_decode_rows=4, encode_frames=100)
+    client = begin("moonshine", max_decode_rows=4, encode_frames=1)  # each is a batch
     order: list[int] = []
     on_loop(client, lambda loop: setattr(loop.executor.requests, "on_start", order.extend))
     with held(client):

@@ -165,7 +165,7 @@ def test_a_server_that_is_killed_and_started_again_loses_no_word(
         session = edge.create()
         packets = l16_packets(speech, session.ssrc)
         sender.send(packets)  # all at once: a pause of the sender would be told as silence
-        eventually(lambda: "partial" in kinds(edge.events(session.id)))
+        eventually(lambda: {"partial", "segment"} & set(kinds(edge.events(session.id))))
         server.kill()
         server.wait()
         edge.taken(session.id, len(packets))

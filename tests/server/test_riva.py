@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from children import Child
 from running_server import MODEL, VOICE, WAIT_S, eventually
 
 from asr_serve.audio.encode.companded_encoder import create_audio_encoder
@@ -348,7 +349,7 @@ def test_a_client_that_is_killed_leaves_nothing_behind(auth, riva):
         "service = riva.ASRService(riva.Auth(uri=sys.argv[1]))\n"
         "list(service.streaming_response_generator(audio(), config))\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script, address(riva)]) as child:
+    with Child([sys.executable, "-c", script, address(riva)]) as child:
         try:
             eventually(lambda: riva.gate.live_sessions, lambda: f"it ended: {child.poll()}")
         finally:

@@ -256,14 +256,14 @@ def bench_result(texts: list[str], audio_s: float) -> dict[str, object]:
 @pytest.mark.one_server("the engine of this process is asked beside it")
 def test_the_numbers_of_library_and_server_are_the_benchs(folder: Path, server: Running, tmp_path: Path) -> None:
     path = tmp_path / "e.sqlite"
-    url = f"{server.url}/v1#{MODEL}"
-    command = ["eval", "run", "-s", f"{MODEL},{url}", "-d", str(folder), "--store", str(path), "--jobs", "2"]
+    url, library = f"{server.url}/v1#{MODEL}", f"{MODEL}@none"  # both with the products of the tests' servers
+    command = ["eval", "run", "-s", f"{library},{url}", "-d", str(folder), "--store", str(path), "--jobs", "2"]
     done = CliRunner().invoke(app, [*command, "--cost-per-hour", "0.5", "--quiet"])
     assert done.exit_code == 0, done.stderr
     with EvaluationStore(path) as store:
         remote, local = store.summaries()
         rows = {each.run_id: store.results(each.run_id) for each in (remote, local)}
-    assert (local.system, local.model, local.clips, local.failed, local.finished) == (MODEL, MODEL, 3, 0, True)
+    assert (local.system, local.model, local.clips, local.failed, local.finished) == (library, MODEL, 3, 0, True)
     card, requires = asr_card(MODEL), Requirements(dataset=local.dataset, wer_percent_below=60.0, clips_at_least=3)
     as_served = GovernedModel(MODEL, card.weights_revision, card.licence, server.engines.get(MODEL).quantization)
     # The server tells which weights it has: both are evidence of what it serves.

@@ -358,8 +358,11 @@ def test_a_client_that_is_killed_leaves_nothing_behind(auth, riva):
 
 
 def test_a_recording_whose_client_leaves_is_given_up(auth, riva, cities):
-    stub = riva_client.ASRService(auth).stub
-    call = stub.Recognize.future(riva_asr.RecognizeRequest(config=recognition(), audio=cities.read_bytes()))
+    stub, long = riva_client.ASRService(auth).stub, io.BytesIO()
+    with wave.open(str(cities)) as sound, wave.open(long, "wb") as out:
+        out.setparams(sound.getparams())
+        out.writeframes(sound.readframes(sound.getnframes()) * 20)  # it is not done before anybody looks
+    call = stub.Recognize.future(riva_asr.RecognizeRequest(config=recognition(), audio=long.getvalue()))
     eventually(lambda: riva.gate.active_work)
     call.cancel()
     eventually(lambda: not riva.gate.active_work)

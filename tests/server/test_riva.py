@@ -361,7 +361,7 @@ def test_a_recording_whose_client_leaves_is_given_up(auth, riva, cities):
     stub, long = riva_client.ASRService(auth).stub, io.BytesIO()
     with wave.open(str(cities)) as sound, wave.open(long, "wb") as out:
         out.setparams(sound.getparams())
-        out.writeframes(sound.readframes(sound.getnframes()) * 20)  # it is not done before anybody looks
+        out.writeframes(sound.readframes(sound.getnframes()) * 4)  # it is not done before anybody looks
     call = stub.Recognize.future(riva_asr.RecognizeRequest(config=recognition(), audio=long.getvalue()))
     eventually(lambda: riva.gate.active_work)
     call.cancel()

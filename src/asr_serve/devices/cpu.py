@@ -271,13 +271,13 @@ class CpuDevice:
     def attention(self, qkv: Tensor, packing: PackedBatch, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
         total, _, heads, head_dim = qkv.shape
         out = torch.empty(total, heads * head_dim, dtype=qkv.dtype)
-        bf16 = qkv.dtype == torch.bfloat16 and self.kernels is not kernels.reference
-        if bf16 and not self.fused_attention:
+        native = qkv.dtype == torch.bfloat16 and self.kernels is not kernels.reference
+        if native and not self.fused_attention:
             if angles is not None:
                 self.kernels.rope(qkv, packing.positions(qkv.device), *angles)
             self._attend_by_products(qkv, packing, out.view(total, heads, head_dim))
         else:
-            attend_clips = self.kernels.attend_clips if bf16 else attention_reference.attend_clips
+            attend_clips = self.kernels.attend_clips if native else attention_reference.attend_clips
             cos, sin = angles or (None, None)
             attend_clips(qkv, packing.frames, cos, sin, head_dim**-0.5, out)
         return out

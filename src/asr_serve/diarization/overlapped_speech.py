@@ -23,7 +23,7 @@ speaks alone for so long, the shares of each would be arbitrary."""
 
 
 class OverlappedTurn(NamedTuple):
-    """Turn of one speaker, or several that follow closely, during which others talk."""
+    """Turn of one speaker during which others talk."""
 
     speaker: str
     start_samples: int

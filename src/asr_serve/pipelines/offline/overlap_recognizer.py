@@ -46,6 +46,8 @@ FULL_SCALE = 32_767
 
 
 class KeptSegment(NamedTuple):
+    """Audio of a segment in which speakers may overlap."""
+
     span: Span
     pcm: np.ndarray
     """(span.samples,) int16."""

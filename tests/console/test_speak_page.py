@@ -115,7 +115,7 @@ def test_a_sample_is_fetched_once_and_stops_what_sounds(me):
     sample.click()
     me.until("[data-sample=heart][aria-pressed=true]")
     me.mode("speaking")
-    assert me.page.evaluate("seen.contexts.filter(({ state }) => state !== 'closed').length") == 1
+    me.holds("seen.contexts.filter(({ state }) => state !== 'closed').length === 1")
     me.mode("idle")
     assert len(asked) == 2
     sample.click()

@@ -61,13 +61,13 @@ def test_three_steps_by_keyboard(first):
     assert me.page.inner_text("#tour-place") == "Step 2 of 3"
     me.page.click(".tour button:has-text('Next')")
     me.page.click(".tour button:has-text('Done')")
-    assert me.page.locator(".tour, [data-tour]").count() == 0
+    me.holds("!document.querySelector('.tour, [data-tour]')")
 
 
 def test_escape_skips_it_and_it_does_not_come_again(first):
     me = first()
     me.page.keyboard.press("Escape")
-    assert me.page.locator(".tour").count() == 0
+    me.holds("!document.querySelector('.tour')")
     me.page.reload()
     me.ready()
     assert me.page.locator(".tour").count() == 0
@@ -83,7 +83,7 @@ def test_the_help_shows_it_again_and_gives_the_focus_back(first):
     me.until("dialog.tour[open]")
     assert me.page.locator("#keys-dialog[open]").count() == 0
     me.page.keyboard.press("Escape")
-    assert me.page.evaluate("document.activeElement.id") == "keys"
+    me.holds("document.activeElement.id === 'keys'")
 
 
 def test_nothing_moves_for_who_asks_for_calm(first):

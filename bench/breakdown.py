@@ -28,7 +28,13 @@ from asr_serve.devices.int8 import CpuInt8Linear
 PASSES = 5
 EIGHT_BITS = " of 8 bits"
 """In the names of such products."""
-WITHIN = {"softmax": "attention", "attend_clips": "attention", "attention": "encode", "tanh_norm": "encode"}
+WITHIN = {
+    "softmax": "attention",
+    "attend_clips": "attention",
+    "attention": "encode",
+    "tanh_norm": "encode",
+    "decoder": "step",
+}
 
 
 def main() -> None:
@@ -148,6 +154,8 @@ def watch(model: Any) -> dict[str, Work]:
 
     audio = network if isinstance(network.encoder, list) else network.encoder  # Whisper's is an object of its own
     layers = network.encoder if audio is network else audio.layers
+    if getattr(network, "native_layers", None) is not None:
+        network.native_layers = timed("decoder layers", network.native_layers)
     owners = [audio.stem, *layers, *network.decoder, network, network.head]
     for owner in owners:
         for name, part in list(vars(owner).items()):

@@ -5,7 +5,8 @@
 DIR holds FLAC files, whose text need not be known. The model in float32 transcribes them; then each variant predicts
 the tokens of that answer one after another, and its error is how far its probabilities of the next token are from
 float32's: the mean Kullback-Leibler divergence in nats. Variants are bf16 throughout, and bf16 with one layer, a group
-of layers, or all of them in 8-bit weights and activations. Layers that alone add more than MOST_NATS are `kept` in
+of layers, or all of them in 8-bit weights and activations; the keys and values of cross-attention, in 8 bits with a
+scale for each position of a head, count as a layer. Layers that alone add more than MOST_NATS are `kept` in
 bf16: they are what stands in the model's card (models/registry.AsrCard.int8). The first and the last layer, which are
 the convolutions and the vocabulary, are always.
 """
@@ -26,7 +27,7 @@ from parity import BATCH, Ours
 from torch import Tensor
 
 from asr_serve.decoding.search_options import SearchOptions
-from asr_serve.devices.cpu import CpuDevice
+from asr_serve.devices.cpu import CROSS_KV, CpuDevice
 from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.models.registry import asr_card
 
@@ -48,6 +49,13 @@ class ChosenLayers(CpuDevice):
         if layer is None:
             return False
         self.layers.append(layer)
+        return self._chooses(layer)
+
+    @property
+    def int8_cross_kv(self) -> bool:
+        return self._chooses(CROSS_KV)
+
+    def _chooses(self, layer: str) -> bool:
         return self.chosen is None or layer in self.chosen
 
 
@@ -86,7 +94,7 @@ class Calibration:
     def layers(self) -> list[str]:
         device = ChosenLayers(frozenset())
         self._network(device)
-        return device.layers
+        return [*device.layers, CROSS_KV]
 
     def measure(self, name: str, chosen: frozenset[str] | None) -> dict[str, Any]:
         """A row: errors of the variant with those layers in 8 bits."""

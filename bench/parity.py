@@ -101,9 +101,13 @@ class Ours:
         pages = 1 + torch.arange(rows * (wide + deep), dtype=torch.int32).view(rows, wide + deep)
         own, audio = pages[:, :wide].contiguous(), pages[:, wide:].contiguous()
         for table, clip in zip(audio, frames, strict=True):
-            self.device.kernels.store(pool, net.cross_keys_values(clip), table[: -(-len(clip) // PAGE)].contiguous())
+            store = self.device.kernels.store_int8 if self.device.int8_cross_kv else self.device.kernels.store
+            store(pool, net.cross_keys_values(clip), table[: -(-len(clip) // PAGE)].contiguous())
         lengths = torch.tensor([len(clip) for clip in frames])
-        return PagedKeyValues(pool, own, torch.ones(rows, dtype=torch.int64)), PagedKeyValues(pool, audio, lengths)
+        return (
+            PagedKeyValues(pool, own, torch.ones(rows, dtype=torch.int64)),
+            PagedKeyValues(pool, audio, lengths, self.device.int8_cross_kv),
+        )
 
 
 class Graphs(OnnxLoop):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 from torch import Tensor
 
 from asr_serve import kernels as native
 from asr_serve.kernels import PAGE, reference
+from asr_serve.kernels.paging import split_int8_pool
+from asr_serve.models.packing import PagedKeyValues
 
 HEAD_DIMS = (8, 36, 52, 64)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -440,6 +444,8 @@ def test_core_and_reference_have_the_same_kernels(core):
         "softmax",
         "store",
         "append",
+        "store_int8",
+        "attend_int8",
         "attend",
         "rms_norm",
         "rotate_append",
@@ -456,3 +462,76 @@ def test_without_the_core_the_reference_is_used(monkeypatch):
     monkeypatch.setenv("ASR_SERVE_NATIVE", "0")
     assert native.core() is None
     assert native.kernels() is reference
+
+
+# --- 8-bit pages of cross-attention ---------------------------------------------------------------------
+
+
+def int8_filled(head_dim: int, dtype: torch.dtype, kernels: ModuleType) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """As `filled`, by `kernels`, of 8 bits; one head is zero and one is small."""
+    torch.manual_seed(3)
+    pool, tables = poisoned_pool(head_dim, dtype), tables_of(LENGTHS)
+    held = [normal(n, LAYERS, 2, HEADS * head_dim, dtype=dtype) for n in LENGTHS]
+    held[4][0, 0, 0, :head_dim] = 0
+    held[4][1] *= 1e-4
+    for row, kv in enumerate(held):
+        kernels.store_int8(pool, kv, tables[row])
+    return pool, tables, held
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_8_bit_pages_are_those_of_the_reference(core, dtype, head_dim):
+    ours, _, held = int8_filled(head_dim, dtype, core)
+    theirs, tables, _ = int8_filled(head_dim, dtype, reference)
+    for layer in range(LAYERS):
+        for came, expected in zip(split_int8_pool(ours, layer), split_int8_pool(theirs, layer), strict=True):
+            assert torch.equal(came.float().nan_to_num(7.0), expected.float().nan_to_num(7.0))
+    audio = PagedKeyValues(theirs, tables, torch.tensor(LENGTHS), int8=True)
+    exact = held[5][:, 1, 0].view(-1, HEADS, head_dim)[:, 1:].permute(1, 2, 0).float()
+    step = exact.abs().amax(dim=1, keepdim=True) / 127
+    assert bool(((audio.keys(1, [1, 2], 5, LENGTHS[5]) - exact).abs() <= 0.501 * step).all())
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_attention_over_8_bit_pages(core, dtype, head_dim):
+    """Equal to the reference, near that over pages of the dtype, and each row as if it were alone."""
+    pool, tables, held = int8_filled(head_dim, dtype, core)
+    lengths, scale = torch.tensor(LENGTHS), head_dim**-0.5
+    q = normal(len(LENGTHS), HEADS * head_dim, dtype=dtype)
+    whole = poisoned_pool(head_dim, torch.float32)
+    for row, kv in enumerate(held):
+        reference.store(whole, kv.float(), tables[row])
+    ours, theirs, alone = (torch.full_like(q, NAN) for _ in range(3))
+    exact = torch.full_like(q, NAN, dtype=torch.float32)
+    core.attend_int8(pool, 1, q, ours, tables, lengths, scale)
+    reference.attend_int8(pool, 1, q, theirs, tables, lengths, scale)
+    reference.attend(whole, 1, q.float(), exact, tables, lengths, scale)
+    for row in range(len(LENGTHS)):
+        part = slice(row, row + 1)
+        core.attend_int8(pool, 1, q[part], alone[part], tables[part], lengths[part], scale)
+    expect_close(ours, theirs, dtype, fp32=1e-5)
+    assert torch.equal(ours, alone)
+    assert float((ours.float() - exact).norm() / exact.norm()) < 0.01
+
+
+def test_a_frame_that_is_no_number_stays_one(core, dtype):
+    pool, table = poisoned_pool(8, dtype), torch.tensor([3], dtype=torch.int32)
+    kv = torch.zeros(2, LAYERS, 2, HEADS * 8, dtype=dtype)
+    kv[1, 0, 1, 5], kv[0, 1, 0, 9] = NAN, float("inf")
+    for kernels in (core, reference):
+        kernels.store_int8(pool, kv, table)
+        assert split_int8_pool(pool, 0)[3][3, 0].isnan().tolist()[:2] == [False, True]
+        assert split_int8_pool(pool, 1)[1][3, 1].isnan().tolist()[:2] == [True, False]
+
+
+def test_what_does_not_fit_8_bit_pages_is_refused(core):
+    pool, tables = torch.zeros(4, LAYERS, 2, HEADS, 2 * PAGE), torch.ones(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="4 numbers or more"):
+        core.store_int8(pool, torch.zeros(3, LAYERS, 2, HEADS * 2), tables[0])
+    q = torch.zeros(1, HEADS * 2)
+    with pytest.raises(ValueError, match="4 numbers or more"):
+        core.attend_int8(pool, 0, q, q.clone(), tables, torch.tensor([1]), 1.0)
+    wide = torch.zeros(4, LAYERS, 2, HEADS, 8 * PAGE)
+    q = torch.zeros(1, 2 * HEADS * 8)
+    with pytest.raises(ValueError, match="q must be"):
+        core.attend_int8(wide, 0, q, q.clone(), tables, torch.tensor([1]), 1.0)

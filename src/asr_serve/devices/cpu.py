@@ -80,8 +80,15 @@ KEPT_BLOCK_BYTES, KEPT_BLOCKS = 31 << 20, 4
 """Memory for activations, in blocks small enough for the heap."""
 ATTENTION_BLOCK = 64
 """Keys of one clip are padded to a multiple of this."""
+CROSS_KV = "decoder.cross_keys_values"
+"""Name of the keys and values of cross-attention among the layers of a calibration."""
 ROW_BLOCK = 8
 """Rows of a decoding step are padded to a multiple of this."""
+
+
+def decodes(layer: str) -> bool:
+    """Whether a layer of that name multiplies the few rows of a decoding step, and not frames of the encoder."""
+    return layer.startswith("decoder.") and not layer.endswith(("encoder_attn.k_proj", "encoder_attn.v_proj"))
 
 
 class PackedLinear:
@@ -216,6 +223,10 @@ class CpuDevice:
         self.quantize: Quantize = quantize
 
     @property
+    def int8_cross_kv(self) -> bool:
+        return self.quantize == "auto" and self._quantizes(CROSS_KV)
+
+    @property
     def dtype_name(self) -> str:
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 
@@ -229,10 +240,17 @@ class CpuDevice:
     ) -> Linear:
         if dtype is None and self._quantizes(layer):
             return CpuInt8Linear(weight, bias, self.kernels, self._bits, norm=norm)
+        linear = self._float_linear(weight, bias, dtype, layer)
+        return linear if norm is None else NormedLinear(norm, linear)
+
+    def _float_linear(
+        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, layer: str | None
+    ) -> Linear:
+        if dtype is None and layer is not None and decodes(layer) and self._packs_bf16(weight):
+            return bf16.CpuBf16Linear(weight, bias, self.kernels)
         dtype = dtype or self.dtype
         bias = None if bias is None else bias.to(dtype)
-        linear = (PackedLinear if dtype in self.packed_dtypes else PlainLinear)(weight.to(dtype), bias)
-        return linear if norm is None else NormedLinear(norm, linear)
+        return (PackedLinear if dtype in self.packed_dtypes else PlainLinear)(weight.to(dtype), bias)
 
     def _quantizes(self, layer: str | None) -> bool:
         if self.quantize != "auto":
@@ -348,5 +366,6 @@ class CpuDevice:
             "quantize": self.quantize,
             "tensor_parallel_size": self.group.size,
             "products": products[self.quantize],
+            "cross_kv": "int8" if self.int8_cross_kv else self.dtype_name,
             "int8": core.int8_isa() if core else "Python reference",
         }

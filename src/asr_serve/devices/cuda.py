@@ -146,6 +146,10 @@ class CudaDevice:
         self.kernels: ModuleType = reference
 
     @property
+    def int8_cross_kv(self) -> bool:
+        return False
+
+    @property
     def dtype_name(self) -> str:
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 

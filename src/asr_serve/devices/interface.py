@@ -94,12 +94,15 @@ class Device(Protocol):
     group: TensorParallelGroup
     """Ranks that share a decoder's weights, this one among them; a group of one where nothing is split."""
     kernels: ModuleType
-    """Module with rope softmax store append attend rms_norm rotate_append gate pick tanh_norm lstm FrameLayers: native,
-    or asr_serve.kernels.reference."""
+    """Module with the functions of asr_serve.kernels.reference, which it may be: else native."""
 
     @property
     def quantize(self) -> Quantize:
         """Quantization of the weights; `auto` only where 8 bits are faster."""
+
+    @property
+    def int8_cross_kv(self) -> bool:
+        """Whether keys and values of cross-attention are kept in 8 bits (kernels/paging)."""
 
     @property
     def dtype_name(self) -> str:

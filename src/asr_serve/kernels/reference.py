@@ -16,12 +16,14 @@ from asr_serve.kernels.decoder_reference import gate as gate
 from asr_serve.kernels.decoder_reference import rms_norm as rms_norm
 from asr_serve.kernels.decoder_reference import rotate_append as rotate_append
 from asr_serve.kernels.int8_reference import Int8Linear as Int8Linear
-from asr_serve.kernels.paging import split_pool, write, write_positions
+from asr_serve.kernels.paging import round_heads, split_int8_pool, split_pool, write, write_positions
 from asr_serve.kernels.streaming_reference import causal_conv as causal_conv
 from asr_serve.kernels.streaming_reference import window_attention as window_attention
 
 FrameLayers: type | None = None
 """Layers of a network in one call. Models whose networks have one compute them by tensor operations themselves."""
+DecoderLayers: type | None = None
+"""Layers of a decoder in one call. Models compute them by tensor operations themselves."""
 
 
 def rope(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -51,6 +53,18 @@ def store(pool: Tensor, kv: Tensor, table: Tensor) -> None:
         write(pool, layer, kv[:, layer, 0], kv[:, layer, 1], pages, at % PAGE)
 
 
+def store_int8(pool: Tensor, kv: Tensor, table: Tensor) -> None:
+    """Writes K and V of `kv`, as `store` does, in 8 bits with a scale for each position of a head."""
+    at = torch.arange(kv.shape[0], device=pool.device)
+    pages, slots = table.long()[at // PAGE], at % PAGE
+    for layer in range(kv.shape[1]):
+        k, k_scales, v, v_scales = split_int8_pool(pool, layer)
+        heads = kv[:, layer].view(len(kv), 2, pool.shape[3], -1)
+        integers, scales = round_heads(heads)
+        k[pages, :, :, slots], k_scales[pages, :, slots] = integers[:, 0], scales[:, 0]
+        v[pages, :, slots], v_scales[pages, :, slots] = integers[:, 1], scales[:, 1]
+
+
 def append(pool: Tensor, layer: int, qkv: Tensor, tables: Tensor, positions: Tensor) -> None:
     """Writes K and V of `qkv` (rows, 3, heads * head_dim), row r to position `positions[r]` of table r."""
     write_positions(pool, layer, qkv[:, 1], qkv[:, 2], tables, positions)
@@ -66,7 +80,20 @@ def attend(
 
     Source: PagedAttention, arXiv:2309.06180; grouped queries, arXiv:2305.13245.
     """
-    k, v = split_pool(pool, layer)
+    _attend(*split_pool(pool, layer), q, out, tables, lengths, scale, window)
+
+
+def attend_int8(
+    pool: Tensor, layer: int, q: Tensor, out: Tensor, tables: Tensor, lengths: Tensor, scale: float
+) -> None:
+    """Like `attend`, over pages that `store_int8` wrote; `q`, `out` (rows, heads * head_dim)."""
+    k, k_scales, v, v_scales = split_int8_pool(pool, layer)
+    _attend(k * k_scales[:, :, None], v * v_scales[..., None], q, out, tables, lengths, scale, 0)
+
+
+def _attend(
+    k: Tensor, v: Tensor, q: Tensor, out: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int
+) -> None:
     heads, head_dim = k.shape[1:3]
     rows, width = tables.shape
     span = torch.arange(width * PAGE, device=q.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -11,18 +12,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asr_serve.kernels import PAGE
+from asr_serve.kernels.paging import split_int8_pool, split_pool
 
 
 class PagedKeyValues(NamedTuple):
     """Keys and values of many rows, in pages of 16 positions that the engine owns and lends for a step.
 
     pool (pages, layers, 2, heads, head_dim * 16); block_tables (rows, width) int32: pages of row r in order;
-    lengths (rows,) int64: filled positions of row r.
+    lengths (rows,) int64: filled positions of row r; int8: whether the pages hold 8 bits (kernels/paging), as those of
+    cross-attention may.
     """
 
     pool: Tensor
     block_tables: Tensor
     lengths: Tensor
+    int8: bool = False
+
+    def attend(self, kernels: ModuleType, layer: int, q: Tensor, out: Tensor, scale: float) -> None:
+        """Attention of each row's query to its positions: q, out (rows, heads * head_dim)."""
+        attend = kernels.attend_int8 if self.int8 else kernels.attend
+        attend(self.pool, layer, q, out, self.block_tables, self.lengths, scale)
 
     def expand_rows(self, packing: PackedBatch) -> PagedKeyValues:
         """Repeats each row for every position that it has in `packing`; padding at the end of the batch has the
@@ -30,15 +39,18 @@ class PagedKeyValues(NamedTuple):
         counts = torch.tensor(packing.frames)
         index = torch.arange(len(counts)).repeat_interleave(counts)
         index = F.pad(index, (0, packing.total - len(index))).to(self.block_tables.device)
-        return PagedKeyValues(self.pool, self.block_tables[index], self.lengths[index])
+        return self._replace(block_tables=self.block_tables[index], lengths=self.lengths[index])
 
     def keys(self, layer: int, heads: Sequence[int], row: int, positions: int) -> Tensor:
         """Returns the keys of a row's first `positions` in `heads` of a layer: (heads, head_dim, positions)."""
-        keys, slots = self.pool[:, layer, 0], self.pool.shape[-1] // PAGE
         pages = self.block_tables[row, : -(-positions // PAGE)].long()
-        selected = torch.tensor(heads, dtype=torch.int64, device=keys.device)
-        paged = keys[pages[:, None], selected].view(len(pages), len(heads), slots, PAGE)
-        return paged.permute(1, 2, 0, 3).reshape(len(heads), slots, len(pages) * PAGE)[..., :positions]
+        selected = torch.tensor(heads, dtype=torch.int64, device=self.pool.device)
+        if self.int8:
+            integers, scales, _, _ = split_int8_pool(self.pool, layer)
+            paged = integers[pages[:, None], selected] * scales[pages[:, None], selected][:, :, None]
+        else:
+            paged = split_pool(self.pool, layer)[0][pages[:, None], selected]
+        return paged.permute(1, 2, 0, 3).flatten(2)[..., :positions]
 
     def attention_scores(
         self,

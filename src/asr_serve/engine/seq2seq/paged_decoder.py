@@ -17,7 +17,7 @@ from asr_serve.engine.tensor_parallel import commands
 from asr_serve.engine.tensor_parallel.commands import TensorData
 from asr_serve.engine.tensor_parallel.rank_processes import RankProcesses
 from asr_serve.kernels import PAGE
-from asr_serve.models.interfaces import EncoderDecoderModel
+from asr_serve.models.interfaces import EncoderDecoderModel, IncrementalEncoderDecoderModel
 from asr_serve.models.packing import PackedBatch, PagedKeyValues
 
 ForwardFunction = Callable[..., tuple[Tensor, ...]]
@@ -32,6 +32,8 @@ class PagedDecoder:
         self.kv_cache = device.allocate(pages, model.layers, 2, model.heads, model.head_dim * PAGE)
         """Pages (pages, layers, 2, heads, head_dim * PAGE); page 0 is for rows that nobody uses."""
         self.kv_cache[0].zero_()
+        self.int8_audio = device.int8_cross_kv and not isinstance(model, IncrementalEncoderDecoderModel)
+        """Whether pages of audio hold 8 bits. Those of growing audio are written frame by frame, as they are."""
         self.query_layers = len(model.alignment.heads)
         """Layers whose cross-attention queries `decode` returns."""
 
@@ -62,8 +64,12 @@ class PagedDecoder:
         """Decodes one position of each row; see EncoderDecoderModel.decode. `embeddings`: one tensor or none, for a
         model with audio in its prompt."""
         own = PagedKeyValues(self.kv_cache, token_tables, token_lengths)
-        audio = PagedKeyValues(self.kv_cache, audio_tables, audio_lengths)
+        audio = self.audio(audio_tables, audio_lengths)
         return self.model.decode(tokens, own, audio, logit_positions, *embeddings)
+
+    def audio(self, tables: Tensor, lengths: Tensor) -> PagedKeyValues:
+        """Cross-attention keys and values of rows: tables of their pages, and filled positions."""
+        return PagedKeyValues(self.kv_cache, tables, lengths, self.int8_audio)
 
     def store(self, decoder_input: Tensor, pages: Sequence[int]) -> None:
         """Writes cross-attention keys and values (frames, layers, 2, width) of a recording into its pages."""
@@ -76,7 +82,8 @@ class PagedDecoder:
 
     def _write(self, cross: Tensor, pages: Sequence[int]) -> None:
         table = torch.tensor(pages, dtype=torch.int32, device=self.device.torch_device)
-        self.device.kernels.store(self.kv_cache, cross, table)
+        store = self.device.kernels.store_int8 if self.int8_audio else self.device.kernels.store
+        store(self.kv_cache, cross, table)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies pages, from and to; none is both."""
@@ -97,7 +104,7 @@ class PagedDecoder:
         self, tokens: Tensor, packing: PackedBatch, audio_tables: Tensor, audio_lengths: Tensor, frames: Sequence[int]
     ) -> list[Tensor]:
         """Scores known answers for word times; see EncoderDecoderModel.align."""
-        audio = PagedKeyValues(self.kv_cache, audio_tables, audio_lengths)
+        audio = self.audio(audio_tables, audio_lengths)
         return self.model.align(tokens, packing, audio, frames)
 
     def watch(self, call: Callable[[Callable[[], None]], None]) -> None:

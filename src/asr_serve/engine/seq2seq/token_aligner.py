@@ -142,7 +142,7 @@ class TokenAligner:
         for row, each in enumerate(ended):
             tables[row, : len(each.row.audio_pages)] = torch.tensor(each.row.audio_pages, dtype=torch.int32)
         lengths = torch.tensor([each.row.frames for each in ended])
-        return PagedKeyValues(pool, tables.to(pool.device), lengths.to(pool.device))
+        return self._runner.decoder.audio(tables.to(pool.device), lengths.to(pool.device))
 
     # --- times --------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-// Activations of feed-forward gates. For files that are compiled once per instruction set.
+// Activations of feed-forward layers. For files that are compiled once per instruction set.
 #pragma once
 #include "floats.h"
 
@@ -17,6 +17,21 @@ inline float gated(float x, float exponent) {
 inline float silu(float x) { return gated(x, x); }
 // 0.5 (1 + tanh(u)) = sigmoid(2 u).
 inline float gelu_tanh(float x) { return gated(x, 1.5957691216f * (x + 0.044715f * x * x * x)); }
+
+// gelu(x) = x / 2 (1 + erf(x / sqrt 2)); erf to 3e-7 by Abramowitz and Stegun 7.1.28, which needs no exponential.
+__attribute__((always_inline)) inline float gelu(float x) {
+  float z = std::fabs(x) * 0.70710678f;
+  float p = 4.30638e-5f;
+  p = p * z + 2.765672e-4f;
+  p = p * z + 1.520143e-4f;
+  p = p * z + 9.2705272e-3f;
+  p = p * z + 4.22820123e-2f;
+  p = p * z + 7.05230784e-2f;
+  p = p * z + 1.0f;
+  p *= p, p *= p, p *= p, p *= p;
+  float tail = 0.5f / p;
+  return x * (x < 0 ? tail : 1.0f - tail);
+}
 
 // to = act(gate) * up.
 template <typename T>

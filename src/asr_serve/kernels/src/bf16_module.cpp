@@ -65,6 +65,8 @@ class Bf16Linear {
   }
 
   int64_t nbytes() const { return int64_t(packed_.nbytes() + (bias_ ? bias_->nbytes() : 0)); }
+  const Bf16Product& call() const { return call_; }
+  MultiplyBf16 multiply() const { return multiply_; }
 
  private:
   Array<int16_t, 4> packed_;
@@ -74,6 +76,12 @@ class Bf16Linear {
 };
 
 }  // namespace
+
+Bf16Product bf16_product(nb::handle linear, MultiplyBf16& multiply) {
+  const auto& found = nb::cast<const Bf16Linear&>(linear);
+  multiply = found.multiply();
+  return found.call();
+}
 
 void add_bf16(nb::module_& m, ParallelFor parallel) {
   threads = parallel;

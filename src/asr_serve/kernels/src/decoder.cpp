@@ -89,10 +89,42 @@ void rotate_append(T* qkv, int64_t rows, const Rotation& r, Pages pages, const i
 }
 
 template <typename T>
-void gate(const T* gate_up, T* out, int64_t rows, int64_t width, Activation activation, ParallelFor parallel) {
+void layer_norm(const T* x, const float* weight, const float* bias, T* out, int64_t rows, int64_t width, float eps,
+                ParallelFor parallel) {
   run_rows(rows, width, parallel, [&](int64_t row) {
-    const T* from = gate_up + row * 2 * width;
-    gate_numbers(from, from + width, out + row * width, width, activation);
+    const T* from = x + row * width;
+    T* to = out + row * width;
+    float sum = 0, squares = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < width; ++i) sum += load(from[i]);
+    const float mean = sum / float(width);
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < width; ++i) squares += (load(from[i]) - mean) * (load(from[i]) - mean);
+    const float scale = 1.0f / std::sqrt(squares / float(width) + eps);
+    if (bias) {
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) save(to + i, (load(from[i]) - mean) * scale * weight[i] + bias[i]);
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) save(to + i, (load(from[i]) - mean) * scale * weight[i]);
+    }
+  });
+}
+
+template <typename T>
+void gate(const T* gate, const T* up, int64_t stride, T* out, int64_t rows, int64_t width, Activation activation,
+          ParallelFor parallel) {
+  run_rows(rows, width, parallel, [&](int64_t row) {
+    gate_numbers(gate + row * stride, up + row * stride, out + row * width, width, activation);
+  });
+}
+
+template <typename T>
+void gelu_rows(T* x, int64_t rows, int64_t width, ParallelFor parallel) {
+  run_rows(rows, width, parallel, [&](int64_t row) {
+    T* numbers = x + row * width;
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) save(numbers + i, gelu(load(numbers[i])));
   });
 }
 
@@ -317,9 +349,9 @@ void attend_grouped(const GroupedAttention& call, const T* q, T* out, ParallelFo
 
 }  // namespace
 
-extern const DecoderKernels<float> decoder_f32 = {rms_norm<float>, rotate_append<float>, gate<float>,
+extern const DecoderKernels<float> decoder_f32 = {rms_norm<float>, rotate_append<float>, layer_norm<float>, gate<float>, gelu_rows<float>,
                                                   attend_grouped<float>};
-extern const DecoderKernels<bf16> decoder_bf16 = {rms_norm<bf16>, rotate_append<bf16>, gate<bf16>,
+extern const DecoderKernels<bf16> decoder_bf16 = {rms_norm<bf16>, rotate_append<bf16>, layer_norm<bf16>, gate<bf16>, gelu_rows<bf16>,
                                                   attend_grouped<bf16>};
 
 }  // namespace asr_serve::ASR_SERVE_ISA

@@ -1,4 +1,4 @@
-// What a decoder layer of grouped queries computes beside its products. ../decoder_reference.py has the reference of
+// What decoder layers compute beside their products. ../decoder_reference.py has the reference of
 // every function.
 #pragma once
 #include "activations.h"
@@ -36,8 +36,14 @@ struct DecoderKernels {
   // row's page with the values.
   void (*rotate_append)(T* qkv, int64_t rows, const Rotation& rotation, Pages pages, const int32_t* tables,
                         int64_t table_stride, ParallelFor parallel);
-  // out (rows, width) = act(gate) * up of gate_up (rows, 2 * width).
-  void (*gate)(const T* gate_up, T* out, int64_t rows, int64_t width, Activation activation, ParallelFor parallel);
+  // out = (x - mean(x)) / deviation(x) * weight + bias over rows of `width` numbers; bias may be nullptr.
+  void (*layer_norm)(const T* x, const float* weight, const float* bias, T* out, int64_t rows, int64_t width, float eps,
+                     ParallelFor parallel);
+  // out (rows, width) = act(gate) * up, whose rows are `stride` numbers apart.
+  void (*gate)(const T* gate, const T* up, int64_t stride, T* out, int64_t rows, int64_t width, Activation activation,
+               ParallelFor parallel);
+  // x (rows, width) = gelu(x), the exact one, in place.
+  void (*gelu)(T* x, int64_t rows, int64_t width, ParallelFor parallel);
   // Like Kernels::attend, for queries that share heads of keys; the result of a row is the same in any company.
   void (*attend_grouped)(const GroupedAttention& call, const T* q, T* out, ParallelFor parallel);
 };

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "activations.h"
 #include "floats.h"
 #include "int8_lanes.h"
 
@@ -20,21 +21,6 @@ constexpr int VECTORS = INT8_OUTPUTS / LANES;  // in a block of outputs
 constexpr int64_t LONGEST_SUM = 512;           // inputs: 512 * 32767 * 127 is just under 2^31
 constexpr int64_t ROW_BLOCK = 96;              // rows whose integers stay near while all outputs pass
 constexpr int64_t ALONE = 1 << 19;             // products fewer than these are not worth waking threads for
-
-// gelu(x) = x / 2 (1 + erf(x / sqrt 2)); erf to 3e-7 by Abramowitz and Stegun 7.1.28, which needs no exponential.
-ASR_SERVE_INLINE inline float gelu(float x) {
-  float z = std::fabs(x) * 0.70710678f;
-  float p = 4.30638e-5f;
-  p = p * z + 2.765672e-4f;
-  p = p * z + 1.520143e-4f;
-  p = p * z + 9.2705272e-3f;
-  p = p * z + 4.22820123e-2f;
-  p = p * z + 7.05230784e-2f;
-  p = p * z + 1.0f;
-  p *= p, p *= p, p *= p, p *= p;
-  float tail = 0.5f / p;
-  return x * (x < 0 ? tail : 1.0f - tail);
-}
 
 // The largest magnitude. By its bits: a NaN is above all numbers there, and must not be lost.
 template <typename T>

@@ -110,6 +110,7 @@ class Int8Linear {
     for (const auto& more : {bias_, norm_weight_, norm_bias_}) bytes += more ? more->nbytes() : 0;
     return int64_t(bytes);
   }
+  const Int8Weights& weights() const { return weights_; }
 
  private:
   Array<int8_t, 4> packed_;
@@ -119,6 +120,10 @@ class Int8Linear {
 };
 
 }  // namespace
+
+const Int8Kernels& int8_kernels() { return *chosen; }
+
+Int8Weights int8_weights(nb::handle linear) { return nb::cast<const Int8Linear&>(linear).weights(); }
 
 void add_int8(nb::module_& m, ParallelFor parallel) {
   threads = parallel;

@@ -16,7 +16,9 @@
 #include "attention_module.h"
 #include "bf16_module.h"
 #include "decoder.h"
+#include "decoder_layers_module.h"
 #include "int8_module.h"
+#include "int8_pages.h"
 #include "kernels.h"
 #include "layers_module.h"
 #include "streaming.h"
@@ -73,10 +75,12 @@ struct Set {
   RunLayers run_layers;
   const DecoderKernels<float>* decoder_f32;
   const DecoderKernels<bf16>* decoder_b16;
+  const Int8PageKernels<float>* int8_pages_f32;
+  const Int8PageKernels<bf16>* int8_pages_b16;
 };
 #define ASR_SERVE_SET(isa) \
   Set { #isa, &isa::kernels_f32, &isa::kernels_bf16, &isa::streaming_f32, &isa::streaming_bf16, isa::lstm_f32, \
-        isa::run_layers, &isa::decoder_f32, &isa::decoder_bf16 }
+        isa::run_layers, &isa::decoder_f32, &isa::decoder_bf16, &isa::int8_pages_f32, &isa::int8_pages_bf16 }
 
 Set chosen = ASR_SERVE_SET(generic);
 
@@ -105,6 +109,9 @@ const StreamingKernels<float>& streaming_of(float) { return *chosen.streaming_f3
 const StreamingKernels<bf16>& streaming_of(bf16) { return *chosen.streaming_b16; }
 const DecoderKernels<float>& decoder_of(float) { return *chosen.decoder_f32; }
 const DecoderKernels<bf16>& decoder_of(bf16) { return *chosen.decoder_b16; }
+
+const Int8PageKernels<float>& int8_pages_of(float) { return *chosen.int8_pages_f32; }
+const Int8PageKernels<bf16>& int8_pages_of(bf16) { return *chosen.int8_pages_b16; }
 
 using Tensor = nb::ndarray<nb::device::cpu>;
 template <typename S>
@@ -179,7 +186,8 @@ void check_table(const Tensor& pool, const int32_t* table, int64_t entries) {
     require(table[i] >= 0 && table[i] < int64_t(pool.shape(0)), "page out of range");
 }
 
-// kv (frames, layers, 2, heads * head_dim) into one sequence's pages, from position 0.
+// kv (frames, layers, 2, heads * head_dim) into one sequence's pages, from position 0; in 8 bits, or as it is.
+template <bool INT8>
 void store(Tensor pool, Tensor kv, Array<int32_t> table) {
   Pages first = pages_of(pool, 0);
   require(kv.dtype() == pool.dtype(), "kv and pool must have one dtype");
@@ -188,6 +196,7 @@ void store(Tensor pool, Tensor kv, Array<int32_t> table) {
           "kv must be (frames, layers, 2, heads * head_dim)");
   int64_t frames = int64_t(kv.shape(0)), used = (frames + PAGE - 1) / PAGE;
   require(used <= int64_t(table.size()), "table too short");
+  require(!INT8 || first.head_dim >= 4, "heads of 8-bit pages have 4 numbers or more");
   check_table(pool, table.data(), used);
   with_type(pool, [&](auto type, const auto& kernels) {
     using T = decltype(type);
@@ -195,8 +204,9 @@ void store(Tensor pool, Tensor kv, Array<int32_t> table) {
       int64_t page = item % used, layer = item / used;
       Pages pages = first;
       pages.layer_offset = layer * pool.stride(1);
-      kernels.store(pages, static_cast<const T*>(kv.data()) + page * PAGE * kv.stride(0) + layer * kv.stride(1),
-                    kv.stride(0), std::min<int64_t>(PAGE, frames - page * PAGE), table.data() + page, 0);
+      const T* from = static_cast<const T*>(kv.data()) + page * PAGE * kv.stride(0) + layer * kv.stride(1);
+      const auto write = INT8 ? int8_pages_of(T{}).store : kernels.store;
+      write(pages, from, kv.stride(0), std::min<int64_t>(PAGE, frames - page * PAGE), table.data() + page, 0);
     };
     parallel_for(used * int64_t(pool.shape(1)),
                  [](void* context, int64_t item) { (*static_cast<decltype(one)*>(context))(item); }, &one);
@@ -225,15 +235,15 @@ void append(Tensor pool, int64_t layer, Tensor qkv, Array<int32_t> tables, Array
   });
 }
 
-void attend(Tensor pool, int64_t layer, Tensor q, Tensor out, Array<int32_t> tables, Array<int64_t> lengths,
-            float scale, int64_t window) {
+// Checks the arguments of attention over pages; returns the pages of the layer.
+Pages attention_pages(const Tensor& pool, int64_t layer, const Tensor& q, const Tensor& out, const Array<int32_t>& tables,
+                      const Array<int64_t>& lengths) {
   Pages pages = pages_of(pool, layer);
   int64_t paged = int64_t(pages.heads) * pages.head_dim, rows = q.ndim() ? int64_t(q.shape(0)) : 0;
   require(q.dtype() == pool.dtype() && out.dtype() == pool.dtype(), "q, out and pool must have one dtype");
   require(q.ndim() == 2 && contiguous_from(q, 1) && q.shape(1) > 0 && int64_t(q.shape(1)) % paged == 0,
           "q must be (rows, heads * head_dim), with a multiple of the pool's heads");
   int64_t width = int64_t(q.shape(1));
-  require(window >= 0, "window must be 0, for all positions, or more");
   require(out.ndim() == 2 && contiguous_from(out, 0) && int64_t(out.shape(0)) == rows && int64_t(out.shape(1)) == width,
           "out must be (rows, heads * head_dim)");
   require(tables.ndim() == 2 && int64_t(tables.shape(0)) == rows && int64_t(lengths.size()) == rows,
@@ -243,6 +253,27 @@ void attend(Tensor pool, int64_t layer, Tensor q, Tensor out, Array<int32_t> tab
     require(length >= 1 && length <= int64_t(tables.shape(1)) * PAGE, "length outside the table");
     check_table(pool, tables.data() + i * tables.shape(1), (length + PAGE - 1) / PAGE);
   }
+  return pages;
+}
+
+void attend_int8(Tensor pool, int64_t layer, Tensor q, Tensor out, Array<int32_t> tables, Array<int64_t> lengths,
+                 float scale) {
+  const Pages pages = attention_pages(pool, layer, q, out, tables, lengths);
+  require(int64_t(q.shape(1)) == int64_t(pages.heads) * pages.head_dim, "q must be (rows, heads * head_dim)");
+  require(pages.head_dim >= 4, "heads of 8-bit pages have 4 numbers or more");
+  with_type(pool, [&](auto type, const auto&) {
+    using T = decltype(type);
+    int8_pages_of(type).attend(pages, static_cast<const T*>(q.data()), q.stride(0), static_cast<T*>(out.data()),
+                               tables.data(), int64_t(tables.shape(1)), lengths.data(), int64_t(q.shape(0)), scale,
+                               parallel_for);
+  });
+}
+
+void attend(Tensor pool, int64_t layer, Tensor q, Tensor out, Array<int32_t> tables, Array<int64_t> lengths,
+            float scale, int64_t window) {
+  const Pages pages = attention_pages(pool, layer, q, out, tables, lengths);
+  require(window >= 0, "window must be 0, for all positions, or more");
+  const int64_t paged = int64_t(pages.heads) * pages.head_dim, rows = int64_t(q.shape(0)), width = int64_t(q.shape(1));
   with_type(pool, [&](auto type, const auto& kernels) {
     using T = decltype(type);
     if (width > paged)
@@ -313,7 +344,8 @@ void gate(Tensor gate_up, Tensor out, const std::string& activation) {
           "gate_up and out must have as many rows, and one dtype");
   with_type(out, [&](auto type, const auto&) {
     using T = decltype(type);
-    decoder_of(type).gate(static_cast<const T*>(gate_up.data()), static_cast<T*>(out.data()), rows, width,
+    const T* both = static_cast<const T*>(gate_up.data());
+    decoder_of(type).gate(both, both + width, 2 * width, static_cast<T*>(out.data()), rows, width,
                           activation == "silu" ? Activation::silu : Activation::gelu_tanh, parallel_for);
   });
 }
@@ -477,10 +509,13 @@ NB_MODULE(_core, m) {
   m.def("set_threads", [](unsigned n) { thread_count = n ? n : 1; }, nb::arg("threads"));
   m.def("rope", &rope, nb::arg("qkv").noconvert(), nb::arg("positions").noconvert(), nb::arg("cos").noconvert(), nb::arg("sin").noconvert());
   m.def("softmax", &softmax, nb::arg("scores").noconvert(), nb::arg("lengths").noconvert(), nb::arg("scale"));
-  m.def("store", &store, nb::arg("pool").noconvert(), nb::arg("kv").noconvert(), nb::arg("table").noconvert());
+  m.def("store", &store<false>, nb::arg("pool").noconvert(), nb::arg("kv").noconvert(), nb::arg("table").noconvert());
+  m.def("store_int8", &store<true>, nb::arg("pool").noconvert(), nb::arg("kv").noconvert(), nb::arg("table").noconvert());
   m.def("append", &append, nb::arg("pool").noconvert(), nb::arg("layer"), nb::arg("qkv").noconvert(), nb::arg("tables").noconvert(), nb::arg("positions").noconvert());
   m.def("attend", &attend, nb::arg("pool").noconvert(), nb::arg("layer"), nb::arg("q").noconvert(), nb::arg("out").noconvert(), nb::arg("tables").noconvert(),
         nb::arg("lengths").noconvert(), nb::arg("scale"), nb::arg("window") = 0);
+  m.def("attend_int8", &attend_int8, nb::arg("pool").noconvert(), nb::arg("layer"), nb::arg("q").noconvert(), nb::arg("out").noconvert(),
+        nb::arg("tables").noconvert(), nb::arg("lengths").noconvert(), nb::arg("scale"));
   m.def("rms_norm", &rms_norm, nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("out").noconvert(), nb::arg("eps"));
   m.def("rotate_append", &rotate_append, nb::arg("pool").noconvert(), nb::arg("layer"), nb::arg("qkv").noconvert(), nb::arg("norms").noconvert().none(), nb::arg("eps"),
         nb::arg("cos").noconvert(), nb::arg("sin").noconvert(), nb::arg("positions").noconvert(), nb::arg("tables").noconvert());
@@ -500,6 +535,9 @@ NB_MODULE(_core, m) {
   add_int8(m, parallel_for);
   add_bf16(m, parallel_for);
   add_attention(m, parallel_for);
+  add_decoder_layers(m, {&chosen.f32, &chosen.b16, &chosen.decoder_f32, &chosen.decoder_b16, &chosen.int8_pages_f32,
+                         &chosen.int8_pages_b16},
+                     [] { return gomp_parallel ? thread_count : 1; }, parallel_for);
   add_layers(m, &chosen.run_layers, team_for);
   m.def(
       "address", [](Tensor x) { return reinterpret_cast<uintptr_t>(x.data()); }, nb::arg("tensor").noconvert(),

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from asr_serve.devices.decoder_layers import DecoderLayerParts, NativeDecoderLayers, Norm
 from asr_serve.devices.interface import Device, LayerNorm, Linear, VocabularyMatrix
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models import alignment_heads as again
@@ -127,6 +128,15 @@ class MoonshineDecoderModel(EncoderDecoderModel):
         self.cross_kv = take.linear(*[f"model.decoder.layers.{kind}" for kind in kinds])
         angles = rotary_angles(config.rope_theta, rotary, max_tokens, take.device)
         self.decoder = [MoonshineDecoderLayer(take, i, angles) for i in range(self.layers)]
+        self.native_layers = NativeDecoderLayers.build(
+            take.device,
+            [layer.parts for layer in self.decoder],
+            heads=self.heads,
+            head_dim=self.head_dim,
+            scale=self.attention_scale,
+            angles=angles,
+            gated=True,
+        )
         self.decoder_norm = take.vector("model.decoder.norm.weight")
         self.embedding, self.head = take.vocabulary()
         self.vocab_size, self.head_weight = len(self.embedding), self.head.weight
@@ -144,10 +154,13 @@ class MoonshineDecoderModel(EncoderDecoderModel):
     ) -> tuple[Tensor, ...]:
         positions = own.lengths - 1
         x = self.embedding.embed(tokens)
-        queries = []
-        for i, layer in enumerate(self.decoder):
-            x, query = layer(i, x, positions, own, audio, self.kernels)
-            queries += [query] if i in self.alignment.heads else []
+        if self.native_layers is not None:
+            queries = self.native_layers(x, own, audio, self.alignment.heads)
+        else:
+            queries = []
+            for i, layer in enumerate(self.decoder):
+                x, query = layer(i, x, positions, own, audio, self.kernels)
+                queries += [query] if i in self.alignment.heads else []
         x = x if wanted is None else x[wanted]
         x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
         return self.head(x), x, *queries
@@ -320,6 +333,13 @@ class MoonshineDecoderLayer:
         self.norm3 = take.vector(f"{at}.final_layernorm.weight")
         self.up, self.down = (take.linear(f"{at}.mlp.{name}", bias=True) for name in ("fc1", "fc2"))
 
+    @property
+    def parts(self) -> DecoderLayerParts:
+        norms: list[Norm] = [(norm, None) for norm in (self.norm1, self.norm2, self.norm3)]
+        return DecoderLayerParts(
+            norms[0], self.qkv, self.own_out, norms[1], self.query, self.audio_out, norms[2], self.up, self.down
+        )
+
     def __call__(
         self, index: int, x: Tensor, positions: Tensor, own: PagedKeyValues, audio: PagedKeyValues, kernels: ModuleType
     ) -> tuple[Tensor, Tensor]:
@@ -350,7 +370,7 @@ class MoonshineDecoderLayer:
         """Computes cross-attention and the feed-forward after it."""
         width = x.shape[1]
         mixed = torch.empty_like(x)
-        kernels.attend(audio.pool, index, query, mixed, audio.block_tables, audio.lengths, self.scale)
+        audio.attend(kernels, index, query, mixed, self.scale)
         x = self.audio_out(mixed, add=x)
         up, gate = self.up(F.layer_norm(x, (width,), self.norm3)).chunk(2, dim=-1)
         return self.down(F.silu(gate).mul_(up), add=x)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from asr_serve.devices.decoder_layers import DecoderLayerParts, NativeDecoderLayers
 from asr_serve.devices.interface import Device
 from asr_serve.devices.tensor_parallel import parallel_vocabulary
 from asr_serve.errors import WeightsCorrupt
@@ -160,6 +161,13 @@ class Model(EncoderDecoderModel):
         self.decoder = [
             _WhisperDecoderLayer(take_part, f"decoder.layers.{i}", all_heads) for i in range(config.decoder_layers)
         ]
+        self.native_layers = NativeDecoderLayers.build(
+            device,
+            [layer.parts for layer in self.decoder],
+            heads=self.heads,
+            head_dim=self.head_dim,
+            scale=self.attention_scale,
+        )
         self.decoder_norm = take.norm("decoder.layer_norm")
         self.positions = take.vector("decoder.embed_positions.weight")
         self.embedding = self.head = parallel_vocabulary(device, take.get("decoder.embed_tokens.weight"))
@@ -195,10 +203,13 @@ class Model(EncoderDecoderModel):
     ) -> tuple[Tensor, ...]:
         positions = own.lengths - 1
         x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
-        queries = []
-        for i, layer in enumerate(self.decoder):
-            x, query = layer(i, x, positions, own, audio, self.kernels)
-            queries += [query] if i in self.alignment.heads else []
+        if self.native_layers is not None:
+            queries = self.native_layers(x, own, audio, self.alignment.heads)
+        else:
+            queries = []
+            for i, layer in enumerate(self.decoder):
+                x, query = layer(i, x, positions, own, audio, self.kernels)
+                queries += [query] if i in self.alignment.heads else []
         x = x if wanted is None else x[wanted]
         x = F.layer_norm(x, x.shape[-1:], *self.decoder_norm)
         return self.head(x), x, *queries
@@ -221,6 +232,12 @@ class _WhisperDecoderLayer:
         self.audio_out = take.out(heads, f"{at}.encoder_attn.out_proj")
         self.norm3 = take.norm(f"{at}.final_layer_norm")
         self.up, self.down = take.linear(f"{at}.fc1"), take.row_linear(f"{at}.fc2")
+
+    @property
+    def parts(self) -> DecoderLayerParts:
+        return DecoderLayerParts(
+            self.norm1, self.qkv, self.own_out, self.norm2, self.query, self.audio_out, self.norm3, self.up, self.down
+        )
 
     def __call__(
         self, index: int, x: Tensor, positions: Tensor, own: PagedKeyValues, audio: PagedKeyValues, kernels: ModuleType
@@ -248,7 +265,7 @@ class _WhisperDecoderLayer:
     ) -> Tensor:
         """Computes cross-attention and the feed-forward after it."""
         width, mixed = x.shape[1], torch.empty_like(query)
-        kernels.attend(audio.pool, index, query, mixed, audio.block_tables, audio.lengths, self.scale)
+        audio.attend(kernels, index, query, mixed, self.scale)
         x = self.audio_out(mixed, add=x)
         return self.down(self.up(F.layer_norm(x, (width,), *self.norm3), gelu=True), add=x)
 

@@ -1,0 +1,106 @@
+"""Layers of an encoder-decoder model's decoder in one native call, where all of their products are native.
+
+The same as tensor operations, which is its oracle and runs everywhere else, stands in the models' own layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from asr_serve.devices.bf16 import CpuBf16Linear
+from asr_serve.devices.int8 import CpuInt8Linear
+from asr_serve.devices.interface import Device, Linear
+from asr_serve.models.packing import PagedKeyValues
+
+NORM_EPS = 1e-5
+
+Norm = tuple[Tensor, Tensor | None]
+"""Weight and bias (width,) of a layer norm."""
+
+
+class DecoderLayerParts(NamedTuple):
+    """Norms and products of a layer: self-attention, cross-attention and feed-forward, each after its norm and with a
+    residual."""
+
+    own_norm: Norm
+    qkv: Linear
+    own_out: Linear
+    cross_norm: Norm
+    query: Linear
+    cross_out: Linear
+    feed_norm: Norm
+    up: Linear
+    down: Linear
+
+
+class NativeDecoderLayers:
+    """All layers of a decoder as one call of the kernels for each pass."""
+
+    def __init__(self, layers: Any, heads: int, head_dim: int) -> None:
+        """`layers`: the kernels' DecoderLayers."""
+        self._layers, self._query_width = layers, heads * head_dim
+
+    @classmethod
+    def build(
+        cls,
+        device: Device,
+        layers: Sequence[DecoderLayerParts],
+        *,
+        heads: int,
+        head_dim: int,
+        scale: float,
+        angles: tuple[Tensor, Tensor] | None = None,
+        gated: bool = False,
+    ) -> NativeDecoderLayers | None:
+        """Returns the layers, or None where the kernels have no such call, or a product is not one of theirs.
+
+        Args:
+            scale: of products of queries and keys.
+            angles: cosines and sines (positions, half) of the rotation of queries and keys; None: there is none.
+            gated: whether `up` makes counterparts and then as many gates for silu; else GELU follows it.
+        """
+        kind = device.kernels.DecoderLayers
+        products = [part for layer in layers for part in layer if not isinstance(part, tuple)]
+        if kind is None or not all(type(each) in (CpuInt8Linear, CpuBf16Linear) for each in products):
+            return None
+        cos, sin = angles or (None, None)
+        width = len(layers[0].own_norm[0])
+        made = kind(width, heads, head_dim, scale, NORM_EPS, cos, sin, gated)
+        for layer in layers:
+            made.add(*(_float_norm(part) if isinstance(part, tuple) else _product(part) for part in layer))
+        return cls(made, heads, head_dim)
+
+    def __call__(
+        self, x: Tensor, own: PagedKeyValues, audio: PagedKeyValues, query_layers: Collection[int]
+    ) -> list[Tensor]:
+        """Computes all layers of x (rows, width) in place, and writes keys and values of its positions. Rows at the end
+        of the batch whose pages are page 0 are not computed.
+
+        Returns: for each of `query_layers` its cross-attention queries (rows, heads * head_dim).
+        """
+        queries = [x.new_empty(len(x), self._query_width) for _ in query_layers]
+        self._layers.run(
+            x,
+            own.pool,
+            own.block_tables,
+            own.lengths,
+            audio.pool,
+            audio.block_tables,
+            audio.lengths,
+            audio.int8,
+            [*zip(query_layers, queries, strict=True)],
+        )
+        return queries
+
+
+def _float_norm(norm: Norm) -> Norm:
+    weight, bias = norm
+    return weight.float().contiguous(), None if bias is None else bias.float().contiguous()
+
+
+def _product(linear: Any) -> tuple[Any, int]:
+    """The kernels' product of a linear layer, and the bits of its activations: 0 for bf16."""
+    return linear.product, linear.bits if isinstance(linear, CpuInt8Linear) else 0

@@ -1,0 +1,160 @@
+#include "decoder_layers.h"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <unordered_map>
+
+namespace asr_serve {
+namespace {
+
+// Rows for each thread from which threads go through all layers on their own: with fewer, each of them would read all
+// weights for little.
+constexpr int64_t OWN_ROWS = 4;
+// What a row costs beside its cross-attention, in frames of audio that take as long to read.
+constexpr int64_t ROW_FRAMES = 96;
+
+void serial(int64_t items, Body body, void* context) {
+  for (int64_t item = 0; item < items; ++item) body(context, item);
+}
+
+// A row whose pages are page 0 fills a batch, and nobody reads what becomes of it. Such rows come last.
+int64_t live_rows(const DecoderPass& pass) {
+  int64_t rows = pass.rows;
+  while (rows > 0 && pass.own_tables[(rows - 1) * pass.own_table_stride] == 0) --rows;
+  return rows;
+}
+
+// Whether a row reads a position of its own pages that another row of this pass writes: positions of one sequence.
+bool rows_depend(const DecoderPass& pass, int64_t rows) {
+  std::unordered_map<int32_t, int64_t> writers;
+  auto page = [&](int64_t row, int64_t at) { return pass.own_tables[row * pass.own_table_stride + at]; };
+  auto last = [&](int64_t row) { return (pass.own_lengths[row] - 1) / PAGE; };
+  for (int64_t row = 0; row < rows; ++row)
+    if (!writers.emplace(page(row, last(row)), row).second) return true;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t at = 0; at < last(row); ++at)
+      if (writers.count(page(row, at))) return true;
+  return false;
+}
+
+template <typename T>
+class Passage {
+ public:
+  Passage(const DecoderPass& pass, const DecoderLayerKernels<T>& kernels, ParallelFor parallel)
+      : pass_(pass), kernels_(kernels), parallel_(parallel) {}
+
+  // Rows first .. first + count through all layers.
+  void run(T* x, const std::vector<T*>& queries, int64_t first, int64_t count) {
+    const int64_t inner = int64_t(pass_.heads) * pass_.head_dim;
+    x += first * pass_.width;
+    thread_local std::vector<T> numbers;
+    thread_local std::vector<int64_t> positions;
+    int64_t middle = 0;
+    for (const DecoderLayer& layer : *pass_.layers) middle = std::max(middle, layer.up.outputs);
+    numbers.resize(size_t(count * (pass_.width + 5 * inner + 2 * middle)));
+    T *normed = numbers.data(), *qkv = normed + count * pass_.width, *query = qkv + count * 3 * inner,
+      *mixed = query + count * inner, *up = mixed + count * inner, *gated = up + count * middle;
+    positions.resize(size_t(count));
+    for (int64_t row = 0; row < count; ++row) positions[size_t(row)] = pass_.own_lengths[first + row] - 1;
+    for (size_t i = 0; i < pass_.layers->size(); ++i) {
+      const DecoderLayer& layer = (*pass_.layers)[i];
+      Pages own = pass_.own, audio = pass_.audio;
+      own.layer_offset += int64_t(i) * pass_.own_layer_stride;
+      audio.layer_offset += int64_t(i) * pass_.audio_layer_stride;
+      normalize(layer.own_norm, x, normed, count);
+      multiply(layer.qkv, normed, qkv, nullptr, count, false);
+      if (pass_.cos)
+        kernels_.numbers.rope(qkv, positions.data(), pass_.cos, pass_.sin, count, pass_.heads, pass_.head_dim, pass_.half,
+                              parallel_);
+      const int32_t* tables = pass_.own_tables + first * pass_.own_table_stride;
+      for (int64_t row = 0; row < count; ++row)
+        kernels_.numbers.store(own, qkv + (row * 3 + 1) * inner, 3 * inner, 1, tables + row * pass_.own_table_stride,
+                               positions[size_t(row)]);
+      kernels_.numbers.attend(own, qkv, 3 * inner, mixed, tables, pass_.own_table_stride, pass_.own_lengths + first, count,
+                              1, 0, pass_.scale, parallel_);
+      multiply(layer.own_out, mixed, x, x, count, false);
+      normalize(layer.cross_norm, x, normed, count);
+      T* asked = queries[i] ? queries[i] + first * inner : query;
+      multiply(layer.query, normed, asked, nullptr, count, false);
+      const int32_t* audio_tables = pass_.audio_tables + first * pass_.audio_table_stride;
+      if (pass_.int8_audio)
+        kernels_.int8_pages.attend(audio, asked, inner, mixed, audio_tables, pass_.audio_table_stride,
+                                   pass_.audio_lengths + first, count, pass_.scale, parallel_);
+      else
+        kernels_.numbers.attend(audio, asked, inner, mixed, audio_tables, pass_.audio_table_stride,
+                                pass_.audio_lengths + first, count, 1, 0, pass_.scale, parallel_);
+      multiply(layer.cross_out, mixed, x, x, count, false);
+      normalize(layer.feed_norm, x, normed, count);
+      multiply(layer.up, normed, up, nullptr, count, !pass_.gated);
+      if (pass_.gated) {
+        const int64_t half = layer.up.outputs / 2;
+        kernels_.rows.gate(up + half, up, layer.up.outputs, gated, count, half, Activation::silu, parallel_);
+      }
+      multiply(layer.down, pass_.gated ? gated : up, x, x, count, false);
+    }
+  }
+
+ private:
+  void normalize(const DecoderNorm& norm, const T* x, T* out, int64_t rows) {
+    kernels_.rows.layer_norm(x, norm.weight, norm.bias, out, rows, pass_.width, pass_.eps, parallel_);
+  }
+
+  void multiply(const DecoderProduct& product, const T* x, T* out, const T* add, int64_t rows, bool gelu) {
+    constexpr bool rounded = std::is_same_v<T, bf16>;
+    if (product.bits) {
+      kernels_.int8.product({product.int8, x, out, add, rounded, rounded, rows, product.bits, gelu}, parallel_);
+      return;
+    }
+    Bf16Product call = product.bf16;
+    call.x = reinterpret_cast<const uint16_t*>(x), call.add = reinterpret_cast<const uint16_t*>(add);
+    call.out = out, call.rows = rows;
+    product.multiply(call, parallel_);
+    if (gelu) kernels_.rows.gelu(out, rows, product.outputs, parallel_);
+  }
+
+  const DecoderPass& pass_;
+  const DecoderLayerKernels<T>& kernels_;
+  ParallelFor parallel_;
+};
+
+// Ends of `parts` runs of rows that take about as long.
+std::vector<int64_t> split_rows(const DecoderPass& pass, int64_t rows, unsigned parts) {
+  int64_t total = 0, sum = 0;
+  for (int64_t row = 0; row < rows; ++row) total += ROW_FRAMES + pass.audio_lengths[row];
+  std::vector<int64_t> ends;
+  for (int64_t row = 0; row < rows; ++row) {
+    sum += ROW_FRAMES + pass.audio_lengths[row];
+    if (sum * int64_t(parts) >= total * int64_t(ends.size() + 1)) ends.push_back(row + 1);
+  }
+  return ends;
+}
+
+}  // namespace
+
+template <typename T>
+void run_decoder_layers(const DecoderPass& pass, const DecoderLayerKernels<T>& kernels, T* x,
+                        const std::vector<T*>& queries, unsigned threads, ParallelFor parallel) {
+  const int64_t rows = live_rows(pass);
+  if (!rows) return;
+  if (threads < 2 || rows < OWN_ROWS * int64_t(threads) || rows_depend(pass, rows)) {
+    Passage<T>(pass, kernels, parallel).run(x, queries, 0, rows);
+    return;
+  }
+  // Every thread takes rows of its own through all layers: none waits for another before the end, and while one reads
+  // keys and values another multiplies.
+  const std::vector<int64_t> ends = split_rows(pass, rows, threads);
+  auto part = [&](int64_t item) {
+    const int64_t first = item ? ends[size_t(item - 1)] : 0;
+    Passage<T>(pass, kernels, serial).run(x, queries, first, ends[size_t(item)] - first);
+  };
+  parallel(int64_t(ends.size()), [](void* context, int64_t item) { (*static_cast<decltype(part)*>(context))(item); },
+           &part);
+}
+
+template void run_decoder_layers<float>(const DecoderPass&, const DecoderLayerKernels<float>&, float*,
+                                        const std::vector<float*>&, unsigned, ParallelFor);
+template void run_decoder_layers<bf16>(const DecoderPass&, const DecoderLayerKernels<bf16>&, bf16*,
+                                       const std::vector<bf16*>&, unsigned, ParallelFor);
+
+}  // namespace asr_serve

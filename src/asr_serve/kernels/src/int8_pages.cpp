@@ -68,6 +68,7 @@ inline void expect(const void* from, int64_t bytes) {
 // Arrays that a loop indexes do not stay in registers.
 #define ASR_SERVE_UNROLL _Pragma("GCC unroll 8")
 
+constexpr int64_t WHOLE_ROWS = 8;    // rows from which one is a piece of work
 constexpr int PARTS = PAGE / LANES;  // vectors of the scores of a page
 constexpr int MOST_VECTORS = 4;      // of a head's values that are summed at a time
 
@@ -145,25 +146,28 @@ void attend_heads(const Pages& pages, const T* q, T* out, const int32_t* table, 
   q += int64_t(first) * dim, out += int64_t(first) * dim;
   for (int i = 0; i < count * dim; ++i) queries[i] = load(q[i]);
   std::fill(totals, totals + count * padded, 0.0f);
-  auto ask = [&](int64_t page, bool values) {
-    const Half half = half_of<T>(pages, table[page], values);
-    expect(half.numbers + first * size, count * size);
-    expect(half.scales + first * PAGE, count * PAGE * int64_t(sizeof(float)));
+  // Head by head, beside the arithmetic: more lines at once than the processor waits for are asked for in vain.
+  auto ask = [&](const Half& half, int head) {
+    expect(half.numbers + (first + head) * size, size);
+    expect(half.scales + (first + head) * PAGE, PAGE * int64_t(sizeof(float)));
   };
+  const Half first_values = half_of<T>(pages, table[0], true);
   for (int64_t page = 0; page < end; ++page) {
     const Half keys = half_of<T>(pages, table[page], false);
-    if (page + 1 < end) ask(page + 1, false);
-    for (int head = 0; head < count; ++head)
+    const Half next = page + 1 < end ? half_of<T>(pages, table[page + 1], false) : first_values;
+    for (int head = 0; head < count; ++head) {
+      ask(next, head);
       page_scores(queries + head * dim, keys.numbers + (first + head) * size, keys.scales + (first + head) * PAGE, dim,
                   scores + head * stride + page * PAGE);
+    }
   }
-  ask(0, true);
   for (int head = 0; head < count; ++head) softmax(scores + head * stride, length, scale);
   for (int64_t page = 0; page < end; ++page) {
     const Half values = half_of<T>(pages, table[page], true);
-    if (page + 1 < end) ask(page + 1, true);
+    const Half next = half_of<T>(pages, table[std::min(page + 1, end - 1)], true);
     const int filled = int(std::min<int64_t>(PAGE, length - page * PAGE));
     for (int head = 0; head < count; ++head) {
+      ask(next, head);
       float weights[PAGE];
       const float *from = scores + head * stride + page * PAGE, *scales = values.scales + (first + head) * PAGE;
       for (int t = 0; t < PAGE; ++t) weights[t] = from[t] * scales[t];
@@ -178,8 +182,9 @@ template <typename T>
 void attend(Pages pages, const T* q, int64_t q_stride, T* out, const int32_t* tables, int64_t table_stride,
             const int64_t* lengths, int64_t rows, float scale, ParallelFor parallel) {
   const int64_t width = int64_t(pages.heads) * pages.head_dim;
-  // Half the heads of a row is one piece of work: the last row of a batch must not keep one thread alone busy.
-  const int count = pages.heads % 2 ? pages.heads : pages.heads / 2, pieces = pages.heads / count;
+  // Few rows are shared out by half their heads. The heads of a page lie side by side: more rows read them together.
+  const int pieces = rows < WHOLE_ROWS && pages.heads % 2 == 0 ? 2 : 1;
+  const int count = pages.heads / pieces;
   auto one = [&](int64_t item) {
     thread_local std::vector<float> scratch;
     const int64_t row = item / pieces, length = lengths[row], padded = (length + PAGE - 1) / PAGE * PAGE;

@@ -225,8 +225,8 @@ class MoonshineTensors:
     def vocabulary(self) -> tuple[VocabularyMatrix, VocabularyMatrix]:
         """Returns the embedding and the output projection: the same object where their weights are equal."""
         embedding, head = self.get("model.decoder.embed_tokens.weight"), self.get("proj_out.weight")
-        vocabulary = self.device.vocabulary(embedding)
-        return vocabulary, vocabulary if torch.equal(embedding, head) else self.device.vocabulary(head)
+        vocabulary = self.device.decoder_vocabulary(embedding)
+        return vocabulary, vocabulary if torch.equal(embedding, head) else self.device.decoder_vocabulary(head)
 
     def linear(self, *names: str, rotary: int = 0, bias: bool = False, norm: str | None = None) -> Linear:
         """Stacks several matrices with the same input into one linear layer, after the input's `norm`. The first

@@ -42,7 +42,7 @@ def split_int8_pool(pool: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor, T
     pages, _, _, heads, width = pool.shape
     data = pool[:, layer].flatten(2).view(torch.int8)
     numbers, scales = data[..., : heads * width], data[..., heads * width : heads * (width + 4 * PAGE)]
-    scales = scales.view(torch.float32).unflatten(-1, (heads, PAGE))
+    scales = scales.view(torch.float32).view(pages, 2, heads, PAGE)
     k = numbers[:, 0].view(pages, heads, width // PAGE, PAGE)
     v = numbers[:, 1].view(pages, heads, PAGE, width // PAGE)
     return k, scales[:, 0], v, scales[:, 1]

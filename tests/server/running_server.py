@@ -124,9 +124,8 @@ def eventually(
 
 @pytest.fixture(scope="session")
 def parts(packaged_speech: Path) -> Iterator[EngineParts]:
-    """One engine process for all servers of the session. It remembers nothing: what is asked is computed. Not with
-    products that a machine chooses by their speed: tests compare its words with those of other processes."""
-    made = open_engine(MODEL, ServeConfig(engine_threads=1, engine=EngineConfig(prefix_bytes=0, quantize="none")))
+    """One engine process for all servers of the session. It remembers nothing: what is asked is computed."""
+    made = open_engine(MODEL, ServeConfig(engine_threads=1, engine=EngineConfig(prefix_bytes=0)))
     yield made
     made.client.close()
 

@@ -12,26 +12,21 @@ from torch import Tensor
 
 from asr_serve.devices.bf16 import CpuBf16Linear
 from asr_serve.devices.int8 import CpuInt8Linear
-from asr_serve.devices.interface import Device, Linear
+from asr_serve.devices.interface import Device, LayerNorm, Linear
 from asr_serve.models.packing import PagedKeyValues
-
-NORM_EPS = 1e-5
-
-Norm = tuple[Tensor, Tensor | None]
-"""Weight and bias (width,) of a layer norm."""
 
 
 class DecoderLayerParts(NamedTuple):
     """Norms and products of a layer: self-attention, cross-attention and feed-forward, each after its norm and with a
     residual."""
 
-    own_norm: Norm
+    own_norm: LayerNorm
     qkv: Linear
     own_out: Linear
-    cross_norm: Norm
+    cross_norm: LayerNorm
     query: Linear
     cross_out: Linear
-    feed_norm: Norm
+    feed_norm: LayerNorm
     up: Linear
     down: Linear
 
@@ -63,14 +58,14 @@ class NativeDecoderLayers:
             gated: whether `up` makes counterparts and then as many gates for silu; else GELU follows it.
         """
         kind = device.kernels.DecoderLayers
-        products = [part for layer in layers for part in layer if not isinstance(part, tuple)]
+        products = [part for layer in layers for part in layer if not isinstance(part, LayerNorm)]
         if kind is None or not all(type(each) in (CpuInt8Linear, CpuBf16Linear) for each in products):
             return None
         cos, sin = angles or (None, None)
-        width = len(layers[0].own_norm[0])
-        made = kind(width, heads, head_dim, scale, NORM_EPS, cos, sin, gated)
+        norm = layers[0].own_norm
+        made = kind(len(norm.weight), heads, head_dim, scale, norm.eps, cos, sin, gated)
         for layer in layers:
-            made.add(*(_float_norm(part) if isinstance(part, tuple) else _product(part) for part in layer))
+            made.add(*(_float_norm(part) if isinstance(part, LayerNorm) else _product(part) for part in layer))
         return cls(made, heads, head_dim)
 
     def __call__(
@@ -96,9 +91,9 @@ class NativeDecoderLayers:
         return queries
 
 
-def _float_norm(norm: Norm) -> Norm:
-    weight, bias = norm
-    return weight.float().contiguous(), None if bias is None else bias.float().contiguous()
+def _float_norm(norm: LayerNorm) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias (width,) as the kernels take them. All norms of a decoder have one eps."""
+    return norm.weight.float().contiguous(), None if norm.bias is None else norm.bias.float().contiguous()
 
 
 def _product(linear: Any) -> tuple[Any, int]:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve.devices.decoder_layers import DecoderLayerParts, NativeDecoderLayers, Norm
+from asr_serve.devices.decoder_layers import DecoderLayerParts, NativeDecoderLayers
 from asr_serve.devices.interface import Device, LayerNorm, Linear, VocabularyMatrix
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models import alignment_heads as again
@@ -137,7 +137,7 @@ class MoonshineDecoderModel(EncoderDecoderModel):
             angles=angles,
             gated=True,
         )
-        self.decoder_norm = take.vector("model.decoder.norm.weight")
+        self.decoder_norm = LayerNorm(take.vector("model.decoder.norm.weight"))
         self.embedding, self.head = take.vocabulary()
         self.vocab_size, self.head_weight = len(self.embedding), self.head.weight
         self.alignment = moonshine_alignment(self.layers, self.heads, config.hidden_size, config.alignment_heads)
@@ -162,7 +162,7 @@ class MoonshineDecoderModel(EncoderDecoderModel):
                 x, query = layer(i, x, positions, own, audio, self.kernels)
                 queries += [query] if i in self.alignment.heads else []
         x = x if wanted is None else x[wanted]
-        x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
+        x = self.decoder_norm(x)
         return self.head(x), x, *queries
 
     def align(self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]) -> list[Tensor]:
@@ -324,27 +324,26 @@ class MoonshineDecoderLayer:
         self.device, self.angles = take.device, angles
         self.heads = take.config.decoder_num_attention_heads
         self.scale = take.config.head_dim**-0.5
-        self.norm1 = take.vector(f"{at}.input_layernorm.weight")
+        self.norm1 = LayerNorm(take.vector(f"{at}.input_layernorm.weight"))
         self.qkv = take.linear(*[f"{at}.self_attn.{p}_proj" for p in "qkv"], rotary=2)
         self.own_out = take.linear(f"{at}.self_attn.o_proj")
-        self.norm2 = take.vector(f"{at}.post_attention_layernorm.weight")
+        self.norm2 = LayerNorm(take.vector(f"{at}.post_attention_layernorm.weight"))
         self.query = take.linear(f"{at}.encoder_attn.q_proj")
         self.audio_out = take.linear(f"{at}.encoder_attn.o_proj")
-        self.norm3 = take.vector(f"{at}.final_layernorm.weight")
+        self.norm3 = LayerNorm(take.vector(f"{at}.final_layernorm.weight"))
         self.up, self.down = (take.linear(f"{at}.mlp.{name}", bias=True) for name in ("fc1", "fc2"))
 
     @property
     def parts(self) -> DecoderLayerParts:
-        norms: list[Norm] = [(norm, None) for norm in (self.norm1, self.norm2, self.norm3)]
         return DecoderLayerParts(
-            norms[0], self.qkv, self.own_out, norms[1], self.query, self.audio_out, norms[2], self.up, self.down
+            self.norm1, self.qkv, self.own_out, self.norm2, self.query, self.audio_out, self.norm3, self.up, self.down
         )
 
     def __call__(
         self, index: int, x: Tensor, positions: Tensor, own: PagedKeyValues, audio: PagedKeyValues, kernels: ModuleType
     ) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
-        qkv = self.qkv(F.layer_norm(x, (width,), self.norm1))
+        qkv = self.qkv(self.norm1(x))
         kernels.rope(qkv.view(rows, 3, self.heads, -1), positions, *self.angles)
         qkv = qkv.view(rows, 3, width)
         kernels.append(own.pool, index, qkv, own.block_tables, positions)
@@ -356,23 +355,22 @@ class MoonshineDecoderLayer:
 
     def self_attention(self, x: Tensor, packing: PackedBatch) -> Tensor:
         """Computes all positions of rows at once, up to their cross-attention queries."""
-        qkv = self.qkv(F.layer_norm(x, (x.shape[1],), self.norm1)).view(len(x), 3, self.heads, -1)
+        qkv = self.qkv(self.norm1(x)).view(len(x), 3, self.heads, -1)
         self.device.kernels.rope(qkv, packing.positions(x.device), *self.angles)
         return self.own_out(self.device.causal_attention(qkv, packing, self.scale), add=x)
 
     def cross_query(self, x: Tensor) -> Tensor:
         """Computes queries of the cross-attention, (rows, heads * head_dim)."""
-        return self.query(F.layer_norm(x, (x.shape[1],), self.norm2))
+        return self.query(self.norm2(x))
 
     def cross_attention(
         self, index: int, x: Tensor, query: Tensor, audio: PagedKeyValues, kernels: ModuleType
     ) -> Tensor:
         """Computes cross-attention and the feed-forward after it."""
-        width = x.shape[1]
         mixed = torch.empty_like(x)
         audio.attend(kernels, index, query, mixed, self.scale)
         x = self.audio_out(mixed, add=x)
-        up, gate = self.up(F.layer_norm(x, (width,), self.norm3)).chunk(2, dim=-1)
+        up, gate = self.up(self.norm3(x)).chunk(2, dim=-1)
         return self.down(F.silu(gate).mul_(up), add=x)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asr_serve.audio.features.whisper_log_mel import PackedLogMel
-from asr_serve.devices.interface import Device, Linear
+from asr_serve.devices.interface import Device, LayerNorm, Linear
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup, row_parallel
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.asr.whisper.encoder_window import SILENCE_STRIDE, WhisperWindow
@@ -79,7 +79,7 @@ class WhisperEncoder:
     def _layers(self, x: Tensor, counts: Tensor | None, packing: PackedBatch) -> Tensor:
         for layer in self.layers:
             x = layer(x, counts, packing, self.device, self.angles)
-        return F.layer_norm(x, x.shape[-1:], *self.norm)
+        return self.norm(x)
 
 
 class WhisperTensors:
@@ -114,8 +114,8 @@ class WhisperTensors:
     def vector(self, name: str) -> Tensor:
         return self.get(name).to(self.device.torch_device, self.device.dtype)
 
-    def norm(self, name: str) -> tuple[Tensor, Tensor]:
-        return self.vector(f"{name}.weight"), self.vector(f"{name}.bias")
+    def norm(self, name: str) -> LayerNorm:
+        return LayerNorm(self.vector(f"{name}.weight"), self.vector(f"{name}.bias"))
 
     def linear(self, name: str) -> Linear:
         """Returns a linear layer, column-parallel in a group."""
@@ -257,9 +257,8 @@ class WhisperEncoderLayer:
     ) -> Tensor:
         """`counts`: the logarithm of how many positions each stands for (total,), None for one each. `angles`: see
         `Device.attention`."""
-        width = x.shape[1]
-        qkv = self.qkv(F.layer_norm(x, (width,), *self.norm1)).view(-1, 3, self.heads, self.extended)
+        qkv = self.qkv(self.norm1(x)).view(-1, 3, self.heads, self.extended)
         if self.weighted:
             qkv[:, 1, :, -1] = 0.0 if counts is None else counts[:, None] * self.extended**0.5
         x = self.out(device.attention(qkv, packing, angles), add=x)
-        return self.down(self.up(F.layer_norm(x, (width,), *self.norm2), gelu=True), add=x)
+        return self.down(self.up(self.norm2(x), gelu=True), add=x)

@@ -211,7 +211,7 @@ class Model(EncoderDecoderModel):
                 x, query = layer(i, x, positions, own, audio, self.kernels)
                 queries += [query] if i in self.alignment.heads else []
         x = x if wanted is None else x[wanted]
-        x = F.layer_norm(x, x.shape[-1:], *self.decoder_norm)
+        x = self.decoder_norm(x)
         return self.head(x), x, *queries
 
     def align(self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]) -> list[Tensor]:
@@ -224,7 +224,7 @@ class _WhisperDecoderLayer:
     def __init__(self, take: WhisperTensors, at: str, heads: int) -> None:
         self.device, self.heads = take.device, take.group.count(heads)
         self.norm1 = take.norm(f"{at}.self_attn_layer_norm")
-        self.scale = (len(self.norm1[0]) // heads) ** -0.5
+        self.scale = (len(self.norm1.weight) // heads) ** -0.5
         self.qkv = take.heads(heads, *[f"{at}.self_attn.{p}_proj" for p in "qkv"])
         self.own_out = take.out(heads, f"{at}.self_attn.out_proj")
         self.norm2 = take.norm(f"{at}.encoder_attn_layer_norm")
@@ -242,8 +242,7 @@ class _WhisperDecoderLayer:
     def __call__(
         self, index: int, x: Tensor, positions: Tensor, own: PagedKeyValues, audio: PagedKeyValues, kernels: ModuleType
     ) -> tuple[Tensor, Tensor]:
-        rows, width = x.shape
-        qkv = self.qkv(F.layer_norm(x, (width,), *self.norm1)).view(rows, 3, -1)
+        qkv = self.qkv(self.norm1(x)).view(len(x), 3, -1)
         kernels.append(own.pool, index, qkv, own.block_tables, positions)
         mixed = torch.empty_like(qkv[:, 0])
         kernels.attend(own.pool, index, qkv[:, 0], mixed, own.block_tables, own.lengths, self.scale)
@@ -253,21 +252,21 @@ class _WhisperDecoderLayer:
 
     def self_attention(self, x: Tensor, packing: PackedBatch) -> Tensor:
         """Computes all positions of rows at once, up to their cross-attention queries."""
-        qkv = self.qkv(F.layer_norm(x, (x.shape[1],), *self.norm1)).view(len(x), 3, self.heads, -1)
+        qkv = self.qkv(self.norm1(x)).view(len(x), 3, self.heads, -1)
         return self.own_out(self.device.causal_attention(qkv, packing, self.scale), add=x)
 
     def cross_query(self, x: Tensor) -> Tensor:
         """Computes queries of the cross-attention, (rows, heads * head_dim)."""
-        return self.query(F.layer_norm(x, (x.shape[1],), *self.norm2))
+        return self.query(self.norm2(x))
 
     def cross_attention(
         self, index: int, x: Tensor, query: Tensor, audio: PagedKeyValues, kernels: ModuleType
     ) -> Tensor:
         """Computes cross-attention and the feed-forward after it."""
-        width, mixed = x.shape[1], torch.empty_like(query)
+        mixed = torch.empty_like(query)
         audio.attend(kernels, index, query, mixed, self.scale)
         x = self.audio_out(mixed, add=x)
-        return self.down(self.up(F.layer_norm(x, (width,), *self.norm3), gelu=True), add=x)
+        return self.down(self.up(self.norm3(x), gelu=True), add=x)
 
 
 # Converters of checkpoints in other forms.

@@ -56,7 +56,7 @@ class Replicas:
     """Two engine processes, as a directory."""
 
     def __init__(self, folder: Path) -> None:
-        config = ServeConfig(engine_threads=1, engine=EngineConfig(prefix_bytes=0))
+        config = ServeConfig(engine_threads=1, engine=EngineConfig(prefix_bytes=0, quantize="none"))
         spec = msgspec.structs.replace(engine_spec(MODEL, config), servers=ListenSpec(str(folder), None, KEY))
         self.owners = [EngineClient(config.engine, process_backend(spec, RingSize(2, 64))) for _ in range(2)]
 

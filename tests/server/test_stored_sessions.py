@@ -471,7 +471,7 @@ def test_an_engine_that_dies_again_and_again_under_a_session(
 def test_a_server_that_is_paused_and_one_that_is_killed(
     redis: RedisServer, pcm: bytes, uncut: list[Event], tmp_path: Path
 ):
-    flags = [f"--set=sessions.redis_url={redis.url}", "--port=0", f"--set=resume_s={RESUME_S}"]
+    flags = ["--quantize=none", f"--set=sessions.redis_url={redis.url}", "--port=0", f"--set=resume_s={RESUME_S}"]
     paused, killed = servers = [Serving(tmp_path / f"{name}.log", *flags) for name in ("paused", "killed")]
     try:
         ports = [int(server.url.rpartition(":")[2]) for server in servers]

@@ -151,24 +151,28 @@ def test_any_batch_equals_the_decoder_alone(client, wanted):
 @given(st.lists(st.tuples(requests, st.data()), min_size=1, max_size=6))
 def test_any_draft_leaves_the_answer_as_without(client, wanted):
     """Drafts come after the initial tokens: right ones, wrong ones, those with accepted tokens."""
-    tickets, answers = [], []
+    drafts, answers = [], []
+    for (i, options), data in wanted:  # all is drawn before any is submitted: a draw may end the example
+        right = expected(i, options)
+        draft = list(right.tokens)
+        fixed = data.draw(st.integers(0, len(draft)))
+        if right.finish == "repetition":
+            fixed = 0
+        match data.draw(st.sampled_from(["right", "flipped", "short", "other"])):
+            case "flipped" if fixed < len(draft):
+                at = data.draw(st.integers(fixed, len(draft) - 1))
+                draft[at] = data.draw(st.integers(0, CONFIG.vocab_size - 1))
+            case "short":
+                draft = draft[: max(fixed, data.draw(st.integers(0, len(draft))))]
+            case "other":
+                draft, fixed = data.draw(st.lists(token, max_size=30)), 0
+        drafts.append(DraftTokens(tuple(draft), fixed))
+        answers.append(right)
     with held(client):
-        for (i, options), data in wanted:
-            right = expected(i, options)
-            draft = list(right.tokens)
-            fixed = data.draw(st.integers(0, len(draft)))
-            if right.finish == "repetition":
-                fixed = 0
-            match data.draw(st.sampled_from(["right", "flipped", "short", "other"])):
-                case "flipped" if fixed < len(draft):
-                    at = data.draw(st.integers(fixed, len(draft) - 1))
-                    draft[at] = data.draw(st.integers(0, CONFIG.vocab_size - 1))
-                case "short":
-                    draft = draft[: max(fixed, data.draw(st.integers(0, len(draft))))]
-                case "other":
-                    draft, fixed = data.draw(st.lists(token, max_size=30)), 0
-            tickets.append(client.submit(CLIPS[i], options, "live", draft=DraftTokens(tuple(draft), fixed)))
-            answers.append(right)
+        tickets = [
+            client.submit(CLIPS[i], options, "live", draft=draft)
+            for ((i, options), _), draft in zip(wanted, drafts, strict=True)
+        ]
     for ticket, right in zip(tickets, answers, strict=True):
         result = outcome(ticket)
         assert isinstance(result, Recognition), result

@@ -5,6 +5,7 @@ import { test } from "node:test";
 import { SpeechError, Transcript, type Segment, type Word } from "asr-serve";
 import { failed } from "../src/page/api";
 import { lacks, made, stem } from "../src/console/export";
+import { identifiedOf, whyDefault } from "../src/console/identified";
 import { hotwords, liveProblem, MOST_LIVE_BYTES, problem } from "../src/console/hotwords";
 import { about, pieces, wordAt } from "../src/console/said";
 import { facts, type Take } from "../src/console/take";
@@ -167,4 +168,15 @@ test("what a take has nothing for is said", () => {
   assert.match(lacks(bare, FORMS["ctm"]!), /words/);
   assert.equal(lacks(bare, FORMS["srt"]!), "");
   assert.deepEqual(["a.b.wav", "talk", ".wav"].map(stem), ["a.b", "talk", ".wav"]);
+});
+
+test("why the default model hears a recording", () => {
+  assert.deepEqual(identifiedOf("de;outcome=identified;probability=0.973"), { language: "de", outcome: "identified" });
+  assert.deepEqual(identifiedOf("und;outcome=unsure"), { language: "", outcome: "unsure" });
+  for (const none of [null, "", "de"]) assert.equal(identifiedOf(none), undefined);
+  const why = (language: string, outcome: string) => whyDefault({ language, outcome }, "tiny");
+  for (const outcome of ["identified", "no_speech"]) assert.equal(why("de", outcome), "");
+  assert.equal(why("", "unsure"), "The language is uncertain: tiny hears it");
+  for (const outcome of ["timeout", "unavailable"]) assert.equal(why("", outcome), "The language could not be found out: tiny hears it");
+  assert.equal(why("de", "refused"), "German was found, but its model cannot do what is switched on: tiny hears it");
 });

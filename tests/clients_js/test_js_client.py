@@ -38,6 +38,7 @@ console.log(JSON.stringify(made));
 """
 ODD = '"a" -->\t<b>\r\n& <c'
 """As a speaker's name."""
+CUE_TIMES = re.compile(r"\d{2}:\d{2}:\d{2}\.\d{3} --> \d{2}:\d{2}:\d{2}\.\d{3}")
 WORDS = [
     *["a", "I", "of", "the", "times", "wisdom", "'twas", "--", "&", "<b>", "-->", "naïve", "Größe", "3,000", "end."],
     *("東京", "東京都渋谷区の最良の時代であり最悪の時代でもあったのです", "한국어", "👍"),
@@ -117,7 +118,8 @@ def test_the_tests_of_the_package_pass(path: Path, environment: dict[str, str]) 
 @pytest.mark.slow
 def test_exports_are_those_of_the_server(built: None) -> None:
     roll = random.Random(5)
-    transcripts = [made(roll, segments) for segments in (0, 1, 2, 5, 9) for _ in range(12)]
+    counts = [count for count in (0, 1, 2, 5, 9) for _ in range(12)]
+    transcripts = [made(roll, count, overlaps) for overlaps in (False, True) for count in counts]
     sent = [
         {
             "duration": each.duration_s,
@@ -141,6 +143,9 @@ def test_exports_are_those_of_the_server(built: None) -> None:
         assert txt == text_and_json.text(each)
         assert srt == subtitles.srt(each)
         assert vtt == subtitles.vtt(each)
+        times = [tuple(line.split(" --> ")) for line in vtt.splitlines() if CUE_TIMES.fullmatch(line)]
+        assert times == sorted(times, key=lambda cue: cue[0]), "WebVTT wants cues in order of their starts"
+        assert all(start < end for start, end in times)
         assert karaoke == subtitles.karaoke(each)
         ours = json.loads(text_and_json.json(each))
         del ours["key"]  # the name of a file, which a stream has not
@@ -162,12 +167,15 @@ def timed(roll: random.Random, text: str, start: int, end: int) -> tuple[Word, .
     return tuple(Word(part, first, last, 0.5, speaker) for part, first, last, speaker in said)
 
 
-def made(roll: random.Random, segments: int) -> Transcript:
-    """A transcript with everything that is hard to lay out: long words, wide ones, no time, control characters."""
-    at, found = 0, []
+def made(roll: random.Random, segments: int, overlaps: bool) -> Transcript:
+    """A transcript with everything that is hard to lay out: long words, wide ones, no time, control characters, and,
+    if it `overlaps`, speakers who talk at once."""
+    before, at, found = 0, 0, []
     for _ in range(segments):
         start = at + roll.choice([0, 1, 8, roll.randrange(50_000)])
-        at = start + roll.choice([0, 1, 24, roll.randrange(200_000)])
+        if overlaps and roll.random() < 0.6:
+            start = roll.randrange(before, at + 1)
+        before, at = start, start + roll.choice([0, 1, 24, roll.randrange(200_000)])
         text = roll.choice(["", " ", "\t\x07 "]) + " ".join(roll.choices(WORDS, k=roll.randrange(40)))
         speaker = roll.choice(["", "", "SPEAKER_00", "Ada <1>", ODD])
         words = timed(roll, text, start, at) if roll.random() < 0.5 else ()
@@ -176,7 +184,7 @@ def made(roll: random.Random, segments: int) -> Transcript:
         key="",
         text=" ".join(s.text for s in found if s.text),
         language="en",
-        duration_samples=at,
+        duration_samples=max((each.end_samples for each in found), default=0),
         segments=tuple(found),
         model="m",
     )

@@ -169,14 +169,17 @@ class Cable:
 
 @contextmanager
 def browsers() -> Iterator[Callable[[Path, bool], Any]]:
-    """`launch(speech, allow)`: a browser whose microphone plays a WAV once. `allow` False: who is asked for the
-    microphone says no."""
+    """`launch(speech, allow)`: a browser whose microphone plays a WAV once to whoever opens it. `allow` False: who is
+    asked for the microphone says no. One browser for all who ask for the same: it costs seconds of a core to start, and
+    its visitors share nothing."""
     if not CHROMIUM:
         pytest.skip("there is no Chromium on this machine")
     with playwright.sync_playwright() as play:
-        opened: list[Any] = []
+        opened: dict[tuple[Path, bool], Any] = {}
 
         def launch(speech: Path, allow: bool = True) -> Any:
+            if (speech, allow) in opened:
+                return opened[speech, allow]
             flags = [
                 "--no-sandbox",
                 "--disable-gpu",
@@ -185,11 +188,11 @@ def browsers() -> Iterator[Callable[[Path, bool], Any]]:
                 f"--host-resolver-rules=MAP {ELSEWHERE} 127.0.0.1",
                 *(["--use-fake-ui-for-media-stream"] if allow else []),
             ]
-            opened.append(play.chromium.launch(executable_path=CHROMIUM, args=flags))
-            return opened[-1]
+            opened[speech, allow] = play.chromium.launch(executable_path=CHROMIUM, args=flags)
+            return opened[speech, allow]
 
         yield launch
-        for browser in opened:
+        for browser in opened.values():
             browser.close()
 
 

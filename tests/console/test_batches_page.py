@@ -206,8 +206,12 @@ def test_a_recording_that_would_expire_before_its_batch_is_uploaded_again(served
     me.until("#problem:has-text('answered with status 503')")
     me.page.select_option("#window", "7d")
     me.page.click("#again")
-    card(me, "later").wait_for()
-    batch = next(each for each in ask(served, "GET", "/v1/batches")["data"] if each["metadata"] == {"name": "later"})
+    card(me, "later").locator(".batch-facts").first.wait_for()
+    made = [each for each in ask(served, "GET", "/v1/batches")["data"] if each["metadata"] == {"name": "later"}]
+    # After a 503 there may be a batch: what was asked for first is cancelled before another is made.
+    batch, before = sorted(made, key=lambda each: each["completion_window"], reverse=True)
+    assert (batch["completion_window"], before["completion_window"]) == ("7d", "1h")
+    assert before["status"] == "cancelled"
     (line,) = httpx.get(f"{served.url}/v1/files/{batch['input_file_id']}/content").text.splitlines()
     file = ask(served, "GET", f"/v1/files/{json.loads(line)['body']['file']}")
     assert file["expires_at"] - file["created_at"] == (7 + 2) * 86_400
@@ -365,7 +369,8 @@ HOLD_CREATION = """(lost) => {
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_batch_that_is_being_created_is_cancelled(served, visit, packaged_speech, tmp_path, lost):
     name = f"cancelled while created, {lost}"
-    clips = [shutil.copy(packaged_speech / "two_cities.wav", tmp_path / f"long {n} {lost}.wav") for n in range(6)]
+    # So many that they are not all transcribed before the test cancels, however slow the browser is.
+    clips = [shutil.copy(packaged_speech / "two_cities.wav", tmp_path / f"long {n} {lost}.wav") for n in range(40)]
     me = visit(served.url)
     me.until("#choose-files")
     me.page.evaluate(HOLD_CREATION, lost)
@@ -384,6 +389,89 @@ def test_a_batch_that_is_being_created_is_cancelled(served, visit, packaged_spee
     assert batch["request_counts"]["completed"] < len(clips)
     left = {each["filename"] for each in ask(served, "GET", "/v1/files")["data"]}
     assert not left & {Path(clip).name for clip in clips}
+    me.expect_calm()
+
+
+HURRY = """() => {
+  const make = AbortSignal.timeout.bind(AbortSignal);
+  AbortSignal.timeout = (ms) => make(ms / 50);
+}"""
+"""What the page waits for it waits for a fiftieth of the time."""
+
+
+def named(served: Served, name: str) -> list[dict[str, Any]]:
+    return [each for each in ask(served, "GET", "/v1/batches")["data"] if each["metadata"] == {"name": name}]
+
+
+def test_a_creation_that_hangs_is_cancelled_within_a_limit(served, visit, packaged_speech):
+    me = visit(served.url)
+    me.until("#choose-files")
+    me.page.evaluate(HURRY)
+    creations: list[str] = []
+
+    def hang(route: Any) -> None:
+        """It never answers, as behind a proxy whose server is gone."""
+        if route.request.method == "POST":
+            creations.append(route.request.headers["idempotency-key"])
+        else:
+            route.continue_()
+
+    me.page.route("**/v1/batches", hang)
+    me.page.set_input_files("#files", [packaged_speech / "two_cities.wav"])
+    me.page.fill("#name", "hangs")
+    with me.page.expect_request(lambda request: request.method == "POST" and request.url.endswith("/v1/batches")):
+        me.page.click("#submit")
+    me.page.click("#stop")
+    me.until(".toast:has-text('Cancelling')")
+    me.until("#problem:has-text('The batch may go on: The server does not answer')")
+    assert len(creations) == 2, "asked again, once"
+    assert len(set(creations)) == 1, "it stays one batch"
+    me.page.unroute("**/v1/batches")
+    me.page.click("#again")
+    card(me, "hangs").locator(".pill[data-state=cancelled], .pill[data-state=completed]").wait_for()
+    assert len(named(served, "hangs")) == 1
+    me.expect_calm()
+
+
+def test_an_error_of_the_server_leaves_open_whether_there_is_a_batch(served, visit, packaged_speech):
+    """The server made the batch and failed after that: it is found and cancelled, and not taken for refused."""
+    me = visit(served.url)
+    me.until("#choose-files")
+    error = {"code": "store_unavailable", "type": "server_error", "message": "the disk is gone"}
+
+    def fail_afterwards(route: Any) -> None:
+        route.fetch()
+        route.fulfill(status=503, json={"error": error})
+
+    creation = lambda url: url.endswith("/v1/batches")  # noqa: E731
+    me.page.route(creation, fail_afterwards, times=1)
+    me.page.set_input_files("#files", [packaged_speech / "two_cities.wav"])
+    me.page.fill("#name", "made before it failed")
+    me.page.click("#submit")
+    me.until("#problem:has-text('cannot read its files and batches')")
+    me.page.click("#clear")
+    card(me, "made before it failed").locator(".pill[data-state=cancelled], .pill[data-state=completed]").wait_for()
+    assert len(named(served, "made before it failed")) == 1
+    me.expect_calm("503")
+
+
+def test_another_order_after_a_lost_answer_makes_no_second_batch(served, visit, packaged_speech, tmp_path):
+    clips = [shutil.copy(packaged_speech / "two_cities.wav", tmp_path / f"again {n}.wav") for n in range(20)]
+    me = visit(served.url)
+    me.until("#choose-files")
+    me.page.evaluate(HOLD_CREATION, True)
+    me.page.set_input_files("#files", clips)
+    me.page.fill("#name", "first order")
+    me.page.click("#submit")
+    me.holds("window.answer !== undefined")
+    me.page.evaluate("answer()")
+    me.until("#problem:has-text('The server does not answer')")
+    me.page.fill("#name", "second order")
+    me.page.click("#again")
+    card(me, "second order").wait_for()
+    (first,), (second,) = named(served, "first order"), named(served, "second order")
+    assert first["status"] == "cancelled"
+    ask(served, "POST", f"/v1/batches/{second['id']}/cancel")
     me.expect_calm()
 
 

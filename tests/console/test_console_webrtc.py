@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import wave
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from console_page import KEY, Served, Visitor, browsers, words
+from console_page import KEY, WAIT_S, Served, Visitor, browsers, words
 
 pytest.importorskip("aiortc", reason="aiortc is not installed: pip install 'asr-serve[webrtc]'")
 
@@ -48,6 +49,14 @@ def counted(served: Served, sample: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in told.splitlines() if line.startswith(sample))
 
 
+def counts(served: Served, sample: str, value: float) -> None:
+    """Waits until a metric has this value: the server counts a call when it has ended, after its last word."""
+    end_s = time.monotonic() + WAIT_S
+    while (found := counted(served, sample)) != value:
+        assert time.monotonic() < end_s, (sample, found)
+        time.sleep(0.05)
+
+
 def test_a_talk_over_webrtc(served: Served, visitor: Visitor):
     page = visitor.page
     assert page.locator("#want-speech-only").is_enabled()
@@ -64,9 +73,9 @@ def test_a_talk_over_webrtc(served: Served, visitor: Visitor):
     visitor.mode("idle")
     # On a busy machine the browser's microphone stutters, and words are lost before anybody sends them.
     assert {"tried", "failed", "matter", "again", "better"} & set(words(visitor.text()))
-    assert counted(served, 'asr_serve_live_sessions_total{end="done",route="/v1/whip"}') == 1
+    counts(served, 'asr_serve_live_sessions_total{end="done",route="/v1/whip"}', 1)
     assert counted(served, "asr_serve_webrtc_packets_total") > 100
-    assert counted(served, 'asr_serve_live_open_sessions{route="/v1/whip"}') == 0
+    counts(served, 'asr_serve_live_open_sessions{route="/v1/whip"}', 0)
     page.reload()
     assert page.input_value("#transport") == "webrtc"  # the browser remembers it
     visitor.expect_calm("401")
@@ -80,7 +89,7 @@ def test_calls_as_openai_documents_them(served: Served, visitor: Visitor):
     assert told["types"][0] == "session.created"
     assert "input_audio_buffer.speech_started" in told["types"]
     assert told["state"] == "closed"
-    assert counted(served, 'asr_serve_live_sessions_total{end="done",route="/v1/realtime/calls"}') == 1
+    counts(served, 'asr_serve_live_sessions_total{end="done",route="/v1/realtime/calls"}', 1)
 
 
 OPENAI_CALL = """async (key) => {

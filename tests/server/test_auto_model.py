@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 from running_server import MODEL, Running
 
 from asr_serve.config import EngineConfig, ServeConfig
+from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import MULTILINGUAL, asr_card
 from asr_serve.server.engine_registry import EngineParts, EngineRegistry, ModelNeeds, open_engine
@@ -139,6 +141,45 @@ async def test_a_server_of_the_multilingual_model_alone(whisper):
     await engines.start()
     assert (opened, engines.resolve(None), engines.get().name) == ([MULTILINGUAL], WHISPER, WHISPER)
     assert engines.substitute(None, ModelNeeds("de", "translate", True)) is None  # it can do that itself
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_cannot_be_loaded_is_not_tried_with_every_upload(parts, whisper):
+    """Its weights are broken, and then mended."""
+    opened, now_s, is_broken = [], 0.0, True
+
+    def open_broken(name, config):
+        opened.append(name)
+        if name == WHISPER and is_broken:
+            raise WeightsCorrupt("model.safetensors differs", "the published weights", "fetch it again")
+        return whisper if name == WHISPER else parts._replace(multilingual=WHISPER)
+
+    engines = EngineRegistry(ServeConfig(voice="none"), open_broken, clock=lambda: now_s)
+    await engines.start()
+    needs = ModelNeeds(None, "transcribe", False)
+
+    async def upload():
+        await engines.load_substitute("auto", needs)
+
+    due_s, waits_s = 0.0, []
+    for _ in range(8):
+        opened.clear()
+        now_s = due_s
+        with pytest.raises(WeightsCorrupt, match=r"^model\.safetensors differs"):
+            await upload()
+        for _ in range(3):  # meanwhile they are told at once
+            with pytest.raises(WeightsCorrupt, match=r"loaded again in \d+ s: model\.safetensors differs") as caught:
+                await upload()
+        assert opened == [WHISPER]
+        waits_s.append(int(re.search(r"in (\d+) s", str(caught.value))[1]))
+        due_s = now_s + waits_s[-1]
+    assert waits_s == [10, 20, 40, 80, 160, 320, 600, 600]
+    is_broken = False
+    with pytest.raises(WeightsCorrupt):
+        await upload()
+    await engines.load(WHISPER)  # an administrator need not wait
+    assert engines.state(WHISPER) == "ready"
+    await upload()
 
 
 @pytest.mark.asyncio

@@ -17,7 +17,15 @@ from asr_serve.errors import EngineCrashed, ModelNotLoaded, QuotaExceeded, StepF
 from asr_serve.metrics import ServerMetrics
 from asr_serve.protocols.openai.batches import ENDED_STATUSES, Batch, BatchRequest, BatchStatus, ListQuery
 from asr_serve.server.batch.batch_queue import BatchQueue
-from asr_serve.server.batch.batch_store import SUSPECT_ATTEMPTS, BatchLine, BatchStore, NewFile, OpenBatch, new_file_id
+from asr_serve.server.batch.batch_store import (
+    ROW_BYTES,
+    SUSPECT_ATTEMPTS,
+    BatchLine,
+    BatchStore,
+    NewFile,
+    OpenBatch,
+    new_file_id,
+)
 from asr_serve.server.batch.line_runner import LineAnswer, LineRunner
 
 ENDPOINT = "/v1/audio/transcriptions"
@@ -168,6 +176,52 @@ def test_uploads_in_progress_take_no_room_from_answers(config: BatchConfig) -> N
         store.release(ticket)
         store.release(ticket)
         assert store.batch(OWNER, batch.id).request_counts.completed == 1
+
+
+def used_bytes(store: BatchStore) -> int:
+    return store.usage([OWNER])[0].bytes
+
+
+def test_the_rows_of_lines_count_in_the_quota_of_their_key(config: BatchConfig) -> None:
+    """Many batches of one input: its bytes count once, and the lines of each batch as long as it runs."""
+    config = msgspec.structs.replace(config, bytes_per_key=100 * (ROW_BYTES + 1) + 20_000)
+    with closing(BatchStore(config)) as store:
+        first = add_batch(store, 100)
+        alone = used_bytes(store)
+        request = BatchRequest(first.input_file_id, ENDPOINT, "24h", 86_400, None, None)
+        second = store.create_batch(OWNER, "", request)
+        lines = [(str(number % 10), 0, 1) for number in range(100)]
+        one, other = store.open_batches()
+        store.begin_batch(one.number, lines)
+        assert used_bytes(store) == alone + 100 * (ROW_BYTES + 1)
+        with pytest.raises(QuotaExceeded, match="bytes_per_key"):
+            store.begin_batch(other.number, lines)
+        assert store.batch(OWNER, second.id).status == "validating"
+        assert used_bytes(store) == alone + 100 * (ROW_BYTES + 1)
+        assert store.answer_line(one, 1, "failed", bytes(10))
+        with closing(sqlite3.connect(store.folder / "queue.sqlite")) as db, db:
+            db.execute("UPDATE usage SET bytes = 0")  # as a version left it that counted no lines
+    with closing(BatchStore(config)) as store:
+        assert used_bytes(store) == alone + 100 * (ROW_BYTES + 1) + 10
+        store.begin_ending(one.number, "cancelled")
+        store.finish_batch(one.number, None, None)
+        assert used_bytes(store) == alone
+
+
+def test_a_batch_without_room_for_its_lines_fails(config: BatchConfig) -> None:
+    config = msgspec.structs.replace(config, bytes_per_key=15_000)
+    with closing(BatchStore(config)) as store:
+        batch = add_batch(store, 100)
+
+    async def test(queue: BatchQueue, runner: HeldRunner) -> None:
+        store = await queue.store()
+        assert await until_ended(store, batch.id) == "failed"
+        errors = store.batch(OWNER, batch.id).errors
+        assert errors is not None
+        assert [error.code for error in errors.data] == ["quota_exceeded"]
+        assert "batch.bytes_per_key" in errors.data[0].message
+
+    with_queue(config, test)
 
 
 def test_a_reservation_is_released_while_the_store_is_busy(config: BatchConfig) -> None:

@@ -25,15 +25,16 @@ export interface Cue {
   speaker: string;
 }
 
-/** Cues in order, never overlapping; each lasts 1 ms or more. `endMs`: of the recording. `names`: where the speaker
- * changes the text begins with a name. */
+/** Cues in order of time; each lasts 1 ms or more, and one is shown at a time, but for those of speakers who talk at
+ * once. `endMs`: of the recording. `names`: where the speaker changes the text begins with a name. */
 export function cues(segments: readonly Segment[], endMs: number, names = false): Cue[] {
-  const made = cut(segments, names);
+  const all = groups(segments, names);
   let freeMs = 0;
-  return made.map((cue, n) => {
-    const next = made[n + 1];
-    const shown = timed(cue, freeMs, next ? next.startMs : Math.max(endMs, cue.endMs, freeMs), !next);
-    freeMs = shown.endMs;
+  return all.flatMap((group, n) => {
+    const next = all[n + 1];
+    const last = group.reduce((latest, cue) => Math.max(latest, cue.endMs), Math.max(endMs, freeMs));
+    const shown = timedGroup(group, freeMs, next ? next[0]!.startMs : last, !next);
+    freeMs = Math.max(...shown.map((cue) => cue.endMs));
     return shown;
   });
 }
@@ -47,20 +48,73 @@ function endsWith(text: string, marks: Set<string>): boolean {
   return marks.has([...text.replace(BEHIND_MARKS, "")].at(-1) ?? "");
 }
 
-/** With the times of what they say. */
-function cut(segments: readonly Segment[], names: boolean): Cue[] {
-  const made: Cue[] = [];
+/** Cues with the times of what they say, not yet shown for longer: one alone, or those of segments that overlap. */
+function groups(segments: readonly Segment[], names: boolean): Cue[][] {
+  const made: Cue[][] = [];
   let told = "";
-  for (const segment of segments) {
-    for (const { speaker, said } of turns(segment)) {
-      const all = names && speaker && speaker !== told ? [...named(clean(speaker), said[0]!.startMs), ...said] : said;
-      told = speaker;
-      for (const part of cheapest(all)) {
-        made.push({ startMs: part[0]!.startMs, endMs: part.at(-1)!.endMs, rows: rows(part), speaker });
-      }
-    }
+  for (const group of overlapping(segments)) {
+    const found = cut(group, told, names);
+    told = found.at(-1)?.speaker ?? told;
+    if (group.length === 1) made.push(...found.map((cue) => [cue]));
+    else if (found.length) made.push(found);
   }
   return made;
+}
+
+/** Segments one by one, those of different speakers that overlap in time together. */
+function overlapping(segments: readonly Segment[]): Segment[][] {
+  const made: Segment[][] = [];
+  let end = -1;
+  for (const segment of segments) {
+    if (segment.start < end) made.at(-1)!.push(segment);
+    else made.push([segment]);
+    end = segment.speaker ? Math.max(end, segment.end) : -1; // one without a speaker no other can overlap
+  }
+  return made;
+}
+
+/** Cues of segments in order of time; those of one segment stay in its order. */
+function cut(segments: readonly Segment[], before: string, names: boolean): Cue[] {
+  const waiting = segments
+    .map((segment) => turns(segment).flatMap(({ speaker, said }) => cheapest(said).map((part) => ({ speaker, part }))))
+    .filter((parts) => parts.length)
+    .map((parts) => ({ parts, begun: false }));
+  const made: Cue[] = [];
+  let told = before;
+  while (waiting.length) {
+    // At equal starts a segment goes on before another begins: a name may fill a cue, whose text has to follow it.
+    const next = waiting.reduce((first, each) => {
+      const later = each.parts[0]!.part[0]!.startMs - first.parts[0]!.part[0]!.startMs;
+      return later < 0 || (!later && each.begun && !first.begun) ? each : first;
+    });
+    const { parts } = next;
+    const { speaker } = parts[0]!;
+    if (names && speaker && speaker !== told) {
+      const other = parts.findIndex((each) => each.speaker !== speaker);
+      const said = parts.splice(0, other < 0 ? parts.length : other).flatMap(({ part }) => part);
+      const all = [...named(clean(speaker), said[0]!.startMs), ...said];
+      parts.unshift(...cheapest(all).map((part) => ({ speaker, part })));
+    }
+    told = speaker;
+    const { part } = parts.shift()!;
+    made.push({ startMs: part[0]!.startMs, endMs: part.at(-1)!.endMs, rows: rows(part), speaker });
+    next.begun = true;
+    if (!parts.length) waiting.splice(waiting.indexOf(next), 1);
+  }
+  return made;
+}
+
+/** On screen in order; those of one speaker do not overlap. */
+function timedGroup(group: readonly Cue[], freeMs: number, nextMs: number, isLast: boolean): Cue[] {
+  const limits = group.map((cue, n) => group.slice(n + 1).find(({ speaker }) => speaker === cue.speaker)?.startMs);
+  const shownMs = new Map<string, number>();
+  const shown = group.map((cue, n) => {
+    const limit = limits[n];
+    const made = timed(cue, shownMs.get(cue.speaker) ?? freeMs, limit ?? nextMs, isLast && limit === undefined);
+    shownMs.set(cue.speaker, made.endMs);
+    return made;
+  });
+  return shown.sort((a, b) => a.startMs - b.startMs);
 }
 
 /** What each of its speakers says without a break. */

@@ -140,6 +140,7 @@ export class Create {
   /** Says how many files could not be deleted, and otherwise `done`. A batch that the server has by then is shown. */
   async #cancel(submission: Submission, done = ""): Promise<void> {
     let cancelled;
+    if (submission.asked) toast("Cancelling: the server is asked whether it has the batch");
     try {
       cancelled = await submission.cancel();
     } catch (failure) {

@@ -1,5 +1,5 @@
 import { SpeechError } from "asr-serve";
-import { address, authorization, refusal, request } from "../page/api";
+import { address, authorization, HttpError, refusal, request } from "../page/api";
 import { askForKey, key } from "../page/key";
 import { forEach } from "../page/pool";
 import { customIds, inputLines, TRANSCRIPTIONS, type Batch, type Choice } from "./batch";
@@ -8,6 +8,8 @@ import type { Picked } from "./pick";
 /** Uploads, or deletions, at once. */
 const AT_ONCE = 3;
 const DAY_S = 86_400;
+/** The server answers what a cancellation asks in this time, or it counts as away. */
+const ANSWER_MS = 10_000;
 /** The server keeps a file no longer. */
 const LONGEST_KEPT_S = 30 * DAY_S;
 
@@ -48,8 +50,8 @@ export class Submission {
   #key = "";
   /** Id of the input that was uploaded for this order. */
   #input: string | undefined;
-  /** The request that creates the batch, once it was sent, and what comes of it. */
-  #creation: { init: RequestInit; batch: Promise<Batch> } | undefined;
+  /** The request that creates the batch, once it was sent, and what comes of it; `stop` aborts it. */
+  #creation: { init: RequestInit; batch: Promise<Batch>; stop: AbortController } | undefined;
   /** The recording whose upload failed; "": none did. */
   about = "";
 
@@ -65,8 +67,14 @@ export class Submission {
     return this.#stop.signal.aborted;
   }
 
+  /** Whether the server was asked for the batch. */
+  get asked(): boolean {
+    return this.#creation !== undefined;
+  }
+
   /** Upload what is not uploaded yet, or would expire before the batch has run, and create the batch; may be called
-   * again after a failure, with another order too. Rejects with SpeechError; its code is `cancelled` after `cancel`. */
+   * again after a failure, with another order too: what the server may have of the one before is cancelled first.
+   * Rejects with SpeechError; its code is `cancelled` after `cancel`. */
   async run(order: Order): Promise<Batch> {
     const { choice, window, windowS, name } = order;
     const leastMs = Date.now() + 1_000 * Math.min(windowS + DAY_S, LONGEST_KEPT_S - DAY_S);
@@ -76,6 +84,8 @@ export class Submission {
       this.#sentBytes -= recording.file.size;
     }
     if (expiring.length || JSON.stringify(order) !== JSON.stringify(this.#order)) {
+      await this.#cancelBatch(); // of the other order: its answer may have been lost, and there were two batches
+      this.#creation = undefined;
       this.#order = order;
       this.#input = undefined;
       this.#key = [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
@@ -108,36 +118,48 @@ export class Submission {
     const headers = authorization();
     let left = 0;
     await forEach([...this.#ids], AT_ONCE, async (id) => {
-      const answer = await fetch(address(`v1/files/${id}`), { method: "DELETE", headers }).catch(() => undefined);
+      const init = { method: "DELETE", headers, signal: AbortSignal.timeout(ANSWER_MS) };
+      const answer = await fetch(address(`v1/files/${id}`), init).catch(() => undefined);
       if (!answer?.ok && answer?.status !== 404) left++; // 404: it has expired
     });
     return { batch, files: this.#ids.size, left };
   }
 
-  /** Create the batch, or find the one that the same request has created before. `cancel` does not abort it, since
-   * nobody could tell then whether there is a batch. */
+  /** Create the batch, or find the one that the same request has created before. `cancel` does not abort it at once,
+   * since nobody could tell then whether there is a batch. */
   #create(init: RequestInit): Promise<Batch> {
-    const batch = told(request("v1/batches", init));
-    this.#creation = { init, batch };
+    const stop = new AbortController();
+    const batch = told("v1/batches", init, stop.signal);
+    this.#creation = { init, batch, stop };
     return batch;
+  }
+
+  /** The batch that is being created, or was; asked for again, once, where the answer does not come or is lost. */
+  async #created({ init, batch, stop }: { init: RequestInit; batch: Promise<Batch>; stop: AbortController }): Promise<Batch> {
+    try {
+      return await limited(batch, stop);
+    } catch (failure) {
+      if (isRefused(failure)) throw failure;
+      const again = this.#create(init);
+      return limited(again, this.#creation!.stop);
+    }
   }
 
   /** Resolves to the batch, cancelled or ended; undefined: there is none. */
   async #cancelBatch(): Promise<Batch | undefined> {
     if (!this.#creation) return undefined;
-    const { init, batch } = this.#creation;
     let id: string;
     try {
-      ({ id } = await batch.catch((failure) => (isRefused(failure) ? batch : this.#create(init))));
+      ({ id } = await this.#created(this.#creation));
     } catch (failure) {
       if (isRefused(failure)) return undefined;
       throw failure;
     }
     try {
-      return await told(request(`v1/batches/${id}/cancel`, { method: "POST" }));
+      return await told(`v1/batches/${id}/cancel`, { method: "POST" }, AbortSignal.timeout(ANSWER_MS));
     } catch (failure) {
       if (!(failure instanceof SpeechError && failure.code === "batch_ended")) throw failure;
-      return told(request(`v1/batches/${id}`));
+      return told(`v1/batches/${id}`, {}, AbortSignal.timeout(ANSWER_MS));
     }
   }
 
@@ -201,11 +223,31 @@ export class Submission {
   }
 }
 
-async function told(answer: Promise<Response>): Promise<Batch> {
-  return (await answer).json() as Promise<Batch>;
+/** A batch as the server tells it. Rejects with SpeechError: `connection_failed` where the answer does not come, or not
+ * whole, or the signal ends the wait. */
+async function told(route: string, init: RequestInit, signal: AbortSignal): Promise<Batch> {
+  try {
+    return (await (await request(route, { ...init, signal })).json()) as Batch;
+  } catch (failure) {
+    if (failure instanceof SpeechError && failure.code !== "cancelled") throw failure;
+    throw new SpeechError("connection_failed", "The server does not answer.", { cause: failure });
+  }
 }
 
-/** Whether the server has read the request, and has not done it. After other failures it may have done it. */
+/** What a request comes to, which `stop` aborts if that takes too long from now on. */
+async function limited(batch: Promise<Batch>, stop: AbortController): Promise<Batch> {
+  const timer = AbortSignal.timeout(ANSWER_MS);
+  const end = (): void => stop.abort();
+  timer.addEventListener("abort", end);
+  try {
+    return await batch;
+  } finally {
+    timer.removeEventListener("abort", end);
+  }
+}
+
+/** Whether the server has read the request, and has not done it. After other failures, those of the server itself
+ * among them, it may have done it. */
 function isRefused(failure: unknown): boolean {
-  return failure instanceof SpeechError && failure.code !== "connection_failed" && !failure.code.startsWith("http_5");
+  return failure instanceof HttpError && failure.status < 500;
 }

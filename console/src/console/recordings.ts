@@ -1,5 +1,6 @@
 import { SpeechError, Transcript } from "asr-serve";
 import { toast } from "../page/toast";
+import { whyDefault } from "./identified";
 import { Progress } from "./progress";
 import { refused } from "./refused";
 import { open } from "./sound";
@@ -31,10 +32,10 @@ export class Recordings {
     void this.#play(take, file);
     try {
       this.#sending = upload(file, fields, {
-        model: (name, outcome) => {
+        model: (name, identified) => {
           if (model) return; // a route's name stands for several
-          if (outcome === "unsure") toast(`The language is uncertain: ${name} hears it`);
-          else if (outcome && outcome !== "identified" && outcome !== "no_speech") toast(`The language could not be found out: ${name} hears it`);
+          const why = identified && whyDefault(identified, name);
+          if (why) toast(why);
           transcript.model = name;
           take.automatic = true;
           stage.refresh();

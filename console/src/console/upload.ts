@@ -1,5 +1,6 @@
 import { SpeechError, type Segment, type Word } from "asr-serve";
 import { address, authorization, failed, refusal, type Told } from "../page/api";
+import { identifiedOf, type Identified } from "./identified";
 import { speakerId } from "./voices";
 
 export interface Upload {
@@ -9,9 +10,9 @@ export interface Upload {
 }
 
 export interface UploadEvents {
-  /** The model that the server has chosen, or that was named. `outcome`: of identifying the language that is spoken;
-   * undefined: that was not asked. */
-  model(name: string, outcome: string | undefined): void;
+  /** The model that the server has chosen, or that was named. `identified`: the language that is spoken; undefined:
+   * that was not asked. */
+  model(name: string, identified: Identified | undefined): void;
   sent(bytes: number, total: number): void;
   segment(segment: Segment): void;
   /** What is known of the whole when all of it was heard. `score`: how sure the language is, 0..1. */
@@ -79,7 +80,7 @@ export function upload(file: File, fields: Record<string, string>, events: Uploa
     request.upload.addEventListener("load", ({ total }) => events.sent(total, total));
     request.addEventListener("readystatechange", () => {
       const model = request.readyState === XMLHttpRequest.HEADERS_RECEIVED && request.getResponseHeader("x-model");
-      if (model) events.model(model, request.getResponseHeader("x-identified-language")?.match(/outcome=(\w+)/)?.[1]);
+      if (model) events.model(model, identifiedOf(request.getResponseHeader("x-identified-language")));
     });
     request.addEventListener("progress", readOn);
     request.addEventListener("load", () => {

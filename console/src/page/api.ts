@@ -46,14 +46,26 @@ export function failed({ code, type, message, param }: Told, retry: { retryAfter
   return new SpeechError(code ?? type, message, { ...retry, param: param ?? undefined });
 }
 
-/** The error in an answer of OpenAI's shape, or in one of a proxy's that has none. */
-export function refusal(status: number, body: string, retryAfterMs: string | null): SpeechError {
-  const retry = { retryAfterMs: retryAfterMs === null ? undefined : Number(retryAfterMs) };
-  try {
-    return failed((JSON.parse(body) as { error: Told }).error, retry);
-  } catch {
-    return new SpeechError(`http_${status}`, `The server, or a proxy before it, answered with status ${status}.`, retry);
+/** An answer that is an error, with its HTTP status. */
+export class HttpError extends SpeechError {
+  constructor(
+    readonly status: number,
+    { code, message, retryAfterMs, param }: SpeechError,
+  ) {
+    super(code, message, { retryAfterMs, param });
   }
+}
+
+/** The error in an answer of OpenAI's shape, or in one of a proxy's that has none. */
+export function refusal(status: number, body: string, retryAfterMs: string | null): HttpError {
+  const retry = { retryAfterMs: retryAfterMs === null ? undefined : Number(retryAfterMs) };
+  let error: SpeechError;
+  try {
+    error = failed((JSON.parse(body) as { error: Told }).error, retry);
+  } catch {
+    error = new SpeechError(`http_${status}`, `The server, or a proxy before it, answered with status ${status}.`, retry);
+  }
+  return new HttpError(status, error);
 }
 
 export interface Model {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -55,6 +57,19 @@ from asr_serve.text.tokenizers import Tokenizer
 from asr_serve.types import suggest_name
 
 log = logging.getLogger(__name__)
+
+
+LOAD_RETRY_S, MAX_LOAD_RETRY_S = 10.0, 600.0
+"""Time after which an upload has a model loaded again that could not be loaded, and the longest: it doubles with each
+failure. A load reads gigabytes, and broken weights stay broken until somebody mends them."""
+
+
+class FailedLoad(NamedTuple):
+    """Why a model could not be loaded, and when an upload may have it loaded again."""
+
+    error: AsrServeError
+    wait_s: float
+    due_s: float
 
 
 class EngineParts(NamedTuple):
@@ -330,12 +345,13 @@ class EngineRegistry:
         open_engine: Callable[[str, ServeConfig], EngineParts] = open_engine,
         *,
         scorers: Mapping[int, SentenceScorer] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`scorers`: language models of the pipeline, by the index of their stage; None: they are loaded with it.
         Raises OptionError, SourceNotFound for a pipeline file or a policy that is wrong, and as ModelGovernor.open."""
         if config.model == AUTO_MODEL:
             config = msgspec.structs.replace(config, model=MULTILINGUAL)
-        self._config, self._open, self._scorers = config, open_engine, scorers
+        self._config, self._open, self._scorers, self._clock = config, open_engine, scorers, clock
         self.governor = (
             None if config.governance.policy is None else ModelGovernor.open(config.governance, config.evaluations)
         )
@@ -360,6 +376,7 @@ class EngineRegistry:
         self._folders: dict[str, str] = {}
         """Path of a folder that is configured as a model -> the model's name."""
         self._loading: dict[str, asyncio.Task[ModelEngine]] = {}
+        self._failed_loads: dict[str, FailedLoad] = {}
         self._unloading: dict[str, asyncio.Task[None]] = {}
         self._renewing: set[asyncio.Task[HandoverResult]] = set()
         self._on_demand: set[str] = set()
@@ -589,7 +606,8 @@ class EngineRegistry:
 
     async def load_substitute(self, name: str | None, needs: ModelNeeds) -> None:
         """Loads what `substitute` names, if it is not loaded, or is being unloaded; for the name `auto` and no language
-        the model that identifies it. Raises as `load`."""
+        the model that identifies it. Raises as `load`; the error of a load that failed at once, until another one is
+        due."""
         identifies = name == AUTO_MODEL and needs.language is None and needs.task == "transcribe"
         if identifies:
             needs = needs._replace(detects=True)
@@ -599,6 +617,9 @@ class EngineRegistry:
             substitute = auto if auto is not None and _identifies_languages(self._cards.get(auto)) else None
         if substitute is None or (state := self.state(substitute)) not in ("not_loaded", "loading", "unloading"):
             return
+        failed = self._failed_loads.get(substitute)
+        if failed is not None and state == "not_loaded" and (left_s := failed.due_s - self._clock()) > 0:
+            raise failed.error.located(f"{substitute}, which is loaded again in {math.ceil(left_s)} s")
         engine = await self.load(substitute)
         if state != "loading":  # else it is served anyway: at start, or because an administrator asked for it
             self._on_demand.add(engine.name)
@@ -727,7 +748,13 @@ class EngineRegistry:
             if place not in engine.cards:
                 self._folders[place] = engine.name
             self._cards.update(engine.cards)
+            self._failed_loads.pop(own, None)
             return engine
+        except AsrServeError as error:
+            before = self._failed_loads.get(own)
+            wait_s = LOAD_RETRY_S if before is None else min(2 * before.wait_s, MAX_LOAD_RETRY_S)
+            self._failed_loads[own] = FailedLoad(error, wait_s, self._clock() + wait_s)
+            raise
         finally:
             self._loading.pop(own, None)
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, ParamSpec, TypeVar
 import msgspec
 
 from asr_serve.config import BatchConfig
-from asr_serve.errors import AsrServeError, Draining, EngineCrashed, NoSuchRoute, StoreUnavailable
+from asr_serve.errors import AsrServeError, Draining, EngineCrashed, NoSuchRoute, QuotaExceeded, StoreUnavailable
 from asr_serve.metrics import BatchMetrics
 from asr_serve.protocols.key_status import BatchQuotas, Quota
 from asr_serve.protocols.openai.batches import (
@@ -479,12 +479,16 @@ class BatchQueue:
         assert self._store is not None
         store = self._store
         lines, errors = await _in_thread(partial(read_input, store.path(batch.input_file), batch.endpoint))
+        if not errors:
+            try:
+                await self.call(store.begin_batch, batch.number, lines)
+            except QuotaExceeded as full:
+                errors = [BatchLineError(full.code, str(full), None)]
         if errors:
             await self.call(store.fail_batch, batch.number, errors)
             self._note_end(batch, "failed")
             log.info("batch %s failed: %s", batch.id, errors[0].message)
         else:
-            await self.call(store.begin_batch, batch.number, lines)
             log.info("batch %s of %d lines for %s", batch.id, len(lines), batch.endpoint)
 
     async def _finish(self, active: ActiveBatch) -> None:

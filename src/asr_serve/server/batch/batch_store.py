@@ -67,6 +67,8 @@ SUSPECT_ATTEMPTS = 3
 BATCH_RETRY_MS = 30_000
 STORE_RETRY_MS = 5_000
 EXPIRED_AT_ONCE = 1_000
+ROW_BYTES = 128
+"""Bytes that the row of a line counts as beside its custom_id, its indexes included."""
 MAX_ENDED = 10_000
 """Ended batches of a key that are remembered; with more, the oldest is forgotten before its time."""
 QUEUE, PART = "queue.sqlite", ".part"
@@ -111,6 +113,7 @@ CREATE TABLE notices (
 CREATE INDEX notices_by_due ON notices (due);
 """
 
+_LINE_BYTES = f"{ROW_BYTES} + length(CAST(custom_id AS BLOB)) + coalesce(length(answer), 0)"
 _COLUMNS = (
     "number, id, owner, caller, endpoint, input_file, window, metadata, output_s, created, expires, status, ending,"
     " times, errors, output_file, error_file, total, completed, failed"
@@ -262,6 +265,7 @@ class BatchStore:
             self._db = self._open()
             undo.callback(self._db.close)
             self._sweep()
+            self._recount()
             undo.pop_all()
 
     def close(self) -> None:
@@ -298,6 +302,18 @@ class BatchStore:
                     shutil.rmtree(entry.path)
                 else:
                     os.unlink(entry.path)
+
+    def _recount(self) -> None:
+        """Counts anew what each owner uses: an earlier version counted the rows of lines not at all."""
+        with self._db as db:
+            db.execute("BEGIN IMMEDIATE")
+            db.execute("DELETE FROM usage")
+            db.execute(
+                "INSERT INTO usage SELECT owner, sum(files), sum(bytes) FROM ("
+                " SELECT owner, 1 AS files, bytes FROM files UNION ALL"
+                f" SELECT owner, 0, {_LINE_BYTES} FROM lines JOIN batches ON batches.number = lines.batch"
+                ") GROUP BY owner"
+            )
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -575,11 +591,15 @@ class BatchStore:
         return [OpenBatch(*row) for row in rows]
 
     def begin_batch(self, number: int, lines: list[tuple[str, int, int]]) -> None:
-        """Adds the lines of a batch, each with its custom_id, position and length, and starts it."""
+        """Adds the lines of a batch, each with its custom_id, position and length, and starts it. Raises QuotaExceeded
+        where its owner has no room for them."""
         with self._write(synced=False) as db:
             row = self._batch(db, "number = ?", number)
             if row.status != "validating":  # cancelled meanwhile
                 return
+            size_bytes = sum(ROW_BYTES + len(custom_id.encode()) for custom_id, _, _ in lines)
+            self._check_quota(row.owner, 0, size_bytes)
+            self._count_lines(db, row.owner, size_bytes)
             db.executemany(
                 "INSERT INTO lines (batch, number, custom_id, start, length) VALUES (?, ?, ?, ?, ?)",
                 ((number, line, *fields) for line, fields in enumerate(lines, 1)),
@@ -609,8 +629,8 @@ class BatchStore:
         with self._placed(files), self._write() as db:
             row = self._batch(db, "number = ?", number)
             assert row.ending is not None, "begin_ending was called"
-            # Answers have been counted as bytes of their owner since they came.
-            self._count_answers(db, row.owner, -self._answer_bytes(db, number))
+            # Lines have been counted as bytes of their owner since they came, with their answers.
+            self._count_lines(db, row.owner, -self._line_bytes(db, number))
             for file in files:
                 self._insert(db, row.owner, file._replace(keep_s=row.output_s or self._config.keep_s))
             db.execute("DELETE FROM lines WHERE batch = ?", (number,))
@@ -694,7 +714,7 @@ class BatchStore:
             ).rowcount
             if changed:
                 db.execute(f"UPDATE batches SET {outcome} = {outcome} + 1 WHERE number = ?", (batch.number,))
-                self._count_answers(db, batch.owner, len(answer))
+                self._count_lines(db, batch.owner, len(answer))
                 if file is not None:
                     self._insert(db, batch.owner, file)
         if not changed and file is not None:
@@ -717,14 +737,14 @@ class BatchStore:
         return int(self._rows("SELECT count(*) FROM lines WHERE outcome IS NULL")[0][0])
 
     def stored_bytes(self) -> int:
-        """Bytes of all files and answers."""
+        """Bytes of all files, lines and answers."""
         return int(self._rows("SELECT coalesce(sum(bytes), 0) FROM usage")[0][0])
 
-    def _answer_bytes(self, db: sqlite3.Connection, batch: int) -> int:
-        query = "SELECT coalesce(sum(length(answer)), 0) FROM lines WHERE batch = ?"
+    def _line_bytes(self, db: sqlite3.Connection, batch: int) -> int:
+        query = f"SELECT coalesce(sum({_LINE_BYTES}), 0) FROM lines WHERE batch = ?"
         return int(db.execute(query, (batch,)).fetchone()[0])
 
-    def _count_answers(self, db: sqlite3.Connection, owner: str, size_bytes: int) -> None:
+    def _count_lines(self, db: sqlite3.Connection, owner: str, size_bytes: int) -> None:
         db.execute(
             "INSERT INTO usage VALUES (?, 0, ?) ON CONFLICT (owner) DO UPDATE SET bytes = bytes + excluded.bytes",
             (owner, size_bytes),

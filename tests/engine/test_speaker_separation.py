@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
-import torch
 
 from asr_serve.devices import make_device
-from asr_serve.engine.diarization_runner import DiarizationRunner, SeparationRequest
-from asr_serve.engine.speaker_separation import separate_speakers
+from asr_serve.diarization.overlapped_speech import SpeakerRanges
+from asr_serve.engine import speaker_separation
+from asr_serve.engine.speaker_separation import SeparationRequest, SeparationRunner, separate_speakers
 from asr_serve.engine.stats import EngineStats
-from asr_serve.errors import EngineClosed, StepFailed
+from asr_serve.errors import Cancelled, EngineClosed, StepFailed
 
 RATE_HZ = 16_000
-CPU = torch.device("cpu")
+WAIT_S = 60
 
 
 def voice(seconds: float, pitches: tuple[float, float], seed: int) -> np.ndarray:
@@ -44,7 +47,7 @@ def mixture() -> tuple[np.ndarray, tuple[tuple[tuple[int, int], ...], ...]]:
 
 def test_each_is_clearer_where_both_speak(mixture):
     tracks, speaker_ranges = mixture
-    found = separate_speakers(tracks.sum(0), speaker_ranges, CPU)
+    found = separate_speakers(tracks.sum(0), speaker_ranges)
     both = slice(3 * RATE_HZ, 5 * RATE_HZ)
     for own, track in zip(found, tracks, strict=True):
         assert ratio_db(track[both], own[both]) > ratio_db(track[both], tracks.sum(0)[both]) + 5
@@ -52,7 +55,7 @@ def test_each_is_clearer_where_both_speak(mixture):
 
 def test_who_speaks_alone_is_left_as_is_and_the_other_is_silent(mixture):
     tracks, speaker_ranges = mixture
-    found = separate_speakers(tracks.sum(0), speaker_ranges, CPU)
+    found = separate_speakers(tracks.sum(0), speaker_ranges)
     alone = slice(RATE_HZ, 2 * RATE_HZ)
     np.testing.assert_allclose(found[0, alone], tracks[0, alone], atol=1e-5)
     assert np.abs(found[1, alone]).max() < 1e-6
@@ -62,21 +65,21 @@ def test_who_speaks_alone_is_left_as_is_and_the_other_is_silent(mixture):
 
 def test_the_order_of_speakers_is_that_of_their_turns(mixture):
     tracks, speaker_ranges = mixture
-    swapped = separate_speakers(tracks.sum(0), speaker_ranges[::-1], CPU)
+    swapped = separate_speakers(tracks.sum(0), speaker_ranges[::-1])
     both = slice(3 * RATE_HZ, 5 * RATE_HZ)
     assert ratio_db(tracks[1][both], swapped[0][both]) > ratio_db(tracks[0][both], swapped[0][both])
 
 
 def test_the_same_audio_gives_the_same_tracks(mixture):
     tracks, speaker_ranges = mixture
-    one, other = (separate_speakers(tracks.sum(0), speaker_ranges, CPU) for _ in range(2))
+    one, other = (separate_speakers(tracks.sum(0), speaker_ranges) for _ in range(2))
     np.testing.assert_array_equal(one, other)
 
 
 def test_one_who_never_speaks_alone_gets_what_the_other_does_not_explain(mixture):
     tracks, _ = mixture
     pcm = tracks.sum(0)[: 5 * RATE_HZ]
-    found = separate_speakers(pcm, (((0, 5 * RATE_HZ),), ((3 * RATE_HZ, 5 * RATE_HZ),)), CPU)
+    found = separate_speakers(pcm, (((0, 5 * RATE_HZ),), ((3 * RATE_HZ, 5 * RATE_HZ),)))
     both = slice(3 * RATE_HZ, 5 * RATE_HZ)
     assert ratio_db(tracks[1][both], found[1][both]) > ratio_db(tracks[1][both], pcm[both])
 
@@ -84,37 +87,86 @@ def test_one_who_never_speaks_alone_gets_what_the_other_does_not_explain(mixture
 @pytest.mark.parametrize("samples", [1, 300, 1_023, 20_000])
 @pytest.mark.parametrize("speaker_ranges", [((), ()), (((0, 500),), ((0, 500),)), (((-5, 10**6),), ((-5, 10**6),))])
 def test_any_length_and_silence_are_finite(samples, speaker_ranges):
-    found = separate_speakers(np.zeros(samples, np.float32), speaker_ranges, CPU)
+    found = separate_speakers(np.zeros(samples, np.float32), speaker_ranges)
     assert found.shape == (2, samples)
     assert np.isfinite(found).all()
 
 
-def test_the_loop_separates_between_windows_and_fails_what_waits_when_it_ends(mixture):
-    tracks, speaker_ranges = mixture
-    runner = DiarizationRunner(make_device("cpu", "fp32"), EngineStats())
-    done, bad, late = (Future[np.ndarray]() for _ in range(3))
-    runner.submit_separation(SeparationRequest(tracks.sum(0), speaker_ranges, done))
-    runner.submit_separation(SeparationRequest(tracks.sum(0), speaker_ranges[:1], bad))
-    assert runner.step(live=False, idle=False)
-    assert done.result().shape == tracks.shape
-    assert runner.step(live=False, idle=False)
-    assert isinstance(bad.exception(), StepFailed)
-    assert not runner.step(live=False, idle=False)
-    runner.submit_separation(SeparationRequest(tracks.sum(0), speaker_ranges, late))
-    assert not runner.step(live=True, idle=False)
-    runner.close(EngineClosed("the test is over"))
-    assert isinstance(late.exception(), EngineClosed)
+class Jobs:
+    """Jobs for the loop's thread, which the test is."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.runner = SeparationRunner(make_device("cpu", "fp32"), EngineStats(), self.jobs.put)
+
+    def run_next(self) -> None:
+        self.jobs.get(timeout=WAIT_S)()
+
+    def submit(self, pcm: np.ndarray, speaker_ranges: SpeakerRanges) -> Future[np.ndarray]:
+        answer: Future[np.ndarray] = Future()
+        answer.set_running_or_notify_cancel()
+        self.runner.submit(SeparationRequest(pcm, speaker_ranges, answer))
+        return answer
 
 
-def test_a_mixture_waits_for_other_work_while_live_callers_are_connected_up_to_a_limit(mixture, monkeypatch):
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Jobs, threading.Event, list[str]]]:
+    """A runner whose separations wait for the event; and the threads that they ran on."""
+    go, threads = threading.Event(), list[str]()
+
+    def separate(pcm: np.ndarray, speaker_ranges: SpeakerRanges) -> np.ndarray:
+        threads.append(threading.current_thread().name)
+        assert go.wait(WAIT_S)
+        return separate_speakers(pcm, speaker_ranges)
+
+    monkeypatch.setattr(speaker_separation, "separate_speakers", separate)
+    jobs = Jobs()
+    yield jobs, go, threads
+    go.set()
+    jobs.runner.close(EngineClosed("the test is over"))
+
+
+def test_mixtures_are_separated_beside_the_loop_one_after_the_other(mixture, held):
     tracks, speaker_ranges = mixture
-    runner = DiarizationRunner(make_device("cpu", "fp32"), EngineStats())
-    idle, overdue = Future[np.ndarray](), Future[np.ndarray]()
-    runner.submit_separation(SeparationRequest(tracks.sum(0), speaker_ranges, idle))
-    assert not runner.step(live=True, idle=False)
-    assert runner.step(live=True, idle=True)
-    assert idle.result().shape == tracks.shape
-    monkeypatch.setattr("asr_serve.engine.diarization_runner.MAX_SEPARATION_WAIT_S", 0.0)
-    runner.submit_separation(SeparationRequest(tracks.sum(0), speaker_ranges, overdue))
-    assert runner.step(live=True, idle=False)
-    assert overdue.result().shape == tracks.shape
+    jobs, go, threads = held
+    one, bad, other = (
+        jobs.submit(tracks.sum(0), each) for each in (speaker_ranges, speaker_ranges[:1], speaker_ranges)
+    )
+    assert jobs.runner.busy  # and the loop's thread is here, not in it
+    assert not one.done()
+    go.set()
+    jobs.run_next()
+    np.testing.assert_array_equal(one.result(0), separate_speakers(tracks.sum(0), speaker_ranges))
+    jobs.run_next()
+    assert isinstance(bad.exception(0), StepFailed)
+    jobs.run_next()
+    np.testing.assert_array_equal(other.result(0), one.result(0))
+    assert not jobs.runner.busy
+    assert len(threads) == 3
+    assert all(name.startswith("asr-serve separation") for name in threads)
+
+
+def test_a_mixture_that_nobody_waits_for_is_not_separated(mixture, held):
+    tracks, speaker_ranges = mixture
+    jobs, go, threads = held
+    running, waiting = (jobs.submit(tracks.sum(0), speaker_ranges) for _ in range(2))
+    jobs.runner.cancel(waiting)
+    assert isinstance(waiting.exception(0), Cancelled)
+    jobs.runner.cancel(running)  # it has begun
+    jobs.runner.cancel(waiting)
+    go.set()
+    jobs.run_next()
+    assert running.result(0).shape == tracks.shape
+    assert len(threads) == 1
+
+
+def test_what_waits_fails_when_the_engine_ends(mixture, held):
+    tracks, speaker_ranges = mixture
+    jobs, go, _ = held
+    running, waiting = (jobs.submit(tracks.sum(0), speaker_ranges) for _ in range(2))
+    go.set()
+    jobs.runner.close(EngineClosed("the engine was closed"))
+    assert isinstance(running.exception(0), EngineClosed)
+    assert isinstance(waiting.exception(0), EngineClosed)
+    jobs.run_next()  # what the thread reported meanwhile
+    assert jobs.jobs.empty()

@@ -59,6 +59,7 @@ class Engine:
 
     def __init__(self, failure: AsrServeError | None = None) -> None:
         self.failure, self.mixtures = failure, 0
+        self.cancelled: list[Future[np.ndarray]] = []
 
     def separate_speakers(self, pcm: np.ndarray, turns: object, **_: object) -> Future[np.ndarray]:
         self.mixtures += 1
@@ -68,6 +69,16 @@ class Engine:
         else:
             future.set_result(np.random.default_rng(1).standard_normal((2, len(pcm))).astype(np.float32))
         return future
+
+    def cancel_separation(self, answer: Future[np.ndarray]) -> None:
+        self.cancelled.append(answer)
+
+
+class Pending(Engine):
+    """Never answers."""
+
+    def separate_speakers(self, pcm: np.ndarray, turns: object, **_: object) -> Future[np.ndarray]:
+        return Future()
 
 
 class Recognizer:
@@ -97,14 +108,14 @@ class Diarizer:
         return True
 
 
-def recognized(
+def started(
     recognizer: Recognizer,
     engine: Engine | None = None,
     turns: tuple[SpeakerTurn, ...] = TURNS,
     card: AsrCard = MOONSHINE,
     words: bool = True,
 ) -> OverlapRecognizer:
-    """The recognizer after its file, one segment, was recognized."""
+    """The recognizer of a file, one segment, whose turns have just become known."""
     endpoint, search = EndpointConfig(max_segment_ms=20_000), SearchOptions(words=True)
     spell = lambda tokens: " ".join(f"w{token}" for token in tokens)  # noqa: E731
     form = ParallelLongForm(card, endpoint, search, None, 512, spell, lambda _: None)
@@ -120,6 +131,18 @@ def recognized(
     )
     overlaps.keep(SegmentRequest(SPAN, np.zeros(SPAN.samples, np.float32), search))
     overlaps.start(turns)
+    return overlaps
+
+
+def recognized(
+    recognizer: Recognizer,
+    engine: Engine | None = None,
+    turns: tuple[SpeakerTurn, ...] = TURNS,
+    card: AsrCard = MOONSHINE,
+    words: bool = True,
+) -> OverlapRecognizer:
+    """The recognizer after its file, one segment, was recognized."""
+    overlaps = started(recognizer, engine, turns, card, words)
     for _ in range(10):
         if overlaps.finished:
             return overlaps
@@ -206,6 +229,16 @@ def test_what_neither_speaks_alone_is_not_separated() -> None:
 def test_a_segment_that_fails_stays(failure: AsrServeError) -> None:
     assert merged(recognized(Recognizer(), Engine(failure))) == [("", original().text)]
     assert merged(recognized(Recognizer(A_WORDS, failure))) == [("", original().text)]
+
+
+def test_a_file_that_is_given_up_withdraws_its_separations() -> None:
+    engine = Pending()
+    overlaps = started(Recognizer(), engine)
+    assert overlaps.advance()
+    assert not overlaps.finished
+    overlaps.abandon()
+    assert len(engine.cancelled) == 1
+    assert overlaps.finished
 
 
 @pytest.mark.parametrize("failure", [EngineClosed("it is closed"), Cancelled("it was cancelled")])

@@ -244,6 +244,9 @@ class EngineBackend(Protocol):
         self, pcm: np.ndarray, budget_samples: int, live: bool, answer: Future[LocalSpeakers]
     ) -> None: ...
     def separate_speakers(self, pcm: np.ndarray, speaker_ranges: SpeakerRanges, answer: Future[np.ndarray]) -> None: ...
+    def cancel_separation(self, answer: Future[np.ndarray]) -> None:
+        """Withdraws a separation that has not begun; its answer raises Cancelled."""
+
     def describe(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
@@ -534,7 +537,7 @@ class EngineClient:
         """Separates two speakers: the future holds what each says, (2, samples) float32. `pcm` (samples,) float32,
         16 kHz, up to 30 s; `speaker_ranges`: the turns of each, in samples.
 
-        Full, and errors: as in `diarize_window`, whose queue this shares.
+        Full, and errors: as in `diarize_window`, whose queue this shares; and Cancelled after `cancel_separation`.
         """
         _ = self.card  # raises WrongModel
         validate_samples(pcm)
@@ -550,6 +553,11 @@ class EngineClient:
             check=check,
             closed=lambda: self._closed,
         )
+
+    def cancel_separation(self, answer: Future[np.ndarray]) -> None:
+        """Withdraws a separation whose answer nobody waits for any more, unless it has begun."""
+        with contextlib.suppress(EngineClosed):
+            self.backend.cancel_separation(answer)
 
     def set_room(self, sessions: int, engines: float) -> None:
         """Sets how many voice-activity sessions may be open, and how many engines `new_live_callers` is meant for:

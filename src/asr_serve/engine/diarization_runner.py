@@ -18,9 +18,7 @@ import numpy as np
 from asr_serve import units
 from asr_serve.devices.interface import Device
 from asr_serve.diarization.local_speakers import BUDGET_SAMPLES, LocalSpeakers
-from asr_serve.diarization.overlapped_speech import SpeakerRanges
 from asr_serve.engine.executor import StepGuard
-from asr_serve.engine.speaker_separation import separate_speakers
 from asr_serve.engine.stats import EngineStats
 from asr_serve.errors import AsrServeError, WeightsCorrupt, WeightsMissing
 from asr_serve.models.auxiliary import eres2net, pyannote
@@ -195,9 +193,6 @@ each took 2.2 ms a second of audio, 8 at a time 2.6, so a step takes 0.35 s (bf1
 LIVE_STEP_WINDOWS = 1
 MAX_WAIT_S = 0.5
 """Maximum time that a window waits for a full batch while there is other work."""
-MAX_SEPARATION_WAIT_S = 10.0
-"""Maximum time that a mixture waits for a step without other work while live callers are connected, since they
-wait for its step."""
 
 
 class DiarizationRequest(NamedTuple):
@@ -211,17 +206,6 @@ class DiarizationRequest(NamedTuple):
     """Time on the monotonic clock at which it runs without waiting for others."""
 
 
-class SeparationRequest(NamedTuple):
-    """Mixture of two speakers; see speaker_separation.separate_speakers."""
-
-    pcm: np.ndarray
-    speaker_ranges: SpeakerRanges
-    future: Future[np.ndarray]
-    """Never cancelled."""
-    due_s: float = 0.0
-    """Time on the monotonic clock at which it runs although live callers are connected and there is other work."""
-
-
 class DiarizationRunner:
     """Queue of windows and their batched steps. Belongs to the loop's thread; EngineClient limits how many
     wait."""
@@ -230,23 +214,15 @@ class DiarizationRunner:
         self._device, self._stats = device, stats
         self._waiting: deque[DiarizationRequest] = deque()
         self._live: deque[DiarizationRequest] = deque()
-        self._mixtures: deque[SeparationRequest] = deque()
         self._model: WindowDiarizer | None = None
         """Loaded with the first window."""
 
     def submit(self, question: DiarizationRequest) -> None:
         (self._live if question.live else self._waiting).append(question._replace(due_s=time.monotonic() + MAX_WAIT_S))
 
-    def submit_separation(self, question: SeparationRequest) -> None:
-        self._mixtures.append(question._replace(due_s=time.monotonic() + MAX_SEPARATION_WAIT_S))
-
     def step(self, *, live: bool, idle: bool) -> bool:
-        """Separates a mixture or diarizes a batch; returns False when none was due. `live`: live callers are
-        connected. `idle`: there is no other work; while there is, windows wait for a full batch, because they arrive
-        one by one as files are read."""
-        if self._mixtures and not self._live and (not live or idle or time.monotonic() >= self._mixtures[0].due_s):
-            self._separate(self._mixtures.popleft())
-            return True
+        """Diarizes a batch; returns False when none was due. `live`: live callers are connected. `idle`: there is no
+        other work; while there is, windows wait for a full batch, because they arrive one by one as files are read."""
         batch: list[DiarizationRequest] = []
         queue = self._live or self._waiting
         waits = not (live or idle or self._live or len(queue) >= MAX_STEP_WINDOWS)
@@ -279,16 +255,8 @@ class DiarizationRunner:
         self._stats.record_step("speakers", time.perf_counter() - started, len(batch), len(batch) / MAX_STEP_WINDOWS)
         return True
 
-    def _separate(self, question: SeparationRequest) -> None:
-        started = time.perf_counter()
-        with StepGuard(self._stats, "speakers", "separating speakers", question.future.set_exception):
-            question.future.set_result(
-                separate_speakers(question.pcm, question.speaker_ranges, self._device.torch_device)
-            )
-        self._stats.record_step("speakers", time.perf_counter() - started, 1, 1.0)
-
     def close(self, error: AsrServeError) -> None:
-        for queue in (self._live, self._waiting, self._mixtures):
+        for queue in (self._live, self._waiting):
             while queue:
                 queue.popleft().future.set_exception(error)
         if self._model is not None:

@@ -17,6 +17,7 @@ from asr_serve.engine.executor import ModelExecutor, StepGuard
 from asr_serve.engine.remote.peer_pool import PeerPool
 from asr_serve.engine.request import VadBatch, VadScheduler, reject, resolve
 from asr_serve.engine.seq2seq.executor import Seq2SeqExecutor
+from asr_serve.engine.speaker_separation import SeparationRunner
 from asr_serve.engine.state_cache import StateCacheManager
 from asr_serve.engine.stats import EngineStats
 from asr_serve.engine.streaming.executor import StreamingExecutor
@@ -56,6 +57,8 @@ class Loop:
         self.stats, self.running = stats, True
         self.diarization = DiarizationRunner(work.device, stats)
         """Diarization of audio windows."""
+        self.separation = SeparationRunner(work.device, stats, self.call)
+        """Separation of speakers who talk at once, on a thread beside the loop."""
         self._vad_thread = ThreadPoolExecutor(1, "asr-serve vad", work.device.set_threads, (1,))
         self._on_stop, self._keep_states = on_stop, keep_states
         work.attach(self)
@@ -88,7 +91,8 @@ class Loop:
         if not due_s and self.executor.idle:
             self.check()
         wait_s = max(0.0, min(due_s) - time.monotonic()) if due_s else None
-        if self.executor.idle and not self.vad_scheduler.step_in_flight:  # no other thread computes
+        computing = self.vad_scheduler.step_in_flight or self.separation.busy  # on another thread
+        if self.executor.idle and not computing:
             self.stats.end_work()
         with contextlib.suppress(queue.Empty):
             job = self.inbox.get(timeout=wait_s)
@@ -205,6 +209,7 @@ class Loop:
             self.executor.shutdown(error)
         finally:
             self.diarization.close(error)
+            self.separation.close(error)
             self.vad_scheduler.close_all(error)
             self._vad_thread.shutdown()
             if self._offload is not None:

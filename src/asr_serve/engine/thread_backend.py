@@ -15,10 +15,11 @@ from asr_serve.diarization.overlapped_speech import SpeakerRanges
 from asr_serve.engine.builder import EngineComponents, build_loop, card_of_loaded
 from asr_serve.engine.cache.digest import set_request_digests, set_window_digest
 from asr_serve.engine.client import Connect
-from asr_serve.engine.diarization_runner import DiarizationRequest, SeparationRequest, models_available
+from asr_serve.engine.diarization_runner import DiarizationRequest, models_available
 from asr_serve.engine.loop import Loop, LoopJob, run_loop
 from asr_serve.engine.remote.handshake import HandshakeSettings
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
+from asr_serve.engine.speaker_separation import SeparationRequest
 from asr_serve.engine.tts.request import TtsRequest
 from asr_serve.engine.turn_runner import LoadedTurnModel, TurnRunner
 from asr_serve.errors import EngineClosed
@@ -120,7 +121,10 @@ class ThreadBackend:
         self.call(lambda loop: loop.diarization.submit(DiarizationRequest(pcm, budget_samples, live, answer)))
 
     def separate_speakers(self, pcm: np.ndarray, speaker_ranges: SpeakerRanges, answer: Future[np.ndarray]) -> None:
-        self.call(lambda loop: loop.diarization.submit_separation(SeparationRequest(pcm, speaker_ranges, answer)))
+        self.call(lambda loop: loop.separation.submit(SeparationRequest(pcm, speaker_ranges, answer)))
+
+    def cancel_separation(self, answer: Future[np.ndarray]) -> None:
+        self.call(lambda loop: loop.separation.cancel(answer))
 
     def describe(self) -> dict[str, Any]:
         return self.loop.describe()

@@ -335,6 +335,21 @@ def test_requests_are_cancelled_while_the_engine_hangs(start, reference):
     expect_idle(client)
 
 
+def test_a_separation_that_nobody_waits_for_is_withdrawn(start):
+    client = start()
+    speaker_ranges = (((0, 320_000),), ((160_000, 480_000),))
+    stop_engine(client)
+    running, waiting, last = (client.separate_speakers(clip(1, 480_000), speaker_ranges) for _ in range(3))
+    client.cancel_separation(waiting)
+    resume_engine(client)
+    with pytest.raises(Cancelled):
+        waiting.result(WAIT_S)
+    assert not last.done()
+    np.testing.assert_array_equal(running.result(WAIT_S), last.result(WAIT_S))
+    client.cancel_separation(running)  # it is answered: nothing happens
+    expect_idle(client)
+
+
 def test_closing_a_session_cancels_its_pending_windows(start):
     client = start()
     session = client.open_vad_session()

@@ -225,6 +225,12 @@ class ProcessBackend:
         if not ready:
             answer.set_exception(unanswered_query("is being started again"))
 
+    def cancel_separation(self, answer: Future[np.ndarray]) -> None:
+        with self._lock:
+            self._supervisor.expect_open()
+            for in_flight in self._supervisor.in_flights:
+                in_flight.cancel_separation(answer)
+
     def report(self, timeout_s: float = REPORT_TIMEOUT_S) -> messages.EngineReport | None:
         """Report of the engine; None while there is no process, or when it does not answer in time."""
         answer: Future[messages.EngineReport] = Future()

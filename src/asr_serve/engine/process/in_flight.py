@@ -62,6 +62,10 @@ class PendingQueries:
         self._pending[self._last_number] = answer
         return self._last_number
 
+    def number_of(self, answer: Future[Any]) -> int | None:
+        """Returns the number of a query; None where it is not pending here."""
+        return next((number for number, pending in self._pending.items() if pending is answer), None)
+
     def pop_answered(self, number: int) -> Future[Any]:
         return self._pending.pop(number)
 
@@ -465,6 +469,11 @@ class InFlight:
     def request_separation(self, pcm: np.ndarray, speaker_ranges: SpeakerRanges, answer: Future[np.ndarray]) -> None:
         number = self.queries.add(answer)
         self.send(messages.SeparationQuery(number, len(pcm), speaker_ranges), pcm, number)
+
+    def cancel_separation(self, answer: Future[np.ndarray]) -> None:
+        """Withdraws a separation; nothing happens where it is not pending here."""
+        if (number := self.queries.number_of(answer)) is not None:
+            self.send(messages.CancelSeparation(number))
 
     def request_report(self, answer: Future[messages.EngineReport]) -> None:
         self.send(messages.ReportQuery(self.queries.add(answer)))

@@ -196,6 +196,12 @@ class SeparationQuery(msgspec.Struct, frozen=True, tag=True):
     speaker_ranges: SpeakerRanges
 
 
+class CancelSeparation(msgspec.Struct, frozen=True, tag=True):
+    """Withdraws a SeparationQuery that has not begun. It is answered by QueryFailed, or as if nothing had come."""
+
+    number: int
+
+
 class ReportQuery(msgspec.Struct, frozen=True, tag=True):
     """Requests an EngineReport of that number, answered without the loop."""
 
@@ -454,6 +460,7 @@ ToEngine = (
     | TurnQuery
     | SpeakersQuery
     | SeparationQuery
+    | CancelSeparation
     | ReportQuery
     | SetPeers
     | EnginePing

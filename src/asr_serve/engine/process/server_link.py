@@ -21,7 +21,7 @@ from asr_serve import units
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.engine.cache.digest import set_request_digests, set_window_digest
-from asr_serve.engine.diarization_runner import DiarizationRequest, SeparationRequest
+from asr_serve.engine.diarization_runner import DiarizationRequest
 from asr_serve.engine.executor import StepGuard
 from asr_serve.engine.loop import Loop
 from asr_serve.engine.process import messages
@@ -31,6 +31,7 @@ from asr_serve.engine.process.message_sender import MessageSender, OutgoingMessa
 from asr_serve.engine.process.server_handshake import HANDSHAKE_S
 from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.engine.session_snapshot import SessionSnapshot
+from asr_serve.engine.speaker_separation import SeparationRequest
 from asr_serve.engine.streaming.executor import StreamingExecutor
 from asr_serve.engine.tts.executor import TtsExecutor
 from asr_serve.engine.tts.request import TtsRequest
@@ -226,6 +227,8 @@ class ServerLink:
         """Requests in the loop, by the loop's numbers."""
         self._sessions: set[int] = set()
         """Open sessions and streams, by the loop's numbers."""
+        self._mixtures: dict[int, Future[np.ndarray]] = {}
+        """Separations in the loop, by the server's numbers."""
 
     @property
     def owns_engine(self) -> bool:
@@ -294,6 +297,8 @@ class ServerLink:
             facts.loop.inbox.put(partial(_cancel, request_id))
         for session in tuple(self._sessions):
             facts.loop.inbox.put(partial(_close, session, facts.places))
+        for answer in tuple(self._mixtures.values()):
+            facts.loop.inbox.put(partial(_cancel_separation, answer))
 
     def _submitted(self, request_id: int, future: Future[Any]) -> None:
         """Registers a request until it is answered."""
@@ -378,7 +383,11 @@ class ServerLink:
                     self._pcm.read_message(number, length), speaker_ranges, Future[np.ndarray]()
                 )
                 mixture.future.add_done_callback(partial(self._on_separated, number))
-                put(lambda loop: loop.diarization.submit_separation(mixture))
+                self._mixtures[number] = mixture.future
+                put(lambda loop: loop.separation.submit(mixture))
+            case messages.CancelSeparation(number=number):
+                if (answer := self._mixtures.get(number)) is not None:
+                    put(partial(_cancel_separation, answer))
             case messages.ReportQuery(number=number):
                 self.send(messages.EngineReport(number, loop.describe(), facts.metrics_text(), facts.load()))
             case messages.SetPeers(number=number, addresses=addresses):
@@ -531,6 +540,7 @@ class ServerLink:
             self.send(messages.QueryFailed(number, messages.ErrorMessage.from_error(error)))
 
     def _on_separated(self, number: int, answer: Future[np.ndarray]) -> None:
+        self._mixtures.pop(number, None)
         error = answer.exception()
         if error is None:
             self.send(messages.SeparatedSpeech(number, answer.result().tobytes()))
@@ -558,6 +568,10 @@ class ServerLink:
 
 def _cancel(request_id: int, loop: Loop) -> None:
     loop.executor.cancel(request_id)
+
+
+def _cancel_separation(answer: Future[np.ndarray], loop: Loop) -> None:
+    loop.separation.cancel(answer)
 
 
 def _close(session: int, places: ServerPlaces, loop: Loop) -> None:

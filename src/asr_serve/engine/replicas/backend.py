@@ -415,6 +415,12 @@ class ReplicatedBackend:
         if in_flight is self._waiting:
             answer.set_exception(unanswered_query("is being started again"))
 
+    def cancel_separation(self, answer: Future[np.ndarray]) -> None:
+        with self._lock:
+            self._expect_open()
+            for in_flight in self._in_flights:
+                in_flight.cancel_separation(answer)
+
     def request_reports(self) -> dict[str, Future[messages.EngineReport]]:
         """Requests a report of each connected replica; returns the answers that will come, by their ids."""
         answers: dict[str, Future[messages.EngineReport]] = {}

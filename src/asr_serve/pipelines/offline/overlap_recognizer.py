@@ -195,6 +195,8 @@ class OverlapRecognizer:
             self._running.remove(segment)
 
     def _cancel(self, segment: _SeparatedSegment) -> None:
+        for _, answer in segment.mixtures:
+            self._client.cancel_separation(answer)
         for turn in segment.turns or ():
             self._recognizer.cancel(turn.ticket)
 

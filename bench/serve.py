@@ -90,6 +90,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     about["packages"] |= {name: version for name in PACKAGES if (version := machine.installed(name))}
 
     servers: list[tuple[str, Make]] = [] if args.only_peers else [(OURS, asr_serve)]
+    servers += [(f"{OURS} spins={spins}", partial(asr_serve, spins=spins)) for spins in args.spins]
     servers += [entry for peer in args.peers for entry in PEERS[peer]]
     levels: dict[tuple[str, int], list[Found]] = {(n, count): [] for n, _ in servers for count in args.clients}
     alone: dict[str, list[Found]] = {} if args.only_peers else {name: [] for name in OFFLINE}
@@ -160,7 +161,12 @@ def started(service: Service, port: int, run: Run) -> Iterator[tuple[subprocess.
         pin = partial(os.sched_setaffinity, 0, sorted(os.sched_getaffinity(0))[: run.args.threads])
     with log.open("w") as out:
         process = subprocess.Popen(
-            service.command, env=run.env, stdout=out, stderr=out, start_new_session=True, preexec_fn=pin
+            service.command,
+            env={**run.env, **service.variables},
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=pin,
         )
     try:
         trouble = wait_ready(process, port, service.ready, run.args.limit_s)
@@ -234,7 +240,7 @@ def numbers(text: str) -> list[int]:
     """`1,8,32` for argparse."""
     found = [int(part) for part in text.split(",")]
     if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: each number of clients must be 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r}: each number must be 1 or more")
     return list(dict.fromkeys(found))
 
 
@@ -254,6 +260,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--wav", action="store_true", help="post 16-bit WAV instead of the files as they are")
     add("--threads", type=int, default=machine.cores(), metavar="N", help="for every server (all cores)")
     add("--server", type=shlex.split, default=[], metavar="OPTIONS", help="more options for `asr-serve serve`")
+    add("--spins", type=numbers, default=[], metavar="A,B", help="GOMP_SPINCOUNT of our engine: a row each")
     add("--peer-venvs", type=Path, default=ENVIRONMENTS, metavar="DIR", help="peers' environments (.venv-peers)")
     add("--limit-s", type=float, default=1_800, metavar="S", help="longest a level may take (1800)")
     args = parser.parse_args(argv)

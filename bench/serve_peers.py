@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import footprint
@@ -54,14 +55,18 @@ class Service(NamedTuple):
     model: str
     """The `model` field of a request."""
     notes: str
+    variables: Mapping[str, str] = MappingProxyType({})
+    """Variables of its environment, beside those of every server."""
 
 
-def asr_serve(setting: Setting) -> Service:
-    """This engine, as a user starts it, but that it remembers nothing: the same clips come again and again."""
+def asr_serve(setting: Setting, spins: int | None = None) -> Service:
+    """This engine, as a user starts it, but that it remembers nothing: the same clips come again and again. `spins`:
+    GOMP_SPINCOUNT of its engine process."""
     extra = ["--voice", "none", "--set", "engine.prefix_bytes=0", *setting.extra]
     command = [*footprint.COMMAND[:-1], "serve", "--host", HOST, "--port", str(setting.port), *extra]
     notes = " ".join(["asr-serve serve", *extra])
-    return Service(command, "/ready", "moonshine-tiny-en", f"{notes}; voice activity, its defaults")
+    variables = {} if spins is None else {"GOMP_SPINCOUNT": str(spins)}
+    return Service(command, "/ready", "moonshine-tiny-en", f"{notes}; voice activity, its defaults", variables)
 
 
 def faster_whisper_server(setting: Setting, workers: int = 1, **options: int) -> Service:

@@ -26,6 +26,7 @@ from asr_serve.config import AUTO_MODEL, ServeConfig
 from asr_serve.decoding.language_model.sentence_scorer import SentenceScorer
 from asr_serve.engine.process.startup_checks import check_startup
 from asr_serve.errors import AsrServeError, OptionError
+from asr_serve.garbage_collection import exclude_loaded_objects
 from asr_serve.governance.policy import read_policy
 from asr_serve.metrics import ServerMetrics
 from asr_serve.pipelines.stages.language_models import load_scorers
@@ -273,6 +274,7 @@ async def run_server(
             loading.result()
             if not funasr_defaults.empty:
                 funasr_defaults.check(engines.get())
+            exclude_loaded_objects()
             on_ready(engines, time.perf_counter() - started)
             await asyncio.wait({*listening, stop}, return_when=asyncio.FIRST_COMPLETED)
         if stop.done():

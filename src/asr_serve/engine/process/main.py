@@ -31,6 +31,7 @@ from asr_serve.engine.remote.roles import quantize_mode
 from asr_serve.engine.stats import EngineStats
 from asr_serve.engine.turn_runner import TurnRunner, load_turn_model
 from asr_serve.errors import AsrServeError
+from asr_serve.garbage_collection import exclude_loaded_objects
 from asr_serve.metrics import EngineMetrics
 from asr_serve.models.checkpoints.store import multilingual_model
 from asr_serve.models.registry import AsrCard, engine_cards
@@ -117,6 +118,7 @@ class EngineProcessServer:
         if self._listener is not None:
             loop.executor.watch_audio(self._listener.audio_changed)
             self._listener.start(facts, ready)
+        exclude_loaded_objects()
         loop.run()
         if turn_runner is not None:
             turn_runner.close()

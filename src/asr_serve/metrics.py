@@ -420,7 +420,7 @@ class ServerMetrics:
             counter("asr_serve_batches_total", "Batches that ended, by their last status.", ("endpoint", "status")),
             gauge("asr_serve_batch_open_batches", "Batches that have not ended."),
             gauge("asr_serve_batch_waiting_lines", "Lines of batches without an answer."),
-            gauge("asr_serve_batch_stored_bytes", "Bytes of the files, lines and answers of /v1/files and /v1/batches."),
+            gauge("asr_serve_batch_stored_bytes", "Bytes of files, lines and answers of /v1/files and /v1/batches."),
             counter(
                 "asr_serve_batch_webhook_notices_total",
                 "Ends of batches for the webhook: delivered, or dropped after days of attempts.",

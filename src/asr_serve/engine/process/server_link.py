@@ -386,8 +386,8 @@ class ServerLink:
                 self._mixtures[number] = mixture.future
                 put(lambda loop: loop.separation.submit(mixture))
             case messages.CancelSeparation(number=number):
-                if (answer := self._mixtures.get(number)) is not None:
-                    put(partial(_cancel_separation, answer))
+                if (abandoned := self._mixtures.get(number)) is not None:
+                    put(partial(_cancel_separation, abandoned))
             case messages.ReportQuery(number=number):
                 self.send(messages.EngineReport(number, loop.describe(), facts.metrics_text(), facts.load()))
             case messages.SetPeers(number=number, addresses=addresses):

@@ -75,28 +75,6 @@ def test_a_file_of_another_format_is_of_the_model_that_was_chosen(me, packaged_s
     assert answer.value.header_value("x-model") == WHISPER
 
 
-@pytest.mark.parametrize(
-    ("header", "told"),
-    [
-        ("de;outcome=refused;probability=0.970", "German was found, but its model cannot do what is switched on"),
-        ("und;outcome=unsure", "The language is uncertain"),
-        ("und;outcome=unavailable", "The language could not be found out"),
-    ],
-)
-def test_why_the_default_model_hears_a_recording_is_told(me, packaged_speech, header, told):
-    """The server's answer, with the header that it sends where this comes of the identification."""
-
-    def answer(route: Any) -> None:
-        found = route.fetch()
-        route.fulfill(response=found, headers=found.headers | {"x-identified-language": header, "x-model": ENGLISH})
-
-    me.page.route("**/v1/audio/transcriptions", answer)
-    me.page.set_input_files("#file", packaged_speech / "beckett.wav")
-    me.until(f".toast:has-text('{told}: {ENGLISH} hears it')")
-    me.mode("idle")
-    assert "fail better" in me.text().lower()
-
-
 def test_a_talk_is_heard_by_the_default_model(me):
     me.page.click("#primary")
     me.mode("live")

@@ -261,7 +261,7 @@ def test_bytes_and_descriptors_stay_flat(monkeypatch: pytest.MonkeyPatch, kind: 
     choose(kind, monkeypatch)
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with children.Child([sys.executable, "-c", FLAT], stdout=subprocess.PIPE, env=environ, text=True) as process:
-        told, _ = process.communicate()
+        told, _ = process.communicate(timeout=120)
     descriptors, nbytes, descriptors_after, nbytes_after = map(int, told.split())
     assert descriptors_after == descriptors
     assert nbytes_after - nbytes < 2 << 20

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asr_serve import kernels as native
 from asr_serve.kernels import PAGE, reference
-from asr_serve.kernels.paging import split_int8_pool
+from asr_serve.kernels.paging import split_int8_pool, zero_unused
 from asr_serve.models.packing import PagedKeyValues
 
 HEAD_DIMS = (8, 36, 52, 64)
@@ -512,6 +512,24 @@ def test_attention_over_8_bit_pages(core, dtype, head_dim):
     expect_close(ours, theirs, dtype, fp32=1e-5)
     assert torch.equal(ours, alone)
     assert float((ours.float() - exact).norm() / exact.norm()) < 0.01
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_copy_of_pages_holds_nothing_but_its_positions(core, dtype, int8):
+    head_dim, positions = 36, 2 * PAGE + 5
+    kv = normal(positions, LAYERS, 2, HEADS * head_dim, dtype=dtype)
+    table = torch.tensor([4, 1, 6], dtype=torch.int32)
+    store = core.store_int8 if int8 else core.store
+    copies = []
+    for left in (1.0, -2.0):
+        pool = torch.full_like(poisoned_pool(head_dim, dtype), left)
+        store(pool, kv, table)
+        copies.append(pool[table.long()])
+        zero_unused(copies[-1], positions, int8=int8)
+    assert torch.equal(*(copy.view(torch.uint8) for copy in copies))
+    again, first = torch.zeros_like(copies[0]), torch.arange(3, dtype=torch.int32)
+    store(again, kv, first)
+    assert torch.equal(again.view(torch.uint8), copies[0].view(torch.uint8))
 
 
 def test_a_frame_that_is_no_number_stays_one(core, dtype):

@@ -1,4 +1,4 @@
-"""Products of the CPU over bf16 weights that a causal language model decodes with.
+"""Products of the CPU over bf16 weights that decoders multiply the few rows of a step with.
 
 oneDNN's, which all other layers use, read weights at two thirds of the memory's speed where rows are few, and sum in
 an order that depends on their number.

@@ -92,7 +92,7 @@ class NativeDecoderLayers:
 
 
 def _float_norm(norm: LayerNorm) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias (width,) as the kernels take them. All norms of a decoder have one eps."""
+    """Weight and bias (width,) as the kernels take them."""
     return norm.weight.float().contiguous(), None if norm.bias is None else norm.bias.float().contiguous()
 
 

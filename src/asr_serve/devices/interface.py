@@ -135,7 +135,7 @@ class Device(Protocol):
         `activation`: silu or gelu_tanh."""
 
     def decoder_vocabulary(self, weight: Tensor) -> VocabularyMatrix:
-        """Returns a matrix like `vocabulary`, for a causal language model."""
+        """Returns a matrix like `vocabulary`, for the few rows of a decoding step."""
 
     def attention(self, qkv: Tensor, packing: PackedBatch, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Full self-attention within each clip of qkv (total, 3, heads, head_dim); returns (total, heads *

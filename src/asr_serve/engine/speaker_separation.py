@@ -12,6 +12,9 @@ Source  non-negative matrix factorization with the Kullback-Leibler divergence: 
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,6 +42,8 @@ ALONE_FRAMES = 60
 """Frames of a voice alone, about a second, from which its spectra are learnt from these."""
 LEVEL = 0.05
 """Root mean square to which audio is scaled."""
+LOW_PRIORITY = 10
+"""Niceness of the thread: recognition beside it keeps nine tenths of a core that both want."""
 
 
 @torch.inference_mode()
@@ -121,7 +126,7 @@ class SeparationRunner:
     """Separates mixtures one by one, on one core of the host, beside the loop.
 
     The loop's thread computes nothing of it, so that no live caller waits for a mixture, and a mixture waits for no
-    caller: 30 s with 10 s of overlap take about 0.2 s of one core. Not on a GPU, whose only queue the steps of live
+    caller; its thread has a low priority, for machines with few cores. Not on a GPU, whose only queue the steps of live
     callers use. Methods belong to the loop's thread; EngineClient limits how many mixtures wait."""
 
     def __init__(self, device: Device, stats: EngineStats, call: Callable[[Callable[[], None]], None]) -> None:
@@ -129,7 +134,9 @@ class SeparationRunner:
         self._stats, self._call = stats, call
         self._waiting: deque[SeparationRequest] = deque()
         self._running: SeparationRequest | None = None
-        self._thread = ThreadPoolExecutor(1, "asr-serve separation", device.set_threads, (1,))
+        self._fill = 1.0 if device.rows_cost_time else 0.0
+        """Share of the device that a step occupies: none of a GPU."""
+        self._thread = ThreadPoolExecutor(1, "asr-serve separation", _yield_to_others, (device,))
 
     @property
     def busy(self) -> bool:
@@ -142,9 +149,9 @@ class SeparationRunner:
 
     def cancel(self, answer: Future[np.ndarray]) -> None:
         """Withdraws the request of that answer, unless it is running or done."""
-        for request in self._waiting:
+        for index, request in enumerate(self._waiting):  # `remove` would compare the audio of others
             if request.future is answer:
-                self._waiting.remove(request)
+                del self._waiting[index]
                 answer.set_exception(Cancelled("the separation was cancelled"))
                 return
 
@@ -158,10 +165,12 @@ class SeparationRunner:
             request.future.set_exception(error)
 
     def _start_next(self) -> None:
-        if self._running is None and self._waiting:
-            self._running = self._waiting.popleft()
-            work = self._thread.submit(_separate_timed, self._running)
-            work.add_done_callback(lambda done: self._call(lambda: self._complete(done)))
+        while self._running is None and self._waiting:
+            request = self._waiting.popleft()
+            with StepGuard(self._stats, "speakers", "separating speakers", request.future.set_exception):
+                work = self._thread.submit(_separate_timed, request)
+                self._running = request
+                work.add_done_callback(lambda done: self._call(lambda: self._complete(done)))
 
     def _complete(self, work: Future[tuple[np.ndarray, float]]) -> None:
         request, self._running = self._running, None
@@ -169,9 +178,16 @@ class SeparationRunner:
             return  # closed meanwhile
         with StepGuard(self._stats, "speakers", "separating speakers", request.future.set_exception):
             tracks, seconds = work.result()
-            self._stats.record_step("speakers", seconds, 1, 1.0)
+            self._stats.record_step("speakers", seconds, 1, self._fill)
             request.future.set_result(tracks)
         self._start_next()
+
+
+def _yield_to_others(device: Device) -> None:
+    """Gives the calling thread one core, and that only where no other wants it."""
+    device.set_threads(1)
+    if sys.platform == "linux":  # elsewhere a priority is that of the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
 
 
 def _separate_timed(request: SeparationRequest) -> tuple[np.ndarray, float]:

@@ -1,7 +1,7 @@
 """Native modules, and the Python references that replace them where they were not built or are disabled.
 
 `kernels` returns the compiled core where it was built and `ASR_SERVE_NATIVE=0` is not set, else
-`asr_serve.kernels.reference`. Both have the same functions: rope softmax store append attend store_int8 attend_int8
+`asr_serve.kernels.reference`. Both have the same names: rope softmax store append attend store_int8 attend_int8
 rms_norm rotate_append gate pick tanh_norm lstm attend_clips window_attention causal_conv Int8Linear FrameLayers
 DecoderLayers, and PAGE. `ring` returns the compiled ring, or `asr_serve.kernels.ring_reference`, by the same rule:
 layout format Ring. Only the kernels need torch: importing this package does not load it.

@@ -48,6 +48,22 @@ def split_int8_pool(pool: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor, T
     return k, scales[:, 0], v, scales[:, 1]
 
 
+def zero_unused(pages: Tensor, positions: int, *, int8: bool) -> None:
+    """Zeros what `positions` leave of a copy of their pages, laid out as a pool: whoever had the pages before left it.
+
+    `int8`: the pages hold 8 bits."""
+    filled = positions - (len(pages) - 1) * PAGE
+    for layer in range(pages.shape[1]):
+        if int8:
+            k, k_scales, v, v_scales = split_int8_pool(pages, layer)
+            k_scales[-1, :, filled:] = v_scales[-1, :, filled:] = 0
+            pages[:, layer].flatten(2).view(torch.int8)[..., k[0].numel() + 4 * k_scales[0].numel() :] = 0
+        else:
+            k, v = split_pool(pages, layer)
+        k[-1, :, :, filled:] = 0
+        v[-1, :, filled:] = 0
+
+
 def round_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rounds heads x (..., head_dim) to int8 in -127..127; returns them and a scale (...) float32 of each, which is not
     finite where the head is not."""

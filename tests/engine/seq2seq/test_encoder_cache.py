@@ -630,6 +630,25 @@ def test_offloaded_audio_that_was_reused_is_fetched(begin):
     expect_empty(client)
 
 
+def test_offloaded_audio_in_8_bits_is_fetched(begin):
+    """Their pages have another layout, and nothing of whoever had them before goes along."""
+
+    def in_8_bits(client: EngineClient) -> EngineClient:
+        on_loop(client, lambda loop: setattr(loop.executor.decode_runner.decoder, "int8_audio", True))
+        return client
+
+    plain, client = in_8_bits(begin("moonshine", prefix_bytes=0)), in_8_bits(small_engine(begin))
+    requests = [(2, options, 0) for options in (0, 3, 4, 5)]
+    wanted = [outcome(ask(plain, "moonshine", each)) for each in requests]
+    for number, (each, answer) in enumerate(zip(requests, wanted, strict=True)):
+        result = outcome(ask(client, "moonshine", each))
+        assert (result.tokens, result.logprobs) == (answer.tokens, answer.logprobs)
+        assert result.reused == ("audio" if number else "")
+        if number:  # what was reused is worth offloading
+            fill_cache(client)
+    expect_empty(client)
+
+
 @pytest.mark.parametrize("how", ["lost", "broken"])
 def test_lost_offloaded_audio_is_encoded_again(begin, how):
     client = small_engine(begin)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from asr_serve.decoding.hypothesis import Recognition, RecognitionHypothesis
 from asr_serve.engine.cache import TieredStore
@@ -20,6 +19,7 @@ from asr_serve.engine.seq2seq.decoder import DecodeRunner
 from asr_serve.engine.seq2seq.encoder import EncoderResult, OwnedPages, tensor_from_array
 from asr_serve.engine.stats import EngineStats
 from asr_serve.kernels import PAGE
+from asr_serve.kernels.paging import zero_unused
 from asr_serve.models.interfaces import PROMPT_EMBEDDING
 
 ANSWER_BYTES, TOKEN_BYTES, TIMES_BYTES = 600, 72, 128
@@ -59,8 +59,9 @@ class EncoderCache:
         if self.stats is not None:
             self.stats.record_eviction()
         if self._offload is not None and root in self._reused_keys and not self.is_offloaded(root):
-            copy = self._runner.decoder.read_pages(pages)
-            _zero_tail(copy, frames)
+            decoder = self._runner.decoder
+            copy = decoder.read_pages(pages)
+            zero_unused(copy, frames, int8=decoder.int8_audio)
             data = copy.reshape(-1).view(torch.uint8).numpy()
             self._offload.put(OFFLOAD_PREFIX + root, [frames.to_bytes(8, "little"), data.data], pinned=False)
 
@@ -161,12 +162,3 @@ class EncoderCache:
             fed = row.prompt[:-1]
             return fed[: fed.index(PROMPT_EMBEDDING)] if PROMPT_EMBEDDING in fed else fed
         return row.prompt[: self._runner.prompts.tokens_before_sot(row.prompt)]
-
-
-def _zero_tail(pages: Tensor, frames: int) -> None:
-    """Zeros what lies after the frames in a copy of audio pages: the last page's former user left that. Layout as
-    in `kernels`: K (heads, head_dim, PAGE), V (heads, PAGE, head_dim)."""
-    if filled := frames % PAGE:
-        layers, _, heads, _ = pages.shape[1:]
-        pages[-1, :, 0].view(layers, heads, -1, PAGE)[..., filled:] = 0
-        pages[-1, :, 1].view(layers, heads, PAGE, -1)[:, :, filled:] = 0

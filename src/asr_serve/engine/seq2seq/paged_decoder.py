@@ -32,8 +32,11 @@ class PagedDecoder:
         self.kv_cache = device.allocate(pages, model.layers, 2, model.heads, model.head_dim * PAGE)
         """Pages (pages, layers, 2, heads, head_dim * PAGE); page 0 is for rows that nobody uses."""
         self.kv_cache[0].zero_()
-        self.int8_audio = device.int8_cross_kv and not isinstance(model, IncrementalEncoderDecoderModel)
-        """Whether pages of audio hold 8 bits. Those of growing audio are written frame by frame, as they are."""
+        self.int8_audio = (
+            device.int8_cross_kv and device.group.size == 1 and not isinstance(model, IncrementalEncoderDecoderModel)
+        )
+        """Whether pages of audio hold 8 bits. Those of growing audio are written frame by frame, as they are; those of
+        several ranks are joined head by head."""
         self.query_layers = len(model.alignment.heads)
         """Layers whose cross-attention queries `decode` returns."""
 

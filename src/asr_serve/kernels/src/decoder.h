@@ -1,5 +1,5 @@
-// What decoder layers compute beside their products. ../decoder_reference.py has the reference of
-// every function.
+// What decoder layers compute beside their products. ../decoder_reference.py has the reference of every function that
+// Python calls; layer norms and GELU are called by decoder_layers.cpp, whose oracle the models' own layers are.
 #pragma once
 #include "activations.h"
 #include "kernels.h"

@@ -445,7 +445,7 @@ class InFlight:
         """Shortens the time of an utterance, for the next process too; nothing happens where it is not here."""
         if isinstance(work := self.requests.get(request_id), InFlightUtterance):
             work.utterance.within_ms = within_ms
-            self.send(messages.ExpediteRequest(request_id, within_ms))
+            self.send(messages.ExpediteRequest(request_id, within_ms), owner=request_id)
 
     def open(self, number: int, session: InFlightSession) -> None:
         self.sessions[number] = session

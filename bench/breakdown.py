@@ -144,6 +144,7 @@ def watch(model: Any) -> dict[str, Work]:
     device.attention = timed("attention", device.attention, attention_size)
     loop.executor.encode_runner.encode = timed("encode", loop.executor.encode_runner.encode)
     decode.step = timed("step", decode.step)
+    decode.prefill_and_verify = timed("prefill_and_verify", decode.prefill_and_verify)
     decode.add_row = timed("add_row", decode.add_row)
 
     def shape(bits: str) -> Callable[..., str]:

@@ -135,7 +135,7 @@ def run(model: str, audio: Sequence[Audio], threads: int, alone: bool) -> dict[s
     kept = [name for name, nats in added.items() if nats > MOST_NATS]
     if kept:
         rows.append(measured.measure("all layers but those kept", frozenset(names) - frozenset(kept)))
-    return {
+    found = {
         "bench": "int8_layers",
         "machine": machine.describe(threads),
         "model": model,
@@ -143,9 +143,9 @@ def run(model: str, audio: Sequence[Audio], threads: int, alone: bool) -> dict[s
         "audio_s": round(clips.seconds(audio), 1),
         "positions": measured.positions,
         "most_nats": MOST_NATS,
-        "kept": kept,
         "rows": rows + layers,
     }
+    return {**found, "kept": kept} if alone else found
 
 
 def main() -> None:

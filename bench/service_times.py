@@ -153,6 +153,7 @@ def utterance_times(name: str, speech: Sequence[Audio], rounds: int) -> dict[str
             "accepted": round(accepted / max(1, drafted), 3),
             "max_rows": executor.decode_runner.max_rows,
             "encode_audio_s": round(executor.scheduler.encode_frames / frames_per_s, 1),
+            "packed": executor.device.packs_clips,
         }
 
 

@@ -61,7 +61,10 @@ class EngineMetrics:
         )
         self.step = {stage: step.labels(model, stage) for stage in STAGES}
         rows = histogram(
-            "asr_serve_batch_rows", "Callers or utterances in one step.", ("model", "stage"), buckets=BATCH_ROWS_BUCKETS
+            "asr_serve_batch_rows",
+            "Callers or utterances in one step; token positions (verify).",
+            ("model", "stage"),
+            buckets=BATCH_ROWS_BUCKETS,
         )
         self.batch_rows = {stage: rows.labels(model, stage) for stage in STAGES}
         fill = histogram(

@@ -37,7 +37,7 @@ from asr_serve.pipelines.live.live_session import (
     LiveSession,
     SessionFinished,
 )
-from asr_serve.pipelines.live.repeated_recognizer import DEADLINE_MS
+from asr_serve.pipelines.live.repeated_recognizer import DEADLINE_MS, URGENT_MS
 
 ONCE = SearchOptions(temperatures=(0.0,))
 HANG_S = 60.0
@@ -242,6 +242,45 @@ def test_drafts_of_urgent_requests_are_verified_first(begin):
     first, second = passes[:2]
     assert first == ({drafted[1].id, drafted[3].id}, {undrafted.id})
     assert second[0] >= {drafted[0].id, drafted[2].id}
+    expect_empty(client)
+
+
+def test_rows_that_decode_beside_drafts_count_as_a_decoding_step(begin):
+    client = begin(max_decode_rows=16)
+    answer = client.submit(CLIPS[1], ONCE).future.result(WAIT_S)
+    # On the loop's thread, between two steps: an answer is out before its step is counted.
+    before, beside = on_loop(client, lambda loop: (loop.stats.steps, loop.stats.step_rows)), list[int]()
+    loop = client.backend.loop
+    spy(loop.executor.decode_runner, "prefill_and_verify", lambda rows, others: beside.append(len(others)))
+    alone: list[int] = []
+    spy(loop.executor.decode_runner, "step", lambda: alone.append(len(loop.executor.decode_runner.rows)))
+    with held(client):
+        undrafted = client.submit(CLIPS[1], ONCE, "live")
+        slow = client.submit(CLIPS[1], ONCE, "live", draft=DraftTokens(answer.tokens), within_ms=2_000)
+        urgent = client.submit(CLIPS[1], ONCE, "live", draft=DraftTokens(answer.tokens), within_ms=100)
+    expect_recognized([undrafted, slow, urgent])
+    passes = [rows for rows in beside if rows] + alone
+    assert any(beside)
+    after = on_loop(client, lambda loop: (loop.stats.steps, loop.stats.step_rows))
+    assert after == (before[0] + len(passes), before[1] + sum(passes))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_request_that_becomes_urgent_overtakes_others_and_is_computed_once(begin, cached):
+    client = begin(encode_frames=1, prefix_bytes=1 << 20 if cached else 0)  # each is a batch
+    batches = encoded_batches(client)
+    with held(client):
+        *others, first = [client.submit(pcm, ONCE, "live", within_ms=2_000) for pcm in CLIPS]
+        same = client.submit(CLIPS[-1], ONCE, "live", within_ms=2_000)  # waits for the answer, if that is cached
+        ended = client.submit(CLIPS[0], ONCE, "live", within_ms=2_000)
+        client.cancel(ended)
+        for ticket in (same, ended):
+            client.expedite(ticket, 100)
+    expect_recognized([*others, first, same])
+    started = [request_id for batch in batches for request_id in batch]
+    assert started[:2] == [first.id, same.id] if cached else started[0] == same.id
+    assert sorted(started) == sorted(ticket.id for ticket in (*others, first, same))
+    client.expedite(same, 100)  # it is answered: nothing happens
     expect_empty(client)
 
 
@@ -485,18 +524,28 @@ def test_closing_at_any_moment_frees_everything(scripted, case, after):
 
 
 def test_a_segment_that_ends_does_not_wait_for_an_anchor_that_was_not_urgent(scripted, monkeypatch):
-    """It is submitted again, as urgent as the final that follows it, and changes nothing in the text."""
+    """It becomes as urgent as the final that follows it, and changes nothing in the text."""
     pcm, options = audio_with_vad([0.9] * 90), {"lock_ms": 500, "max_segment_ms": 5_000}
     expected = run_session(scripted, pcm, options, [1 << 40], stopped_clock, in_step=False)
-    original, unanswered, urgent = scripted.submit, list[bytes](), list[bytes]()
+    original, cancel = scripted.submit, scripted.cancel
+    unanswered: dict[int, tuple[Future[Recognition], Callable[[], Future[Recognition]]]] = {}
+    expedited: list[int] = []
 
     def submit(pcm, *arguments, within_ms, **keywords):
-        if within_ms == DEADLINE_MS["anchor"]:
-            unanswered.append(pcm.tobytes())
-            return Ticket(-1, Future())
-        urgent.append(pcm.tobytes())
-        return original(pcm, *arguments, within_ms=within_ms, **keywords)
+        if within_ms != DEADLINE_MS["anchor"]:
+            return original(pcm, *arguments, within_ms=within_ms, **keywords)
+        answer, number = Future(), -1 - len(unanswered)
+        unanswered[number] = answer, lambda: original(pcm, *arguments, within_ms=within_ms, **keywords).future
+        return Ticket(number, answer)
 
+    def expedite(ticket: Ticket, within_ms: int) -> None:
+        assert within_ms == URGENT_MS
+        expedited.append(ticket.id)
+        answer, recognize = unanswered[ticket.id]
+        recognize().add_done_callback(lambda done: answer.set_result(done.result()))
+
+    monkeypatch.setattr(scripted, "expedite", expedite)
+    monkeypatch.setattr(scripted, "cancel", lambda ticket: None if ticket.id in unanswered else cancel(ticket))
     monkeypatch.setattr(scripted, "submit", submit)
     changed, segments = threading.Event(), []
     listening = LiveSession(scripted, VOCABULARY, ListenOptions.of(options), changed.set, stopped_clock)
@@ -519,7 +568,8 @@ def test_a_segment_that_ends_does_not_wait_for_an_anchor_that_was_not_urgent(scr
     while not finished():
         assert changed.wait(HANG_S)
     assert segments == expected
-    assert set(unanswered) <= set(urgent)
+    assert expedited
+    assert len(set(expedited)) == len(expedited)
 
 
 def test_a_model_with_a_short_segment_limit_works_live(scripted):

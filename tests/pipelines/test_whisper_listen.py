@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,7 @@ from asr_serve.decoding.hypothesis import Hypothesis, Recognition
 from asr_serve.decoding.search_options import DraftTokens, SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.pipelines.live.repeated_segment import HypothesisKind, PendingHypothesis, RepeatedSegment
-from asr_serve.pipelines.live.segment_encoder import HypothesisInput
+from asr_serve.pipelines.live.segment_encoder import HypothesisInput, SubmittedHypothesis
 from asr_serve.pipelines.segments import HALLUCINATION_LOGPROB, pad_with_silence
 from asr_serve.types import Span
 from asr_serve_tools.evaluate.wer import wer
@@ -152,9 +152,7 @@ def test_speech_is_written_in_a_language_it_is_not_in(multilingual, speech, requ
 class Silent:
     """Hearing that is never asked."""
 
-    by_deadline = True
-
-    def submit(self, question: HypothesisInput) -> tuple[Future[Recognition], Callable[[], None]]:
+    def submit(self, question: HypothesisInput) -> SubmittedHypothesis:
         raise AssertionError(question)
 
     def close(self) -> None:

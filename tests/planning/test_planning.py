@@ -120,6 +120,20 @@ def test_utterances_that_come_together_are_one_batch_and_decode_in_one_step() ->
     assert ends == [pytest.approx(0.004 + 0.002 * 12 + 14 * (0.004 + 3 * 0.0002))] * 3
 
 
+@pytest.mark.parametrize(("packed", "batches"), [(False, 2), (True, 1)])
+def test_short_and_long_utterances_are_one_batch_where_the_device_packs_them(packed: bool, batches: int) -> None:
+    clock = VirtualClock()
+    times = msgspec.structs.replace(UTTERANCE, packed=packed, decode=StepCost(), encode_audio_s=20.0)
+    replica, ends = UtteranceReplica(clock, SharedCores(), times), []
+    replica.running = True  # all are there before anything runs
+    for audio_s in (1.0, 1.0):
+        replica.submit(Work(audio_s, lambda: ends.append(clock.now_s)))
+    replica.running = False
+    replica.submit(Work(18.0, lambda: ends.append(clock.now_s)))
+    clock.run(10)
+    assert max(ends) == pytest.approx(batches * 0.004 + 0.002 * 20)
+
+
 def test_a_request_that_comes_while_rows_decode_waits_for_one_step_only() -> None:
     clock = VirtualClock()
     replica, ends = UtteranceReplica(clock, SharedCores(), UTTERANCE), []

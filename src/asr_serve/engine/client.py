@@ -221,6 +221,9 @@ class EngineBackend(Protocol):
         """Submits a sentence; only for speech synthesis models."""
 
     def cancel(self, request_id: int) -> None: ...
+    def expedite(self, request_id: int, within_ms: int) -> None:
+        """Sets the time since its arrival within which a request should be encoded, where it is still open."""
+
     def open_vad_session(self, session: int, live: bool, state: bytes | None = None) -> None:
         """Opens a voice-activity session. `state`: its state from another engine."""
 
@@ -403,6 +406,12 @@ class EngineClient:
         """Stops the request at its next step and frees its resources; its future raises Cancelled."""
         with contextlib.suppress(EngineClosed):
             self.backend.cancel(ticket.id)
+
+    def expedite(self, ticket: Ticket, within_ms: int) -> None:
+        """Sets the time since its arrival within which the request should be encoded: somebody waits for it now. It
+        keeps what has been computed of it."""
+        with contextlib.suppress(EngineClosed):
+            self.backend.expedite(ticket.id, within_ms)
 
     def open_vad_session(
         self,

@@ -76,6 +76,10 @@ class ModelExecutor(Protocol):
     def cancel(self, request_id: int) -> None:
         """Cancels a request at any time; its resources are free before the next step."""
 
+    def expedite(self, request_id: int, within_ms: int) -> None:
+        """Sets the time since its arrival within which an open utterance should be encoded. Does nothing for other
+        requests, and where requests never overtake others."""
+
     def step(self) -> bool:
         """Runs one iteration; returns False when there was nothing to do."""
 

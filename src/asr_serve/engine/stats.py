@@ -44,6 +44,15 @@ class EngineStats:
             self.metrics.batch_rows[stage].observe(rows)
             self.metrics.batch_fill[stage].observe(fill)
 
+    def record_rows_beside(self, rows: int, fill: float) -> None:
+        """Records rows that decoded a token in a pass of the stage `verify`, which has its time: they count as a
+        decoding step without time of its own."""
+        self.steps += 1
+        self.step_rows += rows
+        if self.metrics is not None:
+            self.metrics.batch_rows["decode"].observe(rows)
+            self.metrics.batch_fill["decode"].observe(fill)
+
     def begin_work(self) -> None:
         """Records that the loop has work from now on. Idempotent."""
         worked_s, since_s = self._work

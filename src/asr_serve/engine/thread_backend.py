@@ -79,6 +79,9 @@ class ThreadBackend:
     def cancel(self, request_id: int) -> None:
         self.call(lambda loop: loop.executor.cancel(request_id))
 
+    def expedite(self, request_id: int, within_ms: int) -> None:
+        self.call(lambda loop: loop.executor.expedite(request_id, within_ms))
+
     def open_vad_session(self, session: int, live: bool, state: bytes | None = None) -> None:
         self.call(lambda loop: loop.vad_scheduler.open(session, live, state))
 

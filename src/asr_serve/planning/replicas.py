@@ -157,7 +157,7 @@ class UtteranceReplica(Replica):
         super().__init__(clock, machine)
         self._times, self._deliver = times, deliver
         config = EngineConfig(max_decode_rows=times.max_rows)
-        self._scheduler = Seq2SeqScheduler(config, round(FRAMES_PER_S * times.encode_audio_s))
+        self._scheduler = Seq2SeqScheduler(config, round(FRAMES_PER_S * times.encode_audio_s), packed=times.packed)
         self._waiting: dict[int, Work] = {}
         self._rows: list[Work] = []
         self._encoding: list[Work] = []

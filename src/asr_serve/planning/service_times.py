@@ -78,6 +78,8 @@ class UtteranceModelTimes(
     max_rows: Count = 64
     encode_audio_s: Annotated[float, Meta(gt=0, le=1 << 20)] = 60.0
     """Most audio in an encode batch, padding included."""
+    packed: bool = False
+    """Whether an utterance of an encode batch takes its own audio, as on a CPU; False: as much as the longest."""
     handover: StepCost = StepCost()
     """Transfer of one encoder result to a decode replica."""
 

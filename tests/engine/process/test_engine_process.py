@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -333,6 +335,22 @@ def test_requests_are_cancelled_while_the_engine_hangs(start, reference):
     resume_engine(client)
     expect_answers(client, reference)
     expect_idle(client)
+
+
+def test_a_request_that_became_urgent_is_so_in_this_process_and_in_the_next_one(checkpoint):
+    """Each is a batch, and there are more than the process encodes before it has read all messages."""
+    config = msgspec.structs.replace(CONFIG, encode_frames=1)
+    clips = [clip(seed, 16_000) for seed in range(24)]
+    with contextlib.closing(start_engine(MODEL, checkpoint, config, process=True, threads=None)) as client:
+        for go_on in (resume_engine, kill):
+            stop_engine(client)
+            tickets = [client.submit(pcm, ONCE, "live", within_ms=2_000) for pcm in clips]
+            client.expedite(tickets[-1], 100)
+            go_on(client)
+            *others, urgent = [ticket.future.result(WAIT_S).phases.encode_start_ns for ticket in tickets]
+            assert urgent < others[-1]
+            assert others == sorted(others)
+            expect_idle(client)
 
 
 def test_a_separation_that_nobody_waits_for_is_withdrawn(start):

@@ -125,6 +125,12 @@ class Engine:
         self.outcomes[each.id] = why
         self.sharing.remove(each, any(each in batch for batch in self.encoding))
 
+    def expedite(self, each: RecognitionRequest) -> None:
+        each.within_ms = 0
+        self.sharing.requeue(each)
+        if (like := self.planned.get(each.id)) is not None:
+            assert urgency(like) <= urgency(each), "its place in the queue is the old one"
+
     def step(self, count: int, beside: bool) -> None:
         batch = sorted(self.planned, key=lambda number: urgency(self.planned[number]))[:count]
         batch_requests = []
@@ -211,7 +217,7 @@ class Engine:
     def random_event(self) -> None:
         """Anything that may happen."""
         chance = self.chance
-        match chance.choices(range(10), weights=[8, 3, 5, 4, 5, 3, 2, 1, 1, 2])[0]:
+        match chance.choices(range(11), weights=[8, 3, 5, 4, 5, 3, 2, 1, 1, 2, 3])[0]:
             case 0:
                 within_ms = chance.choice([None, None, 0, 10_000])
                 self.submit(chance.randrange(3), chance.randrange(3), chance.choice(PRIORITIES), within_ms)
@@ -233,6 +239,8 @@ class Engine:
                 self.cache.room = not self.cache.room
             case 9:
                 self.wait(chance.choice([FETCH_TIMEOUT_S / 3, FETCH_TIMEOUT_S]))
+            case 10 if self.open:
+                self.expedite(self.open[chance.choice(sorted(self.open))])
         self.expect_order()
 
     def expect_order(self) -> None:

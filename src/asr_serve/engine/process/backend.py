@@ -156,6 +156,11 @@ class ProcessBackend:
         if work is not None:
             self._deliver([work.answer(Cancelled("the request was cancelled"))])
 
+    def expedite(self, request_id: int, within_ms: int) -> None:
+        with self._lock:
+            for in_flight in self._supervisor.in_flights:
+                in_flight.expedite(request_id, within_ms)
+
     def open_vad_session(self, session: int, live: bool, state: bytes | None = None) -> None:
         self._open(session, InFlightSession(live, state))
 

@@ -115,6 +115,13 @@ class CancelRequest(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
+class ExpediteRequest(msgspec.Struct, frozen=True, tag=True):
+    """Sets the time since its arrival within which an utterance should be encoded, unless it has ended."""
+
+    id: int
+    within_ms: int
+
+
 class OpenVadSession(msgspec.Struct, frozen=True, tag=True):
     """Opens a voice-activity session. `state`: its state from an earlier process."""
 
@@ -451,6 +458,7 @@ ToEngine = (
     SubmitUtterance
     | SubmitSentence
     | CancelRequest
+    | ExpediteRequest
     | OpenVadSession
     | OpenStream
     | ExportStream

@@ -354,6 +354,8 @@ class ServerLink:
                 put(lambda loop: loop.streams.append_audio(chunk))
             case messages.CancelRequest(id=request_id):
                 put(partial(_cancel, base + request_id))
+            case messages.ExpediteRequest(id=request_id, within_ms=within_ms):
+                put(partial(_expedite, base + request_id, within_ms))
             case messages.OpenVadSession(session=session, live=live, state=state):
                 self._sessions.add(base + session)
                 put(partial(self._open_vad_session, facts, session, live, state))
@@ -568,6 +570,10 @@ class ServerLink:
 
 def _cancel(request_id: int, loop: Loop) -> None:
     loop.executor.cancel(request_id)
+
+
+def _expedite(request_id: int, within_ms: int, loop: Loop) -> None:
+    loop.executor.expedite(request_id, within_ms)
 
 
 def _cancel_separation(answer: Future[np.ndarray], loop: Loop) -> None:

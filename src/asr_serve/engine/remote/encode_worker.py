@@ -279,6 +279,9 @@ class EncodeWorker:
     def cancel(self, request_id: int) -> None:
         """Does nothing: no such request is ever accepted."""
 
+    def expedite(self, request_id: int, within_ms: int) -> None:
+        """Does nothing, like `cancel`."""
+
     @property
     def due_s(self) -> float | None:
         return None

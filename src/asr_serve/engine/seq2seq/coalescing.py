@@ -210,6 +210,16 @@ class RequestCoalescer:
         """Queues the request to be encoded, as urgent as the most urgent that waits for it."""
         self._enqueue(each, min((each, *self._dependents(each)), key=urgency))
 
+    def requeue(self, each: RecognitionRequest) -> None:
+        """Moves a request whose time became shorter, or the one that it waits for, to its place in the queue. One that
+        is being encoded, or was, is in none."""
+        candidates = [each]
+        if self.cache is not None and each.answer_digest:
+            first = self._answers.leader(each.answer_digest) or each
+            candidates += [first, self._frames.leader(each.encoder_key) or first]
+        if (queued := next(filter(self._dequeue, candidates), None)) is not None:
+            self.schedule(queued)
+
     def _dependents(self, each: RecognitionRequest) -> list[RecognitionRequest]:
         """Requests that wait for its result: its answer, or its frames and then answers of their own."""
         frame_followers = self._frames.followers(each.encoder_key, each)

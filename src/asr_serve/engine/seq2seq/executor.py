@@ -211,6 +211,11 @@ class Seq2SeqExecutor:
     def cancel(self, request_id: int) -> None:
         self._fail([request_id], Cancelled("the request was cancelled"))
 
+    def expedite(self, request_id: int, within_ms: int) -> None:
+        if (utterance := self.open_requests.get(request_id)) is not None:
+            utterance.within_ms = within_ms
+            self.coalescer.requeue(utterance)
+
     # --- step ------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -429,10 +434,11 @@ class Seq2SeqExecutor:
         self.finalizer.finalize(ended)
         verified, accepted = runner.positions_verified - verified, runner.positions_accepted - accepted
         positions, stats = runner.positions_fed - fed, self.loop.stats
-        stats.record_step(
-            "verify", time.perf_counter() - started, positions, min(1.0, positions / MAX_VERIFY_POSITIONS)
-        )
+        fill = min(1.0, positions / MAX_VERIFY_POSITIONS)
+        stats.record_step("verify", time.perf_counter() - started, positions, fill)
         stats.record_verification(verified, accepted)
+        if beside:
+            stats.record_rows_beside(len(beside), len(beside) / runner.max_rows)
         return bool(beside)
 
     def _step_rows(self) -> None:

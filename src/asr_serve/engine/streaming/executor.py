@@ -137,6 +137,9 @@ class StreamingExecutor:
     def cancel(self, request_id: int) -> None:
         self._fail_stream(request_id, Cancelled("the request was cancelled"))
 
+    def expedite(self, request_id: int, within_ms: int) -> None:
+        """Does nothing: chunks are processed in the order in which they came."""
+
     # --- streams -----------------------------------------------------------------------------------------
 
     def open_stream(

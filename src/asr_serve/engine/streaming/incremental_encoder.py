@@ -149,6 +149,9 @@ class IncrementalEncoderExecutor(StreamingExecutor):
     def cancel(self, request_id: int) -> None:
         self._utterances.cancel(request_id)
 
+    def expedite(self, request_id: int, within_ms: int) -> None:
+        self._utterances.expedite(request_id, within_ms)
+
     def step(self) -> bool:
         stepped = super().step()
         return self._utterances.step() or stepped

@@ -132,6 +132,9 @@ class TtsExecutor:
     def cancel(self, request_id: int) -> None:
         self._fail_request(request_id, Cancelled("the request was cancelled"))
 
+    def expedite(self, request_id: int, within_ms: int) -> None:
+        """Does nothing: sentences have deadlines of their own."""
+
     # --- a step ----------------------------------------------------------------------------------------
 
     def step(self) -> bool:

@@ -222,6 +222,12 @@ class VllmExecutor:
     def cancel(self, request_id: int) -> None:
         self._fail([request_id], Cancelled("the request was cancelled"))
 
+    def expedite(self, request_id: int, within_ms: int) -> None:
+        if (utterance := self.requests.open.get(request_id)) is not None:
+            utterance.within_ms = within_ms
+            if self.scheduler.remove(request_id):
+                self.scheduler.enqueue(self.requests.to_scheduled(utterance, utterance))
+
     # --- step -----------------------------------------------------------------------------------------------
 
     def step(self) -> bool:

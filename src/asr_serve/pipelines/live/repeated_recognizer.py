@@ -139,7 +139,7 @@ class RepeatedRecognizer:
         self._position = at
         if each.drop_void_anchors():
             self._cancel_job(each)
-        self._hurry(each)
+        self._expedite_pending(each)
         job = each.job
         if job is not None and job.kind in ("anchor", "final"):
             return
@@ -156,15 +156,18 @@ class RepeatedRecognizer:
         self._cancel_job(each)
         each.encoder.close()
 
-    def _hurry(self, each: RepeatedSegment) -> None:
-        """Submits a pending anchor or early final again, as urgent, when the segment's end waits for it. The engine
-        takes the new request for the old one's result, as far as that has come."""
+    def _expedite_pending(self, each: RepeatedSegment) -> None:
+        """Makes a pending anchor or early final urgent when the segment's end waits for it."""
         job = each.job
-        if job is None or job.urgent or not each.encoder.by_deadline:
-            return
         kinds: tuple[HypothesisKind, ...] = ("anchor",) if each.closed else ("anchor", "early")
-        if job.kind in kinds and (each.closed or self._closes_soon):
-            self._submit(each, job.kind, job.span, job.tries, urgent=True)
+        if job is not None and job.kind in kinds and (each.closed or self._closes_soon):
+            self._expedite(each, job)
+
+    @staticmethod
+    def _expedite(each: RepeatedSegment, job: PendingHypothesis) -> None:
+        if job.expedite is not None and not job.urgent:
+            job.expedite(URGENT_MS)
+            each.job = msgspec.structs.replace(job, urgent=True)
 
     @property
     def _closes_soon(self) -> bool:
@@ -182,9 +185,9 @@ class RepeatedRecognizer:
         span = each.final_span(self._position.decided_samples, all_known=self._position.input_ended)
         if span is None:
             return
-        overtakes = job is not None and each.encoder.by_deadline and not job.urgent
-        if job is not None and job.kind == "early" and job.span == span and not overtakes:
-            return  # it is the final
+        if job is not None and job.kind == "early" and job.span == span:  # it is the final
+            self._expedite(each, job)
+            return
         if each.early is not None and each.early[0] == span:
             each.final = each.early[1]
             self._wake()
@@ -230,8 +233,8 @@ class RepeatedRecognizer:
             URGENT_MS if urgent else DEADLINE_MS[kind],
             each.decided_samples if kind == "final" else None,
         )
-        answer, cancel = each.encoder.submit(request)
-        each.job = PendingHypothesis(kind, span, answer, cancel, tries, urgent)
+        answer, cancel, expedite = each.encoder.submit(request)
+        each.job = PendingHypothesis(kind, span, answer, cancel, tries, urgent, expedite)
         if before is not None:
             before.cancel()
         answer.add_done_callback(lambda _: self._wake())

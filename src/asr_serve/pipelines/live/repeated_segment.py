@@ -54,6 +54,8 @@ class PendingHypothesis(msgspec.Struct, frozen=True):
     tries: int = 1
     urgent: bool = False
     """Whether the caller waits for it."""
+    expedite: Callable[[int], None] | None = None
+    """See SubmittedHypothesis."""
 
 
 class RepeatedSegment:

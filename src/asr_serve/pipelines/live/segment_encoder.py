@@ -30,14 +30,20 @@ class HypothesisInput(NamedTuple):
     """Set for the last request of a segment: end of the audio that was known when the segment closed."""
 
 
+class SubmittedHypothesis(NamedTuple):
+    """Request for a hypothesis that the engine has."""
+
+    answer: Future[Recognition]
+    cancel: Callable[[], None]
+    expedite: Callable[[int], None] | None
+    """Shortens the time within which it should be encoded to so many ms since its arrival; None where requests never
+    overtake others."""
+
+
 class SegmentEncoder(Protocol):
     """Sender of one segment's audio to the engine."""
 
-    by_deadline: bool
-    """Whether a request may overtake others: then a pending one is submitted again when it becomes urgent."""
-
-    def submit(self, question: HypothesisInput) -> tuple[Future[Recognition], Callable[[], None]]:
-        """Returns the future hypothesis, and a function that cancels it."""
+    def submit(self, question: HypothesisInput) -> SubmittedHypothesis: ...
 
     def close(self) -> None:
         """Ends the stream, after the last request or a failure. `submit` opens a new one."""
@@ -46,12 +52,10 @@ class SegmentEncoder(Protocol):
 class WholeSegmentEncoder:
     """Sends all audio for each hypothesis."""
 
-    by_deadline = True
-
     def __init__(self, client: EngineClient, audio: AudioHistory) -> None:
         self._client, self._audio = client, audio
 
-    def submit(self, question: HypothesisInput) -> tuple[Future[Recognition], Callable[[], None]]:
+    def submit(self, question: HypothesisInput) -> SubmittedHypothesis:
         ticket = self._client.submit(
             pad_with_silence(self._audio.slice(question.span)),
             question.options,
@@ -60,7 +64,8 @@ class WholeSegmentEncoder:
             draft=question.draft,
             within_ms=question.within_ms,
         )
-        return ticket.future, partial(self._client.cancel, ticket)
+        cancel, expedite = partial(self._client.cancel, ticket), partial(self._client.expedite, ticket)
+        return SubmittedHypothesis(ticket.future, cancel, expedite)
 
     def close(self) -> None:
         pass
@@ -69,8 +74,6 @@ class WholeSegmentEncoder:
 class IncrementalSegmentEncoder:
     """Sends the audio since the last hypothesis; the engine caches the encoding of what came before. A stream
     begins where the segment's audio does, and anew if that moves."""
-
-    by_deadline = False
 
     def __init__(self, client: EngineClient, audio: AudioHistory, longest: int) -> None:
         """`longest`: limit of a segment, in samples."""
@@ -81,7 +84,7 @@ class IncrementalSegmentEncoder:
         self._ended = False
         """Whether its last request was submitted."""
 
-    def submit(self, question: HypothesisInput) -> tuple[Future[Recognition], Callable[[], None]]:
+    def submit(self, question: HypothesisInput) -> SubmittedHypothesis:
         span, last = question.span, question.ends_at is not None
         parts = []
         if self._stream is None or self._ended or self._start != span.start_samples:
@@ -100,7 +103,8 @@ class IncrementalSegmentEncoder:
         pcm = np.concatenate(parts) if parts else np.zeros(0, np.float32)
         answer = self._stream.submit_hypothesis(pcm, request, last=last)
         self._sent_to, self._ended = end, last
-        return answer, lambda: None  # no cancelling: the next request follows it in the same stream
+        # No cancelling: the next request follows it in the same stream.
+        return SubmittedHypothesis(answer, lambda: None, None)
 
     def close(self) -> None:
         if self._stream is not None:

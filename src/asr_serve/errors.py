@@ -341,7 +341,7 @@ class Unreachable(ServerError):
         super().__init__(came, allowed, todo)
 
 
-RETRYABLE_CODES = {"at_capacity", "rate_limited", "draining", "store_unavailable", "engine_closed"}
+RETRYABLE_CODES = {"at_capacity", "rate_limited", "draining", "store_unavailable", "model_unavailable", "engine_closed"}
 """Codes of refusals after which another attempt is worthwhile, where no time is told either."""
 
 
@@ -385,6 +385,10 @@ class Draining(AtCapacity):
 
 class StoreUnavailable(AtCapacity):
     """The store of live sessions does not answer."""
+
+
+class ModelUnavailable(AtCapacity):
+    """A model could not be loaded, and is not tried again yet."""
 
 
 class Cancelled(EngineError):

@@ -12,7 +12,7 @@ import pytest
 from running_server import MODEL, Running
 
 from asr_serve.config import EngineConfig, ServeConfig
-from asr_serve.errors import WeightsCorrupt
+from asr_serve.errors import ModelUnavailable, OptionError, WeightsCorrupt
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import MULTILINGUAL, asr_card
 from asr_serve.server.engine_registry import EngineParts, EngineRegistry, ModelNeeds, open_engine
@@ -165,21 +165,81 @@ async def test_a_model_that_cannot_be_loaded_is_not_tried_with_every_upload(part
     for _ in range(8):
         opened.clear()
         now_s = due_s
-        with pytest.raises(WeightsCorrupt, match=r"^model\.safetensors differs"):
-            await upload()
-        for _ in range(3):  # meanwhile they are told at once
-            with pytest.raises(WeightsCorrupt, match=r"loaded again in \d+ s: model\.safetensors differs") as caught:
+        for _ in range(4):  # the first loads it, and meanwhile the others are told at once
+            with pytest.raises(
+                ModelUnavailable, match=r"is tried again with the next request after \d+ s: model\.safetensors differs"
+            ) as caught:
                 await upload()
         assert opened == [WHISPER]
-        waits_s.append(int(re.search(r"in (\d+) s", str(caught.value))[1]))
+        waits_s.append(int(re.search(r"after (\d+) s", str(caught.value))[1]))
+        assert caught.value.retry_after_ms == waits_s[-1] * 1_000
         due_s = now_s + waits_s[-1]
     assert waits_s == [10, 20, 40, 80, 160, 320, 600, 600]
     is_broken = False
-    with pytest.raises(WeightsCorrupt):
+    with pytest.raises(ModelUnavailable):
         await upload()
     await engines.load(WHISPER)  # an administrator need not wait
     assert engines.state(WHISPER) == "ready"
     await upload()
+
+
+@pytest.mark.parametrize("failure", [OSError(5, "a secret path"), RuntimeError("a secret path"), MemoryError()])
+@pytest.mark.asyncio
+async def test_a_load_that_fails_with_any_error_is_not_repeated_at_once(parts, failure):
+    opened = []
+
+    def open_failing(name, config):
+        opened.append(name)
+        if name == WHISPER:
+            raise failure
+        return parts._replace(multilingual=WHISPER)
+
+    engines = EngineRegistry(ServeConfig(voice="none"), open_failing)
+    await engines.start()
+    for _ in range(3):
+        with pytest.raises(ModelUnavailable, match=type(failure).__name__) as caught:
+            await engines.load_substitute("auto", ModelNeeds(None, "transcribe", False))
+        assert "secret" not in str(caught.value)
+    assert opened == [MODEL, WHISPER]
+
+
+@pytest.mark.asyncio
+async def test_weights_of_a_model_that_is_loaded_already_count_as_no_failed_load(parts, tmp_path):
+    """What came is the default model again: that is a wrong setting, which no wait mends."""
+    closed = []
+
+    class Closed:
+        def close(self):
+            closed.append(True)
+
+    engines = EngineRegistry(
+        ServeConfig(voice="none"),
+        lambda name, _: parts._replace(multilingual=WHISPER) if name == MODEL else parts._replace(client=Closed()),
+    )
+    await engines.start()
+    for _ in range(2):
+        with pytest.raises(OptionError, match="which is loaded already"):
+            await engines.load_substitute("auto", ModelNeeds(None, "transcribe", False))
+    assert closed == [True, True]
+
+
+def test_clients_are_told_when_a_model_that_cannot_be_loaded_is_tried_again(parts, beckett):
+    def open_broken(name, config):
+        if name == WHISPER:
+            raise WeightsCorrupt("model.safetensors differs", "the published weights", "fetch it again")
+        return parts._replace(multilingual=WHISPER)
+
+    running = Running(ServeConfig(voice="none", wyoming_port=0), open_broken)
+    try:
+        for _ in range(2):
+            refused = post(running, ROUTE, beckett, language="de")
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (503, "model_unavailable")
+            assert 1 <= int(refused.headers["retry-after"]) <= 10
+            assert "model.safetensors differs" in error["message"]
+        assert post(running, ROUTE, beckett).headers["x-model"] == MODEL
+    finally:
+        running.stop()
 
 
 @pytest.mark.asyncio

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from asr_serve.config import BatchConfig
-from asr_serve.errors import EngineCrashed, ModelNotLoaded, QuotaExceeded, StepFailed
+from asr_serve.errors import EngineCrashed, ModelNotLoaded, ModelUnavailable, QuotaExceeded, StepFailed
 from asr_serve.metrics import ServerMetrics
 from asr_serve.protocols.openai.batches import ENDED_STATUSES, Batch, BatchRequest, BatchStatus, ListQuery
 from asr_serve.server.batch.batch_queue import BatchQueue
@@ -208,6 +208,40 @@ def test_the_rows_of_lines_count_in_the_quota_of_their_key(config: BatchConfig) 
         assert used_bytes(store) == alone
 
 
+def test_a_batch_takes_no_room_that_an_upload_reserved(config: BatchConfig) -> None:
+    config = msgspec.structs.replace(config, bytes_per_key=10_000)
+    with closing(BatchStore(config)) as store:
+        add_batch(store, 1)
+        (found,) = store.open_batches()
+        store.reserve(ticket := object(), OWNER, 10_000 - used_bytes(store) - ROW_BYTES)
+        with pytest.raises(QuotaExceeded, match="bytes_per_key"):
+            store.begin_batch(found.number, [("0", 0, 1)])
+        store.release(ticket)
+        store.begin_batch(found.number, [("0", 0, 1)])
+
+
+def test_rows_that_an_earlier_version_accepted_leave_room_for_answers(config: BatchConfig) -> None:
+    """It counted no rows: with them its key is over its limit."""
+    with closing(BatchStore(config)) as store:
+        batch = add_batch(store, 100)
+        input_bytes = used_bytes(store)
+        (found,) = store.open_batches()
+        store.begin_batch(found.number, [(str(number), 0, 1) for number in range(100)])
+    config = msgspec.structs.replace(config, bytes_per_key=input_bytes + 1_000)
+    with closing(BatchStore(config)) as store:
+        assert used_bytes(store) > input_bytes + 1_000
+        with pytest.raises(QuotaExceeded):
+            store.reserve(object(), OWNER, 1)
+        assert store.answer_line(found, 1, "completed", bytes(1_000))
+        with pytest.raises(QuotaExceeded, match=f"beside {input_bytes + 1_000} bytes of this key"):
+            store.answer_line(found, 2, "completed", bytes(1))  # answers themselves are bounded as ever
+        assert store.batch(OWNER, batch.id).request_counts.completed == 1
+        store.begin_ending(found.number, "cancelled")
+        store.finish_batch(found.number, None, None)
+        assert used_bytes(store) == input_bytes
+        store.reserve(object(), OWNER, 1_000)
+
+
 def test_a_batch_without_room_for_its_lines_fails(config: BatchConfig) -> None:
     config = msgspec.structs.replace(config, bytes_per_key=15_000)
     with closing(BatchStore(config)) as store:
@@ -292,6 +326,23 @@ def test_a_line_waits_for_its_model(
         store = await queue.store()
         assert await until_ended(store, batch.id) == "completed"
         assert store.batch(OWNER, batch.id).request_counts.failed == failed
+
+    with_queue(config, test)
+
+
+def test_lines_wait_for_a_model_that_could_not_be_loaded(config: BatchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asr_serve.server.batch.batch_queue.FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("asr_serve.server.batch.batch_queue.MODEL_WAIT_S", 0.0)
+    with closing(BatchStore(config)) as store:
+        batch = add_batch(store, 3)
+
+    async def test(queue: BatchQueue, runner: HeldRunner) -> None:
+        runner.failures = {line: [ModelUnavailable("it could not be loaded", "", 10)] * 3 for line in (1, 2, 3)}
+        runner.go_on.set()
+        store = await queue.store()
+        assert await until_ended(store, batch.id) == "completed"
+        counts = store.batch(OWNER, batch.id).request_counts
+        assert (counts.completed, counts.failed) == (3, 0)
 
     with_queue(config, test)
 

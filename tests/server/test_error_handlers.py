@@ -83,6 +83,7 @@ STATUS: dict[type[AsrServeError], int] = {
     errors.TakenOver: 409,
     errors.AtCapacity: 429,
     errors.StoreUnavailable: 503,
+    errors.ModelUnavailable: 503,
     errors.RateLimited: 429,
     errors.Draining: 503,
     errors.EngineClosed: 503,

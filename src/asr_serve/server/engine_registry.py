@@ -29,6 +29,7 @@ from asr_serve.errors import (
     AsrServeError,
     EngineClosed,
     ModelNotLoaded,
+    ModelUnavailable,
     NotAllowed,
     OptionError,
     ProgramMissing,
@@ -61,13 +62,14 @@ log = logging.getLogger(__name__)
 
 LOAD_RETRY_S, MAX_LOAD_RETRY_S = 10.0, 600.0
 """Time after which an upload has a model loaded again that could not be loaded, and the longest: it doubles with each
-failure. A load reads gigabytes, and broken weights stay broken until somebody mends them."""
+failure. A load reads gigabytes, and many a cause, like broken weights, stays until somebody mends it."""
 
 
 class FailedLoad(NamedTuple):
     """Why a model could not be loaded, and when an upload may have it loaded again."""
 
-    error: AsrServeError
+    reason: str
+    """Message of the error, which itself would hold the frames of the load."""
     wait_s: float
     due_s: float
 
@@ -606,8 +608,8 @@ class EngineRegistry:
 
     async def load_substitute(self, name: str | None, needs: ModelNeeds) -> None:
         """Loads what `substitute` names, if it is not loaded, or is being unloaded; for the name `auto` and no language
-        the model that identifies it. Raises as `load`; the error of a load that failed at once, until another one is
-        due."""
+        the model that identifies it. Raises as `load`, but ModelUnavailable where the load fails, and at once until
+        another one is due: what failed passes, or somebody mends it."""
         identifies = name == AUTO_MODEL and needs.language is None and needs.task == "transcribe"
         if identifies:
             needs = needs._replace(detects=True)
@@ -617,12 +619,26 @@ class EngineRegistry:
             substitute = auto if auto is not None and _identifies_languages(self._cards.get(auto)) else None
         if substitute is None or (state := self.state(substitute)) not in ("not_loaded", "loading", "unloading"):
             return
-        failed = self._failed_loads.get(substitute)
-        if failed is not None and state == "not_loaded" and (left_s := failed.due_s - self._clock()) > 0:
-            raise failed.error.located(f"{substitute}, which is loaded again in {math.ceil(left_s)} s")
-        engine = await self.load(substitute)
+        if state == "not_loaded":
+            self._check_failed_load(substitute)
+        try:
+            engine = await self.load(substitute)
+        except Exception:
+            self._check_failed_load(substitute)
+            raise
         if state != "loading":  # else it is served anyway: at start, or because an administrator asked for it
             self._on_demand.add(engine.name)
+
+    def _check_failed_load(self, model: str) -> None:
+        """Raises ModelUnavailable where a load of that model failed, and the next one is not due."""
+        failed = self._failed_loads.get(model)
+        if failed is not None and (left_s := failed.due_s - self._clock()) > 0:
+            raise ModelUnavailable(
+                f"the model {model} could not be loaded, and is tried again with the next request after"
+                f" {math.ceil(left_s)} s: {failed.reason}",
+                "",
+                math.ceil(left_s * 1_000),
+            )
 
     def language_identifier(self, name: str | None) -> tuple[ModelEngine, ModelEngine] | None:
         """Engines of the default model, and of the one that identifies the language of requests under that name. None:
@@ -735,7 +751,12 @@ class EngineRegistry:
     async def _load(self, own: str) -> ModelEngine:
         try:
             place = next((path for path, name in self._folders.items() if name == own), own)
-            engine = ModelEngine(await asyncio.to_thread(self._open, place, self._settings(place)))
+            try:
+                parts = await asyncio.to_thread(self._open, place, self._settings(place))
+            except Exception as error:
+                self._note_failed_load(own, error)
+                raise
+            engine = ModelEngine(parts)
             if engine.name in self._engines:
                 await asyncio.to_thread(engine.client.close)
                 raise OptionError(
@@ -750,13 +771,17 @@ class EngineRegistry:
             self._cards.update(engine.cards)
             self._failed_loads.pop(own, None)
             return engine
-        except AsrServeError as error:
-            before = self._failed_loads.get(own)
-            wait_s = LOAD_RETRY_S if before is None else min(2 * before.wait_s, MAX_LOAD_RETRY_S)
-            self._failed_loads[own] = FailedLoad(error, wait_s, self._clock() + wait_s)
-            raise
         finally:
             self._loading.pop(own, None)
+
+    def _note_failed_load(self, own: str, error: Exception) -> None:
+        before = self._failed_loads.get(own)
+        wait_s = LOAD_RETRY_S if before is None else min(2 * before.wait_s, MAX_LOAD_RETRY_S)
+        is_typed = isinstance(error, AsrServeError)
+        log.error("the model %s could not be loaded: %s", own, error, exc_info=None if is_typed else error)
+        # Messages of other errors are not written for callers.
+        reason = str(error) if is_typed else f"{type(error).__name__}; the server's log has the details"
+        self._failed_loads[own] = FailedLoad(reason, wait_s, self._clock() + wait_s)
 
     async def unload(self, name: str) -> None:
         """Waits up to `drain_s` for the model's requests, then closes its engine: requests still in it fail with

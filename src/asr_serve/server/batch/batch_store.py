@@ -113,7 +113,8 @@ CREATE TABLE notices (
 CREATE INDEX notices_by_due ON notices (due);
 """
 
-_LINE_BYTES = f"{ROW_BYTES} + length(CAST(custom_id AS BLOB)) + coalesce(length(answer), 0)"
+_ROW_BYTES = f"{ROW_BYTES} + length(CAST(custom_id AS BLOB))"
+_LINE_BYTES = f"{_ROW_BYTES} + coalesce(length(answer), 0)"
 _COLUMNS = (
     "number, id, owner, caller, endpoint, input_file, window, metadata, output_s, created, expires, status, ending,"
     " times, errors, output_file, error_file, total, completed, failed"
@@ -304,9 +305,16 @@ class BatchStore:
                     os.unlink(entry.path)
 
     def _recount(self) -> None:
-        """Counts anew what each owner uses: an earlier version counted the rows of lines not at all."""
+        """Counts anew what each owner uses: an earlier version counted the rows of lines not at all. Those rows are
+        also counted by themselves, in a table that lasts as long as the connection and is in its transactions."""
         with self._db as db:
+            db.execute("PRAGMA temp_store = MEMORY")
+            db.execute("CREATE TEMP TABLE row_usage (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) STRICT")
             db.execute("BEGIN IMMEDIATE")
+            db.execute(
+                f"INSERT INTO row_usage SELECT owner, sum({_ROW_BYTES}) FROM lines"
+                " JOIN batches ON batches.number = lines.batch GROUP BY owner"
+            )
             db.execute("DELETE FROM usage")
             db.execute(
                 "INSERT INTO usage SELECT owner, sum(files), sum(bytes) FROM ("
@@ -482,10 +490,16 @@ class BatchStore:
             id=file.id, bytes=file.bytes, created_at=now, expires_at=expires, filename=file.name, purpose=file.purpose
         )
 
-    def _check_quota(self, owner: str, files: int, size_bytes: int, reserved: Iterable[tuple[str, int]] = ()) -> None:
-        """Checks that there is room for so many more beside what is `reserved`, with the lock held. Raises
-        QuotaExceeded."""
+    def _check_quota(
+        self, owner: str, files: int, size_bytes: int, reserved: Iterable[tuple[str, int]] = (), *, rows: bool = True
+    ) -> None:
+        """Checks that there is room for so many more beside what is `reserved`, with the lock held. `rows`: whether
+        the rows of lines count. Raises QuotaExceeded."""
         usage = {key: (count, size) for key, count, size in self._db.execute("SELECT owner, files, bytes FROM usage")}
+        if not rows:
+            for key, row_bytes in self._db.execute("SELECT owner, bytes FROM row_usage"):
+                count, size = usage[key]
+                usage[key] = count, size - row_bytes
         own_files, own_bytes = usage.get(owner, (0, 0))
         total_bytes = sum(size for _, size in usage.values())
         for who, upload_bytes in reserved:
@@ -598,8 +612,8 @@ class BatchStore:
             if row.status != "validating":  # cancelled meanwhile
                 return
             size_bytes = sum(ROW_BYTES + len(custom_id.encode()) for custom_id, _, _ in lines)
-            self._check_quota(row.owner, 0, size_bytes)
-            self._count_lines(db, row.owner, size_bytes)
+            self._check_quota(row.owner, 0, size_bytes, self._reservations())
+            self._count_lines(db, row.owner, size_bytes, size_bytes)
             db.executemany(
                 "INSERT INTO lines (batch, number, custom_id, start, length) VALUES (?, ?, ?, ?, ?)",
                 ((number, line, *fields) for line, fields in enumerate(lines, 1)),
@@ -630,7 +644,8 @@ class BatchStore:
             row = self._batch(db, "number = ?", number)
             assert row.ending is not None, "begin_ending was called"
             # Lines have been counted as bytes of their owner since they came, with their answers.
-            self._count_lines(db, row.owner, -self._line_bytes(db, number))
+            line_bytes, row_bytes = self._line_bytes(db, number)
+            self._count_lines(db, row.owner, -line_bytes, -row_bytes)
             for file in files:
                 self._insert(db, row.owner, file._replace(keep_s=row.output_s or self._config.keep_s))
             db.execute("DELETE FROM lines WHERE batch = ?", (number,))
@@ -703,11 +718,13 @@ class BatchStore:
         self, batch: OpenBatch, line: int, outcome: str, answer: bytes, file: NewFile | None = None
     ) -> bool:
         """Sets the answer of a line, and adds the file with its audio. False: it has an answer already. Raises
-        QuotaExceeded where neither has room."""
+        QuotaExceeded where neither has room beside files and answers."""
         with self._placed([] if file is None else [file]), self._write(synced=False) as db:
-            # An error is short, and must have room. What uploads in progress reserve is no reason to lose an answer.
+            # An error is short, and must have room. Neither what uploads in progress reserve nor the rows of lines, of
+            # which an earlier version accepted more, are a reason to lose an answer.
             if outcome == "completed":
-                self._check_quota(batch.owner, int(file is not None), len(answer) + (file.bytes if file else 0))
+                size_bytes = len(answer) + (file.bytes if file else 0)
+                self._check_quota(batch.owner, int(file is not None), size_bytes, rows=False)
             changed = db.execute(
                 "UPDATE lines SET outcome = ?, answer = ? WHERE batch = ? AND number = ? AND outcome IS NULL",
                 (outcome, answer, batch.number, line),
@@ -740,15 +757,18 @@ class BatchStore:
         """Bytes of all files, lines and answers."""
         return int(self._rows("SELECT coalesce(sum(bytes), 0) FROM usage")[0][0])
 
-    def _line_bytes(self, db: sqlite3.Connection, batch: int) -> int:
-        query = f"SELECT coalesce(sum({_LINE_BYTES}), 0) FROM lines WHERE batch = ?"
-        return int(db.execute(query, (batch,)).fetchone()[0])
+    def _line_bytes(self, db: sqlite3.Connection, batch: int) -> tuple[int, int]:
+        """Bytes of the lines of a batch with their answers, and of their rows alone."""
+        query = f"SELECT coalesce(sum({_LINE_BYTES}), 0), coalesce(sum({_ROW_BYTES}), 0) FROM lines WHERE batch = ?"
+        line_bytes, row_bytes = db.execute(query, (batch,)).fetchone()
+        return line_bytes, row_bytes
 
-    def _count_lines(self, db: sqlite3.Connection, owner: str, size_bytes: int) -> None:
-        db.execute(
-            "INSERT INTO usage VALUES (?, 0, ?) ON CONFLICT (owner) DO UPDATE SET bytes = bytes + excluded.bytes",
-            (owner, size_bytes),
-        )
+    def _count_lines(self, db: sqlite3.Connection, owner: str, size_bytes: int, row_bytes: int = 0) -> None:
+        """Counts bytes of lines as their owner's, `row_bytes` of which are those of rows."""
+        add = "ON CONFLICT (owner) DO UPDATE SET bytes = bytes + excluded.bytes"
+        db.execute(f"INSERT INTO usage VALUES (?, 0, ?) {add}", (owner, size_bytes))
+        if row_bytes:
+            db.execute(f"INSERT INTO row_usage VALUES (?, ?) {add}", (owner, row_bytes))
 
     # --- notices
 

@@ -69,7 +69,8 @@ from asr_serve.types import Transcript
 
 ROUTE = "/v1/batches"
 RETRIED = (AtCapacity, EngineClosed)
-"""Errors after which a line waits and is tried again: the engine is full, starting or going down."""
+"""Errors after which a line waits and is tried again: the engine is full, starting or going down, or its model could
+not be loaded and is not tried again yet."""
 RETRIED_TWICE = (StepFailed, RankLost, ProgramFailed)
 """Errors after which a line is tried again twice: what failed may have been another request of the same step."""
 WAITED_FOR = (ModelNotLoaded,)

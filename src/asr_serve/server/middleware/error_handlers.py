@@ -96,6 +96,7 @@ ERROR_MAPPINGS = (
     ErrorMapping(errors.EvaluationError, 404),
     ErrorMapping(errors.Draining, 503, "server_error"),
     ErrorMapping(errors.StoreUnavailable, 503, "server_error"),
+    ErrorMapping(errors.ModelUnavailable, 503, "server_error"),
     ErrorMapping(errors.RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     ErrorMapping(errors.AtCapacity, 429, "rate_limit_error"),
     ErrorMapping(errors.EngineClosed, 503, "server_error"),

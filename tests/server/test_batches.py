@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from openai import OpenAI
 from running_server import Running, eventually
 
+from asr_serve.audio.encode.stream_encoder import AudioEncoder
+from asr_serve.audio.reader import open_audio
 from asr_serve.config import BatchConfig
 
 TRANSCRIPTIONS, SPEECH = "/v1/audio/transcriptions", "/v1/audio/speech"
@@ -286,13 +289,17 @@ def test_cancel_and_what_it_leaves(client, wav):
     client.files.delete(batch.input_file_id)
 
 
-def test_a_window_ends(client, wav):
-    lines = [line(str(number), {"file": data_url(wav(10))}) for number in range(8)]
+def test_a_window_ends(client, cities):
+    """Twenty minutes of speech do not fit a second."""
+    encoder = AudioEncoder("opus", 16_000)
+    talk = np.concatenate(list(open_audio(cities)))[: 16_000 * 30]
+    audio = data_url(encoder.encode(talk) + encoder.finish())
+    lines = [line(str(number), {"file": audio}) for number in range(40)]
     over = ended(client, submit(client, *lines, window="1s").id)
     assert over.status == "expired"
     assert over.expires_at == over.created_at + 1
     answers, errors = read(client, over.output_file_id), read(client, over.error_file_id)
-    assert sorted(int(each["custom_id"]) for each in answers + errors) == list(range(8))
+    assert sorted(int(each["custom_id"]) for each in answers + errors) == list(range(40))
     assert {each["error"]["code"] for each in errors} == {"batch_expired"}
 
 

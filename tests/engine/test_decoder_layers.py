@@ -149,8 +149,12 @@ def test_a_row_is_the_same_in_any_company(kind: str, device: devices.cpu.CpuDevi
 
 
 @pytest.mark.parametrize("kind", ["moonshine", "whisper"])
-def test_positions_of_one_sequence_in_a_pass_see_each_other(kind: str, device: devices.cpu.CpuDevice) -> None:
-    """A draft over two pages, beside other rows, is what decoding its tokens one by one is."""
+@pytest.mark.parametrize("beside", [2, len(LENGTHS) - 1])
+def test_positions_of_one_sequence_in_a_pass_see_each_other(
+    kind: str, beside: int, device: devices.cpu.CpuDevice
+) -> None:
+    """A draft over two pages, beside other rows, is what decoding its tokens one by one is; and so are those rows.
+    Beside many, threads share the rows out, and the draft's go to one of them; beside few, all compute each layer."""
     model = build(kind, device)
     device.set_threads(2)
     given = rows_of(model, device)
@@ -169,11 +173,13 @@ def test_positions_of_one_sequence_in_a_pass_see_each_other(kind: str, device: d
         )
         outputs, pool = run(model, one)
         expected.append(outputs)
-    index = torch.tensor([*range(row), *[row] * drafted, *range(row + 1, len(LENGTHS))])
+    others = [other for other in range(len(LENGTHS)) if other != row][:beside]
+    first = sum(other < row for other in others)
+    index = torch.tensor([*others[:first], *[row] * drafted, *others[first:]])
     lengths = torch.tensor(LENGTHS)[index]
-    lengths[row : row + drafted] += torch.arange(drafted)
+    lengths[first : first + drafted] += torch.arange(drafted)
     many = given.tokens[index]
-    many[row : row + drafted] = tokens
+    many[first : first + drafted] = tokens
     whole = Pass(
         many,
         PagedKeyValues(given.own.pool, tables[index], lengths),
@@ -182,7 +188,12 @@ def test_positions_of_one_sequence_in_a_pass_see_each_other(kind: str, device: d
     together, _ = run(model, whole)
     for step, outputs in enumerate(expected):
         for of_all, of_one in zip(together, outputs, strict=True):
-            assert torch.equal(of_all[row + step], of_one[0])
+            assert torch.equal(of_all[first + step], of_one[0])
+    for at, other in enumerate(index.tolist()):
+        if other != row:
+            alone, _ = run(model, given.part(slice(other, other + 1), given.own.pool))
+            for of_all, of_row in zip(together, alone, strict=True):
+                assert torch.equal(of_all[at], of_row[0])
 
 
 def test_what_does_not_fit_is_refused() -> None:

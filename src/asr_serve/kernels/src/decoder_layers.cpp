@@ -1,7 +1,7 @@
 #include "decoder_layers.h"
 
 #include <algorithm>
-#include <cstring>
+#include <cstdlib>
 #include <type_traits>
 #include <unordered_map>
 
@@ -25,17 +25,23 @@ int64_t live_rows(const DecoderPass& pass) {
   return rows;
 }
 
-// Whether a row reads a position of its own pages that another row of this pass writes: positions of one sequence.
-bool rows_depend(const DecoderPass& pass, int64_t rows) {
-  std::unordered_map<int32_t, int64_t> writers;
+// For each row the last one that it must stay together with: one of the two reads or writes a page that the other
+// writes in this pass. Such rows are positions of one sequence.
+std::vector<int64_t> last_dependents(const DecoderPass& pass, int64_t rows) {
   auto page = [&](int64_t row, int64_t at) { return pass.own_tables[row * pass.own_table_stride + at]; };
   auto last = [&](int64_t row) { return (pass.own_lengths[row] - 1) / PAGE; };
+  std::unordered_map<int32_t, int64_t> writers;
+  for (int64_t row = 0; row < rows; ++row) writers.emplace(page(row, last(row)), row);
+  std::vector<int64_t> dependents;
+  for (int64_t row = 0; row < rows; ++row) dependents.push_back(row);
   for (int64_t row = 0; row < rows; ++row)
-    if (!writers.emplace(page(row, last(row)), row).second) return true;
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t at = 0; at < last(row); ++at)
-      if (writers.count(page(row, at))) return true;
-  return false;
+    for (int64_t at = 0; at <= last(row); ++at) {
+      const auto writer = writers.find(page(row, at));
+      if (writer == writers.end()) continue;
+      int64_t& dependent = dependents[size_t(std::min(row, writer->second))];
+      dependent = std::max({dependent, row, writer->second});
+    }
+  return dependents;
 }
 
 template <typename T>
@@ -118,16 +124,30 @@ class Passage {
   ParallelFor parallel_;
 };
 
-// Ends of `parts` runs of rows that take about as long.
+// Ends of up to `parts` runs of rows that take about as long and do not depend on each other; of one run with all rows
+// where the longest would take most of the time.
 std::vector<int64_t> split_rows(const DecoderPass& pass, int64_t rows, unsigned parts) {
-  int64_t total = 0, sum = 0;
-  for (int64_t row = 0; row < rows; ++row) total += ROW_FRAMES + pass.audio_lengths[row];
-  std::vector<int64_t> ends;
+  const std::vector<int64_t> dependents = last_dependents(pass, rows);
+  std::vector<int64_t> ends, costs;  // of every run from the first row that may end there
+  int64_t total = 0, together = 0;
   for (int64_t row = 0; row < rows; ++row) {
-    sum += ROW_FRAMES + pass.audio_lengths[row];
-    if (sum * int64_t(parts) >= total * int64_t(ends.size() + 1)) ends.push_back(row + 1);
+    total += ROW_FRAMES + pass.audio_lengths[row];
+    together = std::max(together, dependents[size_t(row)]);
+    if (together == row) ends.push_back(row + 1), costs.push_back(total);
   }
-  return ends;
+  std::vector<int64_t> chosen;
+  int64_t longest = 0, before = 0;
+  for (int64_t part = 1; part <= parts; ++part) {
+    auto distance = [&](int64_t cost) { return std::abs(cost * int64_t(parts) - total * part); };
+    const auto nearest = std::min_element(costs.begin(), costs.end(),
+                                          [&](int64_t a, int64_t b) { return distance(a) < distance(b); });
+    if (*nearest == before) continue;
+    chosen.push_back(ends[size_t(nearest - costs.begin())]);
+    longest = std::max(longest, *nearest - before);
+    before = *nearest;
+  }
+  if (longest * int64_t(parts) > total * 3 / 2) return {rows};
+  return chosen;
 }
 
 }  // namespace
@@ -137,13 +157,14 @@ void run_decoder_layers(const DecoderPass& pass, const DecoderLayerKernels<T>& k
                         const std::vector<T*>& queries, unsigned threads, ParallelFor parallel) {
   const int64_t rows = live_rows(pass);
   if (!rows) return;
-  if (threads < 2 || rows < OWN_ROWS * int64_t(threads) || rows_depend(pass, rows)) {
+  // Every thread takes rows of its own through all layers: none waits for another before the end, and while one reads
+  // keys and values another multiplies.
+  const bool enough = threads > 1 && rows >= OWN_ROWS * int64_t(threads);
+  const std::vector<int64_t> ends = enough ? split_rows(pass, rows, threads) : std::vector<int64_t>{rows};
+  if (ends.size() < 2) {
     Passage<T>(pass, kernels, parallel).run(x, queries, 0, rows);
     return;
   }
-  // Every thread takes rows of its own through all layers: none waits for another before the end, and while one reads
-  // keys and values another multiplies.
-  const std::vector<int64_t> ends = split_rows(pass, rows, threads);
   auto part = [&](int64_t item) {
     const int64_t first = item ? ends[size_t(item - 1)] : 0;
     Passage<T>(pass, kernels, serial).run(x, queries, first, ends[size_t(item)] - first);

@@ -167,6 +167,7 @@ def test_a_new_name_of_a_speaker_is_kept(served, visit):
     me.page.locator("#voices button", has_text="Speaker 2").click()
     me.page.keyboard.type("Grace")
     me.page.keyboard.press("Enter")
+    me.holds(f"({COUNT})().then(([saved]) => new Map(saved.names).get('SPEAKER_01') === 'Grace')")
     me.page.goto(f"{served.url}/history")
     me.until("#list .saved")
     (saved,) = me.page.evaluate(COUNT)

@@ -242,7 +242,7 @@ def test_speakers_in_turn_are_not_separated(model, talk, monkeypatch):
 def test_a_mixture_that_cannot_be_separated_keeps_its_transcript(model, interrupted, monkeypatch, caplog):
     """And so does one of a model without times of words, which is not separated."""
     with monkeypatch.context() as patch:
-        patch.setattr("asr_serve.engine.diarization_runner.separate_speakers", lambda *_: 1 / 0)
+        patch.setattr("asr_serve.engine.speaker_separation.separate_speakers", lambda *_: 1 / 0)
         found = model.transcribe([interrupted], speakers=True)[0]
     assert "separating speakers failed" in caplog.text
     assert {turn.speaker for turn in found.turns} == {"SPEAKER_00", "SPEAKER_01"}

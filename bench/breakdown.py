@@ -23,6 +23,7 @@ from torch import Tensor
 
 import asr_serve
 from asr_serve.config import EngineConfig
+from asr_serve.devices.bf16 import CpuBf16Linear
 from asr_serve.devices.int8 import CpuInt8Linear
 
 PASSES = 5
@@ -160,7 +161,8 @@ def watch(model: Any) -> dict[str, Work]:
     owners = [audio.stem, *layers, *network.decoder, network, network.head]
     for owner in owners:
         for name, part in list(vars(owner).items()):
-            if type(part).__name__.endswith("Linear"):
+            kind = type(part)
+            if kind.__name__.endswith("Linear") and kind.__module__.startswith("asr_serve.devices"):
                 setattr(
                     owner,
                     name,
@@ -168,6 +170,8 @@ def watch(model: Any) -> dict[str, Work]:
                         shape(EIGHT_BITS if isinstance(part, CpuInt8Linear) else ""), part, product_size(part.nbytes)
                     ),
                 )
+    if isinstance(network.head, CpuBf16Linear):  # the vocabulary is the product itself
+        network.head = timed(shape(""), network.head, product_size(network.head.nbytes))
     return spent
 
 

@@ -304,7 +304,7 @@ def bench_row(report: str, /, **chosen: object) -> dict[str, Any]:
 
 def measured_cells() -> list[tuple[str, str]]:
     """What a cell of README's table must say, by the start of its row."""
-    offline = bench_row("offline-cpu", name="asr-serve")
+    offline = bench_row("offline-decoder-cpu", name="asr-serve")
     whisper = bench_row("whisper-offline-cpu", name="asr-serve beam 5 vad")
     peer = bench_row("whisper-offline-cpu", name="faster-whisper batched")
     serve = bench_row("serve-cpu", system="asr-serve", clients=32)
@@ -317,11 +317,13 @@ def measured_cells() -> list[tuple[str, str]]:
         ("HTTP, 32 clients", f"p50 {serve['p50_ms']:,.0f} ms, p99 {serve['p99_ms']:,.0f} ms"),
         ("Speech, 1 caller", f"p50 {first} ms, p95 {late} ms"),
     ]
-    for callers in (8, 32):
-        live = bench_row("live-cpu", system="asr-serve", callers=callers)
+    few = bench_row("live-cpu", system="asr-serve", callers=8)
+    many = bench_row("live-decoder-cpu", system="asr-serve", callers=48)
+    for live in (few, many):
         latencies = f"p50 {live['final_p50_ms']:.0f} ms, p95 {live['final_p95_ms']:.0f} ms"
-        cells.append((f"Live, {callers} callers", latencies))
-        cells.append((f"Live, {callers} callers", f"the pause itself: {live['silence_mean_ms']:,.0f} ms"))
+        cells.append((f"Live, {live['callers']} callers", latencies))
+    cells.append(("Live, 8 callers", f"the pause itself: {few['silence_mean_ms']:,.0f} ms"))
+    cells.append(("Live, 48 callers", f"WER {many['wer']:.2f} % | WER offline: {many['offline_wer']:.2f} %"))
     return cells
 
 

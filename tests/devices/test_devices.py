@@ -14,7 +14,7 @@ from asr_serve import devices
 from asr_serve import kernels as native
 from asr_serve.config import EngineConfig
 from asr_serve.devices.cpu import CpuDevice, PackedLinear, PlainLinear, bf16_supported, packed_dtypes
-from asr_serve.devices.cuda import CudaDevice
+from asr_serve.devices.cuda import CudaDevice, Float32LogitsVocabulary, _flash_attention
 from asr_serve.engine.stats import EngineStats
 from asr_serve.engine.turn_runner import LoadedTurnModel, TurnRunner
 from asr_serve.errors import OptionError
@@ -133,6 +133,24 @@ def test_a_turn_model_answers_on_one_thread(kind: type, monkeypatch: pytest.Monk
     finally:
         turns.close()
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("head_dim", [36, 72])
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_a_gpu_computes_has_the_shapes_and_types_asked_for(head_dim: int, causal: bool) -> None:
+    """On tensors without values, which any machine has: torch checks the arguments of its operators."""
+    packing = pack_clips([100, 37], 256)
+    qkv = torch.empty(packing.total, 3, 8, head_dim, dtype=torch.bfloat16, device="meta")
+    mixed = _flash_attention(qkv, packing, 0.1 if causal else None, causal)
+    assert (mixed.shape, mixed.dtype) == ((packing.total, 8 * head_dim), torch.bfloat16)
+    vocabulary = Float32LogitsVocabulary(torch.empty(1_000, head_dim, dtype=torch.bfloat16, device="meta"))
+    logits = vocabulary(torch.empty(3, head_dim, dtype=torch.bfloat16, device="meta"))
+    assert (logits.shape, logits.dtype) == ((3, 1_000), torch.float32)
+
+
+@pytest.mark.parametrize(("frames", "boundaries"), [([3, 5], [0, 3, 8, 16]), ([16], [0, 16]), ([9, 7], [0, 9, 16])])
+def test_padding_is_a_clip_of_its_own(frames: list[int], boundaries: list[int]) -> None:
+    assert pack_clips(frames, 16).boundaries(torch.device("cpu")).tolist() == boundaries
 
 
 @pytest.mark.cuda

@@ -19,7 +19,7 @@ from asr_serve.devices.int8 import outlying
 from asr_serve.devices.interface import GatedLinear, LayerNorm, Linear, VocabularyMatrix
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup
 from asr_serve.errors import OptionError
-from asr_serve.kernels import int8_reference, reference
+from asr_serve.kernels import gpu_kernels, int8_reference, reference
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Quantize
 
@@ -71,8 +71,6 @@ SLAB_OUTPUTS = 8_192
 class WidenedLinear:
     """Linear over an int8 weight, one scale for each output, widened slab by slab inside the product. Integers up
     to 127 are exact in bf16; sums are float32; the scale is applied afterwards.
-
-    Not yet run on a CUDA device: the tests run it on the CPU's tensors, whose operations are the same.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
@@ -117,12 +115,21 @@ class WidenedVocabulary(WidenedLinear):
         return (vectors if self.times is None else vectors * self.times).to(self.dtype)
 
 
+class Float32LogitsVocabulary(PlainVocabulary):
+    """VocabularyMatrix in bf16 whose logits are float32, as the product sums them: in bf16 many would be equal."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.vectors, self.weight, self.nbytes = weight, None, weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.vectors.t(), out_dtype=torch.float32)
+
+
 class CudaDevice:
     """CUDA device, see devices/interface.py."""
 
     encode_frames = 16_384
     frame_block = 256
-    packs_clips = False
     encoder_threads = 0
     rows_cost_time = False
     language_models = True
@@ -143,7 +150,10 @@ class CudaDevice:
         self.dtype = dtype or torch.bfloat16
         self.threads = _threads()
         self.set_threads(self.threads)
-        self.kernels: ModuleType = reference
+        self.kernels: ModuleType = gpu_kernels()
+        # Flash attention needs 16 bits and compute capability 8.0, and takes clips end to end.
+        ampere = torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+        self.packs_clips = ampere and self.dtype == torch.bfloat16
 
     @property
     def int8_cross_kv(self) -> bool:
@@ -174,6 +184,8 @@ class CudaDevice:
         if self.quantize == "int8":
             return WidenedVocabulary(weight.to(self.torch_device), self.dtype)
         weight = weight.to(self.torch_device, self.dtype)
+        if self.dtype == torch.bfloat16:
+            return Float32LogitsVocabulary(weight)
         return PlainVocabulary(weight, self.linear(weight))
 
     def decoder_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -195,8 +207,11 @@ class CudaDevice:
     def causal_attention(self, qkv: Tensor, packing: PackedBatch, scale: float) -> Tensor:
         return self._attention(qkv, packing, scale, causal=True)
 
-    @staticmethod
-    def _attention(qkv: Tensor, packing: PackedBatch, scale: float | None = None, *, causal: bool = False) -> Tensor:
+    def _attention(
+        self, qkv: Tensor, packing: PackedBatch, scale: float | None = None, *, causal: bool = False
+    ) -> Tensor:
+        if self.packs_clips:
+            return _flash_attention(qkv, packing, scale, causal)
         total, _, heads, head_dim = qkv.shape
         # Padded to the longest clip for one fused kernel; the scheduler batches similar lengths.
         frames = torch.tensor(packing.frames, device=qkv.device)
@@ -260,11 +275,32 @@ class CudaDevice:
             "memory_mib": properties.total_memory >> 20,
             "dtype": self.dtype_name,
             "threads": self.threads,
-            "native": "not used: torch kernels",
+            "native": "not used: torch kernels" if self.kernels is reference else "not used: Triton kernels",
             "quantize": self.quantize,
             "tensor_parallel_size": self.group.size,
             "products": "8-bit weights, widened in the product" if self.quantize == "int8" else self.dtype_name,
         }
+
+
+FLASH_HEAD_MULTIPLE = 8
+"""Multiple of which the size of a head must be for flash attention."""
+
+
+def _flash_attention(qkv: Tensor, packing: PackedBatch, scale: float | None, causal: bool) -> Tensor:
+    """Attention within clips end to end, without padding; what follows the last clip is one of its own.
+
+    Source: FlashAttention-2, arXiv:2307.08691. The operator is called itself: `torch.nn.attention.varlen` needs torch
+    2.10, and its arguments have changed since.
+    """
+    total, _, heads, head_dim = qkv.shape
+    scale = head_dim**-0.5 if scale is None else scale
+    padded = F.pad(qkv, (0, -head_dim % FLASH_HEAD_MULTIPLE))
+    boundaries = packing.boundaries(qkv.device)
+    longest = max(*packing.frames, packing.total - sum(packing.frames))
+    mixed: Tensor = torch.ops.aten._flash_attention_forward(
+        *padded.unbind(1), boundaries, boundaries, longest, longest, 0.0, causal, False, scale=scale
+    )[0]
+    return mixed[..., :head_dim].reshape(total, heads * head_dim)
 
 
 def _utilization(device: torch.device) -> float | None:

@@ -10,6 +10,7 @@ layout format Ring. Only the kernels need torch: importing this package does not
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -43,6 +44,13 @@ def core() -> ModuleType | None:
 def kernels() -> ModuleType:
     """Fastest kernels for CPU tensors in this process."""
     return core() or importlib.import_module("asr_serve.kernels.reference")
+
+
+def gpu_kernels() -> ModuleType:
+    """Kernels for CUDA tensors: in Triton, which comes with torch for CUDA, or in torch where it is absent or
+    ASR_SERVE_NATIVE=0 is set."""
+    triton = native_kernels_enabled() and importlib.util.find_spec("triton") is not None
+    return importlib.import_module(f"asr_serve.kernels.{'triton_kernels' if triton else 'reference'}")
 
 
 def ring() -> ModuleType:

@@ -14,12 +14,18 @@ from torch import Tensor
 from asr_serve.kernels import PAGE
 
 
+def split_layers(pool: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of all keys (pages, layers, heads, head_dim, PAGE) and values (pages, layers, heads, PAGE, head_dim)."""
+    pages, layers, _, heads, width = pool.shape
+    k = pool[:, :, 0].view(pages, layers, heads, width // PAGE, PAGE)
+    v = pool[:, :, 1].view(pages, layers, heads, PAGE, width // PAGE)
+    return k, v
+
+
 def split_pool(pool: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """Views of the keys (pages, heads, head_dim, PAGE) and the values (pages, heads, PAGE, head_dim) of a layer."""
-    pages, _, _, heads, width = pool.shape
-    k = pool[:, layer, 0].view(pages, heads, width // PAGE, PAGE)
-    v = pool[:, layer, 1].view(pages, heads, PAGE, width // PAGE)
-    return k, v
+    k, v = split_layers(pool)
+    return k[:, layer], v[:, layer]
 
 
 def write(pool: Tensor, layer: int, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor) -> None:

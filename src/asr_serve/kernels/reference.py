@@ -16,7 +16,7 @@ from asr_serve.kernels.decoder_reference import gate as gate
 from asr_serve.kernels.decoder_reference import rms_norm as rms_norm
 from asr_serve.kernels.decoder_reference import rotate_append as rotate_append
 from asr_serve.kernels.int8_reference import Int8Linear as Int8Linear
-from asr_serve.kernels.paging import round_heads, split_int8_pool, split_pool, write, write_positions
+from asr_serve.kernels.paging import round_heads, split_int8_pool, split_layers, split_pool, write_positions
 from asr_serve.kernels.streaming_reference import causal_conv as causal_conv
 from asr_serve.kernels.streaming_reference import window_attention as window_attention
 
@@ -48,9 +48,12 @@ def softmax(scores: Tensor, lengths: Tensor, scale: float) -> None:
 def store(pool: Tensor, kv: Tensor, table: Tensor) -> None:
     """Writes K and V of `kv` (frames, layers, 2, heads * head_dim) to positions 0.. of the pages of `table`."""
     at = torch.arange(kv.shape[0], device=pool.device)
-    pages = table.long()[at // PAGE]
-    for layer in range(kv.shape[1]):
-        write(pool, layer, kv[:, layer, 0], kv[:, layer, 1], pages, at % PAGE)
+    pages, slots = table.long()[at // PAGE], at % PAGE
+    into_k, into_v = split_layers(pool)
+    heads, head_dim = into_k.shape[2:4]
+    by_head = kv.reshape(*kv.shape[:3], heads, head_dim)
+    into_k[pages, :, :, :, slots] = by_head[:, :, 0]
+    into_v[pages, :, :, slots] = by_head[:, :, 1]
 
 
 def store_int8(pool: Tensor, kv: Tensor, table: Tensor) -> None:
@@ -118,16 +121,17 @@ def pick(logits: Tensor, hidden: Tensor | None, weight: Tensor | None, tokens: T
     float32 logits need neither.
     """
     values = logits.float()
-    candidates = values.topk(min(16, values.shape[-1]), dim=-1)
-    exact = candidates.values
     if logits.dtype == torch.bfloat16:
         assert hidden is not None
         assert weight is not None
+        candidates = values.topk(min(16, values.shape[-1]), dim=-1)
         exact = (weight[candidates.indices].float() @ hidden.float()[:, :, None])[:, :, 0]
         near = candidates.values >= candidates.values[:, :1] - candidates.values[:, :1].abs() / 128
-        exact = exact.masked_fill(~near, float("-inf"))
-    best = exact.max(dim=-1)
-    tokens.copy_(candidates.indices.gather(1, best.indices[:, None])[:, 0])
+        best = exact.masked_fill(~near, float("-inf")).max(dim=-1)
+        tokens.copy_(candidates.indices.gather(1, best.indices[:, None])[:, 0])
+    else:
+        best = values.max(dim=-1)
+        tokens.copy_(best.indices)
     logprobs.copy_((best.values - values.logsumexp(dim=-1)).clamp(max=0.0))
 
 

@@ -78,6 +78,7 @@ class PackedBatch:
         self.frames, self.total = frames, total
         self.offsets = [0, *accumulate(frames)][:-1]
         self._positions: Tensor | None = None
+        self._boundaries: Tensor | None = None
 
     def positions(self, device: torch.device) -> Tensor:
         """Returns (total,) int64: the position of every frame in its own clip; 0 past the last clip."""
@@ -86,6 +87,14 @@ class PackedBatch:
             filler = torch.zeros(self.total - sum(self.frames), dtype=torch.int64)
             self._positions = torch.cat([*within, filler]).to(device)
         return self._positions
+
+    def boundaries(self, device: torch.device) -> Tensor:
+        """Returns int32 offsets at which clips begin, and the end of the last one; padding counts as a clip."""
+        if self._boundaries is None:
+            ends = [*self.offsets, sum(self.frames)]
+            self._boundaries = torch.tensor(ends if ends[-1] == self.total else [*ends, self.total], dtype=torch.int32)
+            self._boundaries = self._boundaries.to(device)
+        return self._boundaries
 
 
 def pack_clips(frames: list[int], block: int) -> PackedBatch:

@@ -72,7 +72,7 @@ listed: where it is missing, CI fails."""
 
 
 def is_allowed(reason: str) -> bool:
-    """Whether CI allows a skip with this reason, with or without pytest's prefix."""
+    """Returns whether CI allows a skip with this reason, with or without pytest's prefix."""
     reason = reason.removeprefix("Skipped: ")
     return any(fnmatchcase(reason, pattern) for pattern in ALLOWED_SKIPS)
 

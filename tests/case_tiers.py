@@ -31,7 +31,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def _is_case(value: object, wanted: object) -> bool:
-    """Whether a parameter is the wanted one, or one of a set of them."""
+    """Returns whether a parameter is the wanted one, or one of a set of them."""
     if isinstance(wanted, set):
         return any(_is_case(value, each) for each in wanted)
     return type(value) is type(wanted) and value == wanted

@@ -35,7 +35,7 @@ class Int8Calibration(msgspec.Struct, frozen=True):
     """Patterns (fnmatch) of the names of layers, see devices/interface.Device.linear, that keep the device's dtype."""
 
     def quantizes(self, name: str) -> bool:
-        """Whether the layer of that name may be quantized."""
+        """Returns whether the layer of that name may be quantized."""
         return not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.kept)
 
 
@@ -316,7 +316,7 @@ HIDDEN = (*SECRETS, "password", "callers", "webhook_secret")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, so that nothing sent to it leaves the machine."""
+    """Returns whether a host is this machine, so that nothing sent to it leaves the machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
@@ -324,7 +324,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Whether a host is an IP address, not a name."""
+    """Returns whether a host is an IP address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

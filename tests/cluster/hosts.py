@@ -251,7 +251,7 @@ class RayHosts:
         self._start(node, f"--address={self.address}", f"--num-cpus={self._cpus}", f"--resources={resources}")
 
     def ended(self, node: Host) -> bool:
-        """Whether Ray has ended on a node by itself, as it does where the head had given the node up."""
+        """Returns whether Ray has ended on a node by itself, as it does where the head had given the node up."""
         return self._children[node].poll() is not None
 
     def _start(self, host: Host, *options: str) -> None:
@@ -324,7 +324,7 @@ class RayHosts:
 
 
 def ready(host: Host) -> bool:
-    """Whether its ingress answers that it is ready."""
+    """Returns whether its ingress answers that it is ready."""
     try:
         return httpx.get(f"{host.url}/ready", timeout=5).status_code == 200
     except httpx.HTTPError:

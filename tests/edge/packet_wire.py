@@ -107,7 +107,7 @@ class PacketWire:
         return int(found["InDatagrams"]) + int(found["Udp6InDatagrams"])
 
     def program(self) -> bool:
-        """Whether an XDP program is attached to the receiver's end."""
+        """Returns whether an XDP program is attached to the receiver's end."""
         return "xdp" in run("ip", "-n", self.receiver, "link", "show", self.device)
 
 

@@ -85,7 +85,7 @@ def words(text: str) -> list[str]:
 
 
 def resembles(heard: list[str], said: list[str]) -> bool:
-    """Whether three words of four are there: a telephone that waits for a processor leaves sound out."""
+    """Returns whether three words of four are there: a telephone that waits for a processor leaves sound out."""
     blocks = difflib.SequenceMatcher(None, heard, said, autojunk=False).get_matching_blocks()
     return sum(block.size for block in blocks) >= 0.75 * len(said)
 

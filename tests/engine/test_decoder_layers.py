@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from asr_serve import devices, kernels
+from asr_serve.devices.decoder_layers import NativeDecoderLayers
 from asr_serve.kernels import PAGE
 from asr_serve.models.asr.moonshine import moonshine
 from asr_serve.models.asr.whisper import whisper
@@ -106,11 +107,11 @@ def run(model: moonshine.Model | whisper.Model, given: Pass) -> tuple[list[Tenso
 @pytest.mark.parametrize("kind", ["moonshine", "whisper"])
 def test_one_call_equals_the_models_own_layers(kind: str, threads: int, device: devices.cpu.CpuDevice) -> None:
     model = build(kind, device)
-    assert model.native_layers is not None
+    assert model.decoder_stack.native is not None
     device.set_threads(threads)
     given = rows_of(model, device)
     ours, our_pool = run(model, given)
-    model.native_layers = None
+    model.decoder_stack.native = None
     theirs, their_pool = run(model, given)
     assert torch.equal(our_pool.isnan(), their_pool.isnan()), "keys and values of other positions than the rows' own"
     bound = 2e-4 if device.dtype == torch.float32 else 0.06
@@ -203,16 +204,30 @@ def test_what_does_not_fit_is_refused() -> None:
     device = devices.make_device("cpu", "fp32", "int8")
     model = build("moonshine", device)
     given = rows_of(model, device)
-    assert model.native_layers is not None
+    assert model.decoder_stack.native is not None
     x = torch.zeros(len(LENGTHS), 8)
     with pytest.raises(ValueError, match="x must be"):
-        model.native_layers(x, given.own, given.audio, [])
+        model.decoder_stack.native(x, given.own, given.audio, [])
     x = model.embedding.embed(given.tokens)
     with pytest.raises(ValueError, match="page out of range"):
-        model.native_layers(x, given.own._replace(block_tables=given.own.block_tables + PAGES), given.audio, [])
+        model.decoder_stack.native(x, given.own._replace(block_tables=given.own.block_tables + PAGES), given.audio, [])
     with pytest.raises(ValueError, match="length outside the table"):
-        model.native_layers(x, given.own, given.audio._replace(lengths=given.audio.lengths * 100), [])
+        model.decoder_stack.native(x, given.own, given.audio._replace(lengths=given.audio.lengths * 100), [])
     with pytest.raises(ValueError, match="layer out of range"):
-        model.native_layers(x, given.own, given.audio, [model.layers])
+        model.decoder_stack.native(x, given.own, given.audio, [model.layers])
     with pytest.raises(ValueError, match="one dtype"):
-        model.native_layers(x, given.own._replace(pool=given.own.pool.bfloat16()), given.audio, [])
+        model.decoder_stack.native(x, given.own._replace(pool=given.own.pool.bfloat16()), given.audio, [])
+
+
+def test_a_product_with_a_norm_of_its_own_is_refused() -> None:
+    """The layer's norm precedes it: its input would be normalized twice."""
+    if kernels.core() is None:
+        pytest.skip("the native core is not built or not wanted: pip install -e . builds it")
+    device = devices.make_device("cpu", "fp32", "int8")
+    model = build("moonshine", device)
+    parts = model.decoder[0].parts
+    up = device.linear(torch.ones(parts.up.outputs, parts.up.inputs), norm=parts.feed_norm)
+    sizes = {"heads": model.heads, "head_dim": model.head_dim, "scale": model.attention_scale, "gated": True}
+    with pytest.raises(ValueError, match="no norm of its own"):
+        NativeDecoderLayers.build(device, [parts._replace(up=up)], **sizes)
+    assert NativeDecoderLayers.build(device, [parts], **sizes) is not None

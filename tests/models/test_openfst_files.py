@@ -97,7 +97,7 @@ def test_files_that_end_early_are_refused_with_a_place(cases, tmp_path, kind):
 
 
 def is_known_length(data: bytes) -> bool:
-    """Whether the header tells the number of states."""
+    """Returns whether the header tells the number of states."""
     at = data.index(b"standard") + len("standard") + 24
     return struct.unpack_from("<q", data, at)[0] >= 0
 

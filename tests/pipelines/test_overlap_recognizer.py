@@ -134,15 +134,8 @@ def started(
     return overlaps
 
 
-def recognized(
-    recognizer: Recognizer,
-    engine: Engine | None = None,
-    turns: tuple[SpeakerTurn, ...] = TURNS,
-    card: AsrCard = MOONSHINE,
-    words: bool = True,
-) -> OverlapRecognizer:
-    """The recognizer after its file, one segment, was recognized."""
-    overlaps = started(recognizer, engine, turns, card, words)
+def finished(overlaps: OverlapRecognizer) -> OverlapRecognizer:
+    """The same recognizer after its file was recognized."""
     for _ in range(10):
         if overlaps.finished:
             return overlaps
@@ -167,31 +160,31 @@ def merged(overlaps: OverlapRecognizer, whole: Segment | None = None) -> list[tu
 
 def test_both_turns_replace_the_words_of_the_file() -> None:
     recognizer = Recognizer(A_WORDS, B_WORDS)
-    assert merged(recognized(recognizer)) == [("A", "w0 w1 w2 w3"), ("B", "w10 w11 w12")]
+    assert merged(finished(started(recognizer))) == [("A", "w0 w1 w2 w3"), ("B", "w10 w11 w12")]
     assert recognizer.priorities == ["interactive", "bulk"]
 
 
 def test_the_result_has_words_only_if_requested() -> None:
-    overlaps = recognized(Recognizer(A_WORDS, B_WORDS), words=False)
+    overlaps = finished(started(Recognizer(A_WORDS, B_WORDS), words=False))
     assert merged(overlaps) == [("A", "w0 w1 w2 w3"), ("B", "w10 w11 w12")]
     assert all(segment.words == () for segment in overlaps.segments())
 
 
 def test_words_of_a_turn_in_which_nothing_is_recognized_stay() -> None:
-    assert merged(recognized(Recognizer(A_WORDS, EMPTY))) == [("A", "w0 w1"), ("", "o4 o5 o6 o7 o8 o9")]
-    assert merged(recognized(Recognizer(EMPTY, B_WORDS))) == [("", "o0 o1 o2 o3 o4 o5"), ("B", "w11 w12")]
-    assert merged(recognized(Recognizer(EMPTY, EMPTY))) == [("", original().text)]
+    assert merged(finished(started(Recognizer(A_WORDS, EMPTY)))) == [("A", "w0 w1"), ("", "o4 o5 o6 o7 o8 o9")]
+    assert merged(finished(started(Recognizer(EMPTY, B_WORDS)))) == [("", "o0 o1 o2 o3 o4 o5"), ("B", "w11 w12")]
+    assert merged(finished(started(Recognizer(EMPTY, EMPTY)))) == [("", original().text)]
 
 
 @pytest.mark.parametrize("finish", ["length", "repetition"])
 def test_words_of_a_turn_in_which_the_model_lost_its_place_stay(finish: str) -> None:
     broken = msgspec.structs.replace(B_WORDS, finish=finish)
-    assert merged(recognized(Recognizer(A_WORDS, broken))) == [("A", "w0 w1"), ("", "o4 o5 o6 o7 o8 o9")]
+    assert merged(finished(started(Recognizer(A_WORDS, broken)))) == [("A", "w0 w1"), ("", "o4 o5 o6 o7 o8 o9")]
 
 
 def test_words_behind_the_end_of_an_answer_stay() -> None:
     early = answer(0.5, 1.5, first=10, ends_s=3.25)  # 7 s in the file
-    assert merged(recognized(Recognizer(answer(0.2, 2.2, ends_s=6.2), early), card=WHISPER)) == [
+    assert merged(finished(started(Recognizer(answer(0.2, 2.2, ends_s=6.2), early), card=WHISPER))) == [
         ("A", "w0 w1"),
         ("B", "w10 w11"),
         ("", "o7 o8 o9"),
@@ -200,13 +193,13 @@ def test_words_behind_the_end_of_an_answer_stay() -> None:
 
 def test_words_of_margins_are_not_of_the_turn() -> None:
     in_margins = answer(0.2, 5.8)  # the middle of the second one is at 6.05 s
-    assert merged(recognized(Recognizer(in_margins, answer(0, 1, first=10)))) == [("A", "w0"), ("B", "w10 w11")]
+    assert merged(finished(started(Recognizer(in_margins, answer(0, 1, first=10))))) == [("A", "w0"), ("B", "w10 w11")]
     before = answer(-0.1, 1, first=10)
-    assert merged(recognized(Recognizer(in_margins, before))) == [("A", "w0"), ("B", "w11")]
+    assert merged(finished(started(Recognizer(in_margins, before)))) == [("A", "w0"), ("B", "w11")]
 
 
 def test_a_turn_with_words_in_its_margins_only_has_none() -> None:
-    assert merged(recognized(Recognizer(A_WORDS, answer(-0.1, first=10)))) == [
+    assert merged(finished(started(Recognizer(A_WORDS, answer(-0.1, first=10))))) == [
         ("A", "w0 w1"),
         ("", "o4 o5 o6 o7 o8 o9"),
     ]
@@ -214,21 +207,21 @@ def test_a_turn_with_words_in_its_margins_only_has_none() -> None:
 
 def test_a_segment_without_times_of_words_stays() -> None:
     whole = msgspec.structs.replace(original(), words=())
-    assert merged(recognized(Recognizer(A_WORDS, B_WORDS)), whole) == [("", whole.text)]
+    assert merged(finished(started(Recognizer(A_WORDS, B_WORDS))), whole) == [("", whole.text)]
     untimed = msgspec.structs.replace(B_WORDS, times=())
-    assert merged(recognized(Recognizer(A_WORDS, untimed))) == [("A", "w0 w1"), ("", "o4 o5 o6 o7 o8 o9")]
+    assert merged(finished(started(Recognizer(A_WORDS, untimed)))) == [("A", "w0 w1"), ("", "o4 o5 o6 o7 o8 o9")]
 
 
 def test_what_neither_speaks_alone_is_not_separated() -> None:
     engine, turns = Engine(), (SpeakerTurn("A", 0, 10 * S), SpeakerTurn("B", S // 2, 10 * S))
-    assert merged(recognized(Recognizer(), engine, turns)) == [("", original().text)]
+    assert merged(finished(started(Recognizer(), engine, turns))) == [("", original().text)]
     assert engine.mixtures == 0
 
 
 @pytest.mark.parametrize("failure", [StepFailed("it failed"), EngineCrashed("it died")])
 def test_a_segment_that_fails_stays(failure: AsrServeError) -> None:
-    assert merged(recognized(Recognizer(), Engine(failure))) == [("", original().text)]
-    assert merged(recognized(Recognizer(A_WORDS, failure))) == [("", original().text)]
+    assert merged(finished(started(Recognizer(), Engine(failure)))) == [("", original().text)]
+    assert merged(finished(started(Recognizer(A_WORDS, failure)))) == [("", original().text)]
 
 
 def test_a_file_that_is_given_up_withdraws_its_separations() -> None:
@@ -244,6 +237,6 @@ def test_a_file_that_is_given_up_withdraws_its_separations() -> None:
 @pytest.mark.parametrize("failure", [EngineClosed("it is closed"), Cancelled("it was cancelled")])
 def test_what_ends_the_file_is_raised(failure: AsrServeError) -> None:
     with pytest.raises(type(failure)):
-        recognized(Recognizer(), Engine(failure))
+        finished(started(Recognizer(), Engine(failure)))
     with pytest.raises(type(failure)):
-        recognized(Recognizer(A_WORDS, failure))
+        finished(started(Recognizer(A_WORDS, failure)))

@@ -121,7 +121,7 @@ def ask(server: Running, path: str, accepted: list[str], examples: int, document
 
 
 def _good_in_words(name: str, value: object) -> bool:
-    """Whether the document says in words that this is good: a field without a value, 0 for false."""
+    """Returns whether the document says in words that this is good: a field without a value, 0 for false."""
     if name in ("stream", "vad", "spk", "timestamp", "itn"):  # an empty list is no field at all
         return value == [] or (value in (0, 1) and not isinstance(value, bool))
     if name in ("prompt", "hotwords", "file"):  # good in its schema, and nothing to look at for a file

@@ -57,7 +57,7 @@ class Peer:
         return self._landing.lease(nbytes)
 
     def arrived(self, spot: BufferRegion, nbytes: int, checksum: int, seed: int) -> bool:
-        """Whether it is what `bytes_of` says."""
+        """Returns whether it is what `bytes_of` says."""
         return bool((self._landing.received(spot, nbytes, checksum) == bytes_of(nbytes, seed)).all())
 
 

@@ -74,7 +74,7 @@ def _unless_streamed(size: int) -> int | None:
 
 
 def mp4_needs_seeking(head: bytes) -> bool:
-    """Whether `head` is an mp4 whose index (moov) does not come before its audio (mdat) within `head`."""
+    """Returns whether `head` is an mp4 whose index (moov) does not come before its audio (mdat) within `head`."""
     if container_name(head) != "mp4":
         return False
     at = 0

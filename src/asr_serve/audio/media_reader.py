@@ -107,7 +107,7 @@ class GapDetector:
         return gap_s
 
     def exceeds_limits(self) -> bool:
-        """Whether more audio is missing so far than the bounds above allow."""
+        """Returns whether more audio is missing so far than the bounds above allow."""
         return (
             self._pauses_s > FREE_HOLES_S + MAX_PAUSES_SHARE * self._heard_s
             or self._holes_s > FREE_HOLES_S + MAX_HOLES_SHARE * self._heard_s

@@ -41,7 +41,7 @@ def wav_header(
 
 
 def is_wav_header(data: bytes | memoryview) -> bool:
-    """Whether bytes begin with the header of a WAV file."""
+    """Returns whether bytes begin with the header of a WAV file."""
     return data[:4] == b"RIFF" and data[8:12] == b"WAVE"
 
 

@@ -228,8 +228,8 @@ def _hot_rules(
 
 
 def _idle(settings: AutoscaleSettings, now: Situation, fresh: Mapping[SignalName, Sequence[float]], left: int) -> bool:
-    """Whether `left` of the running replicas would do. An unknown load is not a low one: every replica must have
-    reported, and have an ingress."""
+    """Returns whether `left` of the running replicas would do. An unknown load is not a low one: every replica must
+    have reported, and have an ingress."""
     rule = settings.scale_in
     assert rule is not None
     if any(len(fresh.get(name, ())) < now.running for name in now.needed):

@@ -203,7 +203,7 @@ class Hypothesis:
 
 
 def is_acceptable(answer: Recognition, options: SearchOptions | None = None) -> bool:
-    """Whether the answer passes without another try. `options`: those of the search; None: the defaults.
+    """Returns whether the answer passes without another try. `options`: those of the search; None: the defaults.
 
     A sampled try without an end has lost its place in the audio, like one that repeats itself.
     """

@@ -17,7 +17,7 @@ from asr_serve.kernels import bf16_reference
 
 
 def fits(kernels: ModuleType, weight: Tensor) -> bool:
-    """Whether the CPU has products of bf16, and they take a weight (out, in)."""
+    """Returns whether the CPU has products of bf16, and they take a weight (out, in)."""
     return (
         hasattr(kernels, "bf16_products") and kernels.bf16_products() and weight.shape[1] % bf16_reference.INPUTS == 0
     )

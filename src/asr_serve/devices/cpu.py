@@ -34,7 +34,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def bf16_supported() -> bool:
-    """Whether the CPU multiplies bf16 itself (AVX512-BF16, AMX, Arm BF16); emulation is slower than fp32."""
+    """Returns whether the CPU multiplies bf16 itself (AVX512-BF16, AMX, Arm BF16); emulation is slower than fp32."""
     return bool(cpu_flags() & {"avx512_bf16", *BF16_MATRICES})
 
 
@@ -87,7 +87,8 @@ ROW_BLOCK = 8
 
 
 def decodes(layer: str) -> bool:
-    """Whether a layer of that name multiplies the few rows of a decoding step, and not frames of the encoder."""
+    """Returns whether a layer of that name multiplies the few rows of a decoding step, and not frames of the
+    encoder."""
     return layer.startswith("decoder.") and not layer.endswith(("encoder_attn.k_proj", "encoder_attn.v_proj"))
 
 
@@ -366,6 +367,5 @@ class CpuDevice:
             "quantize": self.quantize,
             "tensor_parallel_size": self.group.size,
             "products": products[self.quantize],
-            "cross_kv": "int8" if self.int8_cross_kv else self.dtype_name,
             "int8": core.int8_isa() if core else "Python reference",
         }

@@ -6,7 +6,8 @@ The same as tensor operations, which is its oracle and runs everywhere else, sta
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -31,6 +32,61 @@ class DecoderLayerParts(NamedTuple):
     down: Linear
 
 
+class DecoderLayer(Protocol):
+    """Layer of a decoder as tensor operations."""
+
+    @property
+    def parts(self) -> DecoderLayerParts: ...
+
+    def __call__(
+        self, index: int, x: Tensor, positions: Tensor, own: PagedKeyValues, audio: PagedKeyValues, kernels: ModuleType
+    ) -> tuple[Tensor, Tensor]:
+        """Computes the layer over x (rows, width), and writes keys and values of its `positions` (rows,) into layer
+        `index` of the pages.
+
+        Returns: x after the layer, and its cross-attention queries (rows, heads * head_dim).
+        """
+
+
+class DecoderStack:
+    """All layers of a decoder: in one native call where that is possible, else one after the other."""
+
+    def __init__(
+        self,
+        device: Device,
+        layers: Sequence[DecoderLayer],
+        *,
+        heads: int,
+        head_dim: int,
+        scale: float,
+        angles: tuple[Tensor, Tensor] | None = None,
+        gated: bool = False,
+    ) -> None:
+        """`scale`, `angles`, `gated`: see NativeDecoderLayers.build."""
+        self._layers, self._kernels = layers, device.kernels
+        parts = [layer.parts for layer in layers]
+        self.native = NativeDecoderLayers.build(
+            device, parts, heads=heads, head_dim=head_dim, scale=scale, angles=angles, gated=gated
+        )
+
+    def __call__(
+        self, x: Tensor, own: PagedKeyValues, audio: PagedKeyValues, query_layers: Collection[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Computes all layers over x (rows, width), which may be overwritten, and writes keys and values of its
+        positions.
+
+        Returns: x after the layers, and for each of `query_layers`, which ascend, its cross-attention queries (rows,
+            heads * head_dim).
+        """
+        if self.native is not None:
+            return x, self.native(x, own, audio, query_layers)
+        queries, positions = [], own.lengths - 1
+        for index, layer in enumerate(self._layers):
+            x, query = layer(index, x, positions, own, audio, self._kernels)
+            queries += [query] if index in query_layers else []
+        return x, queries
+
+
 class NativeDecoderLayers:
     """All layers of a decoder as one call of the kernels for each pass."""
 
@@ -50,7 +106,8 @@ class NativeDecoderLayers:
         angles: tuple[Tensor, Tensor] | None = None,
         gated: bool = False,
     ) -> NativeDecoderLayers | None:
-        """Returns the layers, or None where the kernels have no such call, or a product is not one of theirs.
+        """Returns the layers, or None where the kernels have no such call, or a product is not one of theirs. Raises
+        ValueError for products whose shapes do not fit, and for one with a norm fused in: the layer has it already.
 
         Args:
             scale: of products of queries and keys.

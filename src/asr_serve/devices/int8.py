@@ -17,12 +17,12 @@ from asr_serve.kernels import int8_reference
 
 
 def has_dots(kernels: ModuleType) -> bool:
-    """Whether the kernels have 8-bit instructions of this CPU (VNNI, Arm's dot product)."""
+    """Returns whether the kernels have 8-bit instructions of this CPU (VNNI, Arm's dot product)."""
     return bool(getattr(kernels, "int8_dots", bool)())
 
 
 def eight_bits_are_faster(kernels: ModuleType, dtype: torch.dtype, bf16_matrices: bool) -> bool:
-    """Whether 8-bit weights and activations are faster than `dtype` for the layers of a model.
+    """Returns whether 8-bit weights and activations are faster than `dtype` for the layers of a model.
 
     An 8-bit instruction multiplies twice as many numbers as one of bf16, and four times as many as one of float32; an
     instruction for matrices of bf16 (`bf16_matrices`: Intel AMX, Arm) multiplies as many as an 8-bit one or more. So

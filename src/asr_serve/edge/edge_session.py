@@ -86,7 +86,7 @@ class EdgeSession:
         """Start and end of the audio that is being discarded."""
 
     def expects(self, source: bytes) -> bool:
-        """Whether its packets may come from there now."""
+        """Returns whether its packets may come from there now."""
         if self.is_held:
             return False
         any_port = self.source[16:] == b"\0\0"

@@ -76,7 +76,7 @@ class _OfferedEngine:
             self._closed.wait(POLL_S)
 
     def _goes_on(self, offer: EngineOffer) -> bool:
-        """Whether a client of the engine that was offered may go on with that one."""
+        """Returns whether a client of the engine that was offered may go on with that one."""
         return (offer.release, offer.config) == (self._offer.release, self._offer.config)
 
 

@@ -19,7 +19,7 @@ MAX_ADDRESSES = 1_024
 
 
 def has_token_form(name: bytes) -> bool:
-    """Whether a name looks like a token."""
+    """Returns whether a name looks like a token."""
     return TOKEN.fullmatch(name) is not None
 
 
@@ -67,7 +67,7 @@ class SessionTokens:
         return self._flows.get(self._hash(name))
 
     def allows(self, address: bytes, now_s: float) -> bool:
-        """Whether an address may try."""
+        """Returns whether an address may try."""
         count, since_s = self._wrong.get(address, (0, now_s))
         return count < MAX_WRONG or now_s - since_s >= WRONG_S
 

@@ -590,7 +590,7 @@ class Telephone:
 
 
 def _is_own(host: str) -> bool:
-    """Whether an address is this machine's: one that is reached from itself."""
+    """Returns whether an address is this machine's: one that is reached from itself."""
     if is_loopback(host):
         return True
     return is_address(host) and _address_towards(host, "::" if ":" in host else "0.0.0.0") == host

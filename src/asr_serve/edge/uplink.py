@@ -294,7 +294,7 @@ class Uplink:
             self._apply(event)
 
     def _has_all(self, event: EndEvent) -> bool:
-        """Whether the end that a server tells is that of the audio."""
+        """Returns whether the end that a server tells is that of the audio."""
         return self._end_sent and s_to_samples(event.duration_s) >= self._sent - self._origin - END_TOLERANCE_SAMPLES
 
     def _apply(self, event: ServerEvent) -> None:

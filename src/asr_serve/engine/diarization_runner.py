@@ -40,7 +40,7 @@ _BITS = (1 << np.arange(pyannote.SPEAKERS)).astype(np.uint8)
 
 
 def models_available() -> bool:
-    """Whether the weights of both models are on this machine."""
+    """Returns whether the weights of both models are on this machine."""
     return all(store.locate(module.CARDS[0]) is not None for module in (pyannote, eres2net))
 
 

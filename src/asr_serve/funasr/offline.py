@@ -204,7 +204,7 @@ def _items(given: Any, output: str | os.PathLike[str] | None, *, record: bool) -
 
 
 def _is_missing_recording(path: Path) -> bool:
-    """Whether a path that is not there would be that of one recording, and no pattern."""
+    """Returns whether a path that is not there would be that of one recording, and no pattern."""
     return path.suffix.lower() in AUDIO_SUFFIXES and not path.exists() and not glob.has_magic(str(path))
 
 

@@ -462,8 +462,8 @@ def find_evaluations(file: Path, model: str) -> list[EvaluationSummary]:
 
 
 def _settled(route: ModelRoute, last: AuditEntry) -> bool:
-    """Whether the models of a route may be others than in its last line: its candidate served nobody, or it serves all
-    and has become the stable one."""
+    """Returns whether the models of a route may be others than in its last line: its candidate served nobody, or it
+    serves all and has become the stable one."""
     return last.stage == "stable" or (last.stage == "promoted" and route.stable == last.candidate)
 
 

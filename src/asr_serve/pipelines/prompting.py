@@ -94,8 +94,8 @@ def prompt_itn(card: AsrCard, itn: bool | None) -> bool:
 
 
 def normalizes_text(card: AsrCard, itn: bool | None) -> bool:
-    """Whether inverse text normalization follows recognition: where it is requested of a model that does not do it
-    itself."""
+    """Returns whether inverse text normalization follows recognition: where it is requested of a model that does not do
+    it itself."""
     return bool(itn) and "itn" not in card.prompt_options
 
 

@@ -253,9 +253,9 @@ def check_n_best(
 
 
 def requests_words(cards: Sequence[AsrCard], words: bool | None, *, speakers: bool) -> bool:
-    """Whether times of words are requested of the models of a recognizer: for `words`, where None is where a model has
-    them, and for `speakers`, between which segments are cut at words. Segments of a model without times stay whole.
-    Raises UnsupportedOption."""
+    """Returns whether times of words are requested of the models of a recognizer: for `words`, where None is where a
+    model has them, and for `speakers`, between which segments are cut at words. Segments of a model without times stay
+    whole. Raises UnsupportedOption."""
     if words and (without := [card.name for card in cards if not card.word_times]):
         raise UnsupportedOption(
             "words=True", f"{without[0]} has no times of words", "leave it out, or take a model that has", param="words"

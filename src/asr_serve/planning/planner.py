@@ -285,7 +285,7 @@ class Planner:
         return Layout(total - encoders, encoders, variant.prefix_affinity)
 
     def _meets(self, model: str, layout: Layout, callers: float) -> bool:
-        """Whether a layout serves so many callers. What fewer callers missed is not tried with more."""
+        """Returns whether a layout serves so many callers. What fewer callers missed is not tried with more."""
         met, missed = self._limits.get((model, layout), (0.0, inf))
         if met < callers < missed:
             if self._simulated_meets(model, layout, callers):

@@ -45,7 +45,7 @@ class FormFields:
                 raise OptionError(f"{name} came {len(values)} times", "once is allowed", param=name)
 
     def __contains__(self, name: str) -> bool:
-        """Whether the field was sent and is not empty."""
+        """Returns whether the field was sent and is not empty."""
         return any(value.strip() for value in self._values.get(name, ()))
 
     def text(self, name: str, longest: int = MAX_FIELD_CHARACTERS) -> str | None:

@@ -79,7 +79,8 @@ def refuse_or_ignore(name: str, known: Collection[str], shown: str, refusal: Cal
 
 
 def _means_a_known_one(name: str, known: Collection[str]) -> bool:
-    """Whether a name is meant to be a known one: `langauge`, `responseFormat`, `diarize`, but not `to_language`."""
+    """Returns whether a name is meant to be a known one: `langauge`, `responseFormat`, `diarize`, but not
+    `to_language`."""
     if option_synonyms(name, known):
         return True
     letters = _letters(name)

@@ -40,7 +40,7 @@ class JsonMembers:
         return f"{self._path}.{member}" if self._path else member
 
     def __contains__(self, member: str) -> bool:
-        """Whether the member was sent, even as null. It counts as known from then on."""
+        """Returns whether the member was sent, even as null. It counts as known from then on."""
         self._requested.append(member)
         return member in self._remaining
 

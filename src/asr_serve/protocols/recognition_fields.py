@@ -45,5 +45,5 @@ def parse_speaker_options(fields: FormFields, *, complete: bool, implied: bool =
 
 
 def parse_itn(fields: FormFields) -> bool | None:
-    """Whether numbers, dates and money get their written form; None: as the model writes."""
+    """Returns whether numbers, dates and money get their written form; None: as the model writes."""
     return fields.flag("itn")

@@ -23,7 +23,7 @@ def plain_text(text: str) -> str:
 
 
 def is_spoken(text: str) -> bool:
-    """Whether a text has a letter or digit, and not only punctuation."""
+    """Returns whether a text has a letter or digit, and not only punctuation."""
     return any(map(is_spoken_character, text))
 
 

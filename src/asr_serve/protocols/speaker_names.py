@@ -25,7 +25,7 @@ def speaker_number(speaker: str) -> int | None:
 
 
 def is_reserved_name(name: str) -> bool:
-    """Whether a name is one that unknown speakers get.
+    """Returns whether a name is one that unknown speakers get.
 
     >>> is_reserved_name("SPEAKER_07"), is_reserved_name("SPK7"), is_reserved_name("SPKR")
     (True, True, False)

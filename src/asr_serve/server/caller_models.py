@@ -49,7 +49,7 @@ class CallerModels:
         return IdentifyingEngine(language, self._engines)
 
     def identifies_language(self, name: str | None) -> bool:
-        """Whether the language of requests under that name, which name none, is identified."""
+        """Returns whether the language of requests under that name, which name none, is identified."""
         return self._spoken_language(name) is not None
 
     def _spoken_language(self, name: str | None) -> SpokenLanguage | None:
@@ -176,6 +176,6 @@ def observe_restarts(governor: ModelGovernor, engines: EngineRegistry, model: st
 
 
 def is_model_failure(error: BaseException) -> bool:
-    """Whether a request failed by the model or its engine, and not by what was asked or by whoever asked."""
+    """Returns whether a request failed by the model or its engine, and not by what was asked or by whoever asked."""
     ours = isinstance(error, EngineError | ModelNotLoaded)
     return ours and not isinstance(error, Cancelled | RateLimited | Draining | StoreUnavailable)

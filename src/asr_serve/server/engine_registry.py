@@ -334,7 +334,7 @@ class ServedPipeline:
 
 
 def _identifies_languages(card: AnyCard | None) -> bool:
-    """Whether a model can identify the language of requests for others: a multilingual Whisper."""
+    """Returns whether a model can identify the language of requests for others: a multilingual Whisper."""
     return isinstance(card, AsrCard) and card.kind == "whisper" and card.detects
 
 
@@ -552,20 +552,20 @@ class EngineRegistry:
         )
 
     def _is_foreign_name(self, name: str, is_foreign_model: Callable[[str], bool]) -> bool:
-        """Whether a name is that of a model of another service, and neither an alias nor a model here."""
+        """Returns whether a name is that of a model of another service, and neither an alias nor a model here."""
         return is_foreign_model(name) and not any(
             name in names for names in (self._config.aliases, self._cards, self._expected, self._folders, self._routes)
         )
 
     def means_default(self, name: str) -> bool:
-        """Whether a name as the recognition model of a request stands for the default one, as no name does."""
+        """Returns whether a name as the recognition model of a request stands for the default one, as no name does."""
         kinds = [is_openai_recognition_model, is_deepgram_recognition_model]
         if self._served_whisper is None:
             kinds.append(is_deepgram_whisper)
         return self._is_auto(name) or any(self._is_foreign_name(name, is_foreign_model) for is_foreign_model in kinds)
 
     def _is_auto(self, name: str) -> bool:
-        """Whether a name leaves the model to the server, and is no alias or route of that name."""
+        """Returns whether a name leaves the model to the server, and is no alias or route of that name."""
         return name == AUTO_MODEL and name not in self._config.aliases and name not in self._routes
 
     @property

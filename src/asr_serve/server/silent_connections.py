@@ -69,7 +69,7 @@ def close_silent(ports: Collection[int], silent_ms: int) -> int:
 
 
 def _is_silent(connection: socket.socket, ports: Collection[int], silent_ms: int) -> bool:
-    """Whether it is such a connection. Raises OSError for a socket that is not TCP."""
+    """Returns whether it is such a connection. Raises OSError for a socket that is not TCP."""
     if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
         return False
     if connection.getsockname()[1] not in ports:

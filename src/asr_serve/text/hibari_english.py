@@ -166,7 +166,7 @@ def _folder() -> Path:
 
 
 def _letter_a(chunk: Chunk, at: int, of: int) -> bool:
-    """Whether a capital A is the letter: the article has a capital only at the beginning of a sentence."""
+    """Returns whether a capital A is the letter: the article has a capital only at the beginning of a sentence."""
     return at > 0 or of == 1
 
 

@@ -165,7 +165,7 @@ def language_name(code: str) -> str:
 
 
 def is_language_code(code: str) -> bool:
-    """Whether it is the code of a language that any model here knows."""
+    """Returns whether it is the code of a language that any model here knows."""
     return code in _NAMES
 
 

@@ -205,7 +205,7 @@ class HubTokenizer:
 
 
 def _special(piece: str) -> bool:
-    """Whether a piece is a special token, like <unk>, which is never text."""
+    """Returns whether a piece is a special token, like <unk>, which is never text."""
     return len(piece) > 2 and piece[0] == "<" and piece[-1] == ">"
 
 

@@ -148,12 +148,12 @@ def locate_words(text: str, words: Sequence[Word]) -> list[tuple[int, int]]:
 
 
 def is_spoken_character(letter: str) -> bool:
-    """Whether a character is spoken: no space, no punctuation, no combining mark."""
+    """Returns whether a character is spoken: no space, no punctuation, no combining mark."""
     return unicodedata.category(letter)[0] in "LNS" or letter in SIGNS
 
 
 def is_unspaced(letter: str) -> bool:
-    """Whether a letter's script has no spaces between words, so that every character counts as a word."""
+    """Returns whether a letter's script has no spaces between words, so that every character counts as a word."""
     if unicodedata.category(letter)[0] not in "LN":
         return False
     code = ord(letter)

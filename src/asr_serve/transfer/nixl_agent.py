@@ -47,7 +47,7 @@ class NixlDescriptor(NamedTuple):
 
 
 def installed() -> bool:
-    """Whether the package is installed. Loads nothing."""
+    """Returns whether the package is installed. Loads nothing."""
     return importlib.util.find_spec("nixl") is not None
 
 

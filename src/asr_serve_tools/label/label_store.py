@@ -138,7 +138,7 @@ class LabelStore:
         self.seconds += duration
 
     def is_labeled(self, path: str) -> bool:
-        """Whether both models have processed a recording. Raises OptionError if the file has changed since."""
+        """Returns whether both models have processed a recording. Raises OptionError if the file has changed since."""
         if (done := self.done.get(path)) is None:
             return False
         if done.size_bytes and (done.size_bytes, done.modified_ns) != _stamp(path):

@@ -84,7 +84,9 @@ def test_it_tells_what_auto_does(dtype: str, native: str, does: str, monkeypatch
     if does.startswith("8-bit") and device["quantize"] == "none":
         pytest.skip("this CPU, or what was compiled for it, has no fast 8-bit products")
     assert str(device["quantize_auto"]).startswith(does.format(device["dtype"]))
-    assert ("moonshine-tiny-en" in str(device["quantize_auto"])) == (device["quantize"] == "auto")
+    in_model = "moonshine-tiny-en (keys and values of cross-attention too)"
+    assert (in_model in str(device["quantize_auto"])) == (device["quantize"] == "auto")
+    assert "cross_kv" not in device, "it is of a model"
     assert "quantize_auto" not in doctor.chosen_device("cpu", dtype, "none")
 
 

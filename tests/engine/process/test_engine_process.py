@@ -108,8 +108,12 @@ def kill(client: EngineClient) -> None:
 
 
 def stop_engine(client: EngineClient) -> None:
-    """SIGSTOP: it answers nothing until it is killed."""
-    os.kill(engine_pid(client), signal.SIGSTOP)
+    """SIGSTOP: it answers nothing until it is killed, or goes on. Returns when each of its threads has stopped, which
+    takes a loaded machine a moment."""
+    pid = engine_pid(client)
+    os.kill(pid, signal.SIGSTOP)
+    states = [Path("/proc", str(pid), "task", str(thread.id), "stat") for thread in psutil.Process(pid).threads()]
+    wait_until(lambda: all(each.read_text().rpartition(")")[2].split()[0] == "T" for each in states))
 
 
 def resume_engine(client: EngineClient) -> None:

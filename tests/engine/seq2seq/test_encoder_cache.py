@@ -634,7 +634,9 @@ def test_offloaded_audio_in_8_bits_is_fetched(begin):
     """Their pages have another layout, and nothing of whoever had them before goes along."""
 
     def in_8_bits(client: EngineClient) -> EngineClient:
+        assert client.describe()["cross_kv"] == "fp32"
         on_loop(client, lambda loop: setattr(loop.executor.decode_runner.decoder, "int8_audio", True))
+        assert client.describe()["cross_kv"] == "int8"
         return client
 
     plain, client = in_8_bits(begin("moonshine", prefix_bytes=0)), in_8_bits(small_engine(begin))

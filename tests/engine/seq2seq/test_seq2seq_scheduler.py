@@ -241,7 +241,7 @@ def serve(plans: Seq2SeqScheduler, known: dict[int, ScheduledRequest], steps: in
 @pytest.mark.parametrize("idle", ["interactive", "bulk"])
 @pytest.mark.parametrize("drained", [False, True])
 def test_a_class_that_was_idle_has_saved_nothing_up(idle, drained):
-    """Whether or not the busy class's queue happens to be empty when the idle one comes back."""
+    """Returns whether or not the busy class's queue happens to be empty when the idle one comes back."""
     busy = "bulk" if idle == "interactive" else "interactive"
     plans, known = planner(max_decode_rows=1, interactive_share=0.5), {}
 

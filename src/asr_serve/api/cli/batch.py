@@ -364,7 +364,7 @@ def _file_requests(path: Path) -> tuple[list[dict[str, Any]], str]:
 
 
 def _is_sent(file: str) -> bool:
-    """Whether a body's `file` is what a server takes, and no path."""
+    """Returns whether a body's `file` is what a server takes, and no path."""
     return file.startswith("data:") or (file.startswith("file-") and "." not in file and "/" not in file)
 
 

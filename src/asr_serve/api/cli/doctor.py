@@ -191,7 +191,7 @@ def installed(package: str) -> str | None:
 
 
 def native_modules() -> dict[str, bool]:
-    """Whether each module was built. Searched for, not imported: ASR_SERVE_NATIVE=0 hides none."""
+    """Returns whether each module was built. Searched for, not imported: ASR_SERVE_NATIVE=0 hides none."""
     spec = importlib.util.find_spec("asr_serve")
     suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
     folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
@@ -215,7 +215,7 @@ def chosen_device(device: str, dtype: str, quantize: str) -> dict[str, object]:
 
 def quantize_auto(device: interface.Device, dtype: str) -> str:
     """Describes what `quantize=auto` does on a device that was made with it and with the setting `dtype`."""
-    from asr_serve.devices.cpu import CpuDevice
+    from asr_serve.devices.cpu import CROSS_KV, CpuDevice
     from asr_serve.devices.int8 import has_dots
     from asr_serve.models.registry import asr_cards
 
@@ -227,8 +227,12 @@ def quantize_auto(device: interface.Device, dtype: str) -> str:
         return "none: there are no 8-bit instructions here"
     if device.quantize == "none":
         return f"none: matrices of {device.dtype_name} are faster here"
-    models = ", ".join(card.name for card in asr_cards().values() if card.int8 is not None)
-    return f"8-bit layers, which are faster than {device.dtype_name} here, in {models}"
+    models = []
+    for card in asr_cards().values():
+        if card.int8 is not None:
+            cross_kv = " (keys and values of cross-attention too)" if card.int8.quantizes(CROSS_KV) else ""
+            models.append(f"{card.name}{cross_kv}")
+    return f"8-bit layers, which are faster than {device.dtype_name} here, in {', '.join(models)}"
 
 
 def is_plain(value: object) -> bool:
@@ -244,7 +248,7 @@ def cuda_devices() -> list[str]:
 
 
 def codecs(missing: list[MissingDependency]) -> dict[str, bool]:
-    """Whether the media library decodes each of the usual codecs."""
+    """Returns whether the media library decodes each of the usual codecs."""
     import av
 
     known = {name: name in av.codecs_available for name in CODECS}

@@ -256,7 +256,8 @@ def _about_peers(chosen: ServeConfig, given: dict[str, SettingValue]) -> list[st
 
 
 def _is_explicit(name: str, value: object, given: dict[str, SettingValue]) -> bool:
-    """Whether a setting was chosen: a file from --print-config sets every setting, most of them to their defaults."""
+    """Returns whether a setting was chosen: a file from --print-config sets every setting, most of them to their
+    defaults."""
     if name not in given:
         return False
     return value != all_settings()[name].default or not given[name].source.startswith("file")

@@ -56,7 +56,7 @@ _REBUILD = "its ARPA file, or a trie: build_binary trie MODEL.arpa MODEL.bin"
 
 
 def is_kenlm_binary(path: Path) -> bool:
-    """Whether a file starts as KenLM's binary files do. Raises OSError."""
+    """Returns whether a file starts as KenLM's binary files do. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 

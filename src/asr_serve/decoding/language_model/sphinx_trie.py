@@ -39,7 +39,7 @@ _NEVER = -99.0 * math.log(10.0)
 
 
 def is_sphinx_trie(path: Path) -> bool:
-    """Whether a file starts as CMU Sphinx's binary files do. Raises OSError."""
+    """Returns whether a file starts as CMU Sphinx's binary files do. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 

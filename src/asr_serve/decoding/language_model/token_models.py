@@ -65,14 +65,15 @@ class TokenLanguageModel(NamedTuple):
 
 
 def counts_tokens(ngrams: WordNgrams, names: Sequence[str]) -> bool:
-    """Whether a model counts the tokens of a recogniser that have these names. Many words are tokens inside of words
-    too, so a model of words is told by having no token with a space where the recogniser has such tokens."""
+    """Returns whether a model counts the tokens of a recogniser that have these names. Many words are tokens inside of
+    words too, so a model of words is told by having no token with a space where the recogniser has such tokens."""
     begins_words = any(len(name) > 1 and name.startswith(SPACE_MARKS) for name in names)
     return ngrams.share_of(names) >= LEAST_SHARE and not (begins_words and ngrams.token is None)
 
 
 def counts_words(ngrams: WordNgrams, words: Sequence[str]) -> bool:
-    """Whether a model counts words, among them those of a decoding graph: either vocabulary may be the larger one."""
+    """Returns whether a model counts words, among them those of a decoding graph: either vocabulary may be the larger
+    one."""
     known = len(set(words).intersection(ngrams.words))
     return ngrams.token is None and max(ngrams.share_of(words), known / max(1, len(words))) >= LEAST_SHARE
 

@@ -321,7 +321,8 @@ def _reach(epsilon: _ArcTable, keys: np.ndarray, start: int, width: int) -> np.n
 
 
 def _blocked(epsilon: _ArcTable, keys: np.ndarray, begins: np.ndarray, width: int) -> np.ndarray:
-    """Whether the token before each of `keys` is one with which its state can go on, at once or after epsilon arcs."""
+    """Returns whether the token before each of `keys` is one with which its state can go on, at once or after epsilon
+    arcs."""
     blocked = np.isin(keys, begins)
     rows, arcs = epsilon.of(keys // width)
     targets = np.searchsorted(keys, epsilon.targets[arcs] * width + keys[rows] % width)

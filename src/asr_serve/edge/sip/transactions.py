@@ -175,7 +175,7 @@ class TransactionLayer:
             self._arm(transaction)
 
     def is_proceeding(self, key: str) -> bool:
-        """Whether a request of ours has a provisional response, and no final one."""
+        """Returns whether a request of ours has a provisional response, and no final one."""
         transaction = self._transactions.get(key)
         return transaction is not None and transaction.state is _State.PROCEEDING
 

@@ -209,11 +209,11 @@ class UserAgent:
     # --- input -----------------------------------------------------------------------------------------
 
     def is_trusted(self, host: str) -> bool:
-        """Whether calls of a host need no credentials."""
+        """Returns whether calls of a host need no credentials."""
         return self._is_trusted(host)
 
     def allows_connection(self, host: str) -> bool:
-        """Whether messages of a host that connects would be read; counts one that may not."""
+        """Returns whether messages of a host that connects would be read; counts one that may not."""
         if not self._is_allowed(host):
             self.counts["not_allowed"] += 1
             return False

@@ -98,7 +98,7 @@ class PagePool:
     # --- the cache --------------------------------------------------------------------------------------
 
     def only_cached(self, page: int) -> bool:
-        """Whether only the cache references the page."""
+        """Returns whether only the cache references the page."""
         return self._references[page] == 1 and self._in_cache[page] == 1
 
     def add_cache_reference(self, pages: Iterable[int]) -> None:

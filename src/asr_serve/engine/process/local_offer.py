@@ -107,7 +107,7 @@ def _take_lock(lock: BinaryIO, folder: str, param: str) -> None:
 
 
 def _is_locked(folder: str) -> bool:
-    """Whether the server of an offer lives. Raises OSError."""
+    """Returns whether the server of an offer lives. Raises OSError."""
     with _open(folder, LOCK_FILE, os.O_RDWR) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

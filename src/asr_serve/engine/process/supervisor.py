@@ -301,8 +301,8 @@ class Supervisor:
         return False
 
     def _restart_needed(self, in_flight: InFlight, after_s: float = 0.0) -> bool:
-        """Whether the process has to be restarted, after a wait of up to `after_s`. A replacement that was loaded
-        meanwhile is used instead."""
+        """Returns whether the process has to be restarted, after a wait of up to `after_s`. A replacement that was
+        loaded meanwhile is used instead."""
         with self.changed:
             return not self.changed.wait_for(lambda: self._closing.is_set() or in_flight is not self.current, after_s)
 

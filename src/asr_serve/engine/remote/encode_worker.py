@@ -222,7 +222,7 @@ class EncodeWorker:
             request.client.finished_s.clear()  # an unused share is not saved up
 
     def _output_full(self) -> bool:
-        """Whether clients must receive output before more is encoded."""
+        """Returns whether clients must receive output before more is encoded."""
         self._held_back = True  # set before counting: replies sent from here on wake this loop
         with self._lock:
             unsent = sum(client.unsent for client in self._clients)

@@ -25,7 +25,7 @@ from asr_serve.types import Quantize
 
 
 def uses_peers(config: EngineConfig) -> bool:
-    """Whether this engine encodes for others, or has peers."""
+    """Returns whether this engine encodes for others, or has peers."""
     return config.role != "both" or bool(config.peers)
 
 

@@ -600,7 +600,7 @@ class ReplicatedBackend:
                 self._threads.discard(threading.current_thread())
 
     def _wanted(self, replica: ConnectedReplica, address: messages.EngineAddress, after_s: float) -> bool:
-        """Whether a connection to that address is wanted, after a wait of up to `after_s`."""
+        """Returns whether a connection to that address is wanted, after a wait of up to `after_s`."""
 
         def unwanted() -> bool:
             current = self._replicas.get(replica.id) is replica and replica.address == address

@@ -415,7 +415,7 @@ class DecoderPrompts:
         self._times_words = not isinstance(model, SpeechLanguageModel) or model.ctc_head is not None
 
     def detects_language(self, options: SearchOptions) -> bool:
-        """Whether the model detects the language."""
+        """Returns whether the model detects the language."""
         return self.special is not None and self.special.multilingual and not options.language
 
     def prompt_tokens(self, options: SearchOptions, frames: int = 0) -> tuple[int, ...]:

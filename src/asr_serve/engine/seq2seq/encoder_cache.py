@@ -87,7 +87,7 @@ class EncoderCache:
         return OwnedPages([*row.audio_pages], row.frames)
 
     def is_offloaded(self, root: bytes) -> bool:
-        """Whether the audio was evicted to the tiered store."""
+        """Returns whether the audio was evicted to the tiered store."""
         return self._offload is not None and OFFLOAD_PREFIX + root in self._offload
 
     def fetch_offloaded(self, root: bytes, came: Callable[[list[memoryview] | None], None]) -> None:

@@ -181,7 +181,8 @@ class Seq2SeqExecutor:
     def describe(self) -> dict[str, Any]:
         pool = self.decode_runner.page_pool
         peers = {} if self.peers is None else {"peers": self.peers.describe()}
-        return {"pages": pool.pages, "pages_used": pool.used_count, **peers}
+        cross_kv = "int8" if self.decode_runner.decoder.int8_audio else self.decode_runner.device.dtype_name
+        return {"pages": pool.pages, "pages_used": pool.used_count, "cross_kv": cross_kv, **peers}
 
     # --- messages --------------------------------------------------------------------------------------
 
@@ -246,8 +247,8 @@ class Seq2SeqExecutor:
         return self.finalizer.rescore() or decoded or encoded or vad_stepped
 
     def _gather(self) -> bool:
-        """Whether the requests that wait are encoded at a later step, with others: a few of them do not keep the device
-        busy. Not where a step takes as long with few rows as with many."""
+        """Returns whether the requests that wait are encoded at a later step, with others: a few of them do not keep
+        the device busy. Not where a step takes as long with few rows as with many."""
         waits = (
             self.device.rows_cost_time
             and 0 < self.scheduler.waiting_frames < self.scheduler.encode_frames
@@ -259,13 +260,13 @@ class Seq2SeqExecutor:
         return waits
 
     def _live_active(self) -> bool:
-        """Whether live requests arrived lately: silent sessions cost files nothing, and sessions whose audio is
+        """Returns whether live requests arrived lately: silent sessions cost files nothing, and sessions whose audio is
         encoded elsewhere need no encoders."""
         live = self.loop.vad_scheduler.live_count > 0 and time.monotonic() - self.requests.last_live_s < QUIET_S
         return live and bool(len(self.scheduler) or self.encoder_pool.in_flight or not self.incremental)
 
     def _pace_decode(self) -> bool:
-        """Whether a few rows wait for more: a step costs as much for one as for DECODE_PACE_ROWS, and takes it
+        """Returns whether a few rows wait for more: a step costs as much for one as for DECODE_PACE_ROWS, and takes it
         from encoders that all have work."""
         if self.encoder_pool.thread_available or time.monotonic() - self._decoded_s >= DECODE_PACE_S:
             return False

@@ -69,7 +69,7 @@ class AlternativeScorer:
         return results
 
     def has_pages(self, ended: Iterable[FinishedRow]) -> bool:
-        """Whether there is any page in which to score alternatives of these rows."""
+        """Returns whether there is any page in which to score alternatives of these rows."""
         return bool(self._spare_pages(ended)) or self._unused > 0
 
     @staticmethod
@@ -389,7 +389,7 @@ def allowance(weight: float, far: float, *, same_stem: bool = False, words: int 
 
 
 def same_stem(one: str, other: str) -> bool:
-    """Whether two words differ only in their endings: in up to three letters after three or more."""
+    """Returns whether two words differ only in their endings: in up to three letters after three or more."""
     one, other = one.casefold(), other.casefold()
     common = 0
     while common < min(len(one), len(other)) and one[common] == other[common]:
@@ -438,7 +438,7 @@ class HotwordRescorer:
         return results
 
     def applies(self, each: FinishedRow) -> bool:
-        """Whether it has hotwords, and its pages hold just this answer."""
+        """Returns whether it has hotwords, and its pages hold just this answer."""
         hypothesis, tokens = each.row.hypothesis, each.recognition.tokens
         return isinstance(hypothesis.hotwords, RescoringList) and bool(tokens) and tokens == tuple(hypothesis.tokens)
 

@@ -187,7 +187,7 @@ class RequestTable:
         return choose_language_model(self._language_models, utterance.options.language_model)
 
     def omits_window_silence(self, utterance: RecognitionRequest) -> bool:
-        """Whether silence was left out of its window, and it may still be encoded with all of it."""
+        """Returns whether silence was left out of its window, and it may still be encoded with all of it."""
         pcm = None if self._window != "checked" or utterance.full_window else utterance.pcm
         count = self._model.count_frames
         return pcm is not None and count(len(pcm)) < count(len(pcm), True)

@@ -87,7 +87,7 @@ class TokenAligner:
     # --- from recorded queries ----------------------------------------------------------------------------
 
     def _has_queries(self, each: FinishedRow) -> bool:
-        """Whether queries of exactly this answer were recorded, as in decoding without beams."""
+        """Returns whether queries of exactly this answer were recorded, as in decoding without beams."""
         tokens = each.row.hypothesis.tokens
         return tuple(tokens) == each.recognition.tokens and len(each.row.alignment_queries) >= len(tokens) > 0
 

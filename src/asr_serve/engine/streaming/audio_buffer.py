@@ -79,7 +79,7 @@ class AudioBuffer:
         self._overflow = deque([np.frombuffer(bytes(waiting), np.float32)] if len(waiting) else [])
 
     def has_window(self, window: int, frame_samples: int) -> bool:
-        """Whether the next `window` samples have arrived."""
+        """Returns whether the next `window` samples have arrived."""
         return self.seen_frames * frame_samples - self._before_samples + window <= self.samples
 
     def read_window(self, into: np.ndarray) -> None:

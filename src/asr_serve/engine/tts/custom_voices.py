@@ -39,7 +39,7 @@ class CustomVoiceLoader:
         self._model.register_voice(name, path)
 
     def _expect_custom_voice(self, name: str) -> bool:
-        """Whether the voice is not built in, and the model supports cloned ones."""
+        """Returns whether the voice is not built in, and the model supports cloned ones."""
         return self._card.clones and name not in self._built_in
 
     def _unknown_voice(self, name: str) -> UnknownVoice:

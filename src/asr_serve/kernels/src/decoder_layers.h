@@ -39,7 +39,8 @@ struct DecoderLayerKernels {
   const Int8Kernels& int8;
 };
 
-struct DecoderPass {
+// Sizes of the layers, and what one pass through them reads beside x.
+struct DecoderInputs {
   const std::vector<DecoderLayer>* layers;
   int64_t rows, width;
   int heads, head_dim;
@@ -58,7 +59,7 @@ struct DecoderPass {
 // x (rows, width) through all layers, in place. queries[i]: where the cross-attention queries (rows, heads * head_dim) of
 // layer i go, or nullptr. `threads`: how many `parallel` runs on. A row is the same in any company.
 template <typename T>
-void run_decoder_layers(const DecoderPass& pass, const DecoderLayerKernels<T>& kernels, T* x,
+void run_decoder_layers(const DecoderInputs& inputs, const DecoderLayerKernels<T>& kernels, T* x,
                         const std::vector<T*>& queries, unsigned threads, ParallelFor parallel);
 
 }  // namespace asr_serve

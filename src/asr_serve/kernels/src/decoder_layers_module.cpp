@@ -51,71 +51,72 @@ class DecoderLayers {
     require(!cos || (cos->shape(0) == sin->shape(0) && cos->shape(1) == sin->shape(1) &&
                      2 * int64_t(cos->shape(1)) <= head_dim),
             "cos, sin must be (positions, half)");
-    pass_.width = width, pass_.heads = heads, pass_.head_dim = head_dim, pass_.scale = scale, pass_.eps = eps;
-    pass_.gated = gated;
-    if (cos) pass_.cos = cos->data(), pass_.sin = sin->data(), pass_.half = int(cos->shape(1));
+    inputs_.width = width, inputs_.heads = heads, inputs_.head_dim = head_dim, inputs_.scale = scale, inputs_.eps = eps;
+    inputs_.gated = gated;
+    if (cos) inputs_.cos = cos->data(), inputs_.sin = sin->data(), inputs_.half = int(cos->shape(1));
   }
 
   void add(const Norm& own_norm, const Product& qkv, const Product& own_out, const Norm& cross_norm, const Product& query,
            const Product& cross_out, const Norm& feed_norm, const Product& up, const Product& down) {
-    const int64_t width = pass_.width, inner = int64_t(pass_.heads) * pass_.head_dim;
+    const int64_t width = inputs_.width, inner = int64_t(inputs_.heads) * inputs_.head_dim;
     DecoderLayer layer{};
     layer.own_norm = norm(own_norm), layer.cross_norm = norm(cross_norm), layer.feed_norm = norm(feed_norm);
     layer.qkv = product(qkv, width, 3 * inner), layer.own_out = product(own_out, inner, width);
     layer.query = product(query, width, inner), layer.cross_out = product(cross_out, inner, width);
     layer.up = product(up, width, 0);
-    require(!pass_.gated || layer.up.outputs % 2 == 0, "a gated layer has as many gates as counterparts");
-    layer.down = product(down, pass_.gated ? layer.up.outputs / 2 : layer.up.outputs, width);
+    require(!inputs_.gated || layer.up.outputs % 2 == 0, "a gated layer has as many gates as counterparts");
+    layer.down = product(down, inputs_.gated ? layer.up.outputs / 2 : layer.up.outputs, width);
     layers_.push_back(layer);
   }
 
   void run(Tensor x, Tensor pool, Tables own_tables, Lengths own_lengths, Tensor audio_pool, Tables audio_tables,
            Lengths audio_lengths, bool int8_audio, const std::vector<std::tuple<int64_t, Tensor>>& queries) const {
-    DecoderPass pass = pass_;
-    pass.layers = &layers_, pass.rows = x.ndim() ? int64_t(x.shape(0)) : 0;
-    const int64_t inner = int64_t(pass.heads) * pass.head_dim;
-    require(is_matrix(x, pass.rows, pass.width), "x must be (rows, width), contiguous");
+    DecoderInputs inputs = inputs_;
+    inputs.layers = &layers_, inputs.rows = x.ndim() ? int64_t(x.shape(0)) : 0;
+    const int64_t inner = int64_t(inputs.heads) * inputs.head_dim;
+    require(is_matrix(x, inputs.rows, inputs.width), "x must be (rows, width), contiguous");
     const bool rounded = is_bf16(x);
     for (const DecoderLayer& layer : layers_)
       for (const DecoderProduct* each : {&layer.qkv, &layer.own_out, &layer.query, &layer.cross_out, &layer.up, &layer.down})
         require(rounded || each->bits, "products of bf16 take bfloat16");
-    pass.own = pages(pool, x), pass.audio = pages(audio_pool, x);
-    pass.own_layer_stride = pool.stride(1), pass.audio_layer_stride = audio_pool.stride(1);
-    check(pass.rows, pool, own_tables, own_lengths);
-    check(pass.rows, audio_pool, audio_tables, audio_lengths);
-    if (pass.cos)
-      for (int64_t row = 0; row < pass.rows; ++row)
+    inputs.own = pages(pool, x), inputs.audio = pages(audio_pool, x);
+    inputs.own_layer_stride = pool.stride(1), inputs.audio_layer_stride = audio_pool.stride(1);
+    check(inputs.rows, pool, own_tables, own_lengths);
+    check(inputs.rows, audio_pool, audio_tables, audio_lengths);
+    if (inputs.cos)
+      for (int64_t row = 0; row < inputs.rows; ++row)
         require(own_lengths.data()[row] <= int64_t(cos_->shape(0)), "position out of range");
-    require(!int8_audio || pass.head_dim >= 4, "heads of 8-bit pages have 4 numbers or more");
-    pass.int8_audio = int8_audio;
-    pass.own_tables = own_tables.data(), pass.own_table_stride = int64_t(own_tables.shape(1));
-    pass.audio_tables = audio_tables.data(), pass.audio_table_stride = int64_t(audio_tables.shape(1));
-    pass.own_lengths = own_lengths.data(), pass.audio_lengths = audio_lengths.data();
+    require(!int8_audio || inputs.head_dim >= 4, "heads of 8-bit pages have 4 numbers or more");
+    inputs.int8_audio = int8_audio;
+    inputs.own_tables = own_tables.data(), inputs.own_table_stride = int64_t(own_tables.shape(1));
+    inputs.audio_tables = audio_tables.data(), inputs.audio_table_stride = int64_t(audio_tables.shape(1));
+    inputs.own_lengths = own_lengths.data(), inputs.audio_lengths = audio_lengths.data();
     std::vector<void*> wanted(layers_.size(), nullptr);
     for (const auto& [layer, query] : queries) {
       require(layer >= 0 && layer < int64_t(layers_.size()), "layer out of range");
-      require(query.dtype() == x.dtype() && is_matrix(query, pass.rows, inner),
+      require(query.dtype() == x.dtype() && is_matrix(query, inputs.rows, inner),
               "a layer's queries must be (rows, heads * head_dim), contiguous, of the dtype of x");
       wanted[size_t(layer)] = query.data();
     }
     nb::gil_scoped_release release;
     if (rounded)
-      call<bf16>(pass, {**kernels.b16, **kernels.decoder_b16, **kernels.int8_pages_b16, int8_kernels()}, x.data(), wanted);
+      call<bf16>(inputs, {**kernels.b16, **kernels.decoder_b16, **kernels.int8_pages_b16, int8_kernels()}, x.data(), wanted);
     else
-      call<float>(pass, {**kernels.f32, **kernels.decoder_f32, **kernels.int8_pages_f32, int8_kernels()}, x.data(), wanted);
+      call<float>(inputs, {**kernels.f32, **kernels.decoder_f32, **kernels.int8_pages_f32, int8_kernels()}, x.data(), wanted);
   }
 
  private:
   template <typename T>
-  static void call(const DecoderPass& pass, const DecoderLayerKernels<T>& with, void* x, const std::vector<void*>& wanted) {
+  static void call(const DecoderInputs& inputs, const DecoderLayerKernels<T>& with, void* x,
+                   const std::vector<void*>& wanted) {
     std::vector<T*> queries;
     for (void* query : wanted) queries.push_back(static_cast<T*>(query));
-    run_decoder_layers<T>(pass, with, static_cast<T*>(x), queries, count_threads(), threads);
+    run_decoder_layers<T>(inputs, with, static_cast<T*>(x), queries, count_threads(), threads);
   }
 
   DecoderNorm norm(const Norm& from) {
     const auto& [weight, bias] = from;
-    require(int64_t(weight.size()) == pass_.width && (!bias || int64_t(bias->size()) == pass_.width),
+    require(int64_t(weight.size()) == inputs_.width && (!bias || int64_t(bias->size()) == inputs_.width),
             "a norm has a weight, and a bias if any, for each number of a row");
     norms_.push_back(from);
     return {weight.data(), bias ? bias->data() : nullptr};
@@ -129,6 +130,7 @@ class DecoderLayers {
     made.bits = bits;
     if (bits) {
       made.int8 = int8_weights(linear);
+      require(!made.int8.norm.weight, "a product of a layer has no norm of its own: the layer has one before it");
       made.inputs = made.int8.in, made.outputs = made.int8.out;
     } else {
       made.bf16 = bf16_product(linear, made.multiply);
@@ -144,11 +146,11 @@ class DecoderLayers {
   Pages pages(const Tensor& pool, const Tensor& x) const {
     require(pool.dtype() == x.dtype(), "x and pages must have one dtype");
     require(pool.ndim() == 5 && pool.shape(1) == layers_.size() && pool.shape(2) == 2 &&
-                int(pool.shape(3)) == pass_.heads && int64_t(pool.shape(4)) == int64_t(pass_.head_dim) * PAGE &&
+                int(pool.shape(3)) == inputs_.heads && int64_t(pool.shape(4)) == int64_t(inputs_.head_dim) * PAGE &&
                 pool.stride(4) == 1 && pool.stride(3) == int64_t(pool.shape(4)) &&
-                pool.stride(2) == pool.stride(3) * pass_.heads && pool.stride(1) == 2 * pool.stride(2),
+                pool.stride(2) == pool.stride(3) * inputs_.heads && pool.stride(1) == 2 * pool.stride(2),
             "pool must be (pages, layers, 2, heads, head_dim * 16)");
-    return {pool.data(), pool.stride(0), 0, pass_.heads, pass_.head_dim};
+    return {pool.data(), pool.stride(0), 0, inputs_.heads, inputs_.head_dim};
   }
 
   static void check(int64_t rows, const Tensor& pool, const Tables& tables, const Lengths& lengths) {
@@ -168,7 +170,7 @@ class DecoderLayers {
   std::vector<Norm> norms_;
   std::vector<nb::object> products_;
   std::vector<DecoderLayer> layers_;
-  DecoderPass pass_{};
+  DecoderInputs inputs_{};
 };
 
 }  // namespace

@@ -1,5 +1,6 @@
-// Single numbers, as every kernel reads and writes them. For files that are compiled once per instruction set.
+// Numbers as every kernel reads and writes them, exp and softmax. For files that are compiled once per instruction set.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -41,6 +42,22 @@ inline float exp_negative(float x) {
   float power;
   std::memcpy(&power, &bits, 4);
   return x < -87.0f ? 0.0f : p * power;
+}
+
+// softmax(scale * x) in place.
+inline void softmax_floats(float* x, int64_t n, float scale) {
+  float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < n; ++i) top = std::max(top, x[i]);
+  float total = 0;
+#pragma omp simd reduction(+ : total)
+  for (int64_t i = 0; i < n; ++i) {
+    x[i] = exp_negative((x[i] - top) * scale);
+    total += x[i];
+  }
+  const float inverse = 1.0f / total;
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) x[i] *= inverse;
 }
 
 template <typename F>

@@ -120,22 +120,6 @@ inline void page_values(const float* weights, const int8_t* v, int dim, int fill
   }
 }
 
-// softmax(scale * x) in place.
-inline void softmax(float* x, int64_t n, float scale) {
-  float top = -INFINITY;
-#pragma omp simd reduction(max : top)
-  for (int64_t i = 0; i < n; ++i) top = std::max(top, x[i]);
-  float total = 0;
-#pragma omp simd reduction(+ : total)
-  for (int64_t i = 0; i < n; ++i) {
-    x[i] = exp_negative((x[i] - top) * scale);
-    total += x[i];
-  }
-  const float inverse = 1.0f / total;
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) x[i] *= inverse;
-}
-
 // One query, heads first .. first + count.
 template <typename T>
 void attend_heads(const Pages& pages, const T* q, T* out, const int32_t* table, int64_t length, int first, int count,
@@ -161,7 +145,7 @@ void attend_heads(const Pages& pages, const T* q, T* out, const int32_t* table, 
                   scores + head * stride + page * PAGE);
     }
   }
-  for (int head = 0; head < count; ++head) softmax(scores + head * stride, length, scale);
+  for (int head = 0; head < count; ++head) softmax_floats(scores + head * stride, length, scale);
   for (int64_t page = 0; page < end; ++page) {
     const Half values = half_of<T>(pages, table[page], true);
     const Half next = half_of<T>(pages, table[std::min(page + 1, end - 1)], true);

@@ -70,22 +70,6 @@ void rope(T* qkv, const int64_t* positions, const float* cos, const float* sin, 
   run((rows + BLOCK - 1) / BLOCK, parallel, block);
 }
 
-// softmax(scale * x) in place on floats.
-inline void softmax_floats(float* x, int64_t n, float scale) {
-  float top = -INFINITY;
-#pragma omp simd reduction(max : top)
-  for (int64_t i = 0; i < n; ++i) top = std::max(top, x[i]);
-  float total = 0;
-#pragma omp simd reduction(+ : total)
-  for (int64_t i = 0; i < n; ++i) {
-    x[i] = exp_negative((x[i] - top) * scale);
-    total += x[i];
-  }
-  float inverse = 1.0f / total;
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) x[i] *= inverse;
-}
-
 // One row of scores; x is scratch for n floats.
 inline void softmax_row(float* __restrict row, float* __restrict, int64_t n, float scale) {
   softmax_floats(row, n, scale);

@@ -220,7 +220,7 @@ _DENSE = ("layers.0", "layers.1", "layers.2", "lstm", "layers.3", "head")
 
 
 def is_package_folder(folder: Path) -> bool:
-    """Whether `folder` holds a graph as DeepSpeech and Coqui STT publish it."""
+    """Returns whether `folder` holds a graph as DeepSpeech and Coqui STT publish it."""
     return folder.is_dir() and len(list(folder.glob("*.tflite"))) == 1
 
 

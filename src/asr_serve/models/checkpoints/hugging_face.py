@@ -23,12 +23,12 @@ PICKLE = "pytorch_model.bin"
 
 
 def is_checkpoint_folder(folder: Path) -> bool:
-    """Whether a folder holds config.json and weights in one of these forms."""
+    """Returns whether a folder holds config.json and weights in one of these forms."""
     return (folder / "config.json").is_file() and _weights(folder) is not None
 
 
 def has_all_shards(folder: Path) -> bool:
-    """Whether every file that a folder's index names is there; true without an index."""
+    """Returns whether every file that a folder's index names is there; true without an index."""
     index = _weights(folder)
     if index is None or index.name == PICKLE:
         return True

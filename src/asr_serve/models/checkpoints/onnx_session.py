@@ -89,7 +89,7 @@ class OnnxGraphEditor:
         return [node for node in self._graph.node if value in node.input]
 
     def is_produced(self, value: str) -> bool:
-        """Whether some node computes a value."""
+        """Returns whether some node computes a value."""
         return any(value in node.output for node in self._graph.node)
 
     def input(self, name: str, shape: Sequence[int | str]) -> None:

@@ -156,7 +156,7 @@ def hub_converted_folder(card: AsrCard) -> Path:
 
 
 def is_foreign(card: AsrCard, path: Path) -> bool:
-    """Whether a path holds weights in another form that the model file converts."""
+    """Returns whether a path holds weights in another form that the model file converts."""
     converter = asr_model_file(card.kind).CONVERTER
     return converter is not None and path.exists() and converter.recognizes(path)
 
@@ -322,7 +322,7 @@ def fetch_repository(repository: str, progress: Progress = lambda _: None) -> Pa
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a folder holds all of a model: a download that was broken off leaves the first files of it."""
+    """Returns whether a folder holds all of a model: a download that was broken off leaves the first files of it."""
     module = _module_of_folder(folder)
     if module is None:
         return False

@@ -154,7 +154,7 @@ def load(folder: Path, card: TtsCard, device: Device) -> Model:
 
 
 def complete(folder: Path) -> bool:
-    """Whether a folder holds all files that `gather` or the hub provide."""
+    """Returns whether a folder holds all files that `gather` or the hub provide."""
     return (folder / GRAPH).is_file() and all((folder / VOICES / f"{name}.bin").is_file() for name in NAMES.split())
 
 

@@ -184,7 +184,7 @@ class _TokenStream:
             self.word_starts.append(count)
 
     def _begins_word(self) -> bool:
-        """Whether the last token begins a word: behind a space, or in a script without any."""
+        """Returns whether the last token begins a word: behind a space, or in a script without any."""
         alone = self._text(self.tokens[-1:])
         return bool(alone) and (_unspaced(alone[0]) or len(self._text(self.tokens[self.word_starts[-1] :]).split()) > 1)
 
@@ -204,7 +204,7 @@ class _TokenStream:
 
 
 def _unspaced(letter: str) -> bool:
-    """Whether the letter's script separates no words by spaces: Chinese and Japanese."""
+    """Returns whether the letter's script separates no words by spaces: Chinese and Japanese."""
     return unicodedata.east_asian_width(letter) == "W" and not "가" <= letter <= "힣"
 
 

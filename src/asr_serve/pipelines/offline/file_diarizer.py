@@ -187,8 +187,8 @@ class FileDiarizer:
         return self._samples if self._ended else self._next_start
 
     def may_overlap(self, span: Span) -> bool:
-        """Whether windows have two speakers at once in the span, for half of OVERLAP_SAMPLES together. Spans are asked
-        for in order, once known."""
+        """Returns whether windows have two speakers at once in the span, for half of OVERLAP_SAMPLES together. Spans
+        are asked for in order, once known."""
         while self._overlaps and self._overlaps[0][1] <= span.start_samples:
             self._overlaps.popleft()
         common = (min(end, span.end_samples) - max(start, span.start_samples) for start, end in self._overlaps)

@@ -61,11 +61,11 @@ class SpeechActivity:
         return progressed
 
     def is_scored_to(self, end_samples: int) -> bool:
-        """Whether all audio before that sample has been scored, except for an incomplete window."""
+        """Returns whether all audio before that sample has been scored, except for an incomplete window."""
         return (self._first_window + len(self._speech) + 1) * WINDOW_SAMPLES > end_samples
 
     def has_speech(self, start_samples: int, end_samples: int) -> bool:
-        """Whether the range holds speech."""
+        """Returns whether the range holds speech."""
         first = -(-start_samples // WINDOW_SAMPLES) - self._first_window
         end = -(-end_samples // WINDOW_SAMPLES) - self._first_window
         return sum(self._speech[i] for i in range(max(0, first), min(end, len(self._speech)))) >= MIN_SPEECH_WINDOWS

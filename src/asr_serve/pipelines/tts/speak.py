@@ -260,7 +260,7 @@ class TtsSession:
         return self._passages.popleft() if self._passages else None
 
     def _ended(self) -> bool:
-        """Whether the text has ended and all of it was submitted."""
+        """Returns whether the text has ended and all of it was submitted."""
         return self._live is None and not self._passages and not self._closed
 
     def _next_chunk(self) -> AudioChunk | None:

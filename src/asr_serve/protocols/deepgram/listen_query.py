@@ -97,8 +97,8 @@ class ListenQuery(msgspec.Struct, frozen=True):
         return _OPTION_FIELDS
 
     def formatting(self, card: AsrCard) -> tuple[bool | None, tuple[str, ...]]:
-        """Whether numbers get their written form from that model, and the fields without effect. `smart_format` has
-        none where numbers cannot be written; `numerals` is refused there. Raises UnsupportedOption."""
+        """Returns whether numbers get their written form from that model, and the fields without effect. `smart_format`
+        has none where numbers cannot be written; `numerals` is refused there. Raises UnsupportedOption."""
         if not (self.smart_format or self.numerals):
             return None, ()
         try:
@@ -190,7 +190,7 @@ def parse_listen_query(query: str, *, live: bool) -> ListenQuery:
 
 
 def was_sent(fields: FormFields, name: str) -> bool:
-    """Whether a field was sent with a value that is not false."""
+    """Returns whether a field was sent with a value that is not false."""
     values = fields.repeated(name) if name.endswith("[]") else [fields.text(name) or ""]
     return any(value and value.lower() not in FALSE for value in values)
 

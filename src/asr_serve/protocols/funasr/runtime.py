@@ -67,7 +67,7 @@ class RuntimeMessage(msgspec.Struct, frozen=True):
 
 
 def is_runtime_message(text: str) -> bool:
-    """Whether a text belongs to this protocol: `{"mode": "2pass", "chunk_size": [5, 10, 5], ...}` or
+    """Returns whether a text belongs to this protocol: `{"mode": "2pass", "chunk_size": [5, 10, 5], ...}` or
     `{"is_speaking": false}`."""
     if not text.lstrip().startswith("{") or len(text) > MAX_MESSAGE_CHARACTERS:
         return False

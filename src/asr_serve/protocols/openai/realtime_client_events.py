@@ -100,7 +100,7 @@ class RealtimeSettings(msgspec.Struct, frozen=True):
         return cls(model, turn_detection=_default_turn_detection(model))
 
     def same_recognition(self, other: RealtimeSettings) -> bool:
-        """Whether audio is recognized in the same way."""
+        """Returns whether audio is recognized in the same way."""
         return msgspec.structs.replace(self, logprobs=other.logprobs) == other
 
     def listen_options(self, turn_model: str | None) -> ListenOptions:

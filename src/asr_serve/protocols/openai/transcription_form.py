@@ -151,8 +151,8 @@ def _speakers(fields: FormFields, form: str, complete: bool) -> dict[str, Any]:
 
 
 def _words(form: str, granularities: Sequence[str]) -> bool | None:
-    """Whether words are requested; None: where the model has them. FunASR's clients expect those of `verbose_json`
-    without a request."""
+    """Returns whether words are requested; None: where the model has them. FunASR's clients expect those of
+    `verbose_json` without a request."""
     if "word" in granularities:
         return True
     return None if form in FORMATS_OF_WORDS or (form == "verbose_json" and not granularities) else False

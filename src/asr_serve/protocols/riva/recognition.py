@@ -127,7 +127,8 @@ class RivaRecognitionOptions(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _itn(self, card: AsrCard) -> bool | None:
-        """Whether numbers get their written form: unless words are verbatim, where the model and this machine can."""
+        """Returns whether numbers get their written form: unless words are verbatim, where the model and this machine
+        can."""
         if self.verbatim:
             return False
         try:

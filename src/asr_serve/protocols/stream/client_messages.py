@@ -131,7 +131,7 @@ def parse_query(query: Mapping[str, Sequence[str]], *, packets: bool) -> NewSess
 
 
 def expects_start_message(query: Mapping[str, Sequence[str]]) -> bool:
-    """Whether the first message of this WebSocket has further options. Raises OptionError."""
+    """Returns whether the first message of this WebSocket has further options. Raises OptionError."""
     if not (FormFields({START: query.get(START, ())}, QUERY).flag(START) or False):
         return False
     if "session" in query:

@@ -25,7 +25,7 @@ def frame_message(message: bytes | str) -> bytes:
 
 
 def is_messages_type(content_type: str) -> bool:
-    """Whether that value of Content-Type names a body of messages."""
+    """Returns whether that value of Content-Type names a body of messages."""
     return content_type.split(";")[0].strip().lower() == MESSAGES_TYPE
 
 

@@ -613,7 +613,7 @@ def read_input(path: Path, endpoint: str) -> tuple[list[tuple[str, int, int]], l
 
 
 def _is_suspect(line: BatchLine) -> bool:
-    """Whether several servers or engines in a row died while a line was in work."""
+    """Returns whether several servers or engines in a row died while a line was in work."""
     return line.attempts >= SUSPECT_ATTEMPTS
 
 

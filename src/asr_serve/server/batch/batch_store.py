@@ -794,7 +794,7 @@ class BatchStore:
 
 
 def has_queue(config: BatchConfig) -> bool:
-    """Whether the folder has a queue. A folder that cannot be looked into has none."""
+    """Returns whether the folder has a queue. A folder that cannot be looked into has none."""
     try:
         return (batch_dir(config.folder) / QUEUE).is_file()
     except OSError:

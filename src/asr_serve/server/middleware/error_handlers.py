@@ -155,7 +155,7 @@ def error_response(error: Exception, request_id: str, path: str = "") -> Respons
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Whether the same request would fail again, and do the same harm."""
+    """Returns whether the same request would fail again, and do the same harm."""
     return isinstance(error, errors.EngineCrashed | errors.FileInUse | errors.BatchEnded)
 
 

@@ -106,7 +106,7 @@ class SessionWriter:
         self._resting.discard(session)
 
     def serves(self, session: JournaledSession) -> bool:
-        """Whether the session is written."""
+        """Returns whether the session is written."""
         return self.up and session in self._sessions and session not in self._resting
 
     def wake(self, session: JournaledSession) -> None:

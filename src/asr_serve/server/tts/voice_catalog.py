@@ -35,8 +35,8 @@ MAX_LISTED_VOICES = 50
 
 
 def speaks(card: TtsCard, voice: str, language: str) -> bool:
-    """Whether a voice of a model speaks a language, a code like de or en-GB. A voice without a country speaks the
-    language of each, one with a country that one alone, and the language without any."""
+    """Returns whether a voice of a model speaks a language, a code like de or en-GB. A voice without a country speaks
+    the language of each, one with a country that one alone, and the language without any."""
     tag = _language_tag(language)
     return any(own in (tag, tag.partition("-")[0]) or own.startswith(f"{tag}-") for own in voice_languages(card, voice))
 

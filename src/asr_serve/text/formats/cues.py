@@ -107,7 +107,7 @@ def join_row(row: Iterable[SubtitleToken]) -> str:
 
 
 def ends_with(text: str, marks: str) -> bool:
-    """Whether a text ends with one of `marks`, apart from closing quotes and brackets.
+    """Returns whether a text ends with one of `marks`, apart from closing quotes and brackets.
 
     >>> ends_with('He said "no."', SENTENCE_MARKS), ends_with("3.5", SENTENCE_MARKS)
     (True, False)

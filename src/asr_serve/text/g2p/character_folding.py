@@ -63,7 +63,7 @@ def fold_characters(text: str, of: str = "the text", start: int = 0) -> str:
 
 
 def has_speech(text: str) -> bool:
-    """Whether anything in a cleaned text has a sound."""
+    """Returns whether anything in a cleaned text has a sound."""
     return bool(_speakable.search(text))
 
 

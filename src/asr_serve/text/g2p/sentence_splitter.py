@@ -197,7 +197,7 @@ class SentenceSplitter:
         return "clause" if left == "-" else "none"
 
     def _abbreviated(self, core: str, at: int) -> bool:
-        """Whether the word's full stop may not end a sentence: an abbreviation, or the number of a list item at
+        """Returns whether the word's full stop may not end a sentence: an abbreviation, or the number of a list item at
         the beginning."""
         stem = core[:-1].lstrip(OPENERS).lower()
         if at == 0 and stem.isdigit() and len(stem) < 4:
@@ -209,7 +209,7 @@ class SentenceSplitter:
         return stem in TITLES or stem in ENDINGS or bool(_initials.fullmatch(stem))
 
     def _over(self, core: str, next_word: str) -> bool:
-        """Whether a sentence ends with this abbreviation, given the next word."""
+        """Returns whether a sentence ends with this abbreviation, given the next word."""
         stem = core[:-1].lstrip(OPENERS).lower()
         if not next_word:
             return True
@@ -227,6 +227,6 @@ def _run_of_blanks(text: str, at: int) -> int:
 
 
 def _plain(left: str, right: str) -> bool:
-    """Whether both words are ordinary, so that a cut between them separates no number, unit, name or
+    """Returns whether both words are ordinary, so that a cut between them separates no number, unit, name or
     abbreviation."""
     return left.isalpha() and left.islower() and right.islower()

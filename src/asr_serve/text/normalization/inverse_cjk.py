@@ -55,7 +55,7 @@ def select_cjk_rewrite(spoken_text: str, rewrite: GrammarRewrite) -> str | None:
 
 
 def splits_number(spoken_text: str, rewrite: GrammarRewrite, other: GrammarRewrite) -> bool:
-    """Whether two adjacent rewrites split a number."""
+    """Returns whether two adjacent rewrites split a number."""
     return (
         rewrite.end == other.start and spoken_text[rewrite.end - 1] in NUMERALS and spoken_text[other.start] in NUMERALS
     )

@@ -73,7 +73,7 @@ def select_english_rewrites(
 
 
 def _is_part(words: Sequence[str], first: int, behind: int) -> bool:
-    """Whether the range is only part of a spoken number, which begins before it or continues after it."""
+    """Returns whether the range is only part of a spoken number, which begins before it or continues after it."""
     before, ahead = words[max(0, first - 2) : first], words[behind : behind + 2]
     if before and before[-1] == "and" and (before[0] == "hundred" or before[0] in SCALES):
         return True
@@ -125,7 +125,7 @@ def _with_minutes(words: Sequence[str]) -> bool:
 
 
 def _counts_up(words: Sequence[str]) -> bool:
-    """Whether the words count upwards: one two three."""
+    """Returns whether the words count upwards: one two three."""
     found = digit_string(words)
     return found is not None and len(found) > 2 and found in "123456789"
 

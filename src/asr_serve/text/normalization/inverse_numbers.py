@@ -124,7 +124,7 @@ def clock_time(words: Sequence[str]) -> tuple[int, int | None] | None:
 
 
 def numbers_match(words: Sequence[str], text: str) -> bool:
-    """Whether the numbers of `text` are those of the words, in order. `text` may have additional zeros.
+    """Returns whether the numbers of `text` are those of the words, in order. `text` may have additional zeros.
 
     >>> numbers_match("twenty five dollars and thirty cents".split(), "$25.30"), numbers_match(["seven"], "07:15")
     (True, False)

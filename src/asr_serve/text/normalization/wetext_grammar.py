@@ -50,7 +50,7 @@ def find_rewrites(spoken_text: str, language: str) -> tuple[GrammarRewrite, ...]
 
 
 def is_wetext_installed() -> bool:
-    """Whether the package is installed; it is not loaded."""
+    """Returns whether the package is installed; it is not loaded."""
     return find_spec("wetext") is not None
 
 

@@ -84,7 +84,7 @@ class DiskBackend(ABC):
 
 
 def still_under_way(failure: DiskFailed) -> bool:
-    """Whether the disk may access the memory of a failed transfer as long as this process lives: it neither
+    """Returns whether the disk may access the memory of a failed transfer as long as this process lives: it neither
     completed nor could be cancelled. That memory must not be used for anything else, and the back end accepts no
     more transfers."""
     return isinstance(failure.__cause__, RoadTimeout)

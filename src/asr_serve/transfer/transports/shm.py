@@ -138,7 +138,7 @@ class ShmSender(base.TransportSender):
 
 
 def _unlocked(fd: int) -> bool:
-    """Whether the receiver's lock is released."""
+    """Returns whether the receiver's lock is released."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

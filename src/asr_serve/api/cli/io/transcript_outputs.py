@@ -36,7 +36,7 @@ class TranscriptSink(Protocol):
     """Receiver of results as they come. Every method is called from one thread."""
 
     def finished(self, item: InputItem) -> bool:
-        """Whether this input's result exists from an earlier run."""
+        """Returns whether this input's result exists from an earlier run."""
 
     def begin(self) -> None:
         """Called when the model is loaded and work starts: only now may an older result be deleted."""
@@ -231,7 +231,7 @@ def choose_format(form: str | None, output: str | None) -> str:
 
 
 def is_folder(output: str) -> bool:
-    """Whether --output names a folder: an existing one, or a name that ends as a folder's."""
+    """Returns whether --output names a folder: an existing one, or a name that ends as a folder's."""
     target = Path(output)
     return target.is_dir() or output.endswith(os.sep) or not target.suffix
 
@@ -246,7 +246,7 @@ def make_folder(folder: Path) -> None:
 
 
 def is_complete(path: Path, form: str) -> bool:
-    """Whether the file exists and is valid for its format; one that another program damaged is made again."""
+    """Returns whether the file exists and is valid for its format; one that another program damaged is made again."""
     try:
         content = path.read_bytes()
     except OSError:

@@ -50,7 +50,7 @@ UNSPACED = re.compile(r"[\u2e80-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U0
 
 
 def is_vosk_folder(folder: Path) -> bool:
-    """Whether `folder` holds a chain model as Vosk publishes it, with a graph that is composed while it is
+    """Returns whether `folder` holds a chain model as Vosk publishes it, with a graph that is composed while it is
     searched."""
     return folder.is_dir() and all((folder / name).is_file() for name in FILES)
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve.devices.decoder_layers import DecoderLayerParts, NativeDecoderLayers
+from asr_serve.devices.decoder_layers import DecoderLayerParts, DecoderStack
 from asr_serve.devices.interface import Device, LayerNorm, Linear, VocabularyMatrix
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models import alignment_heads as again
@@ -128,9 +128,9 @@ class MoonshineDecoderModel(EncoderDecoderModel):
         self.cross_kv = take.linear(*[f"model.decoder.layers.{kind}" for kind in kinds])
         angles = rotary_angles(config.rope_theta, rotary, max_tokens, take.device)
         self.decoder = [MoonshineDecoderLayer(take, i, angles) for i in range(self.layers)]
-        self.native_layers = NativeDecoderLayers.build(
+        self.decoder_stack = DecoderStack(
             take.device,
-            [layer.parts for layer in self.decoder],
+            self.decoder,
             heads=self.heads,
             head_dim=self.head_dim,
             scale=self.attention_scale,
@@ -152,15 +152,7 @@ class MoonshineDecoderModel(EncoderDecoderModel):
     def decode(
         self, tokens: Tensor, own: PagedKeyValues, audio: PagedKeyValues, wanted: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        positions = own.lengths - 1
-        x = self.embedding.embed(tokens)
-        if self.native_layers is not None:
-            queries = self.native_layers(x, own, audio, self.alignment.heads)
-        else:
-            queries = []
-            for i, layer in enumerate(self.decoder):
-                x, query = layer(i, x, positions, own, audio, self.kernels)
-                queries += [query] if i in self.alignment.heads else []
+        x, queries = self.decoder_stack(self.embedding.embed(tokens), own, audio, self.alignment.heads)
         x = x if wanted is None else x[wanted]
         x = self.decoder_norm(x)
         return self.head(x), x, *queries
@@ -399,7 +391,7 @@ def rename(key: str) -> str | None:
 
 
 def is_package_folder(folder: Path) -> bool:
-    """Whether `folder` holds the two exported graphs."""
+    """Returns whether `folder` holds the two exported graphs."""
     return bool(_graph(folder, "encoder_model") and _graph(folder, "decoder_model_merged"))
 
 

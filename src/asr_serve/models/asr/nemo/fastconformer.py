@@ -401,7 +401,7 @@ def rename(key: str) -> str | None:
 
 
 def is_package_folder(folder: Path) -> bool:
-    """Whether `folder` holds one NeMo archive, or is one."""
+    """Returns whether `folder` holds one NeMo archive, or is one."""
     return archive.find_archive(folder) is not None
 
 

@@ -82,7 +82,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the files are there that config.yaml names, and the vocabulary of a CTC head."""
+    """Returns whether the files are there that config.yaml names, and the vocabulary of a CTC head."""
     settings = read_settings(folder)
     named = (settings.get("frontend_conf") or {}).get("cmvn_file")
     files = [PICKLE, *([CTC_VOCABULARY] if settings.get("ctc_decoder") else [])]

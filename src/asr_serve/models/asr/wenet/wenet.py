@@ -185,7 +185,7 @@ def rename(key: str) -> str | None:
 
 
 def is_package_folder(folder: Path) -> bool:
-    """Whether `folder` holds an experiment, or the archive of one."""
+    """Returns whether `folder` holds an experiment, or the archive of one."""
     return bool(_archive(folder) or ((folder / SETTINGS).is_file() and _weights(folder) and _units(folder)))
 
 

@@ -286,8 +286,8 @@ def _folder(path: Path) -> ForeignCheckpoint:
 
 
 def is_package_folder(path: Path) -> bool:
-    """Whether a path holds OpenAI's `.pt`, CTranslate2's `model.bin`, whole or in parts, or Hugging Face's shards. A
-    config.yaml belongs to a `.pt` of others."""
+    """Returns whether a path holds OpenAI's `.pt`, CTranslate2's `model.bin`, whole or in parts, or Hugging Face's
+    shards. A config.yaml belongs to a `.pt` of others."""
     return _checkpoint(path) is not None and not (path / "config.yaml").exists()
 
 

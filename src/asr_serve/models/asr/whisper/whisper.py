@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve.devices.decoder_layers import DecoderLayerParts, NativeDecoderLayers
+from asr_serve.devices.decoder_layers import DecoderLayerParts, DecoderStack
 from asr_serve.devices.interface import Device
 from asr_serve.devices.tensor_parallel import parallel_vocabulary
 from asr_serve.errors import WeightsCorrupt
@@ -161,12 +161,8 @@ class Model(EncoderDecoderModel):
         self.decoder = [
             _WhisperDecoderLayer(take_part, f"decoder.layers.{i}", all_heads) for i in range(config.decoder_layers)
         ]
-        self.native_layers = NativeDecoderLayers.build(
-            device,
-            [layer.parts for layer in self.decoder],
-            heads=self.heads,
-            head_dim=self.head_dim,
-            scale=self.attention_scale,
+        self.decoder_stack = DecoderStack(
+            device, self.decoder, heads=self.heads, head_dim=self.head_dim, scale=self.attention_scale
         )
         self.decoder_norm = take.norm("decoder.layer_norm")
         self.positions = take.vector("decoder.embed_positions.weight")
@@ -201,15 +197,8 @@ class Model(EncoderDecoderModel):
     def decode(
         self, tokens: Tensor, own: PagedKeyValues, audio: PagedKeyValues, wanted: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        positions = own.lengths - 1
-        x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
-        if self.native_layers is not None:
-            queries = self.native_layers(x, own, audio, self.alignment.heads)
-        else:
-            queries = []
-            for i, layer in enumerate(self.decoder):
-                x, query = layer(i, x, positions, own, audio, self.kernels)
-                queries += [query] if i in self.alignment.heads else []
+        x = self.embedding.embed(tokens) + F.embedding(own.lengths - 1, self.positions)
+        x, queries = self.decoder_stack(x, own, audio, self.alignment.heads)
         x = x if wanted is None else x[wanted]
         x = self.decoder_norm(x)
         return self.head(x), x, *queries

@@ -195,7 +195,8 @@ class FunAsrConversation:
         self._lifecycle.complete()
 
     def _is_handed_over(self, frame: bytes) -> bool:
-        """Whether audio before any command is of a client of sherpa-onnx, or may be: zeros wait for what follows."""
+        """Returns whether audio before any command is of a client of sherpa-onnx, or may be: zeros wait for what
+        follows."""
         found = None if self._started or self._reported_not_started else guess_protocol(frame)
         if found == "silence":
             self._silence_bytes = min(self._silence_bytes + len(frame), MAX_SILENCE_BYTES)

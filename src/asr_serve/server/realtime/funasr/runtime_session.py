@@ -194,8 +194,8 @@ class EngineRuntimeSessionFactory:
 
 
 def _itn(engine: ModelEngine, language: str | None, *, itn: bool) -> bool | None:
-    """Whether numbers get their written form. FunASR's clients ask for it unless told otherwise: it has no effect where
-    it is not possible."""
+    """Returns whether numbers get their written form. FunASR's clients ask for it unless told otherwise: it has no
+    effect where it is not possible."""
     if not itn:
         return False
     card = engine.client.card

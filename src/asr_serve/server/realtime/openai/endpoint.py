@@ -104,7 +104,7 @@ class OpenAiRealtimeEndpoint:
 
 
 def _uses_beta_shape(scope: Scope) -> bool:
-    """Whether the client uses the shapes of the beta API."""
+    """Returns whether the client uses the shapes of the beta API."""
     header = Headers(scope=scope).get("openai-beta", "")
     return BETA_HEADER in header or BETA_SUBPROTOCOL in scope.get("subprotocols", ())
 

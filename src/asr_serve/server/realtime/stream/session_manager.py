@@ -54,7 +54,7 @@ class SessionStorage(NamedTuple):
 
 
 def is_storable(request: NewSessionRequest) -> bool:
-    """Whether a session can be stored: the state of its recognition can be exported."""
+    """Returns whether a session can be stored: the state of its recognition can be exported."""
     return not request.options.speakers
 
 
@@ -187,7 +187,7 @@ class StreamSessionManager:
                 del self._claims[session_id]
 
     def _has(self, session: StreamSession) -> bool:
-        """Whether that session, and no later one of the same id, is live here."""
+        """Returns whether that session, and no later one of the same id, is live here."""
         return self._sessions.get(session.info.session_id) is session
 
     async def _take_over(self, owner: SessionOwner, request: StreamResume, storage: SessionStorage) -> None:

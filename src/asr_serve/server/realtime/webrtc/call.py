@@ -52,7 +52,7 @@ class _Typed(msgspec.Struct):
 
 
 def _is_cancel(message: str | bytes) -> bool:
-    """Whether a client interrupts what is spoken."""
+    """Returns whether a client interrupts what is spoken."""
     try:
         return isinstance(message, str) and msgspec.json.decode(message, type=_Typed).type == "cancel"
     except msgspec.DecodeError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -358,15 +360,21 @@ def test_a_client_that_is_killed_leaves_nothing_behind(auth, riva):
 
 
 def test_a_recording_whose_client_leaves_is_given_up(auth, riva, cities):
-    stub, long = riva_client.ASRService(auth).stub, io.BytesIO()
-    with wave.open(str(cities)) as sound, wave.open(long, "wb") as out:
-        out.setparams(sound.getparams())
-        out.writeframes(sound.readframes(sound.getnframes()) * 4)  # it is not done before anybody looks
-    call = stub.Recognize.future(riva_asr.RecognizeRequest(config=recognition(), audio=long.getvalue()))
-    eventually(lambda: riva.gate.active_work)
-    call.cancel()
-    eventually(lambda: not riva.gate.active_work)
-    eventually(lambda: riva.counted("asr_serve_requests_total", route=RECOGNIZE, method="POST", status="499"))
+    def given_up():
+        return riva.counted("asr_serve_requests_total", route=RECOGNIZE, method="POST", status="499")
+
+    backend = next(engine for engine in riva.engines if engine.name == MODEL).client.backend
+    before = given_up()
+    os.kill(backend.pid, signal.SIGSTOP)  # it is not done before anybody looks
+    try:
+        stub = riva_client.ASRService(auth).stub
+        call = stub.Recognize.future(riva_asr.RecognizeRequest(config=recognition(), audio=cities.read_bytes()))
+        eventually(lambda: riva.gate.active_work)
+        call.cancel()
+        eventually(lambda: not riva.gate.active_work)
+        eventually(lambda: given_up() == before + 1)
+    finally:
+        os.kill(backend.pid, signal.SIGCONT)
 
 
 def test_a_client_that_leaves_before_its_message(auth, riva):

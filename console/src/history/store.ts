@@ -52,16 +52,30 @@ export function watchKeeps(changed: () => void): void {
 export async function put(saved: Saved, again = false): Promise<boolean> {
   const bytes = new TextEncoder().encode(JSON.stringify(saved)).length;
   if (bytes > MOST_BYTES) return false;
-  await change(async (store) => {
-    if (again && (await done(store.getKey(saved.id))) === undefined) return;
-    await done(store.put({ ...saved, bytes } satisfies Row));
-    let left = MOST_BYTES;
-    await each(store.index(BY_AGE).openCursor(null, "prev"), (cursor) => {
+  await change((store) => write(store, { ...saved, bytes }, again));
+  let left = MOST_BYTES;
+  await change((store) =>
+    each(store.index(BY_AGE).openCursor(null, "prev"), (cursor) => {
       left -= (cursor.value as Row).bytes;
       if (left < 0) cursor.delete();
-    });
-  });
+    }),
+  );
   return true;
+}
+
+/** Write a row, `known`: if it is there, and commit without waiting for the end of the requests: the page may be left
+ * within milliseconds, and what is not committed by then is lost. */
+async function write(store: IDBObjectStore, row: Row, known: boolean): Promise<void> {
+  if (!known) {
+    store.put(row);
+    store.transaction.commit();
+    return;
+  }
+  const found = store.getKey(row.id);
+  found.addEventListener("success", () => {
+    if (found.result !== undefined) store.put(row);
+    store.transaction.commit();
+  });
 }
 
 /** All of them, the newest first, and their size. Rejects where the browser keeps nothing. */

@@ -348,7 +348,7 @@ class Bench:
     # --- state -------------------------------------------------------------------------------------------
 
     def whole(self) -> bool:
-        """Whether both ingresses are ready, and each is connected to two replicas."""
+        """Returns whether both ingresses are ready, and each is connected to two replicas."""
         for node in self.cluster.nodes:
             try:
                 ready = httpx.get(f"{node.url}/ready", timeout=2)

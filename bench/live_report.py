@@ -140,7 +140,7 @@ def blank(system: str, callers: int) -> Row:
 
 
 def holds(made: Row, final_ms: float = 500, first_word_ms: float = 900) -> bool:
-    """Whether a level was fine: everything in time, and ours as quick as it should be; a peer has no target."""
+    """Returns whether a level was fine: everything in time, and ours as quick as it should be; a peer has no target."""
     if "failed" in made or "skipped" in made or made["realtime_misses"] or made.get("refused"):
         return False
     return made["system"] != OURS or all(

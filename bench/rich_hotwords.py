@@ -56,7 +56,8 @@ class Count:
         self.errors += errors
 
     def _heard(self, spoken: list[str], told: list[str]) -> tuple[list[bool], list[str], int]:
-        """Whether each word is there; words in place of others or beside them; errors that are not rare words'."""
+        """Returns whether each word is there; words in place of others or beside them; errors that are not rare
+        words'."""
         from rapidfuzz.distance import Levenshtein
 
         there, added = [False] * len(spoken), list[str]()

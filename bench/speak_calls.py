@@ -86,7 +86,8 @@ class Level:
         self._owed, self._counted = 0, 0
 
     def begin(self, asked_s: float) -> bool:
-        """Whether the saying counts: the first one does however late, of a voice that is slower than the level."""
+        """Returns whether the saying counts: the first one does however late, of a voice that is slower than the
+        level."""
         counts = self.opens_s <= asked_s and (asked_s < self.closes_s or not self._counted)
         self._owed, self._counted = self._owed + counts, self._counted + counts
         return counts

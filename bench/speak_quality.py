@@ -182,7 +182,8 @@ def first_words_wrong(texts: Sequence[str], heard: Sequence[str]) -> int:
 
 
 def alike(ours: Sequence[np.ndarray], rate_hz: int, theirs: Sequence[np.ndarray], their_hz: int) -> Row:
-    """Whether the speaker is the same: ours beside other sentences of the teacher's, and those beside the rest."""
+    """Returns whether the speaker is the same: ours beside other sentences of the teacher's, and those beside the
+    rest."""
     same = [resample_clip(clip, their_hz, rate_hz) for clip in theirs]
     try:
         found = measures.similarity(ours[::2], same[1::2], rate_hz)

@@ -32,6 +32,7 @@ executor.CHECKS_PER_IDLE = executor.MAX_CHECKS = 1 << 30  # an engine that does 
 
 _user_data = tempfile.TemporaryDirectory(prefix="asr-serve-tests-")
 os.environ["XDG_DATA_HOME"] = _user_data.name  # batches and cloned voices of servers that no test gives a folder
+os.environ["XDG_STATE_HOME"] = str(Path(_user_data.name, "state"))  # submissions of batches
 
 LOGGERS = tuple(logging.getLogger(name) for name in (None, *LOGGER_NAMES))
 ROOT = Path(__file__).resolve().parents[1]

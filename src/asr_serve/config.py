@@ -688,6 +688,11 @@ def batch_dir(chosen: str | None) -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "asr-serve" / "batch"
 
 
+def submissions_dir() -> Path:
+    """Folder of what `asr-serve batch submit` has uploaded, while it is at it: XDG_STATE_HOME/asr-serve/submissions."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "asr-serve" / "submissions"
+
+
 def native_kernels_enabled() -> bool:
     """False when ASR_SERVE_NATIVE=0 selects the Python reference kernels."""
     return os.environ.get("ASR_SERVE_NATIVE", "1") != "0"

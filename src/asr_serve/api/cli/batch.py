@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
@@ -13,10 +15,11 @@ from urllib.parse import quote
 import typer
 
 from asr_serve.api.cli.exit_codes import FAILED, exit_on_error, print_error
+from asr_serve.api.cli.io.upload_record import UploadRecord, upload_record
 from asr_serve.api.cli.models import as_text, print_table
 from asr_serve.api.cli.options import AsJson
 from asr_serve.api.cli.progress import WorkProgress
-from asr_serve.config import client_key
+from asr_serve.config import client_key, submissions_dir
 from asr_serve.errors import OptionError, Refused, SourceNotFound, Unreachable
 from asr_serve.output_file import replaced_file
 
@@ -31,6 +34,8 @@ CHUNK_BYTES = 1 << 20
 FOLLOW_S = 2.0
 """Time between two looks at a batch."""
 ATTEMPTS, RETRY_S = 8, 1.0
+LOOKED_AT = 100
+"""Files of the server, the newest, among which one is searched whose upload was interrupted."""
 T = TypeVar("T")
 
 Server = Annotated[str, typer.Option(metavar="URL", help="Server with the queue.")]
@@ -70,7 +75,9 @@ def submit(
 
     Callers of the server come first; the batch takes what they leave, and goes
     on after a restart. The id of the batch is written on stdout. Answers of a
-    folder have the path of their recording as custom_id.
+    folder have the path of their recording as custom_id. The same command
+    goes on with a submission that was interrupted: what the server has is not
+    sent again.
 
     \b
     Examples
@@ -86,7 +93,6 @@ def submit(
     """
     from asr_serve.protocols.openai.batches import MAX_LINES
 
-    session = _Session(server, api_key)
     if source.is_dir():
         options = {"model": model, "language": language, "response_format": response_format}
         requests, endpoint = _folder_requests(source, options), TRANSCRIPTIONS
@@ -98,24 +104,28 @@ def submit(
         raise OptionError(
             f"{source} has {len(requests)} requests", f"up to {MAX_LINES} in a batch", "submit it in several parts"
         )
-    lines = []
-    with WorkProgress(print_error, shown=not quiet) as progress:
-        for number, request in enumerate(requests):
-            body = request["body"]
-            path = base / body["file"] if isinstance(body.get("file"), str) and not _is_sent(body["file"]) else None
-            if path is not None:
-                progress.update(number / len(requests), "uploading", f"{number} of {len(requests)}")
-                body = {**body, "file": session.upload(path)}
-            lines.append(json.dumps({**request, "body": body}, ensure_ascii=False))
-        input_id = session.upload(None, "\n".join(lines).encode())
-    created = session.ask(
-        "POST",
-        "/v1/batches",
-        {"input_file_id": input_id, "endpoint": endpoint, "completion_window": window},
-        {"Idempotency-Key": secrets.token_hex(16)},
-        repeatable=True,
-    )
-    print(created["id"], flush=True)
+    session = _Session(server, api_key)
+    with upload_record(submissions_dir(), server, session.key, source) as record, _hint(record):
+        lines, uploads = [], _Uploads(session, record)
+        with WorkProgress(print_error, shown=not quiet) as progress:
+            for number, request in enumerate(requests):
+                body = request["body"]
+                path = base / body["file"] if isinstance(body.get("file"), str) and not _is_sent(body["file"]) else None
+                if path is not None:
+                    progress.update(number / len(requests), "uploading", f"{number} of {len(requests)}")
+                    body = {**body, "file": uploads.file_id(path)}
+                lines.append(json.dumps({**request, "body": body}, ensure_ascii=False))
+            input_id = uploads.lines_id("\n".join(lines).encode())
+        if uploads.found and not quiet:
+            print_error(f"{uploads.found} of {len(requests)} recordings were there from an interrupted submission")
+        created = session.ask(
+            "POST",
+            "/v1/batches",
+            {"input_file_id": input_id, "endpoint": endpoint, "completion_window": window},
+            {"Idempotency-Key": record.request_key(input_id, endpoint, window)},
+            repeatable=True,
+        )
+        print(created["id"], flush=True)
     return _follow(session, created["id"], quiet) if follow else 0
 
 
@@ -218,11 +228,80 @@ def cancel(batch: BatchId, server: Server = SERVER, api_key: Key = None) -> None
     print(f"{found['id']} is {found['status']}")
 
 
+class Content:
+    """Content of an upload: a recording on disk, or lines in memory."""
+
+    def __init__(self, path: Path | None, data: bytes = b"") -> None:
+        """Raises SourceNotFound."""
+        self._path, self._data = path, data
+        if path is None:
+            self.name, self.size, self.key = "lines.jsonl", len(data), hashlib.sha256(data).hexdigest()
+            return
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise SourceNotFound(f"{path}: {error.strerror}", "recordings that can be read") from None
+        self.name, self.size = path.name, found.st_size
+        self.key = f"{path.resolve()} {found.st_size} {found.st_mtime_ns}"
+        """Another one where the content is another."""
+
+    def chunks(self) -> Iterator[bytes]:
+        """Returns the bytes in parts."""
+        return iter([self._data]) if self._path is None else _chunks(self._path)
+
+    def digest(self) -> str:
+        """Computes the SHA-256 of the bytes."""
+        summed = hashlib.sha256()
+        for chunk in self.chunks():
+            summed.update(chunk)
+        return summed.hexdigest()
+
+
+class _Uploads:
+    """Uploads of a submission, each of them done once, in this command or in one like it before."""
+
+    def __init__(self, session: _Session, record: UploadRecord) -> None:
+        self._session, self._record = session, record
+        self._earlier = record.ids
+        self.found = 0
+        """Recordings that the server had from an earlier command."""
+
+    def file_id(self, path: Path) -> str:
+        """Id of a recording, which is uploaded unless the server has it. Raises SourceNotFound, Refused,
+        Unreachable."""
+        file_id, found = self._id(Content(path))
+        self.found += found
+        return file_id
+
+    def lines_id(self, data: bytes) -> str:
+        """Id of the lines of a batch, as above."""
+        return self._id(Content(None, data))[0]
+
+    def _id(self, content: Content) -> tuple[str, bool]:
+        """The id, and whether the server had it from an earlier command."""
+        file_id = self._record.id_of(content.key)
+        if file_id is not None and file_id not in self._earlier:
+            return file_id, False
+        if file_id is not None and self._session.has(file_id):
+            self._earlier -= {file_id}
+            return file_id, True
+        # The answer to an upload may be lost though the server has the file.
+        if self._record.was_begun(content.key):
+            file_id = self._session.find(content, self._record.ids)
+            if file_id is not None:
+                self._record.end(content.key, file_id)
+                return file_id, True
+        self._record.begin(content.key)
+        file_id = self._session.upload(content)
+        self._record.end(content.key, file_id)
+        return file_id, False
+
+
 class _Session:
     """Requests to one server with one key."""
 
     def __init__(self, server: str, api_key: str | None) -> None:
-        self._server, self._key = server, api_key or client_key()
+        self._server, self.key = server, api_key or client_key()
 
     def ask(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, repeatable: bool = False
@@ -233,7 +312,7 @@ class _Session:
         content = None if body is None else json.dumps(body).encode()
 
         def send() -> Any:
-            with server_answer(self._server, self._key, method, path, content, headers) as answer:
+            with server_answer(self._server, self.key, method, path, content, headers) as answer:
                 return json.loads(answer.read())
 
         return _retried(send, repeatable)
@@ -241,12 +320,11 @@ class _Session:
     def batch(self, batch_id: str, repeatable: bool = False) -> Any:
         return self.ask("GET", f"/v1/batches/{quote(batch_id, safe='')}", repeatable=repeatable)
 
-    def upload(self, path: Path | None, data: bytes = b"") -> str:
-        """Uploads a recording, or `data` as the lines of a batch; returns its id. Raises SourceNotFound, Refused,
-        Unreachable."""
+    def upload(self, content: Content) -> str:
+        """Uploads a file; returns its id. Raises Refused, Unreachable."""
         from asr_serve.api.cli.backends import server_answer
 
-        name = "lines.jsonl" if path is None else path.name
+        name = content.name
         boundary = secrets.token_hex(16)
         shown = name.replace("\\", "\\\\").replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
         head = (
@@ -254,26 +332,51 @@ class _Session:
             f'Content-Disposition: form-data; name="file"; filename="{shown}"\r\n\r\n'
         ).encode("utf-8", "replace")
         tail = f"\r\n--{boundary}--\r\n".encode()
-        try:
-            size = len(data) if path is None else path.stat().st_size
-        except OSError as error:
-            raise SourceNotFound(f"{path}: {error.strerror}", "recordings that can be read") from None
 
         def parts() -> Iterator[bytes]:
             yield head
-            yield from [data] if path is None else _chunks(path)
+            yield from content.chunks()
             yield tail
 
         headers = {
             "Content-Type": f"multipart/form-data; boundary={boundary}",
-            "Content-Length": str(len(head) + size + len(tail)),
+            "Content-Length": str(len(head) + content.size + len(tail)),
         }
 
         def send() -> str:
-            with server_answer(self._server, self._key, "POST", "/v1/files", parts(), headers) as answer:
+            with server_answer(self._server, self.key, "POST", "/v1/files", parts(), headers) as answer:
                 return str(json.loads(answer.read())["id"])
 
         return _retried(send)
+
+    def has(self, file_id: str) -> bool:
+        """Returns whether the server has a file. Raises Refused, Unreachable."""
+        try:
+            self.ask("GET", f"/v1/files/{quote(file_id, safe='')}")
+        except Refused as refusal:
+            if refusal.code != "unknown_file":
+                raise
+            return False
+        return True
+
+    def find(self, content: Content, known: Collection[str]) -> str | None:
+        """Finds the file with that content among the newest of the server, `known` ones apart: their ids. Raises
+        Refused, Unreachable."""
+        for file in self.ask("GET", f"/v1/files?purpose=batch&limit={LOOKED_AT}")["data"]:
+            if file["bytes"] == content.size and file["id"] not in known and self._holds(file["id"], content):
+                return str(file["id"])
+        return None
+
+    def _holds(self, file_id: str, content: Content) -> bool:
+        from asr_serve.api.cli.backends import server_answer
+
+        received = hashlib.sha256()
+        with server_answer(
+            self._server, self.key, "GET", f"/v1/files/{quote(file_id, safe='')}/content", None
+        ) as answer:
+            while chunk := answer.read(CHUNK_BYTES):
+                received.update(chunk)
+        return received.hexdigest() == content.digest()
 
     def download(self, file_id: str, path: Path) -> None:
         """Writes a file, whole or not at all. Raises Refused, Unreachable."""
@@ -283,7 +386,7 @@ class _Session:
         with (
             replaced_file(path) as part,
             part.open("wb") as file,
-            server_answer(self._server, self._key, "GET", route, None) as answer,
+            server_answer(self._server, self.key, "GET", route, None) as answer,
         ):
             while chunk := answer.read(CHUNK_BYTES):
                 file.write(chunk)
@@ -304,6 +407,17 @@ def _retried(send: Callable[[], T], repeatable: bool = False) -> T:
                 raise
             time.sleep(RETRY_S * attempt)
     raise AssertionError("the last attempt returns or raises")
+
+
+@contextlib.contextmanager
+def _hint(record: UploadRecord) -> Iterator[None]:
+    """Context manager around a submission: tells whoever interrupts it, or loses the server, how it goes on."""
+    try:
+        yield
+    except (KeyboardInterrupt, Refused, Unreachable):
+        if record.outlives and record.ids:
+            print_error(f"{len(record.ids)} files are uploaded; the same command goes on from there")
+        raise
 
 
 def _follow(session: _Session, batch_id: str, quiet: bool) -> int:

@@ -7,6 +7,7 @@ ImportError from its constructor; the bench then shows it as skipped.
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -302,6 +303,37 @@ class FasterWhisper(Peer):
         return "".join(segment.text for segment in self.model.transcribe(audio, **self.settings)[0])
 
 
+class WhisperCpp(Peer):
+    """tiny.en in whisper.cpp, one clip after the other, from a file that its own script has converted (README.md)."""
+
+    def __init__(self, device: str, threads: int, **settings: Any) -> None:
+        from pywhispercpp.model import Model
+
+        file = os.environ.get("WHISPER_CPP_MODEL", "")
+        if not file:
+            raise ImportError("WHISPER_CPP_MODEL names no file of ggml weights (bench/README.md says how to make one)")
+        greedy, beam_search = 0, 1
+        beam = settings.get("beam_size")
+        self.model = Model(
+            file,
+            params_sampling_strategy=greedy if beam is None else beam_search,
+            n_threads=threads,
+            print_progress=False,
+            print_realtime=False,
+            redirect_whispercpp_logs_to=None,
+            **({} if beam is None else {"beam_search": {"beam_size": beam, "patience": -1.0}}),
+        )
+        self.facts = {
+            "device": "cpu",
+            "dtype": Path(file).stem,
+            "threads": threads,
+            "notes": f"pywhispercpp Model.transcribe, {'greedy' if beam is None else f'beam_size={beam}'}",
+        }
+
+    def transcribe(self, prepared: Sequence[Any]) -> list[str]:
+        return [" ".join(segment.text for segment in self.model.transcribe(clip)) for clip in prepared]
+
+
 class FasterWhisperBatched(FasterWhisper):
     """BatchedInferencePipeline as documented: one call for each file. A clip under 30 s is a batch of one."""
 
@@ -342,6 +374,7 @@ MAKERS: dict[str, Callable[..., System]] = {
     "moonshine-voice": MoonshineVoice,
     "onnx": OnnxLoop,
     "transformers": Transformers,
+    "whisper.cpp": WhisperCpp,
     "faster-whisper": FasterWhisper,
     "faster-whisper batched": FasterWhisperBatched,
     "faster-whisper joined": FasterWhisperJoined,
@@ -371,5 +404,6 @@ PEERS: dict[str, list[tuple[str, str, Options]]] = {
         ("faster-whisper batched float32", "faster-whisper batched", {"compute": "float32"}),
     ],
     "transformers": [("transformers", "transformers", {})],
+    "whisper.cpp": [("whisper.cpp", "whisper.cpp", {"beam_size": 5}), ("whisper.cpp greedy", "whisper.cpp", {})],
 }
 """Name on the command line -> the rows it makes: row name, maker, options."""

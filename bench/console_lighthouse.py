@@ -42,7 +42,9 @@ def start(log: Path) -> tuple[subprocess.Popen[bytes], str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = ["-c", "from asr_serve.api.cli import main; main()", "serve", "--port", str(port)]
+    # Another server may have the user's folder of batches, and this one would answer 503.
+    flags = ["--port", str(port), "--set", f"batch.folder={log.parent / 'batch'}"]
+    command = ["-c", "from asr_serve.api.cli import main; main()", "serve", *flags]
     with log.open("w") as out:
         server = subprocess.Popen([sys.executable, *command], stdout=out, stderr=out)
     end_s = time.monotonic() + START_S

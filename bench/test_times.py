@@ -3,10 +3,14 @@
     python bench/test_times.py --tiers test-fast,test,test-slow --json bench/results/test-times.json
     python bench/test_times.py --page CONTRIBUTING.md          # only fills the table from that file
     python bench/test_times.py --paths tests/text/formats      # one folder instead of tiers
+    python bench/test_times.py --each --paths tests/a.py tests/b.py    # each file in a process by itself
 
 The page also lists the slowest tests of `make test`, each with the reason in bench/test_times_reasons.json for taking
 so long. A reason belongs to a test (`tests/a.py::test_b`, without parameters) or to all tests of a file
 (`tests/a.py`); a test's own comes first.
+
+Rows have the CPU seconds of all processes that the tests started, daemons included: a file with few of them to a wall
+second waits, and leaves a core to others. These hardly depend on what else the machine does; wall seconds do.
 
 A tier is a target of the Makefile. It runs once, with nothing else on the machine; `make setup` runs before the
 clock starts. Times of single tests are those of pytest: set-up, call and tear-down. The exit code is 1 when tests
@@ -16,8 +20,11 @@ failed.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -39,6 +46,7 @@ JUSTIFIED = "test"
 NO_REASON = "no reason given"
 SLOWEST = 20
 """Tests listed for each tier."""
+ORPHANS_S = 60.0
 BEGIN, END = "<!-- bench:test-times -->", "<!-- /bench -->"
 NOT_RUN = {"skipped", "failure", "error"}
 
@@ -48,15 +56,41 @@ Row = dict[str, Any]
 def run(name: str, command: Sequence[str], junit: Path) -> Row:
     """Run a command that writes `junit` and report it as a row."""
     print(f"{name}: {shlex.join(command)}", file=sys.stderr)
-    started = time.perf_counter()
+    started, cpu_started_s = time.perf_counter(), children_cpu_s()
     done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False)
     wall_s = time.perf_counter() - started
+    await_orphans()
+    cpu_s = round(children_cpu_s() - cpu_started_s, 1)
     if not junit.exists():
-        return {"name": name, "wall_s": round(wall_s, 1), "failed": f"exit {done.returncode}, no test ran"}
-    made = row(name, wall_s, junit.read_text())
+        failed = f"exit {done.returncode}, no test ran"
+        return {"name": name, "wall_s": round(wall_s, 1), "cpu_s": cpu_s, "failed": failed}
+    made = row(name, wall_s, junit.read_text()) | {"cpu_s": cpu_s}
     if done.returncode and not made["failures"]:
         made["failed"] = f"exit {done.returncode} without a failed test"
     return made
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of daemons that its children start (Linux), so that their time is counted."""
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+
+
+def await_orphans() -> None:
+    """Waits until daemons of the tests have ended, for ORPHANS_S at the most."""
+    end_s = time.monotonic() + ORPHANS_S
+    while time.monotonic() < end_s:
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.1)
+        except ChildProcessError:
+            return
+
+
+def children_cpu_s() -> float:
+    """CPU seconds of all children that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def row(name: str, wall_s: float, junit: str) -> Row:
@@ -121,14 +155,18 @@ def fill(page: str, report: dict[str, Any]) -> str:
     return re.sub(f"{BEGIN}.*?{END}", lambda _: table(report), page, count=1, flags=re.DOTALL)
 
 
-def measure(tiers: Sequence[str], paths: Sequence[str]) -> list[Row]:
-    """Rows of the tiers, or of the paths together."""
+def measure(tiers: Sequence[str], paths: Sequence[str], each: bool = False) -> list[Row]:
+    """Rows of the tiers, or of the paths together; of each path by itself where `each` is true, without exhaustive
+    cases, as in CI."""
     rows = []
+    adopt_orphans()
+    groups = [[path] for path in paths] if each else [paths]
     with tempfile.TemporaryDirectory(prefix="asr-serve-tests-") as folder:
-        for number, name in enumerate([" ".join(paths)] if paths else tiers):
+        for number, name in enumerate([" ".join(group) for group in groups] if paths else tiers):
             junit = Path(folder, f"{number}.xml")
             options = ["-o", "junit_family=xunit1", f"--junitxml={junit}"]
-            command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", *options, *paths]
+            processes = ["-n", "0", "-m", "not exhaustive"] if each else ["-n", "2", "--dist", "loadfile"]
+            command = [sys.executable, "-m", "pytest", *processes, *options, *name.split()]
             rows.append(run(name, command if paths else ["make", name, f"ARGS={shlex.join(options)}"], junit))
     return rows
 
@@ -137,6 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiers", help=f"targets of the Makefile, like {','.join(TIERS)}")
     parser.add_argument("--paths", nargs="+", default=[], help="folders or files instead of tiers")
+    parser.add_argument("--each", action="store_true", help="measure each of the paths by itself")
     parser.add_argument("--json", type=Path, help="where the report goes, or, without --tiers, comes from")
     parser.add_argument("--page", type=Path, help="fill the table of this page")
     args = parser.parse_args()
@@ -147,7 +186,7 @@ def main() -> int:
         report: dict[str, Any] = {
             "bench": "test-times",
             "machine": facts,
-            "rows": measure((args.tiers or "").split(","), args.paths),
+            "rows": measure((args.tiers or "").split(","), args.paths, args.each),
         }
         machine.tell(args.json, report)
     else:

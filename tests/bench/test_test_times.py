@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import Child
 
 ROOT = Path(__file__).resolve().parents[2]
 JUNIT = """<testsuites><testsuite tests="4">
@@ -33,6 +35,27 @@ def test_a_row_counts_outcomes_and_lists_the_slowest_first(bench: Any) -> None:
     counts = {name: found[name] for name in ("wall_s", "tests", "passed", "skipped", "failures", "tests_s")}
     assert counts == {"wall_s": 14.0, "tests": 4, "passed": 2, "skipped": 1, "failures": 1, "tests_s": 13.8}
     assert found["slowest"][0] == {"test": "tests/a.py::test_slow[two cases]", "s": 12.5}
+
+
+def test_the_time_of_daemons_is_counted(tmp_path: Path) -> None:
+    """The test ends before its daemon has computed for a CPU second."""
+    daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    while time.process_time() < 1: pass"
+    command = f"[sys.executable, '-c', {daemon!r}]"
+    (tmp_path / "test_daemon.py").write_text(
+        f"import subprocess, sys\ndef test_daemon():\n    subprocess.run({command}, check=True)"
+    )
+    script, out = ROOT / "bench" / "test_times.py", tmp_path / "report.json"
+    with Child(
+        [sys.executable, str(script), "--each", "--paths", str(tmp_path / "test_daemon.py"), "--json", str(out)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as measuring:
+        _, errors = measuring.communicate()
+    assert measuring.returncode == 0, errors
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["tests"], row["passed"]) == (1, 1)
+    assert row["cpu_s"] >= 1
 
 
 def test_the_table_replaces_what_stands_between_the_markers(bench: Any) -> None:

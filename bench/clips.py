@@ -51,10 +51,11 @@ def load(folder: Path, wanted: int | None = None) -> list[Clip]:
 
 
 def without_text(folder: Path, wanted: int | None = None, longest_s: float = 30.0) -> list[Clip]:
-    """The folder's FLAC files that are no longer, and not silent throughout; of what is said nothing is known."""
-    files = sorted(folder.rglob("*.flac"))
+    """The folder's FLAC and WAV files that are no longer, and not silent throughout; of what is said nothing is
+    known."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".flac", ".wav"))
     if not files:
-        raise SystemExit(f"{folder}: no FLAC file in it")
+        raise SystemExit(f"{folder}: no FLAC or WAV file in it")
     found = [
         Clip(str(path.relative_to(folder)), decode(path), "") for path in (files[i] for i in spread(len(files), wanted))
     ]

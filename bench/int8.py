@@ -7,7 +7,7 @@ Without --data and --speech only products are measured. --data holds transcripts
 relative/path.flac<TAB>text; whole models then transcribe it in every mode, one after another, round after round.
 --speech holds clips whose text need not be known: one word in a few hundred is more than a tenth of a percent, so
 what 8 bits and 16 change is told by how many words are not fp32's, over more speech than has been written down.
-With --data every mode but fp32 also transcribes once in each of the other WAYS.
+Every mode also transcribes --data once in each of the other WAYS, and --speech in those that its folders have.
 Times are the median over rounds: of the calling thread's clock for products on one thread, else of the wall.
 """
 
@@ -64,6 +64,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "beam 5, voice activity": {"vad": True, "beam": 5},
 }
 """Name -> options of transcribe. The first is timed."""
+WAYS_WITHOUT_TEXT = ("greedy", "greedy, voice activity")
 TIMED = "greedy"
 
 Call = Callable[[], Any]
@@ -160,11 +161,9 @@ def models(names: Sequence[str], modes: Sequence[str], args: argparse.Namespace)
             speech = clips.load(folder, wanted) if has_text else clips.without_text(folder, wanted)
             audio = [clip.audio for clip in speech]
             texts, walls = transcribed(loaded, audio, rounds if has_text else 0)
-            for way, options in WAYS.items():
+            for way in WAYS if has_text else WAYS_WITHOUT_TEXT:
                 if way != TIMED:
-                    if not has_text:
-                        continue
-                    texts = {mode: heard(model, audio, options) for mode, model in loaded.items() if mode != "fp32"}
+                    texts = {mode: heard(model, audio, WAYS[way]) for mode, model in loaded.items()}
                 for mode in texts:
                     rows.append(
                         {
@@ -172,6 +171,7 @@ def models(names: Sequence[str], modes: Sequence[str], args: argparse.Namespace)
                             "data": folder.name,
                             "way": way,
                             "mode": mode,
+                            "minutes": round(clips.seconds(audio) / 60, 1),
                             "products": loaded[mode].describe()["products"],
                             "weights_mb": round(sizes[mode] / 1e6, 2),
                             "of_16_bit_percent": round(50 * sizes[mode] / chosen.parameters, 1),
@@ -184,6 +184,25 @@ def models(names: Sequence[str], modes: Sequence[str], args: argparse.Namespace)
         for model in loaded.values():
             model.close()
     return rows
+
+
+def speech_totals(rows: Sequence[dict[str, Any]], folders: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each model, way and mode but fp32, over all folders of speech: words that are not fp32's, and of those
+    of 8 bits how many more, in percent of the words, than bf16 has."""
+    totals: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for row in rows:
+        if row["data"] not in folders or "words_of_fp32" not in row:
+            continue
+        key = (row["model"], row["way"], row["mode"])
+        total = totals.setdefault(key, dict(zip(("model", "way", "mode"), key, strict=True)))
+        for name in ("minutes", "texts", "texts_as_fp32", "words_of_fp32", "words_unlike_fp32"):
+            total[name] = round(total.get(name, 0) + row[name], 1)
+    for (model, way, mode), total in totals.items():
+        total["words_unlike_fp32_percent"] = round(100 * total["words_unlike_fp32"] / max(1, total["words_of_fp32"]), 2)
+        if mode != "bf16" and (bf16 := totals.get((model, way, "bf16"))):
+            more = total["words_unlike_fp32"] - bf16["words_unlike_fp32"]
+            total["beyond_bf16_percent"] = round(100 * more / max(1, total["words_of_fp32"]), 2)
+    return list(totals.values())
 
 
 def transcribed(
@@ -302,6 +321,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, Any] = {"machine": machine.describe(args.threads), "int8": core.int8_isa()}
     if args.data or args.speech:
         found["models"] = models(args.models.split(","), args.modes.split(","), args)
+    if args.speech:
+        found["speech"] = speech_totals(found["models"], [folder.name for folder in args.speech])
     if not args.no_products:
         torch.set_num_threads(args.threads)
         core.set_threads(args.threads)

@@ -3,8 +3,9 @@
     python live_load.py JOB.json RESULT.json
 
 Each caller says hello in its protocol, then sends 100 ms of speech whenever that much time has passed on its own
-clock, says goodbye, and keeps what comes with the time it came. The server shares the machine's cores with this
-process: messages are made beforehand, nothing is compressed, and answers are read when the call is over.
+clock (with a `speed` in the job, so many times as often), says goodbye, and keeps what comes with the time it came. The
+server shares the machine's cores with this process: messages are made beforehand, nothing is compressed, and answers
+are read when the call is over.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Line:
 
     def __init__(self, begins_s: float, pcm: Pcm, job: Job) -> None:
         self.begins_s, self.samples, self.job = begins_s, len(pcm), job
+        self.speed: float = job.get("speed", 1.0)
         self.protocol = live_protocols.NAMES[job["protocol"]](job["silence_ms"])
         self.packets = self.protocol.packets(pcm)
         self.pace: Pace | None = None
@@ -112,12 +114,13 @@ class Line:
                 self.error, self.retry_s = error, live_protocols.retry_s(first)
                 return
         reading = asyncio.create_task(self.read(line))
-        pace = self.pace = Pace(max(clock.time(), self.begins_s))
+        pace = self.pace = Pace(max(clock.time(), self.begins_s), self.speed)
         try:
-            async with asyncio.timeout_at(pace.begun_s + live_speech.due_s(self.samples) + self.job["grace_s"]):
+            ends_s = pace.begun_s + live_speech.due_s(self.samples, self.speed)
+            async with asyncio.timeout_at(ends_s + self.job["grace_s"]):
                 cuts = live_speech.packets(self.samples)
                 for packet, (_, end) in zip(self.packets, cuts, strict=True):
-                    await asyncio.sleep(pace.begun_s + live_speech.due_s(end) - clock.time())
+                    await asyncio.sleep(pace.begun_s + live_speech.due_s(end, self.speed) - clock.time())
                     called_s = clock.time()
                     await line.send(packet)
                     pace.took(end, called_s, clock.time())

@@ -88,9 +88,9 @@ def packets(samples: int) -> list[tuple[int, int]]:
     return [(at, min(at + PACKET_SAMPLES, samples)) for at in range(0, samples, PACKET_SAMPLES)]
 
 
-def due_s(end: int) -> float:
-    """When a packet is due: its last sample has just been spoken."""
-    return end / RATE_HZ
+def due_s(end: int, speed: float = 1.0) -> float:
+    """When a packet is due: its last sample has just been spoken, `speed` times as fast as people speak."""
+    return end / RATE_HZ / speed
 
 
 class Pace:
@@ -100,8 +100,8 @@ class Pace:
     from when there was time for it; else a slow system would be asked less often, and look quick.
     """
 
-    def __init__(self, begun_s: float) -> None:
-        self.begun_s = begun_s
+    def __init__(self, begun_s: float, speed: float = 1.0) -> None:
+        self.begun_s, self.speed = begun_s, speed
         self.moments_s: list[float] = []
         """When each packet was given, or should have been."""
         self.waits_s: list[float] = []
@@ -111,7 +111,7 @@ class Pace:
         self._free_s = -1.0e9
 
     def took(self, end: int, called_s: float, returned_s: float) -> None:
-        due = self.begun_s + due_s(end)
+        due = self.begun_s + due_s(end, self.speed)
         moment = called_s if self._free_s <= due else due
         self.moments_s.append(moment)
         self.waits_s.append(returned_s - moment)

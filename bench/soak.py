@@ -1,6 +1,7 @@
 """The rough life of a live server: long, silent, fast, cut off, killed. Callers speak FunASR's realtime protocol.
 
     python bench/soak.py --data DIR --only silence,speech,hang_ups,deaf,killed --json soak.json
+    python bench/soak.py --speech DIR --only callers --callers 32 --minutes 180 --json soak-callers.json
 
 DIR holds transcripts.tsv, lines of relative/path.flac<TAB>text. README.md says what each scenario does and how to
 read the result. Nothing here is a speed: it tells what is lost, what is kept, and how much memory that takes.
@@ -32,6 +33,7 @@ import machine
 import numpy as np
 import psutil
 import serve
+import soak_callers
 from clips import RATE_HZ, Clip
 from serve_peers import HOST, Setting, asr_serve
 from websockets.asyncio.client import ClientConnection, connect
@@ -40,6 +42,7 @@ from websockets.exceptions import ConnectionClosed
 from asr_serve_tools.evaluate.wer import wer
 
 PACKET_MS = 100
+MODEL = "moonshine-tiny-en"
 SETTLE_S = 20.0
 """For the last callers' rows and pages to come back."""
 Row = dict[str, Any]
@@ -270,7 +273,40 @@ async def killed(server: Server, heard: Sequence[Clip], args: argparse.Namespace
     return {**row, "restarts": server.metric("asr_serve_engine_restarts_total")}
 
 
-SCENARIOS = {"silence": silence, "speech": long_speech, "hang_ups": hang_ups, "deaf": deaf, "killed": killed}
+async def callers(server: Server, heard: Sequence[Clip], args: argparse.Namespace) -> Row:
+    """Many callers, hours on end. What was seen so far is printed every minute, and written every ten."""
+    plan = soak_callers.Plan(
+        args.callers, args.speed, 60 * args.minutes, 60 * (args.session_minutes or args.minutes), args.flat_mib
+    )
+    speech = await asyncio.to_thread(soak_callers.Speech, heard, MODEL)
+    soak = soak_callers.Soak(plan, (args.speech or args.data).name)
+
+    async def watch() -> None:
+        while True:
+            told = await asyncio.to_thread(soak.minute, server)
+            print(json.dumps(told), file=sys.stderr, flush=True)
+            if len(soak.minutes) % 10 == 0:
+                write(args, [{"name": "callers", "unfinished": True, **soak.row()}])
+            await asyncio.sleep(60)
+
+    watching = asyncio.create_task(watch())
+    try:
+        await soak_callers.call_all(speech, plan, f"ws://{HOST}:{server.port}", soak.sessions.append)
+    finally:
+        watching.cancel()
+    return soak.row()
+
+
+SCENARIOS = {
+    "silence": silence,
+    "speech": long_speech,
+    "hang_ups": hang_ups,
+    "deaf": deaf,
+    "killed": killed,
+    "callers": callers,
+}
+WITHOUT_TEXT = ("callers",)
+"""Scenarios whose speech need not be written down."""
 
 
 def one(name: str, heard: Sequence[Clip], args: argparse.Namespace, folder: Path) -> Row:
@@ -300,22 +336,45 @@ def one(name: str, heard: Sequence[Clip], args: argparse.Namespace, folder: Path
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with transcripts.tsv")
-    parser.add_argument("--only", default=",".join(SCENARIOS), help="scenarios, by comma")
-    parser.add_argument("--hours", type=float, help="of audio, for silence and speech; default 8 and 3")
-    parser.add_argument("--clips", type=int, default=50)
-    parser.add_argument("--json", type=Path)
+    add = parser.add_argument
+    add("--data", type=Path, metavar="DIR", help="folder with transcripts.tsv")
+    add("--speech", type=Path, metavar="DIR", help="folder of clips whose text need not be known, for callers")
+    add(
+        "--only",
+        default="silence,speech,hang_ups,deaf,killed",
+        help=f"of {','.join(SCENARIOS)}; default: all but callers",
+    )
+    add("--hours", type=float, help="of audio, for silence and speech; default 8 and 3")
+    add("--clips", type=int, default=50)
+    add("--callers", type=int, default=32, metavar="N", help="of callers: how many speak at once (32)")
+    add("--speed", type=float, default=1.0, metavar="S", help="of callers: times real time (1)")
+    add("--minutes", type=float, default=180.0, metavar="M", help="of callers: audio of each, in minutes (180)")
+    add("--session-minutes", type=float, metavar="M", help="of callers: most of a session (all of it)")
+    add("--flat-mib", type=float, default=32.0, metavar="X", help="of callers: growth that is still flat (32)")
+    add("--json", type=Path)
     parser.set_defaults(threads=machine.cores(), limit_s=120.0)
     args = parser.parse_args(argv)
-    heard = clips.load(args.data, args.clips)
+    names = args.only.split(",")
+    if unknown := [name for name in names if name not in SCENARIOS]:
+        parser.error(f"--only {unknown[0]}: there are {', '.join(SCENARIOS)}")
+    if args.data is None and (args.speech is None or any(name not in WITHOUT_TEXT for name in names)):
+        parser.error("--data is needed: only callers can do with --speech")
+    for name in ("callers", "speed", "minutes", "session_minutes", "flat_mib"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be above 0")
+    heard = clips.load(args.data, args.clips) if args.data else []
     rows = []
-    for name in args.only.split(","):
+    for name in names:
+        speech = clips.without_text(args.speech, args.clips) if name in WITHOUT_TEXT and args.speech else heard
         with tempfile.TemporaryDirectory(prefix="asr-serve-bench-") as folder:
-            rows.append(one(name, heard, args, Path(folder)))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    found = {"bench": "soak", "machine": machine.describe(args.threads), "rows": rows}
-    machine.tell(args.json, found)
+            rows.append(one(name, speech, args, Path(folder)))
+        write(args, rows)
+    print(json.dumps(rows, indent=1))
     return int(any("failed" in row for row in rows))
+
+
+def write(args: argparse.Namespace, rows: Sequence[Row]) -> None:
+    machine.write(args.json, {"bench": "soak", "machine": machine.describe(args.threads), "rows": rows})
 
 
 if __name__ == "__main__":

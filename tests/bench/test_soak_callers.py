@@ -1,0 +1,177 @@
+"""Callers of the soak: what they say, what is counted, when memory is called flat; some against a real WebSocket."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+S = 16_000
+
+pytest.importorskip("jiwer")
+pytest.importorskip("whisper_normalizer")
+pytest.importorskip("websockets")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    """The bench's files as they import each other when run as scripts."""
+    sys.path.insert(0, str(BENCH))
+    names = ("soak_callers", "live_speech")
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    sys.path.remove(str(BENCH))
+
+
+def speech(bench: SimpleNamespace, seconds: list[float], texts: list[str]) -> Any:
+    """A Speech without a model: clips of so many seconds, voiced throughout, which say `texts`."""
+    made = object.__new__(bench.soak_callers.Speech)
+    made.pcm = [np.ones(round(each * S), np.int16) for each in seconds]
+    made.pause = S // 2
+    made.texts = texts
+    windows = [bench.live_speech.windows(len(pcm) + made.pause) for pcm in made.pcm]
+    made.probabilities = [
+        [1.0] * (len(pcm) // 512) + [0.0] * (count - len(pcm) // 512)
+        for pcm, count in zip(made.pcm, windows, strict=True)
+    ]
+    return made
+
+
+def plan(bench: SimpleNamespace, **options: float) -> Any:
+    return bench.soak_callers.Plan(
+        **{"callers": 2, "speed": 1.0, "audio_s": 60.0, "session_s": 20.0, "flat_mib": 32.0, **options}
+    )
+
+
+def test_sessions_hold_what_fits_and_all_audio_is_spoken(bench: SimpleNamespace) -> None:
+    said = speech(bench, [2.0, 3.0, 4.0], ["a", "b", "c"])
+    wanted = plan(bench)
+    found = list(said.sessions(0, wanted))
+    assert all(caller.clips and caller.samples <= 20 * S for caller in found)
+    spoken_s = sum(caller.samples + said.pause for caller in found) / S
+    assert 60 - 2 - 0.5 < spoken_s < 60 + 0.5
+    assert found == list(said.sessions(0, wanted))
+    assert [caller.clips for caller in found] != [caller.clips for caller in said.sessions(1, wanted)]
+
+
+def test_a_clip_longer_than_a_session_is_spoken_whole(bench: SimpleNamespace) -> None:
+    said = speech(bench, [5.0], ["a"])
+    assert [caller.samples for caller in said.sessions(0, plan(bench, audio_s=12.0, session_s=1.0))] == [5 * S] * 2
+
+
+def session(
+    bench: SimpleNamespace, said: str = "red green blue grey", heard: str = "red green blue grey", **more: Any
+) -> Any:
+    values = {"finals": [], "error": None, "refusals": 0, "audio_s": 10.0, **more}
+    return bench.soak_callers.Session(bench.soak_callers.wer([said], [heard]), **values)
+
+
+def test_words_lost_added_and_changed_are_told_apart(bench: SimpleNamespace) -> None:
+    sessions = [
+        session(bench, heard="red blue grey"),
+        session(bench, heard="red green and blue grey"),
+        session(bench, heard="read green blue grey"),
+        session(bench)._replace(unlike=None),
+    ]
+    found = bench.soak_callers.words(sessions)
+    assert found == {"words": 12, "words_lost": 1, "words_added": 1, "words_changed": 1, "words_unlike_percent": 25.0}
+    assert bench.soak_callers.words(sessions[3:])["words_unlike_percent"] is None
+
+
+def test_finals_are_told_by_ten_minutes(bench: SimpleNamespace) -> None:
+    finals = [(100.0 + 6 * number, float(number)) for number in range(100)] + [(100.0 + 1_900, 7.0)]
+    assert bench.soak_callers.stretches(finals, 100.0) == [
+        {"from_minute": 0, "finals": 100, "p95_ms": 94.0, "p99_ms": 98.0},
+        {"from_minute": 30, "finals": 1, "p95_ms": 7.0, "p99_ms": 7.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rss_mib", "growth_mib", "flat"),
+    [
+        ([500.0] * 5, None, None),
+        ([100.0, 400.0, 500.0, 500.0, 500.0, 500.0], 0.0, True),  # warming up does not count
+        ([500.0, 500.0, 500.0, 500.0, 531.0, 531.0], 31.0, True),
+        ([500.0, 500.0, 500.0, 500.0, 532.0, 532.0], 32.0, False),
+        ([600.0, 600.0, 500.0, 500.0, 400.0, 400.0], -100.0, True),
+        ([float(500 + minute) for minute in range(180)], 60.0, False),  # a MiB a minute leaks
+        ([500.0] * 179 + [900.0], 0.0, True),  # a lone peak is none
+    ],
+)
+def test_memory_is_flat_when_the_last_third_is_as_high_as_the_second(
+    bench: SimpleNamespace, rss_mib: list[float], growth_mib: float | None, flat: bool | None
+) -> None:
+    assert bench.soak_callers.is_flat(rss_mib, 32.0) == {"rss_growth_mib": growth_mib, "memory_flat": flat}
+
+
+class Held:
+    """What is watched of a server."""
+
+    def __init__(self) -> None:
+        self.rss_mib: list[float] = []
+
+    def watch(self) -> None:
+        self.rss_mib.append(500.0 + len(self.rss_mib))
+
+    def metric(self, name: str) -> float:
+        return {"asr_serve_pages_used": 40.0, "asr_serve_live_open_sessions": 2.0, "asr_serve_sessions": 2.0}[name]
+
+
+def test_a_row_tells_what_was_seen_so_far(bench: SimpleNamespace) -> None:
+    soak = bench.soak_callers.Soak(plan(bench), "clips")
+    assert json.loads(json.dumps(soak.row()))["words"] == 0
+    soak.sessions += [session(bench, refusals=2), session(bench, error="closed 1011", audio_s=26.0)]
+    for _ in range(6):
+        told = soak.minute(held := Held())
+    assert told["sessions_done"] == 2
+    assert (told["ended_early"], told["rss_mib"], told["pages_used"]) == (1, held.rss_mib[0], 40.0)
+    row = json.loads(json.dumps(soak.row()))
+    assert (row["sessions"], row["ended_early"], row["refusals"]) == (2, {"closed 1011": 1}, 2)
+    assert (row["audio_h"], row["memory_flat"], len(row["memory"])) == (0.01, True, 6)
+
+
+async def test_callers_speak_one_session_after_another_faster_than_people(bench: SimpleNamespace) -> None:
+    """Against a WebSocket that hears a clip in each second of speech; the third call is hung up on."""
+    from websockets.asyncio.server import serve
+
+    calls = 0
+
+    async def answer(line: Any) -> None:
+        nonlocal calls
+        calls += 1
+        broken = calls == 3
+        assert await line.recv() == "START"
+        await line.send('{"event":"started"}')
+        samples = 0
+        async for frame in line:
+            if frame == "STOP":
+                break
+            samples += len(frame) // 2
+            if broken and samples > S:
+                await line.close(1011)
+                return
+        sentences = [{"text": "red green", "start": at, "end": at + 900} for at in range(0, samples // 16 - 900, 1_500)]
+        await line.send(json.dumps({"sentences": sentences, "partial": "", "is_final": True}))
+        await line.send('{"event":"stopped"}')
+
+    said = speech(bench, [1.0], ["red green"])
+    wanted = plan(bench, callers=1, speed=20.0, audio_s=15.5, session_s=4.1)
+    found: list[Any] = []
+    async with serve(answer, "127.0.0.1", 0, compression=None) as server:
+        url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        begun_s = asyncio.get_running_loop().time()
+        await bench.soak_callers.call_all(said, wanted, url, found.append)
+        took_s = asyncio.get_running_loop().time() - begun_s
+    assert [each.error for each in found] == [None, None, "closed 1011", None]
+    assert [each.audio_s for each in found][:2] == [64_128 / S] * 2
+    assert took_s >= (4 + 4 + 1) / 20
+    whole = bench.soak_callers.words([each for each in found if each.error is None])
+    assert (whole["words"], whole["words_unlike_percent"]) == (14, 0.0)

@@ -18,7 +18,7 @@ from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.builder import EngineComponents
 from asr_serve.engine.client import EngineClient, Ticket
-from asr_serve.engine.seq2seq.executor import GATHER_ROWS, GATHER_STEPS
+from asr_serve.engine.seq2seq.executor import GATHER_ROWS, GATHER_STEPS, UPLOADS_PER_THREAD
 from asr_serve.errors import AtCapacity, AudioTooLong, Cancelled, EngineClosed, OptionError, StepFailed, WeightsMissing
 from asr_serve.models.auxiliary.silero import WINDOW_SAMPLES
 
@@ -119,8 +119,7 @@ def test_an_idle_engine_resumes(begin, alone):
         expect_empty(client)
 
 
-@pytest.mark.parametrize("priority", ["interactive", "bulk"])
-def test_requests_that_come_one_by_one_are_encoded_together_while_many_rows_decode(begin, alone, priority):
+def test_requests_that_come_one_by_one_are_encoded_together_while_many_rows_decode(begin, alone):
     longest = max(range(len(CLIPS)), key=lambda i: len(alone[i].tokens))
     client = begin(max_decode_rows=2 * GATHER_ROWS, kv_bytes=1 << 22)
     runner, encode_runner = client.backend.loop.executor.decode_runner, client.backend.loop.executor.encode_runner
@@ -132,10 +131,10 @@ def test_requests_that_come_one_by_one_are_encoded_together_while_many_rows_deco
     def on_step() -> None:
         rows.append(len(runner.rows))
         if rows[-1] == GATHER_ROWS and len(late) < GATHER_STEPS:
-            late.append(client.submit(CLIPS[len(late)], ONCE, priority))
+            late.append(client.submit(CLIPS[len(late)], ONCE, "bulk"))
 
     with held(client):
-        first = [client.submit(CLIPS[longest], ONCE, priority) for _ in range(GATHER_ROWS)]
+        first = [client.submit(CLIPS[longest], ONCE, "bulk") for _ in range(GATHER_ROWS)]
     spy(runner, "step", on_step)
     spy(encode_runner, "encode", lambda batch, *_: encoded.append((len(rows), len(batch))))
     expect_answers(first, [alone[longest]] * GATHER_ROWS)
@@ -164,6 +163,39 @@ def test_a_request_is_encoded_at_once_where_few_rows_decode(begin, alone):
     expect_answers(first, [alone[4]] * 2)
     expect_answers(late, alone[:1])
     assert encoded == [(0, 2), (1, 1)]
+
+
+def test_many_uploads_are_encoded_beside_the_loop(begin, alone):
+    """Encoders have threads of their own while there are many interactive requests, and with one core never."""
+    client = begin(max_decode_rows=16)
+    executor = client.backend.loop.executor
+    many, threads = UPLOADS_PER_THREAD * executor.device.threads, executor.encoder_pool.threads
+    encoders: list[str] = []
+    spy(executor.encode_runner, "encode", lambda *_: encoders.append(threading.current_thread().name))
+    for count, beside in ((many, threads > 0), (many - 1, False), (many, threads > 0)):
+        order = [i % len(CLIPS) for i in range(count)]
+        with held(client):
+            tickets = [client.submit(CLIPS[i], ONCE, "interactive") for i in order]
+            encoders.clear()
+        expect_answers(tickets, [alone[i] for i in order])
+        expect_empty(client)
+        assert encoders
+        assert encoders[0].startswith("asr-serve encoder") == beside, encoders
+    with held(client):
+        tickets = [client.submit(CLIPS[i % len(CLIPS)], ONCE, "bulk") for i in range(many)]
+        encoders.clear()
+    expect_answers(tickets, [alone[i % len(CLIPS)] for i in range(many)])
+    assert not any(name.startswith("asr-serve encoder") for name in encoders), "files have all cores in turn"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16])
+def test_uploads_that_are_encoded_beside_the_loop_are_answered_with_any_number_of_rows(begin, alone, rows):
+    client = begin(max_decode_rows=rows)
+    order = [i % len(CLIPS) for i in range(2 * UPLOADS_PER_THREAD * client.backend.loop.executor.device.threads)]
+    with held(client):
+        tickets = [client.submit(CLIPS[i], ONCE, "interactive") for i in order]
+    expect_answers(tickets, [alone[i] for i in order])
+    expect_empty(client)
 
 
 # --- one mixed day --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType
 
 import pytest
@@ -289,6 +290,64 @@ def test_lstm(core, width):
     assert torch.equal(results[0][0][1], h[1]), "a row of no steps keeps its state bit for bit"
     assert torch.equal(results[0][1][1], c[1])
     assert (results[0][2][25:] == 7).all(), "steps of nobody are left alone"
+
+
+def vad_weights() -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+    channels = (129, 128, 64, 64, 128)
+    convs = [normal(out, into, 3) / (3 * into) ** 0.5 for into, out in itertools.pairwise(channels)]
+    return convs, [normal(out) for out in channels[1:]], normal(512, 128) / 128**0.5, normal(512)
+
+
+def vad_args(pcm=None, context=None, counts=None, offsets=None, gates=None) -> tuple[Tensor, ...]:
+    given = (pcm, context, counts, offsets, gates)
+    usual = (normal(2, 3 * 512), normal(2, 64), ints(3, 1), ints(0, 3), torch.zeros(4, 512))
+    return tuple(one if came is None else came for came, one in zip(given, usual, strict=True))
+
+
+def test_voice_activity_encoder(core):
+    """Windows of several rows share a block of the kernel; what lies past a row's own is never read."""
+    counts, offsets = torch.tensor([30, 0, 1, 13]), torch.tensor([2, 32, 34, 35])
+    pcm, context = normal(4, 30 * 512), normal(4, 64)
+    for row, count in enumerate(counts.tolist()):
+        pcm[row, count * 512 :] = NAN
+    context[1] = NAN
+    weights, results = vad_weights(), []
+    for kernels in (core, reference):
+        gates = torch.full((50, 512), 7.0)
+        kernels.VoiceActivityEncoder(*weights).run(pcm, context, counts, offsets, gates)
+        results.append(gates)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert (results[0][[0, 1, 32, 33, 48, 49]] == 7).all(), "steps of nobody are left alone"
+    alone = torch.full((1, 512), 7.0)
+    core.VoiceActivityEncoder(*weights).run(pcm[3:, 512:1024], pcm[3:, 448:512], ints(1), ints(0), alone)
+    assert alone[0].equal(results[0][36]), "a window is the same to the bit wherever it stands in a block"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"counts": torch.tensor([4, 1])},
+        {"counts": torch.tensor([-1, 1])},
+        {"offsets": torch.tensor([2, 0])},
+        {"offsets": torch.tensor([-1, 0])},
+        {"offsets": torch.tensor([0])},
+        {"context": torch.zeros(2, 63)},
+        {"gates": torch.zeros(4, 511)},
+    ],
+    ids=str,
+)
+def test_voice_activity_encoder_refuses_what_lies_outside(broken):
+    with pytest.raises(ValueError):
+        native.core().VoiceActivityEncoder(*vad_weights()).run(*vad_args(**broken))
+
+
+def test_voice_activity_encoder_refuses_other_shapes():
+    convs, biases, gates, gates_bias = vad_weights()
+    for wrong in ((convs[:3], biases[:3]), (convs[::-1], biases), (convs, [*biases[1:], biases[0]])):
+        with pytest.raises(ValueError):
+            native.core().VoiceActivityEncoder(*wrong, gates, gates_bias)
+    with pytest.raises(ValueError, match="512"):
+        native.core().VoiceActivityEncoder(convs, biases, gates.T.contiguous(), gates_bias)
 
 
 @pytest.mark.parametrize("items", [(1, 288), (37, 288), (1_000, 33)])

@@ -124,15 +124,6 @@ def test_any_chunking_is_the_same(model: Silero, rng: np.random.Generator, sizes
     assert_same_state(state, end, atol=1e-4)
 
 
-def test_blocks_do_not_show(model: Silero, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    pcm, live = noise(rng, 3, 50), counts(50, 7, 31)
-    whole, end = model.step(pcm, model.state(3), live)
-    monkeypatch.setattr(silero, "BLOCK_WINDOWS", 8)
-    blocked, state = model.step(pcm, model.state(3), live)
-    torch.testing.assert_close(blocked, whole, atol=1e-5, rtol=0)
-    assert_same_state(state, end, atol=1e-4)
-
-
 def test_rows_do_not_affect_neighbours_and_padding_is_never_read(model: Silero, rng: np.random.Generator) -> None:
     live = [5, 0, 12, 12, 1, 9]
     pcm = noise(rng, len(live), 12)

@@ -3,8 +3,8 @@
 `kernels` returns the compiled core where it was built and `ASR_SERVE_NATIVE=0` is not set, else
 `asr_serve.kernels.reference`. Both have the same names: rope softmax store append attend store_int8 attend_int8
 rms_norm rotate_append gate pick tanh_norm lstm attend_clips window_attention causal_conv Int8Linear FrameLayers
-DecoderLayers, and PAGE. `ring` returns the compiled ring, or `asr_serve.kernels.ring_reference`, by the same rule:
-layout format Ring. Only the kernels need torch: importing this package does not load it.
+DecoderLayers VoiceActivityEncoder, and PAGE. `ring` returns the compiled ring, or `asr_serve.kernels.ring_reference`,
+by the same rule: layout format Ring. Only the kernels need torch: importing this package does not load it.
 """
 
 from __future__ import annotations

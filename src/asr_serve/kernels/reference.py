@@ -19,6 +19,7 @@ from asr_serve.kernels.int8_reference import Int8Linear as Int8Linear
 from asr_serve.kernels.paging import round_heads, split_int8_pool, split_layers, split_pool, write_positions
 from asr_serve.kernels.streaming_reference import causal_conv as causal_conv
 from asr_serve.kernels.streaming_reference import window_attention as window_attention
+from asr_serve.kernels.voice_activity_reference import VoiceActivityEncoder as VoiceActivityEncoder
 
 FrameLayers: type | None = None
 """Layers of a network in one call. Models whose networks have one compute them by tensor operations themselves."""

@@ -155,28 +155,45 @@ class EncoderPool:
         """Number of peers lost over each request, latest last."""
         self._lock = threading.Lock()
         self._concurrent = False
+        self._loop_threads = runner.device.threads
         if peers is not None:
             peers.connect(wake)
 
-    def set_concurrent(self, live: bool) -> bool:
+    def set_concurrent(self, wanted: bool) -> bool:
         """Sets whether batches are encoded beside the loop; returns whether they are. The cores are redistributed
-        when live sessions begin or end, as soon as nothing is under way here."""
-        wanted = live and self.threads > 0
-        if wanted != self._concurrent and len(self.in_flight) == len(self._remote):
+        when that changes, as soon as nothing is under way here."""
+        wanted = wanted and self.threads > 0
+        if wanted != self._concurrent and not self._local_batches:
             self._concurrent = wanted
-            device = self._runner.device
-            device.set_threads(device.decode_threads(wanted))
+            self._set_loop_threads(self._runner.device.decode_threads(wanted))
         return self._concurrent
+
+    def share_threads(self, *, live: bool) -> None:
+        """Sets the loop's threads beside encoders: a fixed share with live requests, whose encoders may start at any
+        moment; without them also those of encoders that are idle."""
+        device = self._runner.device
+        fixed = device.decode_threads(True)
+        self._set_loop_threads(fixed if live else max(fixed, device.threads - self._local_batches))
+
+    def _set_loop_threads(self, threads: int) -> None:
+        if threads != self._loop_threads:
+            self._loop_threads = threads
+            self._runner.device.set_threads(threads)
 
     @property
     def thread_available(self) -> bool:
         """Whether a thread of this engine is free, other than that for urgent batches."""
-        return len(self.in_flight) - len(self._remote) - self._urgent_batches < self.threads
+        return self._local_batches - self._urgent_batches < self.threads
 
     @property
     def urgent_thread_available(self) -> bool:
         """Whether the thread for urgent batches is free."""
         return self.threads > 0 and not self._urgent_batches
+
+    @property
+    def _local_batches(self) -> int:
+        """Batches under way on threads of this engine."""
+        return len(self.in_flight) - len(self._remote)
 
     @property
     def _urgent_batches(self) -> int:

@@ -50,7 +50,12 @@ CONCURRENT_BATCH_DIVISOR = 4
 QUIET_S = 5.0
 """Time without live requests after which files have the engine to themselves."""
 DECODE_PACE_S, DECODE_PACE_ROWS = 0.02, 8
-"""Least time between decoding steps of fewer rows while every encoder is busy."""
+"""Least time between decoding steps of fewer rows while every encoder is busy, with live requests."""
+UPLOAD_PACE_S, UPLOAD_PACE_DIVISOR = 0.1, 4
+"""The same without live requests, and the divisor of the most decoding rows that gives how many do not wait."""
+UPLOADS_PER_THREAD = 4
+"""Interactive requests for each thread from which encoders run beside the loop, until there are half as many. A
+server's threads delay one of them then, and not all that would wait for it at the end of each product."""
 
 
 class Seq2SeqExecutor:
@@ -104,6 +109,9 @@ class Seq2SeqExecutor:
         self._encoded_elsewhere: deque[int] = deque()
         """Requests with borrowed pages that wait for a row."""
         self.peers, self._alone, self._decoded_s = peers, config.role == "both", -DECODE_PACE_S
+        self._pace_s, self._pace_rows = DECODE_PACE_S, DECODE_PACE_ROWS
+        self._many_uploads = False
+        """Whether encoders run beside the loop for interactive requests."""
         self._deferring = False
         """Whether the last decoding pass left drafts of requests that are not urgent to the next one."""
         self._gathered_steps = 0
@@ -125,7 +133,7 @@ class Seq2SeqExecutor:
 
     @property
     def due_s(self) -> float | None:
-        decoding = self._decoded_s + DECODE_PACE_S if self.decode_runner.all_rows else None
+        decoding = self._decoded_s + self._pace_s if self.decode_runner.all_rows else None
         return min((due for due in (decoding, self.coalescer.due_s) if due is not None), default=None)
 
     @property
@@ -224,8 +232,10 @@ class Seq2SeqExecutor:
         self.coalescer.schedule_overdue()
         self._join_encoded_elsewhere()
         encoded = self._encode_at_peers()
-        if self.encoder_pool.set_concurrent(self._live_active()):
-            started = self._encode_concurrently()
+        live, uploads = self._live_active(), self._uploads_active()
+        if self.encoder_pool.set_concurrent(live or uploads):
+            started = self._encode_concurrently(live=live) if live or uploads else False
+            self._set_pace(live=live)
             decoded = not self._pace_decode() and self._decode()
             return self.finalizer.rescore() or decoded or started or encoded
         vad_stepped = False
@@ -265,13 +275,30 @@ class Seq2SeqExecutor:
         live = self.loop.vad_scheduler.live_count > 0 and time.monotonic() - self.requests.last_live_s < QUIET_S
         return live and bool(len(self.scheduler) or self.encoder_pool.in_flight or not self.incremental)
 
+    def _uploads_active(self) -> bool:
+        """Returns whether there are so many interactive requests that they are encoded beside the loop, as live ones
+        are."""
+        many = UPLOADS_PER_THREAD * self.device.threads
+        least = many // 2 if self._many_uploads else many
+        self._many_uploads = self.device.rows_cost_time and self.requests.counts["interactive"] >= least
+        return self._many_uploads
+
+    def _set_pace(self, *, live: bool) -> None:
+        """Sets how long a few rows wait for more. Without live requests decoding has the cores that no encoder uses."""
+        if live:
+            self._pace_s, self._pace_rows = DECODE_PACE_S, DECODE_PACE_ROWS
+        else:
+            self._pace_s = UPLOAD_PACE_S
+            self._pace_rows = self.decode_runner.max_rows // UPLOAD_PACE_DIVISOR
+        self.encoder_pool.share_threads(live=live)
+
     def _pace_decode(self) -> bool:
-        """Returns whether a few rows wait for more: a step costs as much for one as for DECODE_PACE_ROWS, and takes it
+        """Returns whether a few rows wait for more: a step costs nearly as much for one as for several, and takes it
         from encoders that all have work."""
-        if self.encoder_pool.thread_available or time.monotonic() - self._decoded_s >= DECODE_PACE_S:
+        if self.encoder_pool.thread_available or time.monotonic() - self._decoded_s >= self._pace_s:
             return False
         requests = [self.open_requests[row.request_id] for row in self.decode_runner.rows]
-        return len(requests) < DECODE_PACE_ROWS and not any(request.urgent for request in requests)
+        return len(requests) < self._pace_rows and not any(request.urgent for request in requests)
 
     def _schedule(self, frames: int | None = None, *, urgent: bool = False) -> list[int]:
         runner, encoder_pool = self.decode_runner, self.encoder_pool
@@ -293,10 +320,12 @@ class Seq2SeqExecutor:
             sent = True
         return sent
 
-    def _encode_concurrently(self) -> bool:
+    def _encode_concurrently(self, *, live: bool) -> bool:
         """Submits batches to encoder threads while some are free; returns whether there were any."""
-        pool, frames, started = self.encoder_pool, self.scheduler.encode_frames // CONCURRENT_BATCH_DIVISOR, False
-        if not (pool.encodes_locally and self._live_active()):
+        pool, frames, started = self.encoder_pool, self.scheduler.encode_frames, False
+        if live:
+            frames //= CONCURRENT_BATCH_DIVISOR
+        if not pool.encodes_locally:
             return False
         if pool.urgent_thread_available and (ids := self._schedule(frames, urgent=True)):
             self._submit_batch(ids, urgent=True)

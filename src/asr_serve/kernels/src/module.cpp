@@ -23,6 +23,7 @@
 #include "layers_module.h"
 #include "streaming.h"
 #include "team.h"
+#include "voice_activity_module.h"
 
 namespace nb = nanobind;
 using namespace asr_serve;
@@ -73,6 +74,7 @@ struct Set {
   const StreamingKernels<bf16>* streaming_b16;
   Lstm lstm_f32;
   RunLayers run_layers;
+  VadGates vad_gates;
   const DecoderKernels<float>* decoder_f32;
   const DecoderKernels<bf16>* decoder_b16;
   const Int8PageKernels<float>* int8_pages_f32;
@@ -80,7 +82,7 @@ struct Set {
 };
 #define ASR_SERVE_SET(isa) \
   Set { #isa, &isa::kernels_f32, &isa::kernels_bf16, &isa::streaming_f32, &isa::streaming_bf16, isa::lstm_f32, \
-        isa::run_layers, &isa::decoder_f32, &isa::decoder_bf16, &isa::int8_pages_f32, &isa::int8_pages_bf16 }
+        isa::run_layers, isa::vad_gates, &isa::decoder_f32, &isa::decoder_bf16, &isa::int8_pages_f32, &isa::int8_pages_bf16 }
 
 Set chosen = ASR_SERVE_SET(generic);
 
@@ -539,6 +541,7 @@ NB_MODULE(_core, m) {
                          &chosen.int8_pages_b16},
                      [] { return gomp_parallel ? thread_count : 1; }, parallel_for);
   add_layers(m, &chosen.run_layers, team_for);
+  add_voice_activity(m, &chosen.vad_gates, parallel_for);
   m.def(
       "address", [](Tensor x) { return reinterpret_cast<uintptr_t>(x.data()); }, nb::arg("tensor").noconvert(),
       "Where a tensor's numbers lie, as the kernels see it. For tests: nothing is copied on the way in.");

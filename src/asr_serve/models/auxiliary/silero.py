@@ -2,7 +2,7 @@
 
 A window of 512 samples, with the last 64 of the window before it, becomes four short spectra; four convolutions
 reduce those to one vector; an LSTM carries state from window to window. Only the LSTM is recurrent, so everything
-before it runs over a block of windows as one batch.
+before it runs over the windows of all rows at once, a block of them for each thread.
 
 Source   silero-vad 6.2.3 (Silero Team, MIT), its `silero_vad.jit`, 16 kHz half: shapes read from its
          parameters, behaviour checked against its outputs in tests/models/test_silero.py.
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from asr_serve import kernels
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
@@ -29,14 +28,8 @@ from asr_serve.models.packing import PackedBatch
 
 WINDOW_SAMPLES = 512
 CONTEXT_SAMPLES = 64
-FFT_SAMPLES = 256
-HOP_SAMPLES = 128
-BINS = FFT_SAMPLES // 2 + 1
+BINS = 129
 WIDTH = 128
-BLOCK_WINDOWS = 256
-"""Windows of a block: enough to fill matrix products, few enough to stay in cache; one shape to compile."""
-SMALL_BLOCKS = (32, 64, 128, 192)
-"""Smaller last blocks: live callers bring a few windows each, and padding costs as much as they do."""
 
 WEIGHTS = Path(__file__).with_name("silero.safetensors")
 WEIGHTS_SHA256 = "98ad88be41e0e8728f3ac3e66dd927cbf94ff853953f1bc970a4dcae384aafb4"
@@ -71,8 +64,7 @@ class Silero(nn.Module):
         )
         self.lstm: Any = nn.LSTM(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 1)
-        self.register_buffer("hann", torch.hann_window(FFT_SAMPLES), persistent=False)
-        self.hann: Tensor
+        self._encoder: Any = None
 
     def state_specs(self) -> dict[str, StateSpec]:
         """Returns the state of a row, by its name in SileroState."""
@@ -80,7 +72,7 @@ class Silero(nn.Module):
 
     def state(self, rows: int) -> SileroState:
         """Returns a fresh state: silence before the first sample."""
-        zeros = self.hann.new_zeros
+        zeros = self.head.weight.new_zeros
         return SileroState(zeros(rows, CONTEXT_SAMPLES), zeros(rows, WIDTH), zeros(rows, WIDTH))
 
     @torch.no_grad()
@@ -95,40 +87,31 @@ class Silero(nn.Module):
         after = SileroState(state.context.clone(), state.h.clone(), state.c.clone())
         if not any(live):
             return probabilities, after
-        rest = sum(live) % BLOCK_WINDOWS
-        last = next((block for block in SMALL_BLOCKS if rest <= block), BLOCK_WINDOWS) if rest else 0
-        packing = PackedBatch(live, sum(live) - rest + last)
-        # Windows of all rows end to end, each preceded by the end of the one before it.
-        blocks = pcm.new_empty(packing.total, CONTEXT_SAMPLES + WINDOW_SAMPLES)
-        blocks[sum(live) :] = 0
-        counts = windows.to(pcm.device)[:, None]
-        is_live = torch.arange(samples // WINDOW_SAMPLES, device=pcm.device) < counts
-        with_context = torch.cat([after.context, pcm], 1)
-        blocks[: sum(live)] = with_context.unfold(1, blocks.shape[1], WINDOW_SAMPLES)[is_live]
-        ends = counts * WINDOW_SAMPLES + torch.arange(CONTEXT_SAMPLES, device=pcm.device)
-        after.context.copy_(with_context.gather(1, ends))
-        gates = torch.cat([self._gates(part) for part in torch.split(blocks, BLOCK_WINDOWS)])
+        packing = PackedBatch(live, sum(live))  # windows of all rows end to end
+        offsets, counts = torch.tensor(packing.offsets, device=pcm.device), windows.to(pcm.device)
+        on_cpu = pcm.device.type == "cpu"
+        if self._encoder is None:
+            self._encoder = self._make_encoder(on_cpu)
+        gates = pcm.new_empty(packing.total, 4 * WIDTH)
+        self._encoder.run(pcm.contiguous(), after.context, counts, offsets, gates)
+        ends = counts[:, None] * WINDOW_SAMPLES + torch.arange(-CONTEXT_SAMPLES, 0, device=pcm.device)
+        last_samples = pcm.gather(1, ends.clamp(min=0))
+        after.context.copy_(torch.where(counts[:, None] > 0, last_samples, after.context))
         out = torch.zeros(packing.total, WIDTH, device=pcm.device)
-        offsets = torch.tensor(packing.offsets, device=pcm.device)
-        lstm_kernel = kernels.kernels().lstm if pcm.device.type == "cpu" else kernels.reference.lstm
+        lstm_kernel = kernels.kernels().lstm if on_cpu else kernels.reference.lstm
         lstm_kernel(gates, self.lstm.weight_hh_l0.t().contiguous(), offsets, windows, after.h, after.c, out)
         speech = self.head(out.relu_()).sigmoid_()[:, 0]
-        probabilities[is_live] = speech[: sum(live)]
+        is_live = torch.arange(samples // WINDOW_SAMPLES, device=pcm.device) < counts[:, None]
+        probabilities[is_live] = speech
         return probabilities, after
 
-    def _gates(self, windows: Tensor) -> Tensor:
-        """Computes the LSTM's gate inputs (n, 4 * 128) of windows with their context (n, 64 + 512)."""
-        # The fourth spectrum runs 64 samples past the window; the model mirrors the window's own end there (the
-        # last sample is not repeated) instead of waiting for the next window.
-        mirrored = functional.pad(windows, (0, CONTEXT_SAMPLES), mode="reflect")
-        frames = mirrored.unfold(1, FFT_SAMPLES, HOP_SAMPLES) * self.hann
-        spectrum = torch.view_as_real(torch.fft.rfft(frames)).square_()
-        x = (spectrum[..., 0] + spectrum[..., 1]).sqrt_().transpose(1, 2)
-        for conv in self.convs:
-            x = conv(x).relu_()
-        lstm: Any = self.lstm
-        gates: Tensor = functional.linear(x[:, :, 0], lstm.weight_ih_l0, lstm.bias_ih_l0 + lstm.bias_hh_l0)
-        return gates
+    def _make_encoder(self, on_cpu: bool) -> Any:
+        """Returns everything before the LSTM, up to its gate inputs, with this model's weights."""
+        convs: list[Any] = list(self.convs)
+        weights = [conv.weight.detach() for conv in convs], [conv.bias.detach() for conv in convs]
+        gates = self.lstm.weight_ih_l0.detach(), (self.lstm.bias_ih_l0 + self.lstm.bias_hh_l0).detach()
+        make = kernels.kernels().VoiceActivityEncoder if on_cpu else kernels.reference.VoiceActivityEncoder
+        return make(*weights, *gates)
 
 
 def load() -> Silero:

@@ -1,0 +1,52 @@
+// The part of Silero's voice activity before its LSTM: everything that does not depend on the windows before, but for
+// the last samples of the one before. ../voice_activity_reference.py has the reference.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+
+namespace asr_serve {
+
+constexpr int64_t VAD_WINDOW = 512, VAD_CONTEXT = 64, VAD_BINS = 129, VAD_CONVS = 4;
+constexpr int64_t VAD_CHANNELS[VAD_CONVS + 1] = {VAD_BINS, 128, 64, 64, 128};
+constexpr int64_t VAD_STRIDES[VAD_CONVS] = {1, 2, 2, 1};
+constexpr int64_t VAD_GATES = 512;
+
+struct VadConv {
+  std::vector<float> weight;  // (3 taps, channels in, channels out)
+  std::vector<float> bias;
+};
+
+struct VadWeights {
+  std::array<VadConv, VAD_CONVS> convs;
+  std::vector<float> gates;  // (128, 512)
+  std::vector<float> gates_bias;
+};
+
+// Row r has counts[r] windows of pcm (rows, samples), after context (rows, 64), its samples before them. Those of window
+// w go to gates (steps, 512) at step offsets[r] + w.
+struct VadCall {
+  const float* pcm;
+  const float* context;
+  const int64_t* counts;
+  const int64_t* offsets;
+  float* gates;
+  int64_t rows;
+  int64_t samples;
+};
+
+using VadGates = void (*)(const VadWeights& weights, const VadCall& call, ParallelFor parallel);
+
+namespace generic {
+extern const VadGates vad_gates;
+}  // namespace generic
+namespace avx2 {
+extern const VadGates vad_gates;
+}  // namespace avx2
+namespace avx512 {
+extern const VadGates vad_gates;
+}  // namespace avx512
+
+}  // namespace asr_serve

@@ -14,7 +14,7 @@ from asr_serve import devices
 from asr_serve import kernels as native
 from asr_serve.config import EngineConfig
 from asr_serve.devices.cpu import CpuDevice, PackedLinear, PlainLinear, bf16_supported, packed_dtypes
-from asr_serve.devices.cuda import CudaDevice, Float32LogitsVocabulary, _flash_attention
+from asr_serve.devices.cuda import CudaDevice, Float32LogitsVocabulary, WidenedVocabulary, _flash_attention
 from asr_serve.engine.stats import EngineStats
 from asr_serve.engine.turn_runner import LoadedTurnModel, TurnRunner
 from asr_serve.errors import OptionError
@@ -114,7 +114,8 @@ def test_a_turn_model_answers_on_one_thread(kind: type, monkeypatch: pytest.Monk
     """Also where another thread takes more before it has computed anything."""
     before = torch.get_num_threads()
     device = object.__new__(kind)  # what it does to threads needs no device to be there
-    device.threads = 8
+    device.threads, device.torch_device = 8, torch.device("cuda", 0)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
     found: list[int] = []
 
     def finished(pcm: np.ndarray) -> float:
@@ -137,8 +138,8 @@ def test_a_turn_model_answers_on_one_thread(kind: type, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("head_dim", [36, 72])
 @pytest.mark.parametrize("causal", [False, True])
-def test_what_a_gpu_computes_has_the_shapes_and_types_asked_for(head_dim: int, causal: bool) -> None:
-    """On tensors without values, which any machine has: torch checks the arguments of its operators."""
+def test_operators_of_a_gpu_take_these_arguments(head_dim: int, causal: bool) -> None:
+    """On tensors without values, which any machine has: shapes and types follow from those of the arguments."""
     packing = pack_clips([100, 37], 256)
     qkv = torch.empty(packing.total, 3, 8, head_dim, dtype=torch.bfloat16, device="meta")
     mixed = _flash_attention(qkv, packing, 0.1 if causal else None, causal)
@@ -151,6 +152,31 @@ def test_what_a_gpu_computes_has_the_shapes_and_types_asked_for(head_dim: int, c
 @pytest.mark.parametrize(("frames", "boundaries"), [([3, 5], [0, 3, 8, 16]), ([16], [0, 16]), ([9, 7], [0, 9, 16])])
 def test_padding_is_a_clip_of_its_own(frames: list[int], boundaries: list[int]) -> None:
     assert pack_clips(frames, 16).boundaries(torch.device("cpu")).tolist() == boundaries
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("head_dim", [36, 72])
+def test_flash_attention_equals_the_reference(head_dim: int) -> None:
+    packing = pack_clips([100, 37], 256)
+    qkv = torch.randn(packing.total, 3, 8, head_dim, device="cuda").to(torch.bfloat16)
+    for causal in (False, True):
+        ours = _flash_attention(qkv, packing, None, causal)
+        for offset, count in zip(packing.offsets, packing.frames, strict=True):
+            q, k, v = qkv[offset : offset + count].float().permute(1, 2, 0, 3)
+            theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            assert torch.allclose(ours[offset : offset + count].float(), theirs.transpose(0, 1).flatten(1), atol=2e-2)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_logits_of_16_bit_weights_are_float32() -> None:
+    weight = torch.randn(1_000, 64, device="cuda")
+    x = torch.randn(3, 64, device="cuda").to(torch.bfloat16)
+    ours = Float32LogitsVocabulary(weight.to(torch.bfloat16))(x)
+    assert torch.allclose(ours, x.float() @ weight.to(torch.bfloat16).float().t(), atol=1e-3)
+    widened = WidenedVocabulary(weight, torch.bfloat16)(x)
+    assert torch.corrcoef(torch.stack([widened.flatten(), ours.flatten()]))[0, 1] > 0.999
 
 
 @pytest.mark.cuda

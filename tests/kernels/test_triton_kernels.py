@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from asr_serve.devices.cuda import CudaGraphFunction
 from asr_serve.kernels import PAGE, reference
 
 if not torch.cuda.is_available():
@@ -49,16 +50,24 @@ def near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 def test_attend_equals_the_reference(dtype, head_dim, group, window):
     """Rows of one position, of whole pages, and of so many that several programs share them."""
     pool, tables, lengths = paged([1, 16, 17, 700], head_dim, dtype)
-    q = torch.randn(4, group * HEADS * head_dim, device=DEVICE).to(dtype)
-    ours, theirs = torch.full_like(q, torch.nan), torch.empty_like(q)
+    q, ours, theirs = torch.randn(3, 4, 2, group * HEADS * head_dim, device=DEVICE).to(dtype)[:, :, 0]  # inside of more
     triton_kernels.attend(pool, 1, q, ours, tables, lengths, head_dim**-0.5, window)
     reference.attend(pool, 1, q, theirs, tables, lengths, head_dim**-0.5, window)
     near(ours, theirs)
 
 
+def test_attend_in_float32_over_pages_of_16_bits():
+    pool, tables, lengths = paged([40, 3], 36, torch.bfloat16)
+    q = torch.randn(2, HEADS * 36, device=DEVICE)
+    ours, theirs = torch.empty_like(q), torch.empty_like(q)
+    triton_kernels.attend(pool, 0, q, ours, tables, lengths, 0.2)
+    reference.attend(pool, 0, q, theirs, tables, lengths, 0.2)
+    near(ours, theirs)
+
+
 def test_attend_with_rows_enough_for_one_part():
     pool, tables, lengths = paged([300] * 4, 32, torch.float32)
-    q = torch.randn(4, 3 * 3 * 32, device=DEVICE)[:, : 3 * 32]  # queries inside of a larger product
+    q = torch.randn(4, 3 * 32, device=DEVICE)
     rows = torch.arange(4, device=DEVICE).repeat(100)
     ours, theirs = torch.empty(400, 96, device=DEVICE), torch.empty(4, 96, device=DEVICE)
     assert triton_kernels._parts(400 * HEADS, tables.shape[1], 8) == 1 < triton_kernels._parts(1, tables.shape[1], 2)
@@ -72,7 +81,7 @@ def test_attend_with_rows_enough_for_one_part():
 def test_append_equals_the_reference(dtype, head_dim):
     ours, tables, lengths = paged([5, 16, 33], head_dim, dtype)
     theirs = ours.clone()
-    qkv = torch.randn(3, 3, HEADS * head_dim, device=DEVICE).to(dtype)
+    qkv = torch.randn(3, 2, 4, HEADS * head_dim, device=DEVICE).to(dtype)[:, 1, :3]  # inside of more
     triton_kernels.append(ours, 1, qkv, tables, lengths - 1)
     reference.append(theirs, 1, qkv, tables, lengths - 1)
     assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
@@ -101,6 +110,24 @@ def test_names_are_those_of_the_reference():
     }
     assert {"attend", "append", "store", "pick", "rotate_append"} < kernels
     assert {*kernels, "FrameLayers", "DecoderLayers"} <= set(vars(triton_kernels))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_graph_can_record_the_kernels():
+    pool, tables, lengths = paged([1, 700], 64, torch.bfloat16)
+    q = torch.randn(2, HEADS * 64, device=DEVICE).to(torch.bfloat16)
+
+    def step(query: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = torch.empty_like(query)
+        triton_kernels.attend(pool, 0, query, out, tables, at, 0.2)
+        return (out,)
+
+    recorded = CudaGraphFunction(step)
+    for scale in (1.0, 2.0):
+        theirs = torch.empty_like(q)
+        reference.attend(pool, 0, q * scale, theirs, tables, lengths, 0.2)
+        near(recorded(q * scale, lengths)[0], theirs)
 
 
 def test_kernels_compile_for_a_gpu_and_read_16_bytes_at_a_time(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import subprocess
 from collections.abc import Callable
 from functools import cache, partial
 from types import ModuleType
@@ -19,7 +20,7 @@ from asr_serve.devices.int8 import outlying
 from asr_serve.devices.interface import GatedLinear, LayerNorm, Linear, VocabularyMatrix
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup
 from asr_serve.errors import OptionError
-from asr_serve.kernels import gpu_kernels, int8_reference, reference
+from asr_serve.kernels import PAGE, gpu_kernels, int8_reference, reference
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Quantize
 
@@ -71,6 +72,8 @@ SLAB_OUTPUTS = 8_192
 class WidenedLinear:
     """Linear over an int8 weight, one scale for each output, widened slab by slab inside the product. Integers up
     to 127 are exact in bf16; sums are float32; the scale is applied afterwards.
+
+    Not yet run on a CUDA device: the tests run it on the CPU's tensors.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
@@ -82,7 +85,7 @@ class WidenedLinear:
 
     def __call__(self, x: Tensor, *, gelu: bool = False, add: Tensor | None = None) -> Tensor:
         slabs = torch.split(self.integers, SLAB_OUTPUTS)
-        out = torch.cat([F.linear(x, slab.to(x.dtype)) for slab in slabs], dim=-1).float() * self.scale
+        out = torch.cat([_float32_product(x, slab.to(x.dtype)) for slab in slabs], dim=-1) * self.scale
         if self.bias is not None:
             out += self.bias
         if gelu:
@@ -90,6 +93,14 @@ class WidenedLinear:
         if add is not None:
             out += add
         return out.to(self.out_dtype)
+
+
+def _float32_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., in) times the transpose of `weight` (out, in), in float32 as the product sums it. Only CUDA's products of
+    16 bits have such a result: elsewhere it is rounded to x's dtype before."""
+    if x.device.type == "cpu" or x.dtype == torch.float32:
+        return F.linear(x, weight).float()
+    return torch.mm(x.flatten(0, -2), weight.t(), out_dtype=torch.float32).view(*x.shape[:-1], -1)
 
 
 class WidenedVocabulary(WidenedLinear):
@@ -122,7 +133,7 @@ class Float32LogitsVocabulary(PlainVocabulary):
         self.vectors, self.weight, self.nbytes = weight, None, weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.mm(x, self.vectors.t(), out_dtype=torch.float32)
+        return _float32_product(x, self.vectors)
 
 
 class CudaDevice:
@@ -145,15 +156,16 @@ class CudaDevice:
         if quantize == "dynamic":
             raise OptionError("quantize=dynamic", "on a CUDA device: none or int8", param="quantize")
         self.name, self.quantize, self.group = name, quantize, group
-        self.torch_device = torch.device(name)
-        torch.cuda.set_device(self.torch_device)
+        number = torch.device(name).index
+        self.torch_device = torch.device("cuda", torch.cuda.current_device() if number is None else number)
         self.dtype = dtype or torch.bfloat16
         self.threads = _threads()
         self.set_threads(self.threads)
-        self.kernels: ModuleType = gpu_kernels()
+        self.kernels: ModuleType = _working_kernels(self.torch_device)
         # Flash attention needs 16 bits and compute capability 8.0, and takes clips end to end.
+        flash = torch.backends.cuda.is_flash_attention_available()
         ampere = torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
-        self.packs_clips = ampere and self.dtype == torch.bfloat16
+        self.packs_clips = flash and ampere and self.dtype == torch.bfloat16
 
     @property
     def int8_cross_kv(self) -> bool:
@@ -229,7 +241,9 @@ class CudaDevice:
         return out.view(total, heads * head_dim)
 
     def set_threads(self, threads: int) -> None:
-        """Sets the threads of what the host computes: voice activity, turn models. The device itself has one queue."""
+        """Sets the threads of what the host computes: voice activity, turn models. The device itself has one queue; it
+        becomes that of the calling thread, where Triton launches kernels."""
+        torch.cuda.set_device(self.torch_device)
         torch.get_num_threads()  # a thread that first asks later would get what another thread set last
         torch.set_num_threads(threads)
 
@@ -242,6 +256,8 @@ class CudaDevice:
         return BUCKETS[bisect.bisect_left(BUCKETS, live)]
 
     def padded_pages(self, used: int, limit: int) -> int:
+        if self.kernels is not reference:
+            return limit  # a graph for all: kernels read what is used, however wide the tables are
         return min(limit, 1 << (used - 1).bit_length())  # powers of two: few graphs, at most twice the reads
 
     def allocate(self, *shape: int) -> Tensor:
@@ -275,15 +291,35 @@ class CudaDevice:
             "memory_mib": properties.total_memory >> 20,
             "dtype": self.dtype_name,
             "threads": self.threads,
-            "native": "not used: torch kernels" if self.kernels is reference else "not used: Triton kernels",
+            "native": "not used: torch kernels" if self.kernels is reference else "Triton kernels",
             "quantize": self.quantize,
             "tensor_parallel_size": self.group.size,
             "products": "8-bit weights, widened in the product" if self.quantize == "int8" else self.dtype_name,
         }
 
 
+def _working_kernels(device: torch.device) -> ModuleType:
+    """Returns the Triton kernels, or the references where Triton is absent or cannot launch one: its first launch on a
+    machine compiles a module, which takes a C compiler, Python's headers and a cache that code may be loaded from."""
+    kernels = gpu_kernels()
+    if kernels is reference:
+        return reference
+    pool, qkv = torch.zeros(1, 1, 2, 1, 8 * PAGE, device=device), torch.ones(1, 3, 8, device=device)
+    table, position = (
+        torch.zeros(1, 1, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int64, device=device),
+    )
+    try:
+        kernels.append(pool, 0, qkv, table, position)
+        torch.cuda.synchronize(device)
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        log.warning("Triton cannot launch a kernel on %s, so torch's compute, which are slower: %s", device, error)
+        return reference
+    return kernels
+
+
 FLASH_HEAD_MULTIPLE = 8
-"""Multiple of which the size of a head must be for flash attention."""
+"""Flash attention takes heads whose size is a multiple of this."""
 
 
 def _flash_attention(qkv: Tensor, packing: PackedBatch, scale: float | None, causal: bool) -> Tensor:
@@ -294,7 +330,7 @@ def _flash_attention(qkv: Tensor, packing: PackedBatch, scale: float | None, cau
     """
     total, _, heads, head_dim = qkv.shape
     scale = head_dim**-0.5 if scale is None else scale
-    padded = F.pad(qkv, (0, -head_dim % FLASH_HEAD_MULTIPLE))
+    padded = F.pad(qkv, (0, -head_dim % FLASH_HEAD_MULTIPLE)) if head_dim % FLASH_HEAD_MULTIPLE else qkv
     boundaries = packing.boundaries(qkv.device)
     longest = max(*packing.frames, packing.total - sum(packing.frames))
     mixed: Tensor = torch.ops.aten._flash_attention_forward(

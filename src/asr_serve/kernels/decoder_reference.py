@@ -1,5 +1,5 @@
 """Norms, rotations and gates of a causal language model's layers in plain torch: the oracle of `decoder.cpp`, the
-fallback, and the CUDA path."""
+fallback, and what a GPU computes."""
 
 from __future__ import annotations
 

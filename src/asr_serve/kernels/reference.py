@@ -1,4 +1,5 @@
-"""Native kernels in plain torch: the oracle of their tests, the fallback, and the CUDA path.
+"""Native kernels in plain torch: the oracle of their tests, the fallback, and what a GPU computes where
+`triton_kernels` has nothing.
 
 Shapes are those of `kernels.h`. A pool is (pages, layers, 2, heads, head_dim * PAGE): K of a page is laid out
 (heads, head_dim, PAGE), V is (heads, PAGE, head_dim). Nothing here depends on the length of a sequence other than

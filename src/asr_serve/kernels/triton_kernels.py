@@ -1,7 +1,7 @@
 """Kernels of a CUDA device: what a decoding step does with pages is in Triton, everything else as in `reference`.
 
-A step reads every key and value of its rows once, in the dtype of the pages; the reference gathers them into float32
-copies first, which costs many times the traffic. Shapes are those of `reference`. Triton's interpreter
+A step reads keys and values in the dtype of the pages, once for each query head; the reference gathers them into
+float32 copies first, which costs many times the traffic. Shapes are those of `reference`. Triton's interpreter
 (TRITON_INTERPRET=1, set before this module is imported) runs the same code on a CPU.
 """
 
@@ -18,6 +18,7 @@ from asr_serve.kernels.paging import split_pool
 from asr_serve.kernels.reference import DecoderLayers as DecoderLayers
 from asr_serve.kernels.reference import FrameLayers as FrameLayers
 from asr_serve.kernels.reference import Int8Linear as Int8Linear
+from asr_serve.kernels.reference import VoiceActivityEncoder as VoiceActivityEncoder
 from asr_serve.kernels.reference import attend_clips as attend_clips
 from asr_serve.kernels.reference import attend_int8 as attend_int8
 from asr_serve.kernels.reference import causal_conv as causal_conv
@@ -122,9 +123,10 @@ def attend(
     assert q.stride(1) == out.stride(1) == 1
     dim_tile = triton.next_power_of_2(head_dim)
     pages = max(1, TILE // (dim_tile * PAGE))
-    parts = _parts(rows * query_heads, width, pages)
+    most = min(width, window // PAGE + 2) if window else width
+    parts = _parts(rows * query_heads, most, pages)
     partial = q.new_empty(rows, query_heads, parts, head_dim + 2, dtype=torch.float32) if parts > 1 else q
-    span = -(-width // (parts * pages)) * pages
+    span = -(-most // (parts * pages)) * pages
     _attend_kernel[query_heads, rows, parts](
         q, k, tables, lengths, out, partial, scale, q.stride(0), out.stride(0), pool.stride(0), pool.stride(2),
         tables.stride(0), span,
@@ -156,9 +158,8 @@ def _attend_kernel(
     head, row, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
     first = tl.maximum(length - WINDOW, 0) if WINDOW else 0
-    begin, end = part * span, tl.minimum(tl.cdiv(length, PAGE_SIZE), (part + 1) * span)
-    if WINDOW:
-        begin = tl.maximum(begin, first // PAGE_SIZE)
+    begin = first // PAGE_SIZE + part * span
+    end = tl.minimum(tl.cdiv(length, PAGE_SIZE), begin + span)
     dim, slot = tl.arange(0, DIM_TILE), tl.arange(0, PAGE_SIZE)
     in_head = dim < HEAD_DIM
     query = tl.load(q + row * q_stride + head * HEAD_DIM + dim, mask=in_head, other=0.0).to(tl.float32) * scale

@@ -336,18 +336,18 @@ def test_voice_activity_encoder(core):
     ],
     ids=str,
 )
-def test_voice_activity_encoder_refuses_what_lies_outside(broken):
+def test_voice_activity_encoder_refuses_what_lies_outside(core, broken):
     with pytest.raises(ValueError):
-        native.core().VoiceActivityEncoder(*vad_weights()).run(*vad_args(**broken))
+        core.VoiceActivityEncoder(*vad_weights()).run(*vad_args(**broken))
 
 
-def test_voice_activity_encoder_refuses_other_shapes():
+def test_voice_activity_encoder_refuses_other_shapes(core):
     convs, biases, gates, gates_bias = vad_weights()
     for wrong in ((convs[:3], biases[:3]), (convs[::-1], biases), (convs, [*biases[1:], biases[0]])):
         with pytest.raises(ValueError):
-            native.core().VoiceActivityEncoder(*wrong, gates, gates_bias)
+            core.VoiceActivityEncoder(*wrong, gates, gates_bias)
     with pytest.raises(ValueError, match="512"):
-        native.core().VoiceActivityEncoder(convs, biases, gates.T.contiguous(), gates_bias)
+        core.VoiceActivityEncoder(convs, biases, gates.T.contiguous(), gates_bias)
 
 
 @pytest.mark.parametrize("items", [(1, 288), (37, 288), (1_000, 33)])

@@ -13,22 +13,22 @@ LONGEST = (
     "engine/test_tensor_parallel.py",
     "server/test_server_lifecycle.py",
     "console/test_console.py",
-    "cluster/test_ray_cluster.py",
     "console/test_words_and_speakers_page.py",
+    "server/test_protocols_through_ingress.py",
+    "cluster/test_ray_cluster.py",
     "clients_js/test_js_client.py",
     "engine/process/test_engine_process.py",
+    "cluster/test_ray_autoscaling.py",
+    "cluster/test_ray_roles.py",
     "pipelines/test_whisper_listen.py",
-    "server/test_protocols_through_ingress.py",
     "pipelines/test_listen_pipeline.py",
     "test_docs.py",
     "engine/remote/test_remote_encoding.py",
     "pipelines/test_pipeline_hotwords.py",
-    "cluster/test_ray_roles.py",
     "server/test_openai_transcriptions.py",
     "server/test_stream_python_client.py",
     "engine/streaming/test_stream_engine.py",
     "edge/test_telephone_calls.py",
-    "cluster/test_ray_autoscaling.py",
     "server/test_webrtc_calls.py",
     "pipelines/test_sequential_long_form.py",
     "api/test_library_stream.py",
@@ -57,8 +57,7 @@ LONGEST = (
     "engine/test_vllm_backend.py",
     "server/test_openai_plugins.py",
 )
-"""Files that take over 15 s on two cores. They are handed out in this order. Those of clusters stand apart: they wait
-most of their time (bench/results/test-cpu.json), and two of them at once leave the machine idle."""
+"""Files that take over 15 s on two cores. They are handed out in this order."""
 RANKS = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
 
 

@@ -228,7 +228,7 @@ def cancel(batch: BatchId, server: Server = SERVER, api_key: Key = None) -> None
     print(f"{found['id']} is {found['status']}")
 
 
-class Content:
+class _Content:
     """Content of an upload: a recording on disk, or lines in memory."""
 
     def __init__(self, path: Path | None, data: bytes = b"") -> None:
@@ -269,15 +269,15 @@ class _Uploads:
     def file_id(self, path: Path) -> str:
         """Id of a recording, which is uploaded unless the server has it. Raises SourceNotFound, Refused,
         Unreachable."""
-        file_id, found = self._id(Content(path))
+        file_id, found = self._id(_Content(path))
         self.found += found
         return file_id
 
     def lines_id(self, data: bytes) -> str:
         """Id of the lines of a batch, as above."""
-        return self._id(Content(None, data))[0]
+        return self._id(_Content(None, data))[0]
 
-    def _id(self, content: Content) -> tuple[str, bool]:
+    def _id(self, content: _Content) -> tuple[str, bool]:
         """The id, and whether the server had it from an earlier command."""
         file_id = self._record.id_of(content.key)
         if file_id is not None and file_id not in self._earlier:
@@ -320,7 +320,7 @@ class _Session:
     def batch(self, batch_id: str, repeatable: bool = False) -> Any:
         return self.ask("GET", f"/v1/batches/{quote(batch_id, safe='')}", repeatable=repeatable)
 
-    def upload(self, content: Content) -> str:
+    def upload(self, content: _Content) -> str:
         """Uploads a file; returns its id. Raises Refused, Unreachable."""
         from asr_serve.api.cli.backends import server_answer
 
@@ -359,7 +359,7 @@ class _Session:
             return False
         return True
 
-    def find(self, content: Content, known: Collection[str]) -> str | None:
+    def find(self, content: _Content, known: Collection[str]) -> str | None:
         """Finds the file with that content among the newest of the server, `known` ones apart: their ids. Raises
         Refused, Unreachable."""
         for file in self.ask("GET", f"/v1/files?purpose=batch&limit={LOOKED_AT}")["data"]:
@@ -367,7 +367,7 @@ class _Session:
                 return str(file["id"])
         return None
 
-    def _holds(self, file_id: str, content: Content) -> bool:
+    def _holds(self, file_id: str, content: _Content) -> bool:
         from asr_serve.api.cli.backends import server_answer
 
         received = hashlib.sha256()

@@ -5,7 +5,8 @@
 
 --data holds transcripts.tsv, lines of relative/path.flac<TAB>text. --speech holds clips whose text need not be known:
 what --judge, another model, hears in the clean clip whole, with a beam, stands for the text. That is no truth, but it
-errs alike on both sides. Clips of --speech are recognized as they are, in noise, and as through a telephone.
+errs alike on both sides. Clips of --speech are recognized as they are, in noise, and as through a telephone; those of
+--data too where --conditions names more. --thresholds tries other probabilities from which a window counts as speech.
 
 Each row has the errors of both ways over the same clips, their difference, and the difference's standard deviation:
 that of a sum of the clips' own differences. A difference within two of them is chance.
@@ -37,6 +38,7 @@ NOISE_HZ = 100.0
 """Above it the noise's power falls as brown noise's does."""
 BAND_HZ = (300.0, 3_400.0)
 MU = 255.0
+FAINT_GAIN, LINE_NOISE = 0.1, 0.002
 
 
 def noisy(audio: Audio) -> Audio:
@@ -57,13 +59,24 @@ def telephone(audio: Audio) -> Audio:
     return np.asarray(np.sign(band) * np.expm1(pressed * np.log1p(MU)) / MU, np.float32)
 
 
+def faint(audio: Audio) -> Audio:
+    """Of somebody who speaks softly or far from a telephone, with the noise of a line."""
+    chance = np.random.default_rng(len(audio))
+    return np.asarray(FAINT_GAIN * telephone(audio) + chance.normal(0, LINE_NOISE, len(audio)), np.float32)
+
+
 def filtered(audio: np.ndarray, gain: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """`gain`: factor of each frequency in Hz."""
     hz = np.fft.rfftfreq(len(audio), 1 / RATE_HZ)
     return np.fft.irfft(np.fft.rfft(audio) * gain(hz), len(audio))
 
 
-CONDITIONS: dict[str, Callable[[Audio], Audio]] = {"clean": lambda audio: audio, "noise": noisy, "telephone": telephone}
+CONDITIONS: dict[str, Callable[[Audio], Audio]] = {
+    "clean": lambda audio: audio,
+    "noise": noisy,
+    "telephone": telephone,
+    "faint": faint,
+}
 
 
 def compare(references: Sequence[str], whole: Sequence[str], segmented: Sequence[str]) -> Row:
@@ -96,18 +109,29 @@ def hear(model: Any, audio: Sequence[Audio], **options: Any) -> list[str]:
     return [found.text for found in model.transcribe(list(audio), **options)]
 
 
-def row_of(model: Any, folder: Path, condition: str, references: Sequence[str], audio: Sequence[Audio]) -> Row:
-    whole, segmented = hear(model, audio, vad=False), list(model.transcribe(list(audio), vad=True))
-    texts = [found.text for found in segmented]
-    row = {
-        "data": folder.name,
-        "condition": condition,
-        "minutes": round(clips.seconds(audio) / 60, 1),
-        "segments": sum(len(found.segments) for found in segmented),
-        **compare(references, whole, texts),
-    }
-    print(json.dumps(row), file=sys.stderr, flush=True)
-    return row
+def rows_of(
+    model: Any,
+    folder: Path,
+    condition: str,
+    references: Sequence[str],
+    audio: Sequence[Audio],
+    thresholds: Sequence[float],
+) -> list[Row]:
+    """A row for each threshold: the same clips whole, once, and segmented."""
+    whole, rows = hear(model, audio, vad=False), []
+    for threshold in thresholds:
+        segmented = list(model.transcribe(list(audio), vad=True, threshold=threshold))
+        row = {
+            "data": folder.name,
+            "condition": condition,
+            "threshold": threshold,
+            "minutes": round(clips.seconds(audio) / 60, 1),
+            "segments": sum(len(found.segments) for found in segmented),
+            **compare(references, whole, [found.text for found in segmented]),
+        }
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        rows.append(row)
+    return rows
 
 
 def total(found: Sequence[Row]) -> Row:
@@ -122,6 +146,18 @@ def total(found: Sequence[Row]) -> Row:
     }
 
 
+def numbers(text: str) -> list[float]:
+    return [float(each) for each in text.split(",")]
+
+
+def named(text: str) -> list[str]:
+    """Conditions between commas, for argparse."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in CONDITIONS]:
+        raise argparse.ArgumentTypeError(f"{','.join(unknown)}: one or more of {', '.join(CONDITIONS)}")
+    return names
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -131,6 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--judge", default="whisper-base", metavar="NAME", help="model whose text stands for that of --speech")
     add("--beam", type=int, default=5, metavar="N", help="of the judge (5)")
     add("--clips", type=int, metavar="N", help="of a folder at most (all)")
+    add("--conditions", type=named, metavar="A,B", help=f"of {','.join(CONDITIONS)}")
+    add("--thresholds", type=numbers, default=[0.5], metavar="P,P", help="a row each (0.5, the default)")
     add("--json", type=Path, metavar="FILE", help="where the result goes")
     args = parser.parse_args(argv)
     if not args.data and not args.speech:
@@ -146,15 +184,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with asr_serve.load(args.model, engine=EngineConfig(prefix_bytes=0)) as model:
         found |= {"model": args.model, "judge": args.judge, "products": model.describe()["products"]}
         for folder, heard in known.items():
-            texts = [clip.text for clip in heard]
-            found["rows"].append(row_of(model, folder, "clean", texts, [clip.audio for clip in heard]))
-        for folder, heard in speech.items():
-            for name, change in CONDITIONS.items():
-                audio = [change(clip.audio) for clip in heard]
-                found["rows"].append(row_of(model, folder, name, judged[folder], audio))
+            judged[folder] = [clip.text for clip in heard]
+        for folder, heard in (known | speech).items():
+            for name in args.conditions or (["clean"] if folder in known else ["clean", "noise", "telephone"]):
+                audio = [CONDITIONS[name](clip.audio) for clip in heard]
+                found["rows"] += rows_of(model, folder, name, judged[folder], audio, args.thresholds)
     for name, folders in (("data", args.data), ("speech", args.speech)):
         of_those = [row for row in found["rows"] if row["data"] in [folder.name for folder in folders]]
-        if len(of_those) > 1:
+        if len(of_those) > 1 and len(args.thresholds) == 1:
             found[f"all_{name}"] = total(of_those)
     machine.tell(args.json, found)
     return 0

@@ -67,6 +67,12 @@ def test_noise_has_the_level_it_should_and_is_the_same_again(bench: SimpleNamesp
     assert made.dtype == np.float32
 
 
+def test_faint_speech_is_a_tenth_of_a_telephone_s_in_noise(bench: SimpleNamespace) -> None:
+    audio = tone(440)
+    noise = bench.segmentation.faint(audio) - 0.1 * bench.segmentation.telephone(audio)
+    assert noise.std() == pytest.approx(0.002, rel=0.05)
+
+
 def test_words_of_8_bits_beyond_those_of_16_over_all_speech(bench: SimpleNamespace) -> None:
     def row(mode: str, data: str, unlike: int) -> dict[str, object]:
         counts = {"minutes": 10.0, "texts": 5, "texts_as_fp32": 4, "words_of_fp32": 200, "words_unlike_fp32": unlike}

@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.builder import EngineComponents
 from asr_serve.engine.client import EngineClient, Ticket
-from asr_serve.engine.seq2seq.executor import GATHER_ROWS, GATHER_STEPS, UPLOADS_PER_THREAD
+from asr_serve.engine.seq2seq.encoder import EncoderPool
+from asr_serve.engine.seq2seq.executor import CONCURRENT_BATCH_DIVISOR, GATHER_ROWS, GATHER_STEPS, UPLOADS_PER_THREAD
 from asr_serve.errors import AtCapacity, AudioTooLong, Cancelled, EngineClosed, OptionError, StepFailed, WeightsMissing
 from asr_serve.models.auxiliary.silero import WINDOW_SAMPLES
 
@@ -186,6 +188,35 @@ def test_many_uploads_are_encoded_beside_the_loop(begin, alone):
         encoders.clear()
     expect_answers(tickets, [alone[i % len(CLIPS)] for i in range(many)])
     assert not any(name.startswith("asr-serve encoder") for name in encoders), "files have all cores in turn"
+
+
+def test_uploads_that_wait_are_shared_by_the_free_encoders(begin, monkeypatch):
+    """A batch beside the loop runs on one core: the first one leaves the others their part."""
+    client = begin()
+    executor = client.backend.loop.executor
+    pool, most = executor.encoder_pool, executor.scheduler.encode_frames
+    least = most // CONCURRENT_BATCH_DIVISOR
+    with held(client), monkeypatch.context() as patched:  # the loop must not see what is not so
+        patched.setattr(pool, "threads", 2)
+        for waiting, share in ((most, most // 2), (3 * most, most), (least, least), (0, least)):
+            patched.setattr(executor.scheduler, "waiting_frames", waiting)
+            assert executor._concurrent_frames(live=False) == share
+            assert executor._concurrent_frames(live=True) == least
+        patched.setattr(executor.scheduler, "waiting_frames", 3 * most)
+        patched.setattr(executor.loop.vad_scheduler, "live_count", 1)
+        assert executor._concurrent_frames(live=False) == least, "partials of a silent caller wait behind a batch"
+
+
+@pytest.mark.parametrize(
+    ("cores", "encoders", "decoders", "shared"), [(2, 2, 1, True), (3, 3, 1, True), (4, 3, 1, False)]
+)
+def test_decoding_takes_a_core_from_encoders_only_where_there_are_few(cores, encoders, decoders, shared):
+    device = SimpleNamespace(
+        threads=cores, encoder_threads=encoders, decode_threads=lambda beside: decoders, set_threads=lambda count: None
+    )
+    pool = EncoderPool(SimpleNamespace(device=device), lambda *_: None)
+    assert pool.shares_cores == shared
+    pool.close()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16])

@@ -183,7 +183,18 @@ class EncoderPool:
     @property
     def thread_available(self) -> bool:
         """Whether a thread of this engine is free, other than that for urgent batches."""
-        return self._local_batches - self._urgent_batches < self.threads
+        return self.free_threads > 0
+
+    @property
+    def free_threads(self) -> int:
+        """Threads of this engine without a batch, other than that for urgent ones."""
+        return self.threads - (self._local_batches - self._urgent_batches)
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether decoding takes a core from encoders that are all busy, as with two or three cores."""
+        device = self._runner.device
+        return self.threads + device.decode_threads(True) > device.threads
 
     @property
     def urgent_thread_available(self) -> bool:

@@ -52,7 +52,8 @@ QUIET_S = 5.0
 DECODE_PACE_S, DECODE_PACE_ROWS = 0.02, 8
 """Least time between decoding steps of fewer rows while every encoder is busy, with live requests."""
 UPLOAD_PACE_S, UPLOAD_PACE_DIVISOR = 0.1, 4
-"""The same without live requests, and the divisor of the most decoding rows that gives how many do not wait."""
+"""The same without live requests, where decoding takes a core from encoders; and the divisor of the most decoding rows
+that gives how many do not wait."""
 UPLOADS_PER_THREAD = 4
 """Interactive requests for each thread from which encoders run beside the loop, until there are half as many. A
 server's threads delay one of them then, and not all that would wait for it at the end of each product."""
@@ -288,7 +289,7 @@ class Seq2SeqExecutor:
         if live:
             self._pace_s, self._pace_rows = DECODE_PACE_S, DECODE_PACE_ROWS
         else:
-            self._pace_s = UPLOAD_PACE_S
+            self._pace_s = UPLOAD_PACE_S if self.encoder_pool.shares_cores else 0.0
             self._pace_rows = self.decode_runner.max_rows // UPLOAD_PACE_DIVISOR
         self.encoder_pool.share_threads(live=live)
 
@@ -322,11 +323,10 @@ class Seq2SeqExecutor:
 
     def _encode_concurrently(self, *, live: bool) -> bool:
         """Submits batches to encoder threads while some are free; returns whether there were any."""
-        pool, frames, started = self.encoder_pool, self.scheduler.encode_frames, False
-        if live:
-            frames //= CONCURRENT_BATCH_DIVISOR
+        pool, started = self.encoder_pool, False
         if not pool.encodes_locally:
             return False
+        frames = self._concurrent_frames(live=live)
         if pool.urgent_thread_available and (ids := self._schedule(frames, urgent=True)):
             self._submit_batch(ids, urgent=True)
             started = True
@@ -334,6 +334,16 @@ class Seq2SeqExecutor:
             self._submit_batch(ids)
             started = True
         return started
+
+    def _concurrent_frames(self, *, live: bool) -> int:
+        """Returns the frames of a batch beside the loop: few where callers are connected, whose partials wait until one
+        ends; else what waits, shared by the free threads."""
+        most = self.scheduler.encode_frames
+        least = most // CONCURRENT_BATCH_DIVISOR
+        if live or self.loop.vad_scheduler.live_count:
+            return least
+        share = -(-self.scheduler.waiting_frames // max(1, self.encoder_pool.free_threads))
+        return min(max(share, least), most)
 
     def _submit_batch(self, ids: list[int], *, away: bool = False, urgent: bool = False) -> None:
         if not (batch := self._start_requests(ids)):

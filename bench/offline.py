@@ -83,7 +83,7 @@ def side_by_side(
 def batch_sweep(speech: Sequence[Clip], args: argparse.Namespace, folder: Path, start: Start) -> list[report.Row]:
     """Cost against the sequences that decode together; the clips are repeated until they fill them twice."""
     rows = []
-    for batch in BATCHES[args.device]:
+    for batch in args.batches or BATCHES[args.device]:
         copies = -(-2 * batch // len(speech))
         engine = {**args.engine, "max_decode_rows": batch}
         if batch > 32:
@@ -188,6 +188,10 @@ def named(allowed: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def counts(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
 def setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
@@ -211,6 +215,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--clips", type=int, metavar="N", help="only N clips, spread evenly over the set")
     add("--threads", type=int, default=machine.cores(), metavar="N", help="for every system (all cores)")
     add("--sweep", type=named(("batch", "length")), default=[], metavar="A,B", help="batch,length")
+    add("--batches", type=counts, metavar="N,N", help="of the sweep (cpu: 1 to 64, cuda: 1 to 512)")
     add("--memory", action="store_true", help="peak memory over a generated three-hour file")
     add("--startup", action="store_true", help="seconds to the first text, cold and warm")
     add("--texts", type=Path, metavar="FILE", help="write every system's text for every clip")

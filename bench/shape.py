@@ -27,10 +27,12 @@ import machine
 import msgspec
 import numpy as np
 import torch
+from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
 from torch.nn import functional as F
 
 from asr_serve import devices
 from asr_serve.config import EngineConfig
+from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.devices.cuda import CudaDevice
 from asr_serve.engine.builder import EngineComponents
@@ -40,7 +42,7 @@ from asr_serve.models.asr.whisper import whisper
 from asr_serve.models.auxiliary import silero
 from asr_serve.types import Int8Calibration
 
-ROUNDS = 3
+ROUNDS, PROFILE_ROWS = 3, 30
 PAGE_POSITIONS = 16
 CALIBRATION = Int8Calibration(kept=("decoder.*",))
 """Layers that --quantize auto computes in 8 bits: an encoder's, which no card of Whisper allows, to see their cost."""
@@ -146,15 +148,25 @@ def point(shape: Shape, args: argparse.Namespace, requests: int, graphs: bool) -
     client = start(shape, args, requests)
     options = SearchOptions(temperatures=(0.0,), language="en", max_no_speech=1.0)
     clips = [clip(args.clip_s, seed) for seed in range(requests)]
+
+    def answers() -> list[Recognition]:
+        tickets = [client.submit(pcm, options, "bulk", wait=True, check=lambda: None) for pcm in clips]
+        return [ticket.future.result() for ticket in tickets]
+
     try:
         walls, tokens = [], 0
         for round_number in range(ROUNDS + 1):
             began = time.perf_counter()
-            tickets = [client.submit(pcm, options, "bulk", wait=True, check=lambda: None) for pcm in clips]
-            heard = [ticket.future.result() for ticket in tickets]
+            heard = answers()
             if round_number:  # the first one records graphs and maps memory
                 walls.append(time.perf_counter() - began)
             tokens = sum(len(each.tokens) for each in heard)
+        if args.profile:
+            # The engine computes on threads of its own.
+            with torch.profiler.profile(experimental_config=ExperimentalConfig(profile_all_threads=True)) as profile:
+                answers()
+            by_time = "self_cpu_time_total" if args.device == "cpu" else "self_cuda_time_total"
+            print(profile.key_averages().table(sort_by=by_time, row_limit=PROFILE_ROWS, max_name_column_width=70))
         described = client.describe()
     finally:
         client.close()
@@ -222,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clip-s", type=float, default=10.0)
     parser.add_argument("--tokens-per-s", type=float, default=4.0, help="length of an answer, by its clip's")
     parser.add_argument("--graphs", default="on", help="on,off: a point each; off is for CUDA")
+    parser.add_argument("--profile", action="store_true", help="print which operations and kernels a round spends")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     if args.compare:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asr_serve import kernels as native
-from asr_serve.kernels import PAGE, reference
+from asr_serve.kernels import PAGE, reference, voice_activity_reference
 from asr_serve.kernels.paging import split_int8_pool, zero_unused
 from asr_serve.models.packing import PagedKeyValues
 
@@ -305,22 +305,24 @@ def vad_args(pcm=None, context=None, counts=None, offsets=None, gates=None) -> t
 
 
 def test_voice_activity_encoder(core):
-    """Windows of several rows share a block of the kernel; what lies past a row's own is never read."""
-    counts, offsets = torch.tensor([30, 0, 1, 13]), torch.tensor([2, 32, 34, 35])
-    pcm, context = normal(4, 30 * 512), normal(4, 64)
+    """Windows of several rows share a block of the kernel, and there are more than a block of the reference; what lies
+    past a row's own is never read."""
+    counts, offsets = torch.tensor([150, 0, 1, 131]), torch.tensor([2, 152, 154, 155])
+    assert counts.sum() > voice_activity_reference.BLOCK_WINDOWS
+    pcm, context = normal(4, 150 * 512), normal(4, 64)
     for row, count in enumerate(counts.tolist()):
         pcm[row, count * 512 :] = NAN
     context[1] = NAN
     weights, results = vad_weights(), []
     for kernels in (core, reference):
-        gates = torch.full((50, 512), 7.0)
+        gates = torch.full((288, 512), 7.0)
         kernels.VoiceActivityEncoder(*weights).run(pcm, context, counts, offsets, gates)
         results.append(gates)
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
-    assert (results[0][[0, 1, 32, 33, 48, 49]] == 7).all(), "steps of nobody are left alone"
+    assert (results[0][[0, 1, 152, 153, 286, 287]] == 7).all(), "steps of nobody are left alone"
     alone = torch.full((1, 512), 7.0)
     core.VoiceActivityEncoder(*weights).run(pcm[3:, 512:1024], pcm[3:, 448:512], ints(1), ints(0), alone)
-    assert alone[0].equal(results[0][36]), "a window is the same to the bit wherever it stands in a block"
+    assert alone[0].equal(results[0][156]), "a window is the same to the bit wherever it stands in a block"
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_weights_are_the_references(reference: torch.jit.ScriptModule) -> None:
     shipped = safetensors.torch.load_file(silero.WEIGHTS)
     theirs = {silero.rename(key): value for key, value in reference.named_parameters()}
     del theirs[None]
-    assert theirs.keys() == shipped.keys() == Silero().state_dict().keys()
+    assert theirs.keys() == shipped.keys()
     for key, value in theirs.items():
         assert torch.equal(value.detach().reshape(shipped[key].shape), shipped[key]), key
 
@@ -155,6 +155,20 @@ def test_a_step_of_nothing(model: Silero) -> None:
     probabilities, after = model.step(torch.zeros(2, 0), state, counts(0, 0))
     assert probabilities.shape == (2, 0)
     assert all(a.equal(b) for a, b in zip(after, state, strict=True))
+
+
+def test_every_weight_counts(model: Silero, rng: np.random.Generator) -> None:
+    """A model of other weights, beside the first, has other probabilities and leaves the first's as they were."""
+    pcm, weights = noise(rng, 1, 8), safetensors.torch.load_file(silero.WEIGHTS)
+
+    def probabilities(model: Silero) -> Tensor:
+        return model.step(pcm, model.state(1), counts(8))[0]
+
+    expected = probabilities(model)
+    assert expected.equal(probabilities(Silero(weights)))
+    for key, value in weights.items():
+        assert not probabilities(Silero({**weights, key: 0.5 * value})).equal(expected), key
+    assert probabilities(model).equal(expected)
 
 
 def test_wrong_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,6 @@ namespace {
 
 ParallelFor threads = nullptr;
 
-template <typename S, size_t N>
-using Array = nb::ndarray<S, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-
 class Bf16Linear {
  public:
   // `packed`: the bits of bf16 numbers.

@@ -68,9 +68,6 @@ void choose(const std::string& wanted) {
   throw std::invalid_argument("this CPU has no " + wanted);
 }
 
-template <typename S, size_t N>
-using Array = nb::ndarray<S, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-
 class Int8Linear {
  public:
   Int8Linear(Array<int8_t, 4> packed, Array<float, 1> scale, std::optional<Array<float, 1>> bias, int64_t in,

@@ -7,9 +7,10 @@
 
 #include <algorithm>
 #include <optional>
-#include <stdexcept>
 #include <tuple>
 #include <vector>
+
+#include "arguments.h"
 
 namespace nb = nanobind;
 
@@ -20,10 +21,6 @@ const RunLayers* run_layers = nullptr;
 TileMultiply tile_multiply = nullptr;
 bool use_tiles = true;
 ParallelFor threads = nullptr;
-
-void require(bool ok, const char* what) {
-  if (!ok) throw std::invalid_argument(what);
-}
 
 template <size_t N>
 using Floats = nb::ndarray<float, nb::ndim<N>, nb::c_contig, nb::device::cpu>;

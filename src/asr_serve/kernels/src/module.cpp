@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "attention_module.h"
 #include "bf16_module.h"
 #include "decoder.h"
@@ -74,7 +75,7 @@ struct Set {
   const StreamingKernels<bf16>* streaming_b16;
   Lstm lstm_f32;
   RunLayers run_layers;
-  VadGates vad_gates;
+  VadEncode vad_encode;
   const DecoderKernels<float>* decoder_f32;
   const DecoderKernels<bf16>* decoder_b16;
   const Int8PageKernels<float>* int8_pages_f32;
@@ -82,7 +83,7 @@ struct Set {
 };
 #define ASR_SERVE_SET(isa) \
   Set { #isa, &isa::kernels_f32, &isa::kernels_bf16, &isa::streaming_f32, &isa::streaming_bf16, isa::lstm_f32, \
-        isa::run_layers, isa::vad_gates, &isa::decoder_f32, &isa::decoder_bf16, &isa::int8_pages_f32, &isa::int8_pages_bf16 }
+        isa::run_layers, isa::vad_encode, &isa::decoder_f32, &isa::decoder_bf16, &isa::int8_pages_f32, &isa::int8_pages_bf16 }
 
 Set chosen = ASR_SERVE_SET(generic);
 
@@ -116,12 +117,6 @@ const Int8PageKernels<float>& int8_pages_of(float) { return *chosen.int8_pages_f
 const Int8PageKernels<bf16>& int8_pages_of(bf16) { return *chosen.int8_pages_b16; }
 
 using Tensor = nb::ndarray<nb::device::cpu>;
-template <typename S>
-using Array = nb::ndarray<S, nb::c_contig, nb::device::cpu>;
-
-void require(bool ok, const char* what) {
-  if (!ok) throw std::invalid_argument(what);
-}
 
 bool is_bf16(const Tensor& x) {
   if (x.dtype() == nb::dtype<float>()) return false;
@@ -541,7 +536,7 @@ NB_MODULE(_core, m) {
                          &chosen.int8_pages_b16},
                      [] { return gomp_parallel ? thread_count : 1; }, parallel_for);
   add_layers(m, &chosen.run_layers, team_for);
-  add_voice_activity(m, &chosen.vad_gates, parallel_for);
+  add_voice_activity(m, &chosen.vad_encode, parallel_for);
   m.def(
       "address", [](Tensor x) { return reinterpret_cast<uintptr_t>(x.data()); }, nb::arg("tensor").noconvert(),
       "Where a tensor's numbers lie, as the kernels see it. For tests: nothing is copied on the way in.");

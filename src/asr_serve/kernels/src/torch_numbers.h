@@ -2,17 +2,14 @@
 #pragma once
 #include <nanobind/nanobind.h>
 
-#include <stdexcept>
 #include <vector>
+
+#include "arguments.h"
 
 namespace nb = nanobind;
 
 namespace asr_serve {
 namespace {
-
-inline void require(bool ok, const char* what) {
-  if (!ok) throw std::invalid_argument(what);
-}
 
 // A tensor's numbers, asked of torch itself: DLPack takes microseconds for each, which is what a product of one row
 // takes.

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <numbers>
+#include <vector>
 
 #include "floats.h"
 #include "vectors.h"
@@ -16,7 +18,7 @@ constexpr int64_t BLOCK = 12;
 // Windows and vectors of outputs whose sums are in registers at once.
 constexpr int64_t TILE = 6;
 constexpr int VECTORS = LANES == 16 ? 4 : 2;
-constexpr int64_t FFT = 256, HOP = 128, FRAMES = 4, HALF = 64, SPECTRUM = 132, SAMPLES = 640;
+constexpr int64_t FFT = 256, HOP = 128, FRAMES = 4, HALF = 64, SPECTRUM = 132;
 
 // One term of a sum of products: x (windows, inner), as far apart as all of them, times weight (inner, outputs).
 struct Term {
@@ -91,11 +93,12 @@ const Transform& transform() {
 // Activations of a block; each layer has the same frame of all windows side by side. What lies past a block's windows is
 // of earlier ones, and is computed but not stored.
 struct Scratch {
-  float samples[SAMPLES];
+  float samples[FFT];
   float even_cos[BLOCK * 72], odd_cos[BLOCK * 72], even_sin[BLOCK * 72], odd_sin[BLOCK * 72];
   float parts[4][BLOCK * HALF];
   float spectrum[FRAMES][BLOCK * SPECTRUM];
   float layers[VAD_CONVS][FRAMES][BLOCK * 128];
+  float gates[BLOCK * VAD_OUTPUTS];
 };
 
 // The frame of window `row` from 256 samples: sums and differences of samples that a bin's wave weighs alike.
@@ -135,9 +138,12 @@ void magnitudes(const Transform& made, Scratch& s, float* out, int64_t rows) {
   }
 }
 
-// Up to BLOCK windows that begin at `first`, counted over all rows.
+// Gate inputs of `windows` windows, BLOCK at most: those from `window` of row `row`, then of the rows after it.
 void encode_block(const VadWeights& weights, const VadCall& call, int64_t row, int64_t window, int64_t windows) {
-  thread_local Scratch s;
+  // A pointer: every thread of the process has room for thread_local objects, though few threads call this.
+  thread_local std::unique_ptr<Scratch> scratch;
+  if (!scratch) scratch = std::make_unique<Scratch>();
+  Scratch& s = *scratch;
   const Transform& made = transform();
   int64_t steps[BLOCK];
   const float* starts[BLOCK];
@@ -183,14 +189,13 @@ void encode_block(const VadWeights& weights, const VadCall& call, int64_t row, i
     frames = made_frames, stride = outputs;
   }
   const int64_t width = VAD_CHANNELS[VAD_CONVS];
-  const Term last{s.layers[VAD_CONVS - 1][0], weights.gates.data(), width};
-  thread_local std::vector<float> gates(size_t(BLOCK * VAD_GATES));
-  product(&last, 1, width, weights.gates_bias.data(), gates.data(), VAD_GATES, VAD_GATES, windows, false);
+  const Term last{s.layers[VAD_CONVS - 1][0], weights.gate_weight.data(), width};
+  product(&last, 1, width, weights.gate_bias.data(), s.gates, VAD_OUTPUTS, VAD_OUTPUTS, windows, false);
   for (int64_t i = 0; i < windows; ++i)
-    std::memcpy(call.gates + steps[i] * VAD_GATES, gates.data() + i * VAD_GATES, VAD_GATES * sizeof(float));
+    std::memcpy(call.gates + steps[i] * VAD_OUTPUTS, s.gates + i * VAD_OUTPUTS, VAD_OUTPUTS * sizeof(float));
 }
 
-void compute_gates(const VadWeights& weights, const VadCall& call, ParallelFor parallel) {
+void encode(const VadWeights& weights, const VadCall& call, ParallelFor parallel) {
   struct Block {
     int64_t row, window, windows;
   };
@@ -211,6 +216,6 @@ void compute_gates(const VadWeights& weights, const VadCall& call, ParallelFor p
 
 }  // namespace
 
-extern const VadGates vad_gates = compute_gates;
+extern const VadEncode vad_encode = encode;
 
 }  // namespace asr_serve::ASR_SERVE_ISA

@@ -12,7 +12,7 @@ namespace asr_serve {
 constexpr int64_t VAD_WINDOW = 512, VAD_CONTEXT = 64, VAD_BINS = 129, VAD_CONVS = 4;
 constexpr int64_t VAD_CHANNELS[VAD_CONVS + 1] = {VAD_BINS, 128, 64, 64, 128};
 constexpr int64_t VAD_STRIDES[VAD_CONVS] = {1, 2, 2, 1};
-constexpr int64_t VAD_GATES = 512;
+constexpr int64_t VAD_OUTPUTS = 512;  // gate inputs of the LSTM
 
 struct VadConv {
   std::vector<float> weight;  // (3 taps, channels in, channels out)
@@ -21,8 +21,8 @@ struct VadConv {
 
 struct VadWeights {
   std::array<VadConv, VAD_CONVS> convs;
-  std::vector<float> gates;  // (128, 512)
-  std::vector<float> gates_bias;
+  std::vector<float> gate_weight;  // (128, 512)
+  std::vector<float> gate_bias;
 };
 
 // Row r has counts[r] windows of pcm (rows, samples), after context (rows, 64), its samples before them. Those of window
@@ -37,16 +37,16 @@ struct VadCall {
   int64_t samples;
 };
 
-using VadGates = void (*)(const VadWeights& weights, const VadCall& call, ParallelFor parallel);
+using VadEncode = void (*)(const VadWeights& weights, const VadCall& call, ParallelFor parallel);
 
 namespace generic {
-extern const VadGates vad_gates;
+extern const VadEncode vad_encode;
 }  // namespace generic
 namespace avx2 {
-extern const VadGates vad_gates;
+extern const VadEncode vad_encode;
 }  // namespace avx2
 namespace avx512 {
-extern const VadGates vad_gates;
+extern const VadEncode vad_encode;
 }  // namespace avx512
 
 }  // namespace asr_serve

@@ -1,24 +1,16 @@
 #include "voice_activity_module.h"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
 
-#include <stdexcept>
+#include "arguments.h"
 
 namespace nb = nanobind;
 
 namespace asr_serve {
 namespace {
 
-const VadGates* vad_gates = nullptr;
+const VadEncode* vad_encode = nullptr;
 ParallelFor threads = nullptr;
-
-void require(bool ok, const char* what) {
-  if (!ok) throw std::invalid_argument(what);
-}
-
-template <typename T, size_t N>
-using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
 class VoiceActivityEncoder {
  public:
@@ -41,21 +33,21 @@ class VoiceActivityEncoder {
             made.weight[size_t((tap * inputs + in) * outputs + out)] = weight.data()[(out * inputs + in) * 3 + tap];
     }
     const int64_t width = VAD_CHANNELS[VAD_CONVS];
-    require(int64_t(gates.shape(0)) == VAD_GATES && int64_t(gates.shape(1)) == width &&
-                int64_t(gates_bias.size()) == VAD_GATES,
+    require(int64_t(gates.shape(0)) == VAD_OUTPUTS && int64_t(gates.shape(1)) == width &&
+                int64_t(gates_bias.size()) == VAD_OUTPUTS,
             "gates are (512, 128), and their bias (512,)");
-    weights_.gates_bias.assign(gates_bias.data(), gates_bias.data() + VAD_GATES);
-    weights_.gates.resize(size_t(width * VAD_GATES));
-    for (int64_t gate = 0; gate < VAD_GATES; ++gate)
+    weights_.gate_bias.assign(gates_bias.data(), gates_bias.data() + VAD_OUTPUTS);
+    weights_.gate_weight.resize(size_t(width * VAD_OUTPUTS));
+    for (int64_t gate = 0; gate < VAD_OUTPUTS; ++gate)
       for (int64_t in = 0; in < width; ++in)
-        weights_.gates[size_t(in * VAD_GATES + gate)] = gates.data()[gate * width + in];
+        weights_.gate_weight[size_t(in * VAD_OUTPUTS + gate)] = gates.data()[gate * width + in];
   }
 
   void run(Array<float, 2> pcm, Array<float, 2> context, Array<int64_t, 1> counts, Array<int64_t, 1> offsets,
            Array<float, 2> gates) const {
     const size_t rows = pcm.shape(0);
     require(context.shape(0) == rows && int64_t(context.shape(1)) == VAD_CONTEXT && counts.size() == rows &&
-                offsets.size() == rows && int64_t(gates.shape(1)) == VAD_GATES,
+                offsets.size() == rows && int64_t(gates.shape(1)) == VAD_OUTPUTS,
             "context must be (rows, 64), counts and offsets (rows,), gates (steps, 512)");
     const int64_t most = int64_t(pcm.shape(1)) / VAD_WINDOW, steps = int64_t(gates.shape(0));
     for (size_t i = 0; i < rows; ++i)
@@ -65,7 +57,7 @@ class VoiceActivityEncoder {
     const VadCall call{pcm.data(), context.data(), counts.data(), offsets.data(), gates.data(), int64_t(rows),
                        int64_t(pcm.shape(1))};
     nb::gil_scoped_release release;
-    (*vad_gates)(weights_, call, threads);
+    (*vad_encode)(weights_, call, threads);
   }
 
  private:
@@ -74,8 +66,8 @@ class VoiceActivityEncoder {
 
 }  // namespace
 
-void add_voice_activity(nb::module_& m, const VadGates* gates, ParallelFor parallel) {
-  vad_gates = gates;
+void add_voice_activity(nb::module_& m, const VadEncode* encode, ParallelFor parallel) {
+  vad_encode = encode;
   threads = parallel;
   nb::class_<VoiceActivityEncoder>(m, "VoiceActivityEncoder", "Silero's layers before its LSTM.")
       .def(nb::init<const std::vector<Array<float, 3>>&, const std::vector<Array<float, 1>>&, Array<float, 2>,

@@ -6,7 +6,7 @@
 
 namespace asr_serve {
 
-// `gates` is read at every call: tests force instruction sets.
-void add_voice_activity(nanobind::module_& m, const VadGates* gates, ParallelFor parallel);
+// `encode` is read at every call: tests force instruction sets.
+void add_voice_activity(nanobind::module_& m, const VadEncode* encode, ParallelFor parallel);
 
 }  // namespace asr_serve

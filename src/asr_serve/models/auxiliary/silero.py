@@ -14,12 +14,14 @@ Weights  `silero.safetensors` beside this file: those same parameters, renamed b
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional as F
 
 from asr_serve import kernels
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
@@ -28,7 +30,6 @@ from asr_serve.models.packing import PackedBatch
 
 WINDOW_SAMPLES = 512
 CONTEXT_SAMPLES = 64
-BINS = 129
 WIDTH = 128
 
 WEIGHTS = Path(__file__).with_name("silero.safetensors")
@@ -46,8 +47,8 @@ class SileroState(NamedTuple):
     """(rows, 128): LSTM cell."""
 
 
-class Silero(nn.Module):
-    """Speech probability of every 512-sample window.
+class Silero:
+    """Speech probability of every 512-sample window, on the CPU.
 
     In      pcm (rows, n * 512) float32 in -1..1, 16 kHz; windows (rows,) int64: how many of a row's n
             windows are live. The rest is padding: never read, so it may hold anything.
@@ -56,15 +57,19 @@ class Silero(nn.Module):
     Source  see the top of this file
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(
-            nn.Conv1d(channels_in, channels_out, kernel_size=3, stride=stride, padding=1)
-            for channels_in, channels_out, stride in ((BINS, 128, 1), (128, 64, 2), (64, 64, 2), (64, WIDTH, 1))
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        """Packs `weights`, float32 by their names in `silero.safetensors`, for the kernels of this process."""
+        native = kernels.kernels()
+        convs = [f"convs.{number}" for number in range(4)]
+        self._encoder: Any = native.VoiceActivityEncoder(
+            [weights[f"{conv}.weight"] for conv in convs],
+            [weights[f"{conv}.bias"] for conv in convs],
+            weights["lstm.weight_ih_l0"],
+            weights["lstm.bias_ih_l0"] + weights["lstm.bias_hh_l0"],
         )
-        self.lstm: Any = nn.LSTM(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 1)
-        self._encoder: Any = None
+        self._lstm: Any = native.lstm
+        self._lstm_weight = weights["lstm.weight_hh_l0"].t().contiguous()
+        self._head_weight, self._head_bias = weights["head.weight"], weights["head.bias"]
 
     def state_specs(self) -> dict[str, StateSpec]:
         """Returns the state of a row, by its name in SileroState."""
@@ -72,8 +77,7 @@ class Silero(nn.Module):
 
     def state(self, rows: int) -> SileroState:
         """Returns a fresh state: silence before the first sample."""
-        zeros = self.head.weight.new_zeros
-        return SileroState(zeros(rows, CONTEXT_SAMPLES), zeros(rows, WIDTH), zeros(rows, WIDTH))
+        return SileroState(*(torch.zeros(rows, width) for width in (CONTEXT_SAMPLES, WIDTH, WIDTH)))
 
     @torch.no_grad()
     def step(self, pcm: Tensor, state: SileroState, windows: Tensor) -> tuple[Tensor, SileroState]:
@@ -83,35 +87,22 @@ class Silero(nn.Module):
         live = windows.tolist()
         assert len(live) == rows, f"{len(live)} window counts for {rows} rows"
         assert all(0 <= count <= samples // WINDOW_SAMPLES for count in live), live
-        probabilities = pcm.new_zeros(rows, samples // WINDOW_SAMPLES)
+        probabilities = torch.zeros(rows, samples // WINDOW_SAMPLES)
         after = SileroState(state.context.clone(), state.h.clone(), state.c.clone())
         if not any(live):
             return probabilities, after
         packing = PackedBatch(live, sum(live))  # windows of all rows end to end
-        offsets, counts = torch.tensor(packing.offsets, device=pcm.device), windows.to(pcm.device)
-        on_cpu = pcm.device.type == "cpu"
-        if self._encoder is None:
-            self._encoder = self._make_encoder(on_cpu)
-        gates = pcm.new_empty(packing.total, 4 * WIDTH)
-        self._encoder.run(pcm.contiguous(), after.context, counts, offsets, gates)
-        ends = counts[:, None] * WINDOW_SAMPLES + torch.arange(-CONTEXT_SAMPLES, 0, device=pcm.device)
+        offsets = torch.tensor(packing.offsets)
+        gates = torch.empty(packing.total, 4 * WIDTH)
+        self._encoder.run(pcm.contiguous(), after.context, windows, offsets, gates)
+        ends = windows[:, None] * WINDOW_SAMPLES + torch.arange(-CONTEXT_SAMPLES, 0)
         last_samples = pcm.gather(1, ends.clamp(min=0))
-        after.context.copy_(torch.where(counts[:, None] > 0, last_samples, after.context))
-        out = torch.zeros(packing.total, WIDTH, device=pcm.device)
-        lstm_kernel = kernels.kernels().lstm if on_cpu else kernels.reference.lstm
-        lstm_kernel(gates, self.lstm.weight_hh_l0.t().contiguous(), offsets, windows, after.h, after.c, out)
-        speech = self.head(out.relu_()).sigmoid_()[:, 0]
-        is_live = torch.arange(samples // WINDOW_SAMPLES, device=pcm.device) < counts[:, None]
-        probabilities[is_live] = speech
+        after.context.copy_(torch.where(windows[:, None] > 0, last_samples, after.context))
+        out = torch.zeros(packing.total, WIDTH)
+        self._lstm(gates, self._lstm_weight, offsets, windows, after.h, after.c, out)
+        is_live = torch.arange(samples // WINDOW_SAMPLES) < windows[:, None]
+        probabilities[is_live] = F.linear(out.relu_(), self._head_weight, self._head_bias).sigmoid_()[:, 0]
         return probabilities, after
-
-    def _make_encoder(self, on_cpu: bool) -> Any:
-        """Returns everything before the LSTM, up to its gate inputs, with this model's weights."""
-        convs: list[Any] = list(self.convs)
-        weights = [conv.weight.detach() for conv in convs], [conv.bias.detach() for conv in convs]
-        gates = self.lstm.weight_ih_l0.detach(), (self.lstm.bias_ih_l0 + self.lstm.bias_hh_l0).detach()
-        make = kernels.kernels().VoiceActivityEncoder if on_cpu else kernels.reference.VoiceActivityEncoder
-        return make(*weights, *gates)
 
 
 def load() -> Silero:
@@ -125,9 +116,7 @@ def load() -> Silero:
     digest = hashlib.sha256(raw).hexdigest()
     if digest != WEIGHTS_SHA256:
         raise WeightsCorrupt(f"{WEIGHTS} has sha256 {digest}", f"it must be {WEIGHTS_SHA256}", "reinstall asr-serve")
-    model = Silero()
-    model.load_state_dict(safetensors.torch.load(raw))
-    return model.eval()
+    return Silero(safetensors.torch.load(raw))
 
 
 def rename(key: str) -> str | None:

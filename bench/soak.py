@@ -72,7 +72,8 @@ class Server:
 
     async def sample(self, every_s: float) -> None:
         while True:
-            self.watch()
+            with suppress(psutil.Error):
+                self.watch()
             await asyncio.sleep(every_s)
 
     def metric(self, name: str) -> float:
@@ -116,11 +117,11 @@ async def converse(url: str, packets: Iterator[bytes], speed: float) -> tuple[li
         nonlocal messages
         async for text in line:
             messages += 1
-            told = json.loads(text)
-            if told.get("event") == "error":
+            message = json.loads(text)
+            if message.get("event") == "error":
                 raise RuntimeError(text)
-            sentences.extend(told.get("sentences", []))
-            if told.get("event") == "stopped":
+            sentences.extend(message.get("sentences", []))
+            if message.get("event") == "stopped":
                 return
 
     async with connect(url, proxy=None, compression=None, ping_interval=None, max_size=None) as line:
@@ -143,21 +144,21 @@ def packets(audio: bytes, ms: int = PACKET_MS) -> Iterator[bytes]:
     return (audio[at : at + step] for at in range(0, len(audio), step))
 
 
-def speech(heard: Sequence[Clip], seconds: float, rng: random.Random, pause_s: float = 1.0) -> tuple[bytes, str]:
-    """Clips in a random order with pauses, that long at least, and what they say."""
-    parts, said, samples = [], [], 0
+def speech(recordings: Sequence[Clip], seconds: float, rng: random.Random, pause_s: float = 1.0) -> tuple[bytes, str]:
+    """Clips in a random order with pauses, that long at least, as 16-bit PCM, and their reference text."""
+    parts, texts, samples = [], [], 0
     while samples < seconds * RATE_HZ:
-        clip = rng.choice(heard)
+        clip = rng.choice(recordings)
         parts += [clip.audio, np.zeros(int(pause_s * RATE_HZ), np.float32)]
-        said.append(clip.text)
+        texts.append(clip.text)
         samples += len(clip.audio) + int(pause_s * RATE_HZ)
-    return pcm16(np.concatenate(parts)), " ".join(said)
+    return pcm16(np.concatenate(parts)), " ".join(texts)
 
 
 # --- scenarios -----------------------------------------------------------------------------------------
 
 
-async def silence(server: Server, heard: Sequence[Clip], args: argparse.Namespace) -> Row:
+async def silence(server: Server, recordings: Sequence[Clip], args: argparse.Namespace) -> Row:
     """Hours of a quiet line, 200 times as fast: no word, no growth."""
     noise = pcm16(np.random.default_rng(0).normal(0, 3e-4, 10 * RATE_HZ).astype(np.float32))
     hours = args.hours or 8.0
@@ -165,13 +166,13 @@ async def silence(server: Server, heard: Sequence[Clip], args: argparse.Namespac
     return {"audio_h": hours, "speed": 200, "sentences": len(sentences), "messages": messages}
 
 
-async def long_speech(server: Server, heard: Sequence[Clip], args: argparse.Namespace) -> Row:
+async def long_speech(server: Server, recordings: Sequence[Clip], args: argparse.Namespace) -> Row:
     """Hours of speech, 20 times as fast."""
     hours = args.hours or 3.0
-    audio, said = speech(heard, hours * 3_600, random.Random(1))
+    audio, reference = speech(recordings, hours * 3_600, random.Random(1))
     sentences, _ = await converse(server.url, packets(audio, 500), 20.0)
     ordered = all(a["end"] <= b["start"] for a, b in pairwise(sentences))
-    rate = wer([said], [" ".join(s["text"] for s in sentences)])
+    rate = wer([reference], [" ".join(s["text"] for s in sentences)])
     return {
         "audio_h": round(len(audio) / 2 / RATE_HZ / 3_600, 3),
         "speed": 20,
@@ -182,10 +183,14 @@ async def long_speech(server: Server, heard: Sequence[Clip], args: argparse.Name
 
 
 async def beside(
-    server: Server, heard: Sequence[Clip], what: Callable[[], Awaitable[Row]], callers: int = 4, seconds: float = 40.0
+    server: Server,
+    recordings: Sequence[Clip],
+    what: Callable[[], Awaitable[Row]],
+    callers: int = 4,
+    seconds: float = 40.0,
 ) -> Row:
     """While others do `what`, these speak, in real time, twice: first alone. Their text must be the same."""
-    streams = [speech(heard, seconds, random.Random(100 + n))[0] for n in range(callers)]
+    streams = [speech(recordings, seconds, random.Random(100 + n))[0] for n in range(callers)]
 
     async def call() -> list[str]:
         found = await asyncio.gather(*(converse(server.url, packets(audio), 1.0) for audio in streams))
@@ -199,9 +204,9 @@ async def beside(
     return {**row, "callers_beside": callers, "their_text_unchanged": same}
 
 
-async def hang_ups(server: Server, heard: Sequence[Clip], args: argparse.Namespace) -> Row:
+async def hang_ups(server: Server, recordings: Sequence[Clip], args: argparse.Namespace) -> Row:
     """200 callers who vanish in mid-word, without a close, while others go on."""
-    audio = speech(heard, 30, random.Random(2))[0]
+    audio = speech(recordings, 30, random.Random(2))[0]
 
     async def one(number: int) -> None:
         line = await connect(server.url, proxy=None, compression=None, ping_interval=None)
@@ -221,14 +226,14 @@ async def hang_ups(server: Server, heard: Sequence[Clip], args: argparse.Namespa
         refused = [repr(d) for d in done if isinstance(d, BaseException)]
         return {"hang_ups": len(done) - len(refused), "refused": len(refused)}
 
-    return await beside(server, heard, all_of_them)
+    return await beside(server, recordings, all_of_them)
 
 
-async def deaf(server: Server, heard: Sequence[Clip], args: argparse.Namespace) -> Row:
+async def deaf(server: Server, recordings: Sequence[Clip], args: argparse.Namespace) -> Row:
     """A caller who sends fast and never reads, beside others."""
 
     async def flood() -> Row:
-        audio, _ = speech(heard, 600, random.Random(4))
+        audio, _ = speech(recordings, 600, random.Random(4))
         line = socket.create_connection((HOST, server.port))
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
         line.settimeout(20)
@@ -248,7 +253,7 @@ async def deaf(server: Server, heard: Sequence[Clip], args: argparse.Namespace) 
         line.close()
         return {"deaf_sent_s": round(sent / 2 / RATE_HZ, 1)}
 
-    return await beside(server, heard, lambda: asyncio.to_thread(asyncio.run, flood()))
+    return await beside(server, recordings, lambda: asyncio.to_thread(asyncio.run, flood()))
 
 
 def frame(kind: int, payload: bytes) -> bytes:
@@ -260,7 +265,7 @@ def frame(kind: int, payload: bytes) -> bytes:
     return head + bytes(4) + payload
 
 
-async def killed(server: Server, heard: Sequence[Clip], args: argparse.Namespace) -> Row:
+async def killed(server: Server, recordings: Sequence[Clip], args: argparse.Namespace) -> Row:
     """The engine process is killed twice with callers on line: they get the same words."""
 
     async def kill() -> Row:
@@ -269,27 +274,24 @@ async def killed(server: Server, heard: Sequence[Clip], args: argparse.Namespace
             os.kill(server.engine().pid, signal.SIGKILL)
         return {"kills": 2}
 
-    row = await beside(server, heard, kill)
+    row = await beside(server, recordings, kill)
     return {**row, "restarts": server.metric("asr_serve_engine_restarts_total")}
 
 
-async def callers(server: Server, heard: Sequence[Clip], args: argparse.Namespace) -> Row:
-    """Many callers, hours on end. What was seen so far is printed every minute, and written every ten."""
+async def callers(server: Server, recordings: Sequence[Clip], args: argparse.Namespace) -> Row:
+    """Many callers, hours on end. The last minute is printed each minute, and the row so far written each ten."""
     plan = soak_callers.Plan(
         args.callers, args.speed, 60 * args.minutes, 60 * (args.session_minutes or args.minutes), args.flat_mib
     )
-    speech = await asyncio.to_thread(soak_callers.Speech, heard, MODEL)
+    speech = await asyncio.to_thread(soak_callers.Speech, recordings, MODEL)
     soak = soak_callers.Soak(plan, (args.speech or args.data).name)
 
-    async def watch() -> None:
-        while True:
-            told = await asyncio.to_thread(soak.minute, server)
-            print(json.dumps(told), file=sys.stderr, flush=True)
-            if len(soak.minutes) % 10 == 0:
-                write(args, [{"name": "callers", "unfinished": True, **soak.row()}])
-            await asyncio.sleep(60)
+    def report(minute: Row) -> None:
+        print(json.dumps(minute), file=sys.stderr, flush=True)
+        if len(soak.minutes) % 10 == 0:
+            write(args, [{"name": "callers", "unfinished": True, **soak.row()}])
 
-    watching = asyncio.create_task(watch())
+    watching = asyncio.create_task(soak.watch(server, report))
     try:
         await soak_callers.call_all(speech, plan, f"ws://{HOST}:{server.port}", soak.sessions.append)
     finally:
@@ -309,11 +311,11 @@ WITHOUT_TEXT = ("callers",)
 """Scenarios whose speech need not be written down."""
 
 
-def one(name: str, heard: Sequence[Clip], args: argparse.Namespace, folder: Path) -> Row:
+def one(name: str, recordings: Sequence[Clip], args: argparse.Namespace, folder: Path) -> Row:
     port = serve.free_port()
     # Longer than a session may last by default.
     env = {**os.environ, "ASR_SERVE_MAX_SESSION_S": "86400"}
-    run = serve.Run(args, heard, [], env, folder)
+    run = serve.Run(args, recordings, [], env, folder)
     with serve.started(asr_serve(Setting(port, args.threads, folder)), port, run) as (process, trouble):
         if trouble:
             return {"name": name, "failed": trouble}
@@ -323,7 +325,7 @@ def one(name: str, heard: Sequence[Clip], args: argparse.Namespace, folder: Path
             sampling = asyncio.create_task(server.sample(1.0))
             begun_s = time.monotonic()
             try:
-                row = await SCENARIOS[name](server, heard, args)
+                row = await SCENARIOS[name](server, recordings, args)
             finally:
                 sampling.cancel()
             return {"name": name, **row, "wall_s": round(time.monotonic() - begun_s, 1), "left": await server.held()}
@@ -362,10 +364,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("callers", "speed", "minutes", "session_minutes", "flat_mib"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0")
-    heard = clips.load(args.data, args.clips) if args.data else []
+    recordings = clips.load(args.data, args.clips) if args.data else []
     rows = []
     for name in names:
-        speech = clips.without_text(args.speech, args.clips) if name in WITHOUT_TEXT and args.speech else heard
+        speech = clips.without_text(args.speech, args.clips) if name in WITHOUT_TEXT and args.speech else recordings
         with tempfile.TemporaryDirectory(prefix="asr-serve-bench-") as folder:
             rows.append(one(name, speech, args, Path(folder)))
         write(args, rows)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import live_report
 import live_speech
 import live_worker
 import numpy as np
+import psutil
 import serve_load
 from clips import Clip
 from live_calls import Call
@@ -41,19 +43,21 @@ GRACE_S = 60.0
 MAX_SPREAD_S = 8.0
 """Callers dial one after another over so long, as live.py's do."""
 STRETCH_S = 600.0
-"""Finals' waits are told for each stretch of so long."""
+"""Length of a stretch, for which waits for finals are reported together."""
 LEAST_MINUTES = 6
 """Minutes of memory that a verdict needs: two in each third."""
+LEAST_RECORDED = 0.9
+"""Share of the minutes that must have been recorded for a verdict: the thirds are of the whole time only then."""
 
 
 class Plan(NamedTuple):
-    """What is asked for."""
+    """Size of the run, and its limit of memory."""
 
     callers: int
     speed: float
     """Seconds of audio that are sent in a second."""
     audio_s: float
-    """Of each caller, pauses included."""
+    """Audio that each caller sends, pauses included."""
     session_s: float
     """Most audio of a session."""
     flat_mib: float
@@ -63,14 +67,14 @@ class Plan(NamedTuple):
 class Speech:
     """Clips as samples, with what voice activity and the library, a clip at a time, make of them."""
 
-    def __init__(self, heard: Sequence[Clip], model: str) -> None:
+    def __init__(self, clips: Sequence[Clip], model: str) -> None:
         self.pcm: list[Pcm] = [
-            np.clip(np.rint(clip.audio * 32_768), -32_768, 32_767).astype(np.int16) for clip in heard
+            np.clip(np.rint(clip.audio * 32_768), -32_768, 32_767).astype(np.int16) for clip in clips
         ]
         self.pause = round(PAUSE_S * RATE_HZ)
         self.probabilities = live_worker.voices(self.pcm, self.pause)
         with asr_serve.load(model, engine=EngineConfig(prefix_bytes=0)) as loaded:
-            self.texts = [found.text for found in loaded.transcribe([clip.audio for clip in heard])]
+            self.texts = [found.text for found in loaded.transcribe([clip.audio for clip in clips])]
 
     def sessions(self, number: int, plan: Plan) -> Iterator[Caller]:
         """Sessions of one caller, in order: each holds as many clips as fit, at least one."""
@@ -88,10 +92,11 @@ class Speech:
 class Session(NamedTuple):
     """One session that is over."""
 
-    unlike: ErrorRate | None
+    word_errors: ErrorRate | None
     """Words of the session against those of the clips that were sent whole; None without such a clip."""
     finals: list[tuple[float, float]]
-    """(when it came, how long it took in ms) of each final that ended at a pause."""
+    """(when it came, how long it took in ms) of each final of a segment that ended at a pause; those at STOP are left
+    out."""
     error: str | None
     refusals: int
     audio_s: float
@@ -114,24 +119,24 @@ async def session(caller: Caller, speech: Speech, plan: Plan, url: str, begins_s
 
 def read(line: Line, caller: Caller, speech: Speech) -> Session:
     """What came of a call that is over."""
-    heard = line.heard(0.0)
-    call = Call(caller, live_speech.voiced(caller, speech.probabilities), heard)
+    messages = line.heard(0.0)
+    call = Call(caller, live_speech.voiced(caller, speech.probabilities), messages)
     sent = len(call.moments_s) * live_speech.PACKET_SAMPLES
     starts = zip(caller.clips, caller.starts, strict=True)
-    said = " ".join(speech.texts[clip] for clip, start in starts if start + len(speech.pcm[clip]) <= sent)
+    reference = " ".join(speech.texts[clip] for clip, start in starts if start + len(speech.pcm[clip]) <= sent)
     # Sentences without a wait are the last ones of a call that broke off.
     waits = zip(call.sentences, call.finals_ms(0.0), strict=False)
     return Session(
-        wer([said], [" ".join(sentence.text for sentence in call.sentences)]) if normalize(said) else None,
-        [(sentence.arrived_s, wait[0]) for sentence, wait in waits if wait is not None],
-        live_report.error_of(heard),
+        wer([reference], [" ".join(sentence.text for sentence in call.sentences)]) if normalize(reference) else None,
+        [(sentence.arrived_s, wait[0]) for sentence, wait in waits if wait is not None and wait[1] is not None],
+        live_report.error_of(messages),
         line.retries,
         min(sent, caller.samples) / RATE_HZ,
     )
 
 
 async def call_all(speech: Speech, plan: Plan, url: str, ended: Callable[[Session], None]) -> None:
-    """All callers until each has said all; `ended` is told of every session."""
+    """Runs all callers until each has sent all its audio; calls `ended` with every session."""
     clock = asyncio.get_running_loop()
     opened_s = clock.time() + CONNECT_S
     spread_s = min(MAX_SPREAD_S, plan.audio_s / plan.speed / 4)
@@ -146,20 +151,20 @@ async def call_all(speech: Speech, plan: Plan, url: str, ended: Callable[[Sessio
 
 
 def words(sessions: Sequence[Session]) -> Row:
-    """Words lost, added and changed between what the library hears in each clip and what the sessions heard."""
-    told = [each.unlike for each in sessions if each.unlike is not None]
-    reference = sum(each.reference for each in told)
+    """Words lost, added and changed between the library's texts of the clips and the texts of the sessions."""
+    errors = [each.word_errors for each in sessions if each.word_errors is not None]
+    reference = sum(each.reference for each in errors)
     return {
         "words": reference,
-        "words_lost": sum(each.deletions for each in told),
-        "words_added": sum(each.insertions for each in told),
-        "words_changed": sum(each.substitutions for each in told),
-        "words_unlike_percent": round(100 * sum(each.errors for each in told) / reference, 2) if reference else None,
+        "words_lost": sum(each.deletions for each in errors),
+        "words_added": sum(each.insertions for each in errors),
+        "words_changed": sum(each.substitutions for each in errors),
+        "words_unlike_percent": round(100 * sum(each.errors for each in errors) / reference, 2) if reference else None,
     }
 
 
 def stretches(finals: Sequence[tuple[float, float]], begun_s: float) -> list[Row]:
-    """Of each ten minutes since `begun_s`: finals, and what 95 and 99 of a hundred of them took at most."""
+    """Number of finals in each stretch since `begun_s`, and the 95th and 99th percentiles of their waits."""
     by_stretch: dict[int, list[float]] = {}
     for came_s, wait_ms in finals:
         by_stretch.setdefault(int((came_s - begun_s) // STRETCH_S), []).append(wait_ms)
@@ -174,10 +179,10 @@ def stretches(finals: Sequence[tuple[float, float]], begun_s: float) -> list[Row
     ]
 
 
-def is_flat(rss_mib: Sequence[float], most_mib: float) -> Row:
+def is_flat(rss_mib: Sequence[float], wall_min: float, most_mib: float) -> Row:
     """Whether memory grew by less than `most_mib` from the second third of the minutes to the last, by their medians.
-    The first third is warming up. Null where there are too few minutes."""
-    if len(rss_mib) < LEAST_MINUTES:
+    The first third is warming up. Null where there are too few minutes, or too many of `wall_min` were not recorded."""
+    if len(rss_mib) < max(LEAST_MINUTES, LEAST_RECORDED * wall_min):
         return {"rss_growth_mib": None, "memory_flat": None}
     third = len(rss_mib) // 3
     growth = round(median(rss_mib[-third:]) - median(rss_mib[-2 * third : -third]), 1)
@@ -185,7 +190,7 @@ def is_flat(rss_mib: Sequence[float], most_mib: float) -> Row:
 
 
 class Soak:
-    """Everything that was seen so far, as a row."""
+    """Sessions and minutes of a run so far, and its row in the result."""
 
     def __init__(self, plan: Plan, folder: str) -> None:
         self.plan, self.folder = plan, folder
@@ -213,12 +218,13 @@ class Soak:
             "final_p95_ms": percentile(sorted(wait for _, wait in finals), 0.95),
             "stretches": stretches(finals, self._begun_s),
             "flat_below_mib": self.plan.flat_mib,
-            **is_flat(rss, self.plan.flat_mib),
+            **is_flat(rss, (time.monotonic() - self._begun_s) / 60, self.plan.flat_mib),
             "memory": self.minutes,
         }
 
     def minute(self, server: Any) -> Row:
-        """Takes down what the server holds now."""
+        """Records the server's memory, pages and sessions. Raises OSError, HTTPException or psutil.Error where the
+        server does not answer."""
         server.watch()
         self.minutes.append(
             {
@@ -231,3 +237,15 @@ class Soak:
         )
         ended = sum(each.error is not None for each in self.sessions)
         return {**self.minutes[-1], "sessions_done": len(self.sessions), "ended_early": ended}
+
+    async def watch(self, server: Any, report: Callable[[Row], None], every_s: float = 60.0) -> None:
+        """Records a minute each `every_s` and calls `report` with it, until it is cancelled. A minute in which the
+        server does not answer is printed, and missing in the row."""
+        while True:
+            try:
+                minute = await asyncio.to_thread(self.minute, server)
+            except (OSError, HTTPException, psutil.Error) as failure:
+                print(f"a minute was not recorded: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
+            else:
+                report(minute)
+            await asyncio.sleep(every_s)

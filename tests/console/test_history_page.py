@@ -31,6 +31,16 @@ REFUSE_DELETION = """() => {
     IDBObjectStore.prototype[name] = () => { throw new DOMException("no", "UnknownError"); };
   }
 }"""
+ABORT_DELETION_OF_THE_OLDEST = """() => {
+  const open = IDBIndex.prototype.openCursor;
+  IDBIndex.prototype.openCursor = function (...given) {
+    IDBIndex.prototype.openCursor = open;
+    const request = open.apply(this, given), { transaction } = this.objectStore;
+    transaction.addEventListener("abort", () => (window.aborted = true));
+    transaction.abort();
+    return request;
+  };
+}"""
 COUNT = """async () => {
   const database = await new Promise((resolve) => {
     const opening = indexedDB.open("asr-serve", 1);
@@ -216,6 +226,27 @@ def test_the_oldest_go_when_there_is_no_room(served, visit, packaged_speech):
     assert titles(me)[:2] == ["two_cities.wav", "newer"]
     assert "older" not in titles(me)
     assert "oldest" not in titles(me)
+    me.expect_calm()
+
+
+def test_a_transcript_is_kept_where_the_oldest_cannot_be_deleted(served, visit, packaged_speech):
+    """The next one deletes them."""
+    me = visit(f"{served.url}/history")
+    fill(me, transcript(1, "oldest", bytes=24_999_900))
+    me.page.goto(served.url)
+    me.ready()
+    me.page.evaluate(ABORT_DELETION_OF_THE_OLDEST)
+    me.hear(packaged_speech / "two_cities.wav")
+    me.holds("window.aborted")
+    me.page.evaluate("() => new Promise((resolve) => setTimeout(resolve))")  # what follows an abort has been done
+    assert not me.page.locator(".toast:has-text('keeps no history')").count()
+    kept(me, 2)
+    me.hear(packaged_speech / "beckett.wav")
+    me.holds(f"({COUNT})().then((found) => found.some(({{ title }}) => title === 'beckett.wav'))")
+    kept(me, 2)
+    me.page.goto(f"{served.url}/history")
+    me.until("#list .saved")
+    assert titles(me) == ["beckett.wav", "two_cities.wav"]
     me.expect_calm()
 
 

@@ -59,7 +59,7 @@ export async function put(saved: Saved, again = false): Promise<boolean> {
       left -= (cursor.value as Row).bytes;
       if (left < 0) cursor.delete();
     }),
-  );
+  ).catch(() => undefined); // it is kept already, and the next one deletes what is too much
   return true;
 }
 

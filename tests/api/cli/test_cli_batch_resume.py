@@ -160,6 +160,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Batches]:
 @pytest.fixture
 def server(served: Batches) -> Iterator[Batches]:
     served.clear()
+    for record in submissions_dir().glob("*.jsonl"):  # of other tests' submissions, which fail
+        record.unlink()
     yield served
     assert not list(submissions_dir().glob("*.jsonl")), "each submission of these tests ends"
 

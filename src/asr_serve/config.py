@@ -689,7 +689,7 @@ def batch_dir(chosen: str | None) -> Path:
 
 
 def submissions_dir() -> Path:
-    """Folder of what `asr-serve batch submit` has uploaded, while it is at it: XDG_STATE_HOME/asr-serve/submissions."""
+    """Folder of the upload records of `asr-serve batch submit`: XDG_STATE_HOME/asr-serve/submissions."""
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "asr-serve" / "submissions"
 
 

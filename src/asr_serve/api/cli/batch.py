@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
+import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
@@ -30,12 +33,15 @@ app = typer.Typer(
 SERVER = "http://127.0.0.1:8000"
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
 ENDED = ("completed", "failed", "expired", "cancelled")
+UNSUCCESSFUL = ("failed", "expired", "cancelling", "cancelled")
 CHUNK_BYTES = 1 << 20
 FOLLOW_S = 2.0
 """Time between two looks at a batch."""
 ATTEMPTS, RETRY_S = 8, 1.0
-LOOKED_AT = 100
-"""Files of the server, the newest, among which one is searched whose upload was interrupted."""
+MAX_LISTED_FILES = 100
+"""Number of the server's newest files that are searched for one whose upload has no known result."""
+MAX_NAME_CHARACTERS = 200
+"""Length of the file names that servers store; they cut longer ones at the start."""
 T = TypeVar("T")
 
 Server = Annotated[str, typer.Option(metavar="URL", help="Server with the queue.")]
@@ -76,8 +82,8 @@ def submit(
     Callers of the server come first; the batch takes what they leave, and goes
     on after a restart. The id of the batch is written on stdout. Answers of a
     folder have the path of their recording as custom_id. The same command
-    goes on with a submission that was interrupted: what the server has is not
-    sent again.
+    resumes an interrupted submission: files that the server has are not
+    uploaded again.
 
     \b
     Examples
@@ -91,8 +97,9 @@ def submit(
       {"custom_id": "1", "method": "POST", "url": "/v1/audio/transcriptions",
        "body": {"file": "calls/1.wav", "response_format": "verbose_json"}}
     """
-    from asr_serve.protocols.openai.batches import MAX_LINES
+    from asr_serve.protocols.openai.batches import MAX_LINES, parse_window
 
+    window_s = parse_window(window)
     if source.is_dir():
         options = {"model": model, "language": language, "response_format": response_format}
         requests, endpoint = _folder_requests(source, options), TRANSCRIPTIONS
@@ -105,8 +112,8 @@ def submit(
             f"{source} has {len(requests)} requests", f"up to {MAX_LINES} in a batch", "submit it in several parts"
         )
     session = _Session(server, api_key)
-    with upload_record(submissions_dir(), server, session.key, source) as record, _hint(record):
-        lines, uploads = [], _Uploads(session, record)
+    with upload_record(submissions_dir(), server, session.key, source) as record, _resume_hint(record):
+        lines, uploads = [], _Uploads(session, record, window_s)
         with WorkProgress(print_error, shown=not quiet) as progress:
             for number, request in enumerate(requests):
                 body = request["body"]
@@ -116,15 +123,22 @@ def submit(
                     body = {**body, "file": uploads.file_id(path)}
                 lines.append(json.dumps({**request, "body": body}, ensure_ascii=False))
             input_id = uploads.lines_id("\n".join(lines).encode())
-        if uploads.found and not quiet:
-            print_error(f"{uploads.found} of {len(requests)} recordings were there from an interrupted submission")
-        created = session.ask(
-            "POST",
-            "/v1/batches",
-            {"input_file_id": input_id, "endpoint": endpoint, "completion_window": window},
-            {"Idempotency-Key": record.request_key(input_id, endpoint, window)},
-            repeatable=True,
-        )
+        if uploads.resumed and not quiet:
+            print_error(f"{uploads.resumed} of {len(requests)} recordings were there from an interrupted submission")
+
+        def create() -> Any:
+            return session.ask(
+                "POST",
+                "/v1/batches",
+                {"input_file_id": input_id, "endpoint": endpoint, "completion_window": window},
+                {"Idempotency-Key": record.idempotency_key(input_id, endpoint, window)},
+                repeatable=True,
+            )
+
+        created = create()
+        if created["status"] in UNSUCCESSFUL:  # the batch of the interrupted submission, which is of no use any more
+            record.renew_token()
+            created = create()
         print(created["id"], flush=True)
     return _follow(session, created["id"], quiet) if follow else 0
 
@@ -238,19 +252,22 @@ class _Content:
             self.name, self.size, self.key = "lines.jsonl", len(data), hashlib.sha256(data).hexdigest()
             return
         try:
-            found = path.stat()
+            status = path.stat()
         except OSError as error:
             raise SourceNotFound(f"{path}: {error.strerror}", "recordings that can be read") from None
-        self.name, self.size = path.name, found.st_size
-        self.key = f"{path.resolve()} {found.st_size} {found.st_mtime_ns}"
-        """Another one where the content is another."""
+        shown = "".join("_" if c in '\\"' or not c.isprintable() else c for c in path.name)
+        self.name, self.size = shown[-MAX_NAME_CHARACTERS:].strip() or "_", status.st_size
+        """File name that servers store unchanged, and size in bytes."""
+        self.key = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+        """Key of the upload, which changes with the content."""
 
     def chunks(self) -> Iterator[bytes]:
         """Returns the bytes in parts."""
         return iter([self._data]) if self._path is None else _chunks(self._path)
 
+    @functools.cached_property
     def digest(self) -> str:
-        """Computes the SHA-256 of the bytes."""
+        """SHA-256 of the bytes, in hexadecimal."""
         summed = hashlib.sha256()
         for chunk in self.chunks():
             summed.update(chunk)
@@ -258,42 +275,44 @@ class _Content:
 
 
 class _Uploads:
-    """Uploads of a submission, each of them done once, in this command or in one like it before."""
+    """Uploads of a submission: each file once, files of the interrupted submission that it resumes included."""
 
-    def __init__(self, session: _Session, record: UploadRecord) -> None:
-        self._session, self._record = session, record
-        self._earlier = record.ids
-        self.found = 0
-        """Recordings that the server had from an earlier command."""
+    def __init__(self, session: _Session, record: UploadRecord, window_s: int) -> None:
+        """`window_s`: completion window of the batch, for which the server has to keep the files."""
+        self._session, self._record, self._window_s = session, record, window_s
+        self._unchecked = set(record.ids)
+        """Ids from the interrupted submission whose files the server may have deleted meanwhile."""
+        self.resumed = 0
+        """Number of recordings that the interrupted submission uploaded."""
 
     def file_id(self, path: Path) -> str:
         """Id of a recording, which is uploaded unless the server has it. Raises SourceNotFound, Refused,
         Unreachable."""
-        file_id, found = self._id(_Content(path))
-        self.found += found
+        file_id, resumed = self._id(_Content(path))
+        self.resumed += resumed
         return file_id
 
     def lines_id(self, data: bytes) -> str:
-        """Id of the lines of a batch, as above."""
+        """Id of the lines of a batch, which are uploaded unless the server has them. Raises Refused, Unreachable."""
         return self._id(_Content(None, data))[0]
 
     def _id(self, content: _Content) -> tuple[str, bool]:
-        """The id, and whether the server had it from an earlier command."""
-        file_id = self._record.id_of(content.key)
-        if file_id is not None and file_id not in self._earlier:
+        """Returns the id, and whether the interrupted submission uploaded the file."""
+        file_id = self._record.file_id(content.key)
+        if file_id is not None and file_id not in self._unchecked:
             return file_id, False
-        if file_id is not None and self._session.has(file_id):
-            self._earlier -= {file_id}
+        if file_id is not None and self._session.has(file_id, self._window_s):
+            self._unchecked.discard(file_id)
             return file_id, True
         # The answer to an upload may be lost though the server has the file.
-        if self._record.was_begun(content.key):
-            file_id = self._session.find(content, self._record.ids)
+        if self._record.is_pending(content.key):
+            file_id = self._session.find(content, self._record, self._window_s)
             if file_id is not None:
-                self._record.end(content.key, file_id)
+                self._record.finish_upload(content.key, file_id)
                 return file_id, True
-        self._record.begin(content.key)
+        self._record.start_upload(content.key)
         file_id = self._session.upload(content)
-        self._record.end(content.key, file_id)
+        self._record.finish_upload(content.key, file_id)
         return file_id, False
 
 
@@ -302,6 +321,8 @@ class _Session:
 
     def __init__(self, server: str, api_key: str | None) -> None:
         self._server, self.key = server, api_key or client_key()
+        self._clock_offset_s = 0.0
+        """Difference of the server's clock to this machine's, by the Date header of the last answer that has one."""
 
     def ask(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, repeatable: bool = False
@@ -313,6 +334,9 @@ class _Session:
 
         def send() -> Any:
             with server_answer(self._server, self.key, method, path, content, headers) as answer:
+                with contextlib.suppress(ValueError):
+                    date = parsedate_to_datetime(answer.headers.get("Date", ""))
+                    self._clock_offset_s = date.timestamp() - time.time()
                 return json.loads(answer.read())
 
         return _retried(send, repeatable)
@@ -324,13 +348,11 @@ class _Session:
         """Uploads a file; returns its id. Raises Refused, Unreachable."""
         from asr_serve.api.cli.backends import server_answer
 
-        name = content.name
         boundary = secrets.token_hex(16)
-        shown = name.replace("\\", "\\\\").replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
         head = (
             f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--{boundary}\r\n'
-            f'Content-Disposition: form-data; name="file"; filename="{shown}"\r\n\r\n'
-        ).encode("utf-8", "replace")
+            f'Content-Disposition: form-data; name="file"; filename="{content.name}"\r\n\r\n'
+        ).encode()
         tail = f"\r\n--{boundary}--\r\n".encode()
 
         def parts() -> Iterator[bytes]:
@@ -349,34 +371,54 @@ class _Session:
 
         return _retried(send)
 
-    def has(self, file_id: str) -> bool:
-        """Returns whether the server has a file. Raises Refused, Unreachable."""
+    def has(self, file_id: str, window_s: int) -> bool:
+        """Returns whether the server has a file, and keeps it for `window_s` seconds. Raises Refused, Unreachable."""
         try:
-            self.ask("GET", f"/v1/files/{quote(file_id, safe='')}")
+            file = self.ask("GET", f"/v1/files/{quote(file_id, safe='')}")
         except Refused as refusal:
             if refusal.code != "unknown_file":
                 raise
             return False
-        return True
+        return self._expires_after(file, window_s)
 
-    def find(self, content: _Content, known: Collection[str]) -> str | None:
-        """Finds the file with that content among the newest of the server, `known` ones apart: their ids. Raises
+    def find(self, content: _Content, record: UploadRecord, window_s: int) -> str | None:
+        """Finds the file of an upload whose result is not in the record, among the newest of the server. Returns the
+        id; None where there is no such file that the server keeps for `window_s` seconds. Raises SourceNotFound,
         Refused, Unreachable."""
-        for file in self.ask("GET", f"/v1/files?purpose=batch&limit={LOOKED_AT}")["data"]:
-            if file["bytes"] == content.size and file["id"] not in known and self._holds(file["id"], content):
+        files, known = self.ask("GET", f"/v1/files?purpose=batch&limit={MAX_LISTED_FILES}")["data"], record.ids
+        # Unix times of files and of Date are in whole seconds, rounded down.
+        started_at = record.started_at + self._clock_offset_s - 1
+        for file in files:
+            is_candidate = (
+                (file["bytes"], file["filename"]) == (content.size, content.name)
+                and file["created_at"] > started_at
+                and file["id"] not in known
+                and self._expires_after(file, window_s)
+            )
+            if is_candidate and self._has_content(file["id"], content):
                 return str(file["id"])
         return None
 
-    def _holds(self, file_id: str, content: _Content) -> bool:
+    def _expires_after(self, file: dict[str, Any], window_s: int) -> bool:
+        """Returns whether the server keeps a file for more than `window_s` seconds from now."""
+        return bool(file["expires_at"] > time.time() + self._clock_offset_s + window_s)
+
+    def _has_content(self, file_id: str, content: _Content) -> bool:
+        """Returns whether a file of the server has that content; not where it was deleted meanwhile. Raises
+        SourceNotFound, Refused, Unreachable."""
         from asr_serve.api.cli.backends import server_answer
 
         received = hashlib.sha256()
-        with server_answer(
-            self._server, self.key, "GET", f"/v1/files/{quote(file_id, safe='')}/content", None
-        ) as answer:
-            while chunk := answer.read(CHUNK_BYTES):
-                received.update(chunk)
-        return received.hexdigest() == content.digest()
+        route = f"/v1/files/{quote(file_id, safe='')}/content"
+        try:
+            with server_answer(self._server, self.key, "GET", route, None) as answer:
+                while chunk := answer.read(CHUNK_BYTES):
+                    received.update(chunk)
+        except Refused as refusal:
+            if refusal.code != "unknown_file":
+                raise
+            return False
+        return received.hexdigest() == content.digest
 
     def download(self, file_id: str, path: Path) -> None:
         """Writes a file, whole or not at all. Raises Refused, Unreachable."""
@@ -410,12 +452,13 @@ def _retried(send: Callable[[], T], repeatable: bool = False) -> T:
 
 
 @contextlib.contextmanager
-def _hint(record: UploadRecord) -> Iterator[None]:
-    """Context manager around a submission: tells whoever interrupts it, or loses the server, how it goes on."""
+def _resume_hint(record: UploadRecord) -> Iterator[None]:
+    """Context manager around a submission: where it fails or is interrupted, prints that the same command resumes
+    it."""
     try:
         yield
     except (KeyboardInterrupt, Refused, Unreachable):
-        if record.outlives and record.ids:
+        if record.is_persistent and record.ids:
             print_error(f"{len(record.ids)} files are uploaded; the same command goes on from there")
         raise
 
@@ -444,7 +487,8 @@ def _folder_requests(folder: Path, options: dict[str, str | None]) -> list[dict[
     given = {name: value for name, value in options.items() if value is not None}
     return [
         {
-            "custom_id": path.relative_to(folder).as_posix(),
+            # Names that are not UTF-8 have their other bytes escaped, as in caf\\xe9.wav.
+            "custom_id": os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace"),
             "method": "POST",
             "url": TRANSCRIPTIONS,
             "body": {"file": str(path), **given},

@@ -68,6 +68,7 @@ def _numbers_up_to(most: int) -> str:
 _WINDOWS = (f"({_numbers_up_to(MAX_WINDOW_S // unit_s)}){unit}" for unit, unit_s in _WINDOW_S.items())
 WINDOW_PATTERN = f"^({'|'.join(_WINDOWS)})$"
 """Pattern of `completion_window`: a number with s, m, h or d, up to 30 days."""
+WINDOWS_ALLOWED = "a number with s, m, h or d, up to 30d, like 24h"
 _WINDOW = re.compile(WINDOW_PATTERN)
 _FILE_ID = re.compile(r"file-[0-9a-f]{1,64}", re.ASCII)
 _LINE_EXAMPLE = (
@@ -240,12 +241,21 @@ def parse_batch_request(body: bytes) -> BatchRequest:
 
 
 def _window(members: JsonMembers) -> tuple[str, int]:
-    text, allowed = members.text("completion_window"), "a number with s, m, h or d, up to 30d, like 24h"
+    text = members.text("completion_window")
     if text is None:
-        raise MissingOption("completion_window is missing", allowed, param="completion_window")
+        raise MissingOption("completion_window is missing", WINDOWS_ALLOWED, param="completion_window")
+    return text, parse_window(text)
+
+
+def parse_window(text: str) -> int:
+    """Parses a completion window; returns seconds. Raises OptionError.
+
+    >>> parse_window("90m")
+    5400
+    """
     if not _WINDOW.fullmatch(text):
-        raise OptionError(f"completion_window={quote_for_message(text)}", allowed, param="completion_window")
-    return text, int(text[:-1]) * _WINDOW_S[text[-1]]
+        raise OptionError(f"completion_window={quote_for_message(text)}", WINDOWS_ALLOWED, param="completion_window")
+    return int(text[:-1]) * _WINDOW_S[text[-1]]
 
 
 def _metadata(members: JsonMembers) -> dict[str, str] | None:

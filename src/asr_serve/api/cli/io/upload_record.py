@@ -1,4 +1,4 @@
-"""Record on this machine of the uploads of a submission, by which the same command goes on after an interruption."""
+"""Record on disk of the uploads of a batch submission, from which an interrupted submission resumes."""
 
 from __future__ import annotations
 
@@ -10,79 +10,137 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from asr_serve.errors import OptionError
 
-KEPT_S = 30 * 24 * 3_600
-"""Age from which a record is deleted: servers keep files no longer unless they are told to."""
+MAX_RECORD_AGE_S = 30 * 24 * 3_600
+"""Age from which a record is deleted: the time for which servers keep files, unless their settings say otherwise."""
 
 
 class UploadRecord:
-    """Files that a server has of one submission: a line of JSON for each beginning and each end of an upload. What is
-    uploaded has a key, which a changed file does not share."""
+    """Append-only record of the uploads of one submission: a line of JSON for each start and each end of an upload.
 
-    def __init__(self, file: IO[str] | None) -> None:
-        """`file`: opened for reading and appending; None: nothing outlives the command."""
+    An upload has a key, which changes with the content. The record is not persistent without a file, nor once writing
+    the file has failed: the submission itself never fails because of its record."""
+
+    def __init__(self, file: FileIO | None) -> None:
+        """Reads the uploads of an earlier command, or starts a new record.
+
+        Args:
+            file: unbuffered file, opened for reading and appending.
+        """
         self._file = file
         self._ids: dict[str, str] = {}
-        self._token, self._begun = secrets.token_hex(16), ""
-        found = False
-        for entry in [] if file is None else _entries(file):
+        self._pending: set[str] = set()
+        self._token, self._started_at = "", time.time()
+        for entry in self._read():
             if isinstance(token := entry.get("token"), str):
-                self._token, found = token, True
+                self._token = token
+                started_at = entry.get("started_at")
+                self._started_at = float(started_at) if isinstance(started_at, int | float) else 0.0
             elif isinstance(key := entry.get("key"), str):
-                self._begun = "" if "id" in entry else key
                 if isinstance(file_id := entry.get("id"), str):
                     self._ids[key] = file_id
-        if not found:
-            self._write({"token": self._token})
+                    self._pending.discard(key)
+                else:
+                    self._pending.add(key)
+        if not self._token:
+            self.renew_token()
 
     @property
-    def outlives(self) -> bool:
-        """Whether a later command finds it."""
+    def is_persistent(self) -> bool:
+        """Whether a later command can resume from it."""
         return self._file is not None
+
+    @property
+    def started_at(self) -> float:
+        """Unix time on this machine's clock at which the submission started."""
+        return self._started_at
 
     @property
     def ids(self) -> frozenset[str]:
         """Ids of all uploaded files."""
         return frozenset(self._ids.values())
 
-    def id_of(self, key: str) -> str | None:
+    def file_id(self, key: str) -> str | None:
         """Id of the file that was uploaded under `key`."""
         return self._ids.get(key)
 
-    def was_begun(self, key: str) -> bool:
-        """Returns whether the upload of `key` was the last one that began, and how it ended is not known."""
-        return self._begun == key
+    def is_pending(self, key: str) -> bool:
+        """Returns whether an upload of `key` has started whose result is unknown."""
+        return key in self._pending
 
-    def begin(self, key: str) -> None:
-        """Records that the upload of `key` begins."""
-        self._begun = key
-        self._write({"key": key})
+    def start_upload(self, key: str) -> None:
+        """Records that the upload of `key` starts."""
+        self._pending.add(key)
+        self._append({"key": key})
 
-    def end(self, key: str, file_id: str) -> None:
+    def finish_upload(self, key: str, file_id: str) -> None:
         """Records that the server has the file."""
-        self._begun, self._ids[key] = "", file_id
-        self._write({"key": key, "id": file_id})
+        self._pending.discard(key)
+        self._ids[key] = file_id
+        self._append({"key": key, "id": file_id})
 
-    def request_key(self, *parts: str) -> str:
-        """Idempotency key of a request of this submission with that content: the same after an interruption."""
+    def renew_token(self) -> None:
+        """Replaces the token from which idempotency keys derive, so that requests are no longer repetitions."""
+        self._token = secrets.token_hex(16)
+        self._append({"token": self._token, "started_at": self._started_at})
+
+    def idempotency_key(self, *parts: str) -> str:
+        """Idempotency key of a request with that content: the same when the submission resumes."""
         return hashlib.sha256("\0".join((self._token, *parts)).encode()).hexdigest()[:32]
 
-    def _write(self, entry: dict[str, str]) -> None:
-        if self._file is not None:
-            self._file.write(f"{json.dumps(entry)}\n")
-            self._file.flush()
+    def _read(self) -> Iterator[dict[str, Any]]:
+        """Yields the entries. Lines that are no entry are skipped: a killed process may have cut its last one. A file
+        that is not UTF-8 is emptied."""
+        text = ""
+        try:
+            if self._file is not None:
+                self._file.seek(0)
+                text = self._file.readall().decode()
+        except UnicodeDecodeError:
+            self._truncate()
+        except OSError:
+            self._file = None
+        if text and not text.endswith("\n"):
+            self._write(b"\n")
+        for line in text.split("\n"):
+            with contextlib.suppress(ValueError):
+                if isinstance(entry := json.loads(line), dict):
+                    yield entry
+
+    def _append(self, entry: dict[str, str | float]) -> None:
+        self._write(f"{json.dumps(entry)}\n".encode())
+
+    def _write(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            written = self._file.write(data)
+        except OSError:
+            written = 0
+        if written != len(data):  # a full disk may take a part
+            self._file = None
+
+    def _truncate(self) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.truncate(0)
+        except OSError:
+            self._file = None
 
 
 @contextlib.contextmanager
 def upload_record(folder: Path, server: str, api_key: str | None, source: Path) -> Iterator[UploadRecord]:
-    """Context manager around the record of what `source` sends to `server` with a key. It is deleted at the end,
-    unless the submission fails or is interrupted. Where the folder cannot be written, nothing outlives the command.
+    """Context manager around the record of a submission of `source` to `server` with an API key. The record is deleted
+    at the end, unless the submission fails or is interrupted. It is not persistent where the folder cannot be written.
     Raises OptionError while another process has the record."""
-    name = hashlib.sha256("\0".join((server, api_key or "", str(source.resolve()))).encode()).hexdigest()[:32]
+    parts = (server.encode("utf-8", "surrogateescape"), (api_key or "").encode("utf-8", "surrogateescape"))
+    name = hashlib.sha256(b"\0".join((*parts, os.fsencode(source.resolve())))).hexdigest()[:32]
     path = folder / f"{name}.jsonl"
     with contextlib.ExitStack() as stack:
         file = None
@@ -92,15 +150,16 @@ def upload_record(folder: Path, server: str, api_key: str | None, source: Path) 
             file = stack.enter_context(_locked(path, source))
         yield UploadRecord(file)
         if file is not None:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                file.truncate(0)  # nothing resumes from a record that cannot be deleted
+                path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _locked(path: Path, source: Path) -> Iterator[IO[str]]:
-    """Context manager around a record that no other process has. Raises OSError, OptionError."""
+def _locked(path: Path, source: Path) -> Iterator[FileIO]:
+    """Context manager around the file of a record, which no other process has. Raises OSError, OptionError."""
     while True:
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+", encoding="utf-8")
-        with file:
+        with FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -113,7 +172,7 @@ def _locked(path: Path, source: Path) -> Iterator[IO[str]]:
                 return
 
 
-def _is_at(file: IO[str], path: Path) -> bool:
+def _is_at(file: FileIO, path: Path) -> bool:
     """Returns whether the open file is the one at `path`."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
@@ -121,21 +180,9 @@ def _is_at(file: IO[str], path: Path) -> bool:
         return False
 
 
-def _entries(file: IO[str]) -> Iterator[dict[str, Any]]:
-    """Entries of a record; a line that was cut when its process was killed is none, and is ended."""
-    file.seek(0)
-    text = file.read()
-    if text and not text.endswith("\n"):
-        file.write("\n")
-    for line in text.split("\n"):
-        with contextlib.suppress(ValueError):
-            if isinstance(entry := json.loads(line), dict):
-                yield entry
-
-
 def _delete_old(folder: Path) -> None:
-    oldest = time.time() - KEPT_S
+    oldest = time.time() - MAX_RECORD_AGE_S
     for path in folder.glob("*.jsonl"):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             if path.stat().st_mtime < oldest:
                 path.unlink()

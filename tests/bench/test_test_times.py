@@ -51,7 +51,7 @@ def test_the_time_of_daemons_is_counted(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     ) as measuring:
-        _, errors = measuring.communicate()
+        _, errors = measuring.communicate(timeout=60)
     assert measuring.returncode == 0, errors
     (row,) = json.loads(out.read_text())["rows"]
     assert (row["tests"], row["passed"]) == (1, 1)

@@ -314,6 +314,7 @@ class WhisperCpp(Peer):
             raise ImportError("WHISPER_CPP_MODEL names no file of ggml weights (bench/README.md says how to make one)")
         greedy, beam_search = 0, 1
         beam = settings.get("beam_size")
+        beam_settings: dict[str, Any] = {"beam_search": {"beam_size": beam, "patience": -1.0}} if beam else {}
         self.model = Model(
             file,
             params_sampling_strategy=greedy if beam is None else beam_search,
@@ -321,7 +322,7 @@ class WhisperCpp(Peer):
             print_progress=False,
             print_realtime=False,
             redirect_whispercpp_logs_to=None,
-            **({} if beam is None else {"beam_search": {"beam_size": beam, "patience": -1.0}}),
+            **beam_settings,
         )
         self.facts = {
             "device": "cpu",

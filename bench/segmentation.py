@@ -26,6 +26,7 @@ import clips
 import machine
 import numpy as np
 from clips import RATE_HZ, Audio
+from offline import named
 
 import asr_serve
 from asr_serve.config import EngineConfig
@@ -150,14 +151,6 @@ def numbers(text: str) -> list[float]:
     return [float(each) for each in text.split(",")]
 
 
-def named(text: str) -> list[str]:
-    """Conditions between commas, for argparse."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in CONDITIONS]:
-        raise argparse.ArgumentTypeError(f"{','.join(unknown)}: one or more of {', '.join(CONDITIONS)}")
-    return names
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -167,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--judge", default="whisper-base", metavar="NAME", help="model whose text stands for that of --speech")
     add("--beam", type=int, default=5, metavar="N", help="of the judge (5)")
     add("--clips", type=int, metavar="N", help="of a folder at most (all)")
-    add("--conditions", type=named, metavar="A,B", help=f"of {','.join(CONDITIONS)}")
+    add("--conditions", type=named(CONDITIONS), metavar="A,B", help=f"of {','.join(CONDITIONS)}")
     add("--thresholds", type=numbers, default=[0.5], metavar="P,P", help="a row each (0.5, the default)")
     add("--json", type=Path, metavar="FILE", help="where the result goes")
     args = parser.parse_args(argv)

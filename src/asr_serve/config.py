@@ -591,7 +591,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """Returns whether only this machine can reach the server."""
         return is_loopback(self.host)
 
 

@@ -359,7 +359,7 @@ class Refused(ServerError):
 
     @property
     def is_retryable(self) -> bool:
-        """Whether another attempt is worthwhile."""
+        """Returns whether another attempt is worthwhile."""
         return self.retry_after_ms is not None or self._code in RETRYABLE_CODES
 
 

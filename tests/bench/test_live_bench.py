@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench_modules import bench_modules
 
 from asr_serve.audio.endpointing import EndpointConfig, Endpointer
 from asr_serve.audio.silence_schedule import STREAMING_SCHEDULE
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 ROW_KEYS = {"system", "callers", "first_word_p50_ms", "first_word_p95_ms", "final_p50_ms", "final_p95_ms"}
 ROW_KEYS |= {"final_p99_ms", "settled_p50_ms", "realtime_misses", "wer", "offline_wer", "partials_per_s"}
 ROW_KEYS |= {"others_cpu", "partial_interval_p50_ms", "errors", "server_cpu", "load_cpu", "duty", "seconds", "audio_s"}
@@ -31,10 +30,10 @@ pytest.importorskip("websockets")
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
     """The bench's files as they import each other when run as scripts."""
-    sys.path.insert(0, str(BENCH))
-    names = ("clips", "live", "live_calls", "live_load", "live_peers", "live_report", "live_speech")
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    sys.path.remove(str(BENCH))
+    with bench_modules(
+        "clips", "live", "live_calls", "live_load", "live_peers", "live_report", "live_speech"
+    ) as modules:
+        yield modules
 
 
 # What is said, and when -----------------------------------------------------------------------------------------

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import importlib
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -21,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench_modules import bench_modules
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 S = 16_000
 
 pytest.importorskip("jiwer")
@@ -33,10 +31,8 @@ pytest.importorskip("websockets")
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
     """The bench's files as they import each other when run as scripts."""
-    sys.path.insert(0, str(BENCH))
-    names = ("clips", "live_load", "live_peers", "live_protocols", "live_report", "live_speech")
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    sys.path.remove(str(BENCH))
+    with bench_modules("clips", "live_load", "live_peers", "live_protocols", "live_report", "live_speech") as modules:
+        yield modules
 
 
 def message(partial: str = "", *sentences: tuple[str, int, int]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench_modules import bench_modules
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 ROW_KEYS = {"name", "rtfx", "wer", "wall_s", "audio_s"}
 
 pytest.importorskip("jiwer")
@@ -23,10 +22,8 @@ pytest.importorskip("whisper_normalizer")
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
     """The bench's files as they import each other when run as scripts."""
-    sys.path.insert(0, str(BENCH))
-    names = ("clips", "footprint", "machine", "offline", "peers", "report", "worker")
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    sys.path.remove(str(BENCH))
+    with bench_modules("clips", "footprint", "machine", "offline", "peers", "report", "worker") as modules:
+        yield modules
 
 
 class Parrot:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from bench_modules import bench_modules
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 S = 16_000
 
 pytest.importorskip("jiwer")
@@ -21,9 +18,8 @@ pytest.importorskip("whisper_normalizer")
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
     """The bench's files as they import each other when run as scripts."""
-    sys.path.insert(0, str(BENCH))
-    yield SimpleNamespace(segmentation=importlib.import_module("segmentation"), int8=importlib.import_module("int8"))
-    sys.path.remove(str(BENCH))
+    with bench_modules("segmentation", "int8") as modules:
+        yield modules
 
 
 def tone(hz: float) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import wave
@@ -13,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench_modules import bench_modules
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 ROW_KEYS = {"system", "clients", "rps", "rtfx", "p50_ms", "p95_ms", "p99_ms"}
 ROW_KEYS |= {"max_ms", "errors", "wer", "server_cpu_s", "client_cpu_s", "rss_mib"}
 
@@ -25,10 +24,8 @@ pytest.importorskip("whisper_normalizer")
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
     """The bench's files as they import each other when run as scripts."""
-    sys.path.insert(0, str(BENCH))
-    names = ("clips", "serve", "serve_peers", "serve_report")
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    sys.path.remove(str(BENCH))
+    with bench_modules("clips", "serve", "serve_peers", "serve_report") as modules:
+        yield modules
 
 
 def answered(clip: int, latency_s: float, said: str | None, *, begun: bool = True, ended: bool = True) -> Any:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import email
 import email.policy
-import importlib
 import itertools
 import json
 import os
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,8 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+from bench_modules import bench_modules
 
 pytest.importorskip("jiwer")
 pytest.importorskip("whisper_normalizer")
@@ -30,10 +27,8 @@ Reply = Callable[[int, bytes, asyncio.StreamWriter], Awaitable[None]]
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
     """The bench's files as they import each other when run as scripts."""
-    sys.path.insert(0, str(BENCH))
-    names = ("serve", "serve_load", "serve_report")
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    sys.path.remove(str(BENCH))
+    with bench_modules("serve", "serve_load", "serve_report") as modules:
+        yield modules
 
 
 @pytest.fixture

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from http.client import BadStatusLine, RemoteDisconnected
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.error import URLError
@@ -16,8 +13,8 @@ from urllib.error import URLError
 import numpy as np
 import psutil
 import pytest
+from bench_modules import bench_modules
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 S = 16_000
 
 pytest.importorskip("jiwer")
@@ -28,10 +25,8 @@ pytest.importorskip("websockets")
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
     """The bench's files as they import each other when run as scripts."""
-    sys.path.insert(0, str(BENCH))
-    names = ("soak_callers", "live_speech", "live_calls")
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    sys.path.remove(str(BENCH))
+    with bench_modules("soak_callers", "live_speech", "live_calls") as modules:
+        yield modules
 
 
 def speech(bench: SimpleNamespace, seconds: list[float], texts: list[str]) -> Any:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bench_modules import bench_modules
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 HZ = 1_000
 """Of the sound here: a sample is a millisecond."""
 
@@ -27,10 +25,8 @@ pytest.importorskip("whisper_normalizer")
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
     """The bench's files as they import each other when run as scripts."""
-    sys.path.insert(0, str(BENCH))
-    names = ("speak", "speak_calls", "speak_load", "speak_peers", "speak_report")
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    sys.path.remove(str(BENCH))
+    with bench_modules("speak", "speak_calls", "speak_load", "speak_peers", "speak_report") as modules:
+        yield modules
 
 
 # --- playing ---------------------------------------------------------------------------------------------------

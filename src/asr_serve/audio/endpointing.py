@@ -215,7 +215,7 @@ class Endpointer:
 
     @property
     def is_certain(self) -> bool:
-        """Whether the open segment can no longer be dropped: it has enough speech, or is not isolated."""
+        """Returns whether the open segment can no longer be dropped: it has enough speech, or is not isolated."""
         return self._open and not (self._droppable and self._speech < self._least)
 
     @property

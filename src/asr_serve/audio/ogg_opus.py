@@ -55,7 +55,7 @@ class OggPage(msgspec.Struct, frozen=True):
 
     @property
     def continues(self) -> bool:
-        """Whether the first part continues a packet of the previous page."""
+        """Returns whether the first part continues a packet of the previous page."""
         return bool(self.flags & CONTINUED)
 
 
@@ -84,7 +84,7 @@ class OggPageReader:
 
     @property
     def has_pending_bytes(self) -> bool:
-        """Whether part of a page waits for the rest."""
+        """Returns whether part of a page waits for the rest."""
         return bool(self._buffer)
 
     def append_bytes(self, data: bytes | memoryview) -> Iterator[OggPage]:
@@ -205,7 +205,7 @@ class OggOpusDecoder:
 
     @property
     def has_pending_packet(self) -> bool:
-        """Whether part of a packet waits for the rest."""
+        """Returns whether part of a packet waits for the rest."""
         return bool(self._packet)
 
     def decode_page(self, page: OggPage) -> np.ndarray:

@@ -110,7 +110,7 @@ class Pcm16Assembler:
 
     @property
     def has_pending_byte(self) -> bool:
-        """Whether half a sample is buffered."""
+        """Returns whether half a sample is buffered."""
         return bool(self._pending_byte)
 
     def take_whole_samples(self, frame: bytes | memoryview) -> bytes | memoryview:

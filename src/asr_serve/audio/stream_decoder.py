@@ -65,7 +65,7 @@ class Codec(Protocol):
 
     @property
     def has_pending_bytes(self) -> bool:
-        """Whether it waits for more bytes."""
+        """Returns whether it waits for more bytes."""
 
     def export_state(self) -> CodecState: ...
 
@@ -102,7 +102,7 @@ class LiveAudioDecoder:
 
     @property
     def has_pending_bytes(self) -> bool:
-        """Whether some bytes wait for more: half a sample, part of a page. At the end they are dropped."""
+        """Returns whether some bytes wait for more: half a sample, part of a page. At the end they are dropped."""
         return self._codec.has_pending_bytes
 
     def decode(self, data: bytes | memoryview) -> np.ndarray:

@@ -171,7 +171,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def autoscales(self) -> bool:
-        """Whether a policy scales a model."""
+        """Returns whether a policy scales a model."""
         return any(each.autoscale is not None for each in self.models)
 
     def check_split(self) -> None:

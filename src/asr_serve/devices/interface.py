@@ -102,7 +102,7 @@ class Device(Protocol):
 
     @property
     def int8_cross_kv(self) -> bool:
-        """Whether keys and values of cross-attention are kept in 8 bits (kernels/paging)."""
+        """Returns whether keys and values of cross-attention are kept in 8 bits (kernels/paging)."""
 
     @property
     def dtype_name(self) -> str:

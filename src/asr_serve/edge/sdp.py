@@ -51,7 +51,7 @@ class SdpSection(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_secure(self) -> bool:
-        """Whether its packets are encrypted."""
+        """Returns whether its packets are encrypted."""
         return "/SAVP" in self.protocol
 
     @property
@@ -60,7 +60,7 @@ class SdpSection(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rejected(self) -> bool:
-        """Whether the offerer itself does not use it."""
+        """Returns whether the offerer itself does not use it."""
         return self.port == 0 and "bundle-only" not in self.attributes
 
     @property

@@ -39,7 +39,7 @@ class SessionTokens:
 
     @property
     def are_awaited(self) -> bool:
-        """Whether there is one that nobody has used."""
+        """Returns whether there is one that nobody has used."""
         return bool(self._unused)
 
     def issue(self, flow: int) -> str:

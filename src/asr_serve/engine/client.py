@@ -478,7 +478,7 @@ class EngineClient:
 
     @property
     def has_diarization(self) -> bool:
-        """Whether the models of `diarize_window` are on this machine."""
+        """Returns whether the models of `diarize_window` are on this machine."""
         return self.backend.speakers
 
     def predict_turn_end(self, pcm: np.ndarray) -> Future[float]:

@@ -89,7 +89,7 @@ class ModelExecutor(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no request holds resources beyond those that `check` can account for."""
+        """Returns whether no request holds resources beyond those that `check` can account for."""
 
     def check(self) -> None:
         """Asserts that every allocated resource has an owner. Called when idle."""

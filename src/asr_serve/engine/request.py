@@ -62,7 +62,7 @@ class RecognitionRequest(msgspec.Struct):
 
     @property
     def urgent(self) -> bool:
-        """Whether a caller waits for this request now."""
+        """Returns whether a caller waits for this request now."""
         return self.within_ms is not None and self.within_ms <= URGENT_WITHIN_MS
 
     @property

@@ -140,7 +140,7 @@ class SeparationRunner:
 
     @property
     def busy(self) -> bool:
-        """Whether a mixture is being separated."""
+        """Returns whether a mixture is being separated."""
         return self._running is not None
 
     def submit(self, request: SeparationRequest) -> None:

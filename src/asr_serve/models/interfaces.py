@@ -54,7 +54,7 @@ class PromptOptions(Protocol):
 
     @property
     def timestamps(self) -> bool:
-        """Whether the answer holds timestamp tokens."""
+        """Returns whether the answer holds timestamp tokens."""
 
     @property
     def hotwords(self) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ class PromptOptions(Protocol):
 
     @property
     def itn(self) -> bool:
-        """Whether the prompt asks for numbers and dates in written form, of such a model."""
+        """Returns whether the prompt asks for numbers and dates in written form, of such a model."""
 
 
 class SpecialTokenIds(Protocol):
@@ -100,7 +100,7 @@ class SpecialTokenIds(Protocol):
 
     @property
     def multilingual(self) -> bool:
-        """Whether prompts name a language and a task."""
+        """Returns whether prompts name a language and a task."""
 
     @property
     def suppress(self) -> Sequence[int]:

@@ -144,7 +144,7 @@ class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does
 
     @property
     def prompts(self) -> bool:
-        """Whether it reads a text prompt beside the audio."""
+        """Returns whether it reads a text prompt beside the audio."""
         return self.prompt_tokens > 0
 
     @property
@@ -159,7 +159,7 @@ class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does
 
     @property
     def incremental_encoder(self) -> bool:
-        """Whether the encoder runs while an utterance is spoken; the decoder then reads all of it each time."""
+        """Returns whether the encoder runs while an utterance is spoken; the decoder then reads all of it each time."""
         return self.chunk > 0 and not self.heads
 
 

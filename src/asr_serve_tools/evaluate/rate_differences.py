@@ -33,7 +33,7 @@ class RateDifference(msgspec.Struct, frozen=True):
 
     @property
     def is_certain(self) -> bool:
-        """Whether the interval leaves out that there is no difference."""
+        """Returns whether the interval leaves out that there is no difference."""
         return not self.low <= 0 <= self.high
 
 

@@ -107,7 +107,7 @@ class _Http2Line:
 
     @property
     def has_room(self) -> bool:
-        """Whether another session may use it."""
+        """Returns whether another session may use it."""
         most = min(MAX_STREAMS, self._http2.remote_settings.max_concurrent_streams)
         # The server counts a request that has ended here until its answer has ended, too.
         count = max(len(self._streams), self._http2.open_outbound_streams)

@@ -233,7 +233,7 @@ class StreamClient:
 
     @property
     def over(self) -> bool:
-        """Whether all events have arrived and been read."""
+        """Returns whether all events have arrived and been read."""
         with self._changed:
             return self._closed and not self._events
 

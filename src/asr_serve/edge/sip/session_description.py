@@ -52,12 +52,12 @@ class AudioDescription(NamedTuple):
 
     @property
     def is_held(self) -> bool:
-        """Whether the other side does not listen: the call is on hold. Its music may come all the same."""
+        """Returns whether the other side does not listen: the call is on hold. Its music may come all the same."""
         return self.direction in ("sendonly", "inactive") or self.is_unspecified
 
     @property
     def is_unspecified(self) -> bool:
-        """Whether it names no address (RFC 3264, section 8.4): that of this machine to a socket."""
+        """Returns whether it names no address (RFC 3264, section 8.4): that of this machine to a socket."""
         return ipaddress.ip_address(self.host).is_unspecified
 
 

@@ -196,7 +196,7 @@ class UserAgent:
 
     @property
     def waits_for_responses(self) -> bool:
-        """Whether a BYE, CANCEL or REGISTER of ours has no response yet."""
+        """Returns whether a BYE, CANCEL or REGISTER of ours has no response yet."""
         return any(sent.request.method != "INVITE" for sent in self._sent.values())
 
     def take_output(self) -> list[tuple[SipPeer, bytes]]:

@@ -91,7 +91,7 @@ class EngineConnection(ABC):
     @property
     @abstractmethod
     def unresponsive(self) -> bool:
-        """Whether the process runs, and has sent nothing for longer than `hang_timeout_s`."""
+        """Returns whether the process runs, and has sent nothing for longer than `hang_timeout_s`."""
 
     @property
     def silent_s(self) -> float:

@@ -205,7 +205,7 @@ class InFlightSession:
 
     @property
     def in_transit(self) -> bool:
-        """Whether chunks must not be sent to its current process."""
+        """Returns whether chunks must not be sent to its current process."""
         return False
 
     def discard_saved(self) -> None:
@@ -411,7 +411,7 @@ class InFlight:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is in flight."""
+        """Returns whether nothing is in flight."""
         return not (self.requests or self.sessions or self.queries)
 
     @property

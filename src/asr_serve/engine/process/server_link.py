@@ -232,7 +232,7 @@ class ServerLink:
 
     @property
     def owns_engine(self) -> bool:
-        """Whether its server started the engine: the engine ends with it."""
+        """Returns whether its server started the engine: the engine ends with it."""
         return self.number == 0
 
     def finish(self) -> None:
@@ -244,7 +244,7 @@ class ServerLink:
 
     @property
     def silent(self) -> bool:
-        """Whether a server that did not start the engine has sent nothing for as long as it said."""
+        """Returns whether a server that did not start the engine has sent nothing for as long as it said."""
         return not self.owns_engine and time.monotonic() - self._last_message_s > self._silent_s
 
     def drop(self) -> None:

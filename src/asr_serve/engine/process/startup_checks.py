@@ -69,7 +69,7 @@ class StartupNames(msgspec.Struct, frozen=True):
 
     @property
     def known_to_be_valid(self) -> bool:
-        """Whether all names are defaults, or stand for nothing that may be missing."""
+        """Returns whether all names are defaults, or stand for nothing that may be missing."""
         default = ServeConfig()
         models = {self.model, *self.more_models, *self.aliases.values(), *self.routed_models}
         return (

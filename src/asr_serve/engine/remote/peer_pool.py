@@ -131,7 +131,7 @@ class PeerPool:
 
     @property
     def has_room(self) -> bool:
-        """Whether a peer can take another batch."""
+        """Returns whether a peer can take another batch."""
         return any(peer.has_room for peer in self.peers)
 
     def submit_batch(self, clips: Sequence[EncodeClip], done: Done) -> tuple[PeerConnection, RemoteBatch] | None:

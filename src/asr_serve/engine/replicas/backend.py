@@ -222,8 +222,8 @@ class ReplicatedBackend:
 
     @property
     def outdated(self) -> bool:
-        """Whether only replicas with another card or tokenizer are left to take work: what this backend told its
-        callers of the model is wrong for them, so its server has to be replaced."""
+        """Returns whether only replicas with another card or tokenizer are left to take work: what this backend told
+        its callers of the model is wrong for them, so its server has to be replaced."""
         with self._lock:
             others = any(replica.differs and not replica.draining for replica in self._replicas.values())
             return others and not self._takers

@@ -99,12 +99,12 @@ class DecodeRow:
 
     @property
     def forced(self) -> bool:
-        """Whether the next token is fixed."""
+        """Returns whether the next token is fixed."""
         return len(self.hypothesis.tokens) < self.hypothesis.fixed
 
     @property
     def needs_prefill(self) -> bool:
-        """Whether it is to be prefilled, or its draft fixes the next token or proposes more than one."""
+        """Returns whether it is to be prefilled, or its draft fixes the next token or proposes more than one."""
         return not self.prefilled or bool(self.draft_remaining and (self.forced or len(self.proposal) > 1))
 
     def prefill_tokens(self) -> tuple[int, ...]:

@@ -182,7 +182,7 @@ class EncoderPool:
 
     @property
     def thread_available(self) -> bool:
-        """Whether a thread of this engine is free, other than that for urgent batches."""
+        """Returns whether a thread of this engine is free, other than that for urgent batches."""
         return self.free_threads > 0
 
     @property
@@ -192,13 +192,13 @@ class EncoderPool:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether decoding takes a core from encoders that are all busy, as with two or three cores."""
+        """Returns whether decoding takes a core from encoders that are all busy, as with two or three cores."""
         device = self._runner.device
         return self.threads + device.decode_threads(True) > device.threads
 
     @property
     def urgent_thread_available(self) -> bool:
-        """Whether the thread for urgent batches is free."""
+        """Returns whether the thread for urgent batches is free."""
         return self.threads > 0 and not self._urgent_batches
 
     @property
@@ -212,12 +212,13 @@ class EncoderPool:
 
     @property
     def peer_available(self) -> bool:
-        """Whether a peer is connected and has room for a batch."""
+        """Returns whether a peer is connected and has room for a batch."""
         return self._peers is not None and self._peers.has_room
 
     @property
     def encodes_locally(self) -> bool:
-        """Whether this engine encodes what peers do not: one that only decodes does while no peer is connected."""
+        """Returns whether this engine encodes what peers do not: one that only decodes does while no peer is
+        connected."""
         return self._always_local or self._peers is None or not self._peers.alive
 
     @property

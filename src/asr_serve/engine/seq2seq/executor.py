@@ -236,6 +236,7 @@ class Seq2SeqExecutor:
         live, uploads = self._live_active(), self._uploads_active()
         if self.encoder_pool.set_concurrent(live or uploads):
             started = self._encode_concurrently(live=live) if live or uploads else False
+            self.encoder_pool.share_threads(live=live)
             self._set_pace(live=live)
             decoded = not self._pace_decode() and self._decode()
             return self.finalizer.rescore() or decoded or started or encoded
@@ -285,13 +286,12 @@ class Seq2SeqExecutor:
         return self._many_uploads
 
     def _set_pace(self, *, live: bool) -> None:
-        """Sets how long a few rows wait for more. Without live requests decoding has the cores that no encoder uses."""
+        """Sets how many rows are few, and how long they wait for more."""
         if live:
             self._pace_s, self._pace_rows = DECODE_PACE_S, DECODE_PACE_ROWS
         else:
             self._pace_s = UPLOAD_PACE_S if self.encoder_pool.shares_cores else 0.0
             self._pace_rows = self.decode_runner.max_rows // UPLOAD_PACE_DIVISOR
-        self.encoder_pool.share_threads(live=live)
 
     def _pace_decode(self) -> bool:
         """Returns whether a few rows wait for more: a step costs nearly as much for one as for several, and takes it

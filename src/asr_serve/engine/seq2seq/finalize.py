@@ -86,7 +86,7 @@ class Finalizer:
 
     @property
     def has_pending(self) -> bool:
-        """Whether any row waits for rescoring."""
+        """Returns whether any row waits for rescoring."""
         return bool(self._pending)
 
     def _complete(self, ended: Sequence[FinishedRow]) -> None:

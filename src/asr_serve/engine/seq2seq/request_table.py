@@ -78,7 +78,7 @@ class RequestTable:
 
     @property
     def has_interactive(self) -> bool:
-        """Whether a live or interactive request is open."""
+        """Returns whether a live or interactive request is open."""
         return bool(self.counts["live"] or self.counts["interactive"])
 
     def add(self, utterance: RecognitionRequest, lent: BorrowedPages | None = None) -> None:

@@ -373,7 +373,7 @@ class StreamingExecutor:
 
     @property
     def _slots_wanted(self) -> bool:
-        """Whether a stream waits for a slot that could be assigned."""
+        """Returns whether a stream waits for a slot that could be assigned."""
         wants = self._waiting.waiting_priorities(self._offloader.restoring.keys() | self._biasing.waiting_streams)
         return "live" in wants or (bool(wants) and self._recordings < self.model_runner.max_rows)
 

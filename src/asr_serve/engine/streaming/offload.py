@@ -63,7 +63,7 @@ class StreamOffloader:
 
     @property
     def enabled(self) -> bool:
-        """Whether streams are offloaded at all."""
+        """Returns whether streams are offloaded at all."""
         return self._offload_store is not None
 
     def mark_idle(self, number: int) -> None:

@@ -143,7 +143,7 @@ class StreamRequest:
 
     @property
     def not_replayable(self) -> bool:
-        """Whether the stream has processed audio that was not retained."""
+        """Returns whether the stream has processed audio that was not retained."""
         return self.replay_audio is None and self._samples > 0
 
     def append_replay_audio(self, pcm: np.ndarray) -> None:

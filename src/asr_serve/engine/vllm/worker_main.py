@@ -184,7 +184,7 @@ class VllmEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether requests run or wait."""
+        """Returns whether requests run or wait."""
         return bool(self.engine.has_unfinished_requests())
 
     def abort(self, numbers: list[int]) -> None:

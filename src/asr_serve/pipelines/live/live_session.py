@@ -231,7 +231,7 @@ class LiveSession:
 
     @property
     def full(self) -> bool:
-        """Whether no more audio should be appended until `advance` has caught up."""
+        """Returns whether no more audio should be appended until `advance` has caught up."""
         unwritten = self._normalizer is not None and self._normalizer.full
         return unwritten or self.open_samples > MAX_OPEN_SAMPLES
 
@@ -264,7 +264,7 @@ class LiveSession:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is pending: there are no events before more audio is appended."""
+        """Returns whether nothing is pending: there are no events before more audio is appended."""
         stages_busy = any(stage is not None and stage.busy for stage in (self._diarizer, self._normalizer))
         busy = stages_busy or self._turns.waiting or any(segment.busy for segment in self._segments)
         return self._voice_activity.idle and not busy

@@ -60,15 +60,15 @@ class LiveSegment(Protocol):
     def closed(self) -> bool: ...
     @property
     def finished(self) -> bool:
-        """Whether all its words are known."""
+        """Returns whether all its words are known."""
 
     @property
     def start_resolved(self) -> bool:
-        """Whether it is known which of its first words belong to the segment before."""
+        """Returns whether it is known which of its first words belong to the segment before."""
 
     @property
     def busy(self) -> bool:
-        """Whether a request for it is pending."""
+        """Returns whether a request for it is pending."""
 
     @property
     def text_to(self) -> int:

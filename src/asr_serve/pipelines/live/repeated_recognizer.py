@@ -171,7 +171,7 @@ class RepeatedRecognizer:
 
     @property
     def _closes_soon(self) -> bool:
-        """Whether the pause of the open segment is nearly long enough."""
+        """Returns whether the pause of the open segment is nearly long enough."""
         closes_at = self._endpointer.closes_at_samples
         return closes_at is not None and closes_at - self._position.scored_samples <= URGENT_SAMPLES
 

@@ -196,12 +196,12 @@ class RepeatedSegment:
 
     @property
     def finished(self) -> bool:
-        """Whether all its words are known."""
+        """Returns whether all its words are known."""
         return self.final is not None and self.start_resolved
 
     @property
     def waits_for_seam(self) -> bool:
-        """Whether enough is known to join it to the segment before; nothing else is due until that is done."""
+        """Returns whether enough is known to join it to the segment before; nothing else is due until that is done."""
         return not self.start_resolved and (bool(self._anchors) or self.final is not None)
 
     def final_span(self, known: int, *, all_known: bool) -> Span | None:

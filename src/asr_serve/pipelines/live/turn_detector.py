@@ -68,7 +68,7 @@ class TurnDetector:
 
     @property
     def waiting(self) -> bool:
-        """Whether the model has yet to answer; no further window may be processed until then."""
+        """Returns whether the model has yet to answer; no further window may be processed until then."""
         return self._answer is not None and not self._answer.done()
 
     def update(self, endpointer: Endpointer, now: int, closed: list[Span]) -> list[TurnEvent]:

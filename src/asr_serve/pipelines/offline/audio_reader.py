@@ -26,7 +26,7 @@ class AudioReader(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether all audio has been returned."""
+        """Returns whether all audio has been returned."""
 
     def next_chunk(self) -> np.ndarray | None:
         """Returns the next chunk, (n,) float32 at 16 kHz; None if none is ready, or at the end."""
@@ -71,7 +71,7 @@ class ThreadedReader:
 
     @property
     def ended(self) -> bool:
-        """Whether all audio has been returned."""
+        """Returns whether all audio has been returned."""
         with self._changed:
             return self._finished and not self._chunks and self._error is None
 

@@ -133,12 +133,12 @@ class FileDiarizer:
 
     @property
     def has_room(self) -> bool:
-        """Whether more audio may be appended."""
+        """Returns whether more audio may be appended."""
         return len(self._pending) < MAX_PENDING_WINDOWS
 
     @property
     def finished(self) -> bool:
-        """Whether all windows are done."""
+        """Returns whether all windows are done."""
         return self._ended and not self._pending and self._names is not None
 
     def append_audio(self, pcm: np.ndarray) -> None:

@@ -55,7 +55,7 @@ class LongFormStrategy(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether everything was read and submitted, except for what follows from pending answers."""
+        """Returns whether everything was read and submitted, except for what follows from pending answers."""
 
     def advance(self, source: AudioReader, room: bool) -> tuple[bool, list[SegmentRequest]]:
         """Reads on and cuts. Returns whether anything was done, and the requests to submit now. Without `room`

@@ -110,7 +110,7 @@ class OverlapRecognizer:
 
     @property
     def finished(self) -> bool:
-        """Whether every overlapped turn is recognized."""
+        """Returns whether every overlapped turn is recognized."""
         return self._started and not self._waiting and not self._running
 
     def keep(self, request: SegmentRequest) -> None:

@@ -65,7 +65,7 @@ class PeekedReader:
 
     @property
     def exhausted(self) -> bool:
-        """Whether there is no more to look at: the audio has ended, or cannot be read any further."""
+        """Returns whether there is no more to look at: the audio has ended, or cannot be read any further."""
         return self._reader is None or self._error is not None or self._reader.ended
 
     def peek_next(self) -> np.ndarray | None:

@@ -243,7 +243,7 @@ class _Transcription:
 
     @property
     def word_times(self) -> bool:
-        """Whether every model of the recognizer has times of words."""
+        """Returns whether every model of the recognizer has times of words."""
         return all(each.card.word_times for each in self.recognizer.clients)
 
     def priority(self, span: Span) -> Priority:
@@ -326,7 +326,7 @@ class _FileJob:
 
     @property
     def _recognized(self) -> bool:
-        """Whether all of it is recognized, but for overlapped speech."""
+        """Returns whether all of it is recognized, but for overlapped speech."""
         return not self.pending and not self.open
 
     def _diarized(self) -> tuple[SpeakerTurn, ...]:
@@ -338,7 +338,7 @@ class _FileJob:
 
     @property
     def open(self) -> bool:
-        """Whether more of it is to be submitted."""
+        """Returns whether more of it is to be submitted."""
         return self.error is None and not self.long_form.finished
 
     def _submit(self, request: SegmentRequest) -> tuple[Span, Ticket]:

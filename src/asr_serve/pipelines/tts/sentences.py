@@ -25,7 +25,7 @@ class SpeechPart(Protocol):
 
     @property
     def under_way(self) -> bool:
-        """Whether the engine works on it."""
+        """Returns whether the engine works on it."""
 
     @property
     def remaining_samples(self) -> int | None:
@@ -33,7 +33,7 @@ class SpeechPart(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether all samples were taken."""
+        """Returns whether all samples were taken."""
 
     def take_audio(self) -> np.ndarray | None:
         """Returns the next chunk, (n,) int16, or None if none is ready. Raises the engine's error after all

@@ -149,18 +149,18 @@ class TtsSession:
 
     @property
     def full(self) -> bool:
-        """Whether no more text should be appended for now."""
+        """Returns whether no more text should be appended for now."""
         return len(self._passages) >= FULL_PASSAGES
 
     @property
     def idle(self) -> bool:
-        """Whether all text so far has been synthesized and its audio taken."""
+        """Returns whether all text so far has been synthesized and its audio taken."""
         with self._lock:
             return not (self._parts or self._passages)
 
     @property
     def done(self) -> bool:
-        """Whether all audio has been taken."""
+        """Returns whether all audio has been taken."""
         return self._drained
 
     def take_audio(self, most: int | None = None) -> list[AudioChunk]:

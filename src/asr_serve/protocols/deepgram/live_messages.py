@@ -162,7 +162,7 @@ class ListenResultsEncoder:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody speaks, or text of what was said is not final."""
+        """Returns whether somebody speaks, or text of what was said is not final."""
         return bool(self._open_turns)
 
     def on_events(self, events: Sequence[LiveEvent]) -> list[str]:

@@ -161,7 +161,7 @@ class ItemTracker:
 
     @property
     def busy(self) -> bool:
-        """Whether text is still to be sent."""
+        """Returns whether text is still to be sent."""
         return any(item.committed or self._turns for item in self._open_items)
 
     # --- live events ----------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class MessageReader:
 
     @property
     def has_part(self) -> bool:
-        """Whether a message has begun and has not ended."""
+        """Returns whether a message has begun and has not ended."""
         return bool(self._data)
 
     def append(self, data: bytes) -> None:

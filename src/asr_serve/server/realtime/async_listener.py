@@ -185,7 +185,7 @@ class AsyncListener:
 
     @property
     def full(self) -> bool:
-        """Whether to write no more before `wait_writable` has returned."""
+        """Returns whether to write no more before `wait_writable` has returned."""
         return self._session.full
 
     def write(self, pcm: np.ndarray) -> None:

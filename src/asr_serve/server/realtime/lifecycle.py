@@ -38,7 +38,8 @@ class Conversation(Protocol):
 
     @property
     def active(self) -> bool:
-        """Whether a session is running. Call `ConnectionLifecycle.session_done` once it is sent and released."""
+        """Returns whether a session is running. Call `ConnectionLifecycle.session_done` once it is sent and
+        released."""
 
     @property
     def started_s(self) -> float | None:

@@ -63,11 +63,11 @@ class ParsedForm(Protocol):
     def stream(self) -> bool: ...
     @property
     def raw_pcm(self) -> bool:
-        """Whether the file is s16le at 16 kHz without a header."""
+        """Returns whether the file is s16le at 16 kHz without a header."""
 
     @property
     def detects_language(self) -> bool:
-        """Whether its model must tell languages apart."""
+        """Returns whether its model must tell languages apart."""
 
     @property
     def option_to_field(self) -> Mapping[str, str]:
@@ -216,7 +216,8 @@ class UploadTranscription(Generic[RequestT]):
 
     @property
     def model_known(self) -> bool:
-        """Whether no field that follows, nor the language that is spoken, can choose another model than `engine`."""
+        """Returns whether no field that follows, nor the language that is spoken, can choose another model than
+        `engine`."""
         form_read = self._form_task is None or self._form_task.done()
         if not (form_read or self._text_sent or self._model_named):
             return False

@@ -43,7 +43,7 @@ class JournaledSession(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """Whether something is to be written."""
+        """Returns whether something is to be written."""
 
     def on_written(self, write: SessionWrite) -> None: ...
 

@@ -37,7 +37,7 @@ class DiskBackend(ABC):
 
     @property
     def direct(self) -> bool:
-        """Whether the file bypasses the page cache; False where the file system does not support that."""
+        """Returns whether the file bypasses the page cache; False where the file system does not support that."""
         return self._file.direct
 
     def write(self, extents: Sequence[tuple[int, memoryview]]) -> Iterator[int]:

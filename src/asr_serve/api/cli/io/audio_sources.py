@@ -57,7 +57,7 @@ class LiveAudioSource(Protocol):
 
     @property
     def interrupted(self) -> bool:
-        """Whether ctrl-C ended it early."""
+        """Returns whether ctrl-C ended it early."""
 
     def open(self, rate_hz: int | None) -> int:
         """Opens it and returns the sample rate; `rate_hz` is the one that the user sets."""

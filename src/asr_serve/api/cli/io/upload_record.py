@@ -52,7 +52,7 @@ class UploadRecord:
 
     @property
     def is_persistent(self) -> bool:
-        """Whether a later command can resume from it."""
+        """Returns whether a later command can resume from it."""
         return self._file is not None
 
     @property

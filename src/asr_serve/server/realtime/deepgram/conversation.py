@@ -80,7 +80,7 @@ class DeepgramListenConversation:
 
     @property
     def completed(self) -> bool:
-        """Whether the conversation has ended as the client asked, and its socket is open."""
+        """Returns whether the conversation has ended as the client asked, and its socket is open."""
         return self._lifecycle.completed
 
     @property

@@ -49,7 +49,7 @@ class FunAsrSession(Protocol):
     def received_samples(self) -> int: ...
     @property
     def full(self) -> bool:
-        """Whether to write no more before `wait_writable` has returned."""
+        """Returns whether to write no more before `wait_writable` has returned."""
 
     def write(self, pcm: bytes | memoryview) -> None:
         """Writes whole samples: 16 bits, 16 kHz."""

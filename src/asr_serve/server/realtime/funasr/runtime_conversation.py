@@ -33,7 +33,7 @@ class RuntimeSession(Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether to write no more before `wait_writable` has returned."""
+        """Returns whether to write no more before `wait_writable` has returned."""
 
     def write(self, data: bytes | memoryview) -> None:
         """Writes bytes of the audio, cut anywhere."""

@@ -38,7 +38,7 @@ class FunAsrSessionDefaults:
 
     @property
     def empty(self) -> bool:
-        """Whether there are none, as for a server that recognizes nothing."""
+        """Returns whether there are none, as for a server that recognizes nothing."""
         return not self._fields
 
     def check(self, engine: ModelEngine) -> None:

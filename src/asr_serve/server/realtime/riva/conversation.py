@@ -61,7 +61,7 @@ class RivaConversation:
 
     @property
     def completed(self) -> bool:
-        """Whether all was said, and the call is open."""
+        """Returns whether all was said, and the call is open."""
         return self._lifecycle.completed
 
     @property

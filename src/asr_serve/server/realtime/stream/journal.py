@@ -145,12 +145,12 @@ class SessionJournal:
 
     @property
     def up(self) -> bool:
-        """Whether the store accepts what is written."""
+        """Returns whether the store accepts what is written."""
         return self._writer.serves(self)
 
     @property
     def durable(self) -> bool:
-        """Whether another server can continue the session now."""
+        """Returns whether another server can continue the session now."""
         return self.stored and self.up
 
     @property
@@ -167,7 +167,7 @@ class SessionJournal:
 
     @property
     def _holds_too_much(self) -> bool:
-        """Whether a checkpoint would free much of the stored audio."""
+        """Returns whether a checkpoint would free much of the stored audio."""
         needed_from, much = self._source.needed_from_samples, max(RATE_HZ, self._checkpoint_samples)
         if needed_from - self._trimmed_at < much:  # what the last checkpoint could not free, the next one cannot
             return False

@@ -6,7 +6,7 @@ PYTHON   ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3
               $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
               && echo $$p && break; done)
 PIP_ARGS ?=#   for example: PIP_ARGS='--extra-index-url URL' for a CPU build of torch
-WORKERS  ?= 2#  processes of tests
+WORKERS  ?= 3#  processes of tests: on two cores one more, since many tests wait
 ARGS     ?=#   more arguments for pytest, the benches or the server
 PEERS    ?= moonshine-voice,onnx,faster-whisper
 JSON     ?= bench/results/offline.json
@@ -117,7 +117,7 @@ PYTEST   := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope
 
 CASES    := not slow and not exhaustive
 
-test: setup  ## every behaviour once, in two processes; ARGS='-k name' for some
+test: setup  ## every behaviour once, in WORKERS processes; ARGS='-k name' for some
 	$(PYTEST) -m '$(CASES)' $(ARGS)
 
 test-fast: setup  ## what needs neither a server nor weights, after every edit

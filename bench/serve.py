@@ -20,12 +20,13 @@ import tempfile
 import time
 import wave
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import clips
+import contention
 import footprint
 import machine
 import numpy as np
@@ -38,6 +39,7 @@ from worker import job
 
 HERE = Path(__file__).resolve().parent
 OURS = serve_report.OURS
+LOADED = f"{OURS} beside a full load"
 OFFLINE: dict[str, dict[str, Any]] = {
     serve_report.OFFLINE: {"dtype": "auto", "vad": True},
     serve_report.WHOLE: {"dtype": "auto"},
@@ -90,6 +92,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     about["packages"] |= {name: version for name in PACKAGES if (version := machine.installed(name))}
 
     servers: list[tuple[str, Make]] = [] if args.only_peers else [(OURS, asr_serve)]
+    if args.beside_load:
+        servers.append((LOADED, asr_serve))
     servers += [(f"{OURS} spins={spins}", partial(asr_serve, spins=spins)) for spins in args.spins]
     servers += [entry for peer in args.peers for entry in PEERS[peer]]
     levels: dict[tuple[str, int], list[Found]] = {(n, count): [] for n, _ in servers for count in args.clients}
@@ -100,7 +104,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if any("wall_s" not in earlier for count in args.clients for earlier in levels[name, count]):
                 continue  # missing or broken in an earlier round: it would be again
             say(f"round {number + 1}/{args.repeats}  {name}")
-            notes[name], found = one_server(make, run)
+            with contention.full_load() if name == LOADED else nullcontext():
+                notes[name], found = one_server(make, run)
             for count in args.clients:
                 levels[name, count].append(found[count])
         for name, results in alone.items():
@@ -260,6 +265,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--wav", action="store_true", help="post 16-bit WAV instead of the files as they are")
     add("--threads", type=int, default=machine.cores(), metavar="N", help="for every server (all cores)")
     add("--server", type=shlex.split, default=[], metavar="OPTIONS", help="more options for `asr-serve serve`")
+    add("--beside-load", action="store_true", help="also asr-serve beside a process on every core that never waits")
     add("--spins", type=numbers, default=[], metavar="A,B", help="GOMP_SPINCOUNT of our engine: a row each")
     add("--peer-venvs", type=Path, default=ENVIRONMENTS, metavar="DIR", help="peers' environments (.venv-peers)")
     add("--limit-s", type=float, default=1_800, metavar="S", help="longest a level may take (1800)")

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from asr_serve.cores import cpu_quota, usable_cores
+from asr_serve.cores import (
+    CONTENDED_SHARE,
+    CONTENTION_WINDOW_S,
+    UNCONTENDED_SHARE,
+    CoreContention,
+    cpu_quota,
+    usable_cores,
+)
 
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
 PRINT_CORES = """
 import sys
 open(sys.argv[1], "w").write("0")
-from asr_serve.cores import cpu_quota, usable_cores
+from asr_serve.cores import (
+    CONTENDED_SHARE,
+    CONTENTION_WINDOW_S,
+    UNCONTENDED_SHARE,
+    CoreContention,
+    cpu_quota,
+    usable_cores,
+)
 print(cpu_quota(), usable_cores())
 """
 
@@ -105,3 +121,64 @@ def test_mounts_of_odd_names_are_passed_over(tmp_path: Path) -> None:
     (me / "mountinfo").write_bytes(odd + V2.format(root=tmp_path).encode())
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     assert cpu_quota(me) == 0.5
+
+
+def stat(folder: Path, busy: int, idle: int) -> Path:
+    """/proc/stat, with so many ticks of every core. A guest's are among the user's."""
+    rows = [f"cpu{core} {busy} 0 0 {idle - 1} 1 0 0 0 {busy} 0" for core in range(os.cpu_count() or 1)]
+    path = folder / "stat"
+    path.write_text("\n".join([f"cpu  {busy} 0 0 {idle} 0 0 0 0 0 0", *rows, "intr 1 2 3", "ctxt 4"]) + "\n")
+    return path
+
+
+def test_cores_are_contended_while_others_use_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0))
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    now_s = own_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "process_time", lambda: own_s)
+    busy, idle = 5_000, 5_000
+    contention = CoreContention(stat(tmp_path, busy, idle))
+    assert not contention.contended(), "nothing is known yet"
+
+    def after(own: float, others: float, elapsed_s: float = 2.0) -> bool:
+        """What is said after a time in which both used these shares of all cores."""
+        nonlocal now_s, own_s, busy, idle
+        ticks = round(elapsed_s / tick_s)
+        busy, idle = busy + round((own + others) * ticks), idle + round((1 - own - others) * ticks)
+        now_s, own_s = now_s + elapsed_s, own_s + own * elapsed_s * cores
+        stat(tmp_path, busy, idle)
+        return contention.contended()
+
+    assert not after(own=1.0, others=0.0)
+    assert not after(own=0.5, others=CONTENDED_SHARE - 0.03)
+    assert after(own=0.5, others=0.5)
+    assert after(own=0.8, others=UNCONTENDED_SHARE + 0.02), "it stays so until they use clearly less"
+    assert not after(own=0.8, others=UNCONTENDED_SHARE - 0.05)
+    assert not after(own=0.0, others=1.0, elapsed_s=CONTENTION_WINDOW_S / 2), "too short a time"
+    assert after(own=0.0, others=1.0, elapsed_s=CONTENTION_WINDOW_S / 2)
+    assert not after(own=0.0, others=0.0)
+
+
+@pytest.mark.parametrize("text", [None, "", "cpu0 many\n", "MemTotal: 1 kB\n"])
+def test_cores_are_not_contended_where_nobody_tells(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "stat"
+    if text is not None:
+        path.write_text(text)
+    contention = CoreContention(path)
+    for _ in range(2):
+        assert not contention.contended()
+        contention._measured_s = -CONTENTION_WINDOW_S
+
+
+def test_busy_processes_contend_for_the_cores() -> None:
+    contention, end_s = CoreContention(), time.monotonic() + 60
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        while not contention.contended():
+            assert time.monotonic() < end_s
+            time.sleep(0.1)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()

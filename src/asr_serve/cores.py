@@ -7,8 +7,17 @@ A container's quota is no mask: the process sees every core, runs on all of them
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
+
+CONTENTION_WINDOW_S = 1.0
+"""Least time over which the use of other processes is measured."""
+CONTENDED_SHARE, UNCONTENDED_SHARE = 0.15, 0.1
+"""Share of the cores' time used by others from which cores are contended, and below which they no longer are."""
+STAT_IDLE, STAT_GUEST = (3, 4), 8
+"""Fields of a core in /proc/stat: idle and waiting for I/O; and the first of those that others include."""
 
 
 class _Hierarchy(NamedTuple):
@@ -46,6 +55,48 @@ def cpu_quota(process: Path = Path("/proc/self")) -> float | None:
         if group is not None:
             quotas += [quota for level in (group, *group.parents) if (quota := _quota(hierarchy.mount / level))]
     return min(quotas, default=None)
+
+
+class CoreContention:
+    """Detects whether other processes keep the cores busy that this process may use. For any thread.
+
+    Source  Linux, Documentation/filesystems/proc.rst (/proc/stat)
+    """
+
+    def __init__(self, stat: Path = Path("/proc/stat")) -> None:
+        self._stat, self._contended = stat, False
+        self._measured_s, self._own_s = -CONTENTION_WINDOW_S, 0.0
+        self._ticks: tuple[int, int] | None = None
+        self._lock = threading.Lock()
+
+    def contended(self) -> bool:
+        """Returns whether they did, lately: over CONTENTION_WINDOW_S, or since an earlier call. False without
+        /proc/stat."""
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s - self._measured_s >= CONTENTION_WINDOW_S:
+                self._measure(now_s)
+            return self._contended
+
+    def _measure(self, now_s: float) -> None:
+        before, before_own_s = self._ticks, self._own_s
+        self._ticks, self._own_s, self._measured_s = self._busy_and_total(), time.process_time(), now_s
+        if before is None or self._ticks is None or (elapsed := self._ticks[1] - before[1]) <= 0:
+            return
+        own = (self._own_s - before_own_s) * os.sysconf("SC_CLK_TCK")
+        others = (self._ticks[0] - before[0] - own) / elapsed
+        self._contended = others >= (UNCONTENDED_SHARE if self._contended else CONTENDED_SHARE)
+
+    def _busy_and_total(self) -> tuple[int, int] | None:
+        """Returns the busy ticks of the cores that this process may use, and all their ticks."""
+        try:
+            rows = [line.split() for line in self._stat.read_text().splitlines()]
+            usable = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+            cores = [[int(field) for field in fields[:STAT_GUEST]] for name, *fields in rows if name in usable]
+        except (OSError, ValueError, AttributeError):  # another system
+            return None
+        total = sum(map(sum, cores))
+        return total - sum(core[field] for core in cores for field in STAT_IDLE), total
 
 
 def _hierarchies(mounts: str) -> list[_Hierarchy]:

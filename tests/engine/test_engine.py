@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -15,11 +16,12 @@ import pytest
 from engine_clients import fail_calls, poison_free_pages, spy
 from tiny_moonshine import CARD, MAX_SAMPLES, WAIT_S, build, clip, expect_empty, held, on_loop, outcome, start
 
+from asr_serve.cores import CoreContention
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.engine.builder import EngineComponents
 from asr_serve.engine.client import EngineClient, Ticket
-from asr_serve.engine.seq2seq.encoder import EncoderPool
+from asr_serve.engine.seq2seq.encoder import ENCODER_NICENESS, EncoderPool
 from asr_serve.engine.seq2seq.executor import CONCURRENT_BATCH_DIVISOR, GATHER_ROWS, GATHER_STEPS, UPLOADS_PER_THREAD
 from asr_serve.errors import AtCapacity, AudioTooLong, Cancelled, EngineClosed, OptionError, StepFailed, WeightsMissing
 from asr_serve.models.auxiliary.silero import WINDOW_SAMPLES
@@ -188,6 +190,29 @@ def test_many_uploads_are_encoded_beside_the_loop(begin, alone):
         encoders.clear()
     expect_answers(tickets, [alone[i % len(CLIPS)] for i in range(many)])
     assert not any(name.startswith("asr-serve encoder") for name in encoders), "files have all cores in turn"
+
+
+@pytest.mark.parametrize("contended", [False, True])
+def test_encoders_have_the_priority_of_the_loop_beside_busy_processes(begin, alone, monkeypatch, contended):
+    monkeypatch.setattr(CoreContention, "contended", lambda self: contended)
+    client = begin(max_decode_rows=16)
+    executor = client.backend.loop.executor
+    if executor.encoder_pool.threads == 0:
+        pytest.skip("with one core nothing is encoded beside the loop")
+    own, encoders = [], []
+    spy(executor.decode_runner, "step", lambda: own.append(niceness()))
+    spy(executor.encode_runner, "encode", lambda *_: encoders.append(niceness()))
+    count = UPLOADS_PER_THREAD * executor.device.threads
+    with held(client):
+        tickets = [client.submit(CLIPS[i % len(CLIPS)], ONCE, "interactive") for i in range(count)]
+    expect_answers(tickets, [alone[i % len(CLIPS)] for i in range(count)])
+    expect_empty(client)
+    assert encoders[0] == own[0] + (0 if contended else ENCODER_NICENESS)
+
+
+def niceness() -> int:
+    """Of the calling thread."""
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 def test_uploads_that_wait_are_shared_by_the_free_encoders(begin, monkeypatch):

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asr_serve.cores import CoreContention
 from asr_serve.devices.interface import Device
 from asr_serve.engine.remote.connection import EncodeClip, EncodedBatch, PeerConnection, RemoteBatch
 from asr_serve.engine.remote.peer_pool import PeerPool
@@ -100,7 +101,8 @@ def tensor_from_array(array: np.ndarray) -> Tensor:
 ENCODER_NICENESS = 5
 """Niceness of encoder threads above the loop's: under Linux they get a third of its share where both want a
 core. The thread for urgent batches has the loop's: a sentence that has ended does not wait for the partials of others,
-neither in the queue nor for a core."""
+neither in the queue nor for a core. While other processes keep the cores busy, all have the loop's: else they would
+get a third of a neighbour's share, too."""
 MAX_LOST_PEERS = 2
 """Peers that may be lost over one request; then it is encoded here, where it may be given up
 (engine/process/backend)."""
@@ -148,7 +150,11 @@ class EncoderPool:
         self._threads = ThreadPoolExecutor(
             max(1, self.threads), "asr-serve encoder", initializer=_init_encoder_thread, initargs=(runner.device,)
         )
+        self._contended_threads = ThreadPoolExecutor(
+            max(1, self.threads), "asr-serve encoder in contention", runner.device.set_threads, (1,)
+        )
         self._urgent_thread = ThreadPoolExecutor(1, "asr-serve urgent encoder", runner.device.set_threads, (1,))
+        self._contention = CoreContention()
         self.in_flight: list[EncodeBatch] = []
         self._remote: list[tuple[EncodeBatch, PeerConnection, RemoteBatch]] = []
         self._lost_peers: Counter[int] = Counter()
@@ -261,6 +267,7 @@ class EncoderPool:
         if self._peers is not None:
             self._peers.close()
         self._threads.shutdown(wait=True)
+        self._contended_threads.shutdown(wait=True)
         self._urgent_thread.shutdown(wait=True)
 
     # --- threads of this engine ---------------------------------------------------------------------------
@@ -268,7 +275,8 @@ class EncoderPool:
     def _run(self, batch: EncodeBatch, work: Callable[[], list[EncoderResult]], spent_s: float = 0.0) -> None:
         """Runs `work` on an encoder thread. `spent_s`: seconds that a peer has spent before."""
         begun_s: list[float] = []
-        threads = self._urgent_thread if batch.urgent else self._threads
+        contended = self._contention.contended()
+        threads = self._urgent_thread if batch.urgent else self._contended_threads if contended else self._threads
 
         def encode() -> list[EncoderResult]:
             begun_s.append(time.perf_counter())

@@ -6,9 +6,9 @@ DIR holds FLAC files, whose text need not be known. The model in float32 transcr
 the tokens of that answer one after another, and its error is how far its probabilities of the next token are from
 float32's: the mean Kullback-Leibler divergence in nats. Variants are bf16 throughout, and bf16 with one layer, a group
 of layers, or all of them in 8-bit weights and activations; the keys and values of cross-attention, in 8 bits with a
-scale for each position of a head, count as a layer. Layers that alone add more than MOST_NATS are `kept` in
-bf16: they are what stands in the model's card (models/registry.AsrCard.int8). The first and the last layer, which are
-the convolutions and the vocabulary, are always.
+scale for each position of a head, count as a layer. Layers that alone add more error than bf16 has throughout are
+`kept` in bf16: they are what stands in the model's card (models/registry.AsrCard.int8). The first and the last layer,
+which are the convolutions and the vocabulary, always are.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ from asr_serve.decoding.search_options import SearchOptions
 from asr_serve.devices.cpu import CROSS_KV, CpuDevice
 from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.models.registry import asr_card
-
-MOST_NATS = 0.001
-"""Error that a layer may add alone. Where every layer adds a hundredth of it, one token in a thousand changes."""
 
 
 class ChosenLayers(CpuDevice):
@@ -130,9 +127,7 @@ def run(model: str, audio: Sequence[Audio], threads: int, alone: bool) -> dict[s
         group = frozenset(name for name in names if name.startswith(f"{side}."))
         rows.append(measured.measure(f"{side} layers", group))
     layers = [measured.measure(name, frozenset({name})) for name in names if alone]
-    # What a layer adds to bf16's own error.
-    added = {row["name"]: max(row["divergence_nats"] - base["divergence_nats"], 0.0) for row in layers}
-    kept = [name for name, nats in added.items() if nats > MOST_NATS]
+    kept = [row["name"] for row in layers if row["divergence_nats"] > 2 * base["divergence_nats"]]
     if kept:
         rows.append(measured.measure("all layers but those kept", frozenset(names) - frozenset(kept)))
     found = {
@@ -142,7 +137,6 @@ def run(model: str, audio: Sequence[Audio], threads: int, alone: bool) -> dict[s
         "clips": len(audio),
         "audio_s": round(clips.seconds(audio), 1),
         "positions": measured.positions,
-        "most_nats": MOST_NATS,
         "rows": rows + layers,
     }
     return {**found, "kept": kept} if alone else found

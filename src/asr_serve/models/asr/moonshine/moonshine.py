@@ -65,7 +65,14 @@ CARDS = (
         parameters=27_100_000,
         hub="UsefulSensors/moonshine-tiny",
         packaged=_PACKAGE,
-        int8=Int8Calibration(),
+        int8=Int8Calibration(
+            (
+                "decoder.layers.0.encoder_attn.k_proj",  # with the keys and values of all layers
+                "decoder.layers.[234].self_attn.q_proj",
+                "decoder.layers.1.mlp.fc2",
+                "decoder.layers.5.mlp.fc1",
+            )
+        ),
         **_SHARED,
     ),
     AsrCard(name="moonshine-base-en", parameters=61_500_000, hub="UsefulSensors/moonshine-base", **_SHARED),

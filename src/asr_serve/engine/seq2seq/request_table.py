@@ -120,8 +120,8 @@ class RequestTable:
 
     def finish(self, utterance: RecognitionRequest, answer: Recognition, reused: Reused) -> None:
         """Removes the request and resolves its future."""
+        answer = self._without_header(utterance, answer)  # may fail: the request must still be open then
         self.remove(utterance.id)
-        answer = self._without_header(utterance, answer)
         now_ns = time.time_ns()
         if utterance.answer_digest:
             self.stats.record_cache_lookup(reused or "none")

@@ -181,4 +181,4 @@ def test_busy_processes_contend_for_the_cores() -> None:
     finally:
         for process in busy:
             process.kill()
-            process.wait()
+            process.wait(60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from children import Child
 
 from asr_serve.cores import (
     CONTENDED_SHARE,
@@ -173,12 +175,10 @@ def test_cores_are_not_contended_where_nobody_tells(tmp_path: Path, text: str | 
 
 def test_busy_processes_contend_for_the_cores() -> None:
     contention, end_s = CoreContention(), time.monotonic() + 60
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
-    try:
+    with contextlib.ExitStack() as processes:
+        for _ in os.sched_getaffinity(0):
+            busy = processes.enter_context(Child([sys.executable, "-c", "while True: pass"], limit_s=90))
+            processes.callback(busy.kill)  # before the wait for its end
         while not contention.contended():
             assert time.monotonic() < end_s
             time.sleep(0.1)
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait(60)

@@ -26,14 +26,7 @@ CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
 PRINT_CORES = """
 import sys
 open(sys.argv[1], "w").write("0")
-from asr_serve.cores import (
-    CONTENDED_SHARE,
-    CONTENTION_WINDOW_S,
-    UNCONTENDED_SHARE,
-    CoreContention,
-    cpu_quota,
-    usable_cores,
-)
+from asr_serve.cores import cpu_quota, usable_cores
 print(cpu_quota(), usable_cores())
 """
 

@@ -379,8 +379,8 @@ def build_loop(
             on_stop,
             stats=stats,
             keep_states=keep_states,
-            memory=VadCache(config.prefix_bytes // SMALL_CACHE_DIVISOR) if config.prefix_bytes else None,
-            tiers=tiers,
+            vad_cache=VadCache(config.prefix_bytes // SMALL_CACHE_DIVISOR) if config.prefix_bytes else None,
+            offload=tiers,
         )
         on_failure.pop_all()
     return loop

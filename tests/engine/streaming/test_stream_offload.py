@@ -298,7 +298,7 @@ def test_a_stream_waiting_for_its_biasing_list_wants_no_slot(now: Clock, recordi
 def test_recordings_offload_streams_and_are_never_offloaded(now: Clock) -> None:
     shelf = FakeOffloadStore()
     made = bench(now, slots=1, tiers=shelf)
-    made.context.vad_scheduler.live_count = 0
+    made.context.live_sessions = 0
     caller = ClipStream(made, 0, PCM)
     caller.send(8_000)
     future: Any = Future()

@@ -274,7 +274,7 @@ class Seq2SeqExecutor:
     def _live_active(self) -> bool:
         """Returns whether live requests arrived lately: silent sessions cost files nothing, and sessions whose audio is
         encoded elsewhere need no encoders."""
-        live = self.loop.vad_scheduler.live_count > 0 and time.monotonic() - self.requests.last_live_s < QUIET_S
+        live = self.loop.live_sessions > 0 and time.monotonic() - self.requests.last_live_s < QUIET_S
         return live and bool(len(self.scheduler) or self.encoder_pool.in_flight or not self.incremental)
 
     def _uploads_active(self) -> bool:
@@ -340,7 +340,7 @@ class Seq2SeqExecutor:
         ends; else what waits, shared by the free threads."""
         most = self.scheduler.encode_frames
         least = most // CONCURRENT_BATCH_DIVISOR
-        if live or self.loop.vad_scheduler.live_count:
+        if live or self.loop.live_sessions:
             return least
         share = -(-self.scheduler.waiting_frames // max(1, self.encoder_pool.free_threads))
         return min(max(share, least), most)

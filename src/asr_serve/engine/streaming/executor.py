@@ -250,7 +250,7 @@ class StreamingExecutor:
     def _assign_slots(self) -> None:
         """Assigns slots to waiting streams. More recordings than fit in one step would only delay each other and
         callers."""
-        reserved = self.model_runner.states.slots // LIVE_SLOTS_DIVISOR if self._context.vad_scheduler.live_count else 0
+        reserved = self.model_runner.states.slots // LIVE_SLOTS_DIVISOR if self._context.live_sessions else 0
         while len(self._waiting) and (free := self._free_slots):
             live_only = self._recordings >= self.model_runner.max_rows or free <= reserved
             allowed: tuple[Priority, ...] = ("live",) if live_only else ("live", "interactive", "bulk")

@@ -139,10 +139,10 @@ UNTYPED_NAMES = {
     ("engine/vllm/worker_main.py", "logits"),  # torch is not imported with the file
     ("engine/vllm/worker_main.py", "params"),
     ("engine/builder.py", "options"),  # keyword arguments handed on
-    ("engine/streaming/incremental_encoder.py", "sleep"),
+    ("engine/streaming/incremental_encoder.py", "offload"),
     ("engine/process/in_flight.py", "value"),  # a future's result, whatever was asked
     ("engine/request.py", "value"),
-    ("engine/streaming/executor.py", "found"),
+    ("engine/streaming/executor.py", "result"),
 }
 """Parameters and fields of the engine and of searches whose type is Any. None of them holds a model."""
 

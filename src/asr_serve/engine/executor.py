@@ -153,7 +153,8 @@ class StepGuard:
             return False
         self._stats.record_failed_step(self._stage)
         error = StepFailed(
-            f"{self._what} failed: {type(failure).__name__}: {failure}", todo="try again; if it stays, report it"
+            f"{self._what} failed: {type(failure).__name__}: {failure}",
+            todo="try again; if it happens again, report it",
         )
         error.__cause__ = failure
         self._fail(error)

@@ -158,7 +158,7 @@ def test_a_corrupt_snapshot_is_refused_and_others_go_on(biased: bool) -> None:
     while ready := there.schedule(1e9):
         assert len(ready) == 2
         ours, theirs = there.step(ready, 0.0)
-        assert ours.found == theirs.found
+        assert ours.result == theirs.result
 
 
 @pytest.mark.parametrize("batched", [False, True])

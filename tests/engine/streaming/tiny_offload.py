@@ -178,7 +178,7 @@ class ExecutorBench:
             tiers=tiers,
             sleep_after_s=after_s,
             replay=replay,
-            spell=spell,
+            compile_hotwords=spell,
         )
         self.streams.attach(self.context)
         self.tiers = tiers

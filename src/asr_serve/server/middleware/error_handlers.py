@@ -126,7 +126,7 @@ def problem_for(error: Exception, request_id: str) -> Problem:
         return Problem(str(error), kind.type, error.param, error_code(error))
     code = error_code(error) if isinstance(error, AsrServeError) else "internal_error"
     return Problem(
-        f"The server failed on this request. Try again; if it stays, report it with request id {request_id}.",
+        f"The server failed on this request. Try again; if it happens again, report it with request id {request_id}.",
         "server_error",
         None,
         code,

@@ -69,10 +69,10 @@ def options_of(vocab: int) -> dict[str, dict[str, Any]]:
     return {
         "plain": {},
         "times": {"words": True},
-        "hotwords": {"hot": words[0], "words": True},
-        "other hotwords": {"hot": words[1]},
+        "hotwords": {"biasing": words[0], "words": True},
+        "other hotwords": {"biasing": words[1]},
         "language model": {"language_model": loaded.with_weight(0.4)},
-        "both": {"hot": words[0], "language_model": loaded.with_weight(0.8)},
+        "both": {"biasing": words[0], "language_model": loaded.with_weight(0.8)},
     }
 
 

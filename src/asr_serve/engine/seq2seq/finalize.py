@@ -117,7 +117,7 @@ class Finalizer:
         return answer
 
     def _reencode_full_window(self, row: DecodeRow) -> bool:
-        """Has the request encoded again with all of its window; returns whether it did. Not where nothing was left out,
+        """Schedules the request again, with all of its window; returns whether it did. Not where nothing was left out,
         where the whole window does not fit, and for hurried requests that have only one temperature."""
         utterance, options = self._requests.open[row.request_id], row.hypothesis.options
         if not self._requests.omits_window_silence(utterance) or (options.hurried and len(options.temperatures) == 1):

@@ -92,6 +92,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_temperatures(self.temperatures)
+        # Callers may pass a list; the engine's caches hash the options.
+        msgspec.structs.force_setattr(self, "temperatures", tuple(self.temperatures))
         if not 0 <= self.seed < 2**63:
             raise OptionError(f"seed={self.seed}", "a whole number from 0 to 2**63 - 1")
         if self.task not in get_args(Task):

@@ -99,7 +99,7 @@ HEADS: dict[str, tuple[bytes, int, str, str]] = {
     "a slash more": (lines(first=f"GET {ROUTE}/ HTTP/1.1"), 404, "no_such_route", f"there is no route GET {ROUTE}/"),
     "up the tree": (lines(first="GET /docs/../../etc/passwd HTTP/1.1"), 404, "no_such_route", "/etc/passwd"),
     "encoded": (lines(first="GET /%2e%2e/%00%ff HTTP/1.1"), 404, "no_such_route", "there is no route"),
-    "long path": (lines(first=f"GET /{'a' * 5_000} HTTP/1.1"), 404, "no_such_route", "a{99} leads"),
+    "long path": (lines(first=f"GET /{'a' * 5_000} HTTP/1.1"), 404, "no_such_route", r"no route GET /a{99}\."),
 }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
     python bench/ring.py --json ring.json
 
-Each road carries the same arrays from this process to a fresh one, which ends with an array of its own. README.md
+Each transport carries the same arrays from this process to a fresh one, which ends with an array of its own. README.md
 says how to read the result.
 """
 
@@ -46,7 +46,7 @@ Receive = Callable[[int], Array]
 SPAWN = multiprocessing.get_context("spawn")
 
 
-class Road(Protocol):
+class Transport(Protocol):
     """This process's end. `there` goes to the other process and becomes a Receive by `opened`."""
 
     there: Any
@@ -141,7 +141,7 @@ class UnixSocket:
         return receive
 
 
-ROADS: dict[str, tuple[type[Any], str]] = {
+TRANSPORTS: dict[str, tuple[type[Any], str]] = {
     "asr-serve": (Ring, "1"),
     "asr-serve reference": (Ring, "0"),
     "multiprocessing.Queue": (ProcessQueue, "1"),
@@ -182,14 +182,14 @@ def carry(
     name: str, message_bytes: int, messages: int, seconds: float = 0.0, pause_s: float = 0.0
 ) -> tuple[int, int, list[int]]:
     """Send so many messages, and go on until so many seconds are over; what the other process tells."""
-    kind, os.environ["ASR_SERVE_NATIVE"] = ROADS[name]
-    road: Road = kind(message_bytes)
+    kind, os.environ["ASR_SERVE_NATIVE"] = TRANSPORTS[name]
+    transport: Transport = kind(message_bytes)
     here, results = SPAWN.Pipe()
     message = np.zeros(message_bytes // 8, np.int64)
-    other = SPAWN.Process(target=consume, args=(kind, road.there, len(message), results), daemon=True)
+    other = SPAWN.Process(target=consume, args=(kind, transport.there, len(message), results), daemon=True)
     other.start()
     results.close()
-    road.connect()
+    transport.connect()
     try:
         answer(here)
         end, number = time.monotonic() + seconds, 0
@@ -198,14 +198,14 @@ def carry(
                 time.sleep(pause_s)
             message[1] = message[-1] = number
             message[0] = time.monotonic_ns()
-            road.send(message)
+            transport.send(message)
             number += 1
         message[1] = LAST
-        road.send(message)
+        transport.send(message)
         told: tuple[int, int, list[int]] = answer(here)
         return told
     finally:
-        road.close()
+        transport.close()
         other.join(1)
         other.kill()
         here.close()
@@ -245,7 +245,7 @@ def row(name: str, size: str, rates: Sequence[float], ages_us: Sequence[float]) 
 
 
 def measure(names: Sequence[str], seconds: float, messages: int, repeats: int) -> list[dict[str, Any]]:
-    """Rows. The roads take turns (A B C A B C), so a slow moment of the machine hits all of them."""
+    """Rows. The transports take turns (A B C A B C), so a slow moment of the machine hits all of them."""
     rates: dict[tuple[str, str], list[float]] = {(name, size): [] for size in SIZES for name in names}
     ages: dict[tuple[str, str], list[float]] = {key: [] for key in rates}
     failed: dict[tuple[str, str], str] = {}
@@ -272,14 +272,14 @@ def measure(names: Sequence[str], seconds: float, messages: int, repeats: int) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the result here too")
-    parser.add_argument("--roads", default=",".join(ROADS), help="some of: %(default)s")
+    parser.add_argument("--transports", default=",".join(TRANSPORTS), help="some of: %(default)s")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each throughput round")
     parser.add_argument("--messages", type=int, default=1_000, help="of each latency round, 1 ms apart")
     parser.add_argument("--repeats", type=int, default=3, help="rounds")
     args = parser.parse_args()
-    names = args.roads.split(",")
-    if unknown := set(names) - set(ROADS):
-        parser.error(f"unknown road {sorted(unknown)}: some of {', '.join(ROADS)}")
+    names = args.transports.split(",")
+    if unknown := set(names) - set(TRANSPORTS):
+        parser.error(f"unknown transport {sorted(unknown)}: some of {', '.join(TRANSPORTS)}")
     rows = []
     if "asr-serve" in names and kernels.ring().__name__.endswith("ring_reference"):
         names.remove("asr-serve")

@@ -72,12 +72,12 @@ def best_depth(folder: str, size: int) -> int:
 
 
 class Swap:
-    """One road to the disk, with a blob of one size."""
+    """One backend to the disk, with a blob of one size."""
 
-    def __init__(self, road: DiskBackendName, sealed: bool, folder: str, size: int) -> None:
+    def __init__(self, backend: DiskBackendName, sealed: bool, folder: str, size: int) -> None:
         room = size + 2 * FILLER_BYTES
         key = os.urandom(32) if sealed else None
-        self._tiers = TieredStore(size + FILLER_BYTES, lambda: open_disk(folder, room, road), key=key)
+        self._tiers = TieredStore(size + FILLER_BYTES, lambda: open_disk(folder, room, backend), key=key)
         part = np.random.default_rng(0).bytes(min(size, PART_BYTES))
         self._parts = [part] * (size // len(part))
         self._sum = checksum(part)
@@ -135,16 +135,16 @@ class Swap:
 
 
 def measure(
-    road: DiskBackendName, sealed: bool, size_name: str, folder: str, repeats: int, depth: int
+    backend: DiskBackendName, sealed: bool, size_name: str, folder: str, repeats: int, depth: int
 ) -> dict[str, Any]:
     size = SIZES[size_name]
-    row: dict[str, Any] = {"name": "asr-serve", "road": road, "check": "aes-256-gcm" if sealed else "xxh3-64"}
+    row: dict[str, Any] = {"name": "asr-serve", "backend": backend, "check": "aes-256-gcm" if sealed else "xxh3-64"}
     row |= {"blob": size_name, "bytes": size}
     rounds: list[dict[str, float]] = []
     limits: dict[str, list[float]] = {"read": [], "write": []}
     small_pages: list[float] = []
     loads = []
-    swap = Swap(road, sealed, folder, size)
+    swap = Swap(backend, sealed, folder, size)
     try:
         swap.sleep(), swap.wake()  # memory is touched, and the kernel knows the file
         for number in range(repeats):
@@ -175,18 +175,18 @@ def measure(
     return {**row, "load_1m": loads}
 
 
-def roads(folder: str) -> list[DiskBackendName]:
+def available_backends(folder: str) -> list[DiskBackendName]:
     """Those that are here."""
     here: list[DiskBackendName] = []
-    for road in get_args(DiskBackendName):
-        if road == "auto":
+    for backend in get_args(DiskBackendName):
+        if backend == "auto":
             continue
         try:
-            open_disk(folder, MIB, road).close()
+            open_disk(folder, MIB, backend).close()
         except OptionError as error:
-            print(f"{road}: {error}", file=sys.stderr)
+            print(f"{backend}: {error}", file=sys.stderr)
         else:
-            here.append(road)
+            here.append(backend)
     return here
 
 
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the result here too")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk; default: %(default)s")
     parser.add_argument("--sizes", default=",".join(SIZES), help="some of: %(default)s")
-    parser.add_argument("--roads", help="default: all that are here")
+    parser.add_argument("--backends", help="default: all that are here")
     parser.add_argument("--repeats", type=int, default=3, help="rounds")
     args = parser.parse_args(arguments)
     if shutil.which("fio") is None:
@@ -203,15 +203,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = machine.describe(threads=1)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        chosen = args.roads.split(",") if args.roads else roads(folder)
+        chosen = args.backends.split(",") if args.backends else available_backends(folder)
         for size_name in args.sizes.split(","):
             depth = best_depth(folder, SIZES[size_name])
-            for road in chosen:
+            for backend in chosen:
                 for sealed in (False, True):
                     try:
-                        row = measure(road, sealed, size_name, folder, args.repeats, depth)
+                        row = measure(backend, sealed, size_name, folder, args.repeats, depth)
                     except (AsrServeError, RuntimeError) as error:
-                        row = {"name": "asr-serve", "road": road, "blob": size_name, "failed": repr(error)}
+                        row = {"name": "asr-serve", "backend": backend, "blob": size_name, "failed": repr(error)}
                     rows.append({**row, "fio_iodepth": depth})
                     print(json.dumps(rows[-1]), file=sys.stderr)
             (Path(folder) / "fio").unlink()

@@ -1,6 +1,6 @@
 """Bytes from one engine to another: every transport, against a plain copy of as many bytes in memory.
 
-    python bench/transports.py --json results/roads-cpu.json
+    python bench/transports.py --json results/transports-cpu.json
 
 This process sends, a fresh one receives. `put` is what the sender spends until the bytes are there; `whole` is
 until the other process has looked at them and said so over a pipe. README.md says how to read the result.
@@ -37,7 +37,7 @@ PARTS = 16
 WARM_UP = 3
 TIMEOUT_S = 60.0
 HOST = "127.0.0.1"
-ROADS: dict[str, ModuleType] = {"shm": shm, "tcp": tcp, "nixl": nixl}
+TRANSPORTS: dict[str, ModuleType] = {"shm": shm, "tcp": tcp, "nixl": nixl}
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -65,11 +65,11 @@ def receive(kind: str, nbytes: int, line: Connection) -> None:
     landing.close()
 
 
-class Road:
-    """This process's end of one road, and the other process."""
+class TransportPair:
+    """This process's end of one transport, and the other process."""
 
     def __init__(self, kind: str) -> None:
-        self._module = ROADS[kind]
+        self._module = TRANSPORTS[kind]
         self._line, there = SPAWN.Pipe()
         self._other = SPAWN.Process(target=receive, args=(kind, max(SIZES_MB) * MIB + 64, there), daemon=True)
         self._other.start()
@@ -117,9 +117,9 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def measure(kind: str, rounds: int) -> list[dict[str, Any]]:
-    """Rows of one road. In every round all ways take turns with the plain copy: a slow moment hits all of them."""
+    """Rows of one transport. In every round all ways take turns with the plain copy: a slow moment hits all of them."""
     ways = {"checksum": (True, 1), "no checksum": (False, 1), f"checksum, {PARTS} parts": (True, PARTS)}
-    road, rows = Road(kind), []
+    transport, rows = TransportPair(kind), []
     try:
         for size in SIZES_MB:
             data = np.random.default_rng(size).integers(0, 256, size * MIB, np.uint8)
@@ -128,15 +128,15 @@ def measure(kind: str, rounds: int) -> list[dict[str, Any]]:
             took: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
             for number in range(rounds + WARM_UP):
                 copied = timed(lambda to=copy, of=data: np.copyto(to, of))  # type: ignore[misc]
-                carried = {way: road.carry(data, *ways[way]) for way in ways}
+                carried = {way: transport.carry(data, *ways[way]) for way in ways}
                 if number >= WARM_UP:
                     plain.append(copied)
                     for way, seconds in carried.items():
                         took[way].append(seconds)
-            rows.append({"road": "memcpy", "beside": kind, "mib": size, **told("put", plain, size)})
+            rows.append({"transport": "memcpy", "beside": kind, "mib": size, **told("put", plain, size)})
             rows += [
                 {
-                    "road": kind,
+                    "transport": kind,
                     "mib": size,
                     "how": way,
                     **told("put", [put for put, _ in each], size),
@@ -148,7 +148,7 @@ def measure(kind: str, rounds: int) -> list[dict[str, Any]]:
             ]
             print(f"{kind} {size} MiB: {rounds} rounds", file=sys.stderr)
     finally:
-        road.close()
+        transport.close()
     return rows
 
 
@@ -164,14 +164,14 @@ def told(name: str, seconds: Sequence[float], size: int) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the result here too")
-    parser.add_argument("--roads", default=",".join(ROADS), help="some of: %(default)s")
+    parser.add_argument("--transports", default=",".join(TRANSPORTS), help="some of: %(default)s")
     parser.add_argument("--rounds", type=int, default=30)
     args = parser.parse_args()
-    names = args.roads.split(",")
-    if unknown := set(names) - set(ROADS):
-        parser.error(f"unknown road {sorted(unknown)}: some of {', '.join(ROADS)}")
+    names = args.transports.split(",")
+    if unknown := set(names) - set(TRANSPORTS):
+        parser.error(f"unknown transport {sorted(unknown)}: some of {', '.join(TRANSPORTS)}")
     skipped = [
-        {"road": name, "skipped": "not in this installation"}
+        {"transport": name, "skipped": "not in this installation"}
         for name in names
         if name not in transports.available_transports()
     ]
@@ -183,7 +183,7 @@ def main() -> int:
     except (AsrServeError, EOFError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    machine.tell(args.json, {"bench": "roads", "machine": facts, "rows": rows + skipped})
+    machine.tell(args.json, {"bench": "transports", "machine": facts, "rows": rows + skipped})
     return 0
 
 

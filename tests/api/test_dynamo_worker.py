@@ -65,6 +65,8 @@ def test_a_client_of_dynamo_gets_what_the_library_gives(environment: dict[str, s
     for transcript, (*segments, done) in zip(expected, answers, strict=False):
         assert segments == [{"start_s": s.start_s, "end_s": s.end_s, "text": s.text} for s in transcript.segments]
         assert done == {"text": transcript.text, "language": "en", "duration_s": transcript.duration_s}
-    for wrong, answer in zip(("base64", "no audio container", "unknown option 'langage'"), answers[2:], strict=True):
+    for wrong, answer in zip(
+        ("base64", "not a known audio container", "unknown option 'langage'"), answers[2:], strict=True
+    ):
         assert wrong in answer[0]["error"]
         assert len(answer) == 1

@@ -23,7 +23,7 @@ from tiny_moonshine import CARD, WAIT_S, clip, expect_empty, held, on_loop, outc
 
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import DraftTokens, SearchOptions
-from asr_serve.engine import request as sessions
+from asr_serve.engine import vad_scheduler
 from asr_serve.engine.client import EngineClient, Ticket
 from asr_serve.engine.partial_rate import MIN_SAMPLES, OVERLOADED_MS, PartialRateController
 from asr_serve.engine.seq2seq.scheduler import LIVE_RESERVE_FRACTION
@@ -366,7 +366,7 @@ def scripted() -> Iterator[EngineClient]:
         return VadStepOutput(found, state, 0.0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sessions, "VAD_STEP_INTERVAL_S", 0.0)
+        patch.setattr(vad_scheduler, "VAD_STEP_INTERVAL_S", 0.0)
         client = start(max_sessions=4)
         client.backend.loop.vad_runner.step = read
         yield client

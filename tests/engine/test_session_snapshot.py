@@ -222,7 +222,7 @@ def test_a_restored_session_keeps_its_hot_words_and_language_model(name: str, pl
         there.finish_audio(session, 0.0)
         told = []
         while not session.finished:
-            told += [each.found for each in there.step(there.schedule(1e9), 0.0)]
+            told += [each.result for each in there.step(there.schedule(1e9), 0.0)]
         return [told, session.hypotheses]
 
     vocab = model(name).vocab_size
@@ -232,7 +232,7 @@ def test_a_restored_session_keeps_its_hot_words_and_language_model(name: str, pl
     text = [[str(token % vocab) for token in range(start, start + 9)] for start in range(20)]
     ngrams = train(text, 3).to_model().for_tokens([str(token) for token in range(vocab)])
     language_model = TokenLanguageModel(NgramScorer(ngrams), b"contents").with_weight(0.5)
-    options = {"hot": words if chosen != "language model" else None}
+    options = {"biasing": words if chosen != "language model" else None}
     options |= {"language_model": language_model if chosen != "hotwords" else None}
     here, there = made(), made()
     session = here.open_session(**options)
@@ -240,7 +240,7 @@ def test_a_restored_session_keeps_its_hot_words_and_language_model(name: str, pl
     while ready := here.schedule(1e9):
         here.step(ready, 0.0)
     saved = here.save_session(session)
-    others = [{}, options | {"hot": None if chosen != "language model" else words}]
+    others = [{}, options | {"biasing": None if chosen != "language model" else words}]
     others += [options | {"language_model": TokenLanguageModel(NgramScorer(ngrams), b"contents").with_weight(0.6)}]
     for other in others:
         with pytest.raises(ValueError, match="other hotwords, or another language model"):
@@ -262,7 +262,7 @@ def test_a_restored_session_keeps_its_hot_words_and_language_model(name: str, pl
 @pytest.mark.parametrize("how", HOSTILE)
 def test_foreign_snapshots_are_refused(saved: SessionSnapshot, how: str) -> None:
     there = wrapper("fastconformer 8,1", "rnnt")
-    with pytest.raises(ValueError, match=r"saved|session"):
+    with pytest.raises(ValueError, match=r"saved|snapshot|session"):
         there.load_session(HOSTILE[how](saved), live=True)
     assert there.free_sessions == there.states.slots, "nobody has a slot"
     there.states.check()

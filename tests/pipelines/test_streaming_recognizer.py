@@ -17,7 +17,7 @@ from asr_serve.api import library
 from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
-from asr_serve.engine import request as engine_request
+from asr_serve.engine import vad_scheduler
 from asr_serve.engine.streaming import executor
 from asr_serve.errors import AtCapacity, UnsupportedOption
 from asr_serve.units import RATE_HZ, s_to_samples
@@ -130,7 +130,7 @@ def test_words_do_not_wait_for_voice_activity(model: Model, speech: np.ndarray, 
             caller.settle()
         before = streamed_samples(model)
         with monkeypatch.context() as stopped:
-            stopped.setattr(engine_request, "VAD_STEP_INTERVAL_S", 3_600.0)
+            stopped.setattr(vad_scheduler, "VAD_STEP_INTERVAL_S", 3_600.0)
             for at in range(2 * RATE_HZ, 3 * RATE_HZ, 1_600):
                 caller.write(speech[at : at + 1_600])
             while streamed_samples(model) < before + 0.15 * RATE_HZ:

@@ -199,11 +199,11 @@ def cut(data: bytes) -> bytes:
 
 AUDIO: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "nothing": (lambda: b"", "empty_audio", "0 bytes"),
-    "text": (lambda: b"It was the best of times.\n" * 99, "not_audio", "no audio container"),
-    "pdf": (lambda: b"%PDF-1.7\n" + bytes(5_000), "not_audio", "no audio container"),
-    "zip": (lambda: b"PK\3\4" + bytes(5_000), "not_audio", "no audio container"),
+    "text": (lambda: b"It was the best of times.\n" * 99, "not_audio", "not a known audio container"),
+    "pdf": (lambda: b"%PDF-1.7\n" + bytes(5_000), "not_audio", "not a known audio container"),
+    "zip": (lambda: b"PK\3\4" + bytes(5_000), "not_audio", "not a known audio container"),
     "a playlist": (lambda: b"#EXTM3U\n#EXTINF:1\nfile:///etc/passwd\n", "not_audio", "playlists are not"),
-    "ffmpeg's concat": (lambda: b"ffconcat version 1.0\nfile /etc/passwd\n", "not_audio", "no audio container"),
+    "ffmpeg's concat": (lambda: b"ffconcat version 1.0\nfile /etc/passwd\n", "not_audio", "a known audio container"),
     "wav without samples": (lambda: wav(0), "empty_audio", "0 samples"),
     "cut wav": (lambda: cut(wav()), "truncated_audio", "announces 1.000 s and 0.5"),
     "cut flac": (lambda: cut(encoded("flac", "flac", 3)), "truncated_audio", "announces 3.000 s"),

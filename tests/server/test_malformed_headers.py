@@ -95,11 +95,11 @@ HEADS: dict[str, tuple[bytes, int, str, str]] = {
     "no length": (lines(KIND), 400, MALFORMED, "ends after 0 bytes"),
     "other method": (lines(first=f"BREW {ROUTE} HTTP/1.1"), 405, "no_such_route", f"BREW {ROUTE} is not allowed"),
     "to a proxy": (lines(first="CONNECT elsewhere.example:80 HTTP/1.1"), 404, "no_such_route", "CONNECT"),
-    "to the server": (lines(first="OPTIONS * HTTP/1.1"), 404, "no_such_route", "leads nowhere"),
-    "a slash more": (lines(first=f"GET {ROUTE}/ HTTP/1.1"), 404, "no_such_route", f"GET {ROUTE}/ leads nowhere"),
+    "to the server": (lines(first="OPTIONS * HTTP/1.1"), 404, "no_such_route", "there is no route"),
+    "a slash more": (lines(first=f"GET {ROUTE}/ HTTP/1.1"), 404, "no_such_route", f"there is no route GET {ROUTE}/"),
     "up the tree": (lines(first="GET /docs/../../etc/passwd HTTP/1.1"), 404, "no_such_route", "/etc/passwd"),
-    "encoded": (lines(first="GET /%2e%2e/%00%ff HTTP/1.1"), 404, "no_such_route", "leads nowhere"),
-    "long path": (lines(first=f"GET /{'a' * 5_000} HTTP/1.1"), 404, "no_such_route", "a{99} leads"),
+    "encoded": (lines(first="GET /%2e%2e/%00%ff HTTP/1.1"), 404, "no_such_route", "there is no route"),
+    "long path": (lines(first=f"GET /{'a' * 5_000} HTTP/1.1"), 404, "no_such_route", r"no route GET /a{99}\."),
 }  # fmt: skip
 
 

@@ -304,8 +304,8 @@ class MediaFile:
         if kind is not None:
             return self._corrupt(f"it begins as {kind} and cannot be read on: {error.strerror}")
         return NotAudio(
-            f"{source.label} is no audio container that is known",
-            "wav, flac, mp3, m4a, ogg, webm and whatever else ffmpeg reads is allowed, playlists are not",
+            f"{source.label} is not a known audio container",
+            "wav, flac, mp3, m4a, ogg, webm and what else ffmpeg reads are allowed, playlists are not",
             "check the file, or wrap raw samples in a WAV",
         )
 

@@ -358,10 +358,16 @@ def build_loop(
         if tiers is not None:
             on_failure.callback(tiers.close)
         if isinstance(model, StreamingModel):
-            wrapper, offload = build_chunked(model, chosen, parts, config), offload_options(config, tiers)
-            spell = stream_biasing(parts, model.vocab_size) if isinstance(wrapper.search, BiasingSearch) else None
+            runner = build_chunked(model, chosen, parts, config)
+            biased = isinstance(runner.search, BiasingSearch)
             executor: ModelExecutor = StreamingExecutor(
-                wrapper, config.shares, on_done, on_start, **offload, spell=spell, language_models=parts.language_models
+                runner,
+                config.shares,
+                on_done,
+                on_start,
+                **offload_options(config, tiers),
+                compile_hotwords=stream_biasing(parts, model.vocab_size) if biased else None,
+                language_models=parts.language_models,
             )
         elif config.role == "encode" and meeting is not None:
             executor = roles.build_encode_worker(model, device, chosen, config, meeting)
@@ -379,8 +385,8 @@ def build_loop(
             on_stop,
             stats=stats,
             keep_states=keep_states,
-            memory=VadCache(config.prefix_bytes // SMALL_CACHE_DIVISOR) if config.prefix_bytes else None,
-            tiers=tiers,
+            vad_cache=VadCache(config.prefix_bytes // SMALL_CACHE_DIVISOR) if config.prefix_bytes else None,
+            offload=tiers,
         )
         on_failure.pop_all()
     return loop

@@ -12,7 +12,7 @@ from asr_serve.errors import RankLost, StepFailed
 if TYPE_CHECKING:
     from asr_serve.decoding.language_model.token_models import TokenLanguageModel
     from asr_serve.devices.interface import Device
-    from asr_serve.engine.request import RecognitionRequest, VadScheduler
+    from asr_serve.engine.request import RecognitionRequest
     from asr_serve.engine.stats import EngineStats
     from asr_serve.engine.tensor_parallel.rank_processes import RankProcesses
     from asr_serve.models.auxiliary.silero import Silero
@@ -29,11 +29,14 @@ raise both, so that every check runs."""
 class LoopContext(Protocol):
     """Interface of the loop for its executor. Only `call` may be used from other threads."""
 
-    vad_scheduler: VadScheduler
     stats: EngineStats
 
     @property
     def running(self) -> bool: ...
+    @property
+    def live_sessions(self) -> int:
+        """Open voice-activity sessions of live callers."""
+
     def drain(self) -> None:
         """Runs the jobs that arrived in the inbox."""
 
@@ -150,7 +153,8 @@ class StepGuard:
             return False
         self._stats.record_failed_step(self._stage)
         error = StepFailed(
-            f"{self._what} failed: {type(failure).__name__}: {failure}", todo="try again; if it stays, report it"
+            f"{self._what} failed: {type(failure).__name__}: {failure}",
+            todo="try again; if it happens again, report it",
         )
         error.__cause__ = failure
         self._fail(error)

@@ -15,7 +15,7 @@ from asr_serve.engine.cache import TieredStore
 from asr_serve.engine.diarization_runner import DiarizationRunner
 from asr_serve.engine.executor import ModelExecutor, StepGuard
 from asr_serve.engine.remote.peer_pool import PeerPool
-from asr_serve.engine.request import VadBatch, VadScheduler, reject, resolve
+from asr_serve.engine.request import reject, resolve
 from asr_serve.engine.seq2seq.executor import Seq2SeqExecutor
 from asr_serve.engine.speaker_separation import SeparationRunner
 from asr_serve.engine.state_cache import StateCacheManager
@@ -23,47 +23,49 @@ from asr_serve.engine.stats import EngineStats
 from asr_serve.engine.streaming.executor import StreamingExecutor
 from asr_serve.engine.tts.executor import TtsExecutor
 from asr_serve.engine.vad_runner import VadCache, VadRunner, VadStepOutput
+from asr_serve.engine.vad_scheduler import VadBatch, VadScheduler
 from asr_serve.errors import AsrServeError, EngineClosed
 
 LoopJob = Callable[["Loop"], None]
-"""Message to the loop: a function that is called on the loop's thread, between two steps."""
+"""Message to the loop: a function that runs on the loop's thread, between two steps."""
 
 
 class Loop:
-    """Owns the voice-activity sessions and the executor of one device."""
+    """Loop of one device: owns its voice-activity sessions and its executor."""
 
     def __init__(
         self,
-        work: ModelExecutor,
+        executor: ModelExecutor,
         vad: VadRunner | None,
         step_windows: int,
         on_stop: Callable[[], None],
         *,
         stats: EngineStats,
         keep_states: bool = False,
-        memory: VadCache | None = None,
-        tiers: TieredStore | None = None,
+        vad_cache: VadCache | None = None,
+        offload: TieredStore | None = None,
     ) -> None:
         """`vad`: None for a speech synthesis model. `step_windows`: maximum windows in a voice-activity step.
-        `keep_states`: return each caller's state with its probabilities. `memory`: cache of voice activity;
-        without it no audio is cached. `tiers`: offload storage, closed with the loop."""
-        self.executor, self.vad_runner, self._vad_cache, self._offload = work, vad, memory, tiers
+        `keep_states`: return each caller's state with its probabilities. `vad_cache`: None where no audio is cached.
+        `offload`: storage that is closed with the loop."""
+        self.executor, self.vad_runner, self._vad_cache, self._offload = executor, vad, vad_cache, offload
         self.states = vad.states if vad is not None else StateCacheManager({}, 0)
         """State of the voice-activity sessions."""
-        self.uses_digests = memory is not None
+        self.uses_digests = vad_cache is not None
         """Whether submitted audio should have a digest (engine/cache/digest)."""
         self.inbox: queue.SimpleQueue[LoopJob] = queue.SimpleQueue()
-        self.vad_scheduler = VadScheduler(self.states, step_windows, memory)
+        self.vad_scheduler = VadScheduler(self.states, step_windows, vad_cache)
         self.stats, self.running = stats, True
-        self.diarization = DiarizationRunner(work.device, stats)
+        self.diarization = DiarizationRunner(executor.device, stats)
         """Diarization of audio windows."""
-        self.separation = SeparationRunner(work.device, stats, self.call)
+        self.separation = SeparationRunner(executor.device, stats, self.call)
         """Separation of speakers who talk at once, on a thread beside the loop."""
-        self._vad_thread = ThreadPoolExecutor(1, "asr-serve vad", work.device.set_threads, (1,))
+        self._vad_thread = ThreadPoolExecutor(1, "asr-serve vad", executor.device.set_threads, (1,))
         self._on_stop, self._keep_states = on_stop, keep_states
-        work.attach(self)
+        executor.attach(self)
 
     def run(self) -> None:
+        """Runs until `stop`, or until a step fails for good; then rejects what is left."""
         error: AsrServeError = EngineClosed("the engine was closed")
         try:
             while self.running:
@@ -83,7 +85,7 @@ class Loop:
         """Runs one iteration; returns False when there was nothing to do."""
         stepped = self.step_vad()
         busy = self.executor.step() or stepped
-        return self.diarization.step(live=self.vad_scheduler.live_count > 0, idle=not busy) or busy
+        return self.diarization.step(live=self.live_sessions > 0, idle=not busy) or busy
 
     def _sleep(self) -> None:
         """Waits for a message, or until the next batch is due."""
@@ -100,6 +102,7 @@ class Loop:
             job(self)
 
     def drain(self) -> None:
+        """Runs the jobs that arrived in the inbox."""
         while True:
             try:
                 job = self.inbox.get_nowait()
@@ -117,22 +120,27 @@ class Loop:
         self.executor.check()
 
     @property
+    def live_sessions(self) -> int:
+        """Open voice-activity sessions of live callers."""
+        return self.vad_scheduler.live_count
+
+    @property
     def streams(self) -> StreamingExecutor:
         """Executor of a streaming model."""
-        assert isinstance(self.executor, StreamingExecutor), "this model hears whole utterances"
+        assert isinstance(self.executor, StreamingExecutor), "this model has no streams: it takes whole utterances"
         return self.executor
 
     @property
     def peers(self) -> PeerPool:
         """Engines that encode for this one."""
-        assert isinstance(self.executor, Seq2SeqExecutor), "this engine decodes nothing that others encode"
-        assert self.executor.peers is not None, "this engine has not the role decode"
+        assert isinstance(self.executor, Seq2SeqExecutor), "only encoder-decoder models are encoded by other engines"
+        assert self.executor.peers is not None, "this engine has no peers"
         return self.executor.peers
 
     @property
     def tts(self) -> TtsExecutor:
         """Executor of a speech synthesis model."""
-        assert isinstance(self.executor, TtsExecutor), "this model hears"
+        assert isinstance(self.executor, TtsExecutor), "this is a model of speech recognition"
         return self.executor
 
     def close(self, session: int) -> None:
@@ -142,6 +150,7 @@ class Loop:
             self.executor.close_stream(session)
 
     def stop(self) -> None:
+        """Ends `run` before its next step. Must be called on the loop's thread."""
         self.running = False
 
     def step_vad(self) -> bool:
@@ -151,11 +160,11 @@ class Loop:
         if not batch:
             return False
         runner, step = self.vad_runner, None
-        assert runner is not None, "nobody has a row where there are none"
-        concurrent = self.vad_scheduler.live_count > 0 and self.executor.device.threads > 1
+        assert runner is not None, "a chunk of voice activity in an engine without its model"
+        concurrent = self.live_sessions > 0 and self.executor.device.threads > 1
         with self._guard_vad(batch):
             state = runner.gather_states([self.vad_scheduler.restore_slot(session) for session, _ in batch])
-            step = partial(runner.step, [windows.pcm for _, windows in batch], state)
+            step = partial(runner.step, [chunk.pcm for _, chunk in batch], state)
             if concurrent:
                 self._vad_thread.submit(step).add_done_callback(
                     lambda done: self.call(lambda: self._complete_vad(batch, done.result))
@@ -169,15 +178,15 @@ class Loop:
 
         def fail(error: AsrServeError) -> None:
             for index in self.vad_scheduler.complete(batch):
-                session, windows = batch[index]
+                session, chunk = batch[index]
                 if self._vad_cache is not None:
                     self._vad_cache.disable(session)
-                reject(windows.future, error)
+                reject(chunk.future, error)
 
         return StepGuard(self.stats, "vad", "voice activity", fail)
 
     def _complete_vad(self, batch: VadBatch, result: Callable[[], VadStepOutput]) -> None:
-        """Answers the chunks of a step. Those of sessions that were closed while it ran are rejected already."""
+        """Answers the chunks of a step; those of sessions that were closed while it ran were rejected then."""
         output: VadStepOutput | None = None
         with self._guard_vad(batch):
             output = result()
@@ -188,14 +197,14 @@ class Loop:
         self.vad_runner.scatter_states([batch[index][0].slot for index in indices], output.state, indices)
         states = output.export_states() if self._keep_states or self._vad_cache is not None else None
         for index in indices:
-            (session, windows), probabilities = batch[index], output.probabilities[index]
+            (session, chunk), probabilities = batch[index], output.probabilities[index]
             if states is not None:
-                windows.state = states[index]
+                chunk.state = states[index]
                 if self._vad_cache is not None:
-                    self._vad_cache.store(session, windows, probabilities, states[index])
-            resolve(windows.future, probabilities)
+                    self._vad_cache.store(session, chunk, probabilities, states[index])
+            resolve(chunk.future, probabilities)
             self.vad_scheduler.serve_from_cache(session)
-        counts = [windows.window_count for _, windows in batch]
+        counts = [chunk.window_count for _, chunk in batch]
         self.stats.record_step("vad", output.duration_s, len(batch), sum(counts) / (len(batch) * max(counts)))
 
     def _end(self, error: AsrServeError) -> None:
@@ -204,7 +213,7 @@ class Loop:
             try:
                 self.inbox.get()(self)
             except Exception:
-                logging.getLogger(__name__).exception("a message to the ending engine failed")
+                logging.getLogger(__name__).exception("a message failed while the engine was shutting down")
         try:
             self.executor.shutdown(error)
         finally:

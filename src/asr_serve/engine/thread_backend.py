@@ -13,7 +13,7 @@ from asr_serve.config import EngineConfig
 from asr_serve.diarization.local_speakers import LocalSpeakers
 from asr_serve.diarization.overlapped_speech import SpeakerRanges
 from asr_serve.engine.builder import EngineComponents, build_loop, card_of_loaded
-from asr_serve.engine.cache.digest import set_request_digests, set_window_digest
+from asr_serve.engine.cache.digest import set_chunk_digest, set_request_digests
 from asr_serve.engine.client import Connect
 from asr_serve.engine.diarization_runner import DiarizationRequest, models_available
 from asr_serve.engine.loop import Loop, LoopJob, run_loop
@@ -85,10 +85,10 @@ class ThreadBackend:
     def open_vad_session(self, session: int, live: bool, state: bytes | None = None) -> None:
         self.call(lambda loop: loop.vad_scheduler.open(session, live, state))
 
-    def submit_vad_chunk(self, windows: VadChunk) -> None:
+    def submit_vad_chunk(self, chunk: VadChunk) -> None:
         if self.loop.uses_digests:
-            set_window_digest(windows)
-        self.call(lambda loop: loop.vad_scheduler.enqueue(windows))
+            set_chunk_digest(chunk)
+        self.call(lambda loop: loop.vad_scheduler.enqueue(chunk))
 
     def close_session(self, session: int) -> None:
         self.call(lambda loop: loop.vad_scheduler.close(session))

@@ -11,8 +11,9 @@ import torch
 
 from asr_serve.engine.cache.digest import chain_digest, state_digest
 from asr_serve.engine.cache.lru_cache import LruCache
-from asr_serve.engine.request import VadChunk, VadSessionState
+from asr_serve.engine.request import VadChunk
 from asr_serve.engine.state_cache import StateCacheManager, StateSlot
+from asr_serve.engine.vad_scheduler import VadSessionState
 from asr_serve.models.auxiliary.silero import WINDOW_SAMPLES, Silero, SileroState
 
 ENTRY_BYTES = 400
@@ -41,33 +42,31 @@ class VadCache:
     def nbytes(self) -> int:
         return self._entries.nbytes
 
-    def start_session(self, listener: VadSessionState, state: bytes | None) -> None:
+    def start_session(self, session: VadSessionState, state: bytes | None) -> None:
         if state is not None:
-            listener.history_digest = chain_digest(b"state", state_digest(state))
+            session.history_digest = chain_digest(b"state", state_digest(state))
 
-    def append_chunk(self, listener: VadSessionState, windows: VadChunk) -> None:
+    def append_chunk(self, session: VadSessionState, chunk: VadChunk) -> None:
         """Extends the session's digest by this chunk."""
-        if not windows.audio_digest:
-            self.disable(listener)
+        if not chunk.audio_digest:
+            self.disable(session)
         else:
-            windows.history_digest = listener.history_digest = chain_digest(
-                listener.history_digest, windows.audio_digest
-            )
+            chunk.history_digest = session.history_digest = chain_digest(session.history_digest, chunk.audio_digest)
 
-    def lookup(self, listener: VadSessionState) -> CachedVad | None:
+    def lookup(self, session: VadSessionState) -> CachedVad | None:
         """Result of the first queued chunk, if it is cached."""
-        if not listener.queue or not listener.cacheable:
+        if not session.queue or not session.cacheable:
             return None
-        return self._entries.get(listener.queue[0].history_digest)
+        return self._entries.get(session.queue[0].history_digest)
 
-    def store(self, listener: VadSessionState, windows: VadChunk, probabilities: np.ndarray, state: bytes) -> None:
-        if listener.cacheable:
+    def store(self, session: VadSessionState, chunk: VadChunk, probabilities: np.ndarray, state: bytes) -> None:
+        if session.cacheable:
             nbytes = ENTRY_BYTES + probabilities.nbytes + len(state)
-            self._entries.insert(windows.history_digest, CachedVad(probabilities.copy(), state), nbytes)
+            self._entries.insert(chunk.history_digest, CachedVad(probabilities.copy(), state), nbytes)
 
-    def disable(self, listener: VadSessionState) -> None:
+    def disable(self, session: VadSessionState) -> None:
         """Stops caching for the session: its state no longer follows from its chunks alone."""
-        listener.cacheable = False
+        session.cacheable = False
 
 
 class VadStepOutput(NamedTuple):

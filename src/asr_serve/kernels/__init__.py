@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from asr_serve.kernels import reference as reference
 
 INTERFACES = {"asr_serve.kernels._packets": 1}
-"""Numbers of the interfaces of native modules that have one: those that are changed together with their callers."""
+"""Interface numbers of native modules whose functions change together with their callers."""
 PAGE = 16
 """Positions in one page of keys and values."""
 
@@ -99,7 +99,7 @@ def native_packets() -> ModuleType | None:
 
 
 def _built(name: str) -> ModuleType | None:
-    """Native module of that name, if there is one. Raises StaleBuild for one of other sources than these."""
+    """Returns the native module of that name, or None. Raises StaleBuild for one that was built from other sources."""
     if not native_kernels_enabled():
         return None
     try:

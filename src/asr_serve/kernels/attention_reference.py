@@ -1,5 +1,5 @@
-"""Self-attention within clips whose frames lie end to end, in plain torch: the oracle of `attention.cpp`, and how other
-CPUs compute it."""
+"""Self-attention within clips whose frames lie end to end, in plain torch: the oracle of `attention.cpp`, and its
+fallback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CTC forced alignment in numpy: the oracle of the native one, and its fallback.
+"""CTC forced alignment in numpy: the oracle of `align.cpp`, and its fallback.
 
 Both add the same doubles in the same order and break ties in the same way, so that their results are equal.
 """

@@ -310,9 +310,9 @@ class _Beam:
             node = item.parent
         return tokens[::-1]
 
-    def advance(self, heard: list[float], frame: int) -> None:
+    def advance(self, frame_logprobs: list[float], frame: int) -> None:
         """Advances the search by one frame."""
-        logprobs = [x if math.isfinite(x) else NONE for x in heard]
+        logprobs = [x if math.isfinite(x) else NONE for x in frame_logprobs]
         candidates = self._rank(logprobs)
         if not candidates:
             return  # no token is possible: the frame is skipped

@@ -1,5 +1,5 @@
-"""Minimum Bayes risk decoding of word lattices in Python, with the results of kernels/src/lattice.hpp to the last bit;
-the algorithm and its source are told there."""
+"""Minimum Bayes risk decoding of word lattices in Python: the oracle and fallback of kernels/src/lattice.hpp, which
+describes the algorithm and names its source. Results are equal to the last bit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import NamedTuple
 
 Word = tuple[int, int, int, float]
 """Word, first frame, end frame, natural-log probability."""
-NO_WORD, MAX_ITERATIONS, DELETION_DELTA = -1, 100, 1e-5
+NO_WORD = -1
+"""Word of an arc that outputs none."""
+MAX_ITERATIONS, DELETION_DELTA = 100, 1e-5
 
 
 class LatticeArc(NamedTuple):
+    """Arc of a word lattice: states, word, costs, and the first and end frame of the word."""
+
     source: int
     target: int
     word: int
@@ -23,9 +27,11 @@ class LatticeArc(NamedTuple):
 
 
 class WordLattice(NamedTuple):
+    """Acyclic lattice whose arcs lead to states of higher numbers. State 0 is its start."""
+
     arcs: list[LatticeArc]
     finals: list[tuple[float, float]]
-    """Cost and the graph's part of it, of each state."""
+    """Final cost of each state, and the part of it that the graph has."""
 
 
 class _Arc(NamedTuple):
@@ -57,7 +63,7 @@ class BayesRisk:
         ]
 
     def evaluate(self, words: Sequence[int]) -> float:
-        """Expected edit distance of words; their confusion network is then in `bins`."""
+        """Returns the expected edit distance of words; sets `bins` to their confusion network."""
         self.reference = [NO_WORD] * (2 * len(words) + 1)
         self.reference[1::2] = words
         return self._accumulate()
@@ -71,7 +77,7 @@ class BayesRisk:
         ]
 
     def decode(self, words: Sequence[int]) -> list[Word]:
-        """Words whose expected edit distance is least, from `words` on as far as steps downwards lead."""
+        """Returns words of a local minimum of the expected edit distance, by descent from `words`."""
         words, iteration = list(words), 0
         while True:
             self.evaluate(words)
@@ -152,7 +158,7 @@ def _log_of(weight: float) -> float:
 
 
 def _separated(words: list[Word]) -> list[Word]:
-    """Words with mean times that may overlap; those next to each other then share the frames by halves."""
+    """Separates words whose mean times overlap: neighbours get half of the frames each."""
     out: list[Word] = []
     for word, start, end, logprob in words:
         if out and start < out[-1][2]:
@@ -167,7 +173,8 @@ def _separated(words: list[Word]) -> list[Word]:
 
 
 def cost_of(lattice: WordLattice, words: Sequence[int], most: float) -> float:
-    """Cost of words above the lattice's best path, `most` at most and where the lattice lacks them."""
+    """Cost of words above that of the lattice's best path, at most `most`, which is also that of words not in the
+    lattice."""
     arcs = {(arc.source, arc.word): arc for arc in reversed(lattice.arcs)}
     cost, state = 0.0, 0
     for word in words:

@@ -1,5 +1,5 @@
-"""Datagrams with one system call each: the reference of the native module `_packets`, and what runs where that one
-was not built or the system has no recvmmsg."""
+"""Datagrams with one system call each: the reference of the native module `_packets`, and its fallback where that was
+not built or the system has no recvmmsg."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from typing import Any
 HEADER_BYTES, KEY_BYTES = 12, 18
 MAX_BATCH, MAX_GATHER_US = 4_096, 100_000
 RTCP_SOURCES = 4_096
-"""Buckets of RTCP: an address has one of them."""
+"""Number of token buckets for RTCP: each address is hashed to one of them."""
 MAX_ENDED = 4_096
-"""SSRCs of flows that have ended, remembered."""
+"""Maximum remembered SSRCs of flows that have ended."""
 
 Datagram = tuple[int, bytes, bytes, float]
 """Flow, source, payload, time of arrival by the monotonic clock."""
 
 
 class _Bucket:
+    """Token bucket."""
+
     def __init__(self, per_s: float, burst: float) -> None:
         self._per_s, self._burst, self._tokens = per_s, burst, burst
         self._last_s = time.monotonic()
@@ -37,6 +39,8 @@ class _Bucket:
 
 
 class _Flow:
+    """Expected flow: its source, where that is known, and its rate."""
+
     def __init__(self, source: bytes, per_s: float, burst: float) -> None:
         self.source, self.bucket = source, _Bucket(per_s, burst)
         self.over_rate = 0
@@ -45,14 +49,15 @@ class _Flow:
 
 
 class _Source:
-    """Owner of a source's packets with an SSRC that nobody expects. They have none once two flows have come from there:
-    they may be a third caller's, or those of a flow that has ended."""
+    """Source of packets, and the flow that owns those with an unexpected SSRC. None owns them once two flows have come
+    from this source: they may be a third caller's, or those of a flow that has ended."""
 
     def __init__(self, flow: int | None = None) -> None:
         self.flow = flow
         self.admitted = self.shared = False
-        """Admitted: by its source, so any SSRC is the flow's."""
+        """Whether the flow was admitted by this source, so that any SSRC is its own; whether several flows came."""
         self.latched: set[int] = set()
+        """Flows whose packets have come from this source."""
 
 
 class PacketReceiver:
@@ -63,7 +68,8 @@ class PacketReceiver:
             raise ValueError("sockets, 1 to 4096 packets of 64 to 65536 bytes, gathered for up to 0.1 s")
         self._sockets = [socket.socket(fileno=socket.dup(fd)) for fd in fds]
         self._batch, self._slot_bytes, self._gather_s = batch, slot_bytes, gather_us / 1e6
-        self._closed = self._moving = False
+        self._closed = self._received = False
+        """Whether it is closed; whether the last call of `receive` found packets."""
         self._lock = threading.Lock()
         """Held while a datagram is sorted; flows come and go in other threads."""
         self._flows: dict[int, _Flow] = {}
@@ -74,13 +80,13 @@ class PacketReceiver:
         self._rtcp_rate = 0.0, 0.0
         """Packets per second of an address, and its burst."""
         self._rtcp_sources: dict[int, _Bucket] = {}
-        """Buckets of RTCP, by a hash of the address that nobody outside can aim: few addresses share one."""
+        """Buckets of RTCP, by a keyed hash of the address: no sender can choose to share another's."""
         self._hash_key = secrets.token_bytes(16)
         names = ("received", "unknown_source", "over_rate", "truncated", "not_rtp", "checksum", "kernel")
         self._counts = dict.fromkeys(names, 0)
 
     def admit_ssrc(self, flow: int, ssrc: int, source: bytes, per_s: float, burst: float) -> None:
-        """Expects an SSRC, of one source or, for no bytes, of any."""
+        """Admits a flow by its SSRC, from one source or, if `source` is empty, from any."""
         if len(source) not in (0, KEY_BYTES):
             raise ValueError("a source is 16 bytes of address and 2 of port")
         with self._lock:
@@ -89,7 +95,7 @@ class PacketReceiver:
             self._ended.discard(ssrc)
 
     def admit_source(self, flow: int, source: bytes, per_s: float, burst: float) -> None:
-        """Expects a source; one of port 0 is any port of its address."""
+        """Admits a flow by its source; port 0 stands for any port of the address."""
         if len(source) != KEY_BYTES:
             raise ValueError("a source is 16 bytes of address and 2 of port")
         with self._lock:
@@ -98,19 +104,19 @@ class PacketReceiver:
             named.flow, named.admitted = flow, True
 
     def admit_rtcp(self, flow: int, per_s: float, burst: float, source_per_s: float, source_burst: float) -> None:
-        """Expects RTCP from anywhere: so much in all, and so much of an address."""
+        """Admits RTCP from any source, with a rate for all together and one for each address."""
         with self._lock:
             self._flows[flow] = _Flow(b"", per_s, burst)
             self._rtcp_flow, self._rtcp_rate = flow, (source_per_s, source_burst)
             self._rtcp_sources.clear()
 
     def latch(self, flow: int, source: bytes, ssrc: int) -> None:
-        """Expects the flow from this source only, with this SSRC too."""
+        """Latches a flow to this source, and admits this SSRC for it."""
         with self._lock:
             latched = self._flows.get(flow)
             if latched is None:
                 return
-            if latched.learned not in (None, ssrc):  # one for each flow: a sender that changes it for ever adds nothing
+            if latched.learned not in (None, ssrc):  # one for each flow, however often a sender changes it
                 if self._by_ssrc.get(latched.learned) == flow:
                     del self._by_ssrc[latched.learned]
                 latched.learned = None
@@ -124,7 +130,7 @@ class PacketReceiver:
             here.latched.add(flow)
 
     def forget(self, flow: int) -> None:
-        """Expects the flow no more."""
+        """Ends a flow: its packets are dropped from now on."""
         with self._lock:
             self._flows.pop(flow, None)
             if self._rtcp_flow == flow:
@@ -139,21 +145,21 @@ class PacketReceiver:
                 self._leave(source, flow)
 
     def over_rate(self, flow: int) -> int:
-        """Datagrams of a flow that came too fast since it was admitted; 0 for one that is not there."""
+        """Number of datagrams of a flow that were dropped for its rate; 0 for an unknown flow."""
         with self._lock:
             known = self._flows.get(flow)
             return 0 if known is None else known.over_rate
 
     def receive(self, timeout_ms: int) -> list[Datagram]:
-        """Datagrams that are there, or come within this time. They are copies."""
+        """Returns copies of the datagrams that are there, or come within this time."""
         if self._closed:
             raise RuntimeError("the receiver is closed")
         if (
-            self._moving and self._gather_s
+            self._received and self._gather_s
         ):  # while packets come, one sleep for each batch, not a wake-up for each packet
             time.sleep(self._gather_s)
         ready, _, _ = select.select(self._sockets, [], [], timeout_ms / 1_000)
-        self._moving = bool(ready)
+        self._received = bool(ready)
         datagrams: list[Datagram] = []
         taken = 0
         for each in ready:
@@ -174,7 +180,7 @@ class PacketReceiver:
         return dict(self._counts)
 
     def close(self) -> None:
-        """Receives no more. The sockets stay their owner's."""
+        """Stops receiving. The sockets themselves stay open: they belong to the caller."""
         self._closed = True
         for each in self._sockets:
             each.close()
@@ -198,7 +204,7 @@ class PacketReceiver:
             self._count("unknown_source")
             return None
         flow = self._flows[number]
-        # An address first: what one of them sends too fast uses up nothing of what all may send.
+        # The address first: packets dropped for its rate must not use up the rate of all.
         of_address = self._rtcp_bucket(source) if number == self._rtcp_flow else None
         if (of_address is not None and not of_address.take(now_s)) or not flow.bucket.take(now_s):
             self._count("over_rate")
@@ -207,7 +213,7 @@ class PacketReceiver:
         return number, source, data, now_s
 
     def _find(self, ssrc: int, source: bytes) -> int | None:
-        """The flow of an SSRC, if it expects this source or any; else that of the source; else that of its address."""
+        """Returns the flow of an SSRC, if this source may send it; else that of the source, or of its address."""
         number = self._by_ssrc.get(ssrc)
         if number is not None and self._flows[number].source in (b"", source):
             return number
@@ -222,7 +228,7 @@ class PacketReceiver:
         return self._rtcp_sources.setdefault(index, _Bucket(*self._rtcp_rate))
 
     def _leave(self, source: bytes, flow: int) -> None:
-        """Takes a flow out of a source, and forgets the source when nothing is left of it."""
+        """Removes a flow from a source, and the source once no flow is left."""
         known = self._by_source.get(source)
         if known is None:
             return
@@ -237,15 +243,16 @@ class PacketReceiver:
 
 
 class RtpParser:
-    """Parser of RTP headers. It makes records, a subclass of tuple whose class it is given, or answers with a reason:
-    too short or of another version, lengths beyond the datagram, RTCP on the same port. Source: RFC 3550, section 5.1
-    and appendix A; RFC 5761, section 4."""
+    """Parser of RTP headers. Source: RFC 3550, section 5.1 and appendix A; RFC 5761, section 4."""
 
     def __init__(self, record: Any, not_rtp: Any, malformed: Any, rtcp: Any) -> None:
+        """`record`: class of the results, a subclass of tuple. The other three are returned for datagrams that are too
+        short or of another version, whose lengths exceed the datagram, and that are RTCP on the same port."""
         self._record, self._not_rtp, self._malformed, self._rtcp = record, not_rtp, malformed, rtcp
 
     def __call__(self, datagram: memoryview | bytes) -> Any:
-        """Record of payload type, marker, sequence number, timestamp, SSRC and payload; or the reason. Never raises."""
+        """Returns a record of payload type, marker, sequence number, timestamp, SSRC and payload, or one of the
+        reasons. Never raises."""
         length = len(datagram)
         if length < HEADER_BYTES or datagram[0] >> 6 != 2:
             return self._not_rtp

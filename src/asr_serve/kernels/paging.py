@@ -3,7 +3,7 @@
 A pool is (pages, layers, 2, heads, head_dim * PAGE): K of a page is laid out (heads, head_dim, PAGE), V is (heads,
 PAGE, head_dim). Pages of cross-attention may be in 8 bits: then K of a layer begins with int8 (heads, head_dim, PAGE),
 V with int8 (heads, PAGE, head_dim), and in both there follows a float32 scale for each position of a head, (heads,
-PAGE). What is left of a page is not used.
+PAGE). The rest of a page is not used.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def split_int8_pool(pool: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def zero_unused(pages: Tensor, positions: int, *, int8: bool) -> None:
-    """Zeros what `positions` leave of a copy of their pages, laid out as a pool: whoever had the pages before left it.
+    """Zeroes what `positions` do not fill of a copy of their pages, laid out as a pool: it is data of earlier users.
 
     `int8`: the pages hold 8 bits."""
     filled = positions - (len(pages) - 1) * PAGE

@@ -1,5 +1,5 @@
-"""Native kernels in plain torch: the oracle of their tests, the fallback, and what a GPU computes where
-`triton_kernels` has nothing.
+"""Native kernels in plain torch: the oracle of their tests, their fallback, and the kernels of a GPU that
+`triton_kernels` does not replace.
 
 Shapes are those of `kernels.h`. A pool is (pages, layers, 2, heads, head_dim * PAGE): K of a page is laid out
 (heads, head_dim, PAGE), V is (heads, PAGE, head_dim). Nothing here depends on the length of a sequence other than
@@ -105,8 +105,8 @@ def _attend(
     unseen = span[None, :] >= lengths[:, None]
     if window:
         unseen |= span[None, :] < lengths[:, None] - window
-    # Pages without a position that is seen may be any number, and hold anything: point them at page 0 and zero what
-    # is read.
+    # Table entries past the last position seen may be any number, and their pages hold anything: read page 0 in their
+    # place, and mask what is read.
     valid_tables = tables.long().masked_fill(unseen.view(rows, width, PAGE).all(2), 0)
     keys = k[valid_tables].permute(0, 2, 3, 1, 4).reshape(rows, heads, head_dim, width * PAGE).float()
     values = v[valid_tables].permute(0, 2, 1, 3, 4).reshape(rows, heads, width * PAGE, head_dim).float()

@@ -1,14 +1,14 @@
 """Shared-memory ring in plain Python: the oracle of the native ring's tests, and its fallback.
 
-It has the same functions, and the same bytes in memory, drawn in `ring.hpp`: one side may be native and the other
+It has the same functions, and the same layout in memory, drawn in `ring.hpp`, so one side may be native and the other
 this.
 
-Ordering. C++ requests it explicitly; here it must come for free. A slot is handed over by one aligned store of
-eight bytes, which a memoryview of "Q" does in one piece. x86 keeps stores in order and loads in order (TSO), so a
-reader of the sequence also sees the payload. TSO does allow a load to overtake an earlier store, which would lose
-a wake-up; taking a lock in between is a locked instruction, which nothing passes. Between threads of one process
-the GIL orders everything. A CPU with a weaker order (ARM) promises none of this between processes: there this ring
-may read a slot before its payload has arrived, and the native ring has to be built.
+Memory ordering, which C++ requests explicitly, is that of the processor here. A slot is handed over by one aligned
+store of eight bytes, which a memoryview of "Q" does in one piece. x86 keeps stores in order and loads in order (TSO),
+so a reader of the sequence also sees the payload. But TSO lets a load overtake an earlier store, which would lose a
+wake-up; taking a lock in between is a locked instruction, which nothing passes. Between threads of one process the GIL
+orders everything. On a CPU with a weaker order (ARM), this ring may read a slot of another process before its payload
+has arrived: there the native ring must be built.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Ring:
     def write(self, session: int, first_chunk: int, source: ReadableBuffer) -> tuple[int, bool]:
         """Copies into slot after slot until all is written, the ring is full, or the consumer must be woken.
 
-        Out: bytes written, and whether to wake the consumer, before the rest is written.
+        Returns the bytes written, and whether to wake the consumer before the rest is written.
         """
         if self._lent:
             raise RuntimeError("write while a slot is lent")
@@ -180,8 +180,8 @@ class Ring:
     def read_into(self, session: int, first_chunk: int, target: WriteableBuffer) -> tuple[int, bool]:
         """Copies out whole slots of this session, chunk after chunk, as long as they are available and fit.
 
-        Stops early when the producer must be woken. A slot peeked at before is no longer valid. Out: bytes read,
-        and whether to wake the producer.
+        Stops early when the producer must be woken. A slot peeked at before is no longer valid. Returns the bytes
+        read, and whether to wake the producer.
         """
         data, read, wake = _bytes(target), 0, False
         if data.readonly:

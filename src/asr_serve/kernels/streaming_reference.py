@@ -1,4 +1,4 @@
-"""Kernels of streaming encoders in plain torch: what `streaming.h` computes, and what a GPU computes.
+"""Kernels of streaming encoders in plain torch: the oracle of `streaming.h`, its fallback, and the kernels of a GPU.
 
 A session's past is in its row of the caller's state tensors; both functions update it in place. Padding rows of a
 batch point at the last row of the state, and have no frames: they change nothing, however many there are. Shapes

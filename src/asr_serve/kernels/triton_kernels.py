@@ -1,4 +1,5 @@
-"""Kernels of a CUDA device: what a decoding step does with pages is in Triton, everything else as in `reference`.
+"""Kernels of a CUDA device: those of a decoding step that read or write pages are in Triton, all others are those of
+`reference`.
 
 A step reads keys and values in the dtype of the pages, once for each query head; the reference gathers them into
 float32 copies first, which costs many times the traffic. Shapes are those of `reference`. Triton's interpreter
@@ -34,7 +35,7 @@ from asr_serve.kernels.reference import tanh_norm as tanh_norm
 from asr_serve.kernels.reference import window_attention as window_attention
 
 TILE = 8_192
-"""Numbers of a key tile, which a program holds in registers beside as many values."""
+"""Elements of a tile of keys, which a program holds in registers beside as many of values."""
 PROGRAMS = 1_056
 """Programs of a step that keep a large device busy: 8 for each of an H100's 132 multiprocessors. Where rows and heads
 are fewer, the positions of each are split over several."""
@@ -176,7 +177,7 @@ def _attend_kernel(
         position = entry[:, None] * PAGE_SIZE + slot[None, :]
         seen = (position < length) & (position >= first) & (entry < end)[:, None]
         key = tl.load(at + key_offset, mask=there & in_head[None, :, None], other=0.0).to(tl.float32)
-        # Slots that are not seen hold anything, which may be no number.
+        # Slots past the length may hold anything, NaN included.
         scores = tl.where(seen, tl.sum(key * query[None, :, None], axis=1), -float("inf"))
         new_top = tl.maximum(top, tl.max(tl.max(scores, axis=1), axis=0))
         weights = tl.exp(scores - new_top)

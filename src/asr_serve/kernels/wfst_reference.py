@@ -1,5 +1,5 @@
-"""Search of decoding graphs in Python, with the results of kernels/src/wfst.hpp to the last bit; the algorithm is
-described there. It replaces the native module where that was not built, for graphs that are small."""
+"""Search of decoding graphs in Python: the oracle of kernels/src/wfst.hpp, which describes the algorithm, and its
+fallback for small graphs. Results are equal to the last bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NONWORD, BEGIN, END, INTERNAL, SINGLETON = range(5)
 
 
 class Graph:
-    """Arrays of decoding/wfst/search_graph.py."""
+    """Decoding graph: the arrays of decoding/wfst/search_graph.py."""
 
     def __init__(
         self,
@@ -76,6 +76,8 @@ class Graph:
 
 
 class Options(NamedTuple):
+    """Options of a search, as in kernels/src/wfst.hpp."""
+
     beam: np.float32
     lattice_beam: np.float32
     scale: np.float32
@@ -87,11 +89,15 @@ class Options(NamedTuple):
 
 
 class Token:
+    """Hypothesis at the latest frame: states of the graph and of the language model, and its cost."""
+
     def __init__(self, state: int, lm: int, cost: np.float32) -> None:
         self.state, self.lm, self.cost = state, lm, cost
 
 
 class Link(NamedTuple):
+    """Arc that was taken between two nodes; `excess`: its cost above that of the best way to its target."""
+
     source: int
     target: int
     arc: int
@@ -117,6 +123,8 @@ class Level:
 
 
 class Session:
+    """State of one session's search: the tokens of its latest frame, and the history that is not fixed yet."""
+
     def __init__(self) -> None:
         self.frontier: list[Token] = []
         self.levels: list[Level] = []

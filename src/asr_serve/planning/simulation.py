@@ -18,7 +18,7 @@ import numpy as np
 from asr_serve.audio.endpointing import EndpointConfig
 from asr_serve.audio.silence_schedule import STREAMING_SCHEDULE
 from asr_serve.engine.partial_rate import PartialRateController
-from asr_serve.engine.request import VAD_STEP_INTERVAL_S
+from asr_serve.engine.vad_scheduler import VAD_STEP_INTERVAL_S
 from asr_serve.pipelines.options import ANCHOR_INTERVAL_MS, ListenOptions
 from asr_serve.planning.mix import Files, LiveCallers, Mix, SynthesizedTexts
 from asr_serve.planning.replicas import (

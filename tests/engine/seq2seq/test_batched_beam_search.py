@@ -21,7 +21,7 @@ from asr_serve.config import EngineConfig
 from asr_serve.decoding.beam_search import BeamSearch, top_tokens
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import DraftTokens, SearchOptions
-from asr_serve.engine.seq2seq.decode_batch import BeamGroup
+from asr_serve.engine.seq2seq.decode_batch import BeamGroup, pages_for
 from asr_serve.engine.seq2seq.scheduler import ScheduledRequest, Seq2SeqScheduler
 from asr_serve.errors import Cancelled, OptionError, StepFailed
 from asr_serve.kernels import PAGE
@@ -204,7 +204,7 @@ def test_a_rejected_answer_is_sampled_by_one_row(begin):
                 assert result.tokens == other.tokens
                 assert result.hypotheses == ()
     assert {rows for rows, _ in seen} == {1}, "one row is left"
-    assert max(used for _, used in seen) < 4 * runner.token_pages(CONFIG.max_target_positions), "and one row's pages"
+    assert max(used for _, used in seen) < 4 * pages_for(CONFIG.max_target_positions), "and one row's pages"
     expect_empty(client)
 
 

@@ -69,10 +69,10 @@ def options_of(vocab: int) -> dict[str, dict[str, Any]]:
     return {
         "plain": {},
         "times": {"words": True},
-        "hotwords": {"hot": words[0], "words": True},
-        "other hotwords": {"hot": words[1]},
+        "hotwords": {"biasing": words[0], "words": True},
+        "other hotwords": {"biasing": words[1]},
         "language model": {"language_model": loaded.with_weight(0.4)},
-        "both": {"hot": words[0], "language_model": loaded.with_weight(0.8)},
+        "both": {"biasing": words[0], "language_model": loaded.with_weight(0.8)},
     }
 
 
@@ -158,7 +158,7 @@ def test_a_corrupt_snapshot_is_refused_and_others_go_on(biased: bool) -> None:
     while ready := there.schedule(1e9):
         assert len(ready) == 2
         ours, theirs = there.step(ready, 0.0)
-        assert ours.found == theirs.found
+        assert ours.result == theirs.result
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -344,10 +344,10 @@ def test_a_session_goes_on_in_another_wrapper():
     for at in range(0, 16_000, 800):
         here.wrapper.append_audio(first, clip[at : at + 800], 1e3)
         while running := here.wrapper.schedule(1e9):
-            tokens += here.wrapper.step(running, 1e3)[0].found.fixed_tokens
+            tokens += here.wrapper.step(running, 1e3)[0].result.fixed_tokens
     second = there.wrapper.load_session(here.wrapper.save_session(first), live=True)
     there.wrapper.append_audio(second, clip[16_000:], 1e3)
     there.wrapper.finish_audio(second, 1e3)
     while running := there.wrapper.schedule(1e9):
-        tokens += there.wrapper.step(running, 1e3)[0].found.fixed_tokens
+        tokens += there.wrapper.step(running, 1e3)[0].result.fixed_tokens
     assert [t[:2] for t in tokens] == [t[:2] for t in want.tokens]

@@ -153,7 +153,7 @@ def test_hypotheses_are_those_of_the_audio_so_far(begin: Begin, reference: Refer
     finish(streams)
     assert sum(stream.expect_reference(reference) for stream in streams) > 100
     if hasattr(client.backend, "loop"):
-        runner = on_loop(client, lambda loop: loop.executor._utterances.decode_runner)
+        runner = on_loop(client, lambda loop: loop.executor._seq2seq.decode_runner)
         assert 0 < runner.positions_accepted < runner.positions_verified  # drafts are used, and are wrong at times
     expect_empty(client)
 
@@ -260,7 +260,7 @@ def test_a_failed_hypothesis_fails_its_own_stream_only(folder: Path, close_later
     client = close_later(start_engine(MODEL, folder, EngineConfig(**CONFIG)))
     stream, other = client.open_stream(live=True), client.open_stream(live=True)
     assert other.submit_hypothesis(CLIPS[0][:16_000], greedy_request(16_000)).result(WAIT_S)
-    fail_calls(on_loop(client, lambda loop: loop.executor._utterances.decode_runner), "add_row", 1)
+    fail_calls(on_loop(client, lambda loop: loop.executor._seq2seq.decode_runner), "add_row", 1)
     lost = stream.submit_hypothesis(CLIPS[1], greedy_request(16_000))
     with pytest.raises(StepFailed, match="hiccuped"):
         lost.result(WAIT_S)

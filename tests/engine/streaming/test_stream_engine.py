@@ -142,7 +142,7 @@ def test_hot_words_that_cannot_be_spelt_fail_their_own_stream(on_thread, monkeyp
     monkeypatch.setattr(SentencePieceTokenizer, "encode", lambda *_: 1 / 0)
     client = on_thread()
     other = client.open_stream(live=True)
-    with pytest.raises(StepFailed, match="spelling hotwords failed: ZeroDivisionError"):
+    with pytest.raises(StepFailed, match="compiling hotwords failed: ZeroDivisionError"):
         client.submit(CLIPS[0], SearchOptions(bias="bad\t1")).future.result(WAIT_S)
     other.submit_audio(CLIPS[0], last=True).result(WAIT_S)
     assert client.describe()["slots_used"] == 0
@@ -155,7 +155,7 @@ def test_hot_words_that_were_not_spelt_before_the_first_piece_fail_it(on_thread,
     until = time.monotonic() + WAIT_S
     while on_loop(client, lambda loop: bool(loop.streams._streams)) and time.monotonic() < until:
         time.sleep(0.01)
-    with pytest.raises(StepFailed, match="spelling hotwords failed: ZeroDivisionError"):
+    with pytest.raises(StepFailed, match="compiling hotwords failed: ZeroDivisionError"):
         stream.submit_audio(CLIPS[0]).result(WAIT_S)
     with pytest.raises(Cancelled):
         stream.submit_audio(CLIPS[0]).result(WAIT_S)

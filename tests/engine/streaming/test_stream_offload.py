@@ -204,7 +204,7 @@ def test_any_schedule_gives_the_results_of_streams_alone(
                 caller.write(len(caller.pcm))
                 cuts[number].append(len(caller.pcm))
             made.read_all()
-            now.now_s += offload.IDLE_WHEN_PRESSED_S
+            now.now_s += offload.IDLE_UNDER_PRESSURE_S
         while not all(caller.answered for caller in streams_by_number.values()):
             made.read_all()
             due_s = made.streams.due_s
@@ -260,8 +260,8 @@ def test_under_pressure_the_longest_idle_go_first_and_no_more_than_needed(now: C
         now.now_s += 0.2
     callers[3].send(8_000)
     assert not callers[3].answered, "nobody was quiet for long enough"
-    assert made.streams.due_s == pytest.approx(now.now_s - 0.6 + offload.IDLE_WHEN_PRESSED_S)
-    made.idle(offload.IDLE_WHEN_PRESSED_S - 0.6)
+    assert made.streams.due_s == pytest.approx(now.now_s - 0.6 + offload.IDLE_UNDER_PRESSURE_S)
+    made.idle(offload.IDLE_UNDER_PRESSURE_S - 0.6)
     assert callers[3].answered
     assert made.asleep == {2}
     now.now_s += 0.05
@@ -286,10 +286,10 @@ def test_a_stream_waiting_for_its_biasing_list_wants_no_slot(now: Clock, recordi
     else:
         made.streams.open_stream(1, True, bias="ab\t1")
         made.streams.append_audio(StreamChunk(1, PCM[:800], False, Future()))
-    made.idle(2 * offload.IDLE_WHEN_PRESSED_S)
+    made.idle(2 * offload.IDLE_UNDER_PRESSURE_S)
     assert (made.asleep, made.wrapper.free_sessions) == (set(), 2)
     made.streams.cancel(1)
-    made.idle(2 * offload.IDLE_WHEN_PRESSED_S)
+    made.idle(2 * offload.IDLE_UNDER_PRESSURE_S)
     go.set()
     made.close(0)
     made.streams.shutdown(EngineClosed("the test is over"))
@@ -298,14 +298,14 @@ def test_a_stream_waiting_for_its_biasing_list_wants_no_slot(now: Clock, recordi
 def test_recordings_offload_streams_and_are_never_offloaded(now: Clock) -> None:
     shelf = FakeOffloadStore()
     made = bench(now, slots=1, tiers=shelf)
-    made.context.vad_scheduler.live_count = 0
+    made.context.live_sessions = 0
     caller = ClipStream(made, 0, PCM)
     caller.send(8_000)
     future: Any = Future()
     made.streams.submit(RecognitionRequest(9, PCM[:16_000], 16_000, SearchOptions(), "bulk", future))
     made.settle()
     assert not future.done()
-    made.idle(offload.IDLE_WHEN_PRESSED_S)
+    made.idle(offload.IDLE_UNDER_PRESSURE_S)
     assert future.done()
     assert made.asleep == {0}
     caller.send(len(PCM))
@@ -322,10 +322,10 @@ def test_more_streams_than_slots(now: Clock) -> None:
         for first in range(0, 8, 2):
             for caller in callers[first : first + 2]:
                 caller.send(5_000 + turn)
-            now.now_s += offload.IDLE_WHEN_PRESSED_S
+            now.now_s += offload.IDLE_UNDER_PRESSURE_S
     for caller in callers:
         caller.send(len(PCM))
-        now.now_s += offload.IDLE_WHEN_PRESSED_S
+        now.now_s += offload.IDLE_UNDER_PRESSURE_S
     for caller in callers:
         cuts = [5_000, 5_001, 5_002, len(PCM)]
         assert caller.tokens() == resident("deepspeech", "ctc", caller.pcm, cuts).tokens()
@@ -356,13 +356,13 @@ def test_a_full_store_is_retried_later(now: Clock) -> None:
     for caller in callers[:2]:
         caller.send(8_000)
     callers[2].write(8_000)
-    made.idle(offload.IDLE_WHEN_PRESSED_S)
+    made.idle(offload.IDLE_UNDER_PRESSURE_S)
     assert made.asleep == set()
     due_s = made.streams.due_s
     assert due_s is not None
     assert due_s >= now.now_s + offload.STORE_FULL_RETRY_S, "it is tried again later"
     shelf.most_bytes = 1 << 30
-    made.idle(offload.IDLE_WHEN_PRESSED_S + offload.STORE_FULL_RETRY_S)
+    made.idle(offload.IDLE_UNDER_PRESSURE_S + offload.STORE_FULL_RETRY_S)
     assert callers[2].answered, "there was room again"
     made.close(0, 1, 2)
 
@@ -375,7 +375,7 @@ def test_a_stream_without_audio_stores_nothing(now: Clock) -> None:
     assert silent.answered
     assert made.wrapper.free_sessions == 0
     other.write(8_000)
-    made.idle(offload.IDLE_WHEN_PRESSED_S)
+    made.idle(offload.IDLE_UNDER_PRESSURE_S)
     assert other.answered
     assert not shelf.held
     assert made.streams.export_stream(0) is None
@@ -404,7 +404,7 @@ def offloaded_streams(made: ExecutorBench, *numbers: int) -> list[ClipStream]:
     callers = [ClipStream(made, number, PCM) for number in numbers]
     for caller in callers:
         caller.send(8_000)
-        made.idle(offload.IDLE_WHEN_PRESSED_S)
+        made.idle(offload.IDLE_UNDER_PRESSURE_S)
     made.idle(11.0)
     assert made.asleep == set(numbers)
     return callers
@@ -657,7 +657,7 @@ def test_one_slow_read_does_not_fail_later_ones(now: Clock, monkeypatch: pytest.
 
     def read(number: int, *, stalls: bool, whole_s: float, haste_s: float) -> bool:
         monkeypatch.setattr(offload, "READ_TIMEOUT_S", whole_s)
-        monkeypatch.setattr(offload, "HASTE_S", haste_s)
+        monkeypatch.setattr(offload, "SHORT_READ_TIMEOUT_S", haste_s)
         shelf.stalls = stalls
         return made.read_blocking(number) is not None
 
@@ -812,7 +812,7 @@ def test_invalid_snapshots_are_refused(now: Clock) -> None:
         SessionSnapshot(saved.header, (*saved.parts, b"")),
     ]
     for each in broken:
-        with pytest.raises(ValueError, match=r"saved|session"):
+        with pytest.raises(ValueError, match=r"saved|snapshot|session"):
             here.streams.open_stream(3, True, saved=each)
     with pytest.raises(ValueError, match="another model"):
         there.streams.open_stream(3, True, saved=saved)
@@ -823,7 +823,7 @@ def test_invalid_snapshots_are_refused(now: Clock) -> None:
 def test_a_busy_stream_cannot_be_exported(now: Clock) -> None:
     made = bench(now)
     ClipStream(made, 0, PCM).write(8_000)
-    with pytest.raises(AssertionError, match="busy"):
+    with pytest.raises(AssertionError, match="while it has chunks"):
         made.streams.export_stream(0)
     made.streams.append_audio(StreamChunk(5, PCM, True, Future()))  # of nobody
     made.close(0)

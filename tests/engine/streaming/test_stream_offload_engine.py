@@ -120,7 +120,7 @@ def test_offloaded_pages_come_back_bit_for_bit(begin: Begin) -> None:
         for stream in streams:
             stream.submit_hypothesis(CLIPS[3][:cut], greedy_request(cut)).result(WAIT_S)
         until(sleeps, "streams_asleep", 1)
-        on_loop(sleeps, lambda loop: loop.executor._utterances.decode_runner.kv_cache.fill_(float("nan")))
+        on_loop(sleeps, lambda loop: loop.executor._seq2seq.decode_runner.kv_cache.fill_(float("nan")))
     for client, stream in zip((sleeps, awake), streams, strict=True):
         stream.submit_hypothesis(CLIPS[3][:700], greedy_request(15_000)).result(WAIT_S)
         if client is sleeps:

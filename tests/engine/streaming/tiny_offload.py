@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -87,7 +86,7 @@ class FakeLoop:
     """The engine loop, as far as streams see it."""
 
     def __init__(self) -> None:
-        self.vad_scheduler = SimpleNamespace(live_count=1)
+        self.live_sessions = 1
         self.metrics = EngineMetrics("tiny")
         self.stats = EngineStats(self.metrics)
         self.jobs: deque[Callable[[], None]] = deque()
@@ -179,7 +178,7 @@ class ExecutorBench:
             tiers=tiers,
             sleep_after_s=after_s,
             replay=replay,
-            spell=spell,
+            compile_hotwords=spell,
         )
         self.streams.attach(self.context)
         self.tiers = tiers

@@ -69,9 +69,10 @@ def set_request_digests(utterance: RecognitionRequest) -> RecognitionRequest:
     return utterance
 
 
-def set_window_digest(windows: VadChunk) -> VadChunk:
-    windows.audio_digest = audio_digest(windows.pcm)
-    return windows
+def set_chunk_digest(chunk: VadChunk) -> VadChunk:
+    """Sets the digest of the chunk's audio."""
+    chunk.audio_digest = audio_digest(chunk.pcm)
+    return chunk
 
 
 def state_digest(state: bytes) -> bytes:

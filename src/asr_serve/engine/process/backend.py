@@ -180,16 +180,16 @@ class ProcessBackend:
             self._supervisor.expect_open()
             self._current.open(number, session)
 
-    def submit_vad_chunk(self, windows: VadChunk | StreamChunk) -> None:
+    def submit_vad_chunk(self, chunk: VadChunk | StreamChunk) -> None:
         with self._lock:
             self._supervisor.expect_open()
             owner = next(
-                (in_flight for in_flight in self._supervisor.in_flights if windows.session in in_flight.sessions), None
+                (in_flight for in_flight in self._supervisor.in_flights if chunk.session in in_flight.sessions), None
             )
             if owner is not None:
-                owner.append_audio(windows)
+                owner.append_audio(chunk)
         if owner is None:
-            reject(windows.future, Cancelled("the session was closed"))
+            reject(chunk.future, Cancelled("the session was closed"))
 
     submit_stream_chunk = submit_vad_chunk
 
@@ -201,8 +201,8 @@ class ProcessBackend:
             if self._supervisor.handover is not None:
                 self._supervisor.handover.on_closed(session)
             self._supervisor.changed.notify_all()
-        for windows in closed.fail_pending() if closed else ():
-            reject(windows.future, Cancelled("the session was closed"))
+        for chunk in closed.fail_pending() if closed else ():
+            reject(chunk.future, Cancelled("the session was closed"))
 
     close_stream = close_session
 

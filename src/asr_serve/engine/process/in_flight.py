@@ -553,12 +553,12 @@ class InFlight:
             case messages.SentenceSound(id=request_id, sound=sound):
                 return self._on_sound(request_id, sound)
             case messages.VadResult(session=number, chunk=chunk_number, probabilities=data, state=state):
-                windows = self.sessions.acknowledge(number, chunk_number, state)
-                if windows is None:
+                chunk = self.sessions.acknowledge(number, chunk_number, state)
+                if chunk is None:
                     return []
-                assert isinstance(windows, VadChunk)
-                windows.state = state  # before the answer, whose callbacks may export the session
-                return [PendingAnswer(windows.future, np.frombuffer(data, np.float32))]
+                assert isinstance(chunk, VadChunk)
+                chunk.state = state  # before the answer, whose callbacks may export the session
+                return [PendingAnswer(chunk.future, np.frombuffer(data, np.float32))]
             case messages.StreamOutput(session=number, chunk=chunk_number, found=result):
                 chunk = self.sessions.acknowledge(number, chunk_number, None)
                 return [PendingAnswer(chunk.future, result)] if chunk else []

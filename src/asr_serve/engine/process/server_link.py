@@ -20,7 +20,7 @@ import numpy as np
 from asr_serve import units
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.diarization.local_speakers import LocalSpeakers
-from asr_serve.engine.cache.digest import set_request_digests, set_window_digest
+from asr_serve.engine.cache.digest import set_chunk_digest, set_request_digests
 from asr_serve.engine.diarization_runner import DiarizationRequest
 from asr_serve.engine.executor import StepGuard
 from asr_serve.engine.loop import Loop
@@ -339,11 +339,11 @@ class ServerLink:
                 self._submitted(request.id, future)
                 put(lambda loop: loop.tts.submit_sentence(request))
             case messages.AppendVadAudio(session=session, chunk=chunk_number, length=length):
-                windows = VadChunk(base + session, self._pcm.read_message(session, length), Future())
-                windows.future.add_done_callback(partial(self._on_vad, windows, session, chunk_number))
+                vad_chunk = VadChunk(base + session, self._pcm.read_message(session, length), Future())
+                vad_chunk.future.add_done_callback(partial(self._on_vad, vad_chunk, session, chunk_number))
                 if loop.uses_digests:
-                    set_window_digest(windows)
-                put(lambda loop: loop.vad_scheduler.enqueue(windows))
+                    set_chunk_digest(vad_chunk)
+                put(lambda loop: loop.vad_scheduler.enqueue(vad_chunk))
             case messages.AppendStreamAudio(session=session, chunk=number, length=length, last=last, wanted=hypothesis):
                 pcm = self._pcm.read_message(session, length)
                 chunk = StreamChunk(base + session, pcm, last, Future(), hypothesis, message.timed)
@@ -508,11 +508,11 @@ class ServerLink:
             assert isinstance(error, AsrServeError)
             self.send(messages.RequestFailed(request_id, messages.ErrorMessage.from_error(error)))
 
-    def _on_vad(self, windows: VadChunk, session: int, piece: int, future: Future[np.ndarray]) -> None:
+    def _on_vad(self, chunk: VadChunk, session: int, piece: int, future: Future[np.ndarray]) -> None:
         error = future.exception()
         if error is None:
-            assert windows.state is not None
-            self.send(messages.VadResult(session, piece, future.result().tobytes(), windows.state))
+            assert chunk.state is not None
+            self.send(messages.VadResult(session, piece, future.result().tobytes(), chunk.state))
         else:
             assert isinstance(error, AsrServeError)
             self.send(messages.RequestFailed(session, messages.ErrorMessage.from_error(error), piece))

@@ -161,7 +161,7 @@ class EncodeClient:
             self._most_bytes = min(sender.nbytes, max(MAX_UNSENT_BYTES, self._longest_bytes))
             self.channel.send(messages.TransportAttached())
             return sender
-        raise RoadFailed(f"{MAX_OFFERS} roads were offered, and none leads there")
+        raise RoadFailed(f"{MAX_OFFERS} transports were offered, and none reaches the other engine")
 
     @property
     def _longest_bytes(self) -> int:

@@ -368,17 +368,17 @@ class ReplicatedBackend:
             self._expect_open()
             self._place(number, session)
 
-    def submit_vad_chunk(self, windows: VadChunk | StreamChunk) -> None:
+    def submit_vad_chunk(self, chunk: VadChunk | StreamChunk) -> None:
         with self._lock:
             self._expect_open()
-            owner = self._owner(windows.session)
+            owner = self._owner(chunk.session)
             if owner is not None:
-                owner.append_audio(windows)
-                if isinstance(windows, StreamChunk) and windows.last:
-                    self._owners.pop(windows.session, None)
-            refusal = self._refused.get(windows.session)
+                owner.append_audio(chunk)
+                if isinstance(chunk, StreamChunk) and chunk.last:
+                    self._owners.pop(chunk.session, None)
+            refusal = self._refused.get(chunk.session)
         if owner is None:
-            reject(windows.future, refusal or Cancelled("the session was closed"))
+            reject(chunk.future, refusal or Cancelled("the session was closed"))
 
     submit_stream_chunk = submit_vad_chunk
 
@@ -391,8 +391,8 @@ class ReplicatedBackend:
             for handover in self._handovers.values():
                 handover.on_closed(session)
             self._changed.notify_all()
-        for windows in closed.fail_pending() if closed else ():
-            reject(windows.future, Cancelled("the session was closed"))
+        for chunk in closed.fail_pending() if closed else ():
+            reject(chunk.future, Cancelled("the session was closed"))
 
     close_stream = close_session
 

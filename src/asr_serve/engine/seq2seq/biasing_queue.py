@@ -1,5 +1,5 @@
-"""Hotwords of requests: lists compiled on a thread beside the loop, requests that wait for them, and alternatives
-of greedy rows recorded for rescoring."""
+"""Queue of requests whose hotwords are compiled on a thread beside the loop; and what greedy rows record for the
+rescoring of hotwords."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WrittenForm(NamedTuple):
 
 
 class RescoringList(CompiledBiasingList):
-    """List with the tokens of every written form; built on a thread beside the loop, read by any."""
+    """Biasing list with the tokens of every written form. Built on a thread beside the loop; may be read on any."""
 
     def __init__(self, bias: str, encode: Callable[[str], list[int]], text: Callable[[list[int]], str]) -> None:
         super().__init__(bias, encode, text)
@@ -59,8 +59,8 @@ MAX_RECORDED_TOKENS = 128
 
 
 class BiasingQueue:
-    """Requests that wait for their hotwords to be compiled: a long list takes half a second, and others go on.
-    Belongs to the loop's thread."""
+    """Queue of requests that wait for their hotwords to be compiled: a long list takes half a second, which others do
+    not wait. Belongs to the loop's thread."""
 
     def __init__(
         self,
@@ -110,22 +110,22 @@ class BiasingQueue:
         return self._lists.get_or_build(bias, lambda: RescoringList.build(bias, encode, self._text, beams), beams=beams)
 
     def _resume(
-        self, utterance: RecognitionRequest, made: Future[CompiledBiasingList], go_on: Callable[[], None]
+        self, utterance: RecognitionRequest, compiled: Future[CompiledBiasingList], go_on: Callable[[], None]
     ) -> None:
-        if (failure := made.exception()) is not None:
-            message = f"spelling hotwords failed: {type(failure).__name__}: {failure}"
-            error = StepFailed(message, todo="leave them out; if it stays, report it")
+        if (failure := compiled.exception()) is not None:
+            message = f"compiling hotwords failed: {type(failure).__name__}: {failure}"
+            error = StepFailed(message, todo="leave them out; if it happens again, report it")
             error.__cause__ = failure
             self._fail([utterance.id], error)
             return
-        utterance.hotwords = made.result()
+        utterance.hotwords = compiled.result()
         go_on()
 
 
 def pick_and_record(row: DecodeRow, logits: Tensor, hidden: Tensor, weight: Tensor | None) -> tuple[int, float]:
-    """Returns the next token of a greedy row with hotwords, the likeliest, and its natural-log probability;
-    records the alternatives for rescoring. Greedy search cannot go back: boosting a token that was not recognized
-    costs other words more than it finds.
+    """Returns the likeliest next token of a greedy row with hotwords, and its natural-log probability; records the
+    alternatives for rescoring. Nothing is boosted here: greedy search cannot go back, and boosting a token that was
+    not recognized costs other words more than it finds.
 
     In      logits (vocabulary,), hidden (width,), weight: as in decoding/beam_search.top_tokens
     """

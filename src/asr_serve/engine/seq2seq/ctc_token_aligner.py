@@ -53,15 +53,14 @@ class CtcTokenAligner:
 
     @torch.inference_mode()
     def token_times(self, tokens: Sequence[int], frames: Tensor, samples: int) -> Times:
-        """Start and end of each token in samples; empty where there are too few frames for what the text needs, as in
-        an answer that nobody can have said in that time."""
+        """Returns the start and end of each token in samples; nothing where the text needs more frames than there are,
+        as a hallucinated one may."""
         head, text = self._head, self._text(list(tokens))
         labels = head.encode(text)
         if not labels:
             return ()
         distinct = sorted({head.blank_id, *labels})
-        # Logits of these columns alone are enough: see CtcHead.scores. All of a large vocabulary would take longer
-        # than encoding did.
+        # Logits of these columns are enough (see CtcHead.scores); a large vocabulary's would take longer than encoding.
         logits = head.scores(frames, distinct).float().cpu().numpy()
         column = {label: index for index, label in enumerate(distinct)}
         chosen = logits[:, [column[label] for label in labels]]

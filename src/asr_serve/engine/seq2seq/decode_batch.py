@@ -44,7 +44,7 @@ class DecodeRow:
         self.prompt: tuple[int, ...] = ()
         """Tokens before the answer; empty until the language is detected."""
         self.prefilled = False
-        """Whether keys and values of the prompt, except its last token, are in its pages."""
+        """Whether the keys and values of its prompt, except those of the last token, are in its pages."""
         self.cached_positions = 0
         """Positions of the prompt that are cached before the prefill."""
         self.prompt_positions = 0
@@ -111,11 +111,11 @@ class DecodeRow:
         """Tokens that a prefill and verification pass feeds, after those in its pages."""
         return (*(self.prompt[self.cached_positions :] if not self.prefilled else (self.last_token,)), *self.proposal)
 
-    def advance_draft(self, token: int, held: int) -> None:
-        """Moves on in the draft after `held` accepted tokens and then `token`. Most often this replaces one of the
-        draft's tokens, or is inserted before one, or the draft goes on a little later."""
-        if held:
-            self.draft_remaining, self.draft_skip = self.draft_remaining[self.draft_skip + held :], 0
+    def advance_draft(self, token: int, accepted: int) -> None:
+        """Moves on in the draft after `accepted` tokens of it and then `token`. One that differs usually replaces one
+        of the draft's tokens, is inserted before one, or stands a little later in the draft."""
+        if accepted:
+            self.draft_remaining, self.draft_skip = self.draft_remaining[self.draft_skip + accepted :], 0
         self.max_verify_tokens = VERIFY_AFTER_MISMATCH_TOKENS
         near = self.draft_remaining[:DRAFT_RESYNC_TOKENS]
         if token in near:
@@ -127,9 +127,9 @@ class DecodeRow:
 
 
 class BeamGroup:
-    """Rows of one request's beams: full pages are shared, and each row has the page that it writes to itself.
+    """Group of the rows of one request's beams: they share full pages, and each has its own page to write to.
 
-    All pages that they could ever need are theirs from the start, so that they never run short.
+    All pages that they could ever need are reserved at the start, so that they never run short.
     """
 
     def __init__(self, row: DecodeRow, begun: int, own: list[int], audio: list[int], device: torch.device) -> None:
@@ -204,25 +204,28 @@ class BeamGroup:
 
 
 def pages_for(positions: int) -> int:
+    """Returns the number of pages that this many positions fill."""
     return -(-positions // PAGE)
 
 
 class ForwardInputs:
     """Inputs of a pass for each position: tokens (positions,) int64; tables of the row's token and audio pages
-    (positions, pages) int32; how many positions of either are filled, this one included, (positions,) int64.
-    `logit_positions`: positions with outputs; None: all."""
+    (positions, pages) int32; and how many positions are filled in either, this one included, (positions,) int64."""
 
-    def __init__(self, tokens: Tensor, own: Tensor, own_lengths: Tensor, audio: Tensor, audio_lengths: Tensor) -> None:
-        self.tokens, self.token_tables, self.token_lengths = tokens, own, own_lengths
-        self.audio_tables, self.audio_lengths = audio, audio_lengths
+    def __init__(
+        self, tokens: Tensor, token_tables: Tensor, token_lengths: Tensor, audio_tables: Tensor, audio_lengths: Tensor
+    ) -> None:
+        self.tokens, self.token_tables, self.token_lengths = tokens, token_tables, token_lengths
+        self.audio_tables, self.audio_lengths = audio_tables, audio_lengths
         self.logit_positions: Tensor | None = None
+        """Positions with outputs; None: all."""
         self.embeddings: Tensor | None = None
         """(positions, width): inputs where the token is PROMPT_EMBEDDING. None: there is no such token. Set only with
         `logit_positions`."""
 
 
 class DecodeBatch:
-    """Rows and their tables, without gaps: the last row moves into the gap of one that leaves."""
+    """Batch of rows and their tables, without gaps: when a row leaves, the last one takes its place."""
 
     def __init__(
         self, model: EncoderDecoderModel, device: Device, max_rows: int, kv_bytes: int, longest_frames: int
@@ -362,17 +365,17 @@ class DecodeBatch:
         parts = [part for chunk in chunks if (part := chunk.embeddings) is not None]
         if not parts:
             return
-        given = (inputs.tokens == PROMPT_EMBEDDING).nonzero()[:, 0].to(parts[0].device)
+        positions = (inputs.tokens == PROMPT_EMBEDDING).nonzero()[:, 0].to(parts[0].device)
         inputs.embeddings = parts[0].new_zeros(len(inputs.tokens), parts[0].shape[1])
-        inputs.embeddings[given] = torch.cat(parts)
+        inputs.embeddings[positions] = torch.cat(parts)
 
     def logit_positions(self, fed: Sequence[int], scored_offsets: Sequence[Sequence[int]]) -> Tensor | None:
-        """Logit positions counted over all rows, of which row r is fed `fed[r]` tokens and needs logits at
+        """Returns logit positions, counted over all rows; row r is fed `fed[r]` tokens and needs logits at
         `scored_offsets[r]`. None: all."""
         return None if sum(fed) == sum(map(len, scored_offsets)) else self.scored_positions(fed, scored_offsets)
 
     def scored_positions(self, fed: Sequence[int], scored_offsets: Sequence[Sequence[int]]) -> Tensor:
-        """Logit positions as in `logit_positions`, also where these are all."""
+        """Returns what `logit_positions` does, but never None."""
         starts = accumulate(fed, initial=0)
         positions = [
             start + offset for start, offsets in zip(starts, scored_offsets, strict=False) for offset in offsets
@@ -389,17 +392,16 @@ def _pad_tables(pages: Sequence[Sequence[int]], width: int) -> Tensor:
 
 NO_OPTIONS = SearchOptions()
 MAX_CACHED_PROMPTS = 64
-"""Prompts that are cached: requests use the same ones, and each looks its own up several times."""
+"""Maximum cached prompts: many requests have the same one, and each looks it up several times."""
 
 
 def rows_for(options: SearchOptions) -> int:
-    """Rows that a request takes."""
+    """Returns the number of rows that a request takes."""
     return options.beam if options.temperatures[0] == 0 else 1
 
 
 class DecoderPrompts:
-    """Prompts and token rules of one model. `special`: ids of its special tokens; None: a row begins with one
-    token, and its answer is text until it ends."""
+    """Prompts and token rules of one model. `special`: ids of its special tokens; None: its answers are text alone."""
 
     def __init__(self, model: EncoderDecoderModel, device: Device) -> None:
         self._model, self.vocab_size, self.special = model, model.vocab_size, model.special_tokens
@@ -420,7 +422,7 @@ class DecoderPrompts:
 
     def prompt_tokens(self, options: SearchOptions, frames: int = 0) -> tuple[int, ...]:
         """Prompt of a row; before its language is detected, one of the same length. `frames`: encoder frames, which
-        stand in the prompt of a model that embeds audio. Raises OptionError."""
+        are in the prompt of a model that embeds audio. Raises OptionError."""
         language = self.languages[0] if self.detects_language(options) else options.language
         prompt = self.prompt_in_language(options, language)
         if not self.embeds_audio:
@@ -460,12 +462,14 @@ class DecoderPrompts:
             raise UnsupportedOption(f"hypotheses={options.hypotheses}", allowed, param="hypotheses")
         for token in options.prefix:
             if not 0 <= token < self.vocab_size or token in (self._model.eos, *self._model.stop_tokens):
-                raise OptionError(f"prefix has token {token}", "tokens that can be said", param="prefix")
+                raise OptionError(
+                    f"prefix has token {token}", "tokens of text, none that ends an answer", param="prefix"
+                )
         self.prompt_tokens(options)
 
     def logit_offsets(self, row: DecodeRow, fed: int, drafted: int) -> list[int]:
         """Offsets, among the positions that a row is fed, of those with logits: after its whole prompt and each
-        draft token; in a prefill also start-of-transcript, whose logits tell whether anybody speaks."""
+        draft token; in a prefill also start-of-transcript, whose logits give the probability of no speech."""
         tail = range(fed - drafted - 1, fed)
         if row.prefilled or self.special is None:
             return [*tail]

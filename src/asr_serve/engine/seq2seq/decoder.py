@@ -44,9 +44,8 @@ if TYPE_CHECKING:
 
 
 class AlignmentQueries:
-    """Queries of the alignment heads in one pass. Only those of rows that need them are copied. A row that goes on
-    shares the copy only with such rows, so all copies together never hold more than the batch's rows at their
-    greatest length."""
+    """Queries of the alignment heads in one pass. Only those of rows that need word times are copied, into a tensor
+    that these rows share; all tensors together hold no more than the batch's rows at their greatest length."""
 
     def __init__(self, model: EncoderDecoderModel, layers: Sequence[Tensor], logit_positions: Tensor | None) -> None:
         """`layers`: queries (positions, heads * head_dim) of each layer with alignment heads; none where a decoder
@@ -60,7 +59,7 @@ class AlignmentQueries:
             self._recorded.append((row, logit_position))
 
     def flush(self) -> None:
-        """Appends recorded queries to their rows: copies, since the next step overwrites its outputs."""
+        """Appends copies of the recorded queries to their rows; the next step overwrites its outputs."""
         if not self._recorded:
             return
         model, layer_queries = self._model, []
@@ -75,8 +74,8 @@ class AlignmentQueries:
 
 class ForwardOutputs(NamedTuple):
     """Outputs of a pass at each logit position: the likeliest token (int64) and its natural-log probability
-    (float32), logits (positions, vocabulary), the hidden states (positions, width) that they were made from,
-    alignment queries, and the natural-log probability of no speech, where wanted."""
+    (float32), logits (positions, vocabulary), the hidden states (positions, width) behind them, alignment queries,
+    and the natural-log probability of no speech, if it was computed."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -86,22 +85,23 @@ class ForwardOutputs(NamedTuple):
     no_speech_logprobs: Tensor | None = None
 
 
-def forward_outputs(decoder: PagedDecoder, wanted: Tensor | None, *made: Tensor) -> ForwardOutputs:
-    """`made`: outputs in order: tokens, logprobs, logits, hidden; queries of each alignment layer, if the decoder
-    returns any; no-speech log probabilities, if any."""
-    tokens, logprobs, logits, hidden, *extra = made
+def forward_outputs(decoder: PagedDecoder, logit_positions: Tensor | None, *outputs: Tensor) -> ForwardOutputs:
+    """Names the outputs of a pass. `outputs`: tokens, logprobs, logits, hidden; queries of each alignment layer, if the
+    decoder returns any; no-speech log-probabilities, if any."""
+    tokens, logprobs, logits, hidden, *extra = outputs
     layers = decoder.query_layers
     no_speech = extra[layers] if len(extra) > layers else None
-    queries = AlignmentQueries(decoder.model, extra[:layers], wanted)
+    queries = AlignmentQueries(decoder.model, extra[:layers], logit_positions)
     return ForwardOutputs(tokens, logprobs, logits, hidden, queries, no_speech)
 
 
 MAX_VERIFY_POSITIONS = 256
-"""Draft positions in one pass: enough to fill its products, few enough for the logits to stay in cache."""
+"""Maximum positions in a verification pass: enough to fill its products, few enough for the logits to stay in
+cache."""
 
 
 class DecodeRunner:
-    """Decodes up to `max_rows` sequences, one token each per step; they join and leave between any two steps."""
+    """Decodes up to `max_rows` sequences, one token each per step; they join and leave between steps."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class DecodeRunner:
         """Positions in prefill and verification passes: all; those of drafts; and those of drafts that were
         accepted."""
         self.encoder_cache: EncoderCache | None = None
-        """Cache of audio and prompts, which sets this itself."""
+        """Cache of audio and prompts, which registers itself here."""
         capture = self.decoder.capture
         self._step_plain = capture(self._forward)
         self._step_ruled = capture(partial(self._forward_ruled, begun=True))
@@ -141,10 +141,6 @@ class DecodeRunner:
         self._step_timed_prefill = capture(partial(self._forward_ruled, timed=True, begun=True))
 
     # --- capacity ---------------------------------------------------------------------------------------
-
-    @staticmethod
-    def token_pages(tokens: int) -> int:
-        return pages_for(tokens)
 
     def pages_needed(self, frames: int, max_tokens: int, options: SearchOptions = NO_OPTIONS) -> int:
         """Pages reserved as a row joins, so that a running row is never short of memory. Raises OptionError for audio
@@ -157,7 +153,7 @@ class DecodeRunner:
         self.prompts.validate(options)
 
     def validate_capacity(self, rows: int, pages: int) -> None:
-        """Raises OptionError if there will never be so much; one row without beams always fits."""
+        """Raises OptionError for more rows or pages than there are. One row without beams always fits."""
         if rows > self.max_rows:
             raise OptionError(f"beam={rows}", f"up to max_decode_rows={self.max_rows}", param="beam")
         if pages >= self.page_pool.pages:
@@ -214,7 +210,7 @@ class DecodeRunner:
         row.audio_key = root
         row.prompt = () if self.prompts.detects_language(options) else prompt
         if special is None and row.beams is None and len(prompt) == 1:
-            row.prefilled = True  # a step is given the one token
+            row.prefilled = True  # the first step feeds the one token
             self.batch.set_position(row)
         return row
 
@@ -361,36 +357,38 @@ class DecodeRunner:
         )
 
     def _leading_tokens(
-        self, positions: Sequence[int], passed: ForwardOutputs, penalized: PenalizedLogits, count: int
+        self, positions: Sequence[int], outputs: ForwardOutputs, penalized: PenalizedLogits, count: int
     ) -> list[list[tuple[int, float]]]:
         """Likeliest tokens at each logit position, as decoding/beam_search.top_tokens returns them."""
         leading: dict[int, list[tuple[int, float]]] = {}
         for chosen in ([p for p in positions if p not in penalized], [p for p in positions if p in penalized]):
             if chosen:
-                index = torch.tensor(chosen, device=passed.logits.device)
-                logits = penalized.rows(chosen) if chosen[0] in penalized else passed.logits[index]
-                best = top_tokens(logits, passed.hidden[index], self.model.head_weight, count)
+                index = torch.tensor(chosen, device=outputs.logits.device)
+                logits = penalized.rows(chosen) if chosen[0] in penalized else outputs.logits[index]
+                best = top_tokens(logits, outputs.hidden[index], self.model.head_weight, count)
                 leading |= dict(zip(chosen, best, strict=True))
         return [leading[position] for position in positions]
 
     def _advance_beams(
-        self, at: dict[BeamGroup, list[int]], passed: ForwardOutputs, penalized: PenalizedLogits
+        self, group_positions: dict[BeamGroup, list[int]], outputs: ForwardOutputs, penalized: PenalizedLogits
     ) -> list[DecodeRow]:
-        """Advances every beam by one token; `at`: logit positions of each group's beams. Returns the rows whose
-        search is over, now one for each group."""
-        if not at:
+        """Advances every beam by one token. `group_positions`: logit positions of each group's beams. Returns the rows
+        whose search is over, now one for each group."""
+        if not group_positions:
             return []
-        max_choices = max(beams.search.choices for beams in at)
-        positions = [position for positions in at.values() for position in positions]
-        choices = iter(self._leading_tokens(positions, passed, penalized, max_choices))
-        leading = {beams: [next(choices)[: beams.search.choices] for _ in positions] for beams, positions in at.items()}
-        fused = [beams for beams in at if beams.search.fusion is not None]
+        max_choices = max(beams.search.choices for beams in group_positions)
+        positions = [position for own in group_positions.values() for position in own]
+        choices = iter(self._leading_tokens(positions, outputs, penalized, max_choices))
+        leading = {
+            beams: [next(choices)[: beams.search.choices] for _ in own] for beams, own in group_positions.items()
+        }
+        fused = [beams for beams in group_positions if beams.search.fusion is not None]
         scores = language_scores(
-            [beams.search for beams in fused], [leading[beams] for beams in fused], passed.logits.device
+            [beams.search for beams in fused], [leading[beams] for beams in fused], outputs.logits.device
         )
         language = dict(zip(fused, scores, strict=True))
         ended, copies = [], []
-        for beams in at:
+        for beams in group_positions:
             search = beams.search
             if sources := search.advance(leading[beams], language.get(beams)):
                 copies += beams.fork(sources)
@@ -462,30 +460,15 @@ class DecodeRunner:
     def _verify_batch(self, rows: Sequence[DecodeRow], chunks: Sequence[PromptChunk] = ()) -> list[DecodeRow]:
         """One pass over the positions that each row feeds, and over parts of prompts, which yield no tokens."""
         feeds, drafts = [row.prefill_tokens() for row in rows], [row.proposal for row in rows]
-        fed = [len(feed) for feed in feeds]
         offsets = [
-            self.prompts.logit_offsets(row, n, len(draft)) for row, n, draft in zip(rows, fed, drafts, strict=True)
+            self.prompts.logit_offsets(row, len(feed), len(draft))
+            for row, feed, draft in zip(rows, feeds, drafts, strict=True)
         ]
         rules: list[TokenRule] = []
         for row, draft, positions in zip(rows, drafts, offsets, strict=True):
-            tokens, first_free = [*row.tokens, *draft], max(len(row.tokens), row.hypothesis.fixed)
-            free_rules = [self.prompts.rule(row, tokens[:end]) for end in range(first_free, len(tokens) + 1)]
-            rules += [FORCED_TOKEN] * (len(positions) - len(free_rules)) + free_rules
-        firsts = [row.length if row.prefilled else 1 + row.cached_positions for row in rows]
+            rules += self._draft_rules(row, draft, len(positions))
         new_rows = [row for row in rows if not row.prefilled]
-        if chunks:
-            inputs = self.batch.rescoring_inputs(
-                [*rows, *(chunk.row for chunk in chunks)],
-                [*feeds, *(chunk.tokens for chunk in chunks)],
-                [*firsts, *(chunk.first + 1 for chunk in chunks)],
-            )
-            self.batch.set_embeddings(inputs, chunks)
-            # Where no row decodes, the logits of a position that nobody reads: a pass has some.
-            inputs.logit_positions = self.batch.scored_positions(fed or [1], offsets or [[0]])
-        else:
-            inputs = self.batch.prefill_inputs(rows, feeds, firsts)
-            inputs.logit_positions = self.batch.logit_positions(fed, offsets)
-        outputs = self._run_forward(inputs, rules)
+        outputs = self._run_forward(self._verify_inputs(rows, feeds, offsets, chunks), rules)
         chosen, scores = outputs.tokens.tolist(), outputs.logprobs.tolist()
         ends = [*accumulate(map(len, offsets))]
         penalized = self._penalize(
@@ -514,10 +497,41 @@ class DecodeRunner:
                 beam_positions.setdefault(row.beams, [0] * len(row.beams.rows))[row.beam_index] = first - 1
             self.positions_verified += len(draft)
         outputs.alignment_queries.flush()
-        self.positions_fed += sum(fed) + sum(chunk.positions for chunk in chunks)
+        self.positions_fed += sum(map(len, feeds)) + sum(chunk.positions for chunk in chunks)
         if self.encoder_cache is not None:
             self.encoder_cache.store_prefix(new_rows)
         return ended + self._advance_beams(beam_positions, outputs, penalized)
+
+    def _draft_rules(self, row: DecodeRow, draft: Sequence[int], count: int) -> list[TokenRule]:
+        """Token rules of a row's `count` logit positions. Those before the first token that is free have none of their
+        own: start-of-transcript, and tokens that the draft fixes."""
+        tokens, first_free = [*row.tokens, *draft], max(len(row.tokens), row.hypothesis.fixed)
+        free_rules = [self.prompts.rule(row, tokens[:end]) for end in range(first_free, len(tokens) + 1)]
+        return [FORCED_TOKEN] * (count - len(free_rules)) + free_rules
+
+    def _verify_inputs(
+        self,
+        rows: Sequence[DecodeRow],
+        feeds: Sequence[Sequence[int]],
+        offsets: Sequence[Sequence[int]],
+        chunks: Sequence[PromptChunk],
+    ) -> ForwardInputs:
+        """Inputs of a pass that feeds `feeds[r]` to row r, with logits at its `offsets[r]`, and feeds prompt chunks."""
+        firsts = [row.length if row.prefilled else 1 + row.cached_positions for row in rows]
+        fed = [len(feed) for feed in feeds]
+        if not chunks:
+            inputs = self.batch.prefill_inputs(rows, feeds, firsts)
+            inputs.logit_positions = self.batch.logit_positions(fed, offsets)
+            return inputs
+        inputs = self.batch.rescoring_inputs(
+            [*rows, *(chunk.row for chunk in chunks)],
+            [*feeds, *(chunk.tokens for chunk in chunks)],
+            [*firsts, *(chunk.first + 1 for chunk in chunks)],
+        )
+        self.batch.set_embeddings(inputs, chunks)
+        # Every pass has logits: where no row decodes, those of one position, which are not used.
+        inputs.logit_positions = self.batch.scored_positions(fed or [1], offsets or [[0]])
+        return inputs
 
     def _accept_draft(
         self,
@@ -525,16 +539,16 @@ class DecodeRunner:
         draft: Sequence[int],
         chosen: list[int],
         scores: list[float],
-        passed: ForwardOutputs,
+        outputs: ForwardOutputs,
         penalized: PenalizedLogits,
         first: int,
     ) -> Finish | None:
-        """Appends to the hypothesis the draft tokens that hold, and the first that differs; with beams, only fixed
-        tokens. `first`: logit position at which the draft begins."""
+        """Appends to the hypothesis the draft tokens that decoding would have chosen, and the token after them; with
+        beams, only fixed tokens. `first`: logit position at which the draft begins."""
         hypothesis = row.hypothesis
         for position in range(len(draft) + 1):
             token, score = chosen[position], scores[position]
-            logits = penalized.row(first + position, passed.logits)
+            logits = penalized.row(first + position, outputs.logits)
             if row.forced:
                 if token != draft[position]:
                     token = draft[position]
@@ -545,9 +559,9 @@ class DecodeRunner:
             elif hypothesis.temperature > 0:
                 token, score = self._sample(logits, row)
             elif row.hotwords is not None:
-                token, score = pick_and_record(row, logits, passed.hidden[first + position], self.model.head_weight)
+                token, score = pick_and_record(row, logits, outputs.hidden[first + position], self.model.head_weight)
             row.finish = hypothesis.append_token(token, score)
-            passed.alignment_queries.record(row, first + position)
+            outputs.alignment_queries.record(row, first + position)
             if row.finish or position == len(draft) or token != draft[position]:
                 row.advance_draft(token, position)
                 break
@@ -556,27 +570,30 @@ class DecodeRunner:
 
     # --- passes -----------------------------------------------------------------------------------------
 
-    def _run_forward(self, at: ForwardInputs, rules: Sequence[TokenRule]) -> ForwardOutputs:
-        """Runs a pass, with tables as wide as the longest row needs. `rules[i]`: token rule of logit position
-        i."""
-        own_width = self.device.padded_pages(pages_for(int(at.token_lengths.max())), at.token_tables.shape[1])
-        audio_width = self.device.padded_pages(pages_for(int(at.audio_lengths.max())), at.audio_tables.shape[1])
-        own, audio = at.token_tables[:, :own_width].contiguous(), at.audio_tables[:, :audio_width].contiguous()
-        inputs = at.tokens, own, at.token_lengths, audio, at.audio_lengths
-        selected = tuple(each for each in (at.logit_positions, at.embeddings) if each is not None)
+    def _run_forward(self, inputs: ForwardInputs, rules: Sequence[TokenRule]) -> ForwardOutputs:
+        """Runs a pass. `rules[i]`: token rule of logit position i."""
+        token_tables = self._trim_tables(inputs.token_tables, inputs.token_lengths)
+        audio_tables = self._trim_tables(inputs.audio_tables, inputs.audio_lengths)
+        tensors = inputs.tokens, token_tables, inputs.token_lengths, audio_tables, inputs.audio_lengths
+        selected = tuple(each for each in (inputs.logit_positions, inputs.embeddings) if each is not None)
         if self.prompts.rules is None or all(rule == PLAIN_TOKEN for rule in rules):
-            return forward_outputs(self.decoder, at.logit_positions, *self._step_plain(*inputs, *selected))
-        count = len(at.tokens if at.logit_positions is None else at.logit_positions)
+            return forward_outputs(self.decoder, inputs.logit_positions, *self._step_plain(*tensors, *selected))
+        count = len(inputs.tokens if inputs.logit_positions is None else inputs.logit_positions)
         padded_rules = torch.tensor([*rules, *[FORCED_TOKEN] * (count - len(rules))])
         step = self._step_ruled
         if any(rule.text_from != UNTIMED for rule in rules):
             step = self._step_timed if all(rule.level == SUPPRESS for rule in rules) else self._step_timed_prefill
-        return forward_outputs(self.decoder, at.logit_positions, *step(padded_rules, *inputs, *selected))
+        return forward_outputs(self.decoder, inputs.logit_positions, *step(padded_rules, *tensors, *selected))
 
-    def logits(self, at: ForwardInputs, rules: Sequence[TokenRule]) -> Tensor:
+    def _trim_tables(self, tables: Tensor, lengths: Tensor) -> Tensor:
+        """Page tables as wide as the longest row needs, padded as the device requires."""
+        width = self.device.padded_pages(pages_for(int(lengths.max())), tables.shape[1])
+        return tables[:, :width].contiguous()
+
+    def logits(self, inputs: ForwardInputs, rules: Sequence[TokenRule]) -> Tensor:
         """Returns logits (positions, vocabulary) of as many positions as there are rules; writes keys and
         values."""
-        return self._run_forward(at, rules).logits[: len(rules)]
+        return self._run_forward(inputs, rules).logits[: len(rules)]
 
     def _forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         logits, hidden, *queries = self.decoder.decode(*inputs)

@@ -30,7 +30,7 @@ from asr_serve.types import PeerTimings, Priority
 
 
 class EncoderResult(NamedTuple):
-    """All that a decoder needs of one utterance."""
+    """Result of the encoder for one utterance: all that a decoder needs."""
 
     decoder_input: Tensor
     """Cross-attention keys and values (frames, layers, 2, width); of a SpeechLanguageModel embeddings (frames,

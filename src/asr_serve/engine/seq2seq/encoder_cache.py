@@ -34,8 +34,8 @@ REUSED_KEYS_BYTES, REUSED_KEY_BYTES = 1 << 16, 100
 class EncoderCache:
     """Encoder and answer cache of one engine; belongs to the loop's thread.
 
-    A client that sends audio that another has sent is answered sooner, and so can tell that it was sent. Where
-    that must not be known, give the cache no memory (EngineConfig.prefix_bytes=0).
+    Audio that another client has sent is answered sooner, so a client can find out that it was sent. Where that must
+    not be known, give the cache no memory (EngineConfig.prefix_bytes=0).
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class EncoderCache:
 
     # --- answers ----------------------------------------------------------------------------------------
 
-    def store_answer(self, wanted: bytes, answer: Recognition) -> None:
+    def store_answer(self, digest: bytes, answer: Recognition) -> None:
         plain = msgspec.structs.replace(answer, phases=None, reused="")
         found: list[Recognition | RecognitionHypothesis] = [answer, *answer.hypotheses]
         nbytes = ANSWER_BYTES + sum(TOKEN_BYTES * len(each.tokens) + TIMES_BYTES * len(each.times) for each in found)
-        self.answers.insert(wanted, plain, nbytes)
+        self.answers.insert(digest, plain, nbytes)
 
     # --- audio ------------------------------------------------------------------------------------------
 
@@ -95,18 +95,20 @@ class EncoderCache:
         assert self._offload is not None
         self._offload.get(OFFLOAD_PREFIX + root, came)
 
-    def insert_fetched(self, root: bytes, parts: Sequence[memoryview] | None, room: int) -> None:
-        """Copies fetched audio into pages, if `room` pages are enough. `parts`: None if it is lost. Runs as a step
-        that may fail."""
+    def insert_fetched(self, root: bytes, parts: Sequence[memoryview] | None, free_pages: int) -> None:
+        """Copies fetched audio into pages, if `free_pages` are enough. `parts`: None if it is lost. A failed copy is
+        counted, and fails no request: the audio is encoded."""
         decoder = self._runner.decoder
-        if parts is None or root in self.prefix_cache or (count := len(parts[1]) // decoder.saved_page_bytes) > room:
+        if parts is None or root in self.prefix_cache:
+            return
+        if (count := len(parts[1]) // decoder.saved_page_bytes) > free_pages:
             return
         assert self.stats is not None
-        with contextlib.ExitStack() as after, StepGuard(self.stats, "encode", "restoring", lambda _: None):
+        with contextlib.ExitStack() as after, StepGuard(self.stats, "encode", "restoring cached audio", lambda _: None):
             runner, (head, data) = self._runner, parts
             pages = runner.page_pool.allocate(count)
             after.callback(runner.page_pool.free_pages, pages)
-            # Not copied: the memory is lent until this returns, and by then the pages have it, on a device too.
+            # Not copied: the memory is valid until this returns, and by then the pages are written, on a device too.
             source = tensor_from_array(np.frombuffer(data, np.uint8)).view(runner.kv_cache.dtype)
             layers, two, _, block = runner.kv_cache.shape[1:]
             decoder.write_pages(pages, source.view(count, layers, two, -1, block))
@@ -114,13 +116,12 @@ class EncoderCache:
 
     def store_row_audio(self, row: DecodeRow) -> None:
         """Adds the audio of a row, which is in the row's pages; that of a prompt is not cached."""
-        if not row.audio_key:
-            return
-        self.prefix_cache.insert(row.audio_key, row.audio_pages, row.frames)
+        if row.audio_key:
+            self.prefix_cache.insert(row.audio_key, row.audio_pages, row.frames)
 
     def store_encoder_result(self, root: bytes, result: EncoderResult) -> None:
-        """Adds encoded audio whose request has left, for others that wait for it. There is room: pages were
-        reserved for that request. Audio for a prompt is not cached: it is encoded again."""
+        """Adds encoded audio whose request has left, for others that wait for it, into the pages that were reserved for
+        that request. Audio for a prompt is not cached: it is encoded again."""
         if self._runner.embeds_audio:
             return
         pages = self._runner.store_encoder_result(result)

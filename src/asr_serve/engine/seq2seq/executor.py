@@ -60,8 +60,7 @@ server's threads delay one of them then, and not all that would wait for it at t
 
 
 class Seq2SeqExecutor:
-    """Executor of encoder-decoder models: owns the runners and every open request. See
-    engine/executor.ModelExecutor."""
+    """Executor of encoder-decoder models: owns the runners and every open request. See ModelExecutor."""
 
     def __init__(
         self,
@@ -97,8 +96,8 @@ class Seq2SeqExecutor:
         self.biasing_queue = BiasingQueue(encode_text, text, lambda job: self.loop.call(job), self._fail)
         self.coalescer = RequestCoalescer(
             encoder_cache,
-            lambda each, like: self.scheduler.enqueue(self.requests.to_scheduled(each, like)),
-            lambda each: self.scheduler.remove(each.id),
+            lambda request, like: self.scheduler.enqueue(self.requests.to_scheduled(request, like)),
+            lambda request: self.scheduler.remove(request.id),
             lambda ids: self.requests.on_start(ids),
             self.requests.finish_from_cache,
             lambda: decode.page_pool.free_count - self.encoder_pool.reserved_pages,
@@ -147,7 +146,7 @@ class Seq2SeqExecutor:
             runner.page_pool.check()
             self.coalescer.check_cache()
         if not runner.all_rows:
-            assert runner.page_pool.used_count == self.borrowed_page_count, "no row decodes, yet pages are held"
+            assert runner.page_pool.used_count == self.borrowed_page_count, "no row decodes, but pages are in use"
         self.encoder_pool.check()
         self.coalescer.check(idle=not self.open_requests)
         waiting = (
@@ -200,10 +199,10 @@ class Seq2SeqExecutor:
         if not self._reject_unsupported(utterance):
             self.biasing_queue.when_ready(utterance, lambda: self.coalescer.submit(utterance))
 
-    def submit_encoded(self, utterance: RecognitionRequest, lent: BorrowedPages) -> None:
+    def submit_encoded(self, utterance: RecognitionRequest, borrowed: BorrowedPages) -> None:
         """Adds a request whose audio was encoded elsewhere: it joins once a row is free. Its samples are not
         counted."""
-        self.requests.add(utterance, lent)
+        self.requests.add(utterance, borrowed)
         if not self._reject_unsupported(utterance):
             self.biasing_queue.when_ready(utterance, lambda: self._encoded_elsewhere.append(utterance.id))
 
@@ -274,7 +273,7 @@ class Seq2SeqExecutor:
     def _live_active(self) -> bool:
         """Returns whether live requests arrived lately: silent sessions cost files nothing, and sessions whose audio is
         encoded elsewhere need no encoders."""
-        live = self.loop.vad_scheduler.live_count > 0 and time.monotonic() - self.requests.last_live_s < QUIET_S
+        live = self.loop.live_sessions > 0 and time.monotonic() - self.requests.last_live_s < QUIET_S
         return live and bool(len(self.scheduler) or self.encoder_pool.in_flight or not self.incremental)
 
     def _uploads_active(self) -> bool:
@@ -340,7 +339,7 @@ class Seq2SeqExecutor:
         ends; else what waits, shared by the free threads."""
         most = self.scheduler.encode_frames
         least = most // CONCURRENT_BATCH_DIVISOR
-        if live or self.loop.vad_scheduler.live_count:
+        if live or self.loop.live_sessions:
             return least
         share = -(-self.scheduler.waiting_frames // max(1, self.encoder_pool.free_threads))
         return min(max(share, least), most)
@@ -367,7 +366,7 @@ class Seq2SeqExecutor:
                 results = dict(zip(batch.ids, encoded.result(), strict=True))
         self._join({i: result for i, result in results.items() if i in self.open_requests}, seconds)
         for i in batch.ids:
-            with self._guard("encode", "keeping", []):
+            with self._guard("encode", "caching audio", []):
                 self.coalescer.adopt_abandoned(i, results.get(i))
 
     def _encode(self, ids: list[int]) -> bool:
@@ -392,8 +391,10 @@ class Seq2SeqExecutor:
         return [utterance for utterance in batch if not self._join_cached(utterance)]
 
     def _join_cached(self, utterance: RecognitionRequest) -> bool:
+        """Adds a row for a request whose frames are cached. Returns whether it is not to be encoded, which includes one
+        that failed."""
         joined = False
-        with self._guard("encode", "joining", [utterance.id]):
+        with self._guard("encode", "starting to decode", [utterance.id]):
             hypothesis = self.requests.hypothesis(utterance)
             if (pages := self.coalescer.cached_frames(utterance)) is not None:
                 joined = True
@@ -429,7 +430,7 @@ class Seq2SeqExecutor:
             ):
                 return
             self._encoded_elsewhere.popleft()
-            with self._guard("decode", "joining", [utterance.id]):
+            with self._guard("decode", "starting to decode", [utterance.id]):
                 utterance.encode_start_ns = utterance.encode_end_ns = time.time_ns()
                 runner.add_row(
                     utterance.id, self.requests.borrowed_pages[utterance.id], self.requests.hypothesis(utterance)

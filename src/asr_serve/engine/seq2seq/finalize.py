@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 GuardStep = Callable[[str, str, list[int]], StepGuard]
-"""Makes a guard from the stage, what it does, and the requests that it may fail."""
+"""Returns a guard for a stage, a description of its work, and the ids of the requests that fail with it."""
 
 
 MAX_RESCORE_TOKENS = 64
-"""Tokens of answers rescored in a step, or one longer answer: nobody else waits long for that."""
+"""Tokens of answers rescored in a step, or one longer answer: few enough that no other request waits long."""
 
 
 class Finalizer:
@@ -65,7 +65,7 @@ class Finalizer:
         self._pending += to_rescore
 
     def rescore(self) -> bool:
-        """Rescores some of the rows that wait for it. Returns False if none did."""
+        """Rescores some of the rows that wait for it; returns whether there were any."""
         open_ = self._requests.open
         waiting = [each for each in self._pending if each.row.request_id in open_]
         self._oldest_first = not self._oldest_first
@@ -77,7 +77,7 @@ class Finalizer:
         if not batch:
             return False
         started, rescored = time.perf_counter(), list[FinishedRow]()
-        with self._guard("hotwords", "looking twice", [each.row.request_id for each in batch]):
+        with self._guard("hotwords", "rescoring hotwords", [each.row.request_id for each in batch]):
             rescored = self._rescorer.rescore(batch)
         fill = min(1.0, sum(len(each.recognition.tokens) for each in batch) / MAX_RESCORE_TOKENS)
         self._requests.stats.record_step("hotwords", time.perf_counter() - started, len(batch), fill)
@@ -92,7 +92,7 @@ class Finalizer:
     def _complete(self, ended: Sequence[FinishedRow]) -> None:
         requests = self._requests
         timed = [each.row.request_id for each in ended if each.row.hypothesis.options.words]
-        with self._guard("decode", "aligning", timed):
+        with self._guard("decode", "computing word times", timed):
             ended = self._aligner.add_times(ended)
         for row, answer, _ in ended:
             if (utterance := requests.open.get(row.request_id)) is not None:
@@ -102,10 +102,10 @@ class Finalizer:
                 self._coalescer.publish_answer(utterance, answer)
 
     def _finish_hypothesis(self, row: DecodeRow) -> Recognition | None:
-        """Returns the answer; None if the row failed, is decoded again, or is to be encoded again."""
+        """Returns the answer; None if the row failed, was restarted, or will be encoded again."""
         assert row.finish is not None
         answer: Recognition | None = None
-        with self._guard("decode", "settling", [row.request_id]):
+        with self._guard("decode", "finalizing an answer", [row.request_id]):
             answer = row.hypothesis.finalize(row.finish)
         if row.request_id not in self._requests.open:
             return None
@@ -117,8 +117,8 @@ class Finalizer:
         return answer
 
     def _reencode_full_window(self, row: DecodeRow) -> bool:
-        """Encodes the request again with all of its window. Returns False if nothing was left out, there is no
-        room, or only one fast guard is wanted."""
+        """Schedules the request again, with all of its window; returns whether it did. Not where nothing was left out,
+        where the whole window does not fit, and for hurried requests that have only one temperature."""
         utterance, options = self._requests.open[row.request_id], row.hypothesis.options
         if not self._requests.omits_window_silence(utterance) or (options.hurried and len(options.temperatures) == 1):
             return False

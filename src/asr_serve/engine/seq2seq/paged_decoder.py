@@ -1,7 +1,7 @@
 """Decoder of a model over its pages of keys and values, in one process or split over the ranks of a group.
 
-All that reads or writes the pages goes through here, but for models whose audio grows in pages
-(engine/streaming/incremental_encoder), which are never split.
+Everything that reads or writes pages goes through here, except for audio that grows in pages
+(engine/streaming/incremental_encoder), whose models are never split.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PagedDecoder:
     def __init__(self, model: EncoderDecoderModel, device: Device, pages: int) -> None:
         self.model, self.device = model, device
         self.kv_cache = device.allocate(pages, model.layers, 2, model.heads, model.head_dim * PAGE)
-        """Pages (pages, layers, 2, heads, head_dim * PAGE); page 0 is for rows that nobody uses."""
+        """Pages (pages, layers, 2, heads, head_dim * PAGE); page 0 is that of padding rows."""
         self.kv_cache[0].zero_()
         self.int8_audio = (
             device.int8_cross_kv and device.group.size == 1 and not isinstance(model, IncrementalEncoderDecoderModel)
@@ -89,7 +89,7 @@ class PagedDecoder:
         store(self.kv_cache, cross, table)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies pages, from and to; none is both."""
+        """Copies pages, given as pairs of source and target; no page is both."""
         sources, targets = torch.tensor(copies, device=self.kv_cache.device).T
         self.kv_cache[targets] = self.kv_cache[sources]
 
@@ -118,7 +118,8 @@ class PagedDecoder:
 
 
 class TensorParallelDecoder(PagedDecoder):
-    """Rank 0 of a decoder that is split over processes: the others do what it does. Every method raises RankLost.
+    """Rank 0 of a decoder that is split over processes: it sends every call to the other ranks. Every method raises
+    RankLost.
 
     Times of words come from `align` alone: queries of alignment heads stay on their ranks. `store` takes encoder
     frames in place of keys and values, which each rank computes for its own heads. Steps are not recorded on a CUDA

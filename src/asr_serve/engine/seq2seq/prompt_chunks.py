@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from asr_serve.engine.seq2seq.decode_batch import DecodeRow
 
 STEP_POSITIONS = 256
-"""Positions of a step while prompts are fed: enough to fill its products, few enough not to be noticed."""
+"""Positions of a step while prompts are fed: enough to fill its products, few enough that rows decode steadily."""
 MIN_CHUNK_POSITIONS = 16
-"""Positions of prompts that are fed however many rows decode, so that no prompt waits for ever."""
+"""Minimum positions of prompts in a step, however many rows decode, so that every prompt advances."""
 
 
 class PromptChunk(NamedTuple):

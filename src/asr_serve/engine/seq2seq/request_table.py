@@ -43,7 +43,7 @@ class DecoderCapacity(Protocol):
         """Pages that a request needs. Raises OptionError for one that can never be decoded."""
 
     def validate_capacity(self, rows: int, pages: int) -> None:
-        """Raises OptionError if there will never be so much."""
+        """Raises OptionError for more rows or pages than there are."""
 
 
 class RequestTable:
@@ -81,12 +81,12 @@ class RequestTable:
         """Returns whether a live or interactive request is open."""
         return bool(self.counts["live"] or self.counts["interactive"])
 
-    def add(self, utterance: RecognitionRequest, lent: BorrowedPages | None = None) -> None:
+    def add(self, utterance: RecognitionRequest, borrowed: BorrowedPages | None = None) -> None:
         self.open[utterance.id] = utterance
         self.counts[utterance.priority] += 1
         utterance.full_window, utterance.arrived_s = self._window == "whole", time.monotonic()
-        if lent is not None:
-            self.borrowed_pages[utterance.id] = lent
+        if borrowed is not None:
+            self.borrowed_pages[utterance.id] = borrowed
         if utterance.priority == "live":
             self.last_live_s = utterance.arrived_s
 
@@ -115,7 +115,7 @@ class RequestTable:
         utterance.encode_end_ns = time.time_ns()
 
     def finish_from_cache(self, utterance: RecognitionRequest, answer: Recognition) -> None:
-        """Resolves the request with the answer of another that asked the same."""
+        """Resolves the request with the answer of an earlier one with the same answer digest."""
         self.finish(utterance, answer, "answer")
 
     def finish(self, utterance: RecognitionRequest, answer: Recognition, reused: Reused) -> None:
@@ -136,8 +136,8 @@ class RequestTable:
         resolve(utterance.future, msgspec.structs.replace(answer, phases=phases, reused=reused))
 
     def _without_header(self, utterance: RecognitionRequest, answer: Recognition) -> Recognition:
-        """Returns the answer with the language that its header names, and with the text that follows it alone, up to
-        `max_new_tokens`. Until here the row and what rescores and aligns it have all tokens."""
+        """Returns the answer with the language that its header names, and without the header's tokens; the text is cut
+        to `max_new_tokens`. Rescoring and alignment, which come before, need all tokens."""
         model = self._model
         if not self._header_tokens(utterance) or not isinstance(model, SpeechLanguageModel):
             return answer
@@ -193,16 +193,16 @@ class RequestTable:
         return pcm is not None and count(len(pcm)) < count(len(pcm), True)
 
     def _max_tokens(self, utterance: RecognitionRequest) -> int:
-        """Bound above what anybody says in that time, within the model's positions, the first being BOS; or the
-        request's own, if that is less."""
+        """Most tokens of the answer: more than anybody says in that time, or the request's own limit, if that is less;
+        within the model's positions, the first of which is BOS."""
         bound = 4 + int(units.samples_to_s(utterance.samples) * self._tokens_per_s)
         limit = utterance.options.max_new_tokens
         most = bound if limit is None else min(bound, limit)
-        # Of the header's tokens `_without_header` takes away what the header leaves.
+        # A header may be shorter than its maximum; `_without_header` cuts the text to the limit then.
         return min(self._model.max_tokens - 1, most + self._header_tokens(utterance))
 
     def _header_tokens(self, utterance: RecognitionRequest) -> int:
-        """Most tokens of the header before the answer's text; 0: there is none."""
+        """Returns the maximum length of the header before the answer's text; 0: there is none."""
         model = self._model
         if utterance.options.language or not isinstance(model, SpeechLanguageModel):
             return 0

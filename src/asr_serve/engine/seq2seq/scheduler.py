@@ -44,7 +44,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
 
 
 class Seq2SeqScheduler:
-    """Turns waiting requests into encode batches."""
+    """Scheduler of waiting requests into encode batches."""
 
     def __init__(self, config: EngineConfig, encode_frames: int, *, packed: bool = False) -> None:
         """`packed`: requests of a batch cost their own frames, whatever the length of the others. False: each costs as
@@ -67,7 +67,7 @@ class Seq2SeqScheduler:
 
     def enqueue(self, request: ScheduledRequest) -> None:
         if not self._by_deadline[request.priority]:
-            # A class that had nothing to do does not save up service for later.
+            # A class that was idle does not save up service for later.
             self._virtual_time[request.priority] = max(self._virtual_time[request.priority], self._system_virtual_time)
         self._queue[request.id] = request
         self.waiting_frames += request.frames
@@ -127,7 +127,7 @@ class Seq2SeqScheduler:
         return self._take(self._fill(head, room, min(frames or self.encode_frames, self.encode_frames)))
 
     def _schedule_urgent(self, free_rows: int, free_pages: int, most_frames: int) -> list[int]:
-        """Urgent requests, nearest deadline first, as many as fit without padding in mind: there are few."""
+        """Returns ids of urgent requests as `schedule` does, nearest deadline first. Padding is ignored."""
         batch: list[ScheduledRequest] = []
         frames = 0
         for _, request_id in self._by_deadline["live"]:
@@ -138,7 +138,7 @@ class Seq2SeqScheduler:
                 break
             free_rows, free_pages, frames = free_rows - each.rows, free_pages - each.pages, frames + each.frames
             batch.append(each)
-        if batch:  # served like any other: who was idle meanwhile has not saved up service
+        if batch:  # counts as service, so that classes that are idle now do not save any up
             self._system_virtual_time = max(self._system_virtual_time, self._virtual_time["live"])
         return self._take(batch)
 

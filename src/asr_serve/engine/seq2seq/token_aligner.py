@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from asr_serve.engine.seq2seq.decoder import DecodeRunner
 
 MAX_ALIGN_POSITIONS = 512
-"""Positions of an alignment pass: enough to fill its products, few enough that nobody waits long for it."""
+"""Positions of an alignment pass: enough to fill its products, few enough that it is short."""
 
 
 Answer = TypeVar("Answer", Recognition, RecognitionHypothesis)
@@ -133,7 +133,7 @@ class TokenAligner:
         return special is None or token < special.eot
 
     def _frames(self, each: FinishedRow) -> int:
-        """Frames of its audio, without the silence that fills a window."""
+        """Frames of the row's audio, without the silence that fills a window."""
         return min(each.row.frames, max(1, -(-each.samples // self._runner.model.frame_samples)))
 
     def _audio(self, ended: Sequence[FinishedRow]) -> PagedKeyValues:

@@ -1,4 +1,4 @@
-"""Audio of one session on its way into chunks: a row of state holds what the next step needs, a queue the rest."""
+"""Audio buffer of one session: a row of the state holds what the next step needs, a queue holds the rest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from asr_serve.engine.session_snapshot import BytesLike
 from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, AudioWindow
 
-MOST_SAMPLES = 1 << 40
+MAX_SAMPLES = 1 << 40
 """Maximum audio of a saved session: two years."""
 
 
@@ -45,7 +45,7 @@ class AudioBuffer:
 
     def append(self, pcm: np.ndarray) -> None:
         """Appends `pcm` (n,) float32; samples that do not fit into the row are queued."""
-        assert not self.ended, "put after finish"
+        assert not self.ended, "audio was appended after its end"
         if len(pcm):
             self.samples += len(pcm)
             self._overflow.append(pcm)
@@ -60,33 +60,34 @@ class AudioBuffer:
         """(n,) float32: samples that are not in the row yet."""
         return np.concatenate([np.zeros(0, np.float32), *self._overflow])
 
-    def validate(self, place: ChunkAudioPosition, waiting: BytesLike, frame_samples: int) -> None:
+    def validate(self, position: ChunkAudioPosition, queued: BytesLike, frame_samples: int) -> None:
         """Raises ValueError for a position or bytes that do not describe audio of this row."""
-        n, remainder = divmod(len(waiting), 4)
-        sane = min(place) >= 0 and place.buffered_samples <= MOST_SAMPLES and place.filled_samples <= len(self._row)
-        remaining = max(0, place.buffered_samples + self._before_samples - place.seen_frames * frame_samples)
+        seen_frames, samples, filled, _ = position
+        queued_samples, remainder = divmod(len(queued), 4)
+        in_range = min(position) >= 0 and samples <= MAX_SAMPLES and filled <= len(self._row)
+        remaining = max(0, samples + self._before_samples - seen_frames * frame_samples)
         if (
             remainder
-            or not sane
-            or place.filled_samples + n != remaining
-            or (n and place.filled_samples < len(self._row))
+            or not in_range
+            or filled + queued_samples != remaining
+            or (queued_samples and filled < len(self._row))
         ):
-            raise ValueError(f"{place}, and {len(waiting)} bytes that wait: no session's audio")
+            raise ValueError(f"{position} with {len(queued)} queued bytes does not describe a session's audio")
 
-    def restore(self, place: ChunkAudioPosition, waiting: BytesLike) -> None:
-        """Restores the position of a saved session, whose row was already copied into this one's."""
-        self.seen_frames, self.samples, self._filled, self.ended = place
-        self._overflow = deque([np.frombuffer(bytes(waiting), np.float32)] if len(waiting) else [])
+    def restore(self, position: ChunkAudioPosition, queued: BytesLike) -> None:
+        """Restores the position and the queue of a saved session, whose row was already copied into this one's."""
+        self.seen_frames, self.samples, self._filled, self.ended = position
+        self._overflow = deque([np.frombuffer(bytes(queued), np.float32)] if len(queued) else [])
 
     def has_window(self, window: int, frame_samples: int) -> bool:
         """Returns whether the next `window` samples have arrived."""
         return self.seen_frames * frame_samples - self._before_samples + window <= self.samples
 
-    def read_window(self, into: np.ndarray) -> None:
-        """Copies the next window into `into`; zeros after the end."""
-        available = min(len(into), self._filled)
-        into[:available] = self._row[:available]
-        into[available:] = 0.0
+    def read_window(self, window: np.ndarray) -> None:
+        """Fills `window` with the next samples, and with zeros after the end."""
+        available = min(len(window), self._filled)
+        window[:available] = self._row[:available]
+        window[available:] = 0.0
 
     def advance_frames(self, frames: int, frame_samples: int) -> None:
         """Advances past a processed chunk and discards its first samples."""

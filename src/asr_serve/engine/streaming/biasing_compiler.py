@@ -1,5 +1,5 @@
-"""Hotwords of streams, compiled for the search on a thread beside the loop, because a long list takes a second,
-and cached for other streams with the same list."""
+"""Compiler of the hotwords of streams. It runs on a thread beside the loop, because a long list takes a second, and
+caches lists for other streams."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from asr_serve.errors import StepFailed
 
 
 class StreamBiasingCompiler:
-    """Compiles hotwords; a stream gets no slot until its list is ready. Belongs to the loop's thread."""
+    """Compiler of hotwords; a stream gets no slot until its list is ready. Belongs to the loop's thread."""
 
     def __init__(
-        self, spell: Callable[[str], StreamingBiasingList] | None, drop: Callable[[int, Exception], None]
+        self, compile_list: Callable[[str], StreamingBiasingList] | None, fail: Callable[[int, Exception], None]
     ) -> None:
-        """`spell`: compiles a list; None for a model without a vocabulary. `drop`: called with a stream whose hot
-        words cannot be compiled, and the error."""
-        self._compile_list, self._drop = spell, drop
+        """`compile_list`: None for a model without a vocabulary. `fail`: called with a stream whose hotwords cannot be
+        compiled, and the error."""
+        self._compile_list, self._fail = compile_list, fail
         self._lists: BiasingListCache[StreamingBiasingList] = BiasingListCache()
         self._waiting_by_stream: dict[int, tuple[StreamRequest, Future[StreamingBiasingList]]] = {}
 
@@ -53,20 +53,22 @@ class StreamBiasingCompiler:
     def close(self) -> None:
         self._lists.close()
 
-    def _deliver(self, number: int, stream: StreamRequest, made: Future[StreamingBiasingList]) -> None:
+    def _deliver(self, number: int, stream: StreamRequest, compiled: Future[StreamingBiasingList]) -> None:
         if self._waiting_by_stream.get(number, (None,))[0] is not stream:
             return  # the stream was closed
         del self._waiting_by_stream[number]
-        failure = None if made.cancelled() else made.exception()
-        if not made.cancelled() and failure is None:
-            stream.biasing = made.result()
+        failure = None if compiled.cancelled() else compiled.exception()
+        if not compiled.cancelled() and failure is None:
+            stream.biasing = compiled.result()
             return
         reason = f"{type(failure).__name__}: {failure}" if failure else "the engine ended"
-        error = StepFailed(f"spelling hotwords failed: {reason}", todo="leave them out; if it stays, report it")
+        error = StepFailed(
+            f"compiling hotwords failed: {reason}", todo="leave them out; if it happens again, report it"
+        )
         error.__cause__ = failure
-        self._drop(number, error)
+        self._fail(number, error)
 
     def _build(self, bias: str) -> Future[StreamingBiasingList]:
-        spell = self._compile_list
-        assert spell is not None, "hotwords came to a model without a vocabulary"
-        return self._lists.get_or_build(bias, lambda: spell(bias))
+        compile_list = self._compile_list
+        assert compile_list is not None, "hotwords came to a model without a vocabulary"
+        return self._lists.get_or_build(bias, lambda: compile_list(bias))

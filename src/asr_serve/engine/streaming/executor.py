@@ -1,5 +1,4 @@
-"""Executor of streaming models: callers' streams, which arrive chunk by chunk, and utterances, which arrive
-whole."""
+"""Executor of streaming models, for streams, which arrive chunk by chunk, and for utterances, which arrive whole."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ from asr_serve.types import LanguageModelChoice, Priority, SearchResult
 
 
 class StreamingExecutor:
-    """Owns the model runner and all its streams. See engine/executor.ModelExecutor."""
+    """Executor of a streaming model: owns its runner and all streams. See engine/executor.ModelExecutor."""
 
     def __init__(
         self,
-        wrapper: ChunkedModelRunner,
+        runner: ChunkedModelRunner,
         shares: Mapping[Priority, float],
         on_done: Callable[[int], None],
         on_start: Callable[[list[int]], None],
@@ -38,27 +37,30 @@ class StreamingExecutor:
         tiers: OffloadStore | None = None,
         sleep_after_s: float = 10.0,
         replay: bool = False,
-        spell: Callable[[str], StreamingBiasingList] | None = None,
+        compile_hotwords: Callable[[str], StreamingBiasingList] | None = None,
         language_models: Mapping[str, TokenLanguageModel] = MappingProxyType({}),
     ) -> None:
         """`shares`: share of slots of each class while several wait. `tiers`: where callers' streams are offloaded
         after `sleep_after_s` without audio; None: never. `replay`: the tiers may lose a stream, which is then
-        replayed from its retained audio. `spell`: compiles hotwords for the search. `language_models`: those of the
-        search by name."""
-        self.model_runner, self.device = wrapper, wrapper.device
+        replayed from its retained audio. `compile_hotwords`: for the search; None: it takes none. `language_models`:
+        those of the search by name."""
+        self.model_runner, self.device = runner, runner.device
         self._offloader, self._replays = StreamOffloader(tiers, sleep_after_s), replay
         self._on_done, self._on_start = on_done, on_start
         self._streams: dict[int, StreamRequest] = {}
         self._failures: dict[int, Exception] = {}
-        """Errors of callers' streams that ended while they had no chunk to reject. Each is for the stream's next chunk;
-        those of closed streams are dropped."""
+        """Errors of streams that failed while they had no chunk to reject. Each rejects the stream's next chunk; it is
+        dropped when the stream is closed."""
         self._replay_budget = ReplayAudioBudget(self._streams, self._offloader.offloaded)
         self._stream_by_session: dict[StreamingSession, int] = {}
         self._waiting = SlotQueue(shares)
         """Streams and utterances with audio that wait for a slot; without offloading, all that have no slot."""
         self._recordings = 0
-        """Utterances that have a slot."""
-        self._biasing, self._language_models = StreamBiasingCompiler(spell, self._fail_stream), language_models
+        """Number of utterances that have a slot."""
+        self._biasing, self._language_models = (
+            StreamBiasingCompiler(compile_hotwords, self._fail_stream),
+            language_models,
+        )
         self._check_throttle = CheckThrottle()
 
     def attach(self, context: LoopContext) -> None:
@@ -87,11 +89,13 @@ class StreamingExecutor:
             return
         states.check()
         with_slot, waiting = set(self._stream_by_session.values()), set(self._waiting)
-        assert len(with_slot) == len(self._stream_by_session), "two slots for one"
-        assert with_slot.isdisjoint(waiting), "somebody with a slot waits for one"
+        assert len(with_slot) == len(self._stream_by_session), "a stream has two slots"
+        assert with_slot.isdisjoint(waiting), "a stream with a slot waits for one"
         busy = {number for number, stream in self._streams.items() if stream.utterance or stream.pending_chunks}
         inactive = self._streams.keys() - busy
-        assert busy <= with_slot | waiting <= self._streams.keys(), "somebody is forgotten"
+        assert busy <= with_slot | waiting <= self._streams.keys(), (
+            "a stream with chunks neither has a slot nor waits for one"
+        )
         self._offloader.check_invariants(inactive & with_slot, inactive - with_slot - waiting)
         self._replay_budget.check()
 
@@ -178,9 +182,7 @@ class StreamingExecutor:
                 stream.saved_session = None  # so that any number of offloaded streams can move here
         self._streams[number] = stream
         self._replay_budget.add(stream)
-        if (
-            not self._offloader.enabled
-        ):  # without offloading a stream keeps its slot from the start, in order of arrival
+        if not self._offloader.enabled:  # then a stream has its slot from the start, in order of arrival
             self._waiting.enqueue(number, "live")
         self._biasing.compile(number, stream)
 
@@ -189,12 +191,12 @@ class StreamingExecutor:
         stream.language_model = choose_language_model(self._language_models, stream.language_model_choice)
 
     def export_stream(self, number: int) -> SessionSnapshot | None:
-        """Exports a stream, all of whose chunks are answered, and removes it. None: it has to be replayed from its
-        start, if it had audio, because it has no state, its state was lost, or it failed before it had a chunk."""
+        """Removes a stream, all of whose chunks are answered, and returns its snapshot. None: the stream had no audio,
+        lost its state, or failed; then its audio, if any, must be sent again from the start."""
         if self._failures.pop(number, None) is not None:
             return None
         session_view = (stream := self._streams[number]).saved_session
-        assert not stream.pending_chunks, "a stream that is busy"
+        assert not stream.pending_chunks, "a stream is exported while it has chunks"
         if stream.session is not None and stream.session.audio_buffer.samples:
             session_view = self._saved_state(number, stream.session)
         elif number in self._offloader.offloaded:
@@ -203,17 +205,17 @@ class StreamingExecutor:
         self._remove_stream(number)
         return saved
 
-    def append_audio(self, piece: StreamChunk) -> None:
-        stream = self._streams.get(piece.session)
+    def append_audio(self, chunk: StreamChunk) -> None:
+        stream = self._streams.get(chunk.session)
         if stream is None:
-            reject(piece.future, self._failures.pop(piece.session, Cancelled("the stream was closed")))
+            reject(chunk.future, self._failures.pop(chunk.session, Cancelled("the stream was closed")))
             return
-        stream.pending_chunks.append(piece)
+        stream.pending_chunks.append(chunk)
         if stream.session is not None:
-            self._offloader.mark_active(piece.session)
-            self._advance_stream(piece.session)
+            self._offloader.mark_active(chunk.session)
+            self._advance_stream(chunk.session)
         elif len(stream.pending_chunks) == 1:
-            self._enqueue_for_slot(piece.session, stream)
+            self._enqueue_for_slot(chunk.session, stream)
 
     def close_stream(self, number: int) -> None:
         """Closes a stream at any time; its pending chunks raise Cancelled. Idempotent."""
@@ -237,7 +239,7 @@ class StreamingExecutor:
                 self._fail_stream(self._stream_by_session[session], error)
 
         outputs: list[StreamingStepOutput] = []
-        with StepGuard(self._context.stats, "chunk", "a chunk", fail):
+        with StepGuard(self._context.stats, "chunk", "processing a chunk", fail):
             outputs = runner.step(running, 1_000 * time.monotonic())
         for session, result in outputs:
             number = self._stream_by_session[session]
@@ -248,9 +250,9 @@ class StreamingExecutor:
         return True
 
     def _assign_slots(self) -> None:
-        """Assigns slots to waiting streams. More recordings than fit in one step would only delay each other and
-        callers."""
-        reserved = self.model_runner.states.slots // LIVE_SLOTS_DIVISOR if self._context.vad_scheduler.live_count else 0
+        """Assigns slots to waiting streams, and to utterances as many as fit in one step: more would only delay each
+        other, and callers."""
+        reserved = self.model_runner.states.slots // LIVE_SLOTS_DIVISOR if self._context.live_sessions else 0
         while len(self._waiting) and (free := self._free_slots):
             live_only = self._recordings >= self.model_runner.max_rows or free <= reserved
             allowed: tuple[Priority, ...] = ("live",) if live_only else ("live", "interactive", "bulk")
@@ -289,13 +291,13 @@ class StreamingExecutor:
         elif number in self._offloader.offloaded:
             self._offloader.prefetch(number, self._on_restored)
 
-    def _on_restored(self, number: int, held: SessionSnapshotView | None) -> None:
-        """Takes over the state that was read for a stream; None: the state is lost."""
+    def _on_restored(self, number: int, snapshot: SessionSnapshotView | None) -> None:
+        """Sets the snapshot that was read for a stream; None: its state is lost."""
         stream = self._streams[number]
-        with contextlib.suppress(ValueError):  # only this engine wrote it: the storage is faulty
-            if held is not None:
-                self._validate_saved(stream, held)
-                stream.saved_session = held
+        with contextlib.suppress(ValueError):  # this engine wrote it: faulty storage is a lost state
+            if snapshot is not None:
+                self._validate_saved(stream, snapshot)
+                stream.saved_session = snapshot
         if stream.saved_session is None:
             self._context.stats.record_recompute()
             if not stream.replay_audio:
@@ -347,23 +349,23 @@ class StreamingExecutor:
             self._context.stats.record_recognition(session.audio_buffer.samples, stream.emitted_tokens)
         self._emit_answer(number, stream, session, result)
 
-    def _emit_answer(self, number: int, stream: StreamRequest, session: StreamingSession, found: Any) -> None:
+    def _emit_answer(self, number: int, stream: StreamRequest, session: StreamingSession, result: Any) -> None:
         stream.first_chunk_fed = stream.answer_requested = False
         chunk = stream.pending_chunks.popleft()
         if session.finished:
             self._remove_stream(number)
         elif not stream.pending_chunks:
             self._offloader.mark_idle(number)
-        resolve(chunk.future, found)
+        resolve(chunk.future, result)
 
     def _isolate_failure(self, number: int) -> StepGuard:
         """Context in which an error fails one stream only."""
-        return StepGuard(self._context.stats, "chunk", "hearing", lambda error: self._fail_stream(number, error))
+        return StepGuard(self._context.stats, "chunk", "recognition", lambda error: self._fail_stream(number, error))
 
     def _finish_utterance(
-        self, number: int, utterance: RecognitionRequest, session: StreamingSession, found: SearchResult
+        self, number: int, utterance: RecognitionRequest, session: StreamingSession, result: SearchResult
     ) -> None:
-        answer = to_recognition(utterance, found, self.model_runner.model.frame_samples, session.hypotheses)
+        answer = to_recognition(utterance, result, self.model_runner.model.frame_samples, session.hypotheses)
         self._remove_stream(number)
         self._on_done(utterance.samples)
         self._context.stats.record_recognition(utterance.samples, len(answer.tokens))
@@ -403,12 +405,12 @@ class StreamingExecutor:
         """Snapshot of a session, without a copy."""
         return self.model_runner.saved_view(session)
 
-    def _validate_saved(self, stream: StreamRequest, held: SessionSnapshotView) -> None:
+    def _validate_saved(self, stream: StreamRequest, snapshot: SessionSnapshotView) -> None:
         """Raises ValueError for a snapshot from which its session cannot continue."""
-        self.model_runner.validate_saved(held)
+        self.model_runner.validate_saved(snapshot)
 
-    def _restore_session(self, number: int, session: StreamingSession, held: SessionSnapshotView) -> None:
-        self.model_runner.restore_session(session, held, 1_000 * time.monotonic())
+    def _restore_session(self, number: int, session: StreamingSession, snapshot: SessionSnapshotView) -> None:
+        self.model_runner.restore_session(session, snapshot, 1_000 * time.monotonic())
 
     # --- endings -----------------------------------------------------------------------------------------
 
@@ -419,7 +421,7 @@ class StreamingExecutor:
 
     def _open_session(self, number: int, stream: StreamRequest) -> StreamingSession:
         return self.model_runner.open_session(
-            live=stream.live, words=stream.words, hot=stream.biasing, language_model=stream.language_model
+            live=stream.live, words=stream.words, biasing=stream.biasing, language_model=stream.language_model
         )
 
     def _remove_stream(self, number: int) -> StreamRequest:
@@ -442,8 +444,8 @@ class StreamingExecutor:
         self.model_runner.close_session(session)
 
     def _fail_stream(self, number: int, error: Exception) -> None:
-        """Removes a stream, if it is still open, and rejects its pending results; of a caller's stream that has none,
-        the next."""
+        """Removes a stream, if it is still open, and rejects its pending chunks; of a caller's stream without any, the
+        next."""
         if number in self._streams:
             stream = self._remove_stream(number)
             if stream.utterance is None and not stream.pending_chunks:

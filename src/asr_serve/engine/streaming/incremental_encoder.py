@@ -1,4 +1,4 @@
-"""Executor of models whose encoder carries state and whose decoder does not: growing utterances.
+"""Executor of models whose encoder carries state and whose decoder does not, for utterances that are still spoken.
 
 While a caller speaks, the encoder processes each chunk once, and the cross-attention keys and values of its frames
 are written directly into pages. A hypothesis is a row that reads those pages: it decodes the whole utterance so
@@ -47,13 +47,16 @@ EMPTY_RECOGNITION = Recognition(tokens=(), avg_logprob=0.0, temperature=0.0, fin
 class EncoderFrameStore:
     """Store of each session's encoder frames; takes the place of the runner's search."""
 
-    def __init__(self, model: IncrementalEncoderDecoderModel, runner: DecodeRunner, slots: int, longest: int) -> None:
-        """`longest`: maximum frames of an utterance; later ones are dropped."""
+    def __init__(
+        self, model: IncrementalEncoderDecoderModel, runner: DecodeRunner, slots: int, max_frames: int
+    ) -> None:
+        """`max_frames`: of an utterance; later ones are dropped."""
         self._model, self._runner = model, runner
-        self.max_frames = pages_for(longest)
+        self.max_pages = pages_for(max_frames)
         """Maximum pages of an utterance."""
-        self._tables = torch.zeros(slots + 1, self.max_frames, dtype=torch.int32)
+        self._tables = torch.zeros(slots + 1, self.max_pages, dtype=torch.int32)
         self._limits = torch.zeros(slots + 1, dtype=torch.int64)
+        """Frames for which the session at each row of the state has pages."""
 
     def assign_pages(self, row: int, pages: list[int]) -> None:
         """Assigns pages to the session at a row of the state; it stores as many frames as they hold."""
@@ -62,8 +65,7 @@ class EncoderFrameStore:
 
     @torch.inference_mode()
     def clear_positions(self, row: int, positions: Iterable[int]) -> None:
-        """Zeroes positions of the session at a row of the state, so that saved pages contain nothing of earlier
-        users."""
+        """Zeroes positions of the session at a row of the state, so that saved pages hold nothing of earlier ones."""
         if len(indices := torch.tensor(list(positions), device=self._runner.kv_cache.device)):
             layers, _, heads, block = self._runner.kv_cache.shape[1:]
             cross = self._runner.kv_cache.new_zeros(len(indices), layers, 2, heads * block // PAGE)
@@ -75,10 +77,11 @@ class EncoderFrameStore:
 
     @torch.inference_mode()
     def step(self, hidden: Tensor, chunk: StreamingChunk, state: State) -> list[SearchResult]:
-        at = chunk.start_frames[:, None] + torch.arange(hidden.shape[1], device=hidden.device)
+        frames = chunk.start_frames[:, None] + torch.arange(hidden.shape[1], device=hidden.device)
         rows = chunk.rows.cpu()
-        new = at < torch.minimum(chunk.start_frames + chunk.frames, self._limits[rows].to(at.device))[:, None]
-        positions = at[new]
+        ends = torch.minimum(chunk.start_frames + chunk.frames, self._limits[rows].to(frames.device))
+        new = frames < ends[:, None]
+        positions = frames[new]
         if len(positions):
             cross = self._model.cross_keys_values(self._model.add_positions(hidden[new], positions))
             tables = self._tables[rows].to(hidden.device)
@@ -90,98 +93,101 @@ class EncoderFrameStore:
 
 
 class IncrementalEncoderExecutor(StreamingExecutor):
-    """Executor of growing streams and of whole utterances. See engine/executor.ModelExecutor."""
+    """Executor of streams, which are encoded as they arrive, and of whole utterances. See ModelExecutor."""
 
     def __init__(
         self,
-        wrapper: ChunkedModelRunner,
+        runner: ChunkedModelRunner,
         frames: EncoderFrameStore,
-        utterances: Seq2SeqExecutor,
+        seq2seq: Seq2SeqExecutor,
         shares: Mapping[Priority, float],
         on_done: Callable[[int], None],
         on_start: Callable[[list[int]], None],
-        **sleep: Any,
+        **offload: Any,
     ) -> None:
-        """`frames`: the runner's search. `sleep`: offload options, see StreamingExecutor."""
-        super().__init__(wrapper, shares, on_done, on_start, **sleep)
-        self._frames, self._utterances = frames, utterances
+        """`frames`: the runner's search. `seq2seq`: for whole utterances, and rows of hypotheses. `offload`: options of
+        StreamingExecutor."""
+        super().__init__(runner, shares, on_done, on_start, **offload)
+        self._frames, self._seq2seq = frames, seq2seq
         self._pages: dict[int, list[int]] = {}
         """Pages of the streams that have a slot."""
-        self._owned_utterances = pages_for(utterances.model.max_tokens)
-        """Maximum pages of a hypothesis's own tokens."""
-        chunk, window = wrapper.sizes[0], wrapper.model.audio_window(wrapper.sizes[0])
-        self._first, self._each = window.samples - window.left_samples, chunk * wrapper.model.frame_samples
-        """Samples until a stream's first chunk is complete, and from one chunk to the next."""
+        self._max_token_pages = pages_for(seq2seq.model.max_tokens)
+        """Maximum pages of the tokens of one hypothesis."""
+        chunk, window = runner.sizes[0], runner.model.audio_window(runner.sizes[0])
+        self._first_chunk_samples = window.samples - window.left_samples
+        """Samples until a stream's first chunk is complete."""
+        self._chunk_samples = chunk * runner.model.frame_samples
+        """Samples from one chunk to the next."""
 
     def attach(self, context: LoopContext) -> None:
         super().attach(context)
-        self._utterances.attach(context)
+        self._seq2seq.attach(context)
 
     @property
     def due_s(self) -> float | None:
-        return min((due for due in (super().due_s, self._utterances.due_s) if due is not None), default=None)
+        return min((due for due in (super().due_s, self._seq2seq.due_s) if due is not None), default=None)
 
     @property
     def idle(self) -> bool:
-        return self._utterances.idle
+        return self._seq2seq.idle
 
     def check(self) -> None:
         super().check()
-        assert self._utterances.borrowed_page_count == sum(map(len, self._pages.values())), "a stream's pages were lost"
-        self._utterances.check()
+        assert self._seq2seq.borrowed_page_count == sum(map(len, self._pages.values())), "a stream's pages were lost"
+        self._seq2seq.check()
 
     def shutdown(self, error: Exception) -> None:
         try:
             super().shutdown(error)
         finally:
-            self._utterances.shutdown(error)
+            self._seq2seq.shutdown(error)
 
     def report(self) -> dict[str, int]:
-        counters = self._utterances.report()
+        counters = self._seq2seq.report()
         return {**counters, "waiting": counters["waiting"] + len(self._waiting)}
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), **self._utterances.describe()}
+        return {**super().describe(), **self._seq2seq.describe()}
 
     def submit(self, utterance: RecognitionRequest) -> None:
-        self._utterances.submit(utterance)
+        self._seq2seq.submit(utterance)
 
     def cancel(self, request_id: int) -> None:
-        self._utterances.cancel(request_id)
+        self._seq2seq.cancel(request_id)
 
     def expedite(self, request_id: int, within_ms: int) -> None:
-        self._utterances.expedite(request_id, within_ms)
+        self._seq2seq.expedite(request_id, within_ms)
 
     def step(self) -> bool:
         stepped = super().step()
-        return self._utterances.step() or stepped
+        return self._seq2seq.step() or stepped
 
     # --- hypotheses --------------------------------------------------------------------------------------
 
     def _request_answer(self, number: int, stream: StreamRequest, session: StreamingSession) -> None:
-        wanted = stream.pending_chunks[0].hypothesis
-        if wanted is None:
+        request = stream.pending_chunks[0].hypothesis
+        if request is None:
             self._emit_answer(number, stream, session, SearchResult([], []))
-        elif not (frames := min(self._visible_frames(session, wanted.samples), len(self._pages[number]) * PAGE)):
+        elif not (frames := min(self._visible_frames(session, request.samples), len(self._pages[number]) * PAGE)):
             self._emit_answer(number, stream, session, EMPTY_RECOGNITION)
         else:
             decoded: Future[Recognition] = Future()
             decoded.add_done_callback(lambda _: self._on_decoded(number, decoded))
             # A stream has at most one hypothesis in flight, so its number can be the request's id.
             utterance = RecognitionRequest(
-                number, None, wanted.samples, wanted.options, wanted.priority, decoded, wanted.draft
+                number, None, request.samples, request.options, request.priority, decoded, request.draft
             )
-            self._utterances.submit_encoded(utterance, BorrowedPages(self._pages[number], frames))
+            self._seq2seq.submit_encoded(utterance, BorrowedPages(self._pages[number], frames))
 
     def _visible_frames(self, session: StreamingSession, samples: int) -> int:
         """Frames that a hypothesis of the first `samples` samples may read: those of chunks that these samples
         complete, however many arrived since, so that the result depends on the audio alone."""
         if session.finished:
-            frames = min(self.model_runner.model.count_frames(samples), session.audio_buffer.seen_frames)
+            frames = self.model_runner.model.count_frames(samples)
         else:
-            chunks = max(0, samples - self._first + self._each) // self._each
-            frames = min(chunks * self.model_runner.sizes[0], session.audio_buffer.seen_frames)
-        return frames
+            chunks = max(0, samples - self._first_chunk_samples + self._chunk_samples) // self._chunk_samples
+            frames = chunks * self.model_runner.sizes[0]
+        return min(frames, session.audio_buffer.seen_frames)
 
     def _on_decoded(self, number: int, decoded: Future[Recognition]) -> None:
         if (stream := self._streams.get(number)) is None:
@@ -199,34 +205,33 @@ class IncrementalEncoderExecutor(StreamingExecutor):
     # --- slots -------------------------------------------------------------------------------------------
 
     def _pages_needed(self, stream: StreamRequest) -> int:
-        """Pages that a stream reserves at its start, as rows do."""
+        """Pages that a stream reserves at its start, as rows do: one at least."""
         if stream.samples is None:
-            return self._frames.max_frames
-        return min(self._frames.max_frames, pages_for(self.model_runner.model.count_frames(stream.samples)))
+            return self._frames.max_pages
+        return min(self._frames.max_pages, max(1, pages_for(self.model_runner.model.count_frames(stream.samples))))
 
     @property
     def _free_slots(self) -> int:
-        pages = self._utterances.decode_runner.page_pool
-        reserved = (
-            pages.pages // RESERVED_PAGES_DIVISOR if self._pages else self._owned_utterances
-        )  # so that one stream fits into the smallest pool
-        available = pages.free_count - self._utterances.encoder_pool.reserved_pages - reserved
+        pages = self._seq2seq.decode_runner.page_pool
+        # The first stream leaves room for one hypothesis alone, so that it fits into the smallest pool.
+        reserved = pages.pages // RESERVED_PAGES_DIVISOR if self._pages else self._max_token_pages
+        available = pages.free_count - self._seq2seq.encoder_pool.reserved_pages - reserved
         need = max(self._pages_needed(self._streams[number]) for number in self._waiting)
         return min(super()._free_slots, max(0, available) // need)
 
     def _open_session(self, number: int, stream: StreamRequest) -> StreamingSession:
         session = super()._open_session(number, stream)
-        pages = self._pages[number] = self._utterances.decode_runner.page_pool.allocate(self._pages_needed(stream))
-        self._utterances.borrowed_page_count += len(pages)
+        pages = self._pages[number] = self._seq2seq.decode_runner.page_pool.allocate(self._pages_needed(stream))
+        self._seq2seq.borrowed_page_count += len(pages)
         self._frames.assign_pages(session.slot.row, pages)
         return session
 
     def _release_session(self, number: int, stream: StreamRequest, session: StreamingSession) -> None:
         super()._release_session(number, stream, session)
-        self._utterances.cancel(number)  # before the pages are freed
+        self._seq2seq.cancel(number)  # before the pages are freed
         if (pages := self._pages.pop(number, None)) is not None:
-            self._utterances.borrowed_page_count -= len(pages)
-            self._utterances.decode_runner.page_pool.free_pages(pages)
+            self._seq2seq.borrowed_page_count -= len(pages)
+            self._seq2seq.decode_runner.page_pool.free_pages(pages)
 
     # --- offload -----------------------------------------------------------------------------------------
 
@@ -234,31 +239,28 @@ class IncrementalEncoderExecutor(StreamingExecutor):
         """Snapshot of a session, followed by the pages that hold its frames."""
         header, parts = super()._saved_state(number, session)
         frames = min(session.audio_buffer.seen_frames, len(self._pages[number]) * PAGE)
-        pages, pool = self._pages[number][: pages_for(frames)], self._utterances.decode_runner.kv_cache
+        pages, pool = self._pages[number][: pages_for(frames)], self._seq2seq.decode_runner.kv_cache
         self._frames.clear_positions(session.slot.row, range(frames, len(pages) * PAGE))
         if not pool.is_cpu:  # one copy from the device for all pages
             pool, pages = pool[torch.tensor(pages, device=pool.device)].cpu(), list(range(len(pages)))
         return SessionSnapshotView(header, [*parts, *(tensor_bytes(pool[page]) for page in pages)])
 
-    def _validate_saved(self, stream: StreamRequest, held: SessionSnapshotView) -> None:
-        session, pages = self._split_saved(held)
+    def _validate_saved(self, stream: StreamRequest, snapshot: SessionSnapshotView) -> None:
+        session, pages = self._split_snapshot(snapshot)
         seen_frames = self.model_runner.validate_saved(session).seen_frames
-        count, pool = (
-            pages_for(min(seen_frames, self._pages_needed(stream) * PAGE)),
-            self._utterances.decode_runner.kv_cache,
-        )
-        sizes, page_bytes = [len(page) for page in pages], pool[0].nbytes
+        count = pages_for(min(seen_frames, self._pages_needed(stream) * PAGE))
+        sizes, page_bytes = [len(page) for page in pages], self._seq2seq.decode_runner.kv_cache[0].nbytes
         if sizes != [page_bytes] * count:
-            raise ValueError(f"saved pages of {sizes} bytes, where there are {count} of {page_bytes}")
+            raise ValueError(f"a snapshot has pages of {sizes} bytes; it must have {count} of {page_bytes}")
 
-    def _restore_session(self, number: int, session: StreamingSession, held: SessionSnapshotView) -> None:
-        own, saved = self._split_saved(held)
+    def _restore_session(self, number: int, session: StreamingSession, snapshot: SessionSnapshotView) -> None:
+        own, saved = self._split_snapshot(snapshot)
         super()._restore_session(number, session, own)
-        pool = self._utterances.decode_runner.kv_cache
+        pool = self._seq2seq.decode_runner.kv_cache
         for page, part in zip(self._pages[number], saved, strict=False):
             copy_into_tensor(pool[page], part)
 
-    def _split_saved(self, held: SessionSnapshotView) -> tuple[SessionSnapshotView, list[BytesLike]]:
+    def _split_snapshot(self, snapshot: SessionSnapshotView) -> tuple[SessionSnapshotView, list[BytesLike]]:
         """Splits a snapshot into the session's own parts and its pages."""
-        own = self.model_runner.part_sizes
-        return SessionSnapshotView(held.header, held.parts[:own]), list(held.parts[own:])
+        own = self.model_runner.part_count
+        return SessionSnapshotView(snapshot.header, snapshot.parts[:own]), list(snapshot.parts[own:])

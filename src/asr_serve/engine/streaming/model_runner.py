@@ -1,7 +1,6 @@
 """Runner of a streaming model over many sessions: chunks of all ready sessions run as one batch.
 
-The sequential path, one session at a time, is the default and the reference: the chunked path must give the same
-numbers and text.
+One session at a time is the default, and the reference: batches must give the same numbers and text.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from asr_serve.engine.session_snapshot import BytesLike, SessionSnapshot, Sessio
 from asr_serve.engine.state_cache import StateCacheManager, StateSlot, state_row_bytes, tensor_bytes
 from asr_serve.engine.streaming.audio_buffer import AudioBuffer, ChunkAudioPosition
 from asr_serve.engine.streaming.search_router import add_prefix, select_prefix
-from asr_serve.engine.streaming.token_aligner import SavedAlignment as KeptEvidence
-from asr_serve.engine.streaming.token_aligner import StreamTokenAligner, compact_posteriors
+from asr_serve.engine.streaming.token_aligner import SavedAlignment, StreamTokenAligner, compact_posteriors
 from asr_serve.models.interfaces import (
     NBestHypothesis,
     RowValidatingSearch,
@@ -57,13 +55,13 @@ class StreamingSession:
         slot: StateSlot,
         audio: AudioBuffer,
         live: bool,
-        evidence: StreamTokenAligner | None,
-        hot: StreamingBiasingList | None = None,
+        aligner: StreamTokenAligner | None,
+        biasing: StreamingBiasingList | None = None,
         language_model: SessionLanguageModel | None = None,
     ) -> None:
-        self.slot, self.audio_buffer, self.live, self.aligner, self.biasing = slot, audio, live, evidence, hot
+        self.slot, self.audio_buffer, self.live, self.aligner, self.biasing = slot, audio, live, aligner, biasing
         self.ready_since_ms: float | None = None
-        """Time since when its next chunk is complete; None: it is not."""
+        """Time at which its next chunk became complete; None: it is not."""
         self.finished = False
         """Whether its last frame was processed."""
         self.hypotheses: list[NBestHypothesis] = []
@@ -81,19 +79,19 @@ class StreamingStepOutput(NamedTuple):
     """Result of a step for one session."""
 
     session: StreamingSession
-    found: SearchResult
+    result: SearchResult
 
 
 class _SavedSession(NamedTuple):
-    """Header of a saved session. Its parts: a row of each state tensor; the waiting audio; the frames for
-    alignment; and, where the search keeps state outside its rows, that state as numbers and a tensor."""
+    """Header of a saved session. Its parts: a row of each state tensor; the queued audio; the frames for alignment;
+    and, where the search has state outside its rows, that state as bytes and a tensor."""
 
     layout: bytes
     """Digest of model, search and state shapes; rows are compatible where it is equal."""
     position: ChunkAudioPosition
     hypotheses: Annotated[list[NBestHypothesis], msgspec.Meta(max_length=1_024)]
     """Hypotheses of a finished session, one or more."""
-    alignment: KeptEvidence | None
+    alignment: SavedAlignment | None
     biasing: bytes = b""
     """Digest of its hotwords and its language model."""
 
@@ -102,9 +100,9 @@ class _StepInput(NamedTuple):
     """Inputs of a step in host memory, see StreamingChunk."""
 
     pcm: Tensor
-    seen: Tensor
+    start_frames: Tensor
     frames: Tensor
-    ends: Tensor
+    end_samples: Tensor
 
 
 class _StepBatch:
@@ -122,12 +120,9 @@ class _StepBatch:
         )
         pcm, starts, counts, ends = (buffer.numpy() for buffer in inputs)
         for row, (session, count) in enumerate(zip(sessions, frames, strict=True)):
-            session.audio_buffer.read_window(pcm[row])
-            starts[row], counts[row], ends[row] = (
-                session.audio_buffer.seen_frames,
-                count,
-                session.audio_buffer.end_samples,
-            )
+            audio = session.audio_buffer
+            audio.read_window(pcm[row])
+            starts[row], counts[row], ends[row] = audio.seen_frames, count, audio.end_samples
         starts[len(sessions) :] = counts[len(sessions) :] = ends[len(sessions) :] = 0
         pcm[len(sessions) :] = 0.0
         return inputs
@@ -161,17 +156,17 @@ class ChunkedModelRunner:
         state; limits `slots` where it is not enough. `bulk_frames`: maximum frames, over all rows, of a step of
         many chunks; None: as many as the device needs to be busy. `aligns`: the search runs over the model's head
         `ctc`. `graphs`: capture steps, on a device that can. `poison`: see StateCacheManager."""
-        assert chunk % model.frame_block == 0, f"chunks of {chunk} frames, where {model.frame_block} see each other"
+        assert chunk % model.frame_block == 0, f"chunks of {chunk} frames are not whole blocks of {model.frame_block}"
         self.model, self.search, self.device = model, search, device
         self._ctc: StreamingModel | None = None
         if aligns:
-            assert isinstance(model, StreamingModel), "tokens are aligned by the head ctc"
+            assert isinstance(model, StreamingModel), "tokens are aligned by the head ctc, which this model has not"
             self._ctc = model
         self.chunked, self.wait_ms = use_chunked_inference, wait_ms
         self.sizes = (chunk, max(1, BULK_FRAMES // chunk) * chunk)
         self._windows = {size: model.audio_window(size).samples for size in self.sizes}
         for size, samples in self._windows.items():
-            assert samples >= size * model.frame_samples, "a window reaches to where the next one begins"
+            assert samples >= size * model.frame_samples, "a window is shorter than the step to the next one"
         encoder, search_specs = model.state_specs(self.sizes[-1]), search.state_specs()
         audio = StateSpec((self._windows[self.sizes[-1]],), initial_value=None, on_host=True)
         specs = {"audio": audio, **add_prefix("encoder", encoder), **add_prefix("search", search_specs)}
@@ -180,18 +175,18 @@ class ChunkedModelRunner:
         self.max_rows = min(max_rows, slots) if self.chunked else 1
         self._bulk_rows = max(1, (bulk_frames or device.encode_frames) // self.sizes[-1])
         self.states = StateCacheManager(specs, slots, device.torch_device, poison=poison)
-        names = type(model).__module__, type(search).__name__
-        facts = [*names, model.session_layout, self._windows, list(specs.items())]
+        kind = type(model).__module__, type(search).__name__
+        facts = [*kind, model.session_layout, self._windows, list(specs.items())]
         self._layout = hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
         self._stateful_search = search if isinstance(search, StatefulSearch) else None
         self._row_validating_search = search if isinstance(search, RowValidatingSearch) else None
-        self._expecting = search if isinstance(search, BiasingSearch) else None
-        self._rescoring = search if isinstance(search, RescoringSearch) else None
+        self._biasing_search = search if isinstance(search, BiasingSearch) else None
+        self._rescoring_search = search if isinstance(search, RescoringSearch) else None
         self._encoder = select_prefix("encoder", self.states.tensors)
         self._search = select_prefix("search", self.states.tensors)
         self._sessions: set[StreamingSession] = set()
         self._ready: set[StreamingSession] = set()
-        self._spoken_ms = -LIVE_IDLE_MS
+        self._last_live_audio_ms = -LIVE_IDLE_MS
         """Time of the last audio of a live caller."""
         self._batch = _StepBatch(self._padded_rows(self.max_rows), self._windows[self.sizes[-1]])
         self._shapes: set[tuple[int, int]] = set()
@@ -205,31 +200,36 @@ class ChunkedModelRunner:
         *,
         live: bool = True,
         words: bool = False,
-        hot: StreamingBiasingList | None = None,
+        biasing: StreamingBiasingList | None = None,
         language_model: SessionLanguageModel | None = None,
     ) -> StreamingSession:
-        """Opens a session. `words`: token times will be requested. `hot`: compiled hotwords. Raises
+        """Opens a session. `words`: token times will be requested. `biasing`: compiled hotwords. Raises
         AtCapacity."""
         slot = self.states.allocate()
         row = self.states.tensors["audio"][slot.row]
         row.zero_()
         audio = AudioBuffer(row, self.model.audio_window(self.sizes[0]))
-        session = StreamingSession(slot, audio, live, StreamTokenAligner() if words else None, hot, language_model)
-        if self._expecting is not None:
-            self._expecting.set_biasing(slot.row, hot, None if language_model is None else language_model.fusion)
+        aligner, fusion = (
+            StreamTokenAligner() if words else None,
+            None if language_model is None else language_model.fusion,
+        )
+        session = StreamingSession(slot, audio, live, aligner, biasing, language_model)
+        if self._biasing_search is not None:
+            self._biasing_search.set_biasing(slot.row, biasing, fusion)
         else:
-            assert hot is None, "hotwords for a search that knows none"
-            if self._rescoring is not None:
-                self._rescoring.set_language_model(slot.row, None if language_model is None else language_model.fusion)
+            assert biasing is None, "hotwords for a search that takes none"
+            if self._rescoring_search is not None:
+                self._rescoring_search.set_language_model(slot.row, fusion)
             else:
-                assert language_model is None, "a language model for a search that takes none"
+                assert fusion is None, "a language model for a search that takes none"
         self._sessions.add(session)
         return session
 
     def append_audio(self, session: StreamingSession, pcm: np.ndarray, now_ms: float) -> None:
-        """Appends `pcm` (n,) float32 at 16 kHz, any n. Unprocessed audio is held: the caller must limit it."""
+        """Appends `pcm` (n,) float32 at 16 kHz, any n. Unprocessed audio is queued without a bound:
+        the caller must limit it."""
         if session.live:
-            self._spoken_ms = now_ms
+            self._last_live_audio_ms = now_ms
         session.audio_buffer.append(pcm)
         self._update_readiness(session, now_ms)
 
@@ -244,8 +244,8 @@ class ChunkedModelRunner:
         self._ready.discard(session)
         if self._stateful_search is not None:
             self._stateful_search.free(session.slot.row)
-        if self._expecting is not None:
-            self._expecting.set_biasing(session.slot.row, None)
+        if self._biasing_search is not None:
+            self._biasing_search.set_biasing(session.slot.row, None)
         self.states.free(session.slot)
 
     def _update_readiness(self, session: StreamingSession, now_ms: float) -> None:
@@ -289,54 +289,52 @@ class ChunkedModelRunner:
             frames,
         ]
         if self._stateful_search is not None:
-            search_numbers, tensor = self._stateful_search.export_state(row)
-            parts += [memoryview(search_numbers), tensor_bytes(tensor)]
+            search_state, tensor = self._stateful_search.export_state(row)
+            parts += [memoryview(search_state), tensor_bytes(tensor)]
         alignment = None if aligner is None else aligner.saved
         header = _SavedSession(self._layout, audio.position, session.hypotheses, alignment, session.biasing_digest)
         return SessionSnapshotView(msgspec.msgpack.encode(header), parts)
 
     @property
-    def part_sizes(self) -> int:
+    def part_count(self) -> int:
         """Number of parts of a saved session."""
         return len(self.states.specs) + (2 if self._stateful_search is None else 4)
 
     def validate_saved(self, saved: SessionSnapshot | SessionSnapshotView) -> ChunkAudioPosition:
         """Validates a snapshot and returns its audio position. Raises ValueError for another model or other sizes;
         the contents of rows are not checked: `restore_session` does that."""
-        numbers, rows = decode_header(_SavedSession, saved.header), len(self.states.specs)
-        if numbers.layout != self._layout or len(saved.parts) != self.part_sizes:
-            raise ValueError("a session of another model, or of one that was set up in another way")
+        header, rows = decode_header(_SavedSession, saved.header), len(self.states.specs)
+        if header.layout != self._layout or len(saved.parts) != self.part_count:
+            raise ValueError("a snapshot of another model, or of this one with other settings")
         self.states.check_parts(saved.parts[:rows])
         blank = AudioBuffer(self.states.tensors["audio"][-1], self.model.audio_window(self.sizes[0]))
-        blank.validate(numbers.position, saved.parts[rows], self.model.frame_samples)
-        self._evidence(numbers, saved.parts[rows + 1])
-        if numbers.hypotheses and not numbers.position.ended:
-            raise ValueError("a session that is over, and has not ended")
-        return numbers.position
+        blank.validate(header.position, saved.parts[rows], self.model.frame_samples)
+        self._load_aligner(header, saved.parts[rows + 1])
+        if header.hypotheses and not header.position.ended:
+            raise ValueError("a snapshot has final hypotheses, but its audio has not ended")
+        return header.position
 
     @staticmethod
-    def _evidence(numbers: _SavedSession, frames: BytesLike) -> StreamTokenAligner | None:
-        """Aligner of a saved session. Raises ValueError."""
-        if numbers.alignment is None and len(frames):
-            raise ValueError("a saved session with frames that nobody asked for")
-        return (
-            None
-            if numbers.alignment is None
-            else StreamTokenAligner(numbers.alignment, frames, numbers.position.seen_frames)
-        )
+    def _load_aligner(header: _SavedSession, frames: BytesLike) -> StreamTokenAligner | None:
+        """Aligner of a saved session; None: it has none. Raises ValueError."""
+        if header.alignment is not None:
+            return StreamTokenAligner(header.alignment, frames, header.position.seen_frames)
+        if len(frames):
+            raise ValueError("a snapshot has frames for alignment, but no alignment")
+        return None
 
     def load_session(
         self,
         saved: SessionSnapshot | SessionSnapshotView,
         live: bool,
         now_ms: float = 0.0,
-        hot: StreamingBiasingList | None = None,
+        biasing: StreamingBiasingList | None = None,
         language_model: SessionLanguageModel | None = None,
     ) -> StreamingSession:
         """Opens a session from a snapshot. Raises AtCapacity, and ValueError as `validate_saved` and
         `restore_session` do."""
         self.validate_saved(saved)
-        session = self.open_session(live=live, hot=hot, language_model=language_model)
+        session = self.open_session(live=live, biasing=biasing, language_model=language_model)
         try:
             self.restore_session(session, saved, now_ms)
         except ValueError:
@@ -347,23 +345,23 @@ class ChunkedModelRunner:
     def restore_session(
         self, session: StreamingSession, saved: SessionSnapshot | SessionSnapshotView, now_ms: float
     ) -> None:
-        """Restores a snapshot into a new session. Raises ValueError, also for a row of state that its search cannot
-        have left, so that no step of many sessions meets one; the session must be closed then."""
-        numbers, rows = decode_header(_SavedSession, saved.header), len(self.states.specs)
-        if numbers.biasing != session.biasing_digest:
-            raise ValueError("a saved session with other hotwords, or another language model")
+        """Restores a snapshot into a new session, which must be closed if this raises. Raises ValueError, also for a
+        row of state that the search cannot have written: a step of many sessions would fail with it."""
+        header, rows = decode_header(_SavedSession, saved.header), len(self.states.specs)
+        if header.biasing != session.biasing_digest:
+            raise ValueError("a snapshot of a session with other hotwords, or another language model")
         self.states.import_parts(session.slot, saved.parts[:rows])
         if self._row_validating_search is not None:
             self._row_validating_search.validate_row(session.slot.row, self._search)
-        session.audio_buffer.restore(numbers.position, saved.parts[rows])
+        session.audio_buffer.restore(header.position, saved.parts[rows])
         if self._stateful_search is not None:
             search_parts: list[BytesLike] = list(saved.parts[rows + 2 :])
-            seen_frames, device = numbers.position.seen_frames, self.device.torch_device
+            seen_frames, device = header.position.seen_frames, self.device.torch_device
             self._stateful_search.import_state(
                 session.slot.row, bytes(search_parts[0]), bytes(search_parts[1]), seen_frames, device
             )
-        session.aligner = self._evidence(numbers, saved.parts[rows + 1])
-        session.hypotheses, session.finished = numbers.hypotheses, bool(numbers.hypotheses)
+        session.aligner = self._load_aligner(header, saved.parts[rows + 1])
+        session.hypotheses, session.finished = header.hypotheses, bool(header.hypotheses)
         if not session.finished:
             self._update_readiness(session, now_ms)
 
@@ -375,11 +373,11 @@ class ChunkedModelRunner:
         if not self._ready:
             return None
         since = min(self._oldest_ready_ms(session) for session in self._ready)
-        alone = not self.chunked or len(self._ready) >= min(self.max_rows, len(self._sessions))
-        return since if alone else since + self.wait_ms
+        full = not self.chunked or len(self._ready) >= min(self.max_rows, len(self._sessions))
+        return since if full else since + self.wait_ms
 
     def schedule(self, now_ms: float) -> list[StreamingSession]:
-        """Sessions of the next step, all with the same number of frames; empty before it is due."""
+        """Returns the sessions of the next step, all with the same number of frames; none before it is due."""
         if (due_ms := self.due_ms) is None or now_ms < due_ms:
             return []
         first, *others = sorted(self._ready, key=self._urgency)
@@ -400,7 +398,7 @@ class ChunkedModelRunner:
         """Frames per step for a session: many for recordings while no caller is live. The remainder of a recording
         takes a long step if it fills more than half of it."""
         short, bulk = self.sizes[0], self.sizes[-1]
-        if session.live or now_ms - self._spoken_ms < LIVE_IDLE_MS:
+        if session.live or now_ms - self._last_live_audio_ms < LIVE_IDLE_MS:
             return short
         if session.audio_buffer.ended:
             return bulk if 2 * self._remaining_frames(session) > bulk else short
@@ -444,13 +442,17 @@ class ChunkedModelRunner:
         pcm, *numbers = inputs
         (hidden,) = self._forward(pcm, rows, *numbers)
         n, device = len(sessions), self.device.torch_device
-        live = StreamingChunk(pcm[:n], rows[:n], *(tensor[:n].to(device) for tensor in numbers))
-        results = self.search.step(hidden[:n], live, self._search)
+        chunk = StreamingChunk(pcm[:n], rows[:n], *(tensor[:n].to(device) for tensor in numbers))
+        results = self.search.step(hidden[:n], chunk, self._search)
         self._collect_alignment(hidden, inputs.frames.tolist(), sessions, results)
         return results
 
     def _collect_alignment(
-        self, hidden: Tensor, frames: Sequence[int], sessions: Sequence[StreamingSession], found: Sequence[SearchResult]
+        self,
+        hidden: Tensor,
+        frames: Sequence[int],
+        sessions: Sequence[StreamingSession],
+        results: Sequence[SearchResult],
     ) -> None:
         """Collects frames and tokens for sessions whose token times will be requested."""
         aligned_rows = [row for row, session in enumerate(sessions) if session.aligner is not None]
@@ -464,7 +466,7 @@ class ChunkedModelRunner:
         for i, row in enumerate(aligned_rows):
             aligner = sessions[row].aligner
             assert aligner is not None
-            aligner.append_step(found[row].fixed_tokens, None if posteriors is None else posteriors[i, : frames[row]])
+            aligner.append_step(results[row].fixed_tokens, None if posteriors is None else posteriors[i, : frames[row]])
 
     def _step(self, *inputs: Tensor) -> tuple[Tensor]:
         return (

@@ -1,5 +1,4 @@
-"""Offloading of idle streams, by number: their state moves to the tiers (host memory, then disk) and is read again
-when audio comes."""
+"""Offload of idle streams: their state moves to the tiers (host memory, then disk), and is read when audio comes."""
 
 from __future__ import annotations
 
@@ -15,16 +14,16 @@ from asr_serve.engine.session_snapshot import BytesLike, SessionSnapshotView
 if TYPE_CHECKING:
     from asr_serve.engine.streaming.request import StreamRequest
 
-IDLE_WHEN_PRESSED_S = 1.0
-"""Idle time after which a stream gives up its slot to one that waits."""
+IDLE_UNDER_PRESSURE_S = 1.0
+"""Idle time after which a stream gives up its slot while another waits for one."""
 STORE_FULL_RETRY_S = 0.25
 """Pause after the tiers were full, before the next attempt: the disk may make room."""
 MAX_RESTORED = 16
-"""Maximum restored states held outside the tiers before their streams have a slot."""
+"""Maximum restored states that are held outside the tiers until their streams have a slot."""
 READ_TIMEOUT_S = 2.0
-"""Maximum time to read an offloaded stream before it is lost: a disk may stall, and no caller waits forever."""
-HASTE_S = 0.05
-"""Timeout of blocking reads within READ_TIMEOUT_S after one timed out: the loop stands still while it waits."""
+"""Maximum time to read an offloaded stream, which is lost then: a disk may stall, and no caller waits forever."""
+SHORT_READ_TIMEOUT_S = 0.05
+"""Timeout of blocking reads for READ_TIMEOUT_S after one timed out: the loop stands still during each."""
 MAX_OFFLOADS_PER_STEP = 4
 """Maximum streams offloaded between two steps: each is a copy of its state."""
 
@@ -46,9 +45,8 @@ class StreamOffloader:
         self._offload_store, self._after_s = tiers, after_s
         self._idle: dict[int, float] = {}
         """Streams with a slot and no chunks, with the time since when, longest first."""
-        self._not_before_s = self._unread_s = -math.inf
-        """Time before which no stream is offloaded; time at which the last blocking read used all of
-        READ_TIMEOUT_S in vain."""
+        self._not_before_s = self._read_timed_out_s = -math.inf
+        """Time before which no stream is offloaded; time at which a blocking read last took all of READ_TIMEOUT_S."""
         self._stored: set[int] = set()
         """Streams whose state is in the tiers."""
         self.offloaded: dict[int, None] = {}
@@ -73,22 +71,23 @@ class StreamOffloader:
     def mark_active(self, number: int) -> None:
         self._idle.pop(number, None)
 
-    def due_s(self, pressed: bool) -> float | None:
-        """Time on the monotonic clock of the next offload or read timeout. `pressed`: a stream waits for a
-        slot."""
+    def due_s(self, under_pressure: bool) -> float | None:
+        """Time on the monotonic clock of the next offload or read timeout. `under_pressure`: a stream waits for
+        a slot."""
         return min(
-            (due for due in (self._next_offload_s(pressed), self._next_read_timeout_s) if due is not None), default=None
+            (due for due in (self._next_offload_s(under_pressure), self._next_read_timeout_s) if due is not None),
+            default=None,
         )
 
-    def _next_offload_s(self, pressed: bool) -> float | None:
+    def _next_offload_s(self, under_pressure: bool) -> float | None:
         if not self._idle:
             return None
-        after_s = min(IDLE_WHEN_PRESSED_S, self._after_s) if pressed else self._after_s
+        after_s = min(IDLE_UNDER_PRESSURE_S, self._after_s) if under_pressure else self._after_s
         return max(next(iter(self._idle.values())) + after_s, self._not_before_s)
 
-    def next_to_offload(self, pressed: bool) -> int | None:
-        """The stream to offload now, or None."""
-        due_s = self._next_offload_s(pressed)
+    def next_to_offload(self, under_pressure: bool) -> int | None:
+        """Returns the stream to offload now, or None."""
+        due_s = self._next_offload_s(under_pressure)
         return next(iter(self._idle)) if due_s is not None and due_s <= time.monotonic() else None
 
     @property
@@ -102,7 +101,7 @@ class StreamOffloader:
             next(iter(self.restoring.values()))(None)
 
     def offload(
-        self, number: int, held: SessionSnapshotView, waiting: Iterable[tuple[int, StreamRequest]] = ()
+        self, number: int, snapshot: SessionSnapshotView, waiting: Iterable[tuple[int, StreamRequest]] = ()
     ) -> bool:
         """Offloads a stream; returns False when there is no room, and an idle stream then counts as idle from now.
 
@@ -110,7 +109,9 @@ class StreamOffloader:
         copied out to make room: otherwise that stream would wait for a slot, and the stream in the slot for room.
         """
         assert number not in self._stored
-        if not self._store(number, held) and not (self._take_restored(waiting) and self._store(number, held)):
+        if not self._store(number, snapshot) and not (
+            self._copy_out_restored(waiting) and self._store(number, snapshot)
+        ):
             if number in self._idle:
                 self.mark_active(number)
                 self.mark_idle(number)
@@ -124,11 +125,11 @@ class StreamOffloader:
         self._context.stats.set_offloaded(len(self.offloaded))
         return True
 
-    def _store(self, number: int, held: SessionSnapshotView) -> bool:
+    def _store(self, number: int, snapshot: SessionSnapshotView) -> bool:
         assert self._offload_store is not None
-        return self._offload_store.put(_name(number), [held.header, *held.parts], pinned=True)
+        return self._offload_store.put(_name(number), [snapshot.header, *snapshot.parts], pinned=True)
 
-    def _take_restored(self, waiting: Iterable[tuple[int, StreamRequest]]) -> bool:
+    def _copy_out_restored(self, waiting: Iterable[tuple[int, StreamRequest]]) -> bool:
         if len(self._requested.keys() - self._stored) >= MAX_RESTORED:
             return False
         for number, stream in waiting:
@@ -146,26 +147,26 @@ class StreamOffloader:
         self._mark_restored(number)
         self._requested[number] = time.monotonic()
 
-        def on_read(held: SessionSnapshotView | None) -> None:
+        def on_read(snapshot: SessionSnapshotView | None) -> None:
             if (
                 self.restoring.get(number) is on_read
             ):  # the read may have timed out, and the stream been offloaded or requested again
                 del self.restoring[number]
-                done(number, held)
+                done(number, snapshot)
 
         self.restoring[number] = on_read
-        self._get(number, lambda held: self._context.call(lambda: on_read(held)))
+        self._get(number, lambda snapshot: self._context.call(lambda: on_read(snapshot)))
 
     def read_blocking(self, number: int) -> SessionSnapshotView | None:
         """Reads a stream's state while the loop waits. None: the state is lost."""
         read: Future[SessionSnapshotView | None] = Future()
         self._get(number, read.set_result)
-        full_timeout = time.monotonic() >= self._unread_s + READ_TIMEOUT_S
+        full_timeout = time.monotonic() >= self._read_timed_out_s + READ_TIMEOUT_S
         try:
-            return read.result(READ_TIMEOUT_S if full_timeout else HASTE_S)
+            return read.result(READ_TIMEOUT_S if full_timeout else SHORT_READ_TIMEOUT_S)
         except TimeoutError:
             if full_timeout:  # otherwise one slow read would fail all later ones
-                self._unread_s = time.monotonic()
+                self._read_timed_out_s = time.monotonic()
             return None
 
     def _get(self, number: int, done: Callable[[SessionSnapshotView | None], None]) -> None:
@@ -200,12 +201,12 @@ class StreamOffloader:
             del self.offloaded[number]
             self._context.stats.set_offloaded(len(self.offloaded))
 
-    def check_invariants(self, quiet: set[int], silent: set[int]) -> None:
-        """Asserts consistency. `quiet`: streams with a slot and no chunks. `silent`: streams with neither slot nor
-        chunks."""
-        assert self._offload_store is None or self._idle.keys() == quiet, "a quiet stream is not known to be one"
-        assert self.offloaded.keys() <= self._stored & silent, "who sleeps has a slot, or waits for one"
-        assert self.restoring.keys() <= self._requested.keys() & self._stored, "what is read was not stored"
+    def check_invariants(self, with_slot: set[int], without_slot: set[int]) -> None:
+        """Asserts consistency. `with_slot`, `without_slot`: streams without chunks, by whether they have a slot; the
+        latter do not wait for one."""
+        assert self._offload_store is None or self._idle.keys() == with_slot, "an idle stream is not marked idle"
+        assert self.offloaded.keys() <= self._stored & without_slot, "an offloaded stream has a slot, or waits for one"
+        assert self.restoring.keys() <= self._requested.keys() & self._stored, "a stream is read that was not stored"
 
 
 def _name(number: int) -> bytes:

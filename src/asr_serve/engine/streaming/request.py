@@ -1,4 +1,4 @@
-"""Record of one stream, and its snapshot for another engine."""
+"""Stream: what it has received and returned, and its snapshot for another engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 class _SavedStream(NamedTuple):
-    """Header of a saved stream. The first part is the processed audio; the others are its session's."""
+    """Header of a saved stream. The first part is its retained audio; the others are those of its session."""
 
     session: bytes | None
     """Header of its session; None: the stream has to be replayed."""
@@ -86,11 +86,11 @@ def _nbest_list(
 
 def stream_state_lost() -> StepFailed:
     """Error of a stream whose state was lost and whose audio was not retained."""
-    return StepFailed("what a sleeping stream had heard was lost", todo="begin it again")
+    return StepFailed("the state of an offloaded stream was lost", todo="start the stream again")
 
 
 class StreamRequest:
-    """Stream of a caller, or an utterance. It has a session once it has audio and a slot is free."""
+    """Stream of a caller, or a whole utterance. It has a session once it has audio and a slot is free."""
 
     def __init__(
         self,
@@ -121,11 +121,12 @@ class StreamRequest:
         self.pending_chunks: deque[StreamChunk] = deque()
         """Chunks that are not answered yet."""
         self.first_chunk_fed = self.answer_requested = False
-        """Whether the session received the first pending chunk, and whether its result was requested after the
-        session had consumed it."""
+        """Whether the session received the first pending chunk; and whether, after it processed that, an answer was
+        requested."""
         self.fixed: list[SearchToken] = []
-        """Fixed tokens: of a caller's stream since the last result, of an utterance all."""
+        """Fixed tokens since the last result: all, for an utterance."""
         self.tail: list[SearchToken] = []
+        """Tokens after the fixed ones, which may still change."""
         self.emitted_tokens = 0
         """Tokens that were returned."""
         self.saved_session: SessionSnapshotView | None = None
@@ -133,8 +134,10 @@ class StreamRequest:
         self._retain_audio = retain_audio
         self.replay_audio: list[np.ndarray] | None = [] if retain_audio else None
         """All audio that its sessions received, for replay; None: not retained."""
-        self._samples = self._replayed_tokens = 0
-        """Number of these samples; number of replayed tokens that were returned before."""
+        self._samples = 0
+        """Samples that its sessions received, retained or not."""
+        self._replayed_tokens = 0
+        """Tokens that the replay has still to repeat: they were returned before."""
 
     @property
     def replay_bytes(self) -> int:
@@ -179,29 +182,27 @@ class StreamRequest:
         self.emitted_tokens += len(result.fixed_tokens)
         return result
 
-    def save_state(self, held: SessionSnapshotView | None) -> SessionSnapshot:
-        """Snapshot of the stream. `held`: its session's snapshot; None: it has none and is to be replayed."""
-        session = None if held is None else held.header
+    def save_state(self, session_view: SessionSnapshotView | None) -> SessionSnapshot:
+        """Snapshot of the stream. `session_view`: its session's snapshot; None: it has none and is to be replayed."""
+        session = None if session_view is None else session_view.header
         header = _SavedStream(
             session, self.fixed, self.tail, self.emitted_tokens, self.replay_audio is not None, self.timed_tokens
         )
         audio = b"".join(pcm.tobytes() for pcm in self.replay_audio or ())
-        return SessionSnapshot(msgspec.msgpack.encode(header), (audio, *map(bytes, held.parts if held else ())))
+        return SessionSnapshot(
+            msgspec.msgpack.encode(header), (audio, *map(bytes, session_view.parts if session_view else ()))
+        )
 
     def load_state(self, saved: SessionSnapshot) -> SessionSnapshotView | None:
         """Restores the stream and returns its session's snapshot, not yet validated; the inverse of `save_state`.
         Raises ValueError."""
         header = decode_header(_SavedStream, saved.header)
         if not saved.parts or len(saved.parts[0]) % 4 or len(saved.parts[0]) > 4 * MAX_REPLAY_SAMPLES:
-            raise ValueError("a saved stream without the audio that it has heard")
+            raise ValueError("a snapshot of a stream has no part of retained audio, or one of another size")
         if header.session is None and not header.has_replay:
-            raise ValueError("a saved stream of which nothing was kept")
-        self.fixed, self.tail, self.emitted_tokens, self.timed_tokens = (
-            header.fixed,
-            header.tail,
-            header.emitted,
-            header.timed_tokens,
-        )
+            raise ValueError("a snapshot of a stream has neither its session nor its audio")
+        self.fixed, self.tail = header.fixed, header.tail
+        self.emitted_tokens, self.timed_tokens = header.emitted, header.timed_tokens
         audio, *parts = map(bytes, saved.parts)  # copied, because the owner of the memory may reuse it
         needed = header.has_replay and (self._retain_audio or header.session is None)
         self.replay_audio = [np.frombuffer(audio, np.float32)] if needed else None
@@ -239,17 +240,17 @@ class ReplayAudioBudget:
         while self.nbytes > MAX_REPLAY_BYTES:
             offloaded = (self._streams[number] for number in self._offloaded)
             stream = next((candidate for candidate in offloaded if candidate.replay_bytes), None)
-            stream = stream or max(self._streams.values(), key=_dispensable)
+            stream = stream or max(self._streams.values(), key=_eviction_order)
             self.remove(stream)
             stream.replay_audio = None
 
     def check(self) -> None:
         nbytes = sum(stream.replay_bytes for stream in self._streams.values())
-        assert self.nbytes == nbytes <= MAX_REPLAY_BYTES, "audio is kept that nobody counts"
+        assert self.nbytes == nbytes <= MAX_REPLAY_BYTES, "the bytes of retained audio were miscounted"
 
 
-def _dispensable(stream: StreamRequest) -> tuple[bool, bool, int]:
-    """Key of the stream whose audio is dropped first: one with state, which may never need the audio; among these,
-    the one with the most."""
-    knows = stream.session is not None or stream.saved_session is not None
-    return stream.replay_bytes > 0, knows, stream.replay_bytes
+def _eviction_order(stream: StreamRequest) -> tuple[bool, bool, int]:
+    """Sort key; the greatest is evicted: a stream with state, which may never need its audio, and among these the one
+    with the most."""
+    has_state = stream.session is not None or stream.saved_session is not None
+    return stream.replay_bytes > 0, has_state, stream.replay_bytes

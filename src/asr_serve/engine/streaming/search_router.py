@@ -1,6 +1,8 @@
-"""Streaming search for a batch in which some sessions have hotwords or a language model: those run through a beam
-search with both, grouped by list and model, the others through the configured search, unaffected by them. Weights of a
-model are each session's own and make no groups: a request may choose any."""
+"""Streaming search for a batch in which some sessions have hotwords or a language model.
+
+Those run through a beam search that applies both, grouped by list and model; the others run through the configured
+search, whose results they do not change. A language model's weight is each session's own, and makes no groups.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from asr_serve.models.interfaces import (
 
 
 class BiasedBeamSearch(Protocol):
-    """A search that applies hotwords and a language model: CtcPrefixBeam, BatchedCtcPrefixBeam and TransducerBeam,
-    made for both."""
+    """Beam search with hotwords and a language model: CtcPrefixBeam, BatchedCtcPrefixBeam and TransducerBeam, which
+    were built for both."""
 
     def state_specs(self) -> dict[str, StateSpec]: ...
     def step(
@@ -56,7 +58,7 @@ _NEITHER = _Biasing(None, None)
 
 
 class _Group(NamedTuple):
-    """Sessions that one call searches: the language model's weight may differ."""
+    """Hotwords and language model of the sessions that one call searches; weights of the model may differ."""
 
     words: StreamingBiasingList | None
     scorer: TokenScorer | None
@@ -97,7 +99,7 @@ class BiasingSearchRouter:
         results: list[SearchResult] = [SearchResult([], [])] * len(hidden)
         for indices in groups.values():
             selected = torch.tensor(indices, device=hidden.device)
-            subset = StreamingChunk(*(result[selected.to(result.device)] for result in chunk))
+            subset = StreamingChunk(*(tensor[selected.to(tensor.device)] for tensor in chunk))
             words, fusion = sessions[indices[0]]
             if words is None and fusion is None:
                 group_results = self.plain_search.step(hidden[selected], subset, select_prefix("plain", state))
@@ -141,5 +143,5 @@ def add_prefix(part: str, specs: Mapping[str, StateSpec]) -> dict[str, StateSpec
 
 
 def select_prefix(part: str, state: State) -> State:
-    """Tensors of one search, under the names of its own specs; the inverse of `add_prefix`."""
+    """State of one search, under the names of its own specs; the inverse of `add_prefix`."""
     return {name.removeprefix(f"{part}."): tensor for name, tensor in state.items() if name.startswith(f"{part}.")}

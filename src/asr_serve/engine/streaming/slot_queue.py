@@ -24,15 +24,18 @@ RETRY_MS = 5_000
 class SlotQueue:
     """Queue for slots: each class gets its share of the slots that are assigned, first in, first out.
 
-    Source start-time fair queueing, Goyal et al., SIGCOMM 1996, as in engine/seq2seq/scheduler
+    Source: start-time fair queueing, Goyal et al., SIGCOMM 1996, as in engine/seq2seq/scheduler.
     """
 
     def __init__(self, shares: Mapping[Priority, float]) -> None:
         self._shares = shares
         self._waiting: dict[Priority, dict[int, None]] = {priority: {} for priority in shares}
-        self._granted = dict.fromkeys(shares, 0.0)
-        self._due = 0.0
-        self._speaking: dict[int, float] = {}
+        self._virtual_time = dict.fromkeys(shares, 0.0)
+        """Slots assigned to each class, divided by its share; the class with the least is next."""
+        self._system_virtual_time = 0.0
+        """Virtual time of the class that was served last."""
+        self._bounded_since_s: dict[int, float] = {}
+        """Entries whose wait is bounded, longest waiting first, with the time at which it began."""
 
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(self._waiting.values())
@@ -43,49 +46,49 @@ class SlotQueue:
     def count(self, priority: Priority) -> int:
         return len(self._waiting[priority])
 
-    def waiting_priorities(self, but: Container[int]) -> set[Priority]:
-        """Classes with waiting entries, apart from those in `but`."""
-        return {priority for priority, numbers in self._waiting.items() if any(number not in but for number in numbers)}
+    def waiting_priorities(self, excluded: Container[int]) -> set[Priority]:
+        """Returns the classes with waiting entries, apart from those in `excluded`."""
+        return {
+            priority for priority, numbers in self._waiting.items() if any(number not in excluded for number in numbers)
+        }
 
     @property
     def longest_waiting(self) -> tuple[int, float] | None:
-        """The entry with a bounded wait that has waited longest, and since when."""
-        return next(iter(self._speaking.items()), None)
+        """Returns the entry with a bounded wait that has waited longest, and since when; None: there is none."""
+        return next(iter(self._bounded_since_s.items()), None)
 
     def at_capacity(self, slots: int) -> AtCapacity:
         """Error for callers that get none of `slots` slots."""
         return AtCapacity(
             f"{self.count('live')} callers wait for one of {slots} slots",
-            f"up to {MAX_WAITING}, and {MAX_WAIT_S:g} s while somebody speaks",
+            f"up to {MAX_WAITING} may wait, those of live callers {MAX_WAIT_S:g} s",
             RETRY_MS,
         )
 
-    def enqueue(self, number: int, priority: Priority, speaking_s: float | None = None) -> None:
-        """Adds an entry. `speaking_s`: its wait is bounded and began at this time."""
+    def enqueue(self, number: int, priority: Priority, bounded_since_s: float | None = None) -> None:
+        """Adds an entry. `bounded_since_s`: time at which its wait began, if that is bounded."""
         if not self._waiting[priority]:
             # A class without waiting entries does not save up slots for later.
-            self._granted[priority] = max(self._granted[priority], self._due)
+            self._virtual_time[priority] = max(self._virtual_time[priority], self._system_virtual_time)
         self._waiting[priority][number] = None
-        if speaking_s is not None:
-            self._speaking[number] = speaking_s
+        if bounded_since_s is not None:
+            self._bounded_since_s[number] = bounded_since_s
 
     def remove(self, number: int, priority: Priority) -> None:
         self._waiting[priority].pop(number, None)
-        self._speaking.pop(number, None)
+        self._bounded_since_s.pop(number, None)
 
-    def pop(self, allowed: Iterable[Priority], but: Container[int] = ()) -> int | None:
-        """Removes and returns the next entry of the `allowed` classes, or None. Entries in `but` are skipped and
-        stay."""
+    def pop(self, allowed: Iterable[Priority], excluded: Container[int] = ()) -> int | None:
+        """Removes and returns the next entry of the `allowed` classes, or None. Entries in `excluded` stay."""
         first: dict[Priority, int] = {}
         for priority in allowed:
-            if (
-                number := next((candidate for candidate in self._waiting[priority] if candidate not in but), None)
-            ) is not None:
+            candidates = (number for number in self._waiting[priority] if number not in excluded)
+            if (number := next(candidates, None)) is not None:
                 first[priority] = number
         if not first:
             return None
-        selected = min(first, key=self._granted.__getitem__)
-        self._due = self._granted[selected]
-        self._granted[selected] += 1 / self._shares[selected]
+        selected = min(first, key=self._virtual_time.__getitem__)
+        self._system_virtual_time = self._virtual_time[selected]
+        self._virtual_time[selected] += 1 / self._shares[selected]
         self.remove(first[selected], selected)
         return first[selected]

@@ -1,8 +1,8 @@
-"""Token times of one session, computed from compact posteriors that are stored until they are requested.
+"""Aligner of the tokens of one session. It stores compact posteriors until token times are requested.
 
-For each frame of a CTC head these are the log-probabilities of the blank and of the most likely tokens: every
-emitted token was among them, or had almost no probability. A transducer returns the frame of each token itself,
-and nothing is stored.
+For each frame of a CTC head these are the log-probabilities of the blank and of the most likely tokens: every emitted
+token was among them, or had almost no probability. A transducer returns the frame of each token itself, and nothing is
+stored.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from asr_serve.types import SearchToken
 TOP_K = 8
 """Tokens stored per frame, besides the blank."""
 BLANK, REST, IDS = 0, 1, 2
-"""Columns: the blank; each unlisted token; then TOP_K ids, whole numbers that float32 represents, and TOP_K
-log-probabilities."""
+"""Columns: log-probability of the blank; that of each unlisted token; TOP_K ids, which float32 represents exactly; and
+their TOP_K log-probabilities."""
 COLUMNS = IDS + 2 * TOP_K
 MIN_PROBABILITY = 1e-10
 """Minimum probability of all unlisted tokens together, so that any token sequence can be aligned."""
@@ -95,8 +95,8 @@ class StreamTokenAligner:
                 self._drop_before(self._first_frame + len(self.frames) - MAX_FRAMES // 2)
 
     def token_runs(self, before: int | None = None) -> Runs:
-        """First and end frame of every token so far. `before`: frame of the first token that is not fixed yet.
-        Returned times do not change later."""
+        """Returns the first and the end frame of every token so far, which do not change later. `before`: frame of the
+        first token that is not fixed yet."""
         timed = len(self._runs)
         tokens = self._tokens[timed:]
         if tokens:
@@ -108,24 +108,20 @@ class StreamTokenAligner:
         dropped = sum(token.frame < self._first_frame for token in tokens)
         latest = self._first_frame + len(self.frames)
         latest = latest if before is None else max(self._first_frame, min(latest, before))
-        return [searched_run(t) for t in tokens[:dropped]] + self._split_evenly(
-            tokens[dropped:], self._first_frame, latest
-        )
+        aligned = self._align_spans(tokens[dropped:], self._first_frame, latest)
+        return [searched_run(token) for token in tokens[:dropped]] + aligned
 
-    def _split_evenly(self, tokens: Sequence[SearchToken], first: int, behind: int) -> Runs:
-        """Aligns tokens within frames `first` to `behind`, split where the alignment would be too large."""
+    def _align_spans(self, tokens: Sequence[SearchToken], first: int, behind: int) -> Runs:
+        """Aligns tokens within frames `first` to `behind`, in two parts where the alignment would be too large."""
         if len(tokens) > 1 and (behind - first) * len(tokens) > MAX_ALIGNMENT_CELLS:
             gaps = [after.frame - token.frame for token, after in pairwise(tokens)]
             inner = range(len(gaps) // 4, len(gaps) - len(gaps) // 4)
             longest = max(inner, key=gaps.__getitem__)
             cut = tokens[longest].frame + (gaps[longest] + 1) // 2
-            return self._split_evenly(tokens[: longest + 1], first, cut) + self._split_evenly(
-                tokens[longest + 1 :], cut, behind
-            )
-        frames, ids = (
-            self.frames[first - self._first_frame : behind - self._first_frame],
-            [token.id for token in tokens],
-        )
+            before = self._align_spans(tokens[: longest + 1], first, cut)
+            return before + self._align_spans(tokens[longest + 1 :], cut, behind)
+        frames = self.frames[first - self._first_frame : behind - self._first_frame]
+        ids = [token.id for token in tokens]
         try:
             spans = align_columns(frames[:, BLANK], _token_logprobs(frames, ids), ids).spans
         except ValueError:  # a search may report tokens in frames too few to contain them
@@ -140,7 +136,7 @@ class StreamTokenAligner:
 
 
 def searched_run(token: SearchToken) -> tuple[int, int]:
-    """Frames of a token as its search knows them."""
+    """First and end frame of a token as its search found them."""
     return token.frame, token.frame + 1 if token.end_frame is None else max(token.end_frame, token.frame + 1)
 
 

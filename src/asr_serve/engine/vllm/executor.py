@@ -257,7 +257,7 @@ class VllmExecutor:
     def _schedule(self) -> list[int]:
         if not self._ready:
             return []
-        live = self.loop.vad_scheduler.live_count > 0 and bool(self.rows)
+        live = self.loop.live_sessions > 0 and bool(self.rows)
         reserved = (self.max_rows // LIVE_RESERVE_FRACTION if live else 0, 0)
         return self.scheduler.schedule(self.max_rows - len(self.rows), 0, reserved=reserved)
 

@@ -126,7 +126,7 @@ def problem_for(error: Exception, request_id: str) -> Problem:
         return Problem(str(error), kind.type, error.param, error_code(error))
     code = error_code(error) if isinstance(error, AsrServeError) else "internal_error"
     return Problem(
-        f"The server failed on this request. Try again; if it stays, report it with request id {request_id}.",
+        f"The server failed on this request. Try again; if it happens again, report it with request id {request_id}.",
         "server_error",
         None,
         code,
@@ -318,7 +318,7 @@ async def handle_http_exception(request: Request, error: HTTPException) -> Respo
         headers = {**(error.headers or {}), "Allow": allowed}
         failure = NoSuchRoute(f"{target} is not allowed", f"methods there: {allowed}")
     else:
-        failure = NoSuchRoute(f"{target} leads nowhere", "see /openapi.json for what there is")
+        failure = NoSuchRoute(f"there is no route {target}", "the routes of /openapi.json")
     context.rejection_reason = failure.code
     return json_error_response(error.status_code, problem_for(failure, context.request_id), headers)
 

@@ -20,7 +20,7 @@ closed and never used again: late writes go to memory that is not read any more,
 checksum of its own, while the rest is still being computed; `sender_done(region)` marks the last one. That pays
 where sending a part takes about as long as computing the next one: over a network, with a large state. Over shared
 memory the whole arrives in a few milliseconds; parts are available earlier from some 64 MiB on, and later for
-small states (bench/roads.py).
+small states (bench/transports.py).
 """
 
 from __future__ import annotations

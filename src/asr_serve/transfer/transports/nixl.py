@@ -117,7 +117,9 @@ class NixlSender(base.TransportSender):
             base.expect_address(host, only_at)
             self._agent = NixlAgent("UCX", BETWEEN_MACHINES | _devices(_towards(host)))
         except (msgspec.DecodeError, OSError, ValueError, OptionError) as error:
-            raise RoadFailed(f"a nixl road is offered that leads nowhere ({error})", todo="take another") from error
+            raise RoadFailed(
+                f"a nixl transport was offered that cannot be reached ({error})", todo="take another"
+            ) from error
         try:
             self._peer = self._agent.add_remote(metadata)
         except RoadFailed:

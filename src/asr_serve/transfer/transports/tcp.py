@@ -184,7 +184,9 @@ class TcpSender(base.TransportSender):
             base.expect_address(host, only_at)
             self._line = _connected(only_at or host, port)
         except (msgspec.DecodeError, OSError, OverflowError, ValueError) as error:
-            raise RoadFailed(f"a tcp road is offered that leads nowhere ({error})", todo="take another") from error
+            raise RoadFailed(
+                f"a tcp transport was offered that cannot be reached ({error})", todo="take another"
+            ) from error
         try:
             configure_connection(self._line)
             self._line.sendall(HELLO + offer.token)
@@ -192,10 +194,12 @@ class TcpSender(base.TransportSender):
             welcome = self._line.recv(1)
         except OSError as error:
             self._line.close()
-            raise RoadFailed(f"a tcp road is offered where nobody answers ({error})", todo="take another") from error
+            raise RoadFailed(
+                f"a tcp transport was offered, but nothing answers there ({error})", todo="take another"
+            ) from error
         if welcome != TAKEN:
             self._line.close()
-            raise RoadFailed("a tcp road is offered and its token is not known there, or another took it")
+            raise RoadFailed("a tcp transport was offered, but its token is unknown there, or was used already")
 
     def write_region(self, spot: BufferRegion, data: np.ndarray, timeout_s: float) -> int:
         self._validate(spot, data)

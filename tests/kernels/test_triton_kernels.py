@@ -88,6 +88,18 @@ def test_append_equals_the_reference(dtype, head_dim):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("frames", "head_dim"), [(1, 36), (32, 64), (41, 36)])
+def test_store_equals_the_reference(dtype, frames, head_dim):
+    """Whole pages and parts of one; frames are a slice of a batch's."""
+    theirs, tables, _ = paged([48, 48], head_dim, dtype)
+    ours = theirs.clone()
+    kv = torch.randn(100, LAYERS, 2, HEADS * head_dim, device=DEVICE).to(dtype)[7 : 7 + frames]
+    triton_kernels.store(ours, kv, tables[1])
+    reference.store(theirs, kv, tables[1])
+    assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "head_dim", "half"), [(8, 36, 16), (5, 64, 32)])
 def test_rope_equals_the_reference(dtype, heads, head_dim, half):
     torch.manual_seed(1)

@@ -192,6 +192,7 @@ class CpuDevice:
     frame_block = 128
     packs_clips = True
     rows_cost_time = True
+    computes_on_host = True
     language_models = True
 
     def __init__(

@@ -143,6 +143,7 @@ class CudaDevice:
     frame_block = 256
     encoder_threads = 0
     rows_cost_time = False
+    computes_on_host = False
     language_models = True
 
     def __init__(

@@ -88,6 +88,8 @@ class Device(Protocol):
     """Encode batches that may run beside the decoder, each on its own thread; 0 where the device does one at a time."""
     rows_cost_time: bool
     """Whether a step takes the time that its rows need. False: about as long with one row as with all of them."""
+    computes_on_host: bool
+    """Whether its products take the host's cores, which voice activity needs too."""
     language_models: bool
     """Whether causal language models are computed on it. False: another engine computes them (engine/vllm), and they
     keep their tensors for it as they came."""

@@ -60,7 +60,9 @@ class Loop:
         """Diarization of audio windows."""
         self.separation = SeparationRunner(executor.device, stats, self.call)
         """Separation of speakers who talk at once, on a thread beside the loop."""
-        self._vad_thread = ThreadPoolExecutor(1, "asr-serve vad", executor.device.set_threads, (1,))
+        device = executor.device
+        vad_threads = 1 if device.computes_on_host else device.threads
+        self._vad_thread = ThreadPoolExecutor(1, "asr-serve vad", device.set_threads, (vad_threads,))
         self._on_stop, self._keep_states = on_stop, keep_states
         executor.attach(self)
 
@@ -155,13 +157,15 @@ class Loop:
 
     def step_vad(self) -> bool:
         """Starts a voice-activity step, if one is due and none is in flight; returns whether it did. While live callers
-        are connected, the step runs on a thread of its own, beside the executor's steps."""
+        are connected, and wherever the executor's steps leave the host's cores to it, the step runs on a thread of its
+        own, beside those."""
         batch = self.vad_scheduler.schedule(time.monotonic())
         if not batch:
             return False
         runner, step = self.vad_runner, None
         assert runner is not None, "a chunk of voice activity in an engine without its model"
-        concurrent = self.live_sessions > 0 and self.executor.device.threads > 1
+        device = self.executor.device
+        concurrent = device.threads > 1 and (self.live_sessions > 0 or not device.computes_on_host)
         with self._guard_vad(batch):
             state = runner.gather_states([self.vad_scheduler.restore_slot(session) for session, _ in batch])
             step = partial(runner.step, [chunk.pcm for _, chunk in batch], state)

@@ -29,7 +29,6 @@ from asr_serve.kernels.reference import pick as pick
 from asr_serve.kernels.reference import rms_norm as rms_norm
 from asr_serve.kernels.reference import rotate_append as rotate_append
 from asr_serve.kernels.reference import softmax as softmax
-from asr_serve.kernels.reference import store as store
 from asr_serve.kernels.reference import store_int8 as store_int8
 from asr_serve.kernels.reference import tanh_norm as tanh_norm
 from asr_serve.kernels.reference import window_attention as window_attention
@@ -106,6 +105,38 @@ def _append_kernel(
     tl.store(target + values_offset + slot * HEAD_DIM + dim, tl.load(source + kind_stride, mask=mask), mask=mask)
 
 
+def store(pool: Tensor, kv: Tensor, table: Tensor) -> None:
+    """Writes K and V of `kv` (frames, layers, 2, heads * head_dim) to positions 0.. of the pages of `table`."""
+    k, _ = split_pool(pool, 0)
+    heads, head_dim = k.shape[1:3]
+    frames, layers = kv.shape[:2]
+    assert kv.stride(3) == 1
+    if not frames:
+        return
+    _store_kernel[-(-frames // PAGE), layers, heads](
+        pool, kv, table, frames, pool.stride(0), pool.stride(1), pool.stride(2), kv.stride(0), kv.stride(1),
+        kv.stride(2), HEAD_DIM=head_dim, DIM_TILE=triton.next_power_of_2(head_dim), PAGE_SIZE=PAGE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["frames"])
+def _store_kernel(
+    pool, kv, table, frames, page_stride, layer_stride, values_offset, frame_stride, kv_layer_stride, kind_stride,
+    HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Writes keys and values of one head of one layer to one page."""
+    entry, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    slot, dim = tl.arange(0, PAGE_SIZE), tl.arange(0, DIM_TILE)
+    frame = entry * PAGE_SIZE + slot
+    mask = (frame < frames)[:, None] & (dim < HEAD_DIM)[None, :]
+    source = kv + frame[:, None] * frame_stride + layer * kv_layer_stride + head * HEAD_DIM + dim[None, :]
+    page = tl.load(table + entry).to(tl.int64)
+    target = pool + page * page_stride + layer * layer_stride + head * (HEAD_DIM * PAGE_SIZE)
+    key, value = tl.load(source, mask=mask), tl.load(source + kind_stride, mask=mask)
+    tl.store(target + dim[None, :] * PAGE_SIZE + slot[:, None], key, mask=mask)
+    tl.store(target + values_offset + slot[:, None] * HEAD_DIM + dim[None, :], value, mask=mask)
+
+
 def attend(
     pool: Tensor, layer: int, q: Tensor, out: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int = 0
 ) -> None:
@@ -176,13 +207,14 @@ def _attend_kernel(
         there = (entry < end)[:, None, None]
         position = entry[:, None] * PAGE_SIZE + slot[None, :]
         seen = (position < length) & (position >= first) & (entry < end)[:, None]
+        # Both loads are under way before the first sum waits for one.
         key = tl.load(at + key_offset, mask=there & in_head[None, :, None], other=0.0).to(tl.float32)
+        value = tl.load(at + value_offset, mask=there & in_head[None, None, :], other=0.0).to(tl.float32)
         # Slots past the length may hold anything, NaN included.
         scores = tl.where(seen, tl.sum(key * query[None, :, None], axis=1), -float("inf"))
         new_top = tl.maximum(top, tl.max(tl.max(scores, axis=1), axis=0))
         weights = tl.exp(scores - new_top)
         decay = tl.exp(top - new_top)
-        value = tl.load(at + value_offset, mask=there & in_head[None, None, :], other=0.0).to(tl.float32)
         value = tl.where(seen[:, :, None], value * weights[:, :, None], 0.0)
         mixed = mixed * decay + tl.sum(tl.sum(value, axis=1), axis=0)
         total = total * decay + tl.sum(tl.sum(weights, axis=1), axis=0)

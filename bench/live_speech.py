@@ -19,7 +19,7 @@ WINDOW_SAMPLES = 512
 WINDOW_MS = 32
 PACKET_SAMPLES = 1_600
 SPEECH = 0.5
-"""Probability from which on speech is clear, in Silero's own units; the engine hears fainter speech, too."""
+"""Silero is read at one half, by the engine too."""
 
 Pcm = NDArray[np.int16]
 Voiced = NDArray[np.bool_]

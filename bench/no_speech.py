@@ -219,12 +219,12 @@ class Said:
         """`shown`: live, the longest text that was shown before it was final."""
 
 
-def through(model: Model, way: str, audio: Audio, vad: bool, threshold: float | None) -> Said:
+def through(model: Model, way: str, audio: Audio, vad: bool) -> Said:
     if way == "transcribe":
-        [transcript] = model.transcribe(audio, vad=vad, threshold=threshold)
+        [transcript] = model.transcribe(audio, vad=vad)
         return Said([segment.text for segment in transcript.segments], "")
     shown, last = "", None
-    for last in model.stream(packets(audio), chunk_ms=CHUNK_MS, threshold=threshold):
+    for last in model.stream(packets(audio), chunk_ms=CHUNK_MS):
         if not last.is_final:
             shown = max(shown, last.text, key=len)
     assert last is not None
@@ -248,7 +248,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
             audio = sound()
             for way in arguments.ways:
                 started_s = time.perf_counter()
-                said = through(model, way, audio, not arguments.no_vad, arguments.threshold)
+                said = through(model, way, audio, vad=not arguments.no_vad)
                 text = " ".join(said.segments)
                 yield {
                     "name": name,
@@ -272,15 +272,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help="transcribe,live")
     parser.add_argument("--sounds", type=Path, help="a folder of recordings without speech")
     parser.add_argument("--no-vad", action="store_true", help="files are heard whole: the model alone is to tell")
-    parser.add_argument("--threshold", type=float, help="of voice activity (the default of the engine)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where to write it, too")
     arguments = parser.parse_args(argv)
     report: dict[str, object] = {
         "bench": "no_speech",
         "model": arguments.model,
-        "threshold": arguments.threshold,
-        "seed": arguments.seed,
         "machine": machine.describe(machine.cores()),
     }
     found = []

@@ -29,7 +29,6 @@ from clips import RATE_HZ, Audio
 from offline import named
 
 import asr_serve
-from asr_serve.audio.endpointing import EndpointConfig
 from asr_serve.config import EngineConfig
 from asr_serve_tools.evaluate.wer import normalize, wer
 
@@ -162,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--beam", type=int, default=5, metavar="N", help="of the judge (5)")
     add("--clips", type=int, metavar="N", help="of a folder at most (all)")
     add("--conditions", type=named(CONDITIONS), metavar="A,B", help=f"of {','.join(CONDITIONS)}")
-    add("--thresholds", type=numbers, default=[EndpointConfig().threshold], metavar="P,P", help="a row each")
+    add("--thresholds", type=numbers, default=[0.5], metavar="P,P", help="a row each (0.5, the default)")
     add("--json", type=Path, metavar="FILE", help="where the result goes")
     args = parser.parse_args(argv)
     if not args.data and not args.speech:

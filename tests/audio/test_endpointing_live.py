@@ -40,11 +40,11 @@ def test_open_from_the_first_word_until_it_closes():
 def test_a_pause_counts_from_its_first_quiet_window_and_doubt_goes_on_with_it():
     endpointer = Endpointer(EndpointConfig())
     assert endpointer.pause_from_samples is None
-    push(endpointer, 1.0, 1.0, 0.25)
+    push(endpointer, 1.0, 1.0, 0.4)
     assert endpointer.pause_from_samples is None, "a word fades"
     push(endpointer, 0.1)
     assert endpointer.pause_from_samples == at(3)
-    push(endpointer, 0.25, 0.0)
+    push(endpointer, 0.4, 0.0)
     assert endpointer.pause_from_samples == at(3)
     push(endpointer, 0.9)
     assert endpointer.pause_from_samples is None

@@ -166,15 +166,13 @@ def test_the_first_partial_comes_early(model, cities):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "most"), exhaustive_after(1, [("beckett.wav", 1), ("two_cities.wav", 4), ("endgame_nagg_nell.wav", 4)])
-)
-def test_live_text_is_that_of_a_file(model, packaged_speech, name, most):
+@pytest.mark.parametrize("name", exhaustive_after(1, ["beckett.wav", "two_cities.wav", "endgame_nagg_nell.wav"]))
+def test_live_text_is_that_of_a_file(model, packaged_speech, name):
     """But for the few words that the model gets otherwise when a segment ends elsewhere."""
     pcm = read_audio(packaged_speech / name)
     offline = plain_words(model.transcribe(pcm)[0].text)
     changed, lone = count_differences(offline, plain_words(run_session(model, pcm).text))
-    assert changed <= most
+    assert changed <= max(1, len(offline) // 25)
     assert lone <= 1
 
 
@@ -188,7 +186,7 @@ def test_split_speech_loses_and_repeats_nothing(model, cities, max_segment_ms, m
     assert all(s.end_samples - s.start_samples <= max_segment_ms * 16 for s in client.segments)
     changed, lone = count_differences(offline, plain_words(client.text))
     assert changed <= most
-    assert lone <= 4, "of 120 words; the model itself drops one when it hears less"
+    assert lone <= 3, "of 120 words; the model itself drops one when it hears less"
 
 
 # --- edges ----------------------------------------------------------------------------------------

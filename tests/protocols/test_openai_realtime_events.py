@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai_checked import PARTIAL, checked
 
-from asr_serve.audio.endpointing import EndpointConfig
 from asr_serve.errors import MalformedRequest, MissingOption, OptionError, UnknownOption, UnsupportedOption
 from asr_serve.pipelines.live.events import (
     FlushDone,
@@ -148,7 +147,7 @@ def test_what_a_session_asked_for_before():
         ),
     )
     assert asked == RealtimeSettings(
-        "whisper-1", "audio/pcmu", "en", turn_detection=ServerVad(EndpointConfig().threshold, 300, 200), logprobs=True
+        "whisper-1", "audio/pcmu", "en", turn_detection=ServerVad(0.5, 300, 200), logprobs=True
     )
     assert apply_update(asked, before(turn_detection=None)).turn_detection is None
 

@@ -70,8 +70,8 @@ def test_every_format(server, beckett, version, file_first):
 
     for form, kind, begins in (
         ("text", "text/plain; charset=utf-8", BECKETT + "\n"),
-        ("srt", "application/x-subrip; charset=utf-8", "1\n00:00:00,070 --> 00:00:"),
-        ("vtt", "text/vtt; charset=utf-8", "WEBVTT\n\n00:00:00.070 --> 00:00:"),
+        ("srt", "application/x-subrip; charset=utf-8", "1\n00:00:00,102 --> 00:00:"),
+        ("vtt", "text/vtt; charset=utf-8", "WEBVTT\n\n00:00:00.102 --> 00:00:"),
         ("json", "application/json", f'{{"text":"{BECKETT}","usage":'),
         ("verbose_json", "application/json", '{"task":"transcribe","language":"en","duration":9.96'),
     ):

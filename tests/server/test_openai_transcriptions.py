@@ -82,8 +82,8 @@ def test_verbose_json(server, beckett):
     ("form", "kind", "begins"),
     [
         ("text", "text/plain", BECKETT),
-        ("srt", "application/x-subrip", "1\n00:00:00,070 --> 00:00:"),
-        ("vtt", "text/vtt", "WEBVTT\n\n00:00:00.070 --> 00:00:"),
+        ("srt", "application/x-subrip", "1\n00:00:00,102 --> 00:00:"),
+        ("vtt", "text/vtt", "WEBVTT\n\n00:00:00.102 --> 00:00:"),
     ],
 )
 def test_plain_formats(server, beckett, form, kind, begins):

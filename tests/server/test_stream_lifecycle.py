@@ -104,7 +104,7 @@ def test_an_engine_that_dies_while_somebody_speaks(served: Served, pcm: bytes):
         line.end()
         events = line.rest()
     expect_sound(events)
-    assert segments(events) == [(0.07, 9.146, BECKETT)]
+    assert segments(events) == [(0.102, 9.146, BECKETT)]
 
 
 def received_s(served: Served) -> float:
@@ -124,7 +124,7 @@ def test_a_stop_while_somebody_speaks(served: Served, pcm: bytes):
         events = line.rest()
         assert line.code == 1_012
     assert [e["code"] for e in events if e["type"] == "error"] == ["draining"]
-    assert segments(events) == [(0.07, 9.146, BECKETT)]
+    assert segments(events) == [(0.102, 9.146, BECKETT)]
     assert served.process.wait(WAIT_S) == 0
 
 
@@ -193,7 +193,7 @@ def test_tls_with_http_2_and_websockets_on_both_ports(started, certificate, pcm:
             events = [json.loads(line.recv(WAIT_S))]
             while events[-1]["type"] != "end":
                 events.append(json.loads(line.recv(WAIT_S)))
-        assert segments(events) == [(0.07, 9.146, BECKETT)]
+        assert segments(events) == [(0.102, 9.146, BECKETT)]
     if shutil.which("curl"):
         for version in ("--http2", "--http1.1"):
             command = ["curl", "-sN", "--cacert", str(cert), version, "-w", "%{http_version}", "-T", "-"]

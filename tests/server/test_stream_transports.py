@@ -94,7 +94,7 @@ def test_words_come_while_they_are_spoken(server: Running, beckett_pcm, transpor
         events = line.rest()
     assert {"turn", "partial", "ack"} <= {event["type"] for event in before}
     expect_sound(events)
-    assert segments(events) == [(0.07, 9.146, BECKETT)]
+    assert segments(events) == [(0.102, 9.146, BECKETT)]
     states = [event["state"] for event in events if event["type"] == "turn"]
     assert states == ["started", "stopped", "ended"]
     assert events[-1] == {"type": "end", "seq": len(numbered(events)), "duration_s": 9.963375, "segments": 1}
@@ -408,7 +408,7 @@ def test_mistakes_in_commands_change_nothing(server: Running, beckett_pcm):
         assert line.code == 1_000
     assert [event["code"] for event in events if event["type"] == "error"][8:] == ["out_of_turn"] * 2
     expect_sound(events)
-    assert segments(events) == [(0.07, 9.146, BECKETT)]
+    assert segments(events) == [(0.102, 9.146, BECKETT)]
     assert received(events) == len(beckett_pcm)
 
 

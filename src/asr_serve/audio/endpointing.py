@@ -10,9 +10,8 @@ A segment opens at speech, and closes at a pause once that lasts as long as the 
 of that length. Its span is the speech with some padding, but never reaches into the previous span, nor past
 the audio known to exist. So a returned span does not depend on later audio.
 
-Dropped: a segment of little speech that is isolated: before and after it lies the schedule's whole silence, or the
-end of the audio. Little is less than `min_speech_ms` of clear speech, with a probability of CLEAR or more, and less
-than `min_faint_speech_ms` of all speech. All other speech is kept.
+Dropped: a segment with less than `min_speech_ms` of speech that is isolated: before and after it lies the
+schedule's whole silence, or the end of the audio. All other speech is kept.
 
 Flushed: on request the open segment ends at the end of the audio so far, in the middle of a word if need be. The
 last sound of that word, if nothing follows it, is dropped.
@@ -44,8 +43,6 @@ MIN_MAX_SEGMENT_MS = 1_000
 LOOK_BACK = 0.4
 LEFT_OVER_SAMPLES = 4 * WINDOW_SAMPLES
 """Longest speech after a flush in the middle of speech that counts as the end of the flushed word."""
-CLEAR = 0.5
-"""Probability from which on speech is clear: Silero is trained for one half."""
 NEVER = sys.maxsize
 
 
@@ -55,15 +52,12 @@ class EndpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Raises  OptionError
     """
 
-    threshold: float = 0.3
-    """Probability at which speech starts. At CLEAR, phrases of telephone calls are left out (docs/decisions/0050)."""
-    neg_threshold: float = 0.21
-    """Probability below which speech ends: 0.7 of the other, as the model's authors have it, for fading vowels."""
+    threshold: float = 0.5
+    """Probability at which speech starts. Silero is trained for one half."""
+    neg_threshold: float = 0.35
+    """Probability below which speech ends: 0.15 lower, as the model's authors use it, for fading vowels."""
     min_speech_ms: int = 60
-    """Least clear speech of an isolated segment, two windows: one is a click or a breath, two may be a 'yes'."""
-    min_faint_speech_ms: int = 192
-    """Speech, clear or not, that keeps an isolated segment with less of clear speech. Knocks and tones that are a
-    little like a voice are shorter, single words are longer."""
+    """Least speech of an isolated segment, two windows of 32 ms: one is a click or a breath, two may be a 'yes'."""
     pad_before_ms: int = 250
     """Padding before speech. Onsets are quiet: an 's' or 'h' starts 100-200 ms before what is clearly speech."""
     pad_after_ms: int = 250
@@ -74,14 +68,14 @@ class EndpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
-            raise OptionError(f"threshold is {self.threshold}", "it must be above 0 and at most 1", "try 0.3")
+            raise OptionError(f"threshold is {self.threshold}", "it must be above 0 and at most 1", "try 0.5")
         if not 0 < self.neg_threshold <= self.threshold:
             raise OptionError(
                 f"neg_threshold is {self.neg_threshold}",
                 f"it must be above 0 and at most threshold, {self.threshold}",
                 f"try {0.7 * self.threshold:.2g}",
             )
-        for name in ("min_speech_ms", "min_faint_speech_ms", "pad_before_ms", "pad_after_ms"):
+        for name in ("min_speech_ms", "pad_before_ms", "pad_after_ms"):
             if getattr(self, name) < 0:
                 raise OptionError(f"{name} is {getattr(self, name)}", "it must be 0 or more")
         if self.max_segment_ms is None:
@@ -116,7 +110,6 @@ class EndpointerState(msgspec.Struct, frozen=True):
     least: int
     pauses: list[Span]
     recent: list[float]
-    clear_speech: int = 0
 
 
 class Endpointer:
@@ -134,7 +127,6 @@ class Endpointer:
         self._pad_before = ms_to_samples(config.pad_before_ms)
         self._pad_after = ms_to_samples(config.pad_after_ms)
         self._min_speech = ms_to_samples(config.min_speech_ms)
-        self._min_faint_speech = ms_to_samples(config.min_faint_speech_ms)
         limit_ms = config.max_segment_ms
         self._limit = NEVER if limit_ms is None else ms_to_samples(limit_ms)
         self.settled_samples = NEVER if limit_ms is None else ms_to_samples(limit_ms * (1 - LOOK_BACK))
@@ -156,10 +148,10 @@ class Endpointer:
         # of the open segment:
         self._start = 0
         self._pause: int | None = None
-        self._speech = self._clear_speech = 0
+        self._speech = 0
         self._droppable = False
         self._least = self._min_speech
-        """Least clear speech that keeps a droppable segment."""
+        """Least speech that keeps a droppable segment."""
         self._pauses: list[Span] = []
         """Pauses that have ended, at which the segment could still be cut."""
         self._recent: deque[float] = deque(maxlen=look_back)
@@ -180,15 +172,13 @@ class Endpointer:
             self._least,
             list(self._pauses),
             list(self._recent),
-            self._clear_speech,
         )
 
     def import_state(self, state: EndpointerState) -> None:
         self._now, self._floor, self._alone_from = state.now, state.floor, state.alone_from
         self._flushed_at, self._finished, self._open = state.flushed_at, state.finished, state.open
         self.split_mid_speech, self._start, self._pause = state.split_mid_speech, state.start, state.pause
-        self._speech, self._clear_speech = state.speech, state.clear_speech
-        self._droppable, self._least = state.droppable, state.least
+        self._speech, self._droppable, self._least = state.speech, state.droppable, state.least
         self._pauses = list(state.pauses)
         self._recent.clear()
         self._recent.extend(state.recent)
@@ -226,11 +216,7 @@ class Endpointer:
     @property
     def is_certain(self) -> bool:
         """Returns whether the open segment can no longer be dropped: it has enough speech, or is not isolated."""
-        return self._open and not (self._droppable and self._is_little_speech)
-
-    @property
-    def _is_little_speech(self) -> bool:
-        return self._clear_speech < self._least and self._speech < max(self._least, self._min_faint_speech)
+        return self._open and not (self._droppable and self._speech < self._least)
 
     @property
     def keep_from_samples(self) -> int:
@@ -246,7 +232,7 @@ class Endpointer:
             if self._open and self._now + WINDOW_SAMPLES - self._start > self._limit:
                 self._cut(closed)
             if probability >= self.config.threshold:
-                self._hear_speech(probability)
+                self._hear_speech()
             elif self._open:
                 self._hear_pause(probability, closed)
             self._recent.append(probability)
@@ -282,7 +268,7 @@ class Endpointer:
                 self._close(self._pause, at_samples, closed)
         return closed
 
-    def _hear_speech(self, probability: float) -> None:
+    def _hear_speech(self) -> None:
         if not self._open:
             self._begin(max(self._floor, self._now - self._pad_before), droppable=self._now >= self._alone_from)
         elif self._pause is not None:
@@ -290,8 +276,6 @@ class Endpointer:
                 self._pauses.append(Span(self._pause, self._now))
             self._pause = None
         self._speech += WINDOW_SAMPLES
-        if probability >= CLEAR:
-            self._clear_speech += WINDOW_SAMPLES
 
     def _hear_pause(self, probability: float, closed: list[Span]) -> None:
         if self._pause is None:
@@ -311,14 +295,13 @@ class Endpointer:
         self._least = self._min_speech
         if start <= self._flushed_at:
             self._droppable, self._least = True, LEFT_OVER_SAMPLES
-        # read only if droppable, so a part after a cut need not count inherited speech
-        self._speech = self._clear_speech = 0
+        self._speech = 0  # read only if droppable, so a part after a cut need not count inherited speech
         self._pauses = [pause for pause in self._pauses if pause.end_samples > start + self.settled_samples]
 
     def _close(self, end_of_speech: int, known: int, closed: list[Span]) -> None:
         """Append the span to `closed`, unless it is dropped. `known`: audio up to here is known to exist."""
         self._open, self._pause, self._pauses = False, None, []
-        if self._droppable and self._is_little_speech:
+        if self._droppable and self._speech < self._least:
             return
         self._floor = min(end_of_speech + self._pad_after, known)
         if self._floor > self._start:  # the audio may have been flushed up to its very end

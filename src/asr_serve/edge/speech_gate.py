@@ -21,9 +21,9 @@ PIECE_SAMPLES = 4 * WINDOW_SAMPLES
 
 
 class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Thresholds and margins of a gate. By default the thresholds are not above those of endpointing
-    (audio/endpointing.py), and the margins are wider than its 250 ms: a recognizer behind the gate gets the same
-    segments, nearly always. Measured by bench/edge_gate.py.
+    """Thresholds and margins of a gate. The defaults are wider than those of endpointing (audio/endpointing.py), which
+    pads segments with 250 ms: a recognizer behind the gate gets the same segments, nearly always. Measured by
+    bench/edge_gate.py.
 
     Raises  OptionError
     """

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from asr_serve.audio.endpointing import EndpointConfig
 from asr_serve.audio.silence_schedule import SilenceSchedule
 from asr_serve.errors import (
     AudioTooLong,
@@ -74,7 +73,7 @@ class ClientEvent(msgspec.Struct, frozen=True):
 
 
 class ServerVad(msgspec.Struct, frozen=True):
-    threshold: float = EndpointConfig().threshold
+    threshold: float = 0.5
     prefix_padding_ms: int = 300
     silence_duration_ms: int = 500
 
@@ -328,7 +327,7 @@ def _turns(members: JsonMembers | None) -> ServerVad | SemanticVad | None:
     else:
         members.reject_unsupported("idle_timeout_ms", "nobody is called when nothing is said")
         turns = ServerVad(
-            members.number("threshold", 0.001, 1, ServerVad().threshold),
+            members.number("threshold", 0.001, 1, 0.5),
             members.integer("prefix_padding_ms", MAX_REALTIME_PADDING_MS, 300),
             members.integer("silence_duration_ms", MAX_REALTIME_SILENCE_MS, 500),
         )

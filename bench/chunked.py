@@ -107,7 +107,7 @@ class Load:
             running = wrapper.schedule(1_000 * started)
             done = wrapper.step(running, 1_000 * started)
             took.append(time.perf_counter() - started)
-            self.tokens += sum(len(each.found.fixed_tokens) for each in done)
+            self.tokens += sum(len(each.result.fixed_tokens) for each in done)
             left -= set(running)
         return took
 

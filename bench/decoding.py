@@ -351,7 +351,7 @@ def transcribe(runner: ChunkedModelRunner, text: ToText, speech: Sequence[clips.
     while not all(session.finished for session in sessions) and time.process_time() - began_s < limit_s:
         now_ms += LIVE_STEP_MS
         for output in runner.step(runner.schedule(now_ms), now_ms):
-            tokens[sessions[output.session]] += [token.id for token in output.found.fixed_tokens]
+            tokens[sessions[output.session]] += [token.id for token in output.result.fixed_tokens]
     texts = [
         text([*tokens[number], *(token.id for token in session.hypotheses[0].tokens)])
         for session, number in sessions.items()

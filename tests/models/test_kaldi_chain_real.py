@@ -146,7 +146,7 @@ def advance(runner: ChunkedModelRunner, session: StreamingSession, now_ms: float
     while running := runner.schedule(now_ms):
         assert running == [session]
         [output] = runner.step(running, now_ms)
-        fixed += [token.id for token in output.found.fixed_tokens]
+        fixed += [token.id for token in output.result.fixed_tokens]
     return fixed
 
 

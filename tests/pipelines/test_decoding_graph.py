@@ -120,7 +120,7 @@ def test_lists_come_from_a_lattice_on_every_device(graph: Path, speech: np.ndarr
         runner.finish_audio(session, 0.0)
         fixed = []
         while ready := runner.schedule(1e9):
-            fixed += [token.id for output in runner.step(ready, 0.0) for token in output.found.fixed_tokens]
+            fixed += [token.id for output in runner.step(ready, 0.0) for token in output.result.fixed_tokens]
         lists.append((fixed, session.hypotheses))
         assert isinstance(runner.search, kind if batched else WfstSearch)
         runner.close_session(session)

@@ -33,8 +33,11 @@ from asr_serve.kernels.reference import store_int8 as store_int8
 from asr_serve.kernels.reference import tanh_norm as tanh_norm
 from asr_serve.kernels.reference import window_attention as window_attention
 
-TILE = 8_192
+TILE = 4_096
 """Elements of a tile of keys, which a program holds in registers beside as many of values."""
+WARPS = 1
+"""Warps of a program that attends: sums over a tile stay within one, and many programs hide each other's loads. On an
+H200 1.4 to 2.2 times as fast as four warps with tiles of twice the size (docs/decisions/0049)."""
 PROGRAMS = 1_056
 """Programs of a step that keep a large device busy: 8 for each of an H100's 132 multiprocessors. Where rows and heads
 are fewer, the positions of each are split over several."""
@@ -163,7 +166,7 @@ def attend(
         q, k, tables, lengths, out, partial, scale, q.stride(0), out.stride(0), pool.stride(0), pool.stride(2),
         tables.stride(0), span,
         GROUP=query_heads // heads, WINDOW=window, HEAD_DIM=head_dim, DIM_TILE=dim_tile, PAGE_SIZE=PAGE, PAGES=pages,
-        PARTS=parts,
+        PARTS=parts, num_warps=WARPS,
     )  # fmt: skip
     if parts > 1:
         _combine_kernel[query_heads, rows](

@@ -147,7 +147,7 @@ def test_an_incremental_stream_moves_to_another_engine_or_is_refused(begin: Begi
         loop.executor.open_stream(77, True, len(CLIPS[3]), msgspec.structs.replace(saved, parts=parts))
 
     for parts in (saved.parts[:-1], (*saved.parts, saved.parts[-1]), (*saved.parts[:-1], saved.parts[-1][:-1])):
-        with pytest.raises(ValueError, match="saved pages"):
+        with pytest.raises(ValueError, match="a snapshot has pages"):
             on_loop(there, lambda loop, parts=parts: opened(loop, parts))
     expect_empty(there)
     on_loop(there, lambda loop: opened(loop, saved.parts))

@@ -46,9 +46,9 @@ CLAUSE_MARKS = ",;:、，；：—–"
 BEHIND_MARKS = "\"'”’)]}」』】》）"
 """Characters that may follow a mark of a sentence's or clause's end."""
 
-CUE, WITHIN, CLAUSE, BROKEN, TORN = 40, 15, 12, 60, 80
+CUE, WITHIN, CLAUSE, BROKEN, TORN, NAMED = 40, 15, 12, 60, 80, 2_000
 """Costs of a cue; of a sentence's end, or a pause, inside it; of an end at a clause mark or a pause, between
-words, between characters of a script without spaces."""
+words, between characters of a script without spaces; within a name, and between it and what its speaker says."""
 STILL, SHORT, LONG, FEW = 200, 60, 100, 30
 """Costs of a long pause inside a cue; of less than LEAST_MS; of more than MOST_MS; of FEW_COLUMNS or less."""
 FEW_COLUMNS = 10
@@ -177,22 +177,24 @@ def _cut(segments: Iterable[Segment], last_speaker: str, names: bool) -> Iterato
         speaker = parts[0][0]
         if names and speaker and speaker != last_speaker:
             tokens = speaker_label(clean_text(speaker), start_ms)
+            label_tokens = len(tokens)
             while parts and parts[0][0] == speaker:
                 tokens += parts.popleft()[1]
-            parts.extendleft((speaker, part) for part in reversed([*_cheapest(tokens)]))
+            parts.extendleft((speaker, part) for part in reversed([*_cheapest(tokens, label_tokens)]))
         last_speaker, part = parts.popleft()
         yield Cue(part[0].start_ms, part[-1].end_ms, _rows(part), speaker)
         if parts:
             heappush(waiting, (parts[0][1][0].start_ms, False, number, parts))
 
 
-def _cheapest(tokens: list[SubtitleToken]) -> Iterator[list[SubtitleToken]]:
-    """Cut one speaker's tokens of a segment into cues at minimal total cost."""
+def _cheapest(tokens: list[SubtitleToken], label_tokens: int = 0) -> Iterator[list[SubtitleToken]]:
+    """Cut one speaker's tokens of a segment into cues at minimal total cost. `label_tokens`: how many are the name."""
     count = len(tokens)
     best = [0] + [-1] * count
     """Minimal cost of cutting all tokens before an index; -1: none found yet."""
     origin = [0] * (count + 1)
     ends = [_cost_behind(tokens, at) for at in range(count)]
+    ends[:label_tokens] = [NAMED] * label_tokens
     inside = [_cost_within(tokens, at) for at in range(count)]
     for first in range(count):
         within = rows = width = total = 0

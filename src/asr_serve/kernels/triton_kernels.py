@@ -36,8 +36,8 @@ from asr_serve.kernels.reference import window_attention as window_attention
 TILE = 4_096
 """Elements of a tile of keys, which a program holds in registers beside as many of values."""
 WARPS = 1
-"""Warps of a program that attends: sums over a tile stay within one, and many programs hide each other's loads. On an
-H200 1.4 to 2.2 times as fast as four warps with tiles of twice the size (docs/decisions/0049)."""
+"""Warps of a program that attends: sums over a tile stay within one, and many programs hide each other's loads
+(docs/decisions/0049)."""
 PROGRAMS = 1_056
 """Programs of a step that keep a large device busy: 8 for each of an H100's 132 multiprocessors. Where rows and heads
 are fewer, the positions of each are split over several."""

@@ -5,6 +5,7 @@ Source  arXiv:2410.15608; numbers match transformers' MoonshineForConditionalGen
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -269,12 +270,16 @@ class _MoonshineStem:
         self.third = take.device.linear(tap_matrix(third), take.get("model.encoder.conv3.bias"), dtype)
 
     def __call__(self, batch: Sequence[Tensor]) -> tuple[Tensor, PackedBatch]:
-        device = self.device.torch_device
         counts = [(max(len(pcm), SHORTEST_SAMPLES) - 127) // 64 + 1 for pcm in batch]
         windows, packing = self._packed(counts, 128, torch.float32)
-        for pcm, offset, count in zip(batch, packing.offsets, counts, strict=True):
-            padded = F.pad(pcm, (0, max(1, SHORTEST_SAMPLES + 1 - len(pcm))))
-            windows[offset : offset + count] = padded.to(device).unfold(0, 128, 64)[:count]
+        padded = [max(len(pcm), SHORTEST_SAMPLES) + 1 for pcm in batch]
+        *starts, total = itertools.accumulate(padded, initial=0)
+        samples = torch.zeros(total)
+        for pcm, start in zip(batch, starts, strict=True):
+            samples[start : start + len(pcm)] = pcm
+        samples = samples.to(self.device.torch_device)  # all clips at once: each copy waits for the device
+        for start, offset, count in zip(starts, packing.offsets, counts, strict=True):
+            windows[offset : offset + count] = samples[start:].unfold(0, 128, 64)[:count]
         x = self.first(windows)
         normed = torch.empty_like(x, dtype=self.device.dtype)
         normed[sum(counts) :] = 0

@@ -100,6 +100,7 @@ class TinySpeechLlm(SpeechLlm):
     def __init__(self, device: Device) -> None:
         super().__init__(CausalLanguageModel(CONFIG, weights(CONFIG), device), EOS, (STOP,))
         chance = torch.Generator().manual_seed(8)
+        self.place = device.torch_device
         self.project = device.linear(torch.randn(CONFIG.hidden_size, FRAME_SAMPLES, generator=chance) * 0.5)
         self.block = device.frame_block
 
@@ -117,7 +118,7 @@ class TinySpeechLlm(SpeechLlm):
         frames = torch.zeros(packing.total, FRAME_SAMPLES)
         for pcm, offset, count in zip(batch, packing.offsets, packing.frames, strict=True):
             frames[offset : offset + count].view(-1)[: len(pcm)] = pcm
-        return torch.tanh(self.project(frames)), packing
+        return torch.tanh(self.project(frames.to(self.place))), packing
 
 
 # What a model file defines: as an installed package with an entry point, other processes load it too.
@@ -170,16 +171,17 @@ class Decoder:
 
     def _logits(self, tokens: tuple[int, ...]) -> Tensor:
         """(vocabulary,) after `tokens`."""
-        fed = torch.tensor([*self.prompt, *tokens])
+        place = self.model.place
+        fed = torch.tensor([*self.prompt, *tokens], device=place)
         count, pages = len(fed), -(-len(fed) // 16)
-        embeddings = torch.zeros(count, CONFIG.hidden_size)
+        embeddings = torch.zeros(count, CONFIG.hidden_size, device=place)
         embeddings[fed == PROMPT_EMBEDDING] = self.frames
-        pool = torch.zeros(1 + pages, self.model.layers, 2, self.model.heads, self.model.head_dim * 16)
-        table = torch.arange(1, 1 + pages, dtype=torch.int32).repeat(count, 1)
-        own = PagedKeyValues(pool, table, torch.arange(1, count + 1))
+        pool = torch.zeros(1 + pages, self.model.layers, 2, self.model.heads, self.model.head_dim * 16, device=place)
+        table = torch.arange(1, 1 + pages, dtype=torch.int32, device=place).repeat(count, 1)
+        own = PagedKeyValues(pool, table, torch.arange(1, count + 1, device=place))
         with torch.inference_mode():
-            logits, _ = self.model.decode(fed, own, own, torch.tensor([count - 1]), embeddings)
-        return logits[0].clone()
+            logits, _ = self.model.decode(fed, own, own, torch.tensor([count - 1], device=place), embeddings)
+        return logits[0].cpu().clone()
 
 
 @cache

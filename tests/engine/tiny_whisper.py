@@ -102,14 +102,15 @@ class Decoder:
 
     def __init__(self, pcm: np.ndarray) -> None:
         made = build()
-        self.model = made.model
+        self.model, self.place = made.model, made.device.torch_device
         with torch.inference_mode():
             hidden, packing = self.model.encode([torch.from_numpy(pcm)])
             cross = self.model.cross_keys_values(hidden)[: packing.frames[0]]
             shape = (PAGES, self.model.layers, 2, self.model.heads, self.model.head_dim * 16)
             self.pool = made.device.allocate(*shape).zero_()
-            self.audio = torch.arange(1, 1 + -(-len(cross) // 16), dtype=torch.int32)[None]
-            self.own = torch.arange(PAGES - CONFIG.max_target_positions // 16, PAGES, dtype=torch.int32)[None]
+            self.audio = torch.arange(1, 1 + -(-len(cross) // 16), dtype=torch.int32, device=self.place)[None]
+            first = PAGES - CONFIG.max_target_positions // 16
+            self.own = torch.arange(first, PAGES, dtype=torch.int32, device=self.place)[None]
             assert int(self.audio.max()) < int(self.own.min())
             made.device.kernels.store(self.pool, cross, self.audio[0])
         self.frames = len(cross)
@@ -118,11 +119,12 @@ class Decoder:
     def _logits(self, tokens: tuple[int, ...]) -> Tensor:
         """(vocabulary,) after `tokens`."""
         count = len(tokens)
-        own = PagedKeyValues(self.pool, self.own.repeat(count, 1), torch.arange(1, count + 1))
-        audio = PagedKeyValues(self.pool, self.audio.repeat(count, 1), torch.full((count,), self.frames))
+        lengths = torch.arange(1, count + 1, device=self.place)
+        own = PagedKeyValues(self.pool, self.own.repeat(count, 1), lengths)
+        audio = PagedKeyValues(self.pool, self.audio.repeat(count, 1), torch.full_like(lengths, self.frames))
         with torch.inference_mode():
-            logits, *_ = self.model.decode(torch.tensor(tokens), own, audio)
-        return logits[-1].clone()
+            logits, *_ = self.model.decode(torch.tensor(tokens, device=self.place), own, audio)
+        return logits[-1].cpu().clone()
 
 
 @cache

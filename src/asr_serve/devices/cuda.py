@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import logging
 import subprocess
+import threading
 from collections.abc import Callable
 from functools import cache, partial
 from types import ModuleType
@@ -30,6 +31,11 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Row counts that a decoding step is padded to, so that its graph is recorded once and replayed."""
 
 
+_RECORDING = threading.Lock()
+"""Held while a graph is recorded. torch records on one stream for all threads and waits for the device before, which
+would break the recording of another model's thread."""
+
+
 class CudaGraphFunction:
     """Function of tensors with static shapes, recorded as a CUDA graph for each shape. Arguments are copied in;
     results are valid until the next call."""
@@ -42,7 +48,8 @@ class CudaGraphFunction:
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         key = tuple((a.shape, a.dtype) for a in arguments)
         if key not in self.graphs:
-            self.graphs[key] = self._record(arguments)
+            with _RECORDING:
+                self.graphs[key] = self._record(arguments)
         graph, inputs, outputs = self.graphs[key]
         for target, argument in zip(inputs, arguments, strict=True):
             target.copy_(argument, non_blocking=True)

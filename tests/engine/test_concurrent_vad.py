@@ -15,6 +15,7 @@ from tiny_moonshine import WAIT_S, clip, expect_empty, on_loop, outcome, start
 
 from asr_serve.decoding.hypothesis import Recognition
 from asr_serve.decoding.search_options import SearchOptions
+from asr_serve.devices.cpu import CpuDevice
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.vad_runner import VadRunner
 from asr_serve.errors import Cancelled, EngineClosed, StepFailed
@@ -104,6 +105,17 @@ def test_files_alone_and_engines_of_one_thread_step_on_the_loop(begin, monkeypat
     steps.release()
     probabilities(client, PIECES, live=live)
     assert steps.threads == {client.backend._thread.name}
+
+
+def test_files_have_steps_beside_the_loop_where_models_leave_the_cores_to_them(begin, monkeypatch):
+    expected = probabilities(begin(), PIECES)
+    monkeypatch.setattr(CpuDevice, "computes_on_host", False)
+    client = begin()
+    steps = HeldSteps(client)
+    steps.release()
+    expect_arrays(probabilities(client, PIECES), expected)
+    assert [name.startswith("asr-serve vad") for name in steps.threads] == [True]
+    expect_empty(client)
 
 
 def test_a_session_closed_in_flight_leaves_its_row_to_the_next(begin):

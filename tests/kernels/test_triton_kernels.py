@@ -148,5 +148,5 @@ def test_kernels_compile_for_a_gpu_and_read_16_bytes_at_a_time(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     wide = json.loads(done.stdout)
-    assert set(wide) == {"attend", "attend, split", "attend, window", "combine", "append", "rope"}
+    assert set(wide) == {"attend", "attend, split", "attend, window", "combine", "append", "store", "rope"}
     assert all(wide[name] >= 8 for name in wide if name.startswith("attend")), wide

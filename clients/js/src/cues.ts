@@ -14,7 +14,7 @@ const CLAUSE_MARKS = new Set(",;:、，；：—–");
 const MARKS = new Set([...SENTENCE_MARKS, ...CLAUSE_MARKS]);
 /** They may stand behind a mark that ends something. */
 const BEHIND_MARKS = /["'”’)\]}」』】》）]+$/u;
-const [CUE, WITHIN, CLAUSE, BROKEN, TORN] = [40, 15, 12, 60, 80];
+const [CUE, WITHIN, CLAUSE, BROKEN, TORN, NAMED] = [40, 15, 12, 60, 80, 2_000];
 const [STILL, SHORT, LONG, FEW, FEW_COLUMNS, HURRIED_MOST] = [200, 60, 100, 30, 10, 100];
 
 /** What is on screen from `startMs` to `endMs`: SRT and VTT know no finer time. */
@@ -92,8 +92,8 @@ function cut(segments: readonly Segment[], before: string, names: boolean): Cue[
     if (names && speaker && speaker !== told) {
       const other = parts.findIndex((each) => each.speaker !== speaker);
       const said = parts.splice(0, other < 0 ? parts.length : other).flatMap(({ part }) => part);
-      const all = [...named(clean(speaker), said[0]!.startMs), ...said];
-      parts.unshift(...cheapest(all).map((part) => ({ speaker, part })));
+      const label = named(clean(speaker), said[0]!.startMs);
+      parts.unshift(...cheapest([...label, ...said], label.length).map((part) => ({ speaker, part })));
     }
     told = speaker;
     const { part } = parts.shift()!;
@@ -128,11 +128,11 @@ function turns(segment: Segment): { speaker: string; said: Piece[] }[] {
   return found;
 }
 
-/** Cuts what one speaker says in a segment, so that the whole costs least. */
-function cheapest(said: Piece[]): Piece[][] {
+/** Cuts what one speaker says in a segment, so that the whole costs least. `labelPieces`: how many are the name. */
+function cheapest(said: Piece[], labelPieces = 0): Piece[][] {
   const best: number[] = [0];
   const origin: number[] = [0];
-  const ends = said.map((_, at) => costBehind(said, at));
+  const ends = said.map((_, at) => (at < labelPieces ? NAMED : costBehind(said, at)));
   const inside = said.map((_, at) => costWithin(said, at));
   const wide = said.map((piece) => columns(piece.text));
   for (let first = 0; first < said.length; first++) {

@@ -305,7 +305,7 @@ class MediaFile:
             return self._corrupt(f"it begins as {kind} and cannot be read on: {error.strerror}")
         return NotAudio(
             f"{source.label} is not a known audio container",
-            "wav, flac, mp3, m4a, ogg, webm and what else ffmpeg reads are allowed, playlists are not",
+            "wav, flac, mp3, m4a, ogg, webm and other formats that ffmpeg reads are allowed; playlists are not",
             "check the file, or wrap raw samples in a WAV",
         )
 

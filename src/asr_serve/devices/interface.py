@@ -89,7 +89,7 @@ class Device(Protocol):
     rows_cost_time: bool
     """Whether a step takes the time that its rows need. False: about as long with one row as with all of them."""
     computes_on_host: bool
-    """Whether its products take the host's cores, which voice activity needs too."""
+    """Whether models are computed on the cores of the host, as voice activity is."""
     language_models: bool
     """Whether causal language models are computed on it. False: another engine computes them (engine/vllm), and they
     keep their tensors for it as they came."""

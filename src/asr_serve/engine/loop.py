@@ -61,7 +61,7 @@ class Loop:
         self.separation = SeparationRunner(executor.device, stats, self.call)
         """Separation of speakers who talk at once, on a thread beside the loop."""
         device = executor.device
-        vad_threads = 1 if device.computes_on_host else device.threads
+        vad_threads = 1 if device.computes_on_host else max(1, device.threads - 1)  # one is the loop's, which launches
         self._vad_thread = ThreadPoolExecutor(1, "asr-serve vad", device.set_threads, (vad_threads,))
         self._on_stop, self._keep_states = on_stop, keep_states
         executor.attach(self)
@@ -157,8 +157,8 @@ class Loop:
 
     def step_vad(self) -> bool:
         """Starts a voice-activity step, if one is due and none is in flight; returns whether it did. While live callers
-        are connected, and wherever the executor's steps leave the host's cores to it, the step runs on a thread of its
-        own, beside those."""
+        are connected, and always where the model is not computed on the host's cores, the step runs on another thread,
+        beside those of the executor."""
         batch = self.vad_scheduler.schedule(time.monotonic())
         if not batch:
             return False

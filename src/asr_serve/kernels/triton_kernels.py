@@ -35,9 +35,9 @@ from asr_serve.kernels.reference import window_attention as window_attention
 
 TILE = 4_096
 """Elements of a tile of keys, which a program holds in registers beside as many of values."""
-WARPS = 1
-"""Warps of a program that attends: sums over a tile stay within one, and many programs hide each other's loads
-(docs/decisions/0049)."""
+WARP_BYTES = 8_192
+"""Bytes of keys for each warp of a program that attends, which is a whole tile in 16 bits: sums stay within one warp,
+and many programs hide each other's loads (docs/decisions/0049)."""
 PROGRAMS = 1_056
 """Programs of a step that keep a large device busy: 8 for each of an H100's 132 multiprocessors. Where rows and heads
 are fewer, the positions of each are split over several."""
@@ -166,12 +166,17 @@ def attend(
         q, k, tables, lengths, out, partial, scale, q.stride(0), out.stride(0), pool.stride(0), pool.stride(2),
         tables.stride(0), span,
         GROUP=query_heads // heads, WINDOW=window, HEAD_DIM=head_dim, DIM_TILE=dim_tile, PAGE_SIZE=PAGE, PAGES=pages,
-        PARTS=parts, num_warps=WARPS,
+        PARTS=parts, num_warps=_warps(pages * dim_tile * PAGE * pool.element_size()),
     )  # fmt: skip
     if parts > 1:
         _combine_kernel[query_heads, rows](
             partial, out, out.stride(0), HEAD_DIM=head_dim, DIM_TILE=dim_tile, PARTS=parts
         )
+
+
+def _warps(tile_bytes: int) -> int:
+    """Warps of a program whose tile of keys has so many bytes, a power of two."""
+    return max(1, tile_bytes // WARP_BYTES)
 
 
 def _parts(programs: int, width: int, pages: int) -> int:

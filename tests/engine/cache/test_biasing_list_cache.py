@@ -36,7 +36,7 @@ class StreamLists:
         self.spelling.attach(SimpleNamespace(call=call))  # type: ignore[arg-type]
 
     def add(self, number: int, bias: str) -> None:
-        self.spelling.compile(number, SimpleNamespace(bias=bias, hot=None))  # type: ignore[arg-type]
+        self.spelling.compile(number, SimpleNamespace(bias=bias, biasing=None))  # type: ignore[arg-type]
 
     @property
     def waiting(self) -> int:

@@ -328,7 +328,7 @@ class EncodePeer:
                 raise MalformedRequest(f"a message {type(answer).__name__}", "Attached or NotAttached was to come")
             reasons.append(f"{transport}: {messages.quoted(answer.why)}")
         raise PeerRefused(
-            f"no road leads from it to here ({'; '.join(reasons)})",
+            f"no transport reaches this engine from it ({'; '.join(reasons)})",
             f"by tcp and nixl it connects to this engine at {line.local_host}, to a port that the system "
             "chooses: no NAT, container bridge or firewall may be between the two",
             "give this engine an address that the peer reaches (in a container: the host's network)",

@@ -61,7 +61,7 @@ class SlotQueue:
         """Error for callers that get none of `slots` slots."""
         return AtCapacity(
             f"{self.count('live')} callers wait for one of {slots} slots",
-            f"up to {MAX_WAITING} may wait, those of live callers {MAX_WAIT_S:g} s",
+            f"up to {MAX_WAITING} may wait, each {MAX_WAIT_S:g} s unless it sends faster than real time",
             RETRY_MS,
         )
 

@@ -318,7 +318,7 @@ async def handle_http_exception(request: Request, error: HTTPException) -> Respo
         headers = {**(error.headers or {}), "Allow": allowed}
         failure = NoSuchRoute(f"{target} is not allowed", f"methods there: {allowed}")
     else:
-        failure = NoSuchRoute(f"there is no route {target}", "the routes of /openapi.json")
+        failure = NoSuchRoute(f"there is no route {target}", "/openapi.json lists the routes")
     context.rejection_reason = failure.code
     return json_error_response(error.status_code, problem_for(failure, context.request_id), headers)
 

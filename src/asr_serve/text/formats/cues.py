@@ -166,7 +166,7 @@ def _cut(segments: Iterable[Segment], last_speaker: str, names: bool) -> Iterato
     a cue of another speaker than the one before begins with a name, and what is left of its speech is cut again."""
     waiting: list[tuple[int, bool, int, deque[tuple[str, list[SubtitleToken]]]]] = []
     """Start of each segment's next cue, whether it is the first one, the segment's number, and the cues left. At equal
-    starts a segment goes on before another begins: a name may fill a cue, whose text has to follow it."""
+    starts a segment goes on before another begins: a name that fills a cue is followed by its text."""
     for number, segment in enumerate(segments):
         runs = groupby(subtitle_tokens(segment), key=lambda each: each[0])
         parts = deque((speaker, part) for speaker, run in runs for part in _cheapest([piece for _, piece in run]))
@@ -193,8 +193,7 @@ def _cheapest(tokens: list[SubtitleToken], label_tokens: int = 0) -> Iterator[li
     best = [0] + [-1] * count
     """Minimal cost of cutting all tokens before an index; -1: none found yet."""
     origin = [0] * (count + 1)
-    ends = [_cost_behind(tokens, at) for at in range(count)]
-    ends[:label_tokens] = [NAMED] * label_tokens
+    ends = [NAMED if at < label_tokens else _cost_behind(tokens, at) for at in range(count)]
     inside = [_cost_within(tokens, at) for at in range(count)]
     for first in range(count):
         within = rows = width = total = 0

@@ -174,7 +174,7 @@ class Receiver:
         if self.checked and checksum_of(view) != checksum:
             raise Torn(
                 f"{nbytes} bytes came by {self.kind} with another checksum than they were sent with",
-                todo="send them again, by another road if it goes on",
+                todo="send them again, by another transport if it goes on",
             )
         return view
 

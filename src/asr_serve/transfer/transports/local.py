@@ -27,7 +27,9 @@ def attach_sender(offer: ReceiverOffer, only_at: str | None) -> LocalSender:
     """Attaches to a receiver of this process. `only_at` is ignored: nothing leaves the machine."""
     receiver = _open.pop(offer.token, None)
     if receiver is None:
-        raise RoadFailed("a landing memory that is not in this process, or has its sender", todo="take another road")
+        raise RoadFailed(
+            "a landing memory that is not in this process, or has its sender", todo="take another transport"
+        )
     return LocalSender(offer, receiver)
 
 
@@ -81,7 +83,7 @@ class LocalSender(base.TransportSender):
         self._validate(spot, data)
         receiver = self._landing
         if receiver is None:
-            raise PeerGone("this end of the road is closed")
+            raise PeerGone("this end of the transport is closed")
         receiver.write_direct(spot, data)
         return 0
 

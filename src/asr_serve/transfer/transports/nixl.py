@@ -78,10 +78,10 @@ class NixlReceiver(base.Receiver):
             location = msgspec.msgpack.encode((self._agent.metadata(), memory.ctypes.data, host))
         except RoadFailed as error:
             self._agent.close()
-            raise OptionError(f"a landing memory of {nbytes} bytes ({error})", todo="take another road") from error
+            raise OptionError(f"a landing memory of {nbytes} bytes ({error})", todo="take another transport") from error
         super().__init__(ReceiverOffer("nixl", nbytes, base.new_token(), location), memory)
         self._out = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="nixl road", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="nixl transport", daemon=True)
         self._thread.start()
 
     def lease(self, nbytes: int) -> BufferRegion | None:
@@ -130,7 +130,7 @@ class NixlSender(base.TransportSender):
         self._validate(spot, data)
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
-            raise RoadTimeout(f"a nixl road was taken for {timeout_s:g} s")
+            raise RoadTimeout(f"the nixl transport was busy for {timeout_s:g} s")
         try:
             self._expect_open()
             digest = self._write(spot, data, deadline)
@@ -167,7 +167,7 @@ class NixlSender(base.TransportSender):
                     if remaining_s <= SLICE_S:
                         raise RoadTimeout(f"{data.nbytes} bytes were not there by nixl in time") from None
                 except RoadFailed as error:
-                    raise PeerGone(f"the other end of a nixl road is gone ({error})") from error
+                    raise PeerGone(f"the other end of a nixl transport is gone ({error})") from error
         self._agent.deregister(entry)
         return digest
 
@@ -179,7 +179,7 @@ class NixlSender(base.TransportSender):
 
     def _expect_open(self) -> None:
         if self._closed:
-            raise PeerGone("this end of the nixl road is closed")
+            raise PeerGone("this end of the nixl transport is closed")
 
 
 def _devices(host: str) -> dict[str, str]:

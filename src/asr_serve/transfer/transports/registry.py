@@ -21,7 +21,7 @@ def create_receiver(kind: str, nbytes: int, host: str) -> Receiver:
     Raises OptionError where the transport is not available, or does not work with this size or address."""
     if kind not in (available := available_transports()):
         raise OptionError(
-            f"road {kind!r}", f"what this installation has: {', '.join(available)}", suggest_name(kind, available)
+            f"transport {kind!r}", f"what this installation has: {', '.join(available)}", suggest_name(kind, available)
         )
     if not 1 <= nbytes <= MAX_BUFFER_BYTES:
         raise OptionError(f"a landing memory of {nbytes} bytes", f"1 to {MAX_BUFFER_BYTES}")

@@ -161,7 +161,8 @@ def _attached(offer: ReceiverOffer) -> tuple[int, mmap.mmap]:
             memory = _mapped(fd, HEAD_BYTES + offer.nbytes)
         except OSError as error:
             raise RoadFailed(
-                f"shared memory that is offered is not on this machine ({error.strerror})", todo="take another road"
+                f"shared memory that is offered is not on this machine ({error.strerror})",
+                todo="take another transport",
             ) from error
         if not hmac.compare_digest(memory[: base.TOKEN_BYTES], offer.token):
             raise RoadFailed("shared memory of the right name is not the one that was offered")

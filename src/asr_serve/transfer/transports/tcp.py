@@ -78,7 +78,7 @@ class TcpReceiver(base.Receiver):
         self._token = offer.token
         self._closing, self._wake = socket.socketpair()
         self._sender: socket.socket | None = None
-        self._thread = threading.Thread(target=self._serve, args=(listener,), name="tcp road", daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=(listener,), name="tcp transport", daemon=True)
         self._thread.start()
 
     def _close_transport(self) -> None:
@@ -205,7 +205,7 @@ class TcpSender(base.TransportSender):
         self._validate(spot, data)
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
-            raise RoadTimeout(f"a tcp road was taken for {timeout_s:g} s")
+            raise RoadTimeout(f"the tcp transport was busy for {timeout_s:g} s")
         try:
             self._send([memoryview(HEAD.pack(spot.at, data.nbytes)), data.data], deadline)
             digest = checksum(data)  # while the last bytes are in flight
@@ -215,7 +215,7 @@ class TcpSender(base.TransportSender):
             raise RoadTimeout(f"{data.nbytes} bytes were not there by tcp in {timeout_s:g} s") from None
         except OSError as error:
             self._hang_up()
-            raise PeerGone(f"the other end of a tcp road is gone ({error})", todo="ask another engine") from error
+            raise PeerGone(f"the other end of a tcp transport is gone ({error})", todo="ask another engine") from error
         finally:
             self._lock.release()
         if answer == TAKEN:
@@ -223,7 +223,7 @@ class TcpSender(base.TransportSender):
         self._hang_up()
         if answer == REFUSED:
             raise RoadFailed(f"{data.nbytes} bytes for {spot}, which was refused: it is not lent")
-        raise PeerGone("the other end of a tcp road hung up", todo="ask another engine")
+        raise PeerGone("the other end of a tcp transport hung up", todo="ask another engine")
 
     def close(self) -> None:
         self._hang_up()

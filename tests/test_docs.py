@@ -318,7 +318,7 @@ def measured_cells() -> list[tuple[str, str]]:
         ("Speech, 1 caller", f"p50 {first} ms, p95 {late} ms"),
     ]
     few = bench_row("live-cpu", system="asr-serve", callers=8)
-    many = bench_row("live-decoder-cpu", system="asr-serve", callers=48)
+    many = bench_row("live-many-cpu", system="asr-serve", callers=48)
     for live in (few, many):
         latencies = f"p50 {live['final_p50_ms']:.0f} ms, p95 {live['final_p95_ms']:.0f} ms"
         cells.append((f"Live, {live['callers']} callers", latencies))

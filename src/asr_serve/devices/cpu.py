@@ -183,6 +183,13 @@ def packed_bytes(*tensors: Tensor | None) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
+def set_host_threads(threads: int) -> None:
+    """Sets the threads that torch and the native kernels use for what the calling thread computes on the CPU."""
+    torch.set_num_threads(threads)
+    if core := kernels.core():
+        core.set_threads(threads)
+
+
 class CpuDevice:
     """CPU device, see devices/interface.py. Sets torch's thread count for the process."""
 
@@ -324,9 +331,7 @@ class CpuDevice:
         return out.view(total, heads * head_dim)
 
     def set_threads(self, threads: int) -> None:
-        torch.set_num_threads(threads)
-        if core := kernels.core():
-            core.set_threads(threads)
+        set_host_threads(threads)
 
     def decode_threads(self, beside: bool) -> int:
         return max(1, self.threads // 4) if beside else self.threads

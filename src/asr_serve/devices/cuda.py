@@ -16,12 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve.devices.cpu import NormedLinear, PlainLinear, PlainVocabulary, packed_bytes, stacked_gated_linear
+from asr_serve.devices.cpu import (
+    NormedLinear,
+    PlainLinear,
+    PlainVocabulary,
+    packed_bytes,
+    set_host_threads,
+    stacked_gated_linear,
+)
 from asr_serve.devices.int8 import outlying
 from asr_serve.devices.interface import GatedLinear, LayerNorm, Linear, VocabularyMatrix
 from asr_serve.devices.tensor_parallel import SINGLE_RANK, TensorParallelGroup
 from asr_serve.errors import OptionError
-from asr_serve.kernels import PAGE, core, gpu_kernels, int8_reference, reference
+from asr_serve.kernels import PAGE, gpu_kernels, int8_reference, reference
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Quantize
 
@@ -253,9 +260,7 @@ class CudaDevice:
         becomes that of the calling thread, where Triton launches kernels."""
         torch.cuda.set_device(self.torch_device)
         torch.get_num_threads()  # a thread that first asks later would get what another thread set last
-        torch.set_num_threads(threads)
-        if (native := core()) is not None:
-            native.set_threads(threads)
+        set_host_threads(threads)
 
     def decode_threads(self, beside: bool) -> int:
         return self.threads

@@ -95,7 +95,5 @@ class TinyFamilySpeechLlm(TinySpeechLlm):
     """TinySpeechLlm around another language model."""
 
     def __init__(self, family: str, device: Device) -> None:
-        chosen, chance = config(family), torch.Generator().manual_seed(8)
-        SpeechLlm.__init__(self, CausalLanguageModel(chosen, weights(chosen), device), EOS, (STOP,))
-        self.project = device.linear(torch.randn(chosen.hidden_size, FRAME_SAMPLES, generator=chance) * 0.5)
-        self.block = device.frame_block
+        chosen = config(family)
+        super().__init__(device, CausalLanguageModel(chosen, weights(chosen), device))

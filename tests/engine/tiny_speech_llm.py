@@ -97,11 +97,13 @@ class TinySpeechLlm(SpeechLlm):
 
     frame_samples = FRAME_SAMPLES
 
-    def __init__(self, device: Device) -> None:
-        super().__init__(CausalLanguageModel(CONFIG, weights(CONFIG), device), EOS, (STOP,))
+    def __init__(self, device: Device, language_model: CausalLanguageModel | None = None) -> None:
+        language_model = language_model or CausalLanguageModel(CONFIG, weights(CONFIG), device)
+        super().__init__(language_model, EOS, (STOP,))
         chance = torch.Generator().manual_seed(8)
         self.place = device.torch_device
-        self.project = device.linear(torch.randn(CONFIG.hidden_size, FRAME_SAMPLES, generator=chance) * 0.5)
+        width = language_model.config.hidden_size
+        self.project = device.linear(torch.randn(width, FRAME_SAMPLES, generator=chance) * 0.5)
         self.block = device.frame_block
 
     def prompt_tokens(self, options: PromptOptions) -> tuple[int, ...]:

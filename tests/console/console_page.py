@@ -224,8 +224,8 @@ class Visitor:
         assert not bad, (where, bad)
         assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), where
 
-    def until(self, selector: str) -> Any:
-        return self.page.wait_for_selector(selector)
+    def until(self, selector: str, limit_s: float = WAIT_S) -> Any:
+        return self.page.wait_for_selector(selector, timeout=1_000 * limit_s)
 
     def holds(self, expression: str) -> None:
         """Soon. Not `wait_for_function`: the page's content policy stops what that evaluates later."""

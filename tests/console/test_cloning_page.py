@@ -63,6 +63,10 @@ def launch() -> Iterator[Callable[..., Any]]:
         yield found
 
 
+TRAINING_S = 480.0
+"""Limit in seconds. A voice is trained for half a minute on two free cores, and for minutes beside other tests."""
+
+
 def read_once(route: Any) -> None:
     """Answers with what the server has said to the same request before. Cloned voices are always asked for."""
     asked = route.request.post_data or ""
@@ -288,7 +292,7 @@ def test_a_voice_is_made_heard_and_deleted(me, served, folder):
     me.page.click("#clone-make")
     me.until("#cloning-state:has-text('Cloning ada')")
     assert not me.page.evaluate("document.querySelector('#clone-dialog').open")
-    me.until("#voice-list input[value=ada]:checked")
+    me.until("#voice-list input[value=ada]:checked", TRAINING_S)
     assert me.page.is_hidden("#cloning")
     card = VoiceStore(folder).card("ada")
     assert card.consent.statement == (
